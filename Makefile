@@ -1,0 +1,58 @@
+# Needs python3 (3.10 or newer) and make; everything else is installed into .venv from constraints.txt.
+PYTHON ?= python3
+VENV := .venv
+BIN := $(VENV)/bin
+PIP := $(BIN)/python -m pip install --quiet --disable-pip-version-check -c constraints.txt
+STAMP := $(VENV)/.installed
+DOCS_STAMP := $(VENV)/.installed-docs
+TORCH := $(shell sed -n 's/^\(torch==[0-9.]*\).*/\1/p' constraints.txt)
+
+# One computing thread a process: tests start several ranks on one machine.
+export OMP_NUM_THREADS ?= 1
+
+.PHONY: help venv demo test lint format bench docs clean
+help:
+	@echo "make demo | test | lint | format | bench | docs | clean"
+
+venv: $(STAMP)
+
+# torch first, by its pinned version, so that a failed download is not mistaken for anything else.
+$(STAMP): pyproject.toml constraints.txt
+	@$(PYTHON) -c 'import sys; sys.exit(0 if sys.version_info >= (3, 10) else "shardwise needs Python 3.10 or newer, found " + sys.version)'
+	@test -x $(BIN)/python || $(PYTHON) -m venv $(VENV)
+	@echo "installing $(TORCH) into $(VENV)"
+	@$(PIP) "$(TORCH)"
+	@echo "installing shardwise[dev,hf] into $(VENV)"
+	@$(PIP) -e ".[dev,hf]"
+	@touch $@
+
+$(DOCS_STAMP): $(STAMP)
+	@echo "installing shardwise[docs] into $(VENV)"
+	@$(PIP) -e ".[docs]"
+	@touch $@
+
+demo: $(STAMP)
+	$(BIN)/shardwise run --nproc 2 examples/pretrain_gpt.py --config examples/pretrain_gpt.json
+
+test: $(STAMP)
+	OMP_NUM_THREADS=1 $(BIN)/python -m pytest -v --durations=10
+
+lint: $(STAMP)
+	$(BIN)/ruff check .
+	$(BIN)/ruff format --check .
+	$(BIN)/mypy
+	$(BIN)/lint-imports
+
+format: $(STAMP)
+	$(BIN)/ruff check --fix .
+	$(BIN)/ruff format .
+
+# Each file in bench/ is one benchmark; each writes its numbers, machine and versions to bench/results/.
+bench: $(STAMP)
+	@for script in bench/*.py; do echo "== $$script"; $(BIN)/python $$script || exit 1; done
+
+docs: $(DOCS_STAMP)
+	$(BIN)/mkdocs build --strict
+
+clean:
+	rm -rf build dist site .pytest_cache .mypy_cache .ruff_cache .import_linter_cache

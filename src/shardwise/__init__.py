@@ -1,0 +1,1 @@
+"""Train PyTorch models that do not fit one device."""
