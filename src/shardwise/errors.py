@@ -1,8 +1,8 @@
 """Exceptions of shardwise.
 
-Every message names the thing (key, file, rank, parameter, unit), what was expected and found, and the fix. The
-classes exist so that a caller can react to a kind of failure; they also derive from the builtin that Python code
-conventionally catches (`ValueError` for wrong input and so on).
+Every message names the thing (key, file, rank, parameter, unit), what was expected and found, and the fix.
+The classes exist so that a caller can react to a kind of failure; they also derive from the builtin that
+Python code conventionally catches (`ValueError` for wrong input and so on).
 """
 
 from __future__ import annotations

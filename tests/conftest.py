@@ -1,0 +1,42 @@
+"""Settings of the whole test run: one thread a process, fixed hypothesis seeds, one pool of ranks."""
+
+from __future__ import annotations
+
+import os
+
+os.environ["OMP_NUM_THREADS"] = "1"  # before torch is imported
+os.environ["GLOO_SOCKET_IFNAME"] = "lo"
+
+from collections.abc import Iterator
+
+import pytest
+import torch
+from hypothesis import HealthCheck, settings
+
+from tests.harness import close_pool, run_ranks
+
+torch.set_num_threads(1)
+
+settings.register_profile(
+    "default", deadline=None, derandomize=True, suppress_health_check=[HealthCheck.too_slow], max_examples=25
+)
+settings.register_profile("search", settings.get_profile("default"), derandomize=False, max_examples=500)
+settings.load_profile(os.environ.get("HYPOTHESIS_PROFILE", "default"))
+
+
+@pytest.fixture(scope="session", autouse=True)
+def _rank_pool() -> Iterator[None]:
+    """End the worker processes with the session."""
+    yield
+    close_pool()
+
+
+@pytest.fixture(autouse=True)
+def _seed() -> None:
+    torch.manual_seed(0)
+
+
+@pytest.fixture
+def ranks():  # type: ignore[no-untyped-def]
+    """`run_ranks`, for tests that prefer a fixture to an import."""
+    return run_ranks
