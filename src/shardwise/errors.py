@@ -7,13 +7,21 @@ Python code conventionally catches (`ValueError` for wrong input and so on).
 
 from __future__ import annotations
 
+from typing import Any
+
 
 class ShardwiseError(Exception):
     """Base of every error that shardwise raises on purpose."""
 
 
 class ConfigError(ShardwiseError, ValueError):
-    """A configuration key is unknown, has a wrong value, or contradicts another one."""
+    """A configuration key is unknown, has a wrong value, or contradicts another one.
+
+    Attributes:
+        problems: every mistake that the message lists, each with `path` and `message`.
+    """
+
+    problems: tuple[Any, ...] = ()
 
 
 class NotBuiltError(ConfigError, NotImplementedError):
@@ -24,12 +32,20 @@ class BatchSizeError(ConfigError, AssertionError):
     """The three batch sizes contradict each other or the number of ranks."""
 
 
+class ConflictError(ConfigError, AssertionError):
+    """Two configuration keys, each valid alone, exclude each other."""
+
+
 class CheckpointError(ShardwiseError, RuntimeError):
     """A checkpoint is missing, incomplete, damaged, or belongs to another model."""
 
 
 class LaunchError(ShardwiseError, RuntimeError):
     """The launcher cannot start or has lost its processes."""
+
+
+class CommandLineError(LaunchError, ValueError):
+    """A command-line option is missing, has a wrong value, or contradicts another one."""
 
 
 class ReleasedParameterError(ShardwiseError, RuntimeError):
@@ -42,3 +58,11 @@ class UsageError(ShardwiseError, RuntimeError):
 
 class DesyncError(ShardwiseError, RuntimeError):
     """Ranks disagree on which collective comes next."""
+
+
+class PeerLostError(ShardwiseError, RuntimeError):
+    """A rank that this one exchanges data with has gone."""
+
+
+class SyncError(UsageError, AssertionError):
+    """Gradients would be stepped without having been reduced."""

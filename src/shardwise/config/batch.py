@@ -1,0 +1,153 @@
+"""The batch equation: train_batch_size = micro-batch x accumulation steps x data-parallel ranks.
+
+Any sufficient part of it determines the rest. Nothing is rounded: numbers that do not fit are refused, with a
+proposal that does.
+"""
+
+from __future__ import annotations
+
+import os
+from dataclasses import dataclass
+
+from shardwise.errors import BatchSizeError
+
+from .facts import Facts
+from .problems import Problem, dotted
+from .scan import Scan
+from .schema.root import Config
+
+TRAIN = "train_batch_size"
+MICRO = "train_micro_batch_size_per_gpu"
+STEPS = "gradient_accumulation_steps"
+
+
+@dataclass(frozen=True)
+class Batch:
+    """A solved batch equation; `reasons` says where each number that the user did not write came from."""
+
+    train: int
+    micro: int
+    steps: int
+    reasons: dict[str, str]
+
+
+def solve(config: Config, world_size: int, facts: Facts, found: Scan, origin: str) -> Batch | Problem:
+    """Fill in what is missing of the three batch keys, or say why it cannot be done.
+
+    Args:
+        config: validated configuration; "auto" and absent keys are None.
+        world_size: number of data-parallel ranks.
+        facts: micro-batch size and accumulation steps of the caller stand in for keys that are absent or "auto".
+        found: the scan, for spelling and for which keys were "auto".
+        origin: where the configuration came from, for messages.
+    """
+    train, micro, steps = (
+        config.train_batch_size,
+        config.train_micro_batch_size_per_gpu,
+        config.gradient_accumulation_steps,
+    )
+    sources = {
+        name: f"{dotted(found.given.get((name,), (name,)))} in {origin}"
+        for name, value in ((TRAIN, train), (MICRO, micro), (STEPS, steps))
+        if value is not None
+    }
+    # The caller's numbers only stand in for what the configuration leaves open; they never overrule it.
+    open_steps = steps is None and (STEPS,) in found.autos and (train is None or micro is None)
+    if open_steps and facts.gradient_accumulation_steps is not None:
+        steps, sources[STEPS] = facts.gradient_accumulation_steps, "the caller"
+    open_micro = micro is None and (train is None or ((MICRO,) in found.autos and steps is None))
+    if open_micro and facts.micro_batch_size is not None:
+        micro, sources[MICRO] = facts.micro_batch_size, "the caller"
+    if train is None and micro is None:
+        return Problem(TRAIN, _nothing_given(found), BatchSizeError)
+    solved = _fill(train, micro, steps, world_size)
+    if solved is None or min(solved) < 1 or solved[0] != solved[1] * solved[2] * world_size:
+        return Problem(TRAIN, _contradiction(train, micro, steps, world_size, sources), BatchSizeError)
+    values = dict(zip((TRAIN, MICRO, STEPS), solved, strict=True))
+    equation = f"{solved[0]} = {solved[1]} x {solved[2]} x {world_size} ranks"
+    reasons = {
+        name: f"given by {sources[name]}" if name in sources else f"derived: {equation}"
+        for name in values
+        if sources.get(name, "the caller") == "the caller"
+    }
+    return Batch(*solved, reasons)
+
+
+def _fill(train: int | None, micro: int | None, steps: int | None, world: int) -> tuple[int, int, int] | None:
+    """Solve for what is None; the caller checks that the equation holds."""
+    if train is None:
+        if micro is None:
+            return None
+        steps = steps or 1
+        return micro * steps * world, micro, steps
+    if micro is None:
+        steps = steps or 1
+        return train, train // (world * steps), steps
+    if steps is None:
+        return train, micro, train // (micro * world)
+    return train, micro, steps
+
+
+def _nothing_given(found: Scan) -> str:
+    autos = [name for name in (TRAIN, MICRO) if (name,) in found.autos]
+    which = (
+        f'{" and ".join(f"`{name}`" for name in autos)} "auto"'
+        if autos
+        else f"neither `{TRAIN}` nor `{MICRO}` given"
+    )
+    return (
+        f"the batch size is unknown: {which}, and the caller has not said how many samples a rank gets. "
+        f'Write for example "{MICRO}": 1'
+    )
+
+
+def _contradiction(
+    train: int | None, micro: int | None, steps: int | None, world: int, sources: dict[str, str]
+) -> str:
+    """Explain with numbers, where they came from, and a solution."""
+    known = {TRAIN: train, MICRO: micro, STEPS: steps}
+    numbers = [f"{name} = {value} ({sources[name]})" for name, value in known.items() if value is not None]
+    lines = [
+        f"{TRAIN} must equal {MICRO} x {STEPS} x data-parallel ranks, "
+        f"but {_equation(train, micro, steps, world)}. Here " + ", ".join([*numbers, _world(world)]) + "."
+    ]
+    lines.append("Fix: " + "; or ".join(_proposals(train, micro, steps, world)) + ".")
+    if world == 1 and _world_from_environment() is None:
+        lines.append("With 1 rank: was the script started without a launcher (WORLD_SIZE is not set)?")
+    return " ".join(lines)
+
+
+def _equation(train: int | None, micro: int | None, steps: int | None, world: int) -> str:
+    if micro is not None and steps is not None:
+        return f"{train} != {micro} x {steps} x {world} = {micro * steps * world}"
+    rest = micro or steps or 1
+    return f"{train} is not a multiple of {rest} x {world} = {rest * world}"
+
+
+def _proposals(train: int | None, micro: int | None, steps: int | None, world: int) -> list[str]:
+    """Numbers that fit: keep the batch if it can be kept, else the nearest batch that fits."""
+    proposals = []
+    assert train is not None
+    if micro is not None and steps is not None:
+        proposals.append(f"{TRAIN} = {micro * steps * world}")
+        if train % (micro * world) == 0:
+            proposals.append(f"{STEPS} = {train // (micro * world)}")
+        if train % (steps * world) == 0:
+            proposals.append(f"{MICRO} = {train // (steps * world)}")
+        return proposals
+    unit = (micro or steps or 1) * world
+    lower, upper = train // unit * unit, (train // unit + 1) * unit
+    return [f"{TRAIN} = {value}" for value in (lower, upper) if value > 0]
+
+
+def _world_from_environment() -> str | None:
+    return os.environ.get("WORLD_SIZE")
+
+
+def _world(world: int) -> str:
+    source = (
+        "WORLD_SIZE from the launcher"
+        if _world_from_environment() == str(world)
+        else "the world_size argument"
+    )
+    return f"{world} data-parallel rank{'s' if world != 1 else ''} ({source})"

@@ -1,0 +1,103 @@
+"""Checks that need more than one key: combinations that contradict each other. Each names both sides."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+
+from shardwise.errors import ConflictError
+
+from .problems import Problem, dotted
+from .scan import Scan
+from .schema.root import Config
+
+
+def check_combinations(config: Config, found: Scan, world_size: int) -> list[Problem]:
+    """Return every contradiction between keys."""
+    return [*_precision(config, found), *_zero(config), *_gradients(config), *_ranks(config, world_size)]
+
+
+def check_worth_a_warning(config: Config) -> list[str]:
+    """Return settings that are allowed and probably not meant."""
+    warnings = []
+    if config.vocabulary_size is not None and config.vocabulary_size % 8:
+        padded = -(-config.vocabulary_size // 8) * 8
+        warnings.append(
+            f"vocabulary_size: {config.vocabulary_size} is not a multiple of 8, which is slow on tensor cores; "
+            f"pad the embedding to {padded}"
+        )
+    schedule = config.scheduler.params
+    total, warmup = schedule.get("total_num_steps"), schedule.get("warmup_num_steps")
+    if isinstance(total, int) and isinstance(warmup, int) and total < warmup:
+        warnings.append(
+            f"scheduler.params.total_num_steps: {total} is less than warmup_num_steps = {warmup}, so the run ends "
+            f"within the warm-up"
+        )
+    return warnings
+
+
+def precision_of(config: Config) -> str:
+    """The type that parameters have in the forward pass: fp16, bf16 or fp32."""
+    if config.fp16.enabled:
+        return "fp16"
+    return "bf16" if config.bf16.enabled else "fp32"
+
+
+def _precision(config: Config, found: Scan) -> Iterator[Problem]:
+    bf16 = dotted(found.given.get(("bf16", "enabled"), ("bf16", "enabled")))
+    if config.fp16.enabled and config.bf16.enabled:
+        message = f"`fp16.enabled` and `{bf16}` are both true; a model has one precision, so set one of them to false"
+        yield Problem("fp16.enabled", message, ConflictError)
+    wanted = config.data_types.param_dtype
+    if wanted is not None and wanted != precision_of(config):
+        message = (
+            f"is {wanted}, but `fp16.enabled` and `{bf16}` make it {precision_of(config)}; remove this key or set "
+            f"{'both to false' if wanted == 'fp32' else f'`{wanted}.enabled` to true'}"
+        )
+        yield Problem("data_types.param_dtype", message, ConflictError)
+    if config.bf16.bf16_optimizer_states and not config.bf16.bf16_master_weights_and_grads:
+        message = "needs `bf16.bf16_master_weights_and_grads` to be true"
+        yield Problem("bf16.bf16_optimizer_states", message, ConflictError)
+    for mode, enabled in (("amp", config.amp.enabled), ("torch_autocast", config.torch_autocast.enabled)):
+        if (
+            enabled
+            and mode == "amp"
+            and (config.fp16.enabled or config.bf16.enabled or config.zero_optimization.stage)
+        ):
+            message = "excludes `fp16.enabled`, `bf16.enabled` and `zero_optimization.stage` above 0"
+            yield Problem("amp.enabled", message, ConflictError)
+
+
+def _zero(config: Config) -> Iterator[Problem]:
+    zero = config.zero_optimization
+    if zero.legacy_stage1:
+        yield Problem("zero_optimization.legacy_stage1", "the old stage 1 no longer exists; remove the key")
+    offload = zero.offload_optimizer
+    if offload is not None and offload.ratio < 1 and zero.stage != 3:
+        message = f"is {offload.ratio:g}; below 1 it needs `zero_optimization.stage` 3, found {zero.stage}"
+        yield Problem("zero_optimization.offload_optimizer.ratio", message, ConflictError)
+    if not zero.compute_grad_norm:
+        if config.gradient_clipping > 0:
+            message = (
+                f"is false, but `gradient_clipping` = {config.gradient_clipping:g} needs the norm; "
+                f"set gradient_clipping to 0 or this key to true"
+            )
+            yield Problem("zero_optimization.compute_grad_norm", message, ConflictError)
+        if zero.stage not in (1, 2):
+            message = f"false is for `zero_optimization.stage` 1 and 2, found {zero.stage}; remove the key"
+            yield Problem("zero_optimization.compute_grad_norm", message, ConflictError)
+
+
+def _gradients(config: Config) -> Iterator[Problem]:
+    if config.gradient_allreduce_op == "sum" and config.zero_optimization.stage == 3:
+        message = '"sum" excludes `zero_optimization.stage` 3; use "mean" or stage 0, 1 or 2'
+        yield Problem("gradient_allreduce_op", message)
+
+
+def _ranks(config: Config, world_size: int) -> Iterator[Problem]:
+    if config.data_parallel_size is not None and config.sequence_parallel_size == 1:
+        if config.data_parallel_size != world_size:
+            message = (
+                f"is {config.data_parallel_size}, but there are {world_size} data-parallel ranks; remove the key or "
+                f"start {config.data_parallel_size} ranks"
+            )
+            yield Problem("data_parallel_size", message, ConflictError)

@@ -1,0 +1,141 @@
+"""Names and arguments of optimizers and learning-rate schedules: what exists, what it takes, what is wrong.
+
+The classes themselves live elsewhere. torch is imported only when a class of torch.optim has to be looked at.
+"""
+
+from __future__ import annotations
+
+import inspect
+from dataclasses import dataclass
+from typing import Any
+
+REQUIRED = inspect.Parameter.empty
+"""Marks an argument without a default."""
+
+_ADAM: dict[str, Any] = {
+    "lr": 1e-3,
+    "betas": (0.9, 0.999),
+    "eps": 1e-8,
+    "weight_decay": 0.0,
+    "bias_correction": True,
+    "amsgrad": False,
+    "torch_adam": False,
+    "adam_w_mode": True,
+    "fp32_optimizer_states": True,
+    "set_grad_none": True,
+}
+NATIVE_OPTIMIZERS: dict[str, dict[str, Any]] = {"adam": _ADAM, "adamw": _ADAM}
+"""Our own optimizers (compared without regard to case) with their arguments and defaults."""
+
+UNBUILT_OPTIMIZERS = (
+    "lamb",
+    "lion",
+    "onebitadam",
+    "zerooneadam",
+    "onebitlamb",
+    "muadam",
+    "muadamw",
+    "musgd",
+    "muon",
+)
+"""Names that configurations use and that this version does not have."""
+
+UNUSABLE_OPTIMIZERS: dict[str, str] = {
+    "LBFGS": "it calls the model several times per step, which engine.step() cannot do",
+    "SparseAdam": "it needs sparse gradients, which cannot be sharded",
+    "Optimizer": "it is the base class of optimizers",
+}
+"""Classes of torch.optim that no engine step can drive, with the reason."""
+
+_WARMUP: dict[str, Any] = {"warmup_num_steps": 1000, "warmup_type": "log", "last_batch_iteration": -1}
+NATIVE_SCHEDULES: dict[str, dict[str, Any]] = {
+    "WarmupLR": {"warmup_min_lr": 0.0, "warmup_max_lr": None, **_WARMUP},
+    "WarmupDecayLR": {"total_num_steps": REQUIRED, "warmup_min_lr": 0.0, "warmup_max_lr": None, **_WARMUP},
+    "WarmupCosineLR": {
+        "total_num_steps": REQUIRED,
+        "warmup_min_ratio": 0.0,
+        "cos_min_ratio": 1e-4,
+        **_WARMUP,
+    },
+}
+"""Our own schedules (exact names) with their arguments and defaults; warmup_max_lr None means the optimizer's lr."""
+
+UNBUILT_SCHEDULES = ("LRRangeTest", "OneCycle")
+
+UNUSABLE_SCHEDULES: dict[str, str] = {
+    "ReduceLROnPlateau": "it needs a metric at every step; build it in the script and step it there",
+    "ChainedScheduler": "it takes schedule objects; build it in the script and pass it to initialize(lr_scheduler=)",
+    "SequentialLR": "it takes schedule objects; build it in the script and pass it to initialize(lr_scheduler=)",
+    "LRScheduler": "it is the base class of schedules",
+}
+
+
+@dataclass(frozen=True)
+class Signature:
+    """Arguments that a class takes: name -> default (`REQUIRED` if there is none)."""
+
+    name: str
+    arguments: dict[str, Any]
+
+
+def torch_optimizers() -> dict[str, type]:
+    """Optimizer classes of the installed torch by name."""
+    import torch
+
+    return _classes(torch.optim, torch.optim.Optimizer)
+
+
+def torch_schedules() -> dict[str, type]:
+    """Learning-rate schedules of the installed torch by name."""
+    import torch
+
+    return _classes(torch.optim.lr_scheduler, torch.optim.lr_scheduler.LRScheduler)
+
+
+def _classes(module: Any, base: type) -> dict[str, type]:
+    return {
+        name: item for name, item in vars(module).items() if isinstance(item, type) and issubclass(item, base)
+    }
+
+
+def optimizer_signature(name: str, params: dict[str, Any]) -> Signature | None:
+    """Arguments of an optimizer by its configured name, or None if there is no such optimizer."""
+    native = NATIVE_OPTIMIZERS.get(name.lower())
+    if native is not None:
+        if not params.get("torch_adam"):
+            return Signature(name, native)
+        decoupled = name.lower() == "adamw" or params.get("adam_w_mode", True)
+        torch_class = torch_optimizers()["AdamW" if decoupled else "Adam"]
+        switches = {switch: native[switch] for switch in ("torch_adam", "adam_w_mode")}
+        return Signature(name, {**_arguments(torch_class), **switches})
+    found = torch_optimizers().get(canonical_optimizer(name))
+    return Signature(name, _arguments(found)) if found is not None else None
+
+
+def schedule_signature(name: str) -> Signature | None:
+    """Arguments of a schedule by its configured name, or None if there is no such schedule."""
+    native = NATIVE_SCHEDULES.get(name)
+    if native is not None:
+        return Signature(name, native)
+    found = torch_schedules().get(name)
+    return Signature(name, _arguments(found)) if found is not None else None
+
+
+def canonical_optimizer(name: str) -> str:
+    """The name under which the code knows an optimizer: native ones in lower case, torch's own as they are.
+
+    >>> canonical_optimizer("AdamW"), canonical_optimizer("adagrad"), canonical_optimizer("SGD")
+    ('adamw', 'Adagrad', 'SGD')
+    """
+    lower = name.lower()
+    if lower == "adagrad":
+        return "Adagrad"
+    if lower in NATIVE_OPTIMIZERS or (lower in UNBUILT_OPTIMIZERS and name != "Muon"):
+        return lower
+    return name
+
+
+def _arguments(found: type) -> dict[str, Any]:
+    """Arguments of a constructor without the object itself and what the engine passes."""
+    parameters = inspect.signature(found).parameters.values()
+    return {item.name: item.default for item in parameters if item.name not in ("params", "optimizer")}

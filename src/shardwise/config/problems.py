@@ -1,0 +1,62 @@
+"""Collecting what is wrong with a configuration, so that everything is reported in one error.
+
+A configuration file is edited by hand and tried on a cluster; a message that names one mistake at a time costs a
+round trip per mistake.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterable
+from dataclasses import dataclass
+
+from shardwise.errors import ConfigError
+
+Path = tuple[str | int, ...]
+"""Keys and list indices from the root to a value."""
+
+
+def dotted(path: Path) -> str:
+    """Write a path the way people do.
+
+    >>> dotted(("tensor_parallel", "partition_config", "layer_specs", 0, "patterns"))
+    'tensor_parallel.partition_config.layer_specs[0].patterns'
+    """
+    text = ""
+    for part in path:
+        if isinstance(part, int):
+            text += f"[{part}]"
+        else:
+            text += f".{part}" if text else part
+    return text
+
+
+@dataclass(frozen=True)
+class Problem:
+    """One mistake: where it is, what is wrong with the fix, and which error class stands for it."""
+
+    path: str
+    message: str
+    error: type[ConfigError] = ConfigError
+
+    def __str__(self) -> str:
+        return f"{self.path}: {self.message}" if self.path else self.message
+
+
+def raise_problems(problems: Iterable[Problem], origin: str) -> None:
+    """Raise one error that lists every problem; do nothing if there is none.
+
+    The class is that of the problems if they agree, otherwise `ConfigError`.
+    """
+    found = list(dict.fromkeys(problems))
+    if not found:
+        return
+    classes = {problem.error for problem in found}
+    error = classes.pop() if len(classes) == 1 else ConfigError
+    if len(found) == 1:
+        text = f"in {origin}: {found[0]}"
+    else:
+        lines = "\n".join(f"  {number}. {problem}" for number, problem in enumerate(found, 1))
+        text = f"{len(found)} problems in {origin}:\n{lines}"
+    raised = error(text)
+    raised.problems = tuple(found)
+    raise raised

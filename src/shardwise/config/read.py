@@ -1,0 +1,129 @@
+"""Getting a configuration from wherever the user keeps it: a dictionary, a file, JSON text, or base64.
+
+Invariant: the user's object is never changed; what is handed on is a copy.
+"""
+
+from __future__ import annotations
+
+import base64
+import binascii
+import os
+from dataclasses import dataclass, field
+from pathlib import Path as FilePath
+from typing import Any
+
+from shardwise.errors import ConfigError
+
+from .jsonc import JSONSyntaxError, parse
+from .problems import Path, Problem, raise_problems
+
+
+@dataclass(frozen=True)
+class Document:
+    """A configuration as written, with where it came from.
+
+    Attributes:
+        data: the JSON object.
+        origin: words for messages, such as `ds_config.json` or `the config dict`.
+        lines: line of each key, empty for a dictionary.
+    """
+
+    data: dict[str, Any]
+    origin: str
+    lines: dict[Path, int] = field(default_factory=dict)
+
+
+def load(source: Any) -> dict[str, Any]:
+    """Read a configuration and return it as a new dictionary, exactly as written.
+
+    Args:
+        source: a dictionary; the path of a JSON file (`str` or `os.PathLike`); JSON text; or JSON text encoded in
+            URL-safe base64. Files and text may have comments and trailing commas.
+
+    Raises:
+        ConfigError: the file is missing, the text is not JSON (with line and column), or a key is given twice.
+
+    >>> load('{"train_batch_size": 8, /* samples */}')
+    {'train_batch_size': 8}
+    """
+    return read(source).data
+
+
+def read(source: Any) -> Document:
+    """Like `load`, but also says where the configuration and each of its keys came from."""
+    if isinstance(source, Document):
+        return source
+    if isinstance(source, dict):
+        return Document(_copy(source), "the config dict")
+    if isinstance(source, os.PathLike) and isinstance(name := os.fspath(source), str):
+        return _from_file(FilePath(name))
+    if isinstance(source, str):
+        return _from_string(source)
+    raise ConfigError(
+        f"a configuration is a dict, the path of a JSON file, or base64-encoded JSON; found {type(source).__name__}"
+    )
+
+
+def _copy(value: Any) -> Any:
+    """Copy the containers and keep the leaves: a dictionary may hold objects that cannot be copied."""
+    if isinstance(value, dict):
+        return {name: _copy(item) for name, item in value.items()}
+    if isinstance(value, list):
+        return [_copy(item) for item in value]
+    return value
+
+
+def _from_string(source: str) -> Document:
+    if source.lstrip()[:1] == "{":
+        return _from_text(source, "the JSON text")
+    if _is_file(source):
+        return _from_file(FilePath(source))
+    decoded = _decode_base64(source)
+    if decoded is not None:
+        return _from_text(decoded, "the base64-encoded configuration")
+    shown = source if len(source) <= 200 else source[:200] + "..."
+    raise ConfigError(
+        f"there is no file {shown!r} (looked in {os.getcwd()}), and the string is neither JSON nor base64-encoded JSON"
+    )
+
+
+def _is_file(name: str) -> bool:
+    try:
+        return FilePath(name).exists()
+    except (OSError, ValueError):
+        return False
+
+
+def _decode_base64(text: str) -> str | None:
+    """Decode URL-safe or plain base64 if it holds a JSON object, else None."""
+    compact = "".join(text.split()).replace("+", "-").replace("/", "_")
+    try:
+        decoded = base64.b64decode(compact, altchars=b"-_", validate=True).decode("utf-8")
+    except (binascii.Error, ValueError):
+        return None
+    return decoded if decoded.lstrip()[:1] in ("{", "/", "#") else None
+
+
+def _from_file(path: FilePath) -> Document:
+    try:
+        text = path.read_text(encoding="utf-8")
+    except FileNotFoundError:
+        raise ConfigError(f"there is no file {str(path)!r} (looked in {os.getcwd()})") from None
+    except UnicodeDecodeError as problem:
+        raise ConfigError(f"{path} is not a text file in UTF-8 (byte {problem.start})") from None
+    except OSError as problem:
+        raise ConfigError(f"cannot read {path}: {problem.strerror}") from None
+    return _from_text(text, str(path))
+
+
+def _from_text(text: str, origin: str) -> Document:
+    try:
+        parsed = parse(text)
+    except JSONSyntaxError as problem:
+        raise ConfigError(f"{origin} is not JSON: {problem}") from None
+    raise_problems(
+        (Problem(where, "this key is given twice; keep one of them") for where in parsed.duplicates), origin
+    )
+    if not isinstance(parsed.value, dict):
+        raise ConfigError(f"{origin} must hold a JSON object {{...}}, found {type(parsed.value).__name__}")
+    return Document(parsed.value, origin, parsed.lines)

@@ -1,0 +1,171 @@
+"""From a configuration as written to one that the engine can run: names, autos, types, combinations, batch sizes.
+
+The passes run in this order because each needs the one before: names find the keys, "auto" needs the keys' defaults
+and facts, types need the chosen values, combinations and the batch equation need typed values. Every pass adds to one
+list of problems, and the list is raised at the end.
+"""
+
+from __future__ import annotations
+
+import math
+from dataclasses import dataclass, field
+from typing import Any
+
+from . import names
+from .auto import Note, resolve_autos
+from .batch import MICRO, STEPS, TRAIN, Batch, solve
+from .built import check_built, value_at
+from .checks import check_combinations, check_worth_a_warning
+from .facts import Facts
+from .params import check_optimizer, check_scheduler
+from .problems import Path, Problem, dotted, raise_problems
+from .read import read
+from .scan import Scan, scan
+from .schema.root import Config
+from .tree import walk
+from .validate import validate
+
+_BATCH_KEYS = (TRAIN, MICRO, STEPS)
+_STEP_ARGUMENTS = ("warmup_num_steps", "total_num_steps")
+
+
+@dataclass
+class Resolution:
+    """A configuration that is ready to run, and how it came to be.
+
+    Attributes:
+        config: validated; batch sizes solved, every "auto" replaced.
+        raw: the configuration as the user wrote it.
+        notes: every value that was chosen, derived or moved from another key, with the reason.
+        warnings: deprecated keys and settings that are probably not meant, one sentence each.
+        no_effect: keys that were given, are accepted, and change nothing here, with the reason.
+        origin: where the configuration came from, such as a file name.
+        given: dotted paths (canonical names) of the keys that the user wrote.
+    """
+
+    config: Config
+    raw: dict[str, Any]
+    notes: list[Note] = field(default_factory=list)
+    warnings: list[str] = field(default_factory=list)
+    no_effect: list[Note] = field(default_factory=list)
+    origin: str = "the config dict"
+    given: frozenset[str] = frozenset()
+
+
+def resolve(source: Any, *, world_size: int = 1, facts: Facts | None = None) -> Resolution:
+    """Check a configuration completely and fill in what it leaves open.
+
+    Args:
+        source: anything that `load` accepts.
+        world_size: number of data-parallel ranks.
+        facts: what the caller knows about model and training, for values that are "auto".
+
+    Raises:
+        ConfigError: unknown keys, wrong values, contradictions; all of them listed with path and fix.
+        NotBuiltError: nothing is wrong, but a feature is asked for that this version does not have.
+        BatchSizeError: nothing else is wrong, but the batch sizes contradict each other.
+
+    >>> resolve({"train_batch_size": 16, "gradient_accumulation_steps": 2}, world_size=4).config
+    ...     .train_micro_batch_size_per_gpu  # doctest: +SKIP
+    2
+    """
+    if world_size < 1:
+        raise ValueError(f"world_size must be at least 1, found {world_size}")
+    facts = facts or Facts()
+    document = read(source)
+    found = scan(document.data)
+    auto_notes, auto_problems = resolve_autos(found, facts)
+    notes = [
+        Note(new, value, f"forwarded from the deprecated `{old}`") for old, new, value in found.forwarded
+    ]
+    notes += auto_notes
+    config, value_problems = validate(found)
+    problems = [
+        *found.problems,
+        *auto_problems,
+        *value_problems,
+        *check_optimizer(config, found),
+        *check_scheduler(config, found),
+        *check_combinations(config, found, world_size),
+        *check_built(config, found),
+    ]
+    solved = solve(config, world_size, facts, found, document.origin)
+    if isinstance(solved, Batch):
+        notes += _fill_batch(config, solved)
+    elif not _explained(problems):
+        problems.append(solved)
+    raise_problems(_with_lines(problems, found, document.lines), document.origin)
+    notes += _settle(config)
+    return Resolution(
+        config=config,
+        raw=document.data,
+        notes=notes,
+        warnings=[*_deprecations(found), *check_worth_a_warning(config)],
+        no_effect=_without_effect(config, found),
+        origin=document.origin,
+        given=frozenset(dotted(path) for path in found.given),
+    )
+
+
+def _explained(problems: list[Problem]) -> bool:
+    """Whether another problem already involves a batch key, so that the equation cannot be judged."""
+    return any(
+        key in problem.path or f"`{key}`" in problem.message for problem in problems for key in _BATCH_KEYS
+    )
+
+
+def _with_lines(problems: list[Problem], found: Scan, lines: dict[Path, int]) -> list[Problem]:
+    """Add the line in the file to each problem's path where it is known."""
+    by_path = {dotted(path): line for path, line in lines.items()}
+    return [
+        Problem(f"{problem.path} (line {by_path[problem.path]})", problem.message, problem.error)
+        if problem.path in by_path
+        else problem
+        for problem in problems
+    ]
+
+
+def _fill_batch(config: Config, batch: Batch) -> list[Note]:
+    config.train_batch_size = batch.train
+    config.train_micro_batch_size_per_gpu = batch.micro
+    config.gradient_accumulation_steps = batch.steps
+    return [Note(path, value_at(config, path), reason) for path, reason in batch.reasons.items()]
+
+
+def _settle(config: Config) -> list[Note]:
+    """Give the remaining open values their final form, so that readers need no knowledge of how they were written."""
+    notes: list[Note] = []
+    zero = config.zero_optimization
+    if zero.overlap_comm is None:
+        zero.overlap_comm = True
+        notes.append(
+            Note("zero_optimization.overlap_comm", True, "overlapping changes neither results nor memory")
+        )
+    if config.optimizer.type is not None:
+        config.optimizer.type = names.canonical_optimizer(config.optimizer.type)
+    for name in _STEP_ARGUMENTS:
+        value = config.scheduler.params.get(name)
+        if isinstance(value, float) and math.isfinite(value):
+            config.scheduler.params[name] = int(value)
+    return notes
+
+
+def _deprecations(found: Scan) -> list[str]:
+    return [
+        f"{old}: this key is deprecated; write `{new}` = {value!r} instead"
+        for old, new, value in found.forwarded
+    ]
+
+
+def _without_effect(config: Config, found: Scan) -> list[Note]:
+    """List keys that the user gave and that change nothing, sections as a whole."""
+    result: list[Note] = []
+    for path, key in walk():
+        if key.no_effect and path in found.given:
+            value = value_at(config, ".".join(path))
+            result.append(Note(dotted(found.given[path]), _plain(value), key.no_effect))
+    return result
+
+
+def _plain(value: Any) -> Any:
+    return value.model_dump(exclude_unset=True) if hasattr(value, "model_dump") else value

@@ -1,0 +1,185 @@
+"""The first pass over a configuration as written: names.
+
+Every key is looked up in the schema. Unknown ones are reported with the nearest known name, other spellings become the
+canonical one, deprecated keys move to their replacement, and values that are "auto" are taken out and remembered, so
+that what is left can be checked for types and values.
+"""
+
+from __future__ import annotations
+
+from dataclasses import dataclass, field
+from typing import Any
+
+from .problems import Path, Problem, dotted
+from .schema.base import AUTO, Section
+from .schema.root import Config
+from .tree import Key, advise, keys_of, takes_any_key
+
+_OFFLOAD_FLAGS = ("zero_optimization.cpu_offload", "zero_optimization.cpu_offload_param")
+
+
+@dataclass
+class Scan:
+    """A configuration with canonical names, and what was found on the way.
+
+    Attributes:
+        data: the cleaned configuration, ready for type checks.
+        given: canonical path -> path as the user spelled it, for every key in the source.
+        autos: canonical path -> key (None inside free-form dictionaries) of every value that is "auto".
+        forwarded: (old path, new path, value) of every deprecated key.
+        problems: unknown and doubled keys.
+    """
+
+    data: dict[str, Any] = field(default_factory=dict)
+    given: dict[Path, Path] = field(default_factory=dict)
+    autos: dict[Path, Key | None] = field(default_factory=dict)
+    forwarded: list[tuple[str, str, Any]] = field(default_factory=list)
+    problems: list[Problem] = field(default_factory=list)
+
+
+def scan(raw: dict[str, Any]) -> Scan:
+    """Go through a configuration once; see `Scan`. The argument is not changed."""
+    result = Scan()
+    source = dict(raw)
+    pointer = source.pop("$schema", None)
+    if pointer is not None and not isinstance(pointer, str):
+        result.problems.append(
+            Problem("$schema", f"expected the address of a JSON Schema, found {pointer!r}")
+        )
+    zero = source.get("zero_optimization")
+    if isinstance(zero, bool):
+        # The oldest form: a bare true meant stage 1, with the gather size at top level.
+        source["zero_optimization"] = {"stage": int(zero)}
+        result.forwarded.append(("zero_optimization", "zero_optimization.stage", int(zero)))
+    result.data = _scan_section(source, Config, (), (), result)
+    _forward_deprecated(result)
+    return result
+
+
+def _scan_section(
+    raw: dict[str, Any], section: type[Section], path: Path, spelled: Path, result: Scan
+) -> dict[str, Any]:
+    """Return a copy of one section with canonical names, recursing into subsections."""
+    keys = keys_of(section)
+    clean: dict[str, Any] = {}
+    for name, value in raw.items():
+        as_written = (*spelled, name)
+        key = keys.get(name) if isinstance(name, str) else None
+        if key is None:
+            if takes_any_key(section) and isinstance(name, str):
+                clean[name] = value
+                result.given[(*path, name)] = as_written
+            else:
+                message = f"unknown key; {advise(section, spelled, str(name))}"
+                result.problems.append(Problem(dotted((*spelled, str(name))), message))
+            continue
+        here = (*path, key.name)
+        if here in result.given:
+            first = dotted(result.given[here])
+            result.problems.append(
+                Problem(
+                    dotted(as_written),
+                    f"this is another name of `{first}`, which is given too; keep one of them",
+                )
+            )
+            continue
+        result.given[here] = as_written
+        if isinstance(value, str) and value == AUTO and key.kind == "value" and not key.takes_auto:
+            result.autos[here] = key
+            continue
+        if value is None and key.kind == "section":
+            continue
+        clean[key.name] = _scan_value(value, key, here, as_written, result)
+    return clean
+
+
+def _scan_value(value: Any, key: Key, path: Path, spelled: Path, result: Scan) -> Any:
+    """Return a copy of one value, recursing where sections are below it."""
+    if key.kind == "section" and key.child is not None and isinstance(value, dict):
+        return _scan_section(value, key.child, path, spelled, result)
+    if key.kind == "map" and key.child is not None and isinstance(value, dict):
+        return {
+            name: _scan_section(item, key.child, (*path, name), (*spelled, name), result)
+            if isinstance(item, dict)
+            else item
+            for name, item in value.items()
+        }
+    if key.kind == "list" and key.child is not None and isinstance(value, list | tuple):
+        return [
+            _scan_section(item, key.child, (*path, index), (*spelled, index), result)
+            if isinstance(item, dict)
+            else item
+            for index, item in enumerate(value)
+        ]
+    if key.kind == "free" and isinstance(value, dict):
+        return _scan_free(value, path, spelled, result)
+    return value
+
+
+def _scan_free(value: dict[Any, Any], path: Path, spelled: Path, result: Scan) -> dict[Any, Any]:
+    """Copy a free-form dictionary and take out what is "auto" at its first level."""
+    clean: dict[Any, Any] = {}
+    for name, item in value.items():
+        here = (*path, name)
+        result.given[here] = (*spelled, name)
+        if isinstance(item, str) and item == AUTO:
+            result.autos[here] = None
+        else:
+            clean[name] = list(item) if isinstance(item, list) else item
+    return clean
+
+
+def _forward_deprecated(result: Scan) -> None:
+    """Move the value of every deprecated key to the key that replaced it."""
+    for old in [path for path in result.given if all(isinstance(part, str) for part in path)]:
+        key = _key_at(old)
+        if key is None or not key.replacement:
+            continue
+        parent = _parent(result.data, old)
+        if parent is None or old[-1] not in parent:
+            continue
+        value = parent.pop(old[-1])
+        if value is None:
+            continue
+        new = tuple(key.replacement.split("."))
+        if new in result.given:
+            message = (
+                f"this is the old form of `{dotted(result.given[new])}`, which is given too; keep the new one"
+            )
+            result.problems.append(Problem(dotted(result.given[old]), message))
+            continue
+        if dotted(old) in _OFFLOAD_FLAGS and isinstance(value, bool):
+            value = "cpu" if value else "none"
+        put(result.data, new, value)
+        result.given[new] = result.given[old]
+        result.forwarded.append((dotted(result.given[old]), key.replacement, value))
+
+
+def _key_at(path: Path) -> Key | None:
+    section: type[Section] | None = Config
+    key: Key | None = None
+    for part in path:
+        if section is None or not isinstance(part, str):
+            return None
+        key = keys_of(section).get(part)
+        if key is None or key.kind in ("map", "list") and part != path[-1]:
+            return None
+        section = key.child
+    return key
+
+
+def _parent(data: dict[str, Any], path: Path) -> dict[str, Any] | None:
+    place: Any = data
+    for part in path[:-1]:
+        place = place.get(part) if isinstance(place, dict) else None
+    return place if isinstance(place, dict) else None
+
+
+def put(data: dict[str, Any], path: Path, value: Any) -> None:
+    """Set a value at a path, making the sections above it."""
+    place = data
+    for part in path[:-1]:
+        if not isinstance(place.get(part), dict):
+            place[part] = {}
+        place = place[part]
+    place[path[-1]] = value

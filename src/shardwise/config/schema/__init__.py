@@ -1,0 +1,6 @@
+"""The schema of the configuration: one strict pydantic model per section, `Config` at the root."""
+
+from .base import AUTO, Section
+from .root import Config
+
+__all__ = ["AUTO", "Config", "Section"]

@@ -1,0 +1,145 @@
+"""Building blocks of the configuration schema: the base class of a section and the types of its keys.
+
+Invariant: nothing is converted silently. Numbers stay numbers, booleans stay booleans, and an unknown key is never
+dropped. The only conversions are those that lose nothing and that published configurations rely on: `5e8` for an
+integer, a tuple for a list, `torch.bfloat16` or `"bfloat16"` for `"bf16"`.
+"""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Callable
+from typing import Annotated, Any, Literal
+
+from pydantic import BaseModel, BeforeValidator, ConfigDict, Field, WithJsonSchema
+
+AUTO = "auto"
+"""The value that asks the library to choose."""
+
+OTHER_NAMES = "x-other-names"
+DEPRECATED_FOR = "x-deprecated-for"
+NO_EFFECT = "x-no-effect"
+DEFAULT_NOTE = "x-default-note"
+FREE_FORM = "x-free-form"
+
+
+class Section(BaseModel):
+    """A JSON object of the configuration: unknown keys are refused, types are strict, assignment is validated."""
+
+    model_config = ConfigDict(
+        extra="forbid",
+        strict=True,
+        validate_assignment=True,
+        allow_inf_nan=False,
+        protected_namespaces=(),
+    )
+
+
+def key(
+    default: Any,
+    description: str,
+    *,
+    names: tuple[str, ...] = (),
+    deprecated_for: str = "",
+    no_effect: str = "",
+    default_note: str = "",
+    free_form: bool = False,
+    **constraints: Any,
+) -> Any:
+    """Declare one key of a section.
+
+    Args:
+        default: value when the key is absent (`...` for a required key).
+        description: one sentence for people; it feeds the docs and the JSON Schema.
+        names: other accepted spellings of the same key.
+        deprecated_for: dotted path (from the root) of the key that replaced this one.
+        no_effect: why the key is accepted although it changes nothing in this library.
+        default_note: why this default, where other libraries have had several.
+        free_form: the value is a dictionary whose keys are not part of this schema.
+        constraints: passed to `pydantic.Field` (`ge`, `gt`, `le`, `lt`, `min_length`, ...).
+    """
+    extra: dict[str, Any] = {}
+    if names:
+        extra[OTHER_NAMES] = list(names)
+    if deprecated_for:
+        extra[DEPRECATED_FOR] = deprecated_for
+    if no_effect:
+        extra[NO_EFFECT] = no_effect
+    if default_note:
+        extra[DEFAULT_NOTE] = default_note
+    if free_form:
+        extra[FREE_FORM] = True
+    return Field(default, description=description, json_schema_extra=extra or None, **constraints)
+
+
+def section(
+    model: Callable[[], Section], description: str, *, names: tuple[str, ...] = (), no_effect: str = ""
+) -> Any:
+    """Declare a subsection that is always present, filled with its defaults when the user leaves it out."""
+    extra: dict[str, Any] = {}
+    if names:
+        extra[OTHER_NAMES] = list(names)
+    if no_effect:
+        extra[NO_EFFECT] = no_effect
+    return Field(default_factory=model, description=description, json_schema_extra=extra or None)
+
+
+def _integral(value: Any) -> Any:
+    """Turn 5e8 into 500000000; leave everything else to the type check."""
+    if isinstance(value, float) and math.isfinite(value) and value.is_integer():
+        return int(value)
+    return value
+
+
+def _as_list(value: Any) -> Any:
+    return list(value) if isinstance(value, tuple) else value
+
+
+def _one_or_many(value: Any) -> Any:
+    return [value] if isinstance(value, str) else _as_list(value)
+
+
+DTYPE_NAMES: dict[str, str] = {
+    "fp32": "fp32",
+    "float32": "fp32",
+    "float": "fp32",
+    "fp16": "fp16",
+    "float16": "fp16",
+    "half": "fp16",
+    "bf16": "bf16",
+    "bfloat16": "bf16",
+}
+"""Accepted spellings of a floating-point type and the one that the code uses."""
+
+
+def _dtype_name(value: Any) -> Any:
+    """Map every accepted spelling, `torch.float16` itself included, to fp32 / fp16 / bf16."""
+    if type(value).__name__ == "dtype" or isinstance(value, str):
+        name = str(value).removeprefix("torch.").lower()
+        return DTYPE_NAMES.get(name, name)
+    return value
+
+
+Int = Annotated[int, BeforeValidator(_integral)]
+"""An integer; a float with an integral value (1e9) is one."""
+StepCount = (
+    Annotated[int, BeforeValidator(_integral), Field(ge=0)]
+    | Annotated[float, Field(ge=math.inf, allow_inf_nan=True)]
+)
+"""A number of steps, where infinity means never."""
+Strings = Annotated[list[str], BeforeValidator(_as_list)]
+"""A list (or tuple) of strings."""
+Ints = Annotated[list[Int], BeforeValidator(_as_list)]
+"""A list (or tuple) of integers."""
+Names = Annotated[
+    list[str],
+    BeforeValidator(_one_or_many),
+    WithJsonSchema({"anyOf": [{"type": "string"}, {"type": "array", "items": {"type": "string"}}]}),
+]
+"""One string or a list of them."""
+DType = Annotated[
+    Literal["fp32", "fp16", "bf16"],
+    BeforeValidator(_dtype_name),
+    WithJsonSchema({"enum": [*DTYPE_NAMES, *(f"torch.{n}" for n in ("float32", "float16", "bfloat16"))]}),
+]
+"""A floating-point type by any of its usual names; read back as fp32, fp16 or bf16."""

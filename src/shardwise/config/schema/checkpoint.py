@@ -1,0 +1,82 @@
+"""Checkpoint sections."""
+
+from __future__ import annotations
+
+from typing import Annotated, Any, Literal
+
+from pydantic import BeforeValidator, ConfigDict, WithJsonSchema
+
+from .base import Int, Section, key, section
+
+
+def _lower(value: Any) -> Any:
+    return value.lower() if isinstance(value, str) else value
+
+
+TagValidation = Annotated[
+    Literal["ignore", "warn", "fail"],
+    BeforeValidator(_lower),
+    WithJsonSchema(
+        {"enum": [w for word in ("ignore", "warn", "fail") for w in (word, word.capitalize(), word.upper())]}
+    ),
+]
+WriterType = Annotated[
+    Literal["mock", "python", "fast"],
+    BeforeValidator(_lower),
+    WithJsonSchema({"enum": [w for word in ("mock", "python", "fast") for w in (word, word.upper())]}),
+]
+
+
+class ParallelWrite(Section):
+    """`checkpoint.parallel_write`."""
+
+    pipeline_stage: bool = key(False, "All data-parallel ranks of a pipeline stage write its layers.")
+
+
+class Writer(Section):
+    """`checkpoint.writer`: engine that writes checkpoint files."""
+
+    type: WriterType = key("fast", "Kind of writer.")
+    decoupled: bool = key(False, "Write in another process while training goes on.")
+    io_buffer_size: Int = key(67_108_864, "Bytes per write buffer.", gt=0)
+    io_buffer_double: bool = key(True, "Use two write buffers.")
+    show_statistics: bool = key(False, "Print write speeds.")
+    data_parallel: Literal["replica", "socket", "machine"] | None = key(
+        None, "Ranks among which writing is divided; null: not divided."
+    )
+    io_multiplier: Int = key(1, "Writers per rank.", gt=0)
+
+
+class Checkpoint(Section):
+    """`checkpoint`."""
+
+    tag_validation: TagValidation = key(
+        "warn", "What to do when ranks name different tags: ignore, warn or fail."
+    )
+    load_universal: bool = key(False, "Load the universal format.")
+    use_node_local_storage: bool = key(False, "Directories are local to a node: its first rank creates them.")
+    parallel_write: ParallelWrite = section(ParallelWrite, "Division of writing.")
+    checkpoint_serialization: bool = key(
+        True, "Write zip archives.", no_effect="checkpoints are safetensors and JSON files"
+    )
+    writer: Writer | None = key(None, "Engine that writes files.")
+
+
+class Nebula(Section):
+    """`nebula`: external asynchronous checkpoint service."""
+
+    enabled: bool = key(False, "Use the service.")
+    persistent_storage_path: str | None = key(None, "Where checkpoints are finally stored.")
+    persistent_time_interval: Int = key(100, "Seconds between persistent checkpoints.", gt=0)
+    num_of_version_in_retention: Int = key(2, "Checkpoints that are kept.", gt=0)
+    enable_nebula_load: bool = key(True, "Load through the service.")
+    nebula_load_path: str | None = key(None, "Where to load from.")
+
+
+class DataStates(Section):
+    """`datastates_ckpt`: external asynchronous checkpoint package. Keys other than these are its own."""
+
+    model_config = ConfigDict(extra="allow")
+
+    host_cache_size: Int | None = key(None, "Pinned host cache in GB.", gt=0)
+    __pydantic_extra__: dict[str, Any]

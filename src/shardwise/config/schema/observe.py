@@ -1,0 +1,85 @@
+"""Watching a run: comms logger, monitors, timers, profiler."""
+
+from __future__ import annotations
+
+from typing import Literal
+
+from .base import Int, Section, Strings, key, section
+
+
+class CommsLogger(Section):
+    """`comms_logger`: record every collective."""
+
+    enabled: bool = key(
+        False,
+        "Record collectives for comm.log_summary().",
+        default_note="in peers the mere presence of the section switches it on; here enabled means enabled",
+    )
+    verbose: bool = key(False, "Print every collective.")
+    prof_all: bool = key(True, "Record all operations.")
+    prof_ops: Strings = key([], "Operations to record when prof_all is false.")
+    debug: bool = key(False, "Append the calling function to the name of the operation.")
+
+
+class Throughput(Section):
+    """`timers.throughput`: samples per second."""
+
+    enabled: bool = key(True, "Measure samples per second.")
+    synchronized: bool = key(True, "Synchronize the device for exact times.")
+
+
+class Timers(Section):
+    """`timers`."""
+
+    throughput: Throughput = section(Throughput, "Samples per second.")
+
+
+class FlopsProfiler(Section):
+    """`flops_profiler`: floating-point operations, parameters and time per module."""
+
+    enabled: bool = key(False, "Profile one step.")
+    recompute_fwd_factor: float = key(0.0, "Extra forward passes because of recomputation.", ge=0)
+    profile_step: Int = key(1, "Step to profile.", ge=0)
+    module_depth: Int = key(-1, "Depth of modules to print; -1: the deepest.", ge=-1)
+    top_modules: Int = key(1, "Modules to list per depth.", gt=0)
+    detailed: bool = key(True, "Print the profile of every module.")
+    output_file: str | None = key(None, "File to write; null: standard output.")
+
+
+class TensorBoard(Section):
+    """`tensorboard`."""
+
+    enabled: bool = key(False, "Write TensorBoard events.")
+    output_path: str = key("", "Directory; events go to output_path/job_name.")
+    job_name: str = key("DeepSpeedJobName", "Name of the run.")
+
+
+class WandB(Section):
+    """`wandb`."""
+
+    enabled: bool = key(False, "Log to Weights & Biases.")
+    group: str | None = key(None, "Group of the run.")
+    team: str | None = key(None, "Team or user (entity).")
+    project: str = key("deepspeed", "Project.")
+
+
+class CSVMonitor(Section):
+    """`csv_monitor`."""
+
+    enabled: bool = key(False, "Write one CSV file per metric.")
+    output_path: str = key("", "Directory; files go to output_path/job_name.")
+    job_name: str = key("DeepSpeedJobName", "Name of the run.")
+
+
+class Comet(Section):
+    """`comet`."""
+
+    enabled: bool = key(False, "Log to Comet.")
+    samples_log_interval: Int = key(100, "Samples between two points.", gt=0)
+    project: str | None = key(None, "Project.")
+    workspace: str | None = key(None, "Workspace.")
+    api_key: str | None = key(None, "API key.")
+    experiment_name: str | None = key(None, "Name of the experiment.")
+    experiment_key: str | None = key(None, "Key of an existing experiment.")
+    online: bool | None = key(None, "Online or offline; null: Comet's default.")
+    mode: Literal["get", "create", "get_or_create"] | None = key(None, "Attach to or create an experiment.")

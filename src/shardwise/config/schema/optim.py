@@ -1,0 +1,34 @@
+"""Optimizer and learning-rate schedule sections."""
+
+from __future__ import annotations
+
+from typing import Any
+
+from .base import Section, key
+
+
+class Optimizer(Section):
+    """`optimizer`: class and arguments of the optimizer that the engine builds."""
+
+    type: str | None = key(
+        None,
+        "adam or adamw (any case), or the exact name of a class in torch.optim. null: the caller passes one.",
+    )
+    params: dict[str, Any] = key(
+        {}, "Arguments of the optimizer, such as lr and weight_decay.", free_form=True
+    )
+    legacy_fusion: bool = key(
+        False,
+        "Old fused path of fp16 training.",
+        no_effect="the step is fused in any case",
+    )
+
+
+class Scheduler(Section):
+    """`scheduler`: learning-rate schedule that the engine builds and advances once per optimizer step."""
+
+    type: str | None = key(
+        None,
+        "WarmupLR, WarmupDecayLR, WarmupCosineLR, or the exact name of a class in torch.optim.lr_scheduler.",
+    )
+    params: dict[str, Any] = key({}, "Arguments of the schedule.", free_form=True)

@@ -1,0 +1,174 @@
+"""Splitting the model itself: pipeline, tensor, expert parallelism, and sparse attention layouts."""
+
+from __future__ import annotations
+
+from typing import Annotated, Any, Literal
+
+from pydantic import BeforeValidator
+
+from .base import DType, Int, Ints, Section, Strings, _as_list, key
+
+
+class Pipeline(Section):
+    """`pipeline`: options of a PipelineModule."""
+
+    enabled: bool | None = key(None, "true: split the model into pipeline stages.")
+    stages: Literal["auto"] | Int = key(
+        "auto", "Number of pipeline stages; auto: the PipelineModule decides."
+    )
+    partition: str = key(
+        "best", "How layers are divided over pipeline stages (best, uniform, parameters, type:REGEX)."
+    )
+    seed_layers: bool = key(
+        False, "Seed the random generator for every layer, so that the split does not matter."
+    )
+    activation_checkpoint_interval: Int = key(
+        0, "Recompute activations of every so many layers; 0: none.", ge=0
+    )
+    pipe_partitioned: bool = key(True, "Split activations sent between stages over tensor-parallel ranks.")
+    grad_partitioned: bool = key(True, "Split gradients sent between stages over tensor-parallel ranks.")
+    use_reentrant: bool = key(True, "Use the reentrant form of activation checkpointing.")
+
+
+class TPSize(Section):
+    """`tensor_parallel.tp`: nested form of the tensor-parallel degree."""
+
+    tp_size: Int = key(1, "Tensor-parallel degree.", ge=1)
+    tp_grain_size: Int = key(1, "Sizes of split dimensions are multiples of this.", ge=1)
+    mpu: Any = key(None, "Model-parallel unit object.")
+    tp_group: Any = key(None, "Process group of the tensor-parallel ranks.")
+
+
+class LayerSpec(Section):
+    """`tensor_parallel.partition_config.layer_specs[]`: how parameters that match are split."""
+
+    patterns: Strings = key([], "Regular expressions matched on parameter names.")
+    partition_type: Literal["row", "column", "skip"] = key("column", "Dimension that is split, or skip.")
+    shape: Annotated[list[Any], BeforeValidator(_as_list)] | None = key(
+        None, "Shape of fused sub-parameters."
+    )
+    partition_dim: Int | None = key(None, "Dimension that is split, given directly.")
+    model_types: Strings | None = key(None, "Model types that this rule is for; null: all.")
+    gather_output: bool = key(False, "Gather the layer's output on every rank.")
+    grad_allreduce: bool = key(False, "All-reduce the gradient of the layer's input.")
+
+
+class PartitionConfig(Section):
+    """`tensor_parallel.partition_config`: rules for splitting layers."""
+
+    use_default_specs: bool = key(True, "Add the rules of the preset for this model.")
+    tp_size: Int = key(1, "Tensor-parallel degree; autotp_size wins.", ge=1)
+    embedding_partition_dim: Int = key(1, "Dimension in which embeddings are split.", ge=0)
+    lm_head_patterns: Strings = key(["lm_head", "embed_out"], "Names of output heads.")
+    strict_mode: bool = key(False, "A layer that no rule matches is an error.")
+    layer_specs: Annotated[list[LayerSpec], BeforeValidator(_as_list)] = key([], "Rules, first match wins.")
+
+
+class TensorParallel(Section):
+    """`tensor_parallel`: split matrices over ranks during training."""
+
+    enabled: bool | None = key(None, "false: ignore the sizes below.")
+    autotp_size: Int = key(0, "Tensor-parallel degree; 0 or 1: off.", names=("size",), ge=0)
+    dtype: DType = key("fp16", "Type of the split parameters.")
+    tp_overlap_comm: bool = key(False, "Overlap the all-reduce of the backward pass.")
+    tp: TPSize | None = key(None, "Nested form of the degree.", names=("tensor_parallel",))
+    injection_policy_tuple: Annotated[list[Any], BeforeValidator(_as_list)] | None = key(
+        None, "Names of layers whose outputs are all-reduced."
+    )
+    preset_model: Literal["llama", "bloom", "chatglm", "mixtral", "deepseek_v2", "qwen2", "phi3"] | None = (
+        key(None, "Use the rules of this model family.")
+    )
+    partition_config: PartitionConfig | None = key(None, "Rules for splitting layers.")
+    keep_module_on_host: bool = key(False, "Keep the unsplit module in host memory while it is split.")
+    kernel_inject: bool = key(
+        False, "Replace layers by fused kernels.", names=("replace_with_kernel_inject",)
+    )
+    vocab_parallel_lm_head: bool | None = key(None, "Split the output head over the vocabulary.")
+    vocab_parallel_ce_backend: Literal["torch", "liger"] = key(
+        "torch", "Cross entropy over a split vocabulary."
+    )
+
+
+class ExpertParallel(Section):
+    """`expert_parallel`: distribute the experts of mixture-of-experts layers over ranks."""
+
+    enabled: bool = key(False, "Distribute experts.")
+    autoep_size: Int = key(1, "Expert-parallel degree.", ge=1)
+    expert_tensor_parallel_size: Literal[1] = key(1, "Tensor-parallel degree inside an expert; only 1.")
+    validate_folding_routing: bool = key(False, "Check routing when expert and other dimensions are folded.")
+    preset_model: Literal["mixtral", "qwen3_moe", "qwen3_5_moe", "deepseek_v2", "deepseek_v3"] | None = key(
+        None, "Use the names of this model family."
+    )
+    moe_layer_pattern: str | None = key(None, "Regular expression that matches mixture-of-experts layers.")
+    expert_pattern: str | None = key(None, "Name of the child that holds the experts.")
+    router_pattern: str | None = key(None, "Name of the child that routes.")
+    use_grouped_mm: bool = key(True, "Compute all local experts in one grouped matrix product.")
+    disable_triton_grouped_mm: bool = key(False, "Do not use the Triton grouped matrix product.")
+    route_norm: bool | None = key(None, "Normalise the weights of the chosen experts.")
+    route_scale: float = key(1.0, "Factor on routing weights.")
+    score_apply: Literal["auto", "pre", "post"] = key(
+        "auto", "Apply routing weights before or after the experts."
+    )
+    combine_impl: Literal["auto", "weighted_sum", "legacy_bmm", "fused_weighted_sum"] = key(
+        "auto", "How expert outputs are combined."
+    )
+    num_expert_groups: Int | None = key(None, "Groups of experts for group-limited routing.", gt=0)
+    num_limited_groups: Int | None = key(None, "Groups that a token may use.", gt=0)
+    score_func: Literal["auto", "softmax", "sigmoid"] = key("auto", "Routing score.")
+    top_k: Literal["auto"] | Int = key("auto", "Experts per token.")
+    load_balance_coeff: None = key(None, "Only null.")
+    routed_scaling_factor: Literal["auto"] | float = key("auto", "Factor on routed outputs.")
+    expert_w1: str | None = key(None, "Name of the gate projection.")
+    expert_w2: str | None = key(None, "Name of the down projection.")
+    expert_w3: str | None = key(None, "Name of the up projection; null: fused with the gate.")
+    num_experts_attr: str | None = key(None, "Config attribute with the number of experts.")
+    top_k_attr: str | None = key(None, "Config attribute with the experts per token.")
+    has_shared_experts: bool | None = key(None, "The layer has experts that every token uses.")
+    shared_experts_pattern: str | None = key(None, "Name of the shared experts.")
+    shared_experts_gate_pattern: str | None = key(None, "Name of the shared experts' gate.")
+    async_split_plan: bool = key(False, "Exchange token counts asynchronously.")
+    row_weighting_impl: Literal["auto", "eager", "fused"] = key("auto", "How rows are weighted.")
+    gate_up_impl: Literal["separate", "fused"] = key(
+        "separate", "Gate and up projection in one product or two."
+    )
+    comm_backend: Literal["comm", "deepep"] = key("comm", "Library that exchanges tokens.")
+    comm_num_sm: Int = key(12, "Streaming multiprocessors for exchanging tokens.", gt=0)
+    comm_qp_margin: Int = key(4, "Spare queue pairs for exchanging tokens.", ge=0)
+    comm_max_tokens_per_rank: Int = key(0, "Most tokens per rank in an exchange; 0: no limit.", ge=0)
+    expert_activation: str | None = key(None, "Activation function of the experts.")
+
+
+class SparseAttention(Section):
+    """`sparse_attention`: block layouts that model code turns into masks."""
+
+    mode: Literal["dense", "fixed", "variable", "bigbird", "bslongformer"] = key("fixed", "Layout.")
+    block: Int = key(16, "Side of a block in tokens.", gt=0)
+    different_layout_per_head: bool = key(False, "Every head has its own layout.")
+    num_local_blocks: Int = key(4, "Blocks in a local window (fixed).", gt=0)
+    num_global_blocks: Int = key(1, "Global blocks per window (fixed, bigbird).", ge=0)
+    attention: Literal["unidirectional", "bidirectional"] = key("bidirectional", "Causal or not.")
+    horizontal_global_attention: bool = key(False, "Global blocks also attend to all (fixed, variable).")
+    num_different_global_patterns: Int = key(1, "Global patterns over the heads (fixed).", gt=0)
+    num_random_blocks: Int = key(0, "Random blocks per row (variable, bigbird).", ge=0)
+    local_window_blocks: Ints = key([4], "Sizes of local windows in blocks (variable).")
+    global_block_indices: Ints = key([0], "First block of each global range (variable, bslongformer).")
+    global_block_end_indices: Ints | None = key(None, "End of each global range (variable, bslongformer).")
+    num_sliding_window_blocks: Int = key(3, "Blocks in the sliding window (bigbird, bslongformer).", gt=0)
+
+
+class ActivationCheckpointing(Section):
+    """`activation_checkpointing`: recomputing activations, and where the saved inputs live."""
+
+    partition_activations: bool = key(False, "Split saved inputs over tensor-parallel ranks.")
+    contiguous_memory_optimization: bool = key(False, "Keep saved inputs in one buffer.")
+    cpu_checkpointing: bool = key(False, "Move saved inputs to host memory.")
+    number_checkpoints: Int | None = key(None, "Number of checkpoints, for the one buffer.", gt=0)
+    synchronize_checkpoint_boundary: bool = key(False, "Synchronize the device at every checkpoint.")
+    profile: bool = key(False, "Time every checkpointed function.")
+
+
+class Compression(Section):
+    """`compression`: lossy compression of gradients on the wire."""
+
+    type: str | None = key(None, "Method, such as powerSGD; null or none: off.")
+    params: dict[str, Any] = key({}, "Arguments of the method.", free_form=True)

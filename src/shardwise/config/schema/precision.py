@@ -1,0 +1,87 @@
+"""Numeric precision: fp16 with loss scaling, bf16, autocast, and the types of gradients and buffers."""
+
+from __future__ import annotations
+
+from typing import Any, Literal
+
+from pydantic import ConfigDict
+
+from .base import DType, Int, Section, Strings, key
+
+
+class FP16(Section):
+    """`fp16`: half-precision parameters, fp32 master weights, loss scaling."""
+
+    enabled: bool = key(False, "Train in fp16.")
+    auto_cast: bool = key(False, "Cast floating-point inputs of forward to fp16.")
+    loss_scale: float = key(0, "Static loss scale; 0 means dynamic.", ge=0)
+    initial_scale_power: Int = key(16, "The dynamic loss scale starts at 2 to this power.", ge=0)
+    loss_scale_window: Int = key(1000, "Steps without overflow before the dynamic loss scale doubles.", gt=0)
+    hysteresis: Int = key(2, "Overflows tolerated before the dynamic loss scale is halved.", ge=1)
+    consecutive_hysteresis: bool = key(False, "Refill the tolerance after each step without overflow.")
+    min_loss_scale: float = key(1, "Smallest dynamic loss scale; an overflow there ends the run.", gt=0)
+    fp16_master_weights_and_grads: bool = key(False, "Keep master weights and gradients in fp16.")
+
+
+class BF16(Section):
+    """`bf16`: bfloat16 parameters with fp32 master weights, no loss scaling."""
+
+    enabled: bool = key(False, "Train in bf16.")
+    check_grad_overflow: bool = key(
+        False,
+        "Skip the step when a gradient is infinite or not a number.",
+        default_note="false for years, true in peers since 2026-06; a skipped step changes a run, so it is asked for",
+    )
+    immediate_grad_update: bool = key(
+        False,
+        "Add gradients to the fp32 accumulator as soon as they are computed.",
+        no_effect="gradients are always accumulated as they are reduced",
+    )
+    bf16_master_weights_and_grads: bool = key(False, "Keep master weights and gradients in bf16.")
+    bf16_optimizer_states: bool = key(
+        False, "Keep optimizer state in bf16; needs bf16_master_weights_and_grads."
+    )
+
+
+class AMP(Section):
+    """`amp`: NVIDIA Apex mixed precision. Keys other than `enabled` are Apex's own."""
+
+    model_config = ConfigDict(extra="allow")
+
+    enabled: bool = key(False, "Use Apex AMP.")
+    __pydantic_extra__: dict[str, Any]
+
+
+class MSAMP(Section):
+    """`msamp`: MS-AMP, as the accelerate library writes it."""
+
+    enabled: bool = key(False, "Use MS-AMP.")
+    opt_level: str | None = key(None, "MS-AMP optimization level.")
+
+
+class TorchAutocast(Section):
+    """`torch_autocast`: run forward under torch.autocast."""
+
+    enabled: bool = key(False, "Use torch.autocast.")
+    dtype: DType | None = key(None, "Autocast type, also used for communicating safe modules.")
+    lower_precision_safe_modules: Strings | None = key(
+        None,
+        "Dotted class names whose parameters are communicated in dtype; null: linear and convolution layers.",
+    )
+
+
+class DataTypes(Section):
+    """`data_types`: types of gradients, parameters and buffers."""
+
+    grad_accum_dtype: DType | None = key(
+        None,
+        "Type in which gradients are accumulated and summed; null: fp32.",
+        default_note="peers use the model's type; we sum in fp32 unless asked otherwise",
+    )
+    param_dtype: DType | None = key(None, "Type of the parameters; if given it must agree with fp16 / bf16.")
+    buffer_dtype: DType | None = key(
+        None, "Cast floating-point buffers to this type; null: leave them as they are."
+    )
+    keep_in_fp32_modules: Literal["auto"] | Strings = key(
+        "auto", "Modules whose buffers stay fp32; auto: those that the model itself names."
+    )

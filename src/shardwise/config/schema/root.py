@@ -1,0 +1,159 @@
+"""The root of the configuration: batch sizes, communication, and one field for every section."""
+
+from __future__ import annotations
+
+from typing import Literal
+
+from .base import DType, Int, Section, StepCount, key, section
+from .checkpoint import Checkpoint, DataStates, Nebula
+from .compress import CompressionTraining, Eigenvalue, QuantizeTraining, WeightQuantization
+from .data import DataEfficiency, LegacyCurriculum, ProgressiveLayerDrop
+from .observe import CommsLogger, Comet, CSVMonitor, FlopsProfiler, TensorBoard, Timers, WandB
+from .offload import AIO
+from .optim import Optimizer, Scheduler
+from .parallel import (
+    ActivationCheckpointing,
+    Compression,
+    ExpertParallel,
+    Pipeline,
+    SparseAttention,
+    TensorParallel,
+)
+from .precision import AMP, BF16, FP16, MSAMP, DataTypes, TorchAutocast
+from .tuning import Autotuning, Compile, Elasticity, HybridEngine
+from .zero import Zero
+
+
+class Config(Section):
+    """A whole configuration.
+
+    Read it by attribute: `config.zero_optimization.stage`, `config.fp16.enabled`, `config.optimizer.params`.
+    After `resolve` the three batch keys are integers.
+    """
+
+    schema_version: Literal[1] = key(
+        1,
+        "Version of the defaults. A default changes only together with this number, so old files keep their meaning.",
+    )
+
+    train_batch_size: Int | None = key(None, "Samples per optimizer step over all ranks.", gt=0)
+    train_micro_batch_size_per_gpu: Int | None = key(None, "Samples per rank per forward pass.", gt=0)
+    gradient_accumulation_steps: Int | None = key(None, "Micro-batches per optimizer step.", gt=0)
+    managed_gradient_accumulation: bool = key(
+        True, "The engine counts micro-batches; false: every step() is a boundary."
+    )
+    dataloader_drop_last: bool = key(
+        False, "The loader that the engine builds drops the last incomplete batch."
+    )
+    sequence_parallel_size: Int = key(1, "Ranks that share one sequence.", ge=1)
+    data_parallel_size: Int | None = key(
+        None, "Data-parallel ranks; must agree with the number of ranks.", ge=1
+    )
+    use_data_before_expert_parallelism: bool = key(False, "Order of ranks in expert groups.")
+    vocabulary_size: Int | None = key(
+        None, "Size of the vocabulary; a warning is given if 8 does not divide it.", gt=0
+    )
+    disable_python_gc: bool = key(
+        False, "The engine switches cyclic garbage collection off and collects by itself."
+    )
+
+    optimizer: Optimizer = section(Optimizer, "The optimizer that the engine builds.")
+    scheduler: Scheduler = section(Scheduler, "The learning-rate schedule that the engine builds.")
+    zero_allow_untested_optimizer: bool = key(
+        False,
+        "Allow sharding with an optimizer class that was not tested with it.",
+        no_effect="an unknown optimizer gets whole tensors, so its result does not depend on sharding",
+    )
+    zero_force_ds_cpu_optimizer: bool = key(
+        True,
+        "Refuse a caller's optimizer that is not the library's CPU optimizer when state is offloaded.",
+        no_effect="any optimizer can step on the host",
+    )
+    gradient_clipping: float = key(
+        0.0,
+        "Largest global L2 norm of the gradient; 0: no clipping.",
+        default_note="0 for years, 1.0 in peers since 2026-06-23; clipping changes every step, so it is asked for",
+        ge=0,
+    )
+
+    communication_data_type: DType | None = key(
+        None, "Type of gradients on the wire; null: the model's type."
+    )
+    seq_parallel_communication_data_type: DType | None = key(
+        None, "The same within sequence-parallel groups.", no_effect="there are no sequence-parallel groups"
+    )
+    prescale_gradients: bool = key(False, "Divide gradients before summing over ranks rather than after.")
+    gradient_predivide_factor: float = key(
+        1.0, "Divide by this before summing over ranks and by the rest after.", gt=0
+    )
+    gradient_allreduce_op: Literal["mean", "sum"] = key("mean", "Combine gradients of ranks by mean or sum.")
+    deterministic_reduce: bool = key(
+        False, "Sum gradients over ranks in rank order on NCCL too, which makes runs repeatable bit by bit."
+    )
+    strict_sync: bool = key(
+        False, "Report ranks that take different branches of the model instead of following them."
+    )
+    sparse_gradients: bool = key(False, "Reduce embedding gradients as index and value pairs.")
+    disable_allgather: bool = key(
+        False, "Old switch of the all-gather.", no_effect="parameters could not be updated without it"
+    )
+    allgather_size: Int | None = key(
+        None, "Old top-level name.", deprecated_for="zero_optimization.allgather_bucket_size", gt=0
+    )
+    graph_harvesting: bool = key(False, "Record small kernels of the optimizer as CUDA graphs.")
+    comms_logger: CommsLogger = section(CommsLogger, "Recording of collectives.")
+    compression: Compression = section(Compression, "Lossy compression of gradients.")
+
+    fp16: FP16 = section(FP16, "Half precision.")
+    bf16: BF16 = section(BF16, "bfloat16.", names=("bfloat16",))
+    amp: AMP = section(AMP, "NVIDIA Apex mixed precision.")
+    msamp: MSAMP = section(MSAMP, "MS-AMP.")
+    torch_autocast: TorchAutocast = section(TorchAutocast, "torch.autocast.")
+    data_types: DataTypes = section(DataTypes, "Types of gradients and buffers.")
+
+    zero_optimization: Zero = section(
+        Zero, "Sharding. true is a deprecated form of stage 1, false of stage 0."
+    )
+    aio: AIO = section(AIO, "Disk access.", no_effect="nothing is offloaded to disk")
+    activation_checkpointing: ActivationCheckpointing = section(
+        ActivationCheckpointing, "Recomputation of activations."
+    )
+    sparse_attention: SparseAttention | None = key(None, "Sparse attention layouts.")
+    pipeline: Pipeline = section(Pipeline, "Pipeline parallelism.")
+    tensor_parallel: TensorParallel = section(TensorParallel, "Tensor parallelism.")
+    expert_parallel: ExpertParallel = section(ExpertParallel, "Expert parallelism.")
+
+    steps_per_print: StepCount | None = key(
+        None,
+        "Print progress every so many steps; null, 0 or infinity: never.",
+        default_note="10 for years (the documentation still says so), null in peers since 2024-10; printing is asked for",
+    )
+    wall_clock_breakdown: bool = key(False, "Time the phases of a step.")
+    memory_breakdown: bool = key(False, "Print memory at the phases of a step.")
+    dump_state: bool = key(False, "Print the engine's state after it is built.")
+    log_level: str | None = key(None, "Level of the library's logger.")
+    timers: Timers = section(Timers, "Timers.")
+    flops_profiler: FlopsProfiler = section(FlopsProfiler, "Floating-point operations.")
+    tensorboard: TensorBoard = section(TensorBoard, "TensorBoard.")
+    wandb: WandB = section(WandB, "Weights & Biases.")
+    csv_monitor: CSVMonitor = section(CSVMonitor, "CSV files.")
+    comet: Comet = section(Comet, "Comet.")
+
+    checkpoint: Checkpoint = section(Checkpoint, "Saved state.")
+    nebula: Nebula = section(Nebula, "External checkpoint service.")
+    datastates_ckpt: DataStates | None = key(None, "External asynchronous checkpoint package.")
+
+    data_efficiency: DataEfficiency = section(DataEfficiency, "Sampling and routing of data.")
+    curriculum_learning: LegacyCurriculum = section(LegacyCurriculum, "Sequence-length curriculum.")
+    progressive_layer_drop: ProgressiveLayerDrop = section(
+        ProgressiveLayerDrop, "Progressive layer dropping."
+    )
+    compression_training: CompressionTraining = section(CompressionTraining, "Model compression.")
+    weight_quantization: WeightQuantization | None = key(None, "Quantized storage of weights.")
+    quantize_training: QuantizeTraining = section(QuantizeTraining, "Quantization in training.")
+    eigenvalue: Eigenvalue = section(Eigenvalue, "Curvature per layer.")
+
+    elasticity: Elasticity = section(Elasticity, "Elastic batch sizes.")
+    autotuning: Autotuning = section(Autotuning, "Search of settings.")
+    hybrid_engine: HybridEngine = section(HybridEngine, "Training and generation in one engine.")
+    compile: Compile = section(Compile, "Compiler passes.")

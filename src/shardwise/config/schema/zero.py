@@ -1,0 +1,229 @@
+"""The `zero_optimization` section: what is sharded over the ranks, in which pieces, and where it lives."""
+
+from __future__ import annotations
+
+import sys
+from typing import Any, Literal
+
+from .base import Int, Names, Section, key, section
+from .offload import OffloadOptimizer, OffloadParam, ZenFlow
+
+_SAME_RESULT = "every setting runs the same collectives here and gives the same bits"
+
+
+class LeafModule(Section):
+    """`zero_optimization.leaf_module`: modules whose parameters are fetched together, as one unit."""
+
+    classes: Names = key(
+        [
+            "transformers.models.mixtral.modeling_mixtral.MixtralSparseMoeBlock",
+            "transformers.models.qwen2_moe.modeling_qwen2_moe.Qwen2MoeSparseMoeBlock",
+            "transformers.models.qwen3_moe.modeling_qwen3_moe.Qwen3MoeSparseMoeBlock",
+        ],
+        "Class names (dotted or bare) of modules to keep together.",
+    )
+    names: Names = key([], "Qualified names of modules to keep together, as in model.named_modules().")
+    name_suffixes: Names = key([], "Ends of qualified names of modules to keep together.")
+
+
+class LoCo(Section):
+    """`zero_optimization.zeropp_loco_param`: error feedback for quantized gradient reduction."""
+
+    err_beta: float = key(0.8, "Decay of the stored compression error.", ge=0, le=1)
+    reset_T: Int = key(1024, "Steps after which the stored error is reset.", gt=0)
+
+
+class Zero(Section):
+    """`zero_optimization`: sharding of optimizer state (1), gradients (2) and parameters (3)."""
+
+    stage: Literal[0, 1, 2, 3] = key(
+        0, "0: nothing is sharded; 1: optimizer state; 2: also gradients; 3: also parameters."
+    )
+    reduce_bucket_size: Int = key(
+        500_000_000,
+        "Largest number of elements that one gradient reduction carries. A cap: buffers are sized from the model.",
+        gt=0,
+    )
+    allgather_bucket_size: Int = key(
+        500_000_000, "Largest number of elements that one gather of updated parameters carries (a cap).", gt=0
+    )
+    overlap_comm: bool | None = key(
+        None,
+        "Reduce gradients while the backward pass goes on. null: the library decides.",
+        default_note="peers overlap by default only when parameters are sharded; here it costs neither memory nor "
+        "accuracy, so it is on for every stage",
+    )
+    reduce_scatter: bool = key(
+        True, "Reduce gradients by reduce-scatter rather than all-reduce.", no_effect=_SAME_RESULT
+    )
+    allgather_partitions: bool = key(
+        True, "Gather updated parameters by all-gather rather than broadcasts.", no_effect=_SAME_RESULT
+    )
+    contiguous_gradients: bool = key(
+        True,
+        "Copy gradients into one buffer as they are produced.",
+        no_effect="the gradients of a unit are always packed into one buffer for the reduction",
+    )
+    use_multi_rank_bucket_allreduce: bool = key(
+        True,
+        "Reduce a bucket that spans the shards of several ranks in one call.",
+        no_effect="a reduce-scatter of a unit always serves all ranks in one call",
+    )
+    round_robin_gradients: bool = key(
+        False,
+        "Interleave shards over the ranks so that copies to the host run in parallel.",
+        no_effect="every rank holds an equal slice of every unit, so the copies are parallel in any case",
+    )
+    ignore_unused_parameters: bool = key(
+        True, "false: a parameter that gets no gradient in the backward pass is an error."
+    )
+    compute_grad_norm: bool = key(
+        True, "false: skip the global gradient norm (stages 1 and 2, and only without gradient_clipping)."
+    )
+    load_from_fp32_weights: bool = key(
+        True, "Restore master weights from the checkpoint's fp32 copy rather than from its 16-bit weights."
+    )
+    elastic_checkpoint: bool = key(
+        False,
+        "Write checkpoints that another number of ranks can load.",
+        no_effect="every checkpoint can be loaded on any number of ranks",
+    )
+    parameter_alignment: bool = key(
+        False,
+        "Pad parameters in flat buffers to 16-byte boundaries.",
+        no_effect="every parameter starts at a 64-byte boundary (256 on CUDA)",
+    )
+    legacy_stage1: bool = key(
+        False, "Old implementation of stage 1. It no longer exists: only false is accepted."
+    )
+    grad_hooks: bool = key(
+        True,
+        "Reduce gradients from hooks during backward.",
+        no_effect="gradients are always reduced from hooks",
+    )
+
+    stage3_prefetch_bucket_size: Int = key(
+        50_000_000,
+        "Most elements fetched ahead of the module that runs (stage 3).",
+        names=("prefetch_bucket_size",),
+        default_note="the peers' documentation says 5e8, their code 5e7; we follow the code",
+        ge=0,
+    )
+    stage3_param_persistence_threshold: Int = key(
+        100_000,
+        "Parameters with fewer elements than this stay gathered (stage 3).",
+        names=("param_persistence_threshold",),
+        ge=0,
+    )
+    stage3_model_persistence_threshold: Int = key(
+        sys.maxsize,
+        "Most elements that may stay gathered in all because of the previous key (stage 3).",
+        names=("model_persistence_threshold",),
+        ge=0,
+    )
+    stage3_max_live_parameters: Int = key(
+        1_000_000_000,
+        "Most elements gathered at a time on a rank (stage 3).",
+        names=("max_live_parameters",),
+        ge=0,
+    )
+    stage3_max_reuse_distance: Int = key(
+        1_000_000_000,
+        "Keep a parameter gathered if it is used again within this many elements (stage 3).",
+        names=("max_reuse_distance",),
+        ge=0,
+    )
+    stage3_gather_16bit_weights_on_model_save: bool = key(
+        False,
+        "Let save_16bit_model and state-dict helpers consolidate the sharded weights (stage 3).",
+        names=("gather_16bit_weights_on_model_save",),
+    )
+    stage3_gather_fp16_weights_on_model_save: bool = key(
+        False,
+        "Old name of stage3_gather_16bit_weights_on_model_save.",
+        deprecated_for="zero_optimization.stage3_gather_16bit_weights_on_model_save",
+    )
+    stage3_module_granularity_threshold: Int = key(
+        0,
+        "Modules with fewer elements per submodule than this are fetched as one unit (stage 3).",
+        names=("module_granularity_threshold",),
+        ge=0,
+    )
+    stage3_use_all_reduce_for_fetch_params: bool = key(
+        False,
+        "Fetch parameters by all-reduce (stage 3).",
+        names=("use_all_reduce_for_fetch_params",),
+        no_effect="parameters are always fetched by all-gather, which sends less",
+    )
+    stage3_allgather_sequential: bool = key(
+        False,
+        "Fetch parameters one after another without a bucket copy (stage 3).",
+        names=("allgather_sequential",),
+        no_effect="a unit is gathered straight into its place, so there is no bucket copy to avoid",
+    )
+    sub_group_size: Int = key(
+        1_000_000_000,
+        "Elements per optimizer step tile (stage 3).",
+        gt=0,
+        no_effect="the optimizer steps unit by unit, which is finer than any tile",
+    )
+    leaf_module: LeafModule = section(LeafModule, "Modules that are fetched as one unit (stage 3).")
+
+    offload_param: OffloadParam | None = key(None, "Where sharded parameters live between uses (stage 3).")
+    offload_optimizer: OffloadOptimizer | None = key(None, "Where optimizer state lives and is stepped.")
+    zenflow: ZenFlow | None = key(None, "Importance-aware asynchronous optimizer offload.")
+    cpu_offload: bool | None = key(
+        None,
+        "Old form of offload_optimizer.device = cpu.",
+        deprecated_for="zero_optimization.offload_optimizer.device",
+    )
+    cpu_offload_param: bool | None = key(
+        None,
+        "Old form of offload_param.device = cpu.",
+        deprecated_for="zero_optimization.offload_param.device",
+    )
+    cpu_offload_use_pin_memory: bool | None = key(
+        None,
+        "Old form of offload_optimizer.pin_memory.",
+        deprecated_for="zero_optimization.offload_optimizer.pin_memory",
+    )
+
+    zero_hpz_partition_size: Int = key(
+        1, "Ranks over which a second copy of the parameters is sharded for the backward pass.", ge=1
+    )
+    zero_quantized_weights: bool = key(False, "Gather parameters as 8-bit integers.")
+    zero_quantized_nontrainable_weights: bool = key(False, "Store frozen parameters as 8-bit integers.")
+    zero_quantized_gradients: bool = key(False, "Reduce gradients hierarchically as 4-bit integers.")
+    zeropp_loco_param: LoCo | None = key(None, "Error feedback for zero_quantized_gradients.")
+    mics_shard_size: Int = key(
+        -1, "Ranks over which parameters are sharded; replicated beyond. -1: all ranks."
+    )
+    mics_hierarchical_params_gather: bool = key(False, "Gather in two levels (within a node, then across).")
+
+    memory_efficient_linear: bool = key(
+        True,
+        "Do not keep gathered weights of linear layers for the backward pass (stage 3).",
+        no_effect="no gathered weight outlives its unit, whatever the layer",
+    )
+    pipeline_loading_checkpoint: bool = key(
+        False,
+        "Load checkpoint shards one rank at a time.",
+        no_effect="a rank reads only its own slices, so ranks need not take turns",
+    )
+    override_module_apply: bool = key(True, "Inside zero.Init, Module.apply sees gathered parameters.")
+    log_trace_cache_warnings: bool = key(
+        False,
+        "Warn when the recorded fetch order is found wrong.",
+        no_effect="ranks agree on one fetch order, which cannot become invalid",
+    )
+    enable_sanity_checks: bool = key(False, "Run internal consistency checks in every step.")
+    save_muon_momentum_buffer_in_memory: bool = key(
+        False,
+        "Keep Muon's momentum in memory while the rest is on disk.",
+        no_effect="no optimizer state is on disk",
+    )
+
+
+def from_bool(value: bool) -> dict[str, Any]:
+    """The section that the deprecated form `"zero_optimization": true` stands for."""
+    return {"stage": 1 if value else 0}

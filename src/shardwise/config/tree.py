@@ -1,0 +1,253 @@
+"""The schema seen as a tree of keys: spellings, children, what a value may be, and the nearest name to a wrong one."""
+
+from __future__ import annotations
+
+import difflib
+import json
+import types
+from collections.abc import Iterator
+from dataclasses import dataclass
+from functools import cache
+from typing import Annotated, Any, Literal, Union, get_args, get_origin
+
+from pydantic.fields import FieldInfo
+
+from .problems import Path, dotted
+from .schema.base import AUTO, DEPRECATED_FOR, FREE_FORM, NO_EFFECT, OTHER_NAMES, Section
+from .schema.root import Config
+
+RETIRED: dict[str, str] = {
+    "compile.enabled": "this old key was removed: call engine.compile() in the script instead",
+    "compile.backend": "this old key was removed: pass backend to engine.compile() in the script",
+    "compile.kwargs": "this old key was removed: pass compile_kwargs to engine.compile() in the script",
+    "bf16.check_overflow": "the key is called `bf16.check_grad_overflow`",
+    "zero_optimization.stage3_prefetch_bucket_elements": "the key is called `stage3_prefetch_bucket_size`",
+}
+"""Keys that never were, or no longer are, part of the schema although they were published, with what to do."""
+
+
+_BOUNDS = {"minimum": ">=", "exclusiveMinimum": ">", "maximum": "<=", "exclusiveMaximum": "<"}
+_NUMERIC = ("integer", "number")
+
+
+@dataclass(frozen=True)
+class Key:
+    """One key of the schema.
+
+    Attributes:
+        name: its canonical name.
+        field: pydantic's record of it.
+        owner: the section that it belongs to.
+        kind: `value` (a leaf), `section`, `map` (dict of sections), `list` (list of sections) or `free` (any dict).
+        child: the section class below it, if there is one.
+    """
+
+    name: str
+    field: FieldInfo
+    owner: type[Section]
+    kind: Literal["value", "section", "map", "list", "free"]
+    child: type[Section] | None
+
+    @property
+    def extra(self) -> dict[str, Any]:
+        """What the schema says beyond the type (other names, replacement, no effect, note on the default)."""
+        return self.field.json_schema_extra if isinstance(self.field.json_schema_extra, dict) else {}
+
+    @property
+    def spellings(self) -> tuple[str, ...]:
+        """The canonical name and every other accepted one."""
+        return (self.name, *self.extra.get(OTHER_NAMES, ()))
+
+    @property
+    def replacement(self) -> str:
+        """Dotted path of the key that replaced this one, or an empty string."""
+        return str(self.extra.get(DEPRECATED_FOR, ""))
+
+    @property
+    def no_effect(self) -> str:
+        """Why the key changes nothing here, or an empty string."""
+        return str(self.extra.get(NO_EFFECT, ""))
+
+    @property
+    def default(self) -> Any:
+        """The value when the key is absent."""
+        return self.field.get_default(call_default_factory=True)
+
+    @property
+    def takes_auto(self) -> bool:
+        """Whether "auto" is a value of the key itself rather than a request to choose one."""
+        return _has_auto(self.field.annotation) or any(_has_auto(item) for item in self.field.metadata)
+
+
+def _has_auto(annotation: Any) -> bool:
+    if get_origin(annotation) is Literal:
+        return AUTO in get_args(annotation)
+    return any(_has_auto(argument) for argument in get_args(annotation))
+
+
+def _shape(annotation: Any) -> tuple[str, type[Section] | None]:
+    """Find the section class inside `X | None`, `Annotated[X, ...]`, `dict[str, X]` or `list[X]`."""
+    if isinstance(annotation, type) and issubclass(annotation, Section):
+        return "section", annotation
+    origin, arguments = get_origin(annotation), get_args(annotation)
+    if origin is Annotated:
+        return _shape(arguments[0])
+    if origin in (Union, types.UnionType):
+        for argument in arguments:
+            kind, child = _shape(argument)
+            if child is not None:
+                return kind, child
+    if origin in (dict, list):
+        _, child = _shape(arguments[-1])
+        if child is not None:
+            return ("map" if origin is dict else "list"), child
+    return "value", None
+
+
+@cache
+def keys_of(section: type[Section]) -> dict[str, Key]:
+    """Every accepted spelling in a section -> its key."""
+    table: dict[str, Key] = {}
+    for name, info in section.model_fields.items():
+        kind, child = _shape(info.annotation)
+        extra = info.json_schema_extra
+        if isinstance(extra, dict) and extra.get(FREE_FORM):
+            kind = "free"
+        key = Key(name, info, section, kind, child)  # type: ignore[arg-type]
+        for spelling in key.spellings:
+            table[spelling] = key
+    return table
+
+
+def takes_any_key(section: type[Section]) -> bool:
+    """Whether a section passes unknown keys on to somebody else's library."""
+    return section.model_config.get("extra") == "allow"
+
+
+def walk(
+    section: type[Section] = Config, path: tuple[str, ...] = ()
+) -> Iterator[tuple[tuple[str, ...], Key]]:
+    """Yield every key of the schema with its path; `*` stands for a free name, `[]` for a list index."""
+    for spelling, key in keys_of(section).items():
+        if spelling != key.name:
+            continue
+        here = (*path, key.name)
+        yield here, key
+        if key.child is not None:
+            step = {"map": ("*",), "list": ("[]",)}.get(key.kind, ())
+            yield from walk(key.child, (*here, *step))
+
+
+def lookup(path: str) -> Key:
+    """The key at a dotted path of canonical names. Raises `KeyError` if the schema has none."""
+    section: type[Section] | None = Config
+    key: Key | None = None
+    for name in path.split("."):
+        if section is None:
+            raise KeyError(path)
+        key = keys_of(section)[name]
+        section = key.child
+    assert key is not None
+    return key
+
+
+@cache
+def _places() -> dict[str, tuple[str, ...]]:
+    """Comparable spelling -> dotted paths of all keys spelled so."""
+    table: dict[str, list[str]] = {}
+    for path, key in walk():
+        for spelling in key.spellings:
+            table.setdefault(_comparable(spelling), []).append(
+                ".".join((*path[:-1], spelling)).replace(".[]", "[]")
+            )
+    return {spelling: tuple(paths) for spelling, paths in table.items()}
+
+
+def _comparable(name: str) -> str:
+    return name.lower().replace("-", "_")
+
+
+def nearest(name: str, candidates: list[str], cutoff: float = 0.6) -> str | None:
+    """The candidate most like a name, compared without regard to case and hyphens, or None."""
+    table = {_comparable(candidate): candidate for candidate in reversed(candidates)}
+    found = difflib.get_close_matches(_comparable(name), list(table), n=1, cutoff=cutoff)
+    return table[found[0]] if found else None
+
+
+def advise(section: type[Section], path: Path, name: str) -> str:
+    """Say what the user may have meant by an unknown key."""
+    retired = RETIRED.get(dotted((*path, name)))
+    if retired:
+        return retired
+    local = list(keys_of(section))
+    close = nearest(name, local, 0.8)
+    if close is not None:
+        return f"did you mean `{dotted((*path, close))}`?"
+    elsewhere = _places().get(_comparable(name), ())
+    if elsewhere:
+        return _belongs(elsewhere)
+    close = nearest(name, local)
+    if close is not None:
+        return f"did you mean `{dotted((*path, close))}`?"
+    far = nearest(name, list(_places()), 0.8)
+    if far is not None:
+        return f"did you mean `{_places()[far][0]}`?"
+    where = f"`{dotted(path)}`" if path else "the top level"
+    return f"no key of {where} or of another section has a similar name; remove it"
+
+
+def _belongs(paths: tuple[str, ...]) -> str:
+    """Say which section a key belongs to."""
+    shown = [path for path in paths if "*" not in path][:3] or list(paths[:3])
+    names = " or ".join(f"`{path}`" for path in shown)
+    if len(shown) == 1:
+        parent, _, _ = shown[0].rpartition(".")
+        return f"this key belongs to {f'section `{parent}`' if parent else 'the top level'}: write {names}"
+    return f"this key belongs to other sections, such as {names}"
+
+
+@cache
+def _properties(section: type[Section]) -> tuple[dict[str, Any], dict[str, Any]]:
+    schema = section.model_json_schema()
+    return schema.get("properties", {}), schema.get("$defs", {})
+
+
+def expected(key: Key) -> str:
+    """Describe in words the values that a key accepts, such as `an integer > 0 or null`."""
+    if key.kind in ("section", "map", "free"):
+        return "an object {...}" + (" or null" if key.default is None else "")
+    properties, definitions = _properties(key.owner)
+    return _in_words(properties[key.name], definitions)
+
+
+def _in_words(schema: dict[str, Any], definitions: dict[str, Any]) -> str:
+    if "$ref" in schema:
+        return _in_words(definitions[schema["$ref"].rpartition("/")[2]], definitions)
+    if "anyOf" in schema:
+        limits = {bound: schema[bound] for bound in _BOUNDS if bound in schema}
+        options = [
+            {**option, **limits} if option.get("type") in _NUMERIC else option for option in schema["anyOf"]
+        ]
+        return " or ".join(dict.fromkeys(_in_words(option, definitions) for option in options))
+    if "enum" in schema:
+        return "one of " + ", ".join(json.dumps(value) for value in schema["enum"])
+    if "const" in schema:
+        return json.dumps(schema["const"])
+    kind = schema.get("type")
+    if kind == "array":
+        items = schema.get("items", {})
+        return f"a list of {_in_words(items, definitions)}" if items else "a list"
+    words = {
+        "integer": "an integer",
+        "number": "a number",
+        "boolean": "true or false",
+        "string": "a string",
+        "null": "null",
+        "object": "an object {...}",
+    }.get(str(kind), "a value")
+    limits = [f"{sign} {schema[bound]:g}" for bound, sign in _BOUNDS.items() if bound in schema]
+    if limits == [">= inf"]:
+        return "infinity"
+    if schema.get("minLength"):
+        limits.append("that is not empty")
+    return " ".join([words, " and ".join(limits)]).strip()

@@ -1,0 +1,131 @@
+"""The second pass over a configuration: types and values, with messages for people instead of for programmers."""
+
+from __future__ import annotations
+
+import json
+import math
+from typing import Any
+
+from pydantic import ValidationError
+
+from .problems import Path, Problem, dotted
+from .scan import Scan
+from .schema.base import Section
+from .schema.root import Config
+from .tree import Key, expected, keys_of, nearest
+
+
+def validate(found: Scan) -> tuple[Config, list[Problem]]:
+    """Build the `Config`, leaving out and reporting every value that does not fit its key.
+
+    Values that are wrong fall back to their default so that the checks after this one can still report more.
+    """
+    problems: list[Problem] = []
+    data: Any = found.data
+    while True:
+        try:
+            return Config.model_validate(data), problems
+        except ValidationError as error:
+            wrong: dict[Path, Any] = {}
+            for detail in error.errors(include_url=False, include_context=False):
+                wrong.setdefault(_place(detail["loc"]), detail)
+            for path in wrong:
+                key = _key(path)
+                value = _take(data, path)
+                problems.append(Problem(dotted(found.given.get(path, path)), _message(key, value)))
+
+
+def _place(loc: tuple[int | str, ...]) -> Path:
+    """Cut pydantic's location at the key: what follows are alternatives of a union or indices in a list."""
+    path: list[int | str] = []
+    section: type[Section] | None = Config
+    parts = iter(loc)
+    for part in parts:
+        key = keys_of(section).get(str(part)) if section is not None else None
+        if key is None:
+            break
+        path.append(part)
+        section = key.child
+        if key.kind in ("map", "list"):
+            step = next(parts, None)
+            if step is None:
+                break
+            path.append(step)
+    return tuple(path)
+
+
+def _key(path: Path) -> Key:
+    section: type[Section] = Config
+    key: Key | None = None
+    for part in path:
+        found = keys_of(section).get(part) if isinstance(part, str) else None
+        if found is not None:
+            key = found
+            section = key.child or section
+    assert key is not None
+    return key
+
+
+def _take(data: Any, path: Path) -> Any:
+    """Remove and return the value at a path."""
+    for part in path[:-1]:
+        data = data[part]
+    if isinstance(data, list):
+        value, data[path[-1]] = data[path[-1]], {}  # type: ignore[call-overload]
+        return value
+    return data.pop(path[-1])
+
+
+def _message(key: Key, value: Any) -> str:
+    words = "an object {...}" if key.kind == "list" and not isinstance(value, list) else expected(key)
+    message = f"expected {words}, found {show(value)}"
+    advice = _advice(key, value)
+    return f"{message}. {advice}" if advice else message
+
+
+def show(value: Any) -> str:
+    """Print a value as JSON with its type, shortened."""
+    kinds = {
+        bool: "true or false",
+        int: "integer",
+        float: "number",
+        str: "string",
+        list: "list",
+        dict: "object",
+    }
+    try:
+        text = json.dumps(value)
+    except (TypeError, ValueError):
+        text = repr(value)
+    text = text if len(text) <= 80 else text[:77] + "..."
+    if value is None or isinstance(value, bool):
+        return text
+    return f"{text} ({kinds.get(type(value), type(value).__name__)})"
+
+
+def _advice(key: Key, value: Any) -> str:
+    if isinstance(value, str):
+        return _advice_on_string(key, value)
+    if isinstance(value, bool) and key.child is not None and "enabled" in keys_of(key.child):
+        return f'Write {{"enabled": {json.dumps(value)}}}'
+    if isinstance(value, float) and math.isfinite(value) and "an integer" in expected(key):
+        return f"Write {math.floor(value)} or {math.ceil(value)}" if not value.is_integer() else ""
+    if isinstance(value, int) and not isinstance(value, bool) and "true or false" in expected(key):
+        return f"Write {'true' if value else 'false'}" if value in (0, 1) else ""
+    return ""
+
+
+def _advice_on_string(key: Key, value: str) -> str:
+    words = expected(key)
+    if words.startswith("one of"):
+        options = [option for option in json.loads(f"[{words.removeprefix('one of ').split(' or ')[0]}]")]
+        close = nearest(value, [option for option in options if isinstance(option, str)])
+        if close is not None:
+            return f'Did you mean "{close}"?'
+    try:
+        meant = json.loads(value.strip().lower())
+    except ValueError:
+        return ""
+    if isinstance(meant, bool | int | float):
+        return f"Remove the quotes: {json.dumps(meant)}"
+    return ""
