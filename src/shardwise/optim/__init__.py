@@ -1,0 +1,7 @@
+"""Optimizers: building them by name, and knowing which of them can run on a part of a parameter."""
+
+from shardwise.optim.registry import build, names
+from shardwise.optim.sharding import Sharding, sharding_of
+from shardwise.optim.states import is_elementwise_state, merge_states, split_state
+
+__all__ = ["Sharding", "build", "is_elementwise_state", "merge_states", "names", "sharding_of", "split_state"]

@@ -1,0 +1,247 @@
+"""Building an optimizer from the `type` and `params` of the configuration.
+
+Names are resolved in this order: our own builders (`adam`, `adamw`, any case); the classes of `torch.optim`
+by exact name; names that other libraries use for optimizers that are not built here (refused with the
+reason); the classes of `torch.optim` in any case.
+
+Invariant: every option either changes the optimizer or is refused or logged; none disappears.
+"""
+
+from __future__ import annotations
+
+import difflib
+import inspect
+import logging
+from collections.abc import Callable, Iterable, Iterator, Mapping
+from typing import Any
+
+import torch
+
+from shardwise.errors import ConfigError, NotBuiltError
+
+_log = logging.getLogger("shardwise")
+
+Params = Iterable[Any]
+"""What `torch.optim` accepts: tensors, (name, tensor) pairs, or dictionaries of a group with its options."""
+
+_PEER_ADAM_OPTIONS = (
+    "adam_w_mode",
+    "bias_correction",
+    "fp32_optimizer_states",
+    "set_grad_none",
+    "torch_adam",
+)
+
+_NOT_BUILT: dict[str, str] = {
+    "lamb": "it is not part of torch.optim; pass an instance of a LAMB class instead",
+    "lion": "it is not part of torch.optim; pass an instance of a Lion class instead",
+    "onebitadam": "compressed optimizers are not available",
+    "zerooneadam": "compressed optimizers are not available",
+    "onebitlamb": "compressed optimizers are not available",
+    "muadam": "optimizers of the package mup are not built by name; pass an instance instead",
+    "muadamw": "optimizers of the package mup are not built by name; pass an instance instead",
+    "musgd": "optimizers of the package mup are not built by name; pass an instance instead",
+    "muon": "elsewhere this name means Muon for matrices with Adam for the rest; write Muon (exactly) for "
+    "torch.optim.Muon, which takes matrices only",
+}
+"""Names, in lower case, that published configurations use and this version does not serve."""
+
+
+def build(
+    name: str, params: Params, options: Mapping[str, Any], *, device: torch.device | str
+) -> torch.optim.Optimizer:
+    """Build the optimizer that the configuration names.
+
+    Args:
+        name: `optimizer.type`: adam or adamw (any case), or the name of a class in torch.optim.
+        params: what torch.optim accepts as its first argument.
+        options: `optimizer.params`; not changed.
+        device: where the step will run; decides whether the fused implementation is available.
+
+    Returns:
+        An instance of a torch.optim class. `adam` and `adamw` give `torch.optim.AdamW(fused=True)`;
+        `adam` with `"adam_w_mode": false` gives `torch.optim.Adam(fused=True)`. Both have weight_decay 0 by
+        default.
+
+    Raises:
+        ConfigError: the name or an option is unknown, or a value has no meaning.
+        NotBuiltError: a known name or option asks for something that this version does not have.
+
+    >>> weight = torch.zeros(3, requires_grad=True)
+    >>> type(build("Adam", [weight], {"lr": 0.01}, device="cpu")).__name__
+    'AdamW'
+    >>> build("SDG", [weight], {}, device="cpu")
+    Traceback (most recent call last):
+        ...
+    shardwise.errors.ConfigError: optimizer.type: unknown optimizer 'SDG'; did you mean SGD?
+    """
+    params = [_group_with_list(entry) for entry in params]
+    device = torch.device(device)
+    if (own := _BUILDERS.get(name.lower())) is not None:
+        return own(name, params, dict(options), device)
+    classes = _torch_classes()
+    if name in classes:
+        return _construct(classes[name], params, dict(options), device)
+    if reason := _NOT_BUILT.get(name.lower()):
+        raise NotBuiltError(f"optimizer.type: {name!r} is not available: {reason}")
+    by_lower_case = {known.lower(): cls for known, cls in classes.items()}
+    if (cls := by_lower_case.get(name.lower())) is not None:
+        return _construct(cls, params, dict(options), device)
+    raise ConfigError(f"optimizer.type: unknown optimizer {name!r}{_suggestion(name, names())}")
+
+
+def names() -> list[str]:
+    """Return the names that `build` accepts, in the spelling that always works."""
+    classes = _torch_classes()
+    served = {name.lower() for name in classes}
+    return sorted([*classes, *(name for name in _BUILDERS if name not in served)], key=str.lower)
+
+
+def _adam(
+    name: str, params: list[Any], options: dict[str, Any], device: torch.device
+) -> torch.optim.Optimizer:
+    """Build Adam from the options that published configurations have; decay is decoupled by default."""
+    decoupled = _pop_flag(options, "adam_w_mode", True)
+    if name.lower() == "adamw" and not decoupled:
+        raise ConfigError(
+            f"optimizer.params.adam_w_mode: false contradicts optimizer.type {name}; use type Adam "
+            "for weight decay that is added to the gradient"
+        )
+    if not _pop_flag(options, "bias_correction", True):
+        raise NotBuiltError("optimizer.params.bias_correction: false is not available; remove the key")
+    if not _pop_flag(options, "fp32_optimizer_states", True):
+        raise NotBuiltError(
+            "optimizer.params.fp32_optimizer_states: false is not available; optimizer state is kept in fp32"
+        )
+    if "set_grad_none" in options:
+        _pop_flag(options, "set_grad_none", True)
+        _log.info(
+            "optimizer.params.set_grad_none changes nothing: the engine owns the gradients and frees them"
+        )
+    plain = _pop_flag(options, "torch_adam", False)
+    cls = torch.optim.AdamW if decoupled else torch.optim.Adam
+    options.setdefault("weight_decay", 0.0)
+    if plain and options.get("fused"):
+        raise ConfigError(
+            "optimizer.params.torch_adam: true contradicts optimizer.params.fused true; remove one"
+        )
+    if (
+        "fused" not in options
+        and not plain
+        and not options.get("foreach")
+        and not options.get("differentiable")
+    ):
+        reason = _fused_refusal(cls, params, device)
+        options["fused"] = None if reason else True
+        if reason:
+            _log.warning("%s runs its plain implementation, because torch says: %s", cls.__name__, reason)
+    return _construct(cls, params, options, device, extra=_PEER_ADAM_OPTIONS)
+
+
+Builder = Callable[[str, list[Any], dict[str, Any], torch.device], torch.optim.Optimizer]
+
+_BUILDERS: dict[str, Builder] = {"adam": _adam, "adamw": _adam}
+
+
+def _fused_refusal(cls: type[torch.optim.Optimizer], params: list[Any], device: torch.device) -> str | None:
+    """Ask torch for one fused step on one element of each dtype; return why it refuses, or None.
+
+    A trial rather than a list of devices, because such a list is not public and changes between versions.
+    """
+    for dtype in dict.fromkeys(tensor.dtype for tensor in _tensors(params)):
+        probe = torch.zeros(1, dtype=dtype, device=device)
+        probe.grad = torch.zeros_like(probe)
+        try:
+            cls([probe], fused=True).step()  # type: ignore[call-arg]
+        except (RuntimeError, ValueError) as error:
+            return str(error).splitlines()[0]
+    return None
+
+
+def _construct(
+    cls: type[torch.optim.Optimizer],
+    params: list[Any],
+    options: dict[str, Any],
+    device: torch.device,
+    *,
+    extra: tuple[str, ...] = (),
+) -> torch.optim.Optimizer:
+    """Call the class; turn wrong option names and values into errors that name the key.
+
+    Args:
+        cls: class of torch.optim.
+        params: its first argument.
+        options: its keyword arguments.
+        device: where the step will run.
+        extra: option names that the caller has dealt with, for suggestions only.
+    """
+    accepted = [key for key in inspect.signature(cls).parameters if key != "params"]
+    for key, value in options.items():
+        where = f"optimizer.params.{key}"
+        if key == "max_grad_norm":
+            raise ConfigError(
+                f"{where}: clipping is not the optimizer's; use the top-level key gradient_clipping"
+            )
+        if key not in accepted:
+            raise ConfigError(
+                f"{where}: {cls.__name__} has no such option{_suggestion(key, [*accepted, *extra])} "
+                f"(it has {', '.join(sorted({*accepted, *extra}))})"
+            )
+        if isinstance(value, str) and value == "auto":
+            raise ConfigError(f"{where}: 'auto' has to be replaced by a value before the optimizer is built")
+        if isinstance(value, list):
+            options[key] = tuple(value)
+    if options.get("fused") and (reason := _fused_refusal(cls, params, device)):
+        raise ConfigError(
+            f"optimizer.params.fused: true is not possible, because torch says: {reason}; remove the key"
+        )
+    try:
+        return cls(params, **options)
+    except torch.OutOfMemoryError:
+        raise
+    except (TypeError, ValueError, RuntimeError) as error:
+        given = ", ".join(f"{key}={value!r}" for key, value in options.items())
+        raise ConfigError(
+            f"optimizer.params: torch.optim.{cls.__name__} refuses ({given}): {error}"
+        ) from error
+
+
+def _torch_classes() -> dict[str, type[torch.optim.Optimizer]]:
+    """Every optimizer class of torch.optim by name."""
+    return {
+        name: value
+        for name, value in vars(torch.optim).items()
+        if isinstance(value, type)
+        and issubclass(value, torch.optim.Optimizer)
+        and value is not torch.optim.Optimizer
+    }
+
+
+def _group_with_list(entry: Any) -> Any:
+    """Copy a group whose tensors come from a generator, so that they can be looked at and then used."""
+    if isinstance(entry, dict) and not isinstance(entry["params"], torch.Tensor):
+        return {**entry, "params": list(entry["params"])}
+    return entry
+
+
+def _tensors(params: Iterable[Any]) -> Iterator[torch.Tensor]:
+    """Every tensor in a parameter list of any of torch's three forms."""
+    for entry in params:
+        if isinstance(entry, dict):
+            group = entry["params"]
+            yield from _tensors([group] if isinstance(group, torch.Tensor) else group)
+        else:
+            yield entry[1] if isinstance(entry, tuple) else entry
+
+
+def _pop_flag(options: dict[str, Any], key: str, default: bool) -> bool:
+    value = options.pop(key, default)
+    if not isinstance(value, bool):
+        raise ConfigError(f"optimizer.params.{key}: expected true or false, found {value!r}")
+    return value
+
+
+def _suggestion(name: str, known: Iterable[str]) -> str:
+    lower = {entry.lower(): entry for entry in known}
+    near = difflib.get_close_matches(name.lower(), lower, n=3)
+    return f"; did you mean {' or '.join(lower[entry] for entry in near)}?" if near else ""

@@ -1,0 +1,105 @@
+"""Which optimizers can step a part of a parameter, and which need it whole.
+
+A shard is a flat range of a parameter. An optimizer whose update of an element depends only on that
+element's own gradient, value and state gives, on ranges, exactly the numbers that it gives on whole
+tensors; ZeRO (Rajbhandari et al., 2020) rests on this. Others read the whole tensor: factored second
+moments (Adafactor), orthogonalised updates (Muon), per-tensor norms. Those get whole tensors, each owned by
+one rank.
+
+Invariant: nothing is called elementwise unless this table or the class itself says so. A subclass may
+override the update in any way, so it does not inherit the property.
+"""
+
+from __future__ import annotations
+
+from enum import Enum
+
+import torch
+
+from shardwise.errors import ConfigError
+
+ATTRIBUTE = "shardwise_sharding"
+"""Name of the class attribute by which an optimizer class declares itself: "elementwise" or "whole"."""
+
+
+class Sharding(Enum):
+    """What an optimizer has to be given."""
+
+    ELEMENTWISE = "elementwise"
+    """Flat ranges: the update of an element depends on that element's own gradient, value and state only.
+    Memory: each rank holds state for its ranges."""
+
+    WHOLE = "whole"
+    """Whole tensors, each owned by one rank. Memory: a rank holds state for the tensors that it owns."""
+
+    REFUSED = "refused"
+    """Neither: the algorithm needs all parameters at once, or gradients of another kind."""
+
+
+_ELEMENTWISE = frozenset(
+    {
+        torch.optim.ASGD,
+        torch.optim.Adadelta,
+        torch.optim.Adagrad,
+        torch.optim.Adam,
+        torch.optim.AdamW,
+        torch.optim.Adamax,
+        torch.optim.NAdam,
+        torch.optim.RAdam,
+        torch.optim.RMSprop,
+        torch.optim.Rprop,
+        torch.optim.SGD,
+    }
+)
+"""What their state holds per tensor (step, eta, mu, mu_product) depends on step count and options alone."""
+
+_WHOLE: dict[type, str] = {
+    torch.optim.Adafactor: "Adafactor factors its second moment over rows and columns and scales by the "
+    "tensor's norm",
+    torch.optim.Muon: "Muon orthogonalises the update of a whole matrix",
+}
+
+_REFUSED: dict[type, str] = {
+    torch.optim.LBFGS: "LBFGS takes inner products over all parameters and evaluates the loss several "
+    "times in a step; use an optimizer that steps once per gradient",
+    torch.optim.SparseAdam: "SparseAdam takes sparse gradients only, and reduced gradients are dense; "
+    "use Adam",
+}
+
+
+def sharding_of(optimizer: torch.optim.Optimizer) -> tuple[Sharding, str]:
+    """Return what the optimizer has to be given, and the reason in words.
+
+    A class of one's own is declared by a class attribute:
+
+    >>> class Sign(torch.optim.SGD):
+    ...     shardwise_sharding = "elementwise"
+    >>> sharding_of(Sign([torch.zeros(2)]))
+    (<Sharding.ELEMENTWISE: 'elementwise'>, "Sign declares shardwise_sharding = 'elementwise'")
+
+    Raises:
+        ConfigError: the declaration is neither "elementwise" nor "whole".
+    """
+    cls = type(optimizer)
+    name = cls.__name__
+    if cls in _ELEMENTWISE:
+        return Sharding.ELEMENTWISE, f"{name} updates each element from its own gradient and state"
+    if reason := _WHOLE.get(cls):
+        return Sharding.WHOLE, reason
+    if reason := next((text for refused, text in _REFUSED.items() if isinstance(optimizer, refused)), None):
+        return Sharding.REFUSED, reason
+    # Looked up in the class itself: a base class speaks for its own update only.
+    declared = vars(cls).get(ATTRIBUTE)
+    if declared is None:
+        return Sharding.WHOLE, (
+            f"{name} does not say how it may be split, so it gets whole tensors; if each element's update "
+            f'depends only on that element, set {ATTRIBUTE} = "elementwise" in the class to save memory'
+        )
+    choices = (Sharding.ELEMENTWISE, Sharding.WHOLE)
+    for choice in choices:
+        if declared == choice.value:
+            return choice, f"{name} declares {ATTRIBUTE} = {declared!r}"
+    expected = " or ".join(repr(choice.value) for choice in choices)
+    raise ConfigError(
+        f"{cls.__module__}.{cls.__qualname__}.{ATTRIBUTE}: expected {expected}, found {declared!r}"
+    )

@@ -1,0 +1,168 @@
+"""Optimizers by name: which class, which options, and how wrong ones are reported."""
+
+from __future__ import annotations
+
+import logging
+from typing import Any
+
+import pytest
+import torch
+from torch._subclasses.fake_tensor import FakeTensorMode
+
+from shardwise.errors import ConfigError, NotBuiltError
+from shardwise.optim import build, names
+
+
+def parameter(dtype: torch.dtype = torch.float32) -> torch.nn.Parameter:
+    return torch.nn.Parameter(torch.arange(1.0, 5.0, dtype=dtype))
+
+
+def make(name: str, options: dict[str, Any] | None = None) -> torch.optim.Optimizer:
+    return build(name, [parameter()], options or {}, device="cpu")
+
+
+@pytest.mark.parametrize("name", ["Adam", "adam", "ADAM", "AdamW", "adamw", "ADAMW"])
+def test_adam_is_fused_and_decoupled_without_decay(name: str) -> None:
+    optimizer = make(name)
+    assert type(optimizer) is torch.optim.AdamW
+    assert optimizer.defaults["fused"] is True
+    assert optimizer.defaults["weight_decay"] == 0
+
+
+def test_adam_w_mode_false_adds_the_decay_to_the_gradient() -> None:
+    optimizer = make("Adam", {"adam_w_mode": False, "weight_decay": 0.1})
+    assert type(optimizer) is torch.optim.Adam
+    assert optimizer.defaults["fused"] is True
+    with pytest.raises(ConfigError, match=r"adam_w_mode: false contradicts optimizer\.type AdamW"):
+        make("AdamW", {"adam_w_mode": False})
+
+
+@pytest.mark.parametrize(
+    "options", [{}, {"weight_decay": 0.1}, {"amsgrad": True}, {"betas": [0.8, 0.9], "eps": 1e-6}]
+)
+def test_steps_equal_plain_torch(options: dict[str, Any]) -> None:
+    ours, theirs = parameter(), parameter()
+    optimizer = build("adam", [ours], {"lr": 0.1, **options}, device="cpu")
+    plain = torch.optim.AdamW([theirs], **{"lr": 0.1, "weight_decay": 0.0, **options})
+    for step in range(5):
+        ours.grad = torch.full_like(ours, step - 1.5)
+        theirs.grad = torch.full_like(theirs, step - 1.5)
+        optimizer.step()
+        plain.step()
+    torch.testing.assert_close(ours, theirs, rtol=1e-6, atol=1e-6)
+
+
+def test_torch_adam_and_explicit_choices_are_kept() -> None:
+    assert make("adamw", {"torch_adam": True}).defaults["fused"] is None
+    assert make("adamw", {"fused": False}).defaults["fused"] is False
+    optimizer = make("adamw", {"foreach": True})
+    assert (optimizer.defaults["foreach"], optimizer.defaults["fused"]) == (True, None)
+    assert make("adamw", {"differentiable": True}).defaults["fused"] is None
+    with pytest.raises(ConfigError, match="torch_adam"):
+        make("adamw", {"torch_adam": True, "fused": True})
+
+
+def test_options_are_not_changed_and_lists_become_tuples() -> None:
+    options = {"betas": [0.8, 0.9], "torch_adam": False, "fp32_optimizer_states": True}
+    assert make("adam", options).defaults["betas"] == (0.8, 0.9)
+    assert options == {"betas": [0.8, 0.9], "torch_adam": False, "fp32_optimizer_states": True}
+
+
+def test_set_grad_none_is_logged(caplog: pytest.LogCaptureFixture) -> None:
+    with caplog.at_level(logging.INFO, "shardwise"):
+        make("adam", {"set_grad_none": False})
+    assert "set_grad_none changes nothing" in caplog.text
+
+
+@pytest.mark.parametrize("key", ["bias_correction", "fp32_optimizer_states"])
+def test_false_is_not_built(key: str) -> None:
+    assert make("adam", {key: True}).defaults["lr"] == 1e-3
+    with pytest.raises(NotBuiltError, match=key):
+        make("adam", {key: False})
+
+
+def test_groups_names_and_generators_are_accepted() -> None:
+    first, second = parameter(), parameter()
+    groups = [{"params": (p for p in [first]), "lr": 0.5}, {"params": second}]
+    optimizer = build("adam", groups, {"lr": 0.1}, device="cpu")
+    assert [group["lr"] for group in optimizer.param_groups] == [0.5, 0.1]
+    assert optimizer.param_groups[0]["params"][0] is first
+    named = build("sgd", {"w": first}.items(), {"lr": 0.1}, device="cpu")
+    assert named.param_groups[0]["param_names"] == ["w"]
+
+
+@pytest.mark.parametrize(
+    ("name", "cls"), [("SGD", "SGD"), ("sgd", "SGD"), ("adagrad", "Adagrad"), ("rmsprop", "RMSprop")]
+)
+def test_torch_names_in_any_case(name: str, cls: str) -> None:
+    optimizer = make(name, {"lr": 0.25, "weight_decay": 0.5})
+    assert type(optimizer) is getattr(torch.optim, cls)
+    assert (optimizer.defaults["lr"], optimizer.defaults["weight_decay"]) == (0.25, 0.5)
+
+
+def test_every_listed_name_builds() -> None:
+    matrix = torch.nn.Parameter(torch.ones(4, 4))
+    for name in names():
+        assert isinstance(build(name, [matrix], {}, device="cpu"), torch.optim.Optimizer)
+
+
+@pytest.mark.parametrize(
+    "name", ["Lamb", "lion", "OneBitAdam", "ZeroOneAdam", "OneBitLamb", "MuAdam", "muon"]
+)
+def test_known_names_that_are_not_built(name: str) -> None:
+    with pytest.raises(NotBuiltError, match=f"'{name}' is not available"):
+        make(name)
+
+
+def test_unknown_names_and_options_suggest_near_ones() -> None:
+    with pytest.raises(ConfigError, match="did you mean AdamW"):
+        make("AdammW")
+    with pytest.raises(ConfigError, match=r"optimizer\.params\.weight_deacy: .* did you mean weight_decay"):
+        make("adam", {"weight_deacy": 0.1})
+    with pytest.raises(ConfigError, match="did you mean adam_w_mode"):
+        make("adam", {"adamw_mode": True})
+    with pytest.raises(ConfigError, match="did you mean momentum"):
+        make("SGD", {"momentun": 0.1})
+
+
+@pytest.mark.parametrize(
+    ("options", "message"),
+    [
+        ({"max_grad_norm": 1.0}, "gradient_clipping"),
+        ({"lr": "auto"}, "params.lr: 'auto'"),
+        ({"lr": -1.0}, "Invalid learning rate"),
+        ({"betas": "x"}, "refuses"),
+        ({"torch_adam": "yes"}, "expected true or false"),
+        ({"fused": True, "foreach": True}, "refuses"),
+    ],
+)
+def test_wrong_values_name_the_key(options: dict[str, Any], message: str) -> None:
+    with pytest.raises(ConfigError, match=message):
+        make("adam", options)
+
+
+def test_plain_implementation_only_where_torch_refuses_fused(caplog: pytest.LogCaptureFixture) -> None:
+    on_meta = torch.nn.Parameter(torch.empty(4, device="meta"))
+    with caplog.at_level(logging.WARNING, "shardwise"):
+        optimizer = build("adam", [on_meta], {}, device="meta")
+    assert optimizer.defaults["fused"] is None
+    assert "AdamW runs its plain implementation, because torch says: `fused=True` requires" in caplog.text
+    with pytest.raises(ConfigError, match=r"optimizer\.params\.fused: true is not possible"):
+        build("adam", [on_meta], {"fused": True}, device="meta")
+    with pytest.raises(ConfigError, match=r"optimizer\.params\.fused: true is not possible"):
+        build("SGD", [on_meta], {"fused": True}, device="meta")
+
+
+@pytest.mark.parametrize("dtype", [torch.float32, torch.float64, torch.float16, torch.bfloat16])
+def test_fused_for_every_floating_type_on_the_host(dtype: torch.dtype) -> None:
+    assert build("adam", [parameter(dtype)], {}, device="cpu").defaults["fused"] is True
+
+
+def test_dry_run_makes_the_same_choice() -> None:
+    with FakeTensorMode():
+        weight = torch.nn.Parameter(torch.empty(4, device="cuda"))
+        optimizer = build("adam", [weight], {}, device="cuda")
+        weight.grad = torch.empty_like(weight)
+        optimizer.step()
+    assert optimizer.defaults["fused"] is True
+    assert optimizer.state[weight]["exp_avg"].device.type == "cuda"
