@@ -1,0 +1,311 @@
+"""Find this process's place in the job from the variables that its launcher has set.
+
+Every launcher tells a process the same four facts (its rank, the number of ranks, its rank on this machine,
+where rank 0 listens) under other names. `discover` reads them without touching torch, the network or
+`os.environ`.
+
+| source | rank, number of ranks | on this machine |
+|---|---|---|
+| torchrun, `shardwise run`, by hand | RANK, WORLD_SIZE | LOCAL_RANK, LOCAL_WORLD_SIZE or LOCAL_SIZE |
+| Open MPI: OMPI_COMM_WORLD_... | RANK, SIZE | LOCAL_RANK, LOCAL_SIZE |
+| MVAPICH: MV2_COMM_WORLD_... | RANK, SIZE | LOCAL_RANK, LOCAL_SIZE |
+| Slurm: SLURM_... | PROCID, STEP_NUM_TASKS | LOCALID, STEP_TASKS_PER_NODE, NODEID |
+| MPICH, Intel MPI | PMI_RANK, PMI_SIZE | MPI_LOCALRANKID, MPI_LOCALNRANKS |
+| no launcher | 0 of 1 | 0 of 1 |
+
+The ranks meet at MASTER_ADDR and MASTER_PORT in every row. Where a scheduler leaves MASTER_ADDR out, it is
+loopback for a job on one machine, and the first host of SLURM_STEP_NODELIST under Slurm.
+The first row whose rank and size are set counts. Invariant: a set of variables that does not describe one
+place is an error that names them; a process never quietly becomes rank 0 of 1.
+"""
+
+from __future__ import annotations
+
+import ipaddress
+import os
+import re
+from collections.abc import Mapping
+from dataclasses import dataclass
+
+from shardwise.errors import LaunchError
+
+LOOPBACK = "127.0.0.1"
+
+
+@dataclass(frozen=True)
+class Place:
+    """Where one process stands in a job.
+
+    Attributes:
+        rank: number of this process among all, from 0.
+        world_size: number of processes of the job.
+        local_rank: number of this process among those of its machine, from 0; the index of its device.
+        local_world_size: number of processes on this machine; None where the launcher does not tell.
+        master_addr: name or address of the machine of rank 0.
+        master_port: TCP port on which the ranks meet; None where the launcher does not tell, 0 where none is
+            needed.
+        source: the launcher that was recognised, in words.
+    """
+
+    rank: int
+    world_size: int
+    local_rank: int
+    local_world_size: int | None
+    master_addr: str
+    master_port: int | None
+    source: str
+
+    @property
+    def single_machine(self) -> bool:
+        """Whether all ranks are known to run on this machine."""
+        return self.local_world_size == self.world_size
+
+
+@dataclass(frozen=True)
+class _Scheme:
+    """The variables under which one family of launchers tells a process its place."""
+
+    source: str
+    rank: str
+    world_size: str
+    local_rank: str
+    local_world_size: str
+
+
+_TORCH_LAYOUT = ("RANK", "WORLD_SIZE", "LOCAL_RANK", "MASTER_ADDR", "MASTER_PORT")
+_SCHEDULERS = (
+    _Scheme(
+        "Open MPI",
+        "OMPI_COMM_WORLD_RANK",
+        "OMPI_COMM_WORLD_SIZE",
+        "OMPI_COMM_WORLD_LOCAL_RANK",
+        "OMPI_COMM_WORLD_LOCAL_SIZE",
+    ),
+    _Scheme(
+        "MVAPICH",
+        "MV2_COMM_WORLD_RANK",
+        "MV2_COMM_WORLD_SIZE",
+        "MV2_COMM_WORLD_LOCAL_RANK",
+        "MV2_COMM_WORLD_LOCAL_SIZE",
+    ),
+    # The step's variables exist only in processes that srun has started: SLURM_NTASKS is also set in a batch
+    # script.
+    _Scheme("Slurm", "SLURM_PROCID", "SLURM_STEP_NUM_TASKS", "SLURM_LOCALID", ""),
+    _Scheme("MPI (PMI)", "PMI_RANK", "PMI_SIZE", "MPI_LOCALRANKID", "MPI_LOCALNRANKS"),
+)
+
+
+def discover(
+    env: Mapping[str, str] = os.environ, *, schedulers: bool = True, local_rank: int | None = None
+) -> Place:
+    """Tell this process's place from environment variables.
+
+    Args:
+        env: the variables to read; an empty value counts as not set.
+        schedulers: also look for MPI and Slurm when the variables of torchrun are not set.
+        local_rank: what the script was given as `--local_rank`; None or a negative number if nothing. It is
+            only compared with what the variables say.
+
+    Raises:
+        LaunchError: only some of the variables are set, one is not a number, or they contradict each other.
+
+    Example:
+        >>> discover({"RANK": "1", "WORLD_SIZE": "2", "LOCAL_RANK": "1", "MASTER_ADDR": "127.0.0.1",
+        ...           "MASTER_PORT": "29500"}).rank
+        1
+        >>> discover({}).world_size
+        1
+    """
+    env = {name: value for name, value in env.items() if value != ""}
+    place = _from_torch_layout(env) or (_from_scheduler(env) if schedulers else None)
+    if place is None:
+        _refuse_leftovers(env)
+        place = Place(0, 1, 0, 1, LOOPBACK, 0, "no launcher")
+    if local_rank is not None and local_rank >= 0 and local_rank != place.local_rank:
+        raise LaunchError(
+            f"--local_rank={local_rank} contradicts the environment, in which {place.source} says local "
+            f"rank {place.local_rank}. Start the script with one launcher, and do not pass --local_rank by "
+            "hand."
+        )
+    return place
+
+
+def is_loopback(host: str) -> bool:
+    """Whether a host name or address can only mean this machine.
+
+    Example:
+        >>> is_loopback("127.0.0.1"), is_loopback("localhost"), is_loopback("node1")
+        (True, True, False)
+    """
+    if host == "localhost":
+        return True
+    try:
+        return ipaddress.ip_address(host).is_loopback
+    except ValueError:
+        return False
+
+
+def _from_torch_layout(env: Mapping[str, str]) -> Place | None:
+    """RANK, WORLD_SIZE and the rest, as torchrun sets them."""
+    if "RANK" not in env and "WORLD_SIZE" not in env:
+        return None
+    rank, world_size = _rank_and_size(env, "RANK", "WORLD_SIZE")
+    needed = (
+        ("RANK", "WORLD_SIZE", "MASTER_ADDR", "MASTER_PORT") if world_size > 1 else ("RANK", "WORLD_SIZE")
+    )
+    _require(env, needed)
+    address = env.get("MASTER_ADDR", LOOPBACK)
+    port = _port(env) if "MASTER_PORT" in env else 0
+    size_name = "LOCAL_WORLD_SIZE" if "LOCAL_WORLD_SIZE" in env else "LOCAL_SIZE"
+    one_machine = world_size == 1 or is_loopback(address)
+    local_size = _number(env, size_name) if size_name in env else (world_size if one_machine else None)
+    if "LOCAL_RANK" in env:
+        local_rank = _number(env, "LOCAL_RANK")
+    elif one_machine:
+        local_rank = rank
+    else:
+        raise LaunchError(
+            f"RANK={rank} and MASTER_ADDR={address} are set but LOCAL_RANK is not, so the device of this "
+            "process is unknown. Set LOCAL_RANK to the process's number on its machine, as torchrun does."
+        )
+    _check_local(local_rank, "LOCAL_RANK", local_size, size_name, world_size, "WORLD_SIZE")
+    source = "torchrun or shardwise run" if "TORCHELASTIC_RUN_ID" in env else "the environment"
+    return Place(rank, world_size, local_rank, local_size, address, port, source)
+
+
+def _from_scheduler(env: Mapping[str, str]) -> Place | None:
+    """The first MPI or Slurm layout whose rank and size are both set."""
+    for scheme in _SCHEDULERS:
+        if scheme.rank not in env or scheme.world_size not in env:
+            continue
+        rank, world_size = _rank_and_size(env, scheme.rank, scheme.world_size)
+        if scheme.source == "Slurm":
+            size_name, local_size = "SLURM_STEP_TASKS_PER_NODE", _slurm_local_size(env, world_size)
+        else:
+            size_name = scheme.local_world_size
+            local_size = _number(env, size_name) if size_name in env else (1 if world_size == 1 else None)
+        if scheme.local_rank in env:
+            local_rank = _number(env, scheme.local_rank)
+        elif local_size == world_size:
+            local_rank = rank
+        else:
+            raise LaunchError(
+                f"{scheme.source} has set {scheme.rank}={rank} but not {scheme.local_rank}, so the device "
+                "of this process is unknown. Set RANK, WORLD_SIZE, LOCAL_RANK, MASTER_ADDR and MASTER_PORT "
+                "yourself."
+            )
+        _check_local(local_rank, scheme.local_rank, local_size, size_name, world_size, scheme.world_size)
+        address = _scheduler_master(env, scheme, local_size == world_size)
+        port = _port(env) if "MASTER_PORT" in env else None
+        return Place(rank, world_size, local_rank, local_size, address, port, scheme.source)
+    return None
+
+
+def _scheduler_master(env: Mapping[str, str], scheme: _Scheme, single_machine: bool) -> str:
+    if "MASTER_ADDR" in env:
+        return env["MASTER_ADDR"]
+    if single_machine:
+        return LOOPBACK
+    if scheme.source == "Slurm" and "SLURM_STEP_NODELIST" in env:
+        return first_slurm_host(env["SLURM_STEP_NODELIST"])
+    raise LaunchError(
+        f"{scheme.source} has started this process on one of several machines, but MASTER_ADDR is not set, "
+        "so the ranks cannot meet. Export it on all ranks with the name of rank 0's machine (mpirun -x "
+        "MASTER_ADDR=host ...)."
+    )
+
+
+def first_slurm_host(nodelist: str) -> str:
+    """The first host of a Slurm node list in its compact form.
+
+    Example:
+        >>> first_slurm_host("gpu[07-09,12],login1"), first_slurm_host("node3")
+        ('gpu07', 'node3')
+    """
+    match = re.match(r"(?:[^,\[\]]+|\[[^\[\]]+\])+", nodelist)
+    if match is None:
+        raise LaunchError(
+            f"SLURM_STEP_NODELIST={nodelist!r} is not a node list such as node[1-4]. Set MASTER_ADDR to the "
+            "name of rank 0's machine."
+        )
+    return re.sub(r"\[([^\],-]+)[^\]]*\]", r"\1", match[0])
+
+
+def _slurm_local_size(env: Mapping[str, str], world_size: int) -> int | None:
+    """Tasks on this node. "4(x2),3" stands for two nodes of four tasks and one of three."""
+    text = env.get("SLURM_STEP_TASKS_PER_NODE")
+    if text is None:
+        return 1 if world_size == 1 else None
+    counts: list[int] = []
+    for part in text.split(","):
+        match = re.fullmatch(r"(\d+)(?:\(x(\d+)\))?", part.strip())
+        if match is None:
+            raise LaunchError(f"SLURM_STEP_TASKS_PER_NODE={text!r} is not a list such as 4(x2),3.")
+        counts += [int(match[1])] * int(match[2] or 1)
+    if len(counts) == 1:
+        return counts[0]
+    if "SLURM_NODEID" not in env:
+        return None
+    node = _number(env, "SLURM_NODEID")
+    if node >= len(counts):
+        raise LaunchError(
+            f"SLURM_NODEID={node}, but SLURM_STEP_TASKS_PER_NODE={text} names {len(counts)} nodes."
+        )
+    return counts[node]
+
+
+def _rank_and_size(env: Mapping[str, str], rank_name: str, size_name: str) -> tuple[int, int]:
+    _require(env, (rank_name, size_name))
+    rank, size = _number(env, rank_name), _number(env, size_name)
+    if size < 1:
+        raise LaunchError(f"{size_name}={size}: a job has at least one process.")
+    if rank >= size:
+        raise LaunchError(f"{rank_name}={rank} is not below {size_name}={size}: ranks count from 0.")
+    return rank, size
+
+
+def _check_local(
+    local_rank: int, rank_name: str, local_size: int | None, size_name: str, world_size: int, world_name: str
+) -> None:
+    if local_size is None:
+        return
+    if not 1 <= local_size <= world_size:
+        raise LaunchError(f"{size_name}={local_size} does not lie between 1 and {world_name}={world_size}.")
+    if local_rank >= local_size:
+        raise LaunchError(
+            f"{rank_name}={local_rank} is not below {size_name}={local_size}: ranks count from 0."
+        )
+
+
+def _require(env: Mapping[str, str], names: tuple[str, ...]) -> None:
+    missing = [name for name in names if name not in env]
+    if missing:
+        present = [f"{name}={env[name]}" for name in _TORCH_LAYOUT if name in env]
+        raise LaunchError(
+            f"The place of this process in the job is unclear. Set: {', '.join(present)}. Not set: "
+            f"{', '.join(missing)}. Start it with `shardwise run`, torchrun, srun or mpirun, or set all of "
+            f"{', '.join(_TORCH_LAYOUT)}; without any of them it runs alone."
+        )
+
+
+def _refuse_leftovers(env: Mapping[str, str]) -> None:
+    """Refuse variables that only make sense together with RANK and WORLD_SIZE."""
+    if any(name in env for name in _TORCH_LAYOUT):
+        _require(env, ("RANK", "WORLD_SIZE"))
+
+
+def _number(env: Mapping[str, str], name: str) -> int:
+    try:
+        value = int(env[name])
+    except ValueError:
+        value = -1
+    if value < 0:
+        raise LaunchError(f"{name}={env[name]!r} is not a number from 0 up.")
+    return value
+
+
+def _port(env: Mapping[str, str]) -> int:
+    value = _number(env, "MASTER_PORT")
+    if not 1 <= value < 2**16:
+        raise LaunchError(f"MASTER_PORT={value} is not a TCP port (1 to 65535).")
+    return value

@@ -1,0 +1,95 @@
+"""The store in which the ranks of a job meet before they have a process group.
+
+torch's `TCPStore` has no password and, left alone, listens on every interface. Here a store whose address is
+a loopback one listens on that address only: the listening socket is made first and handed over. That also
+turns a taken port into an error at once instead of a wait.
+
+Invariant: every process group gets keys of its own. Gloo writes its addresses into the store; after a
+restart by an elastic agent that keeps its store, ranks would otherwise read the addresses of their dead
+predecessors and hang.
+"""
+
+from __future__ import annotations
+
+import errno
+import itertools
+import os
+import socket
+from collections.abc import Mapping
+from datetime import timedelta
+
+import torch.distributed as dist
+
+from shardwise.comm.environment import Place, is_loopback
+from shardwise.errors import LaunchError
+
+_groups_opened = itertools.count()
+
+
+def serve(host: str, port: int, timeout: timedelta) -> dist.TCPStore:
+    """Listen for the ranks of a job.
+
+    Args:
+        host: address that the ranks will use. A loopback address is the only one listened on; any other name
+            makes the store reachable on all interfaces.
+        port: TCP port; 0 takes any free one (read it from the result's `port`).
+        timeout: how long a rank's read may wait for a key.
+
+    Raises:
+        LaunchError: the port is taken or may not be used.
+    """
+    loopback = is_loopback(host)
+    family = socket.AF_INET6 if ":" in host else socket.AF_INET
+    bind_to = ("127.0.0.1" if host == "localhost" else host) if loopback else ""
+    try:
+        listener = socket.create_server((bind_to, port), family=family, backlog=2048)
+    except OSError as error:
+        if error.errno == errno.EADDRINUSE:
+            why = f"Port {port} on {host} is taken by another program or job."
+        else:
+            why = f"Cannot listen on port {port} of {host}: {error.strerror or error}."
+        raise LaunchError(
+            f"{why} Choose another with --master_port (MASTER_PORT without a launcher); `shardwise run` "
+            "without --master_port finds a free one itself."
+        ) from error
+    # The store owns and closes the file descriptor from here on.
+    return dist.TCPStore(
+        host,
+        listener.getsockname()[1],
+        is_master=True,
+        timeout=timeout,
+        wait_for_workers=False,
+        master_listen_fd=listener.detach(),
+    )
+
+
+def join(place: Place, port: int, timeout: timedelta, env: Mapping[str, str] = os.environ) -> dist.Store:
+    """The store of this process's job, with a prefix that no other process group of the job uses.
+
+    Under an elastic agent that serves the store (torchrun, `shardwise run`) every rank connects to it;
+    otherwise rank 0 serves it. A job of one process needs no port.
+
+    Args:
+        place: where this process stands.
+        port: port to meet on.
+        timeout: how long to wait for rank 0, and for a key.
+        env: variables of the elastic agent.
+    """
+    if place.world_size == 1:
+        return dist.HashStore()
+    agent_serves = env.get("TORCHELASTIC_USE_AGENT_STORE") == "True"
+    store: dist.Store
+    if place.rank == 0 and not agent_serves:
+        store = serve(place.master_addr, port, timeout)
+    else:
+        store = dist.TCPStore(place.master_addr, port, is_master=False, timeout=timeout)
+    return private_keys(store, env)
+
+
+def private_keys(store: dist.Store, env: Mapping[str, str] = os.environ) -> dist.Store:
+    """`store` under a prefix for this attempt of the job and this process group of the attempt.
+
+    All ranks must call it the same number of times, as they must anyway for process groups.
+    """
+    attempt = env.get("TORCHELASTIC_RESTART_COUNT", "0")
+    return dist.PrefixStore(f"shardwise/attempt{attempt}/group{next(_groups_opened)}", store)

@@ -1,0 +1,200 @@
+"""Start and end `torch.distributed` for this process, under any launcher or none.
+
+Invariant: nothing process-wide is changed but torch's own default process group and, for jobs on one machine,
+the variable that keeps Gloo on the loopback interface. A process group that exists already is adopted as it
+is.
+"""
+
+from __future__ import annotations
+
+import logging
+import os
+import socket
+from collections.abc import Mapping
+from datetime import timedelta
+from urllib.parse import urlsplit
+
+import torch
+import torch.distributed as dist
+from torch.distributed.rendezvous import rendezvous
+
+from shardwise.comm.environment import Place, discover
+from shardwise.comm.rendezvous import join, private_keys
+from shardwise.errors import LaunchError
+
+DEFAULT_PORT = 29500
+DEFAULT_TIMEOUT = timedelta(minutes=10)
+TIMEOUT_VARIABLES = ("SHARDWISE_TIMEOUT", "DEEPSPEED_TIMEOUT")
+
+_log = logging.getLogger("shardwise")
+
+
+def init_distributed(
+    dist_backend: str | None = None,
+    auto_mpi_discovery: bool = True,
+    distributed_port: int = DEFAULT_PORT,
+    verbose: bool = True,
+    timeout: timedelta | None = None,
+    init_method: str | None = None,
+    dist_init_required: bool | None = None,
+    config: object = None,
+    rank: int = -1,
+    world_size: int = -1,
+) -> None:
+    """Start the default process group, or adopt the one that exists.
+
+    Without a launcher the process becomes rank 0 of 1, and no rendezvous port is opened. The order of the
+    arguments is that of the function of the same name in DeepSpeed.
+
+    Args:
+        dist_backend: torch's name of the backend; None takes "nccl" if CUDA is available, else "gloo".
+        auto_mpi_discovery: also read the variables of MPI and Slurm when those of torchrun are not set.
+        distributed_port: port to meet on where the launcher names none.
+        verbose: write one line on rank 0 to the logger "shardwise" (level INFO).
+        timeout: limit for one collective; None takes SHARDWISE_TIMEOUT or DEEPSPEED_TIMEOUT (minutes), else
+            10 min.
+        init_method: a torch URL ("env://", "tcp://host:port", "file:///path") instead of the launcher's
+            address.
+        dist_init_required: False refuses to start a process group; None and True start one if there is none.
+        config: not read here: the logging of collectives that it may ask for begins with `initialize`.
+        rank: this process's rank, for processes that no launcher has started; together with `world_size`.
+        world_size: number of processes.
+
+    Raises:
+        LaunchError: the place of this process is unclear or contradictory, the backend is missing, or the
+            port is taken.
+
+    Example:
+        >>> init_distributed(dist_backend="gloo")
+        >>> dist.get_world_size()
+        1
+        >>> destroy()
+    """
+    del config
+    if (rank < 0) != (world_size < 0):
+        raise LaunchError(f"rank={rank} and world_size={world_size}: give both or neither.")
+    if is_initialized():
+        _check_adopted(rank, world_size)
+        return
+    if dist_init_required is False:
+        raise LaunchError(
+            "dist_init_required=False, but there is no process group. Call "
+            "torch.distributed.init_process_group or shardwise.init_distributed() first, or leave "
+            "dist_init_required out."
+        )
+    timeout = timeout_from_environment() if timeout is None else timeout
+    place = _place(rank, world_size, auto_mpi_discovery, init_method)
+    backend = _backend(dist_backend, place)
+    if place.single_machine:
+        _keep_gloo_on_loopback()
+    store: dist.Store
+    if init_method in (None, "env://"):
+        store = join(place, place.master_port or distributed_port, timeout)
+    else:
+        store = private_keys(next(rendezvous(init_method, place.rank, place.world_size, timeout=timeout))[0])
+    dist.init_process_group(
+        backend, store=store, rank=place.rank, world_size=place.world_size, timeout=timeout
+    )
+    if verbose and place.rank == 0:
+        _log.info("%d ranks on %s, found through %s", place.world_size, backend, place.source)
+
+
+def is_initialized() -> bool:
+    """Whether this process has a default process group."""
+    return dist.is_available() and dist.is_initialized()
+
+
+def destroy() -> None:
+    """End the default process group and all others, if there are any. Every rank should call it."""
+    if is_initialized():
+        dist.destroy_process_group()
+
+
+def timeout_from_environment(env: Mapping[str, str] = os.environ) -> timedelta:
+    """The limit for one collective: SHARDWISE_TIMEOUT, else DEEPSPEED_TIMEOUT, in minutes, else ten minutes.
+
+    Raises:
+        LaunchError: the variable does not hold a positive number.
+
+    Example:
+        >>> timeout_from_environment({"DEEPSPEED_TIMEOUT": "30"})
+        datetime.timedelta(seconds=1800)
+    """
+    for name in TIMEOUT_VARIABLES:
+        text = env.get(name, "")
+        if not text:
+            continue
+        try:
+            minutes = float(text)
+            if minutes > 0:
+                return timedelta(minutes=minutes)
+        except (ValueError, OverflowError):
+            pass
+        raise LaunchError(f"{name}={text!r} is not a positive number of minutes.")
+    return DEFAULT_TIMEOUT
+
+
+def _place(rank: int, world_size: int, schedulers: bool, init_method: str | None) -> Place:
+    """The launcher's word, joined with the arguments of a script that starts its own processes."""
+    env = dict(os.environ)
+    if rank >= 0:
+        for name, value in (("RANK", rank), ("WORLD_SIZE", world_size)):
+            if env.get(name, "") not in ("", str(value)):
+                raise LaunchError(
+                    f"{name.lower()}={value} was given, but {name}={env[name]} is set in the environment. "
+                    "Leave the argument out, or unset the variable."
+                )
+            env[name] = str(value)
+    host = None if init_method is None else urlsplit(init_method).hostname
+    if init_method in (None, "env://"):
+        return discover(env, schedulers=schedulers)
+    if not env.get("RANK") or not env.get("WORLD_SIZE"):
+        raise LaunchError(
+            f"init_method={init_method!r} says where the ranks meet, but not which rank this is: give rank= "
+            "and world_size=, or set RANK and WORLD_SIZE."
+        )
+    # Only the address is the URL's; a path (file:///...) may lie on a disk that several machines share.
+    env["MASTER_ADDR"], env["MASTER_PORT"] = host or socket.gethostname(), str(DEFAULT_PORT)
+    env.setdefault("LOCAL_RANK", env["RANK"])
+    return discover(env)
+
+
+def _backend(asked: str | None, place: Place) -> str:
+    if asked is None:
+        if not torch.cuda.is_available():
+            return "gloo"
+        if place.local_rank >= torch.cuda.device_count():
+            raise LaunchError(
+                f"Rank {place.rank} is process {place.local_rank} of its machine, which has "
+                f"{torch.cuda.device_count()} CUDA devices: NCCL needs one per process. Start fewer "
+                "processes, or "
+                'pass dist_backend="gloo".'
+            )
+        return "nccl"
+    for name in (part.rpartition(":")[2] for part in asked.split(",")):
+        if not dist.is_backend_available(name):
+            raise LaunchError(
+                f"dist_backend={asked!r}: this build of torch ({torch.__version__}) has no backend {name!r}. "
+                'Leave dist_backend out to take "nccl" on CUDA and "gloo" elsewhere.'
+            )
+    return asked
+
+
+def _keep_gloo_on_loopback() -> None:
+    """Keep Gloo off the interface of the host's name, which the network can reach."""
+    if "GLOO_SOCKET_IFNAME" in os.environ:
+        return
+    names = {name for _, name in socket.if_nameindex()}
+    for name in ("lo", "lo0"):
+        if name in names:
+            os.environ["GLOO_SOCKET_IFNAME"] = name
+            return
+
+
+def _check_adopted(rank: int, world_size: int) -> None:
+    if rank >= 0 and (rank, world_size) != (dist.get_rank(), dist.get_world_size()):
+        raise LaunchError(
+            f"rank={rank} and world_size={world_size} were given, but this process already is rank "
+            f"{dist.get_rank()} of {dist.get_world_size()}. Leave the arguments out to use the existing "
+            "process group."
+        )

@@ -1,0 +1,183 @@
+"""One machine's elastic agent: torch's, with this package's way of starting, watching and ending processes.
+
+torch documents `SimpleElasticAgent` as the class to extend: it assigns ranks and decides about restarts, and
+leaves four methods to its subclass. Invariant: each attempt gets a store of its own, served by the agent on
+a loopback address. Gloo writes the ranks' addresses into the store; in one that outlives an attempt,
+restarted ranks find those of their dead predecessors and hang or are refused.
+"""
+
+from __future__ import annotations
+
+import signal
+from collections.abc import Callable
+from datetime import timedelta
+from typing import Any
+
+import torch.distributed as dist
+from torch.distributed.elastic.agent.server.api import (
+    RunResult,
+    SimpleElasticAgent,
+    WorkerGroup,
+    WorkerSpec,
+    WorkerState,
+)
+from torch.distributed.elastic.multiprocessing.errors import ProcessFailure
+from torch.distributed.elastic.rendezvous.api import RendezvousHandler, RendezvousInfo, RendezvousStoreInfo
+
+from shardwise.comm.rendezvous import serve
+from shardwise.errors import LaunchError
+from shardwise.launch.attempt import Attempt
+from shardwise.launch.failure import Failure
+
+DEFAULT_PORT = 29500
+STORE_TIMEOUT = timedelta(minutes=10)
+
+
+class OneMachine(RendezvousHandler):
+    """The meeting of a single agent with itself.
+
+    Args:
+        run_id: name of the job.
+        address: address that the ranks connect to.
+        port: the port asked for, or None for 29500 if it is free and any other one if not.
+    """
+
+    def __init__(self, run_id: str, address: str, port: int | None) -> None:
+        self._run_id = run_id
+        self._address = address
+        self._port = port
+        self._server: dist.TCPStore | None = None
+
+    @property
+    def use_agent_store(self) -> bool:
+        """Tell the ranks to connect to the agent's store instead of serving one."""
+        return True
+
+    def next_rendezvous(self) -> RendezvousInfo:
+        """Serve a new store."""
+        self._server = None  # ends the last attempt's, whose port may be needed
+        self._server = self._serve()
+        meeting = RendezvousStoreInfo(self._address, self._server.port)
+        # The agent's own few keys are nobody else's business.
+        return RendezvousInfo(dist.HashStore(), 0, 1, meeting)
+
+    def _serve(self) -> dist.TCPStore:
+        if self._port is not None:
+            return serve(self._address, self._port, STORE_TIMEOUT)
+        try:
+            return serve(self._address, DEFAULT_PORT, STORE_TIMEOUT)
+        except LaunchError:
+            return serve(self._address, 0, STORE_TIMEOUT)
+
+    def get_backend(self) -> str:
+        """Name of this way to meet."""
+        return "one-machine"
+
+    def is_closed(self) -> bool:
+        """Whether no further attempt is possible."""
+        return False
+
+    def set_closed(self) -> None:
+        """Nothing to tell: there is no other agent."""
+
+    def num_nodes_waiting(self) -> int:
+        """Number of agents that want to join."""
+        return 0
+
+    def get_run_id(self) -> str:
+        """Name of the job."""
+        return self._run_id
+
+    def shutdown(self) -> bool:
+        """End the store."""
+        self._server = None
+        return True
+
+
+class Agent(SimpleElasticAgent):
+    """Runs the attempts of a job until one succeeds or none is left.
+
+    Args:
+        spec: number of workers and restarts.
+        open_attempt: makes the next attempt from its number and its workers' variables by rank.
+        grace: seconds between the first signal and SIGKILL.
+        say: prints one line for the user.
+    """
+
+    def __init__(
+        self,
+        spec: WorkerSpec,
+        open_attempt: Callable[[int, dict[int, dict[str, str]]], Attempt],
+        grace: float,
+        say: Callable[[str], None],
+    ) -> None:
+        super().__init__(spec)
+        self.failure: Failure | None = None
+        """Of the last attempt that has failed."""
+        self.attempt: Attempt | None = None
+        self._open_attempt = open_attempt
+        self._grace = grace
+        self._say = say
+        self._attempts = 0
+
+    def _start_workers(self, worker_group: WorkerGroup) -> dict[int, Any]:
+        spec = worker_group.spec
+        variables = {}
+        for worker in worker_group.workers:
+            variables[worker.global_rank] = {
+                "RANK": str(worker.global_rank),
+                "LOCAL_RANK": str(worker.local_rank),
+                "WORLD_SIZE": str(worker.world_size),
+                "LOCAL_WORLD_SIZE": str(spec.local_world_size),
+                "LOCAL_SIZE": str(spec.local_world_size),
+                "CROSS_RANK": str(worker_group.group_rank),
+                "CROSS_SIZE": str(worker_group.group_world_size),
+                "GROUP_RANK": str(worker_group.group_rank),
+                "GROUP_WORLD_SIZE": str(worker_group.group_world_size),
+                "ROLE_NAME": spec.role,
+                "ROLE_RANK": str(worker.role_rank),
+                "ROLE_WORLD_SIZE": str(worker.role_world_size),
+                "MASTER_ADDR": str(worker_group.master_addr),
+                "MASTER_PORT": str(worker_group.master_port),
+                "TORCHELASTIC_RESTART_COUNT": str(self._attempts),
+                "TORCHELASTIC_MAX_RESTARTS": str(spec.max_restarts),
+                "TORCHELASTIC_RUN_ID": spec.rdzv_handler.get_run_id(),
+                "TORCHELASTIC_USE_AGENT_STORE": str(spec.rdzv_handler.use_agent_store),
+            }
+        self.attempt = self._open_attempt(self._attempts, variables)
+        self._attempts += 1
+        pids = self.attempt.start()
+        return {worker.local_rank: pids[worker.global_rank] for worker in worker_group.workers}
+
+    def _monitor_workers(self, worker_group: WorkerGroup) -> RunResult:
+        attempt = self.attempt
+        assert attempt is not None
+        if attempt.gang.failed():
+            self.failure = attempt.end_after_failure(self._grace)
+            left = worker_group.spec.max_restarts - self._attempts + 1
+            if left > 0:
+                self._say(
+                    f"rank {self.failure.exit.rank} failed first ({self.failure.cause()}); starting all "
+                    f"{worker_group.spec.local_world_size} processes again (restart {self._attempts} of "
+                    f"{worker_group.spec.max_restarts})"
+                )
+            end = self.failure.exit
+            return RunResult(
+                state=WorkerState.FAILED,
+                failures={end.rank: ProcessFailure(end.rank, end.pid, end.code, error_file="")},
+            )
+        if attempt.gang.finished():
+            self.failure = None
+            return RunResult(
+                state=WorkerState.SUCCEEDED,
+                return_values=dict.fromkeys(worker.global_rank for worker in worker_group.workers),
+            )
+        return RunResult(state=WorkerState.HEALTHY)
+
+    def _stop_workers(self, worker_group: WorkerGroup, is_restart: bool = False) -> None:
+        self._shutdown()
+
+    def _shutdown(self, death_sig: signal.Signals = signal.SIGTERM, timeout: int | None = None) -> None:
+        # torch's own grace period (`timeout`) is 30 s; the user's counts here.
+        if self.attempt is not None:
+            self.attempt.end(death_sig, self._grace)

@@ -1,0 +1,59 @@
+"""The command-line arguments by which a training script takes its configuration file.
+
+Scripts written for DeepSpeed declare four; ours stand beside them and mean the same.
+"""
+
+from __future__ import annotations
+
+import argparse
+
+from shardwise.errors import ConfigError
+
+CONFIG_ARGUMENTS = ("shardwise_config", "deepspeed_config", "deepscale_config")
+
+
+def add_config_arguments(parser: argparse.ArgumentParser) -> argparse.ArgumentParser:
+    """Add the arguments that name the configuration file to a script's parser.
+
+    Args:
+        parser: the script's own parser; it is changed and returned.
+
+    Returns:
+        The same parser. Parsed arguments have `shardwise_config` and `deepspeed_config` (path or None),
+        `shardwise` and `deepspeed` (whether the flag was given), and the oldest spelling of both,
+        `deepscale`.
+
+    Example:
+        >>> parser = add_config_arguments(argparse.ArgumentParser())
+        >>> config_path(parser.parse_args(["--deepspeed_config", "config.json"]))
+        'config.json'
+    """
+    group = parser.add_argument_group("shardwise", "where the training configuration comes from")
+    flag_help = "for the script to ask whether to use shardwise"
+    file_help = "configuration file (JSON)"
+    group.add_argument("--shardwise", action="store_true", help=flag_help)
+    group.add_argument("--shardwise_config", default=None, type=str, metavar="FILE", help=file_help)
+    group.add_argument("--deepspeed", action="store_true", help="the same as --shardwise")
+    group.add_argument("--deepspeed_config", default=None, type=str, metavar="FILE", help=file_help)
+    group.add_argument("--deepscale", action="store_true", help=argparse.SUPPRESS)
+    group.add_argument("--deepscale_config", default=None, type=str, help=argparse.SUPPRESS)
+    return parser
+
+
+def config_path(args: object) -> str | None:
+    """The configuration file named by parsed arguments, whichever of the three spellings was used.
+
+    Args:
+        args: what `parse_args` returned; attributes that it lacks count as not given.
+
+    Returns:
+        The path, or None if no argument names one.
+
+    Raises:
+        ConfigError: two spellings name different files.
+    """
+    given = {name: value for name in CONFIG_ARGUMENTS if (value := getattr(args, name, None)) is not None}
+    if len(set(given.values())) > 1:
+        listed = ", ".join(f"--{name} {value}" for name, value in given.items())
+        raise ConfigError(f"{listed} name different files. Give one of them.")
+    return next(iter(given.values()), None)

@@ -1,0 +1,129 @@
+"""One attempt of a job on this machine: its workers, what they print, and how it ended."""
+
+from __future__ import annotations
+
+import contextlib
+import os
+import signal
+import sys
+import time
+from collections.abc import Callable, Mapping, Sequence
+from contextlib import AbstractContextManager
+from dataclasses import dataclass
+from pathlib import Path
+
+from shardwise.launch.failure import Failure, first_failure
+from shardwise.launch.output import Channel, Pump, Screen, Tags, is_raw, open_log, open_pipe, prefix
+from shardwise.launch.processes import Gang, Streams, Worker
+
+DRAIN_S = 2.0
+"""How long to wait for the end of the output after the processes' end: one that left its session may hold
+it."""
+
+
+@dataclass(frozen=True)
+class Display:
+    """How the workers' output is shown and kept.
+
+    Attributes:
+        pump: the thread that reads it.
+        out: standard output of the launcher.
+        err: standard error of the launcher.
+        tags: which ranks' lines get a prefix.
+        log_dir: directory for one file a rank and stream, or None.
+    """
+
+    pump: Pump
+    out: Screen
+    err: Screen
+    tags: Tags
+    log_dir: Path | None
+
+
+class Attempt:
+    """Start once, end at least once; ending again does nothing.
+
+    Args:
+        number: of the attempt, from 0.
+        argv: program and arguments by rank.
+        env: environment by rank.
+        display: where output goes.
+        scratch: private directory for error files.
+        uninterrupted: context in which no signal may cut in.
+    """
+
+    def __init__(
+        self,
+        number: int,
+        argv: Mapping[int, Sequence[str]],
+        env: Mapping[int, Mapping[str, str]],
+        display: Display,
+        scratch: Path,
+        uninterrupted: Callable[[], AbstractContextManager[None]],
+    ) -> None:
+        self._display = display
+        self._uninterrupted = uninterrupted
+        self._error_files = {rank: scratch / f"attempt_{number}_rank_{rank}.json" for rank in argv}
+        self._channels: dict[int, tuple[Channel, Channel]] = {}
+        self._started = time.time()
+        workers = []
+        for rank in argv:
+            variables = {**env[rank], "TORCHELASTIC_ERROR_FILE": str(self._error_files[rank])}
+            workers.append(Worker(rank, argv[rank], variables))
+        self.gang = Gang(workers)
+
+    def start(self) -> dict[int, int]:
+        """Start all workers; their process ids by rank."""
+        with self._uninterrupted(), contextlib.ExitStack() as parents_copies:
+            nothing = os.open(os.devnull, os.O_RDONLY)
+            parents_copies.callback(os.close, nothing)
+            streams = {}
+            for rank in self._error_files:
+                out_reader, out_writer = self._open(rank, sys.stdout.isatty(), 1)
+                err_reader, err_writer = self._open(rank, sys.stderr.isatty(), 2)
+                parents_copies.callback(os.close, out_writer)
+                parents_copies.callback(os.close, err_writer)
+                # Only one process can sensibly read what the user types or pipes in.
+                streams[rank] = Streams(0 if rank == 0 else nothing, out_writer, err_writer)
+                out, err = self._channel(rank, "out"), self._channel(rank, "err")
+                self._channels[rank] = (out, err)
+                self._display.pump.add(out_reader, out)
+                self._display.pump.add(err_reader, err)
+            self._started = time.time()
+            self.gang.start(streams)
+            return self.gang.pids()
+
+    def end(self, first: signal.Signals, grace: float) -> None:
+        """Stop all workers and what they have started, and show the rest of their output."""
+        stuck = self.gang.stop(first, grace)
+        if stuck:
+            self._display.err.write(
+                f"shardwise run: processes {stuck} do not end even on SIGKILL; the kernel holds them (a "
+                "driver or a "
+                "disk does not answer).\n".encode()
+            )
+        deadline = time.monotonic() + DRAIN_S
+        for channel in (channel for pair in self._channels.values() for channel in pair):
+            channel.closed.wait(max(0.0, deadline - time.monotonic()))
+
+    def end_after_failure(self, grace: float) -> Failure:
+        """Stop the others after a worker has failed, and tell which one failed first."""
+        self.end(signal.SIGTERM, grace)
+        assert self.gang.stop_began is not None
+        errors = {rank: err for rank, (_, err) in self._channels.items()}
+        return first_failure(self.gang.exits, errors, self._error_files, self._started, self.gang.stop_began)
+
+    def _open(self, rank: int, terminal: bool, descriptor: int) -> tuple[int, int]:
+        return open_pipe(descriptor if is_raw(self._display.tags, rank, terminal) else None)
+
+    def _channel(self, rank: int, stream: str) -> Channel:
+        display = self._display
+        screen, terminal = (
+            (display.out, sys.stdout.isatty()) if stream == "out" else (display.err, sys.stderr.isatty())
+        )
+        return Channel(
+            screen,
+            prefix(display.tags, rank, len(self._error_files)),
+            is_raw(display.tags, rank, terminal),
+            None if display.log_dir is None else open_log(display.log_dir, rank, stream),
+        )

@@ -1,0 +1,111 @@
+"""`shardwise run`: start a script as several processes on this machine."""
+
+from __future__ import annotations
+
+from typing import Annotated, Optional
+
+import typer
+
+from shardwise.launch.job import GRACE_S, Job, run_job
+from shardwise.launch.placement import Resources
+
+
+def register(app: typer.Typer) -> None:
+    """Add the subcommand."""
+    app.command(
+        "run",
+        no_args_is_help=True,
+        context_settings={
+            # Everything from the script's name on belongs to the script, whatever it looks like.
+            "allow_interspersed_args": False,
+            # --num_gpus and --num-gpus are one option.
+            "token_normalize_func": lambda token: token.replace("_", "-"),
+        },
+    )(run)
+
+
+def run(
+    script: Annotated[str, typer.Argument(help="Script to run.", metavar="SCRIPT")],
+    args: Annotated[
+        Optional[list[str]],  # noqa: UP045  (typer reads it at run time)
+        typer.Argument(help="Everything after the script is the script's.", metavar="[ARGUMENT]..."),
+    ] = None,
+    nproc: Annotated[
+        Optional[int],  # noqa: UP045
+        typer.Option(
+            "--nproc",
+            "--num-gpus",
+            "--num-accelerators",
+            metavar="N",
+            help="Number of processes. Default: one for each visible CUDA device, or one.",
+        ),
+    ] = None,
+    num_nodes: Annotated[
+        Optional[int],  # noqa: UP045
+        typer.Option(metavar="N", help="Use the first N machines; only 1 works so far."),
+    ] = None,
+    include: Annotated[
+        str, typer.Option("--include", "-i", metavar="SPEC", help="Slots to use: NAME[:slot,slot]@NAME...")
+    ] = "",
+    exclude: Annotated[
+        str, typer.Option("--exclude", "-e", metavar="SPEC", help="Slots not to use, in the same form.")
+    ] = "",
+    hostfile: Annotated[
+        Optional[str],  # noqa: UP045
+        typer.Option("--hostfile", "-H", metavar="PATH", help="Machines, one a line: `host slots=N`."),
+    ] = None,
+    master_addr: Annotated[
+        str, typer.Option(metavar="ADDRESS", help="Address of this machine at which the ranks meet.")
+    ] = "127.0.0.1",
+    master_port: Annotated[
+        Optional[int],  # noqa: UP045
+        typer.Option(metavar="PORT", help="Port to meet on. Default: 29500, or any free one."),
+    ] = None,
+    module: Annotated[bool, typer.Option("--module", help="SCRIPT is a module: python -m SCRIPT.")] = False,
+    no_python: Annotated[bool, typer.Option("--no-python", help="SCRIPT is a program of its own.")] = False,
+    no_local_rank: Annotated[
+        bool, typer.Option("--no-local-rank", help="Do not append --local_rank=N to the arguments.")
+    ] = False,
+    max_restarts: Annotated[
+        int, typer.Option(metavar="K", help="After a failure start all processes again, up to K times.")
+    ] = 0,
+    log_dir: Annotated[
+        Optional[str],  # noqa: UP045
+        typer.Option(
+            "--log-dir",
+            "--enable-each-rank-log",
+            metavar="DIR",
+            help="Also write the output to DIR/rank_N.out and DIR/rank_N.err (appending).",
+        ),
+    ] = None,
+    tag_output: Annotated[
+        str,
+        typer.Option(
+            metavar="auto|always|never",
+            help="Lines that get `[rank N]` in front. auto: all, but on a terminal not those of rank 0.",
+        ),
+    ] = "auto",
+    grace: Annotated[
+        float, typer.Option(metavar="SECONDS", help="Time to end after SIGTERM or Ctrl-C, before SIGKILL.")
+    ] = GRACE_S,
+    quiet: Annotated[
+        bool, typer.Option("--quiet", "-q", help="Print nothing but the ranks' output and errors.")
+    ] = False,
+) -> None:
+    """Run SCRIPT as several processes on this machine, and end with the code of the first that fails."""
+    job = Job(
+        script=script,
+        args=tuple(args or ()),
+        resources=Resources(nproc, num_nodes, include or None, exclude or None, hostfile),
+        master_addr=master_addr,
+        master_port=master_port,
+        module=module,
+        no_python=no_python,
+        no_local_rank=no_local_rank,
+        max_restarts=max_restarts,
+        log_dir=log_dir,
+        quiet=quiet,
+        tags=tag_output,  # type: ignore[arg-type]  # checked with the rest of the job
+        grace=grace,
+    )
+    raise typer.Exit(run_job(job))

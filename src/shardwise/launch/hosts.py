@@ -1,0 +1,173 @@
+"""Which machines and which slots on them a job may use: hostfiles and include / exclude filters.
+
+A slot is a place for one process; on a machine with CUDA devices, the device of that number. Invariant:
+everything that the text says is used or refused with its line; nothing is skipped.
+
+Hostfile, one machine a line, `#` starts a comment:
+
+    worker-0 slots=8
+    worker-1 slots=8
+
+Filter: machines separated by `@`, each with the slots that are meant, or none for all:
+    `worker-0@worker-1:0,2`.
+"""
+
+from __future__ import annotations
+
+import re
+import socket
+from collections.abc import Mapping
+from pathlib import Path
+
+from shardwise.errors import CommandLineError
+
+DEFAULT_HOSTFILE = "/job/hostfile"
+"""Read if it exists and no other is named; cluster software for DeepSpeed jobs writes it there."""
+
+_LINE = re.compile(r"(?P<host>[^\s=:@,]+)\s+slots=(?P<slots>\d+)")
+
+
+def parse_hostfile(text: str, name: str) -> dict[str, int]:
+    """The machines of a hostfile with their numbers of slots, in order.
+
+    Args:
+        text: content of the file.
+        name: what to call the file in an error.
+
+    Raises:
+        CommandLineError: a line has another form, a machine occurs twice, or there is none.
+
+    Example:
+        >>> parse_hostfile("a slots=2  # the first\\nb slots=4", "hosts")
+        {'a': 2, 'b': 4}
+    """
+    hosts: dict[str, int] = {}
+    for number, line in enumerate(text.splitlines(), 1):
+        content = line.partition("#")[0].strip()
+        if not content:
+            continue
+        match = _LINE.fullmatch(content)
+        if match is None or int(match["slots"]) < 1:
+            raise CommandLineError(
+                f"{name}, line {number}: expected `host slots=N` with N from 1 up, found {content!r}."
+            )
+        if match["host"] in hosts:
+            raise CommandLineError(
+                f"{name}, line {number}: {match['host']} occurs twice. Keep one line per host."
+            )
+        hosts[match["host"]] = int(match["slots"])
+    if not hosts:
+        raise CommandLineError(f"{name} names no host. Expected lines such as `worker-0 slots=8`.")
+    return hosts
+
+
+def read_hostfile(path: str | None) -> dict[str, int] | None:
+    """Read the hostfile at `path`, or the default one if `path` is None and it exists; else None."""
+    file = Path(DEFAULT_HOSTFILE if path is None else path)
+    if path is None and not file.is_file():
+        return None
+    try:
+        text = file.read_text(encoding="utf-8")
+    except (OSError, UnicodeDecodeError) as error:
+        raise CommandLineError(f"Cannot read the hostfile {file}: {error}.") from error
+    return parse_hostfile(text, f"hostfile {file}")
+
+
+def parse_filter(text: str, option: str) -> dict[str, tuple[int, ...]]:
+    """The machines of an include or exclude filter, each with its slots; an empty tuple stands for all.
+
+    Args:
+        text: such as "worker-0@worker-1:0,2".
+        option: the option that it was given to, for errors.
+
+    Raises:
+        CommandLineError: the text has another form, or names a machine or a slot twice.
+
+    Example:
+        >>> parse_filter("a@b:0,2", "--include")
+        {'a': (), 'b': (0, 2)}
+    """
+    hosts: dict[str, tuple[int, ...]] = {}
+    for part in text.split("@"):
+        host, colon, listed = part.strip().partition(":")
+        numbers = [slot.strip() for slot in listed.split(",")] if colon else []
+        if not host or not all(re.fullmatch(r"\d+", slot) for slot in numbers):
+            raise CommandLineError(
+                f"{option} {text}: expected NAME or NAME:slot,slot joined by @, such as localhost:0,1, "
+                f"found {part!r}."
+            )
+        slots = tuple(int(slot) for slot in numbers)
+        if host in hosts or len(set(slots)) < len(slots):
+            raise CommandLineError(f"{option} {text}: {part.strip()!r} repeats a host or a slot.")
+        hosts[host] = slots
+    return hosts
+
+
+def select(
+    available: Mapping[str, tuple[int, ...]], include: str | None, exclude: str | None
+) -> dict[str, tuple[int, ...]]:
+    """The slots that a job uses, in the order of `available`; machines without any are left out.
+
+    Args:
+        available: every machine with its slots.
+        include: filter of what to use, or None.
+        exclude: filter of what not to use, or None.
+
+    Raises:
+        CommandLineError: both filters are given, one names something that is not available, or nothing is
+            left.
+
+    Example:
+        >>> select({"a": (0, 1), "b": (0, 1)}, None, "a@b:0")
+        {'b': (1,)}
+    """
+    if include and exclude:
+        raise CommandLineError("--include and --exclude exclude each other. Give one of them.")
+    if not include and not exclude:
+        return dict(available)
+    option, text = ("--include", include) if include else ("--exclude", exclude)
+    assert text is not None
+    named = parse_filter(text, option)
+    for host, slots in named.items():
+        if host not in available:
+            raise CommandLineError(f"{option} {text}: no host {host!r} here, only {', '.join(available)}.")
+        absent = [slot for slot in slots if slot not in available[host]]
+        if absent:
+            raise CommandLineError(
+                f"{option} {text}: {host} has no slot {absent[0]}, only {_listed(available[host])}."
+            )
+    chosen = {}
+    for host, slots in available.items():
+        wanted = named.get(host)
+        if include:
+            kept = () if wanted is None else tuple(s for s in slots if not wanted or s in wanted)
+        else:
+            kept = slots if wanted is None else tuple(s for s in slots if wanted and s not in wanted)
+        if kept:
+            chosen[host] = kept
+    if not chosen:
+        raise CommandLineError(f"{option} {text} leaves no slot to run on.")
+    return chosen
+
+
+def is_this_machine(host: str) -> bool:
+    """Whether `host` is a name or address of the machine that this process runs on."""
+    if host in ("localhost", socket.gethostname(), socket.gethostname().partition(".")[0]):
+        return True
+    try:
+        addresses = {(family, info[0]) for family, *_, info in socket.getaddrinfo(host, 0)}
+    except OSError:
+        return False
+    for family, address in addresses:
+        with socket.socket(family, socket.SOCK_DGRAM) as probe:
+            try:
+                # Only addresses of this machine can be bound; nothing is sent.
+                probe.bind((address, 0))
+                return True
+            except OSError:
+                continue
+    return False
+
+
+def _listed(slots: tuple[int, ...]) -> str:
+    return ", ".join(map(str, slots))

@@ -1,0 +1,61 @@
+"""Turn the signals that ask the launcher to end into one orderly end.
+
+Invariant: the first signal is never lost and never cuts into a section that must be finished, such as the
+one between the start of a process and the note that it exists.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import signal
+from collections.abc import Callable, Iterator
+from dataclasses import dataclass, field
+
+
+@dataclass
+class Interrupts:
+    """Turns the signals that ask the launcher to end into one orderly end.
+
+    The first signal raises `raised(signal)` in the main thread, or as soon as the section that must not be
+    cut ends. Any further one calls `hurry`. Signals that the launcher's parent has switched off stay so.
+    """
+
+    raised: Callable[[signal.Signals], Exception]
+    hurry: Callable[[], None]
+    received: signal.Signals | None = None
+    _held: int = 0
+    _pending: bool = False
+    _before: dict[signal.Signals, object] = field(default_factory=dict)
+
+    def __enter__(self) -> Interrupts:
+        for sig in (signal.SIGINT, signal.SIGTERM, signal.SIGHUP, signal.SIGQUIT):
+            if signal.getsignal(sig) is not signal.SIG_IGN:
+                self._before[sig] = signal.signal(sig, self._handle)
+        return self
+
+    def __exit__(self, *error: object) -> None:
+        for sig, handler in self._before.items():
+            signal.signal(sig, handler)  # type: ignore[arg-type]
+
+    def _handle(self, number: int, frame: object) -> None:
+        if self.received is not None:
+            self.hurry()
+            return
+        self.received = signal.Signals(number)
+        if self._held:
+            self._pending = True
+        else:
+            raise self.raised(self.received)
+
+    @contextlib.contextmanager
+    def uninterrupted(self) -> Iterator[None]:
+        """Hold a signal back until the end of the section."""
+        self._held += 1
+        try:
+            yield
+        finally:
+            self._held -= 1
+            if self._pending and not self._held:
+                self._pending = False
+                assert self.received is not None
+                raise self.raised(self.received)

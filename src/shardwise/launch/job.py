@@ -1,0 +1,244 @@
+"""Run a script as a job of several processes on this machine and return its exit code.
+
+Invariant: whatever happens (a rank fails, is killed, hangs; the user interrupts; the launcher is told to
+end), the call ends within the grace period, no process that the job has started is left, and the exit code
+is that of the rank that failed first, or 128 + the signal.
+"""
+
+from __future__ import annotations
+
+import difflib
+import logging
+import os
+import shutil
+import socket
+import sys
+import tempfile
+import uuid
+from collections.abc import Mapping
+from dataclasses import dataclass, field
+from pathlib import Path
+
+from shardwise.comm.environment import LOOPBACK, is_loopback
+from shardwise.errors import CommandLineError
+from shardwise.launch.hosts import is_this_machine
+from shardwise.launch.output import Tags
+from shardwise.launch.placement import Placement, Resources, find_devices, place
+
+GRACE_S = 5.0
+
+
+@dataclass(frozen=True)
+class Job:
+    """What to run, and how.
+
+    Attributes:
+        script: path of the script; a module's name with `module`, a program with `no_python`.
+        args: the script's own arguments.
+        resources: how many processes, on which slots.
+        master_addr: address of this machine at which the ranks meet.
+        master_port: port to meet on; None takes 29500 if it is free, else any free one.
+        module: run as `python -m script`.
+        no_python: run the script itself, not with Python.
+        no_local_rank: do not append --local_rank=N to the arguments.
+        max_restarts: how often to start all processes again after a failure.
+        log_dir: directory that gets every rank's output as files.
+        quiet: print nothing but the ranks' output and errors.
+        tags: whose lines get `[rank N]` in front; "auto" leaves rank 0 as it is on a terminal.
+        grace: seconds that processes have to end after the first signal.
+    """
+
+    script: str
+    args: tuple[str, ...] = ()
+    resources: Resources = field(default_factory=Resources)
+    master_addr: str = LOOPBACK
+    master_port: int | None = None
+    module: bool = False
+    no_python: bool = False
+    no_local_rank: bool = False
+    max_restarts: int = 0
+    log_dir: str | None = None
+    quiet: bool = False
+    tags: Tags = "auto"
+    grace: float = GRACE_S
+
+
+def run_job(job: Job) -> int:
+    """Run the job to its end.
+
+    Returns:
+        0, or the exit code of the rank that failed first (128 + signal for one that was killed), or 128 + the
+        signal that ended the launcher.
+
+    Raises:
+        CommandLineError: an option or the script's name is wrong.
+        NotBuiltError: the job would need another machine.
+        LaunchError: the port is taken, or processes cannot be started.
+    """
+    check(job)
+    return _supervise(job, place(job.resources, find_devices()))
+
+
+def check(job: Job) -> None:
+    """Refuse what is wrong in a job before torch is imported.
+
+    Raises:
+        CommandLineError: naming the option, what it is, and what to do.
+    """
+    if job.module and job.no_python:
+        raise CommandLineError(
+            "--module runs a Python module, --no_python no Python at all. Give one of them."
+        )
+    if job.max_restarts < 0:
+        raise CommandLineError(f"--max-restarts {job.max_restarts}: give 0 or more.")
+    if job.grace < 0:
+        raise CommandLineError(f"--grace {job.grace}: give 0 or more seconds.")
+    if job.tags not in ("auto", "always", "never"):
+        raise CommandLineError(f"--tag-output {job.tags}: choose auto, always or never.")
+    if job.master_port is not None and not 1 <= job.master_port < 2**16:
+        raise CommandLineError(
+            f"--master_port {job.master_port} is not a TCP port (1 to 65535). Leave it out to take a free "
+            "one."
+        )
+    if not is_loopback(job.master_addr) and not is_this_machine(job.master_addr):
+        raise CommandLineError(
+            f"--master_addr {job.master_addr} is not an address of this machine ({socket.gethostname()}). "
+            f"Leave it out to meet on {LOOPBACK}."
+        )
+    if job.log_dir is not None and Path(job.log_dir).exists() and not Path(job.log_dir).is_dir():
+        raise CommandLineError(f"--log-dir {job.log_dir} is a file. Give a directory.")
+    if not job.module:
+        _check_script(job)
+
+
+def _check_script(job: Job) -> None:
+    path = Path(job.script)
+    if job.no_python:
+        if shutil.which(job.script) is None:
+            raise CommandLineError(
+                f"--no_python {job.script}: no executable program of that name{_close_names(path)}."
+            )
+        return
+    if path.is_dir() and not (path / "__main__.py").is_file():
+        raise CommandLineError(f"{job.script} is a directory without a __main__.py. Name the script.")
+    if not path.exists():
+        raise CommandLineError(f"No such file {job.script}{_close_names(path)}.")
+
+
+def _close_names(path: Path) -> str:
+    try:
+        names = [entry.name for entry in path.parent.iterdir() if entry.is_file()]
+    except OSError:
+        return f": the directory {path.parent} does not exist"
+    close = difflib.get_close_matches(path.name, names, n=1)
+    return f", did you mean {path.parent / close[0]}?" if close else f" in {path.parent.resolve()}"
+
+
+def command(job: Job, local_rank: int) -> list[str]:
+    """Program and arguments of one process.
+
+    Example:
+        >>> command(Job("train.py", ("--lr", "1")), 3)[1:]
+        ['-u', 'train.py', '--lr', '1', '--local_rank=3']
+    """
+    if job.no_python:
+        # A bare name is a program on the search path to the system, but the user may mean the file here.
+        program = [shutil.which(job.script) or job.script]
+    else:
+        # Unbuffered, so that output is seen when it is printed and not lost when the process is killed.
+        program = [sys.executable, "-u", *(["-m"] if job.module else []), job.script]
+    return [*program, *job.args, *([] if job.no_local_rank else [f"--local_rank={local_rank}"])]
+
+
+def worker_environment(job: Job, placement: Placement, env: Mapping[str, str] = os.environ) -> dict[str, str]:
+    """The launcher's own variables, with the devices, the number of threads and Gloo's interface."""
+    variables = dict(env)
+    if placement.devices is not None:
+        variables["CUDA_VISIBLE_DEVICES"] = ",".join(placement.devices)
+    # torch takes all cores for each process; together they would take nproc times as many.
+    variables.setdefault("OMP_NUM_THREADS", str(max(1, _cores() // placement.nproc)))
+    if is_loopback(job.master_addr) and any(name == "lo" for _, name in socket.if_nameindex()):
+        variables.setdefault("GLOO_SOCKET_IFNAME", "lo")
+    return variables
+
+
+def _cores() -> int:
+    return len(os.sched_getaffinity(0))
+
+
+def _supervise(job: Job, placement: Placement) -> int:
+    from torch.distributed.elastic.agent.server.api import WorkerSpec
+    from torch.distributed.elastic.multiprocessing.api import SignalException
+
+    from shardwise.launch.agent import Agent, OneMachine
+    from shardwise.launch.attempt import Attempt, Display
+    from shardwise.launch.interrupts import Interrupts
+    from shardwise.launch.output import Pump, standard_screens
+
+    _silence_torch()
+    out, err = standard_screens()
+
+    def say(line: str) -> None:
+        if not job.quiet:
+            err.write(f"shardwise run: {line}\n".encode())
+
+    def hurry() -> None:
+        if agent.attempt is not None:
+            agent.attempt.gang.hurry = True
+
+    shared = worker_environment(job, placement)
+    log_dir = None if job.log_dir is None else Path(job.log_dir)
+    if log_dir is not None:
+        log_dir.mkdir(parents=True, exist_ok=True)
+    with tempfile.TemporaryDirectory(prefix="shardwise-run-") as scratch:
+        display = Display(Pump(), out, err, job.tags, log_dir)
+        interrupts = Interrupts(lambda sig: SignalException(f"received {sig.name}", sig), hurry)
+
+        def open_attempt(number: int, variables: dict[int, dict[str, str]]) -> Attempt:
+            if number == 0:
+                first = variables[0]
+                say(_summary(placement, shared, f"{first['MASTER_ADDR']}:{first['MASTER_PORT']}"))
+            argv = {rank: command(job, int(own["LOCAL_RANK"])) for rank, own in variables.items()}
+            env = {rank: {**shared, **own} for rank, own in variables.items()}
+            return Attempt(number, argv, env, display, Path(scratch), interrupts.uninterrupted)
+
+        spec = WorkerSpec(
+            role="default",
+            local_world_size=placement.nproc,
+            rdzv_handler=OneMachine(uuid.uuid4().hex, job.master_addr, job.master_port),
+            entrypoint=job.script,
+            max_restarts=job.max_restarts,
+            monitor_interval=0.05,
+        )
+        agent = Agent(spec, open_attempt, job.grace, say)
+        try:
+            with interrupts:
+                agent.run()
+        except SignalException as stopped:
+            code = 128 + int(stopped.sigval)
+            last_word = f"shardwise run: received {stopped.sigval.name}; all processes have ended."
+        else:
+            code = agent.failure.exit_code if agent.failure else 0
+            last_word = agent.failure.message() if agent.failure else ""
+        finally:
+            display.pump.stop()
+        if last_word:
+            err.write((last_word + "\n").encode())
+        return code
+
+
+def _summary(placement: Placement, env: Mapping[str, str], address: str) -> str:
+    devices = "the CPU" if placement.devices is None else "CUDA devices " + ", ".join(placement.devices)
+    return (
+        f"{placement.nproc} process{'es' * (placement.nproc > 1)} on {devices}, meeting at {address}, "
+        f"OMP_NUM_THREADS={env['OMP_NUM_THREADS']}"
+    )
+
+
+def _silence_torch() -> None:
+    """Keep the agent's own accounts out of the job's output; LOGLEVEL brings them back."""
+    if "LOGLEVEL" in os.environ:
+        return
+    for name in list(logging.root.manager.loggerDict):
+        if name.startswith("torch.distributed.elastic"):
+            logging.getLogger(name).setLevel(logging.CRITICAL)

@@ -1,0 +1,30 @@
+"""Run a command that the kernel kills when the process that started it dies.
+
+Executed as a script in the new process, before the command replaces it (same process, same pid): a launcher
+that is itself killed with SIGKILL cannot clean up, and its workers would keep their devices. Linux only.
+
+    python -I -S leash.py LAUNCHER_PID COMMAND ARGUMENT...
+"""
+
+import ctypes
+import os
+import signal
+import sys
+
+PR_SET_PDEATHSIG = 1  # linux/prctl.h
+
+
+def main() -> None:
+    """Ask for the signal, check that the launcher still lives, become the command."""
+    launcher, command = int(sys.argv[1]), sys.argv[2:]
+    ctypes.CDLL(None).prctl(PR_SET_PDEATHSIG, signal.SIGKILL)
+    if os.getppid() != launcher:
+        sys.exit(128 + signal.SIGKILL)
+    try:
+        os.execvp(command[0], command)
+    except OSError as error:
+        sys.exit(f"cannot start {command[0]}: {error.strerror}")
+
+
+if __name__ == "__main__":
+    main()

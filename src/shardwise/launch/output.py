@@ -1,0 +1,262 @@
+"""Carry what the workers print to the terminal, to log files and into memory, while they print it.
+
+One thread reads every worker's standard output and error from a pipe (or, for rank 0 on a terminal, from a
+pseudo-terminal, so that progress bars and colours behave as without a launcher). Whole lines are written
+with the rank in front, so that lines of different ranks never mix. Invariant: apart from superseded states
+of a progress bar (text that a carriage return has overwritten) every byte that a worker printed is shown.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import os
+import re
+import selectors
+import sys
+import threading
+import time
+from collections import deque
+from dataclasses import dataclass
+from pathlib import Path
+from typing import BinaryIO, Literal
+
+PROGRESS_S = 1.0
+"""A progress bar that is shown as lines is shown this often, and in its last state."""
+LONGEST_LINE = 1 << 20
+KEPT_LINES = 2000
+CHUNK = 1 << 16
+
+_LINE_END = re.compile(rb"(\r\n|\n|\r)")
+_TRACEBACK = (b"Traceback (most recent call last)", b"+ Exception Group Traceback (most recent call last)")
+
+Tags = Literal["auto", "always", "never"]
+
+
+@dataclass
+class Cursor:
+    """Whether the last thing on a terminal was an unfinished line of rank 0."""
+
+    mid_line: bool = False
+
+
+class Screen:
+    """Where lines go: standard output or error of the launcher.
+
+    Args:
+        file: a binary file, such as `sys.stdout.buffer`.
+        cursor: shared by the screens that are one terminal.
+    """
+
+    def __init__(self, file: BinaryIO, cursor: Cursor | None = None) -> None:
+        self._file = file
+        self._cursor = cursor or Cursor()
+        self._broken = False
+
+    def write(self, data: bytes, raw: bool = False) -> None:
+        """Write whole lines, or raw bytes of rank 0; never raises, as a lost reader must not end the job."""
+        if self._broken or not data:
+            return
+        # A progress bar leaves the cursor in its line; other lines go below it.
+        start = b"\n" if self._cursor.mid_line and not raw else b""
+        self._cursor.mid_line = raw and not data.endswith(b"\n")
+        try:
+            self._file.write(start + data)
+            self._file.flush()
+        except (OSError, ValueError):
+            self._broken = True
+
+
+class LineCutter:
+    """Cuts a stream of bytes into lines."""
+
+    def __init__(self) -> None:
+        self._rest = b""
+
+    def feed(self, data: bytes) -> list[tuple[bytes, bool]]:
+        """The lines that `data` completes, without their ends.
+
+        True marks a line that ended in a carriage return: what follows overwrites it on a terminal.
+        """
+        text = self._rest + data
+        held = b"\r" if text.endswith(b"\r") else b""  # perhaps the first half of "\r\n"
+        *pieces, rest = _LINE_END.split(text[: len(text) - len(held)])
+        lines = [(pieces[i], pieces[i + 1] == b"\r") for i in range(0, len(pieces), 2)]
+        if len(rest) > LONGEST_LINE:
+            lines.append((rest, False))
+            rest = b""
+        self._rest = rest + held
+        return lines
+
+    def close(self) -> list[tuple[bytes, bool]]:
+        """What is left without a line end."""
+        rest, self._rest = self._rest.rstrip(b"\r"), b""
+        return [(rest, False)] if rest else []
+
+
+class Channel:
+    """One stream of one worker.
+
+    Args:
+        screen: where to show it.
+        prefix: bytes in front of every line.
+        raw: pass bytes on as they come, without a prefix.
+        log: file that gets every byte as well.
+    """
+
+    def __init__(self, screen: Screen, prefix: bytes, raw: bool = False, log: BinaryIO | None = None) -> None:
+        self.closed = threading.Event()
+        self.traceback_at: float | None = None
+        """When the last Python traceback began, in seconds since the epoch."""
+        self._screen = screen
+        self._prefix = prefix
+        self._raw = raw
+        self._log = log
+        self._cutter = LineCutter()
+        self._kept: deque[bytes] = deque(maxlen=KEPT_LINES)
+        self._progress_at = 0.0
+
+    def feed(self, data: bytes) -> None:
+        """Show, log and keep `data`."""
+        self._write_log(data)
+        if self._raw:
+            self._screen.write(data, raw=True)
+        self._take(self._cutter.feed(data))
+
+    def close(self) -> None:
+        """Show what is left."""
+        self._take(self._cutter.close())
+        if self._log is not None:
+            self._log.close()
+        self.closed.set()
+
+    def text(self) -> str:
+        """The last lines, as text."""
+        return b"\n".join(self._kept).decode("utf-8", errors="replace")
+
+    def _take(self, lines: list[tuple[bytes, bool]]) -> None:
+        shown = b""
+        for text, superseded in lines:
+            if superseded:
+                now = time.monotonic()
+                if not text or now - self._progress_at < PROGRESS_S:
+                    continue
+                self._progress_at = now
+            else:
+                self._kept.append(text)
+                if text.lstrip().startswith(_TRACEBACK):
+                    self.traceback_at = time.time()
+            shown += self._prefix + text + b"\n"
+        if not self._raw:
+            self._screen.write(shown)
+
+    def _write_log(self, data: bytes) -> None:
+        if self._log is None:
+            return
+        try:
+            self._log.write(data)
+            self._log.flush()
+        except OSError as error:
+            # A full disk must not end the job or block the worker.
+            self._screen.write(
+                f"shardwise run: no longer writing {self._log.name}: {error.strerror}\n".encode()
+            )
+            self._log = None
+
+
+class Pump:
+    """Reads all channels in one thread, each until its end."""
+
+    def __init__(self) -> None:
+        self._selector = selectors.DefaultSelector()
+        self._ended = False
+        self._thread = threading.Thread(target=self._run, name="output", daemon=True)
+        self._thread.start()
+
+    def add(self, descriptor: int, channel: Channel) -> None:
+        """Read `descriptor` into `channel` until its end, then close both."""
+        os.set_blocking(descriptor, False)
+        self._selector.register(descriptor, selectors.EVENT_READ, channel)
+
+    def stop(self) -> None:
+        """End the thread and close every channel.
+
+        One that a process outside the workers' sessions still holds open is given up here.
+        """
+        self._ended = True
+        self._thread.join()
+        for key in list(self._selector.get_map().values()):
+            self._finish(key.fd, key.data)
+        self._selector.close()
+
+    def _run(self) -> None:
+        while not self._ended:
+            for key, _ in self._selector.select(timeout=0.05):
+                self._read(key.fd, key.data)
+
+    def _read(self, descriptor: int, channel: Channel) -> None:
+        try:
+            data = os.read(descriptor, CHUNK)
+        except BlockingIOError:
+            return
+        except OSError:
+            data = b""  # a pseudo-terminal reports its end as an I/O error
+        if data:
+            channel.feed(data)
+        else:
+            self._finish(descriptor, channel)
+
+    def _finish(self, descriptor: int, channel: Channel) -> None:
+        self._selector.unregister(descriptor)
+        os.close(descriptor)
+        channel.close()
+
+
+def open_pipe(terminal: int | None) -> tuple[int, int]:
+    """A descriptor to read from and one to give to a worker.
+
+    Args:
+        terminal: descriptor of a terminal that the worker shall see (a pseudo-terminal of its size is made),
+            or None for a plain pipe.
+    """
+    if terminal is None:
+        return os.pipe()
+    import fcntl
+    import termios
+    import tty
+
+    reader, writer = os.openpty()
+    tty.setraw(writer)  # the real terminal does the line ends
+    with contextlib.suppress(OSError):
+        size = fcntl.ioctl(terminal, termios.TIOCGWINSZ, b"\0" * 8)
+        fcntl.ioctl(writer, termios.TIOCSWINSZ, size)
+    return reader, writer
+
+
+def is_raw(tags: Tags, rank: int, terminal: bool) -> bool:
+    """Whether a rank's bytes are passed on as they come: rank 0's on a terminal, unless all are tagged."""
+    return rank == 0 and terminal and tags != "always"
+
+
+def prefix(tags: Tags, rank: int, world_size: int) -> bytes:
+    """What stands in front of a line of this rank.
+
+    Example:
+        >>> prefix("auto", 3, 16)
+        b'[rank  3] '
+    """
+    if tags == "never":
+        return b""
+    return f"[rank {rank:>{len(str(world_size - 1))}}] ".encode()
+
+
+def standard_screens() -> tuple[Screen, Screen]:
+    """The launcher's standard output and error."""
+    if sys.stdout.isatty() and sys.stderr.isatty():
+        cursor = Cursor()
+        return Screen(sys.stdout.buffer, cursor), Screen(sys.stderr.buffer, cursor)
+    return Screen(sys.stdout.buffer), Screen(sys.stderr.buffer)
+
+
+def open_log(directory: Path, rank: int, stream: str) -> BinaryIO:
+    """Open a rank's log file in `directory` to append: nothing that an earlier job has written is lost."""
+    return (directory / f"rank_{rank}.{stream}").open("ab")

@@ -1,0 +1,188 @@
+"""How many processes a job gets on this machine, and which devices they see.
+
+Invariant: on a machine with CUDA devices every process has a device of its own, and no device outside
+CUDA_VISIBLE_DEVICES is touched, whatever the options say.
+"""
+
+from __future__ import annotations
+
+import os
+from collections.abc import Mapping
+from dataclasses import dataclass
+
+from shardwise.errors import CommandLineError, NotBuiltError
+from shardwise.launch.hosts import is_this_machine, parse_filter, read_hostfile, select
+
+
+@dataclass(frozen=True)
+class Resources:
+    """What the command line asks for; None where it says nothing.
+
+    Attributes:
+        nproc: number of processes.
+        num_nodes: number of machines.
+        include: filter of slots to use.
+        exclude: filter of slots not to use.
+        hostfile: path of the list of machines.
+    """
+
+    nproc: int | None = None
+    num_nodes: int | None = None
+    include: str | None = None
+    exclude: str | None = None
+    hostfile: str | None = None
+
+
+@dataclass(frozen=True)
+class Devices:
+    """The CUDA devices that this process may use.
+
+    Attributes:
+        names: one a device, as CUDA_VISIBLE_DEVICES spells it: a number or a UUID. Empty on a machine
+            without.
+        restricted: whether CUDA_VISIBLE_DEVICES has chosen them.
+    """
+
+    names: tuple[str, ...] = ()
+    restricted: bool = False
+
+    @property
+    def slots(self) -> tuple[int, ...]:
+        """The devices' numbers; their positions if they are named by UUID."""
+        if all(name.isdigit() for name in self.names):
+            return tuple(int(name) for name in self.names)
+        return tuple(range(len(self.names)))
+
+
+@dataclass(frozen=True)
+class Placement:
+    """The answer: how many processes, and which devices they see.
+
+    Attributes:
+        nproc: number of processes, at least 1.
+        devices: the names for CUDA_VISIBLE_DEVICES, one a process; None on a machine without CUDA devices.
+    """
+
+    nproc: int
+    devices: tuple[str, ...] | None
+
+
+def find_devices(env: Mapping[str, str] = os.environ) -> Devices:
+    """Ask torch for the CUDA devices of this machine; no device is initialised."""
+    import torch
+
+    count = torch.cuda.device_count() if torch.cuda.is_available() else 0
+    if "CUDA_VISIBLE_DEVICES" not in env:
+        return Devices(tuple(str(index) for index in range(count)))
+    names = [name.strip() for name in env["CUDA_VISIBLE_DEVICES"].split(",") if name.strip()]
+    # CUDA stops reading at the first name that it does not know.
+    return Devices(tuple(names[:count]), restricted=True)
+
+
+def place(resources: Resources, devices: Devices) -> Placement:
+    """Decide what runs on this machine.
+
+    Without any option that is one process for each visible CUDA device, or a single one where there is none.
+
+    Args:
+        resources: what the command line asks for.
+        devices: what this machine has.
+
+    Raises:
+        CommandLineError: the options contradict each other, the hostfile or the machine.
+        NotBuiltError: the job would need another machine.
+
+    Example:
+        >>> place(Resources(nproc=2), Devices(("4", "5", "6"), restricted=True))
+        Placement(nproc=2, devices=('4', '5'))
+    """
+    _check_options(resources)
+    hosts = read_hostfile(resources.hostfile)
+    if hosts is None:
+        available = _this_machine_only(resources, devices)
+    else:
+        available = {host: tuple(range(slots)) for host, slots in hosts.items()}
+    chosen = list(select(available, resources.include, resources.exclude).items())
+    if resources.num_nodes is not None:
+        if resources.num_nodes > len(chosen):
+            raise _other_machines(f"--num_nodes {resources.num_nodes}")
+        chosen = chosen[: resources.num_nodes]
+    if len(chosen) > 1 or (hosts is not None and not is_this_machine(chosen[0][0])):
+        raise _other_machines("The job's hosts " + ", ".join(host for host, _ in chosen))
+    slots = _on_devices(chosen[0][1], resources, devices) if devices.names else chosen[0][1]
+    slots = _take(slots, resources, devices, limited=bool(hosts or devices.names))
+    if not devices.names:
+        return Placement(len(slots), None)
+    name_of = dict(zip(devices.slots, devices.names, strict=True))
+    return Placement(len(slots), tuple(name_of[slot] for slot in slots))
+
+
+def _check_options(resources: Resources) -> None:
+    for option, value in (("--nproc", resources.nproc), ("--num_nodes", resources.num_nodes)):
+        if value is not None and value < 1:
+            raise CommandLineError(
+                f"{option} {value}: a job has at least one. Leave the option out for the default."
+            )
+    for option, text in (("--include", resources.include), ("--exclude", resources.exclude)):
+        if text and (resources.nproc is not None or resources.num_nodes is not None):
+            raise CommandLineError(
+                f"{option} chooses the slots itself and cannot stand beside --nproc, --num_gpus or "
+                "--num_nodes. Give one or the other."
+            )
+
+
+def _this_machine_only(resources: Resources, devices: Devices) -> dict[str, tuple[int, ...]]:
+    """This machine's slots, under the name by which the filter calls it."""
+    text, option = (resources.include, "--include") if resources.include else (resources.exclude, "--exclude")
+    named = parse_filter(text, option) if text else {}
+    host = next((name for name in named if is_this_machine(name)), "localhost")
+    if devices.names:
+        return {host: devices.slots}
+    # Without devices any slot is as good as another: as many as are named, else one process.
+    return {host: tuple(range(max(named.get(host, ()), default=0) + 1))}
+
+
+def _on_devices(slots: tuple[int, ...], resources: Resources, devices: Devices) -> tuple[int, ...]:
+    """Those of the hostfile's slots that are devices which this process may use."""
+    usable = tuple(slot for slot in slots if slot in devices.slots)
+    if usable == slots:
+        return slots
+    listed = ", ".join(devices.names)
+    if devices.restricted:
+        if usable and not resources.include:
+            return usable
+        raise CommandLineError(
+            f"Slots {', '.join(map(str, slots))} are asked for, but CUDA_VISIBLE_DEVICES allows only "
+            f"{listed}. Change one of them."
+        )
+    raise CommandLineError(
+        f"The hostfile gives this machine the slots {', '.join(map(str, slots))}, but it has "
+        f"{len(devices.names)} CUDA devices ({listed}). Correct the line, or choose with --include."
+    )
+
+
+def _take(slots: tuple[int, ...], resources: Resources, devices: Devices, limited: bool) -> tuple[int, ...]:
+    """The first --nproc slots."""
+    if resources.nproc is None:
+        return slots
+    if not limited:
+        return tuple(range(resources.nproc))
+    if resources.nproc > len(slots):
+        if devices.names:
+            have = f"{len(slots)} CUDA device{'s' * (len(slots) > 1)} here ({', '.join(map(str, slots))})"
+            fix = "set CUDA_VISIBLE_DEVICES= (empty) to run on the CPU"
+        else:
+            have, fix = f"{len(slots)} slots in the hostfile", "correct the hostfile"
+        raise CommandLineError(
+            f"{resources.nproc} processes are asked for, but there are only {have}. Use --nproc "
+            f"{len(slots)} or fewer, or {fix}."
+        )
+    return slots[: resources.nproc]
+
+
+def _other_machines(what: str) -> NotBuiltError:
+    return NotBuiltError(
+        f"{what}: this version starts processes on the machine it runs on only. Choose it with --include "
+        "localhost (or its line of the hostfile), or start each machine's part of the job with torchrun "
+        "--nnodes ... (a script needs no change)."
+    )

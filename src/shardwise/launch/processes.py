@@ -1,0 +1,189 @@
+"""The processes of one attempt of a job: start all, know how each ended, leave none behind.
+
+Every worker leads a session of its own, so everything that it starts can be found again. Invariants: an ended
+worker stays a zombie until the whole gang is stopped, so that its process id, and with it the id of its
+session, cannot be given to a stranger; after `stop` no process of any worker's session is alive.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import os
+import signal
+import subprocess
+import sys
+import threading
+import time
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass, field
+from pathlib import Path
+
+from shardwise.errors import LaunchError
+from shardwise.launch import leash
+
+POLL_S = 0.02
+UNKILLABLE_S = 5.0
+"""How long to wait for a process after SIGKILL: one stuck in the kernel (disk, device driver) may never
+end."""
+
+
+@dataclass(frozen=True)
+class Worker:
+    """What to start for one rank.
+
+    Attributes:
+        rank: global rank.
+        argv: program and arguments; no shell is involved.
+        env: its whole environment.
+    """
+
+    rank: int
+    argv: Sequence[str]
+    env: Mapping[str, str]
+
+
+@dataclass(frozen=True)
+class Streams:
+    """File descriptors for a worker's standard streams."""
+
+    stdin: int
+    stdout: int
+    stderr: int
+
+
+@dataclass(frozen=True)
+class Exit:
+    """How one worker ended.
+
+    Attributes:
+        rank: its global rank.
+        pid: its process id.
+        code: exit code; negative for the signal that killed it.
+        at: when, in seconds since the epoch.
+        stopped: whether it ended because of a signal that `Gang.stop` had sent.
+    """
+
+    rank: int
+    pid: int
+    code: int
+    at: float
+    stopped: bool
+
+
+@dataclass
+class Gang:
+    """The workers of one attempt. Start once, stop once."""
+
+    workers: Sequence[Worker]
+    exits: dict[int, Exit] = field(default_factory=dict)
+    stop_began: float | None = None
+    hurry: bool = False
+    """Set from a signal handler to end the grace period at once."""
+
+    def __post_init__(self) -> None:
+        if not sys.platform.startswith("linux"):
+            raise LaunchError(
+                f"The launcher follows processes through Linux's /proc; this is {sys.platform}. Use "
+                "torchrun here: scripts need no change."
+            )
+        self._processes: dict[int, subprocess.Popen[bytes]] = {}
+        self._sent: dict[int, set[int]] = {worker.rank: set() for worker in self.workers}
+        self._changed = threading.Condition()
+
+    def start(self, streams: Mapping[int, Streams]) -> None:
+        """Start every worker with the given standard streams (by rank). They are not closed here.
+
+        Raises:
+            LaunchError: the system refuses to start a process; those started before it have been stopped.
+        """
+        for worker in self.workers:
+            given = streams[worker.rank]
+            leashed = [sys.executable, "-I", "-S", str(leash.__file__), str(os.getpid()), *worker.argv]
+            try:
+                process = subprocess.Popen(
+                    leashed,
+                    env=dict(worker.env),
+                    stdin=given.stdin,
+                    stdout=given.stdout,
+                    stderr=given.stderr,
+                    start_new_session=True,
+                )
+            except OSError as error:
+                self.stop(signal.SIGKILL, 0.0)
+                raise LaunchError(f"Cannot start rank {worker.rank} ({worker.argv[0]}): {error}.") from error
+            self._processes[worker.rank] = process
+            threading.Thread(target=self._watch, args=(worker.rank, process.pid), daemon=True).start()
+
+    def pids(self) -> dict[int, int]:
+        """Process id by rank."""
+        return {rank: process.pid for rank, process in self._processes.items()}
+
+    def failed(self) -> bool:
+        """Whether a worker has ended with anything but exit code 0."""
+        with self._changed:
+            return any(end.code != 0 for end in self.exits.values())
+
+    def finished(self) -> bool:
+        """Whether all workers have ended."""
+        with self._changed:
+            return len(self.exits) == len(self._processes)
+
+    def stop(self, first: signal.Signals, grace: float) -> list[int]:
+        """End every process of every worker's session: `first`, then SIGKILL after `grace` seconds.
+
+        Returns:
+            Process ids that even SIGKILL has not ended (stuck in the kernel); normally empty.
+        """
+        if self.stop_began is None:
+            self.stop_began = time.time()
+        sessions = {process.pid: rank for rank, process in self._processes.items()}
+        self._send(first, sessions)
+        deadline = time.monotonic() + grace
+        while _members(sessions) and time.monotonic() < deadline and not self.hurry:
+            time.sleep(POLL_S)
+        deadline = time.monotonic() + UNKILLABLE_S
+        while (left := _members(sessions)) and time.monotonic() < deadline:
+            self._send(signal.SIGKILL, sessions)
+            time.sleep(POLL_S)
+        with self._changed:
+            self._changed.wait_for(lambda: len(self.exits) + len(left) >= len(sessions), UNKILLABLE_S)
+        for process in self._processes.values():
+            if process.pid not in left:
+                process.wait()
+        self._processes.clear()
+        return sorted(left)
+
+    def _send(self, sig: signal.Signals, sessions: Mapping[int, int]) -> None:
+        for pid in _members(sessions):
+            if pid in sessions:
+                self._sent[sessions[pid]].add(sig)
+            with contextlib.suppress(ProcessLookupError):
+                os.kill(pid, sig)
+
+    def _watch(self, rank: int, pid: int) -> None:
+        """Wait for one worker and note when it ended, leaving it a zombie."""
+        result = os.waitid(os.P_PID, pid, os.WEXITED | os.WNOWAIT)
+        at = time.time()
+        assert result is not None
+        code = result.si_status if result.si_code == os.CLD_EXITED else -result.si_status
+        with self._changed:
+            stopped = self.stop_began is not None and (code >= 0 or -code in self._sent[rank])
+            self.exits[rank] = Exit(rank, pid, code, at, stopped)
+            self._changed.notify_all()
+
+
+def _members(sessions: Mapping[int, int]) -> dict[int, int]:
+    """The live processes of the given sessions, each with its session."""
+    found = {}
+    for entry in Path("/proc").iterdir():
+        if not entry.name.isdigit():
+            continue
+        try:
+            text = (entry / "stat").read_text(encoding="utf-8", errors="replace")
+        except OSError:
+            continue  # it has ended meanwhile
+        # pid (name) state parent group session ...; the name may hold spaces and brackets.
+        state, _, _, session = text.rpartition(")")[2].split()[:4]
+        if state not in "ZX" and int(session) in sessions:
+            found[int(entry.name)] = int(session)
+    return found
