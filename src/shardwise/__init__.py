@@ -1,1 +1,34 @@
-"""Train PyTorch models that do not fit one device."""
+"""shardwise: train models that do not fit one device.
+
+Public names are loaded when they are first used, so that importing the package costs next to nothing.
+"""
+
+from __future__ import annotations
+
+import importlib
+from typing import Any
+
+from shardwise._version import __version__
+
+_PUBLIC = {
+    "initialize": "shardwise.engine",
+    "Engine": "shardwise.engine",
+    "init_distributed": "shardwise.comm.setup",
+    "add_config_arguments": "shardwise.launch.arguments",
+    "RepeatingLoader": "shardwise.data",
+}
+_MODULES = ("checkpoint", "comm", "config", "data", "errors", "memory", "optim", "schedules", "utils", "zero")
+
+__all__ = ["Engine", "RepeatingLoader", "__version__", "add_config_arguments", "init_distributed", "initialize"]
+
+
+def __getattr__(name: str) -> Any:
+    if name in _PUBLIC:
+        return getattr(importlib.import_module(_PUBLIC[name]), name)
+    if name in _MODULES:
+        return importlib.import_module(f"shardwise.{name}")
+    raise AttributeError(f"module 'shardwise' has no attribute {name!r}")
+
+
+def __dir__() -> list[str]:
+    return sorted({*globals(), *__all__, *_MODULES})

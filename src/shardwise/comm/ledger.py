@@ -1,0 +1,128 @@
+"""The ledger: one record for every collective of an engine, in the order in which they were launched.
+
+Ranks of a sharded job stay alive only while they launch the same collectives in the same order. The ledger is
+where that order is written down: sequence number, operation, group, bytes, the unit or parameter concerned and
+the line of the user's script. The communication log, byte-count tests and desync reports read the same records.
+
+Invariant: a record is appended before the collective is launched, so that the last record of a stuck rank names what
+it is stuck in. The ledger is a ring buffer (totals are kept for ever, records only for the newest `capacity`).
+"""
+
+from __future__ import annotations
+
+import os
+import sys
+import time
+from collections import deque
+from collections.abc import Iterator
+from dataclasses import dataclass, field
+
+_PACKAGE = os.path.dirname(os.path.dirname(os.path.abspath(__file__)))
+
+
+def user_line(limit: int = 64) -> str:
+    """Return `file:line` of the innermost caller outside this package and torch, or an empty string.
+
+    Frames of the Python standard library and of installed torch are passed over; at most `limit` frames are looked at.
+    """
+    frame = sys._getframe(1)
+    for _ in range(limit):
+        if frame is None:
+            return ""
+        name = frame.f_code.co_filename
+        if not (
+            name.startswith((_PACKAGE, "<")) or f"{os.sep}torch{os.sep}" in name or name.endswith("contextlib.py")
+        ):
+            return f"{name}:{frame.f_lineno}"
+        frame = frame.f_back  # type: ignore[assignment]
+    return ""
+
+
+@dataclass
+class Record:
+    """One collective.
+
+    Attributes:
+        sequence: number of the collective in its engine, from 0.
+        op: name of the operation (`all_gather`, `reduce_scatter`, ...).
+        group: name of the process group.
+        size: bytes of the whole logical message on this rank (the gathered or to-be-reduced buffer).
+        sent: bytes this rank puts on the wire (arithmetic of the algorithm used).
+        label: what is moved: a unit, a parameter, or a purpose such as `norm`.
+        line: `file:line` of the user's code that led here.
+        launched: `time.perf_counter()` at launch, seconds.
+        waited: seconds that the caller was blocked in `wait()`, or None while in flight.
+        finished: `time.perf_counter()` at the end of `wait()`, or None while in flight.
+    """
+
+    sequence: int
+    op: str
+    group: str
+    size: int
+    sent: int
+    label: str
+    line: str
+    launched: float
+    waited: float | None = None
+    finished: float | None = None
+
+
+@dataclass
+class Totals:
+    """Count and bytes of one kind of collective since the ledger was made or reset."""
+
+    count: int = 0
+    size: int = 0
+    sent: int = 0
+
+
+@dataclass
+class Ledger:
+    """Ring buffer of `Record` plus totals by operation; see the module docstring.
+
+    Example:
+        >>> ledger = Ledger()
+        >>> record = ledger.open("all_gather", "world", 1024, 512, "block.0")
+        >>> ledger.close(record, waited=0.0)
+        >>> ledger.totals["all_gather"].count
+        1
+    """
+
+    capacity: int = 4096
+    record_lines: bool = True
+    sequence: int = 0
+    totals: dict[str, Totals] = field(default_factory=dict)
+    _records: deque[Record] = field(init=False)
+
+    def __post_init__(self) -> None:
+        self._records = deque(maxlen=self.capacity)
+
+    def open(self, op: str, group: str, size: int, sent: int, label: str) -> Record:
+        """Append and return a record; called immediately before the collective is launched."""
+        line = user_line() if self.record_lines else ""
+        record = Record(self.sequence, op, group, size, sent, label, line, time.perf_counter())
+        self.sequence += 1
+        self._records.append(record)
+        totals = self.totals.setdefault(op, Totals())
+        totals.count += 1
+        totals.size += size
+        totals.sent += sent
+        return record
+
+    def close(self, record: Record, waited: float) -> None:
+        """Complete a record after its `wait()`; `waited` is the time the caller was blocked, in seconds."""
+        record.waited = waited
+        record.finished = time.perf_counter()
+
+    def records(self, since: int = 0) -> Iterator[Record]:
+        """Yield the kept records with a sequence number of at least `since`, oldest first."""
+        return (record for record in list(self._records) if record.sequence >= since)
+
+    def in_flight(self) -> list[Record]:
+        """Return the kept records whose collective has been launched but not waited for."""
+        return [record for record in self._records if record.finished is None]
+
+    def reset(self) -> None:
+        """Forget records and totals; the sequence number goes on."""
+        self._records.clear()
+        self.totals.clear()

@@ -1,0 +1,286 @@
+"""The composition root: from arguments to an engine. Read it from top to bottom; each step says why it comes where it does."""
+
+from __future__ import annotations
+
+import argparse
+from collections.abc import Callable, Iterable
+from typing import Any
+
+import torch
+from torch import nn
+
+from shardwise.comm.communicator import Communicator
+from shardwise.comm.environment import discover
+from shardwise.comm.ledger import Ledger
+from shardwise.comm.setup import init_distributed
+from shardwise.config import Facts, Resolution, resolve
+from shardwise.data import EngineDataLoader
+from shardwise.device import choose_device
+from shardwise.engine.engine import Engine
+from shardwise.errors import ConfigError, UsageError
+from shardwise.memory import Accountant, Category
+from shardwise.optim import Sharding, sharding_of
+from shardwise.optim import build as build_optimizer
+from shardwise.precision.dtypes import policy_from_config
+from shardwise.precision.scaler import LossScaler
+from shardwise.schedules import build as build_schedule
+from shardwise.utils.logging import warn_once
+from shardwise.zero.init import shard_module, suspended
+from shardwise.zero.model import ShardedModel
+from shardwise.zero.plan import Plan
+
+EngineParts = tuple[Engine, Any, EngineDataLoader | None, Any]
+
+
+def initialize(
+    args: argparse.Namespace | None = None,
+    model: nn.Module | None = None,
+    optimizer: torch.optim.Optimizer | Callable[..., torch.optim.Optimizer] | None = None,
+    model_parameters: Iterable[Any] | None = None,
+    training_data: Any = None,
+    lr_scheduler: Any = None,
+    distributed_port: int = 29500,
+    mpu: Any = None,
+    dist_init_required: bool | None = None,
+    collate_fn: Callable[[list[Any]], Any] | None = None,
+    config: Any = None,
+    mesh_param: Any = None,
+    config_params: Any = None,
+) -> EngineParts:
+    """Shard a model for training.
+
+    Args:
+        args: namespace whose `deepspeed_config` (or `shardwise_config`) names the configuration, if `config` is not given.
+        model: any `nn.Module`, built plainly, on the meta device, or under `shardwise.zero.Init`. Its parameters keep their
+            identity.
+        optimizer: an instance (kept; its groups are edited in place), or a callable (such as a class) that gets the
+            parameters. Overrides the configuration's `optimizer` section.
+        model_parameters: parameters or parameter groups to optimise; default: all that require a gradient.
+        training_data: dataset from which the returned loader draws.
+        lr_scheduler: a scheduler, or a callable that gets the optimizer. Overrides the `scheduler` section.
+        distributed_port: port of the rendezvous where no launcher has set one.
+        mpu: model-parallel unit; its `get_data_parallel_group()` gives the ranks to shard over.
+        dist_init_required: False: use the process group as it is; None or True: create it if there is none.
+        collate_fn: makes a batch from a list of samples.
+        config: dict, path, or base64 or text JSON.
+        mesh_param: not available in this version.
+        config_params: older name of `config`.
+
+    Returns:
+        (engine, optimizer, training dataloader or None, lr scheduler or None).
+
+    Raises:
+        ConfigError: the configuration is wrong; the message names every offending key.
+        UsageError: arguments that contradict each other.
+
+    Example:
+        >>> import shardwise, torch
+        >>> engine, *_ = shardwise.initialize(
+        ...     model=torch.nn.Linear(4, 1),
+        ...     config={"train_batch_size": 2, "optimizer": {"type": "AdamW", "params": {"lr": 1e-2}}},
+        ... )
+        >>> loss = engine(torch.ones(2, 4)).mean()
+        >>> _ = engine.backward(loss)
+        >>> engine.step()
+        >>> engine.global_steps
+        1
+        >>> engine.destroy()
+    """
+    if not isinstance(model, nn.Module):
+        raise UsageError(f"initialize(model=...) expects an nn.Module, got {type(model).__name__}")
+    if mesh_param is not None:
+        raise UsageError("initialize(mesh_param=...) is not available in this version; leave it out")
+    with suspended():
+        return _build(
+            args, model, optimizer, model_parameters, training_data, lr_scheduler, distributed_port, mpu,
+            dist_init_required, collate_fn, _config_source(args, config, config_params),
+        )  # fmt: skip
+
+
+def _build(
+    args: argparse.Namespace | None,
+    model: nn.Module,
+    client_optimizer: Any,
+    model_parameters: Iterable[Any] | None,
+    training_data: Any,
+    client_scheduler: Any,
+    port: int,
+    mpu: Any,
+    dist_init_required: bool | None,
+    collate_fn: Callable[[list[Any]], Any] | None,
+    source: Any,
+) -> EngineParts:
+    # The process group first: batch sizes depend on how many ranks there are.
+    if dist_init_required is not False:
+        init_distributed(distributed_port=port, verbose=False)
+    ledger = Ledger()
+    group = mpu.get_data_parallel_group() if mpu is not None else None
+    world = torch.distributed.get_world_size(group) if torch.distributed.is_initialized() else 1
+    resolution = resolve(source, world_size=world, facts=_facts(model))
+    for warning in resolution.warnings:
+        warn_once(str(warning))
+    settings = resolution.config
+    comm = Communicator(group, ledger, ordered=settings.deterministic_reduce)
+    local_rank = discover().local_rank
+    device = choose_device(local_rank, getattr(args, "device_rank", None))
+    policy = policy_from_config(settings)
+    plan = Plan.of(settings.zero_optimization, world)
+    accountant = Accountant()
+
+    # Meta-device parameters get values (and are sharded) module by module, before anybody looks at them.
+    if any(p.is_meta for p in model.parameters()):
+        from shardwise.zero.init import PartStore
+
+        shard_module(model, PartStore(comm))
+
+    # The optimizer is made on the user's own parameters; sharding then edits its groups in place.
+    optimizer = _optimizer(settings, client_optimizer, model_parameters, model, device)
+    whole = False
+    if optimizer is not None:
+        kind, reason = sharding_of(optimizer)
+        if kind is Sharding.REFUSED:
+            raise ConfigError(f"optimizer {type(optimizer).__name__} cannot be used: {reason}")
+        whole = kind is Sharding.WHOLE
+    _place_buffers(model, device, policy.buffer_dtype, accountant)
+
+    # Sharding frees the model unit by unit, so it must be the last one to hold whole parameters.
+    engine_box: list[Engine] = []
+    sharded = ShardedModel(
+        model,
+        optimizer,
+        whole_tensors=whole,
+        plan=plan,
+        policy=policy,
+        comm=comm,
+        device=device,
+        accountant=accountant,
+        prescale=_prescale(settings, world),
+        boundary=lambda: engine_box[0].reduces_now(),
+        leaves=_leaves(model, settings.zero_optimization.leaf_module),
+        host=discover().master_addr or "127.0.0.1",
+    )
+
+    # The schedule sets the first step's learning rate on the groups as they now are.
+    scheduler = _scheduler(settings, client_scheduler, optimizer)
+    loader = None
+    if training_data is not None:
+        loader = EngineDataLoader(
+            training_data,
+            batch_size=int(settings.train_micro_batch_size_per_gpu or 1),
+            rank=comm.rank,
+            world_size=comm.world,
+            collate_fn=collate_fn,
+            drop_last=settings.dataloader_drop_last,
+        )
+    engine = Engine(
+        module=model,
+        sharded=sharded,
+        optimizer=optimizer,
+        lr_scheduler=scheduler,
+        training_dataloader=loader,
+        resolution=resolution,
+        comm=comm,
+        device=device,
+        local_rank=local_rank,
+        scaler=LossScaler.from_config(settings.fp16) if settings.fp16.enabled else None,
+        accountant=accountant,
+        client_optimizer=client_optimizer,
+        client_lr_scheduler=client_scheduler,
+        mpu=mpu,
+    )
+    engine_box.append(engine)
+    return engine, optimizer, loader, scheduler
+
+
+def _config_source(args: Any, config: Any, config_params: Any) -> Any:
+    given = {
+        "config": config,
+        "config_params": config_params,
+        "args.deepspeed_config": getattr(args, "deepspeed_config", None),
+        "args.shardwise_config": getattr(args, "shardwise_config", None),
+        "args.deepscale_config": getattr(args, "deepscale_config", None),
+    }
+    named = {name: value for name, value in given.items() if value is not None}
+    if not named:
+        raise ConfigError(
+            "initialize() needs a configuration: pass config=... (dict, path or JSON text), or --deepspeed_config on the command "
+            "line together with args"
+        )
+    if len(named) > 1:
+        raise ConfigError(f"the configuration is given twice: {' and '.join(named)}; keep one")
+    return next(iter(named.values()))
+
+
+def _facts(model: nn.Module) -> Facts:
+    hidden = getattr(getattr(model, "config", None), "hidden_size", None)
+    return Facts(
+        hidden_size=hidden if isinstance(hidden, int) else None,
+        num_parameters=sum(p.numel() for p in model.parameters()),
+        largest_layer=max((sum(p.numel() for p in m.parameters(recurse=False)) for m in model.modules()), default=0),
+    )
+
+
+def _optimizer(
+    settings: Any, client: Any, parameters: Iterable[Any] | None, model: nn.Module, device: torch.device
+) -> torch.optim.Optimizer | None:
+    if isinstance(client, torch.optim.Optimizer):
+        return client
+    chosen = list(parameters) if parameters is not None else [p for p in model.parameters() if p.requires_grad]
+    if not chosen:
+        return None
+    if not isinstance(chosen[0], dict):
+        chosen = [p for p in chosen if p.requires_grad]
+    if client is not None:
+        if not callable(client):
+            raise UsageError(f"initialize(optimizer=...) expects an Optimizer or a callable, got {type(client).__name__}")
+        made = client(chosen)
+        if not isinstance(made, torch.optim.Optimizer):
+            raise UsageError(f"the optimizer callable returned {type(made).__name__}, not a torch.optim.Optimizer")
+        return made
+    if settings.optimizer is None or settings.optimizer.type is None:
+        return None
+    return build_optimizer(settings.optimizer.type, chosen, dict(settings.optimizer.params or {}), device=device)
+
+
+def _scheduler(settings: Any, client: Any, optimizer: torch.optim.Optimizer | None) -> Any:
+    if client is not None:
+        if callable(client) and not hasattr(client, "step"):
+            return client(optimizer)
+        return client
+    section = settings.scheduler
+    if section is None or section.type is None or optimizer is None:
+        return None
+    return build_schedule(section.type, optimizer, dict(section.params or {}))
+
+
+def _prescale(settings: Any, world: int) -> float:
+    if settings.prescale_gradients:
+        return 1.0 / world
+    return 1.0 / float(settings.gradient_predivide_factor)
+
+
+def _place_buffers(
+    model: nn.Module, device: torch.device, dtype: torch.dtype | None, accountant: Accountant
+) -> None:
+    """Move module buffers to the device; parameters follow unit by unit."""
+    for module in model.modules():
+        for name, buffer in module._buffers.items():
+            if buffer is not None:
+                cast = dtype if dtype is not None and buffer.is_floating_point() else buffer.dtype
+                moved = module._buffers[name] = buffer.to(device=device, dtype=cast)
+                accountant.add(Category.OTHER, moved.nbytes)
+
+
+def _leaves(model: nn.Module, section: Any) -> list[nn.Module]:
+    """Find the modules that the configuration wants kept in one unit each."""
+    if section is None:
+        return []
+    classes, names, suffixes = set(section.classes), set(section.names), tuple(section.name_suffixes)
+    found = []
+    for name, module in model.named_modules():
+        dotted = f"{type(module).__module__}.{type(module).__qualname__}"
+        if dotted in classes or type(module).__qualname__ in classes or name in names:
+            found.append(module)
+        elif name and suffixes and name.endswith(suffixes):
+            found.append(module)
+    return found

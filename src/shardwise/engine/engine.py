@@ -1,0 +1,369 @@
+"""Engine: the object a training script talks to.
+
+It composes what `shardwise.engine.build` has built and holds the little state that belongs to nobody else: counters, the accumulation
+boundary, and what the last step did. Everything that shards, moves or reduces lives in `shardwise.zero`.
+"""
+
+from __future__ import annotations
+
+import contextlib
+from collections.abc import Iterator
+from dataclasses import dataclass
+from typing import TYPE_CHECKING, Any
+
+import torch
+from torch import nn
+
+from shardwise.comm.communicator import Communicator
+from shardwise.comm.ledger import Ledger
+from shardwise.config import Resolution
+from shardwise.engine.batch import BatchSizes
+from shardwise.engine.getters import ConfigGetters
+from shardwise.engine.scaling import cast_floats, scale_gradients_of
+from shardwise.errors import SyncError, UsageError
+from shardwise.memory import Accountant
+from shardwise.precision.scaler import LossScaler
+
+if TYPE_CHECKING:
+    from shardwise.data import EngineDataLoader
+    from shardwise.zero.model import ShardedModel
+
+
+@dataclass(frozen=True)
+class StepReport:
+    """What the last `step()` at a boundary did.
+
+    Attributes:
+        applied: parameters were updated (False: skipped because of an overflow).
+        grad_norm: global L2 norm of the gradients before clipping (0-D fp64 tensor), or None if not computed.
+        clip_coefficient: factor by which clipping reduced the gradients (0-D tensor), or None without clipping.
+        loss_scale: loss scale that these gradients had.
+        lr: learning rate of each parameter group that was used.
+    """
+
+    applied: bool
+    grad_norm: torch.Tensor | None
+    clip_coefficient: torch.Tensor | None
+    loss_scale: float
+    lr: tuple[float, ...]
+
+
+class Engine(BatchSizes, ConfigGetters, nn.Module):
+    """A model, its optimizer and its schedule, sharded as the configuration says. Made by `shardwise.initialize`.
+
+    Attributes:
+        module: the user's model; unknown attributes of the engine are looked up there.
+        optimizer: the optimizer instance (the client's own, if one was given), with what this rank owns in its groups.
+        lr_scheduler: stepped after every applied update; may be set to None to take over.
+        training_dataloader: made from `training_data`, or None.
+        config: the dictionary that the user passed.
+        global_steps: boundaries passed, skipped steps included.
+        micro_steps: calls of `step()`.
+        skipped_steps: steps skipped because of an overflow.
+        global_samples: samples of all ranks that have gone into steps.
+        accountant: bytes held, by category.
+        ledger: every collective of this engine.
+    """
+
+    def __init__(
+        self,
+        *,
+        module: nn.Module,
+        sharded: ShardedModel,
+        optimizer: torch.optim.Optimizer | None,
+        lr_scheduler: Any,
+        training_dataloader: EngineDataLoader | None,
+        resolution: Resolution,
+        comm: Communicator,
+        device: torch.device,
+        local_rank: int,
+        scaler: LossScaler | None,
+        accountant: Accountant,
+        client_optimizer: Any = None,
+        client_lr_scheduler: Any = None,
+        mpu: Any = None,
+    ) -> None:
+        super().__init__()
+        self.module = module
+        self.optimizer = optimizer
+        self.basic_optimizer = optimizer
+        self.client_optimizer = client_optimizer
+        self.client_lr_scheduler = client_lr_scheduler
+        self.lr_scheduler = lr_scheduler
+        self.training_dataloader = training_dataloader
+        self.accountant = accountant
+        self.device = device
+        self.local_rank = local_rank
+        self.mpu = mpu
+        self.loss_scaler = scaler
+        self.global_steps = 0
+        self.global_samples = 0
+        self.micro_steps = 0
+        self.skipped_steps = 0
+        self.inside_no_sync_ctxt = False
+        self.last_step: StepReport | None = None
+        # Kept out of nn.Module's bookkeeping: none of these is a submodule.
+        self.__dict__["sharded"] = sharded
+        self._resolution = resolution
+        self._comm = comm
+        self._boundary: bool | None = None
+        self._engine_backward = False
+        self._was_applied = False
+        self._batch = self.initial_batch()
+
+    # -- what clients read -------------------------------------------------------------------------------------------
+
+    def __getattr__(self, name: str) -> Any:
+        try:
+            return super().__getattr__(name)
+        except AttributeError:
+            module = self.__dict__.get("_modules", {}).get("module")
+            if module is not None and name != "module":
+                try:
+                    return getattr(module, name)
+                except AttributeError:
+                    pass
+            raise AttributeError(f"neither the engine nor its module has an attribute {name!r}") from None
+
+    @property
+    def ledger(self) -> Ledger:
+        """Every collective of this engine."""
+        return self._comm.ledger
+
+    @property
+    def config(self) -> Any:
+        """The configuration as the user gave it."""
+        return self._resolution.raw
+
+    @property
+    def world_size(self) -> int:
+        """Number of ranks that share the data."""
+        return self._comm.world
+
+    @property
+    def global_rank(self) -> int:
+        """This process among all."""
+        return torch.distributed.get_rank() if torch.distributed.is_initialized() else 0
+
+    @property
+    def dp_world_size(self) -> int:
+        """Number of data-parallel ranks."""
+        return self._comm.world
+
+    @property
+    def mp_world_size(self) -> int:
+        """Number of tensor-parallel ranks."""
+        return 1
+
+    @property
+    def seq_dp_world_size(self) -> int:
+        """Number of ranks over which gradients are averaged."""
+        return self._comm.world
+
+    @property
+    def data_parallel_group(self) -> Any:
+        """The process group of the data-parallel ranks (None: the default group)."""
+        return self._comm.user_group
+
+    def get_data_parallel_rank(self) -> int:
+        """Return this process's rank in the data-parallel group."""
+        return self._comm.rank
+
+    def get_lr(self) -> list[float]:
+        """Return the learning rate of each parameter group."""
+        return [] if self.optimizer is None else [group["lr"] for group in self.optimizer.param_groups]
+
+    def get_type(self) -> list[Any]:
+        """Return the `type` entry of each parameter group (None where there is none)."""
+        return [] if self.optimizer is None else [group.get("type") for group in self.optimizer.param_groups]
+
+    def get_mom(self) -> list[Any]:
+        """Return momentum, or betas, of each parameter group."""
+        if self.optimizer is None:
+            return []
+        return [group.get("betas", group.get("momentum")) for group in self.optimizer.param_groups]
+
+    @property
+    def cur_scale(self) -> float:
+        """The loss scale in force (1.0 without fp16)."""
+        return 1.0 if self.loss_scaler is None else self.loss_scaler.scale
+
+    # -- forward -----------------------------------------------------------------------------------------------------
+
+    def forward(self, *inputs: Any, **kwargs: Any) -> Any:
+        """Run the module and return what it returns."""
+        if self.loss_scaler is not None and self._resolution.config.fp16.auto_cast:
+            inputs, kwargs = cast_floats((inputs, kwargs), torch.float16)
+        outputs = self.module(*inputs, **kwargs)
+        if self.loss_scaler is not None and torch.is_grad_enabled():
+            outputs = scale_gradients_of(outputs, self._output_scale)
+        return outputs
+
+    def _output_scale(self) -> float:
+        return 1.0 if self._engine_backward else self.cur_scale
+
+    # -- backward ----------------------------------------------------------------------------------------------------
+
+    def backward(self, loss: torch.Tensor, retain_graph: bool = False, scale_wrt_gas: bool = True) -> torch.Tensor:
+        """Compute gradients of `loss`, reduce them as the plan says, and release the gathered parameters.
+
+        The mean over accumulation steps and ranks is taken when stepping; with `scale_wrt_gas=False` the loss counts as if it
+        had already been divided by the number of accumulation steps.
+
+        Args:
+            loss: scalar.
+            retain_graph: as in `torch.Tensor.backward`.
+            scale_wrt_gas: see above.
+
+        Returns:
+            The loss divided by the number of accumulation steps, detached from nothing, for logging.
+
+        Raises:
+            UsageError: the loss is not a scalar tensor that requires a gradient.
+        """
+        if not isinstance(loss, torch.Tensor) or loss.numel() != 1:
+            found = f"a tensor of shape {tuple(loss.shape)}" if isinstance(loss, torch.Tensor) else type(loss).__name__
+            raise SyncError(f"engine.backward(loss) expects a scalar tensor, got {found}; reduce it first (loss.mean())")
+        if not loss.requires_grad:
+            raise UsageError("engine.backward(loss): the loss does not require a gradient; was it computed under no_grad?")
+        steps = self.gradient_accumulation_steps()
+        factor = self.cur_scale * (1.0 if scale_wrt_gas else float(steps))
+        self._engine_backward = True
+        try:
+            (loss if factor == 1.0 else loss * factor).backward(retain_graph=retain_graph)
+        finally:
+            self._engine_backward = False
+        if self.sharded.reducer is not None:
+            self.sharded.reducer.end()
+        return loss / steps if scale_wrt_gas and steps > 1 else loss
+
+    def scale(self, loss: torch.Tensor) -> torch.Tensor:
+        """Return the loss to call `backward()` on by hand. The scale enters at the model's outputs, so it is unchanged."""
+        return loss
+
+    @contextlib.contextmanager
+    def no_sync(self) -> Iterator[None]:
+        """Add gradients up locally inside the block; the first backward pass outside reduces the sum.
+
+        Raises:
+            SyncError: the configuration shards gradients, so there is nowhere to add them up.
+        """
+        if self.sharded.plan.shard_gradients:
+            raise SyncError(
+                f"no_sync() needs whole gradients on every rank; zero_optimization.stage {self.sharded.plan.stage} shards them. "
+                "Use stage 0 or 1, or drop no_sync(): accumulation works without it."
+            )
+        before, self.inside_no_sync_ctxt = self.inside_no_sync_ctxt, True
+        try:
+            yield
+        finally:
+            self.inside_no_sync_ctxt = before
+
+    # -- boundaries --------------------------------------------------------------------------------------------------
+
+    def is_gradient_accumulation_boundary(self) -> bool:
+        """Whether the current micro-batch is the last one before an update."""
+        if self._boundary is not None:
+            return self._boundary
+        return (self.micro_steps + 1) % self.gradient_accumulation_steps() == 0
+
+    def set_gradient_accumulation_boundary(self, is_boundary: bool | None) -> None:
+        """Declare whether the current micro-batch is a boundary; holds until changed, None returns to counting."""
+        self._boundary = is_boundary
+
+    def reduces_now(self) -> bool:
+        """Whether the backward pass that starts now ends an accumulation window."""
+        return self.is_gradient_accumulation_boundary() and not self.inside_no_sync_ctxt
+
+    # -- step --------------------------------------------------------------------------------------------------------
+
+    def step(self, lr_kwargs: dict[str, Any] | None = None) -> None:
+        """At an accumulation boundary update the parameters, the loss scale and the schedule; elsewhere only count.
+
+        Args:
+            lr_kwargs: passed to the scheduler's `step`.
+
+        Raises:
+            UsageError: the engine has no optimizer.
+            SyncError: inside `no_sync()`.
+        """
+        if self.inside_no_sync_ctxt:
+            raise SyncError("engine.step() inside no_sync() would step gradients that no other rank has seen")
+        if self.optimizer is None:
+            raise UsageError(
+                "engine.step(): there is no optimizer. Pass optimizer= to initialize(), or add an `optimizer` section."
+            )
+        self._was_applied = False
+        if self.is_gradient_accumulation_boundary():
+            self._take_step(lr_kwargs)
+        self.micro_steps += 1
+
+    def _take_step(self, lr_kwargs: dict[str, Any] | None) -> None:
+        config, sharded = self._resolution.config, self.sharded
+        reducer = sharded.reducer
+        assert reducer is not None
+        reducer.reduce_pending()
+        scale = self.cur_scale
+        average = self.world_size if config.gradient_allreduce_op == "mean" else 1
+        factor = 1.0 / (average * reducer.prescale * self.gradient_accumulation_steps() * scale)
+        clip = float(config.gradient_clipping)
+        checks = self.loss_scaler is not None or config.bf16.check_grad_overflow
+        norm = sharded.gradient_norm(factor) if clip or checks or config.zero_optimization.compute_grad_norm else None
+        overflow = checks and norm is not None and not bool(torch.isfinite(norm))
+        coefficient = None
+        if not overflow:
+            multiplier: float | torch.Tensor = factor
+            if clip and norm is not None:
+                coefficient = sharded.clip_factor(norm, clip)
+                multiplier = coefficient * factor
+            sharded.scale_gradients(multiplier)
+        used = tuple(float(lr) for lr in self.get_lr())
+        if not overflow:
+            sharded.step()
+        sharded.end_window()
+        if self.loss_scaler is not None:
+            self.loss_scaler.update(overflow)
+        self.last_step = StepReport(not overflow, norm, coefficient, scale, used)
+        self._was_applied = not overflow
+        self.global_steps += 1
+        self.global_samples += self.train_batch_size()
+        if overflow:
+            self.skipped_steps += 1
+        elif self.lr_scheduler is not None:
+            self.lr_scheduler.step(**(lr_kwargs or {}))
+        self._print_progress()
+
+    def _print_progress(self) -> None:
+        every = self._resolution.config.steps_per_print
+        if every and self.global_steps % every == 0 and self.global_rank == 0:
+            from shardwise.utils.logging import logger
+
+            logger.info("step=%d skipped=%d lr=%s", self.global_steps, self.skipped_steps, self.get_lr())
+
+    def was_step_applied(self) -> bool:
+        """Whether the last `step()` updated the parameters."""
+        return self._was_applied
+
+    def get_global_grad_norm(self) -> float | None:
+        """Return the global gradient norm of the last update before clipping, or None if there is none."""
+        if self.last_step is None or self.last_step.grad_norm is None:
+            return None
+        return float(self.last_step.grad_norm)
+
+    def zero_grad(self, set_to_none: bool = True) -> None:
+        """Drop accumulated gradients: the window starts anew."""
+        super().zero_grad(set_to_none=set_to_none)
+        if self.sharded.reducer is not None:
+            self.sharded.reducer.clear()
+
+    # -- life cycle --------------------------------------------------------------------------------------------------
+
+    def empty_partition_cache(self) -> None:
+        """Release whatever is gathered. Nothing is outside of passes; kept for existing scripts."""
+        for unit in self.sharded.units:
+            unit.release()
+
+    def destroy(self) -> None:
+        """Take everything off the model again; its parameters are plain, whole and up to date afterwards."""
+        self.sharded.close()
+        self._comm.destroy()

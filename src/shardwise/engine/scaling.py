@@ -1,0 +1,45 @@
+"""Loss scaling for a plain `loss.backward()`.
+
+`engine.backward(loss)` multiplies the loss. When the user calls `loss.backward()` instead, the scale must enter where the
+gradient enters the model: at its outputs. They are handed out as aliases whose backward multiplies; gradients that flow
+between outputs inside the model do not pass through the aliases and are not scaled twice.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from typing import Any
+
+import torch
+from torch.utils._pytree import tree_map
+
+
+class _Scale(torch.autograd.Function):
+    @staticmethod
+    def forward(ctx: Any, tensor: torch.Tensor, factor: Callable[[], float]) -> torch.Tensor:
+        ctx.factor = factor
+        return tensor.view_as(tensor)
+
+    @staticmethod
+    def backward(ctx: Any, gradient: torch.Tensor) -> tuple[torch.Tensor, None]:  # type: ignore[override]
+        return gradient * ctx.factor(), None
+
+
+def scale_gradients_of(outputs: Any, factor: Callable[[], float]) -> Any:
+    """Return `outputs` with every differentiable tensor replaced by an alias whose gradient is multiplied by `factor()`."""
+
+    def alias(value: Any) -> Any:
+        if isinstance(value, torch.Tensor) and value.requires_grad:
+            return _Scale.apply(value, factor)
+        return value
+
+    return tree_map(alias, outputs)
+
+
+def cast_floats(values: Any, dtype: torch.dtype) -> Any:
+    """Return nested `values` with every floating tensor cast to `dtype`."""
+
+    def cast(value: Any) -> Any:
+        return value.to(dtype) if isinstance(value, torch.Tensor) and value.is_floating_point() else value
+
+    return tree_map(cast, values)

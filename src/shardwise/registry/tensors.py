@@ -1,0 +1,123 @@
+"""The registry of logical tensors; see the package docstring."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator, Sequence
+from dataclasses import dataclass
+
+import torch
+from torch import nn
+
+from shardwise.errors import UsageError
+
+
+@dataclass(frozen=True)
+class LogicalTensor:
+    """A parameter as the user knows it.
+
+    Attributes:
+        index: place in registration order (`model.named_parameters()`).
+        name: first name in registration order.
+        aliases: further names of the same (tied) parameter.
+        shape: global shape.
+        source_dtype: dtype the user's model had.
+        dtype: dtype in which the module computes with it.
+        trainable: whether it receives a gradient.
+        group: index of its optimizer parameter group, or None when no optimizer owns it.
+    """
+
+    index: int
+    name: str
+    aliases: tuple[str, ...]
+    shape: tuple[int, ...]
+    source_dtype: torch.dtype
+    dtype: torch.dtype
+    trainable: bool
+    group: int | None
+
+    @property
+    def numel(self) -> int:
+        """Number of elements of the whole tensor."""
+        count = 1
+        for size in self.shape:
+            count *= size
+        return count
+
+
+class Registry:
+    """All logical tensors of a model, in registration order, found by index, name or parameter identity."""
+
+    def __init__(self, tensors: Sequence[LogicalTensor], parameters: Sequence[nn.Parameter]) -> None:
+        self.tensors = tuple(tensors)
+        self.parameters = tuple(parameters)
+        self._index = {id(parameter): i for i, parameter in enumerate(self.parameters)}
+        self._names = {name: t.index for t in self.tensors for name in (t.name, *t.aliases)}
+
+    def __iter__(self) -> Iterator[LogicalTensor]:
+        return iter(self.tensors)
+
+    def __len__(self) -> int:
+        return len(self.tensors)
+
+    def __getitem__(self, index: int) -> LogicalTensor:
+        return self.tensors[index]
+
+    def find(self, parameter: torch.Tensor) -> LogicalTensor | None:
+        """Return the logical tensor of a parameter object, or None if the engine does not own it."""
+        index = self._index.get(id(parameter))
+        return None if index is None else self.tensors[index]
+
+    def by_name(self, name: str) -> LogicalTensor:
+        """Return the logical tensor called `name` (any of its tied names).
+
+        Raises:
+            UsageError: no parameter has this name; the nearest ones are listed.
+        """
+        if name not in self._names:
+            import difflib
+
+            near = difflib.get_close_matches(name, self._names, n=3)
+            hint = f"; did you mean {', '.join(near)}?" if near else ""
+            raise UsageError(f"the model has no parameter {name!r}{hint}")
+        return self.tensors[self._names[name]]
+
+    @classmethod
+    def of(
+        cls,
+        module: nn.Module,
+        *,
+        compute_dtype: torch.dtype | None = None,
+        groups: dict[int, int] | None = None,
+    ) -> Registry:
+        """Build the registry of a module.
+
+        Args:
+            module: the user's model. Shared parameters are recorded once with all their names.
+            compute_dtype: dtype of floating parameters inside the modules, or None to keep their own.
+            groups: `id(parameter)` to optimizer parameter group; trainable parameters without a group stay
+                in the registry as frozen ones do: no gradient is kept for them.
+        """
+        names: dict[int, list[str]] = {}
+        objects: dict[int, nn.Parameter] = {}
+        for name, parameter in module.named_parameters(remove_duplicate=False):
+            names.setdefault(id(parameter), []).append(name)
+            objects[id(parameter)] = parameter
+        tensors = []
+        for index, (key, known_as) in enumerate(names.items()):
+            parameter = objects[key]
+            dtype = parameter.dtype
+            cast = compute_dtype is not None and dtype.is_floating_point
+            group = None if groups is None else groups.get(key)
+            tensors.append(
+                LogicalTensor(
+                    index=index,
+                    name=known_as[0],
+                    aliases=tuple(known_as[1:]),
+                    shape=tuple(parameter.shape),
+                    source_dtype=dtype,
+                    dtype=compute_dtype if cast and compute_dtype is not None else dtype,
+                    trainable=parameter.requires_grad and group is not None,
+                    group=group,
+                )
+            )
+        return cls(tensors, [objects[key] for key in names])

@@ -1,0 +1,39 @@
+"""The package's logger. It is quiet unless asked: one line per event, on rank 0."""
+
+from __future__ import annotations
+
+import logging
+import sys
+from functools import lru_cache
+
+logger = logging.getLogger("shardwise")
+if not logger.handlers:
+    _handler = logging.StreamHandler(sys.stderr)
+    _handler.setFormatter(logging.Formatter("[%(asctime)s] [%(levelname)s] %(message)s", "%H:%M:%S"))
+    logger.addHandler(_handler)
+    logger.setLevel(logging.INFO)
+    logger.propagate = False
+
+
+@lru_cache(maxsize=256)
+def warn_once(message: str) -> None:
+    """Log a warning the first time it is seen in this process."""
+    logger.warning(message)
+
+
+def log_dist(message: str, ranks: list[int] | None = None, level: int = logging.INFO) -> None:
+    """Log on some ranks only.
+
+    Args:
+        message: text.
+        ranks: ranks that log; [-1] means every rank. None or empty: rank 0 before `torch.distributed` is initialised, nobody
+            afterwards.
+        level: of the `logging` module.
+    """
+    import torch.distributed as dist
+
+    if dist.is_available() and dist.is_initialized():
+        if not ranks or (ranks != [-1] and dist.get_rank() not in ranks):
+            return
+        message = f"[rank {dist.get_rank()}] {message}"
+    logger.log(level, message)

@@ -1,0 +1,339 @@
+"""The gatherer: when units are gathered and released, in one order that all ranks share.
+
+Every forward pass and every backward pass gathers each sharded unit exactly once, in the agreed order (reversed in the backward
+pass), whether this rank uses it or not. Entering a unit launches the gathers of all units before it; a pass ends by launching
+what is left. All ranks therefore launch the same gathers in the same order whatever branches their data takes, and none can wait
+for a collective that another never launches.
+
+What is free to differ between ranks is how long a unit is kept. A unit is released after as many uses as earlier passes on
+this rank have shown, and at the latest at the end of the pass. If a rank then needs it once more, its values come from the
+peers through `shardwise.zero.rescue`, outside the order of collectives, and the unit is kept longer from then on.
+"""
+
+from __future__ import annotations
+
+import weakref
+from collections.abc import Callable, Sequence
+from enum import Enum
+from typing import Any, Protocol
+
+import torch
+from torch import nn
+from torch.autograd.graph import register_multi_grad_hook
+from torch.utils._pytree import tree_leaves
+
+from shardwise.errors import ReleasedParameterError
+from shardwise.registry import Registry
+from shardwise.zero.unit import Unit, UnitState
+
+
+class Phase(Enum):
+    """What the engine's model is doing."""
+
+    IDLE = "idle"
+    """Between passes. Sharded units are released; whole values are nobody's business."""
+    FORWARD = "forward"
+    """Inside the outermost forward call. Units are gathered in order."""
+    BACKWARD = "backward"
+    """Between the first gradient hook and autograd's final callback. Units are gathered in reverse order."""
+
+
+class Fetcher(Protocol):
+    """Brings a released unit's values back without a collective."""
+
+    def fetch(self, unit: Unit) -> None:
+        """Fill the (allocated) whole values of `unit` from the peers' shards."""
+
+
+class Use:
+    """One forward call of a unit's module whose backward is still to come; dies with its autograd graph."""
+
+    __slots__ = ("__weakref__",)
+
+
+class Gatherer:
+    """Gathers and releases the units of one engine; see the module docstring.
+
+    Args:
+        units: all units, in registration order.
+        registry: finds the unit of a parameter.
+        fetcher: rescue for units that are needed again after their release.
+        prefetch: gather the next unit while the current one computes.
+        prefetch_elements: gather further units ahead as long as they have at most this many elements together.
+    """
+
+    def __init__(
+        self,
+        units: Sequence[Unit],
+        registry: Registry,
+        fetcher: Fetcher | None,
+        *,
+        prefetch: bool = True,
+        prefetch_elements: int = 0,
+    ) -> None:
+        self.units = list(units)
+        self.registry = registry
+        self.phase = Phase.IDLE
+        self.suspended = False
+        self.rescues = 0
+        self._fetcher = fetcher
+        self._prefetch = prefetch
+        self._prefetch_elements = prefetch_elements
+        self._unit_of = {tensor.index: unit for unit in units for tensor in unit.tensors}
+        self._order = [unit for unit in self.units if unit.sharded]
+        self._sequence: list[Unit] = []
+        self._position: dict[int, int] = {}
+        self._next = 0
+        self._visited: dict[int, int] = {}
+        self._expected = {unit.index: len(unit.modules) for unit in units}
+        self._passes = 0
+        self._held: set[int] = set()
+        self._with_graph = False
+        self._uses: dict[int, weakref.WeakSet[Use]] = {unit.index: weakref.WeakSet() for unit in units}
+        self.recomputed: dict[int, int] = {}
+        self.trace: list[int] = []
+        self.on_backward: Callable[[], None] = _nothing
+
+    # -- order -------------------------------------------------------------------------------------------------------
+
+    @property
+    def order(self) -> list[int]:
+        """Indices of the sharded units in the agreed forward order."""
+        return [unit.index for unit in self._order]
+
+    def set_order(self, order: Sequence[int]) -> None:
+        """Adopt an order that all ranks have agreed on (between passes only)."""
+        by_index = {unit.index: unit for unit in self.units}
+        self._order = [by_index[index] for index in order if by_index[index].sharded]
+
+    def traced_order(self) -> list[int]:
+        """Return all units in the order of first use in the last forward pass; unused ones follow their predecessor."""
+        first_use = {index: place for place, index in enumerate(self.trace)}
+        keys: dict[int, tuple[int, int]] = {}
+        last = -1
+        for unit in self.units:
+            last = first_use.get(unit.index, last)
+            keys[unit.index] = (last, unit.index)
+        return sorted(keys, key=lambda index: keys[index])
+
+    # -- passes ------------------------------------------------------------------------------------------------------
+
+    def begin_forward(self) -> None:
+        """Start a forward pass."""
+        self.phase = Phase.FORWARD
+        self._with_graph = torch.is_grad_enabled()
+        if self._with_graph:
+            self.trace = []
+        self._begin(self._order)
+
+    def end_forward(self) -> None:
+        """End a forward pass: launch the gathers that are left, release everything, learn how often units are used."""
+        for index, count in self._visited.items():
+            known = self._expected[index] if self._passes else 0
+            self._expected[index] = max(known, count)
+        self._passes += 1
+        self._drain()
+
+    def begin_backward(self) -> None:
+        """Start a backward pass."""
+        self.phase = Phase.BACKWARD
+        self._begin(list(reversed(self._order)))
+
+    def end_backward(self) -> None:
+        """End a backward pass: launch the gathers that are left and release everything."""
+        self._drain()
+        self.recomputed.clear()
+
+    def _begin(self, sequence: list[Unit]) -> None:
+        self._sequence = sequence
+        self._position = {unit.index: place for place, unit in enumerate(sequence)}
+        self._next = 0
+        self._visited = {}
+        self._held = set()
+
+    def _drain(self) -> None:
+        if not self.suspended:
+            while self._next < len(self._sequence):
+                self._launch(self._next)
+                # One at a time: what is launched only for the others' sake must not pile up here.
+                self._sequence[self._next - 1].release()
+            for unit in self._sequence:
+                unit.release()
+        self.phase = Phase.IDLE
+
+    def _launch(self, place: int) -> None:
+        unit = self._sequence[place]
+        self._next = place + 1
+        if unit.state is UnitState.RELEASED:
+            unit.start_gather()
+        else:
+            # Already whole here (the user gathered it), but the others need this rank's part.
+            unit.comm.all_gather([(s.wire_view, s.shard) for s in unit.sections], unit.name).wait()
+
+    # -- units -------------------------------------------------------------------------------------------------------
+
+    def need(self, unit: Unit) -> None:
+        """Make the values of a unit valid, launching whatever comes before it in the order."""
+        if unit.sharded and not self.suspended:
+            place = self._position.get(unit.index, -1)
+            while self._next <= place:
+                self._launch(self._next)
+            if unit.state is UnitState.RELEASED:
+                self._rescue(unit)
+            self._look_ahead(place)
+        unit.finish_gather()
+
+    def _look_ahead(self, place: int) -> None:
+        if not self._prefetch:
+            return
+        budget = self._prefetch_elements
+        ahead = place + 1
+        while ahead < len(self._sequence):
+            budget -= self._sequence[ahead].numel
+            if ahead > place + 1 and budget < 0:
+                return
+            if self._next <= ahead:
+                self._launch(ahead)
+            ahead += 1
+
+    def _rescue(self, unit: Unit) -> None:
+        if self._fetcher is None:
+            raise ReleasedParameterError(
+                f"unit {unit.name!r} is needed again after its release and there is no way to fetch it"
+            )
+        self.rescues += 1
+        self._held.add(unit.index)
+        for section in unit.sections:
+            section.allocate()
+        self._fetcher.fetch(unit)
+        unit.fill_done()
+
+    def enter(self, unit: Unit) -> None:
+        """A module of the unit is about to compute."""
+        if self.phase is Phase.FORWARD and self._with_graph:
+            if unit.index not in self._visited:
+                self.trace.append(unit.index)
+            if not torch.is_grad_enabled():
+                self.recomputed[unit.index] = self.recomputed.get(unit.index, 0) + 1
+        self.need(unit)
+
+    def leave(self, unit: Unit) -> None:
+        """A module of the unit has computed."""
+        if self.phase is not Phase.FORWARD:
+            return
+        count = self._visited.get(unit.index, 0) + 1
+        self._visited[unit.index] = count
+        if count >= self._expected[unit.index] and unit.index not in self._held and not self.suspended:
+            unit.release()
+
+    # -- backward ----------------------------------------------------------------------------------------------------
+
+    def differentiated(self, unit: Unit) -> bool:
+        """Whether the graph of a forward call made now may be differentiated later.
+
+        In the backward pass a call is a recomputation. Its graph is used only if the first forward had none (re-entrant
+        checkpointing).
+        """
+        if not torch.is_grad_enabled():
+            return False
+        return self.phase is Phase.FORWARD or (self.phase is Phase.BACKWARD and unit.index in self.recomputed)
+
+    def watch_inputs(
+        self, units: Sequence[Unit], args: tuple[Any, ...], kwargs: dict[str, Any], when_done: Callable[[Unit], None]
+    ) -> tuple[Use, tuple[Any, ...], dict[str, Any]]:
+        """Put aliases in place of the inputs, whose gradients tell when the module's backward is complete.
+
+        The aliases are views, so that in-place operations of the module act as before; equal objects get equal aliases.
+        A call without such inputs counts as in use until its graph dies or the backward pass ends.
+        """
+        use = Use()
+        for unit in units:
+            self._uses[unit.index].add(use)
+        aliases: dict[int, torch.Tensor] = {}
+
+        def alias(value: Any) -> Any:
+            if isinstance(value, torch.Tensor) and value.requires_grad and not isinstance(value, nn.Parameter):
+                if id(value) not in aliases:
+                    aliases[id(value)] = value.view_as(value)
+                return aliases[id(value)]
+            return value
+
+        args = tuple(alias(value) for value in args)
+        kwargs = {key: alias(value) for key, value in kwargs.items()}
+        if aliases:
+
+            def done(_: Any) -> None:
+                for unit in units:
+                    self._uses[unit.index].discard(use)
+                    when_done(unit)
+
+            register_multi_grad_hook(list(aliases.values()), done, mode="all")
+        return use, args, kwargs
+
+    def watch_outputs(
+        self, units: Sequence[Unit], use: Use | None, outputs: Any, before: Callable[[], None]
+    ) -> None:
+        """Bring the units back before the module's outputs are differentiated.
+
+        The graph of the outputs keeps `use` alive; when it dies undifferentiated the use goes with it.
+        """
+        tensors = [t for t in tree_leaves(outputs) if isinstance(t, torch.Tensor) and t.requires_grad]
+        if not tensors:
+            return
+
+        def wanted(_: Any, use: Use | None = use) -> None:
+            before()
+            for unit in units:
+                self.need(unit)
+
+        register_multi_grad_hook(tensors, wanted, mode="any")
+
+    def in_use(self, unit: Unit) -> bool:
+        """Whether a forward call of the unit is still to be differentiated."""
+        return bool(self._uses[unit.index])
+
+    def finish_backward(self, unit: Unit) -> None:
+        """Release a unit whose gradients are complete, unless its values may still be needed."""
+        if self.phase is Phase.BACKWARD and unit.index not in self._held and not self.in_use(unit):
+            if not self.suspended:
+                unit.release()
+
+    # -- access by the user (shardwise.zero.released.Owner) -----------------------------------------------------------
+
+    def touch(self, parameter: nn.Parameter, what: str) -> bool:
+        """Gather on demand inside a pass; outside, wait for updated values or raise."""
+        tensor = self.registry.find(parameter)
+        assert tensor is not None
+        unit = self._unit_of[tensor.index]
+        if not unit.sharded:
+            unit.finish_gather()
+            return False
+        if self.phase is Phase.IDLE and not self.suspended and unit.state is UnitState.RELEASED:
+            raise ReleasedParameterError(
+                f"{what}: the values of parameter {tensor.name!r} (shape {tuple(tensor.shape)}) are sharded over "
+                f"{unit.comm.world} ranks and not gathered outside of forward and backward. Read or change them inside "
+                "`with shardwise.zero.GatheredParameters(parameter, modifier_rank=None or 0):` on every rank, or "
+                "use shardwise.utils.safe_get_full_fp32_param(parameter)."
+            )
+        if self.phase is Phase.FORWARD and self._with_graph and unit.index not in self._visited:
+            self.trace.append(unit.index)
+            self._visited[unit.index] = 0
+        self._held.add(unit.index)
+        self.need(unit)
+        return self.differentiated(unit)
+
+    def guard(self, parameter: nn.Parameter, result: Any) -> None:
+        """A parameter used outside of its own module: bring it back in the backward pass and keep it to the end."""
+        tensor = self.registry.find(parameter)
+        assert tensor is not None
+        unit = self._unit_of[tensor.index]
+
+        def before() -> None:
+            self.on_backward()
+            self._held.add(unit.index)
+
+        self.watch_outputs([unit], None, result, before)
+
+
+def _nothing() -> None:
+    """Default of `Gatherer.on_backward`."""

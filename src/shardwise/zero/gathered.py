@@ -1,0 +1,98 @@
+"""GatheredParameters: whole values of sharded parameters, outside of forward and backward."""
+
+from __future__ import annotations
+
+from collections.abc import Iterable
+from types import TracebackType
+from typing import Any
+
+from torch import nn
+
+from shardwise.errors import UsageError
+from shardwise.zero import released
+
+
+class GatheredParameters:
+    """Gather parameters for the duration of a `with` block; every rank must enter it.
+
+    Args:
+        params: a parameter or an iterable of parameters; whatever no engine owns is passed over.
+        modifier_rank: global rank whose changes are kept and given to all ranks (fp32 masters included). With None changes
+            to sharded parameters are lost.
+        fwd_module: accepted for existing code; needed for nothing, because parameters used outside of their module are
+            noticed.
+        enabled: False makes the block do nothing.
+
+    Raises:
+        UsageError: a parameter is already gathered by an enclosing block.
+
+    Example:
+        >>> import shardwise, torch
+        >>> layer = torch.nn.Linear(2, 2)
+        >>> with shardwise.zero.GatheredParameters(layer.weight, modifier_rank=0):
+        ...     _ = layer.weight.data.zero_()
+    """
+
+    _open: set[int] = set()  # noqa: RUF012  (parameters gathered by an open block in this process)
+
+    def __init__(
+        self,
+        params: Any,
+        modifier_rank: int | None = None,
+        fwd_module: nn.Module | None = None,
+        enabled: bool = True,
+    ) -> None:
+        if isinstance(params, nn.Parameter):
+            params = [params]
+        found: dict[int, nn.Parameter] = {}
+        if enabled and isinstance(params, Iterable):
+            for parameter in params:
+                if isinstance(parameter, nn.Parameter) and released.owner_of(parameter) is not None:
+                    found[id(parameter)] = parameter
+        self._parameters = list(found.values())
+        self._modifier_rank = modifier_rank
+        self._gathered: list[tuple[released.Owner, list[nn.Parameter], Any]] = []
+
+    def __enter__(self) -> GatheredParameters:
+        for parameter in self._parameters:
+            if id(parameter) in self._open:
+                raise UsageError(
+                    f"a parameter of shape {tuple(parameter.shape)} is already gathered by an enclosing GatheredParameters; "
+                    "close that block first, or gather all parameters in one block"
+                )
+        owners: dict[int, tuple[released.Owner, list[nn.Parameter]]] = {}
+        for parameter in self._parameters:
+            self._open.add(id(parameter))
+            owner = released.owner_of(parameter)
+            assert owner is not None
+            owners.setdefault(id(owner), (owner, []))[1].append(parameter)
+        for owner, parameters in owners.values():
+            self._gathered.append((owner, parameters, owner.gather(parameters)))
+        return self
+
+    def __exit__(
+        self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None
+    ) -> None:
+        src = self._modifier_rank if kind is None else None
+        for owner, parameters, gathered in self._gathered:
+            owner.put_back(parameters, gathered, src)
+        self._gathered = []
+        self._open.difference_update(id(parameter) for parameter in self._parameters)
+
+
+def register_external_parameter(module: nn.Module, parameter: nn.Parameter) -> None:
+    """Accepted for existing code; a parameter used outside of its own module is found when it is used.
+
+    Raises:
+        UsageError: the arguments are not a module and a parameter.
+    """
+    if not isinstance(module, nn.Module) or not isinstance(parameter, nn.Parameter):
+        raise UsageError(
+            "register_external_parameter(module, parameter) expects an nn.Module and an nn.Parameter, got "
+            f"{type(module).__name__} and {type(parameter).__name__}"
+        )
+
+
+def unregister_external_parameter(module: nn.Module, parameter: nn.Parameter) -> None:
+    """Counterpart of `register_external_parameter`; accepted and needed for nothing."""
+    register_external_parameter(module, parameter)

@@ -1,0 +1,109 @@
+"""Hooks on the user's modules: they tell the gatherer and the reducer what the model is doing, and nothing else.
+
+The outermost hooked call opens a forward pass and closes it, also when it raises. A module that is home to a unit enters
+and leaves it. Hooks lie outside of the modules' forward, so that a compiled module stays one region.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from typing import Any
+
+import torch
+from torch import nn
+
+from shardwise.zero.gather import Gatherer, Phase, Use
+from shardwise.zero.reduce import Reducer
+from shardwise.zero.unit import Unit
+
+
+class Hooks:
+    """Installs and removes the hooks of one engine.
+
+    Args:
+        root: the user's model.
+        units: all units.
+        gatherer: opened, asked and closed by the hooks.
+        reducer: started by the first gradient of a backward pass, or None where nothing is trained.
+    """
+
+    def __init__(self, root: nn.Module, units: Sequence[Unit], gatherer: Gatherer, reducer: Reducer | None) -> None:
+        self.root = root
+        self.gatherer = gatherer
+        self.reducer = reducer
+        self._outermost: nn.Module | None = None
+        self._calls: list[tuple[nn.Module, Use | None]] = []
+        self._handles: list[Any] = []
+        homes: dict[nn.Module, list[Unit]] = {root: []}
+        for unit in units:
+            for module in unit.modules:
+                homes.setdefault(module, []).append(unit)
+        for module, entered in homes.items():
+            self._install(module, entered)
+
+    def _install(self, module: nn.Module, units: list[Unit]) -> None:
+        sharded = [unit for unit in units if unit.sharded]
+
+        def before(module: nn.Module, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
+            gatherer = self.gatherer
+            self._open(module)
+            for unit in units:
+                gatherer.enter(unit)
+            use = None
+            if sharded and gatherer.differentiated(sharded[0]):
+                use, args, kwargs = gatherer.watch_inputs(sharded, args, kwargs, self._input_gradients_done)
+            self._calls.append((module, use))
+            return (args, kwargs) if use is not None else None
+
+        def after(module: nn.Module, args: Any, kwargs: Any, outputs: Any) -> None:
+            gatherer = self.gatherer
+            use = self._calls.pop()[1] if self._calls and self._calls[-1][0] is module else None
+            outermost = self._outermost is module
+            if use is not None:
+                gatherer.watch_outputs(sharded, use, outputs, self.start_backward)
+            if outermost and self.reducer is not None and torch.is_grad_enabled():
+                gatherer.watch_outputs((), None, outputs, self.start_backward)
+            for unit in units:
+                gatherer.leave(unit)
+            if outermost:
+                self._close()
+
+        self._handles.append(module.register_forward_pre_hook(before, prepend=True, with_kwargs=True))
+        self._handles.append(module.register_forward_hook(after, with_kwargs=True, always_call=True))
+
+    def _open(self, module: nn.Module) -> None:
+        gatherer = self.gatherer
+        if gatherer.phase is Phase.BACKWARD and torch._C._current_graph_task_id() == -1:
+            self._abandon()
+        if gatherer.phase is Phase.IDLE:
+            self._calls.clear()
+            self._outermost = module
+            gatherer.begin_forward()
+
+    def _close(self) -> None:
+        self._outermost = None
+        self._calls.clear()
+        self.gatherer.end_forward()
+
+    def _abandon(self) -> None:
+        """A backward pass was ended by an exception: forget it."""
+        if self.reducer is not None:
+            self.reducer.abandon()
+        self.gatherer.end_backward()
+
+    def start_backward(self) -> None:
+        """Called by the first hook that a backward pass reaches."""
+        if self.reducer is not None:
+            self.reducer.begin()
+
+    def _input_gradients_done(self, unit: Unit) -> None:
+        """The backward of one call of the unit's module is complete."""
+        gradients = self.reducer.gradients.get(unit.index) if self.reducer is not None else None
+        if gradients is None or gradients.complete:
+            self.gatherer.finish_backward(unit)
+
+    def remove(self) -> None:
+        """Take all hooks off the model."""
+        for handle in self._handles:
+            handle.remove()
+        self._handles = []

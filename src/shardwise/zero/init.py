@@ -1,0 +1,307 @@
+"""zero.Init: models that are built sharded, one module at a time.
+
+Inside the context every parameter is whole only until the next module begins to register its own: then each rank keeps its
+part (rank 0's values, so that ranks need not share a seed) and gives the rest back. Code that initialises a parameter later on
+finds it gathered on demand: construction runs on all ranks alike. After the context, values are reached through
+`GatheredParameters` until `initialize()` adopts the parameters into units.
+
+The random numbers drawn are those of plain construction, so that the same seed gives the same model.
+"""
+
+from __future__ import annotations
+
+import contextlib
+from collections.abc import Iterable, Iterator
+from types import TracebackType
+from typing import Any
+
+import torch
+import torch.distributed as dist
+from torch import nn
+from torch.utils.weak import WeakTensorKeyDictionary
+
+from shardwise.comm.communicator import Communicator
+from shardwise.comm.ledger import Ledger
+from shardwise.errors import ReleasedParameterError, UsageError
+from shardwise.zero import released
+
+
+class PartStore:
+    """Parts of parameters that are sharded but not yet in units (a `released.Owner`)."""
+
+    def __init__(self, comm: Communicator) -> None:
+        self.comm = comm
+        self.open = False
+        self._parts = WeakTensorKeyDictionary()
+        self._whole: dict[int, nn.Parameter] = {}
+        self._home = WeakTensorKeyDictionary()
+        self._current: int | None = None
+
+    def register(self, module: nn.Module, parameter: nn.Parameter) -> None:
+        """A module gets a parameter: those of the module before are sharded now."""
+        self._enter(id(module))
+        if released.is_released(parameter):
+            return
+        self._home[parameter] = id(module)
+        self._whole[id(parameter)] = parameter
+
+    def _enter(self, home: int) -> None:
+        if home != self._current:
+            self.flush()
+        self._current = home
+
+    def flush(self) -> None:
+        """Shard every parameter that is whole at the moment."""
+        for parameter in self._whole.values():
+            self.split(parameter)
+        self._whole = {}
+
+    def split(self, parameter: nn.Parameter, src: int = 0) -> None:
+        """Keep this rank's part of group rank `src`'s values and give the rest back."""
+        values = parameter.data
+        flat = values.contiguous().view(-1)
+        self.comm.broadcast(flat, src, "zero.Init").wait()
+        size = -(-flat.numel() // self.comm.world)
+        part = flat.new_zeros(size)
+        mine = flat[self.comm.rank * size : (self.comm.rank + 1) * size]
+        part[: mine.numel()] = mine
+        self._parts[parameter] = part
+        # The true shape on one element of memory: nothing that could be read is a value.
+        parameter.data = torch.empty(1, dtype=values.dtype, device=values.device).expand(values.shape)
+        released.adopt(parameter, self)
+        released.withhold(parameter)
+
+    def values(self, parameter: nn.Parameter) -> torch.Tensor:
+        """Gather the whole values (a collective); the parameter stays as it is."""
+        part = self._parts[parameter]
+        full = part.new_empty(part.numel() * self.comm.world)
+        self.comm.all_gather([(full, part)], "zero.Init", kind="explicit").wait()
+        with torch._C.DisableTorchFunctionSubclass():
+            return full[: parameter.numel()].view(parameter.shape)
+
+    def touch(self, parameter: nn.Parameter, what: str) -> bool:
+        """Gather on demand while the model is being built; afterwards raise."""
+        if not self.open:
+            raise ReleasedParameterError(
+                f"{what}: the values of a parameter of shape {tuple(parameter.shape)}, built under zero.Init and sharded over "
+                f"{self.comm.world} ranks, are not here. Use `with shardwise.zero.GatheredParameters(parameter, "
+                "modifier_rank=None or 0):` on every rank, or pass the model to shardwise.initialize() first."
+            )
+        self._enter(self._home.get(parameter, id(parameter)))
+        self._make_whole(parameter)
+        return False
+
+    def _make_whole(self, parameter: nn.Parameter) -> None:
+        values = self.values(parameter)
+        released.restore(parameter)
+        parameter.data = values
+        self._whole[id(parameter)] = parameter
+
+    def guard(self, parameter: nn.Parameter, result: Any) -> None:
+        """Nothing is differentiated before `initialize()`."""
+
+    def gather(self, parameters: Iterable[nn.Parameter]) -> list[nn.Parameter]:
+        """See `released.Owner`."""
+        wanted = [p for p in parameters if released.is_released(p)]
+        for parameter in wanted:
+            values = self.values(parameter)
+            released.restore(parameter)
+            parameter.data = values
+        return wanted
+
+    def put_back(self, parameters: Iterable[nn.Parameter], gathered: list[nn.Parameter], src: int | None) -> None:
+        """See `released.Owner`."""
+        for parameter in gathered:
+            if src is None:
+                parameter.data = torch.empty(1, dtype=parameter.dtype, device=parameter.device).expand(parameter.shape)
+                released.withhold(parameter)
+            else:
+                self.split(parameter, self.comm.group_rank(src))
+
+    def forget(self, parameter: nn.Parameter) -> None:
+        """Drop the part of a parameter that has been adopted into a unit."""
+        self._parts.pop(parameter, None)
+        self._home.pop(parameter, None)
+        released.restore(parameter)
+
+
+def whole_values(parameter: nn.Parameter) -> tuple[torch.Tensor, bool]:
+    """Return a parameter's whole values for adoption into a unit, and whether all ranks are known to have the same.
+
+    A parameter built under `zero.Init` is gathered (a collective) and becomes a plain one again.
+    """
+    owner = released.owner_of(parameter)
+    if isinstance(owner, PartStore) and released.is_released(parameter):
+        values = owner.values(parameter)
+        owner.forget(parameter)
+        return values, True
+    if owner is not None and released.is_released(parameter):
+        raise UsageError("the model already belongs to an engine: call engine.destroy() before wrapping it again")
+    return parameter.data, False
+
+
+class Init:
+    """Build modules sharded over the data-parallel ranks; see the module docstring.
+
+    Args:
+        module: convert this (possibly meta-device) module at once instead of acting as a context.
+        data_parallel_group: ranks that share the parameters; default all.
+        config_dict_or_path: configuration; `zero_optimization.stage` below 3 makes the context do nothing.
+        config: deprecated name of `config_dict_or_path`.
+        enabled: False makes the context do nothing.
+        dtype: cast floating parameters as they are sharded; default: keep full precision, from which fp32 masters start.
+        remote_device: `cpu` or None; other places are refused.
+        mpu: gives the data-parallel group by `get_data_parallel_group()`.
+        mem_efficient_linear, pin_memory, zero_param_parallel_group, zero_quantized_weights,
+        zero_quantized_nontrainable_weights, sequence_data_parallel_group, param_swapper: accepted from existing code; asking
+            for quantised or swapped weights is refused.
+
+    Example:
+        >>> import shardwise, torch
+        >>> with shardwise.zero.Init():
+        ...     model = torch.nn.Linear(4, 4)
+        >>> model.weight.shape
+        torch.Size([4, 4])
+    """
+
+    _active: list[Init] = []  # noqa: RUF012  (contexts that are open in this process, innermost last)
+
+    def __init__(
+        self,
+        module: nn.Module | None = None,
+        data_parallel_group: dist.ProcessGroup | None = None,
+        mem_efficient_linear: bool = True,
+        remote_device: str | None = None,
+        pin_memory: bool = False,
+        config_dict_or_path: Any = None,
+        config: Any = None,
+        enabled: bool = True,
+        dtype: torch.dtype | None = None,
+        mpu: Any = None,
+        zero_param_parallel_group: Any = None,
+        zero_quantized_weights: bool = False,
+        zero_quantized_nontrainable_weights: bool = False,
+        sequence_data_parallel_group: Any = None,
+        param_swapper: Any = None,
+    ) -> None:
+        for name, value in (
+            ("zero_quantized_weights", zero_quantized_weights),
+            ("zero_quantized_nontrainable_weights", zero_quantized_nontrainable_weights),
+            ("param_swapper", param_swapper),
+            ("zero_param_parallel_group", zero_param_parallel_group),
+        ):
+            if value:
+                raise UsageError(f"zero.Init({name}=...) is not available in this version; leave it out")
+        if remote_device not in (None, "none", "cpu"):
+            raise UsageError(f"zero.Init(remote_device={remote_device!r}) is not available in this version; use None or 'cpu'")
+        source = config_dict_or_path if config_dict_or_path is not None else config
+        self._enabled = enabled and _shards_parameters(source)
+        self._dtype = dtype
+        self._store: PartStore | None = None
+        self._original: Any = None
+        if not self._enabled:
+            return
+        from shardwise.comm.setup import init_distributed
+
+        init_distributed(verbose=False)
+        group = data_parallel_group or sequence_data_parallel_group
+        if group is None and mpu is not None:
+            group = mpu.get_data_parallel_group()
+        self._store = PartStore(Communicator(group, Ledger(), name="zero.Init"))
+        if module is not None:
+            shard_module(module, self._store, dtype)
+
+    def __enter__(self) -> Init:
+        if self._store is None:
+            return self
+        store, dtype = self._store, self._dtype
+        store.open = True
+        Init._active.append(self)
+        original = self._original = nn.Module.register_parameter
+
+        def register_parameter(module: nn.Module, name: str, param: nn.Parameter | None) -> None:
+            original(module, name, param)
+            if Init._active and Init._active[-1] is self and param is not None and not param.is_meta:
+                if dtype is not None and param.is_floating_point() and not released.is_released(param):
+                    param.data = param.data.to(dtype)
+                store.register(module, param)
+
+        nn.Module.register_parameter = register_parameter  # type: ignore[method-assign]
+        return self
+
+    def __exit__(
+        self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None
+    ) -> None:
+        if self._store is None:
+            return
+        nn.Module.register_parameter = self._original  # type: ignore[method-assign]
+        Init._active.remove(self)
+        if kind is None:
+            self._store.flush()
+        self._store.open = False
+
+
+@contextlib.contextmanager
+def suspended() -> Iterator[None]:
+    """Let modules be built plainly inside an open `Init` context."""
+    active, Init._active[:] = list(Init._active), []
+    try:
+        yield
+    finally:
+        Init._active[:] = active
+
+
+def _shards_parameters(source: Any) -> bool:
+    if source is None:
+        return True
+    from shardwise.config import load
+    from shardwise.zero.plan import TABLE
+
+    zero = load(source).get("zero_optimization", {})
+    stage = zero.get("stage", 0) if isinstance(zero, dict) else int(bool(zero))
+    return stage in TABLE and TABLE[stage].parameters
+
+
+def shard_module(module: nn.Module, store: PartStore, dtype: torch.dtype | None = None) -> None:
+    """Shard the parameters of an existing module, one submodule at a time; meta ones are made and initialised first.
+
+    Raises:
+        UsageError: a meta-device submodule has no way to initialise its parameters.
+    """
+    done: set[int] = set()
+    for name, child in module.named_modules():
+        own = [p for p in child._parameters.values() if p is not None and id(p) not in done]
+        done.update(id(p) for p in own)
+        if any(p.is_meta for p in own) or any(b is not None and b.is_meta for b in child._buffers.values()):
+            materialize(module, name, child)
+        for parameter in own:
+            if not released.is_released(parameter):
+                if dtype is not None and parameter.is_floating_point():
+                    parameter.data = parameter.data.to(dtype)
+                store.split(parameter)
+
+
+def materialize(root: nn.Module, name: str, module: nn.Module, device: torch.device | None = None) -> None:
+    """Give a meta-device module's own parameters and buffers memory and initial values; parameters keep their identity.
+
+    Raises:
+        UsageError: neither the module nor its root knows how to initialise it.
+    """
+    device = device or torch.device("cpu")
+    for parameter in module._parameters.values():
+        if parameter is not None and parameter.is_meta:
+            fresh = nn.Parameter(torch.empty_like(parameter, device=device), requires_grad=parameter.requires_grad)
+            torch.utils.swap_tensors(parameter, fresh)
+    for key, buffer in module._buffers.items():
+        if buffer is not None and buffer.is_meta:
+            module._buffers[key] = torch.empty_like(buffer, device=device)
+    reset = getattr(module, "reset_parameters", None) or getattr(module, "_reset_parameters", None)
+    if callable(reset):
+        reset()
+    elif callable(getattr(root, "_init_weights", None)):
+        root._init_weights(module)  # type: ignore[operator]
+    else:
+        raise UsageError(
+            f"module {name or '(root)'!r} ({type(module).__name__}) is on the meta device and has no reset_parameters() to give "
+            "its parameters values. Define one, or build the model under shardwise.zero.Init() instead of on 'meta'."
+        )

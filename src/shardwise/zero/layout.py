@@ -1,0 +1,148 @@
+"""Layout arithmetic: where each element of a parameter lies in a unit, and which rank owns it.
+
+A unit's parameters lie in sections (one per dtype, trainable or not); inside a section they are grouped in lanes (one per
+optimizer parameter group), each parameter at an aligned boundary. A section is padded to a multiple of the number of ranks
+and split into equal ranges, one a rank. A rank's range is a list of segments, each of one lane: what its optimizer steps.
+
+Pure functions of sizes; no tensor is touched. Invariants: every element of every parameter lies in exactly one rank's range;
+every segment starts and ends at an aligned boundary, so that vectorised kernels treat an element the same wherever the cuts
+between ranks and units fall.
+"""
+
+from __future__ import annotations
+
+import bisect
+from collections.abc import Sequence
+from dataclasses import dataclass
+from functools import cached_property
+
+import torch
+
+from shardwise.registry import LogicalTensor
+
+
+def alignment(dtype: torch.dtype, device_type: str) -> int:
+    """Return the number of elements between aligned boundaries: 64 bytes (256 on CUDA) of fp32 and of `dtype`.
+
+    Master weights and gradients are fp32 whatever the parameter's dtype, so the boundary holds for both.
+    """
+    size = 256 if device_type == "cuda" else 64
+    return size // min(dtype.itemsize, 4)
+
+
+def round_up(value: int, multiple: int) -> int:
+    """Return the smallest multiple of `multiple` that is not below `value`."""
+    return -(-value // multiple) * multiple
+
+
+@dataclass(frozen=True)
+class Slot:
+    """Place of one parameter in a section: `index` in the registry, first element and number of elements."""
+
+    index: int
+    offset: int
+    numel: int
+
+
+@dataclass(frozen=True)
+class Lane:
+    """Range `[start, stop)` of a section that belongs to one optimizer parameter group (None: no optimizer)."""
+
+    group: int | None
+    start: int
+    stop: int
+
+
+@dataclass(frozen=True)
+class Piece:
+    """A run of one parameter's elements inside a rank's range.
+
+    Attributes:
+        index: the parameter in the registry.
+        start: first element, counted in the flattened parameter.
+        stop: end (exclusive), counted in the flattened parameter.
+        offset: where the run begins, counted from the start of the range.
+    """
+
+    index: int
+    start: int
+    stop: int
+    offset: int
+
+
+@dataclass(frozen=True)
+class Section:
+    """Parameters of one dtype, all trainable or all frozen, laid out in one flat buffer of `numel` elements."""
+
+    dtype: torch.dtype
+    trainable: bool
+    slots: tuple[Slot, ...]
+    lanes: tuple[Lane, ...]
+    numel: int
+    world: int
+
+    @property
+    def shard(self) -> int:
+        """Number of elements in each rank's range."""
+        return self.numel // self.world
+
+    def range_of(self, rank: int) -> tuple[int, int]:
+        """Return this rank's range `[start, stop)` of the flat buffer."""
+        return rank * self.shard, (rank + 1) * self.shard
+
+    def segments(self, start: int, stop: int) -> list[Lane]:
+        """Return the lanes that meet `[start, stop)`, cut to it, with positions counted from `start`.
+
+        Padding at the end of the section belongs to the last lane.
+        """
+        cut = []
+        for lane in self.lanes:
+            first, last = max(lane.start, start), min(lane.stop, stop)
+            if first < last:
+                cut.append(Lane(lane.group, first - start, last - start))
+        return cut
+
+    @cached_property
+    def _offsets(self) -> list[int]:
+        return [slot.offset for slot in self.slots]
+
+    def pieces(self, start: int, stop: int) -> list[Piece]:
+        """Return the runs of parameters inside `[start, stop)`, in order of position."""
+        found = []
+        first = max(0, bisect.bisect_right(self._offsets, start) - 1)
+        for slot in self.slots[first:]:
+            if slot.offset >= stop:
+                break
+            low, high = max(slot.offset, start), min(slot.offset + slot.numel, stop)
+            if low < high:
+                found.append(Piece(slot.index, low - slot.offset, high - slot.offset, low - start))
+        return found
+
+
+def lay_out(tensors: Sequence[LogicalTensor], world: int, device_type: str) -> tuple[Section, ...]:
+    """Lay the parameters of one unit out in sections; trainable sections come first.
+
+    Args:
+        tensors: the unit's parameters in registration order.
+        world: number of ranks that share the unit.
+        device_type: `cpu`, `cuda`, ...; decides the alignment.
+    """
+    kinds: dict[tuple[bool, str], list[LogicalTensor]] = {}
+    for tensor in tensors:
+        kinds.setdefault((not tensor.trainable, str(tensor.dtype)), []).append(tensor)
+    sections = []
+    for (frozen, _), members in sorted(kinds.items()):
+        align = alignment(members[0].dtype, device_type)
+        members = sorted(members, key=lambda t: (-1 if t.group is None else t.group, t.index))
+        slots, lanes, offset, lane_start = [], [], 0, 0
+        for position, tensor in enumerate(members):
+            slots.append(Slot(tensor.index, offset, tensor.numel))
+            offset += round_up(tensor.numel, align)
+            last = position + 1 == len(members)
+            if last:
+                offset = round_up(offset, align * world)
+            if last or members[position + 1].group != tensor.group:
+                lanes.append(Lane(tensor.group, lane_start, offset))
+                lane_start = offset
+        sections.append(Section(members[0].dtype, not frozen, tuple(slots), tuple(lanes), offset, world))
+    return tuple(sections)

@@ -1,0 +1,288 @@
+"""ShardedModel: a user's module with its units, their memory, and everything that moves it.
+
+This is the composition of the ZeRO strategy: registry, units, gatherer, reducer, hooks and update. The engine talks to this one
+object. The order of the steps in `build` is the order in which memory must come and go: each unit is laid out, filled, sharded and
+released before the next one is touched, so that at most one unit exists twice.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterable, Sequence
+
+import torch
+from torch import nn
+
+from shardwise.comm.communicator import Communicator
+from shardwise.memory import Accountant
+from shardwise.precision.dtypes import PrecisionPolicy
+from shardwise.precision.norms import clip_coefficient, combine, sums_of_squares
+from shardwise.registry import Registry
+from shardwise.zero import released
+from shardwise.zero.gather import Gatherer
+from shardwise.zero.hooks import Hooks
+from shardwise.zero.init import whole_values
+from shardwise.zero.layout import lay_out
+from shardwise.zero.partition import UnitSpec, find_units
+from shardwise.zero.plan import Plan
+from shardwise.zero.reduce import Reducer
+from shardwise.zero.rescue import Rescue
+from shardwise.zero.unit import SectionMemory, Unit, UnitState
+from shardwise.zero.update import SegmentUpdate, Update, WholeUpdate
+
+
+class ShardedModel:
+    """See the module docstring.
+
+    Args:
+        module: the user's model; its parameters keep their identity and become views of unit buffers.
+        optimizer: stepped on what this rank owns; None for a model that is only evaluated.
+        whole_tensors: the optimizer needs whole tensors.
+        plan: what is sharded.
+        policy: dtypes.
+        comm: the data-parallel group.
+        device: where parameters and state live.
+        accountant: counts the bytes.
+        prescale: factor on gradients before they are sent.
+        boundary: whether the backward pass that starts now ends an accumulation window.
+        leaves: modules to be kept in one unit each.
+        host: address of group rank 0 for out-of-band help.
+    """
+
+    def __init__(
+        self,
+        module: nn.Module,
+        optimizer: torch.optim.Optimizer | None,
+        *,
+        whole_tensors: bool,
+        plan: Plan,
+        policy: PrecisionPolicy,
+        comm: Communicator,
+        device: torch.device,
+        accountant: Accountant,
+        prescale: float = 1.0,
+        boundary: Callable[[], bool],
+        leaves: Iterable[nn.Module] = (),
+        host: str = "127.0.0.1",
+    ) -> None:
+        self.module = module
+        self.optimizer = optimizer
+        self.plan = plan
+        self.policy = policy
+        self.comm = comm
+        self.device = device
+        self.accountant = accountant
+        groups = optimizer.param_groups if optimizer is not None else []
+        owners = {id(p): i for i, group in enumerate(groups) for p in group["params"]}
+        self.registry = Registry.of(module, compute_dtype=policy.compute_dtype, groups=owners)
+        self.units: list[Unit] = []
+        self.update: Update | None = None
+        if optimizer is not None:
+            replicated = not plan.shard_optimizer
+            self.update = (
+                WholeUpdate(optimizer, self.units, self.registry, comm, accountant, replicated=replicated)
+                if whole_tensors
+                else SegmentUpdate(optimizer, self.units, self.registry, accountant)
+            )
+        self._owns_masters = not whole_tensors or not plan.shard_optimizer or comm.world == 1
+        persistent = 0
+        for spec in find_units(module, self.registry, plan.unit_cap, leaves):
+            stays = spec.numel <= plan.persistent_elements and persistent + spec.numel <= plan.persistent_total
+            persistent += spec.numel if stays else 0
+            self.units.append(self._build_unit(spec, sharded=plan.shard_parameters and not stays))
+        sharded = [unit for unit in self.units if unit.sharded]
+        self.rescue = Rescue(comm, sharded, host) if sharded else None
+        self.gatherer = Gatherer(
+            self.units,
+            self.registry,
+            self.rescue,
+            prefetch=plan.prefetch,
+            prefetch_elements=plan.prefetch_elements,
+        )
+        self.reducer: Reducer | None = None
+        if self.update is not None:
+            self.update.bind()
+            self.reducer = Reducer(
+                self.units,
+                comm,
+                accountant,
+                shard_gradients=plan.shard_gradients,
+                wire_dtype=policy.wire_dtype,
+                prescale=prescale,
+                boundary=boundary,
+                recomputed=lambda unit: self.gatherer.recomputed.get(unit.index, 0),
+                on_begin=self.gatherer.begin_backward,
+                on_complete=self.gatherer.finish_backward,
+                on_end=self.gatherer.end_backward,
+            )
+        self.hooks = Hooks(module, self.units, self.gatherer, self.reducer)
+        self.gatherer.on_backward = self.hooks.start_backward
+        self._trainable = [p for p, t in zip(self.registry.parameters, self.registry, strict=True) if t.trainable]
+        self._order_agreed = False
+        self._runs: list[tuple[int, torch.Tensor]] | None = None
+
+    # -- building ----------------------------------------------------------------------------------------------------
+
+    def _build_unit(self, spec: UnitSpec, *, sharded: bool) -> Unit:
+        sections = []
+        for layout in lay_out(spec.tensors, self.comm.world, self.device.type):
+            section = SectionMemory(
+                layout,
+                sharded=sharded,
+                shard_optimizer=self.plan.shard_optimizer,
+                rank=self.comm.rank,
+                device=self.device,
+                master_dtype=self.policy.master_dtype(layout.dtype),
+                accumulate_dtype=self._accumulate_dtype(layout.dtype),
+                accountant=self.accountant,
+            )
+            sections.append(section)
+            if layout.trainable and any(
+                self.registry[slot.index].source_dtype.itemsize > layout.dtype.itemsize for slot in layout.slots
+            ):
+                section.widen_source(section.master_dtype)
+        unit = Unit(len(self.units), spec.name, spec.modules, spec.tensors, self.registry, sections, self.comm)
+        for section in sections:
+            self._fill(unit, section)
+        unit.attach()
+        for section in sections:
+            section.settle(keep_master=self._owns_masters and self.update is not None)
+        if self.update is not None:
+            self.update.capture(unit)
+        for section in sections:
+            section.forget_source()
+        for parameter in unit.parameters:
+            released.adopt(parameter, self)
+        unit.release()
+        return unit
+
+    def _accumulate_dtype(self, dtype: torch.dtype) -> torch.dtype:
+        wide = self.policy.accumulate_dtype
+        return dtype if dtype.itemsize > wide.itemsize else wide
+
+    def _fill(self, unit: Unit, section: SectionMemory) -> None:
+        """Copy the initial values in; rank 0's are everybody's."""
+        agreed = True
+        for slot in section.layout.slots:
+            values, same = whole_values(self.registry.parameters[slot.index])
+            agreed = agreed and same
+            section.source[slot.offset : slot.offset + slot.numel].copy_(values.reshape(-1))
+        if not agreed:
+            self.comm.broadcast(section.source, 0, f"{unit.name}.initial").wait()
+
+    # -- stepping ----------------------------------------------------------------------------------------------------
+
+    def gradient_norm(self, scale: float) -> torch.Tensor:
+        """Return the global norm of the accumulated gradients times `scale` (0-D fp64 tensor); one small all-reduce."""
+        if self._runs is None:
+            self._runs = [
+                (piece.index, section.own_gradient[piece.offset : piece.offset + piece.stop - piece.start])
+                for unit in self.units
+                for section in unit.trainable
+                for piece in section.layout.pieces(*section.layout.range_of(self.comm.rank))
+            ]
+        sums = sums_of_squares(self._runs, len(self.registry), self.device)
+        self.comm.all_reduce(sums, "gradient_norm").wait()
+        return combine(sums, scale)
+
+    def scale_gradients(self, factor: float | torch.Tensor) -> None:
+        """Multiply the accumulated gradients."""
+        if isinstance(factor, float) and factor == 1.0:
+            return
+        for unit in self.units:
+            for section in unit.trainable:
+                section.whole_gradient.mul_(factor)
+
+    def clip_factor(self, norm: torch.Tensor, max_norm: float) -> torch.Tensor:
+        """Return the clipping coefficient for a global norm."""
+        return clip_coefficient(norm, max_norm)
+
+    def step(self) -> None:
+        """Step the optimizer with the accumulated gradients and start bringing the results to all ranks."""
+        assert self.update is not None and self.optimizer is not None
+        self.finish_gathers()
+        self.update.step(self.optimizer)
+        torch.autograd.graph.increment_version(self._trainable)
+        if self.plan.shard_optimizer and self.comm.world > 1:
+            for unit in self.units:
+                if not unit.sharded and unit.trainable:
+                    unit.start_gather()
+
+    def end_window(self) -> None:
+        """Forget the accumulated gradients; on the first call agree on the order of units with the other ranks."""
+        assert self.reducer is not None
+        self.reducer.clear()
+        if not self._order_agreed:
+            self._order_agreed = True
+            order = self.comm.share_object(self.gatherer.traced_order(), "unit_order")
+            assert isinstance(order, list)
+            self.gatherer.set_order(order)
+            self.reducer.set_order(order)
+
+    def finish_gathers(self) -> None:
+        """Wait for updated parameters that are still on their way."""
+        for unit in self.units:
+            unit.finish_gather()
+
+    # -- access ------------------------------------------------------------------------------------------------------
+
+    def units_of(self, parameters: Iterable[torch.Tensor]) -> list[Unit]:
+        """Return the units of some parameters, each once; tensors that are not the model's are passed over."""
+        wanted = {t.index for t in map(self.registry.find, parameters) if t is not None}
+        return [unit for unit in self.units if any(tensor.index in wanted for tensor in unit.tensors)]
+
+    def gather(self, parameters: Iterable[nn.Parameter]) -> list[Unit]:
+        """Gather the released units of some parameters outside of passes (all ranks must call); return those units."""
+        changed = []
+        for unit in self.units_of(parameters):
+            unit.finish_gather()
+            if unit.state is UnitState.RELEASED:
+                for section in unit.sections:
+                    section.allocate()
+                pairs = [(s.wire_view, s.shard) for s in unit.sections]
+                self.comm.all_gather(pairs, unit.name, kind="explicit").wait()
+                unit.fill_done()
+                changed.append(unit)
+        return changed
+
+    def put_back(self, parameters: Iterable[nn.Parameter], gathered: Sequence[Unit], src: int | None) -> None:
+        """End a `gather`.
+
+        Args:
+            parameters: those that were asked for.
+            gathered: what `gather` returned; released again.
+            src: global rank whose values become everybody's, masters included; None discards changes.
+        """
+        if src is not None:
+            root = self.comm.group_rank(src)
+            for unit in self.units_of(parameters):
+                for section in unit.sections:
+                    self.comm.broadcast(section.wire_view, root, f"{unit.name}.modified").wait()
+                unit.store_shard()
+                if self.update is not None:
+                    self.update.refresh(unit)
+        for unit in gathered:
+            unit.release()
+
+    def touch(self, parameter: nn.Parameter, what: str) -> bool:
+        """See `shardwise.zero.released.Owner`."""
+        return self.gatherer.touch(parameter, what)
+
+    def guard(self, parameter: nn.Parameter, result: object) -> None:
+        """See `shardwise.zero.released.Owner`."""
+        self.gatherer.guard(parameter, result)
+
+    def close(self) -> None:
+        """Take hooks off, give every parameter plain memory of its own, and stop helper threads."""
+        self.finish_gathers()
+        self.gather(self.registry.parameters)
+        self.hooks.remove()
+        if self.reducer is not None:
+            self.reducer.remove()
+        for unit in self.units:
+            for parameter in unit.parameters:
+                released.disown(parameter)
+                parameter.data = parameter.data.clone()
+        if self.rescue is not None:
+            self.rescue.close()
+
+

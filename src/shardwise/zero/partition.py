@@ -1,0 +1,157 @@
+"""Which parameters form a unit: found from the module tree, in registration order.
+
+A good unit is what computes together: a transformer block. The tree is walked from the root; the outermost repeated
+containers (`nn.ModuleList`, `nn.Sequential` with several children that hold parameters) name the blocks. What lies outside
+them (embeddings, final norms, heads) is taken module by module, and small neighbours are packed together as long as they do not
+exceed the largest block. Containers inside a block are not split apart while the block is within the cap: children
+chosen by data (experts) then travel with their parent.
+
+Nothing here depends on an absolute size: buffers grow with the model, and the cap is the user's.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterable, Sequence
+from dataclasses import dataclass, field
+
+from torch import nn
+
+from shardwise.registry import LogicalTensor, Registry
+
+_CONTAINERS = (nn.ModuleList, nn.ModuleDict, nn.Sequential)
+
+
+@dataclass
+class UnitSpec:
+    """A unit to be built.
+
+    Attributes:
+        name: name of its first module, for messages (`h.3`, or `(root)`).
+        modules: the modules whose forward needs the unit; their hooks enter and leave it.
+        tensors: its parameters.
+    """
+
+    name: str
+    modules: list[nn.Module]
+    tensors: list[LogicalTensor] = field(default_factory=list)
+
+    @property
+    def numel(self) -> int:
+        """Number of elements of all its parameters."""
+        return sum(tensor.numel for tensor in self.tensors)
+
+
+class _Finder:
+    def __init__(self, root: nn.Module, registry: Registry, cap: int, leaves: Iterable[nn.Module]) -> None:
+        self.registry = registry
+        self.cap = cap
+        self.leaves = {id(leaf) for leaf in leaves}
+        self.taken: set[int] = set()
+        self.specs: list[UnitSpec] = []
+        self.names = {id(module): name or "(root)" for name, module in root.named_modules(remove_duplicate=False)}
+        # Tied parameters are claimed by the first module that has them but are needed by all.
+        self.homes: dict[int, list[nn.Module]] = {}
+        for module in root.modules():
+            for parameter in module._parameters.values():
+                if parameter is not None:
+                    tensor = registry.find(parameter)
+                    if tensor is not None and module not in self.homes.setdefault(tensor.index, []):
+                        self.homes[tensor.index].append(module)
+
+    def own(self, module: nn.Module, recurse: bool) -> list[LogicalTensor]:
+        found: dict[int, LogicalTensor] = {}
+        for parameter in module.parameters(recurse=recurse):
+            tensor = self.registry.find(parameter)
+            if tensor is not None and tensor.index not in self.taken:
+                found[tensor.index] = tensor
+        return list(found.values())
+
+    def claim(self, module: nn.Module, tensors: Sequence[LogicalTensor]) -> None:
+        if not tensors:
+            return
+        spec = UnitSpec(self.names[id(module)], [module])
+        for tensor in tensors:
+            self.taken.add(tensor.index)
+            if spec.tensors and spec.numel + tensor.numel > self.cap and id(module) not in self.leaves:
+                self.specs.append(spec)
+                spec = UnitSpec(self.names[id(module)], [module])
+            spec.tensors.append(tensor)
+        self.specs.append(spec)
+
+    def block(self, module: nn.Module) -> None:
+        """Take a block whole if the cap allows, otherwise part by part."""
+        tensors = self.own(module, recurse=True)
+        size = sum(tensor.numel for tensor in tensors)
+        if id(module) in self.leaves or (size <= self.cap and not isinstance(module, _CONTAINERS)):
+            self.claim(module, tensors)
+            return
+        self.claim(module, self.own(module, recurse=False))
+        for child in module.children():
+            self.block(child)
+
+    def walk(self, module: nn.Module) -> None:
+        """Descend outside of blocks."""
+        if id(module) in self.leaves:
+            self.claim(module, self.own(module, recurse=True))
+            return
+        self.claim(module, self.own(module, recurse=False))
+        repeated = isinstance(module, _CONTAINERS) and len(list(module.children())) > 1
+        for child in module.children():
+            if repeated:
+                self.block(child)
+            else:
+                self.walk(child)
+
+
+def find_units(
+    root: nn.Module, registry: Registry, cap: int, leaves: Iterable[nn.Module] = ()
+) -> list[UnitSpec]:
+    """Split a model into units, in registration order.
+
+    Args:
+        root: the user's model.
+        registry: its logical tensors; every one ends up in exactly one unit.
+        cap: largest number of elements in a unit; a larger parameter is a unit of its own.
+        leaves: modules that must stay whole whatever the cap (config `zero_optimization.leaf_module`).
+    """
+    finder = _Finder(root, registry, cap, leaves)
+    finder.walk(root)
+    specs = sorted(finder.specs, key=lambda spec: spec.tensors[0].index)
+    return [_with_homes(spec, finder.homes) for spec in _pack(specs, registry, cap, finder.leaves)]
+
+
+def _pack(specs: list[UnitSpec], registry: Registry, cap: int, leaves: set[int]) -> list[UnitSpec]:
+    """Join small neighbours up to the size of the largest repeated block (or of the largest layer, if none repeats)."""
+    sizes: dict[int, int] = {}
+    for spec in specs:
+        sizes[spec.numel] = sizes.get(spec.numel, 0) + 1
+    repeated = [size for size, count in sizes.items() if count > 1]
+    limit = min(cap, max(repeated or sizes or [0]))
+    packed: list[UnitSpec] = []
+    for spec in specs:
+        last = packed[-1] if packed else None
+        if last is not None and last.numel + spec.numel <= limit and _may_join(last, spec, leaves):
+            last.tensors.extend(spec.tensors)
+            last.modules.extend(module for module in spec.modules if module not in last.modules)
+        else:
+            packed.append(UnitSpec(spec.name, list(spec.modules), list(spec.tensors)))
+    return packed
+
+
+def _may_join(first: UnitSpec, second: UnitSpec, leaves: set[int]) -> bool:
+    """A leaf stays alone, and so does a module around the other one: it would hold it for its whole forward."""
+    if {id(module) for spec in (first, second) for module in spec.modules} & leaves:
+        return False
+    inside = {id(inner) for module in first.modules for inner in module.modules() if inner is not module}
+    return not any(id(module) in inside for module in second.modules)
+
+
+def _with_homes(spec: UnitSpec, homes: dict[int, list[nn.Module]]) -> UnitSpec:
+    """Add the modules that hold tied copies of the unit's parameters outside of the unit's own modules."""
+    covered = {id(m) for module in spec.modules for m in module.modules()}
+    for tensor in spec.tensors:
+        for module in homes.get(tensor.index, ()):
+            if id(module) not in covered:
+                covered.add(id(module))
+                spec.modules.append(module)
+    return spec

@@ -1,0 +1,85 @@
+"""The plan table: what a ZeRO stage means.
+
+A stage is a row that says what is sharded over the data-parallel ranks (Rajbhandari et al., "ZeRO: Memory optimizations
+toward training trillion parameter models", 2020). All other code reads the columns; stage numbers occur in the
+configuration and here, nowhere else.
+"""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+from typing import TYPE_CHECKING
+
+if TYPE_CHECKING:
+    from shardwise.config.schema import ZeroConfig
+
+
+@dataclass(frozen=True)
+class Row:
+    """What one stage shards."""
+
+    optimizer: bool
+    gradients: bool
+    parameters: bool
+
+
+TABLE: dict[int, Row] = {
+    0: Row(optimizer=False, gradients=False, parameters=False),
+    1: Row(optimizer=True, gradients=False, parameters=False),
+    2: Row(optimizer=True, gradients=True, parameters=False),
+    3: Row(optimizer=True, gradients=True, parameters=True),
+}
+
+
+@dataclass(frozen=True)
+class Plan:
+    """How one engine shards, derived from the configuration.
+
+    Attributes:
+        stage: the number the user wrote; for messages only.
+        shard_optimizer: optimizer state and master weights cover only this rank's range.
+        shard_gradients: each micro-batch is reduced into this rank's range, instead of being added up locally and
+            reduced once at the accumulation boundary.
+        shard_parameters: parameters are gathered before use and released after it.
+        unit_cap: largest number of elements in a unit (a larger parameter is a unit of its own).
+        prefetch: whether the next unit is gathered while the current one computes.
+        prefetch_elements: how many elements may be on their way beyond the next unit.
+        persistent_elements: units of at most this many elements stay gathered.
+        persistent_total: and at most this many elements in all.
+    """
+
+    stage: int
+    shard_optimizer: bool
+    shard_gradients: bool
+    shard_parameters: bool
+    unit_cap: int
+    prefetch: bool = True
+    prefetch_elements: int = 0
+    persistent_elements: int = 0
+    persistent_total: int = 0
+
+    @classmethod
+    def of(cls, zero: ZeroConfig, world: int) -> Plan:
+        """Derive the plan from the `zero_optimization` section for `world` ranks; one rank has nothing to shard."""
+        row = TABLE[zero.stage]
+        caps = [int(zero.reduce_bucket_size)]
+        given = zero.model_fields_set
+        if row.optimizer and not row.parameters:
+            caps.append(int(zero.allgather_bucket_size))
+        if row.parameters:
+            # Two units are gathered at a time: the one that computes and the one being prefetched.
+            caps.append(int(zero.stage3_max_live_parameters) // 2)
+        prefetch = int(zero.stage3_prefetch_bucket_size)
+        return cls(
+            stage=zero.stage,
+            shard_optimizer=row.optimizer,
+            shard_gradients=row.gradients,
+            shard_parameters=row.parameters and world > 1,
+            unit_cap=max(1, min(caps)),
+            prefetch=prefetch > 0,
+            prefetch_elements=prefetch if "stage3_prefetch_bucket_size" in given else 0,
+            persistent_elements=int(zero.stage3_param_persistence_threshold)
+            if "stage3_param_persistence_threshold" in given
+            else 0,
+            persistent_total=int(zero.stage3_model_persistence_threshold),
+        )

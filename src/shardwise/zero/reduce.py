@@ -1,0 +1,299 @@
+"""The gradient path: from autograd's gradients to this rank's fp32 accumulator. There is only this one.
+
+A gradient is copied into its unit's flat buffer and freed the moment autograd has produced it. When all gradients that this
+backward pass will produce for a unit are there (asked of the autograd engine, not guessed), the unit is reduced:
+reduce-scatter in rank order, in fp32, added to the accumulator. Units are reduced exactly once per reducing backward pass, in
+the reverse of the agreed forward order; what a rank has not used contributes zeros. One reduction is in flight at a time, so
+the buffers held are one unit's gradient being filled, one being sent and the pieces being received.
+
+Where gradients are not sharded and several micro-batches make a step, gradients are first added up locally in fp32 and
+reduced once, in the backward pass of the last micro-batch.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Sequence
+from typing import Any
+
+import torch
+from torch import nn
+from torch.autograd.graph import get_gradient_edge
+
+from shardwise.comm.communicator import Communicator, Handle
+from shardwise.errors import UsageError
+from shardwise.memory import Accountant, Category
+from shardwise.zero.unit import SectionMemory, Unit
+
+
+class UnitGradients:
+    """The gradients of one unit during backward passes."""
+
+    def __init__(self, unit: Unit) -> None:
+        self.unit = unit
+        # Only the graph node is wanted, not values: released parameters need not come back for it.
+        with torch._C.DisableTorchFunctionSubclass():
+            self.nodes = [
+                get_gradient_edge(unit.registry.parameters[slot.index]).node
+                for section in unit.trainable
+                for slot in section.layout.slots
+            ]
+        self.buffers: dict[int, tuple[torch.Tensor, Category]] = {}
+        self.written: set[int] = set()
+        self.fired = 0
+        self.expected: int | None = None
+        self.task = -1
+        self.nested = 0
+        self.recomputed = 0
+        self.reduced = False
+        self.accumulated = False
+
+    def begin(self, recomputed: int) -> None:
+        """Ask autograd how many gradients the pass that has just started will produce."""
+        self.fired = 0
+        self.task = -1
+        self.reduced = False
+        self.expected = None if recomputed else self._count()
+        self.recomputed = recomputed
+
+    def _count(self) -> int:
+        return sum(torch._C._will_engine_execute_node(node) for node in self.nodes)
+
+    def note(self) -> None:
+        """A gradient has arrived."""
+        if self.expected is None:
+            # Recomputed by a nested backward pass, which knows only its own part of the graph.
+            task = torch._C._current_graph_task_id()
+            if task != self.task:
+                self.task = task
+                self.nested = self.fired + self._count()
+        self.fired += 1
+
+    @property
+    def complete(self) -> bool:
+        """Whether no more gradients of this pass can come."""
+        if self.expected is None:
+            return self.fired > 0 and self.fired == self.nested and self.recomputed == 1
+        return self.fired == self.expected
+
+
+class Reducer:
+    """Collects and reduces the gradients of one engine; see the module docstring.
+
+    Args:
+        units: all units.
+        comm: the data-parallel group.
+        accountant: is told about the buffers.
+        shard_gradients: reduce every micro-batch instead of once per step.
+        wire_dtype: dtype on the wire, or None for the dtype of the local gradients.
+        prescale: factor applied before sending.
+        boundary: whether the backward pass that starts now is the last one before a step.
+        recomputed: how often a unit's forward ran without a graph (re-entrant checkpointing) in this pass.
+        on_begin: called when a backward pass starts.
+        on_complete: called when a unit's gradients are complete.
+        on_end: called at the end of a backward pass, after the last reduction.
+    """
+
+    def __init__(
+        self,
+        units: Sequence[Unit],
+        comm: Communicator,
+        accountant: Accountant,
+        *,
+        shard_gradients: bool,
+        wire_dtype: torch.dtype | None = None,
+        prescale: float = 1.0,
+        boundary: Callable[[], bool],
+        recomputed: Callable[[Unit], int],
+        on_begin: Callable[[], None],
+        on_complete: Callable[[Unit], None],
+        on_end: Callable[[], None],
+    ) -> None:
+        self.comm = comm
+        self.accountant = accountant
+        self.shard_gradients = shard_gradients
+        self.wire_dtype = wire_dtype
+        self.prescale = prescale
+        self.boundary = True
+        self._at_boundary = boundary
+        self.partial = False
+        self.active = False
+        self.passes = 0
+        self._recomputed = recomputed
+        self._on_begin, self._on_complete, self._on_end = on_begin, on_complete, on_end
+        self.gradients = {unit.index: UnitGradients(unit) for unit in units if unit.trainable}
+        self._order = list(reversed(list(self.gradients.values())))
+        self._next = 0
+        self._in_flight: tuple[UnitGradients, Handle] | None = None
+        self._replicating: list[Handle] = []
+        self._hooks: list[Any] = []
+        for gradients in self.gradients.values():
+            unit = gradients.unit
+            for section in unit.trainable:
+                for slot in section.layout.slots:
+                    hook = self._make_hook(gradients, section, slot.index, slot.offset, slot.numel)
+                    parameter = unit.registry.parameters[slot.index]
+                    self._hooks.append(parameter.register_post_accumulate_grad_hook(hook))
+
+    def set_order(self, order: Sequence[int]) -> None:
+        """Adopt an agreed forward order of all units (between passes only)."""
+        self._order = [self.gradients[index] for index in reversed(order) if index in self.gradients]
+
+    @property
+    def reducing(self) -> bool:
+        """Whether backward passes reduce now, or only add up locally."""
+        return self.shard_gradients or self.boundary
+
+    def begin(self) -> None:
+        """Start a backward pass; called by the first hook that autograd runs, any number of times."""
+        if self.active:
+            return
+        self.active = True
+        self.boundary = self._at_boundary()
+        torch.autograd.Variable._execution_engine.queue_callback(self.end)
+        self._next = 0
+        for gradients in self.gradients.values():
+            gradients.begin(self._recomputed(gradients.unit))
+        self._on_begin()
+
+    def abandon(self) -> None:
+        """Forget a backward pass that an exception has ended."""
+        self.active = False
+        self._in_flight = None
+        self._replicating = []
+        for gradients in self.gradients.values():
+            self._free(gradients)
+
+    def end(self) -> None:
+        """End a backward pass: reduce what is left, with zeros for what this rank has not used."""
+        if not self.active:
+            return
+        if self.reducing:
+            self._sweep()
+        else:
+            self.partial = True
+        self.active = False
+        self.passes += 1
+        self._on_end()
+
+    def _sweep(self) -> None:
+        while self._next < len(self._order):
+            self._launch(self._order[self._next])
+        self._finish()
+        for handle in self._replicating:
+            handle.wait()
+        self._replicating = []
+        self.partial = False
+
+    def _make_hook(
+        self, gradients: UnitGradients, section: SectionMemory, index: int, offset: int, numel: int
+    ) -> Callable[[nn.Parameter], None]:
+        place = gradients.unit.sections.index(section)
+
+        def arrived(parameter: nn.Parameter) -> None:
+            grad = parameter.grad
+            parameter.grad = None
+            if grad is None:
+                return
+            self.begin()
+            if gradients.reduced:
+                raise UsageError(
+                    f"parameter {gradients.unit.registry[index].name!r} received another gradient after its unit "
+                    f"{gradients.unit.name!r} had been reduced. It is shared between several re-entrant checkpoints in a way "
+                    "that cannot be seen beforehand: use torch.utils.checkpoint.checkpoint(..., use_reentrant=False)."
+                )
+            if grad.is_sparse:
+                grad = grad.to_dense()
+            target = self._buffer(gradients, place, section)[offset : offset + numel]
+            if index in gradients.written:
+                target.add_(grad.reshape(-1))
+            else:
+                gradients.written.add(index)
+                target.copy_(grad.reshape(-1))
+            del grad
+            gradients.note()
+            if gradients.complete:
+                self._on_complete(gradients.unit)
+                self._pump()
+
+        return arrived
+
+    def _buffer(self, gradients: UnitGradients, place: int, section: SectionMemory) -> torch.Tensor:
+        """Return the flat buffer of a section, zeroed when new."""
+        known = gradients.buffers.get(place)
+        if known is not None:
+            return known[0]
+        # Sums over micro-batches are formed in the accumulator's dtype; a gradient that is alone travels as it is.
+        # The choice depends on nothing that could differ between ranks.
+        alone = self.shard_gradients or (self.boundary and not self.partial)
+        dtype = (self.wire_dtype or section.layout.dtype) if alone else section.accumulate_dtype
+        category = Category.BUFFERS if alone else Category.GRADIENTS
+        buffer = torch.zeros(section.layout.numel, dtype=dtype, device=section.device)
+        self.accountant.add(category, buffer.nbytes)
+        gradients.buffers[place] = (buffer, category)
+        return buffer
+
+    def _free(self, gradients: UnitGradients) -> None:
+        for buffer, category in gradients.buffers.values():
+            self.accountant.remove(category, buffer.nbytes)
+        gradients.buffers = {}
+        gradients.written = set()
+
+    def _pump(self) -> None:
+        """Launch the reductions whose turn it is and whose gradients are complete."""
+        while self.reducing and self._next < len(self._order) and self._order[self._next].complete:
+            self._launch(self._order[self._next])
+
+    def _launch(self, gradients: UnitGradients) -> None:
+        self._finish()
+        self._next += 1
+        gradients.reduced = True
+        unit = gradients.unit
+        pairs = []
+        for place, section in enumerate(unit.sections):
+            if section.layout.trainable:
+                buffer = self._buffer(gradients, place, section)
+                if self.prescale != 1.0:
+                    buffer.mul_(self.prescale)
+                if self.wire_dtype is not None and buffer.dtype != self.wire_dtype:
+                    buffer = buffer.to(self.wire_dtype)
+                pairs.append((section.own_gradient, buffer))
+        handle = self.comm.reduce_scatter(pairs, unit.name, accumulate=gradients.accumulated)
+        gradients.accumulated = True
+        self._in_flight = (gradients, handle)
+
+    def _finish(self) -> None:
+        if self._in_flight is None:
+            return
+        gradients, handle = self._in_flight
+        self._in_flight = None
+        handle.wait()
+        self._free(gradients)
+        pairs = [
+            (section.whole_gradient, section.own_gradient)
+            for section in gradients.unit.trainable
+            if section.whole_gradient.numel() != section.layout.shard
+        ]
+        if pairs:
+            self._replicating.append(self.comm.all_gather(pairs, gradients.unit.name, kind="replicate"))
+
+    def reduce_pending(self) -> None:
+        """Reduce what has only been added up locally (the boundary was declared after the last backward pass)."""
+        if not self.partial:
+            return
+        for gradients in self.gradients.values():
+            gradients.reduced = False
+        self._next = 0
+        self._sweep()
+
+    def clear(self) -> None:
+        """Start a new step: the next reduction overwrites the accumulators."""
+        self.partial = False
+        for gradients in self.gradients.values():
+            gradients.accumulated = False
+            self._free(gradients)
+
+    def remove(self) -> None:
+        """Take the hooks off the parameters."""
+        for hook in self._hooks:
+            hook.remove()
+        self._hooks = []

@@ -1,0 +1,136 @@
+"""Parameters whose values are elsewhere: they keep identity, shape, dtype and numel, and never give wrong values.
+
+While a unit is released (or its values are still on their way), the class of its parameters is swapped for a subclass
+whose `__torch_function__` sees every access. Metadata is answered; anything that needs values asks the unit's owner for
+them, which either gathers (inside a forward or backward pass) or raises `ReleasedParameterError`. While gathered, parameters have
+their own class back and cost nothing.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterable
+from typing import Any, Protocol
+
+import torch
+from torch import nn
+from torch.utils.weak import WeakTensorKeyDictionary
+
+
+class Owner(Protocol):
+    """Whoever can bring a released parameter's values back."""
+
+    def touch(self, parameter: nn.Parameter, what: str) -> bool:
+        """Make the values of `parameter` valid and restore its class, or raise.
+
+        Returns:
+            Whether results computed from the parameter must be guarded in the backward pass as well.
+        """
+
+    def guard(self, parameter: nn.Parameter, result: Any) -> None:
+        """Make sure that the values are back before `result` is differentiated."""
+
+    def gather(self, parameters: Iterable[nn.Parameter]) -> Any:
+        """Make whole values of these parameters valid on every rank (a collective)."""
+
+    def put_back(self, parameters: Iterable[nn.Parameter], gathered: Any, src: int | None) -> None:
+        """End a `gather`; values of global rank `src`, if given, become everybody's, otherwise changes are lost."""
+
+
+_owners: WeakTensorKeyDictionary = WeakTensorKeyDictionary()
+_classes: WeakTensorKeyDictionary = WeakTensorKeyDictionary()
+
+# What can be answered without values. Getters arrive as `descriptor.__get__`, so their names are looked up there.
+_METADATA = frozenset(
+    "shape dtype device layout requires_grad is_leaf grad grad_fn ndim itemsize nbytes is_meta is_cuda is_cpu is_sparse "
+    "is_quantized is_nested is_mkldnn is_xla is_mps is_xpu is_complex is_floating_point numel nelement dim size stride "
+    "element_size is_contiguous ndimension _version _backward_hooks _post_accumulate_grad_hooks retains_grad output_nr _base "
+    "register_hook register_post_accumulate_grad_hook requires_grad_ __hash__ __len__ type get_device is_inference "
+    "zeros_like ones_like full_like empty_like rand_like randn_like new_zeros new_ones new_full new_empty "
+    "is_shared is_conj is_neg is_signed grad_dtype name names".split()
+)
+
+
+def _name_of(func: Callable[..., Any]) -> str:
+    name = getattr(func, "__name__", "")
+    if name in ("__get__", "__set__", "__delete__"):
+        name = getattr(getattr(func, "__self__", None), "__name__", name)
+    return name
+
+
+class Released(nn.Parameter):
+    """Class of a parameter while its values are not gathered."""
+
+    @classmethod
+    def __torch_function__(
+        cls, func: Callable[..., Any], types: Any, args: tuple[Any, ...] = (), kwargs: dict[str, Any] | None = None
+    ) -> Any:
+        """Answer metadata; bring values back for everything else (see the module docstring)."""
+        kwargs = kwargs or {}
+        name = _name_of(func)
+        if name in _METADATA:
+            with torch._C.DisableTorchFunctionSubclass():
+                return func(*args, **kwargs)
+        touched: list[tuple[nn.Parameter, Owner, bool]] = []
+        for value in _flatten((args, kwargs)):
+            if type(value) is Released:
+                owner: Owner = _owners[value]
+                touched.append((value, owner, owner.touch(value, name)))
+        result = func(*args, **kwargs)
+        for parameter, owner, guarded in touched:
+            if guarded:
+                owner.guard(parameter, result)
+        return result
+
+    def __repr__(self, *, tensor_contents: str | None = None) -> str:
+        """Describe the parameter without its values."""
+        with torch._C.DisableTorchFunctionSubclass():
+            return f"Parameter(released, shape={tuple(self.shape)}, dtype={self.dtype}, device={self.device})"
+
+
+def _flatten(value: Any) -> list[Any]:
+    """List the tensors in nested arguments; a parameter that occurs twice is listed once."""
+    found: dict[int, Any] = {}
+    stack = [value]
+    while stack:
+        item = stack.pop()
+        if isinstance(item, torch.Tensor):
+            found[id(item)] = item
+        elif isinstance(item, (tuple, list)):
+            stack.extend(item)
+        elif isinstance(item, dict):
+            stack.extend(item.values())
+    return list(found.values())
+
+
+def adopt(parameter: nn.Parameter, owner: Owner) -> None:
+    """Name the owner that answers for a parameter from now on."""
+    _owners[parameter] = owner
+    if type(parameter) is not Released:
+        _classes[parameter] = type(parameter)
+
+
+def disown(parameter: nn.Parameter) -> None:
+    """Forget a parameter's owner; its values must be valid."""
+    restore(parameter)
+    _owners.pop(parameter, None)
+
+
+def owner_of(parameter: torch.Tensor) -> Owner | None:
+    """Return the owner of a parameter, or None."""
+    return _owners.get(parameter)
+
+
+def withhold(parameter: nn.Parameter) -> None:
+    """Mark the values as not there."""
+    parameter.__class__ = Released
+
+
+def restore(parameter: nn.Parameter) -> None:
+    """Give the parameter its own class back: its values are valid."""
+    if type(parameter) is Released:
+        parameter.__class__ = _classes.get(parameter, nn.Parameter)
+
+
+def is_released(parameter: torch.Tensor) -> bool:
+    """Whether the values of a parameter are not gathered at the moment."""
+    return type(parameter) is Released

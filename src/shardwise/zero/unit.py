@@ -1,0 +1,257 @@
+"""Unit: the parameters that are gathered, reduced and stepped together, and the memory behind them.
+
+For each of its sections a unit holds
+
+* `full`: one flat buffer whose views are the user's parameters. Sharded parameters give its storage back between uses; the views,
+  and whatever autograd saved of them, see the values again when the storage is refilled.
+* `shard`: this rank's range of it, in the same dtype (a view of `full` where parameters are not sharded).
+* `master`: what the optimizer updates, in fp32 (or wider): this rank's range, or everything where the optimizer is not
+  sharded. It is the shard (or `full`) itself where that already has the right dtype.
+* `gradient`: the accumulated gradient for `master`, allocated at the first backward pass.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterator, Sequence
+from enum import Enum
+
+import torch
+from torch import nn
+
+from shardwise.comm.communicator import Communicator, Handle
+from shardwise.memory import Accountant, Category
+from shardwise.registry import LogicalTensor, Registry
+from shardwise.zero import released
+from shardwise.zero.layout import Lane, Section
+
+
+class UnitState(Enum):
+    """Where a unit's whole values are."""
+
+    RELEASED = "released"
+    """Only this rank's range exists; the storage of `full` is empty."""
+    GATHERING = "gathering"
+    """`full` has memory and is being filled; the parameters must not be read yet."""
+    GATHERED = "gathered"
+    """`full` is valid on this rank; parameters are plain parameters."""
+
+
+def _alias(tensor: torch.Tensor) -> torch.Tensor:
+    """Return a tensor on the same storage with a version counter of its own.
+
+    Refilling a released unit changes no value that autograd may have saved, so it must not count as an in-place change.
+    """
+    return torch.empty(0, dtype=tensor.dtype, device=tensor.device).set_(
+        tensor.untyped_storage(), 0, (tensor.numel(),)
+    )
+
+
+class SectionMemory:
+    """The buffers of one section of a unit; see the module docstring."""
+
+    def __init__(
+        self,
+        layout: Section,
+        *,
+        sharded: bool,
+        shard_optimizer: bool,
+        rank: int,
+        device: torch.device,
+        master_dtype: torch.dtype,
+        accumulate_dtype: torch.dtype,
+        accountant: Accountant,
+    ) -> None:
+        self.layout = layout
+        self.rank = rank
+        self.device = device
+        self.accumulate_dtype = accumulate_dtype
+        self._accountant = accountant
+        self.full = torch.zeros(layout.numel, dtype=layout.dtype, device=device)
+        self.wire_view = _alias(self.full)
+        self.sharded = sharded
+        self.master_start, self.master_stop = layout.range_of(rank) if shard_optimizer else (0, layout.numel)
+        self.master_dtype = master_dtype
+        self.shard = self.wire_view[slice(*layout.range_of(rank))]
+        self.source = self.full
+        self.master: torch.Tensor | None = None
+        self.gradient: torch.Tensor | None = None
+        accountant.add(Category.PARAMETERS, self.full.nbytes)
+
+    @property
+    def own_gradient(self) -> torch.Tensor:
+        """This rank's range of the accumulated gradient (allocating it on first use)."""
+        gradient = self.whole_gradient
+        if gradient.numel() == self.layout.shard:
+            return gradient
+        return gradient[slice(*self.layout.range_of(self.rank))]
+
+    @property
+    def whole_gradient(self) -> torch.Tensor:
+        """The gradient for `master` (allocating it on first use)."""
+        if self.gradient is None:
+            size = self.master_stop - self.master_start
+            self.gradient = torch.zeros(size, dtype=self.accumulate_dtype, device=self.device)
+            self._accountant.add(Category.GRADIENTS, self.gradient.nbytes)
+        return self.gradient
+
+    @property
+    def master_is_parameter(self) -> bool:
+        """Whether the optimizer updates the parameters' own memory."""
+        return self.master_dtype == self.layout.dtype
+
+    def widen_source(self, dtype: torch.dtype) -> None:
+        """Read the initial values in a wider dtype than the parameters will have, so that masters start from them."""
+        self.source = torch.zeros(self.layout.numel, dtype=dtype, device=self.device)
+
+    def settle(self, *, keep_master: bool) -> None:
+        """Turn the whole initial values in `source` into parameters, shard and master weights.
+
+        Args:
+            keep_master: whether the optimizer steps masters kept here (False: somebody else owns them).
+        """
+        if self.source is not self.full:
+            self.wire_view.copy_(self.source)
+        if self.sharded:
+            self.shard = self.shard.clone()
+            self._accountant.add(Category.PARAMETERS, self.shard.nbytes - self.full.nbytes)
+            self._accountant.add(Category.GATHERED, self.full.nbytes)
+        if self.layout.trainable and keep_master:
+            if not self.master_is_parameter:
+                self.master = self.source[self.master_start : self.master_stop].to(self.master_dtype, copy=True)
+                self._accountant.add(Category.MASTER, self.master.nbytes)
+            else:
+                self.master = self.shard if self.sharded else self.full[self.master_start : self.master_stop]
+
+    def forget_source(self) -> None:
+        """Drop the wide initial values."""
+        self.source = self.full
+
+    def allocate(self) -> None:
+        """Give the whole buffer its memory back."""
+        self.full.untyped_storage().resize_(self.layout.numel * self.full.element_size())
+        self._accountant.add(Category.GATHERED, self.layout.numel * self.full.element_size())
+
+    def free(self) -> None:
+        """Return the whole buffer's memory."""
+        self.full.untyped_storage().resize_(0)
+        self._accountant.remove(Category.GATHERED, self.layout.numel * self.full.element_size())
+
+    def publish(self) -> None:
+        """Write the updated master weights into the low-precision parameters' memory."""
+        if self.master is None or self.master_is_parameter:
+            return
+        if self.master.numel() == self.layout.numel:
+            self.wire_view.copy_(self.master)
+        else:
+            self.shard.copy_(self.master)
+
+
+class Unit:
+    """See the module docstring. Created whole by `shardwise.zero.build`, then sharded."""
+
+    def __init__(
+        self,
+        index: int,
+        name: str,
+        modules: Sequence[nn.Module],
+        tensors: Sequence[LogicalTensor],
+        registry: Registry,
+        sections: Sequence[SectionMemory],
+        comm: Communicator,
+    ) -> None:
+        self.index = index
+        self.name = name
+        self.modules = list(modules)
+        self.tensors = list(tensors)
+        self.registry = registry
+        self.sections = list(sections)
+        self.comm = comm
+        self.state = UnitState.GATHERED
+        self._handle: Handle | None = None
+        self._gathering: Sequence[SectionMemory] = ()
+
+    @property
+    def parameters(self) -> list[nn.Parameter]:
+        """The user's parameter objects."""
+        return [self.registry.parameters[tensor.index] for tensor in self.tensors]
+
+    @property
+    def numel(self) -> int:
+        """Elements of all sections, padding included."""
+        return sum(section.layout.numel for section in self.sections)
+
+    @property
+    def trainable(self) -> list[SectionMemory]:
+        """Sections that receive gradients."""
+        return [section for section in self.sections if section.layout.trainable]
+
+    @property
+    def sharded(self) -> bool:
+        """Whether the whole values are released between uses."""
+        return any(section.sharded for section in self.sections)
+
+    def attach(self) -> None:
+        """Make every parameter a view of its place in the flat buffer."""
+        for tensor, view in self.views():
+            self.registry.parameters[tensor.index].data = view
+
+    def views(self) -> Iterator[tuple[LogicalTensor, torch.Tensor]]:
+        """Yield each parameter's place in the flat buffers, in its own shape."""
+        for section in self.sections:
+            for slot in section.layout.slots:
+                tensor = self.registry[slot.index]
+                yield tensor, section.full[slot.offset : slot.offset + slot.numel].view(tensor.shape)
+
+    def start_gather(self) -> None:
+        """Launch the gather of all stale sections (one collective); the parameters are withheld until it ends.
+
+        Sharded units gather every section. Others only exchange what the optimizer has updated.
+        """
+        if self.sharded:
+            self._gathering = self.sections
+            for section in self.sections:
+                section.allocate()
+        else:
+            self._gathering = self.trainable
+            for parameter in self.parameters:
+                released.withhold(parameter)
+        self.state = UnitState.GATHERING
+        self._handle = self.comm.all_gather([(s.wire_view, s.shard) for s in self._gathering], self.name)
+
+    def finish_gather(self) -> None:
+        """Wait for the gather; the parameters are valid afterwards."""
+        if self.state is not UnitState.GATHERING:
+            return
+        assert self._handle is not None
+        self._handle.wait()
+        self.fill_done()
+
+    def fill_done(self) -> None:
+        """Declare the whole values valid."""
+        self._handle = None
+        self.state = UnitState.GATHERED
+        for parameter in self.parameters:
+            released.restore(parameter)
+
+    def release(self) -> None:
+        """Give the memory of the whole values back (sharded units only)."""
+        if not self.sharded or self.state is UnitState.RELEASED:
+            return
+        self.finish_gather()
+        for parameter in self.parameters:
+            released.withhold(parameter)
+        for section in self.sections:
+            section.free()
+        self.state = UnitState.RELEASED
+
+    def store_shard(self) -> None:
+        """Copy this rank's range of the (changed) whole values back into the shard."""
+        for section in self.sections:
+            if section.sharded:
+                section.shard.copy_(section.wire_view[slice(*section.layout.range_of(section.rank))])
+
+    def segments(self) -> Iterator[tuple[SectionMemory, Lane]]:
+        """Yield the lanes of the range that this rank's optimizer updates."""
+        for section in self.trainable:
+            for lane in section.layout.segments(section.master_start, section.master_stop):
+                yield section, lane

@@ -1,0 +1,344 @@
+"""Where the optimizer meets the units: what it is given to step, and how its results come back.
+
+An elementwise optimizer steps segments: flat runs of master weights, one list per parameter group, each of one lane. An
+optimizer that needs whole tensors gets whole fp32 masters of the parameters that this rank owns; owners are chosen so that
+bytes are balanced, and gradients travel to the owner and updated values back by all-to-all. The client's optimizer instance
+is kept: its parameter groups are edited in place and state that it already has goes with the parameters.
+"""
+
+from __future__ import annotations
+
+import contextlib
+from collections.abc import Callable, Sequence
+from typing import Any, Protocol
+
+import torch
+from torch import nn
+
+from shardwise.comm.communicator import Communicator
+from shardwise.memory import Accountant, Category
+from shardwise.registry import Registry
+from shardwise.zero.layout import Piece
+from shardwise.zero.unit import SectionMemory, Unit
+
+
+class Update(Protocol):
+    """One way of stepping sharded parameters."""
+
+    def capture(self, unit: Unit) -> None:
+        """Take what is needed from a unit whose whole values are valid for the last time."""
+
+    def bind(self) -> None:
+        """Give the optimizer what it is to step, after all units have been captured."""
+
+    def step(self, optimizer: torch.optim.Optimizer) -> None:
+        """Step with the accumulated gradients and write the results into the parameters' memory."""
+
+    def refresh(self, unit: Unit) -> None:
+        """Take over parameter values of a gathered unit that somebody has changed."""
+
+    def master_pieces(self, index: int) -> list[tuple[int, int, torch.Tensor]]:
+        """Return (start, stop, 1-D master view) for the runs of a parameter that are stored on this rank."""
+
+    def state_pieces(self, index: int, key: str) -> list[tuple[int, int, torch.Tensor]]:
+        """Return (start, stop, 1-D view) for the runs of an elementwise optimizer state stored on this rank."""
+
+
+def assign_groups(optimizer: torch.optim.Optimizer, members: Sequence[Sequence[nn.Parameter]]) -> None:
+    """Replace the parameters of an optimizer's groups in place."""
+    for group, parameters in zip(optimizer.param_groups, members, strict=True):
+        group["params"] = list(parameters)
+
+
+class SegmentUpdate:
+    """Elementwise optimizers: steps segments of master weights.
+
+    Args:
+        optimizer: the client's or the configured optimizer; its groups are edited in place.
+        units: all units.
+        registry: the logical tensors.
+        accountant: is told about optimizer state.
+    """
+
+    def __init__(
+        self,
+        optimizer: torch.optim.Optimizer,
+        units: Sequence[Unit],
+        registry: Registry,
+        accountant: Accountant,
+    ) -> None:
+        self.optimizer = optimizer
+        self.units = units
+        self.registry = registry
+        self._accountant = accountant
+        self._state_bytes = 0
+        self._segments: list[tuple[SectionMemory, slice, nn.Parameter]] = []
+        self._runs: dict[int, list[tuple[SectionMemory, Piece, nn.Parameter]]] = {}
+
+    def capture(self, unit: Unit) -> None:
+        """Nothing: segments are views of the units' own masters."""
+
+    def bind(self) -> None:
+        """Put the segments into the optimizer's groups."""
+        optimizer = self.optimizer
+        members: list[list[nn.Parameter]] = [[] for _ in optimizer.param_groups]
+        old_state = _take_state(optimizer)
+        for unit in self.units:
+            for section, lane in unit.segments():
+                assert section.master is not None and lane.group is not None
+                segment = nn.Parameter(section.master[lane.start : lane.stop], requires_grad=True)
+                members[lane.group].append(segment)
+                self._segments.append((section, slice(lane.start, lane.stop), segment))
+                first, last = section.master_start + lane.start, section.master_start + lane.stop
+                for piece in section.layout.pieces(first, last):
+                    self._runs.setdefault(piece.index, []).append((section, piece, segment))
+        assign_groups(optimizer, members)
+        if old_state:
+            self._adopt_state(old_state)
+
+    def _adopt_state(self, old_state: dict[int, dict[str, Any]]) -> None:
+        """Cut the state that an instance already had the way its parameters are cut."""
+        for index, runs in self._runs.items():
+            state = old_state.get(id(self.registry.parameters[index]))
+            if not state:
+                continue
+            numel = self.registry[index].numel
+            for _, piece, segment in runs:
+                target = self.optimizer.state.setdefault(segment, {})
+                for key, value in state.items():
+                    if isinstance(value, torch.Tensor) and value.numel() == numel and value.dim() > 0:
+                        if key not in target:
+                            target[key] = torch.zeros_like(segment.detach(), dtype=value.dtype)
+                        target[key][piece.offset : piece.offset + piece.stop - piece.start] = value.reshape(-1)[
+                            piece.start : piece.stop
+                        ]
+                    else:
+                        target[key] = value.clone() if isinstance(value, torch.Tensor) else value
+
+    def step(self, optimizer: torch.optim.Optimizer) -> None:
+        """Step all segments and write the results into the parameters' memory."""
+        for section, place, segment in self._segments:
+            segment.grad = section.whole_gradient[place]
+        optimizer.step()
+        for _, _, segment in self._segments:
+            segment.grad = None
+        for unit in self.units:
+            for section in unit.trainable:
+                section.publish()
+        self._count_state()
+
+    def refresh(self, unit: Unit) -> None:
+        """Take over changed parameter values; unchanged elements keep the master's extra digits."""
+        for section in unit.trainable:
+            if section.master is not None and not section.master_is_parameter:
+                _take_changes(section.master, section.wire_view[section.master_start : section.master_stop])
+
+    def _count_state(self) -> None:
+        if self._state_bytes:
+            return
+        self._state_bytes = state_bytes(self.optimizer)
+        self._accountant.add(Category.OPTIMIZER, self._state_bytes)
+
+    def master_pieces(self, index: int) -> list[tuple[int, int, torch.Tensor]]:
+        """See `Update.master_pieces`."""
+        return [
+            (piece.start, piece.stop, segment.detach()[piece.offset : piece.offset + piece.stop - piece.start])
+            for _, piece, segment in self._runs.get(index, ())
+        ]
+
+    def state_pieces(self, index: int, key: str) -> list[tuple[int, int, torch.Tensor]]:
+        """See `Update.state_pieces`."""
+        found = []
+        for _, piece, segment in self._runs.get(index, ()):
+            value = self.optimizer.state.get(segment, {}).get(key)
+            if isinstance(value, torch.Tensor) and value.numel() == segment.numel():
+                view = value[piece.offset : piece.offset + piece.stop - piece.start]
+                found.append((piece.start, piece.stop, view))
+        return found
+
+
+class WholeUpdate:
+    """Optimizers that need whole tensors: each tensor is owned and stepped by one rank.
+
+    Args:
+        optimizer: its groups are edited in place to hold the masters of the tensors this rank owns.
+        units: all units.
+        registry: the logical tensors.
+        comm: the data-parallel group.
+        accountant: is told about masters and state.
+        replicated: every rank steps everything (the optimizer is not sharded).
+    """
+
+    def __init__(
+        self,
+        optimizer: torch.optim.Optimizer,
+        units: Sequence[Unit],
+        registry: Registry,
+        comm: Communicator,
+        accountant: Accountant,
+        *,
+        replicated: bool,
+    ) -> None:
+        self.optimizer = optimizer
+        self.units = units
+        self.registry = registry
+        self.comm = comm
+        self.replicated = replicated or comm.world == 1
+        self._accountant = accountant
+        self._state_bytes = 0
+        self.owner: dict[int, int] = {}
+        load = [0] * comm.world
+        for tensor in sorted((t for t in registry if t.trainable), key=lambda t: (-t.numel, t.index)):
+            rank = comm.rank if self.replicated else min(range(comm.world), key=lambda r: (load[r], r))
+            self.owner[tensor.index] = rank
+            load[rank] += tensor.numel
+        self.masters: dict[int, nn.Parameter] = {}
+
+    def capture(self, unit: Unit) -> None:
+        """Copy the masters of the tensors this rank owns (views, where nothing is sharded and the dtype is right)."""
+        for section in unit.trainable:
+            for slot in section.layout.slots:
+                if self.owner[slot.index] != self.comm.rank:
+                    continue
+                shape = self.registry[slot.index].shape
+                if self.replicated:
+                    assert section.master is not None
+                    values = section.master[slot.offset : slot.offset + slot.numel]
+                else:
+                    values = section.source[slot.offset : slot.offset + slot.numel].to(section.master_dtype, copy=True)
+                    self._accountant.add(Category.MASTER, values.nbytes)
+                self.masters[slot.index] = nn.Parameter(values.detach().view(shape))
+
+    def bind(self) -> None:
+        """Put the owned masters into the optimizer's groups."""
+        members: list[list[nn.Parameter]] = [[] for _ in self.optimizer.param_groups]
+        old_state = _take_state(self.optimizer)
+        for index in sorted(self.masters):
+            group = self.registry[index].group
+            assert group is not None
+            members[group].append(self.masters[index])
+            state = old_state.get(id(self.registry.parameters[index]))
+            if state:
+                self.optimizer.state[self.masters[index]] = state
+        assign_groups(self.optimizer, members)
+
+    def step(self, optimizer: torch.optim.Optimizer) -> None:
+        """Bring gradients to their owners, step, and bring the results back."""
+        for unit in self.units:
+            self._collect(unit)
+        optimizer.step()
+        for master in self.masters.values():
+            master.grad = None
+        for unit in self.units:
+            self._distribute(unit)
+        if not self._state_bytes:
+            self._state_bytes = state_bytes(self.optimizer)
+            self._accountant.add(Category.OPTIMIZER, self._state_bytes)
+
+    def refresh(self, unit: Unit) -> None:
+        """Take over changed parameter values; unchanged elements keep the master's extra digits."""
+        for section in unit.trainable:
+            for slot in section.layout.slots:
+                master = self.masters.get(slot.index)
+                if master is not None and not (self.replicated and section.master_is_parameter):
+                    _take_changes(_flat(master.detach()), section.wire_view[slot.offset : slot.offset + slot.numel])
+
+    def _collect(self, unit: Unit) -> None:
+        for section in unit.trainable:
+            if self.replicated:
+                for slot in section.layout.slots:
+                    master = self.masters[slot.index]
+                    master.grad = section.whole_gradient[slot.offset : slot.offset + slot.numel].view(master.shape)
+                continue
+            for slot in section.layout.slots:
+                if slot.index in self.masters:
+                    self.masters[slot.index].grad = torch.zeros_like(self.masters[slot.index], dtype=section.accumulate_dtype)
+            sends, receives = self._routes(section, lambda index: _flat(self.masters[index].grad), section.own_gradient)
+            _exchange(self.comm, receives, sends, section.accumulate_dtype, section.device, f"{unit.name}.gradients")
+
+    def _distribute(self, unit: Unit) -> None:
+        for section in unit.trainable:
+            if self.replicated:
+                section.publish()
+                continue
+            values = {
+                slot.index: _flat(self.masters[slot.index].detach()).to(section.layout.dtype)
+                for slot in section.layout.slots
+                if slot.index in self.masters
+            }
+            receives, sends = self._routes(section, values.__getitem__, section.shard)
+            _exchange(self.comm, receives, sends, section.layout.dtype, section.device, f"{unit.name}.updates")
+
+    def _routes(
+        self, section: SectionMemory, whole: Callable[[int], torch.Tensor], own: torch.Tensor
+    ) -> tuple[list[list[torch.Tensor]], list[list[torch.Tensor]]]:
+        """Return, per peer, the views of this rank's range owned by the peer, and of owned tensors in the peer's range."""
+        world = self.comm.world
+        mine: list[list[torch.Tensor]] = [[] for _ in range(world)]
+        theirs: list[list[torch.Tensor]] = [[] for _ in range(world)]
+        for rank in range(world):
+            for piece in section.layout.pieces(*section.layout.range_of(rank)):
+                owner = self.owner[piece.index]
+                if rank == self.comm.rank:
+                    mine[owner].append(own[piece.offset : piece.offset + piece.stop - piece.start])
+                if owner == self.comm.rank:
+                    theirs[rank].append(whole(piece.index)[piece.start : piece.stop])
+        return mine, theirs
+
+    def master_pieces(self, index: int) -> list[tuple[int, int, torch.Tensor]]:
+        """See `Update.master_pieces`."""
+        master = self.masters.get(index)
+        return [] if master is None else [(0, master.numel(), _flat(master.detach()))]
+
+    def state_pieces(self, index: int, key: str) -> list[tuple[int, int, torch.Tensor]]:
+        """See `Update.state_pieces`."""
+        master = self.masters.get(index)
+        value = None if master is None else self.optimizer.state.get(master, {}).get(key)
+        if master is None or not isinstance(value, torch.Tensor) or value.numel() != master.numel():
+            return []
+        return [(0, master.numel(), _flat(value))]
+
+
+def _take_state(optimizer: torch.optim.Optimizer) -> dict[int, dict[str, Any]]:
+    """Remove and return the state an optimizer already has, by `id(parameter)`."""
+    parameters = [p for group in optimizer.param_groups for p in group["params"]]
+    return {id(p): optimizer.state.pop(p) for p in parameters if p in optimizer.state}
+
+
+def _take_changes(master: torch.Tensor, values: torch.Tensor) -> None:
+    changed = master.to(values.dtype) != values
+    master.copy_(torch.where(changed, values.to(master.dtype), master))
+
+
+def _flat(tensor: torch.Tensor | None) -> torch.Tensor:
+    assert tensor is not None
+    return tensor.view(-1)
+
+
+def _exchange(
+    comm: Communicator,
+    receives: list[list[torch.Tensor]],
+    sends: list[list[torch.Tensor]],
+    dtype: torch.dtype,
+    device: torch.device,
+    label: str,
+) -> None:
+    """All-to-all of lists of runs; runs of one peer travel as one message."""
+    empty = torch.empty(0, dtype=dtype, device=device)
+    inputs = [torch.cat(runs) if runs else empty for runs in sends]
+    outputs = [torch.empty(sum(run.numel() for run in runs), dtype=dtype, device=device) for runs in receives]
+    comm.all_to_all(outputs, inputs, label).wait()
+    for runs, message in zip(receives, outputs, strict=True):
+        for run, part in zip(runs, message.split([run.numel() for run in runs]) if runs else (), strict=True):
+            run.copy_(part)
+
+
+def state_bytes(optimizer: torch.optim.Optimizer) -> int:
+    """Return the bytes of all tensors in an optimizer's state."""
+    total = 0
+    for state in optimizer.state.values():
+        for value in state.values():
+            if isinstance(value, torch.Tensor):
+                with contextlib.suppress(RuntimeError):
+                    total += value.nbytes
+    return total
