@@ -66,3 +66,7 @@ class PeerLostError(ShardwiseError, RuntimeError):
 
 class SyncError(UsageError, AssertionError):
     """Gradients would be stepped without having been reduced."""
+
+
+class LossScaleError(ShardwiseError, ArithmeticError):
+    """Gradients overflow although the loss scale is as small as it may be."""

@@ -202,7 +202,9 @@ def _describe(failures: list[Failure], stacks: dict[int, str], world: int, timeo
     for failure in failures[1:]:
         if (failure.kind, failure.message) == (first.kind, first.message):
             same.append(failure.rank)
-        elif failure.kind in ("RuntimeError", "DistBackendError") and _PEER_DIED.search(failure.message):
+        elif failure.kind in ("RuntimeError", "DistBackendError", "PeerLostError") and _PEER_DIED.search(
+            failure.message
+        ):
             followers.append(failure.rank)
         else:
             causes.append(failure)

@@ -1,0 +1,232 @@
+"""Point-to-point messages of one exchange between ranks, and the arithmetic on what arrives.
+
+The parts that the algorithms in `shardwise.comm.gloo` are made of: `Wire` launches messages and, for
+algorithms that pass data on, runs a thread; `Pending` is the handle that the caller waits for; `sum_in_order`
+adds pieces.
+"""
+
+from __future__ import annotations
+
+import threading
+from collections.abc import Callable, Iterable, Sequence
+
+import torch
+import torch.distributed as dist
+
+from shardwise.errors import PeerLostError, UsageError
+
+SUM_CHUNK = 1 << 15
+"""Elements that are added at a time: few enough to stay in a core's cache."""
+
+
+class Pending:
+    """A launched exchange."""
+
+    def __init__(self, wire: Wire) -> None:
+        self._wire: Wire | None = wire
+        self._after: list[Callable[[], None]] = []
+        self._error: PeerLostError | None = None
+
+    def then(self, local_work: Callable[[], None]) -> Pending:
+        """Have `wait()` call `local_work` after the messages have arrived; return self."""
+        self._after.append(local_work)
+        return self
+
+    def is_completed(self) -> bool:
+        """Whether the exchange is known to be over.
+
+        Gloo reports a message as completed only to the one who waits for it, so `False` may also mean that
+        nobody has waited yet.
+        """
+        return self._wire is None and self._error is None
+
+    def wait(self) -> None:
+        """Block until all messages are sent and received, then do the local rest; later calls do nothing.
+
+        Raises:
+            PeerLostError: a peer left before the exchange was over (again on every later call).
+        """
+        if self._error is not None:
+            raise self._error
+        if self._wire is None:
+            return
+        try:
+            self._wire.wait()
+        except PeerLostError as error:
+            self._error, self._wire, self._after = error, None, []
+            raise
+        for local_work in self._after:
+            local_work()
+        self._wire, self._after = None, []  # frees the receive buffers
+
+
+class Message:
+    """One message under way to or from `peer`."""
+
+    def __init__(self, peer: int, work: dist.Work) -> None:
+        self.peer = peer
+        self._work: dist.Work | None = work
+
+    def wait(self) -> None:
+        """Wait until it is sent or received; later calls do nothing (Gloo's own would never return)."""
+        work, self._work = self._work, None
+        if work is not None:
+            work.wait()
+
+
+class Wire:
+    """The messages of one exchange, and the thread that passes data on where one is needed.
+
+    Raises:
+        UsageError: this rank is not a member of the group.
+    """
+
+    def __init__(self, op: str, group: dist.ProcessGroup, tag: int) -> None:
+        self.op = op
+        self.tag = tag
+        self.group = group
+        self.rank = dist.get_rank(group)
+        self.world = dist.get_world_size(group)
+        if self.rank < 0:
+            raise UsageError(
+                f"{op}: rank {dist.get_rank()} is not a member of the process group it was given"
+            )
+        self._messages: list[Message] = []
+        self._thread: threading.Thread | None = None
+        self._thread_error: BaseException | None = None
+
+    def peers(self) -> list[int]:
+        """The other ranks, beginning with the next one, so that not all ranks send to rank 0 first."""
+        return [(self.rank + step) % self.world for step in range(1, self.world)]
+
+    def send(self, tensor: torch.Tensor, peer: int) -> None:
+        """Launch a message; an empty one is left out, as its receiver leaves it out."""
+        if tensor.numel():
+            self._launch(dist.isend, tensor, peer, group_dst=peer)
+
+    def receive(self, tensor: torch.Tensor, peer: int) -> Message | None:
+        """Launch the receipt of a message into `tensor`; None if it is empty."""
+        return self._launch(dist.irecv, tensor, peer, group_src=peer) if tensor.numel() else None
+
+    def _launch(
+        self, call: Callable[..., dist.Work | None], tensor: torch.Tensor, peer: int, **where: int
+    ) -> Message:
+        try:
+            work = call(tensor, group=self.group, tag=self.tag, **where)
+        except RuntimeError as error:
+            raise self._lost(peer, error) from error
+        assert work is not None  # None is for ranks outside the group, which the constructor refuses
+        message = Message(peer, work)
+        self._messages.append(message)
+        return message
+
+    def relay(self, steps: Callable[[], None]) -> None:
+        """Run `steps`, which wait for messages and send others, in a thread."""
+
+        def run() -> None:
+            try:
+                steps()
+            except BaseException as error:
+                self._thread_error = error
+
+        self._thread = threading.Thread(target=run, name=f"shardwise-{self.op}", daemon=True)
+        self._thread.start()
+
+    def wait_for(self, message: Message | None) -> None:
+        """Wait for one message; None is an empty one."""
+        if message is None:
+            return
+        try:
+            message.wait()
+        except RuntimeError as error:
+            raise self._lost(message.peer, error) from error
+
+    def wait(self) -> None:
+        """Wait for the thread and all messages."""
+        if self._thread is not None:
+            self._thread.join()
+            if self._thread_error is not None:
+                raise self._thread_error
+        for message in self._messages:
+            self.wait_for(message)
+
+    def _lost(self, peer: int, error: RuntimeError) -> PeerLostError:
+        return PeerLostError(
+            f"rank {self.rank} of {self.world}: {self.op} (tag {self.tag}) lost rank {peer} of its group: "
+            f"{error}\n"
+            f"The cause is on rank {peer}, or on a rank that it was waiting for: see their output."
+        )
+
+
+def check_flat(tensor: torch.Tensor, what: str, op: str) -> torch.Tensor:
+    """Return the tensor if it is contiguous and on the CPU, as a message must be.
+
+    Raises:
+        UsageError: it is not.
+    """
+    if tensor.is_contiguous() and tensor.device.type == "cpu":
+        return tensor
+    kind = "contiguous" if tensor.is_contiguous() else "not contiguous"
+    raise UsageError(
+        f"{op}: {what} must be a contiguous CPU tensor; found shape {tuple(tensor.shape)} on "
+        f"{tensor.device}, {kind}"
+    )
+
+
+def split_by_rank(full: torch.Tensor, piece: torch.Tensor, wire: Wire) -> Sequence[torch.Tensor]:
+    """Return the views of 1-D `full` that belong to each rank; `piece` is this rank's counterpart.
+
+    Raises:
+        UsageError: the sizes do not fit, or `piece` overlaps `full` elsewhere than at this rank's place.
+    """
+    check_flat(full, "full", wire.op)
+    check_flat(piece, "shard", wire.op)
+    size = piece.numel()
+    if full.dim() != 1 or piece.dim() != 1 or full.numel() != wire.world * size:
+        raise UsageError(
+            f"{wire.op}: {wire.world} ranks and a 1-D shard of {size} elements need a 1-D full tensor of "
+            f"{wire.world * size}; found shapes {tuple(full.shape)} and {tuple(piece.shape)}"
+        )
+    parts = full.view(wire.world, size).unbind()
+    start, end = full.data_ptr(), full.data_ptr() + full.nbytes
+    if size and piece.data_ptr() < end and piece.data_ptr() + piece.nbytes > start:
+        own = parts[wire.rank]
+        if piece.data_ptr() != own.data_ptr() or piece.dtype != own.dtype:
+            raise UsageError(
+                f"{wire.op}: the shard of rank {wire.rank} overlaps the full tensor at byte "
+                f"{piece.data_ptr() - start}; it may only be the rank's own range, "
+                f"at byte {own.data_ptr() - start}"
+            )
+    return parts
+
+
+def copy_into(target: torch.Tensor, source: torch.Tensor) -> None:
+    """Copy unless both are the same memory."""
+    if target.data_ptr() != source.data_ptr():
+        target.copy_(source.view(target.shape))
+
+
+def sum_in_order(out: torch.Tensor, pieces: Sequence[torch.Tensor], scale: float, accumulate: bool) -> None:
+    """Set (or add to) 1-D `out` `scale` times the sum of `pieces`, formed in order and in the dtype of `out`.
+
+    One of the pieces may be `out` itself. The extra memory is a few chunks, whatever the size.
+
+    Scaling and adding are two operations on purpose: `add_(alpha=scale)` fuses them in vector code and not in
+    the remainder of a vector, so that the bits of an element would depend on where it lies.
+    """
+    scratch = torch.empty(min(SUM_CHUNK, out.numel()), dtype=out.dtype)
+    in_place = not accumulate and all(piece.data_ptr() != out.data_ptr() for piece in pieces)
+    chunks: Iterable[tuple[torch.Tensor, ...]] = zip(
+        out.split(SUM_CHUNK), *(piece.split(SUM_CHUNK) for piece in pieces), strict=True
+    )
+    for target, first, *others in chunks:
+        total = target if in_place else scratch[: target.numel()]
+        total.copy_(first)
+        for term in others:
+            total.add_(term)
+        if scale != 1.0:
+            total.mul_(scale)
+        if accumulate:
+            target.add_(total)
+        elif not in_place:
+            target.copy_(total)
