@@ -1,0 +1,129 @@
+"""Which number type is used for what: computing, sending, accumulating, and the weights that are stepped.
+
+Mixed precision (Micikevicius et al., 2018) computes in 16 bits and keeps fp32 master weights. The rule that
+all code asks is here: fp16 and bf16 parameters that are trained have fp32 master weights; gradients are
+accumulated and summed in fp32 unless the user decides otherwise.
+"""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+from typing import TYPE_CHECKING
+
+import torch
+
+from shardwise.errors import ConfigError
+
+if TYPE_CHECKING:
+    from shardwise.config import Config
+
+_NAMES: dict[str, torch.dtype] = {
+    "fp16": torch.float16,
+    "float16": torch.float16,
+    "half": torch.float16,
+    "bf16": torch.bfloat16,
+    "bfloat16": torch.bfloat16,
+    "fp32": torch.float32,
+    "float32": torch.float32,
+    "float": torch.float32,
+    "fp64": torch.float64,
+    "float64": torch.float64,
+    "double": torch.float64,
+}
+
+_LOW_PRECISION = (torch.float16, torch.bfloat16)
+
+
+def parse_dtype(name: str | torch.dtype, key: str = "dtype") -> torch.dtype:
+    """Return the floating-point type that a name means.
+
+    Args:
+        name: fp16, float16, half, bf16, bfloat16, fp32, float32, float, fp64, float64 or double, in any
+            case, with or without "torch."; or one of these torch.dtype objects.
+        key: what the value was given for, for the error.
+
+    Raises:
+        ConfigError: there is no such name, or the type is not one of these four.
+
+    >>> parse_dtype("bf16"), parse_dtype("torch.half")
+    (torch.bfloat16, torch.float16)
+    """
+    text = str(name).lower().removeprefix("torch.") if isinstance(name, str | torch.dtype) else ""
+    if text not in _NAMES:
+        raise ConfigError(f"{key}: expected one of {', '.join(_NAMES)}, found {name!r}")
+    return _NAMES[text]
+
+
+@dataclass(frozen=True)
+class PrecisionPolicy:
+    """The number types of a run.
+
+    Attributes:
+        compute_dtype: type of parameters in forward and backward. None: each parameter keeps its own.
+        wire_dtype: type in which gradients are sent. None: the type in which they were computed.
+        accumulate_dtype: type in which gradients are added up, over micro-batches and over ranks; fp64
+            gradients never lose precision there (see `accumulation_dtype`).
+        buffer_dtype: type of floating-point buffers. None: each buffer keeps its own.
+    """
+
+    compute_dtype: torch.dtype | None = None
+    wire_dtype: torch.dtype | None = None
+    accumulate_dtype: torch.dtype = torch.float32
+    buffer_dtype: torch.dtype | None = None
+
+    def master_dtype(self, param_dtype: torch.dtype) -> torch.dtype:
+        """Return the type of the weights that the optimizer steps, for a trained parameter of `param_dtype`.
+
+        fp32 for fp16 and bf16; fp32 and fp64 parameters are their own master weights.
+
+        Raises:
+            ConfigError: parameters of this type cannot be trained.
+
+        >>> PrecisionPolicy().master_dtype(torch.bfloat16)
+        torch.float32
+        """
+        if param_dtype in _LOW_PRECISION:
+            return torch.float32
+        if param_dtype in (torch.float32, torch.float64):
+            return param_dtype
+        trained = ", ".join(str(dtype) for dtype in dict.fromkeys(_NAMES.values()))
+        raise ConfigError(
+            f"parameters of type {param_dtype} cannot be trained (only {trained}); set "
+            "requires_grad=False on them or "
+            "convert them"
+        )
+
+    def accumulation_dtype(self, param_dtype: torch.dtype) -> torch.dtype:
+        """Return the type in which gradients of a parameter of `param_dtype` are added up.
+
+        >>> [PrecisionPolicy().accumulation_dtype(dtype) for dtype in (torch.bfloat16, torch.float64)]
+        [torch.float32, torch.float64]
+        """
+        return torch.float64 if param_dtype is torch.float64 else self.accumulate_dtype
+
+
+def policy_from_config(config: Config) -> PrecisionPolicy:
+    """Return the policy that a validated configuration describes.
+
+    fp16.enabled or bf16.enabled sets the compute type; without them data_types.param_dtype does, and
+    without that parameters keep their own.
+
+    Raises:
+        ConfigError: a name is not that of a floating-point type.
+    """
+    types = config.data_types
+    compute = _optional(types.param_dtype, "data_types.param_dtype")
+    if config.fp16.enabled:
+        compute = torch.float16
+    elif config.bf16.enabled:
+        compute = torch.bfloat16
+    return PrecisionPolicy(
+        compute_dtype=compute,
+        wire_dtype=_optional(config.communication_data_type, "communication_data_type"),
+        accumulate_dtype=_optional(types.grad_accum_dtype, "data_types.grad_accum_dtype") or torch.float32,
+        buffer_dtype=_optional(types.buffer_dtype, "data_types.buffer_dtype"),
+    )
+
+
+def _optional(name: str | None, key: str) -> torch.dtype | None:
+    return None if name is None else parse_dtype(name, key)

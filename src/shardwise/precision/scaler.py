@@ -1,0 +1,215 @@
+"""Loss scaling for fp16 (Micikevicius et al., 2018): keeping small gradients above the smallest fp16 number.
+
+The loss is multiplied by a scale before the backward pass and the gradients are divided by it before the
+step. A dynamic scale searches for the largest value that does not overflow: after an overflow the step is
+skipped and, once the tolerance for overflows (`hysteresis`) is used up, the scale is halved; after a window
+of steps without overflow it is doubled.
+
+Invariant: a state machine in plain numbers. What it does depends only on its settings and on the sequence of
+`update` calls, so ranks that agree on each overflow agree on the scale without communication.
+"""
+
+from __future__ import annotations
+
+import logging
+import math
+from collections.abc import Mapping
+from typing import TYPE_CHECKING, Any
+
+import torch
+
+from shardwise.errors import CheckpointError, ConfigError, LossScaleError
+
+if TYPE_CHECKING:
+    from shardwise.config.schema.precision import FP16
+
+_log = logging.getLogger("shardwise")
+
+_LARGEST = torch.finfo(torch.float32).max
+
+
+class LossScaler:
+    """A static or dynamic loss scale.
+
+    The rules of the dynamic scale, in order, for each step:
+
+    - Overflow, tolerance above 1: the tolerance falls by one; the scale stays.
+    - Overflow, tolerance 1: the scale is halved, but not below `min_loss_scale`. If it is there already,
+      `LossScaleError` ends the run.
+    - No overflow: with `consecutive_hysteresis` the tolerance is restored. After `loss_scale_window` such
+    steps in
+      a row the scale is doubled, the tolerance restored and the count begins anew.
+
+    Args:
+        loss_scale: the static scale; 0 means dynamic.
+        initial_scale_power: the dynamic scale starts at 2 to this power.
+        loss_scale_window: steps without overflow after which the scale is doubled.
+        hysteresis: the tolerance; the overflow with this number halves the scale.
+        consecutive_hysteresis: whether each step without overflow restores the tolerance. If not, only a
+            doubling does.
+        min_loss_scale: smallest dynamic scale.
+
+    Raises:
+        ConfigError: a value has no meaning, or the scale would start below its minimum.
+
+    >>> scaler = LossScaler(initial_scale_power=4, hysteresis=2)
+    >>> scaler.update(overflow=True)   # tolerated
+    >>> scaler.scale
+    16.0
+    >>> scaler.update(overflow=True)
+    >>> scaler.scale
+    8.0
+    """
+
+    def __init__(
+        self,
+        *,
+        loss_scale: float = 0.0,
+        initial_scale_power: int = 16,
+        loss_scale_window: int = 1000,
+        hysteresis: int = 2,
+        consecutive_hysteresis: bool = False,
+        min_loss_scale: float = 1.0,
+    ) -> None:
+        if not (math.isfinite(loss_scale) and loss_scale >= 0):
+            raise ConfigError(f"fp16.loss_scale: expected a finite number >= 0, found {loss_scale!r}")
+        self.dynamic = loss_scale == 0
+        self._scale = float(2.0**initial_scale_power if self.dynamic else loss_scale)
+        self._window = loss_scale_window
+        self._hysteresis = hysteresis
+        self._consecutive = consecutive_hysteresis
+        self._minimum = float(min_loss_scale)
+        self._tolerance = hysteresis
+        self._clean_steps = 0
+        if self.dynamic:
+            self._check_dynamic(initial_scale_power)
+
+    @classmethod
+    def from_config(cls, fp16: FP16) -> LossScaler:
+        """Build the scaler that the `fp16` section of the configuration describes."""
+        return cls(
+            loss_scale=fp16.loss_scale,
+            initial_scale_power=fp16.initial_scale_power,
+            loss_scale_window=fp16.loss_scale_window,
+            hysteresis=fp16.hysteresis,
+            consecutive_hysteresis=fp16.consecutive_hysteresis,
+            min_loss_scale=fp16.min_loss_scale,
+        )
+
+    @property
+    def scale(self) -> float:
+        """What the loss of the next backward pass is multiplied by."""
+        return self._scale
+
+    def update(self, overflow: bool) -> None:
+        """Advance by one step.
+
+        Args:
+            overflow: whether any gradient on any rank was infinite or not a number; that step was skipped.
+
+        Raises:
+            LossScaleError: overflow while the dynamic scale is at its minimum and no tolerance is left.
+        """
+        if not self.dynamic:
+            return
+        if overflow:
+            self._clean_steps = 0
+            if self._tolerance > 1:
+                self._tolerance -= 1
+            else:
+                self._halve()
+            return
+        self._clean_steps += 1
+        if self._consecutive:
+            self._tolerance = self._hysteresis
+        if self._clean_steps == self._window:
+            self._clean_steps = 0
+            self._tolerance = self._hysteresis
+            # The scale multiplies fp32 numbers; gradients that are all zero would double it beyond them.
+            if self._scale <= _LARGEST / 2:
+                self._scale *= 2.0
+
+    def state_dict(self) -> dict[str, Any]:
+        """Return what `load_state_dict` needs to go on exactly, as JSON types."""
+        return {
+            "dynamic": self.dynamic,
+            "scale": self._scale,
+            "tolerance": self._tolerance,
+            "clean_steps": self._clean_steps,
+        }
+
+    def load_state_dict(self, state: Mapping[str, Any]) -> None:
+        """Go on from a saved state.
+
+        The settings stay those of this scaler. If it is static, or the saved one was, or a saved value lies
+        outside these settings, the settings win and that is logged.
+
+        Raises:
+            CheckpointError: an entry is missing or is not what `state_dict` gives.
+        """
+        expected = {"dynamic": bool, "scale": float, "tolerance": int, "clean_steps": int}
+        for name, kind in expected.items():
+            if type(state.get(name)) is not kind:
+                raise CheckpointError(
+                    f"loss scaler state {name!r}: expected {kind.__name__}, found {state.get(name)!r}"
+                )
+        if not (0 < state["scale"] <= _LARGEST and state["tolerance"] >= 1 and state["clean_steps"] >= 0):
+            raise CheckpointError(f"loss scaler state: values out of range in {dict(state)!r}")
+        if not self.dynamic or not state["dynamic"]:
+            if (self.dynamic, self._scale) != (state["dynamic"], state["scale"]):
+                _log.warning(
+                    "the loss scale goes on at %g as configured, not at %g as saved",
+                    self._scale,
+                    state["scale"],
+                )
+            return
+        if state["scale"] < self._minimum:
+            _log.warning(
+                "the loss scale goes on at fp16.min_loss_scale %g; %g was saved",
+                self._minimum,
+                state["scale"],
+            )
+        self._scale = max(state["scale"], self._minimum)
+        self._tolerance = min(state["tolerance"], self._hysteresis)
+        self._clean_steps = min(state["clean_steps"], self._window - 1)
+
+    def _halve(self) -> None:
+        if self._scale <= self._minimum:
+            raise LossScaleError(
+                "gradients overflow although the loss scale is at its minimum (fp16.min_loss_scale = "
+                f"{self._minimum:g}), so a smaller scale cannot help: the loss or a gradient is infinite, not "
+                "a number, or beyond fp16 by itself. Look for such values in the data and the loss of the last "
+                "steps; then lower the learning rate, lengthen its warm-up, or set gradient_clipping; or train "
+                'in bf16 ("bf16": {"enabled": true} instead of fp16), which has the range of fp32 and needs no '
+                "loss scale"
+            )
+        self._scale = max(state["scale"], self._minimum)
+        self._tolerance = min(state["tolerance"], self._hysteresis)
+        self._clean_steps = min(state["clean_steps"], self._window - 1)
+
+    def _halve(self) -> None:
+        if self._scale <= self._minimum:
+            raise LossScaleError(
+                f"gradients overflow although the loss scale is at its minimum (fp16.min_loss_scale = "
+                f"{self._minimum:g}), so a smaller scale cannot help: the loss or a gradient is "
+                "infinite, not a "
+                "number, or beyond fp16 by itself. Look for such values in the data and the loss of the "
+                "last steps; "
+                "then lower the learning rate, lengthen its warm-up, or set gradient_clipping; or train "
+                "in bf16 "
+                '("bf16": {"enabled": true} instead of fp16), which has the range of fp32 and needs no loss scale'
+            )
+        self._scale = max(self._scale / 2.0, self._minimum)
+
+    def _check_dynamic(self, initial_scale_power: int) -> None:
+        if not math.isfinite(self._minimum) or self._minimum <= 0:
+            raise ConfigError(f"fp16.min_loss_scale: expected a finite number > 0, found {self._minimum!r}")
+        for key, value in (("loss_scale_window", self._window), ("hysteresis", self._hysteresis)):
+            if value < 1:
+                raise ConfigError(f"fp16.{key}: expected an integer >= 1, found {value!r}")
+        if not self._minimum <= self._scale <= _LARGEST:
+            raise ConfigError(
+                f"fp16.initial_scale_power: {initial_scale_power} makes the loss scale start at "
+                f"{self._scale:g}, outside [fp16.min_loss_scale, largest fp32 number] = "
+                f"[{self._minimum:g}, {_LARGEST:g}]"
+            )
