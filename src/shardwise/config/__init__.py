@@ -1,8 +1,9 @@
 """The configuration: reading it, checking it, and filling in what it leaves open.
 
-One strict schema (`Config`) describes every key. A configuration goes through `resolve`, which either returns a
-`Resolution` with every value settled and a reason for each that the user did not write, or raises one error that lists
-everything that is wrong. Nothing here imports torch unless an optimizer or schedule of torch has to be looked up.
+One strict schema (`Config`) describes every key. A configuration goes through `resolve`, which either returns
+a `Resolution` with every value settled and a reason for each that the user did not write, or raises one error
+that lists everything that is wrong. Nothing here imports torch unless an optimizer or schedule of torch has
+to be looked up.
 """
 
 from .auto import Note

@@ -1,8 +1,8 @@
 """Choosing a value for every "auto", from facts where there are any, and remembering the reason.
 
-"auto" may stand for any single value of the schema and for any argument of the optimizer or the schedule. A value
-that nothing is known about falls back to its default; a required one without a default is an error that says which
-fact is missing.
+"auto" may stand for any single value of the schema and for any argument of the optimizer or the schedule. A
+value that nothing is known about falls back to its default; a required one without a default is an error that
+says which fact is missing.
 """
 
 from __future__ import annotations
@@ -14,6 +14,7 @@ from . import names
 from .facts import Facts
 from .problems import Path, Problem, dotted
 from .scan import Scan, put
+from .schema.base import AUTO
 from .tree import Key
 
 Choice = tuple[Any, str] | None
@@ -83,76 +84,83 @@ RULES: dict[str, Callable[[Facts], Choice]] = {
 """Keys that facts bear on. Everything else takes its default."""
 
 
+class _Chosen(NamedTuple):
+    """A value with its reason; `write` is false where leaving the key out has the same meaning."""
+
+    value: Any
+    reason: str
+    write: bool = True
+
+
 def resolve_autos(found: Scan, facts: Facts) -> tuple[list[Note], list[Problem]]:
-    """Put a value in the place of every "auto" of `found.data`, except for the batch keys, which `batch` solves."""
+    """Put a value in the place of every "auto" of `found.data`; the batch keys are left to `batch`."""
     notes: list[Note] = []
     problems: list[Problem] = []
     # The optimizer comes first because the schedule's peak is the optimizer's learning rate.
     for path in sorted(found.autos, key=lambda item: (item[0] == "scheduler", tuple(map(str, item)))):
         if path in [(name,) for name in _BATCH]:
             continue
+        key = found.autos[path]
+        chosen = _argument(path, found, facts) if key is None else _value(path, key, facts)
         spelled = dotted(found.given[path])
-        if path[:2] in (("optimizer", "params"), ("scheduler", "params")):
-            chosen = _argument(path, found, facts)
-        else:
-            chosen = _value(path, found.autos[path], facts)
         if isinstance(chosen, str):
             problems.append(Problem(spelled, chosen))
-        else:
-            value, reason = chosen
-            if value is not names.REQUIRED:
-                put(found.data, path, list(value) if isinstance(value, tuple) else value)
-            notes.append(Note(spelled, value, reason))
+            continue
+        if chosen.write:
+            put(found.data, path, list(chosen.value) if isinstance(chosen.value, tuple) else chosen.value)
+        notes.append(Note(spelled, chosen.value, chosen.reason))
     return notes, problems
 
 
-def _value(path: Path, key: Key | None, facts: Facts) -> tuple[Any, str] | str:
+def _value(path: Path, key: Key, facts: Facts) -> _Chosen:
     """Choose a value of the schema."""
-    if key is None:
-        return '"auto" has no meaning here: the arguments belong to another library'
     rule = RULES.get(dotted(path))
     choice = rule(facts) if rule is not None else None
     if choice is not None:
-        return choice
-    if key.field.is_required():
-        return f'"auto" needs a value from the caller: {key.name} has no default'
+        return _Chosen(*choice)
     reason = "the default; no fact about the model is known" if rule is not None else "the default"
-    return key.default, reason
+    # Not written, so that it does not look like the user's own choice of a number.
+    return _Chosen(key.default, reason, write=False)
 
 
-def _argument(path: Path, found: Scan, facts: Facts) -> tuple[Any, str] | str:
-    """Choose an argument of the optimizer or of the schedule."""
+def _argument(path: Path, found: Scan, facts: Facts) -> _Chosen | str:
+    """Choose an argument of the optimizer or of the schedule, or say why there is none."""
     section, name = str(path[0]), str(path[-1])
-    known = getattr(facts, name, None) if name in Facts.__dataclass_fields__ else None
-    if known is not None:
-        return known, f"the caller's {name}"
-    if (section, name) == ("scheduler", "warmup_max_lr"):
+    if path[:2] not in (("optimizer", "params"), ("scheduler", "params")):
+        return '"auto" has no meaning here: these arguments belong to another library; write a value'
+    arguments = _arguments(section, found)
+    if arguments is None:
+        return _Chosen(AUTO, "the type is unknown", write=False)
+    if name not in arguments:
+        # Written back so that the check of arguments reports it with the nearest name.
+        return _Chosen(AUTO, "no such argument")
+    if name in Facts.__dataclass_fields__ and getattr(facts, name) is not None:
+        return _Chosen(getattr(facts, name), f"the caller's {name}")
+    if name == "warmup_max_lr":
         return _peak(found, facts)
-    if (section, name) == ("scheduler", "warmup_min_lr"):
-        return 0.0, "the warm-up starts at zero"
-    block = found.data.get(section, {})
-    kind = block.get("type")
+    if arguments[name] is names.REQUIRED:
+        return f'"auto" needs {name}, a fact that the caller has not given; write a number'
+    kind = found.data[section]["type"]
+    return _Chosen(arguments[name], f"the default of {kind}", write=arguments[name] is not None)
+
+
+def _arguments(section: str, found: Scan) -> dict[str, Any] | None:
+    """Arguments of the configured class; None if its name is absent or unknown, which other checks report."""
+    kind = found.data[section].get("type")
     if not isinstance(kind, str):
-        return f'"auto" cannot be chosen without {section}.type'
-    if section == "optimizer":
-        signature = names.optimizer_signature(kind, block.get("params", {}))
-    else:
-        signature = names.schedule_signature(kind)
-    if signature is None or name not in signature.arguments:
-        # An unknown class or argument is reported, with the nearest name, by the check of arguments.
-        return names.REQUIRED, "unknown"
-    default = signature.arguments[name]
-    if default is names.REQUIRED:
-        return f'"auto" needs the fact {name}, which the caller has not given; write a number'
-    return default, f"the default of {kind}"
+        return None
+    lookup = names.optimizer_signature if section == "optimizer" else names.schedule_signature
+    signature = lookup(kind)
+    return None if signature is None else signature.arguments
 
 
-def _peak(found: Scan, facts: Facts) -> tuple[Any, str]:
+def _peak(found: Scan, facts: Facts) -> _Chosen:
     """The learning rate that a warm-up leads to: the optimizer's own."""
-    params = found.data.get("optimizer", {}).get("params", {})
+    optimizer = found.data.get("optimizer")
+    params = optimizer.get("params") if isinstance(optimizer, dict) else None
     lr = params.get("lr") if isinstance(params, dict) else None
     if lr is not None:
-        return lr, "optimizer.params.lr"
+        return _Chosen(lr, "optimizer.params.lr")
     if facts.lr is not None:
-        return facts.lr, "the caller's learning rate"
-    return None, "the optimizer's learning rate"
+        return _Chosen(facts.lr, "the caller's lr")
+    return _Chosen(None, "the learning rate of the optimizer that the caller passes", write=False)

@@ -37,7 +37,8 @@ def solve(config: Config, world_size: int, facts: Facts, found: Scan, origin: st
     Args:
         config: validated configuration; "auto" and absent keys are None.
         world_size: number of data-parallel ranks.
-        facts: micro-batch size and accumulation steps of the caller stand in for keys that are absent or "auto".
+        facts: micro-batch size and accumulation steps of the caller stand in for keys that are absent or
+            "auto".
         found: the scan, for spelling and for which keys were "auto".
         origin: where the configuration came from, for messages.
     """

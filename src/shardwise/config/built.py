@@ -1,7 +1,8 @@
 """What this version does not have: one table of keys whose features are still to be built.
 
-A configuration is refused only if it asks for such a feature. A section that is present but switched off, or holds
-only defaults, is accepted. A later version that builds a feature removes its line here and changes nothing else.
+A configuration is refused only if it asks for such a feature. A section that is present but switched off, or
+holds only defaults, is accepted. A later version that builds a feature removes its line here and changes
+nothing else.
 """
 
 from __future__ import annotations

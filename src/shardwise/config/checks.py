@@ -22,15 +22,15 @@ def check_worth_a_warning(config: Config) -> list[str]:
     if config.vocabulary_size is not None and config.vocabulary_size % 8:
         padded = -(-config.vocabulary_size // 8) * 8
         warnings.append(
-            f"vocabulary_size: {config.vocabulary_size} is not a multiple of 8, which is slow on tensor cores; "
-            f"pad the embedding to {padded}"
+            f"vocabulary_size: {config.vocabulary_size} is not a multiple of 8, which is slow on tensor "
+            f"cores; pad the embedding to {padded}"
         )
     schedule = config.scheduler.params
     total, warmup = schedule.get("total_num_steps"), schedule.get("warmup_num_steps")
     if isinstance(total, int) and isinstance(warmup, int) and total < warmup:
         warnings.append(
-            f"scheduler.params.total_num_steps: {total} is less than warmup_num_steps = {warmup}, so the run ends "
-            f"within the warm-up"
+            f"scheduler.params.total_num_steps: {total} is less than warmup_num_steps = {warmup}, so the run "
+            f"ends within the warm-up"
         )
     return warnings
 
@@ -45,26 +45,21 @@ def precision_of(config: Config) -> str:
 def _precision(config: Config, found: Scan) -> Iterator[Problem]:
     bf16 = dotted(found.given.get(("bf16", "enabled"), ("bf16", "enabled")))
     if config.fp16.enabled and config.bf16.enabled:
-        message = f"`fp16.enabled` and `{bf16}` are both true; a model has one precision, so set one of them to false"
+        message = f"this and `{bf16}` are both true; a model has one precision, so set one to false"
         yield Problem("fp16.enabled", message, ConflictError)
     wanted = config.data_types.param_dtype
     if wanted is not None and wanted != precision_of(config):
         message = (
-            f"is {wanted}, but `fp16.enabled` and `{bf16}` make it {precision_of(config)}; remove this key or set "
-            f"{'both to false' if wanted == 'fp32' else f'`{wanted}.enabled` to true'}"
+            f"is {wanted}, but `fp16.enabled` and `{bf16}` make it {precision_of(config)}; remove this key "
+            f"or set {'both to false' if wanted == 'fp32' else f'`{wanted}.enabled` to true'}"
         )
         yield Problem("data_types.param_dtype", message, ConflictError)
     if config.bf16.bf16_optimizer_states and not config.bf16.bf16_master_weights_and_grads:
         message = "needs `bf16.bf16_master_weights_and_grads` to be true"
         yield Problem("bf16.bf16_optimizer_states", message, ConflictError)
-    for mode, enabled in (("amp", config.amp.enabled), ("torch_autocast", config.torch_autocast.enabled)):
-        if (
-            enabled
-            and mode == "amp"
-            and (config.fp16.enabled or config.bf16.enabled or config.zero_optimization.stage)
-        ):
-            message = "excludes `fp16.enabled`, `bf16.enabled` and `zero_optimization.stage` above 0"
-            yield Problem("amp.enabled", message, ConflictError)
+    if config.amp.enabled and (config.fp16.enabled or config.bf16.enabled or config.zero_optimization.stage):
+        message = f"excludes `fp16.enabled`, `{bf16}` and `zero_optimization.stage` above 0; keep one of them"
+        yield Problem("amp.enabled", message, ConflictError)
 
 
 def _zero(config: Config) -> Iterator[Problem]:
@@ -88,16 +83,24 @@ def _zero(config: Config) -> Iterator[Problem]:
 
 
 def _gradients(config: Config) -> Iterator[Problem]:
-    if config.gradient_allreduce_op == "sum" and config.zero_optimization.stage == 3:
-        message = '"sum" excludes `zero_optimization.stage` 3; use "mean" or stage 0, 1 or 2'
-        yield Problem("gradient_allreduce_op", message)
+    factor = config.gradient_predivide_factor
+    if config.gradient_allreduce_op == "sum":
+        if config.zero_optimization.stage == 3:
+            message = '"sum" excludes `zero_optimization.stage` 3; use "mean" or stage 0, 1 or 2'
+            yield Problem("gradient_allreduce_op", message)
+        if config.prescale_gradients or factor != 1:
+            message = '"sum" divides by nothing; remove `prescale_gradients` and `gradient_predivide_factor`'
+            yield Problem("gradient_allreduce_op", message, ConflictError)
+    elif config.prescale_gradients and factor != 1:
+        message = (
+            f"is {factor:g}, but `prescale_gradients` = true already divides by the number of ranks "
+            f"before the sum; keep one of the two"
+        )
+        yield Problem("gradient_predivide_factor", message, ConflictError)
 
 
 def _ranks(config: Config, world_size: int) -> Iterator[Problem]:
-    if config.data_parallel_size is not None and config.sequence_parallel_size == 1:
-        if config.data_parallel_size != world_size:
-            message = (
-                f"is {config.data_parallel_size}, but there are {world_size} data-parallel ranks; remove the key or "
-                f"start {config.data_parallel_size} ranks"
-            )
-            yield Problem("data_parallel_size", message, ConflictError)
+    wanted = config.data_parallel_size
+    if wanted is not None and wanted != world_size and config.sequence_parallel_size == 1:
+        message = f"is {wanted}, but there are {world_size} ranks; remove the key or start {wanted} ranks"
+        yield Problem("data_parallel_size", message, ConflictError)

@@ -1,8 +1,8 @@
 """A reader of JSON as people write it in configuration files.
 
-It accepts standard JSON and, beyond it, comments (`//`, `#`, `/* */`), trailing commas and the numbers Infinity and
-NaN, which Python's own json module writes. It knows the line of every key and refuses a key that appears twice in the
-same object: the standard library keeps the last one in silence.
+It accepts standard JSON and, beyond it, comments (`//`, `#`, `/* */`), trailing commas and the numbers
+Infinity and NaN, which Python's own json module writes. It knows the line of every key and refuses a key that
+appears twice in the same object: the standard library keeps the last one in silence.
 """
 
 from __future__ import annotations

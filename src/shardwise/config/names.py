@@ -23,9 +23,14 @@ _ADAM: dict[str, Any] = {
     "adam_w_mode": True,
     "fp32_optimizer_states": True,
     "set_grad_none": True,
+    "maximize": False,
+    "foreach": None,
+    "capturable": False,
+    "differentiable": False,
+    "fused": None,
 }
 NATIVE_OPTIMIZERS: dict[str, dict[str, Any]] = {"adam": _ADAM, "adamw": _ADAM}
-"""Our own optimizers (compared without regard to case) with their arguments and defaults."""
+"""Adam by the names that configurations use, in any case, with the arguments of torch and of the peers."""
 
 UNBUILT_OPTIMIZERS = (
     "lamb",
@@ -58,14 +63,15 @@ NATIVE_SCHEDULES: dict[str, dict[str, Any]] = {
         **_WARMUP,
     },
 }
-"""Our own schedules (exact names) with their arguments and defaults; warmup_max_lr None means the optimizer's lr."""
+"""Our own schedules (exact names) with arguments and defaults; warmup_max_lr None: the optimizer's lr."""
 
 UNBUILT_SCHEDULES = ("LRRangeTest", "OneCycle")
+"""Names that configurations use and that this version does not have."""
 
 UNUSABLE_SCHEDULES: dict[str, str] = {
     "ReduceLROnPlateau": "it needs a metric at every step; build it in the script and step it there",
-    "ChainedScheduler": "it takes schedule objects; build it in the script and pass it to initialize(lr_scheduler=)",
-    "SequentialLR": "it takes schedule objects; build it in the script and pass it to initialize(lr_scheduler=)",
+    "ChainedScheduler": "it takes schedule objects; build it in the script and pass it as lr_scheduler",
+    "SequentialLR": "it takes schedule objects; build it in the script and pass it as lr_scheduler",
     "LRScheduler": "it is the base class of schedules",
 }
 
@@ -98,16 +104,11 @@ def _classes(module: Any, base: type) -> dict[str, type]:
     }
 
 
-def optimizer_signature(name: str, params: dict[str, Any]) -> Signature | None:
+def optimizer_signature(name: str) -> Signature | None:
     """Arguments of an optimizer by its configured name, or None if there is no such optimizer."""
     native = NATIVE_OPTIMIZERS.get(name.lower())
     if native is not None:
-        if not params.get("torch_adam"):
-            return Signature(name, native)
-        decoupled = name.lower() == "adamw" or params.get("adam_w_mode", True)
-        torch_class = torch_optimizers()["AdamW" if decoupled else "Adam"]
-        switches = {switch: native[switch] for switch in ("torch_adam", "adam_w_mode")}
-        return Signature(name, {**_arguments(torch_class), **switches})
+        return Signature(name, native)
     found = torch_optimizers().get(canonical_optimizer(name))
     return Signature(name, _arguments(found)) if found is not None else None
 
@@ -122,17 +123,22 @@ def schedule_signature(name: str) -> Signature | None:
 
 
 def canonical_optimizer(name: str) -> str:
-    """The name under which the code knows an optimizer: native ones in lower case, torch's own as they are.
+    """The name under which the code knows an optimizer: `adam` and `adamw`, else torch's spelling.
+
+    A name that matches nothing is returned unchanged.
 
     >>> canonical_optimizer("AdamW"), canonical_optimizer("adagrad"), canonical_optimizer("SGD")
     ('adamw', 'Adagrad', 'SGD')
     """
     lower = name.lower()
-    if lower == "adagrad":
-        return "Adagrad"
-    if lower in NATIVE_OPTIMIZERS or (lower in UNBUILT_OPTIMIZERS and name != "Muon"):
+    if lower in NATIVE_OPTIMIZERS:
         return lower
-    return name
+    known = torch_optimizers()
+    if name in known:
+        return name
+    if lower in UNBUILT_OPTIMIZERS:
+        return lower
+    return next((spelled for spelled in known if spelled.lower() == lower), name)
 
 
 def _arguments(found: type) -> dict[str, Any]:

@@ -5,7 +5,7 @@ from __future__ import annotations
 import math
 from typing import Any
 
-from shardwise.errors import NotBuiltError
+from shardwise.errors import ConflictError, NotBuiltError
 
 from . import names
 from .problems import Problem, dotted
@@ -30,19 +30,29 @@ def check_optimizer(config: Config, found: Scan) -> list[Problem]:
         return [_unbuilt(here, "optimizer", name)]
     if canonical in names.UNUSABLE_OPTIMIZERS:
         return [Problem(here, f"torch.optim.{name} cannot be used: {names.UNUSABLE_OPTIMIZERS[canonical]}")]
-    signature = names.optimizer_signature(name, params)
+    signature = names.optimizer_signature(name)
     if signature is None:
         known = [*names.NATIVE_OPTIMIZERS, *names.torch_optimizers(), *names.UNBUILT_OPTIMIZERS]
         return [Problem(here, _unknown("optimizer", name, known, "torch.optim"))]
     problems = _check_arguments("optimizer.params", params, signature)
-    if (
-        signature.arguments.get("torch_adam") is not None
-        and params.get("amsgrad")
-        and not params.get("torch_adam")
-    ):
-        problems.append(
-            Problem("optimizer.params.amsgrad", 'only torch\'s Adam has it; add "torch_adam": true')
-        )
+    if canonical in names.NATIVE_OPTIMIZERS:
+        problems += _check_adam(canonical, params)
+    return problems
+
+
+def _check_adam(name: str, params: dict[str, Any]) -> list[Problem]:
+    """Options that other libraries' Adam has and that contradict each other or do not exist here."""
+    problems = [
+        Problem(f"optimizer.params.{option}", "this version only has true; remove the key", NotBuiltError)
+        for option in ("bias_correction", "fp32_optimizer_states")
+        if params.get(option) is False
+    ]
+    if name == "adamw" and params.get("adam_w_mode") is False:
+        message = "false contradicts `optimizer.type` AdamW; use type Adam for decay added to the gradient"
+        problems.append(Problem("optimizer.params.adam_w_mode", message, ConflictError))
+    if params.get("torch_adam") is True and params.get("fused") is True:
+        message = "true contradicts `optimizer.params.fused` true; remove one of them"
+        problems.append(Problem("optimizer.params.torch_adam", message, ConflictError))
     return problems
 
 
@@ -81,9 +91,7 @@ def _unbuilt(path: str, kind: str, name: str) -> Problem:
 def _unknown(kind: str, name: str, known: list[str], module: str) -> str:
     close = nearest(name, known)
     advice = f'did you mean "{close}"?' if close else f"known: {', '.join(sorted(set(known), key=str.lower))}"
-    return (
-        f"there is no {kind} {name!r}, neither here nor in {module} (names of {module} are exact); {advice}"
-    )
+    return f"there is no {kind} {name!r}, neither here nor in {module}; {advice}"
 
 
 def _check_arguments(path: str, params: dict[str, Any], signature: names.Signature) -> list[Problem]:
@@ -117,7 +125,7 @@ def _is_number(value: Any) -> bool:
 
 
 def _wrong_value(name: str, value: Any, default: Any) -> str:
-    """Say what is wrong with one argument, judged by its name and the type of its default; empty if nothing is."""
+    """Say what is wrong with one argument, judged by its name and its default's type; empty if nothing is."""
     if name == "warmup_type":
         return "" if value in ("log", "linear") else f'expected "log" or "linear", found {show(value)}'
     if name in _STEPS:
@@ -137,7 +145,7 @@ def _wrong_value(name: str, value: Any, default: Any) -> str:
     if isinstance(default, bool):
         return "" if isinstance(value, bool) else f"expected true or false, found {show(value)}"
     if name in _AT_LEAST_ZERO or isinstance(default, int | float):
-        if value is None and default is None or _is_tensor(value):
+        if (value is None and default is None) or _is_tensor(value):
             return ""
         if not _is_number(value):
             return f"expected a number, found {show(value)}{_unquote(value)}"

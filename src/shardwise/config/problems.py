@@ -1,7 +1,7 @@
 """Collecting what is wrong with a configuration, so that everything is reported in one error.
 
-A configuration file is edited by hand and tried on a cluster; a message that names one mistake at a time costs a
-round trip per mistake.
+A configuration file is edited by hand and tried on a cluster; a message that names one mistake at a time
+costs a round trip per mistake.
 """
 
 from __future__ import annotations

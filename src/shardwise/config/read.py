@@ -37,11 +37,12 @@ def load(source: Any) -> dict[str, Any]:
     """Read a configuration and return it as a new dictionary, exactly as written.
 
     Args:
-        source: a dictionary; the path of a JSON file (`str` or `os.PathLike`); JSON text; or JSON text encoded in
-            URL-safe base64. Files and text may have comments and trailing commas.
+        source: a dictionary; the path of a JSON file (`str` or `os.PathLike`); JSON text; or JSON text
+            encoded in URL-safe base64. Files and text may have comments and trailing commas.
 
     Raises:
-        ConfigError: the file is missing, the text is not JSON (with line and column), or a key is given twice.
+        ConfigError: the file is missing, the text is not JSON (with line and column), or a key is given
+            twice.
 
     >>> load('{"train_batch_size": 8, /* samples */}')
     {'train_batch_size': 8}
@@ -60,7 +61,8 @@ def read(source: Any) -> Document:
     if isinstance(source, str):
         return _from_string(source)
     raise ConfigError(
-        f"a configuration is a dict, the path of a JSON file, or base64-encoded JSON; found {type(source).__name__}"
+        f"a configuration is a dict, the path of a JSON file, or base64-encoded JSON; "
+        f"found {type(source).__name__}"
     )
 
 
@@ -83,7 +85,8 @@ def _from_string(source: str) -> Document:
         return _from_text(decoded, "the base64-encoded configuration")
     shown = source if len(source) <= 200 else source[:200] + "..."
     raise ConfigError(
-        f"there is no file {shown!r} (looked in {os.getcwd()}), and the string is neither JSON nor base64-encoded JSON"
+        f"there is no file {shown!r} (looked in {os.getcwd()}), and the string is neither JSON nor "
+        f"base64-encoded JSON"
     )
 
 

@@ -1,8 +1,9 @@
-"""From a configuration as written to one that the engine can run: names, autos, types, combinations, batch sizes.
+"""From a configuration as written to one that the engine can run: names, autos, types, combinations, batch
+sizes.
 
-The passes run in this order because each needs the one before: names find the keys, "auto" needs the keys' defaults
-and facts, types need the chosen values, combinations and the batch equation need typed values. Every pass adds to one
-list of problems, and the list is raised at the end.
+The passes run in this order because each needs the one before: names find the keys, "auto" needs the keys'
+defaults and facts, types need the chosen values, combinations and the batch equation need typed values. Every
+pass adds to one list of problems, and the list is raised at the end.
 """
 
 from __future__ import annotations
@@ -133,7 +134,7 @@ def _fill_batch(config: Config, batch: Batch) -> list[Note]:
 
 
 def _settle(config: Config) -> list[Note]:
-    """Give the remaining open values their final form, so that readers need no knowledge of how they were written."""
+    """Give the remaining open values their final form, so that readers need not know what was written."""
     notes: list[Note] = []
     zero = config.zero_optimization
     if zero.overlap_comm is None:
@@ -141,8 +142,11 @@ def _settle(config: Config) -> list[Note]:
         notes.append(
             Note("zero_optimization.overlap_comm", True, "overlapping changes neither results nor memory")
         )
-    if config.optimizer.type is not None:
-        config.optimizer.type = names.canonical_optimizer(config.optimizer.type)
+    written = config.optimizer.type
+    if written is not None:
+        config.optimizer.type = names.canonical_optimizer(written)
+        if config.optimizer.type not in (written, written.lower()):
+            notes.append(Note("optimizer.type", config.optimizer.type, "the name in torch.optim"))
     for name in _STEP_ARGUMENTS:
         value = config.scheduler.params.get(name)
         if isinstance(value, float) and math.isfinite(value):

@@ -1,8 +1,8 @@
 """The first pass over a configuration as written: names.
 
-Every key is looked up in the schema. Unknown ones are reported with the nearest known name, other spellings become the
-canonical one, deprecated keys move to their replacement, and values that are "auto" are taken out and remembered, so
-that what is left can be checked for types and values.
+Every key is looked up in the schema. Unknown ones are reported with the nearest known name, other spellings
+become the canonical one, deprecated keys move to their replacement, and values that are "auto" are taken out
+and remembered, so that what is left can be checked for types and values.
 """
 
 from __future__ import annotations
@@ -13,7 +13,7 @@ from typing import Any
 from .problems import Path, Problem, dotted
 from .schema.base import AUTO, Section
 from .schema.root import Config
-from .tree import Key, advise, keys_of, takes_any_key
+from .tree import Key, advise, keys_of, takes_any_key, walk
 
 _OFFLOAD_FLAGS = ("zero_optimization.cpu_offload", "zero_optimization.cpu_offload_param")
 
@@ -63,12 +63,13 @@ def _scan_section(
     keys = keys_of(section)
     clean: dict[str, Any] = {}
     for name, value in raw.items():
-        as_written = (*spelled, name)
+        here: Path = (*path, name)
+        as_written: Path = (*spelled, name)
         key = keys.get(name) if isinstance(name, str) else None
         if key is None:
             if takes_any_key(section) and isinstance(name, str):
                 clean[name] = value
-                result.given[(*path, name)] = as_written
+                result.given[here] = as_written
             else:
                 message = f"unknown key; {advise(section, spelled, str(name))}"
                 result.problems.append(Problem(dotted((*spelled, str(name))), message))
@@ -131,21 +132,17 @@ def _scan_free(value: dict[Any, Any], path: Path, spelled: Path, result: Scan) -
 
 def _forward_deprecated(result: Scan) -> None:
     """Move the value of every deprecated key to the key that replaced it."""
-    for old in [path for path in result.given if all(isinstance(part, str) for part in path)]:
-        key = _key_at(old)
-        if key is None or not key.replacement:
+    for old, key in walk():
+        if not key.replacement or old not in result.given:
             continue
         parent = _parent(result.data, old)
-        if parent is None or old[-1] not in parent:
+        if parent is None or parent.get(key.name) is None:
             continue
-        value = parent.pop(old[-1])
-        if value is None:
-            continue
+        value = parent.pop(key.name)
         new = tuple(key.replacement.split("."))
         if new in result.given:
-            message = (
-                f"this is the old form of `{dotted(result.given[new])}`, which is given too; keep the new one"
-            )
+            newer = dotted(result.given[new])
+            message = f"this is the old form of `{newer}`, which is given too; keep the new one"
             result.problems.append(Problem(dotted(result.given[old]), message))
             continue
         if dotted(old) in _OFFLOAD_FLAGS and isinstance(value, bool):
@@ -155,20 +152,7 @@ def _forward_deprecated(result: Scan) -> None:
         result.forwarded.append((dotted(result.given[old]), key.replacement, value))
 
 
-def _key_at(path: Path) -> Key | None:
-    section: type[Section] | None = Config
-    key: Key | None = None
-    for part in path:
-        if section is None or not isinstance(part, str):
-            return None
-        key = keys_of(section).get(part)
-        if key is None or key.kind in ("map", "list") and part != path[-1]:
-            return None
-        section = key.child
-    return key
-
-
-def _parent(data: dict[str, Any], path: Path) -> dict[str, Any] | None:
+def _parent(data: dict[str, Any], path: tuple[str, ...]) -> dict[str, Any] | None:
     place: Any = data
     for part in path[:-1]:
         place = place.get(part) if isinstance(place, dict) else None
@@ -176,10 +160,15 @@ def _parent(data: dict[str, Any], path: Path) -> dict[str, Any] | None:
 
 
 def put(data: dict[str, Any], path: Path, value: Any) -> None:
-    """Set a value at a path, making the sections above it."""
-    place = data
+    """Set a value at a path, making the sections above it.
+
+    Something else in the place of a section is left alone: the check of types reports it.
+    """
+    place: Any = data
     for part in path[:-1]:
-        if not isinstance(place.get(part), dict):
+        if isinstance(place, dict) and place.get(part) is None:
             place[part] = {}
         place = place[part]
+        if not isinstance(place, dict | list):
+            return
     place[path[-1]] = value

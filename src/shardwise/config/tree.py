@@ -1,4 +1,4 @@
-"""The schema seen as a tree of keys: spellings, children, what a value may be, and the nearest name to a wrong one."""
+"""The schema seen as a tree of keys: spellings, children, what a value may be, and the nearest known name."""
 
 from __future__ import annotations
 
@@ -23,7 +23,7 @@ RETIRED: dict[str, str] = {
     "bf16.check_overflow": "the key is called `bf16.check_grad_overflow`",
     "zero_optimization.stage3_prefetch_bucket_elements": "the key is called `stage3_prefetch_bucket_size`",
 }
-"""Keys that never were, or no longer are, part of the schema although they were published, with what to do."""
+"""Published keys that never were, or no longer are, part of the schema, with what to do."""
 
 
 _BOUNDS = {"minimum": ">=", "exclusiveMinimum": ">", "maximum": "<=", "exclusiveMaximum": "<"}
@@ -38,7 +38,8 @@ class Key:
         name: its canonical name.
         field: pydantic's record of it.
         owner: the section that it belongs to.
-        kind: `value` (a leaf), `section`, `map` (dict of sections), `list` (list of sections) or `free` (any dict).
+        kind: `value` (a leaf), `section`, `map` (dict of sections), `list` (list of sections) or `free` (any
+            dict).
         child: the section class below it, if there is one.
     """
 
@@ -245,9 +246,9 @@ def _in_words(schema: dict[str, Any], definitions: dict[str, Any]) -> str:
         "null": "null",
         "object": "an object {...}",
     }.get(str(kind), "a value")
-    limits = [f"{sign} {schema[bound]:g}" for bound, sign in _BOUNDS.items() if bound in schema]
-    if limits == [">= inf"]:
+    bounds = [f"{sign} {schema[bound]:g}" for bound, sign in _BOUNDS.items() if bound in schema]
+    if bounds == [">= inf"]:
         return "infinity"
     if schema.get("minLength"):
-        limits.append("that is not empty")
-    return " ".join([words, " and ".join(limits)]).strip()
+        bounds.append("that is not empty")
+    return " ".join([words, " and ".join(bounds)]).strip()

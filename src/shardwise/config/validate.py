@@ -1,4 +1,4 @@
-"""The second pass over a configuration: types and values, with messages for people instead of for programmers."""
+"""The second pass over a configuration: types and values, with messages for the people who write it."""
 
 from __future__ import annotations
 
@@ -67,13 +67,14 @@ def _key(path: Path) -> Key:
 
 
 def _take(data: Any, path: Path) -> Any:
-    """Remove and return the value at a path."""
+    """Remove and return the value at a path; an item of a list becomes empty, to keep the others' indices."""
     for part in path[:-1]:
         data = data[part]
-    if isinstance(data, list):
-        value, data[path[-1]] = data[path[-1]], {}  # type: ignore[call-overload]
+    last = path[-1]
+    if isinstance(last, int):
+        value, data[last] = data[last], {}
         return value
-    return data.pop(path[-1])
+    return data.pop(last)
 
 
 def _message(key: Key, value: Any) -> str:

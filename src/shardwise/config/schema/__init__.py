@@ -2,5 +2,6 @@
 
 from .base import AUTO, Section
 from .root import Config
+from .zero import ZeroConfig
 
-__all__ = ["AUTO", "Config", "Section"]
+__all__ = ["AUTO", "Config", "Section", "ZeroConfig"]

@@ -1,8 +1,8 @@
 """Building blocks of the configuration schema: the base class of a section and the types of its keys.
 
-Invariant: nothing is converted silently. Numbers stay numbers, booleans stay booleans, and an unknown key is never
-dropped. The only conversions are those that lose nothing and that published configurations rely on: `5e8` for an
-integer, a tuple for a list, `torch.bfloat16` or `"bfloat16"` for `"bf16"`.
+Invariant: nothing is converted silently. Numbers stay numbers, booleans stay booleans, and an unknown key is
+never dropped. The only conversions are those that lose nothing and that published configurations rely on:
+`5e8` for an integer, a tuple for a list, `torch.bfloat16` or `"bfloat16"` for `"bf16"`.
 """
 
 from __future__ import annotations
@@ -24,7 +24,7 @@ FREE_FORM = "x-free-form"
 
 
 class Section(BaseModel):
-    """A JSON object of the configuration: unknown keys are refused, types are strict, assignment is validated."""
+    """A JSON object of the configuration: no unknown keys, strict types, assignment is validated."""
 
     model_config = ConfigDict(
         extra="forbid",
@@ -84,19 +84,21 @@ def section(
     return Field(default_factory=model, description=description, json_schema_extra=extra or None)
 
 
-def _integral(value: Any) -> Any:
+def integral(value: Any) -> Any:
     """Turn 5e8 into 500000000; leave everything else to the type check."""
     if isinstance(value, float) and math.isfinite(value) and value.is_integer():
         return int(value)
     return value
 
 
-def _as_list(value: Any) -> Any:
+def as_list(value: Any) -> Any:
+    """Turn a tuple into a list; leave everything else to the type check."""
     return list(value) if isinstance(value, tuple) else value
 
 
-def _one_or_many(value: Any) -> Any:
-    return [value] if isinstance(value, str) else _as_list(value)
+def one_or_many(value: Any) -> Any:
+    """Turn one string into a list of it; leave everything else to the type check."""
+    return [value] if isinstance(value, str) else as_list(value)
 
 
 DTYPE_NAMES: dict[str, str] = {
@@ -120,20 +122,20 @@ def _dtype_name(value: Any) -> Any:
     return value
 
 
-Int = Annotated[int, BeforeValidator(_integral)]
+Int = Annotated[int, BeforeValidator(integral)]
 """An integer; a float with an integral value (1e9) is one."""
 StepCount = (
-    Annotated[int, BeforeValidator(_integral), Field(ge=0)]
-    | Annotated[float, Field(ge=math.inf, allow_inf_nan=True)]
+    Annotated[int, BeforeValidator(integral), Field(ge=0)]
+    | Annotated[float, Field(ge=math.inf, allow_inf_nan=True), WithJsonSchema(INFINITY)]
 )
 """A number of steps, where infinity means never."""
-Strings = Annotated[list[str], BeforeValidator(_as_list)]
+Strings = Annotated[list[str], BeforeValidator(as_list)]
 """A list (or tuple) of strings."""
-Ints = Annotated[list[Int], BeforeValidator(_as_list)]
+Ints = Annotated[list[Int], BeforeValidator(as_list)]
 """A list (or tuple) of integers."""
 Names = Annotated[
     list[str],
-    BeforeValidator(_one_or_many),
+    BeforeValidator(one_or_many),
     WithJsonSchema({"anyOf": [{"type": "string"}, {"type": "array", "items": {"type": "string"}}]}),
 ]
 """One string or a list of them."""

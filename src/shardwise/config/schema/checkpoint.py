@@ -79,4 +79,3 @@ class DataStates(Section):
     model_config = ConfigDict(extra="allow")
 
     host_cache_size: Int | None = key(None, "Pinned host cache in GB.", gt=0)
-    __pydantic_extra__: dict[str, Any]

@@ -6,7 +6,7 @@ from typing import Annotated, Any, Literal
 
 from pydantic import BeforeValidator
 
-from .base import Int, Ints, Names, Section, Strings, _as_list, key, section
+from .base import Int, Ints, Names, Section, Strings, as_list, key, section
 
 _Symmetry = Literal["symmetric", "asymmetric"]
 
@@ -93,7 +93,7 @@ class PruningParams(Section):
 
 class _Group(Section):
     modules: Names = key(["*"], "Names of modules; * matches all.")
-    related_modules: Annotated[list[Any], BeforeValidator(_as_list)] | None = key(
+    related_modules: Annotated[list[Any], BeforeValidator(as_list)] | None = key(
         None, "Modules whose inputs shrink with these."
     )
 

@@ -6,9 +6,9 @@ from typing import Annotated, Literal
 
 from pydantic import BeforeValidator
 
-from .base import Int, Ints, Section, _as_list, key, section
+from .base import Int, Ints, Section, as_list, key, section
 
-_Numbers = Annotated[list[int | float], BeforeValidator(_as_list)]
+_Numbers = Annotated[list[int | float], BeforeValidator(as_list)]
 
 
 class CurriculumScheduleConfig(Section):

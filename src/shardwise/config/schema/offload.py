@@ -7,8 +7,8 @@ from typing import Literal
 from .base import Int, Section, key
 
 _PIN_NOTE = (
-    "false for years, true in peers since 2026-08; page-locked memory is a scarce resource of the machine, so it is "
-    "taken only when asked for"
+    "false for years, true in peers since 2026-08; page-locked memory is a scarce resource of the machine, "
+    "so it is taken only when asked for"
 )
 
 
@@ -49,7 +49,7 @@ class OffloadOptimizer(Section):
 
 
 class ZenFlow(Section):
-    """`zero_optimization.zenflow`: step important gradients at once on the device, the rest later on the host."""
+    """`zero_optimization.zenflow`: step important gradients at once on the device, the rest on the host."""
 
     topk_ratio: float = key(0.1, "Fraction of gradient columns that count as important.", gt=0, lt=1)
     select_strategy: Literal["auto", "step", "epoch"] = key(

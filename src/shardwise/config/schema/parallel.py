@@ -6,7 +6,7 @@ from typing import Annotated, Any, Literal
 
 from pydantic import BeforeValidator
 
-from .base import DType, Int, Ints, Section, Strings, _as_list, key
+from .base import DType, Int, Ints, Section, Strings, as_list, key
 
 
 class Pipeline(Section):
@@ -44,9 +44,7 @@ class LayerSpec(Section):
 
     patterns: Strings = key([], "Regular expressions matched on parameter names.")
     partition_type: Literal["row", "column", "skip"] = key("column", "Dimension that is split, or skip.")
-    shape: Annotated[list[Any], BeforeValidator(_as_list)] | None = key(
-        None, "Shape of fused sub-parameters."
-    )
+    shape: Annotated[list[Any], BeforeValidator(as_list)] | None = key(None, "Shape of fused sub-parameters.")
     partition_dim: Int | None = key(None, "Dimension that is split, given directly.")
     model_types: Strings | None = key(None, "Model types that this rule is for; null: all.")
     gather_output: bool = key(False, "Gather the layer's output on every rank.")
@@ -61,7 +59,7 @@ class PartitionConfig(Section):
     embedding_partition_dim: Int = key(1, "Dimension in which embeddings are split.", ge=0)
     lm_head_patterns: Strings = key(["lm_head", "embed_out"], "Names of output heads.")
     strict_mode: bool = key(False, "A layer that no rule matches is an error.")
-    layer_specs: Annotated[list[LayerSpec], BeforeValidator(_as_list)] = key([], "Rules, first match wins.")
+    layer_specs: Annotated[list[LayerSpec], BeforeValidator(as_list)] = key([], "Rules, first match wins.")
 
 
 class TensorParallel(Section):
@@ -72,7 +70,7 @@ class TensorParallel(Section):
     dtype: DType = key("fp16", "Type of the split parameters.")
     tp_overlap_comm: bool = key(False, "Overlap the all-reduce of the backward pass.")
     tp: TPSize | None = key(None, "Nested form of the degree.", names=("tensor_parallel",))
-    injection_policy_tuple: Annotated[list[Any], BeforeValidator(_as_list)] | None = key(
+    injection_policy_tuple: Annotated[list[Any], BeforeValidator(as_list)] | None = key(
         None, "Names of layers whose outputs are all-reduced."
     )
     preset_model: Literal["llama", "bloom", "chatglm", "mixtral", "deepseek_v2", "qwen2", "phi3"] | None = (

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from typing import Any, Literal
+from typing import Literal
 
 from pydantic import ConfigDict
 
@@ -30,7 +30,8 @@ class BF16(Section):
     check_grad_overflow: bool = key(
         False,
         "Skip the step when a gradient is infinite or not a number.",
-        default_note="false for years, true in peers since 2026-06; a skipped step changes a run, so it is asked for",
+        default_note="false for years, true in peers since 2026-06; skipping steps changes a run, so it has "
+        "to be asked for",
     )
     immediate_grad_update: bool = key(
         False,
@@ -49,7 +50,6 @@ class AMP(Section):
     model_config = ConfigDict(extra="allow")
 
     enabled: bool = key(False, "Use Apex AMP.")
-    __pydantic_extra__: dict[str, Any]
 
 
 class MSAMP(Section):

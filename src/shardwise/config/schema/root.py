@@ -8,7 +8,7 @@ from .base import DType, Int, Section, StepCount, key, section
 from .checkpoint import Checkpoint, DataStates, Nebula
 from .compress import CompressionTraining, Eigenvalue, QuantizeTraining, WeightQuantization
 from .data import DataEfficiency, LegacyCurriculum, ProgressiveLayerDrop
-from .observe import CommsLogger, Comet, CSVMonitor, FlopsProfiler, TensorBoard, Timers, WandB
+from .observe import Comet, CommsLogger, CSVMonitor, FlopsProfiler, TensorBoard, Timers, WandB
 from .offload import AIO
 from .optim import Optimizer, Scheduler
 from .parallel import (
@@ -21,7 +21,7 @@ from .parallel import (
 )
 from .precision import AMP, BF16, FP16, MSAMP, DataTypes, TorchAutocast
 from .tuning import Autotuning, Compile, Elasticity, HybridEngine
-from .zero import Zero
+from .zero import ZeroConfig
 
 
 class Config(Section):
@@ -33,7 +33,7 @@ class Config(Section):
 
     schema_version: Literal[1] = key(
         1,
-        "Version of the defaults. A default changes only together with this number, so old files keep their meaning.",
+        "Version of the defaults. A default changes only with this number, so old files keep their meaning.",
     )
 
     train_batch_size: Int | None = key(None, "Samples per optimizer step over all ranks.", gt=0)
@@ -72,7 +72,8 @@ class Config(Section):
     gradient_clipping: float = key(
         0.0,
         "Largest global L2 norm of the gradient; 0: no clipping.",
-        default_note="0 for years, 1.0 in peers since 2026-06-23; clipping changes every step, so it is asked for",
+        default_note="0 for years, 1.0 in peers since 2026-06-23; clipping changes training, so it has to be "
+        "asked for",
         ge=0,
     )
 
@@ -111,8 +112,8 @@ class Config(Section):
     torch_autocast: TorchAutocast = section(TorchAutocast, "torch.autocast.")
     data_types: DataTypes = section(DataTypes, "Types of gradients and buffers.")
 
-    zero_optimization: Zero = section(
-        Zero, "Sharding. true is a deprecated form of stage 1, false of stage 0."
+    zero_optimization: ZeroConfig = section(
+        ZeroConfig, "Sharding. true is a deprecated form of stage 1, false of stage 0."
     )
     aio: AIO = section(AIO, "Disk access.", no_effect="nothing is offloaded to disk")
     activation_checkpointing: ActivationCheckpointing = section(
@@ -126,7 +127,8 @@ class Config(Section):
     steps_per_print: StepCount | None = key(
         None,
         "Print progress every so many steps; null, 0 or infinity: never.",
-        default_note="10 for years (the documentation still says so), null in peers since 2024-10; printing is asked for",
+        default_note="10 for years (their documentation still says so), null in peers since 2024-10; "
+        "printing has to be asked for",
     )
     wall_clock_breakdown: bool = key(False, "Time the phases of a step.")
     memory_breakdown: bool = key(False, "Print memory at the phases of a step.")

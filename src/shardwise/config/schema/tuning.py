@@ -6,7 +6,7 @@ from typing import Annotated, Any, Literal
 
 from pydantic import BeforeValidator
 
-from .base import Int, Ints, Section, _as_list, key, section
+from .base import Int, Ints, Section, as_list, key, section
 
 
 class Elasticity(Section):
@@ -84,7 +84,7 @@ class Compile(Section):
     """`compile`: compiler passes around collectives."""
 
     deepcompile: bool = key(False, "Use the passes.")
-    passes: Annotated[list[Literal["z1", "z3", "autosp", "autotp"]], BeforeValidator(_as_list)] | None = key(
+    passes: Annotated[list[Literal["z1", "z3", "autosp", "autotp"]], BeforeValidator(as_list)] | None = key(
         None, "Passes to run; null: those of the stage."
     )
     free_activation: bool = key(False, "Free large activations early.")

@@ -3,12 +3,18 @@
 from __future__ import annotations
 
 import sys
-from typing import Any, Literal
+from typing import Annotated, Literal
 
-from .base import Int, Names, Section, key, section
+from pydantic import BeforeValidator
+
+from .base import Int, Names, Section, integral, key, section
 from .offload import OffloadOptimizer, OffloadParam, ZenFlow
 
 _SAME_RESULT = "every setting runs the same collectives here and gives the same bits"
+
+
+Stage = Annotated[Literal[0, 1, 2, 3], BeforeValidator(integral)]
+"""A ZeRO stage."""
 
 
 class LeafModule(Section):
@@ -33,15 +39,13 @@ class LoCo(Section):
     reset_T: Int = key(1024, "Steps after which the stored error is reset.", gt=0)
 
 
-class Zero(Section):
+class ZeroConfig(Section):
     """`zero_optimization`: sharding of optimizer state (1), gradients (2) and parameters (3)."""
 
-    stage: Literal[0, 1, 2, 3] = key(
-        0, "0: nothing is sharded; 1: optimizer state; 2: also gradients; 3: also parameters."
-    )
+    stage: Stage = key(0, "0: nothing is sharded; 1: optimizer state; 2: also gradients; 3: also parameters.")
     reduce_bucket_size: Int = key(
         500_000_000,
-        "Largest number of elements that one gradient reduction carries. A cap: buffers are sized from the model.",
+        "Most elements that one gradient reduction carries. A cap: buffers are sized from the model.",
         gt=0,
     )
     allgather_bucket_size: Int = key(
@@ -50,8 +54,8 @@ class Zero(Section):
     overlap_comm: bool | None = key(
         None,
         "Reduce gradients while the backward pass goes on. null: the library decides.",
-        default_note="peers overlap by default only when parameters are sharded; here it costs neither memory nor "
-        "accuracy, so it is on for every stage",
+        default_note="peers overlap by default only when parameters are sharded; here it costs neither "
+        "memory nor accuracy, so it is on for every stage",
     )
     reduce_scatter: bool = key(
         True, "Reduce gradients by reduce-scatter rather than all-reduce.", no_effect=_SAME_RESULT
@@ -222,8 +226,3 @@ class Zero(Section):
         "Keep Muon's momentum in memory while the rest is on disk.",
         no_effect="no optimizer state is on disk",
     )
-
-
-def from_bool(value: bool) -> dict[str, Any]:
-    """The section that the deprecated form `"zero_optimization": true` stands for."""
-    return {"stage": 1 if value else 0}

@@ -1,0 +1,149 @@
+"""Showing a configuration to people and tools: JSON Schema, effective values, and a table of choices."""
+
+from __future__ import annotations
+
+import math
+from typing import Any, NamedTuple
+
+from .resolve import Resolution
+from .schema.base import AUTO, Section
+from .schema.root import Config
+from .tree import Key, keys_of, walk
+
+
+class Row(NamedTuple):
+    """One line of `describe`: a key, its value, the default, and where the value came from."""
+
+    path: str
+    value: Any
+    default: Any
+    source: str
+    reason: str
+
+
+def json_schema() -> dict[str, Any]:
+    """Return the JSON Schema (draft 2020-12) of a configuration as users write it.
+
+    Besides the canonical keys it knows every other spelling, "auto" for any single value, null for a section,
+    and the boolean form of `zero_optimization`. Editors use it for completion and checking: save it to a file
+    and name that file in the configuration under `"$schema"`.
+
+    >>> json_schema()["properties"]["train_batch_size"]["description"]
+    'Samples per optimizer step over all ranks.'
+    """
+    schema = Config.model_json_schema()
+    schema["$schema"] = "https://json-schema.org/draft/2020-12/schema"
+    schema["title"] = "shardwise configuration"
+    definitions = schema.get("$defs", {})
+    for model in _sections(Config):
+        target = schema if model is Config else definitions[model.__name__]
+        _open_up(target, model)
+    schema["properties"]["$schema"] = {"type": "string", "description": "Address of this JSON Schema."}
+    zero = schema["properties"]["zero_optimization"]
+    zero["anyOf"].append({"type": "boolean", "deprecated": True})
+    return schema
+
+
+def _sections(model: type[Section]) -> list[type[Section]]:
+    """Every section class of the schema once, the root first."""
+    children = [key.child for _, key in walk(model) if key.child is not None]
+    return list(dict.fromkeys([model, *children]))
+
+
+def _open_up(target: dict[str, Any], model: type[Section]) -> None:
+    """Let one object of the schema accept what the reader accepts beyond the canonical form."""
+    properties = target.get("properties", {})
+    for spelling, key in keys_of(model).items():
+        if spelling == key.name:
+            properties[key.name] = _property(properties[key.name], key)
+    for spelling, key in keys_of(model).items():
+        if spelling != key.name:
+            properties[spelling] = {**properties[key.name], "description": f"Another name of {key.name}."}
+
+
+def _property(schema: dict[str, Any], key: Key) -> dict[str, Any]:
+    schema.pop("title", None)
+    if key.replacement:
+        schema["deprecated"] = True
+    extra: dict[str, Any] | None = None
+    if key.kind == "section" and key.default is not None:
+        extra = {"type": "null"}
+    elif key.kind == "value" and not key.takes_auto:
+        extra = {"const": AUTO}
+    if extra is None:
+        return schema
+    about = {name: schema.pop(name) for name in list(schema) if name in _ABOUT or name.startswith("x-")}
+    options = schema.pop("anyOf", None)
+    if options is None:
+        options = [schema]
+    elif schema:
+        # Bounds beside a union hold for its numbers; inside an option they cannot touch "auto".
+        options = [{**option, **schema} if option.get("type") != "null" else option for option in options]
+    return {**about, "anyOf": [*options, extra]}
+
+
+_ABOUT = ("description", "default", "deprecated", "title")
+
+
+def effective(resolution: Resolution) -> dict[str, Any]:
+    """Return every value that the run uses, as a plain dictionary that is itself a valid configuration.
+
+    It is what is saved beside checkpoints: resolving it again gives the same values, also in a version with
+    other defaults. Infinity, which JSON does not have, becomes null where it means "never".
+    """
+    values = _without_deprecated(resolution.config.model_dump(), Config)
+    steps = values.get("steps_per_print")
+    if isinstance(steps, float) and math.isinf(steps):
+        values["steps_per_print"] = None
+    return values
+
+
+def _without_deprecated(values: dict[str, Any], model: type[Section]) -> dict[str, Any]:
+    result: dict[str, Any] = {}
+    keys = keys_of(model)
+    for name, value in values.items():
+        key = keys.get(name)
+        if key is not None and key.replacement:
+            continue
+        if key is not None and key.kind == "section" and key.child is not None and isinstance(value, dict):
+            value = _without_deprecated(value, key.child)
+        result[name] = value
+    return result
+
+
+def describe(resolution: Resolution) -> list[Row]:
+    """Return one row for every value that the user wrote or the library chose, in the order of the schema.
+
+    `source` is `given`, `auto` (the user wrote "auto"), `derived` (the user wrote nothing, it follows from
+    other keys) or `forwarded` (from a deprecated key).
+    """
+    reasons = {note.path: note.reason for note in resolution.notes}
+    rows: list[Row] = []
+    for path, key in walk():
+        dots = ".".join(path)
+        if key.kind in ("section", "map", "list") or "*" in path or "[]" in path or key.replacement:
+            continue
+        value = _at(resolution.config, path)
+        if key.kind == "free":
+            for name, item in (value or {}).items():
+                inner = f"{dots}.{name}"
+                rows.append(Row(inner, item, None, _source(inner, resolution), reasons.get(inner, "")))
+        elif dots in resolution.given or dots in reasons:
+            rows.append(Row(dots, value, key.default, _source(dots, resolution), reasons.get(dots, "")))
+    return rows
+
+
+def _at(config: Config, path: tuple[str, ...]) -> Any:
+    place: Any = config
+    for name in path:
+        place = getattr(place, name) if place is not None else None
+    return place
+
+
+def _source(path: str, resolution: Resolution) -> str:
+    reason = next((note.reason for note in resolution.notes if note.path == path), None)
+    if reason is None:
+        return "given"
+    if reason.startswith("forwarded"):
+        return "forwarded"
+    return "auto" if path in resolution.given else "derived"

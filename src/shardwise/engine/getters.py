@@ -1,0 +1,283 @@
+"""Methods of the engine that read one configuration value each, under the names that existing scripts call.
+
+One table says which method reads which key; the methods are made from it. New code reads
+`config.zero_optimization` and so on directly. What depends on the running engine rather than on the
+configuration (batch sizes, which may change; learning rates; ranks) is not here.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from typing import TYPE_CHECKING, Any
+
+import torch
+
+if TYPE_CHECKING:
+    from shardwise.config import Config, Resolution
+
+Read = str | Callable[["Config"], Any]
+"""Dotted path of a key, or a function of the configuration."""
+
+_TORCH_DTYPES = {"fp32": torch.float32, "fp16": torch.float16, "bf16": torch.bfloat16}
+
+
+def _model_dtype(config: Config) -> torch.dtype:
+    if config.fp16.enabled:
+        return torch.float16
+    return torch.bfloat16 if config.bf16.enabled else torch.float32
+
+
+def _dtype_or(name: str | None, default: torch.dtype | None) -> torch.dtype | None:
+    return default if name is None else _TORCH_DTYPES[name]
+
+
+def _data_types(config: Config) -> tuple[torch.dtype, torch.dtype | None]:
+    """(type of the parameters, type of the gradient accumulator)."""
+    return _model_dtype(config), _dtype_or(config.data_types.grad_accum_dtype, torch.float32)
+
+
+def _loss_scale_args(config: Config) -> dict[str, Any] | None:
+    """Settings of the dynamic loss scale, None if the scale is static or there is none."""
+    if not config.fp16.enabled or config.fp16.loss_scale:
+        return None
+    return {
+        "init_scale": 2**config.fp16.initial_scale_power,
+        "scale_window": config.fp16.loss_scale_window,
+        "delayed_shift": config.fp16.hysteresis,
+        "consecutive_hysteresis": config.fp16.consecutive_hysteresis,
+        "min_scale": config.fp16.min_loss_scale,
+    }
+
+
+def _offload_device(section: str) -> Callable[[Config], str]:
+    def read(config: Config) -> str:
+        found = getattr(config.zero_optimization, section)
+        return "none" if found is None else str(found.device)
+
+    return read
+
+
+def _offload(name: str, default: Any) -> Callable[[Config], Any]:
+    """A key of offload_optimizer, with the value that holds when the section is absent."""
+
+    def read(config: Config) -> Any:
+        found = config.zero_optimization.offload_optimizer
+        return default if found is None else getattr(found, name)
+
+    return read
+
+
+def _pass(name: str) -> Callable[[Config], bool]:
+    return lambda config: name in (config.compile.passes or ())
+
+
+def _nonempty(value: Any) -> Any:
+    return value or None
+
+
+_zero_optimizer_device = _offload_device("offload_optimizer")
+
+GETTERS: dict[str, Read] = {
+    # batch and loop
+    "managed_gradient_accumulation": "managed_gradient_accumulation",
+    "dataloader_drop_last": "dataloader_drop_last",
+    "steps_per_print": "steps_per_print",
+    # optimizer and schedule
+    "optimizer_name": "optimizer.type",
+    "optimizer_params": lambda config: _nonempty(config.optimizer.params),
+    "optimizer_legacy_fusion": "optimizer.legacy_fusion",
+    "scheduler_name": "scheduler.type",
+    "scheduler_params": lambda config: _nonempty(config.scheduler.params),
+    "gradient_clipping": "gradient_clipping",
+    # precision
+    "fp16_enabled": "fp16.enabled",
+    "bfloat16_enabled": "bf16.enabled",
+    "fp16_auto_cast": "fp16.auto_cast",
+    "fp16_master_weights_and_gradients": "fp16.fp16_master_weights_and_grads",
+    "bf16_master_weights_and_gradients": "bf16.bf16_master_weights_and_grads",
+    "bf16_optimizer_states": "bf16.bf16_optimizer_states",
+    "loss_scale": "fp16.loss_scale",
+    "dynamic_loss_scale": lambda config: config.fp16.loss_scale == 0,
+    "initial_dynamic_scale": lambda config: 2**config.fp16.initial_scale_power,
+    "dynamic_loss_scale_args": _loss_scale_args,
+    "amp_enabled": "amp.enabled",
+    "amp_params": lambda config: dict(config.amp.model_extra or {}),
+    "torch_autocast_enabled": "torch_autocast.enabled",
+    "torch_autocast_dtype": lambda config: _dtype_or(config.torch_autocast.dtype, None),
+    "torch_autocast_lower_precision_safe_modules": "torch_autocast.lower_precision_safe_modules",
+    "get_data_types": _data_types,
+    # communication
+    "postscale_gradients": lambda config: not config.prescale_gradients,
+    "gradient_predivide_factor": "gradient_predivide_factor",
+    "sparse_gradients_enabled": "sparse_gradients",
+    "graph_harvesting": "graph_harvesting",
+    # sharding
+    "zero_optimization": lambda config: config.zero_optimization.stage > 0,
+    "zero_optimization_stage": "zero_optimization.stage",
+    "zero_optimization_partition_gradients": lambda config: config.zero_optimization.stage >= 2,
+    "zero_optimization_partition_weights": lambda config: config.zero_optimization.stage >= 3,
+    "zero_allow_untested_optimizer": "zero_allow_untested_optimizer",
+    "zero_force_ds_cpu_optimizer": "zero_force_ds_cpu_optimizer",
+    "zero_reduce_scatter": "zero_optimization.reduce_scatter",
+    "zero_overlap_comm": "zero_optimization.overlap_comm",
+    "zero_sub_group_size": "zero_optimization.sub_group_size",
+    "zero_reduce_bucket_size": "zero_optimization.reduce_bucket_size",
+    "zero_multi_rank_bucket_allreduce": "zero_optimization.use_multi_rank_bucket_allreduce",
+    "zero_allgather_bucket_size": "zero_optimization.allgather_bucket_size",
+    "zero_allgather_partitions": "zero_optimization.allgather_partitions",
+    "zero_contiguous_gradients": "zero_optimization.contiguous_gradients",
+    "zero_load_from_fp32_weights": "zero_optimization.load_from_fp32_weights",
+    "zero_elastic_checkpoint": "zero_optimization.elastic_checkpoint",
+    "zero_max_live_parameters": "zero_optimization.stage3_max_live_parameters",
+    "zero_max_reuse_distance": "zero_optimization.stage3_max_reuse_distance",
+    "zero_prefetch_bucket_size": "zero_optimization.stage3_prefetch_bucket_size",
+    "zero_module_granularity_threshold": "zero_optimization.stage3_module_granularity_threshold",
+    "zero_param_persistence_threshold": "zero_optimization.stage3_param_persistence_threshold",
+    "zero_model_persistence_threshold": "zero_optimization.stage3_model_persistence_threshold",
+    "zero_gather_16bit_weights_on_model_save": (
+        "zero_optimization.stage3_gather_16bit_weights_on_model_save"
+    ),
+    "zero_allgather_sequential": "zero_optimization.stage3_allgather_sequential",
+    "zero_grad_hooks": "zero_optimization.grad_hooks",
+    "zero_legacy_stage1": "zero_optimization.legacy_stage1",
+    "zero_ignore_unused_parameters": "zero_optimization.ignore_unused_parameters",
+    "zero_save_muon_momentum_buffer_in_memory": ("zero_optimization.save_muon_momentum_buffer_in_memory"),
+    "zero_round_robin_gradients": "zero_optimization.round_robin_gradients",
+    "zero_hpz_partition_size": "zero_optimization.zero_hpz_partition_size",
+    "zero_quantized_weights": "zero_optimization.zero_quantized_weights",
+    "zero_quantized_nontrainable_weights": "zero_optimization.zero_quantized_nontrainable_weights",
+    "zero_quantized_gradients": "zero_optimization.zero_quantized_gradients",
+    "zeropp_loco_param": "zero_optimization.zeropp_loco_param",
+    "zero_log_trace_cache_warnings": "zero_optimization.log_trace_cache_warnings",
+    "is_sanity_checks_enabled": "zero_optimization.enable_sanity_checks",
+    "zero_compute_grad_norm": "zero_optimization.compute_grad_norm",
+    "zero_parameter_alignment": "zero_optimization.parameter_alignment",
+    "mics_shard_size": "zero_optimization.mics_shard_size",
+    # offload
+    "zero_offload_optimizer": "zero_optimization.offload_optimizer",
+    "zero_offload_param": "zero_optimization.offload_param",
+    "zero_use_cpu_optimizer": lambda config: _zero_optimizer_device(config) in ("cpu", "nvme"),
+    "zero_cpu_offload": lambda config: _zero_optimizer_device(config) == "cpu",
+    "zero_nvme_offload_optimizer": lambda config: _zero_optimizer_device(config) == "nvme",
+    "zero_partial_offload": _offload("ratio", 1.0),
+    "super_offload": _offload("super_offload", False),
+    "cpuadam_cores_perc": _offload("cpuadam_cores_perc", 0.8),
+    "zenflow_config": "zero_optimization.zenflow",
+    "swap_tensor_config": "aio",
+    "aio_config": "aio",
+    # other parallelism
+    "tensor_parallel_config": "tensor_parallel",
+    "autotp_size": "tensor_parallel.autotp_size",
+    "compile_autosp": _pass("autosp"),
+    "compile_autotp": _pass("autotp"),
+    # checkpoint
+    "use_node_local_storage": "checkpoint.use_node_local_storage",
+    "load_universal_checkpoint": "checkpoint.load_universal",
+    "checkpoint_serialization_enabled": "checkpoint.checkpoint_serialization",
+    "checkpoint_writer_enabled": lambda config: config.checkpoint.writer is not None,
+    "checkpoint_tag_validation_enabled": lambda config: config.checkpoint.tag_validation != "ignore",
+    "checkpoint_tag_validation_fail": lambda config: config.checkpoint.tag_validation == "fail",
+    # profiling
+    "wall_clock_breakdown": lambda config: config.wall_clock_breakdown or config.flops_profiler.enabled,
+    "memory_breakdown": "memory_breakdown",
+    "flops_profiler_enabled": "flops_profiler.enabled",
+    "flops_profiler_recompute_fwd_factor": "flops_profiler.recompute_fwd_factor",
+    "flops_profiler_profile_step": "flops_profiler.profile_step",
+    "flops_profiler_module_depth": "flops_profiler.module_depth",
+    "flops_profiler_top_modules": "flops_profiler.top_modules",
+    "flops_profiler_detailed": "flops_profiler.detailed",
+    "flops_profiler_output_file": "flops_profiler.output_file",
+    "log_level": "log_level",
+    # autotuning
+    "autotuning_enabled": "autotuning.enabled",
+    "autotuning_start_profile_step": "autotuning.start_profile_step",
+    "autotuning_end_profile_step": "autotuning.end_profile_step",
+    "autotuning_metric_path": "autotuning.metric_path",
+    "autotuning_model_info_path": "autotuning.model_info_path",
+    "autotuning_metric": "autotuning.metric",
+    "autotuning_profile_model_info": "autotuning.model_info.profile",
+    # data
+    "data_efficiency_enabled": "data_efficiency.enabled",
+    "data_efficiency_config": "data_efficiency",
+    "data_sampling_enabled": "data_efficiency.data_sampling.enabled",
+    "data_sampling_config": "data_efficiency.data_sampling",
+    "curriculum_learning_enabled": "data_efficiency.data_sampling.curriculum_learning.enabled",
+    "curriculum_learning_config": "data_efficiency.data_sampling.curriculum_learning",
+    "random_ltd_enabled": "data_efficiency.data_routing.random_ltd.enabled",
+    "random_ltd_config": "data_efficiency.data_routing.random_ltd",
+    "curriculum_enabled_legacy": "curriculum_learning.enabled",
+    "curriculum_params_legacy": "curriculum_learning",
+    "pld_enabled": "progressive_layer_drop.enabled",
+    "pld_params": "progressive_layer_drop",
+    "pld_theta": "progressive_layer_drop.theta",
+    "pld_gamma": "progressive_layer_drop.gamma",
+    "quantize_training": "quantize_training",
+    "eigenvalue_enabled": "quantize_training.eigenvalue.enabled",
+    "eigenvalue_verbose": "quantize_training.eigenvalue.verbose",
+    "eigenvalue_max_iter": "quantize_training.eigenvalue.max_iter",
+    "eigenvalue_tol": "quantize_training.eigenvalue.tol",
+    "eigenvalue_stability": "quantize_training.eigenvalue.stability",
+    "eigenvalue_gas_boundary_resolution": "quantize_training.eigenvalue.gas_boundary_resolution",
+    "eigenvalue_layer_name": "quantize_training.eigenvalue.layer_name",
+    "eigenvalue_layer_num": "quantize_training.eigenvalue.layer_num",
+    "elasticity_enabled": "elasticity.enabled",
+    "is_elastic_model_parallel_supported": lambda config: (
+        config.elasticity.enabled and config.elasticity.version >= 0.2
+    ),
+}
+"""Method of the engine -> what it reads."""
+
+
+def _getter(name: str, read: Read) -> Callable[[Any], Any]:
+    if callable(read):
+        compute = read
+
+        def method(self: Any) -> Any:
+            return compute(self._resolution.config)
+
+        what = compute.__doc__ or f"what the configuration says about {name.replace('_', ' ')}"
+        method.__doc__ = f"Return {what[0].lower() + what[1:].rstrip('.')}."
+    else:
+        path = read.split(".")
+
+        def method(self: Any) -> Any:
+            value = self._resolution.config
+            for part in path:
+                value = getattr(value, part)
+            return value
+
+        method.__doc__ = f"Return `{read}` of the configuration."
+    method.__name__ = name
+    method.__qualname__ = f"ConfigGetters.{name}"
+    return method
+
+
+class ConfigGetters:
+    """Mixin that gives an engine one method per entry of `GETTERS`.
+
+    The class that uses it has an attribute `_resolution`.
+
+    >>> from types import SimpleNamespace
+    >>> from shardwise.config import resolve
+    >>> class Reader(ConfigGetters):
+    ...     def __init__(self, resolution): self._resolution = resolution
+    >>> Reader(resolve({"train_batch_size": 8, "zero_optimization": {"stage": 2}})).zero_optimization_stage()
+    2
+    """
+
+    _resolution: Resolution
+
+    @property
+    def communication_data_type(self) -> torch.dtype:
+        """Type of gradients on the wire: the configured one, else the model's."""
+        config = self._resolution.config
+        name = config.communication_data_type
+        return _model_dtype(config) if name is None else _TORCH_DTYPES[name]
+
+    @communication_data_type.setter
+    def communication_data_type(self, dtype: torch.dtype | str) -> None:
+        self._resolution.config.communication_data_type = dtype  # type: ignore[assignment]
+
+
+for _name, _read in GETTERS.items():
+    setattr(ConfigGetters, _name, _getter(_name, _read))
