@@ -98,9 +98,7 @@ def test_overflow_at_the_minimum_explains_what_to_do() -> None:
     scaler = LossScaler(initial_scale_power=1, min_loss_scale=1.5, hysteresis=1)
     scaler.update(True)
     assert scaler.scale == 1.5
-    with pytest.raises(
-        LossScaleError, match=r"min_loss_scale = 1\.5.*learning rate.*gradient_clipping.*bf16"
-    ):
+    with pytest.raises(LossScaleError, match=r"min_loss_scale 1\.5.*learning rate.*gradient_clipping.*bf16"):
         scaler.update(True)
     assert issubclass(LossScaleError, ShardwiseError)
 

@@ -176,28 +176,12 @@ class LossScaler:
     def _halve(self) -> None:
         if self._scale <= self._minimum:
             raise LossScaleError(
-                "gradients overflow although the loss scale is at its minimum (fp16.min_loss_scale = "
-                f"{self._minimum:g}), so a smaller scale cannot help: the loss or a gradient is infinite, not "
-                "a number, or beyond fp16 by itself. Look for such values in the data and the loss of the last "
-                "steps; then lower the learning rate, lengthen its warm-up, or set gradient_clipping; or train "
-                'in bf16 ("bf16": {"enabled": true} instead of fp16), which has the range of fp32 and needs no '
-                "loss scale"
-            )
-        self._scale = max(state["scale"], self._minimum)
-        self._tolerance = min(state["tolerance"], self._hysteresis)
-        self._clean_steps = min(state["clean_steps"], self._window - 1)
-
-    def _halve(self) -> None:
-        if self._scale <= self._minimum:
-            raise LossScaleError(
-                f"gradients overflow although the loss scale is at its minimum (fp16.min_loss_scale = "
-                f"{self._minimum:g}), so a smaller scale cannot help: the loss or a gradient is "
-                "infinite, not a "
-                "number, or beyond fp16 by itself. Look for such values in the data and the loss of the "
-                "last steps; "
-                "then lower the learning rate, lengthen its warm-up, or set gradient_clipping; or train "
-                "in bf16 "
-                '("bf16": {"enabled": true} instead of fp16), which has the range of fp32 and needs no loss scale'
+                f"gradients overflow at the smallest loss scale (fp16.min_loss_scale {self._minimum:g}), so "
+                "a smaller scale cannot help: the loss or a gradient is infinite, not a number, or beyond "
+                "fp16 by itself. Look for such values in the data and the loss of the last steps; then lower "
+                "the learning rate, lengthen its warm-up, or set gradient_clipping; or train in bf16 "
+                '("bf16": {"enabled": true} instead of fp16), which has the range of fp32 and needs no loss '
+                "scale"
             )
         self._scale = max(self._scale / 2.0, self._minimum)
 
