@@ -110,6 +110,7 @@ class Engine(BatchSizes, ConfigGetters, nn.Module):
         self._engine_backward = False
         self._was_applied = False
         self._batch = self.initial_batch()
+        sharded.gradient_factor = self._gradient_factor
 
     # -- what clients read -------------------------------------------------------------------------------------------
 
@@ -304,8 +305,7 @@ class Engine(BatchSizes, ConfigGetters, nn.Module):
         assert reducer is not None
         reducer.reduce_pending()
         scale = self.cur_scale
-        average = self.world_size if config.gradient_allreduce_op == "mean" else 1
-        factor = 1.0 / (average * reducer.prescale * self.gradient_accumulation_steps() * scale)
+        factor = self._gradient_factor()
         clip = float(config.gradient_clipping)
         checks = self.loss_scaler is not None or config.bf16.check_grad_overflow
         norm = sharded.gradient_norm(factor) if clip or checks or config.zero_optimization.compute_grad_norm else None
@@ -332,6 +332,12 @@ class Engine(BatchSizes, ConfigGetters, nn.Module):
         elif self.lr_scheduler is not None:
             self.lr_scheduler.step(**(lr_kwargs or {}))
         self._print_progress()
+
+    def _gradient_factor(self) -> float:
+        """Return what turns accumulated sums into the gradient: mean over ranks and micro-batches, loss scale divided out."""
+        ranks = self.world_size if self._resolution.config.gradient_allreduce_op == "mean" else 1
+        prescale = self.sharded.reducer.prescale if self.sharded.reducer is not None else 1.0
+        return 1.0 / (ranks * prescale * self.gradient_accumulation_steps() * self.cur_scale)
 
     def _print_progress(self) -> None:
         every = self._resolution.config.steps_per_print

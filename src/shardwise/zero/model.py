@@ -117,6 +117,10 @@ class ShardedModel:
         self.hooks = Hooks(module, self.units, self.gatherer, self.reducer)
         self.gatherer.on_backward = self.hooks.start_backward
         self._trainable = [p for p, t in zip(self.registry.parameters, self.registry, strict=True) if t.trainable]
+        self.gradient_factor: Callable[[], float] = lambda: 1.0
+        self._section_of = {
+            slot.index: (unit, section) for unit in self.units for section in unit.sections for slot in section.layout.slots
+        }
         self._order_agreed = False
         self._runs: list[tuple[int, torch.Tensor]] | None = None
 
@@ -222,6 +226,29 @@ class ShardedModel:
         """Wait for updated parameters that are still on their way."""
         for unit in self.units:
             unit.finish_gather()
+
+    # -- access of single parameters ---------------------------------------------------------------------------------
+
+    def section_of(self, index: int) -> SectionMemory:
+        """Return the section that holds a parameter."""
+        return self._section_of[index][1]
+
+    def gradient_runs(self, index: int) -> list[tuple[int, int, torch.Tensor]] | None:
+        """Return (start, stop, values) whose sum over ranks is the accumulated gradient, or None if there is none."""
+        assert self.reducer is not None
+        unit, section = self._section_of[index]
+        gradients = self.reducer.gradients[unit.index]
+        if self.reducer.partial:
+            slot = next(slot for slot in section.layout.slots if slot.index == index)
+            held = gradients.buffers.get(unit.sections.index(section))
+            return [(0, slot.numel, held[0][slot.offset : slot.offset + slot.numel])] if held else []
+        if not gradients.accumulated:
+            return None
+        return [
+            (p.start, p.stop, section.own_gradient[p.offset : p.offset + p.stop - p.start])
+            for p in section.layout.pieces(*section.layout.range_of(self.comm.rank))
+            if p.index == index
+        ]
 
     # -- access ------------------------------------------------------------------------------------------------------
 
