@@ -1,0 +1,116 @@
+"""Building a schedule from the `type` and `params` of the configuration.
+
+Names are resolved in this order: our own, by exact name; names that other libraries use for schedules that
+are not built here (refused); classes of `torch.optim.lr_scheduler`, by exact name. torch's schedules follow
+the same convention: after construction the rate of step 0 is in force; `step()` is called after each update.
+"""
+
+from __future__ import annotations
+
+import difflib
+import inspect
+from collections.abc import Iterable, Mapping
+from typing import Any
+
+import torch
+from torch.optim import lr_scheduler
+
+from shardwise.errors import ConfigError, NotBuiltError
+from shardwise.schedules.base import StepSchedule
+from shardwise.schedules.warmup import WarmupCosineLR, WarmupDecayLR, WarmupLR
+
+_OURS: dict[str, type[StepSchedule]] = {
+    cls.__name__: cls for cls in (WarmupLR, WarmupDecayLR, WarmupCosineLR)
+}
+
+VALID_LR_SCHEDULES = list(_OURS)
+"""Names of our own schedules."""
+
+_NOT_BUILT = {
+    "LRRangeTest": "",
+    "OneCycle": "; torch's OneCycleLR has the same shape",
+}
+"""Names that published configurations use and this version does not serve, with what to do."""
+
+_UNUSABLE = {
+    "LRScheduler": "it is the base class of schedules",
+    "ReduceLROnPlateau": "it needs a metric at every step; build it in the script and step it there",
+    "LambdaLR": "it takes functions; build it in the script and pass it as lr_scheduler",
+    "MultiplicativeLR": "it takes functions; build it in the script and pass it as lr_scheduler",
+    "ChainedScheduler": "it takes schedule objects; build it in the script and pass it as lr_scheduler",
+    "SequentialLR": "it takes schedule objects; build it in the script and pass it as lr_scheduler",
+}
+"""Schedules of torch that a configuration cannot describe."""
+
+
+def build(name: str, optimizer: torch.optim.Optimizer, params: Mapping[str, Any]) -> lr_scheduler.LRScheduler:
+    """Build the schedule that the configuration names; the rate of step 0 is in force afterwards.
+
+    Args:
+        name: `scheduler.type`.
+        optimizer: its groups are given the rates.
+        params: `scheduler.params`; not changed.
+
+    Raises:
+        ConfigError: the name or an option is unknown, a required one is missing, or a value has no meaning.
+        NotBuiltError: a known name that this version does not have.
+
+    >>> optimizer = torch.optim.SGD([torch.zeros(1)], lr=0.1)
+    >>> build("WarmupLR", optimizer, {"warmup_num_steps": 10}).get_last_lr()
+    [0.0]
+    >>> build("SteppLR", optimizer, {})
+    Traceback (most recent call last):
+        ...
+    shardwise.errors.ConfigError: scheduler.type: unknown schedule 'SteppLR'; did you mean StepLR?
+    """
+    if name in _NOT_BUILT:
+        raise NotBuiltError(f"scheduler.type: {name} is not available{_NOT_BUILT[name]}")
+    if name in _UNUSABLE:
+        raise ConfigError(f"scheduler.type: {name} cannot be built from a configuration: {_UNUSABLE[name]}")
+    cls = _classes().get(name)
+    if cls is None:
+        raise ConfigError(f"scheduler.type: unknown schedule {name!r}{_suggestion(name, names())}")
+    _check_arguments(cls, params)
+    try:
+        return cls(optimizer, **params)
+    except ConfigError:
+        raise
+    except (TypeError, ValueError, KeyError) as error:
+        given = ", ".join(f"{key}={value!r}" for key, value in params.items())
+        raise ConfigError(f"scheduler.params: {name} refuses ({given}): {error}") from error
+
+
+def names() -> list[str]:
+    """Return the names that `build` accepts."""
+    return [name for name in _classes() if name not in _UNUSABLE]
+
+
+def _classes() -> dict[str, type[Any]]:
+    return {**{name: getattr(lr_scheduler, name) for name in lr_scheduler.__all__}, **_OURS}
+
+
+def _check_arguments(cls: type[Any], params: Mapping[str, Any]) -> None:
+    known = {
+        name: parameter
+        for name, parameter in inspect.signature(cls).parameters.items()
+        if name != "optimizer"
+    }
+    for key, value in params.items():
+        if key not in known:
+            raise ConfigError(
+                f"scheduler.params.{key}: {cls.__name__} has no such option{_suggestion(key, known)} (it has "
+                f"{', '.join(known)})"
+            )
+        if isinstance(value, str) and value == "auto":
+            raise ConfigError(
+                f"scheduler.params.{key}: 'auto' has to be replaced by a value before the schedule is built"
+            )
+    for key, parameter in known.items():
+        if parameter.default is inspect.Parameter.empty and key not in params:
+            raise ConfigError(f"scheduler.params.{key}: {cls.__name__} needs this option; add it")
+
+
+def _suggestion(name: str, known: Iterable[str]) -> str:
+    lower = {entry.lower(): entry for entry in known}
+    near = difflib.get_close_matches(name.lower(), lower, n=2, cutoff=0.7)
+    return f"; did you mean {' or '.join(lower[entry] for entry in near)}?" if near else ""

@@ -1,0 +1,261 @@
+"""Warm-up, alone or followed by linear or cosine decay.
+
+The rate starts low because the first updates are the least reliable (Goyal et al., 2017); cosine decay is
+that of Loshchilov and Hutter (2017). The formulas are those that published configuration files expect; `k`
+is the number of updates made before, `N` = max(2, warmup_num_steps), `T` = total_num_steps.
+
+Invariant: `warmup`, `warmup_decay` and `warmup_cosine` are pure functions of the step number with values in
+[0, 1]; the classes only scale them.
+"""
+
+from __future__ import annotations
+
+import logging
+import math
+from collections.abc import Sequence
+from typing import Any
+
+import torch
+
+from shardwise.errors import ConfigError
+from shardwise.schedules.base import StepSchedule
+
+_log = logging.getLogger("shardwise")
+
+Rates = float | Sequence[float]
+"""One learning rate, or one for each parameter group."""
+
+_TYPES = ("log", "linear")
+
+
+def warmup(step: int, warmup_num_steps: int, warmup_type: str = "log") -> float:
+    """Return the fraction of the full rate in one step: from 0 in step 0 up to 1.
+
+    log: ln(k + 1) / ln(N), which is 1 from step N - 1; linear: k / N, which is 1 from step N.
+
+    Args:
+        step: k, number of updates made before.
+        warmup_num_steps: length of the warm-up; 1 counts as 2.
+        warmup_type: "log" or "linear".
+
+    >>> [warmup(k, 4, "linear") for k in range(6)]
+    [0.0, 0.25, 0.5, 0.75, 1.0, 1.0]
+    """
+    length = max(2, warmup_num_steps)
+    if step >= length:
+        return 1.0
+    return math.log(step + 1) / math.log(length) if warmup_type == "log" else step / length
+
+
+def warmup_decay(step: int, warmup_num_steps: int, total_num_steps: int, warmup_type: str = "log") -> float:
+    """Return the fraction of the full rate with linear decay after the warm-up.
+
+    (T - k) / (T - N) from step N on: 1 in step N, 0 from step T.
+
+    >>> [warmup_decay(k, 2, 6, "linear") for k in range(8)]
+    [0.0, 0.5, 1.0, 0.75, 0.5, 0.25, 0.0, 0.0]
+    """
+    length = max(2, warmup_num_steps)
+    if step < length:
+        return warmup(step, warmup_num_steps, warmup_type)
+    return max(0.0, (total_num_steps - step) / max(1, total_num_steps - length))
+
+
+def warmup_cosine(
+    step: int,
+    warmup_num_steps: int,
+    total_num_steps: int,
+    warmup_min_ratio: float = 0.0,
+    cos_min_ratio: float = 1e-4,
+    warmup_type: str = "log",
+) -> float:
+    """Return the fraction of the full rate with cosine decay after the warm-up.
+
+    The warm-up goes from `warmup_min_ratio` to 1. From step N on it is c + (1 - c) (1 + cos(pi r)) / 2 with
+    r = (k - N + 1) / (T - N), at most 1, and c = `cos_min_ratio`: c from step T - 1.
+
+    >>> [round(warmup_cosine(k, 2, 6, cos_min_ratio=0.0, warmup_type="linear"), 3) for k in range(7)]
+    [0.0, 0.5, 0.854, 0.5, 0.146, 0.0, 0.0]
+    """
+    length = max(2, warmup_num_steps)
+    if step < length:
+        return warmup_min_ratio + (1.0 - warmup_min_ratio) * warmup(step, warmup_num_steps, warmup_type)
+    done = min(1.0, (step - length + 1) / max(1, total_num_steps - length))
+    return cos_min_ratio + (1.0 - cos_min_ratio) * (1.0 + math.cos(math.pi * done)) / 2.0
+
+
+class WarmupLR(StepSchedule):
+    """Warm-up from a minimum to a maximum, then constant.
+
+    Args:
+        optimizer: its groups are given the rates.
+        warmup_min_lr: rate of step 0, one for all groups or one each.
+        warmup_max_lr: rate after the warm-up, one for all groups or one each. None: each group's own rate.
+        warmup_num_steps: length of the warm-up.
+        warmup_type: "log" or "linear".
+        last_batch_iteration: number of the last finished step; -1 before the first.
+
+    Raises:
+        ConfigError: a value has no meaning, or a list does not have one value for each group.
+
+    >>> weight = torch.zeros(1, requires_grad=True)
+    >>> optimizer = torch.optim.SGD([weight], lr=0.4)
+    >>> schedule = WarmupLR(optimizer, warmup_num_steps=4, warmup_type="linear")
+    >>> for _ in range(3):
+    ...     optimizer.step()
+    ...     schedule.step()
+    >>> [round(rate, 3) for rate in schedule.get_last_lr()]
+    [0.3]
+    """
+
+    def __init__(
+        self,
+        optimizer: torch.optim.Optimizer,
+        warmup_min_lr: Rates = 0.0,
+        warmup_max_lr: Rates | None = None,
+        warmup_num_steps: int = 1000,
+        warmup_type: str = "log",
+        last_batch_iteration: int = -1,
+    ) -> None:
+        self._min_lr = _rates(warmup_min_lr, "warmup_min_lr")
+        self._max_lr = None if warmup_max_lr is None else _rates(warmup_max_lr, "warmup_max_lr")
+        self._num_steps = _positive_integer(warmup_num_steps, "warmup_num_steps")
+        self._type = _known_type(warmup_type)
+        super().__init__(optimizer, last_batch_iteration)
+
+    def fraction(self, step: int) -> float:
+        """Return how far the rate is from the minimum (0) to the maximum (1) in one step."""
+        return warmup(step, self._num_steps, self._type)
+
+    def group_lr(self, step: int, index: int, own_lr: float) -> float:
+        """Return min + (max - min) x fraction(step)."""
+        count = len(self.optimizer.param_groups)
+        least = _of_group(self._min_lr, index, count, "warmup_min_lr")
+        most = own_lr if self._max_lr is None else _of_group(self._max_lr, index, count, "warmup_max_lr")
+        return least + (most - least) * self.fraction(step)
+
+
+class WarmupDecayLR(WarmupLR):
+    """Warm-up as in `WarmupLR`, then linear decay to the minimum, which is reached in step `total_num_steps`.
+
+    Args:
+        optimizer: its groups are given the rates.
+        total_num_steps: steps until the rate is at the minimum again.
+        warmup_min_lr: as in `WarmupLR`.
+        warmup_max_lr: as in `WarmupLR`.
+        warmup_num_steps: as in `WarmupLR`.
+        warmup_type: as in `WarmupLR`.
+        last_batch_iteration: as in `WarmupLR`.
+
+    Raises:
+        ConfigError: as in `WarmupLR`.
+    """
+
+    def __init__(
+        self,
+        optimizer: torch.optim.Optimizer,
+        total_num_steps: int,
+        warmup_min_lr: Rates = 0.0,
+        warmup_max_lr: Rates | None = None,
+        warmup_num_steps: int = 1000,
+        warmup_type: str = "log",
+        last_batch_iteration: int = -1,
+    ) -> None:
+        self._total = _total_steps(total_num_steps, warmup_num_steps)
+        super().__init__(
+            optimizer, warmup_min_lr, warmup_max_lr, warmup_num_steps, warmup_type, last_batch_iteration
+        )
+
+    def fraction(self, step: int) -> float:
+        """Return how far the rate is from the minimum (0) to the maximum (1) in one step."""
+        return warmup_decay(step, self._num_steps, self._total, self._type)
+
+
+class WarmupCosineLR(StepSchedule):
+    """Warm-up, then cosine decay, as fractions of each group's own rate.
+
+    Args:
+        optimizer: its groups are given the rates.
+        total_num_steps: steps until the decay has ended.
+        warmup_min_ratio: fraction of the own rate in step 0.
+        warmup_num_steps: length of the warm-up.
+        cos_min_ratio: fraction of the own rate at the end.
+        warmup_type: "log" or "linear".
+        last_batch_iteration: number of the last finished step; -1 before the first.
+
+    Raises:
+        ConfigError: a value has no meaning.
+    """
+
+    def __init__(
+        self,
+        optimizer: torch.optim.Optimizer,
+        total_num_steps: int,
+        warmup_min_ratio: float = 0.0,
+        warmup_num_steps: int = 1000,
+        cos_min_ratio: float = 1e-4,
+        warmup_type: str = "log",
+        last_batch_iteration: int = -1,
+    ) -> None:
+        self._total = _total_steps(total_num_steps, warmup_num_steps)
+        self._num_steps = _positive_integer(warmup_num_steps, "warmup_num_steps")
+        self._min_ratio = _number(warmup_min_ratio, "warmup_min_ratio")
+        self._cos_min_ratio = _number(cos_min_ratio, "cos_min_ratio")
+        self._type = _known_type(warmup_type)
+        super().__init__(optimizer, last_batch_iteration)
+
+    def group_lr(self, step: int, index: int, own_lr: float) -> float:
+        """Return own_lr x fraction of the step."""
+        return own_lr * warmup_cosine(
+            step, self._num_steps, self._total, self._min_ratio, self._cos_min_ratio, self._type
+        )
+
+
+def _positive_integer(value: Any, name: str) -> int:
+    """Accept 1000 and 1e3; JSON writers produce both."""
+    whole = isinstance(value, int | float) and not isinstance(value, bool) and float(value).is_integer()
+    if not whole or value <= 0:
+        raise ConfigError(f"scheduler.params.{name}: expected an integer > 0, found {value!r}")
+    return int(value)
+
+
+def _number(value: Any, name: str) -> float:
+    if not isinstance(value, int | float) or isinstance(value, bool) or not 0 <= value < math.inf:
+        raise ConfigError(f"scheduler.params.{name}: expected a number >= 0, found {value!r}")
+    return float(value)
+
+
+def _rates(value: Any, name: str) -> float | list[float]:
+    if isinstance(value, list | tuple):
+        return [_number(item, name) for item in value]
+    return _number(value, name)
+
+
+def _of_group(rates: float | list[float], index: int, count: int, name: str) -> float:
+    if not isinstance(rates, list):
+        return rates
+    if len(rates) != count:
+        raise ConfigError(
+            f"scheduler.params.{name}: expected one value for each of the optimizer's {count} parameter "
+            f"groups, found {len(rates)}"
+        )
+    return rates[index]
+
+
+def _known_type(value: Any) -> str:
+    if value not in _TYPES:
+        raise ConfigError(f"scheduler.params.warmup_type: expected 'log' or 'linear', found {value!r}")
+    return str(value)
+
+
+def _total_steps(value: Any, warmup_num_steps: Any) -> int:
+    total = _positive_integer(value, "total_num_steps")
+    length = _positive_integer(warmup_num_steps, "warmup_num_steps")
+    if total < length:
+        _log.warning(
+            "scheduler.params: the warm-up (warmup_num_steps %d) is longer than the whole schedule "
+            "(total_num_steps %d), so the full rate is never reached",
+            length,
+            total,
+        )
+    return total

@@ -1,0 +1,76 @@
+"""Schedules by name."""
+
+from __future__ import annotations
+
+from typing import Any
+
+import pytest
+import torch
+
+from shardwise.errors import ConfigError, NotBuiltError
+from shardwise.schedules import VALID_LR_SCHEDULES, WarmupDecayLR, build, names
+
+
+def sgd() -> torch.optim.Optimizer:
+    return torch.optim.SGD([torch.zeros(1)], lr=0.5)
+
+
+def test_our_names() -> None:
+    assert VALID_LR_SCHEDULES == ["WarmupLR", "WarmupDecayLR", "WarmupCosineLR"]
+    assert set(VALID_LR_SCHEDULES) < set(names())
+    params = {"total_num_steps": 10, "warmup_num_steps": 5}
+    schedule = build("WarmupDecayLR", sgd(), params)
+    assert type(schedule) is WarmupDecayLR
+    assert params == {"total_num_steps": 10, "warmup_num_steps": 5}
+
+
+@pytest.mark.parametrize(
+    ("name", "params", "rates"),
+    [
+        ("StepLR", {"step_size": 2, "gamma": 0.5}, [0.5, 0.5, 0.25, 0.25]),
+        ("LinearLR", {"start_factor": 0.5, "total_iters": 2}, [0.25, 0.375, 0.5, 0.5]),
+        ("ExponentialLR", {"gamma": 0.5}, [0.5, 0.25, 0.125, 0.0625]),
+    ],
+)
+def test_torch_schedules_follow_the_same_convention(
+    name: str, params: dict[str, Any], rates: list[float]
+) -> None:
+    optimizer = sgd()
+    schedule = build(name, optimizer, params)
+    used = []
+    for _ in range(4):
+        used.append(optimizer.param_groups[0]["lr"])
+        optimizer.step()
+        schedule.step()
+    assert used == rates
+
+
+@pytest.mark.parametrize("name", ["LRRangeTest", "OneCycle"])
+def test_known_names_that_are_not_built(name: str) -> None:
+    with pytest.raises(NotBuiltError, match=f"{name} is not available"):
+        build(name, sgd(), {})
+
+
+@pytest.mark.parametrize(
+    ("name", "params", "message"),
+    [
+        ("warmuplr", {}, "unknown schedule 'warmuplr'; did you mean WarmupLR"),
+        ("Nothing", {}, "unknown schedule 'Nothing'$"),
+        (
+            "WarmupLR",
+            {"warmup_steps": 3},
+            "warmup_steps: WarmupLR has no such option; did you mean warmup_num_steps",
+        ),
+        ("WarmupDecayLR", {}, "total_num_steps: WarmupDecayLR needs this option"),
+        ("WarmupLR", {"warmup_max_lr": "auto"}, "warmup_max_lr: 'auto'"),
+        ("StepLR", {}, "step_size: StepLR needs this option"),
+        ("OneCycleLR", {"max_lr": 1.0}, "OneCycleLR refuses .max_lr=1.0.: You must define"),
+        ("ReduceLROnPlateau", {}, "needs a metric"),
+        ("LambdaLR", {}, "takes functions"),
+        ("SequentialLR", {}, "takes schedule objects"),
+        ("LRScheduler", {}, "base class"),
+    ],
+)
+def test_wrong_names_and_options(name: str, params: dict[str, Any], message: str) -> None:
+    with pytest.raises(ConfigError, match=message):
+        build(name, sgd(), params)

@@ -1,0 +1,250 @@
+"""The rate that update k really uses is lr(k): from construction on, after resuming, for every group."""
+
+from __future__ import annotations
+
+import logging
+import math
+from typing import Any
+
+import pytest
+import torch
+from hypothesis import given
+from hypothesis import strategies as st
+
+from shardwise.errors import CheckpointError, ConfigError
+from shardwise.schedules import (
+    StepSchedule,
+    WarmupCosineLR,
+    WarmupDecayLR,
+    WarmupLR,
+    warmup,
+    warmup_cosine,
+    warmup_decay,
+)
+
+LENGTHS = st.integers(1, 40)
+TYPES = st.sampled_from(["log", "linear"])
+
+
+def optimizer_of(*rates: float) -> torch.optim.Optimizer:
+    groups = [{"params": [torch.zeros(1, requires_grad=True)], "lr": rate} for rate in rates]
+    return torch.optim.SGD(groups, lr=1.0)
+
+
+def used_rates(schedule: StepSchedule, steps: int) -> list[list[float]]:
+    """Rates that the optimizer has when its update is made."""
+    used = []
+    for _ in range(steps):
+        used.append([group["lr"] for group in schedule.optimizer.param_groups])
+        schedule.optimizer.step()
+        schedule.step()
+    return used
+
+
+@given(length=LENGTHS)
+def test_linear_warmup_closed_form(length: int) -> None:
+    n = max(2, length)
+    assert [warmup(k, length, "linear") for k in range(n + 3)] == [min(1.0, k / n) for k in range(n + 3)]
+
+
+@given(length=LENGTHS)
+def test_log_warmup_closed_form(length: int) -> None:
+    n = max(2, length)
+    for k in range(n):
+        # n to this power is k + 1: the definition, without a quotient of logarithms
+        assert n ** warmup(k, length, "log") == pytest.approx(k + 1, rel=1e-12)
+    assert [warmup(k, length, "log") for k in (0, n - 1, n, n + 50)] == [0.0, 1.0, 1.0, 1.0]
+
+
+@given(length=LENGTHS, total=st.integers(1, 80), kind=TYPES)
+def test_decay_is_a_straight_line_to_zero(length: int, total: int, kind: str) -> None:
+    n = max(2, length)
+    values = [warmup_decay(k, length, total, kind) for k in range(total + n + 3)]
+    assert values[:n] == [warmup(k, length, kind) for k in range(n)]
+    assert all(value == 0.0 for value in values[max(n, total) :])
+    if total > n:
+        assert values[n] == 1.0
+        drops = [a - b for a, b in zip(values[n:total], values[n + 1 : total + 1], strict=True)]
+        assert drops == pytest.approx([1 / (total - n)] * (total - n))
+
+
+@given(length=LENGTHS, total=st.integers(1, 80), kind=TYPES, start=st.floats(0, 1), end=st.floats(0, 1))
+def test_cosine(length: int, total: int, kind: str, start: float, end: float) -> None:
+    n = max(2, length)
+    values = [warmup_cosine(k, length, total, start, end, kind) for k in range(total + n + 3)]
+    assert values[0] == start
+    assert values[:n] == pytest.approx([start + (1 - start) * warmup(k, length, kind) for k in range(n)])
+    decay = max(1, total - n)
+    for k in range(n, total + n + 3):
+        # half angle: (1 + cos(pi r)) / 2 is cos(pi r / 2) squared
+        part = math.cos(math.pi * min(1.0, (k - n + 1) / decay) / 2) ** 2
+        assert values[k] == pytest.approx(end * (1 - part) + part, abs=1e-12)
+    assert values[-1] == pytest.approx(end)
+
+
+@given(length=LENGTHS, total=st.integers(1, 80), kind=TYPES, step=st.integers(0, 200))
+def test_bounds_and_steps_without_jumps(length: int, total: int, kind: str, step: int) -> None:
+    n = max(2, length)
+    steepest_warmup = math.log(2) / math.log(n) if kind == "log" else 1 / n
+    decay = max(1, total - n)
+    for curve, steepest_decay in (
+        (lambda k: warmup(k, length, kind), 0.0),
+        (lambda k: warmup_decay(k, length, total, kind), 1 / decay),
+        (lambda k: warmup_cosine(k, length, total, warmup_type=kind), math.pi / 2 / decay),
+    ):
+        here, there = curve(step), curve(step + 1)
+        assert 0.0 <= here <= 1.0
+        if total > n:
+            assert abs(there - here) <= max(steepest_warmup, steepest_decay) + steepest_warmup + 1e-9
+        if step + 1 < n:
+            assert there > here
+
+
+SCHEDULES: list[tuple[type[StepSchedule], dict[str, Any]]] = [
+    (WarmupLR, {"warmup_num_steps": 5}),
+    (WarmupLR, {"warmup_num_steps": 1, "warmup_type": "linear"}),
+    (WarmupLR, {"warmup_num_steps": 5, "warmup_min_lr": [0.1, 0.0, 0.2], "warmup_max_lr": [1.0, 2.0, 0.1]}),
+    (WarmupDecayLR, {"total_num_steps": 12, "warmup_num_steps": 4, "warmup_type": "linear"}),
+    (WarmupDecayLR, {"total_num_steps": 12, "warmup_num_steps": 4, "warmup_max_lr": 0.7}),
+    (WarmupCosineLR, {"total_num_steps": 12, "warmup_num_steps": 4, "warmup_min_ratio": 0.25}),
+]
+
+
+@pytest.mark.parametrize(("cls", "params"), SCHEDULES)
+def test_update_k_uses_lr_of_k(cls: type[StepSchedule], params: dict[str, Any]) -> None:
+    schedule = cls(optimizer_of(0.5, 0.25, 0.125), **params)
+    expected = [schedule.lr(k) for k in range(20)]
+    assert used_rates(schedule, 20) == expected
+    assert schedule.get_last_lr() == schedule.get_lr() == schedule.lr(20)
+
+
+@pytest.mark.parametrize(("cls", "params"), SCHEDULES)
+@given(stop=st.integers(0, 20))
+def test_resume_at_any_step(cls: type[StepSchedule], params: dict[str, Any], stop: int) -> None:
+    rates = (0.5, 0.25, 0.125)
+    whole = cls(optimizer_of(*rates), **params)
+    expected = used_rates(whole, 25)
+    first = cls(optimizer_of(*rates), **params)
+    used = used_rates(first, stop)
+    state = first.state_dict()
+    assert state == {"last_batch_iteration": stop}
+    for second in (cls(optimizer_of(*rates), **params), whole):
+        second.load_state_dict(state)
+        assert second.last_batch_iteration == stop
+        assert used + used_rates(second, 25 - stop) == expected
+    # A loaded optimizer brings the rates of the moment; initial_lr tells the groups' own ones.
+    loaded = optimizer_of(9.0, 9.0, 9.0)
+    loaded.load_state_dict(first.optimizer.state_dict())
+    third = cls(loaded, **params, last_batch_iteration=stop - 1)
+    assert used + used_rates(third, 25 - stop) == expected
+
+
+def test_groups_have_their_own_rates() -> None:
+    schedule = WarmupLR(optimizer_of(0.5, 0.25), warmup_num_steps=4, warmup_type="linear")
+    assert schedule.lr(2) == [0.25, 0.125]
+    assert schedule.lr(4) == [0.5, 0.25]
+    schedule = WarmupLR(optimizer_of(0.5, 0.25), [0.1, 0.0], [0.3, 4.0], 4, "linear")
+    assert schedule.lr(2) == pytest.approx([0.2, 2.0])
+    assert schedule.get_last_lr() == [0.1, 0.0]
+    decay = WarmupDecayLR(optimizer_of(0.5, 0.25), 8, [0.1, 0.0], [0.3, 4.0], 4, "linear")
+    assert decay.lr(6) == pytest.approx([0.2, 2.0])
+    assert decay.lr(8) == pytest.approx([0.1, 0.0])
+    cosine = WarmupCosineLR(optimizer_of(0.5, 0.25), 8, 0.5, 4, 0.0, "linear")
+    assert cosine.lr(2) == pytest.approx([0.375, 0.1875])
+
+
+def test_one_list_entry_for_each_group() -> None:
+    with pytest.raises(
+        ConfigError, match=r"warmup_min_lr: expected one value .* 2 parameter groups, found 3"
+    ):
+        WarmupLR(optimizer_of(0.5, 0.25), warmup_min_lr=[0.1, 0.2, 0.3])
+
+
+def test_a_group_added_later_is_scheduled_too() -> None:
+    schedule = WarmupLR(optimizer_of(0.5), warmup_num_steps=4, warmup_type="linear")
+    schedule.step()
+    schedule.optimizer.add_param_group({"params": [torch.zeros(1)], "lr": 0.25})
+    schedule.step()
+    assert schedule.get_last_lr() == [0.25, 0.125]
+
+
+def test_a_tensor_rate_is_filled_in_place() -> None:
+    rate = torch.tensor(0.5)
+    optimizer = torch.optim.AdamW([torch.zeros(1)], lr=rate, capturable=False, foreach=False)
+    schedule = WarmupLR(optimizer, warmup_num_steps=4, warmup_type="linear")
+    schedule.step()
+    assert optimizer.param_groups[0]["lr"] is rate
+    assert rate.item() == 0.125
+    assert schedule.lr(4) == [0.5]
+
+
+def test_step_to_a_given_iteration() -> None:
+    schedule = WarmupLR(optimizer_of(0.5), warmup_num_steps=4, warmup_type="linear")
+    schedule.step(3)
+    assert schedule.get_last_lr() == [0.375]
+    schedule.step()
+    assert schedule.state_dict() == {"last_batch_iteration": 4}
+    for wrong in (-1, 1.5, "3"):
+        with pytest.raises(ConfigError, match="last_batch_iteration: expected an integer >= 0"):
+            schedule.step(wrong)  # type: ignore[arg-type]
+
+
+def test_it_is_a_torch_scheduler() -> None:
+    schedule = WarmupLR(optimizer_of(0.5), warmup_num_steps=4, warmup_type="linear")
+    assert isinstance(schedule, torch.optim.lr_scheduler.LRScheduler)
+    assert schedule.base_lrs == [0.5]
+    assert schedule.last_epoch == 0
+    tail = torch.optim.lr_scheduler.ConstantLR(schedule.optimizer, factor=0.5)
+    both = torch.optim.lr_scheduler.SequentialLR(schedule.optimizer, [schedule, tail], milestones=[2])
+    rates = []
+    for _ in range(4):
+        rates.append(schedule.optimizer.param_groups[0]["lr"])
+        schedule.optimizer.step()
+        both.step()
+    assert rates == [0.0, 0.125, 0.25, 0.25]
+
+
+@pytest.mark.parametrize("value", [0, -3, 2.5, "10", None, True])
+@pytest.mark.parametrize("key", ["warmup_num_steps", "total_num_steps"])
+def test_step_counts_are_positive_integers(key: str, value: Any) -> None:
+    params = {"total_num_steps": 10, "warmup_num_steps": 5, key: value}
+    for cls in (WarmupDecayLR, WarmupCosineLR):
+        with pytest.raises(ValueError, match=rf"scheduler\.params\.{key}: expected an integer > 0"):
+            cls(optimizer_of(0.5), **params)
+    if key == "warmup_num_steps":
+        with pytest.raises(ValueError, match=rf"scheduler\.params\.{key}: expected an integer > 0"):
+            WarmupLR(optimizer_of(0.5), warmup_num_steps=value)
+
+
+def test_integral_floats_are_integers() -> None:
+    assert WarmupLR(optimizer_of(0.5), warmup_num_steps=1e1).lr(5) == WarmupLR(  # type: ignore[arg-type]
+        optimizer_of(0.5), warmup_num_steps=10
+    ).lr(5)
+
+
+@pytest.mark.parametrize(
+    ("params", "message"),
+    [
+        ({"warmup_type": "exp"}, "warmup_type: expected 'log' or 'linear', found 'exp'"),
+        ({"warmup_min_lr": "auto"}, "warmup_min_lr: expected a number"),
+        ({"warmup_max_lr": [0.1, -1.0]}, "warmup_max_lr: expected a number"),
+        ({"warmup_max_lr": float("nan")}, "warmup_max_lr: expected a number"),
+        ({"last_batch_iteration": -2}, "last_batch_iteration: expected an integer >= -1"),
+    ],
+)
+def test_values_without_meaning(params: dict[str, Any], message: str) -> None:
+    with pytest.raises(ConfigError, match=message):
+        WarmupLR(optimizer_of(0.5), **params)
+
+
+@pytest.mark.parametrize("state", [{}, {"last_batch_iteration": -1}, {"last_batch_iteration": "3"}])
+def test_damaged_state_is_refused(state: dict[str, Any]) -> None:
+    with pytest.raises(CheckpointError, match="last_batch_iteration"):
+        WarmupLR(optimizer_of(0.5)).load_state_dict(state)
+
+
+def test_a_warmup_longer_than_the_schedule_is_logged(caplog: pytest.LogCaptureFixture) -> None:
+    with caplog.at_level(logging.WARNING, "shardwise"):
+        schedule = WarmupDecayLR(optimizer_of(0.5), total_num_steps=3, warmup_num_steps=10)
+    assert "warmup_num_steps 10" in caplog.text
+    assert schedule.lr(10) == [0.0]
