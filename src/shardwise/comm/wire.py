@@ -15,8 +15,9 @@ import torch.distributed as dist
 
 from shardwise.errors import PeerLostError, UsageError
 
-SUM_CHUNK = 1 << 15
-"""Elements that are added at a time: few enough to stay in a core's cache."""
+SUM_CHUNK = 1 << 18
+"""Elements that are added at a time. From 2 to 8 pieces, fp32 and bf16, smaller chunks cost calls (1 << 15 is
+1.5 times slower) and larger ones leave the cache where a conversion or `accumulate` needs scratch memory."""
 
 
 class Pending:
@@ -214,14 +215,18 @@ def sum_in_order(out: torch.Tensor, pieces: Sequence[torch.Tensor], scale: float
     Scaling and adding are two operations on purpose: `add_(alpha=scale)` fuses them in vector code and not in
     the remainder of a vector, so that the bits of an element would depend on where it lies.
     """
-    scratch = torch.empty(min(SUM_CHUNK, out.numel()), dtype=out.dtype)
     in_place = not accumulate and all(piece.data_ptr() != out.data_ptr() for piece in pieces)
+    scratch = out if in_place else torch.empty(min(SUM_CHUNK, out.numel()), dtype=out.dtype)
+    one_pass = len(pieces) > 1 and pieces[0].dtype == out.dtype
     chunks: Iterable[tuple[torch.Tensor, ...]] = zip(
         out.split(SUM_CHUNK), *(piece.split(SUM_CHUNK) for piece in pieces), strict=True
     )
     for target, first, *others in chunks:
         total = target if in_place else scratch[: target.numel()]
-        total.copy_(first)
+        if one_pass:
+            torch.add(first, others.pop(0), out=total)
+        else:
+            total.copy_(first)
         for term in others:
             total.add_(term)
         if scale != 1.0:

@@ -1,0 +1,150 @@
+"""Own point-to-point collectives on Gloo against those of torch.distributed, on loopback.
+
+    python bench/comm_gloo.py [--worlds 2 4] [--repeat 15]
+
+For each operation, number of ranks and size of the whole buffer: milliseconds of the slowest rank, fastest of
+`--repeat` rounds (the median is in the JSON too). The candidates of a row take turns within a round, so that
+load from elsewhere falls on all of them. Results: bench/results/comm_gloo.json.
+"""
+
+from __future__ import annotations
+
+import argparse
+import os
+import statistics
+import time
+from collections.abc import Callable
+from typing import Any
+
+os.environ.setdefault("OMP_NUM_THREADS", "1")
+os.environ.setdefault("GLOO_SOCKET_IFNAME", "lo")
+
+import torch
+import torch.distributed as dist
+import torch.multiprocessing as mp
+from _machine import save
+
+from shardwise.comm import gloo
+from shardwise.comm.compat import all_gather_single, reduce_scatter_single
+
+KIB = 1024
+SIZES = [4 * KIB, 64 * KIB, KIB * KIB, 8 * KIB * KIB, 32 * KIB * KIB]
+SMALL = 64 * KIB
+"""All-reduce is for small tensors only: it is not measured beyond this size."""
+
+Launch = Callable[[], Any]
+
+
+def candidates(op: str, size: int) -> dict[str, Launch]:
+    """The ways to do `op` on a buffer of `size` bytes; each returns a handle with `wait()`."""
+    rank, world, group = dist.get_rank(), dist.get_world_size(), dist.group.WORLD
+    full = torch.randn(size // 4)
+    half = full.bfloat16()
+    piece = full.numel() // world
+    own = full[rank * piece : (rank + 1) * piece]
+    out, other = torch.zeros(piece), torch.empty_like(full)
+    if op == "all_gather":
+        return {
+            "torch": lambda: all_gather_single(full, own, group=group, async_op=True),
+            "chosen": lambda: gloo.all_gather([(full, own)], group, 1),
+            "direct": lambda: gloo.all_gather_direct([(full, own)], group, 1),
+            "ring": lambda: gloo.all_gather_ring([(full, own)], group, 1),
+            "doubling": lambda: gloo.all_gather_doubling([(full, own)], group, 1),
+        }
+    if op == "reduce_scatter":
+        return {
+            "torch": lambda: reduce_scatter_single(out, full, group=group, async_op=True),
+            "own": lambda: gloo.reduce_scatter([(out, full)], group, 1),
+            "own, bf16 wire": lambda: gloo.reduce_scatter([(out, half)], group, 1),
+        }
+    if op == "all_reduce":
+        return {
+            "torch": lambda: dist.all_reduce(other.zero_(), group=group, async_op=True),
+            "own": lambda: gloo.all_reduce_ordered(other.zero_(), group, 1),
+        }
+    if op == "broadcast":
+        return {
+            "torch": lambda: dist.broadcast(full, 0, group=group, async_op=True),
+            "own": lambda: gloo.broadcast(full, 0, group, 1),
+        }
+    split, target = list(full.split(piece)), list(other.split(piece))
+    return {
+        "torch": lambda: dist.all_to_all_single(other, full, group=group, async_op=True),
+        "own": lambda: gloo.all_to_all_v(target, split, group, 1),
+    }
+
+
+def measure(op: str, size: int, repeat: int) -> dict[str, dict[str, float]]:
+    """Milliseconds (min and median over rounds) of the slowest rank, per candidate."""
+    launches = candidates(op, size)
+    times: dict[str, list[float]] = {name: [] for name in launches}
+    inner = max(1, min(20, (1 << 20) // size))
+    for round_number in range(repeat + 1):
+        for name, launch in launches.items():
+            dist.barrier()
+            start = time.perf_counter()
+            for _ in range(inner):
+                launch().wait()
+            elapsed = torch.tensor([time.perf_counter() - start])
+            dist.all_reduce(elapsed, op=dist.ReduceOp.MAX)
+            if round_number:  # the first round warms up
+                times[name].append(elapsed.item() * 1e3 / inner)
+    return {name: {"min": min(ms), "median": statistics.median(ms)} for name, ms in times.items()}
+
+
+def work(rank: int, world: int, port: int, repeat: int, results: Any) -> None:
+    """One rank: all operations and sizes."""
+    torch.set_num_threads(1)
+    store = dist.TCPStore("127.0.0.1", port, is_master=False)
+    dist.init_process_group("gloo", store=store, rank=rank, world_size=world)
+    for op in ("all_gather", "reduce_scatter", "all_to_all", "broadcast", "all_reduce"):
+        for size in SIZES:
+            if op == "all_reduce" and size > SMALL:
+                continue
+            times = measure(op, size, repeat)
+            if rank == 0:
+                results.put({"op": op, "ranks": world, "bytes": size, "ms": times})
+    dist.destroy_process_group()
+
+
+def show(row: dict[str, Any]) -> None:
+    """Print one row: the milliseconds of each candidate and how much faster than torch the others are."""
+    base = row["ms"]["torch"]["min"]
+    cells = [f"torch {base:8.3f}"]
+    for name, ms in row["ms"].items():
+        if name != "torch":
+            cells.append(f"{name} {ms['min']:8.3f} ({base / ms['min']:4.1f}x)")
+    print(
+        f"{row['op']:15}{row['ranks']:3} ranks {row['bytes'] // KIB:7} KiB   " + "   ".join(cells), flush=True
+    )
+
+
+def main() -> None:
+    """Run the benchmark and save its rows."""
+    parser = argparse.ArgumentParser(
+        description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter
+    )
+    parser.add_argument("--worlds", type=int, nargs="+", default=[2, 4])
+    parser.add_argument("--repeat", type=int, default=15)
+    parser.add_argument("--name", default="comm_gloo", help="name of the JSON file")
+    options = parser.parse_args()
+    torch.set_num_threads(1)
+    rows = []
+    for world in options.worlds:
+        store = dist.TCPStore("127.0.0.1", 0, is_master=True, wait_for_workers=False)
+        results = mp.get_context("spawn").SimpleQueue()
+        context = mp.start_processes(
+            work, (world, store.port, options.repeat, results), nprocs=world, join=False, start_method="spawn"
+        )
+        while not context.join(timeout=0.2):
+            while not results.empty():
+                rows.append(results.get())
+                show(rows[-1])
+        while not results.empty():
+            rows.append(results.get())
+            show(rows[-1])
+    print("written:", save(options.name, rows, unit="milliseconds of the slowest rank"))
+
+
+if __name__ == "__main__":
+    main()
