@@ -7,13 +7,19 @@ for a collective that another never launches.
 
 What is free to differ between ranks is how long a unit is kept. A unit is released after as many uses as earlier passes on
 this rank have shown, and at the latest at the end of the pass. If a rank then needs it once more, its values come from the
-peers through `shardwise.zero.rescue`, outside the order of collectives, and the unit is kept longer from then on.
+peers through `shardwise.zero.sidechannel`, outside the order of collectives, and the unit is kept longer from then on.
+
+Gathers and reductions are two sequences, and a rank may wait in either. So that two ranks never wait for each other across
+them, (1) a unit is reduced only after every gather up to its own place has been launched, and (2) a rank that needs a gather
+ahead of its own reductions says so, and peers that wait for a reduction launch it (`parked`).
 """
 
 from __future__ import annotations
 
+import contextlib
+import threading
 import weakref
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from enum import Enum
 from typing import Any, Protocol
 
@@ -38,11 +44,14 @@ class Phase(Enum):
     """Between the first gradient hook and autograd's final callback. Units are gathered in reverse order."""
 
 
-class Fetcher(Protocol):
-    """Brings a released unit's values back without a collective."""
+class Channel(Protocol):
+    """Help from the peers without a collective."""
 
     def fetch(self, unit: Unit) -> None:
         """Fill the (allocated) whole values of `unit` from the peers' shards."""
+
+    def want(self, number: int, place: int) -> None:
+        """Tell the peers that backward pass `number` waits for the gather at `place`."""
 
 
 class Use:
@@ -57,7 +66,7 @@ class Gatherer:
     Args:
         units: all units, in registration order.
         registry: finds the unit of a parameter.
-        fetcher: rescue for units that are needed again after their release.
+        channel: rescue for units that are needed again after their release; None where nothing is sharded.
         prefetch: gather the next unit while the current one computes.
         prefetch_elements: gather further units ahead as long as they have at most this many elements together.
     """
@@ -66,7 +75,7 @@ class Gatherer:
         self,
         units: Sequence[Unit],
         registry: Registry,
-        fetcher: Fetcher | None,
+        channel: Channel | None,
         *,
         prefetch: bool = True,
         prefetch_elements: int = 0,
@@ -76,7 +85,11 @@ class Gatherer:
         self.phase = Phase.IDLE
         self.suspended = False
         self.rescues = 0
-        self._fetcher = fetcher
+        self._channel = channel
+        self._lock = threading.RLock()
+        self._parked = False
+        self._passes_back = 0
+        self._wanted: dict[int, int] = {}
         self._prefetch = prefetch
         self._prefetch_elements = prefetch_elements
         self._unit_of = {tensor.index: unit for unit in units for tensor in unit.tensors}
@@ -93,6 +106,7 @@ class Gatherer:
         self.recomputed: dict[int, int] = {}
         self.trace: list[int] = []
         self.on_backward: Callable[[], None] = _nothing
+        self.lags_behind: Callable[[int], bool] = _never
 
     # -- order -------------------------------------------------------------------------------------------------------
 
@@ -136,8 +150,10 @@ class Gatherer:
 
     def begin_backward(self) -> None:
         """Start a backward pass."""
-        self.phase = Phase.BACKWARD
-        self._begin(list(reversed(self._order)))
+        with self._lock:
+            self.phase = Phase.BACKWARD
+            self._passes_back += 1
+            self._begin(list(reversed(self._order)))
 
     def end_backward(self) -> None:
         """End a backward pass: launch the gathers that are left and release everything."""
@@ -154,21 +170,59 @@ class Gatherer:
     def _drain(self) -> None:
         if not self.suspended:
             while self._next < len(self._sequence):
-                self._launch(self._next)
+                with self._lock:
+                    place = self._next
+                    self._launch_to(place)
                 # One at a time: what is launched only for the others' sake must not pile up here.
-                self._sequence[self._next - 1].release()
+                self._sequence[place].release()
             for unit in self._sequence:
                 unit.release()
-        self.phase = Phase.IDLE
+        with self._lock:
+            self.phase = Phase.IDLE
+            self._wanted.pop(self._passes_back, None)
 
-    def _launch(self, place: int) -> None:
-        unit = self._sequence[place]
-        self._next = place + 1
-        if unit.state is UnitState.RELEASED:
-            unit.start_gather()
-        else:
-            # Already whole here (the user gathered it), but the others need this rank's part.
-            unit.comm.all_gather([(s.wire_view, s.shard) for s in unit.sections], unit.name).wait()
+    def _launch_to(self, place: int) -> int:
+        """Launch all gathers up to `place` that have not been launched in this pass; return how many."""
+        launched = 0
+        while self._next <= place:
+            unit = self._sequence[self._next]
+            self._next += 1
+            launched += 1
+            if unit.state is UnitState.RELEASED:
+                unit.start_gather()
+            else:
+                # Already whole here (the user gathered it), but the others need this rank's part.
+                unit.comm.all_gather([(s.wire_view, s.shard) for s in unit.sections], unit.name).wait()
+        return launched
+
+    def launch_through(self, unit: Unit) -> None:
+        """Launch the gathers up to a unit's place in the backward order, before its gradients are reduced."""
+        if self.phase is Phase.BACKWARD and not self.suspended:
+            with self._lock:
+                self._launch_to(self._position.get(unit.index, -1))
+
+    @contextlib.contextmanager
+    def parked(self) -> Iterator[None]:
+        """Block on a reduction inside: meanwhile the side channel may launch gathers that others wait for."""
+        with self._lock:
+            self._parked = True
+            self._serve_wanted()
+        try:
+            yield
+        finally:
+            with self._lock:
+                self._parked = False
+
+    def wanted(self, number: int, place: int) -> None:
+        """A peer waits for the gather at `place` of backward pass `number` (called by the side channel's thread)."""
+        with self._lock:
+            self._wanted[number] = max(place, self._wanted.get(number, -1))
+            if self._parked:
+                self._serve_wanted()
+
+    def _serve_wanted(self) -> None:
+        if self.phase is Phase.BACKWARD and not self.suspended:
+            self._launch_to(self._wanted.get(self._passes_back, -1))
 
     # -- units -------------------------------------------------------------------------------------------------------
 
@@ -176,11 +230,15 @@ class Gatherer:
         """Make the values of a unit valid, launching whatever comes before it in the order."""
         if unit.sharded and not self.suspended:
             place = self._position.get(unit.index, -1)
-            while self._next <= place:
-                self._launch(self._next)
-            if unit.state is UnitState.RELEASED:
+            with self._lock:
+                self._launch_to(place)
+                released = unit.state is UnitState.RELEASED
+            if released:
                 self._rescue(unit)
             self._look_ahead(place)
+            if self.phase is Phase.BACKWARD and unit.state is UnitState.GATHERING and self.lags_behind(unit.index):
+                assert self._channel is not None
+                self._channel.want(self._passes_back, place)
         unit.finish_gather()
 
     def _look_ahead(self, place: int) -> None:
@@ -192,12 +250,12 @@ class Gatherer:
             budget -= self._sequence[ahead].numel
             if ahead > place + 1 and budget < 0:
                 return
-            if self._next <= ahead:
-                self._launch(ahead)
+            with self._lock:
+                self._launch_to(ahead)
             ahead += 1
 
     def _rescue(self, unit: Unit) -> None:
-        if self._fetcher is None:
+        if self._channel is None:
             raise ReleasedParameterError(
                 f"unit {unit.name!r} is needed again after its release and there is no way to fetch it"
             )
@@ -205,7 +263,7 @@ class Gatherer:
         self._held.add(unit.index)
         for section in unit.sections:
             section.allocate()
-        self._fetcher.fetch(unit)
+        self._channel.fetch(unit)
         unit.fill_done()
 
     def enter(self, unit: Unit) -> None:
@@ -337,3 +395,8 @@ class Gatherer:
 
 def _nothing() -> None:
     """Default of `Gatherer.on_backward`."""
+
+
+def _never(index: int) -> bool:
+    """Default of `Gatherer.lags_behind`: nothing is reduced."""
+    return False

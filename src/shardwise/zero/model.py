@@ -25,7 +25,7 @@ from shardwise.zero.layout import lay_out
 from shardwise.zero.partition import UnitSpec, find_units
 from shardwise.zero.plan import Plan
 from shardwise.zero.reduce import Reducer
-from shardwise.zero.rescue import Rescue
+from shardwise.zero.sidechannel import SideChannel
 from shardwise.zero.unit import SectionMemory, Unit, UnitState
 from shardwise.zero.update import SegmentUpdate, Update, WholeUpdate
 
@@ -90,11 +90,11 @@ class ShardedModel:
             persistent += spec.numel if stays else 0
             self.units.append(self._build_unit(spec, sharded=plan.shard_parameters and not stays))
         sharded = [unit for unit in self.units if unit.sharded]
-        self.rescue = Rescue(comm, sharded, host) if sharded else None
+        self.channel = SideChannel(comm, sharded, host) if sharded else None
         self.gatherer = Gatherer(
             self.units,
             self.registry,
-            self.rescue,
+            self.channel,
             prefetch=plan.prefetch,
             prefetch_elements=plan.prefetch_elements,
         )
@@ -110,10 +110,16 @@ class ShardedModel:
                 prescale=prescale,
                 boundary=boundary,
                 recomputed=lambda unit: self.gatherer.recomputed.get(unit.index, 0),
+                waiting=self.gatherer.parked,
+                before_launch=self.gatherer.launch_through,
                 on_begin=self.gatherer.begin_backward,
                 on_complete=self.gatherer.finish_backward,
                 on_end=self.gatherer.end_backward,
             )
+        if self.channel is not None:
+            self.channel.on_want = self.gatherer.wanted
+            if self.reducer is not None:
+                self.gatherer.lags_behind = self.reducer.lags_behind
         self.hooks = Hooks(module, self.units, self.gatherer, self.reducer)
         self.gatherer.on_backward = self.hooks.start_backward
         self._trainable = [p for p, t in zip(self.registry.parameters, self.registry, strict=True) if t.trainable]
@@ -309,7 +315,7 @@ class ShardedModel:
             for parameter in unit.parameters:
                 released.disown(parameter)
                 parameter.data = parameter.data.clone()
-        if self.rescue is not None:
-            self.rescue.close()
+        if self.channel is not None:
+            self.channel.close()
 
 

@@ -13,6 +13,7 @@ reduced once, in the backward pass of the last micro-batch.
 from __future__ import annotations
 
 from collections.abc import Callable, Sequence
+from contextlib import AbstractContextManager
 from typing import Any
 
 import torch
@@ -88,6 +89,8 @@ class Reducer:
         prescale: factor applied before sending.
         boundary: whether the backward pass that starts now is the last one before a step.
         recomputed: how often a unit's forward ran without a graph (re-entrant checkpointing) in this pass.
+        waiting: context in which to block on a reduction.
+        before_launch: called before a unit is reduced.
         on_begin: called when a backward pass starts.
         on_complete: called when a unit's gradients are complete.
         on_end: called at the end of a backward pass, after the last reduction.
@@ -104,6 +107,8 @@ class Reducer:
         prescale: float = 1.0,
         boundary: Callable[[], bool],
         recomputed: Callable[[Unit], int],
+        waiting: Callable[[], AbstractContextManager[None]],
+        before_launch: Callable[[Unit], None],
         on_begin: Callable[[], None],
         on_complete: Callable[[Unit], None],
         on_end: Callable[[], None],
@@ -119,9 +124,12 @@ class Reducer:
         self.active = False
         self.passes = 0
         self._recomputed = recomputed
+        self._waiting, self._before_launch = waiting, before_launch
         self._on_begin, self._on_complete, self._on_end = on_begin, on_complete, on_end
         self.gradients = {unit.index: UnitGradients(unit) for unit in units if unit.trainable}
-        self._order = list(reversed(list(self.gradients.values())))
+        self._order: list[UnitGradients] = []
+        self._places: dict[int, int] = {}
+        self.set_order([unit.index for unit in units])
         self._next = 0
         self._in_flight: tuple[UnitGradients, Handle] | None = None
         self._replicating: list[Handle] = []
@@ -137,11 +145,18 @@ class Reducer:
     def set_order(self, order: Sequence[int]) -> None:
         """Adopt an agreed forward order of all units (between passes only)."""
         self._order = [self.gradients[index] for index in reversed(order) if index in self.gradients]
+        self._places = {index: place for place, index in enumerate(reversed(order))}
 
     @property
     def reducing(self) -> bool:
         """Whether backward passes reduce now, or only add up locally."""
         return self.shard_gradients or self.boundary
+
+    def lags_behind(self, index: int) -> bool:
+        """Whether a unit that comes before unit `index` in the backward order is still to be reduced in this pass."""
+        if not self.reducing or self._next >= len(self._order):
+            return False
+        return self._places[self._order[self._next].unit.index] < self._places.get(index, -1)
 
     def begin(self) -> None:
         """Start a backward pass; called by the first hook that autograd runs, any number of times."""
@@ -244,6 +259,7 @@ class Reducer:
             self._launch(self._order[self._next])
 
     def _launch(self, gradients: UnitGradients) -> None:
+        self._before_launch(gradients.unit)
         self._finish()
         self._next += 1
         gradients.reduced = True
@@ -266,7 +282,8 @@ class Reducer:
             return
         gradients, handle = self._in_flight
         self._in_flight = None
-        handle.wait()
+        with self._waiting():
+            handle.wait()
         self._free(gradients)
         pairs = [
             (section.whole_gradient, section.own_gradient)
