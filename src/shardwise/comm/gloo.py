@@ -36,10 +36,11 @@ from shardwise.errors import UsageError
 
 Pair = tuple[torch.Tensor, torch.Tensor]
 
-# Choices of `all_gather` and `broadcast`, from measurements on loopback (two cores, torch 2.13). From 2 to 16
-# ranks the direct all-gather was the fastest, or within the noise of it, at every size from 64 B to 32 MiB; ring
-# and doubling pay for their thread (50 to 100 us). Launching one message each way costs 22 us and a round trip
-# 55 us, so that (world - 1) launches outgrow a thread and log2(world) round trips between 16 and 32 ranks.
+# Choices of `all_gather` and `broadcast`, from measurements on loopback (two cores, torch 2.13). From 2 to
+# 16 ranks the direct all-gather was the fastest, or within the noise of it, at every size from 64 B to 32
+# MiB; ring and doubling pay for their thread (50 to 100 us). Launching one message each way costs 22 us and
+# a round trip 55 us, so that (world - 1) launches outgrow a thread and log2(world) round trips between 16
+# and 32 ranks.
 DOUBLING_MIN_WORLD = 32
 DOUBLING_MAX_BYTES = 16 << 10
 FLAT_BROADCAST_MAX_WORLD = 8
