@@ -1,0 +1,34 @@
+"""The programs printed in the README and in Getting started run as they stand, on two ranks."""
+
+from __future__ import annotations
+
+import re
+import subprocess
+import sys
+from pathlib import Path
+
+import pytest
+
+ROOT = Path(__file__).parents[2]
+
+
+def program(page):
+    """The first Python block of a page that is a whole program."""
+    return next(
+        block
+        for block in re.findall(r"```python\n(.*?)```", (ROOT / page).read_text(), re.DOTALL)
+        if "shardwise.initialize" in block
+    )
+
+
+@pytest.mark.parametrize(
+    ("page", "printed"),
+    [("README.md", r"after 50 steps: loss \d"), ("docs/getting-started.md", r"epoch 2: loss \d")],
+)
+def test_the_printed_program_runs(page, printed, tmp_path):
+    script = tmp_path / "train.py"
+    script.write_text(program(page))
+    command = [sys.executable, "-m", "shardwise.launch", "run", "--nproc", "2", str(script)]
+    done = subprocess.run(command, capture_output=True, text=True, timeout=120)
+    assert done.returncode == 0, done.stdout + done.stderr
+    assert re.search(printed, done.stdout)
