@@ -114,16 +114,12 @@ def show(row: dict[str, Any]) -> None:
     for name, ms in row["ms"].items():
         if name != "torch":
             cells.append(f"{name} {ms['min']:8.3f} ({base / ms['min']:4.1f}x)")
-    print(
-        f"{row['op']:15}{row['ranks']:3} ranks {row['bytes'] // KIB:7} KiB   " + "   ".join(cells), flush=True
-    )
+    print(f"{row['op']:15}{row['ranks']:3} ranks {row['bytes'] // KIB:7} KiB   " + "   ".join(cells), flush=True)
 
 
 def main() -> None:
     """Run the benchmark and save its rows."""
-    parser = argparse.ArgumentParser(
-        description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter
-    )
+    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("--worlds", type=int, nargs="+", default=[2, 4])
     parser.add_argument("--repeat", type=int, default=15)
     parser.add_argument("--name", default="comm_gloo", help="name of the JSON file")

@@ -304,9 +304,7 @@ def test_tags_keep_operations_apart_in_any_order():
     for rank, (fulls, out, small, word) in enumerate(run_ranks(launch_in_own_order, world, timeout=60)):
         for salt, full in enumerate(fulls):
             assert same_bits(full, torch.cat([values(r, size, torch.float32, salt) for r in range(world)]))
-        assert same_bits(
-            out, reduce_reference(world, rank, 9, size, torch.float32, torch.float32, 1.0, False, False)
-        )
+        assert same_bits(out, reduce_reference(world, rank, 9, size, torch.float32, torch.float32, 1.0, False, False))
         assert small == 10.0
         assert bool((word == 1).all())
 

@@ -77,9 +77,7 @@ class Pool:
         self._workers: list[_Worker] = []
         self._directory = Path(tempfile.mkdtemp(prefix="shardwise-ranks-"))
 
-    def run(
-        self, fn: Callable[..., Any], world: int, args: Any, kwargs: Any, timeout: float, init: bool
-    ) -> list[Any]:
+    def run(self, fn: Callable[..., Any], world: int, args: Any, kwargs: Any, timeout: float, init: bool) -> list[Any]:
         """Run `fn(*args, **kwargs)` on ranks 0..world-1; see `run_ranks`."""
         call = pickle.dumps((fn, args, kwargs))
         self._grow(max(world, 2))
@@ -192,9 +190,7 @@ def _stacks(w: _Worker) -> str:
 def _describe(failures: list[Failure], stacks: dict[int, str], world: int, timeout: float) -> RankFailure:
     """Make the exception: causes first, the rest in a line each."""
     failures.sort(key=lambda f: f.when)
-    hung = "".join(
-        f"\n--- stacks of rank {rank}, which did not answer:\n{text}" for rank, text in stacks.items()
-    )
+    hung = "".join(f"\n--- stacks of rank {rank}, which did not answer:\n{text}" for rank, text in stacks.items())
     if not failures:
         return RankTimeout(f"ranks {sorted(stacks)} of {world} did not answer within {timeout:g} s{hung}")
     first = failures[0]

@@ -185,9 +185,7 @@ def reduce_scatter(
     terms: list[list[torch.Tensor]] = []
     for (out, full), parts in zip(pairs, inputs, strict=True):
         if not (out.is_floating_point() and full.is_floating_point()):
-            raise UsageError(
-                f"reduce_scatter: needs floating dtypes; found out {out.dtype} and full {full.dtype}"
-            )
+            raise UsageError(f"reduce_scatter: needs floating dtypes; found out {out.dtype} and full {full.dtype}")
         received = torch.empty(wire.world - 1, out.numel(), dtype=full.dtype)
         terms.append([*received[: wire.rank], parts[wire.rank], *received[wire.rank :]])
     for peer in wire.peers():
@@ -328,9 +326,7 @@ def all_to_all_v(
     output, piece = outputs[wire.rank], inputs[wire.rank]
     sizes = [0 if tensor is None else tensor.numel() for tensor in (output, piece)]
     if sizes[0] != sizes[1]:
-        raise UsageError(
-            f"all_to_all: rank {wire.rank} sends itself {sizes[1]} elements and expects {sizes[0]}"
-        )
+        raise UsageError(f"all_to_all: rank {wire.rank} sends itself {sizes[1]} elements and expects {sizes[0]}")
     if output is not None and piece is not None:
         copy_into(output, piece)
     return Pending(wire)
@@ -339,9 +335,7 @@ def all_to_all_v(
 def _place(full: torch.Tensor, shard: torch.Tensor, wire: Wire) -> Sequence[torch.Tensor]:
     """Put this rank's shard into `full`; return the views of `full` by rank."""
     if full.dtype != shard.dtype:
-        raise UsageError(
-            f"all_gather: full is {full.dtype} and shard is {shard.dtype}; they must be the same"
-        )
+        raise UsageError(f"all_gather: full is {full.dtype} and shard is {shard.dtype}; they must be the same")
     parts = split_by_rank(full, shard, wire)
     copy_into(parts[wire.rank], shard)
     return parts

@@ -89,9 +89,7 @@ class Wire:
         self.rank = dist.get_rank(group)
         self.world = dist.get_world_size(group)
         if self.rank < 0:
-            raise UsageError(
-                f"{op}: rank {dist.get_rank()} is not a member of the process group it was given"
-            )
+            raise UsageError(f"{op}: rank {dist.get_rank()} is not a member of the process group it was given")
         self._messages: list[Message] = []
         self._thread: threading.Thread | None = None
         self._thread_error: BaseException | None = None
@@ -109,9 +107,7 @@ class Wire:
         """Launch the receipt of a message into `tensor`; None if it is empty."""
         return self._launch(dist.irecv, tensor, peer, group_src=peer) if tensor.numel() else None
 
-    def _launch(
-        self, call: Callable[..., dist.Work | None], tensor: torch.Tensor, peer: int, **where: int
-    ) -> Message:
+    def _launch(self, call: Callable[..., dist.Work | None], tensor: torch.Tensor, peer: int, **where: int) -> Message:
         try:
             work = call(tensor, group=self.group, tag=self.tag, **where)
         except RuntimeError as error:
@@ -169,8 +165,7 @@ def check_flat(tensor: torch.Tensor, what: str, op: str) -> torch.Tensor:
         return tensor
     kind = "contiguous" if tensor.is_contiguous() else "not contiguous"
     raise UsageError(
-        f"{op}: {what} must be a contiguous CPU tensor; found shape {tuple(tensor.shape)} on "
-        f"{tensor.device}, {kind}"
+        f"{op}: {what} must be a contiguous CPU tensor; found shape {tuple(tensor.shape)} on {tensor.device}, {kind}"
     )
 
 
