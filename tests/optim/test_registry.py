@@ -37,9 +37,7 @@ def test_adam_w_mode_false_adds_the_decay_to_the_gradient() -> None:
         make("AdamW", {"adam_w_mode": False})
 
 
-@pytest.mark.parametrize(
-    "options", [{}, {"weight_decay": 0.1}, {"amsgrad": True}, {"betas": [0.8, 0.9], "eps": 1e-6}]
-)
+@pytest.mark.parametrize("options", [{}, {"weight_decay": 0.1}, {"amsgrad": True}, {"betas": [0.8, 0.9], "eps": 1e-6}])
 def test_steps_equal_plain_torch(options: dict[str, Any]) -> None:
     ours, theirs = parameter(), parameter()
     optimizer = build("adam", [ours], {"lr": 0.1, **options}, device="cpu")
@@ -106,9 +104,7 @@ def test_every_listed_name_builds() -> None:
         assert isinstance(build(name, [matrix], {}, device="cpu"), torch.optim.Optimizer)
 
 
-@pytest.mark.parametrize(
-    "name", ["Lamb", "lion", "OneBitAdam", "ZeroOneAdam", "OneBitLamb", "MuAdam", "muon"]
-)
+@pytest.mark.parametrize("name", ["Lamb", "lion", "OneBitAdam", "ZeroOneAdam", "OneBitLamb", "MuAdam", "muon"])
 def test_known_names_that_are_not_built(name: str) -> None:
     with pytest.raises(NotBuiltError, match=f"'{name}' is not available"):
         make(name)

@@ -73,9 +73,7 @@ def test_ranges_step_like_the_whole_tensor(
     parts = [start[a:b].clone().requires_grad_() for a, b in pairwise(bounds)]
     optimizer, on_parts = cls([whole], **options), cls(parts, **options)
     for _ in range(5):
-        gradient = torch.randn(bounds[-1], generator=random) * 10.0 ** torch.randint(
-            -4, 3, (1,), generator=random
-        )
+        gradient = torch.randn(bounds[-1], generator=random) * 10.0 ** torch.randint(-4, 3, (1,), generator=random)
         whole.grad = gradient.clone()
         for part, (a, b) in zip(parts, pairwise(bounds), strict=True):
             part.grad = gradient[a:b].clone()
@@ -124,20 +122,14 @@ def test_whole_is_needed_for_the_classes_that_say_so() -> None:
         parts[0].grad, parts[1].grad = gradient[:4].clone(), gradient[4:].clone()
         optimizer.step()
         on_parts.step()
-        assert not torch.allclose(
-            torch.cat([part.detach() for part in parts]), whole.detach(), rtol=1e-6, atol=0
-        )
+        assert not torch.allclose(torch.cat([part.detach() for part in parts]), whole.detach(), rtol=1e-6, atol=0)
 
 
 def test_every_torch_optimizer_is_in_the_table() -> None:
     """A class that a new torch version brings must be judged, not fall through unnoticed."""
     matrix = torch.zeros(2, 2)
     for name, cls in vars(torch.optim).items():
-        if (
-            isinstance(cls, type)
-            and issubclass(cls, torch.optim.Optimizer)
-            and cls is not torch.optim.Optimizer
-        ):
+        if isinstance(cls, type) and issubclass(cls, torch.optim.Optimizer) and cls is not torch.optim.Optimizer:
             assert "does not say" not in sharding_of(cls([matrix]))[1], name
 
 

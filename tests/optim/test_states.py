@@ -23,9 +23,7 @@ def trained(cls: type[torch.optim.Optimizer], weight: torch.Tensor, steps: int) 
     return optimizer
 
 
-def advance(
-    optimizer: torch.optim.Optimizer, weight: torch.Tensor, steps: range, cut: slice | None = None
-) -> None:
+def advance(optimizer: torch.optim.Optimizer, weight: torch.Tensor, steps: range, cut: slice | None = None) -> None:
     for step in steps:
         gradient = torch.sin(torch.arange(1.0, 1000.0) * (step + 1))
         gradient = gradient[: weight.numel()] if cut is None else gradient[cut]
@@ -98,9 +96,7 @@ def test_what_counts_as_elementwise() -> None:
 
 
 def test_state_that_is_not_elementwise_is_refused() -> None:
-    with pytest.raises(
-        CheckpointError, match=r"'row_var': a tensor of shape \(2, 1\) cannot be cut .* 6 elements"
-    ):
+    with pytest.raises(CheckpointError, match=r"'row_var': a tensor of shape \(2, 1\) cannot be cut .* 6 elements"):
         split_state({"row_var": torch.zeros(2, 1)}, 6, 0, 3)
     with pytest.raises(ValueError, match=r"range \[2, 9\)"):
         split_state({}, 6, 2, 9)

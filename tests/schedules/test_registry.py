@@ -32,9 +32,7 @@ def test_our_names() -> None:
         ("ExponentialLR", {"gamma": 0.5}, [0.5, 0.25, 0.125, 0.0625]),
     ],
 )
-def test_torch_schedules_follow_the_same_convention(
-    name: str, params: dict[str, Any], rates: list[float]
-) -> None:
+def test_torch_schedules_follow_the_same_convention(name: str, params: dict[str, Any], rates: list[float]) -> None:
     optimizer = sgd()
     schedule = build(name, optimizer, params)
     used = []

@@ -154,9 +154,7 @@ def test_groups_have_their_own_rates() -> None:
 
 
 def test_one_list_entry_for_each_group() -> None:
-    with pytest.raises(
-        ConfigError, match=r"warmup_min_lr: expected one value .* 2 parameter groups, found 3"
-    ):
+    with pytest.raises(ConfigError, match=r"warmup_min_lr: expected one value .* 2 parameter groups, found 3"):
         WarmupLR(optimizer_of(0.5, 0.25), warmup_min_lr=[0.1, 0.2, 0.3])
 
 

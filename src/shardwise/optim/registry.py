@@ -97,15 +97,13 @@ def names() -> list[str]:
     return sorted([*classes, *(name for name in _BUILDERS if name not in served)], key=str.lower)
 
 
-def _adam(
-    name: str, params: list[Any], options: dict[str, Any], device: torch.device
-) -> torch.optim.Optimizer:
+def _adam(name: str, params: list[Any], options: dict[str, Any], device: torch.device) -> torch.optim.Optimizer:
     """Build Adam from the options that published configurations have; decay is decoupled by default."""
     decoupled = _pop_flag(options, "adam_w_mode", True)
     if name.lower() == "adamw" and not decoupled:
         raise ConfigError(
-            f"optimizer.params.adam_w_mode: false contradicts optimizer.type {name}; use type Adam "
-            "for weight decay that is added to the gradient"
+            f"optimizer.params.adam_w_mode: false contradicts optimizer.type {name}; use type Adam for weight decay "
+            "that is added to the gradient"
         )
     if not _pop_flag(options, "bias_correction", True):
         raise NotBuiltError("optimizer.params.bias_correction: false is not available; remove the key")
@@ -115,22 +113,13 @@ def _adam(
         )
     if "set_grad_none" in options:
         _pop_flag(options, "set_grad_none", True)
-        _log.info(
-            "optimizer.params.set_grad_none changes nothing: the engine owns the gradients and frees them"
-        )
+        _log.info("optimizer.params.set_grad_none changes nothing: the engine owns the gradients and frees them")
     plain = _pop_flag(options, "torch_adam", False)
     cls = torch.optim.AdamW if decoupled else torch.optim.Adam
     options.setdefault("weight_decay", 0.0)
     if plain and options.get("fused"):
-        raise ConfigError(
-            "optimizer.params.torch_adam: true contradicts optimizer.params.fused true; remove one"
-        )
-    if (
-        "fused" not in options
-        and not plain
-        and not options.get("foreach")
-        and not options.get("differentiable")
-    ):
+        raise ConfigError("optimizer.params.torch_adam: true contradicts optimizer.params.fused true; remove one")
+    if "fused" not in options and not plain and not options.get("foreach") and not options.get("differentiable"):
         reason = _fused_refusal(cls, params, device)
         options["fused"] = None if reason else True
         if reason:
@@ -179,31 +168,25 @@ def _construct(
     for key, value in options.items():
         where = f"optimizer.params.{key}"
         if key == "max_grad_norm":
-            raise ConfigError(
-                f"{where}: clipping is not the optimizer's; use the top-level key gradient_clipping"
-            )
+            raise ConfigError(f"{where}: clipping is not the optimizer's; use the top-level key gradient_clipping")
         if key not in accepted:
             raise ConfigError(
-                f"{where}: {cls.__name__} has no such option{_suggestion(key, [*accepted, *extra])} "
-                f"(it has {', '.join(sorted({*accepted, *extra}))})"
+                f"{where}: {cls.__name__} has no such option{_suggestion(key, [*accepted, *extra])} (it has "
+                f"{', '.join(sorted({*accepted, *extra}))})"
             )
         if isinstance(value, str) and value == "auto":
             raise ConfigError(f"{where}: 'auto' has to be replaced by a value before the optimizer is built")
         if isinstance(value, list):
             options[key] = tuple(value)
     if options.get("fused") and (reason := _fused_refusal(cls, params, device)):
-        raise ConfigError(
-            f"optimizer.params.fused: true is not possible, because torch says: {reason}; remove the key"
-        )
+        raise ConfigError(f"optimizer.params.fused: true is not possible, because torch says: {reason}; remove the key")
     try:
         return cls(params, **options)
     except torch.OutOfMemoryError:
         raise
     except (TypeError, ValueError, RuntimeError) as error:
         given = ", ".join(f"{key}={value!r}" for key, value in options.items())
-        raise ConfigError(
-            f"optimizer.params: torch.optim.{cls.__name__} refuses ({given}): {error}"
-        ) from error
+        raise ConfigError(f"optimizer.params: torch.optim.{cls.__name__} refuses ({given}): {error}") from error
 
 
 def _torch_classes() -> dict[str, type[torch.optim.Optimizer]]:
@@ -211,9 +194,7 @@ def _torch_classes() -> dict[str, type[torch.optim.Optimizer]]:
     return {
         name: value
         for name, value in vars(torch.optim).items()
-        if isinstance(value, type)
-        and issubclass(value, torch.optim.Optimizer)
-        and value is not torch.optim.Optimizer
+        if isinstance(value, type) and issubclass(value, torch.optim.Optimizer) and value is not torch.optim.Optimizer
     }
 
 

@@ -54,16 +54,14 @@ _ELEMENTWISE = frozenset(
 """What their state holds per tensor (step, eta, mu, mu_product) depends on step count and options alone."""
 
 _WHOLE: dict[type, str] = {
-    torch.optim.Adafactor: "Adafactor factors its second moment over rows and columns and scales by the "
-    "tensor's norm",
+    torch.optim.Adafactor: "Adafactor factors its second moment over rows and columns and scales by the tensor's norm",
     torch.optim.Muon: "Muon orthogonalises the update of a whole matrix",
 }
 
 _REFUSED: dict[type, str] = {
     torch.optim.LBFGS: "LBFGS takes inner products over all parameters and evaluates the loss several "
     "times in a step; use an optimizer that steps once per gradient",
-    torch.optim.SparseAdam: "SparseAdam takes sparse gradients only, and reduced gradients are dense; "
-    "use Adam",
+    torch.optim.SparseAdam: "SparseAdam takes sparse gradients only, and reduced gradients are dense; use Adam",
 }
 
 
@@ -100,6 +98,4 @@ def sharding_of(optimizer: torch.optim.Optimizer) -> tuple[Sharding, str]:
         if declared == choice.value:
             return choice, f"{name} declares {ATTRIBUTE} = {declared!r}"
     expected = " or ".join(repr(choice.value) for choice in choices)
-    raise ConfigError(
-        f"{cls.__module__}.{cls.__qualname__}.{ATTRIBUTE}: expected {expected}, found {declared!r}"
-    )
+    raise ConfigError(f"{cls.__module__}.{cls.__qualname__}.{ATTRIBUTE}: expected {expected}, found {declared!r}")

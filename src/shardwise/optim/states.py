@@ -70,9 +70,8 @@ def split_state(state: Mapping[str, Any], numel: int, start: int, stop: int) -> 
         elif isinstance(value, torch.Tensor):
             if value.numel() != 1:
                 raise CheckpointError(
-                    f"optimizer state {name!r}: a tensor of shape {tuple(value.shape)} cannot be cut "
-                    f"like its parameter of {numel} elements; expected {numel} elements or one. The "
-                    "optimizer is not elementwise"
+                    f"optimizer state {name!r}: a tensor of shape {tuple(value.shape)} cannot be cut like its "
+                    f"parameter of {numel} elements; expected {numel} elements or one. The optimizer is not elementwise"
                 )
             piece[name] = value.detach().clone()
         else:
@@ -80,9 +79,7 @@ def split_state(state: Mapping[str, Any], numel: int, start: int, stop: int) -> 
     return piece
 
 
-def merge_states(
-    pieces: Sequence[tuple[int, Mapping[str, Any]]], shape: Sequence[int] | None = None
-) -> dict[str, Any]:
+def merge_states(pieces: Sequence[tuple[int, Mapping[str, Any]]], shape: Sequence[int] | None = None) -> dict[str, Any]:
     """Join the states of consecutive ranges of one parameter.
 
     Args:
@@ -108,8 +105,8 @@ def merge_states(
         if state.keys() != first.keys():
             odd = ", ".join(sorted(state.keys() ^ first.keys()))
             raise CheckpointError(
-                f"optimizer state: the range of {numel} elements and the first one differ in the "
-                f"entries {odd}; the ranges come from different optimizers or steps"
+                f"optimizer state: the range of {numel} elements and the first one differ in the entries {odd}; the "
+                "ranges come from different optimizers or steps"
             )
     merged: dict[str, Any] = {}
     for name, value in first.items():
@@ -121,8 +118,8 @@ def merge_states(
         for _, other in values[1:]:
             if not _same(value, other):
                 raise CheckpointError(
-                    f"optimizer state {name!r}: ranges of one parameter disagree ({value!r} and "
-                    f"{other!r}); they come from different steps"
+                    f"optimizer state {name!r}: ranges of one parameter disagree ({value!r} and {other!r}); they come "
+                    "from different steps"
                 )
         merged[name] = value.detach().clone() if isinstance(value, torch.Tensor) else copy.deepcopy(value)
     return merged

@@ -88,8 +88,7 @@ class PrecisionPolicy:
             return param_dtype
         trained = ", ".join(str(dtype) for dtype in dict.fromkeys(_NAMES.values()))
         raise ConfigError(
-            f"parameters of type {param_dtype} cannot be trained (only {trained}); set "
-            "requires_grad=False on them or "
+            f"parameters of type {param_dtype} cannot be trained (only {trained}); set requires_grad=False on them or "
             "convert them"
         )
 

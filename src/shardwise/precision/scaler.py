@@ -176,10 +176,10 @@ class LossScaler:
     def _halve(self) -> None:
         if self._scale <= self._minimum:
             raise LossScaleError(
-                f"gradients overflow at the smallest loss scale (fp16.min_loss_scale {self._minimum:g}), so "
-                "a smaller scale cannot help: the loss or a gradient is infinite, not a number, or beyond "
-                "fp16 by itself. Look for such values in the data and the loss of the last steps; then lower "
-                "the learning rate, lengthen its warm-up, or set gradient_clipping; or train in bf16 "
+                f"gradients overflow at the smallest loss scale (fp16.min_loss_scale {self._minimum:g}), so a smaller "
+                "scale cannot help: the loss or a gradient is infinite, not a number, or beyond fp16 by itself. Look "
+                "for such values in the data and the loss of the last steps; then lower the learning rate, lengthen "
+                "its warm-up, or set gradient_clipping; or train in bf16 "
                 '("bf16": {"enabled": true} instead of fp16), which has the range of fp32 and needs no loss '
                 "scale"
             )
@@ -193,7 +193,6 @@ class LossScaler:
                 raise ConfigError(f"fp16.{key}: expected an integer >= 1, found {value!r}")
         if not self._minimum <= self._scale <= _LARGEST:
             raise ConfigError(
-                f"fp16.initial_scale_power: {initial_scale_power} makes the loss scale start at "
-                f"{self._scale:g}, outside [fp16.min_loss_scale, largest fp32 number] = "
-                f"[{self._minimum:g}, {_LARGEST:g}]"
+                f"fp16.initial_scale_power: {initial_scale_power} makes the loss scale start at {self._scale:g}, "
+                f"outside [fp16.min_loss_scale, largest fp32 number] = [{self._minimum:g}, {_LARGEST:g}]"
             )

@@ -86,8 +86,7 @@ class StepSchedule(LRScheduler):
         step = state_dict.get("last_batch_iteration")
         if not isinstance(step, int) or isinstance(step, bool) or step < 0:
             raise CheckpointError(
-                "learning-rate schedule state 'last_batch_iteration': expected an integer >= 0, "
-                f"found {step!r}"
+                f"learning-rate schedule state 'last_batch_iteration': expected an integer >= 0, found {step!r}"
             )
         self._apply(step)
 

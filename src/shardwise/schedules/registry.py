@@ -19,9 +19,7 @@ from shardwise.errors import ConfigError, NotBuiltError
 from shardwise.schedules.base import StepSchedule
 from shardwise.schedules.warmup import WarmupCosineLR, WarmupDecayLR, WarmupLR
 
-_OURS: dict[str, type[StepSchedule]] = {
-    cls.__name__: cls for cls in (WarmupLR, WarmupDecayLR, WarmupCosineLR)
-}
+_OURS: dict[str, type[StepSchedule]] = {cls.__name__: cls for cls in (WarmupLR, WarmupDecayLR, WarmupCosineLR)}
 
 VALID_LR_SCHEDULES = list(_OURS)
 """Names of our own schedules."""
@@ -90,11 +88,7 @@ def _classes() -> dict[str, type[Any]]:
 
 
 def _check_arguments(cls: type[Any], params: Mapping[str, Any]) -> None:
-    known = {
-        name: parameter
-        for name, parameter in inspect.signature(cls).parameters.items()
-        if name != "optimizer"
-    }
+    known = {name: parameter for name, parameter in inspect.signature(cls).parameters.items() if name != "optimizer"}
     for key, value in params.items():
         if key not in known:
             raise ConfigError(

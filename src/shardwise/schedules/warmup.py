@@ -162,9 +162,7 @@ class WarmupDecayLR(WarmupLR):
         last_batch_iteration: int = -1,
     ) -> None:
         self._total = _total_steps(total_num_steps, warmup_num_steps)
-        super().__init__(
-            optimizer, warmup_min_lr, warmup_max_lr, warmup_num_steps, warmup_type, last_batch_iteration
-        )
+        super().__init__(optimizer, warmup_min_lr, warmup_max_lr, warmup_num_steps, warmup_type, last_batch_iteration)
 
     def fraction(self, step: int) -> float:
         """Return how far the rate is from the minimum (0) to the maximum (1) in one step."""
@@ -236,8 +234,8 @@ def _of_group(rates: float | list[float], index: int, count: int, name: str) -> 
         return rates
     if len(rates) != count:
         raise ConfigError(
-            f"scheduler.params.{name}: expected one value for each of the optimizer's {count} parameter "
-            f"groups, found {len(rates)}"
+            f"scheduler.params.{name}: expected one value for each of the optimizer's {count} parameter groups, found "
+            f"{len(rates)}"
         )
     return rates[index]
 
@@ -253,8 +251,8 @@ def _total_steps(value: Any, warmup_num_steps: Any) -> int:
     length = _positive_integer(warmup_num_steps, "warmup_num_steps")
     if total < length:
         _log.warning(
-            "scheduler.params: the warm-up (warmup_num_steps %d) is longer than the whole schedule "
-            "(total_num_steps %d), so the full rate is never reached",
+            "scheduler.params: the warm-up (warmup_num_steps %d) is longer than the whole schedule (total_num_steps "
+            "%d), so the full rate is never reached",
             length,
             total,
         )
