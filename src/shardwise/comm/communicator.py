@@ -1,10 +1,11 @@
 """Communicator: the one door through which an engine's collectives go.
 
-It chooses the algorithms for the backend (own point-to-point ones on Gloo, the backend's own on NCCL, none on one rank),
-numbers every collective, and writes it into the ledger before it is launched.
+It chooses the algorithms for the backend (own point-to-point ones on Gloo, the backend's own on NCCL, none on one
+rank), numbers every collective, and writes it into the ledger before it is launched.
 
 Different kinds of collective (gathers, reductions, small sums) may be launched in different interleavings on different
-ranks: on Gloo each kind has its own tags, on NCCL each kind has its own communicator. Within one kind the order must be the
+ranks: on Gloo each kind has its own tags, on NCCL each kind has its own communicator. Within one kind the order must be
+    the
 same on all ranks; that is what `shardwise.zero.gather` and `shardwise.zero.reduce` guarantee.
 """
 
@@ -21,7 +22,9 @@ from shardwise.comm import native
 from shardwise.comm.ledger import Ledger, Record
 
 KINDS = ("gather", "reduce", "replicate", "small", "explicit")
-"""Independent sequences: parameter gathers, gradient reductions, gathers of reduced gradients, small sums, and the rest."""
+"""Independent sequences:
+parameter gathers, gradient reductions, gathers of reduced gradients, small sums, and the rest.
+"""
 
 _TAGS_PER_KIND = 1 << 20
 
@@ -216,7 +219,7 @@ class Communicator:
         """Translate a global rank into this group's."""
         if self.world == 1:
             return 0
-        return dist.get_group_rank(self.user_group if self.user_group is not None else dist.group.WORLD, rank)
+        return rank if self.user_group is None else dist.get_group_rank(self.user_group, rank)
 
     def barrier(self, label: str = "barrier") -> None:
         """Block until every rank of the group is here."""

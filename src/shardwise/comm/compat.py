@@ -1,7 +1,7 @@
 """Names of torch.distributed that differ between torch 2.11 and 2.13, in one place.
 
-2.13 renamed `all_gather_into_tensor` and `reduce_scatter_tensor` to `*_single` and warns at every call of the old names, so
-the new name is taken where it exists.
+2.13 renamed `all_gather_into_tensor` and `reduce_scatter_tensor` to `*_single` and warns at every call of the old
+names, so the new name is taken where it exists.
 """
 
 from __future__ import annotations

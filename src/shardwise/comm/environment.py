@@ -95,9 +95,7 @@ _SCHEDULERS = (
 )
 
 
-def discover(
-    env: Mapping[str, str] = os.environ, *, schedulers: bool = True, local_rank: int | None = None
-) -> Place:
+def discover(env: Mapping[str, str] = os.environ, *, schedulers: bool = True, local_rank: int | None = None) -> Place:
     """Tell this process's place from environment variables.
 
     Args:
@@ -150,9 +148,7 @@ def _from_torch_layout(env: Mapping[str, str]) -> Place | None:
     if "RANK" not in env and "WORLD_SIZE" not in env:
         return None
     rank, world_size = _rank_and_size(env, "RANK", "WORLD_SIZE")
-    needed = (
-        ("RANK", "WORLD_SIZE", "MASTER_ADDR", "MASTER_PORT") if world_size > 1 else ("RANK", "WORLD_SIZE")
-    )
+    needed = ("RANK", "WORLD_SIZE", "MASTER_ADDR", "MASTER_PORT") if world_size > 1 else ("RANK", "WORLD_SIZE")
     _require(env, needed)
     address = env.get("MASTER_ADDR", LOOPBACK)
     port = _port(env) if "MASTER_PORT" in env else 0
@@ -248,9 +244,7 @@ def _slurm_local_size(env: Mapping[str, str], world_size: int) -> int | None:
         return None
     node = _number(env, "SLURM_NODEID")
     if node >= len(counts):
-        raise LaunchError(
-            f"SLURM_NODEID={node}, but SLURM_STEP_TASKS_PER_NODE={text} names {len(counts)} nodes."
-        )
+        raise LaunchError(f"SLURM_NODEID={node}, but SLURM_STEP_TASKS_PER_NODE={text} names {len(counts)} nodes.")
     return counts[node]
 
 
@@ -272,9 +266,7 @@ def _check_local(
     if not 1 <= local_size <= world_size:
         raise LaunchError(f"{size_name}={local_size} does not lie between 1 and {world_name}={world_size}.")
     if local_rank >= local_size:
-        raise LaunchError(
-            f"{rank_name}={local_rank} is not below {size_name}={local_size}: ranks count from 0."
-        )
+        raise LaunchError(f"{rank_name}={local_rank} is not below {size_name}={local_size}: ranks count from 0.")
 
 
 def _require(env: Mapping[str, str], names: tuple[str, ...]) -> None:

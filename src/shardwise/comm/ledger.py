@@ -14,8 +14,9 @@ import os
 import sys
 import time
 from collections import deque
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from dataclasses import dataclass, field
+from types import FrameType
 
 _PACKAGE = os.path.dirname(os.path.dirname(os.path.abspath(__file__)))
 
@@ -25,16 +26,14 @@ def user_line(limit: int = 64) -> str:
 
     Frames of the Python standard library and of installed torch are passed over; at most `limit` frames are looked at.
     """
-    frame = sys._getframe(1)
+    frame: FrameType | None = sys._getframe(1)
     for _ in range(limit):
         if frame is None:
             return ""
         name = frame.f_code.co_filename
-        if not (
-            name.startswith((_PACKAGE, "<")) or f"{os.sep}torch{os.sep}" in name or name.endswith("contextlib.py")
-        ):
+        if not (name.startswith((_PACKAGE, "<")) or f"{os.sep}torch{os.sep}" in name or name.endswith("contextlib.py")):
             return f"{name}:{frame.f_lineno}"
-        frame = frame.f_back  # type: ignore[assignment]
+        frame = frame.f_back
     return ""
 
 
@@ -92,6 +91,7 @@ class Ledger:
     record_lines: bool = True
     sequence: int = 0
     totals: dict[str, Totals] = field(default_factory=dict)
+    listener: Callable[[Record], None] | None = None
     _records: deque[Record] = field(init=False)
 
     def __post_init__(self) -> None:
@@ -113,6 +113,8 @@ class Ledger:
         """Complete a record after its `wait()`; `waited` is the time the caller was blocked, in seconds."""
         record.waited = waited
         record.finished = time.perf_counter()
+        if self.listener is not None:
+            self.listener(record)
 
     def records(self, since: int = 0) -> Iterator[Record]:
         """Yield the kept records with a sequence number of at least `since`, oldest first."""

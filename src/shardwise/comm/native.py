@@ -1,8 +1,9 @@
 """The engine's collectives on backends whose own collectives are good (NCCL and torch's fake backend).
 
-The functions mirror `shardwise.comm.gloo`. Sums are formed in the dtype of the output (fp32 as a rule): with `ordered` the
-pieces are exchanged by all-to-all and added in rank order, which is bit-identical for any number of ranks; otherwise
-the backend's reduce-scatter is used, on a wire that is first widened to the output's dtype where it is narrower.
+The functions mirror `shardwise.comm.gloo`. Sums are formed in the dtype of the output (fp32 as a rule): with `ordered`
+the pieces are exchanged by all-to-all and added in rank order, which is bit-identical for any number of ranks;
+otherwise the backend's reduce-scatter is used, on a wire that is first widened to the output's dtype where it is
+narrower.
 """
 
 from __future__ import annotations
@@ -79,7 +80,12 @@ def reduce_scatter(
                 _store(out, total, scale, accumulate)
 
             ends.append(store)
-    return Works(works, lambda: [end() for end in ends] and None)
+
+    def finish() -> None:
+        for end in ends:
+            end()
+
+    return Works(works, finish)
 
 
 def _store(out: torch.Tensor, total: torch.Tensor, scale: float, accumulate: bool) -> None:
@@ -112,9 +118,7 @@ def broadcast(tensor: torch.Tensor, src: int, group: dist.ProcessGroup) -> Works
     return Works([dist.broadcast(tensor, group_src=src, group=group, async_op=True)])
 
 
-def all_to_all(
-    outputs: Sequence[torch.Tensor], inputs: Sequence[torch.Tensor], group: dist.ProcessGroup
-) -> Works:
+def all_to_all(outputs: Sequence[torch.Tensor], inputs: Sequence[torch.Tensor], group: dist.ProcessGroup) -> Works:
     """Send `inputs[r]` to rank r and receive `outputs[r]` from it; sizes may differ and be zero."""
     received = torch.empty(sum(t.numel() for t in outputs), dtype=outputs[0].dtype, device=outputs[0].device)
     sent = torch.cat([t.reshape(-1) for t in inputs])

@@ -92,9 +92,7 @@ def init_distributed(
         store = join(place, place.master_port or distributed_port, timeout)
     else:
         store = private_keys(next(rendezvous(init_method, place.rank, place.world_size, timeout=timeout))[0])
-    dist.init_process_group(
-        backend, store=store, rank=place.rank, world_size=place.world_size, timeout=timeout
-    )
+    dist.init_process_group(backend, store=store, rank=place.rank, world_size=place.world_size, timeout=timeout)
     if verbose and place.rank == 0:
         _log.info("%d ranks on %s, found through %s", place.world_size, backend, place.source)
 

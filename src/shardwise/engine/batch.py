@@ -58,7 +58,8 @@ class BatchSizes:
         if train_batch_size <= 0 or train_batch_size % unit:
             raise BatchSizeError(
                 f"train_batch_size {train_batch_size} is not a positive multiple of {unit} "
-                f"(micro-batch {micro} x {self.dp_world_size} ranks); the nearest is {max(1, round(train_batch_size / unit)) * unit}"
+                f"(micro-batch {micro} x {self.dp_world_size} ranks); "
+                f"the nearest is {max(1, round(train_batch_size / unit)) * unit}"
             )
         self._batch = (micro, train_batch_size // unit)
 

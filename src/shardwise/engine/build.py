@@ -1,4 +1,6 @@
-"""The composition root: from arguments to an engine. Read it from top to bottom; each step says why it comes where it does."""
+"""The composition root: from arguments to an engine. Read it from top to bottom;
+each step says why it comes where it does.
+"""
 
 from __future__ import annotations
 
@@ -9,11 +11,13 @@ from typing import Any
 import torch
 from torch import nn
 
+from shardwise.comm.api import configure as configure_log
 from shardwise.comm.communicator import Communicator
 from shardwise.comm.environment import discover
 from shardwise.comm.ledger import Ledger
+from shardwise.comm.logger import comms_logger
 from shardwise.comm.setup import init_distributed
-from shardwise.config import Facts, Resolution, resolve
+from shardwise.config import Facts, resolve
 from shardwise.data import EngineDataLoader
 from shardwise.device import choose_device
 from shardwise.engine.engine import Engine
@@ -50,9 +54,10 @@ def initialize(
     """Shard a model for training.
 
     Args:
-        args: namespace whose `deepspeed_config` (or `shardwise_config`) names the configuration, if `config` is not given.
-        model: any `nn.Module`, built plainly, on the meta device, or under `shardwise.zero.Init`. Its parameters keep their
-            identity.
+        args: namespace whose `deepspeed_config` (or `shardwise_config`) names the configuration, if `config` is not
+            given.
+        model: any `nn.Module`, built plainly, on the meta device, or under `shardwise.zero.Init`. Its parameters keep
+            their identity.
         optimizer: an instance (kept; its groups are edited in place), or a callable (such as a class) that gets the
             parameters. Overrides the configuration's `optimizer` section.
         model_parameters: parameters or parameter groups to optimise; default: all that require a gradient.
@@ -92,9 +97,18 @@ def initialize(
         raise UsageError("initialize(mesh_param=...) is not available in this version; leave it out")
     with suspended():
         return _build(
-            args, model, optimizer, model_parameters, training_data, lr_scheduler, distributed_port, mpu,
-            dist_init_required, collate_fn, _config_source(args, config, config_params),
-        )  # fmt: skip
+            args,
+            model,
+            optimizer,
+            model_parameters,
+            training_data,
+            lr_scheduler,
+            distributed_port,
+            mpu,
+            dist_init_required,
+            collate_fn,
+            _config_source(args, config, config_params),
+        )
 
 
 def _build(
@@ -121,6 +135,15 @@ def _build(
         warn_once(str(warning))
     settings = resolution.config
     comm = Communicator(group, ledger, ordered=settings.deterministic_reduce)
+    if settings.comms_logger.enabled:
+        configure_log(settings)
+        ledger.listener = lambda record: comms_logger.append(
+            record.op,
+            record.size,
+            (record.finished or record.launched) - record.launched,
+            comm.world,
+            record.line,
+        )
     local_rank = discover().local_rank
     device = choose_device(local_rank, getattr(args, "device_rank", None))
     policy = policy_from_config(settings)
@@ -203,8 +226,8 @@ def _config_source(args: Any, config: Any, config_params: Any) -> Any:
     named = {name: value for name, value in given.items() if value is not None}
     if not named:
         raise ConfigError(
-            "initialize() needs a configuration: pass config=... (dict, path or JSON text), or --deepspeed_config on the command "
-            "line together with args"
+            "initialize() needs a configuration: pass config=... (dict, path or JSON text), or --deepspeed_config on "
+            "the command line together with args"
         )
     if len(named) > 1:
         raise ConfigError(f"the configuration is given twice: {' and '.join(named)}; keep one")
@@ -232,7 +255,9 @@ def _optimizer(
         chosen = [p for p in chosen if p.requires_grad]
     if client is not None:
         if not callable(client):
-            raise UsageError(f"initialize(optimizer=...) expects an Optimizer or a callable, got {type(client).__name__}")
+            raise UsageError(
+                f"initialize(optimizer=...) expects an Optimizer or a callable, got {type(client).__name__}"
+            )
         made = client(chosen)
         if not isinstance(made, torch.optim.Optimizer):
             raise UsageError(f"the optimizer callable returned {type(made).__name__}, not a torch.optim.Optimizer")
@@ -259,9 +284,7 @@ def _prescale(settings: Any, world: int) -> float:
     return 1.0 / float(settings.gradient_predivide_factor)
 
 
-def _place_buffers(
-    model: nn.Module, device: torch.device, dtype: torch.dtype | None, accountant: Accountant
-) -> None:
+def _place_buffers(model: nn.Module, device: torch.device, dtype: torch.dtype | None, accountant: Accountant) -> None:
     """Move module buffers to the device; parameters follow unit by unit."""
     for module in model.modules():
         for name, buffer in module._buffers.items():
@@ -279,8 +302,7 @@ def _leaves(model: nn.Module, section: Any) -> list[nn.Module]:
     found = []
     for name, module in model.named_modules():
         dotted = f"{type(module).__module__}.{type(module).__qualname__}"
-        if dotted in classes or type(module).__qualname__ in classes or name in names:
-            found.append(module)
-        elif name and suffixes and name.endswith(suffixes):
+        named = name in names or bool(name and suffixes and name.endswith(suffixes))
+        if named or dotted in classes or type(module).__qualname__ in classes:
             found.append(module)
     return found

@@ -1,7 +1,8 @@
 """Engine: the object a training script talks to.
 
-It composes what `shardwise.engine.build` has built and holds the little state that belongs to nobody else: counters, the accumulation
-boundary, and what the last step did. Everything that shards, moves or reduces lives in `shardwise.zero`.
+It composes what `shardwise.engine.build` has built and holds the little state that belongs to nobody else: counters,
+the accumulation boundary, and what the last step did. Everything that shards, moves or reduces lives in
+`shardwise.zero`.
 """
 
 from __future__ import annotations
@@ -208,8 +209,8 @@ class Engine(BatchSizes, ConfigGetters, nn.Module):
     def backward(self, loss: torch.Tensor, retain_graph: bool = False, scale_wrt_gas: bool = True) -> torch.Tensor:
         """Compute gradients of `loss`, reduce them as the plan says, and release the gathered parameters.
 
-        The mean over accumulation steps and ranks is taken when stepping; with `scale_wrt_gas=False` the loss counts as if it
-        had already been divided by the number of accumulation steps.
+        The mean over accumulation steps and ranks is taken when stepping; with `scale_wrt_gas=False` the loss counts as
+        if it had already been divided by the number of accumulation steps.
 
         Args:
             loss: scalar.
@@ -224,9 +225,13 @@ class Engine(BatchSizes, ConfigGetters, nn.Module):
         """
         if not isinstance(loss, torch.Tensor) or loss.numel() != 1:
             found = f"a tensor of shape {tuple(loss.shape)}" if isinstance(loss, torch.Tensor) else type(loss).__name__
-            raise SyncError(f"engine.backward(loss) expects a scalar tensor, got {found}; reduce it first (loss.mean())")
+            raise SyncError(
+                f"engine.backward(loss) expects a scalar tensor, got {found}; reduce it first (loss.mean())"
+            )
         if not loss.requires_grad:
-            raise UsageError("engine.backward(loss): the loss does not require a gradient; was it computed under no_grad?")
+            raise UsageError(
+                "engine.backward(loss): the loss does not require a gradient; was it computed under no_grad?"
+            )
         steps = self.gradient_accumulation_steps()
         factor = self.cur_scale * (1.0 if scale_wrt_gas else float(steps))
         self._engine_backward = True
@@ -239,7 +244,9 @@ class Engine(BatchSizes, ConfigGetters, nn.Module):
         return loss / steps if scale_wrt_gas and steps > 1 else loss
 
     def scale(self, loss: torch.Tensor) -> torch.Tensor:
-        """Return the loss to call `backward()` on by hand. The scale enters at the model's outputs, so it is unchanged."""
+        """Return the loss to call `backward()` on by hand. The scale enters at the model's outputs,
+        so it is unchanged.
+        """
         return loss
 
     @contextlib.contextmanager
@@ -251,7 +258,8 @@ class Engine(BatchSizes, ConfigGetters, nn.Module):
         """
         if self.sharded.plan.shard_gradients:
             raise SyncError(
-                f"no_sync() needs whole gradients on every rank; zero_optimization.stage {self.sharded.plan.stage} shards them. "
+                "no_sync() needs whole gradients on every rank; zero_optimization.stage "
+                f"{self.sharded.plan.stage} shards them. "
                 "Use stage 0 or 1, or drop no_sync(): accumulation works without it."
             )
         before, self.inside_no_sync_ctxt = self.inside_no_sync_ctxt, True
@@ -334,7 +342,9 @@ class Engine(BatchSizes, ConfigGetters, nn.Module):
         self._print_progress()
 
     def _gradient_factor(self) -> float:
-        """Return what turns accumulated sums into the gradient: mean over ranks and micro-batches, loss scale divided out."""
+        """Return what turns accumulated sums into the gradient:
+        mean over ranks and micro-batches, loss scale divided out.
+        """
         ranks = self.world_size if self._resolution.config.gradient_allreduce_op == "mean" else 1
         prescale = self.sharded.reducer.prescale if self.sharded.reducer is not None else 1.0
         return 1.0 / (ranks * prescale * self.gradient_accumulation_steps() * self.cur_scale)

@@ -134,9 +134,7 @@ GETTERS: dict[str, Read] = {
     "zero_module_granularity_threshold": "zero_optimization.stage3_module_granularity_threshold",
     "zero_param_persistence_threshold": "zero_optimization.stage3_param_persistence_threshold",
     "zero_model_persistence_threshold": "zero_optimization.stage3_model_persistence_threshold",
-    "zero_gather_16bit_weights_on_model_save": (
-        "zero_optimization.stage3_gather_16bit_weights_on_model_save"
-    ),
+    "zero_gather_16bit_weights_on_model_save": ("zero_optimization.stage3_gather_16bit_weights_on_model_save"),
     "zero_allgather_sequential": "zero_optimization.stage3_allgather_sequential",
     "zero_grad_hooks": "zero_optimization.grad_hooks",
     "zero_legacy_stage1": "zero_optimization.legacy_stage1",

@@ -1,8 +1,8 @@
 """Loss scaling for a plain `loss.backward()`.
 
-`engine.backward(loss)` multiplies the loss. When the user calls `loss.backward()` instead, the scale must enter where the
-gradient enters the model: at its outputs. They are handed out as aliases whose backward multiplies; gradients that flow
-between outputs inside the model do not pass through the aliases and are not scaled twice.
+`engine.backward(loss)` multiplies the loss. When the user calls `loss.backward()` instead, the scale must enter where
+the gradient enters the model: at its outputs. They are handed out as aliases whose backward multiplies; gradients that
+flow between outputs inside the model do not pass through the aliases and are not scaled twice.
 """
 
 from __future__ import annotations
@@ -21,12 +21,14 @@ class _Scale(torch.autograd.Function):
         return tensor.view_as(tensor)
 
     @staticmethod
-    def backward(ctx: Any, gradient: torch.Tensor) -> tuple[torch.Tensor, None]:  # type: ignore[override]
+    def backward(ctx: Any, gradient: torch.Tensor) -> tuple[torch.Tensor, None]:
         return gradient * ctx.factor(), None
 
 
 def scale_gradients_of(outputs: Any, factor: Callable[[], float]) -> Any:
-    """Return `outputs` with every differentiable tensor replaced by an alias whose gradient is multiplied by `factor()`."""
+    """Return `outputs` with every differentiable tensor replaced by an alias whose gradient is multiplied by
+    `factor()`.
+    """
 
     def alias(value: Any) -> Any:
         if isinstance(value, torch.Tensor) and value.requires_grad:

@@ -1,7 +1,7 @@
 """Logical tensors: what the model's parameters are called and where each of their elements lives.
 
-A sharded run has no whole tensors, so anything that talks about "the parameter `h.3.mlp.weight`" (checkpoints, export, debug
-access, planning) asks the registry. Nothing is attached to the user's tensors; a parameter is found by identity.
+A sharded run has no whole tensors, so anything that talks about "the parameter `h.3.mlp.weight`" (checkpoints, export,
+debug access, planning) asks the registry. Nothing is attached to the user's tensors; a parameter is found by identity.
 """
 
 from shardwise.registry.tensors import LogicalTensor, Registry

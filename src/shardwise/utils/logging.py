@@ -26,8 +26,8 @@ def log_dist(message: str, ranks: list[int] | None = None, level: int = logging.
 
     Args:
         message: text.
-        ranks: ranks that log; [-1] means every rank. None or empty: rank 0 before `torch.distributed` is initialised, nobody
-            afterwards.
+        ranks: ranks that log; [-1] means every rank. None or empty: rank 0 before `torch.distributed` is initialised,
+            nobody afterwards.
         level: of the `logging` module.
     """
     import torch.distributed as dist

@@ -1,6 +1,8 @@
-"""Whole gradients, master weights and optimizer state of single parameters, for looking and changing between backward and step.
+"""Whole gradients, master weights and optimizer state of single parameters, for looking and changing between backward
+and step.
 
-Each function is a collective: every rank of the engine calls it, in the same order. A tensor that no engine owns gives None.
+Each function is a collective: every rank of the engine calls it, in the same order. A tensor that no engine owns gives
+None.
 """
 
 from __future__ import annotations
@@ -75,8 +77,8 @@ def safe_set_full_fp32_param(parameter: torch.Tensor, value: torch.Tensor) -> No
 def safe_get_full_grad(parameter: torch.Tensor) -> torch.Tensor | None:
     """Return a parameter's whole gradient as the step will see it before clipping, or None if there is none yet.
 
-    It is the mean (or sum, as configured) over ranks and the micro-batches so far, with the loss scale divided out, in the
-    dtype in which gradients are accumulated.
+    It is the mean (or sum, as configured) over ranks and the micro-batches so far, with the loss scale divided out, in
+    the dtype in which gradients are accumulated.
     """
     found = _find(parameter)
     if found is None:
@@ -103,7 +105,9 @@ def safe_set_full_grad(parameter: torch.Tensor, value: torch.Tensor) -> None:
     flat = _checked(model, index, value)
     assert model.reducer is not None
     if model.reducer.partial:
-        raise UsageError("safe_set_full_grad: gradients of this window are not reduced yet; call it after the last micro-batch")
+        raise UsageError(
+            "safe_set_full_grad: gradients of this window are not reduced yet; call it after the last micro-batch"
+        )
     section = model.section_of(index)
     for piece in section.layout.pieces(section.master_start, section.master_stop):
         if piece.index == index:
@@ -112,7 +116,8 @@ def safe_set_full_grad(parameter: torch.Tensor, value: torch.Tensor) -> None:
 
 
 def safe_get_full_optimizer_state(parameter: torch.Tensor, optim_state_key: str) -> torch.Tensor | None:
-    """Return a copy of a whole optimizer state tensor (`exp_avg`, `momentum_buffer`, ...), or None before the first step.
+    """Return a copy of a whole optimizer state tensor (`exp_avg`, `momentum_buffer`, ...), or None before the first
+    step.
 
     Only states of the parameter's own shape are known by this function.
     """

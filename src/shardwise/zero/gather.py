@@ -1,17 +1,18 @@
 """The gatherer: when units are gathered and released, in one order that all ranks share.
 
-Every forward pass and every backward pass gathers each sharded unit exactly once, in the agreed order (reversed in the backward
-pass), whether this rank uses it or not. Entering a unit launches the gathers of all units before it; a pass ends by launching
-what is left. All ranks therefore launch the same gathers in the same order whatever branches their data takes, and none can wait
-for a collective that another never launches.
+Every forward pass and every backward pass gathers each sharded unit exactly once, in the agreed order (reversed in the
+backward pass), whether this rank uses it or not. Entering a unit launches the gathers of all units before it; a pass
+ends by launching what is left. All ranks therefore launch the same gathers in the same order whatever branches their
+data takes, and none can wait for a collective that another never launches.
 
-What is free to differ between ranks is how long a unit is kept. A unit is released after as many uses as earlier passes on
-this rank have shown, and at the latest at the end of the pass. If a rank then needs it once more, its values come from the
-peers through `shardwise.zero.sidechannel`, outside the order of collectives, and the unit is kept longer from then on.
+What is free to differ between ranks is how long a unit is kept. A unit is released after as many uses as earlier passes
+on this rank have shown, and at the latest at the end of the pass. If a rank then needs it once more, its values come
+from the peers through `shardwise.zero.sidechannel`, outside the order of collectives, and the unit is kept longer from
+then on.
 
-Gathers and reductions are two sequences, and a rank may wait in either. So that two ranks never wait for each other across
-them, (1) a unit is reduced only after every gather up to its own place has been launched, and (2) a rank that needs a gather
-ahead of its own reductions says so, and peers that wait for a reduction launch it (`parked`).
+Gathers and reductions are two sequences, and a rank may wait in either. So that two ranks never wait for each other
+across them, (1) a unit is reduced only after every gather up to its own place has been launched, and (2) a rank that
+needs a gather ahead of its own reductions says so, and peers that wait for a reduction launch it (`parked`).
 """
 
 from __future__ import annotations
@@ -297,7 +298,11 @@ class Gatherer:
         return self.phase is Phase.FORWARD or (self.phase is Phase.BACKWARD and unit.index in self.recomputed)
 
     def watch_inputs(
-        self, units: Sequence[Unit], args: tuple[Any, ...], kwargs: dict[str, Any], when_done: Callable[[Unit], None]
+        self,
+        units: Sequence[Unit],
+        args: tuple[Any, ...],
+        kwargs: dict[str, Any],
+        when_done: Callable[[Unit], None],
     ) -> tuple[Use, tuple[Any, ...], dict[str, Any]]:
         """Put aliases in place of the inputs, whose gradients tell when the module's backward is complete.
 
@@ -328,9 +333,7 @@ class Gatherer:
             register_multi_grad_hook(list(aliases.values()), done, mode="all")
         return use, args, kwargs
 
-    def watch_outputs(
-        self, units: Sequence[Unit], use: Use | None, outputs: Any, before: Callable[[], None]
-    ) -> None:
+    def watch_outputs(self, units: Sequence[Unit], use: Use | None, outputs: Any, before: Callable[[], None]) -> None:
         """Bring the units back before the module's outputs are differentiated.
 
         The graph of the outputs keeps `use` alive; when it dies undifferentiated the use goes with it.
@@ -352,9 +355,9 @@ class Gatherer:
 
     def finish_backward(self, unit: Unit) -> None:
         """Release a unit whose gradients are complete, unless its values may still be needed."""
-        if self.phase is Phase.BACKWARD and unit.index not in self._held and not self.in_use(unit):
-            if not self.suspended:
-                unit.release()
+        busy = unit.index in self._held or self.in_use(unit) or self.suspended
+        if self.phase is Phase.BACKWARD and not busy:
+            unit.release()
 
     # -- access by the user (shardwise.zero.released.Owner) -----------------------------------------------------------
 

@@ -17,8 +17,8 @@ class GatheredParameters:
 
     Args:
         params: a parameter or an iterable of parameters; whatever no engine owns is passed over.
-        modifier_rank: global rank whose changes are kept and given to all ranks (fp32 masters included). With None changes
-            to sharded parameters are lost.
+        modifier_rank: global rank whose changes are kept and given to all ranks (fp32 masters included). With None
+            changes to sharded parameters are lost.
         fwd_module: accepted for existing code; needed for nothing, because parameters used outside of their module are
             noticed.
         enabled: False makes the block do nothing.
@@ -57,8 +57,8 @@ class GatheredParameters:
         for parameter in self._parameters:
             if id(parameter) in self._open:
                 raise UsageError(
-                    f"a parameter of shape {tuple(parameter.shape)} is already gathered by an enclosing GatheredParameters; "
-                    "close that block first, or gather all parameters in one block"
+                    f"a parameter of shape {tuple(parameter.shape)} is already gathered by an enclosing "
+                    "GatheredParameters; close that block first, or gather all parameters in one block"
                 )
         owners: dict[int, tuple[released.Owner, list[nn.Parameter]]] = {}
         for parameter in self._parameters:

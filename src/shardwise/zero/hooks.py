@@ -1,7 +1,7 @@
 """Hooks on the user's modules: they tell the gatherer and the reducer what the model is doing, and nothing else.
 
-The outermost hooked call opens a forward pass and closes it, also when it raises. A module that is home to a unit enters
-and leaves it. Hooks lie outside of the modules' forward, so that a compiled module stays one region.
+The outermost hooked call opens a forward pass and closes it, also when it raises. A module that is home to a unit
+enters and leaves it. Hooks lie outside of the modules' forward, so that a compiled module stays one region.
 """
 
 from __future__ import annotations

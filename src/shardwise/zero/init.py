@@ -1,9 +1,9 @@
 """zero.Init: models that are built sharded, one module at a time.
 
-Inside the context every parameter is whole only until the next module begins to register its own: then each rank keeps its
-part (rank 0's values, so that ranks need not share a seed) and gives the rest back. Code that initialises a parameter later on
-finds it gathered on demand: construction runs on all ranks alike. After the context, values are reached through
-`GatheredParameters` until `initialize()` adopts the parameters into units.
+Inside the context every parameter is whole only until the next module begins to register its own: then each rank keeps
+its part (rank 0's values, so that ranks need not share a seed) and gives the rest back. Code that initialises a
+parameter later on finds it gathered on demand: construction runs on all ranks alike. After the context, values are
+reached through `GatheredParameters` until `initialize()` adopts the parameters into units.
 
 The random numbers drawn are those of plain construction, so that the same seed gives the same model.
 """
@@ -83,9 +83,9 @@ class PartStore:
         """Gather on demand while the model is being built; afterwards raise."""
         if not self.open:
             raise ReleasedParameterError(
-                f"{what}: the values of a parameter of shape {tuple(parameter.shape)}, built under zero.Init and sharded over "
-                f"{self.comm.world} ranks, are not here. Use `with shardwise.zero.GatheredParameters(parameter, "
-                "modifier_rank=None or 0):` on every rank, or pass the model to shardwise.initialize() first."
+                f"{what}: the values of a parameter of shape {tuple(parameter.shape)}, built under zero.Init and "
+                f"sharded over {self.comm.world} ranks, are not here. Use `with "
+                "shardwise.zero.GatheredParameters(parameter, modifier_rank=None or 0):` on every rank, or pass the model to shardwise.initialize() first."
             )
         self._enter(self._home.get(parameter, id(parameter)))
         self._make_whole(parameter)
@@ -149,12 +149,13 @@ class Init:
         config_dict_or_path: configuration; `zero_optimization.stage` below 3 makes the context do nothing.
         config: deprecated name of `config_dict_or_path`.
         enabled: False makes the context do nothing.
-        dtype: cast floating parameters as they are sharded; default: keep full precision, from which fp32 masters start.
+        dtype: cast floating parameters as they are sharded; default: keep full precision, from which fp32 masters
+            start.
         remote_device: `cpu` or None; other places are refused.
         mpu: gives the data-parallel group by `get_data_parallel_group()`.
         mem_efficient_linear, pin_memory, zero_param_parallel_group, zero_quantized_weights,
-        zero_quantized_nontrainable_weights, sequence_data_parallel_group, param_swapper: accepted from existing code; asking
-            for quantised or swapped weights is refused.
+        zero_quantized_nontrainable_weights, sequence_data_parallel_group, param_swapper: accepted from existing code;
+            asking for quantised or swapped weights is refused.
 
     Example:
         >>> import shardwise, torch
@@ -193,7 +194,9 @@ class Init:
             if value:
                 raise UsageError(f"zero.Init({name}=...) is not available in this version; leave it out")
         if remote_device not in (None, "none", "cpu"):
-            raise UsageError(f"zero.Init(remote_device={remote_device!r}) is not available in this version; use None or 'cpu'")
+            raise UsageError(
+                f"zero.Init(remote_device={remote_device!r}) is not available in this version; use None or 'cpu'"
+            )
         source = config_dict_or_path if config_dict_or_path is not None else config
         self._enabled = enabled and _shards_parameters(source)
         self._dtype = dtype
@@ -226,7 +229,7 @@ class Init:
                     param.data = param.data.to(dtype)
                 store.register(module, param)
 
-        nn.Module.register_parameter = register_parameter  # type: ignore[method-assign]
+        nn.Module.register_parameter = register_parameter  # type: ignore[method-assign,assignment]
         return self
 
     def __exit__(
@@ -302,6 +305,7 @@ def materialize(root: nn.Module, name: str, module: nn.Module, device: torch.dev
         root._init_weights(module)  # type: ignore[operator]
     else:
         raise UsageError(
-            f"module {name or '(root)'!r} ({type(module).__name__}) is on the meta device and has no reset_parameters() to give "
-            "its parameters values. Define one, or build the model under shardwise.zero.Init() instead of on 'meta'."
+            f"module {name or '(root)'!r} ({type(module).__name__}) is on the meta device and has no "
+            "reset_parameters() to give its parameters values. Define one, or build the model under "
+            "shardwise.zero.Init() instead of on 'meta'."
         )

@@ -1,12 +1,13 @@
 """Layout arithmetic: where each element of a parameter lies in a unit, and which rank owns it.
 
-A unit's parameters lie in sections (one per dtype, trainable or not); inside a section they are grouped in lanes (one per
-optimizer parameter group), each parameter at an aligned boundary. A section is padded to a multiple of the number of ranks
-and split into equal ranges, one a rank. A rank's range is a list of segments, each of one lane: what its optimizer steps.
+A unit's parameters lie in sections (one per dtype, trainable or not); inside a section they are grouped in lanes (one
+per optimizer parameter group), each parameter at an aligned boundary. A section is padded to a multiple of the number
+of ranks and split into equal ranges, one a rank. A rank's range is a list of segments, each of one lane: what its
+optimizer steps.
 
-Pure functions of sizes; no tensor is touched. Invariants: every element of every parameter lies in exactly one rank's range;
-every segment starts and ends at an aligned boundary, so that vectorised kernels treat an element the same wherever the cuts
-between ranks and units fall.
+Pure functions of sizes; no tensor is touched. Invariants: every element of every parameter lies in exactly one rank's
+range; every segment starts and ends at an aligned boundary, so that vectorised kernels treat an element the same
+wherever the cuts between ranks and units fall.
 """
 
 from __future__ import annotations

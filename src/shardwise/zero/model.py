@@ -1,8 +1,8 @@
 """ShardedModel: a user's module with its units, their memory, and everything that moves it.
 
-This is the composition of the ZeRO strategy: registry, units, gatherer, reducer, hooks and update. The engine talks to this one
-object. The order of the steps in `build` is the order in which memory must come and go: each unit is laid out, filled, sharded and
-released before the next one is touched, so that at most one unit exists twice.
+This is the composition of the ZeRO strategy: registry, units, gatherer, reducer, hooks and update. The engine talks to
+this one object. The order of the steps in `build` is the order in which memory must come and go: each unit is laid out,
+filled, sharded and released before the next one is touched, so that at most one unit exists twice.
 """
 
 from __future__ import annotations
@@ -125,7 +125,10 @@ class ShardedModel:
         self._trainable = [p for p, t in zip(self.registry.parameters, self.registry, strict=True) if t.trainable]
         self.gradient_factor: Callable[[], float] = lambda: 1.0
         self._section_of = {
-            slot.index: (unit, section) for unit in self.units for section in unit.sections for slot in section.layout.slots
+            slot.index: (unit, section)
+            for unit in self.units
+            for section in unit.sections
+            for slot in section.layout.slots
         }
         self._order_agreed = False
         self._runs: list[tuple[int, torch.Tensor]] | None = None
@@ -317,5 +320,3 @@ class ShardedModel:
                 parameter.data = parameter.data.clone()
         if self.channel is not None:
             self.channel.close()
-
-

@@ -1,10 +1,10 @@
 """Which parameters form a unit: found from the module tree, in registration order.
 
 A good unit is what computes together: a transformer block. The tree is walked from the root; the outermost repeated
-containers (`nn.ModuleList`, `nn.Sequential` with several children that hold parameters) name the blocks. What lies outside
-them (embeddings, final norms, heads) is taken module by module, and small neighbours are packed together as long as they do not
-exceed the largest block. Containers inside a block are not split apart while the block is within the cap: children
-chosen by data (experts) then travel with their parent.
+containers (`nn.ModuleList`, `nn.Sequential` with several children that hold parameters) name the blocks. What lies
+outside them (embeddings, final norms, heads) is taken module by module, and small neighbours are packed together as
+long as they do not exceed the largest block. Containers inside a block are not split apart while the block is within
+the cap: children chosen by data (experts) then travel with their parent.
 
 Nothing here depends on an absolute size: buffers grow with the model, and the cap is the user's.
 """
@@ -103,9 +103,7 @@ class _Finder:
                 self.walk(child)
 
 
-def find_units(
-    root: nn.Module, registry: Registry, cap: int, leaves: Iterable[nn.Module] = ()
-) -> list[UnitSpec]:
+def find_units(root: nn.Module, registry: Registry, cap: int, leaves: Iterable[nn.Module] = ()) -> list[UnitSpec]:
     """Split a model into units, in registration order.
 
     Args:

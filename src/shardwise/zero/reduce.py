@@ -1,10 +1,10 @@
 """The gradient path: from autograd's gradients to this rank's fp32 accumulator. There is only this one.
 
-A gradient is copied into its unit's flat buffer and freed the moment autograd has produced it. When all gradients that this
-backward pass will produce for a unit are there (asked of the autograd engine, not guessed), the unit is reduced:
-reduce-scatter in rank order, in fp32, added to the accumulator. Units are reduced exactly once per reducing backward pass, in
-the reverse of the agreed forward order; what a rank has not used contributes zeros. One reduction is in flight at a time, so
-the buffers held are one unit's gradient being filled, one being sent and the pieces being received.
+A gradient is copied into its unit's flat buffer and freed the moment autograd has produced it. When all gradients that
+this backward pass will produce for a unit are there (asked of the autograd engine, not guessed), the unit is reduced:
+reduce-scatter in rank order, in fp32, added to the accumulator. Units are reduced exactly once per reducing backward
+pass, in the reverse of the agreed forward order; what a rank has not used contributes zeros. One reduction is in flight
+at a time, so the buffers held are one unit's gradient being filled, one being sent and the pieces being received.
 
 Where gradients are not sharded and several micro-batches make a step, gradients are first added up locally in fp32 and
 reduced once, in the backward pass of the last micro-batch.
@@ -213,8 +213,9 @@ class Reducer:
             if gradients.reduced:
                 raise UsageError(
                     f"parameter {gradients.unit.registry[index].name!r} received another gradient after its unit "
-                    f"{gradients.unit.name!r} had been reduced. It is shared between several re-entrant checkpoints in a way "
-                    "that cannot be seen beforehand: use torch.utils.checkpoint.checkpoint(..., use_reentrant=False)."
+                    f"{gradients.unit.name!r} had been reduced. It is shared between several re-entrant checkpoints in "
+                    "a way that cannot be seen beforehand: use "
+                    "torch.utils.checkpoint.checkpoint(..., use_reentrant=False)."
                 )
             if grad.is_sparse:
                 grad = grad.to_dense()

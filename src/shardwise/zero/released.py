@@ -2,8 +2,8 @@
 
 While a unit is released (or its values are still on their way), the class of its parameters is swapped for a subclass
 whose `__torch_function__` sees every access. Metadata is answered; anything that needs values asks the unit's owner for
-them, which either gathers (inside a forward or backward pass) or raises `ReleasedParameterError`. While gathered, parameters have
-their own class back and cost nothing.
+them, which either gathers (inside a forward or backward pass) or raises `ReleasedParameterError`. While gathered,
+parameters have their own class back and cost nothing.
 """
 
 from __future__ import annotations
@@ -41,13 +41,17 @@ _classes: WeakTensorKeyDictionary = WeakTensorKeyDictionary()
 
 # What can be answered without values. Getters arrive as `descriptor.__get__`, so their names are looked up there.
 _METADATA = frozenset(
-    "shape dtype device layout requires_grad is_leaf grad grad_fn ndim itemsize nbytes is_meta is_cuda is_cpu is_sparse "
-    "is_quantized is_nested is_mkldnn is_xla is_mps is_xpu is_complex is_floating_point numel nelement dim size stride "
-    "element_size is_contiguous ndimension _version _backward_hooks _post_accumulate_grad_hooks retains_grad output_nr _base "
-    "register_hook register_post_accumulate_grad_hook requires_grad_ __hash__ __len__ type get_device is_inference "
-    "zeros_like ones_like full_like empty_like rand_like randn_like new_zeros new_ones new_full new_empty "
-    "is_shared is_conj is_neg is_signed grad_dtype name names".split()
-)
+    {
+        "shape", "dtype", "device", "layout", "requires_grad", "is_leaf", "grad", "grad_fn", "ndim", "itemsize",
+        "nbytes", "is_meta", "is_cuda", "is_cpu", "is_sparse", "is_quantized", "is_nested", "is_mkldnn", "is_xla",
+        "is_mps", "is_xpu", "is_complex", "is_floating_point", "numel", "nelement", "dim", "size", "stride",
+        "element_size", "is_contiguous", "ndimension", "_version", "_backward_hooks", "_post_accumulate_grad_hooks",
+        "retains_grad", "output_nr", "_base", "register_hook", "register_post_accumulate_grad_hook", "requires_grad_",
+        "__hash__", "__len__", "type", "get_device", "is_inference", "zeros_like", "ones_like", "full_like",
+        "empty_like", "rand_like", "randn_like", "new_zeros", "new_ones", "new_full", "new_empty", "is_shared",
+        "is_conj", "is_neg", "is_signed", "grad_dtype", "name", "names",
+    }
+)  # fmt: skip
 
 
 def _name_of(func: Callable[..., Any]) -> str:
@@ -62,7 +66,11 @@ class Released(nn.Parameter):
 
     @classmethod
     def __torch_function__(
-        cls, func: Callable[..., Any], types: Any, args: tuple[Any, ...] = (), kwargs: dict[str, Any] | None = None
+        cls,
+        func: Callable[..., Any],
+        types: Any,
+        args: tuple[Any, ...] = (),
+        kwargs: dict[str, Any] | None = None,
     ) -> Any:
         """Answer metadata; bring values back for everything else (see the module docstring)."""
         kwargs = kwargs or {}
@@ -81,7 +89,7 @@ class Released(nn.Parameter):
                 owner.guard(parameter, result)
         return result
 
-    def __repr__(self, *, tensor_contents: str | None = None) -> str:
+    def __repr__(self, *, tensor_contents: Any = None) -> str:  # type: ignore[override]
         """Describe the parameter without its values."""
         with torch._C.DisableTorchFunctionSubclass():
             return f"Parameter(released, shape={tuple(self.shape)}, dtype={self.dtype}, device={self.device})"

@@ -1,13 +1,14 @@
 """The side channel: what ranks tell each other outside the order of collectives, when their data makes them differ.
 
-Two messages exist. Both are rare, and neither needs the peer's main thread, which is busy or blocked elsewhere: each rank has a
-small thread that listens on a key-value store.
+Two messages exist. Both are rare, and neither needs the peer's main thread, which is busy or blocked elsewhere: each
+rank has a small thread that listens on a key-value store.
 
 *fetch*: a rank needs a released unit once more than ever before in a pass (a shared layer met for the first time, a
-router that picks a layer twice). The peers' threads answer with their shards, which do not change while any rank is inside a
-pass, because no rank can step before all have finished their backward pass.
+router that picks a layer twice). The peers' threads answer with their shards, which do not change while any rank is
+inside a pass, because no rank can step before all have finished their backward pass.
 
-*want*: a rank waits for a gather while reductions that come earlier in the agreed order are still to be launched here. A peer
+*want*: a rank waits for a gather while reductions that come earlier in the agreed order are still to be launched here.
+    A peer
 that waits for such a reduction would never launch the gather: each would wait for the other. The message lets its
 thread launch the gather on its behalf.
 """
@@ -103,7 +104,7 @@ class SideChannel:
         self.comm.barrier("side_channel.close")
 
 
-def _to_bytes(shard: torch.Tensor) -> bytes:
+def _to_bytes(shard: torch.Tensor) -> Any:
     return shard.detach().cpu().view(torch.uint8).numpy().tobytes()
 
 

@@ -2,7 +2,8 @@
 
 For each of its sections a unit holds
 
-* `full`: one flat buffer whose views are the user's parameters. Sharded parameters give its storage back between uses; the views,
+* `full`: one flat buffer whose views are the user's parameters. Sharded parameters give its storage back between uses;
+the views,
   and whatever autograd saved of them, see the values again when the storage is refilled.
 * `shard`: this rank's range of it, in the same dtype (a view of `full` where parameters are not sharded).
 * `master`: what the optimizer updates, in fp32 (or wider): this rank's range, or everything where the optimizer is not
@@ -42,7 +43,7 @@ def _alias(tensor: torch.Tensor) -> torch.Tensor:
     Refilling a released unit changes no value that autograd may have saved, so it must not count as an in-place change.
     """
     return torch.empty(0, dtype=tensor.dtype, device=tensor.device).set_(
-        tensor.untyped_storage(), 0, (tensor.numel(),)
+        tensor.untyped_storage(), 0, (tensor.numel(),), (1,)
     )
 
 

@@ -1,9 +1,9 @@
 """Where the optimizer meets the units: what it is given to step, and how its results come back.
 
 An elementwise optimizer steps segments: flat runs of master weights, one list per parameter group, each of one lane. An
-optimizer that needs whole tensors gets whole fp32 masters of the parameters that this rank owns; owners are chosen so that
-bytes are balanced, and gradients travel to the owner and updated values back by all-to-all. The client's optimizer instance
-is kept: its parameter groups are edited in place and state that it already has goes with the parameters.
+optimizer that needs whole tensors gets whole fp32 masters of the parameters that this rank owns; owners are chosen so
+that bytes are balanced, and gradients travel to the owner and updated values back by all-to-all. The client's optimizer
+instance is kept: its parameter groups are edited in place and state that it already has goes with the parameters.
 """
 
 from __future__ import annotations
@@ -142,7 +142,11 @@ class SegmentUpdate:
     def master_pieces(self, index: int) -> list[tuple[int, int, torch.Tensor]]:
         """See `Update.master_pieces`."""
         return [
-            (piece.start, piece.stop, segment.detach()[piece.offset : piece.offset + piece.stop - piece.start])
+            (
+                piece.start,
+                piece.stop,
+                segment.detach()[piece.offset : piece.offset + piece.stop - piece.start],
+            )
             for _, piece, segment in self._runs.get(index, ())
         ]
 
@@ -252,7 +256,9 @@ class WholeUpdate:
                 continue
             for slot in section.layout.slots:
                 if slot.index in self.masters:
-                    self.masters[slot.index].grad = torch.zeros_like(self.masters[slot.index], dtype=section.accumulate_dtype)
+                    self.masters[slot.index].grad = torch.zeros_like(
+                        self.masters[slot.index], dtype=section.accumulate_dtype
+                    )
             sends, receives = self._routes(section, lambda index: _flat(self.masters[index].grad), section.own_gradient)
             _exchange(self.comm, receives, sends, section.accumulate_dtype, section.device, f"{unit.name}.gradients")
 
@@ -272,7 +278,9 @@ class WholeUpdate:
     def _routes(
         self, section: SectionMemory, whole: Callable[[int], torch.Tensor], own: torch.Tensor
     ) -> tuple[list[list[torch.Tensor]], list[list[torch.Tensor]]]:
-        """Return, per peer, the views of this rank's range owned by the peer, and of owned tensors in the peer's range."""
+        """Return, per peer, the views of this rank's range owned by the peer,
+        and of owned tensors in the peer's range.
+        """
         world = self.comm.world
         mine: list[list[torch.Tensor]] = [[] for _ in range(world)]
         theirs: list[list[torch.Tensor]] = [[] for _ in range(world)]

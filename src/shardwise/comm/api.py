@@ -1,0 +1,562 @@
+"""Collectives for training scripts: torch.distributed's, written into the communication log.
+
+They act on `torch.distributed`'s process groups directly, take its arguments, and in addition `prof` (record this call
+even if the log would not), `log_name` (name in the log) and `debug` (accepted for existing code). In a process without
+any process group they act as a group of one.
+"""
+
+from __future__ import annotations
+
+import time
+from collections.abc import Callable
+from typing import Any
+
+import torch
+import torch.distributed as dist
+from torch.distributed import ProcessGroup, ReduceOp
+
+from shardwise.comm.compat import all_gather_single, reduce_scatter_single
+from shardwise.comm.ledger import user_line
+from shardwise.comm.logger import comms_logger
+from shardwise.errors import UsageError
+
+Group = ProcessGroup | None
+Tensors = torch.Tensor | list[torch.Tensor] | None
+
+
+def is_available() -> bool:
+    """Whether torch was built with distributed support."""
+    return dist.is_available()
+
+
+def is_initialized() -> bool:
+    """Whether there is a process group."""
+    return dist.is_available() and dist.is_initialized()
+
+
+def get_rank(group: Group = None) -> int:
+    """Return this process's rank in the group (0 without a process group)."""
+    return dist.get_rank(group) if is_initialized() else 0
+
+
+def get_world_size(group: Group = None) -> int:
+    """Return the number of ranks in the group (1 without a process group)."""
+    return dist.get_world_size(group) if is_initialized() else 1
+
+
+def get_local_rank() -> int:
+    """Return this process's rank on its machine."""
+    from shardwise.comm.environment import discover
+
+    return discover().local_rank
+
+
+def get_global_rank(group: Group, group_rank: int) -> int:
+    """Translate a rank of `group` into a global one."""
+    return dist.get_global_rank(group, group_rank) if group is not None else group_rank
+
+
+def get_world_group() -> Any:
+    """Return the default group."""
+    return dist.group.WORLD
+
+
+def get_all_ranks_from_group(group: Group = None) -> list[int]:
+    """Return the global ranks of a group."""
+    return list(dist.get_process_group_ranks(group if group is not None else dist.group.WORLD))
+
+
+def new_group(ranks: list[int] | None = None) -> Any:
+    """Create a group; every rank of the default group must call it."""
+    return dist.new_group(ranks)
+
+
+def destroy_process_group(group: Group = None) -> None:
+    """Destroy a group (None: the default group and with it all others)."""
+    dist.destroy_process_group(group)
+
+
+def _size(tensors: Tensors) -> int:
+    if tensors is None:
+        return 0
+    return sum(t.nbytes for t in (tensors if isinstance(tensors, list) else [tensors]))
+
+
+def _run(
+    op: str,
+    size: int,
+    call: Callable[[], Any],
+    group: Group,
+    async_op: bool,
+    prof: bool,
+    log_name: str | None,
+) -> Any:
+    """Launch a collective and, if the log wants it, record it when it has ended."""
+    name = log_name or op
+    if not is_initialized():
+        raise UsageError(f"shardwise.comm.{op}: there is no process group; call shardwise.init_distributed() first")
+    if not (comms_logger.wants(name) or prof):
+        return call()
+    start = time.perf_counter()
+    line = user_line()
+    work = call()
+    if async_op and work is not None:
+        return _Recorded(work, name, size, start, get_world_size(group), line)
+    if torch.cuda.is_available() and torch.cuda.is_initialized():
+        torch.cuda.synchronize()
+    comms_logger.append(name, size, time.perf_counter() - start, get_world_size(group), line)
+    return work
+
+
+class _Recorded:
+    """A Work that is recorded when it is waited for."""
+
+    def __init__(self, work: Any, name: str, size: int, start: float, world: int, line: str) -> None:
+        self._work = work
+        self._record: tuple[str, int, float, int, str] | None = (name, size, start, world, line)
+
+    def wait(self, *args: Any) -> Any:
+        """Wait and record."""
+        result = self._work.wait(*args)
+        if self._record is not None:
+            name, size, start, world, line = self._record
+            comms_logger.append(name, size, time.perf_counter() - start, world, line)
+            self._record = None
+        return result
+
+    def __getattr__(self, name: str) -> Any:
+        return getattr(self._work, name)
+
+
+def all_reduce(
+    tensor: torch.Tensor,
+    op: Any = ReduceOp.SUM,
+    group: Group = None,
+    async_op: bool = False,
+    *,
+    prof: bool = False,
+    log_name: str | None = None,
+    debug: Any = None,
+) -> Any:
+    """Reduce a tensor over ranks, in place."""
+    return _run(
+        "all_reduce",
+        _size(tensor),
+        lambda: dist.all_reduce(tensor, op, group, async_op),
+        group,
+        async_op,
+        prof,
+        log_name,
+    )
+
+
+def reduce(
+    tensor: torch.Tensor,
+    dst: int,
+    op: Any = ReduceOp.SUM,
+    group: Group = None,
+    async_op: bool = False,
+    *,
+    prof: bool = False,
+    log_name: str | None = None,
+    debug: Any = None,
+) -> Any:
+    """Reduce a tensor to global rank `dst`, in place."""
+    return _run(
+        "reduce",
+        _size(tensor),
+        lambda: dist.reduce(tensor, dst, op, group, async_op),
+        group,
+        async_op,
+        prof,
+        log_name,
+    )
+
+
+def broadcast(
+    tensor: torch.Tensor,
+    src: int,
+    group: Group = None,
+    async_op: bool = False,
+    *,
+    prof: bool = False,
+    log_name: str | None = None,
+    debug: Any = None,
+) -> Any:
+    """Copy global rank `src`'s tensor to all ranks, in place."""
+    return _run(
+        "broadcast",
+        _size(tensor),
+        lambda: dist.broadcast(tensor, src, group, async_op),
+        group,
+        async_op,
+        prof,
+        log_name,
+    )
+
+
+def all_gather(
+    tensor_list: list[torch.Tensor],
+    tensor: torch.Tensor,
+    group: Group = None,
+    async_op: bool = False,
+    *,
+    prof: bool = False,
+    log_name: str | None = None,
+    debug: Any = None,
+) -> Any:
+    """Gather equally shaped tensors of all ranks into a list."""
+    return _run(
+        "all_gather",
+        _size(tensor_list),
+        lambda: dist.all_gather(tensor_list, tensor, group, async_op),
+        group,
+        async_op,
+        prof,
+        log_name,
+    )
+
+
+def all_gather_into_tensor(
+    output_tensor: torch.Tensor,
+    tensor: torch.Tensor,
+    group: Group = None,
+    async_op: bool = False,
+    *,
+    prof: bool = False,
+    log_name: str | None = None,
+    debug: Any = None,
+) -> Any:
+    """Gather equally shaped tensors of all ranks into one, rank-major."""
+    return _run(
+        "all_gather_into_tensor",
+        _size(output_tensor),
+        lambda: all_gather_single(output_tensor, tensor, group=group, async_op=async_op),
+        group,
+        async_op,
+        prof,
+        log_name,
+    )
+
+
+def reduce_scatter(
+    output: torch.Tensor,
+    input_list: list[torch.Tensor],
+    op: Any = ReduceOp.SUM,
+    group: Group = None,
+    async_op: bool = False,
+    *,
+    prof: bool = False,
+    log_name: str | None = None,
+    debug: Any = None,
+) -> Any:
+    """Reduce a list of tensors over ranks; rank r keeps entry r."""
+    return _run(
+        "reduce_scatter",
+        _size(input_list),
+        lambda: dist.reduce_scatter(output, input_list, op, group, async_op),
+        group,
+        async_op,
+        prof,
+        log_name,
+    )
+
+
+def reduce_scatter_tensor(
+    output_tensor: torch.Tensor,
+    tensor: torch.Tensor,
+    op: Any = ReduceOp.SUM,
+    group: Group = None,
+    async_op: bool = False,
+    *,
+    prof: bool = False,
+    log_name: str | None = None,
+    debug: Any = None,
+) -> Any:
+    """Reduce a tensor over ranks; rank r keeps its r-th part."""
+    return _run(
+        "reduce_scatter_tensor",
+        _size(tensor),
+        lambda: reduce_scatter_single(output_tensor, tensor, op=op, group=group, async_op=async_op),
+        group,
+        async_op,
+        prof,
+        log_name,
+    )
+
+
+def all_to_all_single(
+    output: torch.Tensor,
+    tensor: torch.Tensor,
+    output_split_sizes: list[int] | None = None,
+    input_split_sizes: list[int] | None = None,
+    group: Group = None,
+    async_op: bool = False,
+    *,
+    prof: bool = False,
+    log_name: str | None = None,
+    debug: Any = None,
+) -> Any:
+    """Send part r of `tensor` to rank r."""
+    return _run(
+        "all_to_all_single",
+        _size(tensor),
+        lambda: dist.all_to_all_single(output, tensor, output_split_sizes, input_split_sizes, group, async_op),
+        group,
+        async_op,
+        prof,
+        log_name,
+    )
+
+
+def all_to_all(
+    output_tensor_list: list[torch.Tensor],
+    input_tensor_list: list[torch.Tensor],
+    group: Group = None,
+    async_op: bool = False,
+    *,
+    prof: bool = False,
+    log_name: str | None = None,
+    debug: Any = None,
+) -> Any:
+    """Send entry r of the input list to rank r."""
+    return _run(
+        "all_to_all",
+        _size(input_tensor_list),
+        lambda: dist.all_to_all(output_tensor_list, input_tensor_list, group, async_op),
+        group,
+        async_op,
+        prof,
+        log_name,
+    )
+
+
+def gather(
+    tensor: torch.Tensor,
+    gather_list: list[torch.Tensor] | None = None,
+    dst: int = 0,
+    group: Group = None,
+    async_op: bool = False,
+    *,
+    prof: bool = False,
+    log_name: str | None = None,
+    debug: Any = None,
+) -> Any:
+    """Gather equally shaped tensors on global rank `dst`."""
+    return _run(
+        "gather",
+        _size(tensor),
+        lambda: dist.gather(tensor, gather_list, dst, group, async_op),
+        group,
+        async_op,
+        prof,
+        log_name,
+    )
+
+
+def scatter(
+    tensor: torch.Tensor,
+    scatter_list: list[torch.Tensor] | None = None,
+    src: int = 0,
+    group: Group = None,
+    async_op: bool = False,
+    *,
+    prof: bool = False,
+    log_name: str | None = None,
+    debug: Any = None,
+) -> Any:
+    """Give entry r of global rank `src`'s list to rank r."""
+    return _run(
+        "scatter",
+        _size(tensor),
+        lambda: dist.scatter(tensor, scatter_list, src, group, async_op),
+        group,
+        async_op,
+        prof,
+        log_name,
+    )
+
+
+def send(
+    tensor: torch.Tensor,
+    dst: int,
+    group: Group = None,
+    tag: int = 0,
+    *,
+    prof: bool = False,
+    log_name: str | None = None,
+    debug: Any = None,
+) -> Any:
+    """Send a tensor to global rank `dst`."""
+    return _run("send", _size(tensor), lambda: dist.send(tensor, dst, group, tag), group, False, prof, log_name)
+
+
+def recv(
+    tensor: torch.Tensor,
+    src: int | None = None,
+    group: Group = None,
+    tag: int = 0,
+    *,
+    prof: bool = False,
+    log_name: str | None = None,
+    debug: Any = None,
+) -> Any:
+    """Receive a tensor from global rank `src` (None: from anyone)."""
+    return _run("recv", _size(tensor), lambda: dist.recv(tensor, src, group, tag), group, False, prof, log_name)
+
+
+def isend(
+    tensor: torch.Tensor,
+    dst: int,
+    group: Group = None,
+    tag: int = 0,
+    *,
+    prof: bool = False,
+    log_name: str | None = None,
+    debug: Any = None,
+) -> Any:
+    """Send a tensor to global rank `dst` without blocking."""
+    return _run("isend", _size(tensor), lambda: dist.isend(tensor, dst, group, tag), group, True, prof, log_name)
+
+
+def irecv(
+    tensor: torch.Tensor,
+    src: int | None = None,
+    group: Group = None,
+    tag: int = 0,
+    *,
+    prof: bool = False,
+    log_name: str | None = None,
+    debug: Any = None,
+) -> Any:
+    """Receive a tensor from global rank `src` without blocking."""
+    return _run("irecv", _size(tensor), lambda: dist.irecv(tensor, src, group, tag), group, True, prof, log_name)
+
+
+def barrier(
+    group: Group = None,
+    async_op: bool = False,
+    device_ids: Any = None,
+    *,
+    prof: bool = False,
+    log_name: str | None = None,
+    debug: Any = None,
+) -> Any:
+    """Block until all ranks of the group are here."""
+    if not is_initialized():
+        return None
+    return _run("barrier", 0, lambda: dist.barrier(group, async_op, device_ids), group, async_op, prof, log_name)
+
+
+def monitored_barrier(
+    group: Group = None,
+    timeout: Any = None,
+    wait_all_ranks: bool = False,
+    *,
+    prof: bool = False,
+    log_name: str | None = None,
+    debug: Any = None,
+) -> Any:
+    """Barrier (Gloo only) whose failure names the ranks that are missing."""
+    return _run(
+        "monitored_barrier",
+        0,
+        lambda: dist.monitored_barrier(group, timeout, wait_all_ranks),
+        group,
+        False,
+        prof,
+        log_name,
+    )
+
+
+def all_gather_object(object_list: list[Any], obj: Any, group: Group = None) -> None:
+    """Gather picklable objects of all ranks (trusted peers only, as in torch)."""
+    _run(
+        "all_gather_object",
+        0,
+        lambda: dist.all_gather_object(object_list, obj, group),
+        group,
+        False,
+        False,
+        None,
+    )
+
+
+def broadcast_object_list(object_list: list[Any], src: int, group: Group = None, device: Any = None) -> None:
+    """Copy global rank `src`'s picklable objects to all ranks (trusted peers only, as in torch)."""
+    _run(
+        "broadcast_object_list",
+        0,
+        lambda: dist.broadcast_object_list(object_list, src, group, device),
+        group,
+        False,
+        False,
+        None,
+    )
+
+
+def log_summary(show_straggler: bool = False, return_dict: bool = False) -> Any:
+    """Print the communication log on rank 0; every rank must call it.
+
+    Args:
+        show_straggler: also print how long each rank spent in communication.
+        return_dict: return the summary as a dictionary.
+    """
+    barrier(log_name="log_summary_barrier")
+    times: list[Any] = []
+    if show_straggler:
+        mine = sum(sum(entry[1]) for sizes in comms_logger.comms_dict.values() for entry in sizes.values())
+        times = [torch.zeros(1, dtype=torch.float64) for _ in range(get_world_size())]
+        if is_initialized():
+            dist.all_gather(times, torch.tensor([mine], dtype=torch.float64))
+        else:
+            times[0][0] = mine
+    if get_rank() == 0:
+        print(comms_logger.table(), flush=True)
+        for rank, value in enumerate(times):
+            print(f"rank {rank}: {float(value):.2f} ms in communication", flush=True)
+    barrier(log_name="log_summary_barrier")
+    if return_dict:
+        return {"summary": comms_logger.summary(), "straggler_analysis": [float(t) for t in times]}
+    return None
+
+
+def configure(
+    deepspeed_config: Any = None,
+    enabled: bool | None = None,
+    prof_all: bool | None = None,
+    prof_ops: list[str] | None = None,
+    verbose: bool | None = None,
+    debug: bool | None = None,
+) -> None:
+    """Switch the communication log; a configuration's `comms_logger` section is applied first."""
+    section = getattr(deepspeed_config, "comms_logger", None)
+    if section is not None:
+        comms_logger.configure(
+            enabled=section.enabled,
+            prof_all=section.prof_all,
+            prof_ops=section.prof_ops,
+            verbose=section.verbose,
+            debug=section.debug,
+        )
+    comms_logger.configure(enabled=enabled, prof_all=prof_all, prof_ops=prof_ops, verbose=verbose, debug=debug)
+
+
+def reset_log() -> None:
+    """Forget what the communication log has recorded."""
+    comms_logger.reset_data()
+
+
+def has_comm_data() -> bool:
+    """Whether the communication log has recorded anything."""
+    return comms_logger.has_data()
+
+
+def get_comm_operation_count() -> int:
+    """Return the number of recorded calls."""
+    return comms_logger.get_total_operations()
+
+
+def get_logged_comm_ops() -> list[str]:
+    """Return the recorded operation names."""
+    return comms_logger.get_operation_names()

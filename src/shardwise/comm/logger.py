@@ -1,0 +1,183 @@
+"""The communication log: how often which collective moved how many bytes, and how fast.
+
+It is fed by the engines' ledgers and by the collectives of `shardwise.comm`, and is off unless the configuration
+(`comms_logger.enabled`) or a call of `configure` switches it on.
+
+Conventions: sizes in bytes, latency in milliseconds, bandwidth in Gbit/s. For n ranks and t seconds, algorithm
+    bandwidth is
+size / t (2 * size / t for all-reduce) and bus bandwidth corrects for what a ring must move: all-reduce size / t * 2 (n
+- 1) / n; gather- and scatter-like collectives are counted with the size of the whole (n times one rank's part) and (n -
+1) / n; all-to-all (n - 1) / n. Averages leave out the fastest and slowest tenth.
+"""
+
+from __future__ import annotations
+
+import threading
+from collections.abc import Sequence
+from typing import Any
+
+Entry = list[Any]
+"""[count, latencies in ms, algorithm bandwidths, bus bandwidths] of one collective at one size."""
+
+_WHOLE = ("all_gather", "reduce_scatter")
+
+
+def bandwidths(op: str, size: int, seconds: float, world: int) -> tuple[float, float]:
+    """Return (algorithm bandwidth, bus bandwidth) in Gbit/s for one call;
+    see the module docstring for the conventions.
+    """
+    if seconds <= 0:
+        return 0.0, 0.0
+    share = (world - 1) / world if world > 1 else 1.0
+    if "all_reduce" in op:
+        return _gbps(2 * size / seconds), _gbps(size / seconds * 2 * share)
+    if op.startswith(_WHOLE) or op.startswith("all_to_all"):
+        return _gbps(size / seconds), _gbps(size / seconds * share)
+    return _gbps(size / seconds), _gbps(size / seconds)
+
+
+def _gbps(bytes_per_second: float) -> float:
+    return bytes_per_second * 8 / 1e9
+
+
+def trimmed_mean(values: Sequence[float], trim: float = 0.1) -> float:
+    """Return the mean without the lowest and highest `trim` of the values."""
+    ordered = sorted(values)
+    cut = int(len(ordered) * trim)
+    kept = ordered[cut : len(ordered) - cut] or ordered
+    return sum(kept) / len(kept) if kept else 0.0
+
+
+class CommsLogger:
+    """Collects latencies by operation and size.
+
+    Attributes:
+        comms_dict: operation name -> size in bytes -> `Entry`. May be replaced by an empty dict to start anew.
+        enabled: whether anything is recorded.
+    """
+
+    def __init__(self) -> None:
+        self.comms_dict: dict[str, dict[int, Entry]] = {}
+        self.enabled = False
+        self.verbose = False
+        self.debug = False
+        self.prof_all = True
+        self.prof_ops: list[str] = []
+        self._lock = threading.Lock()
+
+    def configure(
+        self,
+        *,
+        enabled: bool | None = None,
+        prof_all: bool | None = None,
+        prof_ops: Sequence[str] | None = None,
+        verbose: bool | None = None,
+        debug: bool | None = None,
+    ) -> None:
+        """Change settings; None leaves one as it is.
+
+        Args:
+            enabled: record at all.
+            prof_all: record every operation.
+            prof_ops: names recorded when `prof_all` is off.
+            verbose: print each operation as it ends.
+            debug: append the line of the caller to the recorded name.
+        """
+        self.enabled = self.enabled if enabled is None else enabled
+        self.prof_all = self.prof_all if prof_all is None else prof_all
+        self.prof_ops = self.prof_ops if prof_ops is None else list(prof_ops)
+        self.verbose = self.verbose if verbose is None else verbose
+        self.debug = self.debug if debug is None else debug
+
+    def wants(self, op: str) -> bool:
+        """Whether an operation would be recorded."""
+        return self.enabled and (self.prof_all or op in self.prof_ops)
+
+    def append(self, op: str, size: int, seconds: float, world: int, line: str = "") -> None:
+        """Record one call: `size` bytes of the whole message in `seconds` over `world` ranks."""
+        if not self.wants(op):
+            return
+        name = f"{op} | {line}" if self.debug and line else op
+        algorithm, bus = bandwidths(op, size, seconds, world)
+        with self._lock:
+            entry = self.comms_dict.setdefault(name, {}).setdefault(size, [0, [], [], []])
+            entry[0] += 1
+            entry[1].append(seconds * 1e3)
+            entry[2].append(algorithm)
+            entry[3].append(bus)
+        if self.verbose:
+            from shardwise.utils.logging import log_dist
+
+            log_dist(
+                f"comm op: {name} | time (ms): {seconds * 1e3:.2f} | msg size: {readable(size)} | "
+                f"algbw (Gbps): {algorithm:.2f} | busbw (Gbps): {bus:.2f}",
+                [0],
+            )
+
+    def reset_data(self) -> None:
+        """Forget what has been recorded."""
+        self.comms_dict = {}
+
+    def has_data(self) -> bool:
+        """Whether anything has been recorded."""
+        return bool(self.comms_dict)
+
+    def get_operation_names(self) -> list[str]:
+        """Return the recorded names."""
+        return list(self.comms_dict)
+
+    def get_total_operations(self) -> int:
+        """Return the number of recorded calls."""
+        return sum(entry[0] for sizes in self.comms_dict.values() for entry in sizes.values())
+
+    def summary(self) -> dict[str, dict[int, dict[str, float]]]:
+        """Return count, total and mean latency (ms) and mean bandwidths (Gbit/s) by operation and size."""
+        return {
+            name: {
+                size: {
+                    "count": entry[0],
+                    "total_latency_ms": sum(entry[1]),
+                    "avg_latency_ms": trimmed_mean(entry[1]),
+                    "tput_avg_gbps": trimmed_mean(entry[2]),
+                    "busbw_avg_gbps": trimmed_mean(entry[3]),
+                }
+                for size, entry in sorted(sizes.items())
+            }
+            for name, sizes in self.comms_dict.items()
+        }
+
+    def table(self) -> str:
+        """Return the summary as text."""
+        header = (
+            "Comm. Op",
+            "Message Size",
+            "Count",
+            "Total Latency(ms)",
+            "Avg Latency(ms)",
+            "tput_avg (Gbps)",
+            "busbw_avg (Gbps)",
+        )
+        lines = ["".join(f"{column:<20}" for column in header)]
+        for name, sizes in self.summary().items():
+            lines.append(name)
+            for size, row in sizes.items():
+                cells = ["", readable(size), str(int(row["count"]))] + [
+                    f"{row[key]:.2f}"
+                    for key in ("total_latency_ms", "avg_latency_ms", "tput_avg_gbps", "busbw_avg_gbps")
+                ]
+                lines.append("".join(f"{cell:<20}" for cell in cells))
+        return "\n".join(lines)
+
+
+def readable(size: int) -> str:
+    """Return a size in bytes in the largest unit that keeps it above one (`4.0 KB`)."""
+    value = float(size)
+    for unit in ("B", "KB", "MB", "GB", "TB"):
+        if value < 1024 or unit == "TB":
+            return f"{size} B" if unit == "B" else f"{value:.2f} {unit}"
+        value /= 1024
+    raise AssertionError("unreachable")
+
+
+comms_logger = CommsLogger()
+"""The process's communication log."""
