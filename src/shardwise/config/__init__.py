@@ -7,9 +7,21 @@ to be looked up.
 """
 
 from .auto import Note
+from .export import Row, describe, effective, json_schema
 from .facts import Facts
 from .read import load
 from .resolve import Resolution, resolve
 from .schema import Config
 
-__all__ = ["Config", "Facts", "Note", "Resolution", "load", "resolve"]
+__all__ = [
+    "Config",
+    "Facts",
+    "Note",
+    "Resolution",
+    "Row",
+    "describe",
+    "effective",
+    "json_schema",
+    "load",
+    "resolve",
+]

@@ -12,7 +12,8 @@ from dataclasses import dataclass
 from shardwise.errors import BatchSizeError
 
 from .facts import Facts
-from .problems import Problem, dotted
+from .problems import Problem
+from .read import Document
 from .scan import Scan
 from .schema.root import Config
 
@@ -31,7 +32,7 @@ class Batch:
     reasons: dict[str, str]
 
 
-def solve(config: Config, world_size: int, facts: Facts, found: Scan, origin: str) -> Batch | Problem:
+def solve(config: Config, world_size: int, facts: Facts, found: Scan, document: Document) -> Batch | Problem:
     """Fill in what is missing of the three batch keys, or say why it cannot be done.
 
     Args:
@@ -40,7 +41,7 @@ def solve(config: Config, world_size: int, facts: Facts, found: Scan, origin: st
         facts: micro-batch size and accumulation steps of the caller stand in for keys that are absent or
             "auto".
         found: the scan, for spelling and for which keys were "auto".
-        origin: where the configuration came from, for messages.
+        document: where the configuration and its keys came from, for messages.
     """
     train, micro, steps = (
         config.train_batch_size,
@@ -48,7 +49,7 @@ def solve(config: Config, world_size: int, facts: Facts, found: Scan, origin: st
         config.gradient_accumulation_steps,
     )
     sources = {
-        name: f"{dotted(found.given.get((name,), (name,)))} in {origin}"
+        name: _where(name, found, document)
         for name, value in ((TRAIN, train), (MICRO, micro), (STEPS, steps))
         if value is not None
     }
@@ -89,12 +90,15 @@ def _fill(train: int | None, micro: int | None, steps: int | None, world: int) -
     return train, micro, steps
 
 
+def _where(name: str, found: Scan, document: Document) -> str:
+    line = document.lines.get(found.given.get((name,), (name,)))
+    return document.origin if line is None else f"{document.origin} line {line}"
+
+
 def _nothing_given(found: Scan) -> str:
     autos = [name for name in (TRAIN, MICRO) if (name,) in found.autos]
     which = (
-        f'{" and ".join(f"`{name}`" for name in autos)} "auto"'
-        if autos
-        else f"neither `{TRAIN}` nor `{MICRO}` given"
+        f'{" and ".join(f"`{name}`" for name in autos)} left to "auto"' if autos else f"neither `{TRAIN}` nor `{MICRO}` given"
     )
     return (
         f"the batch size is unknown: {which}, and the caller has not said how many samples a rank gets. "
@@ -102,15 +106,13 @@ def _nothing_given(found: Scan) -> str:
     )
 
 
-def _contradiction(
-    train: int | None, micro: int | None, steps: int | None, world: int, sources: dict[str, str]
-) -> str:
+def _contradiction(train: int | None, micro: int | None, steps: int | None, world: int, sources: dict[str, str]) -> str:
     """Explain with numbers, where they came from, and a solution."""
     known = {TRAIN: train, MICRO: micro, STEPS: steps}
     numbers = [f"{name} = {value} ({sources[name]})" for name, value in known.items() if value is not None]
     lines = [
-        f"{TRAIN} must equal {MICRO} x {STEPS} x data-parallel ranks, "
-        f"but {_equation(train, micro, steps, world)}. Here " + ", ".join([*numbers, _world(world)]) + "."
+        f"the batch related parameters do not fit: it must equal {MICRO} x {STEPS} x data-parallel ranks, "
+        f"but {_equation(train, micro, steps, world)}, with {', '.join([*numbers, _world(world)])}."
     ]
     lines.append("Fix: " + "; or ".join(_proposals(train, micro, steps, world)) + ".")
     if world == 1 and _world_from_environment() is None:
@@ -146,9 +148,5 @@ def _world_from_environment() -> str | None:
 
 
 def _world(world: int) -> str:
-    source = (
-        "WORLD_SIZE from the launcher"
-        if _world_from_environment() == str(world)
-        else "the world_size argument"
-    )
+    source = "WORLD_SIZE from the launcher" if _world_from_environment() == str(world) else "the world_size argument"
     return f"{world} data-parallel rank{'s' if world != 1 else ''} ({source})"

@@ -8,7 +8,7 @@ from typing import Any, NamedTuple
 from .resolve import Resolution
 from .schema.base import AUTO, Section
 from .schema.root import Config
-from .tree import Key, keys_of, walk
+from .tree import Key, keys_of, raw_json_schema, walk
 
 
 class Row(NamedTuple):
@@ -31,7 +31,7 @@ def json_schema() -> dict[str, Any]:
     >>> json_schema()["properties"]["train_batch_size"]["description"]
     'Samples per optimizer step over all ranks.'
     """
-    schema = Config.model_json_schema()
+    schema = raw_json_schema(Config)
     schema["$schema"] = "https://json-schema.org/draft/2020-12/schema"
     schema["title"] = "shardwise configuration"
     definitions = schema.get("$defs", {})

@@ -99,9 +99,7 @@ def torch_schedules() -> dict[str, type]:
 
 
 def _classes(module: Any, base: type) -> dict[str, type]:
-    return {
-        name: item for name, item in vars(module).items() if isinstance(item, type) and issubclass(item, base)
-    }
+    return {name: item for name, item in vars(module).items() if isinstance(item, type) and issubclass(item, base)}
 
 
 def optimizer_signature(name: str) -> Signature | None:

@@ -20,9 +20,7 @@ def check_optimizer(config: Config, found: Scan) -> list[Problem]:
     name, params = config.optimizer.type, config.optimizer.params
     if name is None:
         if params:
-            return [
-                Problem("optimizer.params", 'the optimizer has no `type`; add one, such as "type": "AdamW"')
-            ]
+            return [Problem("optimizer.params", 'the optimizer has no `type`; add one, such as "type": "AdamW"')]
         return []
     here = dotted(found.given.get(("optimizer", "type"), ("optimizer", "type")))
     canonical = names.canonical_optimizer(name)
@@ -61,11 +59,7 @@ def check_scheduler(config: Config, found: Scan) -> list[Problem]:
     name, params = config.scheduler.type, config.scheduler.params
     if name is None:
         if params:
-            return [
-                Problem(
-                    "scheduler.params", 'the scheduler has no `type`; add one, such as "type": "WarmupLR"'
-                )
-            ]
+            return [Problem("scheduler.params", 'the scheduler has no `type`; add one, such as "type": "WarmupLR"')]
         return []
     here = dotted(found.given.get(("scheduler", "type"), ("scheduler", "type")))
     if name in names.UNBUILT_SCHEDULES:
@@ -99,14 +93,10 @@ def _check_arguments(path: str, params: dict[str, Any], signature: names.Signatu
     for name, value in params.items():
         here = f"{path}.{name}"
         if name == "max_grad_norm" and name not in signature.arguments:
-            problems.append(
-                Problem(here, "the engine clips gradients; write `gradient_clipping` at the top level")
-            )
+            problems.append(Problem(here, "the engine clips gradients; write `gradient_clipping` at the top level"))
         elif name not in signature.arguments:
             close = nearest(str(name), list(signature.arguments))
-            advice = (
-                f"did you mean `{path}.{close}`?" if close else f"known: {', '.join(signature.arguments)}"
-            )
+            advice = f"did you mean `{path}.{close}`?" if close else f"known: {', '.join(signature.arguments)}"
             problems.append(Problem(here, f"{signature.name} has no such argument; {advice}"))
         else:
             message = _wrong_value(name, value, signature.arguments[name])

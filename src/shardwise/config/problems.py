@@ -32,14 +32,16 @@ def dotted(path: Path) -> str:
 
 @dataclass(frozen=True)
 class Problem:
-    """One mistake: where it is, what is wrong with the fix, and which error class stands for it."""
+    """One mistake: where it is, what is wrong and the fix, which error stands for it, its line if in a file."""
 
     path: str
     message: str
     error: type[ConfigError] = ConfigError
+    line: int | None = None
 
     def __str__(self) -> str:
-        return f"{self.path}: {self.message}" if self.path else self.message
+        where = self.path if self.line is None else f"{self.path} (line {self.line})"
+        return f"{where}: {self.message}"
 
 
 def raise_problems(problems: Iterable[Problem], origin: str) -> None:

@@ -61,8 +61,7 @@ def read(source: Any) -> Document:
     if isinstance(source, str):
         return _from_string(source)
     raise ConfigError(
-        f"a configuration is a dict, the path of a JSON file, or base64-encoded JSON; "
-        f"found {type(source).__name__}"
+        f"a configuration is a dict, the path of a JSON file, or base64-encoded JSON; found {type(source).__name__}"
     )
 
 
@@ -85,8 +84,7 @@ def _from_string(source: str) -> Document:
         return _from_text(decoded, "the base64-encoded configuration")
     shown = source if len(source) <= 200 else source[:200] + "..."
     raise ConfigError(
-        f"there is no file {shown!r} (looked in {os.getcwd()}), and the string is neither JSON nor "
-        f"base64-encoded JSON"
+        f"there is no file {shown!r} (looked in {os.getcwd()}), and the string is neither JSON nor base64-encoded JSON"
     )
 
 
@@ -124,9 +122,7 @@ def _from_text(text: str, origin: str) -> Document:
         parsed = parse(text)
     except JSONSyntaxError as problem:
         raise ConfigError(f"{origin} is not JSON: {problem}") from None
-    raise_problems(
-        (Problem(where, "this key is given twice; keep one of them") for where in parsed.duplicates), origin
-    )
+    raise_problems((Problem(where, "this key is given twice; keep one of them") for where in parsed.duplicates), origin)
     if not isinstance(parsed.value, dict):
         raise ConfigError(f"{origin} must hold a JSON object {{...}}, found {type(parsed.value).__name__}")
     return Document(parsed.value, origin, parsed.lines)

@@ -9,7 +9,7 @@ pass adds to one list of problems, and the list is raised at the end.
 from __future__ import annotations
 
 import math
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from typing import Any
 
 from . import names
@@ -17,13 +17,13 @@ from .auto import Note, resolve_autos
 from .batch import MICRO, STEPS, TRAIN, Batch, solve
 from .built import check_built, value_at
 from .checks import check_combinations, check_worth_a_warning
+from .effects import without_effect
 from .facts import Facts
 from .params import check_optimizer, check_scheduler
 from .problems import Path, Problem, dotted, raise_problems
 from .read import read
 from .scan import Scan, scan
 from .schema.root import Config
-from .tree import walk
 from .validate import validate
 
 _BATCH_KEYS = (TRAIN, MICRO, STEPS)
@@ -66,9 +66,11 @@ def resolve(source: Any, *, world_size: int = 1, facts: Facts | None = None) -> 
         NotBuiltError: nothing is wrong, but a feature is asked for that this version does not have.
         BatchSizeError: nothing else is wrong, but the batch sizes contradict each other.
 
-    >>> resolve({"train_batch_size": 16, "gradient_accumulation_steps": 2}, world_size=4).config
-    ...     .train_micro_batch_size_per_gpu  # doctest: +SKIP
+    >>> found = resolve({"train_batch_size": 16, "gradient_accumulation_steps": 2}, world_size=4)
+    >>> found.config.train_micro_batch_size_per_gpu
     2
+    >>> found.notes[0]
+    Note(path='train_micro_batch_size_per_gpu', value=2, reason='derived: 16 = 2 x 2 x 4 ranks')
     """
     if world_size < 1:
         raise ValueError(f"world_size must be at least 1, found {world_size}")
@@ -76,9 +78,7 @@ def resolve(source: Any, *, world_size: int = 1, facts: Facts | None = None) -> 
     document = read(source)
     found = scan(document.data)
     auto_notes, auto_problems = resolve_autos(found, facts)
-    notes = [
-        Note(new, value, f"forwarded from the deprecated `{old}`") for old, new, value in found.forwarded
-    ]
+    notes = [Note(new, value, f"forwarded from the deprecated `{old}`") for old, new, value in found.forwarded]
     notes += auto_notes
     config, value_problems = validate(found)
     problems = [
@@ -90,19 +90,19 @@ def resolve(source: Any, *, world_size: int = 1, facts: Facts | None = None) -> 
         *check_combinations(config, found, world_size),
         *check_built(config, found),
     ]
-    solved = solve(config, world_size, facts, found, document.origin)
+    solved = solve(config, world_size, facts, found, document)
     if isinstance(solved, Batch):
         notes += _fill_batch(config, solved)
     elif not _explained(problems):
         problems.append(solved)
-    raise_problems(_with_lines(problems, found, document.lines), document.origin)
+    raise_problems(_with_lines(problems, document.lines), document.origin)
     notes += _settle(config)
     return Resolution(
         config=config,
         raw=document.data,
         notes=notes,
         warnings=[*_deprecations(found), *check_worth_a_warning(config)],
-        no_effect=_without_effect(config, found),
+        no_effect=without_effect(config, found),
         origin=document.origin,
         given=frozenset(dotted(path) for path in found.given),
     )
@@ -110,20 +110,13 @@ def resolve(source: Any, *, world_size: int = 1, facts: Facts | None = None) -> 
 
 def _explained(problems: list[Problem]) -> bool:
     """Whether another problem already involves a batch key, so that the equation cannot be judged."""
-    return any(
-        key in problem.path or f"`{key}`" in problem.message for problem in problems for key in _BATCH_KEYS
-    )
+    return any(key in problem.path or f"`{key}`" in problem.message for problem in problems for key in _BATCH_KEYS)
 
 
-def _with_lines(problems: list[Problem], found: Scan, lines: dict[Path, int]) -> list[Problem]:
-    """Add the line in the file to each problem's path where it is known."""
+def _with_lines(problems: list[Problem], lines: dict[Path, int]) -> list[Problem]:
+    """Add the line in the file to each problem where it is known."""
     by_path = {dotted(path): line for path, line in lines.items()}
-    return [
-        Problem(f"{problem.path} (line {by_path[problem.path]})", problem.message, problem.error)
-        if problem.path in by_path
-        else problem
-        for problem in problems
-    ]
+    return [replace(problem, line=by_path.get(problem.path)) for problem in problems]
 
 
 def _fill_batch(config: Config, batch: Batch) -> list[Note]:
@@ -139,9 +132,7 @@ def _settle(config: Config) -> list[Note]:
     zero = config.zero_optimization
     if zero.overlap_comm is None:
         zero.overlap_comm = True
-        notes.append(
-            Note("zero_optimization.overlap_comm", True, "overlapping changes neither results nor memory")
-        )
+        notes.append(Note("zero_optimization.overlap_comm", True, "overlapping changes neither results nor memory"))
     written = config.optimizer.type
     if written is not None:
         config.optimizer.type = names.canonical_optimizer(written)
@@ -155,21 +146,4 @@ def _settle(config: Config) -> list[Note]:
 
 
 def _deprecations(found: Scan) -> list[str]:
-    return [
-        f"{old}: this key is deprecated; write `{new}` = {value!r} instead"
-        for old, new, value in found.forwarded
-    ]
-
-
-def _without_effect(config: Config, found: Scan) -> list[Note]:
-    """List keys that the user gave and that change nothing, sections as a whole."""
-    result: list[Note] = []
-    for path, key in walk():
-        if key.no_effect and path in found.given:
-            value = value_at(config, ".".join(path))
-            result.append(Note(dotted(found.given[path]), _plain(value), key.no_effect))
-    return result
-
-
-def _plain(value: Any) -> Any:
-    return value.model_dump(exclude_unset=True) if hasattr(value, "model_dump") else value
+    return [f"{old}: this key is deprecated; write `{new}` = {value!r} instead" for old, new, value in found.forwarded]

@@ -43,9 +43,7 @@ def scan(raw: dict[str, Any]) -> Scan:
     source = dict(raw)
     pointer = source.pop("$schema", None)
     if pointer is not None and not isinstance(pointer, str):
-        result.problems.append(
-            Problem("$schema", f"expected the address of a JSON Schema, found {pointer!r}")
-        )
+        result.problems.append(Problem("$schema", f"expected the address of a JSON Schema, found {pointer!r}"))
     zero = source.get("zero_optimization")
     if isinstance(zero, bool):
         # The oldest form: a bare true meant stage 1, with the gather size at top level.
@@ -99,11 +97,14 @@ def _scan_value(value: Any, key: Key, path: Path, spelled: Path, result: Scan) -
     if key.kind == "section" and key.child is not None and isinstance(value, dict):
         return _scan_section(value, key.child, path, spelled, result)
     if key.kind == "map" and key.child is not None and isinstance(value, dict):
+        for name in [name for name in value if not isinstance(name, str)]:
+            result.problems.append(Problem(dotted((*spelled, str(name))), "names must be strings"))
         return {
             name: _scan_section(item, key.child, (*path, name), (*spelled, name), result)
             if isinstance(item, dict)
             else item
             for name, item in value.items()
+            if isinstance(name, str)
         }
     if key.kind == "list" and key.child is not None and isinstance(value, list | tuple):
         return [

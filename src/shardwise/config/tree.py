@@ -125,9 +125,7 @@ def takes_any_key(section: type[Section]) -> bool:
     return section.model_config.get("extra") == "allow"
 
 
-def walk(
-    section: type[Section] = Config, path: tuple[str, ...] = ()
-) -> Iterator[tuple[tuple[str, ...], Key]]:
+def walk(section: type[Section] = Config, path: tuple[str, ...] = ()) -> Iterator[tuple[tuple[str, ...], Key]]:
     """Yield every key of the schema with its path; `*` stands for a free name, `[]` for a list index."""
     for spelling, key in keys_of(section).items():
         if spelling != key.name:
@@ -158,9 +156,7 @@ def _places() -> dict[str, tuple[str, ...]]:
     table: dict[str, list[str]] = {}
     for path, key in walk():
         for spelling in key.spellings:
-            table.setdefault(_comparable(spelling), []).append(
-                ".".join((*path[:-1], spelling)).replace(".[]", "[]")
-            )
+            table.setdefault(_comparable(spelling), []).append(".".join((*path[:-1], spelling)).replace(".[]", "[]"))
     return {spelling: tuple(paths) for spelling, paths in table.items()}
 
 
@@ -209,8 +205,24 @@ def _belongs(paths: tuple[str, ...]) -> str:
 
 @cache
 def _properties(section: type[Section]) -> tuple[dict[str, Any], dict[str, Any]]:
-    schema = section.model_json_schema()
+    schema = raw_json_schema(section)
     return schema.get("properties", {}), schema.get("$defs", {})
+
+
+def raw_json_schema(section: type[Section]) -> dict[str, Any]:
+    """The JSON Schema of a section in canonical form."""
+    schema: dict[str, Any] = _standard(section.model_json_schema())
+    return schema
+
+
+def _standard(schema: Any) -> Any:
+    """Give bounds their standard names: pydantic writes its own beside types that have a converter."""
+    if isinstance(schema, list):
+        return [_standard(item) for item in schema]
+    if not isinstance(schema, dict):
+        return schema
+    names = {"ge": "minimum", "gt": "exclusiveMinimum", "le": "maximum", "lt": "exclusiveMaximum"}
+    return {names.get(name, name): _standard(item) for name, item in schema.items()}
 
 
 def expected(key: Key) -> str:
@@ -226,9 +238,7 @@ def _in_words(schema: dict[str, Any], definitions: dict[str, Any]) -> str:
         return _in_words(definitions[schema["$ref"].rpartition("/")[2]], definitions)
     if "anyOf" in schema:
         limits = {bound: schema[bound] for bound in _BOUNDS if bound in schema}
-        options = [
-            {**option, **limits} if option.get("type") in _NUMERIC else option for option in schema["anyOf"]
-        ]
+        options = [{**option, **limits} if option.get("type") in _NUMERIC else option for option in schema["anyOf"]]
         return " or ".join(dict.fromkeys(_in_words(option, definitions) for option in options))
     if "enum" in schema:
         return "one of " + ", ".join(json.dumps(value) for value in schema["enum"])
@@ -247,7 +257,7 @@ def _in_words(schema: dict[str, Any], definitions: dict[str, Any]) -> str:
         "object": "an object {...}",
     }.get(str(kind), "a value")
     bounds = [f"{sign} {schema[bound]:g}" for bound, sign in _BOUNDS.items() if bound in schema]
-    if bounds == [">= inf"]:
+    if bounds == [">= 1e+308"]:
         return "infinity"
     if schema.get("minLength"):
         bounds.append("that is not empty")

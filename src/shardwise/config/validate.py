@@ -70,11 +70,11 @@ def _take(data: Any, path: Path) -> Any:
     """Remove and return the value at a path; an item of a list becomes empty, to keep the others' indices."""
     for part in path[:-1]:
         data = data[part]
-    last = path[-1]
-    if isinstance(last, int):
-        value, data[last] = data[last], {}
+    if isinstance(data, list):
+        index = int(path[-1])
+        value, data[index] = data[index], {}
         return value
-    return data.pop(last)
+    return data.pop(path[-1])
 
 
 def _message(key: Key, value: Any) -> str:

@@ -72,9 +72,7 @@ def key(
     return Field(default, description=description, json_schema_extra=extra or None, **constraints)
 
 
-def section(
-    model: Callable[[], Section], description: str, *, names: tuple[str, ...] = (), no_effect: str = ""
-) -> Any:
+def section(model: Callable[[], Section], description: str, *, names: tuple[str, ...] = (), no_effect: str = "") -> Any:
     """Declare a subsection that is always present, filled with its defaults when the user leaves it out."""
     extra: dict[str, Any] = {}
     if names:
@@ -89,6 +87,13 @@ def integral(value: Any) -> Any:
     if isinstance(value, float) and math.isfinite(value) and value.is_integer():
         return int(value)
     return value
+
+
+def whole(value: Any) -> Any:
+    """Like `integral` for a choice of integers, among which Python would find true as 1."""
+    if isinstance(value, bool):
+        raise ValueError("true and false are not integers")
+    return integral(value)
 
 
 def as_list(value: Any) -> Any:
@@ -122,11 +127,14 @@ def _dtype_name(value: Any) -> Any:
     return value
 
 
+Whole = BeforeValidator(whole)
+"""Goes before a `Literal` of integers."""
 Int = Annotated[int, BeforeValidator(integral)]
 """An integer; a float with an integral value (1e9) is one."""
+_NEVER = {"type": "number", "minimum": 1e308, "description": "Infinity: never."}
 StepCount = (
     Annotated[int, BeforeValidator(integral), Field(ge=0)]
-    | Annotated[float, Field(ge=math.inf, allow_inf_nan=True), WithJsonSchema(INFINITY)]
+    | Annotated[float, Field(ge=math.inf, allow_inf_nan=True), WithJsonSchema(_NEVER)]
 )
 """A number of steps, where infinity means never."""
 Strings = Annotated[list[str], BeforeValidator(as_list)]

@@ -50,9 +50,7 @@ class Writer(Section):
 class Checkpoint(Section):
     """`checkpoint`."""
 
-    tag_validation: TagValidation = key(
-        "warn", "What to do when ranks name different tags: ignore, warn or fail."
-    )
+    tag_validation: TagValidation = key("warn", "What to do when ranks name different tags: ignore, warn or fail.")
     load_universal: bool = key(False, "Load the universal format.")
     use_node_local_storage: bool = key(False, "Directories are local to a node: its first rank creates them.")
     parallel_write: ParallelWrite = section(ParallelWrite, "Division of writing.")

@@ -6,7 +6,7 @@ from typing import Annotated, Any, Literal
 
 from pydantic import BeforeValidator
 
-from .base import Int, Ints, Names, Section, Strings, as_list, key, section
+from .base import Int, Ints, Names, Section, Strings, Whole, as_list, key, section
 
 _Symmetry = Literal["symmetric", "asymmetric"]
 
@@ -157,9 +157,7 @@ class LayerReduction(Section):
     enabled: bool = key(False, "Reduce layers.")
     keep_number_layer: Int | None = key(None, "Layers of the student. Required when enabled.", gt=0)
     module_name_prefix: str | None = key(None, "Prefix of layer names. Required when enabled.")
-    teacher_layer: Ints | None = key(
-        None, "Teacher layers that initialise the student. Required when enabled."
-    )
+    teacher_layer: Ints | None = key(None, "Teacher layers that initialise the student. Required when enabled.")
     other_module_name: Strings | None = key(None, "Other modules to copy. Required when enabled.")
 
 
@@ -167,9 +165,7 @@ class CompressionTraining(Section):
     """`compression_training`."""
 
     weight_quantization: WeightQuantTraining = section(WeightQuantTraining, "Quantized weights.")
-    activation_quantization: ActivationQuantTraining = section(
-        ActivationQuantTraining, "Quantized activations."
-    )
+    activation_quantization: ActivationQuantTraining = section(ActivationQuantTraining, "Quantized activations.")
     sparse_pruning: SparsePruning = section(SparsePruning, "Single weights removed.")
     row_pruning: RowPruning = section(RowPruning, "Rows removed.")
     head_pruning: HeadPruning = section(HeadPruning, "Attention heads removed.")
@@ -180,7 +176,7 @@ class CompressionTraining(Section):
 class QuantizedTensor(Section):
     """Settings of one quantized weight."""
 
-    num_bits: Literal[4, 8] = key(8, "Bits.")
+    num_bits: Annotated[Literal[4, 8], Whole] = key(8, "Bits.")
     group_size: Int = key(512, "Elements per scale.", gt=0)
     group_dim: Int = key(0, "Dimension of the groups.", ge=0)
     symmetric: bool = key(False, "Symmetric range.")

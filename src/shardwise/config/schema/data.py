@@ -14,9 +14,7 @@ _Numbers = Annotated[list[int | float], BeforeValidator(as_list)]
 class CurriculumScheduleConfig(Section):
     """`schedule_config` of a curriculum."""
 
-    total_curriculum_step: Int | None = key(
-        None, "Step at which full difficulty is reached (linear, root).", gt=0
-    )
+    total_curriculum_step: Int | None = key(None, "Step at which full difficulty is reached (linear, root).", gt=0)
     difficulty_step: Int | None = key(None, "Difficulty grows in multiples of this (linear, root).", gt=0)
     root_degree: Int | None = key(None, "Degree of the root (root).", gt=0)
     difficulty: _Numbers | None = key(None, "Difficulties (discrete).")
@@ -33,9 +31,7 @@ class LegacyCurriculum(Section):
     schedule_type: Literal["fixed_linear", "fixed_root", "fixed_discrete", "custom"] | None = key(
         None, "How difficulty grows. Required when enabled."
     )
-    schedule_config: CurriculumScheduleConfig = section(
-        CurriculumScheduleConfig, "Arguments of the schedule."
-    )
+    schedule_config: CurriculumScheduleConfig = section(CurriculumScheduleConfig, "Arguments of the schedule.")
 
 
 class CurriculumMetric(Section):
@@ -44,17 +40,13 @@ class CurriculumMetric(Section):
     index_to_sample_path: str | None = key(None, "Index from metric value to samples.")
     index_to_metric_path: str | None = key(None, "Index from sample to metric value.")
     difficulty_type: Literal["value", "percentile"] | None = key(None, "What difficulty counts.")
-    clustering_type: Literal["schedule_based", "single_cluster"] | None = key(
-        None, "How samples are grouped."
-    )
+    clustering_type: Literal["schedule_based", "single_cluster"] | None = key(None, "How samples are grouped.")
     min_difficulty: Int | None = key(None, "First difficulty.")
     max_difficulty: Int | None = key(None, "Last difficulty.")
     schedule_type: Literal["fixed_linear", "fixed_root", "fixed_discrete", "custom"] | None = key(
         None, "How difficulty grows."
     )
-    schedule_config: CurriculumScheduleConfig = section(
-        CurriculumScheduleConfig, "Arguments of the schedule."
-    )
+    schedule_config: CurriculumScheduleConfig = section(CurriculumScheduleConfig, "Arguments of the schedule.")
 
 
 class SamplingCurriculum(Section):
@@ -71,9 +63,7 @@ class DynamicBatching(Section):
     enabled: bool = key(False, "Pack batches by token count.")
     max_tokens: Int | None = key(None, "Tokens per batch. Required when enabled.", gt=0)
     metrics_path: str | None = key(None, "File of sample lengths.")
-    lr_scaling_method: Literal["linear", "sqrt", "none"] = key(
-        "linear", "How the learning rate follows batch size."
-    )
+    lr_scaling_method: Literal["linear", "sqrt", "none"] = key("linear", "How the learning rate follows batch size.")
     min_batch_size: Int = key(1, "Fewest samples in a batch.", gt=0)
     max_batch_size: Int | None = key(None, "Most samples in a batch.", gt=0)
     sequence_picking_order: Literal["random", "seqlen", "dataloader"] = key("dataloader", "Order of samples.")

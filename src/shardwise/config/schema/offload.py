@@ -52,9 +52,7 @@ class ZenFlow(Section):
     """`zero_optimization.zenflow`: step important gradients at once on the device, the rest on the host."""
 
     topk_ratio: float = key(0.1, "Fraction of gradient columns that count as important.", gt=0, lt=1)
-    select_strategy: Literal["auto", "step", "epoch"] = key(
-        "auto", "When important columns are selected anew."
-    )
+    select_strategy: Literal["auto", "step", "epoch"] = key("auto", "When important columns are selected anew.")
     select_interval: Literal["auto"] | Int = key("auto", "Steps or epochs between selections.")
     update_interval: Literal["auto"] | Int = key("auto", "Steps between host updates.")
     overlap_step: bool = key(False, "Step on the host in another process while the device goes on.")

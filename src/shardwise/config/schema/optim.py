@@ -14,9 +14,7 @@ class Optimizer(Section):
         None,
         "adam or adamw (any case), or the exact name of a class in torch.optim. null: the caller passes one.",
     )
-    params: dict[str, Any] = key(
-        {}, "Arguments of the optimizer, such as lr and weight_decay.", free_form=True
-    )
+    params: dict[str, Any] = key({}, "Arguments of the optimizer, such as lr and weight_decay.", free_form=True)
     legacy_fusion: bool = key(
         False,
         "Old fused path of fp16 training.",

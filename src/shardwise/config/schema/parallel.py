@@ -6,25 +6,17 @@ from typing import Annotated, Any, Literal
 
 from pydantic import BeforeValidator
 
-from .base import DType, Int, Ints, Section, Strings, as_list, key
+from .base import DType, Int, Ints, Section, Strings, Whole, as_list, key
 
 
 class Pipeline(Section):
     """`pipeline`: options of a PipelineModule."""
 
     enabled: bool | None = key(None, "true: split the model into pipeline stages.")
-    stages: Literal["auto"] | Int = key(
-        "auto", "Number of pipeline stages; auto: the PipelineModule decides."
-    )
-    partition: str = key(
-        "best", "How layers are divided over pipeline stages (best, uniform, parameters, type:REGEX)."
-    )
-    seed_layers: bool = key(
-        False, "Seed the random generator for every layer, so that the split does not matter."
-    )
-    activation_checkpoint_interval: Int = key(
-        0, "Recompute activations of every so many layers; 0: none.", ge=0
-    )
+    stages: Literal["auto"] | Int = key("auto", "Number of pipeline stages; auto: the PipelineModule decides.")
+    partition: str = key("best", "How layers are divided over pipeline stages (best, uniform, parameters, type:REGEX).")
+    seed_layers: bool = key(False, "Seed the random generator for every layer, so that the split does not matter.")
+    activation_checkpoint_interval: Int = key(0, "Recompute activations of every so many layers; 0: none.", ge=0)
     pipe_partitioned: bool = key(True, "Split activations sent between stages over tensor-parallel ranks.")
     grad_partitioned: bool = key(True, "Split gradients sent between stages over tensor-parallel ranks.")
     use_reentrant: bool = key(True, "Use the reentrant form of activation checkpointing.")
@@ -73,18 +65,14 @@ class TensorParallel(Section):
     injection_policy_tuple: Annotated[list[Any], BeforeValidator(as_list)] | None = key(
         None, "Names of layers whose outputs are all-reduced."
     )
-    preset_model: Literal["llama", "bloom", "chatglm", "mixtral", "deepseek_v2", "qwen2", "phi3"] | None = (
-        key(None, "Use the rules of this model family.")
+    preset_model: Literal["llama", "bloom", "chatglm", "mixtral", "deepseek_v2", "qwen2", "phi3"] | None = key(
+        None, "Use the rules of this model family."
     )
     partition_config: PartitionConfig | None = key(None, "Rules for splitting layers.")
     keep_module_on_host: bool = key(False, "Keep the unsplit module in host memory while it is split.")
-    kernel_inject: bool = key(
-        False, "Replace layers by fused kernels.", names=("replace_with_kernel_inject",)
-    )
+    kernel_inject: bool = key(False, "Replace layers by fused kernels.", names=("replace_with_kernel_inject",))
     vocab_parallel_lm_head: bool | None = key(None, "Split the output head over the vocabulary.")
-    vocab_parallel_ce_backend: Literal["torch", "liger"] = key(
-        "torch", "Cross entropy over a split vocabulary."
-    )
+    vocab_parallel_ce_backend: Literal["torch", "liger"] = key("torch", "Cross entropy over a split vocabulary.")
 
 
 class ExpertParallel(Section):
@@ -92,7 +80,9 @@ class ExpertParallel(Section):
 
     enabled: bool = key(False, "Distribute experts.")
     autoep_size: Int = key(1, "Expert-parallel degree.", ge=1)
-    expert_tensor_parallel_size: Literal[1] = key(1, "Tensor-parallel degree inside an expert; only 1.")
+    expert_tensor_parallel_size: Annotated[Literal[1], Whole] = key(
+        1, "Tensor-parallel degree inside an expert; only 1."
+    )
     validate_folding_routing: bool = key(False, "Check routing when expert and other dimensions are folded.")
     preset_model: Literal["mixtral", "qwen3_moe", "qwen3_5_moe", "deepseek_v2", "deepseek_v3"] | None = key(
         None, "Use the names of this model family."
@@ -104,9 +94,7 @@ class ExpertParallel(Section):
     disable_triton_grouped_mm: bool = key(False, "Do not use the Triton grouped matrix product.")
     route_norm: bool | None = key(None, "Normalise the weights of the chosen experts.")
     route_scale: float = key(1.0, "Factor on routing weights.")
-    score_apply: Literal["auto", "pre", "post"] = key(
-        "auto", "Apply routing weights before or after the experts."
-    )
+    score_apply: Literal["auto", "pre", "post"] = key("auto", "Apply routing weights before or after the experts.")
     combine_impl: Literal["auto", "weighted_sum", "legacy_bmm", "fused_weighted_sum"] = key(
         "auto", "How expert outputs are combined."
     )
@@ -126,9 +114,7 @@ class ExpertParallel(Section):
     shared_experts_gate_pattern: str | None = key(None, "Name of the shared experts' gate.")
     async_split_plan: bool = key(False, "Exchange token counts asynchronously.")
     row_weighting_impl: Literal["auto", "eager", "fused"] = key("auto", "How rows are weighted.")
-    gate_up_impl: Literal["separate", "fused"] = key(
-        "separate", "Gate and up projection in one product or two."
-    )
+    gate_up_impl: Literal["separate", "fused"] = key("separate", "Gate and up projection in one product or two.")
     comm_backend: Literal["comm", "deepep"] = key("comm", "Library that exchanges tokens.")
     comm_num_sm: Int = key(12, "Streaming multiprocessors for exchanging tokens.", gt=0)
     comm_qp_margin: Int = key(4, "Spare queue pairs for exchanging tokens.", ge=0)

@@ -14,12 +14,12 @@ class FP16(Section):
 
     enabled: bool = key(False, "Train in fp16.")
     auto_cast: bool = key(False, "Cast floating-point inputs of forward to fp16.")
-    loss_scale: float = key(0, "Static loss scale; 0 means dynamic.", ge=0)
+    loss_scale: float = key(0.0, "Static loss scale; 0 means dynamic.", ge=0)
     initial_scale_power: Int = key(16, "The dynamic loss scale starts at 2 to this power.", ge=0)
     loss_scale_window: Int = key(1000, "Steps without overflow before the dynamic loss scale doubles.", gt=0)
     hysteresis: Int = key(2, "Overflows tolerated before the dynamic loss scale is halved.", ge=1)
     consecutive_hysteresis: bool = key(False, "Refill the tolerance after each step without overflow.")
-    min_loss_scale: float = key(1, "Smallest dynamic loss scale; an overflow there ends the run.", gt=0)
+    min_loss_scale: float = key(1.0, "Smallest dynamic loss scale; an overflow there ends the run.", gt=0)
     fp16_master_weights_and_grads: bool = key(False, "Keep master weights and gradients in fp16.")
 
 
@@ -39,9 +39,7 @@ class BF16(Section):
         no_effect="gradients are always accumulated as they are reduced",
     )
     bf16_master_weights_and_grads: bool = key(False, "Keep master weights and gradients in bf16.")
-    bf16_optimizer_states: bool = key(
-        False, "Keep optimizer state in bf16; needs bf16_master_weights_and_grads."
-    )
+    bf16_optimizer_states: bool = key(False, "Keep optimizer state in bf16; needs bf16_master_weights_and_grads.")
 
 
 class AMP(Section):
@@ -79,9 +77,7 @@ class DataTypes(Section):
         default_note="peers use the model's type; we sum in fp32 unless asked otherwise",
     )
     param_dtype: DType | None = key(None, "Type of the parameters; if given it must agree with fp16 / bf16.")
-    buffer_dtype: DType | None = key(
-        None, "Cast floating-point buffers to this type; null: leave them as they are."
-    )
+    buffer_dtype: DType | None = key(None, "Cast floating-point buffers to this type; null: leave them as they are.")
     keep_in_fp32_modules: Literal["auto"] | Strings = key(
         "auto", "Modules whose buffers stay fp32; auto: those that the model itself names."
     )

@@ -2,9 +2,9 @@
 
 from __future__ import annotations
 
-from typing import Literal
+from typing import Annotated, Literal
 
-from .base import DType, Int, Section, StepCount, key, section
+from .base import DType, Int, Section, StepCount, Whole, key, section
 from .checkpoint import Checkpoint, DataStates, Nebula
 from .compress import CompressionTraining, Eigenvalue, QuantizeTraining, WeightQuantization
 from .data import DataEfficiency, LegacyCurriculum, ProgressiveLayerDrop
@@ -31,7 +31,7 @@ class Config(Section):
     After `resolve` the three batch keys are integers.
     """
 
-    schema_version: Literal[1] = key(
+    schema_version: Annotated[Literal[1], Whole] = key(
         1,
         "Version of the defaults. A default changes only with this number, so old files keep their meaning.",
     )
@@ -42,20 +42,12 @@ class Config(Section):
     managed_gradient_accumulation: bool = key(
         True, "The engine counts micro-batches; false: every step() is a boundary."
     )
-    dataloader_drop_last: bool = key(
-        False, "The loader that the engine builds drops the last incomplete batch."
-    )
+    dataloader_drop_last: bool = key(False, "The loader that the engine builds drops the last incomplete batch.")
     sequence_parallel_size: Int = key(1, "Ranks that share one sequence.", ge=1)
-    data_parallel_size: Int | None = key(
-        None, "Data-parallel ranks; must agree with the number of ranks.", ge=1
-    )
+    data_parallel_size: Int | None = key(None, "Data-parallel ranks; must agree with the number of ranks.", ge=1)
     use_data_before_expert_parallelism: bool = key(False, "Order of ranks in expert groups.")
-    vocabulary_size: Int | None = key(
-        None, "Size of the vocabulary; a warning is given if 8 does not divide it.", gt=0
-    )
-    disable_python_gc: bool = key(
-        False, "The engine switches cyclic garbage collection off and collects by itself."
-    )
+    vocabulary_size: Int | None = key(None, "Size of the vocabulary; a warning is given if 8 does not divide it.", gt=0)
+    disable_python_gc: bool = key(False, "The engine switches cyclic garbage collection off and collects by itself.")
 
     optimizer: Optimizer = section(Optimizer, "The optimizer that the engine builds.")
     scheduler: Scheduler = section(Scheduler, "The learning-rate schedule that the engine builds.")
@@ -72,28 +64,21 @@ class Config(Section):
     gradient_clipping: float = key(
         0.0,
         "Largest global L2 norm of the gradient; 0: no clipping.",
-        default_note="0 for years, 1.0 in peers since 2026-06-23; clipping changes training, so it has to be "
-        "asked for",
+        default_note="0 for years, 1.0 in peers since 2026-06-23; clipping changes training, so it has to be asked for",
         ge=0,
     )
 
-    communication_data_type: DType | None = key(
-        None, "Type of gradients on the wire; null: the model's type."
-    )
+    communication_data_type: DType | None = key(None, "Type of gradients on the wire; null: the model's type.")
     seq_parallel_communication_data_type: DType | None = key(
         None, "The same within sequence-parallel groups.", no_effect="there are no sequence-parallel groups"
     )
     prescale_gradients: bool = key(False, "Divide gradients before summing over ranks rather than after.")
-    gradient_predivide_factor: float = key(
-        1.0, "Divide by this before summing over ranks and by the rest after.", gt=0
-    )
+    gradient_predivide_factor: float = key(1.0, "Divide by this before summing over ranks and by the rest after.", gt=0)
     gradient_allreduce_op: Literal["mean", "sum"] = key("mean", "Combine gradients of ranks by mean or sum.")
     deterministic_reduce: bool = key(
         False, "Sum gradients over ranks in rank order on NCCL too, which makes runs repeatable bit by bit."
     )
-    strict_sync: bool = key(
-        False, "Report ranks that take different branches of the model instead of following them."
-    )
+    strict_sync: bool = key(False, "Report ranks that take different branches of the model instead of following them.")
     sparse_gradients: bool = key(False, "Reduce embedding gradients as index and value pairs.")
     disable_allgather: bool = key(
         False, "Old switch of the all-gather.", no_effect="parameters could not be updated without it"
@@ -147,9 +132,7 @@ class Config(Section):
 
     data_efficiency: DataEfficiency = section(DataEfficiency, "Sampling and routing of data.")
     curriculum_learning: LegacyCurriculum = section(LegacyCurriculum, "Sequence-length curriculum.")
-    progressive_layer_drop: ProgressiveLayerDrop = section(
-        ProgressiveLayerDrop, "Progressive layer dropping."
-    )
+    progressive_layer_drop: ProgressiveLayerDrop = section(ProgressiveLayerDrop, "Progressive layer dropping.")
     compression_training: CompressionTraining = section(CompressionTraining, "Model compression.")
     weight_quantization: WeightQuantization | None = key(None, "Quantized storage of weights.")
     quantize_training: QuantizeTraining = section(QuantizeTraining, "Quantization in training.")

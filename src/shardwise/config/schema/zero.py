@@ -5,15 +5,13 @@ from __future__ import annotations
 import sys
 from typing import Annotated, Literal
 
-from pydantic import BeforeValidator
-
-from .base import Int, Names, Section, integral, key, section
+from .base import Int, Names, Section, Whole, key, section
 from .offload import OffloadOptimizer, OffloadParam, ZenFlow
 
 _SAME_RESULT = "every setting runs the same collectives here and gives the same bits"
 
 
-Stage = Annotated[Literal[0, 1, 2, 3], BeforeValidator(integral)]
+Stage = Annotated[Literal[0, 1, 2, 3], Whole]
 """A ZeRO stage."""
 
 
@@ -97,9 +95,7 @@ class ZeroConfig(Section):
         "Pad parameters in flat buffers to 16-byte boundaries.",
         no_effect="every parameter starts at a 64-byte boundary (256 on CUDA)",
     )
-    legacy_stage1: bool = key(
-        False, "Old implementation of stage 1. It no longer exists: only false is accepted."
-    )
+    legacy_stage1: bool = key(False, "Old implementation of stage 1. It no longer exists: only false is accepted.")
     grad_hooks: bool = key(
         True,
         "Reduce gradients from hooks during backward.",
@@ -199,9 +195,7 @@ class ZeroConfig(Section):
     zero_quantized_nontrainable_weights: bool = key(False, "Store frozen parameters as 8-bit integers.")
     zero_quantized_gradients: bool = key(False, "Reduce gradients hierarchically as 4-bit integers.")
     zeropp_loco_param: LoCo | None = key(None, "Error feedback for zero_quantized_gradients.")
-    mics_shard_size: Int = key(
-        -1, "Ranks over which parameters are sharded; replicated beyond. -1: all ranks."
-    )
+    mics_shard_size: Int = key(-1, "Ranks over which parameters are sharded; replicated beyond. -1: all ranks.")
     mics_hierarchical_params_gather: bool = key(False, "Gather in two levels (within a node, then across).")
 
     memory_efficient_linear: bool = key(

@@ -1,0 +1,60 @@
+"""Which of the user's keys change nothing in this run, and why.
+
+Three kinds: hints for mechanisms that other libraries have and this one does not need; keys of a section that is
+switched off; keys of one ZeRO stage under another. They are accepted, because published configurations are full of
+them, and listed, because a key that does nothing must not look like one that does.
+"""
+
+from __future__ import annotations
+
+from typing import Any
+
+from .auto import Note
+from .built import value_at
+from .problems import dotted
+from .scan import Scan
+from .schema.root import Config
+from .tree import Key, keys_of, walk
+
+_OFFLOAD = ("offload_param", "offload_optimizer")
+
+
+def without_effect(config: Config, found: Scan) -> list[Note]:
+    """List the keys that the user gave and that change nothing, with the reason; a section is listed as a whole."""
+    notes: list[Note] = []
+    listed: set[tuple[str, ...]] = set()
+    for path, key in walk():
+        if path not in found.given or any(path[:depth] in listed for depth in range(1, len(path))):
+            continue
+        value = value_at(config, ".".join(path))
+        reason = key.no_effect or _switched_off(key, value) or _other_stage(path, config)
+        if reason:
+            listed.add(path)
+            notes.append(Note(dotted(found.given[path]), _plain(value), reason))
+    return notes
+
+
+def _switched_off(key: Key, value: Any) -> str:
+    """Why a section that has more than its switch does nothing; empty if it is on."""
+    if key.kind != "section" or key.child is None or value is None:
+        return ""
+    if "enabled" in keys_of(key.child):
+        on, switch = value.enabled, "enabled"
+    elif key.name in _OFFLOAD:
+        on, switch = value.device != "none", "device"
+    else:
+        return ""
+    others = value.model_fields_set - {switch}
+    return "" if on or not others else "the section is switched off"
+
+
+def _other_stage(path: tuple[str, ...], config: Config) -> str:
+    stage = config.zero_optimization.stage
+    if path[0] != "zero_optimization" or len(path) != 2 or stage == 3:
+        return ""
+    belongs = path[1].startswith("stage3_") or path[1] == "leaf_module"
+    return f"it belongs to stage 3, and the stage is {stage}" if belongs else ""
+
+
+def _plain(value: Any) -> Any:
+    return value.model_dump(exclude_unset=True) if hasattr(value, "model_dump") else value
