@@ -32,6 +32,7 @@ from shardwise.utils.logging import warn_once
 from shardwise.zero.init import shard_module, suspended
 from shardwise.zero.model import ShardedModel
 from shardwise.zero.plan import Plan
+from shardwise.zero.released import owner_of
 
 EngineParts = tuple[Engine, Any, EngineDataLoader | None, Any]
 
@@ -149,6 +150,11 @@ def _build(
     policy = policy_from_config(settings)
     plan = Plan.of(settings.zero_optimization, world)
     accountant = Accountant()
+
+    # A model that is wrapped again (trainers do) leaves its old engine first.
+    for former in {id(o): o for o in map(owner_of, model.parameters()) if isinstance(o, ShardedModel)}.values():
+        warn_once("the model already belonged to an engine, which is closed; call engine.destroy() to do so explicitly")
+        former.close()
 
     # Meta-device parameters get values (and are sharded) module by module, before anybody looks at them.
     if any(p.is_meta for p in model.parameters()):

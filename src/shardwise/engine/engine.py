@@ -16,8 +16,8 @@ import torch
 from torch import nn
 
 from shardwise.comm.communicator import Communicator
-from shardwise.comm.ledger import Ledger
 from shardwise.config import Resolution
+from shardwise.engine.attributes import Attributes
 from shardwise.engine.batch import BatchSizes
 from shardwise.engine.getters import ConfigGetters
 from shardwise.engine.scaling import cast_floats, scale_gradients_of
@@ -49,7 +49,7 @@ class StepReport:
     lr: tuple[float, ...]
 
 
-class Engine(BatchSizes, ConfigGetters, nn.Module):
+class Engine(Attributes, BatchSizes, ConfigGetters, nn.Module):
     """A model, its optimizer and its schedule, sharded as the configuration says. Made by `shardwise.initialize`.
 
     Attributes:
@@ -126,64 +126,6 @@ class Engine(BatchSizes, ConfigGetters, nn.Module):
                 except AttributeError:
                     pass
             raise AttributeError(f"neither the engine nor its module has an attribute {name!r}") from None
-
-    @property
-    def ledger(self) -> Ledger:
-        """Every collective of this engine."""
-        return self._comm.ledger
-
-    @property
-    def config(self) -> Any:
-        """The configuration as the user gave it."""
-        return self._resolution.raw
-
-    @property
-    def world_size(self) -> int:
-        """Number of ranks that share the data."""
-        return self._comm.world
-
-    @property
-    def global_rank(self) -> int:
-        """This process among all."""
-        return torch.distributed.get_rank() if torch.distributed.is_initialized() else 0
-
-    @property
-    def dp_world_size(self) -> int:
-        """Number of data-parallel ranks."""
-        return self._comm.world
-
-    @property
-    def mp_world_size(self) -> int:
-        """Number of tensor-parallel ranks."""
-        return 1
-
-    @property
-    def seq_dp_world_size(self) -> int:
-        """Number of ranks over which gradients are averaged."""
-        return self._comm.world
-
-    @property
-    def data_parallel_group(self) -> Any:
-        """The process group of the data-parallel ranks (None: the default group)."""
-        return self._comm.user_group
-
-    def get_data_parallel_rank(self) -> int:
-        """Return this process's rank in the data-parallel group."""
-        return self._comm.rank
-
-    def get_lr(self) -> list[float]:
-        """Return the learning rate of each parameter group."""
-        return [] if self.optimizer is None else [group["lr"] for group in self.optimizer.param_groups]
-
-    def get_type(self) -> list[Any]:
-        """Return the `type` entry of each parameter group (None where there is none)."""
-        return [] if self.optimizer is None else [group.get("type") for group in self.optimizer.param_groups]
-
-    def get_mom(self) -> list[Any]:
-        """Return momentum, or betas, of each parameter group."""
-        if self.optimizer is None:
-            return []
-        return [group.get("betas", group.get("momentum")) for group in self.optimizer.param_groups]
 
     @property
     def cur_scale(self) -> float:
@@ -371,6 +313,14 @@ class Engine(BatchSizes, ConfigGetters, nn.Module):
         super().zero_grad(set_to_none=set_to_none)
         if self.sharded.reducer is not None:
             self.sharded.reducer.clear()
+
+    def gathered(self) -> contextlib.AbstractContextManager[None]:
+        """Return a context in which all parameters are whole on every rank.
+
+        Forward passes inside need no communication, so that ranks may make different numbers of them (generation,
+        evaluation sets of unequal size). Every rank must enter and leave it. It needs memory for the whole model.
+        """
+        return self.sharded.whole()
 
     # -- life cycle --------------------------------------------------------------------------------------------------
 

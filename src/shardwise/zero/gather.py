@@ -1,9 +1,9 @@
 """The gatherer: when units are gathered and released, in one order that all ranks share.
 
-Every forward pass and every backward pass gathers each sharded unit exactly once, in the agreed order (reversed in the
-backward pass), whether this rank uses it or not. Entering a unit launches the gathers of all units before it; a pass
-ends by launching what is left. All ranks therefore launch the same gathers in the same order whatever branches their
-data takes, and none can wait for a collective that another never launches.
+Every forward pass and every backward pass gathers each sharded unit exactly once, in an agreed order (of first use in the
+forward pass, of last use, reversed, in the backward pass), whether this rank uses it or not. Entering a unit launches
+the gathers of all units before it; a pass ends by launching what is left. All ranks therefore launch the same gathers in
+the same order whatever branches their data takes, and none can wait for a collective that another never launches.
 
 What is free to differ between ranks is how long a unit is kept. A unit is released after as many uses as earlier passes
 on this rank have shown, and at the latest at the end of the pass. If a rank then needs it once more, its values come
@@ -70,6 +70,7 @@ class Gatherer:
         channel: rescue for units that are needed again after their release; None where nothing is sharded.
         prefetch: gather the next unit while the current one computes.
         prefetch_elements: gather further units ahead as long as they have at most this many elements together.
+        root: the user's model; the order of its modules stands for that of execution until a pass has been traced.
     """
 
     def __init__(
@@ -77,6 +78,7 @@ class Gatherer:
         units: Sequence[Unit],
         registry: Registry,
         channel: Channel | None,
+        root: nn.Module,
         *,
         prefetch: bool = True,
         prefetch_elements: int = 0,
@@ -94,7 +96,8 @@ class Gatherer:
         self._prefetch = prefetch
         self._prefetch_elements = prefetch_elements
         self._unit_of = {tensor.index: unit for unit in units for tensor in unit.tensors}
-        self._order = [unit for unit in self.units if unit.sharded]
+        self._order: list[Unit] = []
+        self._back: list[Unit] = []
         self._sequence: list[Unit] = []
         self._position: dict[int, int] = {}
         self._next = 0
@@ -106,8 +109,10 @@ class Gatherer:
         self._uses: dict[int, weakref.WeakSet[Use]] = {unit.index: weakref.WeakSet() for unit in units}
         self.recomputed: dict[int, int] = {}
         self.trace: list[int] = []
+        self._last_use: dict[int, int] = {}
         self.on_backward: Callable[[], None] = _nothing
         self.lags_behind: Callable[[int], bool] = _never
+        self.set_order([unit.index for unit in self.units], backward_order(self.units, root))
 
     # -- order -------------------------------------------------------------------------------------------------------
 
@@ -116,20 +121,35 @@ class Gatherer:
         """Indices of the sharded units in the agreed forward order."""
         return [unit.index for unit in self._order]
 
-    def set_order(self, order: Sequence[int]) -> None:
-        """Adopt an order that all ranks have agreed on (between passes only)."""
+    def set_order(self, order: Sequence[int], backward: Sequence[int]) -> None:
+        """Adopt orders of all units for the two passes that all ranks have agreed on (between passes only)."""
         by_index = {unit.index: unit for unit in self.units}
         self._order = [by_index[index] for index in order if by_index[index].sharded]
+        self._back = [by_index[index] for index in backward if by_index[index].sharded]
 
     def traced_order(self) -> list[int]:
         """Return all units in the order of first use in the last forward pass; unused ones follow their predecessor."""
-        first_use = {index: place for place, index in enumerate(self.trace)}
+        return self._by_use({index: place for place, index in enumerate(self.trace)})
+
+    def traced_backward(self) -> list[int]:
+        """Return all units in the reverse order of their last use in the last forward pass.
+
+        It is not the reverse of `traced_order`: a tied embedding is used first and last.
+        """
+        return self._by_use(self._last_use)[::-1]
+
+    def _by_use(self, use: dict[int, int]) -> list[int]:
         keys: dict[int, tuple[int, int]] = {}
         last = -1
         for unit in self.units:
-            last = first_use.get(unit.index, last)
+            last = use.get(unit.index, last)
             keys[unit.index] = (last, unit.index)
         return sorted(keys, key=lambda index: keys[index])
+
+    def _used(self, unit: Unit) -> None:
+        self._last_use.pop(unit.index, None)
+        self._last_use[unit.index] = self._uses_seen
+        self._uses_seen += 1
 
     # -- passes ------------------------------------------------------------------------------------------------------
 
@@ -138,7 +158,7 @@ class Gatherer:
         self.phase = Phase.FORWARD
         self._with_graph = torch.is_grad_enabled()
         if self._with_graph:
-            self.trace = []
+            self.trace, self._last_use = [], {}
         self._begin(self._order)
 
     def end_forward(self) -> None:
@@ -154,7 +174,7 @@ class Gatherer:
         with self._lock:
             self.phase = Phase.BACKWARD
             self._passes_back += 1
-            self._begin(list(reversed(self._order)))
+            self._begin(self._back)
 
     def end_backward(self) -> None:
         """End a backward pass: launch the gathers that are left and release everything."""

@@ -85,7 +85,8 @@ class PartStore:
             raise ReleasedParameterError(
                 f"{what}: the values of a parameter of shape {tuple(parameter.shape)}, built under zero.Init and "
                 f"sharded over {self.comm.world} ranks, are not here. Use `with "
-                "shardwise.zero.GatheredParameters(parameter, modifier_rank=None or 0):` on every rank, or pass the model to shardwise.initialize() first."
+                "shardwise.zero.GatheredParameters(parameter, modifier_rank=None or 0):` on every rank, or "
+                "pass the model to shardwise.initialize() first."
             )
         self._enter(self._home.get(parameter, id(parameter)))
         self._make_whole(parameter)
@@ -135,7 +136,7 @@ def whole_values(parameter: nn.Parameter) -> tuple[torch.Tensor, bool]:
         values = owner.values(parameter)
         owner.forget(parameter)
         return values, True
-    if owner is not None and released.is_released(parameter):
+    if owner is not None and not isinstance(owner, PartStore):
         raise UsageError("the model already belongs to an engine: call engine.destroy() before wrapping it again")
     return parameter.data, False
 

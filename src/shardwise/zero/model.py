@@ -7,12 +7,14 @@ filled, sharded and released before the next one is touched, so that at most one
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterable, Sequence
+import contextlib
+from collections.abc import Callable, Iterable, Iterator, Sequence
 
 import torch
 from torch import nn
 
 from shardwise.comm.communicator import Communicator
+from shardwise.errors import UsageError
 from shardwise.memory import Accountant
 from shardwise.precision.dtypes import PrecisionPolicy
 from shardwise.precision.norms import clip_coefficient, combine, sums_of_squares
@@ -212,6 +214,10 @@ class ShardedModel:
     def step(self) -> None:
         """Step the optimizer with the accumulated gradients and start bringing the results to all ranks."""
         assert self.update is not None and self.optimizer is not None
+        if self.gatherer.suspended:
+            raise UsageError(
+                "step() inside gathered(): the gathered parameters would stay as they are; leave the block first"
+            )
         self.finish_gathers()
         self.update.step(self.optimizer)
         torch.autograd.graph.increment_version(self._trainable)
@@ -298,6 +304,20 @@ class ShardedModel:
                     self.update.refresh(unit)
         for unit in gathered:
             unit.release()
+
+    @contextlib.contextmanager
+    def whole(self) -> Iterator[None]:
+        """Gather everything once;
+        passes inside need no communication, so that their number may differ between ranks.
+        """
+        gathered = self.gather(self.registry.parameters)
+        self.gatherer.suspended = True
+        try:
+            yield
+        finally:
+            self.gatherer.suspended = False
+            for unit in gathered:
+                unit.release()
 
     def touch(self, parameter: nn.Parameter, what: str) -> bool:
         """See `shardwise.zero.released.Owner`."""

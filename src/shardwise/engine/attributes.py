@@ -1,0 +1,117 @@
+"""Facts about an engine that existing training scripts and frameworks read."""
+
+from __future__ import annotations
+
+from typing import TYPE_CHECKING, Any
+
+import torch
+import torch.distributed as dist
+
+if TYPE_CHECKING:
+    from shardwise.comm.communicator import Communicator
+    from shardwise.comm.ledger import Ledger
+    from shardwise.config import Resolution
+    from shardwise.zero.model import ShardedModel
+
+
+class Attributes:
+    """Mixin of `Engine`: read-only facts, each derived from what the engine is made of."""
+
+    _comm: Communicator
+    _resolution: Resolution
+    sharded: ShardedModel
+    optimizer: torch.optim.Optimizer | None
+    global_steps: int
+
+    sequence_parallel_size = 1
+    mp_world_size = 1
+    pipeline_parallelism = False
+    has_moe_layers = False
+    enable_backward_allreduce = True
+    mesh_device = None
+    num_experts: tuple[int, ...] = ()
+
+    @property
+    def ledger(self) -> Ledger:
+        """Every collective of this engine."""
+        return self._comm.ledger
+
+    @property
+    def config(self) -> Any:
+        """The configuration as the user gave it."""
+        return self._resolution.raw
+
+    @property
+    def world_size(self) -> int:
+        """Number of ranks that share the data."""
+        return self._comm.world
+
+    @property
+    def dp_world_size(self) -> int:
+        """Number of data-parallel ranks."""
+        return self._comm.world
+
+    @property
+    def seq_dp_world_size(self) -> int:
+        """Number of ranks over which gradients are averaged."""
+        return self._comm.world
+
+    @property
+    def global_rank(self) -> int:
+        """This process among all."""
+        return dist.get_rank() if dist.is_available() and dist.is_initialized() else 0
+
+    @property
+    def data_parallel_group(self) -> Any:
+        """The process group of the data-parallel ranks (None: the default group)."""
+        return self._comm.user_group
+
+    @property
+    def seq_data_parallel_group(self) -> Any:
+        """The process group over which gradients are averaged."""
+        return self._comm.user_group
+
+    @property
+    def dist_backend(self) -> str | None:
+        """Name of torch.distributed's backend, or None in a single process without one."""
+        return dist.get_backend() if dist.is_available() and dist.is_initialized() else None
+
+    @property
+    def gradient_average(self) -> bool:
+        """Whether gradients are averaged (rather than summed) over ranks."""
+        return bool(self._resolution.config.gradient_allreduce_op == "mean")
+
+    @property
+    def gas_boundary_ctr(self) -> int:
+        """Accumulation boundaries passed so far."""
+        return self.global_steps
+
+    @property
+    def param_names(self) -> dict[torch.nn.Parameter, str]:
+        """Name of each parameter object."""
+        registry = self.sharded.registry
+        return {p: t.name for p, t in zip(registry.parameters, registry, strict=True)}
+
+    def get_data_parallel_rank(self) -> int:
+        """Return this process's rank in the data-parallel group."""
+        return self._comm.rank
+
+    def get_tensor_parallel_rank(self) -> int:
+        """Return this process's rank among tensor-parallel ranks."""
+        return 0
+
+    get_model_parallel_rank = get_tensor_parallel_rank
+
+    def get_lr(self) -> list[float]:
+        """Return the learning rate of each parameter group."""
+        return [] if self.optimizer is None else [group["lr"] for group in self.optimizer.param_groups]
+
+    def get_type(self) -> list[Any]:
+        """Return the `type` entry of each parameter group (None where there is none)."""
+        return [] if self.optimizer is None else [group.get("type") for group in self.optimizer.param_groups]
+
+    def get_mom(self) -> list[Any]:
+        """Return momentum, or betas, of each parameter group."""
+        if self.optimizer is None:
+            return []
+        return [group.get("betas", group.get("momentum")) for group in self.optimizer.param_groups]
