@@ -1,0 +1,105 @@
+"""What happens to a dataset inside the torch loader: rank shares of a stream, random numbers in workers.
+
+Invariant: fetching batch b of an epoch gives the same result whether the epoch was started at its beginning
+    or
+resumed just before b. Random numbers of worker processes are therefore seeded for each batch, and reading
+past what was already seen leaves the random numbers of the main process, which a checkpoint restores, as
+they were.
+"""
+
+from __future__ import annotations
+
+import hashlib
+import random
+from collections.abc import Iterable, Iterator, Sequence
+from contextlib import AbstractContextManager, contextmanager, nullcontext
+from itertools import islice
+from typing import Any
+
+import numpy
+import torch
+from torch.utils.data import Dataset, IterableDataset, get_worker_info
+
+
+class Indices(list[int]):
+    """Indices of one batch, with the seed for random numbers that fetching it draws in a worker process."""
+
+    seed: int
+
+
+class SeededDataset(Dataset[Any]):
+    """A map-style dataset whose random numbers depend on the batch, not on what the worker did before.
+
+    Used in worker processes only: in the main process random numbers belong to the user.
+    """
+
+    def __init__(self, dataset: Any) -> None:
+        self.dataset = dataset
+
+    def __getitems__(self, indices: Indices) -> Sequence[Any]:
+        torch.manual_seed(indices.seed)
+        random.seed(indices.seed)
+        numpy.random.seed(indices.seed % 2**32)
+        if callable(fetch := getattr(self.dataset, "__getitems__", None)):
+            return fetch(list(indices))
+        return [self.dataset[index] for index in indices]
+
+
+class RankStream(IterableDataset[Any]):
+    """Every world-th sample of a stream, equally many on each rank.
+
+    Attributes:
+        start: samples of this rank to leave out at the beginning of the next iteration.
+    """
+
+    def __init__(self, dataset: Iterable[Any], rank: int, world_size: int, drop_last: bool) -> None:
+        self.dataset = dataset
+        self.rank = rank
+        self.world_size = world_size
+        self.drop_last = drop_last
+        self.start = 0
+
+    def __iter__(self) -> Iterator[Any]:
+        stream = iter(self.dataset)
+        with replaying():
+            for _ in islice(stream, self.start * self.world_size):
+                pass
+        mine = last = None
+        seen = 0
+        for last in stream:
+            if seen == self.rank:
+                mine = last
+            seen += 1
+            if seen == self.world_size:
+                # Only now is it certain that each rank has one.
+                yield mine
+                seen = 0
+        if seen and not self.drop_last:
+            yield mine if self.rank < seen else last
+
+
+def replaying() -> AbstractContextManager[None]:
+    """Return a context in which samples that were already seen are read again.
+
+    In the main process random states are put back afterwards: those of the moment of the checkpoint have been
+    restored already. In a worker process they start anew in each epoch, so there reading again is what brings
+    them to the right place.
+    """
+    return nullcontext() if get_worker_info() is not None else _kept_random_states()
+
+
+@contextmanager
+def _kept_random_states() -> Iterator[None]:
+    states = torch.get_rng_state(), random.getstate(), numpy.random.get_state()
+    try:
+        yield
+    finally:
+        torch.set_rng_state(states[0])
+        random.setstate(states[1])
+        numpy.random.set_state(states[2])
+
+
+def mixed_seed(*numbers: int) -> int:
+    """Return a seed (63 bits) that depends on each number and on their order."""
+    digest = hashlib.blake2b(repr(numbers).encode(), digest_size=8).digest()
+    return int.from_bytes(digest, "little") >> 1

@@ -1,0 +1,282 @@
+"""The kinds of data behind the loader: what a position means for each, and how an iteration begins at one.
+
+A position is counted on one rank, in samples where their order is ours to divide, in batches where it is not.
+"""
+
+from __future__ import annotations
+
+import logging
+from abc import ABC, abstractmethod
+from collections.abc import Iterable, Iterator, Mapping
+from dataclasses import dataclass
+from itertools import islice
+from typing import Any
+
+from torch.utils.data import BatchSampler, DataLoader, SequentialSampler
+
+from shardwise.data.fetch import Indices, RankStream, SeededDataset, mixed_seed, replaying
+from shardwise.data.sampler import ResumableDistributedSampler
+from shardwise.errors import CheckpointError, ConfigError
+
+_log = logging.getLogger("shardwise")
+
+SHARDS_ITSELF = "shards_itself"
+"""Attribute by which an iterable dataset says (True) that it yields this rank's and worker's samples only."""
+
+
+@dataclass
+class Share:
+    """What a rank gets: its place, the size of its batches, what becomes of the tail, and the seed."""
+
+    rank: int
+    world_size: int
+    batch_size: int
+    drop_last: bool
+    seed: int
+
+    def __post_init__(self) -> None:
+        if self.batch_size < 1:
+            raise ConfigError(f"batch_size: expected an integer >= 1, found {self.batch_size!r}")
+        if not 0 <= self.rank < self.world_size:
+            raise ConfigError(f"rank: expected 0 to {self.world_size - 1} (world_size - 1), found {self.rank!r}")
+
+    def batches_of(self, samples: int) -> int:
+        """Return the number of batches that this many samples of one rank make."""
+        return samples // self.batch_size if self.drop_last else -(-samples // self.batch_size)
+
+
+class Source(ABC):
+    """Batches from any position of any epoch.
+
+    Attributes:
+        kind: name of the kind, to recognise positions of another one.
+        sampler: what gives the indices, None for streams.
+    """
+
+    kind: str
+    sampler: Any = None
+
+    def __init__(self, share: Share) -> None:
+        self.share = share
+
+    @abstractmethod
+    def batches(self, epoch: int, start: int) -> Iterator[Any]:
+        """Begin an iteration at a position of an epoch."""
+
+    @abstractmethod
+    def after(self, start: int, handed_out: int) -> int:
+        """Return the position after that many batches from `start`."""
+
+    @abstractmethod
+    def __len__(self) -> int:
+        """Return the number of batches of a whole epoch; TypeError if it is unknown."""
+
+    def divided_anew(self, position: int, world_size: int) -> int:
+        """Return the position here for one that was saved on another number of ranks."""
+        raise CheckpointError(
+            f"position in the training data: it was saved on {world_size} ranks, this run has {self.share.world_size}, "
+            f"and the order is not ours to divide anew (data from a {self.kind}); resume on {world_size} ranks, or "
+            "begin a new epoch with set_epoch"
+        )
+
+    def order_state(self) -> dict[str, Any]:
+        """Return what the order depends on, as JSON types."""
+        return {"seed": self.share.seed}
+
+    def restore_order(self, state: Mapping[str, Any]) -> None:
+        """Take over a saved order."""
+        if (seed := state.get("seed")) != self.share.seed:
+            _log.info("the training data goes on in the saved order (seed %s, not %d)", seed, self.share.seed)
+        self.share.seed = state["seed"]
+
+    def _in_turn(self, position: int, world_size: int) -> int:
+        """Leave out what all ranks together have seen; if that does not divide, see a few samples again."""
+        seen = position * world_size
+        if again := seen % self.share.world_size:
+            _log.info("%d samples of the epoch are seen again: %d ranks had seen %d", again, world_size, seen)
+        return seen // self.share.world_size
+
+
+class Indexed(Source):
+    """A map-style dataset and a sampler, ours or the user's."""
+
+    def __init__(self, dataset: Any, sampler: Any, share: Share, options: Mapping[str, Any]) -> None:
+        super().__init__(share)
+        self.sampler = sampler
+        self._dataset = dataset
+        self._ours = isinstance(sampler, ResumableDistributedSampler)
+        self._in_batches = isinstance(sampler, BatchSampler)
+        self.kind = "dataset" if self._ours else "batch sampler" if self._in_batches else "sampler"
+        self._begin = (0, 0)
+        fetched = SeededDataset(dataset) if options["num_workers"] else dataset
+        self._loader: DataLoader[Any] = DataLoader(fetched, batch_sampler=self, **options)
+
+    def batches(self, epoch: int, start: int) -> Iterator[Any]:
+        """Begin an iteration at a position of an epoch."""
+        self._begin = (epoch, start)
+        return iter(self._loader)
+
+    def __iter__(self) -> Iterator[Indices]:
+        """Return the batches of indices of the iteration that begins now; torch's loader asks for them."""
+        epoch, start = self._begin
+        if self._ours:
+            self.sampler.set_epoch(epoch, start)
+            indices = iter(self.sampler)
+        else:
+            _set_epoch(self.sampler, epoch)
+            indices = islice(iter(self.sampler), start, None)
+        return self._grouped(indices, epoch, start)
+
+    def after(self, start: int, handed_out: int) -> int:
+        """Return the position after that many batches from `start`."""
+        if self._in_batches:
+            return start + handed_out
+        position = start + handed_out * self.share.batch_size
+        return min(position, len(self.sampler)) if hasattr(self.sampler, "__len__") else position
+
+    def __len__(self) -> int:
+        return len(self.sampler) if self._in_batches else self.share.batches_of(len(self.sampler))
+
+    def divided_anew(self, position: int, world_size: int) -> int:
+        """Return the position here for one that was saved on another number of ranks."""
+        if not self._ours:
+            return super().divided_anew(position, world_size)
+        count = len(self._dataset)
+        whole_epoch = count // world_size if self.share.drop_last else -(-count // world_size)
+        if position >= whole_epoch:
+            return len(self.sampler)
+        return min(self._in_turn(position, world_size), len(self.sampler))
+
+    def order_state(self) -> dict[str, Any]:
+        """Return what the order depends on, as JSON types."""
+        state = super().order_state()
+        if self._ours:
+            state |= {"length": len(self._dataset), "shuffle": self.sampler.shuffle}
+        return state
+
+    def restore_order(self, state: Mapping[str, Any]) -> None:
+        """Take over a saved order."""
+        if self._ours:
+            if state.get("length") != len(self._dataset):
+                raise CheckpointError(
+                    f"position in the training data: it was saved in a dataset of {state.get('length')} samples, this "
+                    f"one has {len(self._dataset)}, so the order cannot be continued; use the same dataset, or begin a "
+                    f"new epoch with set_epoch({state['epoch'] + 1}) instead of restoring the position"
+                )
+            self.sampler.seed = state["seed"]
+            self.sampler.shuffle = state["shuffle"]
+        elif state["position"] and not _repeats(self.sampler):
+            _log.warning(
+                "%s has no set_epoch: the position in the training data is exact only if it gives the same order each "
+                "time it is iterated over",
+                type(self.sampler).__name__,
+            )
+        super().restore_order(state)
+
+    def _grouped(self, indices: Iterator[Any], epoch: int, position: int) -> Iterator[Indices]:
+        while True:
+            if self._in_batches:
+                batch = Indices(next(indices, ()))
+                step = 1
+            else:
+                batch = Indices(islice(indices, self.share.batch_size))
+                step = self.share.batch_size
+                if self.share.drop_last and len(batch) < step:
+                    return
+            if not batch:
+                return
+            batch.seed = mixed_seed(self.share.seed, epoch, self.share.rank, position)
+            yield batch
+            position += step
+
+
+class Streamed(Source):
+    """An iterable dataset, read by every rank in full, or one that yields each rank its own samples."""
+
+    def __init__(self, dataset: Any, share: Share, options: Mapping[str, Any]) -> None:
+        super().__init__(share)
+        self._dataset = dataset
+        self._stream: RankStream | None = None
+        if getattr(dataset, SHARDS_ITSELF, False) is True:
+            self.kind = "stream that shards itself"
+        else:
+            self.kind = "stream"
+            if options["num_workers"] > 1:
+                raise ConfigError(
+                    f"num_workers: {options['num_workers']} worker processes would each read all of "
+                    f"{type(dataset).__name__}; use 1 or 0, or let the dataset yield only the samples of its rank and "
+                    f"worker and set its attribute {SHARDS_ITSELF} = True"
+                )
+            self._stream = RankStream(dataset, share.rank, share.world_size, share.drop_last)
+        self._loader: DataLoader[Any] = DataLoader(
+            dataset if self._stream is None else self._stream,
+            batch_size=share.batch_size,
+            drop_last=share.drop_last,
+            **options,
+        )
+
+    def batches(self, epoch: int, start: int) -> Iterator[Any]:
+        """Begin an iteration at a position of an epoch."""
+        _set_epoch(self._dataset, epoch)
+        if self._stream is not None:
+            self._stream.start = start
+            return iter(self._loader)
+        iterator = iter(self._loader)
+        with replaying():
+            for _ in islice(iterator, start):
+                pass
+        return iterator
+
+    def after(self, start: int, handed_out: int) -> int:
+        """Return the position after that many batches from `start`."""
+        return start + handed_out * (1 if self._stream is None else self.share.batch_size)
+
+    def __len__(self) -> int:
+        samples = len(self._dataset)
+        if self._stream is not None:
+            ranks = self.share.world_size
+            samples = samples // ranks if self.share.drop_last else -(-samples // ranks)
+        return self.share.batches_of(samples)
+
+    def divided_anew(self, position: int, world_size: int) -> int:
+        """Return the position here for one that was saved on another number of ranks."""
+        if self._stream is None:
+            return super().divided_anew(position, world_size)
+        return self._in_turn(position, world_size)
+
+
+def own_sampler(dataset: Any, share: Share, shuffle: bool) -> ResumableDistributedSampler:
+    """Build the sampler for a map-style dataset; an error says why no batch would come out."""
+    if not hasattr(dataset, "__len__") or not hasattr(dataset, "__getitem__"):
+        raise ConfigError(
+            f"training data: {type(dataset).__name__} is neither a map-style dataset (__getitem__ and __len__) nor a "
+            "torch.utils.data.IterableDataset; make it one of these, or pass a data_sampler if only __len__ is missing"
+        )
+    sampler = ResumableDistributedSampler(
+        dataset,
+        rank=share.rank,
+        world_size=share.world_size,
+        shuffle=shuffle,
+        seed=share.seed,
+        drop_last=share.drop_last,
+    )
+    if share.batches_of(len(sampler)) == 0:
+        raise ConfigError(
+            f"training data: {len(dataset)} samples on {share.world_size} ranks give no batch of {share.batch_size}"
+            + ("; set dataloader_drop_last to false, or use smaller batches" if len(dataset) else "")
+        )
+    return sampler
+
+
+def _set_epoch(owner: Any, epoch: int) -> None:
+    """Tell whatever decides the order which epoch begins."""
+    for candidate in (owner, getattr(owner, "sampler", None)):
+        if (tell := getattr(candidate, "set_epoch", None)) is not None:
+            tell(epoch)
+            return
+
+
+def _repeats(sampler: Iterable[Any]) -> bool:
+    """Whether a sampler is known to give the same order when an epoch is begun again."""
+    candidates = (sampler, getattr(sampler, "sampler", None))
+    return any(hasattr(entry, "set_epoch") or isinstance(entry, SequentialSampler) for entry in candidates)
