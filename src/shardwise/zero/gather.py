@@ -1,9 +1,10 @@
 """The gatherer: when units are gathered and released, in one order that all ranks share.
 
-Every forward pass and every backward pass gathers each sharded unit exactly once, in an agreed order (of first use in the
-forward pass, of last use, reversed, in the backward pass), whether this rank uses it or not. Entering a unit launches
-the gathers of all units before it; a pass ends by launching what is left. All ranks therefore launch the same gathers in
-the same order whatever branches their data takes, and none can wait for a collective that another never launches.
+Every forward pass and every backward pass gathers each sharded unit exactly once, in an agreed order (of first use in
+the forward pass; of last use, reversed, in the backward pass), whether this rank uses it or not. Entering a unit
+launches the gathers of all units before it; a pass ends by launching what is left. All ranks therefore launch the same
+gathers in the same order whatever branches their data takes, and none can wait for a collective that another never
+launches.
 
 What is free to differ between ranks is how long a unit is kept. A unit is released after as many uses as earlier passes
 on this rank have shown, and at the latest at the end of the pass. If a rank then needs it once more, its values come
@@ -70,7 +71,6 @@ class Gatherer:
         channel: rescue for units that are needed again after their release; None where nothing is sharded.
         prefetch: gather the next unit while the current one computes.
         prefetch_elements: gather further units ahead as long as they have at most this many elements together.
-        root: the user's model; the order of its modules stands for that of execution until a pass has been traced.
     """
 
     def __init__(
@@ -78,7 +78,6 @@ class Gatherer:
         units: Sequence[Unit],
         registry: Registry,
         channel: Channel | None,
-        root: nn.Module,
         *,
         prefetch: bool = True,
         prefetch_elements: int = 0,
@@ -110,9 +109,11 @@ class Gatherer:
         self.recomputed: dict[int, int] = {}
         self.trace: list[int] = []
         self._last_use: dict[int, int] = {}
+        self._clock = 0
         self.on_backward: Callable[[], None] = _nothing
         self.lags_behind: Callable[[int], bool] = _never
-        self.set_order([unit.index for unit in self.units], backward_order(self.units, root))
+        order = [unit.index for unit in self.units]
+        self.set_order(order, order[::-1])
 
     # -- order -------------------------------------------------------------------------------------------------------
 
@@ -146,10 +147,10 @@ class Gatherer:
             keys[unit.index] = (last, unit.index)
         return sorted(keys, key=lambda index: keys[index])
 
-    def _used(self, unit: Unit) -> None:
-        self._last_use.pop(unit.index, None)
-        self._last_use[unit.index] = self._uses_seen
-        self._uses_seen += 1
+    def _note_use(self, unit: Unit) -> None:
+        if self._with_graph:
+            self._clock += 1
+            self._last_use[unit.index] = self._clock
 
     # -- passes ------------------------------------------------------------------------------------------------------
 
@@ -300,6 +301,7 @@ class Gatherer:
         """A module of the unit has computed."""
         if self.phase is not Phase.FORWARD:
             return
+        self._note_use(unit)
         count = self._visited.get(unit.index, 0) + 1
         self._visited[unit.index] = count
         if count >= self._expected[unit.index] and unit.index not in self._held and not self.suspended:
@@ -399,6 +401,8 @@ class Gatherer:
         if self.phase is Phase.FORWARD and self._with_graph and unit.index not in self._visited:
             self.trace.append(unit.index)
             self._visited[unit.index] = 0
+        if self.phase is Phase.FORWARD:
+            self._note_use(unit)
         self._held.add(unit.index)
         self.need(unit)
         return self.differentiated(unit)
@@ -414,6 +418,27 @@ class Gatherer:
             self._held.add(unit.index)
 
         self.watch_outputs([unit], None, result, before)
+
+
+def backward_order(units: Sequence[Unit], root: nn.Module) -> list[int]:
+    """Return all units in the order in which a backward pass is likely to need them, from the module tree alone.
+
+    The unit whose modules end last comes first; of two that end together, the one around the other.
+    """
+    start: dict[nn.Module, int] = {}
+    end: dict[nn.Module, int] = {}
+
+    def visit(module: nn.Module) -> None:
+        if module in start:
+            return
+        start[module] = len(start)
+        for child in module.children():
+            visit(child)
+        end[module] = len(start)
+
+    visit(root)
+    last = {unit.index: max((end[m], -start[m]) for m in unit.modules) for unit in units}
+    return sorted(last, key=lambda index: (last[index], index), reverse=True)
 
 
 def _nothing() -> None:

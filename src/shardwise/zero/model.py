@@ -20,10 +20,10 @@ from shardwise.precision.dtypes import PrecisionPolicy
 from shardwise.precision.norms import clip_coefficient, combine, sums_of_squares
 from shardwise.registry import Registry
 from shardwise.zero import released
-from shardwise.zero.gather import Gatherer
+from shardwise.zero.gather import Gatherer, backward_order
 from shardwise.zero.hooks import Hooks
 from shardwise.zero.init import whole_values
-from shardwise.zero.layout import lay_out
+from shardwise.zero.layout import Piece, lay_out
 from shardwise.zero.partition import UnitSpec, find_units
 from shardwise.zero.plan import Plan
 from shardwise.zero.reduce import Reducer
@@ -132,6 +132,8 @@ class ShardedModel:
             for section in unit.sections
             for slot in section.layout.slots
         }
+        # Until a pass has been traced, the order of the modules stands for that of execution.
+        self._set_order([unit.index for unit in self.units], backward_order(self.units, module))
         self._order_agreed = False
         self._runs: list[tuple[int, torch.Tensor]] | None = None
 
@@ -232,10 +234,15 @@ class ShardedModel:
         self.reducer.clear()
         if not self._order_agreed:
             self._order_agreed = True
-            order = self.comm.share_object(self.gatherer.traced_order(), "unit_order")
+            traced = [self.gatherer.traced_order(), self.gatherer.traced_backward()]
+            order = self.comm.share_object(traced, "unit_order")
             assert isinstance(order, list)
-            self.gatherer.set_order(order)
-            self.reducer.set_order(order)
+            self._set_order(*order)
+
+    def _set_order(self, forward: Sequence[int], backward: Sequence[int]) -> None:
+        self.gatherer.set_order(forward, backward)
+        if self.reducer is not None:
+            self.reducer.set_order(forward, backward)
 
     def finish_gathers(self) -> None:
         """Wait for updated parameters that are still on their way."""
@@ -264,6 +271,58 @@ class ShardedModel:
             for p in section.layout.pieces(*section.layout.range_of(self.comm.rank))
             if p.index == index
         ]
+
+    # -- checkpoints (shardwise.checkpoint.protocols.ShardedModel) ------------------------------------------------------
+
+    @property
+    def holds_gradients(self) -> bool:
+        """Whether gradients of an unfinished accumulation window are held."""
+        reducer = self.reducer
+        return reducer is not None and (
+            reducer.partial or any(g.accumulated or g.buffers for g in reducer.gradients.values())
+        )
+
+    def value_runs(self) -> dict[int, list[tuple[int, int, torch.Tensor]]]:
+        """Return (start, stop, 1-D view) of the values that count on this rank, by parameter.
+
+        Masters of trained parameters: what the optimizer steps here. Of the others this rank's range of the parameter.
+        """
+        runs = {}
+        for index, (section, own) in self._own_pieces().items():
+            if section.layout.trainable and self.update is not None:
+                runs[index] = self.update.master_pieces(index)
+            else:
+                runs[index] = [(p.start, p.stop, section.shard[p.offset : p.offset + p.stop - p.start]) for p in own]
+        return runs
+
+    def saved_ranges(self) -> dict[int, list[tuple[int, int]]]:
+        """Return the elements of each parameter that this rank saves; over all ranks each exactly once."""
+        ranges = {}
+        for index, (section, own) in self._own_pieces().items():
+            if section.layout.trainable and self.update is not None and self.plan.shard_optimizer:
+                ranges[index] = [(start, stop) for start, stop, _ in self.update.master_pieces(index)]
+            else:
+                ranges[index] = [(piece.start, piece.stop) for piece in own]
+        return ranges
+
+    def _own_pieces(self) -> dict[int, tuple[SectionMemory, list[Piece]]]:
+        found: dict[int, tuple[SectionMemory, list[Piece]]] = {}
+        for unit in self.units:
+            for section in unit.sections:
+                found.update((slot.index, (section, [])) for slot in section.layout.slots)
+                for piece in section.layout.pieces(*section.layout.range_of(self.comm.rank)):
+                    found[piece.index][1].append(piece)
+        return found
+
+    def publish(self) -> None:
+        """Bring all copies of the values up to date after `value_runs` have been written (all ranks call)."""
+        for unit in self.units:
+            if self.update is not None:
+                self.update.publish(unit)
+            if unit.state is not UnitState.RELEASED:
+                pairs = [(s.wire_view, s.shard) for s in unit.sections]
+                self.comm.all_gather(pairs, unit.name, kind="explicit").wait()
+        torch.autograd.graph.increment_version(self._trainable)
 
     # -- access ------------------------------------------------------------------------------------------------------
 

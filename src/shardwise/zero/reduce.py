@@ -14,6 +14,7 @@ from __future__ import annotations
 
 from collections.abc import Callable, Sequence
 from contextlib import AbstractContextManager
+from itertools import accumulate
 from typing import Any
 
 import torch
@@ -129,7 +130,9 @@ class Reducer:
         self.gradients = {unit.index: UnitGradients(unit) for unit in units if unit.trainable}
         self._order: list[UnitGradients] = []
         self._places: dict[int, int] = {}
-        self.set_order([unit.index for unit in units])
+        self._launched: list[int] = []
+        order = [unit.index for unit in units]
+        self.set_order(order, order[::-1])
         self._next = 0
         self._in_flight: tuple[UnitGradients, Handle] | None = None
         self._replicating: list[Handle] = []
@@ -142,10 +145,12 @@ class Reducer:
                     parameter = unit.registry.parameters[slot.index]
                     self._hooks.append(parameter.register_post_accumulate_grad_hook(hook))
 
-    def set_order(self, order: Sequence[int]) -> None:
-        """Adopt an agreed forward order of all units (between passes only)."""
+    def set_order(self, order: Sequence[int], backward: Sequence[int]) -> None:
+        """Adopt the agreed orders in which all units are gathered forward and backward (between passes only)."""
         self._order = [self.gradients[index] for index in reversed(order) if index in self.gradients]
-        self._places = {index: place for place, index in enumerate(reversed(order))}
+        self._places = {index: place for place, index in enumerate(backward)}
+        # A unit is reduced after the gathers up to its own place: so far they have come when the reduction is launched.
+        self._launched = list(accumulate((self._places[g.unit.index] for g in self._order), max))
 
     @property
     def reducing(self) -> bool:
@@ -153,10 +158,10 @@ class Reducer:
         return self.shard_gradients or self.boundary
 
     def lags_behind(self, index: int) -> bool:
-        """Whether a unit that comes before unit `index` in the backward order is still to be reduced in this pass."""
+        """Whether a peer may wait for a reduction still to come here without having launched the gather of a unit."""
         if not self.reducing or self._next >= len(self._order):
             return False
-        return self._places[self._order[self._next].unit.index] < self._places.get(index, -1)
+        return self._launched[self._next] < self._places.get(index, -1)
 
     def begin(self) -> None:
         """Start a backward pass; called by the first hook that autograd runs, any number of times."""
