@@ -40,6 +40,10 @@ class CheckpointError(ShardwiseError, RuntimeError):
     """A checkpoint is missing, incomplete, damaged, or belongs to another model."""
 
 
+class CheckpointPathError(CheckpointError, ValueError):
+    """A checkpoint directory or tag is not one that can be used."""
+
+
 class LaunchError(ShardwiseError, RuntimeError):
     """The launcher cannot start or has lost its processes."""
 

@@ -9,15 +9,16 @@ instance is kept: its parameter groups are edited in place and state that it alr
 from __future__ import annotations
 
 import contextlib
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from typing import Any, Protocol
 
 import torch
 from torch import nn
 
 from shardwise.comm.communicator import Communicator
+from shardwise.errors import CheckpointError
 from shardwise.memory import Accountant, Category
-from shardwise.registry import Registry
+from shardwise.registry import LogicalTensor, Registry
 from shardwise.zero.layout import Piece
 from shardwise.zero.unit import SectionMemory, Unit
 
@@ -42,6 +43,22 @@ class Update(Protocol):
 
     def state_pieces(self, index: int, key: str) -> list[tuple[int, int, torch.Tensor]]:
         """Return (start, stop, 1-D view) for the runs of an elementwise optimizer state stored on this rank."""
+
+    def state(self, index: int) -> Mapping[str, Any]:
+        """Return all that the optimizer keeps on this rank for (the segment of) a parameter; empty if nothing."""
+
+    def clear_state(self) -> None:
+        """Forget all optimizer state."""
+
+    def make_state(self, index: int, elementwise: Mapping[str, torch.dtype], whole: Mapping[str, Any]) -> None:
+        """Give a parameter state: zeros for elementwise entries, to be filled through `state_pieces`, and whole values.
+
+        Raises:
+            CheckpointError: parameters that are stepped together would have different whole values.
+        """
+
+    def publish(self, unit: Unit) -> None:
+        """Write masters that somebody has changed into the parameters' memory (all ranks call)."""
 
 
 def assign_groups(optimizer: torch.optim.Optimizer, members: Sequence[Sequence[nn.Parameter]]) -> None:
@@ -159,6 +176,31 @@ class SegmentUpdate:
                 view = value[piece.offset : piece.offset + piece.stop - piece.start]
                 found.append((piece.start, piece.stop, view))
         return found
+
+    def state(self, index: int) -> Mapping[str, Any]:
+        """See `Update.state`."""
+        runs = self._runs.get(index)
+        return self.optimizer.state.get(runs[0][2], {}) if runs else {}
+
+    def clear_state(self) -> None:
+        """See `Update.clear_state`."""
+        self.optimizer.state.clear()
+        self._accountant.remove(Category.OPTIMIZER, self._state_bytes)
+        self._state_bytes = 0
+
+    def make_state(self, index: int, elementwise: Mapping[str, torch.dtype], whole: Mapping[str, Any]) -> None:
+        """See `Update.make_state`."""
+        for _, _, segment in self._runs.get(index, ()):
+            tensor = self.registry[index]
+            state = self.optimizer.state[segment]
+            size = _add_state(self.optimizer, tensor, segment, state, elementwise, whole)
+            self._accountant.add(Category.OPTIMIZER, size)
+            self._state_bytes += size
+
+    def publish(self, unit: Unit) -> None:
+        """See `Update.publish`."""
+        for section in unit.trainable:
+            section.publish()
 
 
 class WholeUpdate:
@@ -302,15 +344,76 @@ class WholeUpdate:
         """See `Update.state_pieces`."""
         master = self.masters.get(index)
         value = None if master is None else self.optimizer.state.get(master, {}).get(key)
-        if master is None or not isinstance(value, torch.Tensor) or value.numel() != master.numel():
+        if master is None or not isinstance(value, torch.Tensor) or value.shape != master.shape:
             return []
         return [(0, master.numel(), _flat(value))]
+
+    def state(self, index: int) -> Mapping[str, Any]:
+        """See `Update.state`."""
+        master = self.masters.get(index)
+        return {} if master is None else self.optimizer.state.get(master, {})
+
+    def clear_state(self) -> None:
+        """See `Update.clear_state`."""
+        self.optimizer.state.clear()
+        self._accountant.remove(Category.OPTIMIZER, self._state_bytes)
+        self._state_bytes = 0
+
+    def make_state(self, index: int, elementwise: Mapping[str, torch.dtype], whole: Mapping[str, Any]) -> None:
+        """See `Update.make_state`."""
+        master = self.masters.get(index)
+        if master is not None:
+            tensor, state = self.registry[index], self.optimizer.state[master]
+            size = _add_state(self.optimizer, tensor, master, state, elementwise, whole)
+            self._accountant.add(Category.OPTIMIZER, size)
+            self._state_bytes += size
+
+    def publish(self, unit: Unit) -> None:
+        """See `Update.publish`."""
+        self._distribute(unit)
 
 
 def _take_state(optimizer: torch.optim.Optimizer) -> dict[int, dict[str, Any]]:
     """Remove and return the state an optimizer already has, by `id(parameter)`."""
     parameters = [p for group in optimizer.param_groups for p in group["params"]]
     return {id(p): optimizer.state.pop(p) for p in parameters if p in optimizer.state}
+
+
+def _add_state(
+    optimizer: torch.optim.Optimizer,
+    tensor: LogicalTensor,
+    stepped: nn.Parameter,
+    state: dict[str, Any],
+    elementwise: Mapping[str, torch.dtype],
+    whole: Mapping[str, Any],
+) -> int:
+    """Add entries to the state of a segment or master that `tensor` is part of; return their bytes."""
+    settings = optimizer.param_groups[tensor.group or 0]
+    on_device = settings.get("capturable") or settings.get("fused")
+    size = 0
+    for key, dtype in elementwise.items():
+        if key not in state:
+            state[key] = torch.zeros_like(stepped.detach(), dtype=dtype)
+            size += state[key].nbytes
+    for key, value in whole.items():
+        if isinstance(value, torch.Tensor):
+            # As in torch: a step count that the host counts stays there.
+            value = value.to("cpu" if key == "step" and not on_device else stepped.device, copy=True)
+        if key not in state:
+            state[key] = value
+            size += value.nbytes if isinstance(value, torch.Tensor) else 0
+        elif not _equal(state[key], value):
+            raise CheckpointError(
+                f"optimizer state {key!r} of {tensor.name!r} is {value!r}; that of parameters which are stepped together "
+                f"with it is {state[key]!r}. Put them into different parameter groups, or start with fresh optimizer state"
+            )
+    return size
+
+
+def _equal(first: Any, second: Any) -> bool:
+    if isinstance(first, torch.Tensor) and isinstance(second, torch.Tensor):
+        return torch.equal(first, second)
+    return type(first) is type(second) and bool(first == second)
 
 
 def _take_changes(master: torch.Tensor, values: torch.Tensor) -> None:
