@@ -67,6 +67,26 @@ def assign_groups(optimizer: torch.optim.Optimizer, members: Sequence[Sequence[n
         group["params"] = list(parameters)
 
 
+class _StateHoldings:
+    """Tells the accountant about an optimizer's state as it grows."""
+
+    def __init__(self, optimizer: torch.optim.Optimizer, accountant: Accountant) -> None:
+        self._optimizer = optimizer
+        self._accountant = accountant
+        self._entries = 0
+
+    def count(self) -> None:
+        states = self._optimizer.state.values()
+        entries = sum(len(state) for state in states)
+        if entries == self._entries:
+            return
+        self._entries = entries
+        for state in states:
+            for value in state.values():
+                if isinstance(value, torch.Tensor):
+                    self._accountant.hold(Category.OPTIMIZER, value)
+
+
 class SegmentUpdate:
     """Elementwise optimizers: steps segments of master weights.
 
@@ -87,8 +107,7 @@ class SegmentUpdate:
         self.optimizer = optimizer
         self.units = units
         self.registry = registry
-        self._accountant = accountant
-        self._state_bytes = 0
+        self._holdings = _StateHoldings(optimizer, accountant)
         self._segments: list[tuple[SectionMemory, slice, nn.Parameter]] = []
         self._runs: dict[int, list[tuple[SectionMemory, Piece, nn.Parameter]]] = {}
 
@@ -142,19 +161,13 @@ class SegmentUpdate:
         for unit in self.units:
             for section in unit.trainable:
                 section.publish()
-        self._count_state()
+        self._holdings.count()
 
     def refresh(self, unit: Unit) -> None:
         """Take over changed parameter values; unchanged elements keep the master's extra digits."""
         for section in unit.trainable:
             if section.master is not None and not section.master_is_parameter:
                 _take_changes(section.master, section.wire_view[section.master_start : section.master_stop])
-
-    def _count_state(self) -> None:
-        if self._state_bytes:
-            return
-        self._state_bytes = state_bytes(self.optimizer)
-        self._accountant.add(Category.OPTIMIZER, self._state_bytes)
 
     def master_pieces(self, index: int) -> list[tuple[int, int, torch.Tensor]]:
         """See `Update.master_pieces`."""
@@ -185,17 +198,14 @@ class SegmentUpdate:
     def clear_state(self) -> None:
         """See `Update.clear_state`."""
         self.optimizer.state.clear()
-        self._accountant.remove(Category.OPTIMIZER, self._state_bytes)
-        self._state_bytes = 0
 
     def make_state(self, index: int, elementwise: Mapping[str, torch.dtype], whole: Mapping[str, Any]) -> None:
         """See `Update.make_state`."""
         for _, _, segment in self._runs.get(index, ()):
             tensor = self.registry[index]
             state = self.optimizer.state[segment]
-            size = _add_state(self.optimizer, tensor, segment, state, elementwise, whole)
-            self._accountant.add(Category.OPTIMIZER, size)
-            self._state_bytes += size
+            _add_state(self.optimizer, tensor, segment, state, elementwise, whole)
+        self._holdings.count()
 
     def publish(self, unit: Unit) -> None:
         """See `Update.publish`."""
@@ -231,7 +241,7 @@ class WholeUpdate:
         self.comm = comm
         self.replicated = replicated or comm.world == 1
         self._accountant = accountant
-        self._state_bytes = 0
+        self._holdings = _StateHoldings(optimizer, accountant)
         self.owner: dict[int, int] = {}
         load = [0] * comm.world
         for tensor in sorted((t for t in registry if t.trainable), key=lambda t: (-t.numel, t.index)):
@@ -252,7 +262,7 @@ class WholeUpdate:
                     values = section.master[slot.offset : slot.offset + slot.numel]
                 else:
                     values = section.source[slot.offset : slot.offset + slot.numel].to(section.master_dtype, copy=True)
-                    self._accountant.add(Category.MASTER, values.nbytes)
+                    self._accountant.hold(Category.MASTER, values)
                 self.masters[slot.index] = nn.Parameter(values.detach().view(shape))
 
     def bind(self) -> None:
@@ -277,9 +287,7 @@ class WholeUpdate:
             master.grad = None
         for unit in self.units:
             self._distribute(unit)
-        if not self._state_bytes:
-            self._state_bytes = state_bytes(self.optimizer)
-            self._accountant.add(Category.OPTIMIZER, self._state_bytes)
+        self._holdings.count()
 
     def refresh(self, unit: Unit) -> None:
         """Take over changed parameter values; unchanged elements keep the master's extra digits."""
@@ -356,17 +364,14 @@ class WholeUpdate:
     def clear_state(self) -> None:
         """See `Update.clear_state`."""
         self.optimizer.state.clear()
-        self._accountant.remove(Category.OPTIMIZER, self._state_bytes)
-        self._state_bytes = 0
 
     def make_state(self, index: int, elementwise: Mapping[str, torch.dtype], whole: Mapping[str, Any]) -> None:
         """See `Update.make_state`."""
         master = self.masters.get(index)
         if master is not None:
             tensor, state = self.registry[index], self.optimizer.state[master]
-            size = _add_state(self.optimizer, tensor, master, state, elementwise, whole)
-            self._accountant.add(Category.OPTIMIZER, size)
-            self._state_bytes += size
+            _add_state(self.optimizer, tensor, master, state, elementwise, whole)
+            self._holdings.count()
 
     def publish(self, unit: Unit) -> None:
         """See `Update.publish`."""
@@ -386,28 +391,25 @@ def _add_state(
     state: dict[str, Any],
     elementwise: Mapping[str, torch.dtype],
     whole: Mapping[str, Any],
-) -> int:
-    """Add entries to the state of a segment or master that `tensor` is part of; return their bytes."""
+) -> None:
+    """Add entries to the state of a segment or master that `tensor` is part of."""
     settings = optimizer.param_groups[tensor.group or 0]
     on_device = settings.get("capturable") or settings.get("fused")
-    size = 0
     for key, dtype in elementwise.items():
         if key not in state:
             state[key] = torch.zeros_like(stepped.detach(), dtype=dtype)
-            size += state[key].nbytes
     for key, value in whole.items():
         if isinstance(value, torch.Tensor):
             # As in torch: a step count that the host counts stays there.
             value = value.to("cpu" if key == "step" and not on_device else stepped.device, copy=True)
         if key not in state:
             state[key] = value
-            size += value.nbytes if isinstance(value, torch.Tensor) else 0
         elif not _equal(state[key], value):
             raise CheckpointError(
-                f"optimizer state {key!r} of {tensor.name!r} is {value!r}; that of parameters which are stepped together "
-                f"with it is {state[key]!r}. Put them into different parameter groups, or start with fresh optimizer state"
+                f"optimizer state {key!r} of {tensor.name!r} is {value!r}; that of parameters which are stepped "
+                f"together with it is {state[key]!r}. Put them into different parameter groups, or start with fresh "
+                "optimizer state"
             )
-    return size
 
 
 def _equal(first: Any, second: Any) -> bool:
@@ -442,14 +444,3 @@ def _exchange(
     for runs, message in zip(receives, outputs, strict=True):
         for run, part in zip(runs, message.split([run.numel() for run in runs]) if runs else (), strict=True):
             run.copy_(part)
-
-
-def state_bytes(optimizer: torch.optim.Optimizer) -> int:
-    """Return the bytes of all tensors in an optimizer's state."""
-    total = 0
-    for state in optimizer.state.values():
-        for value in state.values():
-            if isinstance(value, torch.Tensor):
-                with contextlib.suppress(RuntimeError):
-                    total += value.nbytes
-    return total
