@@ -32,6 +32,9 @@ _TAGS_PER_KIND = 1 << 20
 class Pending(Protocol):
     """What an algorithm returns: a launched collective."""
 
+    scratch: Sequence[torch.Tensor]
+    """Buffers that it has made for itself; `wait()` gives them back."""
+
     def wait(self) -> None:
         """Block until the result is there."""
 
@@ -46,6 +49,11 @@ class Handle:
         self._pending = pending
         self._record = record
         self._ledger = ledger
+
+    @property
+    def scratch(self) -> Sequence[torch.Tensor]:
+        """Buffers that the collective has made for itself, as long as it is under way."""
+        return () if self._pending is None else self._pending.scratch
 
     def is_completed(self) -> bool:
         """Whether `wait()` would return at once."""

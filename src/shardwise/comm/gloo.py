@@ -183,10 +183,12 @@ def reduce_scatter(
     wire = Wire("reduce_scatter", group, tag)
     inputs = [split_by_rank(full, out, wire) for out, full in pairs]
     terms: list[list[torch.Tensor]] = []
+    scratch: list[torch.Tensor] = []
     for (out, full), parts in zip(pairs, inputs, strict=True):
         if not (out.is_floating_point() and full.is_floating_point()):
             raise UsageError(f"reduce_scatter: needs floating dtypes; found out {out.dtype} and full {full.dtype}")
         received = torch.empty(wire.world - 1, out.numel(), dtype=full.dtype)
+        scratch.append(received)
         terms.append([*received[: wire.rank], parts[wire.rank], *received[wire.rank :]])
     for peer in wire.peers():
         for pieces in terms:
@@ -199,7 +201,7 @@ def reduce_scatter(
         for (out, _), pieces in zip(pairs, terms, strict=True):
             sum_in_order(out, pieces, scale, accumulate)
 
-    return Pending(wire).then(add_up)
+    return Pending(wire, scratch).then(add_up)
 
 
 def all_reduce_ordered(tensor: torch.Tensor, group: dist.ProcessGroup, tag: int) -> Pending:

@@ -17,9 +17,19 @@ from shardwise.comm.compat import all_gather_single, reduce_scatter_single
 
 
 class Works:
-    """Several `torch.distributed.Work` objects and what is to be done after them, behind one `wait()`."""
+    """Several `torch.distributed.Work` objects and what is to be done after them, behind one `wait()`.
 
-    def __init__(self, works: Sequence[dist.Work | None], finish: Callable[[], None] | None = None) -> None:
+    Attributes:
+        scratch: buffers made for the collective; `wait()` gives them back.
+    """
+
+    def __init__(
+        self,
+        works: Sequence[dist.Work | None],
+        finish: Callable[[], None] | None = None,
+        scratch: Sequence[torch.Tensor] = (),
+    ) -> None:
+        self.scratch = scratch
         self._works = [work for work in works if work is not None]
         self._finish = finish
         self._done = False
@@ -36,7 +46,7 @@ class Works:
             work.wait()
         if self._finish is not None:
             self._finish()
-        self._works, self._finish, self._done = [], None, True
+        self._works, self._finish, self._done, self.scratch = [], None, True, ()
 
 
 def all_gather(pairs: Sequence[tuple[torch.Tensor, torch.Tensor]], group: dist.ProcessGroup) -> Works:
@@ -56,11 +66,13 @@ def reduce_scatter(
     world = dist.get_world_size(group)
     works: list[dist.Work | None] = []
     ends: list[Callable[[], None]] = []
+    scratch: list[torch.Tensor] = []
     for out, full in pairs:
         if not full.numel():
             continue
         if ordered:
             received = torch.empty_like(full)
+            scratch.append(received)
             works.append(dist.all_to_all_single(received, full, group=group, async_op=True))
 
             def add_up(out: torch.Tensor = out, received: torch.Tensor = received) -> None:
@@ -74,6 +86,7 @@ def reduce_scatter(
         else:
             wire = full.to(out.dtype)
             total = torch.empty_like(out)
+            scratch.extend([total] if wire is full else [total, wire])
             works.append(reduce_scatter_single(total, wire, group=group, async_op=True))
 
             def store(out: torch.Tensor = out, total: torch.Tensor = total, wire: torch.Tensor = wire) -> None:
@@ -85,7 +98,7 @@ def reduce_scatter(
         for end in ends:
             end()
 
-    return Works(works, finish)
+    return Works(works, finish, scratch)
 
 
 def _store(out: torch.Tensor, total: torch.Tensor, scale: float, accumulate: bool) -> None:

@@ -21,9 +21,14 @@ SUM_CHUNK = 1 << 18
 
 
 class Pending:
-    """A launched exchange."""
+    """A launched exchange.
 
-    def __init__(self, wire: Wire) -> None:
+    Attributes:
+        scratch: buffers that the exchange has made for itself; `wait()` gives them back.
+    """
+
+    def __init__(self, wire: Wire, scratch: Sequence[torch.Tensor] = ()) -> None:
+        self.scratch = scratch
         self._wire: Wire | None = wire
         self._after: list[Callable[[], None]] = []
         self._error: PeerLostError | None = None
@@ -54,11 +59,11 @@ class Pending:
         try:
             self._wire.wait()
         except PeerLostError as error:
-            self._error, self._wire, self._after = error, None, []
+            self._error, self._wire, self._after, self.scratch = error, None, [], ()
             raise
         for local_work in self._after:
             local_work()
-        self._wire, self._after = None, []  # frees the receive buffers
+        self._wire, self._after, self.scratch = None, [], ()  # frees the receive buffers
 
 
 class Message:

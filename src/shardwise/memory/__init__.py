@@ -1,5 +1,22 @@
-"""Accounting of every byte that an engine holds."""
+"""Accounting of every byte that an engine holds, measuring what modules make of it, and planning both."""
 
 from shardwise.memory.accountant import Accountant, Category
+from shardwise.memory.dryrun import plan_activations
+from shardwise.memory.optimizer import StepBytes, step_bytes
+from shardwise.memory.process import module_bytes, peak_resident_bytes, resident_bytes
+from shardwise.memory.report import MemoryReport, MemoryRow
+from shardwise.memory.track import track_activations
 
-__all__ = ["Accountant", "Category"]
+__all__ = [
+    "Accountant",
+    "Category",
+    "MemoryReport",
+    "MemoryRow",
+    "StepBytes",
+    "module_bytes",
+    "peak_resident_bytes",
+    "plan_activations",
+    "resident_bytes",
+    "step_bytes",
+    "track_activations",
+]

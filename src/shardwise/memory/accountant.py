@@ -1,12 +1,24 @@
 """The accountant: live and peak bytes by category.
 
-The engine tells it about each of its buffers when the buffer comes and goes. The engine's memory is therefore known
-exactly at any time, on any device, without asking an allocator.
+The engine tells it about each of its buffers when the buffer comes and goes, either as a number of bytes (`add`,
+`remove`) or as a tensor (`hold`), which is then counted until its memory is really given back. The engine's memory is
+therefore known exactly at any time, on any device, without asking an allocator.
+
+Events are written into a log and evaluated when somebody asks. A tensor whose purpose becomes known a little after its
+creation
+(optimizer state, made in the middle of a step among temporaries) is thus counted for that purpose from the beginning,
+and never shows up in a peak of something else.
 """
 
 from __future__ import annotations
 
+import contextlib
+import functools
+import weakref
+from collections.abc import Iterator
 from enum import Enum
+
+import torch
 
 
 class Category(Enum):
@@ -25,13 +37,35 @@ class Category(Enum):
     GATHERED = "gathered window"
     """Whole units that are gathered for computing and released after it."""
     ACTIVATIONS = "activations"
-    """Tensors saved by autograd for the backward pass, and temporaries of the modules."""
+    """Tensors saved by autograd for the backward pass, and temporaries of the modules and of the loss."""
     OTHER = "other"
-    """Module buffers and everything else."""
+    """Module buffers, and temporaries of the optimizer's step."""
+
+
+class _Entry:
+    """Bytes with one fate; without a category they are not counted.
+
+    The category may be corrected as long as the entry's first event is not evaluated. `claimed`: somebody who knows has
+    said what it is.
+    """
+
+    __slots__ = ("category", "claimed", "evaluated", "size")
+
+    def __init__(self, category: Category | None, size: int, claimed: bool = True) -> None:
+        self.category = category
+        self.size = size
+        self.claimed = claimed
+        self.evaluated = False
 
 
 class Accountant:
     """Counts bytes by category.
+
+    Attributes:
+        default: category of tensors that the tracker sees and nobody claims; see `owning`.
+        tracked: whether `shardwise.memory.track_activations` has been active since the last `reset_peak()`.
+        construction_peak: most bytes held at once while the engine was built.
+        process_bytes: resident bytes of the process before the engine was built, without the model; None if unknown.
 
     Example:
         >>> accountant = Accountant()
@@ -39,32 +73,178 @@ class Accountant:
         >>> accountant.remove(Category.GATHERED, 60)
         >>> accountant.live[Category.GATHERED], accountant.peak[Category.GATHERED], accountant.peak_total
         (40, 100, 100)
+        >>> buffer = torch.zeros(25)
+        >>> accountant.hold(Category.BUFFERS, buffer)
+        >>> accountant.total
+        140
+        >>> del buffer
+        >>> accountant.total, accountant.peak_total
+        (40, 140)
     """
 
+    _LOG_LENGTH = 4096
+    """Events kept before they are evaluated."""
+    _TRACKED_LOG_LENGTH = 1 << 20
+    """The same while a tracker is active: longer than a step, so that late claims are exact."""
+
     def __init__(self) -> None:
-        self.live: dict[Category, int] = dict.fromkeys(Category, 0)
-        self.peak: dict[Category, int] = dict.fromkeys(Category, 0)
-        self.total = 0
-        self.peak_total = 0
-        self.at_peak: dict[Category, int] = dict(self.live)
+        self.default = Category.ACTIVATIONS
+        self.tracked = False
+        self.construction_peak = 0
+        self.process_bytes: int | None = None
+        self._trackers = 0
+        self._live: dict[Category, int] = dict.fromkeys(Category, 0)
+        self._total = 0
+        self._start_of_peaks()
+        # Deaths of tensors are reported by callbacks that may run in the middle of anything, so all they do is append.
+        self._log: list[tuple[_Entry, int]] = []
+        self._told = {category: _Entry(category, 0) for category in Category}
+        self._held: dict[int, tuple[_Entry, weakref.ref[torch.UntypedStorage]]] = {}
 
-    def add(self, category: Category, size: int) -> None:
-        """Count `size` more bytes."""
-        self.live[category] += size
-        self.total += size
-        if self.live[category] > self.peak[category]:
-            self.peak[category] = self.live[category]
-        if self.total > self.peak_total:
-            self.peak_total = self.total
-            self.at_peak = dict(self.live)
+    # -- reading -----------------------------------------------------------------------------------------------------
 
-    def remove(self, category: Category, size: int) -> None:
-        """Count `size` fewer bytes."""
-        self.live[category] -= size
-        self.total -= size
+    @property
+    def live(self) -> dict[Category, int]:
+        """Bytes held now, by category."""
+        self._evaluate()
+        return dict(self._live)
+
+    @property
+    def peak(self) -> dict[Category, int]:
+        """Most bytes held at once in each category since the last `reset_peak()`; not all at the same time."""
+        self._evaluate()
+        return dict(self._peak)
+
+    @property
+    def total(self) -> int:
+        """Bytes held now."""
+        self._evaluate()
+        return self._total
+
+    @property
+    def peak_total(self) -> int:
+        """Most bytes held at once since the last `reset_peak()`."""
+        self._evaluate()
+        return self._peak_total
+
+    @property
+    def at_peak(self) -> dict[Category, int]:
+        """Bytes by category at the moment of `peak_total`."""
+        self._evaluate()
+        return dict(self._at_peak)
 
     def reset_peak(self) -> None:
         """Begin a new measurement: peaks start from what is live now."""
-        self.peak = dict(self.live)
-        self.peak_total = self.total
-        self.at_peak = dict(self.live)
+        self._evaluate()
+        self._start_of_peaks()
+        self.tracked = self._trackers > 0
+
+    def _start_of_peaks(self) -> None:
+        self._peak = dict(self._live)
+        self._peak_total = self._total
+        self._at_peak = dict(self._live)
+
+    # -- telling -----------------------------------------------------------------------------------------------------
+
+    def add(self, category: Category, size: int) -> None:
+        """Count `size` more bytes."""
+        self._note(self._told[category], size)
+
+    def remove(self, category: Category, size: int) -> None:
+        """Count `size` fewer bytes."""
+        self._note(self._told[category], -size)
+
+    def hold(self, category: Category, tensor: torch.Tensor) -> None:
+        """Count the memory behind a tensor, once however many views it has, until it is given back.
+
+        The first who says what memory is for is right; until then it is what the tracker has taken it for.
+        """
+        self._claim(category, tensor)
+
+    def disregard(self, tensor: torch.Tensor) -> None:
+        """Leave the memory behind a tensor out: its bytes are told by `add` and `remove`."""
+        self._claim(None, tensor)
+
+    def observe(self, tensor: torch.Tensor) -> None:
+        """Count the memory behind a new tensor under `default`, unless somebody has claimed it or will."""
+        if not self.knows(tensor):
+            self._enter(_Entry(self.default, tensor.untyped_storage().nbytes(), claimed=False), tensor)
+
+    def _enter(self, entry: _Entry, tensor: torch.Tensor) -> None:
+        storage = tensor.untyped_storage()
+        death = weakref.ref(storage, functools.partial(self._died, id(storage), entry))
+        self._held[id(storage)] = (entry, death)
+        self._note(entry, entry.size)
+
+    def _claim(self, category: Category | None, tensor: torch.Tensor) -> None:
+        storage = tensor.untyped_storage()
+        known = self._held.get(id(storage))
+        if known is None:
+            self._enter(_Entry(category, storage.nbytes()), tensor)
+            return
+        entry = known[0]
+        if entry.claimed:
+            return
+        entry.claimed = True
+        if entry.evaluated and entry.category is not category:
+            self._evaluate()
+            if entry.category is not None:
+                self.remove(entry.category, entry.size)
+            if category is not None:
+                self.add(category, entry.size)
+        entry.category = category
+
+    def knows(self, tensor: torch.Tensor) -> bool:
+        """Whether the memory behind a tensor is counted, or disregarded."""
+        return id(tensor.untyped_storage()) in self._held
+
+    @contextlib.contextmanager
+    def owning(self, category: Category) -> Iterator[None]:
+        """Have the tracker count tensors that are made inside the block, and that nobody claims, under `category`."""
+        before, self.default = self.default, category
+        try:
+            yield
+        finally:
+            self.default = before
+
+    @contextlib.contextmanager
+    def tracking(self) -> Iterator[None]:
+        """Mark the time in which a tracker reports tensors (used by `shardwise.memory.track_activations`)."""
+        self._evaluate()
+        self._trackers += 1
+        self.tracked = True
+        try:
+            yield
+        finally:
+            self._trackers -= 1
+            self._evaluate()
+
+    # -- evaluating --------------------------------------------------------------------------------------------------
+
+    def _died(self, key: int, entry: _Entry, _: weakref.ref[torch.UntypedStorage]) -> None:
+        self._held.pop(key, None)
+        self._log.append((entry, -entry.size))
+
+    def _note(self, entry: _Entry, delta: int) -> None:
+        self._log.append((entry, delta))
+        if len(self._log) > (self._TRACKED_LOG_LENGTH if self._trackers else self._LOG_LENGTH):
+            self._evaluate()
+
+    def _evaluate(self) -> None:
+        # Taken piece by piece: an entry that dies meanwhile is appended and found by the same loop.
+        done = 0
+        while done < len(self._log):
+            entry, delta = self._log[done]
+            done += 1
+            entry.evaluated = True
+            category = entry.category
+            if category is None:
+                continue
+            self._live[category] += delta
+            self._total += delta
+            if self._live[category] > self._peak[category]:
+                self._peak[category] = self._live[category]
+            if self._total > self._peak_total:
+                self._peak_total = self._total
+                self._at_peak = dict(self._live)
+        del self._log[:done]

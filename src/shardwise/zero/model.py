@@ -15,7 +15,7 @@ from torch import nn
 
 from shardwise.comm.communicator import Communicator
 from shardwise.errors import UsageError
-from shardwise.memory import Accountant
+from shardwise.memory import Accountant, Category, module_bytes, resident_bytes
 from shardwise.precision.dtypes import PrecisionPolicy
 from shardwise.precision.norms import clip_coefficient, combine, sums_of_squares
 from shardwise.registry import Registry
@@ -73,6 +73,9 @@ class ShardedModel:
         self.comm = comm
         self.device = device
         self.accountant = accountant
+        resident = resident_bytes()
+        if resident is not None:
+            accountant.process_bytes = max(0, resident - module_bytes(module))
         groups = optimizer.param_groups if optimizer is not None else []
         owners = {id(p): i for i, group in enumerate(groups) for p in group["params"]}
         self.registry = Registry.of(module, compute_dtype=policy.compute_dtype, groups=owners)
@@ -134,6 +137,8 @@ class ShardedModel:
         }
         # Until a pass has been traced, the order of the modules stands for that of execution.
         self._set_order([unit.index for unit in self.units], backward_order(self.units, module))
+        accountant.construction_peak = accountant.peak_total
+        accountant.reset_peak()
         self._order_agreed = False
         self._runs: list[tuple[int, torch.Tensor]] | None = None
 
@@ -197,9 +202,10 @@ class ShardedModel:
                 for section in unit.trainable
                 for piece in section.layout.pieces(*section.layout.range_of(self.comm.rank))
             ]
-        sums = sums_of_squares(self._runs, len(self.registry), self.device)
-        self.comm.all_reduce(sums, "gradient_norm").wait()
-        return combine(sums, scale)
+        with self.accountant.owning(Category.OTHER):
+            sums = sums_of_squares(self._runs, len(self.registry), self.device)
+            self.comm.all_reduce(sums, "gradient_norm").wait()
+            return combine(sums, scale)
 
     def scale_gradients(self, factor: float | torch.Tensor) -> None:
         """Multiply the accumulated gradients."""
@@ -221,7 +227,8 @@ class ShardedModel:
                 "step() inside gathered(): the gathered parameters would stay as they are; leave the block first"
             )
         self.finish_gathers()
-        self.update.step(self.optimizer)
+        with self.accountant.owning(Category.OTHER):
+            self.update.step(self.optimizer)
         torch.autograd.graph.increment_version(self._trainable)
         if self.plan.shard_optimizer and self.comm.world > 1:
             for unit in self.units:
@@ -263,7 +270,7 @@ class ShardedModel:
         if self.reducer.partial:
             slot = next(slot for slot in section.layout.slots if slot.index == index)
             held = gradients.buffers.get(unit.sections.index(section))
-            return [(0, slot.numel, held[0][slot.offset : slot.offset + slot.numel])] if held else []
+            return [] if held is None else [(0, slot.numel, held[slot.offset : slot.offset + slot.numel])]
         if not gradients.accumulated:
             return None
         return [

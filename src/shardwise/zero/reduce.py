@@ -39,7 +39,7 @@ class UnitGradients:
                 for section in unit.trainable
                 for slot in section.layout.slots
             ]
-        self.buffers: dict[int, tuple[torch.Tensor, Category]] = {}
+        self.buffers: dict[int, torch.Tensor] = {}
         self.written: set[int] = set()
         self.fired = 0
         self.expected: int | None = None
@@ -242,20 +242,17 @@ class Reducer:
         """Return the flat buffer of a section, zeroed when new."""
         known = gradients.buffers.get(place)
         if known is not None:
-            return known[0]
+            return known
         # Sums over micro-batches are formed in the accumulator's dtype; a gradient that is alone travels as it is.
         # The choice depends on nothing that could differ between ranks.
         alone = self.shard_gradients or (self.boundary and not self.partial)
         dtype = (self.wire_dtype or section.layout.dtype) if alone else section.accumulate_dtype
-        category = Category.BUFFERS if alone else Category.GRADIENTS
         buffer = torch.zeros(section.layout.numel, dtype=dtype, device=section.device)
-        self.accountant.add(category, buffer.nbytes)
-        gradients.buffers[place] = (buffer, category)
+        self.accountant.hold(Category.BUFFERS if alone else Category.GRADIENTS, buffer)
+        gradients.buffers[place] = buffer
         return buffer
 
     def _free(self, gradients: UnitGradients) -> None:
-        for buffer, category in gradients.buffers.values():
-            self.accountant.remove(category, buffer.nbytes)
         gradients.buffers = {}
         gradients.written = set()
 
@@ -278,8 +275,11 @@ class Reducer:
                     buffer.mul_(self.prescale)
                 if self.wire_dtype is not None and buffer.dtype != self.wire_dtype:
                     buffer = buffer.to(self.wire_dtype)
+                    self.accountant.hold(Category.BUFFERS, buffer)
                 pairs.append((section.own_gradient, buffer))
         handle = self.comm.reduce_scatter(pairs, unit.name, accumulate=gradients.accumulated)
+        for scratch in handle.scratch:
+            self.accountant.hold(Category.BUFFERS, scratch)
         gradients.accumulated = True
         self._in_flight = (gradients, handle)
 
@@ -288,7 +288,7 @@ class Reducer:
             return
         gradients, handle = self._in_flight
         self._in_flight = None
-        with self._waiting():
+        with self._waiting(), self.accountant.owning(Category.BUFFERS):
             handle.wait()
         self._free(gradients)
         pairs = [

@@ -76,6 +76,7 @@ class SectionMemory:
         self.source = self.full
         self.master: torch.Tensor | None = None
         self.gradient: torch.Tensor | None = None
+        accountant.disregard(self.full)  # its storage comes and goes: told by the bytes
         accountant.add(Category.PARAMETERS, self.full.nbytes)
 
     @property
@@ -92,7 +93,7 @@ class SectionMemory:
         if self.gradient is None:
             size = self.master_stop - self.master_start
             self.gradient = torch.zeros(size, dtype=self.accumulate_dtype, device=self.device)
-            self._accountant.add(Category.GRADIENTS, self.gradient.nbytes)
+            self._accountant.hold(Category.GRADIENTS, self.gradient)
         return self.gradient
 
     @property
@@ -103,6 +104,7 @@ class SectionMemory:
     def widen_source(self, dtype: torch.dtype) -> None:
         """Read the initial values in a wider dtype than the parameters will have, so that masters start from them."""
         self.source = torch.zeros(self.layout.numel, dtype=dtype, device=self.device)
+        self._accountant.hold(Category.OTHER, self.source)
 
     def settle(self, *, keep_master: bool) -> None:
         """Turn the whole initial values in `source` into parameters, shard and master weights.
@@ -114,12 +116,13 @@ class SectionMemory:
             self.wire_view.copy_(self.source)
         if self.sharded:
             self.shard = self.shard.clone()
-            self._accountant.add(Category.PARAMETERS, self.shard.nbytes - self.full.nbytes)
+            self._accountant.hold(Category.PARAMETERS, self.shard)
+            self._accountant.remove(Category.PARAMETERS, self.full.nbytes)
             self._accountant.add(Category.GATHERED, self.full.nbytes)
         if self.layout.trainable and keep_master:
             if not self.master_is_parameter:
                 self.master = self.source[self.master_start : self.master_stop].to(self.master_dtype, copy=True)
-                self._accountant.add(Category.MASTER, self.master.nbytes)
+                self._accountant.hold(Category.MASTER, self.master)
             else:
                 self.master = self.shard if self.sharded else self.full[self.master_start : self.master_stop]
 

@@ -8,7 +8,6 @@ instance is kept: its parameter groups are edited in place and state that it alr
 
 from __future__ import annotations
 
-import contextlib
 from collections.abc import Callable, Mapping, Sequence
 from typing import Any, Protocol
 
@@ -67,24 +66,12 @@ def assign_groups(optimizer: torch.optim.Optimizer, members: Sequence[Sequence[n
         group["params"] = list(parameters)
 
 
-class _StateHoldings:
-    """Tells the accountant about an optimizer's state as it grows."""
-
-    def __init__(self, optimizer: torch.optim.Optimizer, accountant: Accountant) -> None:
-        self._optimizer = optimizer
-        self._accountant = accountant
-        self._entries = 0
-
-    def count(self) -> None:
-        states = self._optimizer.state.values()
-        entries = sum(len(state) for state in states)
-        if entries == self._entries:
-            return
-        self._entries = entries
-        for state in states:
-            for value in state.values():
-                if isinstance(value, torch.Tensor):
-                    self._accountant.hold(Category.OPTIMIZER, value)
+def _hold_state(optimizer: torch.optim.Optimizer, accountant: Accountant) -> None:
+    """Tell the accountant about an optimizer's state; known tensors are passed over, some optimizers make new ones."""
+    for state in optimizer.state.values():
+        for value in state.values():
+            if isinstance(value, torch.Tensor) and value.layout is torch.strided:
+                accountant.hold(Category.OPTIMIZER, value)
 
 
 class SegmentUpdate:
@@ -107,7 +94,7 @@ class SegmentUpdate:
         self.optimizer = optimizer
         self.units = units
         self.registry = registry
-        self._holdings = _StateHoldings(optimizer, accountant)
+        self._accountant = accountant
         self._segments: list[tuple[SectionMemory, slice, nn.Parameter]] = []
         self._runs: dict[int, list[tuple[SectionMemory, Piece, nn.Parameter]]] = {}
 
@@ -161,7 +148,7 @@ class SegmentUpdate:
         for unit in self.units:
             for section in unit.trainable:
                 section.publish()
-        self._holdings.count()
+        _hold_state(self.optimizer, self._accountant)
 
     def refresh(self, unit: Unit) -> None:
         """Take over changed parameter values; unchanged elements keep the master's extra digits."""
@@ -205,7 +192,7 @@ class SegmentUpdate:
             tensor = self.registry[index]
             state = self.optimizer.state[segment]
             _add_state(self.optimizer, tensor, segment, state, elementwise, whole)
-        self._holdings.count()
+        _hold_state(self.optimizer, self._accountant)
 
     def publish(self, unit: Unit) -> None:
         """See `Update.publish`."""
@@ -241,7 +228,6 @@ class WholeUpdate:
         self.comm = comm
         self.replicated = replicated or comm.world == 1
         self._accountant = accountant
-        self._holdings = _StateHoldings(optimizer, accountant)
         self.owner: dict[int, int] = {}
         load = [0] * comm.world
         for tensor in sorted((t for t in registry if t.trainable), key=lambda t: (-t.numel, t.index)):
@@ -287,7 +273,7 @@ class WholeUpdate:
             master.grad = None
         for unit in self.units:
             self._distribute(unit)
-        self._holdings.count()
+        _hold_state(self.optimizer, self._accountant)
 
     def refresh(self, unit: Unit) -> None:
         """Take over changed parameter values; unchanged elements keep the master's extra digits."""
@@ -306,11 +292,11 @@ class WholeUpdate:
                 continue
             for slot in section.layout.slots:
                 if slot.index in self.masters:
-                    self.masters[slot.index].grad = torch.zeros_like(
-                        self.masters[slot.index], dtype=section.accumulate_dtype
-                    )
+                    gradient = torch.zeros_like(self.masters[slot.index], dtype=section.accumulate_dtype)
+                    self._accountant.hold(Category.GRADIENTS, gradient)
+                    self.masters[slot.index].grad = gradient
             sends, receives = self._routes(section, lambda index: _flat(self.masters[index].grad), section.own_gradient)
-            _exchange(self.comm, receives, sends, section.accumulate_dtype, section.device, f"{unit.name}.gradients")
+            self._exchange(receives, sends, section.accumulate_dtype, section.device, f"{unit.name}.gradients")
 
     def _distribute(self, unit: Unit) -> None:
         for section in unit.trainable:
@@ -322,8 +308,29 @@ class WholeUpdate:
                 for slot in section.layout.slots
                 if slot.index in self.masters
             }
+            for value in values.values():
+                self._accountant.hold(Category.BUFFERS, value)
             receives, sends = self._routes(section, values.__getitem__, section.shard)
-            _exchange(self.comm, receives, sends, section.layout.dtype, section.device, f"{unit.name}.updates")
+            self._exchange(receives, sends, section.layout.dtype, section.device, f"{unit.name}.updates")
+
+    def _exchange(
+        self,
+        receives: list[list[torch.Tensor]],
+        sends: list[list[torch.Tensor]],
+        dtype: torch.dtype,
+        device: torch.device,
+        label: str,
+    ) -> None:
+        """All-to-all of lists of runs; runs of one peer travel as one message."""
+        empty = torch.empty(0, dtype=dtype, device=device)
+        inputs = [torch.cat(runs) if runs else empty for runs in sends]
+        outputs = [torch.empty(sum(run.numel() for run in runs), dtype=dtype, device=device) for runs in receives]
+        for message in (*inputs, *outputs):
+            self._accountant.hold(Category.BUFFERS, message)
+        self.comm.all_to_all(outputs, inputs, label).wait()
+        for runs, message in zip(receives, outputs, strict=True):
+            for run, part in zip(runs, message.split([run.numel() for run in runs]) if runs else (), strict=True):
+                run.copy_(part)
 
     def _routes(
         self, section: SectionMemory, whole: Callable[[int], torch.Tensor], own: torch.Tensor
@@ -371,7 +378,7 @@ class WholeUpdate:
         if master is not None:
             tensor, state = self.registry[index], self.optimizer.state[master]
             _add_state(self.optimizer, tensor, master, state, elementwise, whole)
-            self._holdings.count()
+            _hold_state(self.optimizer, self._accountant)
 
     def publish(self, unit: Unit) -> None:
         """See `Update.publish`."""
@@ -426,21 +433,3 @@ def _take_changes(master: torch.Tensor, values: torch.Tensor) -> None:
 def _flat(tensor: torch.Tensor | None) -> torch.Tensor:
     assert tensor is not None
     return tensor.view(-1)
-
-
-def _exchange(
-    comm: Communicator,
-    receives: list[list[torch.Tensor]],
-    sends: list[list[torch.Tensor]],
-    dtype: torch.dtype,
-    device: torch.device,
-    label: str,
-) -> None:
-    """All-to-all of lists of runs; runs of one peer travel as one message."""
-    empty = torch.empty(0, dtype=dtype, device=device)
-    inputs = [torch.cat(runs) if runs else empty for runs in sends]
-    outputs = [torch.empty(sum(run.numel() for run in runs), dtype=dtype, device=device) for runs in receives]
-    comm.all_to_all(outputs, inputs, label).wait()
-    for runs, message in zip(receives, outputs, strict=True):
-        for run, part in zip(runs, message.split([run.numel() for run in runs]) if runs else (), strict=True):
-            run.copy_(part)

@@ -1,0 +1,144 @@
+"""What an optimizer will keep and use, found by stepping a copy of it on tiny tensors.
+
+No table of optimizers: any class, with any options, is asked itself. State and temporaries of a step are sums of
+products of a tensor's sizes (m * n for moments, m + n for factored ones, a constant for step counts), that is,
+multilinear in the sizes. Such a function is known everywhere once it is known at the corners of a small box.
+"""
+
+from __future__ import annotations
+
+import copy
+import itertools
+from collections import OrderedDict, defaultdict
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass
+
+import torch
+
+from shardwise.memory.accountant import Accountant
+from shardwise.memory.track import track_activations
+
+_LOW, _HIGH = 16, 32
+"""Sizes of the corners: small, and different enough from one that no dimension looks like a scalar's."""
+
+
+@dataclass(frozen=True)
+class StepBytes:
+    """What stepping tensors of one parameter group takes.
+
+    Attributes:
+        state: bytes kept between steps.
+        temporary: most bytes of temporaries at once during a step.
+    """
+
+    state: int
+    temporary: int
+
+
+def step_bytes(
+    optimizer: torch.optim.Optimizer,
+    group: int,
+    shapes: Sequence[tuple[int, ...]],
+    *,
+    dtype: torch.dtype,
+    gradient_dtype: torch.dtype,
+    device: torch.device,
+) -> StepBytes:
+    """Return what an optimizer will take for tensors of these shapes, from dry runs on tiny tensors.
+
+    Args:
+        optimizer: asked, not changed: a copy with the same options is stepped.
+        group: index of the parameter group whose options hold.
+        shapes: of all tensors that the optimizer will step in this group.
+        dtype: of these tensors.
+        gradient_dtype: of their gradients.
+        device: where they live; some optimizers work differently on different devices.
+
+    Example:
+        >>> adam = torch.optim.Adam([torch.zeros(1)])
+        >>> fp32 = torch.float32
+        >>> step_bytes(adam, 0, [(1000,)], dtype=fp32, gradient_dtype=fp32, device=torch.device("cpu")).state
+        8004
+    """
+    known: dict[tuple[int, tuple[int, ...]], StepBytes] = {}
+
+    def corner(count: int, shape: tuple[int, ...]) -> StepBytes:
+        if (count, shape) not in known:
+            known[count, shape] = _dry_run(optimizer, group, [shape] * count, dtype, gradient_dtype, device)
+        return known[count, shape]
+
+    state = 0
+    alone: list[int] = []
+    after: list[int] = []
+    together = 0
+    for shape in shapes:
+        state += _interpolate(shape, lambda at: corner(1, at).state)
+        one = _interpolate(shape, lambda at: corner(1, at).temporary)
+        two = _interpolate(shape, lambda at: corner(2, at).temporary)
+        three = _interpolate(shape, lambda at: corner(3, at).temporary)
+        alone.append(one)
+        after.append(two - one)
+        together += three - two
+    if together > 0:
+        # All tensors are stepped at once: each needs its share.
+        return StepBytes(state, max(alone) + together - together // len(shapes))
+    # One after the other; something of the one before may still be there.
+    return StepBytes(state, max((one + before for one, before in zip(alone, [0, *after], strict=False)), default=0))
+
+
+def _interpolate(shape: tuple[int, ...], at: Callable[[tuple[int, ...]], int]) -> int:
+    """Evaluate at `shape` the multilinear function that `at` gives at corners."""
+    total = 0
+    for sides in itertools.product((_LOW, _HIGH), repeat=len(shape)):
+        weight = 1
+        for size, side in zip(shape, sides, strict=True):
+            weight *= (_HIGH - size) if side == _LOW else (size - _LOW)
+        total += weight * at(sides)
+    return max(0, round(total / (_HIGH - _LOW) ** len(shape)))
+
+
+def _dry_run(
+    optimizer: torch.optim.Optimizer,
+    group: int,
+    shapes: Sequence[tuple[int, ...]],
+    dtype: torch.dtype,
+    gradient_dtype: torch.dtype,
+    device: torch.device,
+) -> StepBytes:
+    tensors = []
+    for shape in shapes:
+        parameter = torch.nn.Parameter(torch.ones(shape, dtype=dtype, device=device))
+        if gradient_dtype is not dtype:
+            parameter.grad_dtype = gradient_dtype
+        parameter.grad = torch.ones(shape, dtype=gradient_dtype, device=device)
+        tensors.append(parameter)
+    twin = _twin(optimizer, group, tensors)
+    accountant = Accountant()
+    # Of the class, not of the instance: a scheduler may have wrapped the instance's, and would count the call.
+    step = type(optimizer).step
+    with torch.enable_grad(), track_activations(accountant):
+        step(twin)
+        kept = {
+            id(value.untyped_storage()): value.untyped_storage().nbytes()
+            for state in twin.state.values()
+            for value in state.values()
+            if isinstance(value, torch.Tensor)
+        }
+        before = accountant.total
+        accountant.reset_peak()
+        step(twin)
+    return StepBytes(sum(kept.values()), accountant.peak_total - before)
+
+
+def _twin(optimizer: torch.optim.Optimizer, group: int, tensors: list[torch.nn.Parameter]) -> torch.optim.Optimizer:
+    """Return an optimizer with the same options over other tensors; it shares nothing that a step changes."""
+    twin: torch.optim.Optimizer = object.__new__(type(optimizer))
+    for name, value in vars(optimizer).items():
+        if name == "step":
+            continue
+        twin.__dict__[name] = copy.copy(value) if isinstance(value, (dict, list, set)) else value
+    for name in ("_optimizer_step_pre_hooks", "_optimizer_step_post_hooks"):
+        twin.__dict__[name] = OrderedDict()
+    twin.state = defaultdict(dict)
+    twin.param_groups = [{**copy.copy(optimizer.param_groups[group]), "params": tensors}]
+    return twin

@@ -1,0 +1,121 @@
+"""The memory table: planned, measured and least possible bytes, by category."""
+
+from __future__ import annotations
+
+import io
+from dataclasses import asdict, dataclass
+from typing import Any
+
+from shardwise.memory.accountant import Category
+
+
+@dataclass(frozen=True)
+class MemoryRow:
+    """One line of the table; bytes of one rank. None: not known (see the report's notes).
+
+    Attributes:
+        name: the category, or `total`.
+        planned: computed beforehand from sizes, dtypes and dry runs.
+        measured: most bytes held at once since peaks were last reset. Peaks of different categories need not coincide,
+            so the measured total may be less than the sum of the lines.
+        floor: what the arithmetic of the sharding plan cannot do without.
+    """
+
+    name: str
+    planned: int | None
+    measured: int | None
+    floor: int | None
+
+
+@dataclass(frozen=True)
+class MemoryReport:
+    """What one rank's memory goes to.
+
+    Attributes:
+        rows: one per category, in the order of `Category`.
+        total: the bottom line.
+        parameters: elements of all parameters of the whole model; bytes per parameter are bytes of one rank over this.
+        rank, world: whose memory this is.
+        construction: most bytes held at once while the engine was built.
+        resident: resident set size of the process now, None if unknown.
+        process: the part of it that was there before the engine was built, without the model: interpreter, libraries,
+            data.
+        notes: why something is not known.
+    """
+
+    rows: tuple[MemoryRow, ...]
+    total: MemoryRow
+    parameters: int
+    rank: int
+    world: int
+    construction: int
+    resident: int | None = None
+    process: int | None = None
+    notes: tuple[str, ...] = ()
+
+    def row(self, category: Category) -> MemoryRow:
+        """Return the line of a category."""
+        return next(row for row in self.rows if row.name == category.value)
+
+    def as_dict(self) -> dict[str, Any]:
+        """Return the report as plain JSON values."""
+        return asdict(self)
+
+    def render(self, width: int = 100) -> str:
+        """Return the table as text."""
+        from rich.console import Console
+
+        text = io.StringIO()
+        Console(file=text, width=width).print(self)
+        return text.getvalue()
+
+    def print(self) -> None:
+        """Print the table to standard output, on rank 0 only."""
+        if self.rank == 0:
+            from rich.console import Console
+
+            Console().print(self)
+
+    def __rich__(self) -> Any:
+        """Return what rich prints for the report."""
+        from rich.table import Table
+
+        title = f"Memory of rank {self.rank} of {self.world} ({self.parameters:,} parameters in the whole model)"
+        table = Table(title=title, caption="\n".join(self._captions()), caption_justify="left")
+        table.add_column("")
+        for name in ("planned", "measured", "floor", "planned B/param", "measured B/param"):
+            table.add_column(name, justify="right")
+        for row in self.rows:
+            table.add_row(*self._cells(row))
+        table.add_section()
+        table.add_row(*self._cells(self.total), style="bold")
+        return table
+
+    def _cells(self, row: MemoryRow) -> list[str]:
+        sizes = [_size(row.planned), _size(row.measured), _size(row.floor)]
+        ratios = [
+            "-" if value is None or not self.parameters else f"{value / self.parameters:.2f}"
+            for value in (row.planned, row.measured)
+        ]
+        return [row.name, *sizes, *ratios]
+
+    def _captions(self) -> list[str]:
+        lines = [f"While the engine was built: at most {_size(self.construction)}."]
+        if self.resident is not None:
+            line = f"Resident set size: {_size(self.resident)}"
+            if self.process is not None:
+                line += f", of which {_size(self.process)} before the engine and without the model"
+            lines.append(line + ".")
+        return [*lines, *self.notes]
+
+
+def _size(value: int | None) -> str:
+    """Return bytes in a unit that leaves at most four digits before the point."""
+    if value is None:
+        return "-"
+    amount, unit = float(value), "B"
+    for larger in ("KiB", "MiB", "GiB", "TiB"):
+        if amount < 1024:
+            break
+        amount, unit = amount / 1024, larger
+    return f"{value} B" if unit == "B" else f"{amount:.2f} {unit}"

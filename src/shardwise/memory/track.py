@@ -1,0 +1,70 @@
+"""Measuring activations: every tensor that an operator makes, from its creation to the moment its memory is given back.
+
+A dispatch mode sees the operators of forward, loss, backward and step, autograd's own among them. What they return on
+new memory is counted as an activation unless the engine has claimed it (`Accountant.hold`) or says that it is at work
+(`Accountant.owning`). Scratch memory inside an operator's kernel is not seen; sizes are those of tensors, not of
+allocator blocks.
+"""
+
+from __future__ import annotations
+
+import contextlib
+from collections.abc import Callable, Iterator
+from typing import Any
+
+import torch
+from torch.utils._python_dispatch import TorchDispatchMode
+from torch.utils._pytree import tree_leaves
+
+from shardwise.memory.accountant import Accountant
+
+
+@contextlib.contextmanager
+def track_activations(accountant: Accountant) -> Iterator[Accountant]:
+    """Count the tensors that operators make inside the block.
+
+    Costs some microseconds an operator: for a few steps, not for a training run. Inputs made outside of the block are
+    not counted, and neither are tensors made from Python numbers or NumPy arrays.
+
+    Args:
+        accountant: of an engine (`engine.accountant`), or a new one for a plain model.
+
+    Example:
+        >>> from shardwise.memory import Category
+        >>> linear, x = torch.nn.Linear(8, 8), torch.ones(2, 8)
+        >>> with track_activations(Accountant()) as accountant:
+        ...     out = linear(x).relu()
+        >>> accountant.live[Category.ACTIVATIONS]  # the output of relu, which is all that its backward needs
+        64
+    """
+    with accountant.tracking(), _Tracker(accountant):
+        yield accountant
+
+
+class _Tracker(TorchDispatchMode):
+    def __init__(self, accountant: Accountant) -> None:
+        super().__init__()
+        self._accountant = accountant
+
+    def __torch_dispatch__(
+        self,
+        func: Callable[..., Any],
+        types: Any,
+        args: tuple[Any, ...] = (),
+        kwargs: dict[str, Any] | None = None,
+    ) -> Any:
+        kwargs = kwargs or {}
+        result = func(*args, **kwargs)
+        accountant = self._accountant
+        unknown = [tensor for tensor in _dense(result) if not accountant.knows(tensor)]
+        if unknown:
+            # An operator may return its input, or a view of it: memory that was there before.
+            inputs = {id(tensor.untyped_storage()) for tensor in _dense((args, kwargs))}
+            for tensor in unknown:
+                if id(tensor.untyped_storage()) not in inputs:
+                    accountant.observe(tensor)
+        return result
+
+
+def _dense(values: Any) -> list[torch.Tensor]:
+    return [v for v in tree_leaves(values) if isinstance(v, torch.Tensor) and v.layout is torch.strided]
