@@ -98,7 +98,9 @@ def _where(name: str, found: Scan, document: Document) -> str:
 def _nothing_given(found: Scan) -> str:
     autos = [name for name in (TRAIN, MICRO) if (name,) in found.autos]
     which = (
-        f'{" and ".join(f"`{name}`" for name in autos)} left to "auto"' if autos else f"neither `{TRAIN}` nor `{MICRO}` given"
+        f'{" and ".join(f"`{name}`" for name in autos)} left to "auto"'
+        if autos
+        else f"neither `{TRAIN}` nor `{MICRO}` given"
     )
     return (
         f"the batch size is unknown: {which}, and the caller has not said how many samples a rank gets. "

@@ -156,7 +156,13 @@ def check_built(config: Config, found: Scan) -> list[Problem]:
     problems = []
     for entry in UNBUILT:
         if entry.asks(value_at(config, entry.path)):
-            path = tuple(entry.path.split("."))
             message = f"this version does not have {entry.feature}; remove the key or switch it off"
-            problems.append(Problem(dotted(found.given.get(path, path)), message, NotBuiltError))
+            problems.append(Problem(_as_written(entry.path, found), message, NotBuiltError))
     return problems
+
+
+def _as_written(path: str, found: Scan) -> str:
+    """The user's spelling of a key, or of the first key below it (a deprecated key may stand for a section)."""
+    parts = tuple(path.split("."))
+    below = (written for given, written in found.given.items() if given[: len(parts)] == parts)
+    return dotted(found.given.get(parts) or next(below, parts))

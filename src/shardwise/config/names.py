@@ -70,6 +70,8 @@ UNBUILT_SCHEDULES = ("LRRangeTest", "OneCycle")
 
 UNUSABLE_SCHEDULES: dict[str, str] = {
     "ReduceLROnPlateau": "it needs a metric at every step; build it in the script and step it there",
+    "LambdaLR": "it takes functions; build it in the script and pass it as lr_scheduler",
+    "MultiplicativeLR": "it takes functions; build it in the script and pass it as lr_scheduler",
     "ChainedScheduler": "it takes schedule objects; build it in the script and pass it as lr_scheduler",
     "SequentialLR": "it takes schedule objects; build it in the script and pass it as lr_scheduler",
     "LRScheduler": "it is the base class of schedules",

@@ -30,8 +30,9 @@ def check_optimizer(config: Config, found: Scan) -> list[Problem]:
         return [Problem(here, f"torch.optim.{name} cannot be used: {names.UNUSABLE_OPTIMIZERS[canonical]}")]
     signature = names.optimizer_signature(name)
     if signature is None:
-        known = [*names.NATIVE_OPTIMIZERS, *names.torch_optimizers(), *names.UNBUILT_OPTIMIZERS]
-        return [Problem(here, _unknown("optimizer", name, known, "torch.optim"))]
+        usable = {*names.NATIVE_OPTIMIZERS, *names.torch_optimizers()} - names.UNUSABLE_OPTIMIZERS.keys()
+        message = _unknown("optimizer", name, usable, names.UNBUILT_OPTIMIZERS, "torch.optim")
+        return [Problem(here, message)]
     problems = _check_arguments("optimizer.params", params, signature)
     if canonical in names.NATIVE_OPTIMIZERS:
         problems += _check_adam(canonical, params)
@@ -68,8 +69,9 @@ def check_scheduler(config: Config, found: Scan) -> list[Problem]:
         return [Problem(here, f"{name} cannot be used in a configuration: {names.UNUSABLE_SCHEDULES[name]}")]
     signature = names.schedule_signature(name)
     if signature is None:
-        known = [*names.NATIVE_SCHEDULES, *names.torch_schedules(), *names.UNBUILT_SCHEDULES]
-        return [Problem(here, _unknown("schedule", name, known, "torch.optim.lr_scheduler"))]
+        usable = {*names.NATIVE_SCHEDULES, *names.torch_schedules()} - names.UNUSABLE_SCHEDULES.keys()
+        message = _unknown("schedule", name, usable, names.UNBUILT_SCHEDULES, "torch.optim.lr_scheduler")
+        return [Problem(here, message)]
     problems = _check_arguments("scheduler.params", params, signature)
     autos = {path[-1] for path in found.autos if path[:2] == ("scheduler", "params")}
     for argument, default in signature.arguments.items():
@@ -82,9 +84,10 @@ def _unbuilt(path: str, kind: str, name: str) -> Problem:
     return Problem(path, f"this version does not have the {kind} {name}", NotBuiltError)
 
 
-def _unknown(kind: str, name: str, known: list[str], module: str) -> str:
-    close = nearest(name, known)
-    advice = f'did you mean "{close}"?' if close else f"known: {', '.join(sorted(set(known), key=str.lower))}"
+def _unknown(kind: str, name: str, usable: set[str], unbuilt: tuple[str, ...], module: str) -> str:
+    ordered = sorted(usable, key=lambda item: (item.lower(), item))
+    close = nearest(name, [*ordered, *unbuilt])
+    advice = f'did you mean "{close}"?' if close else f"known: {', '.join(ordered)}"
     return f"there is no {kind} {name!r}, neither here nor in {module}; {advice}"
 
 

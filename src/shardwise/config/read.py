@@ -90,7 +90,7 @@ def _from_string(source: str) -> Document:
 
 def _is_file(name: str) -> bool:
     try:
-        return FilePath(name).exists()
+        return bool(name) and FilePath(name).exists()
     except (OSError, ValueError):
         return False
 
@@ -98,6 +98,7 @@ def _is_file(name: str) -> bool:
 def _decode_base64(text: str) -> str | None:
     """Decode URL-safe or plain base64 if it holds a JSON object, else None."""
     compact = "".join(text.split()).replace("+", "-").replace("/", "_")
+    compact += "=" * (-len(compact) % 4)
     try:
         decoded = base64.b64decode(compact, altchars=b"-_", validate=True).decode("utf-8")
     except (binascii.Error, ValueError):

@@ -13,7 +13,7 @@ from typing import Annotated, Any, Literal, Union, get_args, get_origin
 from pydantic.fields import FieldInfo
 
 from .problems import Path, dotted
-from .schema.base import AUTO, DEPRECATED_FOR, FREE_FORM, NO_EFFECT, OTHER_NAMES, Section
+from .schema.base import AUTO, DEPRECATED_FOR, FREE_FORM, IN_WORDS, NO_EFFECT, OTHER_NAMES, Section
 from .schema.root import Config
 
 RETIRED: dict[str, str] = {
@@ -28,6 +28,7 @@ RETIRED: dict[str, str] = {
 
 _BOUNDS = {"minimum": ">=", "exclusiveMinimum": ">", "maximum": "<=", "exclusiveMaximum": "<"}
 _NUMERIC = ("integer", "number")
+_PLURALS = {"an integer": "integers", "a number": "numbers", "a string": "strings", "an object {...}": "objects"}
 
 
 @dataclass(frozen=True)
@@ -183,7 +184,8 @@ def advise(section: type[Section], path: Path, name: str) -> str:
     elsewhere = _places().get(_comparable(name), ())
     if elsewhere:
         return _belongs(elsewhere)
-    close = nearest(name, local)
+    longer = [spelling for spelling in local if len(name) >= 5 and _comparable(name) in spelling]
+    close = longer[0] if longer else nearest(name, local)
     if close is not None:
         return f"did you mean `{dotted((*path, close))}`?"
     far = nearest(name, list(_places()), 0.8)
@@ -234,6 +236,8 @@ def expected(key: Key) -> str:
 
 
 def _in_words(schema: dict[str, Any], definitions: dict[str, Any]) -> str:
+    if IN_WORDS in schema:
+        return str(schema[IN_WORDS])
     if "$ref" in schema:
         return _in_words(definitions[schema["$ref"].rpartition("/")[2]], definitions)
     if "anyOf" in schema:
@@ -247,7 +251,8 @@ def _in_words(schema: dict[str, Any], definitions: dict[str, Any]) -> str:
     kind = schema.get("type")
     if kind == "array":
         items = schema.get("items", {})
-        return f"a list of {_in_words(items, definitions)}" if items else "a list"
+        item = _in_words(items, definitions) if items else ""
+        return f"a list of {_PLURALS.get(item, item)}" if item else "a list"
     words = {
         "integer": "an integer",
         "number": "a number",

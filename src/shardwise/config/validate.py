@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import json
 import math
+import re
 from typing import Any
 
 from pydantic import ValidationError
@@ -118,11 +119,9 @@ def _advice(key: Key, value: Any) -> str:
 
 def _advice_on_string(key: Key, value: str) -> str:
     words = expected(key)
-    if words.startswith("one of"):
-        options = [option for option in json.loads(f"[{words.removeprefix('one of ').split(' or ')[0]}]")]
-        close = nearest(value, [option for option in options if isinstance(option, str)])
-        if close is not None:
-            return f'Did you mean "{close}"?'
+    close = nearest(value, re.findall(r'"([^"]*)"', words))
+    if close is not None:
+        return f'Did you mean "{close}"?'
     try:
         meant = json.loads(value.strip().lower())
     except ValueError:

@@ -21,6 +21,7 @@ DEPRECATED_FOR = "x-deprecated-for"
 NO_EFFECT = "x-no-effect"
 DEFAULT_NOTE = "x-default-note"
 FREE_FORM = "x-free-form"
+IN_WORDS = "x-in-words"
 
 
 class Section(BaseModel):
@@ -150,6 +151,11 @@ Names = Annotated[
 DType = Annotated[
     Literal["fp32", "fp16", "bf16"],
     BeforeValidator(_dtype_name),
-    WithJsonSchema({"enum": [*DTYPE_NAMES, *(f"torch.{n}" for n in ("float32", "float16", "bfloat16"))]}),
+    WithJsonSchema(
+        {
+            "enum": [*DTYPE_NAMES, *(f"torch.{name}" for name in ("float32", "float16", "bfloat16"))],
+            IN_WORDS: 'one of "fp32", "fp16", "bf16" (other usual names of these types work too)',
+        }
+    ),
 ]
 """A floating-point type by any of its usual names; read back as fp32, fp16 or bf16."""

@@ -1,0 +1,168 @@
+"""Large spaces: a mistyped key is never accepted, and no input makes the checker itself fail."""
+
+from __future__ import annotations
+
+import copy
+import json
+import string
+from itertools import pairwise
+from typing import Any
+
+import pytest
+from hypothesis import given, settings
+from hypothesis import strategies as st
+
+from shardwise.config import load, resolve
+from shardwise.config.jsonc import JSONSyntaxError, parse
+from shardwise.config.tree import walk
+from shardwise.errors import ConfigError
+
+VALID: dict[str, Any] = {
+    "train_batch_size": 8,
+    "gradient_accumulation_steps": 2,
+    "gradient_clipping": 1.0,
+    "steps_per_print": 10,
+    "fp16": {"enabled": True, "loss_scale": 0, "loss_scale_window": 500, "hysteresis": 2, "min_loss_scale": 1},
+    "bf16": {"enabled": False},
+    "data_types": {"grad_accum_dtype": "fp32"},
+    "optimizer": {"type": "AdamW", "params": {"lr": 1e-3, "betas": [0.9, 0.99], "eps": 1e-8, "weight_decay": 0.1}},
+    "scheduler": {"type": "WarmupDecayLR", "params": {"total_num_steps": 100, "warmup_num_steps": 10}},
+    "zero_optimization": {
+        "stage": 3,
+        "reduce_bucket_size": 5e6,
+        "overlap_comm": True,
+        "stage3_max_live_parameters": 1e9,
+        "sub_group_size": 1e9,
+        "offload_param": {"device": "none", "pin_memory": False},
+        "leaf_module": {"classes": ["MoE"]},
+    },
+    "comms_logger": {"enabled": True, "prof_ops": []},
+    "tensorboard": {"enabled": False, "job_name": "run"},
+    "checkpoint": {"tag_validation": "Warn", "parallel_write": {"pipeline_stage": False}},
+    "data_efficiency": {"data_sampling": {"dynamic_batching": {"enabled": False, "max_tokens": 8}}},
+    "tensor_parallel": {"partition_config": {"layer_specs": [{"patterns": ["q"], "partition_type": "row"}]}},
+    "compression_training": {
+        "row_pruning": {"shared_parameters": {"enabled": False}, "different_groups": {"g": {"modules": ["*"]}}}
+    },
+}
+FREE_NAMES = {("compression_training", "row_pruning", "different_groups")}
+
+
+def key_places(value: Any, path: tuple[Any, ...] = ()) -> list[tuple[Any, ...]]:
+    """Paths of all keys of a nested value."""
+    if isinstance(value, dict):
+        inner = [place for name, item in value.items() for place in key_places(item, (*path, name))]
+        own = [] if path in FREE_NAMES else [(*path, name) for name in value]
+        return own + inner
+    if isinstance(value, list):
+        return [place for index, item in enumerate(value) for place in key_places(item, (*path, index))]
+    return []
+
+
+@st.composite
+def one_edit(draw: st.DrawFn) -> tuple[tuple[Any, ...], str]:
+    """A key of `VALID` and the same key after one insertion, deletion, replacement or transposition."""
+    place = draw(st.sampled_from(key_places(VALID)))
+    name = place[-1]
+    at = draw(st.integers(0, len(name) - 1))
+    letter = draw(st.sampled_from(string.ascii_lowercase + string.digits + "_-"))
+    edits = [name[:at] + name[at + 1 :], name[:at] + letter + name[at:], name[:at] + letter + name[at + 1 :]]
+    edits += [name + letter, name[:at] + name[at : at + 2][::-1] + name[at + 2 :], name.upper()]
+    return place, draw(st.sampled_from([edit for edit in edits if edit != name]))
+
+
+def renamed(place: tuple[Any, ...], new: str) -> dict[str, Any]:
+    result = copy.deepcopy(VALID)
+    parent: Any = result
+    for part in place[:-1]:
+        parent = parent[part]
+    parent[new] = parent.pop(place[-1])
+    return result
+
+
+def test_the_starting_point_is_valid() -> None:
+    assert resolve(VALID).config.zero_optimization.stage == 3
+
+
+@settings(max_examples=300)
+@given(one_edit())
+def test_a_key_with_one_typing_mistake_is_never_accepted(edit: tuple[tuple[Any, ...], str]) -> None:
+    place, new = edit
+    with pytest.raises(ConfigError) as caught:
+        resolve(renamed(place, new))
+    spelled = "".join(f"[{part}]" if isinstance(part, int) else f".{part}" for part in (*place[:-1], new)).lstrip(".")
+    assert spelled in {problem.path for problem in caught.value.problems}
+
+
+VALUES = st.one_of(
+    st.none(),
+    st.booleans(),
+    st.integers(-2, 10),
+    st.sampled_from([1e9, 1.5, float("inf"), float("nan"), "auto", "none", "cpu", "bf16", "x", ""]),
+    st.lists(st.one_of(st.none(), st.integers(), st.text(max_size=2)), max_size=2),
+    st.dictionaries(st.one_of(st.text(max_size=2), st.integers()), st.integers(), max_size=2),
+)
+PATHS = [path for path, _ in walk()]
+
+
+@st.composite
+def anything(draw: st.DrawFn) -> dict[str, Any]:
+    """A configuration with values of any kind at known keys."""
+    result: dict[str, Any] = {"train_batch_size": 8}
+    kinds = st.sampled_from(["Adam", "SGD", "lamb", "Muon", "muon", "LBFGS", "x"])
+    if draw(st.booleans()):
+        names = st.sampled_from(["lr", "betas", "x", "momentum", "max_grad_norm"])
+        result["optimizer"] = {"type": draw(kinds), "params": draw(st.dictionaries(names, VALUES, max_size=2))}
+    if draw(st.booleans()):
+        kinds = st.sampled_from(["WarmupLR", "WarmupDecayLR", "OneCycle", "StepLR", "LambdaLR", "x"])
+        names = st.sampled_from(["warmup_num_steps", "total_num_steps", "step_size", "warmup_max_lr", "warmup_type"])
+        result["scheduler"] = {"type": draw(kinds), "params": draw(st.dictionaries(names, VALUES, max_size=3))}
+    for path in draw(st.lists(st.sampled_from(PATHS), min_size=1, max_size=4)):
+        place: Any = result
+        for part, following in pairwise(path):
+            if part == "[]":
+                continue
+            name = "any" if part == "*" else part
+            if not isinstance(place.get(name), dict):
+                place[name] = {}
+            if following == "[]":
+                place[name] = [{}]
+                place = place[name][0]
+            else:
+                place = place[name]
+        place["any" if path[-1] == "*" else path[-1]] = draw(VALUES)
+    return result
+
+
+@settings(max_examples=300)
+@given(anything())
+def test_every_input_is_accepted_or_refused_with_a_message(config: dict[str, Any]) -> None:
+    before = repr(config)
+    try:
+        resolve(config)
+    except ConfigError as error:
+        assert error.problems and all(problem.message for problem in error.problems)
+    assert repr(config) == before
+
+
+json_values = st.recursive(
+    st.none() | st.booleans() | st.integers() | st.floats(allow_nan=False) | st.text(),
+    lambda inner: st.lists(inner, max_size=4) | st.dictionaries(st.text(), inner, max_size=4),
+    max_leaves=12,
+)
+
+
+@given(st.dictionaries(st.text(), json_values, max_size=4), st.sampled_from([None, 1]))
+def test_reader_reads_all_json(value: dict[str, Any], indent: int | None) -> None:
+    assert load(json.dumps(value, indent=indent)) == value
+    assert load(json.dumps(value, ensure_ascii=False)) == value
+
+
+@given(st.text(alphabet='{}[]",:/*#\n tfn012.e-+"a\\', max_size=40))
+def test_reader_never_fails_in_another_way(text: str) -> None:
+    try:
+        value = parse(text).value
+    except JSONSyntaxError as error:
+        assert "line" in str(error)
+        return
+    json.dumps(value)

@@ -1,0 +1,161 @@
+"""Reading a configuration from every form that users keep it in."""
+
+import base64
+import json
+from pathlib import Path
+
+import pytest
+
+from shardwise.config import load, resolve
+from shardwise.config.jsonc import JSONSyntaxError, parse
+from shardwise.errors import ConfigError
+
+CONFIG = {"train_batch_size": 8, "zero_optimization": {"stage": 2}, "betas": [0.9, 1e-3]}
+TEXT = json.dumps(CONFIG)
+
+
+def test_every_form_gives_the_same_dictionary(tmp_path: Path) -> None:
+    file = tmp_path / "ds.json"
+    file.write_text(TEXT)
+    encoded = base64.urlsafe_b64encode(TEXT.encode()).decode()
+    plain = base64.b64encode(TEXT.encode()).decode()
+    for source in (CONFIG, file, str(file), encoded, plain, TEXT, "  \n" + TEXT):
+        assert load(source) == CONFIG, source
+
+
+def test_dictionary_is_copied_and_never_changed() -> None:
+    source = {
+        "train_batch_size": 8,
+        "zero_optimization": {"stage": 2, "cpu_offload": False},
+        "aio": {"thread_count": 1},
+    }
+    before = json.dumps(source)
+    copy = load(source)
+    copy["zero_optimization"]["stage"] = 3
+    resolution = resolve(source)
+    resolution.config.zero_optimization.stage = 1
+    resolution.raw["zero_optimization"]["stage"] = 1
+    assert json.dumps(source) == before
+
+
+def test_raw_is_what_the_user_wrote() -> None:
+    source = {"train_batch_size": "auto", "train_micro_batch_size_per_gpu": 2, "bfloat16": {"enabled": "auto"}}
+    assert resolve(source).raw == source
+
+
+def test_comments_and_trailing_commas(tmp_path: Path) -> None:
+    file = tmp_path / "ds.hjson"
+    file.write_text(
+        """# for the big machine
+        {
+          // samples
+          "train_batch_size": 8, /* over
+             all ranks */
+          "zero_optimization": {"stage": 2,},
+          "name": "a // b # c /* d */",  # not a comment inside a string
+          "list": [1, 2, 3,],
+        } // end
+        """
+    )
+    assert load(file) == {
+        "train_batch_size": 8,
+        "zero_optimization": {"stage": 2},
+        "name": "a // b # c /* d */",
+        "list": [1, 2, 3],
+    }
+
+
+def test_infinity_as_python_writes_it() -> None:
+    text = json.dumps({"steps_per_print": float("inf"), "train_batch_size": 1})
+    assert "Infinity" in text
+    assert resolve(text).config.steps_per_print == float("inf")
+
+
+@pytest.mark.parametrize(
+    "value",
+    [{}, [], 0, -1.5e-3, 10**30, 'a"b\\c\u00e9\n\t/', True, None, {"a": [{"b": []}]}, [[1], [2, [3]]], 5e8],
+)
+def test_reader_agrees_with_the_standard_library(value: object) -> None:
+    for indent in (None, 2):
+        assert parse(json.dumps({"x": value}, indent=indent)).value == {"x": value}
+
+
+@pytest.mark.parametrize(
+    ("text", "line", "column", "words"),
+    [
+        ('{"a": 1', 1, 8, '"," or "}"'),
+        ('{\n "a": 1\n "b": 2}', 3, 2, '","'),
+        ('{"a" 1}', 1, 6, '":"'),
+        ("{'a': 1}", 1, 2, "double quotes"),
+        ("{\"a\": 'x'}", 1, 7, "double quotes"),
+        ('{"a": True}', 1, 7, "true, false, null"),
+        ('{"a": }', 1, 7, "expected a value"),
+        ('{"a": 1} x', 1, 10, "after the end"),
+        ('{"a": "x\n"}', 1, 7, "not closed"),
+        ('{"a": 01}', 1, 7, "expected a value"),
+        ('{"a": 1.}', 1, 7, "expected a value"),
+        ('{"a": [1,,2]}', 1, 10, "expected a value"),
+        ("{", 1, 2, "key in double quotes"),
+        ("", 1, 1, "missing"),
+        ('{"a": "\\q"}', 1, 7, "escape"),
+        ("[" * 200, 1, 66, "deep"),
+    ],
+)
+def test_syntax_errors_have_line_and_column(text: str, line: int, column: int, words: str) -> None:
+    with pytest.raises(JSONSyntaxError) as caught:
+        parse(text)
+    assert str(caught.value).startswith(f"line {line}, column {column}: ")
+    assert words in str(caught.value)
+
+
+def test_syntax_error_names_the_file(tmp_path: Path) -> None:
+    file = tmp_path / "broken.json"
+    file.write_text('{\n  "train_batch_size": 8\n  "fp16": {}\n}')
+    with pytest.raises(ConfigError, match=r"broken\.json is not JSON: line 3, column 3"):
+        load(file)
+
+
+def test_duplicate_keys_name_path_and_lines(tmp_path: Path) -> None:
+    file = tmp_path / "twice.json"
+    file.write_text('{"fp16": {"enabled": true,\n "enabled": false}, "a": [{"b": 1, "b": 2}],\n "fp16": {}}')
+    with pytest.raises(ConfigError) as caught:
+        load(file)
+    message = str(caught.value)
+    assert "fp16.enabled (lines 1 and 2)" in message
+    assert "a[0].b (lines 2 and 2)" in message
+    assert "fp16 (lines 1 and 3)" in message
+    assert len(caught.value.problems) == 3
+
+
+@pytest.mark.parametrize("source", ["/no/such/file.json", Path("/no/such/file.json"), "bm90IGpzb24=", "x" * 5000, ""])
+def test_missing_file(source: object) -> None:
+    with pytest.raises(ConfigError, match="there is no file") as caught:
+        load(source)
+    assert len(str(caught.value)) < 500
+
+
+@pytest.mark.parametrize("source", [None, 3, ["a"], b"{}"])
+def test_wrong_kind_of_source(source: object) -> None:
+    with pytest.raises(ConfigError, match=type(source).__name__):
+        load(source)
+
+
+def test_directory_binary_and_non_object(tmp_path: Path) -> None:
+    with pytest.raises(ConfigError, match="cannot read"):
+        load(tmp_path)
+    binary = tmp_path / "binary"
+    binary.write_bytes(b"{\xff\xfe")
+    with pytest.raises(ConfigError, match="UTF-8"):
+        load(binary)
+    array = tmp_path / "array.json"
+    array.write_text("[1, 2]")
+    with pytest.raises(ConfigError, match="must hold a JSON object"):
+        load(array)
+
+
+def test_problems_in_a_file_have_lines(tmp_path: Path) -> None:
+    file = tmp_path / "ds.json"
+    file.write_text('{\n "train_batch_size": 8,\n "zero_optimization": {\n  "stagee": 2\n }\n}')
+    with pytest.raises(ConfigError, match=r"zero_optimization\.stagee \(line 4\): unknown key") as caught:
+        resolve(file)
+    assert [(problem.path, problem.line) for problem in caught.value.problems] == [("zero_optimization.stagee", 4)]

@@ -1,0 +1,60 @@
+"""The names and arguments that the configuration checks are those of the classes that are then built."""
+
+from __future__ import annotations
+
+import inspect
+
+import pytest
+import torch
+
+from shardwise.config import names
+from shardwise.config.names import canonical_optimizer, optimizer_signature, schedule_signature
+from shardwise.optim import build as build_optimizer
+from shardwise.schedules import registry as schedules
+
+
+@pytest.mark.parametrize("name", names.NATIVE_SCHEDULES)
+def test_our_schedules_have_the_arguments_of_the_table(name: str) -> None:
+    parameters = inspect.signature(getattr(schedules, name)).parameters
+    real = {item.name: item.default for item in parameters.values() if item.name != "optimizer"}
+    assert real == names.NATIVE_SCHEDULES[name]
+
+
+@pytest.mark.parametrize("name", names.NATIVE_OPTIMIZERS)
+def test_adam_is_built_with_the_defaults_of_the_table(name: str) -> None:
+    table = names.NATIVE_OPTIMIZERS[name]
+    built = build_optimizer(name, [torch.zeros(2, requires_grad=True)], {}, device="cpu").defaults
+    for argument in ("lr", "betas", "eps", "weight_decay", "amsgrad", "maximize", "capturable", "differentiable"):
+        assert built[argument] == table[argument], argument
+    options = {argument: value for argument, value in table.items() if value is not None}
+    build_optimizer(name, [torch.zeros(2, requires_grad=True)], options, device="cpu")
+    torch_arguments = set(inspect.signature(torch.optim.AdamW).parameters) - {"params"}
+    assert torch_arguments <= set(table)
+
+
+def test_every_accepted_optimizer_can_be_built() -> None:
+    for name in names.torch_optimizers().keys() - names.UNUSABLE_OPTIMIZERS.keys():
+        weight = torch.zeros(2, 2, requires_grad=True)
+        assert build_optimizer(name, [weight], {}, device="cpu").param_groups
+        signature = optimizer_signature(name)
+        assert signature is not None and "lr" in signature.arguments
+        assert canonical_optimizer(name.lower()) in (name, name.lower())
+
+
+def test_unusable_and_unbuilt_names_are_refused_by_the_builders_too() -> None:
+    weight = torch.zeros(2, requires_grad=True)
+    for name in names.UNBUILT_OPTIMIZERS:
+        with pytest.raises(NotImplementedError):
+            build_optimizer(name, [weight], {}, device="cpu")
+    optimizer = torch.optim.SGD([weight], lr=0.1)
+    for name in names.UNBUILT_SCHEDULES:
+        with pytest.raises(NotImplementedError):
+            schedules.build(name, optimizer, {})
+    for name in names.UNUSABLE_SCHEDULES:
+        with pytest.raises(ValueError, match="cannot be built"):
+            schedules.build(name, optimizer, {})
+
+
+def test_muon_by_its_exact_name_is_that_of_torch() -> None:
+    assert canonical_optimizer("Muon") == "Muon" and canonical_optimizer("muon") == "muon"
+    assert schedule_signature("NoSuchSchedule") is None and optimizer_signature("NoSuchOptimizer") is None

@@ -1,0 +1,372 @@
+"""Resolution: "auto", deprecated keys, notes, keys without effect, effective values."""
+
+from __future__ import annotations
+
+import json
+import math
+from typing import Any
+
+import pytest
+
+from shardwise.config import Facts, describe, effective, resolve
+from shardwise.config.tree import walk
+from shardwise.errors import ConfigError, NotBuiltError
+
+FACTS = Facts(
+    hidden_size=1024,
+    num_parameters=10_000_000,
+    lr=3e-4,
+    betas=(0.8, 0.95),
+    eps=1e-6,
+    weight_decay=0.1,
+    max_grad_norm=0.5,
+    micro_batch_size=4,
+    gradient_accumulation_steps=2,
+    total_num_steps=500,
+    warmup_num_steps=50,
+    precision="bf16",
+)
+TRAINER: dict[str, Any] = {
+    "train_batch_size": "auto",
+    "train_micro_batch_size_per_gpu": "auto",
+    "gradient_accumulation_steps": "auto",
+    "gradient_clipping": "auto",
+    "fp16": {"enabled": "auto", "loss_scale": 0},
+    "bf16": {"enabled": "auto"},
+    "optimizer": {
+        "type": "AdamW",
+        "params": {"lr": "auto", "betas": "auto", "eps": "auto", "weight_decay": "auto"},
+    },
+    "scheduler": {
+        "type": "WarmupDecayLR",
+        "params": {
+            "warmup_min_lr": "auto",
+            "warmup_max_lr": "auto",
+            "warmup_num_steps": "auto",
+            "total_num_steps": "auto",
+        },
+    },
+    "zero_optimization": {
+        "stage": 3,
+        "reduce_bucket_size": "auto",
+        "stage3_prefetch_bucket_size": "auto",
+        "stage3_param_persistence_threshold": "auto",
+        "stage3_max_live_parameters": "auto",
+        "sub_group_size": 1e9,
+    },
+    "steps_per_print": "auto",
+}
+
+
+def test_autos_of_a_trainer_are_filled_from_facts() -> None:
+    config = resolve(TRAINER, world_size=8, facts=FACTS).config
+    assert (config.train_batch_size, config.train_micro_batch_size_per_gpu) == (64, 4)
+    assert config.gradient_accumulation_steps == 2
+    assert config.gradient_clipping == 0.5
+    assert config.bf16.enabled and not config.fp16.enabled
+    assert config.optimizer.params == {"lr": 3e-4, "betas": [0.8, 0.95], "eps": 1e-6, "weight_decay": 0.1}
+    assert config.scheduler.params == {
+        "warmup_min_lr": 0.0,
+        "warmup_max_lr": 3e-4,
+        "warmup_num_steps": 50,
+        "total_num_steps": 500,
+    }
+    zero = config.zero_optimization
+    assert zero.reduce_bucket_size == 1024**2
+    assert zero.stage3_prefetch_bucket_size == int(0.9 * 1024**2)
+    assert zero.stage3_param_persistence_threshold == 10_240
+    assert zero.stage3_max_live_parameters == 10_000_000
+    assert config.steps_per_print is None
+
+
+def test_every_auto_has_a_note_with_a_reason() -> None:
+    resolution = resolve(TRAINER, world_size=8, facts=FACTS)
+    notes = {note.path: note for note in resolution.notes}
+    autos = [
+        *(key for key, value in TRAINER.items() if value == "auto"),
+        *(f"optimizer.params.{key}" for key in TRAINER["optimizer"]["params"]),
+        *(f"scheduler.params.{key}" for key in TRAINER["scheduler"]["params"]),
+        "fp16.enabled",
+        "bf16.enabled",
+        "zero_optimization.reduce_bucket_size",
+    ]
+    for path in autos:
+        assert notes[path].reason, path
+    assert notes["optimizer.params.lr"].reason == "the caller's lr"
+    assert notes["zero_optimization.reduce_bucket_size"].value == 1024**2
+    assert "1024" in notes["zero_optimization.reduce_bucket_size"].reason
+    assert notes["train_batch_size"].reason == "derived: 64 = 4 x 2 x 8 ranks"
+
+
+def test_autos_without_facts_take_the_default() -> None:
+    source = {**TRAINER, "train_micro_batch_size_per_gpu": 2}
+    source["scheduler"] = {"type": "WarmupLR", "params": {"warmup_num_steps": "auto", "warmup_max_lr": "auto"}}
+    config = resolve(source).config
+    assert config.gradient_clipping == 0 and not config.bf16.enabled
+    assert config.optimizer.params == {"lr": 1e-3, "betas": [0.9, 0.999], "eps": 1e-8, "weight_decay": 0.0}
+    assert config.scheduler.params == {"warmup_num_steps": 1000, "warmup_max_lr": 1e-3}
+    assert config.zero_optimization.reduce_bucket_size == 500_000_000
+    # A default is not the user's own number: code that asks whether the key was given gets "no".
+    assert "reduce_bucket_size" not in config.zero_optimization.model_fields_set
+    assert "sub_group_size" in config.zero_optimization.model_fields_set
+
+
+def test_largest_layer_stands_in_for_hidden_size() -> None:
+    source = {"train_batch_size": 1, "zero_optimization": {"reduce_bucket_size": "auto"}}
+    assert resolve(source, facts=Facts(largest_layer=77)).config.zero_optimization.reduce_bucket_size == 77
+
+
+def test_auto_that_needs_a_fact_is_an_error_that_names_it() -> None:
+    with pytest.raises(ConfigError) as caught:
+        resolve({**TRAINER, "train_micro_batch_size_per_gpu": 1})
+    assert [problem.path for problem in caught.value.problems] == ["scheduler.params.total_num_steps"]
+    assert "total_num_steps, a fact that the caller has not given" in str(caught.value)
+
+
+def test_peak_of_the_warmup_without_an_optimizer_is_left_to_the_callers() -> None:
+    source = {"train_batch_size": 1, "scheduler": {"type": "WarmupLR", "params": {"warmup_max_lr": "auto"}}}
+    assert resolve(source).config.scheduler.params == {}
+    assert resolve(source, facts=Facts(lr=0.25)).config.scheduler.params == {"warmup_max_lr": 0.25}
+
+
+def test_auto_arguments_of_torch_classes() -> None:
+    source = {
+        "train_batch_size": 1,
+        "optimizer": {"type": "SGD", "params": {"momentum": "auto", "nesterov": "auto"}},
+        "scheduler": {"type": "StepLR", "params": {"step_size": 5, "gamma": "auto"}},
+    }
+    config = resolve(source).config
+    assert config.optimizer.params == {"momentum": 0, "nesterov": False}
+    assert config.scheduler.params == {"step_size": 5, "gamma": 0.1}
+    source["scheduler"]["params"]["step_size"] = "auto"  # type: ignore[index]
+    with pytest.raises(ConfigError, match="needs step_size, a fact"):
+        resolve(source)
+
+
+ASKS_BY_PRESENCE = (
+    "sparse_attention",
+    "weight_quantization",
+    "datastates_ckpt",
+    "checkpoint.writer",
+    "zero_optimization.zenflow",
+    "zero_optimization.zeropp_loco_param",
+)
+
+
+def test_auto_works_for_every_single_value() -> None:
+    tried = 0
+    for path, key in walk():
+        dots = ".".join(path)
+        if key.kind != "value" or "*" in path or "[]" in path or dots.startswith(ASKS_BY_PRESENCE):
+            continue
+        source: dict[str, Any] = {} if path == ("train_batch_size",) else {"train_batch_size": 4}
+        place = source
+        for name in path[:-1]:
+            place = place.setdefault(name, {})
+        place[path[-1]] = "auto"
+        resolution = resolve(source, facts=Facts(micro_batch_size=4))
+        value: Any = resolution.config
+        for name in path:
+            value = getattr(value, name)
+        if key.takes_auto:
+            assert value == "auto", dots
+        else:
+            assert value != "auto", dots
+            assert dots in {note.path for note in resolution.notes}
+        tried += 1
+    assert tried > 300
+
+
+DEPRECATED = [
+    ({"zero_optimization": True}, "zero_optimization.stage", 1),
+    ({"zero_optimization": False}, "zero_optimization.stage", 0),
+    ({"zero_optimization": {"cpu_offload": False}}, "zero_optimization.offload_optimizer.device", "none"),
+    ({"zero_optimization": {"cpu_offload_param": False}}, "zero_optimization.offload_param.device", "none"),
+    (
+        {"zero_optimization": {"cpu_offload_use_pin_memory": True}},
+        "zero_optimization.offload_optimizer.pin_memory",
+        True,
+    ),
+    (
+        {"zero_optimization": {"stage3_gather_fp16_weights_on_model_save": True}},
+        "zero_optimization.stage3_gather_16bit_weights_on_model_save",
+        True,
+    ),
+    ({"allgather_size": 5e6}, "zero_optimization.allgather_bucket_size", 5_000_000),
+    ({"zero_optimization": True, "allgather_size": 7}, "zero_optimization.allgather_bucket_size", 7),
+    ({"aio": {"thread_count": 2}}, "aio.intra_op_parallelism", 2),
+]
+
+
+@pytest.mark.parametrize(("keys", "path", "value"), DEPRECATED, ids=lambda item: item if isinstance(item, str) else "")
+def test_deprecated_keys_are_forwarded_with_one_warning_each(keys: dict[str, Any], path: str, value: Any) -> None:
+    resolution = resolve({"train_batch_size": 4, **keys})
+    found: Any = resolution.config
+    for name in path.split("."):
+        found = getattr(found, name)
+    assert found == value
+    assert sum(path in warning for warning in resolution.warnings) == 1
+    assert any(note.path == path and "deprecated" in note.reason for note in resolution.notes)
+
+
+def test_deprecated_form_of_a_feature_that_is_not_built_is_named_as_written() -> None:
+    with pytest.raises(NotBuiltError) as caught:
+        resolve({"train_batch_size": 1, "zero_optimization": {"stage": 2, "cpu_offload": True}})
+    assert [problem.path for problem in caught.value.problems] == ["zero_optimization.cpu_offload"]
+
+
+def test_every_spelling_reaches_the_same_key() -> None:
+    for path, key in walk():
+        if path[0] != "zero_optimization" or len(path) != 2:
+            continue
+        for spelling in key.spellings[1:]:
+            value = True if isinstance(key.default, bool) else 12_345
+            source = {"train_batch_size": 1, "zero_optimization": {"stage": 3, spelling: value}}
+            assert getattr(resolve(source).config.zero_optimization, key.name) == value, spelling
+    assert resolve({"train_batch_size": 1, "bfloat16": {"enabled": True}}).config.bf16.enabled
+
+
+@pytest.mark.parametrize("written", ["bf16", "bfloat16", "BFloat16", "torch.bfloat16"])
+def test_spellings_of_types(written: str) -> None:
+    assert resolve({"train_batch_size": 1, "communication_data_type": written}).config.communication_data_type == "bf16"
+
+
+def test_types_of_torch_itself() -> None:
+    import torch
+
+    source = {"train_batch_size": 1, "communication_data_type": torch.float16}
+    assert resolve(source).config.communication_data_type == "fp16"
+
+
+def test_names_of_optimizers_are_canonical() -> None:
+    def name(written: str) -> str | None:
+        return resolve({"train_batch_size": 1, "optimizer": {"type": written}}).config.optimizer.type
+
+    assert [name(written) for written in ("Adam", "ADAMW", "adagrad", "SGD", "sgd", "rmsPROP")] == [
+        "adam", "adamw", "Adagrad", "SGD", "SGD", "RMSprop",
+    ]  # fmt: skip
+
+
+def test_integral_floats_and_tuples() -> None:
+    source = {
+        "train_batch_size": 8.0,
+        "zero_optimization": {"sub_group_size": 1e12, "leaf_module": {"classes": ("A", "B"), "names": "c"}},
+        "scheduler": {"type": "WarmupLR", "params": {"warmup_num_steps": 1e2}},
+        "optimizer": {"type": "Adam", "params": {"betas": (0.9, 0.99)}},
+    }
+    config = resolve(source).config
+    assert config.train_batch_size == 8 and isinstance(config.train_batch_size, int)
+    assert config.zero_optimization.sub_group_size == 10**12
+    assert config.zero_optimization.leaf_module.classes == ["A", "B"]
+    assert config.zero_optimization.leaf_module.names == ["c"]
+    assert config.scheduler.params["warmup_num_steps"] == 100
+    assert isinstance(config.scheduler.params["warmup_num_steps"], int)
+
+
+def test_null_sections_are_absent_sections() -> None:
+    source = {"train_batch_size": 1, "fp16": None, "zero_optimization": {"offload_param": None, "leaf_module": None}}
+    assert resolve(source).config == resolve({"train_batch_size": 1}).config
+
+
+def test_what_does_nothing_is_listed_with_the_reason() -> None:
+    source = {
+        "train_batch_size": 1,
+        "zero_allow_untested_optimizer": True,
+        "fp16": {"enabled": False, "loss_scale": 0},
+        "bf16": {"enabled": True},
+        "zero_optimization": {
+            "stage": 2,
+            "contiguous_gradients": True,
+            "reduce_bucket_size": 1e6,
+            "stage3_max_live_parameters": 1e9,
+            "offload_optimizer": {"device": "none", "nvme_path": None},
+        },
+        "aio": {"block_size": 4096},
+    }
+    listed = {note.path: note.reason for note in resolve(source).no_effect}
+    assert set(listed) == {
+        "zero_allow_untested_optimizer",
+        "fp16",
+        "zero_optimization.contiguous_gradients",
+        "zero_optimization.stage3_max_live_parameters",
+        "zero_optimization.offload_optimizer",
+        "aio",
+    }
+    assert listed["zero_optimization.stage3_max_live_parameters"] == "it belongs to stage 3, and the stage is 2"
+    assert all(listed.values())
+
+
+def test_warnings_for_what_is_probably_not_meant() -> None:
+    warnings = resolve(
+        {
+            "train_batch_size": 1,
+            "vocabulary_size": 50257,
+            "scheduler": {"type": "WarmupDecayLR", "params": {"total_num_steps": 10, "warmup_num_steps": 20}},
+        }
+    ).warnings
+    assert len(warnings) == 2
+    assert warnings[0].startswith("vocabulary_size: 50257") and "50264" in warnings[0]
+    assert warnings[1].startswith("scheduler.params.total_num_steps: 10")
+
+
+def test_defaults_do_nothing_unasked() -> None:
+    config = resolve({"train_batch_size": 1}).config
+    assert config.gradient_clipping == 0
+    assert config.bf16.check_grad_overflow is False
+    assert config.steps_per_print is None
+    assert config.comms_logger.enabled is False
+    offloads = resolve(
+        {"train_batch_size": 1, "zero_optimization": {"offload_param": {}, "offload_optimizer": {}}}
+    ).config.zero_optimization
+    for offload in (offloads.offload_param, offloads.offload_optimizer):
+        assert offload is not None and offload.device == "none" and offload.pin_memory is False
+    assert not resolve({"train_batch_size": 1, "comms_logger": {"verbose": True}}).config.comms_logger.enabled
+
+
+EFFECTIVE = [
+    {"train_batch_size": 8},
+    {"train_micro_batch_size_per_gpu": 2, "zero_optimization": {"stage": 3, "cpu_offload": False}},
+    {
+        "train_batch_size": 8,
+        "steps_per_print": math.inf,
+        "bfloat16": {"enabled": True},
+        "amp": {"enabled": False, "x": 1},
+    },
+    {"train_batch_size": 8, "optimizer": {"type": "sgd", "params": {"lr": 0.1}}, "aio": {"thread_count": 3}},
+]
+
+
+@pytest.mark.parametrize("source", EFFECTIVE)
+def test_effective_values_are_json_and_resolve_to_themselves(source: dict[str, Any]) -> None:
+    first = resolve(source)
+    saved = json.dumps(effective(first), allow_nan=False)
+    second = resolve(saved)
+    assert effective(second) == effective(first)
+    assert not second.warnings
+
+
+def test_describe_lists_given_and_chosen_values() -> None:
+    rows = {row.path: row for row in describe(resolve(TRAINER, world_size=8, facts=FACTS))}
+    assert rows["train_batch_size"].source == "auto"
+    assert rows["zero_optimization.stage"][1:4] == (3, 0, "given")
+    assert rows["optimizer.params.lr"][1:] == (3e-4, None, "auto", "the caller's lr")
+    assert rows["gradient_clipping"][1:3] == (0.5, 0.0)
+    assert "wandb.enabled" not in rows
+    derived = {row.path: row.source for row in describe(resolve({"train_batch_size": 4, "allgather_size": 9}))}
+    assert derived == {
+        "train_batch_size": "given",
+        "train_micro_batch_size_per_gpu": "derived",
+        "gradient_accumulation_steps": "derived",
+        "zero_optimization.allgather_bucket_size": "forwarded",
+        "zero_optimization.overlap_comm": "derived",
+    }
+
+
+def test_assignment_is_validated() -> None:
+    config = resolve({"train_batch_size": 4}).config
+    config.gradient_accumulation_steps = 2
+    with pytest.raises(ValueError):
+        config.gradient_accumulation_steps = 0
+    with pytest.raises(ValueError):
+        config.gradient_accumulation_stepss = 1  # type: ignore[attr-defined]
+    assert config.gradient_accumulation_steps == 2

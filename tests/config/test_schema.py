@@ -1,0 +1,199 @@
+"""The schema itself: complete, described, strict, exported, and free of heavy imports."""
+
+from __future__ import annotations
+
+import subprocess
+import sys
+from typing import Any
+
+import pytest
+from pydantic import ValidationError
+
+from shardwise.config import Config, json_schema, resolve
+from shardwise.config.auto import RULES
+from shardwise.config.built import UNBUILT, value_at
+from shardwise.config.schema import Section
+from shardwise.config.tree import RETIRED, expected, keys_of, lookup, takes_any_key, walk
+from shardwise.errors import ConfigError, NotBuiltError
+
+FREE_FORM = {"amp", "datastates_ckpt"}
+
+
+def test_every_key_has_a_description_and_a_default() -> None:
+    for path, key in walk():
+        assert key.field.description and key.field.description.rstrip()[-1] in ".!?", path
+        assert not key.field.is_required(), path
+
+
+def test_every_section_forbids_unknown_keys_and_has_a_docstring() -> None:
+    for path, key in walk():
+        if key.child is None:
+            continue
+        assert key.child.__doc__ != Section.__doc__, path
+        assert takes_any_key(key.child) == (path[0] in FREE_FORM), path
+        if not takes_any_key(key.child):
+            with pytest.raises(ValidationError, match="extra_forbidden"):
+                key.child.model_validate({"no_such_key": 1})
+
+
+def test_no_spelling_stands_for_two_keys() -> None:
+    for section in {key.owner for _, key in walk()}:
+        spellings = [
+            spelling for name, key in keys_of(section).items() if name == key.name for spelling in key.spellings
+        ]
+        assert len(spellings) == len(set(spellings)), section
+
+
+def test_replacements_of_deprecated_keys_exist() -> None:
+    deprecated = [key for _, key in walk() if key.replacement]
+    assert len(deprecated) == 6
+    for key in deprecated:
+        assert not lookup(key.replacement).replacement
+
+
+def test_tables_name_existing_keys() -> None:
+    config = Config()
+    for entry in UNBUILT:
+        assert lookup(entry.path)
+        assert not entry.asks(value_at(config, entry.path)), f"the default of {entry.path} asks for something"
+    for path in RULES:
+        assert lookup(path)
+    for path in RETIRED:
+        with pytest.raises(KeyError):
+            lookup(path)
+
+
+ASKING: dict[str, Any] = {
+    "managed_gradient_accumulation": False,
+    "sequence_parallel_size": 2,
+    "compression.type": "powerSGD",
+    "zero_optimization.offload_param": {"device": "cpu"},
+    "zero_optimization.offload_optimizer": {"device": "nvme"},
+    "zero_optimization.zenflow": {},
+    "zero_optimization.zero_hpz_partition_size": 8,
+    "zero_optimization.zeropp_loco_param": {},
+    "zero_optimization.mics_shard_size": 2,
+    "zero_optimization.override_module_apply": False,
+    "activation_checkpointing": {"cpu_checkpointing": True},
+    "sparse_attention": {},
+    "pipeline.stages": 2,
+    "pipeline.activation_checkpoint_interval": 1,
+    "tensor_parallel": {"autotp_size": 2},
+    "log_level": "debug",
+    "timers": {"throughput": {"enabled": False}},
+    "checkpoint.writer": {},
+    "datastates_ckpt": {},
+    "weight_quantization": {},
+    "compile": {"deepcompile": True},
+}
+
+
+@pytest.mark.parametrize("path", [entry.path for entry in UNBUILT])
+def test_asking_for_what_is_not_built_is_refused(path: str) -> None:
+    source: dict[str, Any] = {"train_batch_size": 1}
+    place = source
+    *parents, last = path.split(".")
+    for name in parents:
+        place = place.setdefault(name, {})
+    place[last] = ASKING.get(path, True)
+    with pytest.raises(ConfigError) as caught:
+        resolve(source)
+    assert path in {problem.path for problem in caught.value.problems if problem.error is NotBuiltError}
+
+
+@pytest.mark.parametrize(
+    "name",
+    ["Lamb", "lion", "OneBitAdam", "ZeroOneAdam", "OneBitLamb", "MuAdam", "muadamw", "MuSGD", "muon"],
+)
+def test_optimizers_that_are_not_built(name: str) -> None:
+    with pytest.raises(NotBuiltError, match=name):
+        resolve({"train_batch_size": 1, "optimizer": {"type": name, "params": {"lr": 1, "freeze_step": 3}}})
+
+
+@pytest.mark.parametrize("name", ["LRRangeTest", "OneCycle"])
+def test_schedules_that_are_not_built(name: str) -> None:
+    with pytest.raises(NotBuiltError, match=name):
+        resolve({"train_batch_size": 1, "scheduler": {"type": name, "params": {"cycle_min_lr": 0.1}}})
+
+
+@pytest.mark.parametrize("option", ["bias_correction", "fp32_optimizer_states"])
+def test_options_of_adam_that_are_not_built(option: str) -> None:
+    source = {"train_batch_size": 1, "optimizer": {"type": "Adam", "params": {option: False}}}
+    with pytest.raises(NotBuiltError, match=option):
+        resolve(source)
+    source["optimizer"]["params"][option] = True  # type: ignore[index]
+    assert resolve(source).config.optimizer.params == {option: True}
+
+
+def test_expected_values_in_words() -> None:
+    assert expected(lookup("train_batch_size")) == "an integer > 0 or null"
+    assert expected(lookup("zero_optimization.stage")) == "one of 0, 1, 2, 3"
+    assert expected(lookup("zero_optimization.offload_optimizer.ratio")) == "a number >= 0 and <= 1"
+    assert expected(lookup("zero_optimization.offload_param")) == "an object {...} or null"
+    assert expected(lookup("optimizer.params")) == "an object {...}"
+    assert expected(lookup("expert_parallel.top_k")) == '"auto" or an integer'
+    assert expected(lookup("elasticity.micro_batch_sizes")) == "a list of integers"
+    assert expected(lookup("autotuning.results_dir")) == "a string that is not empty or null"
+    assert expected(lookup("steps_per_print")) == "an integer >= 0 or infinity or null"
+
+
+EDITOR_ACCEPTS: list[dict[str, Any]] = [
+    {"$schema": "x.json", "train_batch_size": "auto", "fp16": None, "bfloat16": {"enabled": "auto"}},
+    {"zero_optimization": True, "allgather_size": 5e8},
+    {"zero_optimization": {"stage": 3, "prefetch_bucket_size": 5e7, "cpu_offload": True}},
+    {
+        "optimizer": {"type": "AdamW", "params": {"lr": "auto", "anything": 1}},
+        "amp": {"enabled": True, "opt_level": "O1"},
+    },
+    {"checkpoint": {"tag_validation": "WARN"}, "pipeline": {"stages": "auto"}, "steps_per_print": 10},
+]
+EDITOR_REFUSES: list[dict[str, Any]] = [
+    {"train_batch_size": 0},
+    {"train_batch_sise": 8},
+    {"zero_optimization": {"stagee": 1}},
+    {"zero_optimization": {"stage": 4}},
+    {"zero_optimization": {"prefetch_bucket_size": -1}},
+    {"fp16": {"enabled": "yes"}},
+    {"steps_per_print": 2.5},
+    {"tensor_parallel": {"partition_config": {"layer_specs": [{"pattern": []}]}}},
+]
+
+
+def test_json_schema_is_one() -> None:
+    schema = json_schema()
+    assert schema["$schema"].endswith("2020-12/schema")
+    assert schema["additionalProperties"] is False
+    assert schema["properties"]["allgather_size"]["deprecated"] is True
+    assert json_schema() is not schema and json_schema() == schema
+
+
+def test_json_schema_judges_as_the_reader_does() -> None:
+    jsonschema = pytest.importorskip("jsonschema")
+    schema = json_schema()
+    jsonschema.Draft202012Validator.check_schema(schema)
+    validator = jsonschema.Draft202012Validator(schema)
+    for config in EDITOR_ACCEPTS:
+        assert not list(validator.iter_errors(config)), config
+    for config in EDITOR_REFUSES:
+        assert list(validator.iter_errors(config)), config
+        with pytest.raises(ConfigError):
+            resolve({"train_batch_size": 8, **config})
+
+
+def test_json_schema_knows_every_spelling() -> None:
+    schema = json_schema()
+    for section in {key.owner for _, key in walk()}:
+        target = schema if section is Config else schema["$defs"][section.__name__]
+        known = set(target["properties"]) - {"$schema"}
+        assert known == set(keys_of(section)), section
+
+
+def test_import_is_light_and_does_not_import_torch() -> None:
+    code = (
+        "import sys, shardwise.config as c; "
+        "c.resolve({'train_batch_size': 8, 'optimizer': {'type': 'AdamW', 'params': {'lr': 1e-3}}, "
+        "'scheduler': {'type': 'WarmupLR', 'params': {'warmup_max_lr': 'auto'}}}); c.json_schema(); "
+        "print(sorted(m for m in ('torch', 'rich', 'typer', 'transformers', 'hjson') if m in sys.modules))"
+    )
+    run = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, check=True)
+    assert run.stdout.strip() == "[]"
