@@ -1,0 +1,10 @@
+"""Checkpoints on disk: written whole or not at all, read by name and range, without pickle.
+
+`engine.save_checkpoint` and `engine.load_checkpoint` are what training scripts use. The names here look at a
+checkpoint without an engine.
+"""
+
+from shardwise.checkpoint.manifest import Manifest, Slice, StoredTensor
+from shardwise.checkpoint.reader import Checkpoint, verify
+
+__all__ = ["Checkpoint", "Manifest", "Slice", "StoredTensor", "verify"]

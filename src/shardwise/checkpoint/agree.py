@@ -1,0 +1,85 @@
+"""Agreement of ranks on small facts: what each has to say, and whether all have succeeded.
+
+Saving and loading are joint actions, and any rank's part may fail (a full disk, a damaged file). If the failing rank
+simply raised, the others would wait for it for ever. So each phase ends with an exchange of outcomes, after
+which all ranks go on or all raise, each naming the rank that failed and why.
+"""
+
+from __future__ import annotations
+
+import json
+from collections.abc import Iterator
+from contextlib import contextmanager
+from typing import Any
+
+import torch
+
+from shardwise.comm.communicator import Communicator
+from shardwise.errors import CheckpointError, ShardwiseError
+
+_LABEL = "checkpoint"
+
+
+def exchange(comm: Communicator, device: torch.device, value: Any) -> list[Any]:
+    """Return the JSON values that all ranks have passed, in rank order (two small collectives)."""
+    if comm.world == 1:
+        return [value]
+    own = torch.frombuffer(bytearray(json.dumps(value).encode()), dtype=torch.uint8).to(device)
+    lengths = torch.zeros(comm.world, dtype=torch.int64, device=device)
+    lengths[comm.rank] = own.numel()
+    comm.all_reduce(lengths, _LABEL).wait()
+    sizes = [int(size) for size in lengths.tolist()]
+    width = max(sizes)
+    everything = torch.zeros(comm.world * width, dtype=torch.uint8, device=device)
+    mine = everything[comm.rank * width : (comm.rank + 1) * width]
+    mine[: own.numel()] = own
+    comm.all_gather([(everything, mine)], _LABEL, kind="explicit").wait()
+    rows = everything.cpu().view(comm.world, width)
+    return [json.loads(bytes(row[:size].tolist())) for row, size in zip(rows, sizes, strict=True)]
+
+
+class Phase:
+    """One phase of a joint action; see `phase`."""
+
+    def __init__(self) -> None:
+        self.said: Any = None
+        self.heard: list[Any] = []
+
+
+@contextmanager
+def phase(comm: Communicator, device: torch.device, what: str) -> Iterator[Phase]:
+    """Run this rank's part of a joint action; afterwards all ranks have succeeded, or all raise.
+
+    What a rank puts into `said` (JSON) is in `heard` of all ranks, in rank order, after the block.
+
+    Args:
+        comm: the ranks.
+        device: where the backend wants its tensors.
+        what: the action in words, for messages: "saving checkpoint 'a'".
+
+    Raises:
+        ShardwiseError: this rank's own error; on a rank that had none, a CheckpointError that names the one that had.
+    """
+    this = Phase()
+    failure: Exception | None = None
+    try:
+        yield this
+    except Exception as error:
+        failure = error
+    told = None if failure is None else f"{type(failure).__name__}: {failure}"
+    outcomes = exchange(comm, device, {"error": told, "said": this.said})
+    if failure is not None:
+        if isinstance(failure, ShardwiseError):
+            raise failure
+        raise CheckpointError(f"{what}: {_in_words(failure)}") from failure
+    for rank, outcome in enumerate(outcomes):
+        if outcome["error"] is not None:
+            raise CheckpointError(f"{what}: failed on rank {rank}: {outcome['error']}")
+    this.heard = [outcome["said"] for outcome in outcomes]
+
+
+def _in_words(error: Exception) -> str:
+    if isinstance(error, OSError) and error.strerror:
+        place = f"{error.filename}: " if error.filename else ""
+        return f"{place}{error.strerror} (errno {error.errno})"
+    return f"{type(error).__name__}: {error}"

@@ -1,0 +1,185 @@
+"""Nested Python values as JSON, and back without loss.
+
+Checkpoints hold no pickle: what JSON cannot say by itself is written as an object with one key that begins with
+`$` (a tuple, a dictionary with numbers as keys, a number that is not finite), and tensors are put aside and
+referred to. Reading gives equal values of the same types and cannot run code. Anything else is refused by name
+before a byte is written, not changed in silence.
+"""
+
+from __future__ import annotations
+
+import base64
+import binascii
+import collections
+import math
+from collections.abc import Callable
+from typing import Any
+
+import torch
+
+from shardwise.errors import CheckpointError
+
+PutAside = Callable[[str, torch.Tensor], Any]
+"""Takes the path of a tensor inside the value and the tensor; returns the JSON reference to write."""
+
+Fetch = Callable[[Any], torch.Tensor]
+"""Takes a reference as `PutAside` returned it; returns the tensor."""
+
+_DEEPEST = 100
+_SCALARS = {
+    str(dtype).removeprefix("torch."): dtype
+    for dtype in (
+        torch.bool,
+        torch.uint8,
+        torch.int8,
+        torch.int16,
+        torch.int32,
+        torch.int64,
+        torch.float16,
+        torch.bfloat16,
+        torch.float32,
+        torch.float64,
+    )
+}
+_MAPPINGS: dict[type, str] = {
+    dict: "$dict",
+    collections.OrderedDict: "$ordered",
+    collections.Counter: "$counter",
+}
+_KEYS = (str, int, float, bool, type(None), tuple)
+
+
+def encode(value: Any, path: str, put_aside: PutAside) -> Any:
+    """Return JSON for a nested value.
+
+    Args:
+        value: None, bool, int, float, str, bytes, tensors, numpy arrays and numbers, and lists, tuples, dict,
+            OrderedDict and Counter of these. Subclasses count as other types.
+        path: how messages call the value, as in `client_state`.
+        put_aside: called for every tensor that is not a single number.
+
+    Raises:
+        CheckpointError: something of another type is inside; the message names its path.
+
+    >>> encode({"best": float("inf"), "shape": (2, 3)}, "client_state", lambda path, tensor: path)
+    {'best': {'$float': 'inf'}, 'shape': {'$tuple': [2, 3]}}
+    """
+    return _encode(value, path, put_aside, 0)
+
+
+def _encode(value: Any, path: str, put_aside: PutAside, depth: int) -> Any:
+    if depth > _DEEPEST:
+        raise CheckpointError(f"{path}: nested more than {_DEEPEST} deep; does it contain itself?")
+    kind = type(value)
+    if value is None or kind in (bool, int, str):
+        return value
+    if kind is float:
+        return value if math.isfinite(value) else {"$float": repr(value)}
+    if kind is bytes:
+        return {"$bytes": base64.b64encode(value).decode()}
+    if kind in (list, tuple):
+        items = [_encode(item, f"{path}[{i}]", put_aside, depth + 1) for i, item in enumerate(value)]
+        return items if kind is list else {"$tuple": items}
+    if kind in _MAPPINGS:
+        return _encode_mapping(value, path, put_aside, depth)
+    if isinstance(value, torch.Tensor):
+        return _encode_tensor(value, path, put_aside)
+    return _encode_numpy(value, path, put_aside)
+
+
+def _encode_mapping(value: dict[Any, Any], path: str, put_aside: PutAside, depth: int) -> Any:
+    kind = type(value)
+    for key in value:
+        if type(key) not in _KEYS:
+            raise CheckpointError(
+                f"{path}: a key of type {type(key).__name__} ({key!r}) cannot be saved; use str, int, float, bool, "
+                "None or a tuple of these"
+            )
+    if kind is dict and all(type(key) is str and not key.startswith("$") for key in value):
+        return {k: _encode(v, f"{path}[{k!r}]", put_aside, depth + 1) for k, v in value.items()}
+    pairs = [
+        [_encode(k, f"{path}: key {k!r}", put_aside, depth + 1), _encode(v, f"{path}[{k!r}]", put_aside, depth + 1)]
+        for k, v in value.items()
+    ]
+    return {_MAPPINGS[kind]: pairs}
+
+
+def _encode_tensor(value: torch.Tensor, path: str, put_aside: PutAside) -> Any:
+    if type(value) not in (torch.Tensor, torch.nn.Parameter):
+        raise CheckpointError(
+            f"{path}: a tensor of class {type(value).__name__} cannot be saved here; pass a plain torch.Tensor"
+        )
+    if value.layout is not torch.strided or value.is_quantized or value.is_meta:
+        raise CheckpointError(
+            f"{path}: a sparse, quantized or meta tensor cannot be saved; pass a dense one with values"
+        )
+    name = str(value.dtype).removeprefix("torch.")
+    if value.dim() == 0 and name in _SCALARS:
+        return {"$scalar": [name, _encode(value.item(), path, put_aside, 0)]}
+    return {"$tensor": put_aside(path, value.detach())}
+
+
+def _encode_numpy(value: Any, path: str, put_aside: PutAside) -> Any:
+    import numpy
+
+    if isinstance(value, numpy.generic) and value.dtype.kind in "biuf":
+        return {"$numpy_scalar": [value.dtype.str, _encode(value.item(), path, put_aside, 0)]}
+    if type(value) is numpy.ndarray:
+        try:
+            return {"$numpy": put_aside(path, torch.from_numpy(numpy.ascontiguousarray(value)).view(value.shape))}
+        except (TypeError, ValueError) as error:
+            raise CheckpointError(f"{path}: a numpy array of dtype {value.dtype} cannot be saved: {error}") from None
+    raise CheckpointError(
+        f"{path}: {type(value).__module__}.{type(value).__qualname__} cannot be saved; checkpoints hold None, bool, "
+        "int, float, str, bytes, tensors, numpy arrays, and lists, tuples and plain dictionaries of these. Convert "
+        "it (dict(x), vars(x), sorted(x), ...) or leave it out"
+    )
+
+
+def decode(value: Any, fetch: Fetch) -> Any:
+    """Return the value that `encode` was given.
+
+    Args:
+        value: JSON as `encode` returned it.
+        fetch: called for every tensor that was put aside.
+
+    Raises:
+        CheckpointError: the JSON was not made by `encode`.
+
+    >>> decode({"best": {"$float": "inf"}, "shape": {"$tuple": [2, 3]}}, torch.tensor)
+    {'best': inf, 'shape': (2, 3)}
+    """
+    if isinstance(value, list):
+        return [decode(item, fetch) for item in value]
+    if not isinstance(value, dict):
+        return value
+    tag = next(iter(value), "")
+    if not tag.startswith("$"):
+        return {key: decode(item, fetch) for key, item in value.items()}
+    try:
+        return _decode_tagged(tag, value[tag], fetch)
+    except (TypeError, ValueError, KeyError, binascii.Error) as error:
+        raise CheckpointError(f"the value {value!r:.200} is not as written: {error}") from error
+
+
+def _decode_tagged(tag: str, content: Any, fetch: Fetch) -> Any:
+    if tag == "$float":
+        return float(content)
+    if tag == "$tuple":
+        return tuple(decode(item, fetch) for item in content)
+    if tag == "$bytes":
+        return base64.b64decode(content, validate=True)
+    if tag == "$tensor":
+        return fetch(content)
+    if tag == "$numpy":
+        return fetch(content).numpy()
+    if tag == "$scalar":
+        return torch.tensor(decode(content[1], fetch), dtype=_SCALARS[content[0]])
+    if tag == "$numpy_scalar":
+        import numpy
+
+        return numpy.dtype(content[0]).type(decode(content[1], fetch))
+    for kind, name in _MAPPINGS.items():
+        if tag == name:
+            return kind({decode(k, fetch): decode(v, fetch) for k, v in content})
+    raise ValueError(f"{tag} is not known to this version")

@@ -1,0 +1,224 @@
+"""What one rank writes: its runs of every tensor, and the facts that the manifest will need.
+
+Each rank contributes what `saved_ranges` gives it, whatever the stage; values that are replicated are divided up,
+so that files are equally large and no byte is written twice.
+"""
+
+from __future__ import annotations
+
+import hashlib
+from collections.abc import Iterator
+from dataclasses import asdict, dataclass, field
+from typing import Any
+
+import torch
+from torch import nn
+
+from shardwise.checkpoint import codec
+from shardwise.checkpoint.manifest import BUFFER, OPTIMIZER, PARAMETER, Slice, StoredTensor, name_of
+from shardwise.checkpoint.protocols import Run, ShardedModel
+from shardwise.checkpoint.tensorfile import bytes_of
+from shardwise.registry import LogicalTensor
+
+
+@dataclass
+class TrainingState:
+    """What is saved besides tensors of the model and the optimizer, as plain Python values.
+
+    Attributes:
+        client: the user's own state (rank 0's is saved).
+        rank: this rank's own: random number generators, place in the data.
+        scheduler: state of the schedule.
+        scaler: state of the loss scaler.
+        counters: steps and samples.
+    """
+
+    client: Any = field(default_factory=dict)
+    rank: dict[str, Any] = field(default_factory=dict)
+    scheduler: Any = None
+    scaler: Any = None
+    counters: dict[str, int] = field(default_factory=dict)
+
+
+class Part:
+    """One rank's part of a checkpoint: tensors for its file, and JSON for the manifest.
+
+    Args:
+        file: name of the rank's file.
+    """
+
+    def __init__(self, file: str) -> None:
+        self.file = file
+        self.tensors: dict[str, torch.Tensor] = {}
+        self.stored: list[StoredTensor] = []
+        self.values: dict[str, dict[str, Any]] = {}
+        self.trees: dict[str, Any] = {}
+
+    def to_json(self) -> dict[str, Any]:
+        """Return what rank 0 needs of this part."""
+        return {"stored": [asdict(tensor) for tensor in self.stored], "values": self.values, "trees": self.trees}
+
+    def put(self, key: str, tensor: torch.Tensor) -> str:
+        """Add a tensor to the file under a key of its own; returns the key."""
+        unique, count = key, 1
+        while unique in self.tensors:
+            count += 1
+            unique = f"{key}#{count}"
+        self.tensors[unique] = tensor
+        return unique
+
+    def put_aside(self, path: str, tensor: torch.Tensor) -> dict[str, str]:
+        """Store a tensor of a tree (`shardwise.checkpoint.codec.PutAside`)."""
+        return {"file": self.file, "key": self.put(path, tensor.contiguous())}
+
+    def add_runs(self, tensor: StoredTensor, runs: list[Run]) -> None:
+        """Store runs of a logical tensor."""
+        slices = []
+        for start, stop, view in runs:
+            key = self.put(f"{tensor.kind}/{tensor.name}[{start}:{stop}]", view)
+            slices.append(Slice(self.file, key, start, stop))
+        self.stored.append(StoredTensor(**{**vars(tensor), "slices": tuple(slices)}))
+
+    def add_whole(self, tensor: StoredTensor, values: torch.Tensor) -> None:
+        """Store a logical tensor as a whole, in its own shape."""
+        name = tensor.name if tensor.rank is None else f"{tensor.name}@{tensor.rank}"
+        key = self.put(f"{tensor.kind}/{name}", values.detach().contiguous())
+        slices = (Slice(self.file, key, 0, tensor.numel),)
+        self.stored.append(StoredTensor(**{**vars(tensor), "slices": slices}))
+
+
+def collect(model: ShardedModel, file: str, state: TrainingState, excluded: frozenset[int]) -> Part:
+    """Gather what this rank writes. Tensors are views of live memory: nothing is copied.
+
+    Args:
+        model: the sharded model.
+        file: name of this rank's file.
+        state: everything else that is saved.
+        excluded: indices of parameters to leave out.
+
+    Raises:
+        CheckpointError: something cannot be saved; the message names it.
+    """
+    part = Part(file)
+    values, ranges = model.value_runs(), model.saved_ranges()
+    for tensor in model.registry:
+        if tensor.index in excluded:
+            continue
+        own = ranges.get(tensor.index, [])
+        runs = _within(values.get(tensor.index, []), own)
+        if runs:
+            part.add_runs(_described(tensor, runs[0][2].dtype), runs)
+        elif tensor.numel == 0 and model.comm.rank == 0:
+            part.add_runs(_described(tensor, tensor.dtype), [])
+        if own and model.update is not None:
+            _add_optimizer_state(part, model, tensor, own)
+    part.trees["rank"] = codec.encode(state.rank, "state of the rank", part.put_aside)
+    if model.comm.rank == 0:
+        _add_common(part, model, state)
+    return part
+
+
+def _described(tensor: LogicalTensor, dtype: torch.dtype) -> StoredTensor:
+    return StoredTensor(
+        tensor.name,
+        PARAMETER,
+        tensor.shape,
+        name_of(dtype),
+        (),
+        tensor.aliases,
+        tensor.trainable,
+        tensor.group,
+        name_of(tensor.dtype),
+    )
+
+
+def _within(runs: list[Run], ranges: list[tuple[int, int]]) -> list[Run]:
+    """Cut runs to some ranges."""
+    found = []
+    for start, stop, view in runs:
+        for low, high in ranges:
+            first, last = max(start, low), min(stop, high)
+            if first < last:
+                found.append((first, last, view[first - start : last - start]))
+    return found
+
+
+def _add_optimizer_state(part: Part, model: ShardedModel, tensor: LogicalTensor, own: list[tuple[int, int]]) -> None:
+    assert model.update is not None
+    # What cannot be cut is saved by the rank that has the parameter's first element.
+    first = own[0][0] == 0
+    for key, value in model.update.state(tensor.index).items():
+        kind = OPTIMIZER + key
+        number = isinstance(value, torch.Tensor) and value.dim() == 0
+        runs = [] if number else model.update.state_pieces(tensor.index, key)
+        if runs:
+            described = StoredTensor(tensor.name, kind, tensor.shape, name_of(value.dtype), ())
+            part.add_runs(described, _within(runs, own))
+        elif first and isinstance(value, torch.Tensor) and not number:
+            part.add_whole(StoredTensor(tensor.name, kind, tuple(value.shape), name_of(value.dtype), ()), value)
+        elif first:
+            path = f"optimizer state {key!r} of {tensor.name!r}"
+            part.values.setdefault(tensor.name, {})[key] = codec.encode(value, path, part.put_aside)
+
+
+def _add_common(part: Part, model: ShardedModel, state: TrainingState) -> None:
+    """Add what is the same on all ranks."""
+    trees = part.trees
+    trees["client"] = codec.encode(state.client, "client_state", part.put_aside)
+    trees["scheduler"] = codec.encode(state.scheduler, "state of the learning-rate schedule", part.put_aside)
+    trees["counters"] = state.counters
+    trees["scaler"] = codec.encode(state.scaler, "state of the loss scaler", part.put_aside)
+    trees["extra"] = {
+        name: codec.encode(module.get_extra_state(), f"extra state of module {name!r}", part.put_aside)
+        for name, module in extra_states(model.module)
+    }
+    groups = [] if model.optimizer is None else model.optimizer.param_groups
+    trees["groups"] = [
+        codec.encode(
+            {name: value for name, value in group.items() if name != "params"},
+            f"optimizer.param_groups[{number}]",
+            part.put_aside,
+        )
+        for number, group in enumerate(groups)
+    ]
+
+
+def buffer_digests(model: ShardedModel) -> dict[str, str]:
+    """Return what tells the values of the module's buffers from those on other ranks."""
+    return {name: _digest(buffer) for name, buffer in buffers(model.module)}
+
+
+def add_buffers(part: Part, model: ShardedModel, digests: list[dict[str, str]]) -> None:
+    """Add the module's buffers: rank 0's, and other ranks' where they differ.
+
+    Args:
+        part: what this rank writes.
+        model: the sharded model.
+        digests: `buffer_digests` of all ranks.
+    """
+    rank = model.comm.rank
+    for name, buffer in buffers(model.module):
+        if rank == 0 or digests[0].get(name) != digests[rank][name]:
+            shape, dtype = tuple(buffer.shape), name_of(buffer.dtype)
+            part.add_whole(StoredTensor(name, BUFFER, shape, dtype, (), rank=rank or None), buffer)
+
+
+def _digest(tensor: torch.Tensor) -> str:
+    return hashlib.blake2b(bytes_of(tensor.detach().cpu().contiguous()), digest_size=16).hexdigest()
+
+
+def buffers(module: nn.Module) -> Iterator[tuple[str, torch.Tensor]]:
+    """Yield the persistent buffers of a module by name; one that is shared is yielded once."""
+    seen: set[int] = set()
+    for prefix, child in module.named_modules():
+        for key, buffer in child._buffers.items():
+            if buffer is not None and key not in child._non_persistent_buffers_set and id(buffer) not in seen:
+                seen.add(id(buffer))
+                yield (f"{prefix}.{key}" if prefix else key), buffer
+
+
+def extra_states(module: nn.Module) -> Iterator[tuple[str, nn.Module]]:
+    """Yield the modules that define `get_extra_state`, by name."""
+    for name, child in module.named_modules():
+        if type(child).get_extra_state is not nn.Module.get_extra_state:
+            yield name, child

@@ -1,0 +1,218 @@
+"""Directories of checkpoints: a checkpoint appears whole or not at all, and `latest` always names a whole one.
+
+New files are written into a hidden directory next to the target, flushed to disk, and published by one rename.
+Where a checkpoint of that tag exists, the new data files (whose names are unique) are moved in beside the old ones and
+then the manifest is replaced by one rename: at every moment the manifest that is there belongs to complete files.
+The process that writes holds a lock, so that directories left behind by killed ones can be told and removed.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import errno
+import fcntl
+import os
+import re
+import secrets
+import shutil
+from typing import Any
+
+from shardwise.checkpoint import manifest as manifests
+from shardwise.errors import CheckpointError, CheckpointPathError
+
+LATEST = "latest"
+DATA = re.compile(r"rank\d+of\d+-[0-9a-f]{8}\.safetensors")
+_PARTIAL = ".partial"
+_TAG = re.compile(r"[^/\\\x00-\x1f\x7f]{1,200}")
+
+
+def check_tag(tag: Any) -> str:
+    """Return the tag as a string that can name a directory.
+
+    Raises:
+        CheckpointPathError: it cannot.
+    """
+    text = str(tag)
+    if _TAG.fullmatch(text) is None or text.startswith(".") or text == LATEST or text != text.strip():
+        raise CheckpointPathError(
+            f"checkpoint tag {text!r}: a tag names a directory, so it must be 1 to 200 characters without slashes, "
+            f"control characters, or space around it, and neither begin with a dot nor be {LATEST!r}; for example "
+            "'global_step100'"
+        )
+    return text
+
+
+def check_directory(path: Any, argument: str) -> str:
+    """Return a path as a string.
+
+    Raises:
+        CheckpointPathError: it is empty, not a path, or a file.
+    """
+    try:
+        text = os.fspath(path)
+    except TypeError:
+        text = ""
+    if not isinstance(text, str) or not text:
+        raise CheckpointPathError(f"{argument}: expected the path of a directory, found {path!r}")
+    if os.path.exists(text) and not os.path.isdir(text):
+        raise CheckpointPathError(f"{argument}: {text} is a file; give a directory")
+    return text
+
+
+class Draft:
+    """A checkpoint that is being written (made by rank 0; other ranks write files into `path`).
+
+    Args:
+        parent: directory that will hold the checkpoint; created if needed.
+        tag: its name.
+
+    Raises:
+        OSError: the directory cannot be made.
+    """
+
+    def __init__(self, parent: str, tag: str) -> None:
+        self.parent = parent
+        self.target = os.path.join(parent, tag)
+        self.token = secrets.token_hex(4)
+        os.makedirs(parent, exist_ok=True)
+        remove_leftovers(parent)
+        self.path = os.path.join(parent, f".{tag}.{self.token}{_PARTIAL}")
+        os.mkdir(self.path)
+        self._lock = _lock(self.path)
+        self._moved: list[str] = []
+
+    def publish(self) -> None:
+        """Make the checkpoint appear under its tag; the manifest is in `path` already.
+
+        Raises:
+            OSError: it could not be done; what was there before is still there.
+        """
+        sync_directory(self.path)
+        if not os.path.lexists(self.target):
+            os.rename(self.path, self.target)
+        else:
+            self._replace()
+        sync_directory(self.parent)
+        self._unlock()
+
+    def _replace(self) -> None:
+        if not os.path.isdir(self.target):
+            raise NotADirectoryError(errno.ENOTDIR, os.strerror(errno.ENOTDIR), self.target)
+        old = {name for name in os.listdir(self.target) if DATA.fullmatch(name)}
+        for name in sorted(os.listdir(self.path)):
+            if name != manifests.NAME:
+                self._moved.append(os.path.join(self.target, name))
+                os.rename(os.path.join(self.path, name), self._moved[-1])
+        sync_directory(self.target)
+        os.replace(os.path.join(self.path, manifests.NAME), os.path.join(self.target, manifests.NAME))
+        self._moved = []
+        sync_directory(self.target)
+        # The new checkpoint stands; old files that cannot be removed now go with the next one of this tag.
+        with contextlib.suppress(OSError):
+            for name in old:
+                os.unlink(os.path.join(self.target, name))
+            os.rmdir(self.path)
+
+    def discard(self) -> None:
+        """Remove everything that has been written of this checkpoint."""
+        for path in self._moved:
+            with contextlib.suppress(OSError):
+                os.unlink(path)
+        shutil.rmtree(self.path, ignore_errors=True)
+        self._unlock()
+
+    def _unlock(self) -> None:
+        if self._lock is not None:
+            os.close(self._lock)
+            self._lock = None
+
+
+def _lock(path: str) -> int | None:
+    """Hold a lock on a directory until the descriptor is closed or the process ends; None if it cannot be had."""
+    descriptor = os.open(path, os.O_RDONLY | os.O_DIRECTORY)
+    try:
+        fcntl.flock(descriptor, fcntl.LOCK_EX | fcntl.LOCK_NB)
+    except OSError:
+        os.close(descriptor)
+        return None
+    return descriptor
+
+
+def remove_leftovers(parent: str) -> None:
+    """Remove drafts whose writers have been killed."""
+    for name in os.listdir(parent):
+        path = os.path.join(parent, name)
+        if name.startswith(f".{LATEST}.") and name.endswith(_PARTIAL):
+            with contextlib.suppress(OSError):
+                os.unlink(path)
+        elif name.startswith(".") and name.endswith(_PARTIAL) and os.path.isdir(path):
+            with contextlib.suppress(OSError):
+                # The lock of a living writer cannot be had; that of a dead one is gone with it.
+                descriptor = _lock(path)
+                if descriptor is not None:
+                    shutil.rmtree(path, ignore_errors=True)
+                    os.close(descriptor)
+
+
+def write_file(path: str, data: bytes) -> None:
+    """Write a small file; it is on disk when this returns."""
+    with open(path, "xb") as file:
+        file.write(data)
+        file.flush()
+        os.fsync(file.fileno())
+
+
+def sync_directory(path: str) -> None:
+    """Bring the names in a directory to disk."""
+    descriptor = os.open(path, os.O_RDONLY | os.O_DIRECTORY)
+    try:
+        os.fsync(descriptor)
+    except OSError as error:
+        if error.errno != errno.EINVAL:  # file systems that cannot do this keep names in order by themselves
+            raise
+    finally:
+        os.close(descriptor)
+
+
+def write_latest(parent: str, tag: str) -> None:
+    """Let `latest` name another checkpoint, in one step."""
+    temporary = os.path.join(parent, f".{LATEST}.{secrets.token_hex(4)}{_PARTIAL}")
+    try:
+        write_file(temporary, tag.encode())
+        os.replace(temporary, os.path.join(parent, LATEST))
+    except OSError:
+        with contextlib.suppress(OSError):
+            os.unlink(temporary)
+        raise
+    sync_directory(parent)
+
+
+def read_latest(parent: str) -> str | None:
+    """Return the tag that `latest` names, or None if there is no such file.
+
+    Raises:
+        CheckpointError: the file cannot be read or does not hold a tag.
+    """
+    path = os.path.join(parent, LATEST)
+    try:
+        with open(path, encoding="utf-8") as file:
+            tag = file.read(1000).strip()
+    except FileNotFoundError:
+        return None
+    except (OSError, UnicodeDecodeError) as error:
+        raise CheckpointError(f"{path}: cannot be read: {error}") from error
+    try:
+        return check_tag(tag)
+    except CheckpointPathError as error:
+        raise CheckpointError(f"{path}: damaged: {error}") from error
+
+
+def other_tags(parent: str) -> list[str]:
+    """Return the names of all directories that may be checkpoints."""
+    with contextlib.suppress(OSError):
+        return sorted(
+            name
+            for name in os.listdir(parent)
+            if not name.startswith(".") and os.path.isfile(os.path.join(parent, name, manifests.NAME))
+        )
+    return []

@@ -1,0 +1,341 @@
+"""The manifest: what a checkpoint holds, by logical tensor, and where the bytes are.
+
+A tensor is described by its name in the model, its global shape, and a list of slices, each a run of the
+flattened tensor that lies under a key of a file. Nothing says which rank, stage or number of ranks it is for;
+`layout` records how it was written for people to read. A loader of any layout therefore reads what it needs by
+name and range.
+
+The file is JSON. Its first line holds a checksum of all that follows, so that a damaged manifest is told from a
+strange one. It is written last: a checkpoint with a valid manifest is complete.
+"""
+
+from __future__ import annotations
+
+import hashlib
+import json
+import math
+import os
+import re
+from collections.abc import Iterable, Mapping, Sequence
+from dataclasses import asdict, dataclass, field
+from typing import Any
+
+import torch
+
+from shardwise.checkpoint.tensorfile import BLOCK, FileFacts
+from shardwise.errors import CheckpointError
+
+FORMAT = 1
+"""Number of the format. It changes when a reader of the old one could misread the new one."""
+
+NAME = "manifest.json"
+KIND = "shardwise.checkpoint"
+
+PARAMETER = "parameter"
+BUFFER = "buffer"
+OPTIMIZER = "optimizer/"
+
+_FIRST_LINE = re.compile(rb'\{"blake2b": "([0-9a-f]{32})",\Z')
+
+
+@dataclass(frozen=True)
+class Slice:
+    """Elements `[start, stop)` of a flattened tensor, stored as the 1-D tensor `key` of `file`.
+
+    Attributes:
+        file: name of a file in the checkpoint's directory.
+        key: tensor in that file; it has the tensor's own shape if the slice is the whole tensor.
+        start: first element.
+        stop: end (exclusive).
+        box: the n-dimensional part of the tensor, as [first, end] for each dimension, in which `start` and
+            `stop` count. None: the whole tensor.
+    """
+
+    file: str
+    key: str
+    start: int
+    stop: int
+    box: tuple[tuple[int, int], ...] | None = None
+
+
+@dataclass(frozen=True)
+class StoredTensor:
+    """One logical tensor of a checkpoint.
+
+    Attributes:
+        name: name of the parameter or buffer in the model.
+        kind: `parameter` (master weights where there are any), `optimizer/<state key>` or `buffer`.
+        shape: global shape. Optimizer state that has the parameter's shape is cut like it; other is whole.
+        dtype: dtype of the stored values, as `float32`.
+        slices: where the values are; together they cover the tensor once.
+        aliases: further names of a tied parameter.
+        trainable: parameters: whether an optimizer stepped it.
+        group: parameters: index of its optimizer parameter group.
+        compute_dtype: parameters: dtype in which the module computed with it.
+        rank: buffers that differed between ranks: the rank whose value this is.
+    """
+
+    name: str
+    kind: str
+    shape: tuple[int, ...]
+    dtype: str
+    slices: tuple[Slice, ...]
+    aliases: tuple[str, ...] = ()
+    trainable: bool | None = None
+    group: int | None = None
+    compute_dtype: str | None = None
+    rank: int | None = None
+
+    @property
+    def numel(self) -> int:
+        """Number of elements."""
+        return math.prod(self.shape)
+
+    @property
+    def torch_dtype(self) -> torch.dtype:
+        """Dtype of the stored values."""
+        return dtype_of(self.dtype)
+
+    def runs(self, start: int, stop: int) -> list[tuple[Slice, int, int]]:
+        """Return (slice, first, end) of the stored runs that make up elements `[start, stop)`.
+
+        Raises:
+            CheckpointError: some elements are not stored, or stored in a way this version cannot read.
+        """
+        found = []
+        place = start
+        for part in self.slices:
+            if part.box is not None:
+                raise CheckpointError(
+                    f"{self.kind} {self.name!r} is stored in n-dimensional boxes, which this version cannot read"
+                )
+            if part.start <= place < part.stop and place < stop:
+                end = min(stop, part.stop)
+                found.append((part, place, end))
+                place = end
+        if place < stop:
+            raise CheckpointError(
+                f"{self.kind} {self.name!r}: elements [{place}, {stop}) of {self.numel} are in no file of the "
+                "checkpoint"
+            )
+        return found
+
+
+@dataclass(frozen=True)
+class Manifest:
+    """Everything a checkpoint holds besides the values of tensors.
+
+    Trees are JSON as `shardwise.checkpoint.codec` makes it; references to tensors in them are
+    {"file": ..., "key": ...}.
+
+    Attributes:
+        tag: name of the checkpoint.
+        created: seconds since 1970.
+        versions: of shardwise, torch and Python.
+        layout: stage, number of ranks and dtype it was written with; for information.
+        config: the effective configuration; for information.
+        files: size and checksums by file name.
+        tensors: every logical tensor.
+        excluded: names of frozen parameters that were left out on request.
+        optimizer: {"class", "groups": [settings of each group], "values": {parameter: {key: value}}}, or None.
+        scheduler: state of the learning-rate schedule (tree), or None.
+        scaler: state of the loss scaler (tree), or None.
+        counters: steps and samples so far.
+        ranks: for each rank a tree with its random number generators and its place in the data.
+        extra: extra state of modules (trees), by name.
+        client: the user's own state (tree).
+    """
+
+    tag: str
+    created: float
+    versions: dict[str, str]
+    layout: dict[str, Any]
+    config: dict[str, Any]
+    files: dict[str, FileFacts]
+    tensors: list[StoredTensor]
+    excluded: list[str] = field(default_factory=list)
+    optimizer: dict[str, Any] | None = None
+    scheduler: Any = None
+    scaler: Any = None
+    counters: dict[str, int] = field(default_factory=dict)
+    ranks: list[Any] = field(default_factory=list)
+    extra: dict[str, Any] = field(default_factory=dict)
+    client: Any = field(default_factory=dict)
+
+    def of_kind(self, kind: str) -> list[StoredTensor]:
+        """Return the tensors of one kind (`optimizer/` means all optimizer state)."""
+        return [t for t in self.tensors if t.kind == kind or (kind == OPTIMIZER and t.kind.startswith(kind))]
+
+    def of_module(self) -> list[StoredTensor]:
+        """Return all parameters and buffers."""
+        return [t for t in self.tensors if t.kind in (PARAMETER, BUFFER)]
+
+
+def dtype_of(name: str) -> torch.dtype:
+    """Return the torch dtype of a name such as `float32`.
+
+    Raises:
+        CheckpointError: torch has no such dtype.
+    """
+    found = getattr(torch, name, None)
+    if not isinstance(found, torch.dtype):
+        raise CheckpointError(
+            f"the manifest names a dtype {name!r} that this torch ({torch.__version__}) does not have"
+        )
+    return found
+
+
+def name_of(dtype: torch.dtype) -> str:
+    """Return the name of a dtype, as `float32`."""
+    return str(dtype).removeprefix("torch.")
+
+
+def combine(parts: Iterable[StoredTensor]) -> list[StoredTensor]:
+    """Join what the ranks have written of each tensor, and check that it is all there, once.
+
+    Raises:
+        CheckpointError: ranks disagree about a tensor, or elements are missing or written twice.
+    """
+    groups: dict[tuple[str, str, int | None], list[StoredTensor]] = {}
+    for part in parts:
+        groups.setdefault((part.name, part.kind, part.rank), []).append(part)
+    joined = []
+    for (name, kind, _), members in groups.items():
+        first = members[0]
+        for other in members[1:]:
+            if (first.shape, first.dtype) != (other.shape, other.dtype):
+                raise CheckpointError(
+                    f"{kind} {name!r}: ranks disagree: {first.dtype} {first.shape} and {other.dtype} {other.shape}"
+                )
+        slices = sorted((run for member in members for run in member.slices), key=lambda run: run.start)
+        place = 0
+        for run in slices:
+            if run.start != place:
+                raise CheckpointError(f"{kind} {name!r}: expected a run from element {place}, found {run.start}")
+            place = run.stop
+        if place != first.numel:
+            raise CheckpointError(f"{kind} {name!r}: {place} of {first.numel} elements were written")
+        joined.append(StoredTensor(**{**vars(first), "slices": tuple(slices)}))
+    return joined
+
+
+def to_bytes(manifest: Manifest) -> bytes:
+    """Return the manifest as the bytes of its file."""
+    fields: dict[str, Any] = {"format": {"name": KIND, "version": FORMAT, "block": BLOCK}}
+    fields.update({name: getattr(manifest, name) for name in Manifest.__dataclass_fields__})
+    fields["files"] = {name: asdict(facts) for name, facts in manifest.files.items()}
+    fields["tensors"] = [asdict(tensor) for tensor in manifest.tensors]
+    # One line a field, and a line each for tensors and files, so that the file can be read and compared by eye.
+    lines = [f"{json.dumps(name)}: {_lines(value)}" for name, value in fields.items()]
+    body = (",\n".join(lines) + "}\n").encode()
+    return b'{"blake2b": "' + _digest(body).encode() + b'",\n' + body
+
+
+def _lines(value: Any) -> str:
+    compact = (",", ":")
+    if isinstance(value, list) and value:
+        return "[\n" + ",\n".join(json.dumps(item, separators=compact, allow_nan=False) for item in value) + "]"
+    if isinstance(value, dict) and value:
+        rows = (f"{json.dumps(k)}:{json.dumps(v, separators=compact, allow_nan=False)}" for k, v in value.items())
+        return "{\n" + ",\n".join(rows) + "}"
+    return json.dumps(value, allow_nan=False)
+
+
+def _digest(body: bytes) -> str:
+    return hashlib.blake2b(body, digest_size=16).hexdigest()
+
+
+def load(directory: str) -> Manifest:
+    """Read and check the manifest of a checkpoint.
+
+    Raises:
+        CheckpointError: there is none, it is damaged, or it has another format number.
+    """
+    path = os.path.join(directory, NAME)
+    try:
+        with open(path, "rb") as file:
+            data = file.read()
+    except FileNotFoundError:
+        raise CheckpointError(_absent(directory)) from None
+    except OSError as error:
+        raise CheckpointError(f"{path}: cannot be read: {error.strerror}") from error
+    return from_bytes(data, path)
+
+
+def from_bytes(data: bytes, path: str) -> Manifest:
+    """Return the manifest that the bytes of a file hold; `path` is for messages.
+
+    Raises:
+        CheckpointError: the file is damaged or has another format number.
+    """
+    line, _, body = data.partition(b"\n")
+    match = _FIRST_LINE.match(line)
+    if match is None:
+        raise CheckpointError(f"{path}: damaged, or not a manifest of shardwise: its first line holds no checksum")
+    found = _digest(body)
+    if match.group(1).decode() != found:
+        raise CheckpointError(
+            f"{path}: damaged: expected checksum {match.group(1).decode()}, found {found}. Load another checkpoint by "
+            "its tag"
+        )
+    try:
+        fields = json.loads(data)
+        form = fields.pop("format")
+        if form["name"] != KIND or form["version"] != FORMAT or form["block"] != BLOCK:
+            raise CheckpointError(
+                f"{path}: expected format {KIND} {FORMAT} (blocks of {BLOCK} bytes), found {form['name']} "
+                f"{form['version']} (blocks of {form['block']}), written by shardwise "
+                f"{fields['versions']['shardwise']}; load it with that version"
+            )
+        del fields["blake2b"]
+        fields["files"] = {
+            name: FileFacts(entry["size"], tuple(entry["checksums"])) for name, entry in fields["files"].items()
+        }
+        fields["tensors"] = [tensor_from_json(entry) for entry in fields["tensors"]]
+        return Manifest(**fields)
+    except (KeyError, TypeError, ValueError, AttributeError, RecursionError) as error:
+        raise CheckpointError(f"{path}: not as shardwise writes it ({type(error).__name__}: {error})") from error
+
+
+def tensor_from_json(entry: dict[str, Any]) -> StoredTensor:
+    """Return a tensor that was written as `dataclasses.asdict` of it."""
+    slices = [
+        Slice(**{**part, "box": None if part["box"] is None else tuple((a, b) for a, b in part["box"])})
+        for part in entry["slices"]
+    ]
+    return StoredTensor(
+        **{**entry, "shape": tuple(entry["shape"]), "aliases": tuple(entry["aliases"]), "slices": tuple(slices)}
+    )
+
+
+def _absent(directory: str) -> str:
+    if not os.path.isdir(directory):
+        return f"{directory}: there is no such checkpoint directory"
+    try:
+        names = sorted(os.listdir(directory))
+    except OSError:
+        names = []
+    pickled = [name for name in names if name.endswith(("_states.pt", ".bin"))]
+    if pickled:
+        return (
+            f"{directory}: has no {NAME}, but {pickled[0]}: a checkpoint of another library in pickle form, which "
+            "this version does not read"
+        )
+    return (
+        f"{directory}: has no {NAME}, so the checkpoint is incomplete: saving it was interrupted, or files were removed"
+    )
+
+
+def outline(names: Sequence[str], limit: int = 5) -> str:
+    """Return the first few of some names, and how many there are more."""
+    shown = ", ".join(names[:limit])
+    return shown if len(names) <= limit else f"{shown}, ... ({len(names)} in all)"
+
+
+def by_any_name(tensors: Iterable[StoredTensor]) -> Mapping[str, StoredTensor]:
+    """Return tensors by name and by every alias."""
+    found: dict[str, StoredTensor] = {}
+    for tensor in tensors:
+        for name in (tensor.name, *tensor.aliases):
+            found.setdefault(name, tensor)
+    return found

@@ -1,0 +1,93 @@
+"""What saving and loading need to know of a sharded model: a few methods, and nothing of how it is sharded."""
+
+from __future__ import annotations
+
+from collections.abc import Iterable, Mapping, Sequence
+from typing import Any, Protocol
+
+import torch
+from torch import nn
+
+from shardwise.comm.communicator import Communicator
+from shardwise.registry import LogicalTensor, Registry
+
+Run = tuple[int, int, torch.Tensor]
+"""(start, stop, 1-D view) of elements of a flattened parameter that lie in this rank's memory."""
+
+
+class OptimizerShards(Protocol):
+    """The optimizer's state on this rank, by parameter."""
+
+    def state(self, index: int) -> Mapping[str, Any]:
+        """Return what the optimizer holds on this rank for a parameter; empty if nothing."""
+
+    def state_pieces(self, index: int, key: str) -> list[Run]:
+        """Return the runs of an entry that has one value per element; none for any other entry."""
+
+    def clear_state(self) -> None:
+        """Forget all state."""
+
+    def make_state(self, index: int, elementwise: Mapping[str, torch.dtype], whole: Mapping[str, Any]) -> None:
+        """Give a parameter state: zeros for entries with one value per element, and values for it as a whole."""
+
+
+class GatheredUnit(Protocol):
+    """Parameters that are gathered together."""
+
+    @property
+    def parameters(self) -> list[nn.Parameter]:
+        """The parameter objects."""
+
+    @property
+    def tensors(self) -> Sequence[LogicalTensor]:
+        """The same parameters as logical tensors."""
+
+
+class ShardedModel(Protocol):
+    """A model whose values are spread over ranks."""
+
+    @property
+    def module(self) -> nn.Module:
+        """The user's module."""
+
+    @property
+    def registry(self) -> Registry:
+        """Its parameters."""
+
+    @property
+    def comm(self) -> Communicator:
+        """The ranks."""
+
+    @property
+    def device(self) -> torch.device:
+        """Where values and state live."""
+
+    @property
+    def optimizer(self) -> torch.optim.Optimizer | None:
+        """The optimizer, if there is one."""
+
+    @property
+    def update(self) -> OptimizerShards | None:
+        """Its state; None without an optimizer."""
+
+    @property
+    def units(self) -> Sequence[GatheredUnit]:
+        """All parameters, in units."""
+
+    def value_runs(self) -> dict[int, list[Run]]:
+        """Return the values that count (master weights where there are any) on this rank, by parameter."""
+
+    def saved_ranges(self) -> dict[int, list[tuple[int, int]]]:
+        """Return the elements of each parameter that this rank saves; over all ranks each exactly once."""
+
+    def finish_gathers(self) -> None:
+        """Wait for values that are on their way."""
+
+    def publish(self) -> None:
+        """Bring all copies of the values up to date after `value_runs` have been written (a collective)."""
+
+    def gather(self, parameters: Iterable[nn.Parameter]) -> list[Any]:
+        """Make whole values valid on every rank (a collective)."""
+
+    def put_back(self, parameters: Iterable[nn.Parameter], gathered: Any, src: int | None) -> None:
+        """End a `gather`; values of global rank `src`, if given, become everybody's."""

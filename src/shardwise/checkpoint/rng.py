@@ -1,0 +1,43 @@
+"""The random number generators of a rank: torch (CPU and the rank's own device), Python and numpy."""
+
+from __future__ import annotations
+
+import random
+from typing import Any
+
+import numpy
+import torch
+
+from shardwise.errors import CheckpointError
+
+
+def capture(device: torch.device) -> dict[str, Any]:
+    """Return the state of all generators as values that `shardwise.checkpoint.codec` can write."""
+    version, internal, gauss = random.getstate()
+    return {
+        "python": (version, numpy.array(internal, dtype=numpy.int64), gauss),
+        "numpy": numpy.random.get_state(legacy=False),
+        "torch": torch.get_rng_state(),
+        "cuda": torch.cuda.get_rng_state(device) if device.type == "cuda" else None,
+    }
+
+
+def restore(state: dict[str, Any], device: torch.device) -> None:
+    """Put all generators into a state that `capture` has returned.
+
+    The device's generator is left alone where the state was captured on another type of device.
+
+    Raises:
+        CheckpointError: the state is not of these generators.
+    """
+    try:
+        version, internal, gauss = state["python"]
+        random.setstate((version, tuple(internal.tolist()), gauss))
+        numpy.random.set_state(state["numpy"])
+        torch.set_rng_state(state["torch"])
+        if device.type == "cuda" and state["cuda"] is not None:
+            torch.cuda.set_rng_state(state["cuda"], device)
+    except (KeyError, TypeError, ValueError, RuntimeError, AttributeError) as error:
+        raise CheckpointError(
+            f"the saved random number state does not fit this Python, numpy or torch: {error}"
+        ) from error

@@ -1,0 +1,198 @@
+"""Plain weights: whole values under the names of the user's module, for anything that reads a PyTorch state dict.
+
+Parameters are gathered unit by unit, so that no more than one unit is whole at a time; what is kept of it is up to the
+caller. Every name of a tied parameter appears, because `load_state_dict` of a plain module wants them all.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import os
+import secrets
+from collections.abc import Iterator, Mapping
+from typing import Any
+
+import torch
+from torch import nn
+
+from shardwise.checkpoint import directory
+from shardwise.checkpoint.agree import phase
+from shardwise.checkpoint.collect import buffers, extra_states
+from shardwise.checkpoint.manifest import outline
+from shardwise.checkpoint.protocols import ShardedModel
+from shardwise.checkpoint.tensorfile import Spec, TensorWriter
+from shardwise.errors import CheckpointError
+from shardwise.registry import LogicalTensor
+
+EXTRA = "_extra_state"
+
+
+def gathered_parameters(model: ShardedModel, wanted: set[int]) -> Iterator[tuple[LogicalTensor, torch.Tensor]]:
+    """Yield parameters with their whole values, unit by unit; all ranks iterate to the end together.
+
+    A value is valid until the next one is asked for.
+    """
+    for unit in model.units:
+        if not any(tensor.index in wanted for tensor in unit.tensors):
+            continue
+        gathered = model.gather(unit.parameters)
+        try:
+            for tensor, parameter in zip(unit.tensors, unit.parameters, strict=True):
+                if tensor.index in wanted:
+                    yield tensor, parameter.detach()
+        finally:
+            model.put_back(unit.parameters, gathered, None)
+
+
+def wanted_parameters(model: ShardedModel, *, exclude_frozen: bool) -> set[int]:
+    """Return the indices of the parameters to be saved: all, or those that require a gradient."""
+    pairs = zip(model.registry, model.registry.parameters, strict=True)
+    return {tensor.index for tensor, parameter in pairs if parameter.requires_grad or not exclude_frozen}
+
+
+def all_buffers(module: nn.Module) -> Iterator[tuple[str, torch.Tensor]]:
+    """Yield the persistent buffers of a module under every name that its state dict has."""
+    for prefix, child in module.named_modules(remove_duplicate=False):
+        for key, buffer in child._buffers.items():
+            if buffer is not None and key not in child._non_persistent_buffers_set:
+                yield (f"{prefix}.{key}" if prefix else key), buffer
+
+
+def state_dict(model: ShardedModel, *, exclude_frozen: bool = False, keep: bool = True) -> dict[str, Any]:
+    """Return the module's whole state dict on the CPU; all ranks call this together.
+
+    Args:
+        model: the sharded model.
+        exclude_frozen: leave out parameters that do not require a gradient.
+        keep: False returns an empty dictionary on this rank, which takes part all the same.
+    """
+    found: dict[str, Any] = {}
+    for tensor, values in gathered_parameters(model, wanted_parameters(model, exclude_frozen=exclude_frozen)):
+        if keep:
+            copied = values.cpu() if values.device.type != "cpu" else values.clone()
+            found.update(dict.fromkeys((tensor.name, *tensor.aliases), copied))
+    if not keep:
+        return {}
+    found.update((name, buffer.detach().cpu().clone()) for name, buffer in all_buffers(model.module))
+    found.update(
+        (f"{name}.{EXTRA}" if name else EXTRA, module.get_extra_state()) for name, module in extra_states(model.module)
+    )
+    # In the order of a plain module's state dict.
+    return {name: found[name] for name in _names(model.module) if name in found}
+
+
+def _names(module: nn.Module) -> Iterator[str]:
+    for prefix, child in module.named_modules(remove_duplicate=False):
+        dot = f"{prefix}." if prefix else ""
+        yield from (dot + key for key in (*child._parameters, *child._buffers, EXTRA))
+
+
+def write_weights(model: ShardedModel, path: str, *, exclude_frozen: bool = False) -> None:
+    """Write one safetensors file of whole weights, in the dtype the module computes with.
+
+    Rank 0 writes while units are gathered one after the other; all ranks call this together. The file appears whole or
+    not at all.
+
+    Raises:
+        CheckpointError: it could not be written; raised on every rank.
+    """
+    rank = model.comm.rank
+    what = f"saving weights to {path}"
+    wanted = wanted_parameters(model, exclude_frozen=exclude_frozen)
+    specs = {
+        name: Spec(tensor.dtype, tensor.shape)
+        for tensor in model.registry
+        if tensor.index in wanted
+        for name in (tensor.name, *tensor.aliases)
+    }
+    plain = dict(all_buffers(model.module))
+    specs |= {name: Spec(buffer.dtype, tuple(buffer.shape)) for name, buffer in plain.items()}
+    temporary = os.path.join(os.path.dirname(path), f".{os.path.basename(path)}.{secrets.token_hex(4)}")
+    writer: TensorWriter | None = None
+    failure: Exception | None = None
+    try:
+        with phase(model.comm, model.device, what):
+            if rank == 0:
+                os.makedirs(os.path.dirname(path), exist_ok=True)
+                writer = TensorWriter(temporary, specs, {"format": "pt"}, checksums=False)
+        for tensor, values in gathered_parameters(model, wanted):
+            # A full disk must not end the loop on rank 0 alone: the others gather with it.
+            if writer is not None and failure is None:
+                try:
+                    for name in (tensor.name, *tensor.aliases):
+                        writer.write(name, values)
+                except (OSError, CheckpointError) as error:
+                    failure = error
+        with phase(model.comm, model.device, what):
+            if failure is not None:
+                raise failure
+            if writer is not None:
+                for name, buffer in plain.items():
+                    writer.write(name, buffer)
+                writer.close()
+                os.replace(temporary, path)
+                directory.sync_directory(os.path.dirname(path))
+    finally:
+        if writer is not None:
+            writer.abandon()
+            with contextlib.suppress(FileNotFoundError):
+                os.unlink(temporary)
+
+
+def load_state_dict(model: ShardedModel, values: Mapping[str, Any], *, strict: bool = True) -> None:
+    """Take over a state dict of the plain module; all ranks call this together with the same values.
+
+    Master weights are set to the given values, with all their digits.
+
+    Raises:
+        CheckpointError: names (if `strict`) or shapes do not fit; nothing has been changed then.
+    """
+    with phase(model.comm, model.device, "loading a state dict"):
+        found, plain = _match(model, values, strict)
+    model.finish_gathers()
+    runs = model.value_runs()
+    with torch.no_grad():
+        for index, tensor in found.items():
+            flat = tensor.detach().reshape(-1)
+            for start, stop, view in runs.get(index, ()):
+                view.copy_(flat[start:stop])
+        for buffer, tensor in plain:
+            buffer.copy_(tensor)
+    for name, module in extra_states(model.module):
+        key = f"{name}.{EXTRA}" if name else EXTRA
+        if key in values:
+            module.set_extra_state(values[key])
+    model.publish()
+
+
+def _match(
+    model: ShardedModel, values: Mapping[str, Any], strict: bool
+) -> tuple[dict[int, torch.Tensor], list[tuple[torch.Tensor, torch.Tensor]]]:
+    used = {f"{name}.{EXTRA}" if name else EXTRA for name, _ in extra_states(model.module)}
+    missing: list[str] = []
+    wrong: list[str] = []
+
+    def take(names: tuple[str, ...], shape: tuple[int, ...]) -> torch.Tensor | None:
+        used.update(names)
+        value = next((values[name] for name in names if name in values), None)
+        if not isinstance(value, torch.Tensor):
+            missing.append(names[0])
+        elif tuple(value.shape) != shape:
+            wrong.append(f"{names[0]} (given {list(value.shape)}, model {list(shape)})")
+        return value
+
+    found = {t.index: take((t.name, *t.aliases), t.shape) for t in model.registry}
+    used.update(name for name, _ in all_buffers(model.module))
+    plain = [(buffer, take((name,), tuple(buffer.shape))) for name, buffer in buffers(model.module)]
+    unexpected = [name for name in values if name not in used]
+    problems = [f"of another shape: {outline(wrong)}"] if wrong else []
+    if strict and missing:
+        problems.append(f"missing: {outline(missing)}")
+    if strict and unexpected:
+        problems.append(f"not in the model: {outline(unexpected)}")
+    if problems:
+        raise CheckpointError(f"the state dict does not fit the model: {'; '.join(problems)}")
+    return (
+        {index: value for index, value in found.items() if value is not None},
+        [(buffer, value) for buffer, value in plain if value is not None],
+    )

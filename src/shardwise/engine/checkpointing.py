@@ -1,0 +1,353 @@
+"""Saving and loading of an engine: what its state is, and the names that existing scripts call.
+
+The files are the business of `shardwise.checkpoint`. Here the state of the engine's parts is put together and
+handed back: counters, schedule, loss scaler, place in the data, random number generators.
+"""
+
+from __future__ import annotations
+
+import os
+from collections.abc import Callable, Mapping
+from typing import TYPE_CHECKING, Any
+
+import torch
+
+from shardwise.checkpoint import directory, rng, weights
+from shardwise.checkpoint.agree import phase
+from shardwise.checkpoint.collect import TrainingState
+from shardwise.checkpoint.load import Loaded, Options, find, read
+from shardwise.checkpoint.manifest import name_of
+from shardwise.checkpoint.save import Request, save
+from shardwise.errors import CheckpointError, CheckpointPathError, UsageError
+from shardwise.utils.logging import logger
+
+if TYPE_CHECKING:
+    from torch import nn
+
+    from shardwise.comm.communicator import Communicator
+    from shardwise.config import Resolution
+    from shardwise.precision.scaler import LossScaler
+    from shardwise.zero.model import ShardedModel
+
+CustomLoad = Callable[..., None]
+"""Called as `custom_load_fn(src=state_dict, dst=module)`."""
+
+_COUNTERS = ("global_steps", "micro_steps", "skipped_steps", "global_samples")
+
+
+class Checkpointing:
+    """Mixin of `Engine`: saving and loading. Every method is called by all ranks together."""
+
+    module: nn.Module
+    sharded: ShardedModel
+    device: torch.device
+    lr_scheduler: Any
+    training_dataloader: Any
+    loss_scaler: LossScaler | None
+    global_steps: int
+    micro_steps: int
+    skipped_steps: int
+    global_samples: int
+    _comm: Communicator
+    _resolution: Resolution
+
+    if TYPE_CHECKING:  # defined by another mixin
+
+        def gradient_accumulation_steps(self) -> int:
+            """Return the number of micro-batches in one step."""
+
+    # -- checkpoints -------------------------------------------------------------------------------------------------
+
+    def save_checkpoint(
+        self,
+        save_dir: str | os.PathLike[str],
+        tag: str | int | None = None,
+        client_state: Mapping[str, Any] | None = None,
+        save_latest: bool = True,
+        exclude_frozen_parameters: bool = False,
+    ) -> bool:
+        """Save everything that is needed to go on exactly: `<save_dir>/<tag>/`.
+
+        Parameters are saved as master weights. Besides them: optimizer state, buffers, schedule, loss scaler,
+        counters, place in the training data, and every rank's random number generators. The directory appears whole
+        or not at all, also where one of this name exists.
+
+        Args:
+            save_dir: directory of the run's checkpoints; on a file system that all ranks share.
+            tag: name of this checkpoint; `global_step<N>` if None.
+            client_state: state of the script: nested lists, tuples and dictionaries of None, bool, int, float, str,
+                bytes, tensors and numpy arrays. Rank 0's is saved.
+            save_latest: let the file `latest` name this checkpoint.
+            exclude_frozen_parameters: leave out parameters that do not require a gradient.
+
+        Returns:
+            True.
+
+        Raises:
+            CheckpointPathError: `save_dir` or `tag` cannot be used (a ValueError).
+            UsageError: gradients of an unfinished accumulation window are held.
+            CheckpointError: something in `client_state` cannot be saved, or writing failed on some rank. Raised on all
+                ranks; earlier checkpoints are unchanged.
+
+        Example:
+            >>> engine.save_checkpoint("runs/a", client_state={"epoch": 3})  # doctest: +SKIP
+            True
+        """
+        parent = directory.check_directory(save_dir, "save_dir")
+        request = Request(
+            directory=parent,
+            tag=directory.check_tag(f"global_step{self.global_steps}" if tag is None else tag),
+            latest=save_latest,
+            excluded=self._excluded(exclude_frozen_parameters),
+            layout={"stage": self.sharded.plan.stage, "dtype": self._dtype_name()},
+            config=self._resolution.config.model_dump(mode="json"),
+            tag_validation=self._resolution.config.checkpoint.tag_validation,
+        )
+        with phase(self._comm, self.device, "save_checkpoint"):
+            self._check_can_save()
+            state = self._training_state({} if client_state is None else dict(client_state))
+        save(self.sharded, request, state)
+        return True
+
+    def load_checkpoint(
+        self,
+        load_dir: str | os.PathLike[str],
+        tag: str | int | None = None,
+        load_module_strict: bool = True,
+        load_optimizer_states: bool = True,
+        load_lr_scheduler_states: bool = True,
+        load_module_only: bool = False,
+        custom_load_fn: CustomLoad | None = None,
+    ) -> tuple[str | None, dict[str, Any] | None]:
+        """Bring a checkpoint back, whatever stage and number of ranks it was saved with.
+
+        With the layout it was saved with, training then goes on bit by bit as if it had not stopped. Bytes are checked
+        before anything is changed.
+
+        Args:
+            load_dir: directory of the run's checkpoints.
+            tag: which one; None: the one that `latest` names, or, if that is incomplete or damaged, the newest that
+                is not (what is skipped and why is logged).
+            load_module_strict: names of parameters and buffers must be the same in model and checkpoint.
+            load_optimizer_states: also load optimizer state, settings of parameter groups, and the loss scale.
+            load_lr_scheduler_states: also load the schedule.
+            load_module_only: load parameters and buffers and nothing else.
+            custom_load_fn: called as `custom_load_fn(src=state_dict, dst=module)` with all parameters whole, in place
+                of loading parameters by name.
+
+        Returns:
+            (path of the checkpoint, client_state), or (None, None) if `tag` is None and there is no `latest`.
+
+        Raises:
+            CheckpointPathError: `load_dir` or `tag` cannot be used.
+            CheckpointError: there is no such checkpoint, it is incomplete, damaged, of another format or another model.
+
+        Example:
+            >>> path, client_state = engine.load_checkpoint("runs/a")  # doctest: +SKIP
+        """
+        parent = directory.check_directory(load_dir, "load_dir")
+        options = Options(load_module_strict, load_optimizer_states, load_module_only, custom_load_fn is not None)
+        found = find(self.sharded, parent, None if tag is None else directory.check_tag(tag), options)
+        if found is None:
+            return None, None
+        saved, matched = found
+        with saved:
+            with_scheduler = load_lr_scheduler_states and not load_module_only
+            if with_scheduler and self.lr_scheduler is not None and saved.manifest.scheduler is None:
+                raise CheckpointError(
+                    f"{saved.path}: was saved without a learning-rate scheduler, and this engine has one, which would begin "
+                    "anew; pass load_lr_scheduler_states=False if that is meant"
+                )
+            loaded = read(self.sharded, saved, matched, options)
+            if custom_load_fn is not None:
+                self._load_custom(custom_load_fn, saved.module_values())
+        if self.sharded.reducer is not None:
+            self.sharded.reducer.clear()
+        if not load_module_only:
+            with phase(self._comm, self.device, f"loading checkpoint {loaded.path}"):
+                self._take_training_state(loaded, options, load_lr_scheduler_states)
+        return loaded.path, loaded.client
+
+    def _check_can_save(self) -> None:
+        if self.sharded.holds_gradients:
+            raise UsageError(
+                "save_checkpoint(): gradients of an unfinished accumulation window are held, and checkpoints do not "
+                "hold gradients. Save after the engine.step() that ends a window (every "
+                f"{self.gradient_accumulation_steps()} micro-batches), or drop them with engine.zero_grad()"
+            )
+        everyone = torch.distributed.get_world_size() if torch.distributed.is_initialized() else 1
+        if self._comm.world != everyone:
+            raise UsageError(
+                f"save_checkpoint(): this engine spans {self._comm.world} of {everyone} processes (mpu), and several "
+                "engines cannot share a checkpoint in this version"
+            )
+
+    def _excluded(self, frozen: bool) -> frozenset[int]:
+        every = weights.wanted_parameters(self.sharded, exclude_frozen=False)
+        return frozenset(every - weights.wanted_parameters(self.sharded, exclude_frozen=frozen))
+
+    def _dtype_name(self) -> str:
+        return name_of(self.sharded.policy.compute_dtype or torch.float32)
+
+    def _training_state(self, client: dict[str, Any]) -> TrainingState:
+        scheduler = self.lr_scheduler
+        if scheduler is not None and not hasattr(scheduler, "state_dict"):
+            raise CheckpointError(
+                f"save_checkpoint(): the learning-rate scheduler {type(scheduler).__name__} has no state_dict(), so "
+                "it could not go on where it was; give it state_dict() and load_state_dict()"
+            )
+        loader = self.training_dataloader
+        return TrainingState(
+            client=client,
+            rank={"rng": rng.capture(self.device), "loader": None if loader is None else loader.state_dict()},
+            scheduler=None if scheduler is None else scheduler.state_dict(),
+            scaler=None if self.loss_scaler is None else self.loss_scaler.state_dict(),
+            counters={
+                **{name: getattr(self, name) for name in _COUNTERS},
+                "gradient_accumulation_steps": self.gradient_accumulation_steps(),
+            },
+        )
+
+    def _take_training_state(self, loaded: Loaded, options: Options, with_scheduler: bool) -> None:
+        path, world = loaded.path, self._comm.world
+        if with_scheduler and self.lr_scheduler is not None:
+            self.lr_scheduler.load_state_dict(loaded.scheduler)
+        elif with_scheduler and loaded.scheduler is not None:
+            self._log(f"{path}: holds the state of a learning-rate scheduler, and this engine has none")
+        if options.optimizer and self.loss_scaler is not None and loaded.scaler is not None:
+            self.loss_scaler.load_state_dict(loaded.scaler)
+        counters = loaded.manifest.counters
+        for name in _COUNTERS:
+            setattr(self, name, counters[name])
+        if counters["gradient_accumulation_steps"] != self.gradient_accumulation_steps():
+            # Windows have another length now; begin one.
+            self.micro_steps = self.global_steps * self.gradient_accumulation_steps()
+        same = len(loaded.manifest.ranks) == world
+        own = loaded.rank if loaded.rank is not None else loaded.first
+        if self.training_dataloader is not None and own["loader"] is not None:
+            self.training_dataloader.load_state_dict((own if same else loaded.first)["loader"])
+        if not same:
+            self._log(
+                f"{path}: saved on {len(loaded.manifest.ranks)} ranks and loaded on {world}; random numbers go on on "
+                "the ranks that both have"
+            )
+        if loaded.rank is not None:
+            # Last: nothing after this draws a number.
+            rng.restore(loaded.rank["rng"], self.device)
+
+    def _log(self, message: str) -> None:
+        if self._comm.rank == 0:
+            logger.warning(message)
+
+    # -- plain weights -----------------------------------------------------------------------------------------------
+
+    def save_16bit_model(
+        self,
+        save_dir: str | os.PathLike[str],
+        save_filename: str = "model.safetensors",
+        exclude_frozen_parameters: bool = False,
+    ) -> bool:
+        """Write whole weights to one safetensors file that plain PyTorch can load.
+
+        Values have the dtype that the module computes with (so they are 16-bit where training is). Rank 0 writes
+        while units are gathered one by one; no rank ever holds more than one whole unit. All names of tied parameters
+        are in it.
+
+        Args:
+            save_dir: directory; created if needed.
+            save_filename: must end in `.safetensors`.
+            exclude_frozen_parameters: leave out parameters that do not require a gradient.
+
+        Returns:
+            True.
+
+        Raises:
+            CheckpointPathError: the directory or the name cannot be used.
+            CheckpointError: writing failed; raised on all ranks.
+
+        Example:
+            >>> engine.save_16bit_model("out")  # doctest: +SKIP
+            True
+            >>> model.load_state_dict(safetensors.torch.load_file("out/model.safetensors"))  # doctest: +SKIP
+        """
+        parent = directory.check_directory(save_dir, "save_dir")
+        if not save_filename.endswith(".safetensors") or os.path.basename(save_filename) != save_filename:
+            raise CheckpointPathError(
+                f"save_filename: expected a plain file name that ends in .safetensors, found {save_filename!r}; "
+                "weights are written in that format (read them with safetensors.torch.load_file), not as pickle"
+            )
+        path = os.path.join(parent, save_filename)
+        weights.write_weights(self.sharded, path, exclude_frozen=exclude_frozen_parameters)
+        return True
+
+    save_fp16_model = save_16bit_model
+
+    def module_state_dict(
+        self,
+        destination: dict[str, Any] | None = None,
+        prefix: str = "",
+        keep_vars: bool = False,
+        exclude_frozen_parameters: bool = False,
+    ) -> dict[str, Any]:
+        """Return the module's whole state dict, on the CPU, with real values on every rank.
+
+        Args:
+            destination: dictionary to add to; a new one if None.
+            prefix: put before every name.
+            keep_vars: only False: values are copies.
+            exclude_frozen_parameters: leave out parameters that do not require a gradient.
+
+        Raises:
+            UsageError: `keep_vars` is set.
+        """
+        if keep_vars:
+            raise UsageError("module_state_dict(keep_vars=True): values are gathered copies; use keep_vars=False")
+        found = weights.state_dict(self.sharded, exclude_frozen=exclude_frozen_parameters)
+        destination = {} if destination is None else destination
+        destination.update((prefix + name, value) for name, value in found.items())
+        return destination
+
+    def load_module_state_dict(
+        self,
+        checkpoint: Mapping[str, Any],
+        strict: bool = True,
+        custom_load_fn: CustomLoad | None = None,
+        fetch_z3_params: bool = False,
+    ) -> None:
+        """Take over a whole state dict of the module; the same values on every rank. Optimizer state stays.
+
+        Args:
+            checkpoint: state dict, or a dictionary that has it under the key "module".
+            strict: names must be the same in module and state dict.
+            custom_load_fn: called as `custom_load_fn(src=state_dict, dst=module)` with all parameters whole instead.
+            fetch_z3_params: accepted for existing scripts; parameters are always reached.
+
+        Raises:
+            CheckpointError: names or shapes do not fit; nothing is changed then.
+        """
+        inner = checkpoint.get("module")
+        values = inner if isinstance(inner, Mapping) else checkpoint
+        if custom_load_fn is not None:
+            self._load_custom(custom_load_fn, values)
+        else:
+            weights.load_state_dict(self.sharded, values, strict=strict)
+
+    def _load_custom(self, function: CustomLoad, values: Mapping[str, Any]) -> None:
+        parameters = self.sharded.registry.parameters
+        gathered = self.sharded.gather(parameters)
+        try:
+            with phase(self._comm, self.device, "custom_load_fn"), torch.no_grad():
+                function(src=values, dst=self.module)
+        except BaseException:
+            self.sharded.put_back(parameters, gathered, None)
+            raise
+        first = torch.distributed.get_process_group_ranks(self._comm.user_group)[0] if self._comm.world > 1 else 0
+        self.sharded.put_back(parameters, gathered, first)
+
+    def _consolidated_16bit_state_dict(self, exclude_frozen_parameters: bool = False) -> dict[str, Any] | None:
+        """Return the whole state dict on rank 0 and None elsewhere (called by trainers)."""
+        first = self._comm.rank == 0
+        found = weights.state_dict(self.sharded, exclude_frozen=exclude_frozen_parameters, keep=first)
+        return found if first else None
+
+    _zero3_consolidated_16bit_state_dict = _consolidated_16bit_state_dict

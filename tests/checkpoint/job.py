@@ -1,0 +1,178 @@
+"""A small training job for checkpoint tests: every kind of state that could be lost, in a model of a few kilobytes."""
+
+from __future__ import annotations
+
+import random
+from typing import Any
+
+import numpy
+import torch
+from torch import nn
+
+import shardwise
+from shardwise.engine.checkpointing import Checkpointing
+from shardwise.engine.engine import Engine
+
+SAMPLES = 48
+WIDTH = 11  # odd, so that runs of parameters begin and end anywhere
+
+
+class Block(nn.Module):
+    """A residual block with dropout; its bias is frozen."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.inner = nn.Linear(WIDTH, WIDTH)
+        self.norm = nn.LayerNorm(WIDTH)
+        self.inner.bias.requires_grad_(False)
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        return x + nn.functional.dropout(torch.tanh(self.inner(self.norm(x))), 0.2, self.training)
+
+
+class Model(nn.Module):
+    """Embedding, blocks, tied head, running statistics that differ between ranks, a parameter of one element."""
+
+    def __init__(self, seed: int) -> None:
+        super().__init__()
+        generator = torch.random.get_rng_state()
+        torch.manual_seed(seed)
+        self.embedding = nn.Embedding(13, WIDTH)
+        self.blocks = nn.ModuleList(Block() for _ in range(3))
+        self.statistics = nn.BatchNorm1d(WIDTH, affine=False)
+        self.head = nn.Linear(WIDTH, 13, bias=False)
+        self.head.weight = self.embedding.weight
+        self.temperature = nn.Parameter(torch.ones(()) + seed / 100)
+        self.register_buffer("scratch", torch.zeros(3), persistent=False)
+        torch.random.set_rng_state(generator)
+
+    def forward(self, tokens: torch.Tensor) -> torch.Tensor:
+        x = self.embedding(tokens)
+        for block in self.blocks:
+            x = block(x)
+        x = self.statistics(x.float()).to(x.dtype)
+        logits = self.head(x) * self.temperature
+        return nn.functional.cross_entropy(logits.float(), (tokens + 1) % 13)
+
+
+def dataset() -> list[torch.Tensor]:
+    """Tokens, one a sample."""
+    return list(torch.randint(0, 13, (SAMPLES,), generator=torch.Generator().manual_seed(5)))
+
+
+def config(stage: int, dtype: str = "fp32", optimizer: str = "AdamW", **more: Any) -> dict[str, Any]:
+    """Configuration with accumulation over two micro-batches of 3 samples."""
+    params: dict[str, Any] = {"lr": 0.02}
+    if optimizer == "SGD":
+        params["momentum"] = 0.9
+    found: dict[str, Any] = {
+        "train_micro_batch_size_per_gpu": 3,
+        "gradient_accumulation_steps": 2,
+        "gradient_clipping": 1.0,
+        "zero_optimization": {"stage": stage, "stage3_param_persistence_threshold": 0},
+        "optimizer": {"type": optimizer, "params": params},
+        "scheduler": {"type": "WarmupLR", "params": {"warmup_num_steps": 5, "warmup_max_lr": 0.02}},
+        **more,
+    }
+    if dtype == "bf16":
+        found["bf16"] = {"enabled": True}
+    if dtype == "fp16":
+        found["fp16"] = {"enabled": True, "initial_scale_power": 8, "loss_scale_window": 3}
+    return found
+
+
+def with_checkpointing(engine: Engine) -> Any:
+    """Give an engine the methods under test, where its class does not have them yet."""
+    if not isinstance(engine, Checkpointing):
+        engine.__class__ = type("Engine", (Checkpointing, Engine), {})
+    return engine
+
+
+class Run:
+    """An engine with its data.
+
+    Args:
+        settings: configuration.
+        seed: of the initial weights; two runs with different seeds agree only in what is loaded.
+        groups: two parameter groups with different learning rates instead of one.
+    """
+
+    def __init__(self, settings: dict[str, Any], seed: int = 1, groups: bool = True) -> None:
+        rank = torch.distributed.get_rank() if torch.distributed.is_initialized() else 0
+        torch.manual_seed(100 * seed + rank)
+        random.seed(seed)
+        numpy.random.seed(seed)
+        self.model = Model(seed)
+        parameters: Any = [p for p in self.model.parameters() if p.requires_grad]
+        if groups:
+            parameters = [{"params": parameters[:4]}, {"params": parameters[4:], "weight_decay": 0.1, "lr": 0.01}]
+        engine, *_ = shardwise.initialize(
+            model=self.model, model_parameters=parameters, training_data=dataset(), config=settings
+        )
+        self.engine = with_checkpointing(engine)
+        self._batches: Any = None
+
+    def step(self) -> float:
+        """Train one step; return the loss of the last micro-batch."""
+        for _ in range(self.engine.gradient_accumulation_steps()):
+            self.micro_batch()
+        return self.loss
+
+    def micro_batch(self) -> None:
+        """One forward, backward and step."""
+        if self._batches is None:
+            self._batches = iter(self.engine.training_dataloader)
+        try:
+            batch = next(self._batches)
+        except StopIteration:
+            self._batches = iter(self.engine.training_dataloader)
+            batch = next(self._batches)
+        loss = self.engine(batch)
+        self.engine.backward(loss)
+        self.engine.step()
+        self.loss = float(loss.detach())
+
+    def load(self, *args: Any, **kwargs: Any) -> Any:
+        """Load a checkpoint, and go on in the data from there."""
+        self._batches = None
+        return self.engine.load_checkpoint(*args, **kwargs)
+
+    def fingerprint(self) -> dict[str, Any]:
+        """Return everything that decides how training goes on, as values that can be compared bit by bit."""
+        engine = self.engine
+        sharded = engine.sharded
+        found: dict[str, Any] = {}
+        for index, runs in sharded.value_runs().items():
+            name = sharded.registry[index].name
+            for start, stop, view in runs:
+                found[f"{name}[{start}:{stop}]"] = view.clone()
+            if sharded.update is not None:
+                for key, value in sharded.update.state(index).items():
+                    pieces = sharded.update.state_pieces(index, key)
+                    for start, stop, view in pieces:
+                        found[f"{key} of {name}[{start}:{stop}]"] = view.clone()
+                    if not pieces:
+                        found[f"{key} of {name}"] = value.clone() if isinstance(value, torch.Tensor) else value
+        found.update((f"plain {k}", v) for k, v in engine.module_state_dict().items())
+        found["python"], found["numpy"] = random.getstate(), numpy.random.get_state()[1].tolist()
+        found["torch"] = torch.get_rng_state()
+        found["counters"] = [engine.global_steps, engine.micro_steps, engine.skipped_steps, engine.global_samples]
+        found["lr"] = engine.get_lr()
+        if engine.loss_scaler is not None:
+            found["scaler"] = engine.loss_scaler.state_dict()
+        found["loader"] = engine.training_dataloader.state_dict()
+        return found
+
+
+def differences(one: dict[str, Any], other: dict[str, Any]) -> list[str]:
+    """Return the names of entries that are not the same, bit by bit."""
+    found = sorted(set(one) ^ set(other))
+    for name in sorted(set(one) & set(other)):
+        a, b = one[name], other[name]
+        if isinstance(a, torch.Tensor):
+            same = a.dtype == b.dtype and a.shape == b.shape and torch.equal(a, b)
+        else:
+            same = a == b
+        if not same:
+            found.append(name)
+    return found
