@@ -108,7 +108,9 @@ class Communicator:
             ranks = dist.get_process_group_ranks(group if group is not None else dist.group.WORLD)
             # On Gloo tags keep kinds apart, so one extra group is enough to keep clear of the user's own traffic.
             for kind in KINDS[:1] if self._gloo else KINDS[:4]:
-                self._own_groups.append(dist.new_group(ranks, backend=backend))
+                # Ranks outside of the group are elsewhere: they must not be needed to create it.
+                part = self.world < dist.get_world_size()
+                self._own_groups.append(dist.new_group(ranks, backend=backend, use_local_synchronization=part))
                 self._groups[kind] = self._own_groups[-1]
             for kind in KINDS:
                 self._groups.setdefault(kind, self._own_groups[-1])

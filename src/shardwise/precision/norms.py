@@ -1,8 +1,9 @@
 """The global gradient norm, the same to the bit however the gradients are split.
 
-Squares are summed in fp64 parameter by parameter (each rank over its own runs of each parameter), added over ranks in rank
-order in one small all-reduce, and combined in registration order. fp32 squares are exact in fp64, so that what the split can
-change is far below the fp32 result's last bit. A non-finite norm is an overflow: any infinite or NaN gradient makes it so.
+Squares are summed in fp64 parameter by parameter (each rank over its own runs of each parameter), added over ranks in
+rank order in one small all-reduce, and combined in registration order. fp32 squares are exact in fp64, so that what the
+split can change is far below the fp32 result's last bit. A non-finite norm is an overflow: any infinite or NaN gradient
+makes it so.
 """
 
 from __future__ import annotations

@@ -1,0 +1,246 @@
+"""The engine's own state: boundaries, counters, batch sizes, what a step reports, attributes, several engines."""
+
+from __future__ import annotations
+
+from typing import Any
+
+import pytest
+import torch
+from torch import nn
+
+import shardwise
+from shardwise.errors import BatchSizeError, SyncError, UsageError
+from tests.harness import run_ranks
+
+
+def build(stage: int = 0, **extra: Any) -> Any:
+    torch.manual_seed(1)
+    config = {
+        "train_micro_batch_size_per_gpu": 2,
+        "zero_optimization": {"stage": stage},
+        "optimizer": {"type": "SGD", "params": {"lr": 0.1}},
+    } | extra
+    return shardwise.initialize(model=nn.Linear(3, 1), config=config)[0]
+
+
+def one(engine: Any, value: float = 1.0) -> torch.Tensor:
+    loss = engine(torch.full((2, 3), value)).mean()
+    engine.backward(loss)
+    return loss
+
+
+def counting() -> list[Any]:
+    engine = build(gradient_accumulation_steps=3)
+    seen = []
+    for _ in range(6):
+        seen.append(engine.is_gradient_accumulation_boundary())
+        one(engine)
+        engine.step()
+        seen.append((engine.was_step_applied(), engine.global_steps, engine.micro_steps, engine.global_samples))
+    engine.destroy()
+    return seen
+
+
+def test_steps_happen_at_boundaries_only() -> None:
+    seen = run_ranks(counting, 2)[0]
+    assert seen[0::2] == [False, False, True] * 2
+    assert seen[1::2] == [
+        (False, 0, 1, 0),
+        (False, 0, 2, 0),
+        (True, 1, 3, 12),
+        (False, 1, 4, 12),
+        (False, 1, 5, 12),
+        (True, 2, 6, 24),
+    ]
+
+
+def declared(stage: int, late: bool) -> tuple[list[bool], torch.Tensor]:
+    """The client declares boundaries by hand; `late`: only after the last backward."""
+    engine = build(stage, gradient_accumulation_steps=2)
+    applied = []
+    for boundary in (False, True, False, True):
+        engine.set_gradient_accumulation_boundary(boundary and not late)
+        one(engine, 1.0 + boundary + engine.global_rank)
+        engine.set_gradient_accumulation_boundary(boundary)
+        if boundary:
+            engine.step()
+            applied.append(engine.was_step_applied())
+    engine.set_gradient_accumulation_boundary(None)
+    engine.destroy()
+    return applied, engine.module.weight.detach().clone()
+
+
+@pytest.mark.parametrize("stage", [0, 1, 2, 3])
+def test_declared_boundaries_override_counting_and_hold_until_changed(stage: int) -> None:
+    (applied, weight), (_, other) = run_ranks(declared, 2, stage, False)
+    assert applied == [True, True]
+    assert torch.equal(weight, other)
+    # Declared only after the last backward pass: what was added up locally is reduced by the step.
+    (_, late), (_, late_other) = run_ranks(declared, 2, stage, True)
+    assert torch.equal(late, late_other)
+    assert torch.allclose(late, weight, atol=1e-7)
+
+
+def report() -> list[Any]:
+    engine = build(gradient_clipping=0.5)
+    assert engine.get_global_grad_norm() is None
+    one(engine)
+    engine.step()
+    step = engine.last_step
+    engine.destroy()
+    return [engine.get_global_grad_norm(), float(step.clip_coefficient), step.applied, step.lr, step.loss_scale]
+
+
+def test_a_step_reports_norm_clipping_and_lr() -> None:
+    norm, coefficient, applied, lr, scale = run_ranks(report, 2)[0]
+    assert norm == pytest.approx(2.0)  # d mean(w . 1 + b) = (1, 1, 1, 1)
+    assert coefficient == pytest.approx(0.25, rel=1e-5)
+    assert applied
+    assert lr == (0.1,)
+    assert scale == 1.0
+
+
+def batch_sizes() -> list[Any]:
+    engine = build(gradient_accumulation_steps=2)
+    found: list[Any] = [engine.get_batch_info()]
+    engine.set_train_batch_size(16)
+    found.append(engine.get_batch_info())
+    engine.set_train_micro_batch_size(3)
+    found.append(engine.get_batch_info())
+    for wrong in (0, 7):
+        try:
+            engine.set_train_batch_size(wrong)
+        except BatchSizeError as error:
+            found.append(str(error))
+    engine.destroy()
+    return found
+
+
+def test_batch_sizes_change_together() -> None:
+    first, second, third, zero, seven = run_ranks(batch_sizes, 2)[0]
+    assert first == (8, 2, 2)
+    assert second == (16, 2, 4)
+    assert third == (24, 3, 4)
+    assert "not a positive multiple of 6" in zero
+    assert "nearest is 6" in seven
+
+
+def misuse() -> list[str]:
+    engine, sharded = build(), build(2)
+    messages = []
+    for call in (
+        lambda: engine.backward(torch.ones(2, requires_grad=True)),
+        lambda: engine.backward(3.0),
+        lambda: engine.backward(torch.ones(())),
+        lambda: sharded.no_sync().__enter__(),
+        lambda: engine.no_such_attribute,
+    ):
+        try:
+            call()
+        except (SyncError, UsageError, AttributeError) as error:
+            messages.append(f"{type(error).__name__}: {error}")
+    with engine.no_sync():
+        try:
+            engine.step()
+        except SyncError as error:
+            messages.append(f"{type(error).__name__}: {error}")
+    engine.destroy()
+    sharded.destroy()
+    return messages
+
+
+def test_misuse_is_explained() -> None:
+    shape, kind, no_grad, no_sync, attribute, step = run_ranks(misuse, 1)[0]
+    assert "scalar" in shape
+    assert "(2,)" in shape
+    assert "got float" in kind
+    assert "does not require a gradient" in no_grad
+    assert "stage 2" in no_sync
+    assert "no_such_attribute" in attribute
+    assert "no_sync" in step
+
+
+def facts() -> dict[str, Any]:
+    engine = build(1)
+    found = {
+        "type": type(engine).__name__,
+        "training": (engine.train().training, engine.eval().training, engine.module.training),
+        "proxy": engine.in_features,
+        "world": (engine.world_size, engine.dp_world_size, engine.mp_world_size, engine.seq_dp_world_size),
+        "config": engine.config["zero_optimization"]["stage"],
+        "getter": (engine.zero_optimization_stage(), engine.fp16_enabled(), engine.gradient_clipping()),
+        "names": sorted(engine.param_names.values()),
+        "keys": sorted(engine.state_dict()),
+        "device": str(engine.device),
+        "backend": engine.dist_backend,
+    }
+    engine.destroy()
+    return found
+
+
+def test_attributes_that_clients_read() -> None:
+    found = run_ranks(facts, 2)[0]
+    assert found["type"] == "Engine"
+    assert found["training"] == (True, False, False)
+    assert found["proxy"] == 3
+    assert found["world"] == (2, 2, 1, 2)
+    assert found["config"] == 1
+    assert found["getter"] == (1, False, 0.0)
+    assert found["names"] == ["bias", "weight"]
+    assert found["keys"] == ["module.bias", "module.weight"]
+    assert found["device"] == "cpu"
+    assert found["backend"] == "gloo"
+
+
+def unequal_evaluation(stage: int) -> list[float]:
+    """Rank r evaluates r + 1 batches; then training goes on."""
+    engine = build(stage)
+    one(engine)
+    engine.step()
+    with engine.gathered(), torch.no_grad():
+        values = [float(engine(torch.full((2, 3), float(i))).mean()) for i in range(engine.global_rank + 1)]
+        try:
+            engine.step()
+        except UsageError:
+            values.append(-1.0)
+    one(engine)
+    engine.step()
+    engine.destroy()
+    return [*values, float(engine.module.weight.detach().sum())]
+
+
+def test_ranks_may_evaluate_different_numbers_of_batches_on_gathered_parameters() -> None:
+    first, second = run_ranks(unequal_evaluation, 2, 3)
+    assert first[0] == second[0]
+    assert first[-1] == second[-1]
+    assert first[-2] == second[-2] == -1.0
+    reference = run_ranks(unequal_evaluation, 2, 1)
+    assert reference[0][-1] == first[-1]
+
+
+def logged() -> tuple[dict[str, Any], dict[str, Any], list[Any]]:
+    from shardwise.comm import comms_logger, log_summary
+
+    engine = build(3, comms_logger={"enabled": True, "verbose": False, "prof_all": True, "debug": False})
+    comms_logger.comms_dict = {}
+    one(engine)
+    engine.step()
+    shardwise.comm.all_reduce(torch.ones(4), log_name="mine")
+    recorded = {op: {size: entry[0] for size, entry in sizes.items()} for op, sizes in comms_logger.comms_dict.items()}
+    totals = {op: t.count for op, t in engine.ledger.totals.items()}
+    last = list(engine.ledger.records())[-1]
+    summary = log_summary(return_dict=True)
+    comms_logger.configure(enabled=False)
+    comms_logger.reset_data()
+    engine.destroy()
+    return recorded, summary["summary"], [totals, last.label, last.line.rsplit("/", 1)[-1].split(":")[0]]
+
+
+def test_collectives_of_engine_and_script_are_in_the_communication_log() -> None:
+    recorded, summary, (totals, label, line) = run_ranks(logged, 2)[0]
+    assert recorded["mine"] == {16: 1}
+    assert sum(recorded["reduce_scatter"].values()) == totals["reduce_scatter"] == 1
+    assert sum(recorded["all_gather"].values()) == totals["all_gather"] == 2
+    assert summary["mine"][16]["count"] == 1
+    assert label
+    assert line == "test_engine.py"

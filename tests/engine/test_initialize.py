@@ -1,0 +1,217 @@
+"""`initialize`: every way of calling it that users have, and what it says when it is called wrongly."""
+
+from __future__ import annotations
+
+import argparse
+import json
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+import torch.distributed as dist
+from torch import nn
+
+import shardwise
+from shardwise.errors import ConfigError, UsageError
+from tests.harness import run_ranks
+
+CONFIG = {"train_micro_batch_size_per_gpu": 2, "optimizer": {"type": "AdamW", "params": {"lr": 1e-2}}}
+
+
+def net() -> nn.Module:
+    torch.manual_seed(3)
+    return nn.Sequential(nn.Linear(5, 7), nn.Tanh(), nn.Linear(7, 1))
+
+
+def train(engine: Any, steps: int = 2) -> None:
+    for step in range(steps):
+        x = torch.randn(2, 5, generator=torch.Generator().manual_seed(step))
+        engine.backward(engine(x).square().mean())
+        engine.step()
+
+
+def single_process(what: str) -> dict[str, Any]:
+    """Without any launcher, with nothing initialised."""
+    if dist.is_initialized():
+        dist.destroy_process_group()
+    import os
+
+    for name in ("RANK", "WORLD_SIZE", "LOCAL_RANK", "MASTER_ADDR", "MASTER_PORT", "LOCAL_WORLD_SIZE"):
+        os.environ.pop(name, None)
+    model = net()
+    before = [p.detach().clone() for p in model.parameters()]
+    config: dict[str, Any] = dict(CONFIG, zero_optimization={"stage": 3})
+    kwargs: dict[str, Any] = {"config": config}
+    if what == "instance":
+        kwargs["optimizer"] = torch.optim.SGD(model.parameters(), lr=0.1)
+    elif what == "class":
+        kwargs["optimizer"] = torch.optim.SGD
+    elif what == "callable":
+        kwargs["optimizer"] = lambda params: torch.optim.SGD(params, lr=0.3)
+        kwargs["lr_scheduler"] = lambda optimizer: torch.optim.lr_scheduler.StepLR(optimizer, 1, gamma=0.5)
+    elif what == "generator":
+        kwargs["model_parameters"] = (p for p in model.parameters())
+    elif what == "groups":
+        kwargs["model_parameters"] = [
+            {"params": list(model[0].parameters()), "lr": 0.5},
+            {"params": model[2].parameters()},
+        ]
+    elif what == "config_params":
+        kwargs = {"config_params": config}
+    elif what == "args":
+        kwargs = {"args": argparse.Namespace(deepspeed_config=json.dumps(config))}
+    engine, optimizer, loader, scheduler = shardwise.initialize(model=model, **kwargs)
+    train(engine)
+    changed = [not torch.equal(a, b) for a, b in zip(before, model.parameters(), strict=True)]
+    result = {
+        "changed": all(changed),
+        "optimizer": type(optimizer).__name__,
+        "lrs": engine.get_lr(),
+        "kept": optimizer is kwargs.get("optimizer"),
+        "loader": loader,
+        "scheduler": type(scheduler).__name__,
+        "steps": (engine.global_steps, engine.micro_steps, engine.global_samples, engine.skipped_steps),
+        "initialised": dist.is_initialized(),
+    }
+    engine.destroy()
+    return result
+
+
+@pytest.mark.parametrize(
+    "what", ["config", "instance", "class", "callable", "generator", "groups", "config_params", "args"]
+)
+def test_a_single_process_needs_no_launcher(what: str) -> None:
+    result = run_ranks(single_process, 1, what)[0]
+    assert result["changed"]
+    assert result["steps"] == (2, 2, 4, 0)
+    assert result["loader"] is None
+    expected = {"instance": "SGD", "class": "SGD", "callable": "SGD"}.get(what, "AdamW")
+    assert result["optimizer"] == expected
+    assert result["kept"] == (what == "instance")
+    if what == "groups":
+        assert result["lrs"] == [0.5, 1e-2]
+    if what == "callable":
+        assert result["scheduler"] == "StepLR"
+        assert result["lrs"] == [0.3 * 0.25]
+
+
+def inside_a_process_group() -> tuple[float, int, bool]:
+    group = dist.group.WORLD
+    model = net()
+    engine, *_ = shardwise.initialize(
+        model=model, config=dict(CONFIG, zero_optimization={"stage": 2}), dist_init_required=False
+    )
+    train(engine)
+    total = sum(float(p.detach().sum()) for p in model.parameters())
+    same = dist.group.WORLD is group
+    engine.destroy()
+    # The user's group is as usable as before.
+    check = torch.ones(1)
+    dist.all_reduce(check)
+    return total, int(check.item()), same
+
+
+def test_an_initialised_process_group_is_adopted_and_left_alone() -> None:
+    (a, ranks, same), (b, _, _) = run_ranks(inside_a_process_group, 2)
+    assert a == b
+    assert ranks == 2
+    assert same
+
+
+def on_half_of_the_ranks() -> tuple[int, float]:
+    groups = [dist.new_group([0, 1]), dist.new_group([2, 3])]
+    rank = dist.get_rank()
+
+    class Unit:
+        def get_data_parallel_group(self) -> Any:
+            return groups[rank // 2]
+
+    model = net()
+    engine, *_ = shardwise.initialize(model=model, config=dict(CONFIG, zero_optimization={"stage": 3}), mpu=Unit())
+    for step in range(2):
+        x = torch.randn(2, 5, generator=torch.Generator().manual_seed(step + 10 * (rank // 2)))
+        engine.backward(engine(x).square().mean())
+        engine.step()
+    with shardwise.zero.GatheredParameters(list(model.parameters())):
+        total = sum(float(p.detach().sum()) for p in model.parameters())
+    world = engine.dp_world_size
+    engine.destroy()
+    return world, total
+
+
+def test_an_mpu_names_the_ranks_that_share_the_data() -> None:
+    results = run_ranks(on_half_of_the_ranks, 4)
+    assert [world for world, _ in results] == [2, 2, 2, 2]
+    assert results[0] == results[1]
+    assert results[2] == results[3]
+    assert results[0] != results[2]
+
+
+def wrapped_twice() -> tuple[bool, float, float]:
+    model = net()
+    first, *_ = shardwise.initialize(model=model, config=dict(CONFIG, zero_optimization={"stage": 3}))
+    train(first, 1)
+    with shardwise.zero.GatheredParameters(list(model.parameters())):
+        before = sum(float(p.detach().sum()) for p in model.parameters())
+    second, *_ = shardwise.initialize(model=model, config=dict(CONFIG, zero_optimization={"stage": 1}))
+    after = sum(float(p.detach().sum()) for p in model.parameters())
+    train(second, 1)
+    second.destroy()
+    return all(type(p) is nn.Parameter for p in model.parameters()), before, after
+
+
+def test_wrapping_a_model_again_keeps_its_values() -> None:
+    for plain, before, after in run_ranks(wrapped_twice, 2):
+        assert plain
+        assert before == after
+
+
+def evaluated_only() -> tuple[Any, torch.Size, str]:
+    model = net()
+    engine, optimizer, _, _ = shardwise.initialize(
+        model=model,
+        model_parameters=[],
+        config={"train_micro_batch_size_per_gpu": 1, "zero_optimization": {"stage": 3}},
+    )
+    with torch.no_grad():
+        shape = engine(torch.ones(1, 5)).shape
+    try:
+        engine.step()
+        message = ""
+    except UsageError as error:
+        message = str(error)
+    engine.destroy()
+    return optimizer, shape, message
+
+
+def test_a_model_can_be_sharded_without_an_optimizer() -> None:
+    for optimizer, shape, message in run_ranks(evaluated_only, 2):
+        assert optimizer is None
+        assert shape == (1, 1)
+        assert "no optimizer" in message
+
+
+def test_wrong_arguments_are_named(tmp_path: Path) -> None:
+    with pytest.raises(UsageError, match=r"expects an nn\.Module, got NoneType"):
+        shardwise.initialize(config=CONFIG)
+    with pytest.raises(ConfigError, match="needs a configuration"):
+        shardwise.initialize(model=net())
+    with pytest.raises(ConfigError, match="given twice: config and config_params"):
+        shardwise.initialize(model=net(), config=CONFIG, config_params=CONFIG)
+    with pytest.raises(ConfigError, match=r"config and args\.deepspeed_config"):
+        shardwise.initialize(argparse.Namespace(deepspeed_config="x.json"), model=net(), config=CONFIG)
+    with pytest.raises(UsageError, match="expects an Optimizer or a callable, got str"):
+        shardwise.initialize(model=net(), config=CONFIG, optimizer="AdamW")  # type: ignore[arg-type]
+    with pytest.raises(UsageError, match=r"returned int, not a torch\.optim\.Optimizer"):
+        shardwise.initialize(model=net(), config=CONFIG, optimizer=lambda params: 3)  # type: ignore[arg-type,return-value]
+    with pytest.raises(UsageError, match="mesh_param"):
+        shardwise.initialize(model=net(), config=CONFIG, mesh_param=(1, 1))
+
+
+@pytest.mark.parametrize("kind", [torch.optim.LBFGS, torch.optim.SparseAdam])
+def test_optimizers_that_cannot_be_sharded_are_refused_with_the_reason(kind: type[torch.optim.Optimizer]) -> None:
+    model = net()
+    with pytest.raises(ConfigError, match=kind.__name__):
+        shardwise.initialize(model=model, config=CONFIG, optimizer=kind(model.parameters()))
+    assert all(type(p) is nn.Parameter for p in model.parameters())
