@@ -155,8 +155,8 @@ class Checkpointing:
             with_scheduler = load_lr_scheduler_states and not load_module_only
             if with_scheduler and self.lr_scheduler is not None and saved.manifest.scheduler is None:
                 raise CheckpointError(
-                    f"{saved.path}: was saved without a learning-rate scheduler, and this engine has one, which would begin "
-                    "anew; pass load_lr_scheduler_states=False if that is meant"
+                    f"{saved.path}: was saved without a learning-rate scheduler, and this engine has one, which would "
+                    "begin anew; pass load_lr_scheduler_states=False if that is meant"
                 )
             loaded = read(self.sharded, saved, matched, options)
             if custom_load_fn is not None:

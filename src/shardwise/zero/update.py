@@ -69,9 +69,13 @@ def assign_groups(optimizer: torch.optim.Optimizer, members: Sequence[Sequence[n
 def _hold_state(optimizer: torch.optim.Optimizer, accountant: Accountant) -> None:
     """Tell the accountant about an optimizer's state; known tensors are passed over, some optimizers make new ones."""
     for state in optimizer.state.values():
-        for value in state.values():
-            if isinstance(value, torch.Tensor) and value.layout is torch.strided:
-                accountant.hold(Category.OPTIMIZER, value)
+        _hold(state, accountant)
+
+
+def _hold(state: Mapping[str, Any], accountant: Accountant) -> None:
+    for value in state.values():
+        if isinstance(value, torch.Tensor) and value.layout is torch.strided:
+            accountant.hold(Category.OPTIMIZER, value)
 
 
 class SegmentUpdate:
@@ -192,7 +196,7 @@ class SegmentUpdate:
             tensor = self.registry[index]
             state = self.optimizer.state[segment]
             _add_state(self.optimizer, tensor, segment, state, elementwise, whole)
-        _hold_state(self.optimizer, self._accountant)
+            _hold(state, self._accountant)
 
     def publish(self, unit: Unit) -> None:
         """See `Update.publish`."""
@@ -378,7 +382,7 @@ class WholeUpdate:
         if master is not None:
             tensor, state = self.registry[index], self.optimizer.state[master]
             _add_state(self.optimizer, tensor, master, state, elementwise, whole)
-            _hold_state(self.optimizer, self._accountant)
+            _hold(state, self._accountant)
 
     def publish(self, unit: Unit) -> None:
         """See `Update.publish`."""
