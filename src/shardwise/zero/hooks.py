@@ -61,7 +61,7 @@ class Hooks:
             outermost = self._outermost is module
             if use is not None:
                 gatherer.watch_outputs(sharded, use, outputs, self.start_backward)
-            if outermost and self.reducer is not None and torch.is_grad_enabled():
+            if outermost and torch.is_grad_enabled():
                 gatherer.watch_outputs((), None, outputs, self.start_backward)
             for unit in units:
                 gatherer.leave(unit)
@@ -95,12 +95,20 @@ class Hooks:
         """Called by the first hook that a backward pass reaches."""
         if self.reducer is not None:
             self.reducer.begin()
+        elif self.gatherer.phase is Phase.IDLE:
+            # Nothing is trained, but gradients of the inputs are wanted (a frozen teacher, an adversary).
+            self.gatherer.begin_backward()
+            torch.autograd.Variable._execution_engine.queue_callback(self.gatherer.end_backward)
 
     def _input_gradients_done(self, unit: Unit) -> None:
         """The backward of one call of the unit's module is complete."""
         gradients = self.reducer.gradients.get(unit.index) if self.reducer is not None else None
         if gradients is None or gradients.complete:
             self.gatherer.finish_backward(unit)
+
+    def ids(self) -> set[int]:
+        """Return the keys under which the modules keep these hooks."""
+        return {handle.id for handle in self._handles}
 
     def remove(self) -> None:
         """Take all hooks off the model."""
