@@ -89,9 +89,10 @@ def _has_auto(annotation: Any) -> bool:
 
 def _shape(annotation: Any) -> tuple[str, type[Section] | None]:
     """Find the section class inside `X | None`, `Annotated[X, ...]`, `dict[str, X]` or `list[X]`."""
-    if isinstance(annotation, type) and issubclass(annotation, Section):
-        return "section", annotation
     origin, arguments = get_origin(annotation), get_args(annotation)
+    # In Python 3.10 list[int] counts as a class, so the origin is looked at first.
+    if origin is None and isinstance(annotation, type) and issubclass(annotation, Section):
+        return "section", annotation
     if origin is Annotated:
         return _shape(arguments[0])
     if origin in (Union, types.UnionType):

@@ -12,6 +12,8 @@ from typing import TYPE_CHECKING, Any
 
 import torch
 
+from shardwise.zero.plan import TABLE
+
 if TYPE_CHECKING:
     from shardwise.config import Config, Resolution
 
@@ -67,6 +69,10 @@ def _offload(name: str, default: Any) -> Callable[[Config], Any]:
     return read
 
 
+def _shards(what: str) -> Callable[[Config], bool]:
+    return lambda config: bool(getattr(TABLE[config.zero_optimization.stage], what))
+
+
 def _pass(name: str) -> Callable[[Config], bool]:
     return lambda config: name in (config.compile.passes or ())
 
@@ -112,10 +118,10 @@ GETTERS: dict[str, Read] = {
     "sparse_gradients_enabled": "sparse_gradients",
     "graph_harvesting": "graph_harvesting",
     # sharding
-    "zero_optimization": lambda config: config.zero_optimization.stage > 0,
+    "zero_optimization": _shards("optimizer"),
     "zero_optimization_stage": "zero_optimization.stage",
-    "zero_optimization_partition_gradients": lambda config: config.zero_optimization.stage >= 2,
-    "zero_optimization_partition_weights": lambda config: config.zero_optimization.stage >= 3,
+    "zero_optimization_partition_gradients": _shards("gradients"),
+    "zero_optimization_partition_weights": _shards("parameters"),
     "zero_allow_untested_optimizer": "zero_allow_untested_optimizer",
     "zero_force_ds_cpu_optimizer": "zero_force_ds_cpu_optimizer",
     "zero_reduce_scatter": "zero_optimization.reduce_scatter",

@@ -30,6 +30,7 @@ class Section(BaseModel):
     model_config = ConfigDict(
         extra="forbid",
         strict=True,
+        defer_build=True,  # Sections are compiled at first use: half of the import time.
         validate_assignment=True,
         allow_inf_nan=False,
         protected_namespaces=(),

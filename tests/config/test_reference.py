@@ -1,0 +1,57 @@
+"""The documentation's table of keys is that of the schema, and its examples say what the code says."""
+
+from __future__ import annotations
+
+import json
+import re
+from pathlib import Path
+
+import pytest
+
+from shardwise.config import resolve
+from shardwise.config.reference import table, update
+from shardwise.config.tree import walk
+from shardwise.errors import BatchSizeError, ConfigError
+
+PAGE = Path(__file__).parents[2] / "docs" / "configuration.md"
+
+
+def test_the_page_is_up_to_date() -> None:
+    text = PAGE.read_text(encoding="utf-8")
+    assert update(text) == text, "run: python -m shardwise.config.reference docs/configuration.md"
+
+
+def test_every_key_has_a_row() -> None:
+    rows = [line for line in table().splitlines() if line.startswith("| `")]
+    assert len(rows) == sum(key.kind != "section" for _, key in walk())
+    assert all(len(re.split(r"(?<!\\)\|", row)) == 6 for row in rows)
+
+
+def test_page_without_markers_is_refused() -> None:
+    with pytest.raises(ValueError, match="needs a line"):
+        update("nothing here")
+
+
+def test_the_first_example_works() -> None:
+    example = re.search(r"```json\n(.*?)```", PAGE.read_text(encoding="utf-8"), re.DOTALL)
+    assert example is not None
+    config = resolve(json.loads(example.group(1)), world_size=8).config
+    assert config.gradient_accumulation_steps == 2
+
+
+def test_the_printed_errors_are_real(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    text = PAGE.read_text(encoding="utf-8")
+    monkeypatch.chdir(tmp_path)
+    file = Path("ds_config.json")
+    file.write_text(
+        '{\n "train_batch_size": 8,\n "gradient_clipp1ng": 1.0,\n "overlap_comm": true,\n'
+        ' "fp16": {"enabled": "true"},\n "optimizer": {\n  "type": "AdamW",\n  "params": {"lrr": 1}}\n}'
+    )
+    with pytest.raises(ConfigError) as caught:
+        resolve("ds_config.json")
+    assert str(caught.value) in text
+    monkeypatch.setenv("WORLD_SIZE", "4")
+    file.write_text('{"train_batch_size": 32,\n"train_micro_batch_size_per_gpu": 4,\n"gradient_accumulation_steps": 4}')
+    with pytest.raises(BatchSizeError) as batch:
+        resolve("ds_config.json", world_size=4)
+    assert " ".join(str(batch.value).removeprefix("in ds_config.json: ").split()) in " ".join(text.split())
