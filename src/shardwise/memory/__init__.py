@@ -1,7 +1,7 @@
 """Accounting of every byte that an engine holds, measuring what modules make of it, and planning both."""
 
 from shardwise.memory.accountant import Accountant, Category
-from shardwise.memory.dryrun import plan_activations
+from shardwise.memory.dryrun import ActivationPlan, Stretch, plan_activations
 from shardwise.memory.optimizer import StepBytes, step_bytes
 from shardwise.memory.process import module_bytes, peak_resident_bytes, resident_bytes
 from shardwise.memory.report import MemoryReport, MemoryRow
@@ -9,10 +9,12 @@ from shardwise.memory.track import track_activations
 
 __all__ = [
     "Accountant",
+    "ActivationPlan",
     "Category",
     "MemoryReport",
     "MemoryRow",
     "StepBytes",
+    "Stretch",
     "module_bytes",
     "peak_resident_bytes",
     "plan_activations",

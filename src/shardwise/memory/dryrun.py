@@ -2,14 +2,17 @@
 
 A copy of the module whose parameters are fake (torch's FakeTensorMode: a shape, a dtype and a device, but no values)
 computes a sample batch, and the tracker that measures real steps counts what it makes. Plan and measurement are
-therefore the same arithmetic. A parameter's gradient is dropped as soon as it has been produced, as the engine does.
+therefore the same arithmetic. A parameter's gradient is dropped as soon as it has been produced, as the engine does;
+when that happens is part of the result, because the engine's own buffers come and go with it.
 """
 
 from __future__ import annotations
 
 import contextlib
 import copy
+import functools
 from collections.abc import Callable, Collection, Iterator, Mapping
+from dataclasses import dataclass
 from typing import Any
 
 import torch
@@ -21,6 +24,37 @@ from shardwise.memory.accountant import Accountant
 from shardwise.memory.track import track_activations
 
 
+@dataclass(frozen=True)
+class Stretch:
+    """The time from one gradient to the next.
+
+    Attributes:
+        parameter: `id()` of the parameter whose gradient begins it; None for the time before the first gradient.
+        start: bytes of activations and temporaries when it begins, this gradient included.
+        peak: most bytes at once after that, when the gradient has been taken away.
+    """
+
+    parameter: int | None
+    start: int
+    peak: int
+
+
+@dataclass(frozen=True)
+class ActivationPlan:
+    """Activations and temporaries of one forward and backward pass.
+
+    Attributes:
+        stretches: in order of time.
+    """
+
+    stretches: tuple[Stretch, ...]
+
+    @property
+    def peak(self) -> int:
+        """Most bytes at once."""
+        return max(max(stretch.start, stretch.peak) for stretch in self.stretches)
+
+
 def plan_activations(
     module: nn.Module,
     batch: Any,
@@ -28,8 +62,8 @@ def plan_activations(
     loss: Callable[[Any], torch.Tensor] | None = None,
     dtypes: Mapping[int, torch.dtype] | None = None,
     own_hooks: Collection[int] = (),
-) -> int:
-    """Return the most bytes of activations and temporaries at once in one forward and backward pass.
+) -> ActivationPlan:
+    """Return the bytes of activations and temporaries in one forward and backward pass.
 
     Args:
         module: is copied without its values and not changed. Its parameters may be released.
@@ -46,14 +80,24 @@ def plan_activations(
 
     Example:
         >>> net = torch.nn.Sequential(torch.nn.Linear(512, 1024), torch.nn.ReLU(), torch.nn.Linear(1024, 8))
-        >>> plan_activations(net, torch.ones(4, 512)) >= 2 * 4 * 1024 * 4
-        True
+        >>> plan = plan_activations(net, torch.ones(4, 512))
+        >>> plan.peak >= 4 * 1024 * 4, len(plan.stretches)  # what ReLU saves; before, and after each of four gradients
+        (True, 5)
     """
     from torch._subclasses.fake_tensor import FakeTensorMode
 
     mode = FakeTensorMode(allow_non_fake_inputs=True)
-    twin = _fake_copy(module, mode, dtypes or {}, own_hooks)
     accountant = Accountant()
+    stretches: list[Stretch] = []
+    begun: list[tuple[int | None, int]] = [(None, 0)]
+
+    def produced(parameter: int, fake: torch.Tensor) -> None:
+        stretches.append(Stretch(*begun.pop(), accountant.peak_total))
+        begun.append((parameter, accountant.total))
+        fake.grad = None
+        accountant.reset_peak()
+
+    twin = _fake_copy(module, mode, dtypes or {}, own_hooks, produced)
     with _undisturbed(), mode:
         args, kwargs = _arguments(tree_map(lambda v: mode.from_tensor(v) if isinstance(v, torch.Tensor) else v, batch))
         with torch.enable_grad(), track_activations(accountant):
@@ -61,11 +105,15 @@ def plan_activations(
             scalar = loss(output) if loss is not None else _loss_of(output)
             del output
             scalar.backward()
-    return accountant.peak_total
+    return ActivationPlan((*stretches, Stretch(*begun.pop(), accountant.peak_total)))
 
 
 def _fake_copy(
-    module: nn.Module, mode: Any, dtypes: Mapping[int, torch.dtype], own_hooks: Collection[int]
+    module: nn.Module,
+    mode: Any,
+    dtypes: Mapping[int, torch.dtype],
+    own_hooks: Collection[int],
+    produced: Callable[[int, torch.Tensor], None],
 ) -> nn.Module:
     """Copy the module's structure; parameters and buffers become fake, shared ones stay shared."""
     memo: dict[int, Any] = {}
@@ -75,7 +123,7 @@ def _fake_copy(
             values = torch.empty(parameter.shape, dtype=dtype, device=parameter.device)
             fake = nn.Parameter(values, requires_grad=parameter.requires_grad)
             if fake.requires_grad:
-                fake.register_post_accumulate_grad_hook(_drop_gradient)
+                fake.register_post_accumulate_grad_hook(functools.partial(produced, id(parameter)))
             memo[id(parameter)] = fake
         for buffer in module.buffers():
             memo[id(buffer)] = torch.empty_strided(
@@ -87,10 +135,6 @@ def _fake_copy(
             for key in own_hooks:
                 hooks.pop(key, None)
     return twin
-
-
-def _drop_gradient(parameter: torch.Tensor) -> None:
-    parameter.grad = None
 
 
 @contextlib.contextmanager

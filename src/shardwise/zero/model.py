@@ -247,6 +247,7 @@ class ShardedModel:
             self._set_order(*order)
 
     def _set_order(self, forward: Sequence[int], backward: Sequence[int]) -> None:
+        self.order = (list(forward), list(backward))
         self.gatherer.set_order(forward, backward)
         if self.reducer is not None:
             self.reducer.set_order(forward, backward)

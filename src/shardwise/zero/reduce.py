@@ -277,7 +277,8 @@ class Reducer:
                     buffer = buffer.to(self.wire_dtype)
                     self.accountant.hold(Category.BUFFERS, buffer)
                 pairs.append((section.own_gradient, buffer))
-        handle = self.comm.reduce_scatter(pairs, unit.name, accumulate=gradients.accumulated)
+        with self.accountant.owning(Category.BUFFERS):
+            handle = self.comm.reduce_scatter(pairs, unit.name, accumulate=gradients.accumulated)
         for scratch in handle.scratch:
             self.accountant.hold(Category.BUFFERS, scratch)
         gradients.accumulated = True
@@ -288,7 +289,7 @@ class Reducer:
             return
         gradients, handle = self._in_flight
         self._in_flight = None
-        with self._waiting(), self.accountant.owning(Category.BUFFERS):
+        with self._waiting(), self.accountant.owning(Category.OTHER):
             handle.wait()
         self._free(gradients)
         pairs = [
