@@ -244,3 +244,49 @@ def test_collectives_of_engine_and_script_are_in_the_communication_log() -> None
     assert summary["mine"][16]["count"] == 1
     assert label
     assert line == "test_engine.py"
+
+
+class Branch(nn.Module):
+    def __init__(self) -> None:
+        super().__init__()
+        self.left, self.right = nn.Linear(3, 1), nn.Linear(3, 1)
+
+    def forward(self, x: torch.Tensor, left: bool) -> torch.Tensor:
+        return (self.left if left else self.right)(x)
+
+
+def branching(stage: int, key: str, differ: bool) -> str:
+    zero: dict[str, Any] = {"stage": stage}
+    config: dict[str, Any] = {"train_micro_batch_size_per_gpu": 2, "zero_optimization": zero}
+    config["optimizer"] = {"type": "SGD", "params": {"lr": 0.1}}
+    if key == "strict_sync":
+        config["strict_sync"] = True
+    elif key:
+        zero[key] = False
+    engine, *_ = shardwise.initialize(model=Branch(), config=config)
+    try:
+        for step in range(2):
+            left = step == 0 or not (differ and engine.global_rank == 1)
+            engine.backward(engine(torch.ones(2, 3), left).mean())
+            engine.step()
+    except shardwise.errors.ShardwiseError as error:
+        return f"{type(error).__name__}: {error}"
+    finally:
+        engine.destroy()
+    return ""
+
+
+@pytest.mark.parametrize("stage", [0, 3])
+def test_different_branches_are_followed_or_reported(stage: int) -> None:
+    assert run_ranks(branching, 2, stage, "", True) == ["", ""]
+    assert run_ranks(branching, 2, stage, "strict_sync", False) == ["", ""]
+    for message in run_ranks(branching, 2, stage, "strict_sync", True):
+        assert message.startswith("DesyncError: strict_sync: ranks [1]")
+        assert "rank 0 ['left']" in message
+
+
+@pytest.mark.parametrize("stage", [0, 2])
+def test_unused_parameters_are_an_error_if_asked_for(stage: int) -> None:
+    for message in run_ranks(branching, 2, stage, "ignore_unused_parameters", False):
+        assert message.startswith("UsageError: zero_optimization.ignore_unused_parameters")
+        assert "right.weight, right.bias" in message

@@ -29,34 +29,6 @@ class Note(NamedTuple):
     reason: str
 
 
-def _buckets(share: float) -> Callable[[Facts], Choice]:
-    """A bucket of a fraction of one square layer's weight matrix."""
-
-    def choose(facts: Facts) -> Choice:
-        if facts.hidden_size is not None:
-            size = int(share * facts.hidden_size**2)
-            factor = "" if share == 1 else f"{share:g} x "
-            return size, f"{factor}hidden_size^2 with hidden_size = {facts.hidden_size}"
-        if facts.largest_layer is not None:
-            size = max(1, int(share * facts.largest_layer))
-            return size, f"{share:g} x the largest layer ({facts.largest_layer} parameters)"
-        return None
-
-    return choose
-
-
-def _persistence(facts: Facts) -> Choice:
-    if facts.hidden_size is None:
-        return None
-    return 10 * facts.hidden_size, f"10 x hidden_size with hidden_size = {facts.hidden_size}"
-
-
-def _live(facts: Facts) -> Choice:
-    if facts.num_parameters is None:
-        return None
-    return facts.num_parameters, f"the model has {facts.num_parameters} parameters"
-
-
 def _precision(name: str) -> Callable[[Facts], Choice]:
     def choose(facts: Facts) -> Choice:
         if facts.precision is None:
@@ -74,14 +46,21 @@ RULES: dict[str, Callable[[Facts], Choice]] = {
     "gradient_clipping": _clipping,
     "fp16.enabled": _precision("fp16"),
     "bf16.enabled": _precision("bf16"),
-    "zero_optimization.reduce_bucket_size": _buckets(1),
-    "zero_optimization.allgather_bucket_size": _buckets(1),
-    "zero_optimization.stage3_prefetch_bucket_size": _buckets(0.9),
-    "zero_optimization.stage3_param_persistence_threshold": _persistence,
-    "zero_optimization.stage3_max_live_parameters": _live,
-    "zero_optimization.stage3_max_reuse_distance": _live,
 }
 """Keys that facts bear on. Everything else takes its default."""
+
+_SIZED = "units have the size of the model's blocks; no number is needed"
+REASONS: dict[str, str] = dict.fromkeys(
+    (
+        "zero_optimization.reduce_bucket_size",
+        "zero_optimization.allgather_bucket_size",
+        "zero_optimization.stage3_prefetch_bucket_size",
+        "zero_optimization.stage3_param_persistence_threshold",
+        "zero_optimization.stage3_max_live_parameters",
+    ),
+    _SIZED,
+)
+"""Keys whose default is better than any number derived from a width (trainers use hidden_size^2, less than a block)."""
 
 
 class _Chosen(NamedTuple):
@@ -118,7 +97,8 @@ def _value(path: Path, key: Key, facts: Facts) -> _Chosen:
     choice = rule(facts) if rule is not None else None
     if choice is not None:
         return _Chosen(*choice)
-    reason = "the default; no fact about the model is known" if rule is not None else "the default"
+    unknown = "the default; no fact about the model is known" if rule is not None else "the default"
+    reason = REASONS.get(dotted(path), unknown)
     # Not written, so that it does not look like the user's own choice of a number.
     return _Chosen(key.default, reason, write=False)
 

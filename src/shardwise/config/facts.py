@@ -11,9 +11,6 @@ class Facts:
     """Facts that "auto" values are derived from. Anything left at None is unknown.
 
     Attributes:
-        hidden_size: width of the model's layers, in elements.
-        num_parameters: parameters of the whole model.
-        largest_layer: parameters of the largest module that is fetched as a unit.
         lr: learning rate.
         betas: Adam's two decay rates.
         eps: Adam's epsilon.
@@ -26,9 +23,6 @@ class Facts:
         precision: the type that the caller trains in.
     """
 
-    hidden_size: int | None = None
-    num_parameters: int | None = None
-    largest_layer: int | None = None
     lr: float | None = None
     betas: tuple[float, float] | None = None
     eps: float | None = None

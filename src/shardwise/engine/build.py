@@ -131,7 +131,7 @@ def _build(
     ledger = Ledger()
     group = mpu.get_data_parallel_group() if mpu is not None else None
     world = torch.distributed.get_world_size(group) if torch.distributed.is_initialized() else 1
-    resolution = resolve(source, world_size=world, facts=_facts(model))
+    resolution = resolve(source, world_size=world, facts=_facts(client_optimizer))
     for warning in resolution.warnings:
         warn_once(str(warning))
     settings = resolution.config
@@ -170,7 +170,7 @@ def _build(
         if kind is Sharding.REFUSED:
             raise ConfigError(f"optimizer {type(optimizer).__name__} cannot be used: {reason}")
         whole = kind is Sharding.WHOLE
-    _place_buffers(model, device, policy.buffer_dtype, accountant)
+    _place_buffers(model, device, policy.buffer_dtype, settings.data_types.keep_in_fp32_modules, accountant)
 
     # Sharding frees the model unit by unit, so it must be the last one to hold whole parameters.
     engine_box: list[Engine] = []
@@ -240,13 +240,11 @@ def _config_source(args: Any, config: Any, config_params: Any) -> Any:
     return next(iter(named.values()))
 
 
-def _facts(model: nn.Module) -> Facts:
-    hidden = getattr(getattr(model, "config", None), "hidden_size", None)
-    return Facts(
-        hidden_size=hidden if isinstance(hidden, int) else None,
-        num_parameters=sum(p.numel() for p in model.parameters()),
-        largest_layer=max((sum(p.numel() for p in m.parameters(recurse=False)) for m in model.modules()), default=0),
-    )
+def _facts(client_optimizer: Any) -> Facts:
+    """What "auto" can be resolved from: the client's optimizer knows its learning rate."""
+    groups = client_optimizer.param_groups if isinstance(client_optimizer, torch.optim.Optimizer) else []
+    lr = groups[0].get("lr") if groups else None
+    return Facts(lr=float(lr) if lr is not None else None)
 
 
 def _optimizer(
@@ -290,12 +288,20 @@ def _prescale(settings: Any, world: int) -> float:
     return 1.0 / float(settings.gradient_predivide_factor)
 
 
-def _place_buffers(model: nn.Module, device: torch.device, dtype: torch.dtype | None, accountant: Accountant) -> None:
-    """Move module buffers to the device; parameters follow unit by unit."""
-    for module in model.modules():
+def _place_buffers(
+    model: nn.Module, device: torch.device, dtype: torch.dtype | None, keep: Any, accountant: Accountant
+) -> None:
+    """Move module buffers to the device; parameters follow unit by unit.
+
+    Floating buffers are cast to `dtype`, if there is one, except in modules whose name contains one of `keep` ("auto":
+    what the model lists in `_keep_in_fp32_modules`).
+    """
+    kept = (getattr(model, "_keep_in_fp32_modules", None) or []) if keep == "auto" else keep
+    for path, module in model.named_modules():
         for name, buffer in module._buffers.items():
             if buffer is not None:
-                cast = dtype if dtype is not None and buffer.is_floating_point() else buffer.dtype
+                wide = any(part in path.split(".") for part in kept)
+                cast = dtype if dtype is not None and buffer.is_floating_point() and not wide else buffer.dtype
                 moved = module._buffers[name] = buffer.to(device=device, dtype=cast)
                 accountant.add(Category.OTHER, moved.nbytes)
 

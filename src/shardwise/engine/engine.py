@@ -255,6 +255,14 @@ class Engine(Attributes, BatchSizes, ConfigGetters, MemoryReporting, nn.Module):
         reducer = sharded.reducer
         assert reducer is not None
         reducer.reduce_pending()
+        if config.strict_sync:
+            sharded.check_branches()
+        if not config.zero_optimization.ignore_unused_parameters and reducer.unused():
+            raise UsageError(
+                "zero_optimization.ignore_unused_parameters is false and these parameters have received no gradient on "
+                f"rank {self._comm.rank} since the last step: {', '.join(reducer.unused())}. Freeze them "
+                "(requires_grad_(False)), use them, or leave the key out: they then get a zero gradient."
+            )
         scale = self.cur_scale
         factor = self._gradient_factor()
         clip = float(config.gradient_clipping)

@@ -104,10 +104,12 @@ class Gatherer:
         self._expected = {unit.index: len(unit.modules) for unit in units}
         self._passes = 0
         self._held: set[int] = set()
+        self.kept: set[int] = set()
         self._with_graph = False
         self._uses: dict[int, weakref.WeakSet[Use]] = {unit.index: weakref.WeakSet() for unit in units}
         self.recomputed: dict[int, int] = {}
         self.trace: list[int] = []
+        self.branches = 0
         self._last_use: dict[int, int] = {}
         self._clock = 0
         self.on_backward: Callable[[], None] = _nothing
@@ -187,6 +189,8 @@ class Gatherer:
         self._position = {unit.index: place for place, unit in enumerate(sequence)}
         self._next = 0
         self._visited = {}
+        # Units that are used outside of their own modules; the memory plan asks for them.
+        self.kept |= self._held
         self._held = set()
 
     def _drain(self) -> None:
@@ -291,6 +295,7 @@ class Gatherer:
     def enter(self, unit: Unit) -> None:
         """A module of the unit is about to compute."""
         if self.phase is Phase.FORWARD and self._with_graph:
+            self.branches = hash((self.branches, unit.index))
             if unit.index not in self._visited:
                 self.trace.append(unit.index)
             if not torch.is_grad_enabled():

@@ -14,7 +14,7 @@ import torch
 from torch import nn
 
 from shardwise.comm.communicator import Communicator
-from shardwise.errors import UsageError
+from shardwise.errors import DesyncError, UsageError
 from shardwise.memory import Accountant, Category, module_bytes, resident_bytes
 from shardwise.precision.dtypes import PrecisionPolicy
 from shardwise.precision.norms import clip_coefficient, combine, sums_of_squares
@@ -141,6 +141,7 @@ class ShardedModel:
         accountant.reset_peak()
         self._order_agreed = False
         self._runs: list[tuple[int, torch.Tensor]] | None = None
+        self._runs_of = 0
 
     # -- building ----------------------------------------------------------------------------------------------------
 
@@ -195,7 +196,9 @@ class ShardedModel:
 
     def gradient_norm(self, scale: float) -> torch.Tensor:
         """Return the global norm of the accumulated gradients times `scale` (0-D fp64 tensor); one small all-reduce."""
-        if self._runs is None:
+        assert self.reducer is not None
+        if self._runs is None or self._runs_of != self.reducer.dropped:
+            self._runs_of = self.reducer.dropped
             self._runs = [
                 (piece.index, section.own_gradient[piece.offset : piece.offset + piece.stop - piece.start])
                 for unit in self.units
@@ -235,10 +238,34 @@ class ShardedModel:
                 if not unit.sharded and unit.trainable:
                     unit.start_gather()
 
+    def check_branches(self) -> None:
+        """Compare which units ranks have used since the last step, in which order and how often; one small all-reduce.
+
+        Raises:
+            DesyncError: on every rank, if they differ; it says what rank 0 used and what this rank did.
+        """
+        mine = torch.zeros(self.comm.world, dtype=torch.int64)
+        mine[self.comm.rank] = self.gatherer.branches
+        self.comm.all_reduce(mine, "strict_sync").wait()
+        self.gatherer.branches = 0
+        others = [rank for rank in range(self.comm.world) if mine[rank] != mine[0]]
+        if others:
+            first = self.comm.share_object(self.gatherer.trace, "strict_sync.trace")
+            assert isinstance(first, list)
+            names = [unit.name for unit in self.units]
+            raise DesyncError(
+                f"strict_sync: ranks {others} have not taken the same branches of the model as rank 0 since the last "
+                f"step. Units in order of first use in the last forward pass: rank 0 {[names[i] for i in first]}, "
+                f"rank {self.comm.rank} {[names[i] for i in self.gatherer.trace]}. Without strict_sync this is "
+                "allowed: what a rank has not used contributes a zero gradient."
+            )
+
     def end_window(self) -> None:
         """Forget the accumulated gradients; on the first call agree on the order of units with the other ranks."""
         assert self.reducer is not None
         self.reducer.clear()
+        if self._runs_of != self.reducer.dropped:
+            self._runs = None  # these views would keep the memory alive
         if not self._order_agreed:
             self._order_agreed = True
             traced = [self.gatherer.traced_order(), self.gatherer.traced_backward()]
@@ -280,7 +307,8 @@ class ShardedModel:
             if p.index == index
         ]
 
-    # -- checkpoints (shardwise.checkpoint.protocols.ShardedModel) ------------------------------------------------------
+    # -- checkpoints (shardwise.checkpoint.protocols.ShardedModel)
+    # ------------------------------------------------------
 
     @property
     def holds_gradients(self) -> bool:

@@ -63,23 +63,20 @@ class Plan:
         """Derive the plan from the `zero_optimization` section for `world` ranks; one rank has nothing to shard."""
         row = TABLE[zero.stage]
         caps = [int(zero.reduce_bucket_size)]
-        given = zero.model_fields_set
         if row.optimizer and not row.parameters:
             caps.append(int(zero.allgather_bucket_size))
         if row.parameters:
             # Two units are gathered at a time: the one that computes and the one being prefetched.
             caps.append(int(zero.stage3_max_live_parameters) // 2)
-        prefetch = int(zero.stage3_prefetch_bucket_size)
+        ahead = zero.stage3_prefetch_bucket_size
         return cls(
             stage=zero.stage,
             shard_optimizer=row.optimizer,
             shard_gradients=row.gradients,
             shard_parameters=row.parameters and world > 1,
             unit_cap=max(1, min(caps)),
-            prefetch=prefetch > 0,
-            prefetch_elements=prefetch if "stage3_prefetch_bucket_size" in given else 0,
-            persistent_elements=int(zero.stage3_param_persistence_threshold)
-            if "stage3_param_persistence_threshold" in given
-            else 0,
+            prefetch=ahead != 0,
+            prefetch_elements=int(ahead or 0),
+            persistent_elements=int(zero.stage3_param_persistence_threshold),
             persistent_total=int(zero.stage3_model_persistence_threshold),
         )

@@ -46,6 +46,7 @@ class UnitGradients:
         self.task = -1
         self.nested = 0
         self.recomputed = 0
+        self.seen: set[int] = set()
         self.reduced = False
         self.accumulated = False
 
@@ -122,6 +123,8 @@ class Reducer:
         self.boundary = True
         self._at_boundary = boundary
         self.partial = False
+        self._summed = False
+        self.dropped = 0
         self.active = False
         self.passes = 0
         self._recomputed = recomputed
@@ -190,7 +193,7 @@ class Reducer:
         if self.reducing:
             self._sweep()
         else:
-            self.partial = True
+            self.partial = self._summed = True
         self.active = False
         self.passes += 1
         self._on_end()
@@ -229,6 +232,7 @@ class Reducer:
                 target.add_(grad.reshape(-1))
             else:
                 gradients.written.add(index)
+                gradients.seen.add(index)
                 target.copy_(grad.reshape(-1))
             del grad
             gradients.note()
@@ -247,8 +251,12 @@ class Reducer:
         # The choice depends on nothing that could differ between ranks.
         alone = self.shard_gradients or (self.boundary and not self.partial)
         dtype = (self.wire_dtype or section.layout.dtype) if alone else section.accumulate_dtype
-        buffer = torch.zeros(section.layout.numel, dtype=dtype, device=section.device)
-        self.accountant.hold(Category.BUFFERS if alone else Category.GRADIENTS, buffer)
+        if not alone and not gradients.accumulated and section.keeps_whole_gradient:
+            # The reduced gradient will be as large as the sum, and nothing is in its place yet.
+            buffer = section.whole_gradient.zero_()
+        else:
+            buffer = torch.zeros(section.layout.numel, dtype=dtype, device=section.device)
+            self.accountant.hold(Category.BUFFERS if alone else Category.GRADIENTS, buffer)
         gradients.buffers[place] = buffer
         return buffer
 
@@ -309,12 +317,34 @@ class Reducer:
         self._next = 0
         self._sweep()
 
+    def unused(self) -> list[str]:
+        """Return the names of trainable parameters that have received no gradient on this rank since the last step."""
+        return [
+            gradients.unit.registry[slot.index].name
+            for gradients in self.gradients.values()
+            for section in gradients.unit.trainable
+            for slot in section.layout.slots
+            if slot.index not in gradients.seen
+        ]
+
     def clear(self) -> None:
         """Start a new step: the next reduction overwrites the accumulators."""
         self.partial = False
         for gradients in self.gradients.values():
             gradients.accumulated = False
+            gradients.seen = set()
             self._free(gradients)
+        if self._summed:
+            self._drop_parts()
+
+    def _drop_parts(self) -> None:
+        """Give this rank's parts of reduced sums back: whole sums are formed again, and would come on top of them."""
+        self._summed = False
+        self.dropped += 1
+        for gradients in self.gradients.values():
+            for section in gradients.unit.trainable:
+                if not section.keeps_whole_gradient:
+                    section.gradient = None
 
     def remove(self) -> None:
         """Take the hooks off the parameters."""

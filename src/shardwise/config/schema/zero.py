@@ -54,6 +54,7 @@ class ZeroConfig(Section):
         "Reduce gradients while the backward pass goes on. null: the library decides.",
         default_note="peers overlap by default only when parameters are sharded; here it costs neither "
         "memory nor accuracy, so it is on for every stage",
+        no_effect="communication always overlaps; it changes neither results nor memory here",
     )
     reduce_scatter: bool = key(
         True, "Reduce gradients by reduce-scatter rather than all-reduce.", no_effect=_SAME_RESULT
@@ -83,7 +84,9 @@ class ZeroConfig(Section):
         True, "false: skip the global gradient norm (stages 1 and 2, and only without gradient_clipping)."
     )
     load_from_fp32_weights: bool = key(
-        True, "Restore master weights from the checkpoint's fp32 copy rather than from its 16-bit weights."
+        True,
+        "Restore master weights from the checkpoint's fp32 copy rather than from its 16-bit weights.",
+        no_effect="checkpoints hold master weights only; there is no 16-bit copy to restore from",
     )
     elastic_checkpoint: bool = key(
         False,
@@ -102,17 +105,20 @@ class ZeroConfig(Section):
         no_effect="gradients are always reduced from hooks",
     )
 
-    stage3_prefetch_bucket_size: Int = key(
-        50_000_000,
-        "Most elements fetched ahead of the module that runs (stage 3).",
+    stage3_prefetch_bucket_size: Int | None = key(
+        None,
+        "Most elements gathered ahead of the unit that runs (stage 3), but at least the next unit; 0: nothing. "
+        "null: the next unit.",
         names=("prefetch_bucket_size",),
-        default_note="the peers' documentation says 5e8, their code 5e7; we follow the code",
+        default_note="peers use 5e7 (their documentation says 5e8); one unit ahead is what the memory floor allows",
         ge=0,
     )
     stage3_param_persistence_threshold: Int = key(
-        100_000,
-        "Parameters with fewer elements than this stay gathered (stage 3).",
+        0,
+        "Units of at most this many elements stay gathered (stage 3).",
         names=("param_persistence_threshold",),
+        default_note="peers keep parameters below 1e5 elements; units are gathered in one piece, so that small "
+        "parameters cost nothing extra here",
         ge=0,
     )
     stage3_model_persistence_threshold: Int = key(
@@ -131,12 +137,14 @@ class ZeroConfig(Section):
         1_000_000_000,
         "Keep a parameter gathered if it is used again within this many elements (stage 3).",
         names=("max_reuse_distance",),
+        no_effect="a unit is kept for as many uses as earlier passes have shown",
         ge=0,
     )
     stage3_gather_16bit_weights_on_model_save: bool = key(
         False,
         "Let save_16bit_model and state-dict helpers consolidate the sharded weights (stage 3).",
         names=("gather_16bit_weights_on_model_save",),
+        no_effect="they always do: saving streams unit by unit",
     )
     stage3_gather_fp16_weights_on_model_save: bool = key(
         False,
@@ -147,6 +155,7 @@ class ZeroConfig(Section):
         0,
         "Modules with fewer elements per submodule than this are fetched as one unit (stage 3).",
         names=("module_granularity_threshold",),
+        no_effect="units are blocks of the model already",
         ge=0,
     )
     stage3_use_all_reduce_for_fetch_params: bool = key(
@@ -208,7 +217,11 @@ class ZeroConfig(Section):
         "Load checkpoint shards one rank at a time.",
         no_effect="a rank reads only its own slices, so ranks need not take turns",
     )
-    override_module_apply: bool = key(True, "Inside zero.Init, Module.apply sees gathered parameters.")
+    override_module_apply: bool = key(
+        True,
+        "Inside zero.Init, Module.apply sees gathered parameters.",
+        no_effect="inside zero.Init, whoever touches a parameter sees it gathered",
+    )
     log_trace_cache_warnings: bool = key(
         False,
         "Warn when the recorded fetch order is found wrong.",
