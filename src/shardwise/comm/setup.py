@@ -1,15 +1,21 @@
 """Start and end `torch.distributed` for this process, under any launcher or none.
 
-Invariant: nothing process-wide is changed but torch's own default process group and, for jobs on one machine,
-the variable that keeps Gloo on the loopback interface. A process group that exists already is adopted as it
-is.
+Invariant: nothing process-wide is changed but torch's own default process group, its end together with the
+process, and, for jobs on one machine, the variable that keeps Gloo on the loopback interface. A process group
+that exists already is adopted as it is.
+
+Why the end matters: with torch 2.13, a process that ends without destroying its Gloo group may abort in the
+very last moment, after all its work, and a process that raises while a collective is in flight waits in its
+own end for the peers, which wait for it in turn: until the limit for a collective instead of at once.
 """
 
 from __future__ import annotations
 
+import atexit
 import logging
 import os
 import socket
+import sys
 from collections.abc import Mapping
 from datetime import timedelta
 from urllib.parse import urlsplit
@@ -93,6 +99,8 @@ def init_distributed(
     else:
         store = private_keys(next(rendezvous(init_method, place.rank, place.world_size, timeout=timeout))[0])
     dist.init_process_group(backend, store=store, rank=place.rank, world_size=place.world_size, timeout=timeout)
+    atexit.unregister(_end_with_process)
+    atexit.register(_end_with_process)
     if verbose and place.rank == 0:
         _log.info("%d ranks on %s, found through %s", place.world_size, backend, place.source)
 
@@ -106,6 +114,21 @@ def destroy() -> None:
     """End the default process group and all others, if there are any. Every rank should call it."""
     if is_initialized():
         dist.destroy_process_group()
+
+
+def _end_with_process() -> None:
+    """End what `init_distributed` has started when the interpreter ends."""
+    if not is_initialized():
+        return
+    # The interpreter keeps an exception here that nobody has caught.
+    if getattr(sys, "last_value", None) is not None and dist.get_world_size() > 1:
+        # Its traceback is printed. Collectives that are in flight can only end if the peers see this process
+        # gone.
+        logging.shutdown()
+        sys.stdout.flush()
+        sys.stderr.flush()
+        os._exit(1)
+    destroy()
 
 
 def timeout_from_environment(env: Mapping[str, str] = os.environ) -> timedelta:

@@ -152,7 +152,7 @@ class Agent(SimpleElasticAgent):
     def _monitor_workers(self, worker_group: WorkerGroup) -> RunResult:
         attempt = self.attempt
         assert attempt is not None
-        if attempt.gang.failed():
+        if attempt.failed():
             self.failure = attempt.end_after_failure(self._grace)
             left = worker_group.spec.max_restarts - self._attempts + 1
             if left > 0:

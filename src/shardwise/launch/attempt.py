@@ -20,6 +20,9 @@ DRAIN_S = 2.0
 """How long to wait for the end of the output after the processes' end: one that left its session may hold
 it."""
 
+SETTLE_S = 2.0
+"""How long a worker that has recorded an exception may take to end by itself."""
+
 
 @dataclass(frozen=True)
 class Display:
@@ -93,6 +96,16 @@ class Attempt:
             self.gang.start(streams)
             return self.gang.pids()
 
+    def failed(self) -> bool:
+        """Whether a worker has ended badly, or has raised (torch's `@record` tells) and does not come to its
+        end.
+
+        The latter waits for its peers in a collective that is in flight, as they wait for it.
+        """
+        return self.gang.failed() or any(
+            rank not in self.gang.exits and _older_than(SETTLE_S, path) for rank, path in self._error_files.items()
+        )
+
     def end(self, first: signal.Signals, grace: float) -> None:
         """Stop all workers and what they have started, and show the rest of their output."""
         stuck = self.gang.stop(first, grace)
@@ -118,12 +131,18 @@ class Attempt:
 
     def _channel(self, rank: int, stream: str) -> Channel:
         display = self._display
-        screen, terminal = (
-            (display.out, sys.stdout.isatty()) if stream == "out" else (display.err, sys.stderr.isatty())
-        )
+        screen, terminal = (display.out, sys.stdout.isatty()) if stream == "out" else (display.err, sys.stderr.isatty())
         return Channel(
+            rank,
             screen,
             prefix(display.tags, rank, len(self._error_files)),
             is_raw(display.tags, rank, terminal),
             None if display.log_dir is None else open_log(display.log_dir, rank, stream),
         )
+
+
+def _older_than(seconds: float, path: Path) -> bool:
+    try:
+        return time.time() - path.stat().st_mtime > seconds
+    except FileNotFoundError:
+        return False

@@ -52,10 +52,14 @@ for _module in pkgutil.iter_modules(commands.__path__):
     importlib.import_module(f"{commands.__name__}.{_module.name}").register(app)
 
 
-def main() -> None:
-    """Run the command line and exit with its code."""
+def main(args: list[str] | None = None) -> None:
+    """Run the command line and exit with its code.
+
+    Args:
+        args: the arguments after the program's name; None takes those of this process.
+    """
     try:
-        app(prog_name="shardwise")
+        app(args, prog_name="shardwise")
     except ShardwiseError as error:
         print(f"shardwise: error: {error}", file=sys.stderr)
         sys.exit(USAGE_ERROR if isinstance(error, CommandLineError) else 1)

@@ -14,7 +14,7 @@ import re
 import signal
 import socket
 from collections.abc import Mapping
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from pathlib import Path
 
 from shardwise.launch.output import Channel
@@ -42,6 +42,12 @@ _HINTS: dict[int, str] = {
     ),
     signal.SIGSEGV: "Native code crashed. Run again with PYTHONFAULTHANDLER=1 to see the line of Python.",
 }
+_TERMINATE = "terminate called without an active exception"
+_NOT_DESTROYED = (
+    "torch aborts like this when a process ends without having ended its Gloo process group. Start the "
+    "group with shardwise.init_distributed(), or call torch.distributed.destroy_process_group() at the "
+    "script's end."
+)
 
 
 @dataclass(frozen=True)
@@ -84,7 +90,7 @@ class Failure:
             f"shardwise run: rank {self.exit.rank} failed first{others}: {self.cause()}, pid "
             f"{self.exit.pid} on {socket.gethostname()}, {self.elapsed:.1f} s after the start."
         ]
-        hint = _HINTS.get(-self.exit.code) if self.exit.code < 0 else None
+        hint = _NOT_DESTROYED if _TERMINATE in self.report else _HINTS.get(-self.exit.code)
         if hint:
             lines.append(hint)
         if self.report and not self.has_traceback:
@@ -122,8 +128,12 @@ def first_failure(
             recorded[0] if recorded else end.at,
             (errors[rank].traceback_at or end.at) if end.code > 0 else end.at,
         )
-        if end.stopped and began >= stop_began:
-            continue
+        if end.stopped:
+            if began >= stop_began:
+                continue
+            # It raised, and had not ended yet when it was stopped: its code would have been that of an
+            # exception.
+            end = replace(end, code=1)
         report, has_traceback = (recorded[1], True) if recorded else last_traceback(errors[rank].text())
         lost_peer = end.code > 0 and bool(_LOST_PEER.search(_last_exception(report)))
         candidates.append((lost_peer, began, rank, end, report, has_traceback))

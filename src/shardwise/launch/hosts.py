@@ -52,9 +52,7 @@ def parse_hostfile(text: str, name: str) -> dict[str, int]:
                 f"{name}, line {number}: expected `host slots=N` with N from 1 up, found {content!r}."
             )
         if match["host"] in hosts:
-            raise CommandLineError(
-                f"{name}, line {number}: {match['host']} occurs twice. Keep one line per host."
-            )
+            raise CommandLineError(f"{name}, line {number}: {match['host']} occurs twice. Keep one line per host.")
         hosts[match["host"]] = int(match["slots"])
     if not hosts:
         raise CommandLineError(f"{name} names no host. Expected lines such as `worker-0 slots=8`.")
@@ -93,8 +91,7 @@ def parse_filter(text: str, option: str) -> dict[str, tuple[int, ...]]:
         numbers = [slot.strip() for slot in listed.split(",")] if colon else []
         if not host or not all(re.fullmatch(r"\d+", slot) for slot in numbers):
             raise CommandLineError(
-                f"{option} {text}: expected NAME or NAME:slot,slot joined by @, such as localhost:0,1, "
-                f"found {part!r}."
+                f"{option} {text}: expected NAME or NAME:slot,slot joined by @, such as localhost:0,1, found {part!r}."
             )
         slots = tuple(int(slot) for slot in numbers)
         if host in hosts or len(set(slots)) < len(slots):
@@ -133,9 +130,7 @@ def select(
             raise CommandLineError(f"{option} {text}: no host {host!r} here, only {', '.join(available)}.")
         absent = [slot for slot in slots if slot not in available[host]]
         if absent:
-            raise CommandLineError(
-                f"{option} {text}: {host} has no slot {absent[0]}, only {_listed(available[host])}."
-            )
+            raise CommandLineError(f"{option} {text}: {host} has no slot {absent[0]}, only {_listed(available[host])}.")
     chosen = {}
     for host, slots in available.items():
         wanted = named.get(host)

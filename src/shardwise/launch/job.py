@@ -86,9 +86,7 @@ def check(job: Job) -> None:
         CommandLineError: naming the option, what it is, and what to do.
     """
     if job.module and job.no_python:
-        raise CommandLineError(
-            "--module runs a Python module, --no_python no Python at all. Give one of them."
-        )
+        raise CommandLineError("--module runs a Python module, --no_python no Python at all. Give one of them.")
     if job.max_restarts < 0:
         raise CommandLineError(f"--max-restarts {job.max_restarts}: give 0 or more.")
     if job.grace < 0:
@@ -97,8 +95,7 @@ def check(job: Job) -> None:
         raise CommandLineError(f"--tag-output {job.tags}: choose auto, always or never.")
     if job.master_port is not None and not 1 <= job.master_port < 2**16:
         raise CommandLineError(
-            f"--master_port {job.master_port} is not a TCP port (1 to 65535). Leave it out to take a free "
-            "one."
+            f"--master_port {job.master_port} is not a TCP port (1 to 65535). Leave it out to take a free one."
         )
     if not is_loopback(job.master_addr) and not is_this_machine(job.master_addr):
         raise CommandLineError(
@@ -115,9 +112,7 @@ def _check_script(job: Job) -> None:
     path = Path(job.script)
     if job.no_python:
         if shutil.which(job.script) is None:
-            raise CommandLineError(
-                f"--no_python {job.script}: no executable program of that name{_close_names(path)}."
-            )
+            raise CommandLineError(f"--no_python {job.script}: no executable program of that name{_close_names(path)}.")
         return
     if path.is_dir() and not (path / "__main__.py").is_file():
         raise CommandLineError(f"{job.script} is a directory without a __main__.py. Name the script.")

@@ -2,8 +2,9 @@
 
 One thread reads every worker's standard output and error from a pipe (or, for rank 0 on a terminal, from a
 pseudo-terminal, so that progress bars and colours behave as without a launcher). Whole lines are written
-with the rank in front, so that lines of different ranks never mix. Invariant: apart from superseded states
-of a progress bar (text that a carriage return has overwritten) every byte that a worker printed is shown.
+with the rank in front, so that lines of different ranks never mix. Invariant: every byte that a worker
+printed is shown, but for states of a progress bar that a carriage return has overwritten, and for the
+`[rankN]: ` that torch puts in front of tracebacks where our prefix says the same.
 """
 
 from __future__ import annotations
@@ -26,7 +27,7 @@ LONGEST_LINE = 1 << 20
 KEPT_LINES = 2000
 CHUNK = 1 << 16
 
-_LINE_END = re.compile(rb"(\r\n|\n|\r)")
+_LINE_END = re.compile(rb"(\r*\n|\r+)")
 _TRACEBACK = (b"Traceback (most recent call last)", b"+ Exception Group Traceback (most recent call last)")
 
 Tags = Literal["auto", "always", "never"]
@@ -78,13 +79,13 @@ class LineCutter:
         True marks a line that ended in a carriage return: what follows overwrites it on a terminal.
         """
         text = self._rest + data
-        held = b"\r" if text.endswith(b"\r") else b""  # perhaps the first half of "\r\n"
-        *pieces, rest = _LINE_END.split(text[: len(text) - len(held)])
-        lines = [(pieces[i], pieces[i + 1] == b"\r") for i in range(0, len(pieces), 2)]
+        open_end = text.rstrip(b"\r")  # carriage returns at the end may be the first half of a line end
+        *pieces, rest = _LINE_END.split(open_end)
+        lines = [(pieces[i], not pieces[i + 1].endswith(b"\n")) for i in range(0, len(pieces), 2)]
         if len(rest) > LONGEST_LINE:
             lines.append((rest, False))
             rest = b""
-        self._rest = rest + held
+        self._rest = rest + text[len(open_end) :]
         return lines
 
     def close(self) -> list[tuple[bytes, bool]]:
@@ -97,16 +98,20 @@ class Channel:
     """One stream of one worker.
 
     Args:
+        rank: global rank of the worker.
         screen: where to show it.
         prefix: bytes in front of every line.
         raw: pass bytes on as they come, without a prefix.
         log: file that gets every byte as well.
     """
 
-    def __init__(self, screen: Screen, prefix: bytes, raw: bool = False, log: BinaryIO | None = None) -> None:
+    def __init__(
+        self, rank: int, screen: Screen, prefix: bytes = b"", raw: bool = False, log: BinaryIO | None = None
+    ) -> None:
         self.closed = threading.Event()
         self.traceback_at: float | None = None
         """When the last Python traceback began, in seconds since the epoch."""
+        self._torch_prefix = f"[rank{rank}]: ".encode()
         self._screen = screen
         self._prefix = prefix
         self._raw = raw
@@ -135,7 +140,8 @@ class Channel:
 
     def _take(self, lines: list[tuple[bytes, bool]]) -> None:
         shown = b""
-        for text, superseded in lines:
+        for line, superseded in lines:
+            text = line.removeprefix(self._torch_prefix)
             if superseded:
                 now = time.monotonic()
                 if not text or now - self._progress_at < PROGRESS_S:
@@ -145,7 +151,7 @@ class Channel:
                 self._kept.append(text)
                 if text.lstrip().startswith(_TRACEBACK):
                     self.traceback_at = time.time()
-            shown += self._prefix + text + b"\n"
+            shown += (self._prefix + text if self._prefix else line) + b"\n"
         if not self._raw:
             self._screen.write(shown)
 
@@ -157,9 +163,7 @@ class Channel:
             self._log.flush()
         except OSError as error:
             # A full disk must not end the job or block the worker.
-            self._screen.write(
-                f"shardwise run: no longer writing {self._log.name}: {error.strerror}\n".encode()
-            )
+            self._screen.write(f"shardwise run: no longer writing {self._log.name}: {error.strerror}\n".encode())
             self._log = None
 
 

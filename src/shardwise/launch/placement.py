@@ -120,9 +120,7 @@ def place(resources: Resources, devices: Devices) -> Placement:
 def _check_options(resources: Resources) -> None:
     for option, value in (("--nproc", resources.nproc), ("--num_nodes", resources.num_nodes)):
         if value is not None and value < 1:
-            raise CommandLineError(
-                f"{option} {value}: a job has at least one. Leave the option out for the default."
-            )
+            raise CommandLineError(f"{option} {value}: a job has at least one. Leave the option out for the default.")
     for option, text in (("--include", resources.include), ("--exclude", resources.exclude)):
         if text and (resources.nproc is not None or resources.num_nodes is not None):
             raise CommandLineError(

@@ -25,10 +25,10 @@ def register(app: typer.Typer) -> None:
 
 
 def run(
-    script: Annotated[str, typer.Argument(help="Script to run.", metavar="SCRIPT")],
+    script: Annotated[str, typer.Argument(help="Script to run.")],
     args: Annotated[
         Optional[list[str]],  # noqa: UP045  (typer reads it at run time)
-        typer.Argument(help="Everything after the script is the script's.", metavar="[ARGUMENT]..."),
+        typer.Argument(help="Everything after the script is the script's."),
     ] = None,
     nproc: Annotated[
         Optional[int],  # noqa: UP045

@@ -1,0 +1,94 @@
+"""`shardwise check`: tell what a configuration means, without a model, a device or a job."""
+
+from __future__ import annotations
+
+import json
+from typing import TYPE_CHECKING, Annotated, Any
+
+import typer
+
+if TYPE_CHECKING:
+    from shardwise.config import Resolution
+
+UNWRAPPED = 10_000
+
+
+def register(app: typer.Typer) -> None:
+    """Add the subcommand."""
+    app.command("check", no_args_is_help=True)(check)
+
+
+def check(
+    config: Annotated[str, typer.Argument(help="Configuration file.")],
+    world: Annotated[int, typer.Option(metavar="N", help="Data-parallel ranks to check it for.")] = 1,
+    full: Annotated[
+        bool, typer.Option("--effective", help="Print only the effective configuration, with all defaults.")
+    ] = False,
+    as_json: Annotated[bool, typer.Option("--json", help="Print everything as one JSON object.")] = False,
+) -> None:
+    """Check CONFIG and show each value that is given or chosen, with the reason, and what is questionable."""
+    from shardwise.config import resolve
+    from shardwise.config.export import effective
+    from shardwise.errors import CommandLineError, ConfigError
+
+    if world < 1:
+        raise CommandLineError(f"--world {world}: give the number of ranks, 1 or more.")
+    if full and as_json:
+        raise CommandLineError("--json prints the effective configuration too. Leave --effective out.")
+    try:
+        resolution = resolve(config, world_size=world)
+    except ConfigError as error:
+        if not as_json:
+            raise
+        refusal = {"config": config, "world_size": world, "ok": False, "error": str(error)}
+        typer.echo(json.dumps(refusal, indent=2))
+        raise typer.Exit(1) from None
+    if as_json:
+        typer.echo(json.dumps(_as_dict(resolution, world), indent=2, default=str))
+    elif full:
+        typer.echo(json.dumps(effective(resolution), indent=2, default=str))
+    else:
+        _show(resolution, world)
+
+
+def _as_dict(resolution: Resolution, world: int) -> dict[str, Any]:
+    from shardwise.config.export import describe, effective
+
+    return {
+        "config": resolution.origin,
+        "world_size": world,
+        "ok": True,
+        "effective": effective(resolution),
+        "values": [row._asdict() for row in describe(resolution)],
+        "warnings": list(resolution.warnings),
+        "no_effect": [note._asdict() for note in resolution.no_effect],
+    }
+
+
+def _show(resolution: Resolution, world: int) -> None:
+    from rich import box
+    from rich.console import Console
+    from rich.table import Table
+
+    from shardwise.config.export import describe
+
+    console = Console(highlight=False, markup=False)
+    if not console.is_terminal:
+        # For a file or a pipe nothing is wrapped.
+        console = Console(highlight=False, markup=False, width=UNWRAPPED)
+    table = Table(box=box.SIMPLE_HEAD, pad_edge=False)
+    table.add_column("key", no_wrap=True)
+    for name in ("value", "source", "reason"):
+        table.add_column(name, overflow="fold")
+    for row in describe(resolution):
+        table.add_row(row.path, _text(row.value), row.source, row.reason)
+    console.print(table)
+    for note in resolution.no_effect:
+        console.print(f"no effect: {note.path} = {_text(note.value)}: {note.reason}")
+    for warning in resolution.warnings:
+        console.print(f"warning: {warning}")
+    console.print(f"{resolution.origin} is valid for {world} rank{'s' * (world > 1)}.")
+
+
+def _text(value: Any) -> str:
+    return json.dumps(value, default=str)

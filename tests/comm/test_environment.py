@@ -1,0 +1,191 @@
+"""A process's place, read from the variables of every launcher."""
+
+from __future__ import annotations
+
+import doctest
+
+import pytest
+from hypothesis import given
+from hypothesis import strategies as st
+
+from shardwise.comm import environment
+from shardwise.comm.environment import Place, discover, first_slurm_host, is_loopback
+from shardwise.errors import LaunchError
+
+TORCHRUN = {
+    "RANK": "3",
+    "WORLD_SIZE": "8",
+    "LOCAL_RANK": "1",
+    "LOCAL_WORLD_SIZE": "2",
+    "MASTER_ADDR": "node0",
+    "MASTER_PORT": "29501",
+}
+OMPI = {
+    "OMPI_COMM_WORLD_RANK": "3",
+    "OMPI_COMM_WORLD_SIZE": "4",
+    "OMPI_COMM_WORLD_LOCAL_RANK": "1",
+    "OMPI_COMM_WORLD_LOCAL_SIZE": "2",
+    "MASTER_ADDR": "node0",
+}
+SLURM = {
+    "SLURM_PROCID": "5",
+    "SLURM_STEP_NUM_TASKS": "7",
+    "SLURM_LOCALID": "1",
+    "SLURM_NODEID": "1",
+    "SLURM_STEP_TASKS_PER_NODE": "4,3",
+    "SLURM_STEP_NODELIST": "gpu[07-08]",
+}
+
+
+def test_doctests() -> None:
+    assert doctest.testmod(environment).failed == 0
+
+
+def test_torchrun() -> None:
+    place = discover(TORCHRUN)
+    assert place == Place(3, 8, 1, 2, "node0", 29501, "the environment")
+    assert not place.single_machine
+    assert "torchrun" in discover({**TORCHRUN, "TORCHELASTIC_RUN_ID": "x"}).source
+
+
+def test_open_mpi_mvapich_and_pmi() -> None:
+    assert discover(OMPI) == Place(3, 4, 1, 2, "node0", None, "Open MPI")
+    local = {**OMPI, "OMPI_COMM_WORLD_LOCAL_RANK": "3", "OMPI_COMM_WORLD_LOCAL_SIZE": "4", "MASTER_ADDR": ""}
+    assert discover(local) == Place(3, 4, 3, 4, "127.0.0.1", None, "Open MPI")
+    mvapich = {key.replace("OMPI", "MV2"): value for key, value in OMPI.items()}
+    assert discover(mvapich).source == "MVAPICH"
+    pmi = {
+        "PMI_RANK": "0",
+        "PMI_SIZE": "2",
+        "MPI_LOCALRANKID": "0",
+        "MPI_LOCALNRANKS": "2",
+        "MASTER_PORT": "5",
+    }
+    assert discover(pmi) == Place(0, 2, 0, 2, "127.0.0.1", 5, "MPI (PMI)")
+
+
+def test_slurm() -> None:
+    assert discover(SLURM) == Place(5, 7, 1, 3, "gpu07", None, "Slurm")
+    assert discover({**SLURM, "SLURM_STEP_TASKS_PER_NODE": "4(x2)"}).local_world_size == 4
+    assert discover({**SLURM, "MASTER_ADDR": "login"}).master_addr == "login"
+    # A batch script, before srun, is one process whatever the allocation.
+    batch = {"SLURM_PROCID": "0", "SLURM_NTASKS": "8", "SLURM_LOCALID": "0", "SLURM_JOB_ID": "1"}
+    assert discover(batch).world_size == 1
+
+
+def test_torch_variables_win_and_schedulers_can_be_left_out() -> None:
+    assert discover({**SLURM, **TORCHRUN}).rank == 3
+    assert discover(SLURM, schedulers=False).world_size == 1
+
+
+def test_no_launcher() -> None:
+    assert discover({"PATH": "/bin", "RANK": ""}) == Place(0, 1, 0, 1, "127.0.0.1", 0, "no launcher")
+    assert discover({"RANK": "0", "WORLD_SIZE": "1"}).single_machine
+
+
+def test_local_rank_is_known_where_only_one_machine_is_possible() -> None:
+    by_hand = {"RANK": "2", "WORLD_SIZE": "4", "MASTER_ADDR": "localhost", "MASTER_PORT": "1"}
+    assert discover(by_hand) == Place(2, 4, 2, 4, "localhost", 1, "the environment")
+    # Several machines, and nobody tells how many processes each has.
+    lightning = {**by_hand, "MASTER_ADDR": "node0", "LOCAL_RANK": "0"}
+    assert discover(lightning).local_world_size is None and not discover(lightning).single_machine
+
+
+@given(st.integers(1, 64).flatmap(lambda n: st.tuples(st.integers(0, n - 1), st.just(n), st.integers(1, n))))
+def test_every_valid_place_is_understood(numbers: tuple[int, int, int]) -> None:
+    rank, world, local = numbers
+    env = {
+        "RANK": str(rank),
+        "WORLD_SIZE": str(world),
+        "LOCAL_RANK": str(rank % local),
+        "LOCAL_SIZE": str(local),
+        "MASTER_ADDR": "10.0.0.1",
+        "MASTER_PORT": "29500",
+    }
+    place = discover(env, local_rank=rank % local)
+    assert (place.rank, place.world_size, place.local_rank, place.local_world_size) == (
+        rank,
+        world,
+        rank % local,
+        local,
+    )
+    assert place.single_machine is (world == local)
+
+
+@pytest.mark.parametrize("missing", ["RANK", "WORLD_SIZE", "MASTER_ADDR", "MASTER_PORT", "LOCAL_RANK"])
+def test_what_is_missing_is_named(missing: str) -> None:
+    env = {name: value for name, value in TORCHRUN.items() if name != missing}
+    with pytest.raises(LaunchError, match=missing):
+        discover(env)
+
+
+@pytest.mark.parametrize(
+    ("changes", "message"),
+    [
+        ({"RANK": "8"}, "RANK=8 is not below WORLD_SIZE=8"),
+        ({"RANK": "-1"}, "RANK='-1' is not a number"),
+        ({"WORLD_SIZE": "x"}, "WORLD_SIZE='x' is not a number"),
+        ({"WORLD_SIZE": "0", "RANK": "0"}, "WORLD_SIZE=0: a job has at least one"),
+        ({"LOCAL_RANK": "2"}, "LOCAL_RANK=2 is not below LOCAL_WORLD_SIZE=2"),
+        ({"LOCAL_WORLD_SIZE": "9"}, "LOCAL_WORLD_SIZE=9 does not lie between 1 and WORLD_SIZE=8"),
+        ({"MASTER_PORT": "0"}, "MASTER_PORT=0 is not a TCP port"),
+        ({"MASTER_PORT": "http"}, "MASTER_PORT='http'"),
+    ],
+)
+def test_contradictions_name_the_variables(changes: dict[str, str], message: str) -> None:
+    with pytest.raises(LaunchError, match=message):
+        discover({**TORCHRUN, **changes})
+
+
+@pytest.mark.parametrize(
+    ("env", "message"),
+    [
+        ({"MASTER_ADDR": "node0", "MASTER_PORT": "1"}, "Not set: RANK, WORLD_SIZE"),
+        ({"LOCAL_RANK": "0"}, "Set: LOCAL_RANK=0"),
+        ({**OMPI, "MASTER_ADDR": ""}, "MASTER_ADDR is not set"),
+        ({**OMPI, "OMPI_COMM_WORLD_LOCAL_RANK": ""}, "not OMPI_COMM_WORLD_LOCAL_RANK"),
+        ({**SLURM, "SLURM_STEP_TASKS_PER_NODE": "4(y)"}, "not a list"),
+        ({**SLURM, "SLURM_NODEID": "2"}, "SLURM_NODEID=2"),
+        ({**SLURM, "SLURM_STEP_NODELIST": "[]"}, "not a node list"),
+    ],
+)
+def test_unclear_environments(env: dict[str, str], message: str) -> None:
+    with pytest.raises(LaunchError, match=message):
+        discover(env)
+
+
+def test_argument_against_environment() -> None:
+    assert discover(TORCHRUN, local_rank=1).local_rank == 1
+    assert discover(TORCHRUN, local_rank=-1).local_rank == 1
+    with pytest.raises(LaunchError, match="--local_rank=0 contradicts"):
+        discover(TORCHRUN, local_rank=0)
+
+
+@pytest.mark.parametrize(
+    ("nodes", "first"),
+    [
+        ("a", "a"),
+        ("a,b", "a"),
+        ("a[1-3]", "a1"),
+        ("a[01,03]-b[2-4],c", "a01-b2"),
+        ("a1.x.org,a2", "a1.x.org"),
+    ],
+)
+def test_first_slurm_host(nodes: str, first: str) -> None:
+    assert first_slurm_host(nodes) == first
+
+
+@pytest.mark.parametrize(
+    ("host", "expected"),
+    [
+        ("127.0.0.1", True),
+        ("127.3.2.1", True),
+        ("::1", True),
+        ("localhost", True),
+        ("10.0.0.1", False),
+        ("host", False),
+        ("", False),
+    ],
+)
+def test_loopback(host: str, expected: bool) -> None:
+    assert is_loopback(host) is expected

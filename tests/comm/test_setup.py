@@ -1,0 +1,205 @@
+"""Starting, adopting and ending the default process group."""
+
+from __future__ import annotations
+
+import os
+import socket
+from datetime import timedelta
+from pathlib import Path
+from types import SimpleNamespace
+
+import pytest
+import torch
+import torch.distributed as dist
+
+from shardwise.comm import setup
+from shardwise.comm.environment import Place
+from shardwise.comm.rendezvous import private_keys, serve
+from shardwise.comm.setup import destroy, init_distributed, is_initialized, timeout_from_environment
+from shardwise.errors import LaunchError
+from tests.harness import run_ranks
+
+LAUNCHER = ("RANK", "WORLD_SIZE", "LOCAL_RANK", "MASTER_ADDR", "MASTER_PORT", "TORCHELASTIC_USE_AGENT_STORE")
+
+
+@pytest.fixture
+def alone(monkeypatch):
+    """No launcher, and no process group before or after."""
+    for name in (*LAUNCHER, "GLOO_SOCKET_IFNAME", "SHARDWISE_TIMEOUT", "DEEPSPEED_TIMEOUT"):
+        monkeypatch.setenv(name, "")
+        monkeypatch.delenv(name)
+    assert not is_initialized()
+    yield
+    destroy()
+    assert not is_initialized()
+
+
+def _listening() -> set[str]:
+    """Local addresses (hexadecimal, with port) on which this machine listens beyond loopback."""
+    rows = [
+        line.split()
+        for name in ("tcp", "tcp6")
+        for line in Path(f"/proc/net/{name}").read_text().splitlines()
+    ]
+    loopback = ("0100007F", "00000000000000000000000001000000")
+    return {row[1] for row in rows if row[3] == "0A" and row[1].split(":")[0] not in loopback}
+
+
+def _sum() -> float:
+    x = torch.tensor([float(dist.get_rank() + 1)])
+    dist.all_reduce(x)
+    return x.item()
+
+
+def test_single_process_without_a_launcher(alone) -> None:
+    before = _listening()
+    init_distributed()
+    assert (dist.get_rank(), dist.get_world_size(), dist.get_backend()) == (0, 1, "gloo")
+    assert _sum() == 1.0
+    assert os.environ["GLOO_SOCKET_IFNAME"] == "lo"
+    assert _listening() <= before
+    group = dist.group.WORLD
+    init_distributed()  # again: nothing happens
+    init_distributed(rank=0, world_size=1)
+    assert dist.group.WORLD is group
+
+
+def test_end_and_start_again(alone) -> None:
+    destroy()  # nothing there
+    for _ in range(2):
+        init_distributed(verbose=False)
+        assert _sum() == 1.0
+        destroy()
+
+
+def test_interface_of_the_user_is_kept(alone, monkeypatch) -> None:
+    monkeypatch.setenv("GLOO_SOCKET_IFNAME", "lo,eth0")
+    setup._keep_gloo_on_loopback()
+    assert os.environ["GLOO_SOCKET_IFNAME"] == "lo,eth0"
+
+
+def _free_port() -> int:
+    with socket.create_server(("127.0.0.1", 0)) as probe:
+        return int(probe.getsockname()[1])
+
+
+def _adopt() -> tuple[float, str]:
+    before = dist.group.WORLD
+    init_distributed(dist_backend="gloo")
+    assert dist.group.WORLD is before
+    try:
+        init_distributed(rank=0, world_size=dist.get_world_size() + 1)
+    except LaunchError as error:
+        return _sum(), str(error)
+    return _sum(), ""
+
+
+def test_an_existing_process_group_is_adopted() -> None:
+    for value, error in run_ranks(_adopt, 2):
+        assert value == 3.0
+        assert "already is rank" in error
+
+
+def _start_anew(env: dict[str, str], arguments: dict[str, object]) -> tuple[list[float], str]:
+    """Leave the harness's group and start own ones, twice, as this rank of the same world."""
+    rank, world = dist.get_rank(), dist.get_world_size()
+    dist.destroy_process_group()
+    for name in LAUNCHER:
+        os.environ.pop(name, None)
+    os.environ.update({name: value.format(rank=rank, world=world) for name, value in env.items()})
+    if "init_method" in arguments:
+        arguments = {**arguments, "rank": rank, "world_size": world}
+    seen = []
+    for _ in range(2):
+        init_distributed(**arguments)  # type: ignore[arg-type]
+        seen.append(_sum())
+        backend = dist.get_backend()
+        dist.barrier()
+        destroy()
+    return seen, backend
+
+
+def test_torchrun_variables_without_an_agent() -> None:
+    env = {
+        "RANK": "{rank}",
+        "WORLD_SIZE": "{world}",
+        "MASTER_ADDR": "127.0.0.1",
+        "MASTER_PORT": str(_free_port()),
+    }
+    assert run_ranks(_start_anew, 2, env, {}) == [([3.0, 3.0], "gloo")] * 2
+
+
+def test_mpi_variables_and_the_port_argument() -> None:
+    names = {"RANK": "{rank}", "SIZE": "{world}", "LOCAL_RANK": "{rank}", "LOCAL_SIZE": "{world}"}
+    env = {f"OMPI_COMM_WORLD_{name}": value for name, value in names.items()}
+    arguments = {"distributed_port": _free_port(), "timeout": timedelta(seconds=30)}
+    assert run_ranks(_start_anew, 2, env, arguments) == [([3.0, 3.0], "gloo")] * 2
+
+
+def test_init_method(tmp_path) -> None:
+    for url in (f"file://{tmp_path}/store", f"tcp://127.0.0.1:{_free_port()}"):
+        assert run_ranks(_start_anew, 2, {}, {"init_method": url})[0][0] == [3.0, 3.0]
+
+
+def test_a_served_store_listens_on_loopback_only_and_refuses_a_taken_port() -> None:
+    before = _listening()
+    store = serve("127.0.0.1", 0, timedelta(seconds=5))
+    assert _listening() <= before
+    store.set("key", "value")
+    client = dist.TCPStore("127.0.0.1", store.port, is_master=False, timeout=timedelta(seconds=5))
+    assert client.get("key") == b"value"
+    with pytest.raises(LaunchError, match=rf"Port {store.port} on 127\.0\.0\.1 is taken"):
+        serve("127.0.0.1", store.port, timedelta(seconds=5))
+
+
+def test_keys_of_attempts_and_groups_do_not_meet() -> None:
+    store = dist.HashStore()
+    views = [private_keys(store, {"TORCHELASTIC_RESTART_COUNT": count}) for count in ("0", "0", "1")]
+    for number, view in enumerate(views):
+        view.set("address", str(number))
+    assert [view.get("address") for view in views] == [b"0", b"1", b"2"]
+
+
+@pytest.mark.parametrize(
+    ("arguments", "message"),
+    [
+        ({"rank": 0}, "give both or neither"),
+        ({"world_size": 2}, "give both or neither"),
+        ({"dist_init_required": False}, "there is no process group"),
+        ({"dist_backend": "carrier_pigeon"}, "has no backend 'carrier_pigeon'"),
+        ({"init_method": "tcp://127.0.0.1:1"}, "not which rank this is"),
+        ({"rank": 1, "world_size": 2}, "Not set: MASTER_ADDR, MASTER_PORT"),
+    ],
+)
+def test_wrong_arguments(alone, arguments: dict[str, object], message: str) -> None:
+    with pytest.raises(LaunchError, match=message):
+        init_distributed(**arguments)  # type: ignore[arg-type]
+
+
+def test_arguments_against_the_environment(alone, monkeypatch) -> None:
+    monkeypatch.setenv("RANK", "0")
+    monkeypatch.setenv("WORLD_SIZE", "2")
+    with pytest.raises(LaunchError, match="rank=1 was given, but RANK=0 is set"):
+        init_distributed(rank=1, world_size=2)
+
+
+def test_backend_follows_the_devices(monkeypatch) -> None:
+    place = Place(1, 4, 1, 2, "node0", 1, "torchrun")
+    assert setup._backend(None, place) == "gloo"
+    monkeypatch.setattr(torch, "cuda", SimpleNamespace(is_available=lambda: True, device_count=lambda: 2))
+    assert setup._backend(None, place) == "nccl"
+    monkeypatch.setattr(torch, "cuda", SimpleNamespace(is_available=lambda: True, device_count=lambda: 1))
+    with pytest.raises(LaunchError, match=r"Rank 1 is process 1 of its machine, which has 1 CUDA"):
+        setup._backend(None, place)
+    assert setup._backend("gloo", place) == "gloo"
+
+
+def test_timeouts() -> None:
+    assert timeout_from_environment({}) == timedelta(minutes=10)
+    assert timeout_from_environment({"DEEPSPEED_TIMEOUT": "2"}) == timedelta(minutes=2)
+    assert timeout_from_environment({"DEEPSPEED_TIMEOUT": "2", "SHARDWISE_TIMEOUT": "0.5"}) == timedelta(
+        seconds=30
+    )
+    for text in ("0", "-1", "soon", "inf", "nan"):
+        with pytest.raises(LaunchError, match=f"SHARDWISE_TIMEOUT='{text}'"):
+            timeout_from_environment({"SHARDWISE_TIMEOUT": text})

@@ -1,0 +1,119 @@
+"""The command line itself: what it refuses, and the commands that start nothing."""
+
+from __future__ import annotations
+
+import json
+import subprocess
+import sys
+
+import pytest
+
+from shardwise._version import __version__
+from shardwise.launch import cli
+
+
+@pytest.fixture
+def call(monkeypatch, capsys):
+    """Run `shardwise ARGUMENTS`; exit code, standard output, standard error."""
+
+    def run(*args: str) -> tuple[int, str, str]:
+        monkeypatch.setattr(sys, "argv", ["shardwise", *args])
+        with pytest.raises(SystemExit) as end:
+            cli.main()
+        shown = capsys.readouterr()
+        return int(end.value.code or 0), shown.out, shown.err
+
+    return run
+
+
+def test_version_and_help(call) -> None:
+    assert call("--version") == (0, f"shardwise {__version__}\n", "")
+    code, shown, _ = call("run", "--help")
+    assert code == 0
+    for option in ("--nproc", "--num-gpus", "--hostfile", "--max-restarts", "--tag-output"):
+        assert option in shown
+
+
+@pytest.mark.parametrize(
+    ("args", "message"),
+    [
+        (["run", "--nproc", "two", __file__], "--nproc"),
+        (["run", "--nope", __file__], "--nope"),
+        (["run", "--nproc", "0", __file__], "--nproc 0: a job has at least one"),
+        (["run", "-i", "localhost:0", "-e", "localhost:1", __file__], "exclude each other"),
+        (["run", "--num_gpus", "1", "-i", "localhost:0", __file__], "--include chooses the slots itself"),
+        (["run", "--num_accelerators=1", "-e", "localhost:0", __file__], "--exclude chooses"),
+        (["run", __file__.replace("cli", "clj")], "did you mean"),
+        (["run", "-H", "/nonexistent", __file__], "Cannot read the hostfile /nonexistent"),
+        (["run", "--tag-output", "x", __file__], "choose auto, always or never"),
+        (["check", __file__, "--world", "0"], "--world 0"),
+    ],
+)
+def test_wrong_command_lines_exit_with_2(call, args: list[str], message: str) -> None:
+    code, shown, error = call(*args)
+    assert (code, shown) == (2, "")
+    assert message in error
+    assert "Traceback" not in error
+
+
+def test_several_machines_are_not_built(call, tmp_path) -> None:
+    hostfile = tmp_path / "hosts"
+    hostfile.write_text("worker-1.invalid slots=1\nworker-2.invalid slots=1\n")
+    for args in (["--num_nodes", "2"], ["--hostfile", str(hostfile), "--master_addr=localhost"]):
+        code, _, error = call("run", *args, __file__)
+        assert code == 1
+        assert error.startswith("shardwise: error: ") and "torchrun --nnodes" in error
+
+
+def test_check_explains(call, tmp_path) -> None:
+    config = tmp_path / "config.json"
+    config.write_text('{"train_batch_size": 16, "gradient_accumulation_steps": 2}')
+    code, shown, _ = call("check", str(config), "--world", "4")
+    assert code == 0
+    row = next(line for line in shown.splitlines() if line.lstrip().startswith("train_micro_batch_size_per_gpu"))
+    assert " 2 " in row and "derived" in row
+    assert shown.splitlines()[-1].endswith("config.json is valid for 4 ranks.")
+    code, shown, _ = call("check", str(config), "--world", "4", "--effective")
+    assert code == 0
+    (tmp_path / "effective.json").write_text(shown)
+    assert json.loads(call("check", str(tmp_path / "effective.json"), "--world", "4", "--effective")[1]) == json.loads(
+        shown
+    )
+    code, shown, _ = call("check", str(config), "--world", "4", "--json")
+    told = json.loads(shown)
+    assert (code, told["ok"], told["world_size"]) == (0, True, 4)
+    assert told["effective"]["train_micro_batch_size_per_gpu"] == 2
+    assert {row["path"]: row["source"] for row in told["values"]}["train_batch_size"] == "given"
+
+
+def test_check_refuses(call, tmp_path) -> None:
+    config = tmp_path / "config.json"
+    config.write_text('{"train_batch_sise": 16}')
+    code, shown, error = call("check", str(config))
+    assert (code, shown) == (1, "")
+    assert "train_batch_sise" in error and "train_batch_size" in error and "Traceback" not in error
+    code, shown, _ = call("check", str(config), "--json")
+    told = json.loads(shown)
+    assert (code, told["ok"]) == (1, False)
+    assert "train_batch_sise" in told["error"]
+    assert call("check", str(tmp_path / "absent.json"))[0] == 1
+
+
+def test_schema(call) -> None:
+    code, shown, _ = call("schema")
+    assert code == 0
+    assert "train_batch_size" in json.loads(shown)["properties"]
+
+
+def test_usage_errors_do_not_wait_for_torch() -> None:
+    text = """
+import sys
+from shardwise.launch import cli
+sys.argv = ["shardwise", "run", "--nproc", "0", "x.py"]
+try:
+    cli.main()
+except SystemExit as end:
+    print(end.code, "torch" in sys.modules)
+"""
+    done = subprocess.run([sys.executable, "-c", text], capture_output=True, text=True, check=True)
+    assert done.stdout.split() == ["2", "False"]

@@ -1,0 +1,141 @@
+"""Which rank failed first, and what is told about it."""
+
+from __future__ import annotations
+
+import io
+import json
+import os
+import signal
+from pathlib import Path
+
+import pytest
+
+from shardwise.launch.failure import Failure, first_failure, last_traceback
+from shardwise.launch.output import Channel, Screen
+from shardwise.launch.processes import Exit
+
+BUG = """Traceback (most recent call last):
+  File "train.py", line 3, in <module>
+    step()
+ValueError: bad batch
+"""
+LOST = """Traceback (most recent call last):
+  File "train.py", line 9, in <module>
+    dist.all_reduce(x)
+RuntimeError: [pair.cc:553] Connection closed by peer [127.0.0.1]:4
+"""
+
+
+def _error(text: str = "", at: float | None = None) -> Channel:
+    channel = Channel(0, Screen(io.BytesIO()))
+    channel.feed(text.encode())
+    if at is not None:
+        channel.traceback_at = at
+    return channel
+
+
+def _first(exits: list[Exit], errors: dict[int, Channel], files: dict[int, Path] | None = None) -> Failure:
+    found = {end.rank: end for end in exits}
+    nowhere = dict.fromkeys(found, Path("/nonexistent"))
+    channels = {rank: errors.get(rank) or _error() for rank in found}
+    return first_failure(found, channels, {**nowhere, **(files or {})}, started=100.0, stop_began=110.0)
+
+
+def test_the_earliest_exit() -> None:
+    failure = _first([Exit(0, 10, 5, 109.0, False), Exit(1, 11, 6, 108.0, False), Exit(2, 12, 0, 107.0, False)], {})
+    assert (failure.exit.rank, failure.exit_code, failure.failed, failure.world_size) == (1, 6, 2, 3)
+    assert failure.elapsed == pytest.approx(8.0)
+
+
+def test_a_traceback_counts_before_the_exit() -> None:
+    # Rank 1 raised first but took long to end: rank 0 had ended, and rank 1 was stopped by the launcher.
+    exits = [Exit(0, 10, 1, 109.0, False), Exit(1, 11, -15, 112.0, True)]
+    assert _first(exits, {0: _error(BUG, 108.9)}).exit.rank == 0
+    exits = [Exit(0, 10, 1, 109.0, False), Exit(1, 11, 1, 112.0, True)]
+    assert _first(exits, {0: _error(BUG, 108.9), 1: _error(BUG, 104.0)}).exit.rank == 1
+
+
+def test_one_that_raised_and_was_stopped_has_the_code_of_an_exception(tmp_path) -> None:
+    file = tmp_path / "error.json"
+    file.write_text(json.dumps({"message": {"extraInfo": {"py_callstack": BUG}}}))
+    os.utime(file, (104.5, 104.5))
+    failure = _first([Exit(0, 10, -15, 112.0, True), Exit(1, 11, -15, 112.0, True)], {}, {0: file})
+    assert (failure.exit.rank, failure.exit_code, failure.failed) == (0, 1, 1)
+
+
+def test_abort_of_a_process_group_that_was_not_ended_is_explained() -> None:
+    message = _first(
+        [Exit(0, 10, -6, 109.0, False)], {0: _error("terminate called without an active exception\n")}
+    ).message()
+    assert "killed by SIGABRT (signal 6)" in message and "destroy_process_group()" in message
+
+
+def test_a_lost_peer_is_a_consequence() -> None:
+    # The kernel had closed rank 1's connections before it reported its end.
+    exits = [Exit(0, 10, 1, 108.0, False), Exit(1, 11, -9, 109.0, False)]
+    failure = _first(exits, {0: _error(LOST, 107.9)})
+    assert (failure.exit.rank, failure.exit_code) == (1, 137)
+    # Where nobody else failed, it is the cause.
+    assert _first(exits[:1], {0: _error(LOST, 107.9)}).exit.rank == 0
+
+
+def test_those_that_the_launcher_stopped_do_not_count() -> None:
+    exits = [Exit(0, 10, 1, 109.0, False), Exit(1, 11, -9, 111.0, True), Exit(2, 12, 7, 110.5, True)]
+    failure = _first(exits, {0: _error(BUG, 108.0)})
+    assert (failure.exit.rank, failure.failed) == (0, 1)
+
+
+def test_error_file_of_record(tmp_path) -> None:
+    file = tmp_path / "error.json"
+    content = {"message": {"message": "x", "extraInfo": {"py_callstack": BUG, "timestamp": "104"}}}
+    file.write_text(json.dumps(content))
+    os.utime(file, (104.5, 104.5))
+    exits = [Exit(0, 10, 1, 108.0, False), Exit(1, 11, 1, 109.0, False)]
+    failure = _first(exits, {0: _error(BUG.replace("bad", "other"), 107.0)}, {1: file})
+    assert (failure.exit.rank, failure.elapsed) == (1, pytest.approx(4.5))
+    assert failure.message().endswith("ValueError: bad batch")
+    file.write_text("[1")
+    assert _first(exits, {0: _error(BUG, 107.0)}, {1: file}).exit.rank == 0
+
+
+def test_message_names_the_rank_and_ends_with_the_traceback() -> None:
+    exits = [Exit(0, 10, 1, 109.0, False), Exit(1, 11, 3, 108.0, False)]
+    message = _first(exits, {1: _error("epoch 1\n" + BUG, 107.0)}).message()
+    first, _, rest = message.partition("\n")
+    assert "rank 1 failed first (2 of 2 ranks failed): exit code 3, pid 11 on " in first
+    assert "7.0 s after the start" in first
+    assert rest == BUG.rstrip()
+
+
+def test_message_of_a_killed_rank_has_a_hint_on_memory() -> None:
+    message = _first([Exit(0, 10, -9, 109.0, False)], {0: _error("loading\n")}).message()
+    assert "killed by SIGKILL (signal 9)" in message
+    assert "memory ran out" in message
+    assert message.endswith("the last lines of its standard error:\nloading")
+    assert _first([Exit(0, 10, -9, 109.0, False)], {}).message().endswith("nothing on its standard error.")
+
+
+@pytest.mark.parametrize(
+    ("code", "cause", "exit_code"),
+    [(2, "exit code 2", 2), (-11, "killed by SIGSEGV", 139), (-int(signal.SIGRTMIN + 1), "signal 35", 163)],
+)
+def test_exit_codes(code: int, cause: str, exit_code: int) -> None:
+    failure = _first([Exit(0, 10, code, 109.0, False)], {})
+    assert cause in failure.cause()
+    assert failure.exit_code == exit_code
+
+
+def test_last_traceback_keeps_the_chain_and_drops_what_was_before() -> None:
+    handled = BUG.replace("bad batch", "handled")
+    chained = BUG + "\nDuring handling of the above exception, another exception occurred:\n\n" + LOST
+    text, found = last_traceback(handled + "goes on\n" + chained + "bye\n")
+    assert found and "handled" not in text.replace("During handling", "")
+    assert text.startswith("Traceback") and "bad batch" in text and text.endswith("bye")
+
+
+def test_without_a_traceback_the_last_lines() -> None:
+    text, found = last_traceback("\n".join(map(str, range(100))))
+    assert (text.splitlines()[0], text.splitlines()[-1], found) == ("80", "99", False)
+    crash = "noise\n" * 50 + "Fatal Python error: Segmentation fault\n\nCurrent thread\n" + "  File x\n" * 30
+    text, found = last_traceback(crash)
+    assert text.startswith("Fatal Python error") and not found

@@ -1,0 +1,73 @@
+"""What a job refuses before it starts, and what its processes are given."""
+
+from __future__ import annotations
+
+import os
+import sys
+
+import pytest
+
+from shardwise.errors import CommandLineError
+from shardwise.launch.job import Job, check, command, worker_environment
+from shardwise.launch.placement import Placement
+
+
+@pytest.fixture
+def folder(tmp_path, monkeypatch):
+    (tmp_path / "train.py").write_text("")
+    (tmp_path / "tool").write_text("#!/bin/sh\n")
+    (tmp_path / "package").mkdir()
+    monkeypatch.chdir(tmp_path)
+    return tmp_path
+
+
+@pytest.mark.parametrize(
+    ("job", "message"),
+    [
+        (Job("tarin.py"), r"No such file tarin\.py, did you mean train\.py\?"),
+        (Job("../x/y/train.py"), r"No such file \.\./x/y/train\.py: the directory \.\./x/y does not exist"),
+        (Job("zzz"), "No such file zzz in /"),
+        (Job("package"), "directory without a __main__"),
+        (Job("./tool", no_python=True), r"no executable program of that name, did you mean tool\?"),
+        (Job("train.py", module=True, no_python=True), "Give one of them"),
+        (Job("train.py", max_restarts=-1), "--max-restarts -1"),
+        (Job("train.py", grace=-1.0), "--grace -1"),
+        (Job("train.py", master_port=0), "--master_port 0"),
+        (Job("train.py", master_port=70000), "1 to 65535"),
+        (Job("train.py", master_addr="192.0.2.1"), "not an address of this machine"),
+        (Job("train.py", log_dir="train.py"), "is a file"),
+        (Job("train.py", tags="some"), "choose auto, always or never"),  # type: ignore[arg-type]
+    ],
+)
+def test_wrong_jobs_are_refused(folder, job: Job, message: str) -> None:
+    with pytest.raises(CommandLineError, match=message):
+        check(job)
+
+
+def test_right_jobs_are_not(folder) -> None:
+    check(Job("train.py", master_addr="localhost", log_dir="logs"))
+    check(Job("some.module", module=True))
+    (folder / "package" / "__main__.py").write_text("")
+    check(Job("package"))
+    os.chmod(folder / "tool", 0o755)
+    check(Job("./tool", no_python=True))
+    check(Job("true", no_python=True))
+
+
+def test_commands(folder) -> None:
+    args = ("--lr", "1")
+    assert command(Job("train.py", args), 2) == [sys.executable, "-u", "train.py", *args, "--local_rank=2"]
+    assert command(Job("a.b", args, module=True), 0)[1:] == ["-u", "-m", "a.b", *args, "--local_rank=0"]
+    assert command(Job("train.py", args, no_local_rank=True), 2)[2:] == ["train.py", *args]
+    assert command(Job("./tool", no_python=True), 1) == ["./tool", "--local_rank=1"]
+
+
+def test_environment_of_the_workers() -> None:
+    cores = len(os.sched_getaffinity(0))
+    given = worker_environment(Job("x"), Placement(3, ("4", "6", "7")), {"A": "b"})
+    assert given["CUDA_VISIBLE_DEVICES"] == "4,6,7"
+    assert given["OMP_NUM_THREADS"] == str(max(1, cores // 3))
+    assert (given["A"], given["GLOO_SOCKET_IFNAME"]) == ("b", "lo")
+    mine = {"OMP_NUM_THREADS": "7", "GLOO_SOCKET_IFNAME": "eth0", "CUDA_VISIBLE_DEVICES": ""}
+    assert worker_environment(Job("x"), Placement(1, None), mine) == mine
+    assert "GLOO_SOCKET_IFNAME" not in worker_environment(Job("x", master_addr="10.0.0.1"), Placement(1, None), {})

@@ -1,0 +1,210 @@
+"""What the workers print reaches the screen, the logs and the memory."""
+
+from __future__ import annotations
+
+import errno
+import io
+import os
+import re
+import time
+from typing import BinaryIO, cast
+
+import pytest
+from hypothesis import given
+from hypothesis import strategies as st
+
+from shardwise.launch import output
+from shardwise.launch.output import (
+    Channel,
+    Cursor,
+    LineCutter,
+    Pump,
+    Screen,
+    is_raw,
+    open_log,
+    open_pipe,
+    prefix,
+)
+
+TRACEBACK = b"Traceback (most recent call last):\n  File x\nValueError: no\n"
+
+
+def _channel(rank: int = 1, **options) -> tuple[io.BytesIO, Channel]:
+    file = io.BytesIO()
+    return file, Channel(rank, Screen(file), **options)
+
+
+@given(st.lists(st.sampled_from([b"a", b"bc", b"\n", b"\r", b"\r\n", b"\xff"]), max_size=20), st.integers(1, 5))
+def test_lines_do_not_depend_on_where_reads_cut(pieces: list[bytes], step: int) -> None:
+    data = b"".join(pieces)
+    whole, parts = LineCutter(), LineCutter()
+    at_once = whole.feed(data) + whole.close()
+    in_steps = [line for i in range(0, len(data), step) for line in parts.feed(data[i : i + step])]
+    assert in_steps + parts.close() == at_once
+    shown = [text for text, superseded in at_once if not superseded]
+    lines = re.sub(rb"\r+(\n|$)", rb"\1", data).split(b"\n")
+    expected = [line.split(b"\r")[-1] for line in lines]
+    assert shown == (expected if expected[-1] else expected[:-1])
+
+
+def test_every_line_gets_the_prefix() -> None:
+    file, channel = _channel(prefix=prefix("auto", 1, 12))
+    channel.feed(b"one\ntw")
+    assert file.getvalue() == b"[rank  1] one\n"
+    channel.feed(b"o\r\n\n")
+    channel.feed(b"rest")
+    channel.close()
+    assert file.getvalue() == b"[rank  1] one\n[rank  1] two\n[rank  1] \n[rank  1] rest\n"
+    assert prefix("never", 1, 2) == b""
+
+
+def test_torch_prefix_is_replaced_by_ours() -> None:
+    file, channel = _channel(prefix=b"[rank 1] ")
+    channel.feed(b"[rank1]: mine\n[rank2]: quoted\n")
+    assert file.getvalue() == b"[rank 1] mine\n[rank 1] [rank2]: quoted\n"
+    assert channel.text() == "mine\n[rank2]: quoted"
+    bare, channel = _channel()
+    channel.feed(b"[rank1]: mine\n")
+    assert bare.getvalue() == b"[rank1]: mine\n"
+
+
+def test_progress_bar_as_lines(monkeypatch) -> None:
+    clock = [0.0]
+    monkeypatch.setattr(output.time, "monotonic", lambda: clock[0])
+    file, channel = _channel(prefix=b"> ")
+    for percent in range(101):
+        clock[0] += 0.05
+        channel.feed(b"\r%d%%" % percent)
+    channel.feed(b"\ndone\n")
+    lines = file.getvalue().splitlines()
+    assert lines[-2:] == [b"> 100%", b"> done"]
+    assert 5 <= len(lines) <= 8  # 5 s of progress, one line a second
+    assert channel.text() == "100%\ndone"
+
+
+def test_raw_passes_bytes_and_still_keeps_lines() -> None:
+    file, channel = _channel(raw=True, prefix=b"> ")
+    channel.feed(b"\r 50%")
+    assert file.getvalue() == b"\r 50%"
+    channel.feed(b"\r100%\n" + TRACEBACK)
+    assert file.getvalue() == b"\r 50%\r100%\n" + TRACEBACK
+    assert channel.text().endswith("ValueError: no")
+
+
+def test_lines_go_below_an_unfinished_progress_bar() -> None:
+    terminal, cursor = io.BytesIO(), Cursor()
+    out, err = Screen(terminal, cursor), Screen(terminal, cursor)
+    err.write(b"\r 50%", raw=True)
+    out.write(b"[rank 1] x\n")
+    out.write(b"[rank 1] y\n")
+    err.write(b"\r 60%", raw=True)
+    assert terminal.getvalue() == b"\r 50%\n[rank 1] x\n[rank 1] y\n\r 60%"
+
+
+def test_begin_of_the_last_traceback_is_known() -> None:
+    _, channel = _channel()
+    channel.feed(b"fine\n")
+    assert channel.traceback_at is None
+    before = time.time()
+    channel.feed(b"[rank1]: " + TRACEBACK)
+    assert channel.traceback_at is not None and before <= channel.traceback_at <= time.time()
+
+
+def test_a_line_without_end_does_not_grow_for_ever(monkeypatch) -> None:
+    monkeypatch.setattr(output, "LONGEST_LINE", 10)
+    file, channel = _channel()
+    channel.feed(b"x" * 25)
+    channel.feed(b"y\n")
+    assert file.getvalue() == b"x" * 25 + b"\ny\n"
+
+
+class _Full(io.RawIOBase):
+    """A file on a full disk."""
+
+    name = "rank_1.out"
+
+    def write(self, data: object) -> int:
+        raise OSError(errno.ENOSPC, "No space left on device")
+
+
+def test_a_full_disk_does_not_stop_the_output() -> None:
+    file, channel = _channel(log=cast(BinaryIO, _Full()))
+    channel.feed(b"one\n")
+    channel.feed(b"two\n")
+    assert file.getvalue() == b"shardwise run: no longer writing rank_1.out: No space left on device\none\ntwo\n"
+
+
+def test_a_lost_reader_does_not_stop_the_output(tmp_path) -> None:
+    reader, writer = os.pipe()
+    os.close(reader)
+    with os.fdopen(writer, "wb", buffering=0) as broken:
+        channel = Channel(0, Screen(cast(BinaryIO, broken)), log=open_log(tmp_path, 0, "out"))
+        channel.feed(b"one\n")
+        channel.feed(b"two\n")
+        channel.close()
+    assert (tmp_path / "rank_0.out").read_bytes() == b"one\ntwo\n"
+
+
+def test_logs_are_appended_to(tmp_path) -> None:
+    for line in (b"first\n", b"second\r\n"):
+        _, channel = _channel(log=open_log(tmp_path, 3, "err"))
+        channel.feed(line)
+        channel.close()
+    assert (tmp_path / "rank_3.err").read_bytes() == b"first\nsecond\r\n"
+
+
+def test_pump_reads_pipes_to_their_end() -> None:
+    pump = Pump()
+    files, writers, channels = [], [], []
+    for rank in range(3):
+        reader, writer = open_pipe(None)
+        file, channel = _channel(rank)
+        pump.add(reader, channel)
+        files.append(file)
+        writers.append(writer)
+        channels.append(channel)
+    for rank, writer in enumerate(writers):
+        os.write(writer, b"from %d\n" % rank)
+    for writer in writers[:2]:
+        os.close(writer)
+    assert all(channel.closed.wait(5) for channel in channels[:2])
+    assert not channels[2].closed.is_set()
+    pump.stop()  # gives up the one that is still held open
+    os.close(writers[2])
+    assert channels[2].closed.is_set()
+    assert [file.getvalue() for file in files] == [b"from 0\n", b"from 1\n", b"from 2\n"]
+
+
+def test_pseudo_terminal_looks_like_the_real_one() -> None:
+    import fcntl
+    import struct
+    import termios
+
+    _, real = os.openpty()
+    fcntl.ioctl(real, termios.TIOCSWINSZ, struct.pack("HHHH", 33, 123, 0, 0))
+    reader, writer = open_pipe(real)
+    assert os.isatty(writer)
+    assert os.get_terminal_size(writer) == (123, 33)
+    file, channel = _channel(0, raw=True)
+    pump = Pump()
+    pump.add(reader, channel)
+    os.write(writer, b"\r 50%\n")
+    os.close(writer)
+    assert channel.closed.wait(5)
+    pump.stop()
+    assert file.getvalue() == b"\r 50%\n"  # no second carriage return
+
+
+@pytest.mark.parametrize(
+    ("tags", "rank", "terminal", "raw"),
+    [
+        ("auto", 0, True, True),
+        ("auto", 0, False, False),
+        ("auto", 1, True, False),
+        ("always", 0, True, False),
+        ("never", 0, True, True),
+        ("never", 1, True, False),
+    ],
+)
+def test_who_is_shown_raw(tags: output.Tags, rank: int, terminal: bool, raw: bool) -> None:
+    assert is_raw(tags, rank, terminal) is raw

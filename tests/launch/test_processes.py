@@ -1,0 +1,209 @@
+"""Starting, watching and ending processes, without torch."""
+
+from __future__ import annotations
+
+import contextlib
+import os
+import signal
+import subprocess
+import sys
+import time
+from collections.abc import Iterator
+from pathlib import Path
+
+import pytest
+
+from shardwise.errors import LaunchError
+from shardwise.launch import processes
+from shardwise.launch.processes import Gang, Streams, Worker
+
+DEAF = "import signal, time; signal.signal(15, signal.SIG_IGN); signal.signal(2, signal.SIG_IGN)\n"
+DEAF_CHILD = DEAF + "print('up', flush=True); time.sleep(600)"
+READY = DEAF + "print('ready', flush=True); time.sleep(600)"
+FAMILY = f"""
+{DEAF}
+import os, subprocess, sys
+for own_group in (False, True):
+    # In the worker's process group, and in one of its own.
+    child = subprocess.Popen(
+        [sys.executable, "-c", {DEAF_CHILD!r}],
+        stdout=subprocess.PIPE,
+        preexec_fn=(lambda: os.setpgid(0, 0)) if own_group else None,
+    )
+    child.stdout.readline()
+    print(child.pid, flush=True)
+print("ready", flush=True)
+time.sleep(600)
+"""
+
+
+def _alive(pid: int) -> bool:
+    try:
+        return "\nState:\tZ" not in Path(f"/proc/{pid}/status").read_text()
+    except FileNotFoundError:
+        return False
+
+
+@contextlib.contextmanager
+def _gang(*scripts: str) -> Iterator[tuple[Gang, list[int]]]:
+    """A started gang and the descriptors on which its workers' standard output can be read."""
+    gang = Gang([Worker(rank, [sys.executable, "-c", text], dict(os.environ)) for rank, text in enumerate(scripts)])
+    nothing = os.open(os.devnull, os.O_RDWR)
+    readers, streams = [], {}
+    for rank in range(len(scripts)):
+        reader, writer = os.pipe()
+        readers.append(reader)
+        streams[rank] = Streams(nothing, writer, nothing)
+    gang.start(streams)
+    for given in streams.values():
+        os.close(given.stdout)
+    try:
+        yield gang, readers
+    finally:
+        gang.stop(signal.SIGKILL, 0)
+        for descriptor in (nothing, *readers):
+            os.close(descriptor)
+
+
+def _wait(gang: Gang) -> None:
+    deadline = time.monotonic() + 10
+    while not gang.finished() and time.monotonic() < deadline:
+        time.sleep(0.01)
+    assert gang.finished()
+
+
+def _read_until(reader: int, word: bytes) -> bytes:
+    text = b""
+    while word not in text:
+        chunk = os.read(reader, 4096)
+        assert chunk, text
+        text += chunk
+    return text
+
+
+def test_exit_codes_and_their_order() -> None:
+    kill = "import os, time; time.sleep(0.4); os.kill(os.getpid(), 11)"
+    with _gang("pass", "import sys; sys.exit(3)", kill) as (gang, _):
+        _wait(gang)
+        assert gang.failed()
+        ends = gang.exits
+        assert [ends[rank].code for rank in range(3)] == [0, 3, -11]
+        assert ends[2].at > ends[1].at
+        assert not any(end.stopped for end in ends.values())
+        # Zombies until the gang is stopped: nobody else can get their ids.
+        assert all(Path(f"/proc/{pid}").exists() for pid in gang.pids().values())
+        pids = gang.pids().values()
+    assert not any(Path(f"/proc/{pid}").exists() for pid in pids)
+
+
+def test_stop_ends_those_that_do_not_listen_and_their_children() -> None:
+    with _gang(FAMILY, FAMILY) as (gang, readers):
+        pids = list(gang.pids().values())
+        for reader in readers:
+            pids += [int(word) for word in _read_until(reader, b"ready").split()[:-1]]
+        assert len(pids) == 6 and all(map(_alive, pids))
+        began = time.monotonic()
+        assert gang.stop(signal.SIGTERM, 0.5) == []
+        assert 0.5 <= time.monotonic() - began < 3
+        assert not any(map(_alive, pids))
+        assert all(end.code == -9 and end.stopped for end in gang.exits.values())
+        assert gang.stop(signal.SIGTERM, 5) == []  # nothing left to do
+
+
+def test_stop_gives_time_to_end() -> None:
+    polite = "import signal, sys, time; signal.signal(15, lambda *_: (time.sleep(0.3), sys.exit(0)))"
+    with _gang(polite + "\nprint('ready', flush=True); time.sleep(600)") as (gang, (reader,)):
+        _read_until(reader, b"ready")
+        gang.stop(signal.SIGTERM, 5)
+        assert gang.exits[0].code == 0 and gang.exits[0].stopped
+
+
+def test_hurry_ends_the_grace_period() -> None:
+    with _gang(READY) as (gang, (reader,)):
+        _read_until(reader, b"ready")
+        gang.hurry = True
+        began = time.monotonic()
+        gang.stop(signal.SIGTERM, 60)
+        assert time.monotonic() - began < 3
+
+
+def test_a_worker_that_is_killed_while_others_are_stopped_is_told_apart() -> None:
+    with _gang("import time; time.sleep(600)", READY) as (
+        gang,
+        pipes,
+    ):
+        _read_until(pipes[1], b"ready")
+        gang.stop_began = time.time()
+        os.kill(gang.pids()[0], signal.SIGBUS)
+        gang.stop(signal.SIGTERM, 0.2)
+        assert (gang.exits[0].code, gang.exits[0].stopped) == (-7, False)
+        assert (gang.exits[1].code, gang.exits[1].stopped) == (-9, True)
+
+
+def test_children_left_by_a_worker_that_has_ended_are_found() -> None:
+    leave = "import subprocess, sys; p = subprocess.Popen([sys.executable, '-c', 'import time; time.sleep(600)'])"
+    with _gang(leave + "\nprint(p.pid, 'ready', flush=True)") as (gang, (reader,)):
+        child = int(_read_until(reader, b"ready").split()[0])
+        _wait(gang)
+        assert not gang.failed() and _alive(child)
+        gang.stop(signal.SIGTERM, 2)
+        assert not _alive(child)
+
+
+def test_a_program_that_cannot_be_started_fails_alone() -> None:
+    gang = Gang([Worker(0, ["/nonexistent/program"], {})])
+    reader, writer = os.pipe()
+    gang.start({0: Streams(0, writer, writer)})
+    os.close(writer)
+    _wait(gang)
+    assert gang.exits[0].code == 1
+    assert b"cannot start /nonexistent/program: No such file" in os.read(reader, 4096)
+    gang.stop(signal.SIGTERM, 1)
+    os.close(reader)
+
+
+def test_no_process_can_be_started(monkeypatch) -> None:
+    real = subprocess.Popen
+    started: list[subprocess.Popen[bytes]] = []
+
+    def refuse_the_second(*args, **kwargs):
+        if started:
+            raise OSError(11, "Resource temporarily unavailable")
+        started.append(real(*args, **kwargs))
+        return started[0]
+
+    monkeypatch.setattr(processes.subprocess, "Popen", refuse_the_second)
+    sleep = [sys.executable, "-c", "import time; time.sleep(600)"]
+    gang = Gang([Worker(rank, sleep, dict(os.environ)) for rank in range(2)])
+    with pytest.raises(LaunchError, match=r"Cannot start rank 1 .*temporarily unavailable"):
+        gang.start({rank: Streams(0, 1, 2) for rank in range(2)})
+    assert not _alive(started[0].pid)
+
+
+def test_other_systems_are_refused(monkeypatch) -> None:
+    monkeypatch.setattr(processes.sys, "platform", "darwin")
+    with pytest.raises(LaunchError, match="torchrun"):
+        Gang([])
+
+
+def test_the_kernel_ends_workers_whose_launcher_is_killed(tmp_path) -> None:
+    script = """
+import os, sys
+from shardwise.launch.processes import Gang, Streams, Worker
+gang = Gang([Worker(0, [sys.executable, "-c", "import time; time.sleep(600)"], dict(os.environ))])
+gang.start({0: Streams(0, 1, 2)})
+print(gang.pids()[0], flush=True)
+import time; time.sleep(600)
+"""
+    launcher = subprocess.Popen([sys.executable, "-c", script], stdout=subprocess.PIPE)
+    assert launcher.stdout is not None
+    worker = int(launcher.stdout.readline())
+    time.sleep(0.3)  # until the leash has asked the kernel
+    assert _alive(worker)
+    launcher.kill()
+    launcher.wait()
+    launcher.stdout.close()
+    deadline = time.monotonic() + 5
+    while _alive(worker) and time.monotonic() < deadline:
+        time.sleep(0.02)
+    assert not _alive(worker)

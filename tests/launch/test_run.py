@@ -1,0 +1,288 @@
+"""`shardwise run` from outside: real processes, their output, their end, and what is left of them."""
+
+from __future__ import annotations
+
+import json
+import os
+import re
+import select
+import signal
+import socket
+import subprocess
+import sys
+import time
+from collections.abc import Iterator, Sequence
+from pathlib import Path
+
+import pytest
+
+SHARDWISE = [sys.executable, "-m", "shardwise.launch"]
+NOT_INHERITED = (
+    "OMP_NUM_THREADS",
+    "GLOO_SOCKET_IFNAME",
+    "CUDA_VISIBLE_DEVICES",
+    "MASTER_ADDR",
+    "MASTER_PORT",
+)
+
+TELL = """
+import json, os, sys
+print(json.dumps({"args": sys.argv[1:], "env": dict(os.environ)}))
+print("to standard error", file=sys.stderr)
+"""
+# Rank 1 has a bug while rank 0 waits for it in a collective, and one of its own is in flight.
+COLLECTIVE = """
+import os, sys, torch
+import torch.distributed as dist
+if sys.argv[1] == "torch":
+    dist.init_process_group("gloo")
+else:
+    from shardwise.comm.setup import init_distributed
+    init_distributed()
+x, y = torch.ones(1), torch.ones(1)
+dist.all_reduce(x)
+if dist.get_rank() == 1 and os.environ["TORCHELASTIC_RESTART_COUNT"] == "0":
+    if sys.argv[1] == "shardwise":
+        dist.all_reduce(y, async_op=True)
+    raise ValueError("bad batch")
+dist.all_reduce(x)
+dist.all_reduce(y)
+sys.stdout.write(f"sum {int(x)} attempt {os.environ['TORCHELASTIC_RESTART_COUNT']}\\n")
+if sys.argv[1] == "torch":
+    dist.destroy_process_group()
+"""
+STUBBORN = """
+import os, signal, subprocess, sys, time
+signal.signal(signal.SIGTERM, signal.SIG_IGN)
+signal.signal(signal.SIGINT, signal.SIG_IGN)
+child = subprocess.Popen([sys.executable, "-c", "import time; time.sleep(600)"])
+print("pids", os.getpid(), child.pid, flush=True)
+time.sleep(600)
+"""
+
+
+def _environment() -> dict[str, str]:
+    env = {name: value for name, value in os.environ.items() if name not in NOT_INHERITED}
+    return {**env, "PYTHONPATH": os.pathsep.join(path for path in sys.path if path)}
+
+
+def _run(*args: str | Path, timeout: float = 120) -> subprocess.CompletedProcess[str]:
+    argv = [*SHARDWISE, "run", *map(str, args)]
+    return subprocess.run(argv, capture_output=True, text=True, timeout=timeout, env=_environment(), check=False)
+
+
+def _script(folder: Path, text: str) -> Path:
+    path = folder / "script.py"
+    path.write_text(text)
+    return path
+
+
+def _alive(pid: int) -> bool:
+    try:
+        return "\nState:\tZ" not in Path(f"/proc/{pid}/status").read_text()
+    except FileNotFoundError:
+        return False
+
+
+@pytest.fixture
+def taken_port() -> Iterator[int]:
+    with socket.create_server(("127.0.0.1", 0)) as server:
+        yield server.getsockname()[1]
+
+
+def _free_port() -> int:
+    with socket.create_server(("127.0.0.1", 0)) as server:
+        return int(server.getsockname()[1])
+
+
+def test_each_rank_is_told_its_place(tmp_path) -> None:
+    args = ["--num_gpus", "7", "--", "-q", "--help"]
+    done = _run("--num_gpus=2", "--log-dir", tmp_path / "logs", _script(tmp_path, TELL), *args)
+    assert done.returncode == 0, done.stderr
+    lines = sorted(done.stdout.splitlines())
+    for rank, line in enumerate(lines):
+        tag, _, text = line.partition("] ")
+        assert tag == f"[rank {rank}"
+        told = json.loads(text)
+        assert told["args"] == [*args, f"--local_rank={rank}"]
+        env = told["env"]
+        own = {"RANK": rank, "LOCAL_RANK": rank, "WORLD_SIZE": 2, "LOCAL_WORLD_SIZE": 2, "LOCAL_SIZE": 2}
+        job = {"CROSS_RANK": 0, "CROSS_SIZE": 1, "GROUP_RANK": 0, "TORCHELASTIC_RESTART_COUNT": 0}
+        assert {name: env[name] for name in (*own, *job)} == {k: str(v) for k, v in (own | job).items()}
+        assert env["MASTER_ADDR"] == "127.0.0.1" and int(env["MASTER_PORT"]) > 0
+        assert env["OMP_NUM_THREADS"] == str(max(1, len(os.sched_getaffinity(0)) // 2))
+        assert env["GLOO_SOCKET_IFNAME"] == "lo"
+        assert json.loads((tmp_path / "logs" / f"rank_{rank}.out").read_text()) == told
+        assert f"[rank {rank}] to standard error" in done.stderr.splitlines()
+    assert len(lines) == 2
+    assert "2 processes on the CPU, meeting at 127.0.0.1:" in done.stderr.splitlines()[0]
+
+
+def test_a_rank_that_fails_is_named_and_its_traceback_comes_last(tmp_path) -> None:
+    text = """
+import os, sys, time
+if os.environ["RANK"] == "1":
+    time.sleep(0.2)
+    import no_such_module
+time.sleep(600)
+"""
+    done = _run("--nproc", "3", "-q", _script(tmp_path, text))
+    assert done.returncode == 1
+    live, _, report = done.stderr.partition("shardwise run: ")
+    assert "[rank 1] ModuleNotFoundError" in live
+    assert report.startswith("rank 1 failed first: exit code 1, pid ")
+    assert f" on {socket.gethostname()}, " in report
+    assert report.splitlines()[1] == "Traceback (most recent call last):"
+    assert report.rstrip().endswith("ModuleNotFoundError: No module named 'no_such_module'")
+    assert "ChildFailedError" not in done.stderr and "torch/distributed/elastic" not in done.stderr
+
+
+def test_exit_code_of_a_killed_rank(tmp_path) -> None:
+    text = "import os, time\nif os.environ['RANK'] == '1': os.kill(os.getpid(), 9)\ntime.sleep(600)"
+    done = _run("--nproc", "2", _script(tmp_path, text))
+    assert done.returncode == 128 + signal.SIGKILL
+    assert "rank 1 failed first: killed by SIGKILL (signal 9)" in done.stderr
+    assert "memory ran out" in done.stderr
+
+
+@pytest.mark.parametrize("how", ["torch", "shardwise"])
+def test_collective_with_a_failed_peer_and_restart(tmp_path, how: str) -> None:
+    script = _script(tmp_path, COLLECTIVE)
+    # The collective itself would wait for ten minutes or more.
+    done = _run("--nproc", "2", "--max-restarts", "1", script, how)
+    assert done.returncode == 0, done.stderr
+    assert sorted(done.stdout.splitlines()) == ["[rank 0] sum 4 attempt 1", "[rank 1] sum 4 attempt 1"]
+    # Without destroy_process_group torch itself may abort after the traceback.
+    cause = "exit code 1" if how == "shardwise" else "(exit code 1|killed by SIGABRT .signal 6.)"
+    assert re.search(f"rank 1 failed first .{cause}.; starting all 2 processes again .restart 1 of 1.", done.stderr)
+    assert "[rank 1] ValueError: bad batch" in done.stderr
+
+
+def test_restart_by_torchrun_which_keeps_its_store(tmp_path) -> None:
+    torchrun = [sys.executable, "-m", "torch.distributed.run", "--nproc-per-node=2", "--max-restarts=1"]
+    argv = [*torchrun, f"--master-port={_free_port()}", str(_script(tmp_path, COLLECTIVE)), "shardwise"]
+    done = subprocess.run(argv, capture_output=True, text=True, timeout=120, env=_environment(), check=False)
+    assert done.returncode == 0, done.stderr
+    assert sorted(done.stdout.splitlines()) == ["sum 4 attempt 1", "sum 4 attempt 1"]
+
+
+def test_restarts_run_out(tmp_path) -> None:
+    text = "import os, sys; print('attempt', os.environ['TORCHELASTIC_RESTART_COUNT']); sys.exit(5)"
+    done = _run("--max-restarts", "2", _script(tmp_path, text))
+    assert done.returncode == 5
+    assert done.stdout.splitlines() == [f"[rank 0] attempt {number}" for number in range(3)]
+
+
+def test_a_rank_that_has_recorded_an_exception_need_not_end_by_itself(tmp_path) -> None:
+    text = """
+import sys, time
+from torch.distributed.elastic.multiprocessing.errors import record
+@record
+def main():
+    raise KeyError("recorded")
+sys.stderr = open("/dev/null", "w")
+try:
+    main()
+finally:
+    time.sleep(600)  # as if a collective were in flight
+"""
+    done = _run("--nproc", "1", _script(tmp_path, text))
+    assert done.returncode == 1
+    assert "rank 0 failed first" in done.stderr
+    assert done.stderr.rstrip().endswith("KeyError: 'recorded'")
+
+
+@pytest.mark.parametrize(("sig", "code"), [(signal.SIGINT, 130), (signal.SIGTERM, 143)])
+def test_signals_to_the_launcher_leave_nothing_behind(tmp_path, sig: signal.Signals, code: int) -> None:
+    argv = [*SHARDWISE, "run", "--nproc", "2", "--grace", "0.5", str(_script(tmp_path, STUBBORN))]
+    launcher = subprocess.Popen(
+        argv,
+        stdout=subprocess.PIPE,
+        stderr=subprocess.PIPE,
+        text=True,
+        env=_environment(),
+        start_new_session=True,
+    )
+    assert launcher.stdout is not None and launcher.stderr is not None
+    pids = [int(pid) for _ in range(2) for pid in launcher.stdout.readline().split()[3:]]
+    assert len(pids) == 4 and all(map(_alive, pids))
+    launcher.send_signal(sig)
+    _, errors = launcher.communicate(timeout=20)
+    assert launcher.returncode == code
+    assert not any(map(_alive, pids))
+    assert errors.splitlines()[-1] == f"shardwise run: received {sig.name}; all processes have ended."
+
+
+def test_a_taken_port_is_named(tmp_path, taken_port: int) -> None:
+    done = _run("--master_port", str(taken_port), _script(tmp_path, "print('started')"))
+    assert done.returncode == 1
+    assert done.stdout == ""
+    (line,) = done.stderr.splitlines()
+    assert line.startswith(f"shardwise: error: Port {taken_port} on 127.0.0.1 is taken by another program or job.")
+    assert "--master_port" in line and "finds a free one itself" in line
+
+
+def test_two_jobs_at_once_find_ports_of_their_own(tmp_path) -> None:
+    text = "import os, time; print(os.environ['MASTER_PORT'], flush=True); time.sleep(600)"
+    argv = [*SHARDWISE, "run", "-q", str(_script(tmp_path, text))]
+    jobs = [subprocess.Popen(argv, stdout=subprocess.PIPE, text=True, env=_environment()) for _ in range(2)]
+    ports = []
+    for job in jobs:
+        assert job.stdout is not None
+        ports.append(job.stdout.readline().split()[-1])
+    for job in jobs:
+        job.terminate()
+        job.communicate(timeout=20)
+    assert ports[0] != ports[1]
+
+
+def test_a_program_and_standard_input(tmp_path) -> None:
+    program = tmp_path / "program.sh"
+    program.write_text('#!/bin/sh\necho "$RANK got $(cat) $*"\n')
+    program.chmod(0o755)
+    argv = [*SHARDWISE, "run", "-q", "--nproc", "2", "--no_python", "--no_local_rank", str(program), "a b"]
+    done = subprocess.run(argv, input="typed", capture_output=True, text=True, timeout=60, env=_environment())
+    assert (done.returncode, done.stderr) == (0, "")
+    assert sorted(done.stdout.splitlines()) == ["[rank 0] 0 got typed a b", "[rank 1] 1 got  a b"]
+
+
+def _on_a_terminal(argv: Sequence[str]) -> tuple[int, bytes]:
+    """Run a command on a pseudo-terminal; its exit code and all that appeared."""
+    screen, terminal = os.openpty()
+    process = subprocess.Popen(argv, stdin=terminal, stdout=terminal, stderr=terminal, env=_environment())
+    os.close(terminal)
+    seen = b""
+    deadline = time.monotonic() + 60
+    while time.monotonic() < deadline:
+        if not select.select([screen], [], [], 0.1)[0]:
+            continue
+        try:
+            data = os.read(screen, 4096)
+        except OSError:
+            break  # everybody has closed it
+        seen += data
+    os.close(screen)
+    return process.wait(timeout=10), seen
+
+
+def test_rank_0_keeps_the_terminal(tmp_path) -> None:
+    text = r"""
+import os, sys, time
+if os.environ["RANK"] == "0":
+    assert sys.stdout.isatty() and sys.stderr.isatty()
+    sys.stderr.write("\r 50%"); sys.stderr.flush()
+    time.sleep(1.0)
+    sys.stderr.write("\r100%\n")
+    raise SystemExit("stopped on purpose")
+else:
+    assert not sys.stdout.isatty()
+    time.sleep(0.4)
+    print("hello")
+    time.sleep(600)
+"""
+    code, seen = _on_a_terminal([*SHARDWISE, "run", "-q", "--nproc", "2", str(_script(tmp_path, text))])
+    assert code == 1
+    live, _, report = seen.partition(b"shardwise run: ")
+    assert live == b"\r 50%\r\n[rank 1] hello\r\n\r100%\r\nstopped on purpose\r\n"
+    assert report.startswith(b"rank 0 failed first: exit code 1")
+    assert report.rstrip().endswith(b"stopped on purpose")
