@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import random
+from collections.abc import Callable
 from typing import Any
 
 import numpy
@@ -12,34 +13,39 @@ from torch import nn
 import shardwise
 from shardwise.engine.checkpointing import Checkpointing
 from shardwise.engine.engine import Engine
+from tests.harness import run_ranks
 
-SAMPLES = 48
+SAMPLES = 54
 WIDTH = 11  # odd, so that runs of parameters begin and end anywhere
 
 
 class Block(nn.Module):
     """A residual block with dropout; its bias is frozen."""
 
-    def __init__(self) -> None:
+    def __init__(self, dropout: float) -> None:
         super().__init__()
+        self.dropout = dropout
         self.inner = nn.Linear(WIDTH, WIDTH)
         self.norm = nn.LayerNorm(WIDTH)
         self.inner.bias.requires_grad_(False)
 
     def forward(self, x: torch.Tensor) -> torch.Tensor:
-        return x + nn.functional.dropout(torch.tanh(self.inner(self.norm(x))), 0.2, self.training)
+        return x + nn.functional.dropout(torch.tanh(self.inner(self.norm(x))), self.dropout, self.training)
 
 
 class Model(nn.Module):
-    """Embedding, blocks, tied head, running statistics that differ between ranks, a parameter of one element."""
+    """Embedding, blocks, tied head, running statistics that differ between ranks, a parameter of one element.
 
-    def __init__(self, seed: int) -> None:
+    Without noise the gradient of a global batch does not depend on how many ranks share it.
+    """
+
+    def __init__(self, seed: int, noise: bool = True) -> None:
         super().__init__()
         generator = torch.random.get_rng_state()
         torch.manual_seed(seed)
         self.embedding = nn.Embedding(13, WIDTH)
-        self.blocks = nn.ModuleList(Block() for _ in range(3))
-        self.statistics = nn.BatchNorm1d(WIDTH, affine=False)
+        self.blocks = nn.ModuleList(Block(0.2 if noise else 0.0) for _ in range(3))
+        self.statistics = nn.BatchNorm1d(WIDTH, affine=False) if noise else nn.Identity()
         self.head = nn.Linear(WIDTH, 13, bias=False)
         self.head.weight = self.embedding.weight
         self.temperature = nn.Parameter(torch.ones(()) + seed / 100)
@@ -61,7 +67,7 @@ def dataset() -> list[torch.Tensor]:
 
 
 def config(stage: int, dtype: str = "fp32", optimizer: str = "AdamW", **more: Any) -> dict[str, Any]:
-    """Configuration with accumulation over two micro-batches of 3 samples."""
+    """Configuration with accumulation over two micro-batches of 3 samples a rank."""
     params: dict[str, Any] = {"lr": 0.02}
     if optimizer == "SGD":
         params["momentum"] = 0.9
@@ -88,28 +94,46 @@ def with_checkpointing(engine: Engine) -> Any:
     return engine
 
 
+_running: list[Run] = []
+
+
+def _job(function: Callable[..., Any], *args: Any, **kwargs: Any) -> Any:
+    """Run a rank's part of a test, and take its engines down afterwards."""
+    _running.clear()
+    result = function(*args, **kwargs)
+    for run in _running:
+        run.engine.destroy()
+    _running.clear()
+    return result
+
+
+def on_ranks(function: Callable[..., Any], world: int, *args: Any, **kwargs: Any) -> list[Any]:
+    """`run_ranks` for functions that make a `Run` or several."""
+    return run_ranks(_job, world, function, *args, **kwargs)
+
+
 class Run:
     """An engine with its data.
 
     Args:
         settings: configuration.
         seed: of the initial weights; two runs with different seeds agree only in what is loaded.
-        groups: two parameter groups with different learning rates instead of one.
+        noise: see `Model`.
     """
 
-    def __init__(self, settings: dict[str, Any], seed: int = 1, groups: bool = True) -> None:
+    def __init__(self, settings: dict[str, Any], seed: int = 1, noise: bool = True) -> None:
         rank = torch.distributed.get_rank() if torch.distributed.is_initialized() else 0
         torch.manual_seed(100 * seed + rank)
         random.seed(seed)
         numpy.random.seed(seed)
-        self.model = Model(seed)
-        parameters: Any = [p for p in self.model.parameters() if p.requires_grad]
-        if groups:
-            parameters = [{"params": parameters[:4]}, {"params": parameters[4:], "weight_decay": 0.1, "lr": 0.01}]
+        self.model = Model(seed, noise)
+        trained = [p for p in self.model.parameters() if p.requires_grad]
+        parameters = [{"params": trained[:4]}, {"params": trained[4:], "weight_decay": 0.1, "lr": 0.01}]
         engine, *_ = shardwise.initialize(
             model=self.model, model_parameters=parameters, training_data=dataset(), config=settings
         )
         self.engine = with_checkpointing(engine)
+        _running.append(self)
         self._batches: Any = None
 
     def step(self) -> float:

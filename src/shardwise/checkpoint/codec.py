@@ -158,7 +158,7 @@ def decode(value: Any, fetch: Fetch) -> Any:
         return {key: decode(item, fetch) for key, item in value.items()}
     try:
         return _decode_tagged(tag, value[tag], fetch)
-    except (TypeError, ValueError, KeyError, binascii.Error) as error:
+    except (TypeError, ValueError, LookupError, binascii.Error) as error:
         raise CheckpointError(f"the value {value!r:.200} is not as written: {error}") from error
 
 

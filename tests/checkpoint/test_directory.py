@@ -1,0 +1,123 @@
+from __future__ import annotations
+
+import os
+from pathlib import Path
+
+import pytest
+
+from shardwise.checkpoint import directory
+from shardwise.errors import CheckpointError, CheckpointPathError
+
+
+def write(draft: directory.Draft, text: str) -> str:
+    name = f"rank00000of00001-{draft.token}.safetensors"
+    directory.write_file(os.path.join(draft.path, name), text.encode())
+    directory.write_file(os.path.join(draft.path, "manifest.json"), name.encode())
+    return name
+
+
+def content(parent: Path, tag: str) -> str:
+    return (parent / tag / (parent / tag / "manifest.json").read_text()).read_text()
+
+
+@pytest.mark.parametrize("tag", ["", ".", "..", ".a", "a/b", "a\\b", "latest", "a\nb", "x" * 201, " a"])
+def test_tags_that_name_no_directory_are_refused(tag: str) -> None:
+    with pytest.raises(CheckpointPathError, match="checkpoint tag"):
+        directory.check_tag(tag)
+
+
+def test_tags_may_be_numbers_and_contain_spaces() -> None:
+    assert directory.check_tag(7) == "7"
+    assert directory.check_tag("step 3 (best)") == "step 3 (best)"
+
+
+@pytest.mark.parametrize("path", ["", None, b"x", 3])
+def test_paths_that_are_none_are_value_errors(path: object) -> None:
+    with pytest.raises(ValueError, match="save_dir: expected the path of a directory"):
+        directory.check_directory(path, "save_dir")
+
+
+def test_a_file_is_no_directory(tmp_path: Path) -> None:
+    (tmp_path / "f").write_text("")
+    with pytest.raises(CheckpointPathError, match="f is a file"):
+        directory.check_directory(tmp_path / "f", "load_dir")
+
+
+def test_a_draft_is_hidden_until_published(tmp_path: Path) -> None:
+    draft = directory.Draft(str(tmp_path / "new"), "a")
+    write(draft, "one")
+    assert directory.other_tags(str(tmp_path / "new")) == []
+    draft.publish()
+    assert content(tmp_path / "new", "a") == "one"
+    assert os.listdir(tmp_path / "new") == ["a"]
+
+
+def test_overwriting_keeps_one_checkpoint_and_foreign_files(tmp_path: Path) -> None:
+    first = directory.Draft(str(tmp_path), "a")
+    write(first, "one")
+    first.publish()
+    (tmp_path / "a" / "notes.txt").write_text("mine")
+    second = directory.Draft(str(tmp_path), "a")
+    name = write(second, "two")
+    assert content(tmp_path, "a") == "one"
+    second.publish()
+    assert content(tmp_path, "a") == "two"
+    assert sorted(os.listdir(tmp_path / "a")) == ["manifest.json", "notes.txt", name]
+    assert os.listdir(tmp_path) == ["a"]
+
+
+def test_a_failed_replacement_leaves_the_old_one(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    first = directory.Draft(str(tmp_path), "a")
+    name = write(first, "one")
+    first.publish()
+    second = directory.Draft(str(tmp_path), "a")
+    write(second, "two")
+
+    def fail(source: str, target: str) -> None:
+        raise OSError(28, "No space left on device")
+
+    monkeypatch.setattr(os, "replace", fail)
+    with pytest.raises(OSError, match="No space left"):
+        second.publish()
+    second.discard()
+    assert content(tmp_path, "a") == "one"
+    assert sorted(os.listdir(tmp_path / "a")) == ["manifest.json", name]
+    assert os.listdir(tmp_path) == ["a"]
+
+
+def test_leftovers_of_killed_writers_are_removed_and_those_of_living_ones_are_not(tmp_path: Path) -> None:
+    living = directory.Draft(str(tmp_path), "a")
+    write(living, "one")
+    (tmp_path / ".b.01234567.partial").mkdir()
+    (tmp_path / ".b.01234567.partial" / "x").write_text("")
+    (tmp_path / ".latest.01234567.partial").write_text("")
+    (tmp_path / ".mine").mkdir()
+    other = directory.Draft(str(tmp_path), "c")
+    found = {name for name in os.listdir(tmp_path)}
+    assert found == {".mine", os.path.basename(living.path), os.path.basename(other.path)}
+    other.discard()
+    living.publish()
+    assert content(tmp_path, "a") == "one"
+
+
+def test_latest_is_replaced_in_one_step(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    assert directory.read_latest(str(tmp_path)) is None
+    directory.write_latest(str(tmp_path), "a")
+    directory.write_latest(str(tmp_path), "b")
+    assert directory.read_latest(str(tmp_path)) == "b"
+
+    def fail(source: str, target: str) -> None:
+        raise OSError(5, "Input/output error")
+
+    monkeypatch.setattr(os, "replace", fail)
+    with pytest.raises(OSError, match="Input/output"):
+        directory.write_latest(str(tmp_path), "c")
+    assert os.listdir(tmp_path) == ["latest"]
+    assert directory.read_latest(str(tmp_path)) == "b"
+
+
+@pytest.mark.parametrize("data", [b"", b"../x", b"\xff\xfe"])
+def test_a_damaged_latest_is_an_error(tmp_path: Path, data: bytes) -> None:
+    (tmp_path / "latest").write_bytes(data)
+    with pytest.raises(CheckpointError, match="latest"):
+        directory.read_latest(str(tmp_path))

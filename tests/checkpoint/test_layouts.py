@@ -1,0 +1,138 @@
+"""A checkpoint of any stage and number of ranks is loaded into any other."""
+
+from __future__ import annotations
+
+import itertools
+import os
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+
+from shardwise.checkpoint import Checkpoint
+from tests.checkpoint.job import Run, config, on_ranks
+
+LAYOUTS = list(itertools.product((0, 1, 2, 3), (1, 2, 3)))
+
+
+def train_and_save(path: str, stage: int, dtype: str, optimizer: str) -> None:
+    run = Run(config(stage, dtype, optimizer), seed=1)
+    for _ in range(2):
+        run.step()
+    run.engine.save_checkpoint(path, tag="a")
+
+
+def load_and_save(sources: list[str], targets: list[str], stage: int, dtype: str, optimizer: str) -> None:
+    run = Run(config(stage, dtype, optimizer), seed=2)
+    for source, target in zip(sources, targets, strict=True):
+        run.load(source, "a")
+        run.engine.save_checkpoint(target, tag="a")
+    run.step()
+
+
+def content(path: str) -> dict[str, Any]:
+    """Return all that does not depend on the layout."""
+    with Checkpoint(os.path.join(path, "a")) as saved:
+        found: dict[str, Any] = {}
+        for tensor in saved.manifest.tensors:
+            if tensor.rank is None:
+                found[f"{tensor.kind} {tensor.name}"] = saved.read(tensor)
+        assert saved.manifest.optimizer is not None
+        for name, values in saved.manifest.optimizer["values"].items():
+            found[f"values {name}"] = values
+        found["groups"] = [
+            {key: value for key, value in group.items() if key != "fused"}
+            for group in saved.manifest.optimizer["groups"]
+        ]
+        found["counters"] = saved.manifest.counters["global_steps"]
+        return found
+
+
+def same(one: dict[str, Any], other: dict[str, Any]) -> bool:
+    def equal(a: Any, b: Any) -> bool:
+        if isinstance(a, torch.Tensor):
+            return a.dtype == b.dtype and torch.equal(a, b)
+        return bool(a == b)
+
+    return one.keys() == other.keys() and all(equal(one[name], other[name]) for name in one)
+
+
+@pytest.mark.parametrize(("dtype", "optimizer"), [("bf16", "AdamW"), ("fp32", "Adafactor")])
+def test_all_layouts_load_into_all_layouts(dtype: str, optimizer: str, tmp_path: Path) -> None:
+    sources = {layout: str(tmp_path / f"s{layout[0]}w{layout[1]}") for layout in LAYOUTS}
+    for (stage, world), path in sources.items():
+        on_ranks(train_and_save, world, path, stage, dtype, optimizer)
+    originals = {layout: content(path) for layout, path in sources.items()}
+    assert len(originals[(0, 1)]) > 30
+    for stage, world in LAYOUTS:
+        targets = [str(tmp_path / f"to{stage}{world}-{number}") for number in range(len(sources))]
+        on_ranks(load_and_save, world, list(sources.values()), targets, stage, dtype, optimizer)
+        for layout, target in zip(sources, targets, strict=True):
+            assert same(content(target), originals[layout]), f"{layout} loaded into {(stage, world)}"
+
+
+def losses(path: str, stage: int, micro: int, steps: int, load: bool) -> list[float]:
+    run = Run(config(stage, train_micro_batch_size_per_gpu=micro), seed=2 if load else 1, noise=False)
+    if load:
+        run.load(path)
+    else:
+        for _ in range(2):
+            run.step()
+        run.engine.save_checkpoint(path)
+    found = []
+    for _ in range(steps):
+        run.step()
+        total = torch.tensor(run.loss)
+        if torch.distributed.is_initialized():
+            torch.distributed.all_reduce(total)
+            total /= torch.distributed.get_world_size()
+        found.append(total.item())
+    return found
+
+
+@pytest.mark.parametrize(("world", "stage"), [(1, 0), (1, 3), (2, 1), (3, 2), (6, 3)])
+def test_training_goes_on_with_the_same_losses_on_other_numbers_of_ranks(
+    world: int, stage: int, tmp_path: Path
+) -> None:
+    path = str(tmp_path)
+    # The same six samples in each micro-batch, however many ranks share them.
+    expected = on_ranks(losses, 2, path, 3, 3, 6, False)[0]
+    found = on_ranks(losses, world, path, stage, 6 // world, 6, True)[0]
+    assert found == pytest.approx(expected, rel=1e-5)
+    assert len(set(expected)) == 6
+
+
+@pytest.mark.parametrize(("saved", "loaded"), [("bf16", "fp32"), ("fp32", "bf16"), ("fp16", "bf16")])
+def test_master_weights_and_state_survive_a_change_of_dtype(saved: str, loaded: str, tmp_path: Path) -> None:
+    source, target = str(tmp_path / "from"), str(tmp_path / "to")
+    on_ranks(train_and_save, 2, source, 2, saved, "AdamW")
+    on_ranks(load_and_save, 2, [source], [target], 3, loaded, "AdamW")
+    before, after = content(source), content(target)
+    # Frozen parameters have no master weights: they are stored as the module has them.
+    frozen = {name for name in before if name.endswith("inner.bias")}
+    assert len(frozen) == 3
+    assert same({n: v for n, v in before.items() if n not in frozen}, {n: v for n, v in after.items() if n not in frozen})
+    assert all(torch.allclose(before[n].float(), after[n].float(), rtol=0.01) for n in frozen)
+
+
+def worlds(path: str, load: bool) -> tuple[list[float], list[float]]:
+    run = Run(config(1), seed=1)
+    if load:
+        run.load(path)
+    else:
+        run.step()
+        run.engine.save_checkpoint(path)
+    return torch.rand(2).tolist(), run.model.statistics.running_mean.tolist()
+
+
+def test_random_numbers_go_on_on_the_ranks_that_both_have(tmp_path: Path) -> None:
+    saved = on_ranks(worlds, 2, str(tmp_path), False)
+    more = on_ranks(worlds, 3, str(tmp_path), True)
+    one = on_ranks(worlds, 1, str(tmp_path), True)
+    assert [r for r, _ in more[:2]] == [r for r, _ in saved]
+    assert len({tuple(r) for r, _ in more}) == 3
+    assert one[0][0] == saved[0][0]
+    # Statistics of other ranks have no place in another layout: all take rank 0's.
+    assert saved[0][1] != saved[1][1]
+    assert all(mean == saved[0][1] for _, mean in more)

@@ -1,0 +1,116 @@
+from __future__ import annotations
+
+import json
+import random
+from dataclasses import replace
+from pathlib import Path
+
+import pytest
+from hypothesis import given
+from hypothesis import strategies as st
+
+from shardwise.checkpoint import manifest
+from shardwise.checkpoint.manifest import Manifest, Slice, StoredTensor
+from shardwise.checkpoint.tensorfile import FileFacts
+from shardwise.errors import CheckpointError
+
+MANIFEST = Manifest(
+    tag="a",
+    created=1.5,
+    versions={"shardwise": "9.9", "torch": "2", "python": "3"},
+    layout={"world": 2, "stage": 3, "dtype": "bfloat16"},
+    config={"zero_optimization": {"stage": 3}},
+    files={"f": FileFacts(12, ("0a0b0c0d",))},
+    tensors=[
+        StoredTensor("w", "parameter", (2, 3), "float32", (Slice("f", "k", 0, 6),), ("v",), True, 0, "bfloat16"),
+        StoredTensor("w", "optimizer/m", (2, 3), "float32", (Slice("f", "l", 0, 6, ((0, 2), (0, 3))),)),
+        StoredTensor("b", "buffer", (), "int64", (Slice("f", "b", 0, 1),), rank=1),
+    ],
+    counters={"global_steps": 3},
+    ranks=[{"rng": None}],
+)
+
+
+def test_the_file_gives_the_manifest_back(tmp_path: Path) -> None:
+    data = manifest.to_bytes(MANIFEST)
+    (tmp_path / "manifest.json").write_bytes(data)
+    assert manifest.load(str(tmp_path)) == MANIFEST
+    plain = json.loads(data)
+    assert plain["tensors"][0]["slices"] == [{"file": "f", "key": "k", "start": 0, "stop": 6, "box": None}]
+
+
+def test_every_changed_byte_is_found() -> None:
+    data = manifest.to_bytes(MANIFEST)
+    generator = random.Random(0)
+    for place in range(len(data)):
+        changed = bytearray(data)
+        changed[place] ^= 1 << generator.randrange(8)
+        with pytest.raises(CheckpointError, match=r"m\.json: damaged"):
+            manifest.from_bytes(bytes(changed), "m.json")
+    for length in range(0, len(data), 7):
+        with pytest.raises(CheckpointError, match=r"m\.json: damaged"):
+            manifest.from_bytes(data[:length], "m.json")
+
+
+def test_another_format_is_refused_with_the_version_that_wrote_it(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(manifest, "FORMAT", 2)
+    data = manifest.to_bytes(MANIFEST)
+    monkeypatch.undo()
+    with pytest.raises(CheckpointError, match=r"expected format shardwise.checkpoint 1 .* found .* 2 .*shardwise 9\.9"):
+        manifest.from_bytes(data, "m.json")
+
+
+def test_strange_but_undamaged_files_are_refused() -> None:
+    body = b'"format": {"name": "shardwise.checkpoint", "version": 1, "block": 4194304}, "more": 1}\n'
+    data = b'{"blake2b": "' + manifest._digest(body).encode() + b'",\n' + body
+    with pytest.raises(CheckpointError, match="not as shardwise writes it"):
+        manifest.from_bytes(data, "m.json")
+
+
+@given(st.lists(st.integers(0, 40), max_size=6), st.data())
+def test_runs_cover_any_range_from_any_cuts(cuts: list[int], data: st.DataObject) -> None:
+    edges = sorted({0, 40, *cuts})
+    slices = tuple(Slice("f", str(a), a, b) for a, b in zip(edges, edges[1:], strict=False))
+    tensor = StoredTensor("w", "parameter", (5, 8), "float32", slices)
+    start = data.draw(st.integers(0, 40))
+    stop = data.draw(st.integers(start, 40))
+    runs = tensor.runs(start, stop)
+    assert [n for _, first, last in runs for n in range(first, last)] == list(range(start, stop))
+    assert all(part.start <= first < last <= part.stop for part, first, last in runs)
+
+
+def test_missing_elements_and_boxes_are_refused() -> None:
+    tensor = StoredTensor("w", "parameter", (6,), "float32", (Slice("f", "k", 0, 2), Slice("f", "l", 3, 6)))
+    with pytest.raises(CheckpointError, match=r"'w': elements \[2, 6\) of 6 are in no file"):
+        tensor.runs(0, 6)
+    boxed = replace(tensor, slices=(Slice("f", "k", 0, 6, ((0, 6),)),))
+    with pytest.raises(CheckpointError, match="n-dimensional boxes"):
+        boxed.runs(0, 6)
+
+
+def test_parts_of_ranks_are_joined_and_checked() -> None:
+    def part(start: int, stop: int, dtype: str = "float32") -> StoredTensor:
+        return StoredTensor("w", "parameter", (6,), dtype, (Slice(f"f{start}", "k", start, stop),))
+
+    (joined,) = manifest.combine([part(4, 6), part(0, 4)])
+    assert [run.start for run in joined.slices] == [0, 4]
+    for parts, message in (
+        ([part(0, 4)], "4 of 6 elements were written"),
+        ([part(0, 4), part(5, 6)], "expected a run from element 4, found 5"),
+        ([part(0, 4), part(3, 6)], "expected a run from element 4, found 3"),
+        ([part(0, 4), part(4, 6, "float16")], "ranks disagree"),
+    ):
+        with pytest.raises(CheckpointError, match=message):
+            manifest.combine(parts)
+    empty = StoredTensor("e", "parameter", (0, 3), "float32", ())
+    assert manifest.combine([empty]) == [empty]
+
+
+def test_absent_manifests_are_explained(tmp_path: Path) -> None:
+    with pytest.raises(CheckpointError, match="no such checkpoint directory"):
+        manifest.load(str(tmp_path / "x"))
+    with pytest.raises(CheckpointError, match="incomplete"):
+        manifest.load(str(tmp_path))
+    (tmp_path / "mp_rank_00_model_states.pt").write_bytes(b"")
+    with pytest.raises(CheckpointError, match="another library"):
+        manifest.load(str(tmp_path))

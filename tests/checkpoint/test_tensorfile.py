@@ -1,0 +1,155 @@
+from __future__ import annotations
+
+import os
+import zlib
+from pathlib import Path
+
+import numpy
+import pytest
+import torch
+from safetensors import safe_open
+from safetensors.torch import load_file, save_file
+
+from shardwise.checkpoint import tensorfile
+from shardwise.checkpoint.tensorfile import BLOCK, Spec, TensorFile, TensorWriter, write_tensors
+from shardwise.errors import CheckpointError
+
+TENSORS = {
+    "flags": torch.tensor([True, False, True]),
+    "odd": torch.arange(7, dtype=torch.int8),
+    "half": torch.randn(3, 5).half(),
+    "brain": torch.randn(9).bfloat16(),
+    "wide": torch.randn(2, 2, dtype=torch.float64),
+    "number": torch.tensor(7),
+    "empty": torch.zeros(0, 4),
+    "unsigned": torch.arange(5).to(torch.uint32),
+    "float8": torch.randn(5).to(torch.float8_e4m3fn),
+    "a/b[3:9]": torch.randn(1031),
+}
+
+
+def equal(one: torch.Tensor, other: torch.Tensor) -> bool:
+    """Compare bit by bit, also dtypes that have no arithmetic."""
+    if (one.dtype, one.shape) != (other.dtype, other.shape):
+        return False
+    return torch.equal(one.reshape(-1).view(torch.uint8), other.reshape(-1).view(torch.uint8))
+
+
+def test_the_safetensors_library_reads_the_file(tmp_path: Path) -> None:
+    path = str(tmp_path / "a.safetensors")
+    facts = write_tensors(path, TENSORS)
+    assert facts.size == os.path.getsize(path)
+    back = load_file(path)
+    assert back.keys() == TENSORS.keys()
+    assert all(equal(back[name], TENSORS[name]) for name in TENSORS)
+    with safe_open(path, "pt") as file:
+        assert equal(file.get_slice("a/b[3:9]")[10:20], TENSORS["a/b[3:9]"][10:20])
+
+
+def test_a_file_of_the_safetensors_library_is_read(tmp_path: Path) -> None:
+    path = str(tmp_path / "a.safetensors")
+    save_file({k: v for k, v in TENSORS.items()}, path, {"format": "pt"})
+    with TensorFile(path) as file:
+        assert all(equal(file.read(name), TENSORS[name]) for name in TENSORS)
+
+
+def test_ranges_are_read_into_views_and_converted(tmp_path: Path) -> None:
+    path = str(tmp_path / "a.safetensors")
+    values = torch.randn(100)
+    write_tensors(path, {"x": values})
+    target = torch.zeros(50)
+    with TensorFile(path) as file:
+        file.read_into("x", 90, target[5:15])
+        low = torch.zeros(10, dtype=torch.bfloat16)
+        file.read_into("x", 0, low)
+        file.read_into("x", 100, torch.zeros(0))
+        with pytest.raises(CheckpointError, match=r"'x' has no elements \[95, 105\)"):
+            file.read_into("x", 95, torch.zeros(10))
+        with pytest.raises(CheckpointError, match="there is no tensor 'y'"):
+            file.read("y")
+    assert torch.equal(target[5:15], values[90:])
+    assert not target[:5].any() and not target[15:].any()
+    assert torch.equal(low, values[:10].bfloat16())
+
+
+def test_checksums_are_those_of_the_blocks(tmp_path: Path) -> None:
+    path = tmp_path / "a.safetensors"
+    facts = write_tensors(str(path), {"x": torch.randn(3 * BLOCK // 4 + 5), "y": torch.ones(3)})
+    data = path.read_bytes()
+    blocks = [data[start : start + BLOCK] for start in range(0, len(data), BLOCK)]
+    assert list(facts.checksums) == [f"{zlib.crc32(block):08x}" for block in blocks]
+    assert len(blocks) == 4
+    with TensorFile(str(path)) as file:
+        assert file.wrong_blocks(facts.checksums, range(4)) == []
+    changed = bytearray(data)
+    changed[2 * BLOCK + 17] ^= 4
+    path.write_bytes(changed)
+    with TensorFile(str(path)) as file:
+        assert file.wrong_blocks(facts.checksums, range(4)) == [2]
+        assert file.wrong_blocks(facts.checksums, [0, 1, 3]) == []
+
+
+@pytest.mark.parametrize("length", [0, 7, 8, 40, -1])
+def test_truncated_files_are_named(tmp_path: Path, length: int) -> None:
+    path = tmp_path / "a.safetensors"
+    write_tensors(str(path), TENSORS)
+    data = path.read_bytes()
+    path.write_bytes(data[:length])
+    with pytest.raises(CheckpointError, match=r"a\.safetensors: .*(truncated|damaged)"):
+        TensorFile(str(path))
+
+
+def test_damaged_headers_are_errors_and_never_wrong_tensors(tmp_path: Path) -> None:
+    path = tmp_path / "a.safetensors"
+    write_tensors(str(path), {"x": torch.ones(4), "y": torch.zeros(2, 2)})
+    data = path.read_bytes()
+    end = 8 + int.from_bytes(data[:8], "little")
+    for place in range(end):
+        changed = bytearray(data)
+        changed[place] ^= 1 << (place % 8)
+        path.write_bytes(changed)
+        try:
+            with TensorFile(str(path)) as file:
+                for name in file.specs:
+                    file.read(name)
+        except CheckpointError:
+            pass  # the checksum of the block finds the rest
+
+
+def test_streamed_files_may_be_written_in_any_order(tmp_path: Path) -> None:
+    path = str(tmp_path / "a.safetensors")
+    specs = {name: Spec(tensor.dtype, tuple(tensor.shape)) for name, tensor in TENSORS.items()}
+    writer = TensorWriter(path, specs, {"format": "pt"}, checksums=False)
+    for name in sorted(TENSORS):
+        writer.write(name, TENSORS[name])
+    assert writer.close() is None
+    back = load_file(path)
+    assert all(equal(back[name], TENSORS[name]) for name in TENSORS)
+    with safe_open(path, "pt") as file:
+        assert file.metadata() == {"format": "pt"}
+
+
+def test_forgotten_and_wrong_tensors_are_errors(tmp_path: Path) -> None:
+    specs = {"x": Spec(torch.float32, (2,)), "y": Spec(torch.float32, (1,))}
+    writer = TensorWriter(str(tmp_path / "a"), specs, checksums=False)
+    with pytest.raises(CheckpointError, match="x: announced as .*, given"):
+        writer.write("x", torch.zeros(3))
+    writer.write("y", torch.zeros(1))
+    with pytest.raises(CheckpointError, match="not written: x"):
+        writer.close()
+    with pytest.raises(CheckpointError, match="no dtype torch.complex128"):
+        write_tensors(str(tmp_path / "b"), {"z": torch.zeros(1, dtype=torch.complex128)})
+
+
+def test_nothing_is_copied_while_writing(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    seen = []
+    original = tensorfile.BlockSums.feed
+
+    def feed(self: tensorfile.BlockSums, data: memoryview) -> None:
+        seen.append(numpy.frombuffer(data, dtype=numpy.uint8).ctypes.data)
+        original(self, data)
+
+    monkeypatch.setattr(tensorfile.BlockSums, "feed", feed)
+    tensor = torch.randn(1000)
+    write_tensors(str(tmp_path / "a"), {"x": tensor})
+    assert tensor.data_ptr() in seen
