@@ -36,11 +36,7 @@ def alone(monkeypatch):
 
 def _listening() -> set[str]:
     """Local addresses (hexadecimal, with port) on which this machine listens beyond loopback."""
-    rows = [
-        line.split()
-        for name in ("tcp", "tcp6")
-        for line in Path(f"/proc/net/{name}").read_text().splitlines()
-    ]
+    rows = [line.split() for name in ("tcp", "tcp6") for line in Path(f"/proc/net/{name}").read_text().splitlines()]
     loopback = ("0100007F", "00000000000000000000000001000000")
     return {row[1] for row in rows if row[3] == "0A" and row[1].split(":")[0] not in loopback}
 
@@ -197,9 +193,7 @@ def test_backend_follows_the_devices(monkeypatch) -> None:
 def test_timeouts() -> None:
     assert timeout_from_environment({}) == timedelta(minutes=10)
     assert timeout_from_environment({"DEEPSPEED_TIMEOUT": "2"}) == timedelta(minutes=2)
-    assert timeout_from_environment({"DEEPSPEED_TIMEOUT": "2", "SHARDWISE_TIMEOUT": "0.5"}) == timedelta(
-        seconds=30
-    )
+    assert timeout_from_environment({"DEEPSPEED_TIMEOUT": "2", "SHARDWISE_TIMEOUT": "0.5"}) == timedelta(seconds=30)
     for text in ("0", "-1", "soon", "inf", "nan"):
         with pytest.raises(LaunchError, match=f"SHARDWISE_TIMEOUT='{text}'"):
             timeout_from_environment({"SHARDWISE_TIMEOUT": text})

@@ -13,6 +13,7 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
+from shardwise.errors import LaunchError
 from shardwise.launch import output
 from shardwise.launch.output import (
     Channel,
@@ -151,6 +152,12 @@ def test_logs_are_appended_to(tmp_path) -> None:
         channel.feed(line)
         channel.close()
     assert (tmp_path / "rank_3.err").read_bytes() == b"first\nsecond\r\n"
+
+
+def test_a_log_that_cannot_be_written_is_named(tmp_path) -> None:
+    (tmp_path / "rank_3.err").mkdir()
+    with pytest.raises(LaunchError, match=r"--log-dir: cannot write .*rank_3\.err: Is a directory"):
+        open_log(tmp_path, 3, "err")
 
 
 def test_pump_reads_pipes_to_their_end() -> None:

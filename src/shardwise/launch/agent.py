@@ -10,7 +10,6 @@ from __future__ import annotations
 
 import signal
 from collections.abc import Callable
-from datetime import timedelta
 from typing import Any
 
 import torch.distributed as dist
@@ -25,12 +24,10 @@ from torch.distributed.elastic.multiprocessing.errors import ProcessFailure
 from torch.distributed.elastic.rendezvous.api import RendezvousHandler, RendezvousInfo, RendezvousStoreInfo
 
 from shardwise.comm.rendezvous import serve
+from shardwise.comm.setup import DEFAULT_PORT, DEFAULT_TIMEOUT
 from shardwise.errors import LaunchError
 from shardwise.launch.attempt import Attempt
 from shardwise.launch.failure import Failure
-
-DEFAULT_PORT = 29500
-STORE_TIMEOUT = timedelta(minutes=10)
 
 
 class OneMachine(RendezvousHandler):
@@ -63,11 +60,11 @@ class OneMachine(RendezvousHandler):
 
     def _serve(self) -> dist.TCPStore:
         if self._port is not None:
-            return serve(self._address, self._port, STORE_TIMEOUT)
+            return serve(self._address, self._port, DEFAULT_TIMEOUT)
         try:
-            return serve(self._address, DEFAULT_PORT, STORE_TIMEOUT)
+            return serve(self._address, DEFAULT_PORT, DEFAULT_TIMEOUT)
         except LaunchError:
-            return serve(self._address, 0, STORE_TIMEOUT)
+            return serve(self._address, 0, DEFAULT_TIMEOUT)
 
     def get_backend(self) -> str:
         """Name of this way to meet."""

@@ -37,8 +37,7 @@ _HINTS: dict[int, str] = {
         "disk."
     ),
     signal.SIGBUS: (
-        "Often /dev/shm is full: use fewer data-loader workers, or give more shared memory (docker "
-        "--shm-size)."
+        "Often /dev/shm is full: use fewer data-loader workers, or give more shared memory (docker --shm-size)."
     ),
     signal.SIGSEGV: "Native code crashed. Run again with PYTHONFAULTHANDLER=1 to see the line of Python.",
 }

@@ -20,7 +20,7 @@ from dataclasses import dataclass, field
 from pathlib import Path
 
 from shardwise.comm.environment import LOOPBACK, is_loopback
-from shardwise.errors import CommandLineError
+from shardwise.errors import CommandLineError, LaunchError
 from shardwise.launch.hosts import is_this_machine
 from shardwise.launch.output import Tags
 from shardwise.launch.placement import Placement, Resources, find_devices, place
@@ -184,7 +184,10 @@ def _supervise(job: Job, placement: Placement) -> int:
     shared = worker_environment(job, placement)
     log_dir = None if job.log_dir is None else Path(job.log_dir)
     if log_dir is not None:
-        log_dir.mkdir(parents=True, exist_ok=True)
+        try:
+            log_dir.mkdir(parents=True, exist_ok=True)
+        except OSError as error:
+            raise LaunchError(f"--log-dir {log_dir}: cannot make the directory: {error.strerror}.") from error
     with tempfile.TemporaryDirectory(prefix="shardwise-run-") as scratch:
         display = Display(Pump(), out, err, job.tags, log_dir)
         interrupts = Interrupts(lambda sig: SignalException(f"received {sig.name}", sig), hurry)

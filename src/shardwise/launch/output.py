@@ -21,6 +21,8 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import BinaryIO, Literal
 
+from shardwise.errors import LaunchError
+
 PROGRESS_S = 1.0
 """A progress bar that is shown as lines is shown this often, and in its last state."""
 LONGEST_LINE = 1 << 20
@@ -263,4 +265,8 @@ def standard_screens() -> tuple[Screen, Screen]:
 
 def open_log(directory: Path, rank: int, stream: str) -> BinaryIO:
     """Open a rank's log file in `directory` to append: nothing that an earlier job has written is lost."""
-    return (directory / f"rank_{rank}.{stream}").open("ab")
+    path = directory / f"rank_{rank}.{stream}"
+    try:
+        return path.open("ab")
+    except OSError as error:
+        raise LaunchError(f"--log-dir: cannot write {path}: {error.strerror}.") from error
