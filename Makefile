@@ -47,9 +47,11 @@ format: $(STAMP)
 	$(BIN)/ruff check --fix .
 	$(BIN)/ruff format .
 
-# Each bench/[a-z]*.py is one benchmark; each writes its numbers, machine and versions to bench/results/.
+# Each benchmark writes its numbers, machine and versions to bench/results/.
 bench: $(STAMP)
-	@for script in bench/[a-z]*.py; do echo "== $$script"; $(BIN)/python $$script || exit 1; done
+	$(BIN)/python bench/comm_gloo.py
+	$(BIN)/shardwise run --nproc 2 bench/step_time.py --dtype fp32
+	$(BIN)/shardwise run --nproc 2 bench/step_time.py --dtype bf16
 
 docs: $(DOCS_STAMP)
 	NO_MKDOCS_2_WARNING=1 $(BIN)/mkdocs build --strict --quiet
