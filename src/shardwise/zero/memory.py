@@ -10,7 +10,7 @@ consecutive units gathered, and one unit each of gradient, send and receive buff
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Mapping, Sequence
+from collections.abc import Collection, Iterable, Mapping, Sequence
 from dataclasses import dataclass
 
 import torch
@@ -49,19 +49,20 @@ def planned(model: ShardedModel, accumulation: int, activations: ActivationPlan 
     gathered, buffers = sizes.gathered(), sizes.buffers()
     both = sizes.pipeline().most(activations)
     kept = _state(model)
-    partial = sizes.partial_gradients()
     owned, exchange = sizes.exchange()
     chunk = sizes.chunk()
     held = sum(resident.values()) + kept.state
+    gradients = resident[Category.GRADIENTS]
+    summed = max(gradients, sizes.summed_gradients())
     peaks = {
         **resident,
-        Category.GRADIENTS: resident[Category.GRADIENTS] + max(partial, owned),
+        Category.GRADIENTS: max(summed, gradients + owned),
         Category.OPTIMIZER: kept.state,
         Category.BUFFERS: max(buffers, exchange),
         Category.GATHERED: gathered,
         Category.OTHER: resident[Category.OTHER] + max(kept.temporary, chunk),
     }
-    passes = held + gathered + both + partial + chunk
+    passes = held - gradients + summed + gathered + both + chunk
     return MemoryPlan(peaks, max(passes, held + owned + max(kept.temporary, exchange)))
 
 
@@ -69,9 +70,7 @@ def floor(model: ShardedModel, accumulation: int, activations: ActivationPlan | 
     """Return what arithmetic asks of this rank; see the module docstring. Arguments as of `planned`."""
     sizes = _Sizes(model, accumulation, padded=False)
     resident = sizes.resident()
-    partial = sizes.partial_gradients()
-    # Sums over micro-batches and the reduced gradient need not exist twice.
-    resident[Category.GRADIENTS] = max(resident[Category.GRADIENTS], partial)
+    resident[Category.GRADIENTS] = max(resident[Category.GRADIENTS], sizes.summed_gradients())
     gathered, buffers = sizes.gathered(), sizes.buffers()
     state = _least_state(model)
     both = sizes.pipeline().most(activations)
@@ -166,11 +165,26 @@ class _Sizes:
         found[Category.OTHER] = sum(buffers.values())
         return found
 
-    def partial_gradients(self) -> int:
-        """Whole sums over micro-batches that are not reduced yet."""
+    def summed_gradients(self) -> int:
+        """Whole sums over micro-batches, and the parts of them that are reduced while others are still whole."""
         if not self.sums_locally:
             return 0
-        return sum(self.numel(section) * section.accumulate_dtype.itemsize for section in self.trained())
+        whole = sum(self.numel(section) * section.accumulate_dtype.itemsize for section in self.trained())
+        if not self.padded or not self.model.plan.shard_optimizer:
+            return whole
+        most = held = whole
+        for unit in self._reduced():
+            held += sum(self.share(section) * section.accumulate_dtype.itemsize for section in unit.trainable)
+            most = max(most, held)
+            held -= sum(self.numel(section) * section.accumulate_dtype.itemsize for section in unit.trainable)
+        return most
+
+    def _reduced(self) -> list[Unit]:
+        """Units with gradients, in the order in which they are reduced."""
+        if self.model.update is None:
+            return []
+        by_index = {unit.index: unit for unit in self.model.units if unit.trainable}
+        return [by_index[index] for index in reversed(self.model.order[0]) if index in by_index]
 
     def gathered(self) -> int:
         sizes = {
@@ -181,9 +195,10 @@ class _Sizes:
         numels = {unit.index: unit.numel for unit in self.model.units}
         ahead = self.model.plan.prefetch_elements if self.model.plan.prefetch else None
         forward, backward = self.model.order
+        kept = self.model.gatherer.kept if self.padded else frozenset()
         return max(
-            _window(forward, backward, sizes, numels, ahead),
-            _window(backward, forward, sizes, numels, ahead),
+            _window(forward, backward, sizes, numels, ahead, kept),
+            _window(backward, forward, sizes, numels, ahead, kept),
         )
 
     def buffers(self) -> int:
@@ -191,8 +206,6 @@ class _Sizes:
         return self.pipeline().most(None)
 
     def pipeline(self) -> _Pipeline:
-        by_index = {unit.index: unit for unit in self.model.units}
-        units = [by_index[index] for index in reversed(self.model.order[0])]
         jobs = [
             _Job(
                 filled=0 if self.sums_locally else self._sent(unit),
@@ -203,8 +216,7 @@ class _Sizes:
                     for slot in section.layout.slots
                 ),
             )
-            for unit in units
-            if unit.trainable and self.model.update is not None
+            for unit in self._reduced()
         ]
         return _Pipeline(jobs)
 
@@ -255,8 +267,10 @@ class _Sizes:
         return gradients, largest
 
     def chunk(self) -> int:
-        """Scratch of adding pieces to what earlier micro-batches have left."""
-        if self.world == 1 or self.accumulation == 1 or not self.model.plan.shard_gradients:
+        """Scratch of adding pieces up where the result cannot be formed in place."""
+        plan = self.model.plan
+        added_to, within_sum = plan.shard_gradients, not plan.shard_optimizer
+        if self.world == 1 or self.accumulation == 1 or not (added_to or within_sum):
             return 0
         return max((min(SUM_CHUNK, self.share(s)) * s.accumulate_dtype.itemsize for s in self.trained()), default=0)
 
@@ -267,6 +281,7 @@ def _window(
     sizes: Mapping[int, int],
     numels: Mapping[int, int],
     ahead: int | None,
+    kept: Collection[int],
 ) -> int:
     """Return the most bytes gathered at once in a pass that gathers in `order`.
 
@@ -279,13 +294,14 @@ def _window(
         sizes: bytes of the units that are gathered at all.
         numels: their elements.
         ahead: elements that may be gathered beyond the next unit; None if not even that is.
+        kept: units that are held from their gather to the end of the pass.
     """
     sequence = [index for index in order if index in sizes]
     place = {index: position for position, index in enumerate(other)}
     most = 0
     for position, index in enumerate(sequence):
         live = sizes[index]
-        live += sum(sizes[before] for before in sequence[:position] if place[before] < place[index])
+        live += sum(sizes[b] for b in sequence[:position] if place[b] < place[index] or b in kept)
         budget = ahead
         for distance, following in enumerate(sequence[position + 1 :]):
             if budget is None:

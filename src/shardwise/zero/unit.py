@@ -97,6 +97,11 @@ class SectionMemory:
         return self.gradient
 
     @property
+    def keeps_whole_gradient(self) -> bool:
+        """Whether this rank needs all of the reduced gradient, because it updates all of the section."""
+        return self.master_stop - self.master_start == self.layout.numel
+
+    @property
     def master_is_parameter(self) -> bool:
         """Whether the optimizer updates the parameters' own memory."""
         return self.master_dtype == self.layout.dtype
