@@ -154,7 +154,8 @@ class ShardedModel:
                 shard_optimizer=self.plan.shard_optimizer,
                 rank=self.comm.rank,
                 device=self.device,
-                master_dtype=self.policy.master_dtype(layout.dtype),
+                # Frozen parameters have no masters; integers are among them.
+                master_dtype=self.policy.master_dtype(layout.dtype) if layout.trainable else layout.dtype,
                 accumulate_dtype=self._accumulate_dtype(layout.dtype),
                 accountant=self.accountant,
             )

@@ -1,0 +1,300 @@
+"""The same training three ways: by engines on ranks, by a plain loop, and by a plain loop in fp64.
+
+The plain loop is what the contract compares with: one process goes through the global batch, keeps fp32 masters of 16-bit
+parameters, gives unused parameters zero gradients, clips with `torch.nn.utils.clip_grad_norm_` and steps a torch optimizer.
+"""
+
+from __future__ import annotations
+
+import hashlib
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass, field, replace
+from typing import Any
+
+import torch
+import torch.distributed as dist
+from torch import nn
+
+import shardwise
+from shardwise.utils import safe_get_full_fp32_param, safe_get_full_grad
+from tests.models import CASES, Case
+
+DTYPES = {"fp32": torch.float32, "bf16": torch.bfloat16, "fp16": torch.float16}
+
+Tensors = dict[str, torch.Tensor]
+
+
+@dataclass(frozen=True)
+class Setting:
+    """One way of training: everything but the model and the number of ranks."""
+
+    stage: int = 0
+    cap: int | None = None
+    prefetch: bool = True
+    accumulation: int = 1
+    clip: float = 0.0
+    precision: str = "fp32"
+    optimizer: str = "SGD"
+    lr: float = 0.1
+    scale: float = 256.0
+    extra: tuple[tuple[str, Any], ...] = ()
+
+    def config(self) -> dict[str, Any]:
+        """The configuration for `shardwise.initialize`."""
+        zero: dict[str, Any] = {"stage": self.stage}
+        if self.cap is not None:
+            zero["reduce_bucket_size"] = self.cap
+        if not self.prefetch:
+            zero["stage3_prefetch_bucket_size"] = 0
+        config: dict[str, Any] = {
+            "train_micro_batch_size_per_gpu": 2,
+            "gradient_accumulation_steps": self.accumulation,
+            "gradient_clipping": self.clip,
+            "zero_optimization": zero,
+        }
+        if self.precision == "bf16":
+            config["bf16"] = {"enabled": True}
+        if self.precision == "fp16":
+            config["fp16"] = {"enabled": True, "loss_scale": self.scale}
+        config.update(self.extra)
+        return config
+
+    def with_stage(self, stage: int, **changes: Any) -> Setting:
+        return replace(self, stage=stage, **changes)
+
+
+@dataclass
+class Outcome:
+    """What a training run gives: fp32 values by parameter name (whole tensors)."""
+
+    masters: Tensors = field(default_factory=dict)
+    gradients: list[Tensors] = field(default_factory=list)
+    norms: list[float | None] = field(default_factory=list)
+    losses: list[float] = field(default_factory=list)
+    parameters: str = ""
+    buffers: str = ""
+    rescues: list[int] = field(default_factory=list)
+
+
+def digest(tensors: Sequence[torch.Tensor]) -> str:
+    """A fingerprint of the bits of some tensors."""
+    total = hashlib.sha256()
+    for tensor in tensors:
+        total.update(str((tuple(tensor.shape), tensor.dtype)).encode())
+        total.update(tensor.detach().clone().reshape(-1).view(torch.uint8).numpy().tobytes())
+    return total.hexdigest()
+
+
+def make_optimizer(name: str, parameters: Any, lr: float) -> torch.optim.Optimizer:
+    """The optimizers of these tests, with options that make every part of their state matter."""
+    options: dict[str, dict[str, Any]] = {
+        "SGD": {},
+        "momentum": {"momentum": 0.9, "nesterov": True, "weight_decay": 0.01},
+        "AdamW": {"weight_decay": 0.05, "betas": (0.8, 0.9), "eps": 1e-6},
+        "Adam": {"weight_decay": 0.05, "betas": (0.8, 0.9), "eps": 1e-6},
+        "Adagrad": {"eps": 1e-6},
+        "RMSprop": {"momentum": 0.5, "centered": True, "eps": 1e-4},
+        "Adafactor": {},
+    }
+    cls = torch.optim.SGD if name == "momentum" else getattr(torch.optim, name)
+    return cls(list(parameters), lr=lr, **options.get(name, {}))
+
+
+def start(case: Case, setting: Setting, model: nn.Module | None = None, optimizer: Any = None) -> Any:
+    """Make an engine for a case."""
+    model = case.make() if model is None else model
+    if optimizer is None:
+        optimizer = make_optimizer(setting.optimizer, case.groups(model), setting.lr)
+    engine, *_ = shardwise.initialize(model=model, optimizer=optimizer, config=setting.config())
+    return engine
+
+
+def masters(model: nn.Module) -> Tensors:
+    """Whole master weights by name; where nothing is trained, whole parameters."""
+    found = {}
+    for name, parameter in model.named_parameters():
+        value = safe_get_full_fp32_param(parameter)
+        if value is None:
+            with shardwise.zero.GatheredParameters(parameter):
+                value = parameter.detach().clone()
+        found[name] = value
+    return found
+
+
+def gradients(model: nn.Module) -> Tensors:
+    """Whole gradients by name, after backward and before step."""
+    found = ((name, safe_get_full_grad(parameter)) for name, parameter in model.named_parameters())
+    return {name: value for name, value in found if value is not None}
+
+
+def parameters_digest(model: nn.Module) -> str:
+    """Fingerprint of the whole parameters as the modules compute with them."""
+    with shardwise.zero.GatheredParameters(list(model.parameters())):
+        return digest(list(model.parameters()))
+
+
+def train(case: Case, setting: Setting, steps: int) -> Outcome:
+    """Train on this rank with the others."""
+    engine = start(case, setting)
+    outcome = Outcome()
+    for step in range(steps):
+        for micro in range(setting.accumulation):
+            batch = case.data(step, micro, dist.get_rank(), DTYPES[setting.precision])
+            loss = case.loss(engine, batch)
+            engine.backward(loss)
+            if micro == setting.accumulation - 1:
+                outcome.gradients.append(gradients(engine.module))
+            engine.step()
+        outcome.losses.append(float(loss.detach()))
+        outcome.norms.append(engine.get_global_grad_norm())
+        outcome.rescues.append(engine.sharded.gatherer.rescues)
+    outcome.masters = masters(engine.module)
+    outcome.parameters = parameters_digest(engine.module)
+    outcome.buffers = digest(list(engine.module.buffers()))
+    engine.destroy()
+    return outcome
+
+
+def train_all(name: str, settings: Sequence[Setting], steps: int = 3) -> list[Outcome]:
+    """Train a case with each setting in turn. Ranks other than 0 leave whole tensors out of their answer."""
+    outcomes = []
+    for setting in settings:
+        outcome = train(CASES[name], setting, steps)
+        if dist.get_rank():
+            seen = digest([*outcome.masters.values(), *(g for grads in outcome.gradients for g in grads.values())])
+            outcome.masters, outcome.gradients = (
+                {"digest": torch.frombuffer(bytearray.fromhex(seen), dtype=torch.uint8)},
+                [],
+            )
+        outcomes.append(outcome)
+    return outcomes
+
+
+def ranks_agree(per_rank: Sequence[Sequence[Outcome]]) -> list[Outcome]:
+    """Check that every rank saw the same whole values; return rank 0's outcomes."""
+    first = per_rank[0]
+    for others in per_rank[1:]:
+        for mine, theirs in zip(first, others, strict=True):
+            seen = digest([*mine.masters.values(), *(g for grads in mine.gradients for g in grads.values())])
+            assert theirs.masters["digest"].numpy().tobytes().hex() == seen
+            assert theirs.parameters == mine.parameters
+            assert theirs.norms == mine.norms
+    return list(first)
+
+
+# -- plain loops -------------------------------------------------------------------------------------------------------
+
+
+def plain(
+    case: Case,
+    setting: Setting,
+    world: int,
+    steps: int = 3,
+    *,
+    wide: bool = False,
+    model: nn.Module | None = None,
+    optimizer: Callable[[Any], torch.optim.Optimizer] | None = None,
+) -> Outcome:
+    """Train in this process on the global batch.
+
+    Args:
+        case: what to train.
+        setting: accumulation, clipping, precision and optimizer are taken from it.
+        world: number of ranks whose data make the batch.
+        steps: number of updates.
+        wide: compute everything in fp64.
+        model: start from this one.
+        optimizer: makes the optimizer from parameters or groups.
+    """
+    model = case.make() if model is None else model
+    compute = torch.float64 if wide else DTYPES[setting.precision]
+    if wide:
+        model = model.double()
+    owned = [p for p in model.parameters() if p.requires_grad]
+    # Masters keep the initial fp32 values; the model itself computes in the 16-bit type.
+    kept = {p: _master(p) for p in owned}
+    groups = [{**g, "params": [kept[p] for p in g["params"]]} for g in _as_groups(case.groups(model))]
+    if setting.precision != "fp32" and not wide:
+        for p in model.parameters():
+            if p.is_floating_point():
+                p.data = p.data.to(compute)
+    chosen = optimizer(groups) if optimizer else make_optimizer(setting.optimizer, groups, setting.lr)
+    scale = setting.scale if setting.precision == "fp16" and not wide else 1.0
+    outcome = Outcome()
+    names = {p: name for name, p in model.named_parameters()}
+    for step in range(steps):
+        for master in kept.values():
+            master.grad = torch.zeros_like(master)
+        for micro in range(setting.accumulation):
+            for rank in range(world):
+                loss = case.loss(model, case.data(step, micro, rank, compute))
+                (loss * scale).backward()
+                for p, master in kept.items():
+                    if p.grad is not None:
+                        assert master.grad is not None
+                        master.grad += p.grad
+                        p.grad = None
+        for master in kept.values():
+            assert master.grad is not None
+            master.grad /= scale * world * setting.accumulation
+        outcome.gradients.append({names[p]: m.grad.clone() for p, m in kept.items() if m.grad is not None})
+        outcome.losses.append(float(loss.detach()))
+        if setting.clip:
+            outcome.norms.append(float(nn.utils.clip_grad_norm_(kept.values(), setting.clip)))
+        chosen.step()
+        with torch.no_grad():
+            for p, master in kept.items():
+                if p is not master:
+                    p.copy_(master)
+    outcome.masters = {name: (kept.get(p, p)).detach().clone() for name, p in model.named_parameters()}
+    return outcome
+
+
+def _master(parameter: nn.Parameter) -> torch.Tensor:
+    if parameter.dtype in (torch.float32, torch.float64):
+        return nn.Parameter(parameter.detach().clone())
+    return nn.Parameter(parameter.detach().float())
+
+
+def _as_groups(given: Any) -> list[dict[str, Any]]:
+    entries = list(given)
+    return [dict(entry) for entry in entries] if isinstance(entries[0], dict) else [{"params": entries}]
+
+
+# -- comparisons -------------------------------------------------------------------------------------------------------
+
+
+def distance(first: Tensors, second: Tensors) -> dict[str, float]:
+    """Norm of the difference of each tensor, in fp64."""
+    assert first.keys() == second.keys()
+    return {name: float((first[name].double() - second[name].double()).norm()) for name in first}
+
+
+def assert_identical(first: Outcome, second: Outcome, what: str = "") -> None:
+    """Same bits: masters, parameters, gradients, norms and losses."""
+    for name, value in first.masters.items():
+        assert torch.equal(value, second.masters[name]), f"{what}: master of {name} differs"
+    assert first.parameters == second.parameters, what
+    assert first.buffers == second.buffers, what
+    for step, (mine, theirs) in enumerate(zip(first.gradients, second.gradients, strict=True)):
+        for name, value in mine.items():
+            assert torch.equal(value, theirs[name]), f"{what}: gradient of {name} differs in step {step}"
+    assert first.norms == second.norms, what
+    assert first.losses == second.losses, what
+
+
+def assert_close(found: Tensors, expected: Tensors, relative: float, what: str = "") -> None:
+    """Each tensor is within `relative` of its norm."""
+    for name, gap in distance(found, expected).items():
+        size = float(expected[name].double().norm())
+        assert gap <= relative * size + 1e-12, (
+            f"{what}: {name} is {gap / max(size, 1e-30):.2e} of its norm {size:.2e} off"
+        )
+
+
+def assert_no_worse(found: Tensors, loop: Tensors, exact: Tensors, what: str = "", slack: float = 1e-7) -> None:
+    """Each tensor is no farther from the fp64 loop than twice the plain loop is (`slack`: of the tensor's norm, rounding)."""
+    ours, theirs = distance(found, exact), distance(loop, exact)
+    for name, gap in ours.items():
+        allowed = 2 * theirs[name] + slack * float(exact[name].double().norm())
+        assert gap <= allowed, f"{what}: {name} is {gap:.2e} from the fp64 loop, the plain loop {theirs[name]:.2e}"
