@@ -80,7 +80,9 @@ def measure(op: str, size: int, repeat: int) -> dict[str, dict[str, float]]:
     times: dict[str, list[float]] = {name: [] for name in launches}
     inner = max(1, min(20, (1 << 20) // size))
     for round_number in range(repeat + 1):
-        for name, launch in launches.items():
+        for place in range(len(launches)):
+            # Another order in each round: on a busy machine the scheduler favours some places over others.
+            name, launch = list(launches.items())[(place + round_number) % len(launches)]
             dist.barrier()
             start = time.perf_counter()
             for _ in range(inner):
