@@ -1,7 +1,7 @@
 """Small models for tests, each with what makes some model hard to shard: ties, branches, odd shapes, frozen parts.
 
-A `Case` bundles a model with its data and loss, so that an engine, a plain loop and an fp64 loop run the same thing. Batches
-depend on (step, micro-batch, rank) only. Dimensions are odd on purpose: nothing divides evenly.
+A `Case` bundles a model with its data and loss, so that an engine, a plain loop and an fp64 loop run the same thing.
+Batches depend on (step, micro-batch, rank) only. Dimensions are odd on purpose: nothing divides evenly.
 """
 
 from __future__ import annotations

@@ -177,13 +177,15 @@ class Engine(Attributes, BatchSizes, ConfigGetters, MemoryReporting, nn.Module):
             )
         steps = self.gradient_accumulation_steps()
         factor = self.cur_scale * (1.0 if scale_wrt_gas else float(steps))
+        reducer = self.sharded.reducer
+        passes = reducer.passes if reducer is not None else 0
         self._engine_backward = True
         try:
             (loss if factor == 1.0 else loss * factor).backward(retain_graph=retain_graph)
         finally:
             self._engine_backward = False
-        if self.sharded.reducer is not None:
-            self.sharded.reducer.end()
+        if reducer is not None and reducer.passes == passes:
+            reducer.pass_over()
         return loss / steps if scale_wrt_gas and steps > 1 else loss
 
     def scale(self, loss: torch.Tensor) -> torch.Tensor:
@@ -254,7 +256,8 @@ class Engine(Attributes, BatchSizes, ConfigGetters, MemoryReporting, nn.Module):
         config, sharded = self._resolution.config, self.sharded
         reducer = sharded.reducer
         assert reducer is not None
-        reducer.reduce_pending()
+        sharded.hooks.settle()
+        reducer.complete_window()
         if config.strict_sync:
             sharded.check_branches()
         if not config.zero_optimization.ignore_unused_parameters and reducer.unused():
@@ -319,6 +322,7 @@ class Engine(Attributes, BatchSizes, ConfigGetters, MemoryReporting, nn.Module):
 
     def zero_grad(self, set_to_none: bool = True) -> None:
         """Drop accumulated gradients: the window starts anew."""
+        self.sharded.hooks.settle()
         super().zero_grad(set_to_none=set_to_none)
         if self.sharded.reducer is not None:
             self.sharded.reducer.clear()

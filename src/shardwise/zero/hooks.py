@@ -73,8 +73,7 @@ class Hooks:
 
     def _open(self, module: nn.Module) -> None:
         gatherer = self.gatherer
-        if gatherer.phase is Phase.BACKWARD and torch._C._current_graph_task_id() == -1:
-            self._abandon()
+        self.settle()
         if gatherer.phase is Phase.IDLE:
             self._calls.clear()
             self._outermost = module
@@ -85,11 +84,17 @@ class Hooks:
         self._calls.clear()
         self.gatherer.end_forward()
 
-    def _abandon(self) -> None:
-        """A backward pass was ended by an exception: forget it."""
+    def settle(self) -> None:
+        """End a backward pass that an exception has cut short: its collectives take place, its gradients stay partial.
+
+        Called by whatever comes next, not where the exception is raised: that must not wait for other ranks.
+        """
+        if self.gatherer.phase is not Phase.BACKWARD or torch._C._current_graph_task_id() != -1:
+            return
         if self.reducer is not None:
-            self.reducer.abandon()
-        self.gatherer.end_backward()
+            self.reducer.end()
+        else:
+            self.gatherer.end_backward()
 
     def start_backward(self) -> None:
         """Called by the first hook that a backward pass reaches."""

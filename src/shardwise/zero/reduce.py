@@ -50,12 +50,12 @@ class UnitGradients:
         self.reduced = False
         self.accumulated = False
 
-    def begin(self, recomputed: int) -> None:
-        """Ask autograd how many gradients the pass that has just started will produce."""
+    def begin(self, recomputed: int, outside: bool) -> None:
+        """Ask autograd how many gradients the pass that has just started will produce (`outside` of it: none)."""
         self.fired = 0
         self.task = -1
         self.reduced = False
-        self.expected = None if recomputed else self._count()
+        self.expected = 0 if outside else None if recomputed else self._count()
         self.recomputed = recomputed
 
     def _count(self) -> int:
@@ -170,24 +170,27 @@ class Reducer:
         """Start a backward pass; called by the first hook that autograd runs, any number of times."""
         if self.active:
             return
+        torch.autograd.Variable._execution_engine.queue_callback(self.end)
+        self._start()
+
+    def _start(self, *, outside: bool = False) -> None:
         self.active = True
         self.boundary = self._at_boundary()
-        torch.autograd.Variable._execution_engine.queue_callback(self.end)
         self._next = 0
         for gradients in self.gradients.values():
-            gradients.begin(self._recomputed(gradients.unit))
+            gradients.begin(self._recomputed(gradients.unit), outside)
         self._on_begin()
 
-    def abandon(self) -> None:
-        """Forget a backward pass that an exception has ended."""
-        self.active = False
-        self._in_flight = None
-        self._replicating = []
-        for gradients in self.gradients.values():
-            self._free(gradients)
+    def pass_over(self) -> None:
+        """Take part in a backward pass of the others: the loss of this rank does not depend on the model."""
+        self._start(outside=True)
+        self.end()
 
     def end(self) -> None:
-        """End a backward pass: reduce what is left, with zeros for what this rank has not used."""
+        """End a backward pass: reduce what is left, with zeros for what this rank has not used.
+
+        A pass that an exception has cut short is ended in the same way, because the others wait for its collectives.
+        """
         if not self.active:
             return
         if self.reducing:
@@ -308,14 +311,21 @@ class Reducer:
         if pairs:
             self._replicating.append(self.comm.all_gather(pairs, gradients.unit.name, kind="replicate"))
 
-    def reduce_pending(self) -> None:
-        """Reduce what has only been added up locally (the boundary was declared after the last backward pass)."""
-        if not self.partial:
-            return
+    def complete_window(self) -> None:
+        """Make the accumulators hold the window's gradients, before they are stepped.
+
+        What has only been added up locally is reduced (the boundary was declared after the last backward pass). Without
+        any backward pass in the window they hold the last one's, and the gradient is zero.
+        """
+        if self.partial:
+            for gradients in self.gradients.values():
+                gradients.reduced = False
+            self._next = 0
+            self._sweep()
         for gradients in self.gradients.values():
-            gradients.reduced = False
-        self._next = 0
-        self._sweep()
+            if not gradients.accumulated:
+                for section in gradients.unit.trainable:
+                    section.whole_gradient.zero_()
 
     def unused(self) -> list[str]:
         """Return the names of trainable parameters that have received no gradient on this rank since the last step."""

@@ -1,0 +1,495 @@
+"""Ways of writing the training loop: all give what the plain loop gives, at every stage.
+
+Each function runs one way of writing the loop on the ranks; `expected_masters` is the plain loop over the same losses.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from typing import Any
+
+import pytest
+import torch
+import torch.distributed as dist
+from torch import nn
+
+import shardwise
+from shardwise.errors import SyncError, UsageError
+from tests.harness import RankFailure, run_ranks
+from tests.models import CASES, Batch, Case
+from tests.zero.training import (
+    Setting,
+    Tensors,
+    assert_close,
+    digest,
+    gradients,
+    make_optimizer,
+    masters,
+    parameters_digest,
+    plain,
+    start,
+)
+
+STEPS = 2
+Loop = Callable[[Any, Case, Setting], None]
+
+
+def data(case: Case, step: int, micro: int = 0) -> Batch:
+    return case.data(step, micro, dist.get_rank(), torch.float32)
+
+
+def standard(engine: Any, case: Case, setting: Setting) -> None:
+    for step in range(STEPS):
+        for micro in range(setting.accumulation):
+            engine.backward(case.loss(engine, data(case, step, micro)))
+            engine.step()
+
+
+def plain_backward(engine: Any, case: Case, setting: Setting) -> None:
+    """`loss.backward()` instead of `engine.backward(loss)`."""
+    for step in range(STEPS):
+        for micro in range(setting.accumulation):
+            case.loss(engine, data(case, step, micro)).backward()
+            engine.step()
+
+
+def declared_boundary(engine: Any, case: Case, setting: Setting) -> None:
+    """The script says where the boundary is, before the forward pass; what it says holds until changed."""
+    for step in range(STEPS):
+        for micro in range(setting.accumulation):
+            engine.set_gradient_accumulation_boundary(micro == setting.accumulation - 1)
+            assert engine.is_gradient_accumulation_boundary() == (micro == setting.accumulation - 1)
+            engine.backward(case.loss(engine, data(case, step, micro)))
+            engine.step()
+    assert engine.global_steps == STEPS
+
+
+def late_boundary(engine: Any, case: Case, setting: Setting) -> None:
+    """The boundary is declared after the last backward pass, once for all micro-batches before it."""
+    for step in range(STEPS):
+        engine.set_gradient_accumulation_boundary(False)
+        for micro in range(setting.accumulation):
+            engine.backward(case.loss(engine, data(case, step, micro)))
+            if micro == setting.accumulation - 1:
+                engine.set_gradient_accumulation_boundary(True)
+            engine.step()
+
+
+def one_step_call(engine: Any, case: Case, setting: Setting) -> None:
+    """Every micro-batch is a backward pass of one `step()`, whose losses are divided by the script."""
+    engine.set_gradient_accumulation_boundary(True)
+    for step in range(STEPS):
+        for micro in range(setting.accumulation):
+            engine.backward(case.loss(engine, data(case, step, micro)))
+        engine.step()
+
+
+def undivided(engine: Any, case: Case, setting: Setting) -> None:
+    """The script divides the loss by the number of accumulation steps and says so."""
+    for step in range(STEPS):
+        for micro in range(setting.accumulation):
+            loss = case.loss(engine, data(case, step, micro)) / setting.accumulation
+            engine.backward(loss, scale_wrt_gas=False)
+            engine.step()
+
+
+def forwards_first(engine: Any, case: Case, setting: Setting) -> None:
+    """All forward passes before one backward pass over the mean of the losses."""
+    engine.set_gradient_accumulation_boundary(True)
+    for step in range(STEPS):
+        losses = [case.loss(engine, data(case, step, micro)) for micro in range(setting.accumulation)]
+        engine.backward(torch.stack(losses).sum())
+        engine.step()
+
+
+def forwards_then_backwards(engine: Any, case: Case, setting: Setting) -> None:
+    """All forward passes, then their backward passes, last one first."""
+    engine.set_gradient_accumulation_boundary(True)
+    for step in range(STEPS):
+        losses = [case.loss(engine, data(case, step, micro)) for micro in range(setting.accumulation)]
+        for loss in reversed(losses):
+            engine.backward(loss)
+        engine.step()
+
+
+def twice_half(engine: Any, case: Case, setting: Setting) -> None:
+    """The same graph is differentiated twice, each time with half of the loss."""
+    for step in range(STEPS):
+        for micro in range(setting.accumulation):
+            loss = case.loss(engine, data(case, step, micro)) * 0.5
+            engine.backward(loss, retain_graph=True)
+            engine.backward(loss)
+            engine.step()
+
+
+def with_evaluation(engine: Any, case: Case, setting: Setting) -> None:
+    """Evaluation between micro-batches, and a graph that is never differentiated."""
+    for step in range(STEPS):
+        for micro in range(setting.accumulation):
+            engine.eval()
+            with torch.no_grad():
+                case.loss(engine, data(case, step + 7, micro))
+            engine.train()
+            dropped = case.loss(engine, data(case, step + 8, micro))
+            loss = case.loss(engine, data(case, step, micro))
+            with torch.no_grad():
+                case.loss(engine, data(case, step + 9, micro))
+            engine.backward(loss)
+            del dropped
+            engine.step()
+
+
+def kept_graph(engine: Any, case: Case, setting: Setting) -> None:
+    """Losses are kept with their graphs."""
+    kept = []
+    for step in range(STEPS):
+        for micro in range(setting.accumulation):
+            kept.append(case.loss(engine, data(case, step, micro)))
+            engine.backward(kept[-1], retain_graph=True)
+            engine.step()
+
+
+class Boom(Exception):
+    pass
+
+
+class Bomb(torch.autograd.Function):
+    @staticmethod
+    def forward(ctx: Any, tensor: torch.Tensor) -> torch.Tensor:
+        return tensor.view_as(tensor)
+
+    @staticmethod
+    def backward(ctx: Any, gradient: torch.Tensor) -> torch.Tensor:  # type: ignore[override]
+        raise Boom
+
+
+def find(case: Case, engine: Any) -> nn.Module:
+    """A module in the middle of the model that every batch uses."""
+    return engine.module.get_submodule({"gpt": "blocks.1.up", "lora": "layers.1", "router": "last"}[case.name])
+
+
+def fail_in_forward(engine: Any, case: Case, setting: Setting) -> None:
+    """A module raises in the middle of a forward pass, on all ranks; the script goes on with the next batch."""
+
+    def explode(*_: Any) -> None:
+        raise Boom
+
+    for step in range(STEPS):
+        for micro in range(setting.accumulation):
+            handle = find(case, engine).register_forward_hook(explode)
+            with pytest.raises(Boom):
+                case.loss(engine, data(case, step + 5, micro))
+            handle.remove()
+            engine.backward(case.loss(engine, data(case, step, micro)))
+            engine.step()
+
+
+def fail_in_forward_on_one_rank(engine: Any, case: Case, setting: Setting) -> None:
+    """One rank's forward pass raises; all ranks then skip the batch."""
+
+    def explode(*_: Any) -> None:
+        raise Boom
+
+    for step in range(STEPS):
+        for micro in range(setting.accumulation):
+            if dist.get_rank() == 0:
+                handle = find(case, engine).register_forward_hook(explode)
+                with pytest.raises(Boom):
+                    case.loss(engine, data(case, step + 5, micro))
+                handle.remove()
+            else:
+                case.loss(engine, data(case, step + 5, micro))
+            engine.backward(case.loss(engine, data(case, step, micro)))
+            engine.step()
+
+
+def fail_in_backward(engine: Any, case: Case, setting: Setting) -> None:
+    """A backward pass raises half way, on all ranks; the script drops the window and repeats it."""
+    for step in range(STEPS):
+        for micro in range(setting.accumulation):
+            if micro == setting.accumulation - 1:
+                handle = find(case, engine).register_forward_hook(lambda m, i, o: Bomb.apply(o))
+                loss = case.loss(engine, data(case, step + 5, micro))
+                handle.remove()
+                with pytest.raises(Boom):
+                    engine.backward(loss)
+                engine.zero_grad()
+                for again in range(micro):
+                    engine.backward(case.loss(engine, data(case, step, again)))
+            engine.backward(case.loss(engine, data(case, step, micro)))
+            engine.step()
+
+
+def fail_in_backward_on_one_rank(engine: Any, case: Case, setting: Setting) -> None:
+    """One rank's backward pass raises; all ranks then drop the window and repeat it."""
+    for step in range(STEPS):
+        if dist.get_rank() == 1:
+            handle = find(case, engine).register_forward_hook(lambda m, i, o: Bomb.apply(o))
+            loss = case.loss(engine, data(case, step + 5))
+            handle.remove()
+            with pytest.raises(Boom):
+                engine.backward(loss)
+        else:
+            engine.backward(case.loss(engine, data(case, step + 5)))
+        engine.zero_grad()
+        for micro in range(setting.accumulation):
+            engine.backward(case.loss(engine, data(case, step, micro)))
+            engine.step()
+
+
+def dropped_window(engine: Any, case: Case, setting: Setting) -> None:
+    """`zero_grad()` drops what has been accumulated."""
+    for step in range(STEPS):
+        for micro in range(setting.accumulation):
+            if micro == 0:
+                engine.backward(case.loss(engine, data(case, step + 5, micro)))
+                engine.zero_grad()
+            engine.backward(case.loss(engine, data(case, step, micro)))
+            engine.step()
+
+
+LOOPS: dict[str, Loop] = {
+    f.__name__: f
+    for f in (
+        standard,
+        plain_backward,
+        declared_boundary,
+        late_boundary,
+        one_step_call,
+        undivided,
+        forwards_first,
+        forwards_then_backwards,
+        twice_half,
+        with_evaluation,
+        fail_in_forward,
+        fail_in_forward_on_one_rank,
+        fail_in_backward,
+        fail_in_backward_on_one_rank,
+        dropped_window,
+    )
+}
+
+
+def run_loops(name: str, loops: list[str], settings: list[Setting]) -> dict[str, list[Tensors]]:
+    """Final masters by loop, one for each setting; ranks must agree on the parameters."""
+    found: dict[str, list[Tensors]] = {}
+    case = CASES[name]
+    for loop in loops:
+        for setting in settings:
+            engine = start(case, setting)
+            LOOPS[loop](engine, case, setting)
+            found.setdefault(loop, []).append(masters(engine.module))
+            everywhere: list[Any] = [None] * dist.get_world_size()
+            dist.all_gather_object(everywhere, parameters_digest(engine.module))
+            assert len(set(everywhere)) == 1, f"ranks differ after {loop} with {setting}"
+            engine.destroy()
+    return found
+
+
+@pytest.mark.parametrize("loop", list(LOOPS))
+@pytest.mark.parametrize("name", ["gpt", "lora", "router"])
+def test_every_way_of_writing_the_loop_gives_the_same(name: str, loop: str) -> None:
+    base = Setting(accumulation=2, cap=300)
+    settings = [base.with_stage(stage) for stage in range(4)] + [base.with_stage(3, cap=50)]
+    found = run_ranks(run_loops, 2, name, [loop], settings)[0][loop]
+    expected = plain(CASES[name], base, 2, STEPS).masters
+    for setting, tensors in zip(settings, found, strict=True):
+        assert_close(tensors, expected, 1e-6, f"{loop} at {setting}")
+
+
+# -- no_sync -----------------------------------------------------------------------------------------------------------
+
+
+def run_no_sync(setting: Setting) -> tuple[Tensors, list[int]]:
+    case = CASES["gpt"]
+    engine = start(case, setting)
+    reductions = []
+    for step in range(STEPS):
+        before = engine.ledger.totals["reduce_scatter"].count if "reduce_scatter" in engine.ledger.totals else 0
+        with engine.no_sync():
+            engine.backward(case.loss(engine, data(case, step, 0)))
+            engine.backward(case.loss(engine, data(case, step, 1)))
+            with pytest.raises(SyncError, match="no_sync"):
+                engine.step()
+        assert ("reduce_scatter" not in engine.ledger.totals) or engine.ledger.totals["reduce_scatter"].count == before
+        engine.backward(case.loss(engine, data(case, step, 2)))
+        engine.step()
+        reductions.append(engine.ledger.totals["reduce_scatter"].count - before)
+    result = masters(engine.module)
+    units = len(engine.sharded.units)
+    engine.destroy()
+    assert reductions == [units] * STEPS
+    return result, reductions
+
+
+def refuse_no_sync(stage: int) -> None:
+    engine = start(CASES["gpt"], Setting(stage=stage))
+    try:
+        with engine.no_sync():
+            pass
+    finally:
+        engine.destroy()
+
+
+@pytest.mark.parametrize("stage", [0, 1])
+def test_no_sync_adds_up_locally_and_reduces_once(stage: int) -> None:
+    # The engine is told of one micro-batch a step and sums three; the plain loop takes their mean.
+    setting = Setting(stage=stage, lr=0.1 / 3)
+    found = [masters for masters, _ in run_ranks(run_no_sync, 2, setting)]
+    assert digest(list(found[0].values())) == digest(list(found[1].values()))
+    expected = plain(CASES["gpt"], Setting(accumulation=3, lr=0.1), 2, STEPS).masters
+    assert_close(found[0], expected, 1e-6)
+
+
+@pytest.mark.parametrize("stage", [2, 3])
+def test_no_sync_is_refused_where_gradients_are_sharded(stage: int) -> None:
+    with pytest.raises(RankFailure, match="no_sync"):
+        run_ranks(refuse_no_sync, 2, stage)
+
+
+# -- steps without gradients, losses without the model ------------------------------------------------------------
+
+
+def step_without_gradients(stage: int, accumulation: int) -> tuple[bool, list[float]]:
+    case = CASES["odd_mlp"]
+    engine = start(case, Setting(stage=stage, accumulation=accumulation))
+    standard(engine, case, Setting(accumulation=accumulation))
+    before = masters(engine.module)
+    for _ in range(accumulation):
+        case.loss(engine, data(case, 3))
+        engine.step()
+    after = masters(engine.module)
+    norms = [engine.get_global_grad_norm()]
+    engine.destroy()
+    return digest(list(before.values())) == digest(list(after.values())), norms
+
+
+@pytest.mark.parametrize("accumulation", [1, 2])
+@pytest.mark.parametrize("stage", range(4))
+def test_a_step_without_gradients_does_not_repeat_the_last_one(stage: int, accumulation: int) -> None:
+    for unchanged, norms in run_ranks(step_without_gradients, 2, stage, accumulation):
+        assert unchanged
+        assert norms == [0.0]
+
+
+def loss_without_model(stage: int) -> tuple[str, Tensors]:
+    """Rank 1's loss does not depend on the model in the first step."""
+    case = CASES["odd_mlp"]
+    engine = start(case, Setting(stage=stage))
+    for step in range(STEPS):
+        loss = case.loss(engine, data(case, step))
+        if dist.get_rank() == 1 and step == 0:
+            loss = torch.ones((), requires_grad=True) * 2
+        engine.backward(loss)
+        engine.step()
+    result = parameters_digest(engine.module), masters(engine.module)
+    engine.destroy()
+    return result
+
+
+@pytest.mark.parametrize("stage", range(4))
+def test_a_loss_that_does_not_touch_the_model_does_not_hang_the_others(stage: int) -> None:
+    (first, found), (second, _) = run_ranks(loss_without_model, 2, stage, timeout=20)
+    assert first == second
+
+    def loss(model: Any, batch: Batch) -> torch.Tensor:
+        return case.loss(model, batch) * (0.0 if batch["absent"] else 1.0)
+
+    case = CASES["odd_mlp"]
+
+    def batch(generator: torch.Generator, seed: int) -> Batch:
+        return {**case.batch(generator, seed), "absent": seed == 2}
+
+    expected = plain(Case("", case.build, batch, loss), Setting(), 2, STEPS).masters
+    assert_close(found, expected, 1e-6)
+
+
+# -- two engines -------------------------------------------------------------------------------------------------------
+
+
+class Generator(nn.Module):
+    def __init__(self) -> None:
+        super().__init__()
+        self.layers = nn.Sequential(nn.Linear(4, 9), nn.Tanh(), nn.Linear(9, 5))
+
+    def forward(self, noise: torch.Tensor) -> torch.Tensor:
+        return self.layers(noise)
+
+
+class Critic(nn.Module):
+    def __init__(self) -> None:
+        super().__init__()
+        self.layers = nn.Sequential(nn.Linear(5, 7), nn.Tanh(), nn.Linear(7, 1))
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        return self.layers(x).mean()
+
+
+def noise(step: int, rank: int) -> tuple[torch.Tensor, torch.Tensor]:
+    generator = torch.Generator().manual_seed(step * 10 + rank)
+    return torch.randn(4, 4, generator=generator), torch.randn(4, 5, generator=generator)
+
+
+def adversarial(stages: tuple[int, int]) -> tuple[Tensors, Tensors]:
+    """The critic is trained on real and generated data, the generator through the critic."""
+    torch.manual_seed(5)
+    makers = Generator(), Critic()
+    engines = []
+    for model, stage in zip(makers, stages, strict=True):
+        config = {"train_micro_batch_size_per_gpu": 4, "zero_optimization": {"stage": stage, "reduce_bucket_size": 40}}
+        optimizer = make_optimizer("momentum", model.parameters(), 0.1)
+        engines.append(shardwise.initialize(model=model, optimizer=optimizer, config=config)[0])
+    generator, critic = engines
+    for step in range(3):
+        z, real = noise(step, dist.get_rank())
+        with torch.no_grad():
+            fake = generator(z)
+        critic.backward(critic(fake) - critic(real))
+        critic.step()
+        generator.backward(-critic(generator(z)))
+        generator.step()
+        critic.zero_grad()
+    result = masters(generator.module), masters(critic.module)
+    for engine in engines:
+        engine.destroy()
+    return result
+
+
+def plain_adversarial() -> tuple[Tensors, Tensors]:
+    torch.manual_seed(5)
+    generator, critic = Generator(), Critic()
+    optimizers = [make_optimizer("momentum", m.parameters(), 0.1) for m in (generator, critic)]
+    for step in range(3):
+        batches = [noise(step, rank) for rank in range(2)]
+        sum((critic(generator(z).detach()) - critic(real)) / 2 for z, real in batches).backward()
+        optimizers[1].step()
+        generator.zero_grad()
+        sum(-critic(generator(z)) / 2 for z, _ in batches).backward()
+        optimizers[0].step()
+        critic.zero_grad()
+    return tuple({n: p.detach() for n, p in m.named_parameters()} for m in (generator, critic))  # type: ignore[return-value]
+
+
+@pytest.mark.parametrize("stages", [(0, 3), (3, 1), (3, 3), (2, 0)])
+def test_two_engines_train_against_each_other(stages: tuple[int, int]) -> None:
+    found = run_ranks(adversarial, 2, stages)[0]
+    for ours, theirs in zip(found, plain_adversarial(), strict=True):
+        assert_close(ours, theirs, 2e-6)
+
+
+# -- wrong use ---------------------------------------------------------------------------------------------------------
+
+
+def wrong_uses() -> None:
+    case = CASES["odd_mlp"]
+    engine = start(case, Setting(stage=3))
+    with pytest.raises(SyncError, match="scalar"):
+        engine.backward(torch.ones(3, requires_grad=True))
+    with pytest.raises(UsageError, match="does not require a gradient"):
+        engine.backward(torch.ones(()))
+    assert gradients(engine.module) == {}
+    engine.destroy()
+
+
+def test_wrong_uses_are_named() -> None:
+    run_ranks(wrong_uses, 2)
