@@ -210,6 +210,7 @@ class _Sizes:
             _Job(
                 filled=0 if self.sums_locally else self._sent(unit),
                 extra=self._received(unit) + self._cast(unit),
+                launch=self._converted(unit),
                 parameters=frozenset(
                     id(self.model.registry.parameters[slot.index])
                     for section in unit.trainable
@@ -240,9 +241,12 @@ class _Sizes:
         )
 
     def _received(self, unit: Unit) -> int:
+        return self._sent(unit) * (self.world - 1) // self.world
+
+    def _converted(self, unit: Unit) -> int:
+        """Without peers a gradient is only converted to the accumulator's dtype, and that at once."""
         if self.world > 1:
-            return self._sent(unit) * (self.world - 1) // self.world
-        # Alone, a gradient is only converted to the accumulator's dtype.
+            return 0
         return sum(
             self.numel(section) * section.accumulate_dtype.itemsize
             for section in unit.trainable
@@ -321,11 +325,13 @@ class _Job:
     Attributes:
         filled: bytes of its gradient, from its first parameter's until it is reduced.
         extra: further bytes while it is under way.
+        launch: further bytes when it is sent off.
         parameters: `id()` of those whose gradients it waits for.
     """
 
     filled: int
     extra: int
+    launch: int
     parameters: frozenset[int]
 
 
@@ -339,7 +345,10 @@ class _Pipeline:
         """Return the most bytes of buffers, or of buffers and activations, at once."""
         if activations is None:
             pairs = zip(self.jobs, [*self.jobs[1:], None], strict=False)
-            return max((job.filled + job.extra + (after.filled if after else 0) for job, after in pairs), default=0)
+            return max(
+                (job.filled + job.extra + max(job.launch, after.filled if after else 0) for job, after in pairs),
+                default=0,
+            )
         waiting = {parameter: place for place, job in enumerate(self.jobs) for parameter in job.parameters}
         missing = [len(job.parameters) for job in self.jobs]
         collecting: set[int] = set()
@@ -354,6 +363,7 @@ class _Pipeline:
             while under_way + 1 < len(self.jobs) and not missing[under_way + 1]:
                 under_way += 1
                 collecting.discard(under_way)
+                most = max(most, stretch.start + self._bytes(collecting, under_way) + self.jobs[under_way].launch)
             most = max(most, stretch.peak + self._bytes(collecting, under_way))
         return most
 

@@ -1,0 +1,120 @@
+"""Dry runs of optimizers against the optimizers themselves."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from typing import Any
+
+import pytest
+import torch
+from hypothesis import given, settings
+from hypothesis import strategies as st
+
+from shardwise.memory import Accountant, Category, step_bytes, track_activations
+
+CPU, FP32 = torch.device("cpu"), torch.float32
+OPTIMIZERS: dict[str, Callable[[Any], torch.optim.Optimizer]] = {
+    "SGD": lambda p: torch.optim.SGD(p, lr=0.1),
+    "momentum": lambda p: torch.optim.SGD(p, lr=0.1, momentum=0.9),
+    "Adam": torch.optim.Adam,
+    "amsgrad": lambda p: torch.optim.Adam(p, amsgrad=True),
+    "AdamW fused": lambda p: torch.optim.AdamW(p, fused=True),
+    "AdamW foreach": lambda p: torch.optim.AdamW(p, foreach=True),
+    "NAdam": torch.optim.NAdam,
+    "RMSprop": lambda p: torch.optim.RMSprop(p, momentum=0.9, centered=True),
+    "Adagrad": torch.optim.Adagrad,
+    "Adadelta": torch.optim.Adadelta,
+    "Rprop": torch.optim.Rprop,
+    "ASGD": torch.optim.ASGD,
+    "Adafactor": torch.optim.Adafactor,
+}
+
+
+def really(optimizer: torch.optim.Optimizer) -> tuple[int, int]:
+    """State and temporaries of a second step on the real tensors."""
+    for p in optimizer.param_groups[0]["params"]:
+        p.grad = torch.ones_like(p)
+    accountant = Accountant()
+    with track_activations(accountant):
+        optimizer.step()
+        kept = [v for state in optimizer.state.values() for v in state.values() if isinstance(v, torch.Tensor)]
+        before = accountant.total
+        accountant.reset_peak()
+        optimizer.step()
+    return sum(value.nbytes for value in kept), accountant.peak_total - before
+
+
+shape = st.one_of(st.tuples(st.integers(1, 90)), st.tuples(st.integers(1, 40), st.integers(1, 40)))
+
+
+@pytest.mark.parametrize("name", list(OPTIMIZERS))
+@settings(max_examples=8)
+@given(shapes=st.lists(shape, min_size=1, max_size=4))
+def test_state_is_exact_and_temporaries_are_close(name: str, shapes: list[tuple[int, ...]]) -> None:
+    optimizer = OPTIMIZERS[name]([torch.nn.Parameter(torch.ones(s)) for s in shapes])
+    told = step_bytes(optimizer, 0, shapes, dtype=FP32, gradient_dtype=FP32, device=CPU)
+    assert not any(entry.get("step") for entry in optimizer.state.values())  # only asked
+    state, temporary = really(optimizer)
+    assert told.state == state
+    largest = 4 * max(torch.Size(s).numel() for s in shapes)
+    assert abs(told.temporary - temporary) <= 0.1 * temporary + largest
+
+
+def test_muon_steps_matrices() -> None:
+    optimizer = torch.optim.Muon([torch.nn.Parameter(torch.ones(40, 24))])
+    told = step_bytes(optimizer, 0, [(40, 24)], dtype=FP32, gradient_dtype=FP32, device=CPU)
+    assert told.state == 40 * 24 * 4
+
+
+def test_options_of_the_group_are_asked() -> None:
+    groups = [{"params": [torch.zeros(4)], "momentum": 0.0}, {"params": [torch.zeros(4)], "momentum": 0.9}]
+    optimizer = torch.optim.SGD(groups, lr=0.1)
+    states = [
+        step_bytes(optimizer, group, [(1000,)], dtype=FP32, gradient_dtype=FP32, device=CPU).state for group in (0, 1)
+    ]
+    assert states == [0, 4000]
+
+
+def test_schedules_and_hooks_of_the_real_optimizer_see_nothing() -> None:
+    parameter = torch.nn.Parameter(torch.ones(3))
+    optimizer = torch.optim.Adam([parameter], lr=0.5)
+    calls: list[int] = []
+    optimizer.register_step_pre_hook(lambda *_: calls.append(1))
+    torch.optim.lr_scheduler.StepLR(optimizer, 1)  # wraps the instance's step()
+    step_bytes(optimizer, 0, [(3,)], dtype=FP32, gradient_dtype=FP32, device=CPU)
+    assert not calls and not optimizer.state
+    assert torch.equal(parameter, torch.ones(3))
+    optimizer.step()
+    assert calls == [1]
+
+
+class Rebinding(torch.optim.Optimizer):
+    """Makes its state anew in every step, as hand-written ones do, and keeps a list of its own."""
+
+    shardwise_sharding = "elementwise"
+
+    def __init__(self, params: Any) -> None:
+        super().__init__(params, {"lr": 0.1})
+        self.history: list[int] = []
+
+    def step(self, closure: Any = None) -> None:  # type: ignore[override]
+        self.history.append(1)
+        with torch.no_grad():
+            for p in self.param_groups[0]["params"]:
+                self.state[p]["mean"] = 0.9 * self.state[p].get("mean", torch.zeros_like(p)) + 0.1 * p.grad
+                p.sub_(0.1 * self.state[p]["mean"])
+
+
+def test_an_optimizer_of_ones_own_is_planned_and_measured() -> None:
+    import shardwise
+
+    engine, optimizer, *_ = shardwise.initialize(
+        model=torch.nn.Linear(32, 32), optimizer=Rebinding, config={"train_batch_size": 2}
+    )
+    planned = engine.memory_report().row(Category.OPTIMIZER).planned
+    assert optimizer.history == []
+    for _ in range(3):
+        engine.backward(engine(torch.ones(2, 32)).sum())
+        engine.step()
+    assert engine.accountant.live[Category.OPTIMIZER] == planned == (32 * 32 + 32) * 4
+    engine.destroy()

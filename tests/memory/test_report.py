@@ -1,0 +1,175 @@
+"""The engine's table: planned against measured, the floor, and the order of the stages."""
+
+from __future__ import annotations
+
+from typing import Any
+
+import pytest
+import torch
+import torch.nn.functional as F
+from torch import nn
+
+import shardwise
+from shardwise.memory import Category, MemoryReport, track_activations
+from tests.harness import run_ranks
+from tests.models import Block
+
+ENGINE = [c for c in Category if c not in (Category.ACTIVATIONS, Category.OTHER)]
+VOCABULARY, LENGTH, ROWS = 257, 24, 4
+
+
+class GPT(nn.Module):
+    """Small decoder; the head is the embedding, or has a weight of its own."""
+
+    def __init__(self, tied: bool = True, layers: int = 5, dim: int = 96) -> None:
+        super().__init__()
+        self.tokens = nn.Embedding(VOCABULARY, dim)
+        self.places = nn.Embedding(LENGTH, dim)
+        self.blocks = nn.ModuleList(Block(dim, 4, 0.0) for _ in range(layers))
+        self.norm = nn.LayerNorm(dim)
+        self.head = nn.Linear(dim, VOCABULARY, bias=False)
+        if tied:
+            self.head.weight = self.tokens.weight
+
+    def forward(self, tokens: torch.Tensor) -> torch.Tensor:
+        x = self.tokens(tokens) + self.places(torch.arange(tokens.shape[1]))
+        for block in self.blocks:
+            x = block(x)
+        logits = self.head(self.norm(x)).float()
+        return F.cross_entropy(logits.flatten(0, 1), tokens.roll(-1, 1).flatten())
+
+
+def settings(stage: int, precision: str, optimizer: str, accumulation: int) -> dict[str, Any]:
+    return {
+        "train_micro_batch_size_per_gpu": ROWS,
+        "gradient_accumulation_steps": accumulation,
+        "gradient_clipping": 1.0,
+        "optimizer": {"type": optimizer, "params": {"lr": 1e-3}},
+        "zero_optimization": {"stage": stage},
+        **({"bf16": {"enabled": True}} if precision == "bf16" else {}),
+    }
+
+
+def report(
+    stage: int, precision: str, tied: bool = True, optimizer: str = "AdamW", accumulation: int = 1
+) -> tuple[MemoryReport, MemoryReport]:
+    """Reports made before the first step and after a tracked one."""
+    torch.manual_seed(5)
+    engine, *_ = shardwise.initialize(model=GPT(tied), config=settings(stage, precision, optimizer, accumulation))
+    batch = torch.randint(VOCABULARY, (ROWS, LENGTH))
+    before = engine.memory_report(batch)
+
+    def step() -> None:
+        for _ in range(accumulation):
+            engine.backward(engine(batch))
+            engine.step()
+
+    step()
+    step()
+    engine.accountant.reset_peak()
+    with track_activations(engine.accountant):
+        step()
+    after = engine.memory_report(batch)
+    engine.destroy()
+    return before, after
+
+
+def close(planned: int | None, measured: int | None, least: int = 0) -> bool:
+    assert planned is not None and measured is not None
+    return abs(planned - measured) <= 0.1 * max(measured, least)
+
+
+def check(before: MemoryReport, after: MemoryReport, what: str) -> None:
+    for category in (*ENGINE, Category.ACTIVATIONS):
+        planned, row = before.row(category).planned, after.row(category)
+        assert close(planned, row.measured), f"{what}: {category.value} planned {planned}, measured {row.measured}"
+    # Temporaries of a few kilobytes (norms, flags) are not planned.
+    assert close(before.row(Category.OTHER).planned, after.row(Category.OTHER).measured, least=1 << 16)
+    assert close(before.total.planned, after.total.measured), f"{what}: total"
+
+
+@pytest.mark.parametrize("precision", ["fp32", "bf16"])
+@pytest.mark.parametrize("tied", [True, False])
+def test_plan_is_within_a_tenth_of_the_measurement_and_of_the_floor(precision: str, tied: bool) -> None:
+    totals = []
+    for stage in (0, 1, 2, 3):
+        for rank, (before, after) in enumerate(run_ranks(report, 2, stage, precision, tied)):
+            check(before, after, f"stage {stage}, rank {rank}")
+            measured, floor = after.total.measured, after.total.floor
+            assert measured is not None and floor is not None
+            assert abs(measured - floor) <= 0.1 * floor
+        totals.append(measured)
+    assert totals == sorted(totals, reverse=True), f"a higher stage took more: {totals}"
+
+
+@pytest.mark.parametrize("stage", [0, 1, 2, 3])
+def test_accumulation(stage: int) -> None:
+    for before, after in run_ranks(report, 2, stage, "fp32", accumulation=3):
+        check(before, after, f"stage {stage}")
+        assert after.total.measured is not None and after.total.floor is not None
+        assert after.total.measured <= 1.1 * after.total.floor
+
+
+@pytest.mark.parametrize("stage", [0, 2, 3])
+def test_optimizers_of_whole_tensors(stage: int) -> None:
+    for before, after in run_ranks(report, 2, stage, "bf16", optimizer="Adafactor"):
+        check(before, after, f"stage {stage}")
+
+
+def test_other_numbers_of_ranks() -> None:
+    for world in (1, 3):
+        for before, after in run_ranks(report, world, 3, "bf16"):
+            check(before, after, f"{world} ranks")
+
+
+def test_the_arithmetic_of_the_table() -> None:
+    """Bytes per parameter of the stages: fp32 Adam on 2 ranks, and bf16 with masters."""
+    numel = sum(p.numel() for p in GPT().parameters())
+    for precision, stage, expected in [
+        ("fp32", 0, (4, 4, 0, 8)),
+        ("fp32", 1, (4, 2, 0, 4)),
+        ("fp32", 3, (2, 2, 0, 4)),
+        ("bf16", 0, (2, 4, 4, 8)),
+        ("bf16", 2, (2, 2, 2, 4)),
+        ("bf16", 3, (1, 2, 2, 4)),
+    ]:
+        _, after = run_ranks(report, 2, stage, precision)[0]
+        kinds = (Category.PARAMETERS, Category.GRADIENTS, Category.MASTER, Category.OPTIMIZER)
+        for category, factor in zip(kinds, expected, strict=True):
+            row = after.row(category)
+            for value in (row.planned, row.measured, row.floor):
+                assert value is not None
+                assert abs(value - factor * numel) <= 0.01 * numel, (precision, stage, category)
+
+
+def forward_only() -> MemoryReport:
+    engine, *_ = shardwise.initialize(
+        model=nn.Linear(64, 64), config={"train_batch_size": 2, "zero_optimization": {"stage": 3}}
+    )
+    engine(torch.ones(1, 64))
+    result = engine.memory_report()
+    engine.destroy()
+    return result
+
+
+def test_an_engine_without_optimizer() -> None:
+    found = run_ranks(forward_only, 2)[0]
+    assert found.row(Category.OPTIMIZER).planned == found.row(Category.GRADIENTS).planned == 0
+    assert found.row(Category.GATHERED).planned == found.row(Category.GATHERED).measured == 64 * 65 * 4
+
+
+def test_rendering_and_plain_values(capsys: pytest.CaptureFixture[str]) -> None:
+    engine, *_ = shardwise.initialize(
+        model=nn.Linear(8, 8), config={"train_batch_size": 2, "optimizer": {"type": "AdamW", "params": {"lr": 1e-3}}}
+    )
+    found = engine.memory_report(torch.ones(2, 8))
+    text = found.render()
+    for category in Category:
+        assert category.value in text
+    assert "Resident set size" in text and "No step has been taken" in text
+    found.print()
+    assert "total" in capsys.readouterr().out
+    assert found.as_dict()["parameters"] == 72
+    assert found.resident is None or (found.process is not None and 0 < found.process <= found.resident)
+    assert found.construction >= 72 * 4
+    engine.destroy()
