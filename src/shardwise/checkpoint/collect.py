@@ -204,7 +204,8 @@ def add_buffers(part: Part, model: ShardedModel, digests: list[dict[str, str]]) 
 
 
 def _digest(tensor: torch.Tensor) -> str:
-    return hashlib.blake2b(bytes_of(tensor.detach().cpu().contiguous()), digest_size=16).hexdigest()
+    values = tensor.detach().cpu().contiguous()
+    return hashlib.blake2b(bytes_of(values), digest_size=16).hexdigest()
 
 
 def buffers(module: nn.Module) -> Iterator[tuple[str, torch.Tensor]]:

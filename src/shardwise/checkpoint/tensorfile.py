@@ -9,6 +9,8 @@ range of elements straight into its destination.
 
 from __future__ import annotations
 
+import contextlib
+import ctypes
 import json
 import os
 import zlib
@@ -74,9 +76,13 @@ class FileFacts:
 
 
 def bytes_of(tensor: torch.Tensor) -> memoryview:
-    """Return the memory of a contiguous CPU tensor."""
-    flat: Any = tensor.detach().view(-1).view(torch.uint8).numpy()
-    return memoryview(flat)
+    """Return the memory of a contiguous CPU tensor, writable; valid as long as the tensor lives.
+
+    Not by way of `numpy()`: that would forbid for ever to resize the storage, which is how whole parameters are released.
+    """
+    if not tensor.nbytes:
+        return memoryview(b"")
+    return memoryview((ctypes.c_ubyte * tensor.nbytes).from_address(tensor.data_ptr())).cast("B")
 
 
 class BlockSums:
@@ -174,12 +180,14 @@ class TensorWriter:
             self._file.seek(place)
             self._position = place
         self._left.discard(name)
-        flat = tensor.detach().contiguous().view(-1).view(torch.uint8)
-        if flat.device.type == "cpu":
-            self._put(bytes_of(flat))
+        whole = tensor.detach().contiguous()
+        if whole.device.type == "cpu":
+            self._put(bytes_of(whole))
             return
+        flat = whole.view(-1).view(torch.uint8)
         for start in range(0, flat.numel(), _CHUNK):
-            self._put(bytes_of(flat[start : start + _CHUNK].cpu()))
+            part = flat[start : start + _CHUNK].cpu()
+            self._put(bytes_of(part))
 
     def close(self) -> FileFacts | None:
         """Finish the file: it is on disk when this returns. Returns its facts if checksums were taken."""
@@ -195,7 +203,8 @@ class TensorWriter:
 
     def abandon(self) -> None:
         """Close without finishing; the file is incomplete."""
-        self._file.close()
+        with contextlib.suppress(OSError):  # of bytes still buffered, which nobody wants any more
+            self._file.close()
 
     def _put(self, data: memoryview) -> None:
         self._file.write(data)

@@ -1,0 +1,233 @@
+"""A save that fails anywhere fails everywhere, and leaves what was there before."""
+
+from __future__ import annotations
+
+import os
+import resource
+import signal
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+
+from shardwise.checkpoint import verify
+from shardwise.errors import CheckpointError, CheckpointPathError, UsageError
+from tests.checkpoint.job import Run, config, differences, on_ranks
+
+
+def rank() -> int:
+    return torch.distributed.get_rank()
+
+
+def names(path: str) -> list[str]:
+    """List a directory once rank 0 has cleaned up."""
+    torch.distributed.barrier()
+    found = sorted(os.listdir(path))
+    torch.distributed.barrier()
+    return found
+
+
+def failing(path: str, how: str, victim: int) -> tuple[str, list[str], bool]:
+    run = Run(config(2), seed=1)
+    run.step()
+    run.engine.save_checkpoint(path, tag="a", client_state={"n": 1})
+    run.step()
+    saved = run.fingerprint()
+    tag = "a" if how == "overwrite" else "b"
+    limit = resource.getrlimit(resource.RLIMIT_FSIZE)
+    if rank() == victim:
+        signal.signal(signal.SIGXFSZ, signal.SIG_IGN)
+        resource.setrlimit(resource.RLIMIT_FSIZE, (5000, limit[1]))
+    try:
+        with pytest.raises(CheckpointError) as caught:
+            run.engine.save_checkpoint(path, tag=tag, client_state={"n": 2})
+    finally:
+        resource.setrlimit(resource.RLIMIT_FSIZE, limit)
+    left = names(path)
+    untouched = differences(saved, run.fingerprint()) == []
+    _, client = run.load(path)
+    assert client == {"n": 1}
+    run.engine.save_checkpoint(path, tag=tag, client_state={"n": 3})
+    assert run.load(path)[1] == {"n": 3}
+    return str(caught.value), left, untouched
+
+
+@pytest.mark.parametrize("how", ["new", "overwrite"])
+@pytest.mark.parametrize("victim", [0, 1])
+def test_a_rank_that_cannot_write_fails_the_save_on_all(how: str, victim: int, tmp_path: Path) -> None:
+    results = on_ranks(failing, 2, str(tmp_path), how, victim)
+    for number, (message, left, untouched) in enumerate(results):
+        assert "File too large (errno 27)" in message
+        assert "MB are free" in message
+        assert (f"failed on rank {victim}" in message) == (number != victim)
+        assert left == ["a", "latest"]
+        assert untouched
+    verify(str(tmp_path / "a"))
+
+
+def unwritable(path: str) -> str:
+    run = Run(config(3), seed=1)
+    with pytest.raises(CheckpointError) as caught:
+        run.engine.save_checkpoint(path)
+    run.step()
+    return str(caught.value)
+
+
+def test_a_directory_that_cannot_be_made_is_an_error_on_all_ranks(tmp_path: Path) -> None:
+    (tmp_path / "file").write_text("")
+    target = str(tmp_path / "file" / "runs")
+    first, second = on_ranks(unwritable, 2, target)
+    assert "Not a directory" in first and target in first
+    assert "failed on rank 0" in second
+
+
+@pytest.mark.skipif(os.geteuid() == 0, reason="root may write everywhere")
+def test_a_read_only_directory_is_an_error_on_all_ranks(tmp_path: Path) -> None:
+    tmp_path.chmod(0o555)
+    for message in on_ranks(unwritable, 2, str(tmp_path)):
+        assert "Permission denied" in message
+    tmp_path.chmod(0o755)
+
+
+def publish_fails(path: str, where: str) -> tuple[str, list[str]]:
+    run = Run(config(1), seed=1)
+    run.step()
+    run.engine.save_checkpoint(path, tag="a")
+    original = getattr(os, where)
+
+    def fail(source: str, target: str) -> None:
+        if "partial" in str(source):
+            raise OSError(30, "Read-only file system", target)
+        original(source, target)
+
+    setattr(os, where, fail)
+    try:
+        with pytest.raises(CheckpointError) as caught:
+            run.engine.save_checkpoint(path, tag="b")
+    finally:
+        setattr(os, where, original)
+    return str(caught.value), names(path)
+
+
+@pytest.mark.parametrize(("where", "left"), [("rename", ["a", "latest"]), ("replace", ["a", "b", "latest"])])
+def test_a_failed_rename_is_an_error_on_all_ranks(where: str, left: list[str], tmp_path: Path) -> None:
+    for message, found in on_ranks(publish_fails, 2, str(tmp_path), where):
+        assert "Read-only file system" in message
+        assert found == left
+    assert (tmp_path / "latest").read_text() == "a"
+    verify(str(tmp_path / "a"))
+
+
+def bad_client_state(path: str, on: int) -> tuple[str, list[str]]:
+    run = Run(config(1), seed=1)
+    state: dict[str, Any] = {"args": {"hooks": [1, print]}} if rank() == on else {"args": {}}
+    with pytest.raises(CheckpointError) as caught:
+        run.engine.save_checkpoint(path, client_state=state)
+    return str(caught.value), names(path)
+
+
+def test_client_state_that_cannot_be_saved_is_named(tmp_path: Path) -> None:
+    for message, left in on_ranks(bad_client_state, 2, str(tmp_path), 0):
+        assert "client_state['args']['hooks'][1]: builtins.builtin_function_or_method cannot be saved" in message
+        assert left == []
+
+
+def different_tags(path: str, validation: str) -> Any:
+    run = Run(config(1, checkpoint={"tag_validation": validation}), seed=1)
+    run.step()
+    try:
+        return run.engine.save_checkpoint(path, tag=f"t{rank()}")
+    except CheckpointError as error:
+        return str(error)
+
+
+@pytest.mark.parametrize("validation", ["ignore", "warn", "fail", "Fail"])
+def test_different_tags_on_different_ranks(validation: str, tmp_path: Path) -> None:
+    results = on_ranks(different_tags, 2, str(tmp_path), validation)
+    if validation.lower() == "fail":
+        assert all("'t0' on rank 0, 't1' on rank 1" in result for result in results)
+        assert os.listdir(tmp_path) == []
+    else:
+        assert results == [True, True]
+        assert sorted(os.listdir(tmp_path)) == ["latest", "t0"]
+        verify(str(tmp_path / "t0"))
+
+
+def unfinished_window(path: str, stage: int) -> tuple[str, bool]:
+    run = Run(config(stage), seed=1)
+    run.step()
+    run.micro_batch()
+    with pytest.raises(UsageError) as caught:
+        run.engine.save_checkpoint(path)
+    run.micro_batch()
+    return str(caught.value), run.engine.save_checkpoint(path)
+
+
+@pytest.mark.parametrize("stage", [0, 1, 2, 3])
+def test_inside_an_accumulation_window_saving_is_refused(stage: int, tmp_path: Path) -> None:
+    for message, later in on_ranks(unfinished_window, 2, str(tmp_path), stage):
+        assert "gradients of an unfinished accumulation window" in message
+        assert "every 2 micro-batches" in message
+        assert later is True
+
+
+def wrong_paths(path: str) -> list[str]:
+    run = Run(config(1), seed=1)
+    messages = []
+    for call in (
+        lambda: run.engine.save_checkpoint(""),
+        lambda: run.engine.save_checkpoint(path, tag="a/b"),
+        lambda: run.engine.load_checkpoint(""),
+        lambda: run.engine.load_checkpoint(path, tag=".."),
+        lambda: run.engine.save_16bit_model(""),
+        lambda: run.engine.save_16bit_model(path, "pytorch_model.bin"),
+    ):
+        with pytest.raises(ValueError, match=r".") as caught:
+            call()
+        assert isinstance(caught.value, CheckpointPathError)
+        messages.append(str(caught.value))
+    with pytest.raises(CheckpointError, match="no such checkpoint directory"):
+        run.engine.load_checkpoint(path, tag="never")
+    return messages
+
+
+def test_paths_that_cannot_be_used_are_value_errors(tmp_path: Path) -> None:
+    messages = on_ranks(wrong_paths, 2, str(tmp_path))[0]
+    assert "save_dir: expected the path of a directory, found ''" in messages[0]
+    assert "ends in .safetensors" in messages[5]
+    assert os.listdir(tmp_path) == []
+
+
+def local_directories(path: str) -> str:
+    run = Run(config(1), seed=1)
+    own = f"{path}/{rank()}"
+    with pytest.raises(CheckpointError) as caught:
+        # What a node-local directory looks like: the same call, another place.
+        draft = __import__("shardwise.checkpoint.save", fromlist=["_write"])
+        original = draft._write
+        draft._write = lambda part, where, request: original(part, where if rank() == 0 else own, request)
+        try:
+            run.engine.save_checkpoint(path)
+        finally:
+            draft._write = original
+    return str(caught.value)
+
+
+def test_directories_that_ranks_do_not_share_are_an_error(tmp_path: Path) -> None:
+    for message in on_ranks(local_directories, 2, str(tmp_path)):
+        assert "must be on a file system that all ranks share" in message
+    assert os.listdir(tmp_path) == []
+
+
+def state_while_saving(path: str) -> list[str]:
+    run = Run(config(3, "fp16"), seed=1)
+    run.step()
+    before = run.fingerprint()
+    run.engine.save_checkpoint(path)
+    run.engine.save_16bit_model(path)
+    return differences(before, run.fingerprint())
+
+
+def test_saving_changes_nothing(tmp_path: Path) -> None:
+    assert on_ranks(state_while_saving, 2, str(tmp_path)) == [[], []]
