@@ -107,7 +107,10 @@ class Gatherer:
         self.kept: set[int] = set()
         self._with_graph = False
         self._uses: dict[int, weakref.WeakSet[Use]] = {unit.index: weakref.WeakSet() for unit in units}
-        self.recomputed: dict[int, int] = {}
+        self._recomputed: dict[int, int] = {}
+        self._used: set[int] = set()
+        self._watched: set[int] = set()
+        self._to_watch: set[int] | None = None
         self.trace: list[int] = []
         self.branches = 0
         self._last_use: dict[int, int] = {}
@@ -182,7 +185,10 @@ class Gatherer:
     def end_backward(self) -> None:
         """End a backward pass: launch the gathers that are left and release everything."""
         self._drain()
-        self.recomputed.clear()
+        self._recomputed.clear()
+        # Graphs that this pass has not touched may still be differentiated.
+        self._used = {index for index, uses in self._uses.items() if uses}
+        self._watched &= self._used
 
     def _begin(self, sequence: list[Unit]) -> None:
         self._sequence = sequence
@@ -298,8 +304,11 @@ class Gatherer:
             self.branches = hash((self.branches, unit.index))
             if unit.index not in self._visited:
                 self.trace.append(unit.index)
+            self._used.add(unit.index)
             if not torch.is_grad_enabled():
-                self.recomputed[unit.index] = self.recomputed.get(unit.index, 0) + 1
+                self._recomputed[unit.index] = self._recomputed.get(unit.index, 0) + 1
+        elif self.phase is Phase.BACKWARD and self._recomputed.get(unit.index) and torch.is_grad_enabled():
+            self._recomputed[unit.index] -= 1
         self.need(unit)
 
     def leave(self, unit: Unit) -> None:
@@ -322,7 +331,27 @@ class Gatherer:
         """
         if not torch.is_grad_enabled():
             return False
-        return self.phase is Phase.FORWARD or (self.phase is Phase.BACKWARD and unit.index in self.recomputed)
+        return self.phase is Phase.FORWARD or (self.phase is Phase.BACKWARD and unit.index in self._recomputed)
+
+    def watches(self, unit: Unit) -> bool:
+        """Whether calls of the unit are followed through the backward pass.
+
+        Sharded units are, because their values must be there. Others are as long as autograd's graph has not shown all
+        their gradients to come directly, not from re-entrant checkpoints.
+        """
+        return unit.sharded or self._to_watch is None or unit.index in self._to_watch
+
+    def watch_from_now_on(self, nested: set[int]) -> None:
+        """Learn from a backward pass which units may get gradients from nested passes."""
+        self._to_watch = nested if self._to_watch is None else self._to_watch | nested
+
+    def used(self, unit: Unit) -> bool:
+        """Whether the unit has computed something that may be differentiated."""
+        return unit.index in self._used
+
+    def settled(self, unit: Unit) -> bool:
+        """Whether all calls of the unit that are to be differentiated have been, as far as they are watched."""
+        return unit.index in self._watched and not self._recomputed.get(unit.index) and not self._uses[unit.index]
 
     def watch_inputs(
         self,
@@ -339,6 +368,7 @@ class Gatherer:
         use = Use()
         for unit in units:
             self._uses[unit.index].add(use)
+            self._watched.add(unit.index)
         aliases: dict[int, torch.Tensor] = {}
 
         def alias(value: Any) -> Any:

@@ -42,16 +42,15 @@ class Hooks:
             self._install(module, entered)
 
     def _install(self, module: nn.Module, units: list[Unit]) -> None:
-        sharded = [unit for unit in units if unit.sharded]
-
         def before(module: nn.Module, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
             gatherer = self.gatherer
             self._open(module)
             for unit in units:
                 gatherer.enter(unit)
             use = None
-            if sharded and gatherer.differentiated(sharded[0]):
-                use, args, kwargs = gatherer.watch_inputs(sharded, args, kwargs, self._input_gradients_done)
+            watched = [unit for unit in units if gatherer.watches(unit) and gatherer.differentiated(unit)]
+            if watched:
+                use, args, kwargs = gatherer.watch_inputs(watched, args, kwargs, self._input_gradients_done)
             self._calls.append((module, use))
             return (args, kwargs) if use is not None else None
 
@@ -60,7 +59,7 @@ class Hooks:
             use = self._calls.pop()[1] if self._calls and self._calls[-1][0] is module else None
             outermost = self._outermost is module
             if use is not None:
-                gatherer.watch_outputs(sharded, use, outputs, self.start_backward)
+                gatherer.watch_outputs(units, use, outputs, self.start_backward)
             if outermost and torch.is_grad_enabled():
                 gatherer.watch_outputs((), None, outputs, self.start_backward)
             for unit in units:
@@ -107,13 +106,10 @@ class Hooks:
 
     def _input_gradients_done(self, unit: Unit) -> None:
         """The backward of one call of the unit's module is complete."""
-        gradients = self.reducer.gradients.get(unit.index) if self.reducer is not None else None
-        if gradients is None or gradients.complete:
+        if self.reducer is not None:
+            self.reducer.advance(unit)
+        else:
             self.gatherer.finish_backward(unit)
-
-    def ids(self) -> set[int]:
-        """Return the keys under which the modules keep these hooks."""
-        return {handle.id for handle in self._handles}
 
     def remove(self) -> None:
         """Take all hooks off the model."""

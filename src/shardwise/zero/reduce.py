@@ -28,55 +28,47 @@ from shardwise.zero.unit import SectionMemory, Unit
 
 
 class UnitGradients:
-    """The gradients of one unit during backward passes."""
+    """The gradients of one unit during backward passes.
 
-    def __init__(self, unit: Unit) -> None:
+    Args:
+        unit: the unit.
+        settled: whether all forward calls of the unit that are to be differentiated have been.
+    """
+
+    def __init__(self, unit: Unit, settled: Callable[[Unit], bool]) -> None:
         self.unit = unit
+        self._settled = settled
         # Only the graph node is wanted, not values: released parameters need not come back for it.
         with torch._C.DisableTorchFunctionSubclass():
-            self.nodes = [
-                get_gradient_edge(unit.registry.parameters[slot.index]).node
+            self._nodes = [
+                (slot.index, get_gradient_edge(unit.registry.parameters[slot.index]).node)
                 for section in unit.trainable
                 for slot in section.layout.slots
             ]
         self.buffers: dict[int, torch.Tensor] = {}
         self.written: set[int] = set()
-        self.fired = 0
-        self.expected: int | None = None
-        self.task = -1
-        self.nested = 0
-        self.recomputed = 0
         self.seen: set[int] = set()
+        self.expected: set[int] = set()
+        self.nested = False
         self.reduced = False
         self.accumulated = False
 
-    def begin(self, recomputed: int, outside: bool) -> None:
-        """Ask autograd how many gradients the pass that has just started will produce (`outside` of it: none)."""
-        self.fired = 0
-        self.task = -1
+    def begin(self, *, used: bool, outside: bool) -> None:
+        """Ask autograd which gradients the pass that has just started will produce.
+
+        Args:
+            used: the unit has computed something that may be differentiated now.
+            outside: the loss does not depend on the model.
+        """
         self.reduced = False
-        self.expected = 0 if outside else None if recomputed else self._count()
-        self.recomputed = recomputed
-
-    def _count(self) -> int:
-        return sum(torch._C._will_engine_execute_node(node) for node in self.nodes)
-
-    def note(self) -> None:
-        """A gradient has arrived."""
-        if self.expected is None:
-            # Recomputed by a nested backward pass, which knows only its own part of the graph.
-            task = torch._C._current_graph_task_id()
-            if task != self.task:
-                self.task = task
-                self.nested = self.fired + self._count()
-        self.fired += 1
+        self.expected = set() if outside else {i for i, n in self._nodes if torch._C._will_engine_execute_node(n)}
+        # What this graph does not know of may be in a nested one, made by a re-entrant checkpoint.
+        self.nested = used and not outside and len(self.expected) < len(self._nodes)
 
     @property
     def complete(self) -> bool:
         """Whether no more gradients of this pass can come."""
-        if self.expected is None:
-            return self.fired > 0 and self.fired == self.nested and self.recomputed == 1
-        return self.fired == self.expected
+        return not self.expected and (not self.nested or self._settled(self.unit))
 
 
 class Reducer:
@@ -90,7 +82,9 @@ class Reducer:
         wire_dtype: dtype on the wire, or None for the dtype of the local gradients.
         prescale: factor applied before sending.
         boundary: whether the backward pass that starts now is the last one before a step.
-        recomputed: how often a unit's forward ran without a graph (re-entrant checkpointing) in this pass.
+        used: whether a unit has computed something that may be differentiated.
+        settled: whether all calls of a unit that are to be differentiated have been.
+        on_nested: called at the end of a pass with the units whose gradients may come from nested passes.
         waiting: context in which to block on a reduction.
         before_launch: called before a unit is reduced.
         on_begin: called when a backward pass starts.
@@ -108,7 +102,9 @@ class Reducer:
         wire_dtype: torch.dtype | None = None,
         prescale: float = 1.0,
         boundary: Callable[[], bool],
-        recomputed: Callable[[Unit], int],
+        used: Callable[[Unit], bool],
+        settled: Callable[[Unit], bool],
+        on_nested: Callable[[set[int]], None],
         waiting: Callable[[], AbstractContextManager[None]],
         before_launch: Callable[[Unit], None],
         on_begin: Callable[[], None],
@@ -127,10 +123,10 @@ class Reducer:
         self.dropped = 0
         self.active = False
         self.passes = 0
-        self._recomputed = recomputed
+        self._used, self._on_nested = used, on_nested
         self._waiting, self._before_launch = waiting, before_launch
         self._on_begin, self._on_complete, self._on_end = on_begin, on_complete, on_end
-        self.gradients = {unit.index: UnitGradients(unit) for unit in units if unit.trainable}
+        self.gradients = {unit.index: UnitGradients(unit, settled) for unit in units if unit.trainable}
         self._order: list[UnitGradients] = []
         self._places: dict[int, int] = {}
         self._launched: list[int] = []
@@ -178,7 +174,7 @@ class Reducer:
         self.boundary = self._at_boundary()
         self._next = 0
         for gradients in self.gradients.values():
-            gradients.begin(self._recomputed(gradients.unit), outside)
+            gradients.begin(used=self._used(gradients.unit), outside=outside)
         self._on_begin()
 
     def pass_over(self) -> None:
@@ -197,6 +193,7 @@ class Reducer:
             self._sweep()
         else:
             self.partial = self._summed = True
+        self._on_nested({index for index, gradients in self.gradients.items() if gradients.nested})
         self.active = False
         self.passes += 1
         self._on_end()
@@ -238,10 +235,8 @@ class Reducer:
                 gradients.seen.add(index)
                 target.copy_(grad.reshape(-1))
             del grad
-            gradients.note()
-            if gradients.complete:
-                self._on_complete(gradients.unit)
-                self._pump()
+            gradients.expected.discard(index)
+            self.advance(gradients.unit)
 
         return arrived
 
@@ -266,6 +261,13 @@ class Reducer:
     def _free(self, gradients: UnitGradients) -> None:
         gradients.buffers = {}
         gradients.written = set()
+
+    def advance(self, unit: Unit) -> None:
+        """Something has happened that may complete the gradients of a unit."""
+        gradients = self.gradients.get(unit.index)
+        if gradients is None or gradients.complete:
+            self._on_complete(unit)
+            self._pump()
 
     def _pump(self) -> None:
         """Launch the reductions whose turn it is and whose gradients are complete."""
