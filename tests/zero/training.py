@@ -296,7 +296,7 @@ def assert_close(found: Tensors, expected: Tensors, relative: float, what: str =
 
 
 def assert_no_worse(found: Tensors, loop: Tensors, exact: Tensors, what: str = "", slack: float = 1e-7) -> None:
-    """Each tensor is no farther from the fp64 loop than twice the plain loop is, plus `slack` of its norm (rounding)."""
+    """Each tensor is no farther from the fp64 loop than twice the plain loop is, plus `slack` of its norm."""
     ours, theirs = distance(found, exact), distance(loop, exact)
     for name, gap in ours.items():
         allowed = 2 * theirs[name] + slack * float(exact[name].double().norm())

@@ -23,7 +23,7 @@ from shardwise.device import choose_device
 from shardwise.engine.engine import Engine
 from shardwise.errors import ConfigError, UsageError
 from shardwise.memory import Accountant, Category
-from shardwise.optim import Sharding, sharding_of
+from shardwise.optim import Sharding, is_elementwise_state, sharding_of
 from shardwise.optim import build as build_optimizer
 from shardwise.precision.dtypes import policy_from_config
 from shardwise.precision.scaler import LossScaler
@@ -178,6 +178,7 @@ def _build(
         model,
         optimizer,
         whole_tensors=whole,
+        is_elementwise=is_elementwise_state,
         plan=plan,
         policy=policy,
         comm=comm,

@@ -9,6 +9,7 @@ from __future__ import annotations
 
 import contextlib
 from collections.abc import Callable, Iterable, Iterator, Sequence
+from typing import Any
 
 import torch
 from torch import nn
@@ -29,7 +30,7 @@ from shardwise.zero.plan import Plan
 from shardwise.zero.reduce import Reducer
 from shardwise.zero.sidechannel import SideChannel
 from shardwise.zero.unit import SectionMemory, Unit, UnitState
-from shardwise.zero.update import SegmentUpdate, Update, WholeUpdate
+from shardwise.zero.update import SegmentUpdate, StateKind, Update, WholeUpdate
 
 
 class ShardedModel:
@@ -39,6 +40,8 @@ class ShardedModel:
         module: the user's model; its parameters keep their identity and become views of unit buffers.
         optimizer: stepped on what this rank owns; None for a model that is only evaluated.
         whole_tensors: the optimizer needs whole tensors.
+        is_elementwise: whether an entry of the optimizer's state (value, elements of its parameter, name) has one value
+            per element.
         plan: what is sharded.
         policy: dtypes.
         comm: the data-parallel group.
@@ -56,6 +59,7 @@ class ShardedModel:
         optimizer: torch.optim.Optimizer | None,
         *,
         whole_tensors: bool,
+        is_elementwise: StateKind,
         plan: Plan,
         policy: PrecisionPolicy,
         comm: Communicator,
@@ -79,14 +83,17 @@ class ShardedModel:
         groups = optimizer.param_groups if optimizer is not None else []
         owners = {id(p): i for i, group in enumerate(groups) for p in group["params"]}
         self.registry = Registry.of(module, compute_dtype=policy.compute_dtype, groups=owners)
+        self._check_owners(groups)
         self.units: list[Unit] = []
         self.update: Update | None = None
         if optimizer is not None:
             replicated = not plan.shard_optimizer
             self.update = (
-                WholeUpdate(optimizer, self.units, self.registry, comm, accountant, replicated=replicated)
+                WholeUpdate(
+                    optimizer, self.units, self.registry, comm, accountant, is_elementwise, replicated=replicated
+                )
                 if whole_tensors
-                else SegmentUpdate(optimizer, self.units, self.registry, accountant)
+                else SegmentUpdate(optimizer, self.units, self.registry, accountant, is_elementwise)
             )
         self._owns_masters = not whole_tensors or not plan.shard_optimizer or comm.world == 1
         persistent = 0
@@ -147,6 +154,17 @@ class ShardedModel:
 
     # -- building ----------------------------------------------------------------------------------------------------
 
+    def _check_owners(self, groups: Sequence[dict[str, Any]]) -> None:
+        """Raise for parameters that the optimizer has and the model has not: no rank would ever step them."""
+        for number, group in enumerate(groups):
+            for parameter in group["params"]:
+                if self.registry.find(parameter) is None:
+                    raise UsageError(
+                        f"group {number} of the optimizer has a parameter of shape {tuple(parameter.shape)} that is "
+                        f"not in the model ({type(self.module).__name__}). Put it into a module of the model, or give "
+                        "it an optimizer of its own."
+                    )
+
     def _build_unit(self, spec: UnitSpec, *, sharded: bool) -> Unit:
         sections = []
         for layout in lay_out(spec.tensors, self.comm.world, self.device.type):
@@ -177,6 +195,7 @@ class ShardedModel:
         for section in sections:
             section.forget_source()
         for parameter in unit.parameters:
+            parameter.grad = None  # left by earlier training: the first gradient would be added to it
             released.adopt(parameter, self)
         unit.release()
         return unit

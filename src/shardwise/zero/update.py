@@ -8,7 +8,9 @@ instance is kept: its parameter groups are edited in place and state that it alr
 
 from __future__ import annotations
 
-from collections.abc import Callable, Mapping, Sequence
+import copy
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from dataclasses import replace
 from typing import Any, Protocol
 
 import torch
@@ -18,8 +20,11 @@ from shardwise.comm.communicator import Communicator
 from shardwise.errors import CheckpointError
 from shardwise.memory import Accountant, Category
 from shardwise.registry import LogicalTensor, Registry
-from shardwise.zero.layout import Piece
+from shardwise.zero.layout import Lane, Piece
 from shardwise.zero.unit import SectionMemory, Unit
+
+StateKind = Callable[[Any, int, str], bool]
+"""Whether an entry of an optimizer's state has one value per element: (value, elements of the parameter, name)."""
 
 
 class Update(Protocol):
@@ -86,6 +91,7 @@ class SegmentUpdate:
         units: all units.
         registry: the logical tensors.
         accountant: is told about optimizer state.
+        is_elementwise: whether a state entry (value, elements of its parameter, name) has one value per element.
     """
 
     def __init__(
@@ -94,11 +100,13 @@ class SegmentUpdate:
         units: Sequence[Unit],
         registry: Registry,
         accountant: Accountant,
+        is_elementwise: StateKind,
     ) -> None:
         self.optimizer = optimizer
         self.units = units
         self.registry = registry
         self._accountant = accountant
+        self._is_elementwise = is_elementwise
         self._segments: list[tuple[SectionMemory, slice, nn.Parameter]] = []
         self._runs: dict[int, list[tuple[SectionMemory, Piece, nn.Parameter]]] = {}
 
@@ -113,34 +121,63 @@ class SegmentUpdate:
         for unit in self.units:
             for section, lane in unit.segments():
                 assert section.master is not None and lane.group is not None
-                segment = nn.Parameter(section.master[lane.start : lane.stop], requires_grad=True)
-                members[lane.group].append(segment)
-                self._segments.append((section, slice(lane.start, lane.stop), segment))
-                first, last = section.master_start + lane.start, section.master_start + lane.stop
-                for piece in section.layout.pieces(first, last):
-                    self._runs.setdefault(piece.index, []).append((section, piece, segment))
+                for start, stop, pieces in self._cut(section, lane, old_state):
+                    segment = nn.Parameter(section.master[start:stop], requires_grad=True)
+                    members[lane.group].append(segment)
+                    self._segments.append((section, slice(start, stop), segment))
+                    for piece in pieces:
+                        self._runs.setdefault(piece.index, []).append((section, piece, segment))
+                    self._adopt_state(segment, pieces or self._example(lane.group, old_state), old_state)
         assign_groups(optimizer, members)
-        if old_state:
-            self._adopt_state(old_state)
 
-    def _adopt_state(self, old_state: dict[int, dict[str, Any]]) -> None:
+    def _cut(
+        self, section: SectionMemory, lane: Lane, old_state: dict[int, dict[str, Any]]
+    ) -> Iterator[tuple[int, int, list[Piece]]]:
+        """Yield the segments of a lane: start and stop in the master, and pieces counted from the start.
+
+        A segment has one step count. Where parameters of an instance with state have different ones, the lane is cut.
+        """
+        first = section.master_start + lane.start
+        start, counts, pieces = 0, None, []  # type: tuple[int, Any, list[Piece]]
+        for piece in section.layout.pieces(first, section.master_start + lane.stop):
+            state = old_state.get(id(self.registry.parameters[piece.index]), {})
+            found = {
+                key: value.tolist() if isinstance(value, torch.Tensor) else value
+                for key, value in state.items()
+                if not self._is_elementwise(value, self.registry[piece.index].numel, key)
+            }
+            if pieces and found != counts:
+                yield lane.start + start, lane.start + piece.offset, pieces
+                start, pieces = piece.offset, []
+            counts = found
+            pieces.append(replace(piece, offset=piece.offset - start))
+        yield lane.start + start, lane.stop, pieces
+
+    def _example(self, group: int, old_state: dict[int, dict[str, Any]]) -> list[Piece]:
+        """Return an empty piece of a parameter with state: padding alone needs state too (Adagrad makes it early)."""
+        for tensor, parameter in zip(self.registry, self.registry.parameters, strict=True):
+            if tensor.group == group and id(parameter) in old_state:
+                return [Piece(tensor.index, 0, 0, 0)]
+        return []
+
+    def _adopt_state(
+        self, segment: nn.Parameter, pieces: Sequence[Piece], old_state: dict[int, dict[str, Any]]
+    ) -> None:
         """Cut the state that an instance already had the way its parameters are cut."""
-        for index, runs in self._runs.items():
-            state = old_state.get(id(self.registry.parameters[index]))
-            if not state:
-                continue
-            numel = self.registry[index].numel
-            for _, piece, segment in runs:
-                target = self.optimizer.state.setdefault(segment, {})
-                for key, value in state.items():
-                    if isinstance(value, torch.Tensor) and value.numel() == numel and value.dim() > 0:
-                        if key not in target:
-                            target[key] = torch.zeros_like(segment.detach(), dtype=value.dtype)
-                        target[key][piece.offset : piece.offset + piece.stop - piece.start] = value.reshape(-1)[
-                            piece.start : piece.stop
-                        ]
-                    else:
-                        target[key] = value.clone() if isinstance(value, torch.Tensor) else value
+        target: dict[str, Any] = {}
+        for piece in pieces:
+            tensor = self.registry[piece.index]
+            state = old_state.get(id(self.registry.parameters[piece.index]), {})
+            for key, value in state.items():
+                if not self._is_elementwise(value, tensor.numel, key):
+                    target[key] = copy.deepcopy(value)
+                    continue
+                if key not in target:
+                    target[key] = torch.zeros_like(segment.detach(), dtype=_state_dtype(value, tensor, segment))
+                run = value.reshape(-1)[piece.start : piece.stop]
+                target[key][piece.offset : piece.offset + run.numel()] = run
+        if target:
+            self.optimizer.state[segment] = target
 
     def step(self, optimizer: torch.optim.Optimizer) -> None:
         """Step all segments and write the results into the parameters' memory."""
@@ -213,6 +250,7 @@ class WholeUpdate:
         registry: the logical tensors.
         comm: the data-parallel group.
         accountant: is told about masters and state.
+        is_elementwise: whether a state entry (value, elements of its parameter, name) has one value per element.
         replicated: every rank steps everything (the optimizer is not sharded).
     """
 
@@ -223,6 +261,7 @@ class WholeUpdate:
         registry: Registry,
         comm: Communicator,
         accountant: Accountant,
+        is_elementwise: StateKind,
         *,
         replicated: bool,
     ) -> None:
@@ -232,6 +271,7 @@ class WholeUpdate:
         self.comm = comm
         self.replicated = replicated or comm.world == 1
         self._accountant = accountant
+        self._is_elementwise = is_elementwise
         self.owner: dict[int, int] = {}
         load = [0] * comm.world
         for tensor in sorted((t for t in registry if t.trainable), key=lambda t: (-t.numel, t.index)):
@@ -265,7 +305,13 @@ class WholeUpdate:
             members[group].append(self.masters[index])
             state = old_state.get(id(self.registry.parameters[index]))
             if state:
-                self.optimizer.state[self.masters[index]] = state
+                master, tensor = self.masters[index], self.registry[index]
+                self.optimizer.state[master] = {
+                    key: value.to(master.device, _state_dtype(value, tensor, master))
+                    if self._is_elementwise(value, tensor.numel, key)
+                    else value
+                    for key, value in state.items()
+                }
         assign_groups(self.optimizer, members)
 
     def step(self, optimizer: torch.optim.Optimizer) -> None:
@@ -387,6 +433,11 @@ class WholeUpdate:
     def publish(self, unit: Unit) -> None:
         """See `Update.publish`."""
         self._distribute(unit)
+
+
+def _state_dtype(value: torch.Tensor, tensor: LogicalTensor, master: torch.Tensor) -> torch.dtype:
+    """Return the dtype of adopted state: state in the parameter's own dtype goes on in the master's."""
+    return master.dtype if value.dtype is tensor.source_dtype else value.dtype
 
 
 def _take_state(optimizer: torch.optim.Optimizer) -> dict[int, dict[str, Any]]:
