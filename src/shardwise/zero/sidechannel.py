@@ -63,6 +63,9 @@ class SideChannel:
         return number
 
     def _serve(self) -> None:
+        device = next((section.device for unit in self._units.values() for section in unit.sections), None)
+        if device is not None and device.type == "cuda":
+            torch.cuda.set_device(device)  # the current device is a thread's own
         number = 0
         while True:
             try:
