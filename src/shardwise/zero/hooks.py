@@ -111,6 +111,10 @@ class Hooks:
         else:
             self.gatherer.finish_backward(unit)
 
+    def ids(self) -> set[int]:
+        """Return the keys under which the modules keep these hooks."""
+        return {handle.id for handle in self._handles}
+
     def remove(self) -> None:
         """Take all hooks off the model."""
         for handle in self._handles:
