@@ -19,6 +19,7 @@ from shardwise.comm.communicator import Communicator
 from shardwise.config import Resolution
 from shardwise.engine.attributes import Attributes
 from shardwise.engine.batch import BatchSizes
+from shardwise.engine.checkpointing import Checkpointing
 from shardwise.engine.getters import ConfigGetters
 from shardwise.engine.memory import MemoryReporting
 from shardwise.engine.scaling import cast_floats, scale_gradients_of
@@ -50,7 +51,7 @@ class StepReport:
     lr: tuple[float, ...]
 
 
-class Engine(Attributes, BatchSizes, ConfigGetters, MemoryReporting, nn.Module):
+class Engine(Attributes, BatchSizes, Checkpointing, ConfigGetters, MemoryReporting, nn.Module):
     """A model, its optimizer and its schedule, sharded as the configuration says. Made by `shardwise.initialize`.
 
     Attributes:

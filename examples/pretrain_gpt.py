@@ -1,0 +1,264 @@
+"""Pretrain a small GPT with ZeRO-3, from nothing, on text that comes with Python: the language reference.
+
+    shardwise run --nproc 2 examples/pretrain_gpt.py --config examples/pretrain_gpt.json
+
+Everything that concerns sharding is in the JSON file and in five lines of `main`: `zero.Init`, `initialize`, and
+`backward`, `step` and `save_checkpoint` of the engine. The rest is an ordinary training script. It writes text that the
+model makes before and after training, a loss curve, a table of where the memory went, and a checkpoint from which
+`--resume` goes on bit by bit as if it had never stopped.
+"""
+
+from __future__ import annotations
+
+import argparse
+import json
+import os
+import re
+import time
+from collections import Counter
+from contextlib import nullcontext
+from pathlib import Path
+from typing import Any
+
+import torch
+import torch.distributed as dist
+import torch.nn.functional as F
+from torch import nn
+
+import shardwise
+from shardwise.memory import resident_bytes, track_activations
+
+CONTEXT, VOCABULARY, WIDTH, HEADS, LAYERS = 128, 4096, 384, 6, 5  # 10.5 million parameters
+
+
+# -- text --------------------------------------------------------------------------------------------------------------
+
+
+class Words:
+    """A vocabulary: 256 bytes, and the most frequent words; what is in no word is spelled in bytes."""
+
+    def __init__(self, text: str, size: int) -> None:
+        words = Counter(self.split(text)).most_common(size - 256)
+        self.pieces = [bytes([byte]) for byte in range(256)] + [word.encode() for word, _ in words]
+        self.ids = {word: 256 + index for index, (word, _) in enumerate(words)}
+
+    @staticmethod
+    def split(text: str) -> list[str]:
+        return re.findall(r" ?\w+| ?[^\w\s]+|\s+", text)
+
+    def encode(self, text: str) -> list[int]:
+        ids: list[int] = []
+        for word in self.split(text):
+            ids.extend([self.ids[word]] if word in self.ids else word.encode())
+        return ids
+
+    def decode(self, ids: list[int]) -> str:
+        return b"".join(self.pieces[index] for index in ids).decode(errors="replace")
+
+
+def manual() -> tuple[str, str]:
+    """Text for training and, from its end, text that is held out; no paragraph is in both, or twice in one."""
+    from pydoc_data.topics import topics
+
+    paragraphs = "\n\n".join(topics[name] for name in sorted(topics)).split("\n\n")
+    once = [re.sub(r"(.)\1{4,}", r"\1" * 4, paragraph) for paragraph in dict.fromkeys(paragraphs)]  # shorter rulers
+    border = len(once) * 95 // 100
+    return "\n\n".join(once[:border]), "\n\n".join(once[border:])
+
+
+class Windows(torch.utils.data.Dataset[torch.Tensor]):
+    """Overlapping pieces of CONTEXT + 1 tokens: each token but the first of a piece is a target."""
+
+    def __init__(self, tokens: torch.Tensor) -> None:
+        self.windows = tokens.unfold(0, CONTEXT + 1, CONTEXT // 2)
+
+    def __len__(self) -> int:
+        return len(self.windows)
+
+    def __getitem__(self, index: int) -> torch.Tensor:
+        return self.windows[index]
+
+
+# -- model -------------------------------------------------------------------------------------------------------------
+
+
+class Block(nn.Module):
+    """Attention and a multilayer perceptron, each behind a normalisation and around a shortcut."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.norm1, self.norm2 = nn.LayerNorm(WIDTH), nn.LayerNorm(WIDTH)
+        self.qkv, self.out = nn.Linear(WIDTH, 3 * WIDTH), nn.Linear(WIDTH, WIDTH)
+        self.up, self.down = nn.Linear(WIDTH, 4 * WIDTH), nn.Linear(4 * WIDTH, WIDTH)
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        rows, length, _ = x.shape
+        q, k, v = self.qkv(self.norm1(x)).view(rows, length, 3, HEADS, -1).permute(2, 0, 3, 1, 4)
+        mixed = F.scaled_dot_product_attention(q, k, v, is_causal=True)
+        x = x + self.out(mixed.transpose(1, 2).reshape(rows, length, WIDTH))
+        return x + self.down(F.gelu(self.up(self.norm2(x)), approximate="tanh"))
+
+
+class GPT(nn.Module):
+    """Decoder whose head is its embedding. Given windows of CONTEXT + 1 tokens it returns the loss."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.tokens, self.places = nn.Embedding(VOCABULARY, WIDTH), nn.Embedding(CONTEXT, WIDTH)
+        self.blocks = nn.ModuleList(Block() for _ in range(LAYERS))
+        self.norm, self.head = nn.LayerNorm(WIDTH), nn.Linear(WIDTH, VOCABULARY, bias=False)
+        for name, parameter in self.named_parameters():
+            if parameter.dim() > 1:
+                residual = name.endswith(("out.weight", "down.weight"))
+                nn.init.normal_(parameter, std=0.02 / (2 * LAYERS) ** 0.5 if residual else 0.02)
+        self.head.weight = self.tokens.weight
+
+    def logits(self, tokens: torch.Tensor) -> torch.Tensor:
+        x = self.tokens(tokens) + self.places(torch.arange(tokens.shape[1], device=tokens.device))
+        for block in self.blocks:
+            x = block(x)
+        return self.head(self.norm(x)).float()
+
+    def forward(self, windows: torch.Tensor, targets: bool = True) -> torch.Tensor:
+        if not targets:
+            return self.logits(windows)
+        return F.cross_entropy(self.logits(windows[:, :-1]).flatten(0, 1), windows[:, 1:].flatten())
+
+
+# -- what is looked at -------------------------------------------------------------------------------------------------
+
+
+@torch.no_grad()
+def write(engine: Any, words: Words, prompt: str, length: int) -> str:
+    """Continue a prompt. All ranks draw the same tokens, and parameters are gathered once for all of them."""
+    tokens = words.encode(prompt)
+    generator = torch.Generator().manual_seed(1)
+    with engine.gathered():
+        for _ in range(length):
+            logits = engine(torch.tensor([tokens[-CONTEXT:]]), targets=False)[0, -1] / 0.7
+            likely = logits.topk(20)
+            chosen = torch.multinomial(likely.values.softmax(-1), 1, generator=generator)
+            tokens.append(int(likely.indices[chosen]))
+    return words.decode(tokens)
+
+
+@torch.no_grad()
+def held_out_loss(engine: Any, windows: Windows) -> float:
+    """Mean loss on text that is not trained on, divided among the ranks."""
+    mine = torch.stack([windows[index] for index in range(engine.global_rank, len(windows), engine.world_size)])
+    with engine.gathered():
+        found = torch.stack([engine(part).double() * len(part) for part in mine.split(8)]).sum()
+    total = torch.stack([found, torch.tensor(float(len(mine)), dtype=torch.float64)])
+    dist.all_reduce(total)
+    return float(total[0] / total[1])
+
+
+def draw(losses: list[float], held_out: list[tuple[int, float]], path: Path) -> None:
+    """Save the loss curve as a picture."""
+    import matplotlib
+
+    matplotlib.use("agg")
+    from matplotlib import pyplot as plt
+
+    smooth = [sum(losses[max(0, i - 9) : i + 1]) / len(losses[max(0, i - 9) : i + 1]) for i in range(len(losses))]
+    figure, axes = plt.subplots(figsize=(8, 4.5), layout="constrained")
+    steps = range(1, len(losses) + 1)
+    axes.plot(steps, losses, color="tab:blue", alpha=0.25, label="training, each step")
+    axes.plot(steps, smooth, color="tab:blue", label="training, mean of 10")
+    axes.plot(*zip(*held_out, strict=True), "o", color="tab:red", label="held-out text")
+    axes.set(xlabel="step", ylabel="loss (nats a token)", title="GPT, ZeRO-3, Python language reference")
+    axes.grid(alpha=0.3)
+    axes.legend()
+    figure.savefig(path, dpi=120)
+
+
+class Display:
+    """Progress on rank 0: a bar on a terminal, a line now and then elsewhere."""
+
+    def __init__(self, engine: Any, steps: int) -> None:
+        from rich.console import Console
+        from rich.progress import BarColumn, MofNCompleteColumn, Progress, TextColumn, TimeRemainingColumn
+
+        self.engine, self.steps, self.begun = engine, steps, time.perf_counter()
+        self.first, self.console = engine.global_steps, Console()
+        columns = BarColumn(), MofNCompleteColumn(), TextColumn("{task.fields[state]}"), TimeRemainingColumn()
+        self.bar = Progress(*columns, console=self.console, disable=engine.global_rank != 0)
+        self.task = self.bar.add_task("", total=steps, completed=self.first, state="")
+
+    def show(self, loss: float) -> None:
+        engine, step = self.engine, self.engine.global_steps
+        speed = (step - self.first) * engine.train_batch_size() * CONTEXT / (time.perf_counter() - self.begun)
+        held, resident = engine.accountant.total / 2**20, (resident_bytes() or 0) / 2**20
+        state = f"loss {loss:.3f}  {speed:,.0f} tokens/s  lr {engine.get_lr()[0]:.1e}  {held:.0f} MiB (resident {resident:.0f})"
+        self.bar.update(self.task, completed=step, state=state)
+        if engine.global_rank == 0 and not self.console.is_terminal and (step % 20 == 0 or step == self.steps):
+            print(f"step {step}/{self.steps}  {state}", flush=True)
+
+
+# -- training ----------------------------------------------------------------------------------------------------------
+
+
+def main() -> None:
+    """Train, or go on training."""
+    parser = argparse.ArgumentParser(description=__doc__.splitlines()[0])
+    parser.add_argument("--config", type=Path, default=Path(__file__).with_suffix(".json"))
+    parser.add_argument("--steps", type=int, help="stop after this many; default: the length of the schedule")
+    parser.add_argument("--resume", action="store_true", help="go on from the newest checkpoint in the output folder")
+    parser.add_argument("--out", type=Path, default=Path("demo_out"))
+    parser.add_argument("--local_rank", type=int, help="given by launchers; not needed")
+    args = parser.parse_args()
+    steps = args.steps or json.loads(args.config.read_text())["scheduler"]["params"]["total_num_steps"]
+
+    text, rest = manual()
+    words = Words(text, VOCABULARY)
+    training, held_out = torch.tensor(words.encode(text)), Windows(torch.tensor(words.encode(rest)))
+
+    torch.manual_seed(0)
+    with shardwise.zero.Init(config_dict_or_path=str(args.config)):
+        model = GPT()
+    engine, _, loader, _ = shardwise.initialize(model=model, training_data=Windows(training), config=str(args.config))
+    main_rank = engine.global_rank == 0
+    losses: list[float] = []
+    checks: list[tuple[int, float]] = []
+    prompt = "The \"with\" statement"
+    if args.resume:
+        _, state = engine.load_checkpoint(args.out)
+        if state is None:
+            raise SystemExit(f"--resume: there is no checkpoint in {args.out}")
+        losses, checks = state["losses"], [tuple(check) for check in state["held_out"]]
+    else:
+        checks.append((0, held_out_loss(engine, held_out)))
+        before = write(engine, words, prompt, 40)
+        if main_rank:
+            print(f"{len(training):,} tokens, {sum(p.numel() for p in model.parameters()):,} parameters")
+            print(f"--- before training (held-out loss {checks[0][1]:.3f}) ---\n{before}\n", flush=True)
+
+    batches = iter(shardwise.RepeatingLoader(loader))
+    display = Display(engine, steps)
+    with display.bar:
+        while engine.global_steps < steps:
+            last = engine.global_steps == steps - 1
+            with track_activations(engine.accountant) if last else nullcontext():
+                loss = engine(next(batches))
+                engine.backward(loss)
+                engine.step()
+            mean = loss.detach().clone()
+            dist.all_reduce(mean)
+            losses.append(float(mean) / engine.world_size)
+            display.show(losses[-1])
+
+    checks.append((engine.global_steps, held_out_loss(engine, held_out)))
+    after = write(engine, words, prompt, 100)
+    report = engine.memory_report(next(batches))
+    engine.save_checkpoint(args.out, client_state={"losses": losses, "held_out": checks})
+    if main_rank:
+        print(f"--- after {engine.global_steps} steps (held-out loss {checks[-1][1]:.3f}) ---\n{after}\n")
+        report.print()
+        (args.out / "sample.txt").write_text(after)
+        (args.out / "memory.json").write_text(json.dumps(report.as_dict(), indent=2))
+        draw(losses, checks, args.out / "loss.png")
+        print(f"checkpoint, loss.png, sample.txt and memory.json are in {os.path.relpath(args.out)}")
+
+
+if __name__ == "__main__":
+    main()
