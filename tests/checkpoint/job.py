@@ -16,6 +16,9 @@ from shardwise.engine.engine import Engine
 from tests.harness import run_ranks
 
 SAMPLES = 54
+FROZEN = ["blocks.0.inner.bias", "blocks.1.inner.bias", "blocks.2.inner.bias", "nothing"]
+"""Parameters of `Model` that are not trained; the last has no elements."""
+
 WIDTH = 11  # odd, so that runs of parameters begin and end anywhere
 
 
@@ -49,6 +52,7 @@ class Model(nn.Module):
         self.head = nn.Linear(WIDTH, 13, bias=False)
         self.head.weight = self.embedding.weight
         self.temperature = nn.Parameter(torch.ones(()) + seed / 100)
+        self.nothing = nn.Parameter(torch.zeros(0, 4), requires_grad=False)
         self.register_buffer("scratch", torch.zeros(3), persistent=False)
         torch.random.set_rng_state(generator)
 

@@ -123,7 +123,14 @@ def test_what_cannot_be_saved_is_refused_by_its_path(value: Any, message: str) -
 
 @pytest.mark.parametrize(
     "tree",
-    [{"$code": "1"}, {"$float": "x"}, {"$scalar": ["float32"]}, {"$bytes": "@"}, {"$tuple": 3}, {"$dict": [[{"$dict": []}, 1]]}],
+    [
+        {"$code": "1"},
+        {"$float": "x"},
+        {"$scalar": ["float32"]},
+        {"$bytes": "@"},
+        {"$tuple": 3},
+        {"$dict": [[{"$dict": []}, 1]]},
+    ],
 )
 def test_foreign_trees_are_refused(tree: Any) -> None:
     with pytest.raises(CheckpointError, match="not as written"):

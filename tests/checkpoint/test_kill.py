@@ -17,7 +17,8 @@ from typing import Any
 import pytest
 import torch
 
-from shardwise.checkpoint import Checkpoint, directory, tensorfile, verify
+from shardwise.checkpoint import Checkpoint, directory, verify
+from shardwise.checkpoint.tensorwriter import TensorWriter
 from tests.checkpoint.job import Run, config, on_ranks
 
 ROOT = Path(__file__).parents[2]
@@ -51,16 +52,16 @@ def instrument(event: Callable[[], None]) -> None:
     for name in ("rename", "replace", "unlink", "mkdir", "rmdir", "fsync"):
         setattr(os, name, around(getattr(os, name)))
     shutil.rmtree = around(shutil.rmtree)  # type: ignore[assignment]
-    put = tensorfile.TensorWriter._put
+    put = TensorWriter._put
 
-    def in_two(self: tensorfile.TensorWriter, data: memoryview) -> None:
+    def in_two(self: TensorWriter, data: memoryview) -> None:
         half = len(data) // 2
         put(self, data[:half])
         self._file.flush()
         event()
         put(self, data[half:])
 
-    tensorfile.TensorWriter._put = in_two  # type: ignore[method-assign]
+    TensorWriter._put = in_two  # type: ignore[method-assign]
 
 
 def kill_at_every_step(path: str, overwrite: bool) -> list[str]:
@@ -127,7 +128,8 @@ while run.engine.global_steps < steps:
     if torch.distributed.get_rank() == 0:
         print("step", run.engine.global_steps, flush=True)
 values = run.fingerprint()
-torch.save({k: v for k, v in values.items() if isinstance(v, torch.Tensor)}, f"{path}.end{torch.distributed.get_rank()}")
+values = {name: value for name, value in values.items() if isinstance(value, torch.Tensor)}
+torch.save(values, f"{path}.end{torch.distributed.get_rank()}")
 run.engine.destroy()
 torch.distributed.destroy_process_group()
 """

@@ -8,8 +8,10 @@ from typing import Any
 
 import pytest
 import torch
+from torch import nn
 
-from tests.checkpoint.job import Run, config, differences, on_ranks
+import shardwise
+from tests.checkpoint.job import Run, config, differences, on_ranks, with_checkpointing
 
 
 def interrupted(settings: dict[str, Any], path: str, other: dict[str, Any] | None = None) -> dict[str, Any]:
@@ -246,3 +248,53 @@ def test_every_stage_writes_the_same_runs_in_files_of_nearly_equal_size(tmp_path
     ]
     assert ("blocks.0.inner.weight", "parameter", (11, 11), "float32") in cuts
     assert ("blocks.0.inner.bias", "parameter", (11,), "bfloat16") in cuts
+
+
+class Hollow(nn.Module):
+    def __init__(self, seed: int) -> None:
+        super().__init__()
+        torch.manual_seed(seed)
+        self.layer = nn.Linear(3, 1)
+        self.empty = nn.Parameter(torch.zeros(2, 0))
+        self.calls = 0
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        self.calls += 1
+        return (self.layer(x) + self.empty.sum()).square().mean()
+
+    def get_extra_state(self) -> dict[str, Any]:
+        return {"calls": self.calls}
+
+    def set_extra_state(self, state: dict[str, Any]) -> None:
+        self.calls = state["calls"]
+
+
+def hollow(path: str, stage: int) -> tuple[bool, int]:
+    def engine(seed: int) -> Any:
+        settings = {
+            "train_micro_batch_size_per_gpu": 2,
+            "optimizer": {"type": "Adam", "params": {"lr": 0.1}},
+            "zero_optimization": {"stage": stage},
+        }
+        return with_checkpointing(shardwise.initialize(model=Hollow(seed), config=settings)[0])
+
+    source, target = engine(1), engine(2)
+    for _ in range(2):
+        source.backward(source(torch.ones(2, 3)))
+        source.step()
+    source.save_checkpoint(path)
+    target.load_checkpoint(path)
+    calls = target.module.calls
+    for each in (source, target):
+        each.backward(each(torch.ones(2, 3)))
+        each.step()
+    one, other = source.module_state_dict(), target.module_state_dict()
+    equal = all(torch.equal(one[name], other[name]) for name in ("layer.weight", "layer.bias", "empty"))
+    source.destroy()
+    target.destroy()
+    return equal, calls
+
+
+@pytest.mark.parametrize("stage", [0, 3])
+def test_empty_parameters_and_extra_state_of_modules(stage: int, tmp_path: Path) -> None:
+    assert on_ranks(hollow, 3, str(tmp_path), stage) == [(True, 2)] * 3

@@ -1,6 +1,8 @@
 from __future__ import annotations
 
 import os
+import threading
+import time
 import zlib
 from pathlib import Path
 
@@ -10,8 +12,9 @@ import torch
 from safetensors import safe_open
 from safetensors.torch import load_file, save_file
 
-from shardwise.checkpoint import tensorfile
-from shardwise.checkpoint.tensorfile import BLOCK, Spec, TensorFile, TensorWriter, write_tensors
+from shardwise.checkpoint import tensorwriter
+from shardwise.checkpoint.tensorfile import BLOCK, Spec, TensorFile
+from shardwise.checkpoint.tensorwriter import BlockSums, TensorWriter, write_tensors
 from shardwise.errors import CheckpointError
 
 TENSORS = {
@@ -132,24 +135,62 @@ def test_streamed_files_may_be_written_in_any_order(tmp_path: Path) -> None:
 def test_forgotten_and_wrong_tensors_are_errors(tmp_path: Path) -> None:
     specs = {"x": Spec(torch.float32, (2,)), "y": Spec(torch.float32, (1,))}
     writer = TensorWriter(str(tmp_path / "a"), specs, checksums=False)
-    with pytest.raises(CheckpointError, match="x: announced as .*, given"):
+    with pytest.raises(CheckpointError, match=r"x: announced as .*, given"):
         writer.write("x", torch.zeros(3))
     writer.write("y", torch.zeros(1))
     with pytest.raises(CheckpointError, match="not written: x"):
         writer.close()
-    with pytest.raises(CheckpointError, match="no dtype torch.complex128"):
+    with pytest.raises(CheckpointError, match=r"no dtype torch\.complex128"):
         write_tensors(str(tmp_path / "b"), {"z": torch.zeros(1, dtype=torch.complex128)})
 
 
 def test_nothing_is_copied_while_writing(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     seen = []
-    original = tensorfile.BlockSums.feed
+    original = BlockSums.feed
 
-    def feed(self: tensorfile.BlockSums, data: memoryview) -> None:
+    def feed(self: BlockSums, data: memoryview) -> None:
         seen.append(numpy.frombuffer(data, dtype=numpy.uint8).ctypes.data)
         original(self, data)
 
-    monkeypatch.setattr(tensorfile.BlockSums, "feed", feed)
+    monkeypatch.setattr(BlockSums, "feed", feed)
     tensor = torch.randn(1000)
     write_tensors(str(tmp_path / "a"), {"x": tensor})
     assert tensor.data_ptr() in seen
+
+
+def test_large_files_go_to_disk_while_they_are_written(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    flushed = []
+    original = os.fdatasync
+
+    def fdatasync(descriptor: int) -> None:
+        flushed.append(os.fstat(descriptor).st_size)
+        original(descriptor)
+
+    monkeypatch.setattr(tensorwriter, "_LARGE", 1)
+    monkeypatch.setattr(os, "fdatasync", fdatasync)
+    specs = {"x": Spec(torch.float32, (1 << 20,)), "y": Spec(torch.float32, (3,))}
+    writer = TensorWriter(str(tmp_path / "a"), specs, checksums=False)
+    writer.write("x", torch.ones(1 << 20))
+    deadline = time.monotonic() + 20
+    while not flushed and time.monotonic() < deadline:
+        time.sleep(0.01)
+    writer.write("y", torch.zeros(3))
+    writer.close()
+    assert flushed
+    assert torch.equal(load_file(tmp_path / "a")["x"], torch.ones(1 << 20))
+
+
+def test_a_failure_that_the_system_tells_early_is_not_lost(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    told = threading.Event()
+
+    def fdatasync(descriptor: int) -> None:
+        told.set()
+        raise OSError(5, "Input/output error")
+
+    monkeypatch.setattr(tensorwriter, "_LARGE", 1)
+    monkeypatch.setattr(os, "fdatasync", fdatasync)
+    writer = TensorWriter(str(tmp_path / "a"), {"x": Spec(torch.float32, (2,))}, checksums=False)
+    assert told.wait(20)
+    writer.write("x", torch.ones(2))
+    with pytest.raises(OSError, match="Input/output error"):
+        writer.close()

@@ -12,7 +12,7 @@ from safetensors import safe_open
 from safetensors.torch import load_file
 
 from shardwise.errors import CheckpointError, UsageError
-from tests.checkpoint.job import Model, Run, config, on_ranks
+from tests.checkpoint.job import FROZEN, Model, Run, config, on_ranks
 
 DTYPES = {"fp32": torch.float32, "bf16": torch.bfloat16}
 
@@ -54,7 +54,7 @@ def test_plain_torch_loads_the_weights(stage: int, dtype: str, tmp_path: Path) -
         if stage == 3:
             assert result["peak"] <= result["largest"] * DTYPES[dtype].itemsize
     trained = load_file(tmp_path / "trained.safetensors")
-    assert {name for name in values if name not in trained} == {f"blocks.{n}.inner.bias" for n in range(3)}
+    assert {name for name in values if name not in trained} == set(FROZEN)
     with safe_open(tmp_path / "model.safetensors", "pt") as file:
         assert file.metadata() == {"format": "pt"}
 
@@ -70,7 +70,7 @@ def test_trainers_get_the_state_dict_on_rank_0() -> None:
     (first, second), other = on_ranks(consolidated, 2, 3)
     assert other == [None, None]
     assert "head.weight" in first and "statistics.running_mean" in first
-    assert set(first) - set(second) == {f"blocks.{n}.inner.bias" for n in range(3)}
+    assert set(first) - set(second) == set(FROZEN)
 
 
 def options(path: str) -> list[str]:
@@ -198,10 +198,10 @@ def test_frozen_parameters_may_be_left_out_and_stay_as_they_are(stage: int, tmp_
     from shardwise.checkpoint import Checkpoint
 
     for result in on_ranks(frozen_left_out, 2, str(tmp_path), stage):
-        assert {f"blocks.{n}.inner.bias" for n in range(3)} <= result["kept"]
+        assert set(FROZEN) <= result["kept"]
         assert {"embedding.weight", "temperature", "blocks.2.inner.weight"} <= result["loaded"]
     with Checkpoint(str(tmp_path / "global_step1")) as saved:
-        assert saved.manifest.excluded == [f"blocks.{n}.inner.bias" for n in range(3)]
+        assert saved.manifest.excluded == FROZEN
         assert "blocks.0.inner.bias" not in {t.name for t in saved.manifest.tensors}
 
 

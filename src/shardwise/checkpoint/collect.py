@@ -8,7 +8,7 @@ from __future__ import annotations
 
 import hashlib
 from collections.abc import Iterator
-from dataclasses import asdict, dataclass, field
+from dataclasses import dataclass, field
 from typing import Any
 
 import torch
@@ -56,7 +56,7 @@ class Part:
 
     def to_json(self) -> dict[str, Any]:
         """Return what rank 0 needs of this part."""
-        return {"stored": [asdict(tensor) for tensor in self.stored], "values": self.values, "trees": self.trees}
+        return {"stored": [tensor.to_json() for tensor in self.stored], "values": self.values, "trees": self.trees}
 
     def put(self, key: str, tensor: torch.Tensor) -> str:
         """Add a tensor to the file under a key of its own; returns the key."""

@@ -17,7 +17,7 @@ import math
 import os
 import re
 from collections.abc import Iterable, Mapping, Sequence
-from dataclasses import asdict, dataclass, field
+from dataclasses import dataclass, field
 from typing import Any
 
 import torch
@@ -57,6 +57,10 @@ class Slice:
     stop: int
     box: tuple[tuple[int, int], ...] | None = None
 
+    def to_json(self) -> dict[str, Any]:
+        """Return the slice as the manifest has it."""
+        return {"file": self.file, "key": self.key, "start": self.start, "stop": self.stop, "box": self.box}
+
 
 @dataclass(frozen=True)
 class StoredTensor:
@@ -95,6 +99,10 @@ class StoredTensor:
     def torch_dtype(self) -> torch.dtype:
         """Dtype of the stored values."""
         return dtype_of(self.dtype)
+
+    def to_json(self) -> dict[str, Any]:
+        """Return the description as the manifest has it."""
+        return {**vars(self), "slices": [part.to_json() for part in self.slices]}
 
     def runs(self, start: int, stop: int) -> list[tuple[Slice, int, int]]:
         """Return (slice, first, end) of the stored runs that make up elements `[start, stop)`.
@@ -223,8 +231,10 @@ def to_bytes(manifest: Manifest) -> bytes:
     """Return the manifest as the bytes of its file."""
     fields: dict[str, Any] = {"format": {"name": KIND, "version": FORMAT, "block": BLOCK}}
     fields.update({name: getattr(manifest, name) for name in Manifest.__dataclass_fields__})
-    fields["files"] = {name: asdict(facts) for name, facts in manifest.files.items()}
-    fields["tensors"] = [asdict(tensor) for tensor in manifest.tensors]
+    fields["files"] = {
+        name: {"size": facts.size, "checksums": facts.checksums} for name, facts in manifest.files.items()
+    }
+    fields["tensors"] = [tensor.to_json() for tensor in manifest.tensors]
     # One line a field, and a line each for tensors and files, so that the file can be read and compared by eye.
     lines = [f"{json.dumps(name)}: {_lines(value)}" for name, value in fields.items()]
     body = (",\n".join(lines) + "}\n").encode()
@@ -298,7 +308,7 @@ def from_bytes(data: bytes, path: str) -> Manifest:
 
 
 def tensor_from_json(entry: dict[str, Any]) -> StoredTensor:
-    """Return a tensor that was written as `dataclasses.asdict` of it."""
+    """Return the tensor of which `StoredTensor.to_json` has made this."""
     slices = [
         Slice(**{**part, "box": None if part["box"] is None else tuple((a, b) for a, b in part["box"])})
         for part in entry["slices"]

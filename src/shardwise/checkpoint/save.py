@@ -27,7 +27,8 @@ from shardwise.checkpoint.agree import phase
 from shardwise.checkpoint.collect import Part, TrainingState, add_buffers, buffer_digests, collect
 from shardwise.checkpoint.manifest import Manifest
 from shardwise.checkpoint.protocols import ShardedModel
-from shardwise.checkpoint.tensorfile import FileFacts, write_tensors
+from shardwise.checkpoint.tensorfile import FileFacts
+from shardwise.checkpoint.tensorwriter import write_tensors
 from shardwise.errors import CheckpointError
 from shardwise.utils.logging import logger
 

@@ -9,15 +9,13 @@ range of elements straight into its destination.
 
 from __future__ import annotations
 
-import contextlib
 import ctypes
 import json
 import os
 import zlib
-from collections.abc import Iterable, Mapping
+from collections.abc import Iterable
 from dataclasses import dataclass
 from types import TracebackType
-from typing import Any
 
 import torch
 
@@ -26,9 +24,6 @@ from shardwise.errors import CheckpointError
 BLOCK = 4 << 20
 """Bytes that have one checksum. CRC-32 finds every burst of up to 32 wrong bits in a block, and others but for one
 in 2**32."""
-
-_CHUNK = 16 << 20
-"""Bytes copied to the host at a time where a tensor lies elsewhere."""
 
 _NAMES: dict[str, torch.dtype] = {
     "F64": torch.float64,
@@ -48,7 +43,8 @@ _NAMES: dict[str, torch.dtype] = {
     "U8": torch.uint8,
     "BOOL": torch.bool,
 }
-_DTYPES = {dtype: name for name, dtype in _NAMES.items()}
+DTYPE_NAMES = {dtype: name for name, dtype in _NAMES.items()}
+"""Names of dtypes in the format."""
 
 
 @dataclass(frozen=True)
@@ -78,154 +74,11 @@ class FileFacts:
 def bytes_of(tensor: torch.Tensor) -> memoryview:
     """Return the memory of a contiguous CPU tensor, writable; valid as long as the tensor lives.
 
-    Not by way of `numpy()`: that would forbid for ever to resize the storage, which is how whole parameters are released.
+    Not by way of `numpy()`: that would forbid for ever to resize the storage, which is how parameters are released.
     """
     if not tensor.nbytes:
         return memoryview(b"")
     return memoryview((ctypes.c_ubyte * tensor.nbytes).from_address(tensor.data_ptr())).cast("B")
-
-
-class BlockSums:
-    """CRC-32 of each block of a stream of bytes."""
-
-    def __init__(self) -> None:
-        self._sums: list[str] = []
-        self._current = 0
-        self._filled = 0
-        self.size = 0
-
-    def feed(self, data: memoryview) -> None:
-        """Add the next bytes of the stream."""
-        start = 0
-        while start < len(data):
-            stop = min(len(data), start + BLOCK - self._filled)
-            self._current = zlib.crc32(data[start:stop], self._current)
-            self._filled += stop - start
-            if self._filled == BLOCK:
-                self._close()
-            start = stop
-        self.size += len(data)
-
-    def facts(self) -> FileFacts:
-        """Return size and checksums of what has been fed; call it once, at the end."""
-        if self._filled:
-            self._close()
-        return FileFacts(self.size, tuple(self._sums))
-
-    def _close(self) -> None:
-        self._sums.append(f"{self._current:08x}")
-        self._current = self._filled = 0
-
-
-def file_order(specs: Mapping[str, Spec]) -> list[str]:
-    """Return the order in which tensors lie in a file: wide dtypes first, so that every tensor is aligned."""
-    return sorted(specs, key=lambda name: -specs[name].dtype.itemsize)
-
-
-class TensorWriter:
-    """Writes one file whose tensors are known beforehand by dtype and shape.
-
-    Args:
-        path: file to create; it must not exist.
-        specs: the tensors. They are written in `file_order` when checksums are wanted, and in any order otherwise.
-        metadata: strings for the header.
-        checksums: take checksums.
-
-    Raises:
-        CheckpointError: a dtype has no name in the format.
-        OSError: the file cannot be created or written.
-    """
-
-    def __init__(
-        self, path: str, specs: Mapping[str, Spec], metadata: Mapping[str, str] | None = None, *, checksums: bool
-    ) -> None:
-        self._sums = BlockSums() if checksums else None
-        self._offsets: dict[str, int] = {}
-        header: dict[str, Any] = {"__metadata__": dict(metadata)} if metadata else {}
-        end = 0
-        for name in file_order(specs):
-            spec = specs[name]
-            if spec.dtype not in _DTYPES:
-                raise CheckpointError(f"{name}: safetensors files have no dtype {spec.dtype}; convert the tensor")
-            self._offsets[name] = end
-            header[name] = {
-                "dtype": _DTYPES[spec.dtype],
-                "shape": list(spec.shape),
-                "data_offsets": [end, end + spec.nbytes],
-            }
-            end += spec.nbytes
-        text = json.dumps(header, separators=(",", ":")).encode()
-        text += b" " * (-len(text) % 8)
-        self._data = 8 + len(text)
-        self._specs = specs
-        self._left = set(specs)
-        self._file = open(path, "xb", buffering=1 << 20)  # noqa: SIM115  (closed by close() and abandon())
-        self._position = 0
-        try:
-            self._put(memoryview(len(text).to_bytes(8, "little")))
-            self._put(memoryview(text))
-        except BaseException:
-            self.abandon()
-            raise
-
-    def write(self, name: str, tensor: torch.Tensor) -> None:
-        """Write the values of one tensor (any device; dtype and number of elements as announced)."""
-        spec = self._specs[name]
-        if tensor.dtype != spec.dtype or tensor.nbytes != spec.nbytes:
-            raise CheckpointError(f"{name}: announced as {spec}, given {tensor.dtype} of shape {tuple(tensor.shape)}")
-        place = self._data + self._offsets[name]
-        if place != self._position and spec.nbytes:
-            if self._sums is not None:
-                raise CheckpointError(f"{name}: tensors of a file with checksums are written in file order")
-            self._file.seek(place)
-            self._position = place
-        self._left.discard(name)
-        whole = tensor.detach().contiguous()
-        if whole.device.type == "cpu":
-            self._put(bytes_of(whole))
-            return
-        flat = whole.view(-1).view(torch.uint8)
-        for start in range(0, flat.numel(), _CHUNK):
-            part = flat[start : start + _CHUNK].cpu()
-            self._put(bytes_of(part))
-
-    def close(self) -> FileFacts | None:
-        """Finish the file: it is on disk when this returns. Returns its facts if checksums were taken."""
-        if self._left:
-            self.abandon()
-            raise CheckpointError(f"tensors announced but not written: {', '.join(sorted(self._left)[:5])}")
-        try:
-            self._file.flush()
-            os.fsync(self._file.fileno())
-        finally:
-            self.abandon()
-        return self._sums.facts() if self._sums is not None else None
-
-    def abandon(self) -> None:
-        """Close without finishing; the file is incomplete."""
-        with contextlib.suppress(OSError):  # of bytes still buffered, which nobody wants any more
-            self._file.close()
-
-    def _put(self, data: memoryview) -> None:
-        self._file.write(data)
-        self._position += len(data)
-        if self._sums is not None:
-            self._sums.feed(data)
-
-
-def write_tensors(path: str, tensors: Mapping[str, torch.Tensor]) -> FileFacts:
-    """Write a file of tensors with checksums; it is on disk when this returns."""
-    specs = {name: Spec(tensor.dtype, tuple(tensor.shape)) for name, tensor in tensors.items()}
-    writer = TensorWriter(path, specs, checksums=True)
-    try:
-        for name in file_order(specs):
-            writer.write(name, tensors[name])
-    except BaseException:
-        writer.abandon()
-        raise
-    facts = writer.close()
-    assert facts is not None
-    return facts
 
 
 class TensorFile:
@@ -238,6 +91,7 @@ class TensorFile:
         CheckpointError: it cannot be opened, or is not what its header says.
 
     >>> import tempfile, os
+    >>> from shardwise.checkpoint.tensorwriter import write_tensors
     >>> path = os.path.join(tempfile.mkdtemp(), "a.safetensors")
     >>> _ = write_tensors(path, {"x": torch.arange(6.0)})
     >>> with TensorFile(path) as file:

@@ -20,7 +20,8 @@ from shardwise.checkpoint.agree import phase
 from shardwise.checkpoint.collect import buffers, extra_states
 from shardwise.checkpoint.manifest import outline
 from shardwise.checkpoint.protocols import ShardedModel
-from shardwise.checkpoint.tensorfile import Spec, TensorWriter
+from shardwise.checkpoint.tensorfile import Spec
+from shardwise.checkpoint.tensorwriter import TensorWriter
 from shardwise.errors import CheckpointError
 from shardwise.registry import LogicalTensor
 

@@ -90,8 +90,18 @@ class Checkpointing:
                 ranks; earlier checkpoints are unchanged.
 
         Example:
-            >>> engine.save_checkpoint("runs/a", client_state={"epoch": 3})  # doctest: +SKIP
+            >>> import shardwise, tempfile
+            >>> engine, *_ = shardwise.initialize(
+            ...     model=torch.nn.Linear(4, 1),
+            ...     config={"train_batch_size": 2, "optimizer": {"type": "AdamW", "params": {"lr": 1e-2}}},
+            ... )
+            >>> directory = tempfile.mkdtemp()
+            >>> engine.save_checkpoint(directory, client_state={"epoch": 3})
             True
+            >>> path, client_state = engine.load_checkpoint(directory)
+            >>> path.removeprefix(directory), client_state
+            ('/global_step0', {'epoch': 3})
+            >>> engine.destroy()
         """
         parent = directory.check_directory(save_dir, "save_dir")
         request = Request(
@@ -142,8 +152,7 @@ class Checkpointing:
             CheckpointPathError: `load_dir` or `tag` cannot be used.
             CheckpointError: there is no such checkpoint, it is incomplete, damaged, of another format or another model.
 
-        Example:
-            >>> path, client_state = engine.load_checkpoint("runs/a")  # doctest: +SKIP
+        See `save_checkpoint` for an example.
         """
         parent = directory.check_directory(load_dir, "load_dir")
         options = Options(load_module_strict, load_optimizer_states, load_module_only, custom_load_fn is not None)
