@@ -402,6 +402,8 @@ class Gatherer:
         def wanted(_: Any, use: Use | None = use) -> None:
             before()
             for unit in units:
+                if use is not None:
+                    self._uses[unit.index].add(use)  # again, if the graph was retained by an earlier pass
                 self.need(unit)
 
         register_multi_grad_hook(tensors, wanted, mode="any")
