@@ -102,7 +102,7 @@ def load_plain(stage: int, dtype: str, wrapped: bool) -> list[float]:
             gaps.append(float((view.float() - expected.float()).abs().max()))
     state = run.engine.module_state_dict()
     for name, value in source.items():
-        gaps.append(float((state[name].float() - value.to(state[name].dtype).float()).abs().max()))
+        gaps.append(float((state[name].float() - value.to(state[name].dtype).float()).abs().sum()))
     run.step()
     return gaps
 
