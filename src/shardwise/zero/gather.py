@@ -28,10 +28,11 @@ from typing import Any, Protocol
 import torch
 from torch import nn
 from torch.autograd.graph import register_multi_grad_hook
-from torch.utils._pytree import tree_leaves
+from torch.utils.weak import WeakTensorKeyDictionary
 
 from shardwise.errors import ReleasedParameterError
 from shardwise.registry import Registry
+from shardwise.zero.outputs import tensors_in
 from shardwise.zero.unit import Unit, UnitState
 
 
@@ -111,6 +112,7 @@ class Gatherer:
         self._used: set[int] = set()
         self._watched: set[int] = set()
         self._to_watch: set[int] | None = None
+        self._seen_inputs = WeakTensorKeyDictionary()
         self.trace: list[int] = []
         self.branches = 0
         self._last_use: dict[int, int] = {}
@@ -165,6 +167,7 @@ class Gatherer:
         self._with_graph = torch.is_grad_enabled()
         if self._with_graph:
             self.trace, self._last_use = [], {}
+        self._seen_inputs = WeakTensorKeyDictionary()
         self._begin(self._order)
 
     def end_forward(self) -> None:
@@ -354,48 +357,44 @@ class Gatherer:
         return unit.index in self._watched and not self._recomputed.get(unit.index) and not self._uses[unit.index]
 
     def watch_inputs(
-        self,
-        units: Sequence[Unit],
-        args: tuple[Any, ...],
-        kwargs: dict[str, Any],
-        when_done: Callable[[Unit], None],
-    ) -> tuple[Use, tuple[Any, ...], dict[str, Any]]:
-        """Put aliases in place of the inputs, whose gradients tell when the module's backward is complete.
+        self, units: Sequence[Unit], args: tuple[Any, ...], kwargs: dict[str, Any], when_done: Callable[[Unit], None]
+    ) -> Use:
+        """Record a forward call, which is differentiated when its inputs have their gradients.
 
-        The aliases are views, so that in-place operations of the module act as before; equal objects get equal aliases.
-        A call without such inputs counts as in use until its graph dies or the backward pass ends.
+        The hooks are on the inputs themselves: an alias for this call alone would tell more, but would change the order
+        in which autograd adds up gradients, and with it their last bits. An input that an earlier call had as well (an
+        encoder's output that all decoder blocks read) is not waited for, because its gradient comes only with the last
+        of them, unless there is no other. A call without differentiable inputs counts as in use until its graph dies or
+        the backward pass ends.
         """
         use = Use()
         for unit in units:
             self._uses[unit.index].add(use)
             self._watched.add(unit.index)
-        aliases: dict[int, torch.Tensor] = {}
-
-        def alias(value: Any) -> Any:
-            if isinstance(value, torch.Tensor) and value.requires_grad and not isinstance(value, nn.Parameter):
-                if id(value) not in aliases:
-                    aliases[id(value)] = value.view_as(value)
-                return aliases[id(value)]
-            return value
-
-        args = tuple(alias(value) for value in args)
-        kwargs = {key: alias(value) for key, value in kwargs.items()}
-        if aliases:
+        inputs = [
+            value
+            for value in tensors_in((args, kwargs))
+            if value.requires_grad and not isinstance(value, nn.Parameter)
+        ]
+        fresh = [value for value in inputs if value not in self._seen_inputs]
+        for value in fresh:
+            self._seen_inputs[value] = True
+        if inputs:
 
             def done(_: Any) -> None:
                 for unit in units:
                     self._uses[unit.index].discard(use)
                     when_done(unit)
 
-            register_multi_grad_hook(list(aliases.values()), done, mode="all")
-        return use, args, kwargs
+            register_multi_grad_hook(fresh or inputs, done, mode="all")
+        return use
 
     def watch_outputs(self, units: Sequence[Unit], use: Use | None, outputs: Any, before: Callable[[], None]) -> None:
         """Bring the units back before the module's outputs are differentiated.
 
         The graph of the outputs keeps `use` alive; when it dies undifferentiated the use goes with it.
         """
-        tensors = [t for t in tree_leaves(outputs) if isinstance(t, torch.Tensor) and t.requires_grad]
+        tensors = list({id(t): t for t in tensors_in(outputs) if t.requires_grad}.values())
         if not tensors:
             return
 

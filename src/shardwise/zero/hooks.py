@@ -42,7 +42,7 @@ class Hooks:
             self._install(module, entered)
 
     def _install(self, module: nn.Module, units: list[Unit]) -> None:
-        def before(module: nn.Module, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
+        def before(module: nn.Module, args: tuple[Any, ...], kwargs: dict[str, Any]) -> None:
             gatherer = self.gatherer
             self._open(module)
             for unit in units:
@@ -50,9 +50,8 @@ class Hooks:
             use = None
             watched = [unit for unit in units if gatherer.watches(unit) and gatherer.differentiated(unit)]
             if watched:
-                use, args, kwargs = gatherer.watch_inputs(watched, args, kwargs, self._input_gradients_done)
+                use = gatherer.watch_inputs(watched, args, kwargs, self._input_gradients_done)
             self._calls.append((module, use))
-            return (args, kwargs) if use is not None else None
 
         def after(module: nn.Module, args: Any, kwargs: Any, outputs: Any) -> None:
             gatherer = self.gatherer
