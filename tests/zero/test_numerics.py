@@ -1,0 +1,72 @@
+"""The numerics contract in fp32: bit-identity between settings, and closeness to a plain loop over the global batch."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+
+import pytest
+
+from tests.harness import run_ranks
+from tests.models import CASES
+from tests.zero.training import (
+    Outcome,
+    Setting,
+    assert_close,
+    assert_identical,
+    assert_no_worse,
+    plain,
+    ranks_agree,
+    train_all,
+)
+
+TINY = 50
+"""A cap so small that nearly every parameter is a unit."""
+
+
+def grid(base: Setting) -> list[Setting]:
+    """Every stage with a tiny and the default cap, stage 3 also without prefetch."""
+    settings = [base.with_stage(stage, cap=cap) for stage in range(4) for cap in (None, TINY)]
+    settings += [base.with_stage(3, cap=cap, prefetch=False) for cap in (None, TINY)]
+    return settings
+
+
+def families(settings: Sequence[Setting], outcomes: Sequence[Outcome]) -> list[list[tuple[Setting, Outcome]]]:
+    """Group what must have the same bits: with accumulation stages 0-1 and 2-3 add up in different orders."""
+    groups: dict[bool, list[tuple[Setting, Outcome]]] = {}
+    for setting, outcome in zip(settings, outcomes, strict=True):
+        groups.setdefault(setting.accumulation > 1 and setting.stage >= 2, []).append((setting, outcome))
+    return list(groups.values())
+
+
+@pytest.mark.parametrize("world", [2, 3])
+@pytest.mark.parametrize("name", list(CASES))
+def test_settings_are_bit_identical_and_match_the_plain_loop(name: str, world: int) -> None:
+    base = Setting(accumulation=1 if world == 2 else 2)
+    settings = grid(base)
+    outcomes = ranks_agree(run_ranks(train_all, world, name, settings))
+    expected = plain(CASES[name], base, world)
+    for family in families(settings, outcomes):
+        first_setting, first = family[0]
+        for setting, outcome in family[1:]:
+            assert_identical(first, outcome, f"{first_setting} and {setting}")
+        for step, (found, wanted) in enumerate(zip(first.gradients, expected.gradients, strict=True)):
+            # From the second step on the gradients are those of parameters that differ by rounding already.
+            bound = 1e-6 if step == 0 else 4e-6
+            assert_close(found, wanted, bound, f"{name}: gradients of step {step} at {first_setting}")
+        assert_close(first.masters, expected.masters, 1e-6, f"{name}: parameters at {first_setting}")
+
+
+@pytest.mark.parametrize("optimizer", ["AdamW", "Adam", "Adagrad", "momentum", "RMSprop"])
+@pytest.mark.parametrize("name", ["odd_mlp", "gpt_groups", "lora", "mixed_types"])
+def test_adam_like_optimizers_are_no_worse_than_the_plain_loop(name: str, optimizer: str) -> None:
+    base = Setting(optimizer=optimizer, lr=1e-2, clip=0.5, accumulation=2)
+    settings = [
+        base.with_stage(stage, cap=cap) for stage, cap in ((0, None), (1, TINY), (2, None), (3, TINY), (3, None))
+    ]
+    outcomes = ranks_agree(run_ranks(train_all, 2, name, settings, steps=5))
+    loop = plain(CASES[name], base, 2, steps=5)
+    exact = plain(CASES[name], base, 2, steps=5, wide=True)
+    for family in families(settings, outcomes):
+        for setting, outcome in family[1:]:
+            assert_identical(family[0][1], outcome, str(setting))
+        assert_no_worse(family[0][1].masters, loop.masters, exact.masters, f"{name} {optimizer}")
