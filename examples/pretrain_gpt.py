@@ -15,8 +15,10 @@ import json
 import os
 import re
 import time
-from collections import Counter
+from collections import Counter, defaultdict
 from contextlib import nullcontext
+from functools import reduce
+from itertools import pairwise
 from pathlib import Path
 from typing import Any
 
@@ -28,29 +30,61 @@ from torch import nn
 import shardwise
 from shardwise.memory import resident_bytes, track_activations
 
-CONTEXT, VOCABULARY, WIDTH, HEADS, LAYERS = 128, 4096, 384, 6, 5  # 10.5 million parameters
+CONTEXT, VOCABULARY, WIDTH, HEADS, LAYERS = 128, 1024, 384, 6, 6  # 11.1 million parameters
 
 
 # -- text --------------------------------------------------------------------------------------------------------------
 
 
-class Words:
-    """A vocabulary: 256 bytes, and the most frequent words; what is in no word is spelled in bytes."""
+class Pieces:
+    """Byte-pair encoding: 256 bytes, and longer and longer pieces of words, the most frequent pair first."""
 
     def __init__(self, text: str, size: int) -> None:
-        words = Counter(self.split(text)).most_common(size - 256)
-        self.pieces = [bytes([byte]) for byte in range(256)] + [word.encode() for word, _ in words]
-        self.ids = {word: 256 + index for index, (word, _) in enumerate(words)}
+        frequency = Counter(self.split(text))
+        self.spelled = {word: [bytes([byte]) for byte in word.encode()] for word in frequency}
+        self.pieces = [bytes([byte]) for byte in range(256)]
+        pairs: Counter[tuple[bytes, bytes]] = Counter()
+        places: dict[tuple[bytes, bytes], set[str]] = defaultdict(set)
+
+        def count(word: str, times: int) -> None:
+            for pair in pairwise(self.spelled[word]):
+                pairs[pair] += times
+                places[pair].add(word)
+
+        for word, times in frequency.items():
+            count(word, times)
+        self.merges: list[tuple[bytes, bytes]] = []
+        for _ in range(size - 256):
+            best = max(pairs, key=pairs.__getitem__)
+            self.merges.append(best)
+            self.pieces.append(best[0] + best[1])
+            for word in places.pop(best):
+                count(word, -frequency[word])
+                self.spelled[word] = self.join(self.spelled[word], best)
+                count(word, frequency[word])
+        self.ids = {piece: index for index, piece in enumerate(self.pieces)}
 
     @staticmethod
     def split(text: str) -> list[str]:
         return re.findall(r" ?\w+| ?[^\w\s]+|\s+", text)
 
+    @staticmethod
+    def join(spelled: list[bytes], pair: tuple[bytes, bytes]) -> list[bytes]:
+        joined: list[bytes] = []
+        for piece in spelled:
+            if joined and (joined[-1], piece) == pair:
+                joined[-1] += piece
+            else:
+                joined.append(piece)
+        return joined
+
+    def spell(self, word: str) -> list[bytes]:
+        if word not in self.spelled:
+            self.spelled[word] = reduce(self.join, self.merges, [bytes([byte]) for byte in word.encode()])
+        return self.spelled[word]
+
     def encode(self, text: str) -> list[int]:
-        ids: list[int] = []
-        for word in self.split(text):
-            ids.extend([self.ids[word]] if word in self.ids else word.encode())
-        return ids
+        return [self.ids[piece] for word in self.split(text) for piece in self.spell(word)]
 
     def decode(self, ids: list[int]) -> str:
         return b"".join(self.pieces[index] for index in ids).decode(errors="replace")
@@ -129,9 +163,9 @@ class GPT(nn.Module):
 
 
 @torch.no_grad()
-def write(engine: Any, words: Words, prompt: str, length: int) -> str:
+def write(engine: Any, pieces: Pieces, prompt: str, length: int) -> str:
     """Continue a prompt. All ranks draw the same tokens, and parameters are gathered once for all of them."""
-    tokens = words.encode(prompt)
+    tokens = pieces.encode(prompt)
     generator = torch.Generator().manual_seed(1)
     with engine.gathered():
         for _ in range(length):
@@ -139,7 +173,7 @@ def write(engine: Any, words: Words, prompt: str, length: int) -> str:
             likely = logits.topk(20)
             chosen = torch.multinomial(likely.values.softmax(-1), 1, generator=generator)
             tokens.append(int(likely.indices[chosen]))
-    return words.decode(tokens)
+    return pieces.decode(tokens)
 
 
 @torch.no_grad()
@@ -189,7 +223,8 @@ class Display:
         engine, step = self.engine, self.engine.global_steps
         speed = (step - self.first) * engine.train_batch_size() * CONTEXT / (time.perf_counter() - self.begun)
         held, resident = engine.accountant.total / 2**20, (resident_bytes() or 0) / 2**20
-        state = f"loss {loss:.3f}  {speed:,.0f} tokens/s  lr {engine.get_lr()[0]:.1e}  {held:.0f} MiB (resident {resident:.0f})"
+        memory = f"{held:.0f} MiB (resident {resident:.0f})"
+        state = f"loss {loss:.3f}  {speed:,.0f} tokens/s  lr {engine.get_lr()[0]:.1e}  {memory}"
         self.bar.update(self.task, completed=step, state=state)
         if engine.global_rank == 0 and not self.console.is_terminal and (step % 20 == 0 or step == self.steps):
             print(f"step {step}/{self.steps}  {state}", flush=True)
@@ -210,8 +245,8 @@ def main() -> None:
     steps = args.steps or json.loads(args.config.read_text())["scheduler"]["params"]["total_num_steps"]
 
     text, rest = manual()
-    words = Words(text, VOCABULARY)
-    training, held_out = torch.tensor(words.encode(text)), Windows(torch.tensor(words.encode(rest)))
+    pieces = Pieces(text, VOCABULARY)
+    training, held_out = torch.tensor(pieces.encode(text)), Windows(torch.tensor(pieces.encode(rest)))
 
     torch.manual_seed(0)
     with shardwise.zero.Init(config_dict_or_path=str(args.config)):
@@ -220,7 +255,7 @@ def main() -> None:
     main_rank = engine.global_rank == 0
     losses: list[float] = []
     checks: list[tuple[int, float]] = []
-    prompt = "The \"with\" statement"
+    prompt = 'The "with" statement'
     if args.resume:
         _, state = engine.load_checkpoint(args.out)
         if state is None:
@@ -228,7 +263,7 @@ def main() -> None:
         losses, checks = state["losses"], [tuple(check) for check in state["held_out"]]
     else:
         checks.append((0, held_out_loss(engine, held_out)))
-        before = write(engine, words, prompt, 40)
+        before = write(engine, pieces, prompt, 40)
         if main_rank:
             print(f"{len(training):,} tokens, {sum(p.numel() for p in model.parameters()):,} parameters")
             print(f"--- before training (held-out loss {checks[0][1]:.3f}) ---\n{before}\n", flush=True)
@@ -248,7 +283,7 @@ def main() -> None:
             display.show(losses[-1])
 
     checks.append((engine.global_steps, held_out_loss(engine, held_out)))
-    after = write(engine, words, prompt, 100)
+    after = write(engine, pieces, prompt, 100)
     report = engine.memory_report(next(batches))
     engine.save_checkpoint(args.out, client_state={"losses": losses, "held_out": checks})
     if main_rank:

@@ -225,7 +225,7 @@ def test_state_in_16_bits_goes_on_in_fp32() -> None:
         assert gain > 0
 
 
-# -- ways of giving an optimizer ----------------------------------------------------------------------------------------
+# -- ways of giving an optimizer ---------------------------------------------------------------------------------------
 
 
 @dataclass(frozen=True)

@@ -372,9 +372,7 @@ class Gatherer:
             self._uses[unit.index].add(use)
             self._watched.add(unit.index)
         inputs = [
-            value
-            for value in tensors_in((args, kwargs))
-            if value.requires_grad and not isinstance(value, nn.Parameter)
+            value for value in tensors_in((args, kwargs)) if value.requires_grad and not isinstance(value, nn.Parameter)
         ]
         fresh = [value for value in inputs if value not in self._seen_inputs]
         for value in fresh:

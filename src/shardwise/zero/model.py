@@ -329,8 +329,7 @@ class ShardedModel:
             if p.index == index
         ]
 
-    # -- checkpoints (shardwise.checkpoint.protocols.ShardedModel)
-    # ------------------------------------------------------
+    # -- checkpoints (shardwise.checkpoint.protocols.ShardedModel) -----------------------------------------------------
 
     @property
     def holds_gradients(self) -> bool:
