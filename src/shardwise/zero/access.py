@@ -70,8 +70,7 @@ def safe_set_full_fp32_param(parameter: torch.Tensor, value: torch.Tensor) -> No
         unit.store_shard()
     for start, stop, master in model.update.master_pieces(index):
         master.copy_(flat[start:stop])
-    for unit in gathered:
-        unit.release()
+    model.let_go(gathered)
 
 
 def safe_get_full_grad(parameter: torch.Tensor) -> torch.Tensor | None:

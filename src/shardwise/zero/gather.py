@@ -27,11 +27,10 @@ from typing import Any, Protocol
 
 import torch
 from torch import nn
-from torch.autograd.graph import register_multi_grad_hook
-from torch.utils.weak import WeakTensorKeyDictionary
 
 from shardwise.errors import ReleasedParameterError
 from shardwise.registry import Registry
+from shardwise.zero.calls import Use
 from shardwise.zero.outputs import tensors_in
 from shardwise.zero.unit import Unit, UnitState
 
@@ -55,12 +54,6 @@ class Channel(Protocol):
 
     def want(self, number: int, place: int) -> None:
         """Tell the peers that backward pass `number` waits for the gather at `place`."""
-
-
-class Use:
-    """One forward call of a unit's module whose backward is still to come; dies with its autograd graph."""
-
-    __slots__ = ("__weakref__",)
 
 
 class Gatherer:
@@ -112,12 +105,14 @@ class Gatherer:
         self._used: set[int] = set()
         self._watched: set[int] = set()
         self._to_watch: set[int] | None = None
-        self._seen_inputs = WeakTensorKeyDictionary()
         self.trace: list[int] = []
         self.branches = 0
         self._last_use: dict[int, int] = {}
         self._clock = 0
+        self._inside: dict[int, int] = {}
+        self._untracked: set[int] = set()
         self.on_backward: Callable[[], None] = _nothing
+        self.on_call_done: Callable[[Unit], None] = self.finish_backward
         self.lags_behind: Callable[[int], bool] = _never
         order = [unit.index for unit in self.units]
         self.set_order(order, order[::-1])
@@ -167,7 +162,6 @@ class Gatherer:
         self._with_graph = torch.is_grad_enabled()
         if self._with_graph:
             self.trace, self._last_use = [], {}
-        self._seen_inputs = WeakTensorKeyDictionary()
         self._begin(self._order)
 
     def end_forward(self) -> None:
@@ -184,6 +178,11 @@ class Gatherer:
             self.phase = Phase.BACKWARD
             self._passes_back += 1
             self._begin(self._back)
+        for unit in self._back:
+            if unit.index in self._untracked:
+                self._held.add(unit.index)
+                self.need(unit)
+                unit.expose()
 
     def end_backward(self) -> None:
         """End a backward pass: launch the gathers that are left and release everything."""
@@ -193,11 +192,13 @@ class Gatherer:
         self._used = {index for index, uses in self._uses.items() if uses}
         self._watched &= self._used
 
-    def _begin(self, sequence: list[Unit]) -> None:
-        self._sequence = sequence
-        self._position = {unit.index: place for place, unit in enumerate(sequence)}
+    def _begin(self, order: list[Unit]) -> None:
+        # What the script has gathered around the pass is whole on all ranks.
+        self._sequence = [unit for unit in order if not unit.pins]
+        self._position = {unit.index: place for place, unit in enumerate(self._sequence)}
         self._next = 0
         self._visited = {}
+        self._inside = {}
         # Units that are used outside of their own modules; the memory plan asks for them.
         self.kept |= self._held
         self._held = set()
@@ -313,11 +314,22 @@ class Gatherer:
         elif self.phase is Phase.BACKWARD and self._recomputed.get(unit.index) and torch.is_grad_enabled():
             self._recomputed[unit.index] -= 1
         self.need(unit)
+        self._inside[unit.index] = self._inside.get(unit.index, 0) + 1
+        unit.expose()
 
     def leave(self, unit: Unit) -> None:
         """A module of the unit has computed."""
-        if self.phase is not Phase.FORWARD:
-            return
+        self._inside[unit.index] = max(0, self._inside.get(unit.index, 0) - 1)
+        if self.phase is Phase.FORWARD:
+            self._conceal(unit)
+            self._count_use(unit)
+
+    def _conceal(self, unit: Unit) -> None:
+        """Outside of its modules a unit's parameters are withheld even while it is gathered: uses must be noticed."""
+        if unit.sharded and not self._inside.get(unit.index):
+            unit.conceal()
+
+    def _count_use(self, unit: Unit) -> None:
         self._note_use(unit)
         count = self._visited.get(unit.index, 0) + 1
         self._visited[unit.index] = count
@@ -356,54 +368,39 @@ class Gatherer:
         """Whether all calls of the unit that are to be differentiated have been, as far as they are watched."""
         return unit.index in self._watched and not self._recomputed.get(unit.index) and not self._uses[unit.index]
 
-    def watch_inputs(
-        self, units: Sequence[Unit], args: tuple[Any, ...], kwargs: dict[str, Any], when_done: Callable[[Unit], None]
-    ) -> Use:
-        """Record a forward call, which is differentiated when its inputs have their gradients.
+    def begin_use(self, units: Sequence[Unit], when_done: Callable[[Unit], None]) -> Use:
+        """Follow a call of the units' module that begins now.
 
-        The hooks are on the inputs themselves: an alias for this call alone would tell more, but would change the order
-        in which autograd adds up gradients, and with it their last bits. An input that an earlier call had as well (an
-        encoder's output that all decoder blocks read) is not waited for, because its gradient comes only with the last
-        of them, unless there is no other. A call without differentiable inputs counts as in use until its graph dies or
-        the backward pass ends.
+        The units count as in use until its graph has been differentiated, or dies, or the backward pass ends.
         """
-        use = Use()
+
+        def done(use: Use) -> None:
+            for unit in units:
+                self._uses[unit.index].discard(use)
+                when_done(unit)
+
+        use = Use(done)
         for unit in units:
             self._uses[unit.index].add(use)
             self._watched.add(unit.index)
-        inputs = [
-            value for value in tensors_in((args, kwargs)) if value.requires_grad and not isinstance(value, nn.Parameter)
-        ]
-        fresh = [value for value in inputs if value not in self._seen_inputs]
-        for value in fresh:
-            self._seen_inputs[value] = True
-        if inputs:
-
-            def done(_: Any) -> None:
-                for unit in units:
-                    self._uses[unit.index].discard(use)
-                    when_done(unit)
-
-            register_multi_grad_hook(fresh or inputs, done, mode="all")
         return use
 
-    def watch_outputs(self, units: Sequence[Unit], use: Use | None, outputs: Any, before: Callable[[], None]) -> None:
-        """Bring the units back before the module's outputs are differentiated.
+    def end_use(self, units: Sequence[Unit], use: Use, outputs: Any) -> None:
+        """The call has returned: bring the units back before its outputs are differentiated."""
+        reference = weakref.ref(use)
 
-        The graph of the outputs keeps `use` alive; when it dies undifferentiated the use goes with it.
-        """
-        tensors = list({id(t): t for t in tensors_in(outputs) if t.requires_grad}.values())
-        if not tensors:
-            return
-
-        def wanted(_: Any, use: Use | None = use) -> None:
-            before()
+        def wanted() -> None:
+            self.on_backward()
             for unit in units:
-                if use is not None:
-                    self._uses[unit.index].add(use)  # again, if the graph was retained by an earlier pass
+                call = reference()
+                if call is not None:  # once more, if the graph was retained
+                    self._uses[unit.index].add(call)
                 self.need(unit)
+                unit.expose()
 
-        register_multi_grad_hook(tensors, wanted, mode="any")
+        if not use.follow(outputs, wanted):
+            for unit in units:
+                self._uses[unit.index].discard(use)
 
     def in_use(self, unit: Unit) -> bool:
         """Whether a forward call of the unit is still to be differentiated."""
@@ -417,14 +414,14 @@ class Gatherer:
 
     # -- access by the user (shardwise.zero.released.Owner) -----------------------------------------------------------
 
-    def touch(self, parameter: nn.Parameter, what: str) -> bool:
+    def touch(self, parameter: nn.Parameter, what: str) -> Use | None:
         """Gather on demand inside a pass; outside, wait for updated values or raise."""
         tensor = self.registry.find(parameter)
         assert tensor is not None
         unit = self._unit_of[tensor.index]
         if not unit.sharded:
             unit.finish_gather()
-            return False
+            return None
         if self.phase is Phase.IDLE and not self.suspended and unit.state is UnitState.RELEASED:
             raise ReleasedParameterError(
                 f"{what}: the values of parameter {tensor.name!r} (shape {tuple(tensor.shape)}) are sharded over "
@@ -435,23 +432,33 @@ class Gatherer:
         if self.phase is Phase.FORWARD and self._with_graph and unit.index not in self._visited:
             self.trace.append(unit.index)
             self._visited[unit.index] = 0
-        if self.phase is Phase.FORWARD:
-            self._note_use(unit)
-        self._held.add(unit.index)
+        if self.phase is Phase.BACKWARD or not self._passes:
+            # A recomputation, or nothing is known yet about how often the unit will be used.
+            self._held.add(unit.index)
+        if self._with_graph and not torch.is_grad_enabled():
+            self._untracked.add(unit.index)  # may be a re-entrant checkpoint, which uses it again in the backward pass
         self.need(unit)
-        return self.differentiated(unit)
+        unit.expose()
+        return self.begin_use([unit], self.on_call_done) if self.differentiated(unit) else None
 
-    def guard(self, parameter: nn.Parameter, result: Any) -> None:
-        """A parameter used outside of its own module: bring it back in the backward pass and keep it to the end."""
+    def end_touch(self, parameter: nn.Parameter, use: Use | None, result: Any) -> None:
+        """A function has used a parameter outside of its own module."""
         tensor = self.registry.find(parameter)
         assert tensor is not None
         unit = self._unit_of[tensor.index]
-
-        def before() -> None:
-            self.on_backward()
+        if not unit.sharded or self.phase is Phase.IDLE:
+            return
+        if any(unit.owns(value) for value in tensors_in(result)):
+            # A view, or detached: what will be computed with it cannot be seen. The values stay to the end of this
+            # pass, and from the beginning to the end of each backward pass.
             self._held.add(unit.index)
-
-        self.watch_outputs([unit], None, result, before)
+            if self._with_graph:
+                self._untracked.add(unit.index)
+        elif use is not None:
+            self.end_use([unit], use, result)
+        if self.phase is Phase.FORWARD:
+            self._conceal(unit)
+            self._count_use(unit)
 
 
 def backward_order(units: Sequence[Unit], root: nn.Module) -> list[int]:

@@ -12,7 +12,9 @@ from typing import Any
 import torch
 from torch import nn
 
-from shardwise.zero.gather import Gatherer, Phase, Use
+from shardwise.zero.calls import Use
+from shardwise.zero.gather import Gatherer, Phase
+from shardwise.zero.outputs import tensors_in
 from shardwise.zero.reduce import Reducer
 from shardwise.zero.unit import Unit
 
@@ -32,12 +34,13 @@ class Hooks:
         self.gatherer = gatherer
         self.reducer = reducer
         self._outermost: nn.Module | None = None
-        self._calls: list[tuple[nn.Module, Use | None]] = []
+        self._calls: list[tuple[nn.Module, Use | None, list[Unit]]] = []
         self._handles: list[Any] = []
         homes: dict[nn.Module, list[Unit]] = {root: []}
         for unit in units:
             for module in unit.modules:
                 homes.setdefault(module, []).append(unit)
+        gatherer.on_backward, gatherer.on_call_done = self.start_backward, self._call_done
         for module, entered in homes.items():
             self._install(module, entered)
 
@@ -50,17 +53,19 @@ class Hooks:
             use = None
             watched = [unit for unit in units if gatherer.watches(unit) and gatherer.differentiated(unit)]
             if watched:
-                use = gatherer.watch_inputs(watched, args, kwargs, self._input_gradients_done)
-            self._calls.append((module, use))
+                use = gatherer.begin_use(watched, self._call_done)
+            self._calls.append((module, use, watched))
 
         def after(module: nn.Module, args: Any, kwargs: Any, outputs: Any) -> None:
             gatherer = self.gatherer
-            use = self._calls.pop()[1] if self._calls and self._calls[-1][0] is module else None
+            ours = bool(self._calls) and self._calls[-1][0] is module
+            _, use, watched = self._calls.pop() if ours else (module, None, [])
             outermost = self._outermost is module
             if use is not None:
-                gatherer.watch_outputs(units, use, outputs, self.start_backward)
+                gatherer.end_use(watched, use, outputs)
             if outermost and torch.is_grad_enabled():
-                gatherer.watch_outputs((), None, outputs, self.start_backward)
+                for node in {t.grad_fn for t in tensors_in(outputs) if t.grad_fn is not None}:
+                    node.register_prehook(lambda _: self.start_backward())
             for unit in units:
                 gatherer.leave(unit)
             if outermost:
@@ -103,7 +108,7 @@ class Hooks:
             self.gatherer.begin_backward()
             torch.autograd.Variable._execution_engine.queue_callback(self.gatherer.end_backward)
 
-    def _input_gradients_done(self, unit: Unit) -> None:
+    def _call_done(self, unit: Unit) -> None:
         """The backward of one call of the unit's module is complete."""
         if self.reducer is not None:
             self.reducer.advance(unit)

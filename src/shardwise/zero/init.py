@@ -79,7 +79,7 @@ class PartStore:
         with torch._C.DisableTorchFunctionSubclass():
             return full[: parameter.numel()].view(parameter.shape)
 
-    def touch(self, parameter: nn.Parameter, what: str) -> bool:
+    def touch(self, parameter: nn.Parameter, what: str) -> None:
         """Gather on demand while the model is being built; afterwards raise."""
         if not self.open:
             raise ReleasedParameterError(
@@ -90,7 +90,6 @@ class PartStore:
             )
         self._enter(self._home.get(parameter, id(parameter)))
         self._make_whole(parameter)
-        return False
 
     def _make_whole(self, parameter: nn.Parameter) -> None:
         values = self.values(parameter)
@@ -98,8 +97,8 @@ class PartStore:
         parameter.data = values
         self._whole[id(parameter)] = parameter
 
-    def guard(self, parameter: nn.Parameter, result: Any) -> None:
-        """Nothing is differentiated before `initialize()`."""
+    def end_touch(self, parameter: nn.Parameter, token: Any, result: Any) -> None:
+        """Nothing: the values stay until another module registers or touches its parameters."""
 
     def gather(self, parameters: Iterable[nn.Parameter]) -> list[nn.Parameter]:
         """See `released.Owner`."""

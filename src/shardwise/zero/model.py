@@ -21,6 +21,7 @@ from shardwise.precision.dtypes import PrecisionPolicy
 from shardwise.precision.norms import clip_coefficient, combine, sums_of_squares
 from shardwise.registry import Registry
 from shardwise.zero import released
+from shardwise.zero.calls import Use
 from shardwise.zero.gather import Gatherer, backward_order
 from shardwise.zero.hooks import Hooks
 from shardwise.zero.init import whole_values
@@ -135,7 +136,6 @@ class ShardedModel:
             if self.reducer is not None:
                 self.gatherer.lags_behind = self.reducer.lags_behind
         self.hooks = Hooks(module, self.units, self.gatherer, self.reducer)
-        self.gatherer.on_backward = self.hooks.start_backward
         self._trainable = [p for p, t in zip(self.registry.parameters, self.registry, strict=True) if t.trainable]
         self.gradient_factor: Callable[[], float] = lambda: 1.0
         self._section_of = {
@@ -399,8 +399,16 @@ class ShardedModel:
                 pairs = [(s.wire_view, s.shard) for s in unit.sections]
                 self.comm.all_gather(pairs, unit.name, kind="explicit").wait()
                 unit.fill_done()
+                unit.expose()
+                unit.pins += 1
                 changed.append(unit)
         return changed
+
+    def let_go(self, gathered: Sequence[Unit]) -> None:
+        """Release what `gather` returned."""
+        for unit in gathered:
+            unit.pins -= 1
+            unit.release()
 
     def put_back(self, parameters: Iterable[nn.Parameter], gathered: Sequence[Unit], src: int | None) -> None:
         """End a `gather`.
@@ -418,8 +426,7 @@ class ShardedModel:
                 unit.store_shard()
                 if self.update is not None:
                     self.update.refresh(unit)
-        for unit in gathered:
-            unit.release()
+        self.let_go(gathered)
 
     @contextlib.contextmanager
     def whole(self) -> Iterator[None]:
@@ -432,16 +439,15 @@ class ShardedModel:
             yield
         finally:
             self.gatherer.suspended = False
-            for unit in gathered:
-                unit.release()
+            self.let_go(gathered)
 
-    def touch(self, parameter: nn.Parameter, what: str) -> bool:
+    def touch(self, parameter: nn.Parameter, what: str) -> Use | None:
         """See `shardwise.zero.released.Owner`."""
         return self.gatherer.touch(parameter, what)
 
-    def guard(self, parameter: nn.Parameter, result: object) -> None:
+    def end_touch(self, parameter: nn.Parameter, token: Any, result: object) -> None:
         """See `shardwise.zero.released.Owner`."""
-        self.gatherer.guard(parameter, result)
+        self.gatherer.end_touch(parameter, token, result)
 
     def close(self) -> None:
         """Take hooks off, give every parameter plain memory of its own, and stop helper threads."""

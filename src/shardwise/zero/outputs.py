@@ -2,43 +2,74 @@
 
 from __future__ import annotations
 
+import copy
 import dataclasses
-from collections.abc import Iterator, Mapping
+from collections.abc import Callable, Mapping
 from typing import Any
 
 import torch
-from torch.utils._pytree import tree_leaves
+from torch import nn
+from torch.utils._pytree import tree_flatten, tree_leaves, tree_unflatten
 
-_DEPTH = 4
 
+def tensors_in(value: Any) -> list[torch.Tensor]:
+    """Return the tensors in a nested value: containers of any kind, dataclasses, and objects with attributes.
 
-def tensors_in(value: Any, depth: int = _DEPTH) -> Iterator[torch.Tensor]:
-    """Yield the tensors in nested outputs.
-
-    What torch's pytree does not open is looked into: mappings, dataclasses, and the attributes (also slots) of other
-    objects, up to `depth` levels. Modules are not outputs and are passed over.
+    Modules are not looked into.
     """
-    for leaf in tree_leaves(value):
-        if isinstance(leaf, torch.Tensor):
-            yield leaf
-        elif (
-            depth
-            and leaf is not None
-            and not isinstance(leaf, (str, bytes, int, float, complex, type, torch.nn.Module))
-        ):
-            for inner in _parts(leaf):
-                yield from tensors_in(inner, depth - 1)
+    found: list[torch.Tensor] = []
+    pending = [value]
+    seen: set[int] = set()
+    while pending:
+        for item in tree_leaves(pending.pop()):
+            if isinstance(item, torch.Tensor):
+                found.append(item)
+            elif id(item) not in seen:
+                seen.add(id(item))
+                pending.extend(_parts(item).values())
+    return found
 
 
-def _parts(value: Any) -> Iterator[Any]:
-    if isinstance(value, Mapping):
-        yield from value.values()
-    if dataclasses.is_dataclass(value):
-        yield from (getattr(value, field.name, None) for field in dataclasses.fields(value))
-        return
-    yield from getattr(value, "__dict__", {}).values()
-    for kind in type(value).__mro__:
-        slots = kind.__dict__.get("__slots__", ())
-        for name in (slots,) if isinstance(slots, str) else slots:
-            if not name.startswith("__"):
-                yield getattr(value, name, None)
+def map_tensors(value: Any, change: Callable[[torch.Tensor], torch.Tensor]) -> Any:
+    """Return a nested value (as of `tensors_in`) with every tensor replaced; objects that hold some are copied."""
+    done: dict[int, Any] = {}
+
+    def mapped(value: Any) -> Any:
+        leaves, form = tree_flatten(value)
+        changed = [change(leaf) if isinstance(leaf, torch.Tensor) else opened(leaf) for leaf in leaves]
+        same = all(new is old for new, old in zip(changed, leaves, strict=True))
+        return value if same else tree_unflatten(changed, form)
+
+    def opened(item: Any) -> Any:
+        if id(item) not in done:
+            done[id(item)] = item
+            parts = _parts(item)
+            new = {key: mapped(part) for key, part in parts.items()}
+            if any(new[key] is not part for key, part in parts.items()):
+                done[id(item)] = _with_parts(item, new)
+        return done[id(item)]
+
+    return mapped(value)
+
+
+def _parts(item: Any) -> Mapping[Any, Any]:
+    """Return what an object that is not a container known to torch holds, by key or attribute name."""
+    if item is None or isinstance(item, (str, bytes, int, float, complex, type, nn.Module)) or callable(item):
+        return {}
+    if isinstance(item, Mapping):
+        return item
+    if dataclasses.is_dataclass(item):
+        return {field.name: getattr(item, field.name, None) for field in dataclasses.fields(item)}
+    slots = [name for cls in type(item).__mro__ for name in getattr(cls, "__slots__", ())]
+    named = {name: getattr(item, name) for name in slots if isinstance(name, str) and hasattr(item, name)}
+    return {**named, **getattr(item, "__dict__", {})}
+
+
+def _with_parts(item: Any, parts: Mapping[Any, Any]) -> Any:
+    result = copy.copy(item)
+    for key, part in parts.items():
+        if isinstance(item, Mapping):
+            result[key] = part
+        else:
+            object.__setattr__(result, key, part)
+    return result

@@ -49,6 +49,7 @@ class UnitGradients:
         self.written: set[int] = set()
         self.seen: set[int] = set()
         self.expected: set[int] = set()
+        self._tasks: set[int] = set()
         self.nested = False
         self.reduced = False
         self.accumulated = False
@@ -61,9 +62,19 @@ class UnitGradients:
             outside: the loss does not depend on the model.
         """
         self.reduced = False
-        self.expected = set() if outside else {i for i, n in self._nodes if torch._C._will_engine_execute_node(n)}
+        self.expected = set()
+        self._tasks = set()
+        if not outside:
+            self.look_ahead()
         # What this graph does not know of may be in a nested one, made by a re-entrant checkpoint.
         self.nested = used and not outside and len(self.expected) < len(self._nodes)
+
+    def look_ahead(self) -> None:
+        """Expect what the backward pass that autograd is in will produce, be it the outer or a nested one."""
+        task = torch._C._current_graph_task_id()
+        if task not in self._tasks:
+            self._tasks.add(task)
+            self.expected |= {index for index, node in self._nodes if torch._C._will_engine_execute_node(node)}
 
     @property
     def complete(self) -> bool:
@@ -235,6 +246,7 @@ class Reducer:
                 gradients.seen.add(index)
                 target.copy_(grad.reshape(-1))
             del grad
+            gradients.look_ahead()
             gradients.expected.discard(index)
             self.advance(gradients.unit)
 
@@ -265,6 +277,8 @@ class Reducer:
     def advance(self, unit: Unit) -> None:
         """Something has happened that may complete the gradients of a unit."""
         gradients = self.gradients.get(unit.index)
+        if gradients is not None:
+            gradients.look_ahead()
         if gradients is None or gradients.complete:
             self._on_complete(unit)
             self._pump()

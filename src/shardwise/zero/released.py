@@ -2,8 +2,10 @@
 
 While a unit is released (or its values are still on their way), the class of its parameters is swapped for a subclass
 whose `__torch_function__` sees every access. Metadata is answered; anything that needs values asks the unit's owner for
-them, which either gathers (inside a forward or backward pass) or raises `ReleasedParameterError`. While gathered,
-parameters have their own class back and cost nothing.
+them, which either gathers (inside a forward or backward pass) or raises `ReleasedParameterError`. Inside the forward
+and backward of their own modules, and where the script has gathered them, parameters have their own class back and cost
+nothing. A use anywhere else is noticed even if the values happen to be there: it is what will need them again in the
+backward pass.
 """
 
 from __future__ import annotations
@@ -19,15 +21,11 @@ from torch.utils.weak import WeakTensorKeyDictionary
 class Owner(Protocol):
     """Whoever can bring a released parameter's values back."""
 
-    def touch(self, parameter: nn.Parameter, what: str) -> bool:
-        """Make the values of `parameter` valid and restore its class, or raise.
+    def touch(self, parameter: nn.Parameter, what: str) -> Any:
+        """Make the values of `parameter` valid and restore its class, or raise; return something for `end_touch`."""
 
-        Returns:
-            Whether results computed from the parameter must be guarded in the backward pass as well.
-        """
-
-    def guard(self, parameter: nn.Parameter, result: Any) -> None:
-        """Make sure that the values are back before `result` is differentiated."""
+    def end_touch(self, parameter: nn.Parameter, token: Any, result: Any) -> None:
+        """A function has computed `result` from the values: make sure that they are back if it is differentiated."""
 
     def gather(self, parameters: Iterable[nn.Parameter]) -> Any:
         """Make whole values of these parameters valid on every rank (a collective)."""
@@ -78,15 +76,17 @@ class Released(nn.Parameter):
         if name in _METADATA:
             with torch._C.DisableTorchFunctionSubclass():
                 return func(*args, **kwargs)
-        touched: list[tuple[nn.Parameter, Owner, bool]] = []
+        touched: list[tuple[nn.Parameter, Owner, Any]] = []
         for value in _flatten((args, kwargs)):
             if type(value) is Released:
                 owner: Owner = _owners[value]
                 touched.append((value, owner, owner.touch(value, name)))
-        result = func(*args, **kwargs)
-        for parameter, owner, guarded in touched:
-            if guarded:
-                owner.guard(parameter, result)
+        result = None
+        try:
+            result = func(*args, **kwargs)
+        finally:
+            for parameter, owner, token in touched:
+                owner.end_touch(parameter, token, result)
         return result
 
     def __repr__(self, *, tensor_contents: Any = None) -> str:  # type: ignore[override]

@@ -176,6 +176,8 @@ class Unit:
         self.sections = list(sections)
         self.comm = comm
         self.state = UnitState.GATHERED
+        self.exposed = True
+        self.pins = 0
         self._handle: Handle | None = None
         self._gathering: Sequence[SectionMemory] = ()
 
@@ -222,13 +224,12 @@ class Unit:
                 section.allocate()
         else:
             self._gathering = self.trainable
-            for parameter in self.parameters:
-                released.withhold(parameter)
+            self.conceal()
         self.state = UnitState.GATHERING
         self._handle = self.comm.all_gather([(s.wire_view, s.shard) for s in self._gathering], self.name)
 
     def finish_gather(self) -> None:
-        """Wait for the gather; the parameters are valid afterwards."""
+        """Wait for the gather. Afterwards the values are valid; those of sharded units still have to be exposed."""
         if self.state is not UnitState.GATHERING:
             return
         assert self._handle is not None
@@ -239,16 +240,36 @@ class Unit:
         """Declare the whole values valid."""
         self._handle = None
         self.state = UnitState.GATHERED
-        for parameter in self.parameters:
-            released.restore(parameter)
+        if not self.sharded:
+            self.expose()
+
+    def expose(self) -> None:
+        """Let the parameters be plain parameters: whoever uses them now need not be noticed."""
+        if not self.exposed:
+            self.exposed = True
+            for parameter in self.parameters:
+                released.restore(parameter)
+
+    def conceal(self) -> None:
+        """Withhold the parameters, so that their use is noticed; the values stay where they are."""
+        if self.exposed and not self.pins:
+            self.exposed = False
+            for parameter in self.parameters:
+                released.withhold(parameter)
+
+    def owns(self, tensor: torch.Tensor) -> bool:
+        """Whether a tensor lies in the memory of the whole values."""
+        if tensor.layout is not torch.strided:
+            return False
+        storage = tensor.untyped_storage().data_ptr()
+        return storage != 0 and any(s.full.untyped_storage().data_ptr() == storage for s in self.sections)
 
     def release(self) -> None:
         """Give the memory of the whole values back (sharded units only)."""
-        if not self.sharded or self.state is UnitState.RELEASED:
+        if not self.sharded or self.state is UnitState.RELEASED or self.pins:
             return
         self.finish_gather()
-        for parameter in self.parameters:
-            released.withhold(parameter)
+        self.conceal()
         for section in self.sections:
             section.free()
         self.state = UnitState.RELEASED

@@ -1,0 +1,84 @@
+"""Forward calls as autograd sees them: when their backward begins and when it is complete.
+
+A sharded unit must be whole from the moment its outputs are differentiated until the last node of the call's graph has
+run, whether its parameters are trained, frozen or used detached. The graph is asked for that: nodes carry a sequence
+number, and those made during the call lie between its outputs and the first nodes that are older than it. Nothing is
+inserted into the graph, so that gradients are added up in the same order as without sharding, to the bit.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterable
+from typing import Any
+
+import torch
+from torch.autograd.graph import Node
+
+from shardwise.zero.outputs import tensors_in
+
+_LEAF = 2**64 - 1
+"""Autograd's sequence number of nodes that accumulate into a leaf."""
+
+
+class Use:
+    """One forward call of a unit's module whose backward is still to come; dies with its autograd graph.
+
+    Made when the call begins. Hooks of the graph's nodes hold it; it holds none of them.
+
+    Args:
+        done: called whenever a backward pass has run the whole graph of the call.
+    """
+
+    __slots__ = ("__weakref__", "_done", "_edges", "_left", "_start", "_task")
+
+    def __init__(self, done: Callable[[Use], None]) -> None:
+        self._start = torch.autograd._get_sequence_nr()
+        self._done = done
+        self._edges = self._left = 0
+        self._task = -1
+
+    def follow(self, outputs: Any, before: Callable[[], None]) -> bool:
+        """Watch the graph that the call has made.
+
+        Args:
+            outputs: what the call has returned.
+            before: called before a backward pass runs a node that has made one of them.
+
+        Returns:
+            Whether the call has made a graph at all.
+        """
+        roots = {t.grad_fn for t in tensors_in(outputs) if t.grad_fn is not None}
+        roots = {node for node in roots if node._sequence_nr() >= self._start}
+        for node in roots:
+            node.register_prehook(lambda _: before())
+        for node in self._last(roots):
+            self._edges += 1
+            node.register_hook(self._ran)
+        return bool(roots)
+
+    def _last(self, roots: Iterable[Node]) -> Iterable[Node]:
+        """Yield the nodes from which gradients leave the call: when they have run, all others have."""
+        known = set(roots)
+        pending = list(known)
+        while pending:
+            node = pending.pop()
+            leaves = False
+            for following, _ in node.next_functions:
+                if following is None or following in known:
+                    continue
+                number = following._sequence_nr()
+                if number < self._start or number == _LEAF:
+                    leaves = True
+                else:
+                    known.add(following)
+                    pending.append(following)
+            if leaves:
+                yield node
+
+    def _ran(self, *_: Any) -> None:
+        task = torch._C._current_graph_task_id()
+        if task != self._task:
+            self._task, self._left = task, self._edges
+        self._left -= 1
+        if not self._left:
+            self._done(self)
