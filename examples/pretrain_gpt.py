@@ -55,10 +55,10 @@ class Pieces:
             count(word, times)
         self.merges: list[tuple[bytes, bytes]] = []
         for _ in range(size - 256):
-            best = max(pairs, key=pairs.__getitem__)
+            best = max(pairs, key=lambda pair: (pairs[pair], pair))  # ties too, so that all ranks merge alike
             self.merges.append(best)
             self.pieces.append(best[0] + best[1])
-            for word in places.pop(best):
+            for word in sorted(places.pop(best)):
                 count(word, -frequency[word])
                 self.spelled[word] = self.join(self.spelled[word], best)
                 count(word, frequency[word])
