@@ -11,7 +11,8 @@ from collections.abc import Callable
 from typing import Any
 
 import torch
-from torch.utils._pytree import tree_map
+
+from shardwise.zero.outputs import map_tensors
 
 
 class _Scale(torch.autograd.Function):
@@ -30,18 +31,13 @@ def scale_gradients_of(outputs: Any, factor: Callable[[], float]) -> Any:
     `factor()`.
     """
 
-    def alias(value: Any) -> Any:
-        if isinstance(value, torch.Tensor) and value.requires_grad:
-            return _Scale.apply(value, factor)
-        return value
+    def alias(value: torch.Tensor) -> torch.Tensor:
+        return _Scale.apply(value, factor) if value.requires_grad else value
 
-    return tree_map(alias, outputs)
+    return map_tensors(outputs, alias)
 
 
 def cast_floats(values: Any, dtype: torch.dtype) -> Any:
     """Return nested `values` with every floating tensor cast to `dtype`."""
 
-    def cast(value: Any) -> Any:
-        return value.to(dtype) if isinstance(value, torch.Tensor) and value.is_floating_point() else value
-
-    return tree_map(cast, values)
+    return map_tensors(values, lambda value: value.to(dtype) if value.is_floating_point() else value)

@@ -182,7 +182,7 @@ class SegmentUpdate:
     def step(self, optimizer: torch.optim.Optimizer) -> None:
         """Step all segments and write the results into the parameters' memory."""
         for section, place, segment in self._segments:
-            segment.grad = section.whole_gradient[place]
+            segment.grad = _as_gradient(section.whole_gradient[place], segment, self._accountant)
         optimizer.step()
         for _, _, segment in self._segments:
             segment.grad = None
@@ -338,15 +338,21 @@ class WholeUpdate:
             if self.replicated:
                 for slot in section.layout.slots:
                     master = self.masters[slot.index]
-                    master.grad = section.whole_gradient[slot.offset : slot.offset + slot.numel].view(master.shape)
+                    gradient = section.whole_gradient[slot.offset : slot.offset + slot.numel].view(master.shape)
+                    master.grad = _as_gradient(gradient, master, self._accountant)
                 continue
-            for slot in section.layout.slots:
-                if slot.index in self.masters:
-                    gradient = torch.zeros_like(self.masters[slot.index], dtype=section.accumulate_dtype)
-                    self._accountant.hold(Category.GRADIENTS, gradient)
-                    self.masters[slot.index].grad = gradient
-            sends, receives = self._routes(section, lambda index: _flat(self.masters[index].grad), section.own_gradient)
+            whole = {
+                slot.index: torch.zeros(slot.numel, dtype=section.accumulate_dtype, device=section.device)
+                for slot in section.layout.slots
+                if slot.index in self.masters
+            }
+            for gradient in whole.values():
+                self._accountant.hold(Category.GRADIENTS, gradient)
+            sends, receives = self._routes(section, whole.__getitem__, section.own_gradient)
             self._exchange(receives, sends, section.accumulate_dtype, section.device, f"{unit.name}.gradients")
+            for index, gradient in whole.items():
+                master = self.masters[index]
+                master.grad = _as_gradient(gradient.view(master.shape), master, self._accountant)
 
     def _distribute(self, unit: Unit) -> None:
         for section in unit.trainable:
@@ -433,6 +439,15 @@ class WholeUpdate:
     def publish(self, unit: Unit) -> None:
         """See `Update.publish`."""
         self._distribute(unit)
+
+
+def _as_gradient(values: torch.Tensor, master: torch.Tensor, accountant: Accountant) -> torch.Tensor:
+    """Return accumulated values in the dtype of what they update (the same ones, unless it was chosen narrower)."""
+    if values.dtype == master.dtype:
+        return values
+    wide = values.to(master.dtype)
+    accountant.hold(Category.GRADIENTS, wide)
+    return wide
 
 
 def _state_dtype(value: torch.Tensor, tensor: LogicalTensor, master: torch.Tensor) -> torch.dtype:

@@ -1,0 +1,268 @@
+"""fp16 and bf16: skipped steps, loss scales, masters, wires, and outputs that are scaled for a plain backward()."""
+
+from __future__ import annotations
+
+from typing import Any
+
+import pytest
+import torch
+import torch.distributed as dist
+from torch import nn
+
+import shardwise
+from shardwise.errors import LossScaleError
+from tests.harness import run_ranks
+from tests.models import CASES, FORMS, Case, form_case
+from tests.zero.training import (
+    DTYPES,
+    Setting,
+    Tensors,
+    assert_close,
+    assert_no_worse,
+    digest,
+    gradients,
+    make_optimizer,
+    masters,
+    parameters_digest,
+    plain,
+    ranks_agree,
+    start,
+    train_all,
+)
+
+DYNAMIC = {"enabled": True, "loss_scale": 0, "initial_scale_power": 8, "loss_scale_window": 2, "hysteresis": 1}
+
+
+def state_digest(optimizer: torch.optim.Optimizer) -> str:
+    tensors = [v for s in optimizer.state.values() for v in s.values() if isinstance(v, torch.Tensor)]
+    return digest(tensors)
+
+
+class Poison(torch.autograd.Function):
+    """Gradients become `value`."""
+
+    @staticmethod
+    def forward(ctx: Any, tensor: torch.Tensor, value: float) -> torch.Tensor:
+        ctx.value = value
+        return tensor.view_as(tensor)
+
+    @staticmethod
+    def backward(ctx: Any, gradient: torch.Tensor) -> tuple[torch.Tensor, None]:  # type: ignore[override]
+        return torch.full_like(gradient, ctx.value), None
+
+
+def overflow(stage: int, value: float, accumulation: int) -> list[Any]:
+    """Rank 1's gradient overflows in the second step; return what each step did."""
+    case = CASES["gpt"]
+    model = case.make()
+    optimizer = make_optimizer("AdamW", case.groups(model), 1e-2)
+    setting = Setting(stage=stage, cap=300, accumulation=accumulation, precision="fp16", extra=(("fp16", DYNAMIC),))
+    engine = start(case, setting, model, optimizer)
+    seen = []
+    for step in range(4):
+        before = digest(list(masters(model).values())), parameters_digest(model), state_digest(optimizer)
+        for micro in range(accumulation):
+            handle = None
+            if step == 1 and dist.get_rank() == 1 and micro == 0:
+                up = model.get_submodule("blocks.1.up")
+                handle = up.register_forward_hook(lambda m, i, o: Poison.apply(o, value))
+            loss = case.loss(engine, case.data(step, micro, dist.get_rank(), torch.float16))
+            engine.backward(loss)
+            if handle is not None:
+                handle.remove()
+            engine.step()
+        after = digest(list(masters(model).values())), parameters_digest(model), state_digest(optimizer)
+        counts = engine.global_steps, engine.skipped_steps, engine.was_step_applied(), engine.cur_scale
+        seen.append((before == after, counts, engine.last_step.loss_scale))
+    engine.destroy()
+    return seen
+
+
+@pytest.mark.parametrize(("stage", "accumulation"), [(0, 1), (1, 2), (2, 2), (3, 1)])
+@pytest.mark.parametrize("value", [float("inf"), float("nan")])
+def test_an_overflow_on_one_rank_skips_the_step_on_all(stage: int, accumulation: int, value: float) -> None:
+    everywhere = run_ranks(overflow, 2, stage, value, accumulation)
+    assert everywhere[0] == everywhere[1]
+    unchanged = [step[0] for step in everywhere[0]]
+    assert unchanged == [False, True, False, False]
+    counts = [step[1] for step in everywhere[0]]
+    # Hysteresis 1: halved at once. Window 2: doubled after two clean steps.
+    assert counts == [(1, 0, True, 256.0), (2, 1, False, 128.0), (3, 1, True, 128.0), (4, 1, True, 256.0)]
+    assert [step[2] for step in everywhere[0]] == [256.0, 256.0, 128.0, 128.0]
+
+
+def always_overflow() -> tuple[list[float], str]:
+    case = CASES["odd_mlp"]
+    scaling = {**DYNAMIC, "initial_scale_power": 2, "min_loss_scale": 1}
+    engine = start(case, Setting(stage=2, precision="fp16", extra=(("fp16", scaling),)))
+    scales = []
+    error = ""
+    for step in range(4):
+        loss = case.loss(engine, case.data(step, 0, dist.get_rank(), torch.float16)) * float("inf")
+        engine.backward(loss)
+        try:
+            engine.step()
+        except LossScaleError as raised:
+            error = str(raised)
+            break
+        scales.append(engine.cur_scale)
+    engine.destroy()
+    return scales, error
+
+
+def test_overflow_at_the_smallest_scale_ends_the_run_on_every_rank() -> None:
+    for scales, error in run_ranks(always_overflow, 2):
+        assert scales == [2.0, 1.0]
+        assert "min_loss_scale" in error
+
+
+def bf16_overflow(checked: bool) -> tuple[bool, int]:
+    case = CASES["odd_mlp"]
+    extra = (("bf16", {"enabled": True, "check_grad_overflow": checked}),)
+    engine = start(case, Setting(stage=2, precision="bf16", extra=extra))
+    loss = case.loss(engine, case.data(0, 0, dist.get_rank(), torch.bfloat16))
+    engine.backward(loss * (float("inf") if dist.get_rank() == 1 else 1.0))
+    engine.step()
+    result = bool(torch.isfinite(next(iter(masters(engine.module).values()))).all()), engine.skipped_steps
+    engine.destroy()
+    return result
+
+
+@pytest.mark.parametrize("checked", [False, True])
+def test_bf16_skips_overflows_only_if_asked(checked: bool) -> None:
+    assert run_ranks(bf16_overflow, 2, checked) == [(checked, int(checked))] * 2
+
+
+# -- against plain loops -----------------------------------------------------------------------------------------------
+
+
+@pytest.mark.parametrize("precision", ["bf16", "fp16"])
+@pytest.mark.parametrize("name", ["gpt_groups", "frozen_half"])
+def test_mixed_precision_is_no_worse_than_a_plain_mixed_loop(name: str, precision: str) -> None:
+    base = Setting(precision=precision, optimizer="AdamW", lr=1e-2, clip=0.5, accumulation=2)
+    settings = [base.with_stage(stage, cap=cap) for stage, cap in ((0, None), (1, 50), (2, None), (3, 50))]
+    outcomes = ranks_agree(run_ranks(train_all, 2, name, settings, steps=4))
+    loop = plain(CASES[name], base, 2, steps=4)
+    exact = plain(CASES[name], base, 2, steps=4, wide=True)
+    # What 16 bits cost dwarfs fp32, and chance decides whose roundings are luckier. 2 ** -9 is half a unit in the last
+    # place of bf16, which an Adam step may turn into a share of the learning rate.
+    slack = 2.0**-9 if precision == "bf16" else 2.0**-12
+    for setting, outcome in zip(settings, outcomes, strict=True):
+        assert_no_worse(outcome.masters, loop.masters, exact.masters, str(setting), slack=slack)
+
+
+def first_gradients(name: str, settings: list[Setting], plainly: bool) -> list[Tensors]:
+    results = []
+    for setting in settings:
+        case = form_case(name) if name in FORMS else CASES[name]
+        engine = start(case, setting)
+        for micro in range(setting.accumulation):
+            loss = case.loss(engine, case.data(0, micro, dist.get_rank(), DTYPES[setting.precision]))
+            if plainly:
+                loss.backward()
+            else:
+                engine.backward(loss)
+            if micro < setting.accumulation - 1:
+                engine.step()
+        results.append(gradients(engine.module))
+        engine.step()
+        assert engine.was_step_applied()
+        engine.destroy()
+    return results
+
+
+@pytest.mark.parametrize("name", ["gpt", *FORMS])
+def test_a_plain_backward_is_scaled_whatever_the_model_returns(name: str) -> None:
+    setting = Setting(stage=2, precision="fp16", scale=1024.0)
+    found = run_ranks(first_gradients, 2, name, [setting, setting.with_stage(3)], True)[0]
+    case: Case = form_case(name) if name in FORMS else CASES[name]
+    expected = plain(case, setting, 2, steps=1).gradients[0]
+    for tensors in found:
+        assert_close(tensors, expected, 2.0**-9)
+
+
+def scaled_between_outputs(stage: int) -> Tensors:
+    """One output is computed from another inside the model: the scale must enter once."""
+    torch.manual_seed(2)
+    model = TwoOutputs()
+    config = {
+        "train_micro_batch_size_per_gpu": 2,
+        "fp16": {"enabled": True, "loss_scale": 64.0},
+        "zero_optimization": {"stage": stage},
+    }
+    optimizer = torch.optim.SGD(model.parameters(), lr=0.1)
+    engine, *_ = shardwise.initialize(model=model, optimizer=optimizer, config=config)
+    first, second = engine(torch.ones(2, 3, dtype=torch.float16))
+    (first.float().sum() + second.float().sum()).backward()
+    result = gradients(model)
+    engine.destroy()
+    return result
+
+
+class TwoOutputs(nn.Module):
+    def __init__(self) -> None:
+        super().__init__()
+        self.first, self.second = nn.Linear(3, 4), nn.Linear(4, 2)
+
+    def forward(self, x: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
+        h = torch.tanh(self.first(x))
+        return h, self.second(h)
+
+
+@pytest.mark.parametrize("stage", [0, 3])
+def test_outputs_that_depend_on_each_other_are_scaled_once(stage: int) -> None:
+    found = run_ranks(scaled_between_outputs, 2, stage)[0]
+    torch.manual_seed(2)
+    model = TwoOutputs()
+    first, second = model(torch.ones(2, 3))
+    (first.sum() + second.sum()).backward()
+    for name, parameter in model.named_parameters():
+        assert parameter.grad is not None
+        assert torch.allclose(found[name], parameter.grad, rtol=2e-2, atol=2e-3), name
+
+
+# -- what travels and what is added up ---------------------------------------------------------------------------------
+
+
+@pytest.mark.parametrize(
+    ("precision", "extra", "bound"),
+    [
+        ("fp32", (("communication_data_type", "bf16"),), 2.0**-8),
+        ("bf16", (("communication_data_type", "fp32"),), 1e-6),
+        ("bf16", (("data_types", {"grad_accum_dtype": "bf16"}),), 2.0**-7),
+        ("fp32", (("prescale_gradients", True),), 1e-6),
+        ("fp32", (("gradient_predivide_factor", 2.0),), 1e-6),
+    ],
+)
+@pytest.mark.parametrize("optimizer", ["AdamW", "Adafactor"])
+def test_wires_and_accumulators(
+    precision: str, extra: tuple[tuple[str, Any], ...], bound: float, optimizer: str
+) -> None:
+    """One rounding of each rank's gradient on a bf16 wire (2 ** -9 of it), one of every sum in a bf16 accumulator."""
+    base = Setting(precision=precision, extra=extra, optimizer=optimizer, lr=1e-2)
+    settings = [base.with_stage(stage, accumulation=a) for stage in (0, 1, 2, 3) for a in (1, 2)]
+    found = run_ranks(first_gradients, 2, "gpt", settings, False)[0]
+    for setting, tensors in zip(settings, found, strict=True):
+        expected = plain(CASES["gpt"], setting, 2, steps=1).gradients[0]
+        assert_close(tensors, expected, bound, str(setting))
+
+
+def master_memory(precision: str) -> dict[str, Any]:
+    """Masters start from the user's fp32 values, not from their 16-bit rounding."""
+    case = CASES["gpt"]
+    model = case.make()
+    wanted = {name: p.detach().clone() for name, p in model.named_parameters()}
+    engine = start(case, Setting(stage=3, precision=precision), model)
+    found = masters(model)
+    exact = all(torch.equal(found[name], wanted[name]) for name in wanted)
+    with shardwise.zero.GatheredParameters(list(model.parameters())):
+        rounded = all(torch.equal(p, wanted[n].to(DTYPES[precision])) for n, p in model.named_parameters())
+        dtypes = {p.dtype for p in model.parameters()}
+    engine.destroy()
+    return {"exact": exact, "rounded": rounded, "dtypes": dtypes}
+
+
+@pytest.mark.parametrize("precision", ["bf16", "fp16"])
+def test_masters_keep_the_initial_precision(precision: str) -> None:
+    for found in run_ranks(master_memory, 2, precision):
+        assert found == {"exact": True, "rounded": True, "dtypes": {DTYPES[precision]}}
