@@ -35,13 +35,15 @@ class PartStore:
         self._parts = WeakTensorKeyDictionary()
         self._whole: dict[int, nn.Parameter] = {}
         self._home = WeakTensorKeyDictionary()
+        self.names = WeakTensorKeyDictionary()
         self._current: int | None = None
 
-    def register(self, module: nn.Module, parameter: nn.Parameter) -> None:
+    def register(self, module: nn.Module, name: str, parameter: nn.Parameter) -> None:
         """A module gets a parameter: those of the module before are sharded now."""
         self._enter(id(module))
         if released.is_released(parameter):
             return
+        self.names[parameter] = f"{name!r} of a {type(module).__name__}"
         self._home[parameter] = id(module)
         self._whole[id(parameter)] = parameter
 
@@ -66,8 +68,7 @@ class PartStore:
         mine = flat[self.comm.rank * size : (self.comm.rank + 1) * size]
         part[: mine.numel()] = mine
         self._parts[parameter] = part
-        # The true shape on one element of memory: nothing that could be read is a value.
-        parameter.data = torch.empty(1, dtype=values.dtype, device=values.device).expand(values.shape)
+        parameter.data = _placeholder(values)
         released.adopt(parameter, self)
         released.withhold(parameter)
 
@@ -83,8 +84,8 @@ class PartStore:
         """Gather on demand while the model is being built; afterwards raise."""
         if not self.open:
             raise ReleasedParameterError(
-                f"{what}: the values of a parameter of shape {tuple(parameter.shape)}, built under zero.Init and "
-                f"sharded over {self.comm.world} ranks, are not here. Use `with "
+                f"{what}: the values of parameter {self.names.get(parameter, '')} (shape {tuple(parameter.shape)}), "
+                f"built under zero.Init and sharded over {self.comm.world} ranks, are not here. Use `with "
                 "shardwise.zero.GatheredParameters(parameter, modifier_rank=None or 0):` on every rank, or "
                 "pass the model to shardwise.initialize() first."
             )
@@ -113,7 +114,7 @@ class PartStore:
         """See `released.Owner`."""
         for parameter in gathered:
             if src is None:
-                parameter.data = torch.empty(1, dtype=parameter.dtype, device=parameter.device).expand(parameter.shape)
+                parameter.data = _placeholder(parameter.data)
                 released.withhold(parameter)
             else:
                 self.split(parameter, self.comm.group_rank(src))
@@ -123,6 +124,11 @@ class PartStore:
         self._parts.pop(parameter, None)
         self._home.pop(parameter, None)
         released.restore(parameter)
+
+
+def _placeholder(values: torch.Tensor) -> torch.Tensor:
+    """Return the true shape on one element of memory: nothing that could be read is a value."""
+    return torch.empty((), dtype=values.dtype, device=values.device).expand(values.shape)
 
 
 def whole_values(parameter: nn.Parameter) -> tuple[torch.Tensor, bool]:
@@ -227,7 +233,7 @@ class Init:
             if Init._active and Init._active[-1] is self and param is not None and not param.is_meta:
                 if dtype is not None and param.is_floating_point() and not released.is_released(param):
                     param.data = param.data.to(dtype)
-                store.register(module, param)
+                store.register(module, name, param)
 
         nn.Module.register_parameter = register_parameter  # type: ignore[method-assign,assignment]
         return self
@@ -246,7 +252,10 @@ class Init:
 
 @contextlib.contextmanager
 def suspended() -> Iterator[None]:
-    """Let modules be built plainly inside an open `Init` context."""
+    """Let modules be built plainly inside an open `Init` context; what it has built so far is sharded first."""
+    for context in Init._active:
+        if context._store is not None:
+            context._store.flush()
     active, Init._active[:] = list(Init._active), []
     try:
         yield
@@ -273,7 +282,8 @@ def shard_module(module: nn.Module, store: PartStore, dtype: torch.dtype | None 
     """
     done: set[int] = set()
     for name, child in module.named_modules():
-        own = [p for p in child._parameters.values() if p is not None and id(p) not in done]
+        named = {p: key for key, p in child._parameters.items() if p is not None and id(p) not in done}
+        own = list(named)
         done.update(id(p) for p in own)
         if any(p.is_meta for p in own) or any(b is not None and b.is_meta for b in child._buffers.values()):
             materialize(module, name, child)
@@ -281,6 +291,7 @@ def shard_module(module: nn.Module, store: PartStore, dtype: torch.dtype | None 
             if not released.is_released(parameter):
                 if dtype is not None and parameter.is_floating_point():
                     parameter.data = parameter.data.to(dtype)
+                store.names[parameter] = repr(f"{name}.{named[parameter]}".lstrip("."))
                 store.split(parameter)
 
 

@@ -140,6 +140,17 @@ class SectionMemory:
         self.full.untyped_storage().resize_(self.layout.numel * self.full.element_size())
         self._accountant.add(Category.GATHERED, self.layout.numel * self.full.element_size())
 
+    @property
+    def shared(self) -> bool:
+        """Whether somebody else uses the whole buffer's memory (`Tensor.numpy()`), so that it cannot be given back."""
+        return not self.full.untyped_storage().resizable()
+
+    def renew(self) -> None:
+        """Leave the whole buffer to whoever shares it and take another one, of undefined content."""
+        self.full = torch.empty_like(self.full)
+        self.wire_view = _alias(self.full)
+        self._accountant.disregard(self.full)
+
     def free(self) -> None:
         """Return the whole buffer's memory."""
         self.full.untyped_storage().resize_(0)
@@ -203,8 +214,9 @@ class Unit:
 
     def attach(self) -> None:
         """Make every parameter a view of its place in the flat buffer."""
-        for tensor, view in self.views():
-            self.registry.parameters[tensor.index].data = view
+        with torch._C.DisableTorchFunctionSubclass():
+            for tensor, view in self.views():
+                self.registry.parameters[tensor.index].data = view
 
     def views(self) -> Iterator[tuple[LogicalTensor, torch.Tensor]]:
         """Yield each parameter's place in the flat buffers, in its own shape."""
@@ -269,6 +281,11 @@ class Unit:
         if not self.sharded or self.state is UnitState.RELEASED or self.pins:
             return
         self.finish_gather()
+        shared = [section for section in self.sections if section.shared]
+        for section in shared:
+            section.renew()
+        if shared:
+            self.attach()
         self.conceal()
         for section in self.sections:
             section.free()

@@ -1,0 +1,229 @@
+"""Access to whole parameters between passes: GatheredParameters, gathered(), and what raises without them."""
+
+from __future__ import annotations
+
+from typing import Any
+
+import pytest
+import torch
+import torch.distributed as dist
+from torch import nn
+
+import shardwise
+from shardwise.errors import ReleasedParameterError, UsageError
+from shardwise.utils import safe_get_full_fp32_param
+from tests.harness import RankFailure, run_ranks
+from tests.models import CASES, GPT
+from tests.zero.training import DTYPES, Setting, digest, masters, parameters_digest, start
+
+
+def modify(stage: int, precision: str, modifier: int | None, sharded_optimizer: str) -> list[Any]:
+    """Rank `modifier` changes one parameter, every other rank writes something else into it."""
+    model = CASES["gpt"].make()
+    setting = Setting(stage=stage, precision=precision, optimizer=sharded_optimizer, lr=1e-2)
+    engine = start(CASES["gpt"], setting, model)
+    chosen = model.get_parameter("blocks.1.up.weight")
+    before = masters(model)
+    with shardwise.zero.GatheredParameters([chosen], modifier_rank=modifier):
+        if modifier is not None:
+            wanted = 3.0 if dist.get_rank() == modifier else -1.0
+            chosen.data[0].fill_(wanted)
+    after = masters(model)
+    others = all(torch.equal(before[n], after[n]) for n in before if n != "blocks.1.up.weight")
+    row = safe_get_full_fp32_param(chosen)[0]
+    rest = torch.equal(before["blocks.1.up.weight"][1:], after["blocks.1.up.weight"][1:])
+    # A step must go on from the changed value: had masters kept the old one, it would come back.
+    engine.backward(CASES["gpt"].loss(engine, CASES["gpt"].data(0, 0, dist.get_rank(), torch.float32)))
+    engine.step()
+    with shardwise.zero.GatheredParameters(chosen):
+        stepped = float(chosen[0].float().mean())
+    result = [others, rest, row.tolist(), stepped, parameters_digest(model)]
+    engine.destroy()
+    return result
+
+
+@pytest.mark.parametrize("optimizer", ["SGD", "Adafactor"])
+@pytest.mark.parametrize("precision", ["fp32", "bf16"])
+@pytest.mark.parametrize("stage", range(4))
+def test_changes_of_the_modifier_reach_masters_on_all_ranks(stage: int, precision: str, optimizer: str) -> None:
+    found = run_ranks(modify, 2, stage, precision, 1, optimizer)
+    for others, rest, row, stepped, _ in found:
+        assert others and rest
+        assert row == [3.0] * len(row)
+        assert abs(stepped - 3.0) < 0.1
+    assert found[0][4] == found[1][4]
+
+
+def test_without_a_modifier_changes_to_sharded_parameters_are_lost() -> None:
+    def mean(row: list[float]) -> float:
+        return sum(row) / len(row)
+
+    for others, rest, row, stepped, _ in run_ranks(modify, 2, 3, "fp32", None, "SGD"):
+        assert others and rest
+        assert mean(row) != 3.0
+        assert abs(stepped - mean(row)) < 0.1
+
+
+# -- nesting, passes, other owners -------------------------------------------------------------------------------------
+
+
+def nest() -> list[bool]:
+    model = CASES["gpt"].make()
+    engine = start(CASES["gpt"], Setting(stage=3), model)
+    first, second = model.get_parameter("blocks.1.up.weight"), model.get_parameter("blocks.1.up.bias")
+    with shardwise.zero.GatheredParameters(first):
+        with pytest.raises(UsageError, match="already gathered"):
+            shardwise.zero.GatheredParameters([second, first]).__enter__()
+        # Another parameter of the same unit; the inner block must not take the outer one's values away.
+        with shardwise.zero.GatheredParameters(second, modifier_rank=0):
+            second.data.fill_(1.5)
+        values = bool(torch.isfinite(first).all()), bool((second == 1.5).all())
+    with shardwise.zero.GatheredParameters([first, first]):
+        pass
+    with shardwise.zero.GatheredParameters(first, enabled=False), pytest.raises(ReleasedParameterError):
+        first.sum()
+    master = safe_get_full_fp32_param(second)
+    engine.destroy()
+    return [*values, bool((master == 1.5).all())]
+
+
+def test_nested_blocks() -> None:
+    assert run_ranks(nest, 2) == [[True, True, True]] * 2
+
+
+def passes_inside() -> list[Any]:
+    """Forward and backward passes inside a block neither end it nor see anything else than its values."""
+    case = CASES["gpt"]
+    model = case.make()
+    engine = start(case, Setting(stage=3), model)
+    batch = case.data(0, 0, 0, torch.float32)
+    expected = float(case.loss(engine, batch).detach())
+    with shardwise.zero.GatheredParameters(list(model.parameters()), modifier_rank=0):
+        losses = [float(case.loss(engine, batch).detach()) for _ in range(2)]
+        engine.backward(case.loss(engine, batch))
+        norm = float(sum(p.detach().norm() for p in model.parameters()))
+        if dist.get_rank() == 0:
+            model.get_parameter("norm.weight").data.zero_()
+    changed = float(case.loss(engine, batch).detach())
+    engine.step()
+    released = engine.sharded.accountant.live
+    result = [losses == [expected] * 2, norm > 0, changed != expected, released, engine.sharded.gatherer.rescues]
+    engine.destroy()
+    return result
+
+
+def test_passes_inside_a_block() -> None:
+    for same, whole, changed, live, rescues in run_ranks(passes_inside, 2):
+        assert same and whole and changed
+        assert {c.value: size for c, size in live.items()}["gathered window"] == 0
+        assert rescues == 0
+
+
+def unequal_loops() -> int:
+    case = CASES["gpt"]
+    engine = start(case, Setting(stage=3))
+    with engine.gathered(), torch.no_grad():
+        for step in range(1 + 2 * dist.get_rank()):
+            case.loss(engine, case.data(step, 0, 0, torch.float32))
+    case.loss(engine, case.data(0, 0, 0, torch.float32))
+    with pytest.raises(UsageError, match="inside gathered"), engine.gathered():
+        engine.step()
+    count = engine.ledger.totals["all_gather"].count
+    engine.destroy()
+    return count
+
+
+def test_ranks_may_evaluate_for_different_lengths_while_gathered() -> None:
+    counts = run_ranks(unequal_loops, 2)
+    assert counts[0] == counts[1]
+
+
+def shared_with_numpy(stage: int) -> bool:
+    """numpy() shares the memory of a parameter, which can then not be given back to the system while it is in use."""
+    case = CASES["gpt"]
+    model = case.make()
+    engine = start(case, Setting(stage=stage), model)
+    with shardwise.zero.GatheredParameters(list(model.parameters())):
+        arrays = {name: p.detach().numpy() for name, p in model.named_parameters()}
+        before = {name: array.copy() for name, array in arrays.items()}
+    for step in range(2):
+        engine.backward(case.loss(engine, case.data(step, 0, dist.get_rank(), torch.float32)))
+        engine.step()
+    kept = all((arrays[name] == before[name]).all() for name in arrays) if stage == 3 else True
+    after = digest(list(masters(model).values()))
+    engine.destroy()
+    other = CASES["gpt"].make()
+    engine = start(case, Setting(stage=stage), other)
+    for step in range(2):
+        engine.backward(case.loss(engine, case.data(step, 0, dist.get_rank(), torch.float32)))
+        engine.step()
+    same = after == digest(list(masters(other).values()))
+    engine.destroy()
+    return kept and same
+
+
+@pytest.mark.parametrize("stage", [0, 3])
+def test_arrays_that_share_a_parameters_memory_stay_valid(stage: int) -> None:
+    assert run_ranks(shared_with_numpy, 2, stage) == [True, True]
+
+
+def plain_parameters() -> bool:
+    layer = nn.Linear(2, 2)
+    with shardwise.zero.GatheredParameters(layer.weight, modifier_rank=0):
+        layer.weight.data.zero_()
+    return bool((layer.weight == 0).all())
+
+
+def test_parameters_of_no_engine_are_passed_over() -> None:
+    assert run_ranks(plain_parameters, 2) == [True, True]
+
+
+# -- without a block ---------------------------------------------------------------------------------------------------
+
+
+def look_outside(what: str) -> None:
+    model = GPT(layers=2)
+    engine = start(CASES["gpt"], Setting(stage=3), model)
+    parameter = model.get_parameter("blocks.1.up.weight")
+    assert tuple(parameter.shape) == (24, 12) and parameter.numel() == 288 and parameter.dtype == torch.float32
+    assert parameter.requires_grad and parameter.is_leaf and parameter.dim() == 2 and len(parameter) == 24
+    assert parameter.grad is None and parameter.element_size() == 4 and parameter.device.type == "cpu"
+    assert torch.zeros_like(parameter).shape == parameter.shape and "released" in repr(parameter)
+    looks = {
+        "sum": lambda: parameter.sum(),
+        "item": lambda: parameter[0, 0].item(),
+        "data": lambda: parameter.data,
+        "copy": lambda: torch.zeros(24, 12).copy_(parameter),
+        "inplace": lambda: parameter.data.zero_(),
+        "list": lambda: torch.stack([parameter, parameter]),
+        "numpy": lambda: parameter.detach().numpy(),
+    }
+    try:
+        looks[what]()
+    finally:
+        engine.destroy()
+
+
+@pytest.mark.parametrize("what", ["sum", "item", "data", "copy", "inplace", "list", "numpy"])
+def test_looking_at_a_sharded_parameter_names_it(what: str) -> None:
+    with pytest.raises(RankFailure, match=r"ReleasedParameterError.*'blocks.1.up.weight' \(shape \(24, 12\)\)"):
+        run_ranks(look_outside, 2, what)
+
+
+def destroyed(stage: int, precision: str) -> list[Any]:
+    case = CASES["gpt"]
+    engine = start(case, Setting(stage=stage, precision=precision))
+    engine.backward(case.loss(engine, case.data(0, 0, dist.get_rank(), torch.float32)))
+    engine.step()
+    expected = parameters_digest(engine.module)
+    model = engine.module
+    engine.destroy()
+    plain = all(type(p) is nn.Parameter and p.dtype is DTYPES[precision] for p in model.parameters())
+    apart = len({p.untyped_storage().data_ptr() for p in model.parameters()}) == len(list(model.parameters()))
+    return [plain, apart, digest(list(model.parameters())) == expected, bool(model._forward_hooks)]
+
+
+@pytest.mark.parametrize("precision", ["fp32", "bf16"])
+@pytest.mark.parametrize("stage", [0, 1, 3])
+def test_destroy_leaves_a_plain_model(stage: int, precision: str) -> None:
+    assert run_ranks(destroyed, 2, stage, precision) == [[True, True, True, False]] * 2

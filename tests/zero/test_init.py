@@ -1,0 +1,268 @@
+"""zero.Init: models built sharded have the values, shapes and random numbers of plain construction."""
+
+from __future__ import annotations
+
+import weakref
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
+from typing import Any
+
+import pytest
+import torch
+import torch.distributed as dist
+from torch import nn
+
+import shardwise
+from shardwise.errors import ReleasedParameterError, UsageError
+from shardwise.zero import released
+from tests.harness import run_ranks
+from tests.models import CASES, GPT, MixedTypes, OddMLP
+from tests.zero.training import Setting, Tensors, assert_identical, masters, ranks_agree, start, train
+
+STAGE3 = {"train_micro_batch_size_per_gpu": 1, "zero_optimization": {"stage": 3}}
+
+
+class Initialised(nn.Module):
+    """Initialises in every way that scripts use: nn.init, .data, apply, indexing, tying, buffers from parameters."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.tokens = nn.Embedding(11, 6, padding_idx=0)
+        self.layers = nn.ModuleList(nn.Sequential(nn.Linear(6, 8), nn.ReLU(), nn.Linear(8, 6)) for _ in range(2))
+        self.head = nn.Linear(6, 11, bias=False)
+        self.scale = nn.Parameter(torch.ones(()))
+        self.empty = nn.Parameter(torch.zeros(3, 0))
+        self.head.weight = self.tokens.weight
+        self.apply(self.initialise)
+        nn.init.orthogonal_(self.layers[1][0].weight)
+        with torch.no_grad():
+            self.scale.fill_(0.5).mul_(3)
+            self.layers[0][0].bias[2] = 7.0
+            self.layers[0][2].weight.copy_(self.layers[0][2].weight * 2 + self.layers[1][2].weight)
+        self.layers[1][2].bias.data = torch.arange(6.0)
+        self.register_buffer("norm", self.tokens.weight.detach().norm())
+        for name, parameter in self.named_parameters():
+            if name.endswith("0.bias"):
+                nn.init.constant_(parameter, 0.25)
+
+    @staticmethod
+    def initialise(module: nn.Module) -> None:
+        if isinstance(module, nn.Linear):
+            nn.init.xavier_uniform_(module.weight, gain=0.5)
+            if module.bias is not None:
+                module.bias.data.zero_()
+        elif isinstance(module, nn.Embedding):
+            module.weight.data.normal_(std=0.02)
+            module.weight.data[0].zero_()
+
+    def forward(self, tokens: torch.Tensor) -> torch.Tensor:
+        h = self.tokens(tokens)
+        for layer in self.layers:
+            h = h + layer(h)
+        return self.head(h) * self.scale + self.empty.sum()
+
+
+BUILDERS: dict[str, Callable[[], nn.Module]] = {
+    "initialised": Initialised,
+    "odd": OddMLP,
+    "gpt": GPT,
+    "mixed": MixedTypes,
+}
+
+
+def shapes(model: nn.Module) -> list[Any]:
+    return [(n, tuple(p.shape), p.dtype, p.numel(), p.dim(), p.requires_grad) for n, p in model.named_parameters()]
+
+
+def build_sharded(name: str, world_seed: bool) -> tuple[list[Any], Tensors, list[Any], float, Tensors]:
+    torch.manual_seed(4 + (0 if world_seed else dist.get_rank()))
+    with shardwise.zero.Init():
+        model = BUILDERS[name]()
+        inside = shapes(model)
+    drawn = float(torch.rand(()))
+    outside = shapes(model)
+    with shardwise.zero.GatheredParameters(list(model.parameters())):
+        values = {n: p.detach().clone() for n, p in model.named_parameters()}
+        assert shapes(model) == outside
+    return inside, values, outside, drawn, {n: b.clone() for n, b in model.named_buffers()}
+
+
+@pytest.mark.parametrize("world_seed", [True, False])
+@pytest.mark.parametrize("name", list(BUILDERS))
+def test_values_shapes_and_random_numbers_are_those_of_plain_construction(name: str, world_seed: bool) -> None:
+    torch.manual_seed(4)
+    plain = BUILDERS[name]()
+    drawn = float(torch.rand(()))
+    for rank, (inside, values, outside, found, buffers) in enumerate(run_ranks(build_sharded, 3, name, world_seed)):
+        assert inside == outside == shapes(plain)
+        for key, parameter in plain.named_parameters():
+            assert torch.equal(values[key], parameter), key
+        if world_seed or rank == 0:
+            assert found == drawn
+            for key, buffer in plain.named_buffers():
+                assert torch.equal(buffers[key], buffer), key
+
+
+@contextmanager
+def watched_construction(seen: list[set[int]]) -> Iterator[None]:
+    """Note, whenever a parameter is registered, which modules have whole parameters."""
+    homes: dict[int, tuple[weakref.ref[Any], int]] = {}
+    original = nn.Module.register_parameter
+
+    def register(module: nn.Module, name: str, param: nn.Parameter | None) -> None:
+        original(module, name, param)
+        if param is not None:
+            homes[id(param)] = (weakref.ref(param), id(module))
+        alive = [(ref(), home) for ref, home in homes.values()]
+        seen.append({home for p, home in alive if p is not None and not released.is_released(p)})
+
+    nn.Module.register_parameter = register  # type: ignore[method-assign]
+    try:
+        yield
+    finally:
+        nn.Module.register_parameter = original  # type: ignore[method-assign]
+
+
+def whole_at_once() -> tuple[int, int]:
+    seen: list[set[int]] = []
+    with shardwise.zero.Init(), watched_construction(seen):
+        model = Initialised()
+    # What is left of a sharded parameter is its shape on one element, and this rank's part.
+    with torch._C.DisableTorchFunctionSubclass():
+        left = sum(p.untyped_storage().nbytes() for p in model.parameters())
+    return max(len(homes) for homes in seen), left // 4 - sum(1 for _ in model.parameters())
+
+
+def test_at_most_one_modules_parameters_are_whole_at_a_time() -> None:
+    for modules, elements in run_ranks(whole_at_once, 2):
+        assert modules == 1
+        assert elements == 0
+
+
+# -- training ----------------------------------------------------------------------------------------------------------
+
+
+def trained(way: str, name: str, setting: Setting) -> Tensors:
+    case = CASES[name]
+    torch.manual_seed(7)
+    if way == "init":
+        with shardwise.zero.Init():
+            model = case.build()
+        engine = start(case, setting, model)
+    elif way == "inside":
+        with shardwise.zero.Init():
+            model = case.build()
+            engine = start(case, setting, model)
+            plain = nn.Linear(3, 3)
+        with pytest.raises(ReleasedParameterError):
+            plain.weight.sum()
+    elif way == "meta":
+        with torch.device("meta"):
+            model = case.build()
+        engine = start(case, setting, model)
+    else:
+        engine = start(case, setting, case.build())
+    for step in range(2):
+        engine.backward(case.loss(engine, case.data(step, 0, dist.get_rank(), torch.float32)))
+        engine.step()
+    result = masters(engine.module)
+    engine.destroy()
+    assert all(type(p) is nn.Parameter and not p.is_meta for p in engine.module.parameters())
+    return result
+
+
+@pytest.mark.parametrize("way", ["init", "inside", "meta"])
+@pytest.mark.parametrize(("stage", "cap"), [(0, None), (2, 50), (3, None), (3, 50)])
+def test_training_goes_on_as_with_a_plain_model(way: str, stage: int, cap: int | None) -> None:
+    name = "gpt" if way == "meta" else "odd_mlp"
+    setting = Setting(stage=stage, cap=cap, optimizer="AdamW", lr=1e-2)
+    expected = run_ranks(trained, 2, "plain", name, setting)[0]
+    for found in run_ranks(trained, 2, way, name, setting):
+        for key, value in expected.items():
+            assert torch.equal(found[key], value), key
+
+
+def adopt_low_precision() -> list[Any]:
+    with shardwise.zero.Init(dtype=torch.bfloat16):
+        model = GPT()
+    dtypes = {p.dtype for p in model.parameters()}
+    setting = Setting(stage=3, precision="bf16")
+    outcome = train(CASES["gpt"], setting, 2)
+    engine = start(CASES["gpt"], setting, model)
+    kinds = {value.dtype for value in masters(model).values()}
+    engine.destroy()
+    return [dtypes, kinds, outcome.parameters != ""]
+
+
+def test_parameters_may_be_built_in_16_bits() -> None:
+    for dtypes, kinds, trains in run_ranks(adopt_low_precision, 2):
+        assert dtypes == {torch.bfloat16}
+        assert kinds == {torch.float32}
+        assert trains
+
+
+def convert_existing() -> bool:
+    torch.manual_seed(4)
+    model = OddMLP()
+    values = {n: p.detach().clone() for n, p in model.named_parameters()}
+    shardwise.zero.Init(module=model, config_dict_or_path=STAGE3)
+    assert all(released.is_released(p) for p in model.parameters())
+    with shardwise.zero.GatheredParameters(list(model.parameters())):
+        return all(torch.equal(p, values[n]) for n, p in model.named_parameters())
+
+
+def test_an_existing_module_is_converted_at_once() -> None:
+    assert run_ranks(convert_existing, 2) == [True, True]
+
+
+# -- refusals, and what the context leaves behind ----------------------------------------------------------------------
+
+
+def contexts_that_do_nothing() -> list[bool]:
+    plain = []
+    for context in (
+        shardwise.zero.Init(enabled=False),
+        shardwise.zero.Init(config_dict_or_path={"train_batch_size": 2, "zero_optimization": {"stage": 2}}),
+    ):
+        with context:
+            plain.append(type(nn.Linear(2, 2).weight) is nn.Parameter)
+    return plain
+
+
+def test_switched_off_or_below_stage_3_nothing_is_sharded() -> None:
+    assert run_ranks(contexts_that_do_nothing, 2) == [[True, True]] * 2
+
+
+def broken_construction() -> tuple[bool, str, str]:
+    original = nn.Module.register_parameter
+    with pytest.raises(ZeroDivisionError), shardwise.zero.Init():
+        nn.Linear(2, 2)
+        raise ZeroDivisionError
+    restored = nn.Module.register_parameter is original and type(nn.Linear(2, 2).weight) is nn.Parameter
+    with shardwise.zero.Init():
+        model = nn.Sequential(nn.Linear(4, 3))
+    with pytest.raises(ReleasedParameterError) as caught:
+        model[0].weight.sum()
+    with pytest.raises(UsageError) as meta, torch.device("meta"):
+        model = OddMLP()
+        shardwise.initialize(model=model, config=STAGE3)
+    return restored, str(caught.value), str(meta.value)
+
+
+def test_errors_name_the_parameter_and_the_module() -> None:
+    for restored, message, meta in run_ranks(broken_construction, 2):
+        assert restored
+        for word in ("Linear", "weight", "(3, 4)", "zero.Init", "GatheredParameters"):
+            assert word in message
+        for word in ("OddMLP", "meta", "reset_parameters", "zero.Init"):
+            assert word in meta
+
+
+def test_nothing_needs_a_process_group_of_one() -> None:
+    outcomes = run_ranks(train_alone, 1)
+    assert ranks_agree(outcomes)
+    assert_identical(outcomes[0][0], outcomes[0][1])
+
+
+def train_alone() -> list[Any]:
+    return [train(CASES["odd_mlp"], Setting(stage=stage), 2) for stage in (0, 3)]
