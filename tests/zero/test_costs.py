@@ -1,0 +1,199 @@
+"""What each stage holds and sends, against the arithmetic of the table (Rajbhandari et al., 2020).
+
+With P padded elements on N ranks: stage 1 divides optimizer state and masters by N, stage 2 gradients, stage 3
+parameters. A rank sends (N - 1) / N of what it gathers or reduces.
+"""
+
+from __future__ import annotations
+
+from collections import Counter
+from itertools import pairwise
+from typing import Any
+
+import pytest
+import torch.distributed as dist
+
+from shardwise.memory import Category
+from tests.harness import run_ranks
+from tests.models import CASES
+from tests.zero.training import DTYPES, Setting, start
+
+
+def sections(engine: Any) -> list[tuple[int, str, int, int, bool]]:
+    """(index of the unit, its name, padded elements, bytes of an element, trained) of every section."""
+    return [
+        (unit.index, unit.name, section.layout.numel, section.layout.dtype.itemsize, section.layout.trainable)
+        for unit in engine.sharded.units
+        for section in unit.sections
+    ]
+
+
+def step(engine: Any, name: str, number: int, setting: Setting) -> None:
+    case = CASES[name]
+    for micro in range(setting.accumulation):
+        engine.backward(case.loss(engine, case.data(number, micro, dist.get_rank(), DTYPES[setting.precision])))
+        engine.step()
+
+
+# -- memory ------------------------------------------------------------------------------------------------------------
+
+
+def resident(name: str, setting: Setting) -> dict[str, Any]:
+    engine = start(CASES[name], setting)
+    for number in range(2):
+        step(engine, name, number, setting)
+    engine.sharded.finish_gathers()
+    segments = sum(len(group["params"]) for group in engine.optimizer.param_groups)
+    owned = sum(p.numel() for group in engine.optimizer.param_groups for p in group["params"])
+    result = {"sections": sections(engine), "live": dict(engine.accountant.live), "segments": segments, "owned": owned}
+    engine.destroy()
+    return result
+
+
+@pytest.mark.parametrize("precision", ["fp32", "bf16"])
+@pytest.mark.parametrize("stage", range(4))
+@pytest.mark.parametrize(("name", "world", "cap"), [("gpt", 2, None), ("frozen_half", 3, 50)])
+def test_resident_bytes_are_those_of_the_table(
+    name: str, world: int, cap: int | None, stage: int, precision: str
+) -> None:
+    setting = Setting(stage=stage, cap=cap, precision=precision, optimizer="AdamW", lr=1e-3)
+    for found in run_ranks(resident, world, name, setting):
+        size = 2 if precision == "bf16" else 4
+        assert {itemsize for *_, itemsize, _ in found["sections"]} == {size}
+        whole = sum(numel for *_, numel, _, _ in found["sections"])
+        trained = sum(numel for *_, numel, _, is_trained in found["sections"] if is_trained)
+        live = found["live"]
+        assert live[Category.PARAMETERS] == size * whole // (world if stage == 3 else 1)
+        assert live[Category.GRADIENTS] == 4 * trained // (world if stage >= 1 else 1)
+        assert live[Category.MASTER] == (4 * trained // (world if stage >= 1 else 1) if precision == "bf16" else 0)
+        # Two moments, and one step count for each segment.
+        assert live[Category.OPTIMIZER] == 8 * trained // (world if stage >= 1 else 1) + 4 * found["segments"]
+        assert live[Category.GATHERED] == live[Category.BUFFERS] == 0
+
+
+@pytest.mark.parametrize("world", [1, 2, 4])
+def test_the_optimizer_of_a_rank_has_its_share_of_the_elements(world: int) -> None:
+    answers = run_ranks(resident, world, "odd_mlp", Setting(stage=1))
+    total = sum(numel for *_, numel, _, trained in answers[0]["sections"] if trained)
+    assert [found["owned"] for found in answers] == [total // world] * world
+    assert total % world == 0
+
+
+def unpadded(name: str) -> tuple[int, int]:
+    model = CASES[name].make()
+    parameters = sum(p.numel() for p in model.parameters())
+    engine = start(CASES[name], Setting(stage=1), model)
+    owned = sum(p.numel() for group in engine.optimizer.param_groups for p in group["params"])
+    engine.destroy()
+    return parameters, owned
+
+
+def test_padding_is_small() -> None:
+    for parameters, owned in run_ranks(unpadded, 2, "gpt"):
+        assert parameters / 2 <= owned < 1.05 * parameters / 2
+
+
+# -- communication -----------------------------------------------------------------------------------------------------
+
+
+def traffic(name: str, setting: Setting) -> dict[str, Any]:
+    """Collectives and bytes of one window after the first, by (operation, unit or purpose)."""
+    engine = start(CASES[name], setting)
+    for number in range(2):
+        step(engine, name, number, setting)
+    engine.sharded.finish_gathers()
+    first = engine.ledger.sequence
+    step(engine, name, 2, setting)
+    engine.sharded.finish_gathers()
+    records = list(engine.ledger.records(since=first))
+    assert all(record.finished is not None for record in records)
+    result = {
+        "sections": sections(engine),
+        "calls": Counter((record.op, record.label) for record in records),
+        "sent": Counter({op: sum(r.sent for r in records if r.op == op) for op in {r.op for r in records}}),
+        "lines": {record.line.rsplit("/", 1)[-1].split(":")[0] for record in records},
+        "tensors": len(engine.sharded.registry),
+    }
+    engine.destroy()
+    return result
+
+
+@pytest.mark.parametrize("precision", ["fp32", "bf16"])
+@pytest.mark.parametrize("accumulation", [1, 3])
+@pytest.mark.parametrize("stage", range(4))
+@pytest.mark.parametrize(("name", "world", "cap"), [("gpt", 2, None), ("frozen_half", 3, 50)])
+def test_collectives_and_bytes_of_a_step(
+    name: str, world: int, cap: int | None, stage: int, accumulation: int, precision: str
+) -> None:
+    setting = Setting(stage=stage, cap=cap, accumulation=accumulation, precision=precision)
+    answers = run_ranks(traffic, world, name, setting)
+    assert all(answer["calls"] == answers[0]["calls"] for answer in answers)
+    found = answers[0]
+    size = 2 if precision == "bf16" else 4
+    units = {index: unit for index, unit, *_ in found["sections"]}
+    trained = {index: unit for index, unit, _, _, is_trained in found["sections"] if is_trained}
+    whole = sum(numel for *_, numel, _, _ in found["sections"])
+    updated = sum(numel for *_, numel, _, is_trained in found["sections"] if is_trained)
+    # Sums over micro-batches travel in fp32; a gradient that is alone travels as it was computed.
+    wire = 4 if stage <= 1 and accumulation > 1 else size
+    reductions = accumulation if stage >= 2 else 1
+    gathers = 2 * accumulation if stage == 3 else 1
+    expected = Counter({("all_reduce", "gradient_norm"): 1})
+    for unit in trained.values():
+        expected["reduce_scatter", unit] += reductions
+    for unit in (units if stage == 3 else trained).values():
+        expected["all_gather", unit] += gathers
+    assert found["calls"] == expected
+    share = (world - 1) / world
+    assert found["sent"]["reduce_scatter"] == reductions * updated * wire * share
+    if stage == 3:
+        assert found["sent"]["all_gather"] == gathers * whole * size * share
+    else:
+        # Stage 0 gathers reduced gradients (fp32), the others updated parameters.
+        assert found["sent"]["all_gather"] == updated * (4 if stage == 0 else size) * share
+    assert found["sent"]["all_reduce"] == found["tensors"] * 8 * (world - 1)
+
+
+def test_records_name_the_line_of_the_script() -> None:
+    found = run_ranks(traffic, 2, "gpt", Setting(stage=3))[0]
+    assert found["lines"] == {"test_costs.py", "models.py", "training.py"} & found["lines"]
+    assert "test_costs.py" in found["lines"]
+
+
+def first_step(stage: int) -> list[tuple[str, str]]:
+    """What happens once: values of rank 0 for all at the start, the agreed order of units after the first step."""
+    engine = start(CASES["gpt"], Setting(stage=stage))
+    built = Counter(record.op for record in engine.ledger.records())
+    step(engine, "gpt", 0, Setting())
+    later = [(r.op, r.label) for r in engine.ledger.records() if r.op in ("share_object", "broadcast")]
+    assert built["all_gather"] == built["reduce_scatter"] == 0
+    engine.destroy()
+    return sorted({label for op, label in later if op == "share_object"})  # type: ignore[return-value]
+
+
+@pytest.mark.parametrize("stage", [0, 3])
+def test_the_order_of_units_is_agreed_once(stage: int) -> None:
+    for labels in run_ranks(first_step, 2, stage):
+        assert labels == (["side_channel.address", "unit_order"] if stage == 3 else ["unit_order"])
+
+
+def gathered_window(setting: Setting) -> tuple[int, list[int]]:
+    """Most bytes gathered at once in later steps, and the sizes of the units in the order of execution."""
+    engine = start(CASES["gpt"], setting)
+    for number in range(2):
+        step(engine, "gpt", number, setting)
+    engine.accountant.reset_peak()
+    step(engine, "gpt", 2, setting)
+    sizes = [unit.numel * 4 for unit in engine.sharded.units]
+    peak = engine.accountant.peak[Category.GATHERED]
+    engine.destroy()
+    return peak, sizes
+
+
+@pytest.mark.parametrize("prefetch", [True, False])
+def test_no_more_than_two_consecutive_units_and_the_tied_one_are_gathered(prefetch: bool) -> None:
+    peak, sizes = run_ranks(gathered_window, 2, Setting(stage=3, prefetch=prefetch))[0]
+    tied, *blocks = sizes
+    pairs = [a + b for a, b in pairwise(blocks)]
+    assert peak <= tied + (max(pairs) if prefetch else max(blocks))
+    assert peak < sum(sizes)
