@@ -269,6 +269,7 @@ def main() -> None:
             print(f"--- before training (held-out loss {checks[0][1]:.3f}) ---\n{before}\n", flush=True)
 
     batches = iter(shardwise.RepeatingLoader(loader))
+    engine.accountant.reset_peak()  # what was evaluated so far had the whole model gathered
     display = Display(engine, steps)
     with display.bar:
         while engine.global_steps < steps:
@@ -282,9 +283,9 @@ def main() -> None:
             losses.append(float(mean) / engine.world_size)
             display.show(losses[-1])
 
+    report = engine.memory_report(next(batches))
     checks.append((engine.global_steps, held_out_loss(engine, held_out)))
     after = write(engine, pieces, prompt, 100)
-    report = engine.memory_report(next(batches))
     engine.save_checkpoint(args.out, client_state={"losses": losses, "held_out": checks})
     if main_rank:
         print(f"--- after {engine.global_steps} steps (held-out loss {checks[-1][1]:.3f}) ---\n{after}\n")

@@ -78,12 +78,17 @@ class MemoryReport:
 
     def __rich__(self) -> Any:
         """Return what rich prints for the report."""
+        from rich import box
         from rich.table import Table
 
         title = f"Memory of rank {self.rank} of {self.world} ({self.parameters:,} parameters in the whole model)"
-        table = Table(title=title, caption="\n".join(self._captions()), caption_justify="left")
-        table.add_column("")
-        for name in ("planned", "measured", "floor", "planned B/param", "measured B/param"):
+        # Without frames, so that the categories' names fit into 80 columns, which is what a log file gets.
+        table = Table(title=title, box=box.SIMPLE, collapse_padding=True)
+        table.caption, table.caption_justify = "\n".join(self._captions()), "left"
+        table.add_column("", no_wrap=True)
+        for name in ("planned", "measured", "floor"):
+            table.add_column(name, justify="right", no_wrap=True)
+        for name in ("planned B/param", "measured B/param"):
             table.add_column(name, justify="right")
         for row in self.rows:
             table.add_row(*self._cells(row))
