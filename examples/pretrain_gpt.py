@@ -260,6 +260,8 @@ def main() -> None:
         _, state = engine.load_checkpoint(args.out)
         if state is None:
             raise SystemExit(f"--resume: there is no checkpoint in {args.out}")
+        if engine.global_steps >= steps:
+            raise SystemExit(f"--resume: all {steps} steps have been taken; ask for more with --steps")
         losses, checks = state["losses"], [tuple(check) for check in state["held_out"]]
     else:
         checks.append((0, held_out_loss(engine, held_out)))
@@ -275,7 +277,8 @@ def main() -> None:
         while engine.global_steps < steps:
             last = engine.global_steps == steps - 1
             with track_activations(engine.accountant) if last else nullcontext():
-                loss = engine(next(batches))
+                batch = next(batches)
+                loss = engine(batch)
                 engine.backward(loss)
                 engine.step()
             mean = loss.detach().clone()
@@ -283,7 +286,7 @@ def main() -> None:
             losses.append(float(mean) / engine.world_size)
             display.show(losses[-1])
 
-    report = engine.memory_report(next(batches))
+    report = engine.memory_report(batch)
     checks.append((engine.global_steps, held_out_loss(engine, held_out)))
     after = write(engine, pieces, prompt, 100)
     engine.save_checkpoint(args.out, client_state={"losses": losses, "held_out": checks})

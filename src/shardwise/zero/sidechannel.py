@@ -8,16 +8,20 @@ router that picks a layer twice). The peers' threads answer with their shards, w
 inside a pass, because no rank can step before all have finished their backward pass.
 
 *want*: a rank waits for a gather while reductions that come earlier in the agreed order are still to be launched here.
-    A peer
-that waits for such a reduction would never launch the gather: each would wait for the other. The message lets its
-thread launch the gather on its behalf.
+A peer that waits for such a reduction would never launch the gather: each would wait for the other. The message lets
+its thread launch the gather on its behalf.
 """
 
 from __future__ import annotations
 
+import atexit
+import contextlib
 import datetime
 import json
+import sys
 import threading
+import time
+import weakref
 from collections.abc import Callable, Sequence
 from typing import Any
 
@@ -28,6 +32,11 @@ from shardwise.comm.communicator import Communicator
 from shardwise.zero.unit import Unit
 
 _PATIENCE = datetime.timedelta(days=365)
+
+_LEAVING_S = 10.0
+"""When the program ends, rank 0 keeps the store for this long for ranks that end a little later."""
+
+_open: weakref.WeakSet[SideChannel] = weakref.WeakSet()
 
 
 class SideChannel:
@@ -52,6 +61,9 @@ class SideChannel:
         self._listener = self._connect()
         self._thread = threading.Thread(target=self._serve, name="shardwise-side-channel", daemon=True)
         self._thread.start()
+        _open.add(self)
+        atexit.unregister(_leave_all)
+        atexit.register(_leave_all)
 
     def _connect(self) -> dist.TCPStore:
         host, port = self._address
@@ -101,10 +113,30 @@ class SideChannel:
 
     def close(self) -> None:
         """Stop listening (all ranks must call)."""
+        _open.discard(self)
         self._post({"kind": "stop"})
         self._thread.join()
         # Rank 0 hosts the store; it must outlive the other ranks' threads.
         self.comm.barrier("side_channel.close")
+
+    def leave(self) -> None:
+        """Stop listening because this process ends, whatever the others do."""
+        # A thread that is still inside the store's client when the interpreter goes would take the process down.
+        with contextlib.suppress(RuntimeError):  # the store has gone, and with it the thread
+            self._post({"kind": "stop"})
+            left = self._client.add("left", 1)
+            deadline = time.monotonic() + _LEAVING_S
+            while self._server is not None and left < self.comm.world and time.monotonic() < deadline:
+                time.sleep(0.01)
+                left = self._client.add("left", 0)
+        self._thread.join(_LEAVING_S)
+
+
+def _leave_all() -> None:
+    # After an exception that nobody has caught the peers must see this process gone, and it does not linger.
+    if getattr(sys, "last_value", None) is None:
+        for channel in list(_open):
+            channel.leave()
 
 
 def _to_bytes(shard: torch.Tensor) -> Any:
