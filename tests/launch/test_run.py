@@ -286,3 +286,24 @@ else:
     assert live == b"\r 50%\r\n[rank 1] hello\r\n\r100%\r\nstopped on purpose\r\n"
     assert report.startswith(b"rank 0 failed first: exit code 1")
     assert report.rstrip().endswith(b"stopped on purpose")
+
+
+NO_DESTROY = """
+import sys, time, torch, shardwise
+config = {"train_micro_batch_size_per_gpu": 1, "optimizer": {"type": "SGD", "params": {"lr": 0.1}},
+          "zero_optimization": {"stage": 3}}
+engine, *_ = shardwise.initialize(model=torch.nn.Linear(3, 3), config=config)
+engine.backward(engine(torch.ones(1, 3)).sum())
+engine.step()
+time.sleep(abs(engine.global_rank - int(sys.argv[1])))
+print("done", engine.global_steps)
+"""
+
+
+@pytest.mark.parametrize("first_to_end", [0, 2])
+def test_a_script_may_end_without_destroying_its_engine(tmp_path, first_to_end: int) -> None:
+    done = _run("--nproc", "3", "--no_local_rank", _script(tmp_path, NO_DESTROY), str(first_to_end))
+    assert done.returncode == 0, done.stderr
+    assert done.stdout.count("done 1") == 3
+    for word in ("terminate", "frame #", "Traceback", "recvValue"):
+        assert word not in done.stdout + done.stderr
