@@ -32,18 +32,21 @@ _ADAM: dict[str, Any] = {
 NATIVE_OPTIMIZERS: dict[str, dict[str, Any]] = {"adam": _ADAM, "adamw": _ADAM}
 """Adam by the names that configurations use, in any case, with the arguments of torch and of the peers."""
 
-UNBUILT_OPTIMIZERS = (
-    "lamb",
-    "lion",
-    "onebitadam",
-    "zerooneadam",
-    "onebitlamb",
-    "muadam",
-    "muadamw",
-    "musgd",
-    "muon",
-)
-"""Names that configurations use and that this version does not have."""
+_COMPRESSED = "compressed optimizers are not available"
+_MUP = "optimizers of the package mup are not built by name; pass an instance instead"
+UNBUILT_OPTIMIZERS: dict[str, str] = {
+    "lamb": "it is not part of torch.optim; pass an instance of a LAMB class instead",
+    "lion": "it is not part of torch.optim; pass an instance of a Lion class instead",
+    "onebitadam": _COMPRESSED,
+    "zerooneadam": _COMPRESSED,
+    "onebitlamb": _COMPRESSED,
+    "muadam": _MUP,
+    "muadamw": _MUP,
+    "musgd": _MUP,
+    "muon": "elsewhere this name means Muon for matrices with Adam for the rest; write Muon (exactly) for "
+    "torch.optim.Muon, which takes matrices only",
+}
+"""Names, in lower case, that configurations use and that this version does not have, with what to do."""
 
 UNUSABLE_OPTIMIZERS: dict[str, str] = {
     "LBFGS": "it calls the model several times per step, which engine.step() cannot do",
@@ -65,8 +68,11 @@ NATIVE_SCHEDULES: dict[str, dict[str, Any]] = {
 }
 """Our own schedules (exact names) with arguments and defaults; warmup_max_lr None: the optimizer's lr."""
 
-UNBUILT_SCHEDULES = ("LRRangeTest", "OneCycle")
-"""Names that configurations use and that this version does not have."""
+UNBUILT_SCHEDULES: dict[str, str] = {
+    "LRRangeTest": "pass a schedule object as lr_scheduler instead",
+    "OneCycle": "torch's OneCycleLR has the same shape",
+}
+"""Names that configurations use and that this version does not have, with what to do."""
 
 UNUSABLE_SCHEDULES: dict[str, str] = {
     "ReduceLROnPlateau": "it needs a metric at every step; build it in the script and step it there",
@@ -76,6 +82,7 @@ UNUSABLE_SCHEDULES: dict[str, str] = {
     "SequentialLR": "it takes schedule objects; build it in the script and pass it as lr_scheduler",
     "LRScheduler": "it is the base class of schedules",
 }
+"""Schedules of torch that a configuration cannot describe, with the reason."""
 
 
 @dataclass(frozen=True)

@@ -25,7 +25,7 @@ def check_optimizer(config: Config, found: Scan) -> list[Problem]:
     here = dotted(found.given.get(("optimizer", "type"), ("optimizer", "type")))
     canonical = names.canonical_optimizer(name)
     if canonical in names.UNBUILT_OPTIMIZERS:
-        return [_unbuilt(here, "optimizer", name)]
+        return [_unbuilt(here, "optimizer", name, names.UNBUILT_OPTIMIZERS[canonical])]
     if canonical in names.UNUSABLE_OPTIMIZERS:
         return [Problem(here, f"torch.optim.{name} cannot be used: {names.UNUSABLE_OPTIMIZERS[canonical]}")]
     signature = names.optimizer_signature(name)
@@ -64,7 +64,7 @@ def check_scheduler(config: Config, found: Scan) -> list[Problem]:
         return []
     here = dotted(found.given.get(("scheduler", "type"), ("scheduler", "type")))
     if name in names.UNBUILT_SCHEDULES:
-        return [_unbuilt(here, "schedule", name)]
+        return [_unbuilt(here, "schedule", name, names.UNBUILT_SCHEDULES[name])]
     if name in names.UNUSABLE_SCHEDULES:
         return [Problem(here, f"{name} cannot be used in a configuration: {names.UNUSABLE_SCHEDULES[name]}")]
     signature = names.schedule_signature(name)
@@ -80,11 +80,11 @@ def check_scheduler(config: Config, found: Scan) -> list[Problem]:
     return problems
 
 
-def _unbuilt(path: str, kind: str, name: str) -> Problem:
-    return Problem(path, f"this version does not have the {kind} {name}", NotBuiltError)
+def _unbuilt(path: str, kind: str, name: str, reason: str) -> Problem:
+    return Problem(path, f"this version does not have the {kind} {name}: {reason}", NotBuiltError)
 
 
-def _unknown(kind: str, name: str, usable: set[str], unbuilt: tuple[str, ...], module: str) -> str:
+def _unknown(kind: str, name: str, usable: set[str], unbuilt: dict[str, str], module: str) -> str:
     ordered = sorted(usable, key=lambda item: (item.lower(), item))
     close = nearest(name, [*ordered, *unbuilt])
     advice = f'did you mean "{close}"?' if close else f"known: {', '.join(ordered)}"

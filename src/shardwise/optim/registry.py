@@ -17,6 +17,7 @@ from typing import Any
 
 import torch
 
+from shardwise.config.names import UNBUILT_OPTIMIZERS
 from shardwise.errors import ConfigError, NotBuiltError
 
 _log = logging.getLogger("shardwise")
@@ -31,20 +32,6 @@ _PEER_ADAM_OPTIONS = (
     "set_grad_none",
     "torch_adam",
 )
-
-_NOT_BUILT: dict[str, str] = {
-    "lamb": "it is not part of torch.optim; pass an instance of a LAMB class instead",
-    "lion": "it is not part of torch.optim; pass an instance of a Lion class instead",
-    "onebitadam": "compressed optimizers are not available",
-    "zerooneadam": "compressed optimizers are not available",
-    "onebitlamb": "compressed optimizers are not available",
-    "muadam": "optimizers of the package mup are not built by name; pass an instance instead",
-    "muadamw": "optimizers of the package mup are not built by name; pass an instance instead",
-    "musgd": "optimizers of the package mup are not built by name; pass an instance instead",
-    "muon": "elsewhere this name means Muon for matrices with Adam for the rest; write Muon (exactly) for "
-    "torch.optim.Muon, which takes matrices only",
-}
-"""Names, in lower case, that published configurations use and this version does not serve."""
 
 
 def build(
@@ -82,7 +69,7 @@ def build(
     classes = _torch_classes()
     if name in classes:
         return _construct(classes[name], params, dict(options), device)
-    if reason := _NOT_BUILT.get(name.lower()):
+    if reason := UNBUILT_OPTIMIZERS.get(name.lower()):
         raise NotBuiltError(f"optimizer.type: {name!r} is not available: {reason}")
     by_lower_case = {known.lower(): cls for known, cls in classes.items()}
     if (cls := by_lower_case.get(name.lower())) is not None:

@@ -15,6 +15,7 @@ from typing import Any
 import torch
 from torch.optim import lr_scheduler
 
+from shardwise.config.names import UNBUILT_SCHEDULES, UNUSABLE_SCHEDULES
 from shardwise.errors import ConfigError, NotBuiltError
 from shardwise.schedules.base import StepSchedule
 from shardwise.schedules.warmup import WarmupCosineLR, WarmupDecayLR, WarmupLR
@@ -23,22 +24,6 @@ _OURS: dict[str, type[StepSchedule]] = {cls.__name__: cls for cls in (WarmupLR, 
 
 VALID_LR_SCHEDULES = list(_OURS)
 """Names of our own schedules."""
-
-_NOT_BUILT = {
-    "LRRangeTest": "",
-    "OneCycle": "; torch's OneCycleLR has the same shape",
-}
-"""Names that published configurations use and this version does not serve, with what to do."""
-
-_UNUSABLE = {
-    "LRScheduler": "it is the base class of schedules",
-    "ReduceLROnPlateau": "it needs a metric at every step; build it in the script and step it there",
-    "LambdaLR": "it takes functions; build it in the script and pass it as lr_scheduler",
-    "MultiplicativeLR": "it takes functions; build it in the script and pass it as lr_scheduler",
-    "ChainedScheduler": "it takes schedule objects; build it in the script and pass it as lr_scheduler",
-    "SequentialLR": "it takes schedule objects; build it in the script and pass it as lr_scheduler",
-}
-"""Schedules of torch that a configuration cannot describe."""
 
 
 def build(name: str, optimizer: torch.optim.Optimizer, params: Mapping[str, Any]) -> lr_scheduler.LRScheduler:
@@ -61,10 +46,10 @@ def build(name: str, optimizer: torch.optim.Optimizer, params: Mapping[str, Any]
         ...
     shardwise.errors.ConfigError: scheduler.type: unknown schedule 'SteppLR'; did you mean StepLR?
     """
-    if name in _NOT_BUILT:
-        raise NotBuiltError(f"scheduler.type: {name} is not available{_NOT_BUILT[name]}")
-    if name in _UNUSABLE:
-        raise ConfigError(f"scheduler.type: {name} cannot be built from a configuration: {_UNUSABLE[name]}")
+    if name in UNBUILT_SCHEDULES:
+        raise NotBuiltError(f"scheduler.type: {name} is not available: {UNBUILT_SCHEDULES[name]}")
+    if name in UNUSABLE_SCHEDULES:
+        raise ConfigError(f"scheduler.type: {name} cannot be built from a configuration: {UNUSABLE_SCHEDULES[name]}")
     cls = _classes().get(name)
     if cls is None:
         raise ConfigError(f"scheduler.type: unknown schedule {name!r}{_suggestion(name, names())}")
@@ -80,7 +65,7 @@ def build(name: str, optimizer: torch.optim.Optimizer, params: Mapping[str, Any]
 
 def names() -> list[str]:
     """Return the names that `build` accepts."""
-    return [name for name in _classes() if name not in _UNUSABLE]
+    return [name for name in _classes() if name not in UNUSABLE_SCHEDULES]
 
 
 def _classes() -> dict[str, type[Any]]:
