@@ -1,0 +1,236 @@
+"""The systems that are compared: each gives a function that makes a training step, of the same GPT on the same data.
+
+All use fused AdamW. In bf16, DDP and the run without communication compute under autocast on fp32 weights, FSDP2 and
+DeepSpeed and shardwise compute on bf16 copies of fp32 weights.
+"""
+
+from __future__ import annotations
+
+import importlib.util
+from collections.abc import Callable
+from contextlib import nullcontext
+from dataclasses import dataclass
+from typing import Any
+
+import torch
+import torch.distributed as dist
+import torch.nn.functional as F
+from torch import nn
+
+
+@dataclass(frozen=True)
+class Run:
+    """A system with its model.
+
+    Attributes:
+        step: makes one optimizer step of the case's accumulation.
+        accountant: what counts its tensor bytes, where it does that.
+        close: frees what it holds.
+    """
+
+    step: Callable[[], None]
+    accountant: Any = None
+    close: Callable[[], None] = lambda: None
+
+
+@dataclass(frozen=True)
+class Size:
+    """Shape of a GPT and of a rank's micro-batch.
+
+    Attributes:
+        width, layers, heads, vocabulary: of the model; head and embedding are not tied.
+        rows, length: sequences in a micro-batch, and tokens in a sequence.
+    """
+
+    width: int
+    layers: int
+    heads: int
+    vocabulary: int
+    rows: int
+    length: int
+
+
+SIZES = {
+    "27M": Size(512, 8, 8, 1024, 4, 128),
+    "98M": Size(768, 12, 12, 8192, 1, 64),
+}
+
+
+class Block(nn.Module):
+    """A pre-norm transformer block."""
+
+    def __init__(self, width: int, heads: int) -> None:
+        super().__init__()
+        self.heads = heads
+        self.norm1, self.norm2 = nn.LayerNorm(width), nn.LayerNorm(width)
+        self.qkv, self.out = nn.Linear(width, 3 * width), nn.Linear(width, width)
+        self.up, self.down = nn.Linear(width, 4 * width), nn.Linear(4 * width, width)
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        """Mix positions, then features."""
+        rows, length, width = x.shape
+        q, k, v = self.qkv(self.norm1(x)).view(rows, length, 3, self.heads, -1).permute(2, 0, 3, 1, 4)
+        mixed = F.scaled_dot_product_attention(q, k, v, is_causal=True)
+        x = x + self.out(mixed.transpose(1, 2).reshape(rows, length, width))
+        return x + self.down(F.gelu(self.up(self.norm2(x))))
+
+
+class GPT(nn.Module):
+    """A GPT that returns its own loss."""
+
+    def __init__(self, size: Size) -> None:
+        super().__init__()
+        self.tokens, self.places = nn.Embedding(size.vocabulary, size.width), nn.Embedding(size.length, size.width)
+        self.blocks = nn.ModuleList(Block(size.width, size.heads) for _ in range(size.layers))
+        self.norm, self.head = nn.LayerNorm(size.width), nn.Linear(size.width, size.vocabulary, bias=False)
+
+    def forward(self, ids: torch.Tensor) -> torch.Tensor:
+        """Return the cross-entropy of the ids themselves."""
+        x = self.tokens(ids) + self.places(torch.arange(ids.shape[1], device=ids.device))
+        for block in self.blocks:
+            x = block(x)
+        return F.cross_entropy(self.head(self.norm(x)).flatten(0, 1).float(), ids.flatten())
+
+
+@dataclass(frozen=True)
+class Case:
+    """What is trained, and how.
+
+    Attributes:
+        size: of the model and the batch.
+        bf16: whether the precision is bf16; fp32 otherwise.
+        accumulation: micro-batches a step.
+        device: where.
+    """
+
+    size: Size
+    bf16: bool
+    accumulation: int = 1
+    device: str = "cpu"
+
+    def batch(self) -> torch.Tensor:
+        """Return the rank's micro-batch, the same in every step."""
+        generator = torch.Generator().manual_seed(1 + (dist.get_rank() if dist.is_initialized() else 0))
+        shape = (self.size.rows, self.size.length)
+        return torch.randint(0, self.size.vocabulary, shape, generator=generator).to(self.device)
+
+    def model(self) -> GPT:
+        """Return the model, the same on every rank."""
+        torch.manual_seed(0)
+        return GPT(self.size).to(self.device)
+
+
+def _adamw(parameters: Any) -> torch.optim.Optimizer:
+    return torch.optim.AdamW(parameters, lr=1e-4, weight_decay=0.0, fused=True)
+
+
+def _plain_step(
+    case: Case, model: nn.Module, first_micro_batches: Callable[[], Any] = nullcontext, autocast: bool = True
+) -> Run:
+    """Step a module that behaves like a plain one; micro-batches but the last run under the given context."""
+    optimizer, ids = _adamw(model.parameters()), case.batch()
+
+    def micro_batch() -> None:
+        with torch.autocast(case.device, dtype=torch.bfloat16, enabled=case.bf16 and autocast):
+            loss = model(ids)
+        (loss / case.accumulation).backward()
+
+    def step() -> None:
+        if case.accumulation > 1:
+            with first_micro_batches():
+                for _ in range(case.accumulation - 1):
+                    micro_batch()
+        micro_batch()
+        optimizer.step()
+        optimizer.zero_grad(set_to_none=True)
+
+    return Run(step)
+
+
+def alone(case: Case) -> Run:
+    """No communication: every rank trains its own copy."""
+    return _plain_step(case, case.model())
+
+
+def ddp(case: Case) -> Run:
+    """DistributedDataParallel; gradients are reduced in the last micro-batch."""
+    model = nn.parallel.DistributedDataParallel(case.model())
+    return _plain_step(case, model, model.no_sync)
+
+
+def fsdp2(case: Case, reshard: bool) -> Run:
+    """fully_shard of every block and of the rest."""
+    from torch.distributed.device_mesh import init_device_mesh
+    from torch.distributed.fsdp import MixedPrecisionPolicy, fully_shard
+
+    model = case.model()
+    kind = torch.bfloat16 if case.bf16 else None
+    options = {
+        "mesh": init_device_mesh(case.device, (dist.get_world_size(),)),
+        "mp_policy": MixedPrecisionPolicy(param_dtype=kind, reduce_dtype=torch.float32 if case.bf16 else None),
+        "reshard_after_forward": reshard,
+    }
+    for block in model.blocks:
+        fully_shard(block, **options)
+    fully_shard(model, **options)
+    return _plain_step(case, model, autocast=False)
+
+
+def _config(case: Case, stage: int) -> dict[str, Any]:
+    return {
+        "train_micro_batch_size_per_gpu": case.size.rows,
+        "gradient_accumulation_steps": case.accumulation,
+        "zero_optimization": {"stage": stage},
+        "bf16": {"enabled": case.bf16},
+    }
+
+
+def _engine_step(case: Case, engine: Any) -> Run:
+    ids = case.batch()
+
+    def step() -> None:
+        for _ in range(case.accumulation):
+            engine.backward(engine(ids))
+            engine.step()
+
+    return Run(step, getattr(engine, "accountant", None), engine.destroy)
+
+
+def deepspeed(case: Case, stage: int) -> Run:
+    """DeepSpeed with torch's fused AdamW and its own default settings."""
+    import deepspeed as peer
+
+    model = case.model()
+    config = _config(case, stage) | {"zero_allow_untested_optimizer": True, "steps_per_print": 10**9}
+    engine, *_ = peer.initialize(model=model, optimizer=_adamw(model.parameters()), config=config)
+    return _engine_step(case, engine)
+
+
+def shardwise(case: Case, stage: int, init: bool = False) -> Run:
+    """shardwise with its default settings; `init`: the model is built under zero.Init."""
+    import shardwise as ours
+
+    adamw = {"type": "AdamW", "params": {"lr": 1e-4}}
+    config = _config(case, stage) | {"optimizer": adamw, "steps_per_print": 0}
+    with ours.zero.Init(config_dict_or_path=config) if init else nullcontext():
+        model = case.model()
+    engine, *_ = ours.initialize(model=model, config=config)
+    del model
+    return _engine_step(case, engine)
+
+
+SYSTEMS: dict[str, Callable[[Case], Run]] = {
+    "alone": alone,
+    "DDP": ddp,
+    "FSDP2": lambda case: fsdp2(case, reshard=True),
+    "FSDP2 no reshard": lambda case: fsdp2(case, reshard=False),
+    **{f"DeepSpeed {stage}": lambda case, stage=stage: deepspeed(case, stage) for stage in range(4)},
+    **{f"shardwise {stage}": lambda case, stage=stage: shardwise(case, stage) for stage in range(4)},
+    "shardwise 3 Init": lambda case: shardwise(case, 3, init=True),
+}
+
+
+def available() -> list[str]:
+    """Return the names of the systems that are installed."""
+    found = importlib.util.find_spec("deepspeed") is not None
+    return [name for name in SYSTEMS if found or not name.startswith("DeepSpeed")]
