@@ -12,25 +12,59 @@ from collections.abc import Sequence
 
 import torch
 
+CHUNK = 1 << 17
+"""Elements that are widened at a time on a CPU: their fp64 copy is small, reused, and never page-faulted anew."""
 
-def sums_of_squares(runs: Sequence[tuple[int, torch.Tensor]], parameters: int, device: torch.device) -> torch.Tensor:
-    """Return this rank's sum of squares of each parameter.
+
+class Runs:
+    """The runs of gradients whose squares this rank sums.
 
     Args:
         runs: pairs (index of a parameter, 1-D run of its gradient); a parameter may have several.
         parameters: number of parameters.
-        device: of the result.
-
-    Returns:
-        fp64 tensor of `parameters` elements.
+        device: of the runs and of the result.
     """
-    sums = torch.zeros(parameters, dtype=torch.float64, device=device)
-    filled = [(index, run) for index, run in runs if run.numel()]
-    if filled:
-        norms = torch.stack(torch._foreach_norm([run for _, run in filled], 2, dtype=torch.float64))
-        indices = torch.tensor([index for index, _ in filled], device=device)
-        sums.index_add_(0, indices, norms.square())
-    return sums
+
+    def __init__(self, runs: Sequence[tuple[int, torch.Tensor]], parameters: int, device: torch.device) -> None:
+        self._parameters = parameters
+        self._device = device
+        filled = [(index, run) for index, run in runs if run.numel()]
+        # torch's norm of a large CPU tensor in another dtype makes a copy of it first, and is slow.
+        large = [device.type == "cpu" and run.numel() > CHUNK for _, run in filled]
+        self._large = [run for (_, run), is_large in zip(filled, large, strict=True) if is_large]
+        self._small = [run for (_, run), is_large in zip(filled, large, strict=True) if not is_large]
+        # On the device from the beginning: copying indices in every step would wait for it.
+        self._places = torch.tensor(
+            [
+                index
+                for wanted in (True, False)
+                for (index, _), found in zip(filled, large, strict=True)
+                if found is wanted
+            ],
+            dtype=torch.int64,
+            device=device,
+        )
+
+    def sums_of_squares(self) -> torch.Tensor:
+        """Return this rank's sum of squares of each parameter: an fp64 tensor of one element a parameter."""
+        sums = torch.zeros(self._parameters, dtype=torch.float64, device=self._device)
+        squares = [_sum_of_squares(self._large)] if self._large else []
+        if self._small:
+            squares.append(torch.stack(torch._foreach_norm(self._small, 2, dtype=torch.float64)).square())
+        return sums.index_add_(0, self._places, torch.cat(squares)) if squares else sums
+
+
+def _sum_of_squares(runs: Sequence[torch.Tensor]) -> torch.Tensor:
+    """Return the sum of squares of each run on a CPU."""
+    sums = []
+    scratch = torch.empty(CHUNK, dtype=torch.float64)
+    for run in runs:
+        total = 0.0
+        for chunk in run.split(CHUNK):
+            wide = scratch[: chunk.numel()].copy_(chunk)
+            total += torch.dot(wide, wide).item()
+        sums.append(total)
+    return torch.tensor(sums, dtype=torch.float64)
 
 
 def combine(sums: torch.Tensor, scale: float) -> torch.Tensor:

@@ -18,7 +18,7 @@ from shardwise.comm.communicator import Communicator
 from shardwise.errors import DesyncError, UsageError
 from shardwise.memory import Accountant, Category, module_bytes, resident_bytes
 from shardwise.precision.dtypes import PrecisionPolicy
-from shardwise.precision.norms import clip_coefficient, combine, sums_of_squares
+from shardwise.precision.norms import Runs, clip_coefficient, combine
 from shardwise.registry import Registry
 from shardwise.zero import released
 from shardwise.zero.calls import Use
@@ -149,7 +149,7 @@ class ShardedModel:
         accountant.construction_peak = accountant.peak_total
         accountant.reset_peak()
         self._order_agreed = False
-        self._runs: list[tuple[int, torch.Tensor]] | None = None
+        self._runs: Runs | None = None
         self._runs_of = 0
 
     # -- building ----------------------------------------------------------------------------------------------------
@@ -221,14 +221,15 @@ class ShardedModel:
         assert self.reducer is not None
         if self._runs is None or self._runs_of != self.reducer.dropped:
             self._runs_of = self.reducer.dropped
-            self._runs = [
+            runs = [
                 (piece.index, section.own_gradient[piece.offset : piece.offset + piece.stop - piece.start])
                 for unit in self.units
                 for section in unit.trainable
                 for piece in section.layout.pieces(*section.layout.range_of(self.comm.rank))
             ]
+            self._runs = Runs(runs, len(self.registry), self.device)
         with self.accountant.owning(Category.OTHER):
-            sums = sums_of_squares(self._runs, len(self.registry), self.device)
+            sums = self._runs.sums_of_squares()
             self.comm.all_reduce(sums, "gradient_norm").wait()
             return combine(sums, scale)
 
