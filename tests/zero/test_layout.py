@@ -105,3 +105,15 @@ def test_padding_is_less_than_a_boundary_for_each_parameter_and_rank(tensors: li
 def test_rounding_up(value: int, multiple: int) -> None:
     rounded = round_up(value, multiple)
     assert rounded % multiple == 0 and value <= rounded < value + multiple
+
+
+@given(parameters(), st.integers(1, 9), st.sampled_from(["cpu", "cuda"]))
+def test_gaps_are_what_no_parameter_covers(tensors: list[LogicalTensor], world: int, device: str) -> None:
+    for section in sections_of(tensors, world, device):
+        covered = torch.zeros(section.numel, dtype=torch.int64)
+        for slot in section.slots:
+            covered[slot.offset : slot.offset + slot.numel] += 1
+        for start, stop in section.gaps:
+            assert start < stop
+            covered[start:stop] += 1
+        assert bool((covered == 1).all())

@@ -5,6 +5,7 @@ from __future__ import annotations
 from collections.abc import Sequence
 
 import pytest
+import torch
 
 from tests.harness import run_ranks
 from tests.models import CASES
@@ -70,3 +71,22 @@ def test_adam_like_optimizers_are_no_worse_than_the_plain_loop(name: str, optimi
         for setting, outcome in family[1:]:
             assert_identical(family[0][1], outcome, str(setting))
         assert_no_worse(family[0][1].masters, loop.masters, exact.masters, f"{name} {optimizer}")
+
+
+def _train_on_poisoned_memory(name: str, settings: list[Setting]) -> list[Outcome]:
+    """Train while torch fills memory that it hands out uninitialised with NaN."""
+    torch.use_deterministic_algorithms(True)
+    try:
+        assert bool(torch.empty(3).isnan().all())
+        return train_all(name, settings)
+    finally:
+        torch.use_deterministic_algorithms(False)
+
+
+@pytest.mark.parametrize("name", ["odd_mlp", "router"])
+def test_nothing_is_read_that_was_not_written(name: str) -> None:
+    settings = [Setting(accumulation=n).with_stage(stage) for n in (1, 2) for stage in range(4)]
+    expected = ranks_agree(run_ranks(train_all, 2, name, settings))
+    found = ranks_agree(run_ranks(_train_on_poisoned_memory, 2, name, settings))
+    for setting, first, second in zip(settings, expected, found, strict=True):
+        assert_identical(first, second, str(setting))

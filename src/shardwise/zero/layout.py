@@ -104,6 +104,13 @@ class Section:
         return cut
 
     @cached_property
+    def gaps(self) -> list[tuple[int, int]]:
+        """Ranges of the flat buffer that belong to no parameter: what alignment leaves between them and at the end."""
+        ends = [slot.offset + slot.numel for slot in self.slots]
+        starts = [slot.offset for slot in self.slots[1:]]
+        return [(end, start) for end, start in zip(ends, [*starts, self.numel], strict=True) if end < start]
+
+    @cached_property
     def _offsets(self) -> list[int]:
         return [slot.offset for slot in self.slots]
 

@@ -321,7 +321,11 @@ class ShardedModel:
         if self.reducer.partial:
             slot = next(slot for slot in section.layout.slots if slot.index == index)
             held = gradients.buffers.get(unit.sections.index(section))
-            return [] if held is None else [(0, slot.numel, held[slot.offset : slot.offset + slot.numel])]
+            return (
+                []
+                if held is None or index not in gradients.written
+                else [(0, slot.numel, held[slot.offset : slot.offset + slot.numel])]
+            )
         if not gradients.accumulated:
             return None
         return [

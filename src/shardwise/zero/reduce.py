@@ -67,7 +67,7 @@ class UnitGradients:
         if not outside:
             self.look_ahead()
         # What this graph does not know of may be in a nested one, made by a re-entrant checkpoint.
-        self.nested = used and not outside and len(self.expected) < len(self._nodes)
+        self.nested = used and not outside and len(self.expected) < self.parameters
 
     def look_ahead(self) -> None:
         """Expect what the backward pass that autograd is in will produce, be it the outer or a nested one."""
@@ -75,6 +75,11 @@ class UnitGradients:
         if task not in self._tasks:
             self._tasks.add(task)
             self.expected |= {index for index, node in self._nodes if torch._C._will_engine_execute_node(node)}
+
+    @property
+    def parameters(self) -> int:
+        """Number of trainable parameters."""
+        return len(self._nodes)
 
     @property
     def complete(self) -> bool:
@@ -253,7 +258,7 @@ class Reducer:
         return arrived
 
     def _buffer(self, gradients: UnitGradients, place: int, section: SectionMemory) -> torch.Tensor:
-        """Return the flat buffer of a section, zeroed when new."""
+        """Return the flat buffer of a section; when new, with undefined content (see `_fill_gaps`)."""
         known = gradients.buffers.get(place)
         if known is not None:
             return known
@@ -263,12 +268,22 @@ class Reducer:
         dtype = (self.wire_dtype or section.layout.dtype) if alone else section.accumulate_dtype
         if not alone and not gradients.accumulated and section.keeps_whole_gradient:
             # The reduced gradient will be as large as the sum, and nothing is in its place yet.
-            buffer = section.whole_gradient.zero_()
+            buffer = section.whole_gradient
         else:
-            buffer = torch.zeros(section.layout.numel, dtype=dtype, device=section.device)
+            buffer = torch.empty(section.layout.numel, dtype=dtype, device=section.device)
             self.accountant.hold(Category.BUFFERS if alone else Category.GRADIENTS, buffer)
         gradients.buffers[place] = buffer
         return buffer
+
+    def _fill_gaps(self, gradients: UnitGradients, section: SectionMemory, buffer: torch.Tensor) -> None:
+        """Put zeros where no gradient has arrived: absent parameters, and between parameters."""
+        # Zeroing the whole buffer beforehand would write every byte once more.
+        for start, stop in section.layout.gaps:
+            buffer[start:stop].zero_()
+        if len(gradients.written) < gradients.parameters:
+            for slot in section.layout.slots:
+                if slot.index not in gradients.written:
+                    buffer[slot.offset : slot.offset + slot.numel].zero_()
 
     def _free(self, gradients: UnitGradients) -> None:
         gradients.buffers = {}
@@ -298,6 +313,7 @@ class Reducer:
         for place, section in enumerate(unit.sections):
             if section.layout.trainable:
                 buffer = self._buffer(gradients, place, section)
+                self._fill_gaps(gradients, section, buffer)
                 if self.prescale != 1.0:
                     buffer.mul_(self.prescale)
                 if self.wire_dtype is not None and buffer.dtype != self.wire_dtype:
