@@ -3,7 +3,7 @@
 from shardwise.memory.accountant import Accountant, Category
 from shardwise.memory.dryrun import ActivationPlan, Stretch, plan_activations
 from shardwise.memory.optimizer import StepBytes, step_bytes
-from shardwise.memory.process import module_bytes, peak_resident_bytes, resident_bytes
+from shardwise.memory.process import give_back_freed_memory, module_bytes, peak_resident_bytes, resident_bytes
 from shardwise.memory.report import MemoryReport, MemoryRow
 from shardwise.memory.track import track_activations
 
@@ -15,6 +15,7 @@ __all__ = [
     "MemoryRow",
     "StepBytes",
     "Stretch",
+    "give_back_freed_memory",
     "module_bytes",
     "peak_resident_bytes",
     "plan_activations",

@@ -16,7 +16,7 @@ from torch import nn
 
 from shardwise.comm.communicator import Communicator
 from shardwise.errors import DesyncError, UsageError
-from shardwise.memory import Accountant, Category, module_bytes, resident_bytes
+from shardwise.memory import Accountant, Category, give_back_freed_memory, module_bytes, resident_bytes
 from shardwise.precision.dtypes import PrecisionPolicy
 from shardwise.precision.norms import Runs, clip_coefficient, combine
 from shardwise.registry import Registry
@@ -149,6 +149,8 @@ class ShardedModel:
         accountant.construction_peak = accountant.peak_total
         accountant.reset_peak()
         self._order_agreed = False
+        self._stepped = False
+        give_back_freed_memory()  # of the whole parameters, between the shards
         self._runs: Runs | None = None
         self._runs_of = 0
 
@@ -255,6 +257,9 @@ class ShardedModel:
         self.finish_gathers()
         with self.accountant.owning(Category.OTHER):
             self.update.step(self.optimizer)
+        if not self._stepped:
+            self._stepped = True
+            give_back_freed_memory()  # the optimizer's state has come to stay, among buffers that have gone
         torch.autograd.graph.increment_version(self._trainable)
         if self.plan.shard_optimizer and self.comm.world > 1:
             for unit in self.units:
