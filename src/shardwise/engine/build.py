@@ -11,6 +11,7 @@ from typing import Any
 import torch
 from torch import nn
 
+from shardwise.comm.agreement import check_agreement
 from shardwise.comm.api import configure as configure_log
 from shardwise.comm.communicator import Communicator
 from shardwise.comm.environment import discover
@@ -21,6 +22,7 @@ from shardwise.config import Facts, resolve
 from shardwise.data import EngineDataLoader
 from shardwise.device import choose_device
 from shardwise.engine.engine import Engine
+from shardwise.engine.facts import facts_of
 from shardwise.errors import ConfigError, UsageError
 from shardwise.memory import Accountant, Category
 from shardwise.optim import Sharding, is_elementwise_state, sharding_of
@@ -171,6 +173,9 @@ def _build(
             raise ConfigError(f"optimizer {type(optimizer).__name__} cannot be used: {reason}")
         whole = kind is Sharding.WHOLE
     _place_buffers(model, device, policy.buffer_dtype, settings.data_types.keep_in_fp32_modules, accountant)
+
+    # From here on ranks exchange what has the sizes of their own model.
+    check_agreement(comm, facts_of(model, optimizer, resolution))
 
     # Sharding frees the model unit by unit, so it must be the last one to hold whole parameters.
     engine_box: list[Engine] = []
