@@ -6,6 +6,7 @@ from shardwise.memory.optimizer import StepBytes, step_bytes
 from shardwise.memory.process import give_back_freed_memory, module_bytes, peak_resident_bytes, resident_bytes
 from shardwise.memory.report import MemoryReport, MemoryRow
 from shardwise.memory.track import track_activations
+from shardwise.memory.usage import memory_status, see_memory_usage
 
 __all__ = [
     "Accountant",
@@ -16,10 +17,12 @@ __all__ = [
     "StepBytes",
     "Stretch",
     "give_back_freed_memory",
+    "memory_status",
     "module_bytes",
     "peak_resident_bytes",
     "plan_activations",
     "resident_bytes",
+    "see_memory_usage",
     "step_bytes",
     "track_activations",
 ]

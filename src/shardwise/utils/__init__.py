@@ -12,6 +12,8 @@ _PUBLIC = {
     "safe_set_full_fp32_param": "shardwise.zero.access",
     "safe_set_full_grad": "shardwise.zero.access",
     "safe_set_full_optimizer_state": "shardwise.zero.access",
+    "memory_status": "shardwise.memory",
+    "see_memory_usage": "shardwise.memory",
     "RepeatingLoader": "shardwise.data",
     "log_dist": "shardwise.utils.logging",
     "logger": "shardwise.utils.logging",

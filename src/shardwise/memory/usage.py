@@ -1,0 +1,123 @@
+"""One-line notes on memory in use, in the formats that scripts written for other libraries print and parse.
+
+On a CUDA device the figures are those of torch's allocator. On a CPU "allocated" is the resident size of the process,
+its maximum the highest since the process started, and nothing is cached.
+"""
+
+from __future__ import annotations
+
+import sys
+from dataclasses import dataclass
+from pathlib import Path
+
+import torch
+import torch.distributed as dist
+
+from shardwise.memory.process import peak_resident_bytes, resident_bytes
+
+_GB = 2**30
+
+
+@dataclass(frozen=True)
+class _Usage:
+    """Bytes allocated and cached (reserved), now and at most."""
+
+    allocated: int
+    allocated_peak: int
+    cached: int
+    cached_peak: int
+
+
+_last = _Usage(0, 0, 0, 0)
+"""What `memory_status` saw last: it prints differences."""
+
+
+def see_memory_usage(message: str, force: bool = False) -> None:
+    """Print allocated, cached and host memory on rank 0, and begin new maxima. Not a collective.
+
+    Args:
+        message: printed first.
+        force: nothing is printed without it, so that calls can stay in a script.
+
+    Example:
+        >>> see_memory_usage("after building")
+    """
+    if not force or _rank() != 0:
+        return
+    now = _usage()
+    used, percent = _host()
+    print(message)
+    print(
+        f"MA {now.allocated / _GB:.2f} GB  Max_MA {now.allocated_peak / _GB:.2f} GB  "
+        f"CA {now.cached / _GB:.2f} GB  Max_CA {now.cached_peak / _GB:.2f} GB"
+    )
+    print(f"CPU Virtual Memory:  used = {used / _GB:.2f} GB, percent = {percent:.1f}%")
+    sys.stdout.flush()
+    _reset_maxima()
+
+
+def memory_status(msg: str, print_rank: int = -1, reset_max: bool = False) -> None:
+    """Print allocated and cached memory with what has changed since the last call. Not a collective.
+
+    Args:
+        msg: names the place in the script.
+        print_rank: the rank that prints; -1 for all.
+        reset_max: begin new maxima first.
+
+    Example:
+        >>> memory_status("step 1")  # doctest: +ELLIPSIS
+        RANK=0 MEMSTATS step 1 device=... current alloc=...GB (delta=...GB max=...GB) current cache=...GB ...
+    """
+    global _last
+    rank = _rank()
+    if print_rank not in (-1, rank):
+        return
+    if reset_max:
+        _reset_maxima()
+    now, before = _usage(), _last
+    _last = now
+    print(
+        f"RANK={rank} MEMSTATS {msg} device={_device()} "
+        f"current alloc={now.allocated / _GB:.4f}GB (delta={(now.allocated - before.allocated) / _GB:.4f}GB "
+        f"max={now.allocated_peak / _GB:.4f}GB) "
+        f"current cache={now.cached / _GB:.4f}GB (delta={(now.cached - before.cached) / _GB:.4f}GB "
+        f"max={now.cached_peak / _GB:.4f}GB)",
+        flush=True,
+    )
+
+
+def _rank() -> int:
+    return dist.get_rank() if dist.is_available() and dist.is_initialized() else 0
+
+
+def _device() -> str:
+    return f"cuda:{torch.cuda.current_device()}" if torch.cuda.is_available() else "cpu"
+
+
+def _usage() -> _Usage:
+    if torch.cuda.is_available():
+        return _Usage(
+            torch.cuda.memory_allocated(),
+            torch.cuda.max_memory_allocated(),
+            torch.cuda.memory_reserved(),
+            torch.cuda.max_memory_reserved(),
+        )
+    resident = resident_bytes() or 0
+    return _Usage(resident, max(resident, peak_resident_bytes() or 0), 0, 0)
+
+
+def _reset_maxima() -> None:
+    if torch.cuda.is_available():
+        torch.cuda.reset_peak_memory_stats()
+
+
+def _host() -> tuple[int, float]:
+    """Return the machine's memory in use, in bytes and per cent; zeros where /proc does not tell."""
+    try:
+        lines = Path("/proc/meminfo").read_text().splitlines()
+    except OSError:
+        return 0, 0.0
+    sizes = {name: int(rest.split()[0]) * 1024 for name, rest in (line.split(":", 1) for line in lines)}
+    total = sizes["MemTotal"]
+    used = total - sizes.get("MemAvailable", sizes["MemFree"])
+    return used, 100 * used / total
