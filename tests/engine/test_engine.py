@@ -290,3 +290,43 @@ def test_unused_parameters_are_an_error_if_asked_for(stage: int) -> None:
     for message in run_ranks(branching, 2, stage, "ignore_unused_parameters", False):
         assert message.startswith("UsageError: zero_optimization.ignore_unused_parameters")
         assert "right.weight, right.bias" in message
+
+
+def interrupted(stage: int, clip: float, how: str) -> list[Any]:
+    """A step that cannot be taken, or that the optimizer ends with an exception, is taken again."""
+    engine = build(stage, gradient_accumulation_steps=2, gradient_clipping=clip)
+    for _ in range(2):
+        one(engine)
+        if not engine.is_gradient_accumulation_boundary():
+            engine.step()
+    seen: list[Any] = []
+    if how == "gathered":
+        with engine.gathered(), pytest.raises(UsageError, match="leave the block first"):
+            engine.step()
+    elif how:
+        handle = engine.optimizer.register_step_pre_hook(lambda *_: 1 / 0)
+        with pytest.raises(ZeroDivisionError):
+            engine.step()
+        handle.remove()
+        seen.append(all(p.grad is None for g in engine.optimizer.param_groups for p in g["params"]))
+        if how == "another pass":
+            one(engine)
+            with pytest.raises(UsageError, match="zero_grad"):
+                engine.step()
+            engine.zero_grad()
+            one(engine)
+            one(engine)
+    engine.step()
+    engine.destroy()
+    return [engine.module.weight.detach().clone(), engine.get_global_grad_norm(), *seen]
+
+
+@pytest.mark.parametrize("clip", [0.0, 0.5])
+@pytest.mark.parametrize("stage", [0, 2, 3])
+def test_a_step_that_raised_can_be_taken_again(stage: int, clip: float) -> None:
+    weight, norm = run_ranks(interrupted, 2, stage, clip, "")[0]
+    for how in ("gathered", "optimizer raises", "another pass"):
+        found = run_ranks(interrupted, 2, stage, clip, how)[0]
+        assert torch.equal(found[0], weight), how
+        assert found[1] == norm
+        assert all(found[2:])

@@ -56,6 +56,9 @@ class Checkpointing:
         def gradient_accumulation_steps(self) -> int:
             """Return the number of micro-batches in one step."""
 
+        def drop_gradients(self) -> None:
+            """Forget the gradients that the engine has accumulated."""
+
     # -- checkpoints -------------------------------------------------------------------------------------------------
 
     def save_checkpoint(
@@ -170,8 +173,7 @@ class Checkpointing:
             loaded = read(self.sharded, saved, matched, options)
             if custom_load_fn is not None:
                 self._load_custom(custom_load_fn, saved.module_values())
-        if self.sharded.reducer is not None:
-            self.sharded.reducer.clear()
+        self.drop_gradients()
         if not load_module_only:
             with phase(self._comm, self.device, f"loading checkpoint {loaded.path}"):
                 self._take_training_state(loaded, options, load_lr_scheduler_states)

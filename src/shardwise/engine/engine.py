@@ -51,6 +51,16 @@ class StepReport:
     lr: tuple[float, ...]
 
 
+@dataclass(frozen=True)
+class _Prepared:
+    """A window whose gradients are ready for the optimizer: what is known of them, and the passes they come from."""
+
+    norm: torch.Tensor | None
+    coefficient: torch.Tensor | None
+    overflow: bool
+    passes: int
+
+
 class Engine(Attributes, BatchSizes, Checkpointing, ConfigGetters, MemoryReporting, nn.Module):
     """A model, its optimizer and its schedule, sharded as the configuration says. Made by `shardwise.initialize`.
 
@@ -112,6 +122,7 @@ class Engine(Attributes, BatchSizes, Checkpointing, ConfigGetters, MemoryReporti
         self._boundary: bool | None = None
         self._engine_backward = False
         self._was_applied = False
+        self._prepared: _Prepared | None = None
         self._batch = self.initial_batch()
         sharded.gradient_factor = self._gradient_factor
 
@@ -254,6 +265,37 @@ class Engine(Attributes, BatchSizes, Checkpointing, ConfigGetters, MemoryReporti
         self.micro_steps += 1
 
     def _take_step(self, lr_kwargs: dict[str, Any] | None) -> None:
+        sharded = self.sharded
+        sharded.check_can_step()
+        prepared = self._prepared = self._prepared or self._prepare()
+        if sharded.reducer is not None and sharded.reducer.passes != prepared.passes:
+            raise UsageError(
+                "engine.step() has raised before, when the gradients were already scaled for the update, and another "
+                "backward pass has come on top of them. Call engine.zero_grad() and compute the window's gradients anew"
+            )
+        scale = self.cur_scale
+        used = tuple(float(lr) for lr in self.get_lr())
+        if not prepared.overflow:
+            sharded.step()
+        self._prepared = None
+        sharded.end_window()
+        if self.loss_scaler is not None:
+            self.loss_scaler.update(prepared.overflow)
+        self.last_step = StepReport(not prepared.overflow, prepared.norm, prepared.coefficient, scale, used)
+        self._was_applied = not prepared.overflow
+        self.global_steps += 1
+        self.global_samples += self.train_batch_size()
+        if prepared.overflow:
+            self.skipped_steps += 1
+        elif self.lr_scheduler is not None:
+            self.lr_scheduler.step(**(lr_kwargs or {}))
+        self._print_progress()
+
+    def _prepare(self) -> _Prepared:
+        """Make the window's gradients what the optimizer is to see: complete, with the norm known, scaled and clipped.
+
+        Done once a window: if the optimizer then raises, the next `step()` goes on from here.
+        """
         config, sharded = self._resolution.config, self.sharded
         reducer = sharded.reducer
         assert reducer is not None
@@ -267,7 +309,6 @@ class Engine(Attributes, BatchSizes, Checkpointing, ConfigGetters, MemoryReporti
                 f"rank {self._comm.rank} since the last step: {', '.join(reducer.unused())}. Freeze them "
                 "(requires_grad_(False)), use them, or leave the key out: they then get a zero gradient."
             )
-        scale = self.cur_scale
         factor = self._gradient_factor()
         clip = float(config.gradient_clipping)
         checks = self.loss_scaler is not None or config.bf16.check_grad_overflow
@@ -280,26 +321,14 @@ class Engine(Attributes, BatchSizes, Checkpointing, ConfigGetters, MemoryReporti
                 coefficient = sharded.clip_factor(norm, clip)
                 multiplier = coefficient * factor
             sharded.scale_gradients(multiplier)
-        used = tuple(float(lr) for lr in self.get_lr())
-        if not overflow:
-            sharded.step()
-        sharded.end_window()
-        if self.loss_scaler is not None:
-            self.loss_scaler.update(overflow)
-        self.last_step = StepReport(not overflow, norm, coefficient, scale, used)
-        self._was_applied = not overflow
-        self.global_steps += 1
-        self.global_samples += self.train_batch_size()
-        if overflow:
-            self.skipped_steps += 1
-        elif self.lr_scheduler is not None:
-            self.lr_scheduler.step(**(lr_kwargs or {}))
-        self._print_progress()
+        return _Prepared(norm, coefficient, overflow, reducer.passes)
 
     def _gradient_factor(self) -> float:
         """Return what turns accumulated sums into the gradient:
         mean over ranks and micro-batches, loss scale divided out.
         """
+        if self._prepared is not None and not self._prepared.overflow:
+            return 1.0  # it has been applied
         ranks = self.world_size if self._resolution.config.gradient_allreduce_op == "mean" else 1
         prescale = self.sharded.reducer.prescale if self.sharded.reducer is not None else 1.0
         return 1.0 / (ranks * prescale * self.gradient_accumulation_steps() * self.cur_scale)
@@ -325,6 +354,11 @@ class Engine(Attributes, BatchSizes, Checkpointing, ConfigGetters, MemoryReporti
         """Drop accumulated gradients: the window starts anew."""
         self.sharded.hooks.settle()
         super().zero_grad(set_to_none=set_to_none)
+        self.drop_gradients()
+
+    def drop_gradients(self) -> None:
+        """Forget the gradients that the engine has accumulated."""
+        self._prepared = None
         if self.sharded.reducer is not None:
             self.sharded.reducer.clear()
 

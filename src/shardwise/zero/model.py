@@ -247,13 +247,20 @@ class ShardedModel:
         """Return the clipping coefficient for a global norm."""
         return clip_coefficient(norm, max_norm)
 
-    def step(self) -> None:
-        """Step the optimizer with the accumulated gradients and start bringing the results to all ranks."""
-        assert self.update is not None and self.optimizer is not None
+    def check_can_step(self) -> None:
+        """Raise where a step could not do what is expected of it; nothing has been changed then.
+
+        Raises:
+            UsageError: parameters are gathered for evaluation.
+        """
         if self.gatherer.suspended:
             raise UsageError(
                 "step() inside gathered(): the gathered parameters would stay as they are; leave the block first"
             )
+
+    def step(self) -> None:
+        """Step the optimizer with the accumulated gradients and start bringing the results to all ranks."""
+        assert self.update is not None and self.optimizer is not None
         self.finish_gathers()
         with self.accountant.owning(Category.OTHER):
             self.update.step(self.optimizer)
