@@ -289,7 +289,26 @@ def test_different_branches_are_followed_or_reported(stage: int) -> None:
 def test_unused_parameters_are_an_error_if_asked_for(stage: int) -> None:
     for message in run_ranks(branching, 2, stage, "ignore_unused_parameters", False):
         assert message.startswith("UsageError: zero_optimization.ignore_unused_parameters")
-        assert "right.weight, right.bias" in message
+        assert "on rank 0 right.weight, right.bias; on rank 1 right.weight, right.bias" in message
+
+
+def unused_on_one_rank(norm: bool) -> str:
+    zero = {"stage": 2, "ignore_unused_parameters": False, "compute_grad_norm": norm}
+    config = {"train_micro_batch_size_per_gpu": 2, "zero_optimization": zero}
+    engine, *_ = shardwise.initialize(model=Branch(), config=config, optimizer=lambda p: torch.optim.SGD(p, lr=0.1))
+    first = engine.global_rank == 0
+    loss = engine(torch.ones(2, 3), True).sum() + (0 if first else engine(torch.ones(2, 3), False).sum())
+    engine.backward(loss)
+    with pytest.raises(UsageError) as caught:
+        engine.step()
+    engine.destroy()
+    return str(caught.value)
+
+
+@pytest.mark.parametrize("norm", [True, False])
+def test_parameters_unused_on_one_rank_are_an_error_on_all(norm: bool) -> None:
+    for message in run_ranks(unused_on_one_rank, 2, norm):
+        assert "on rank 0 right.weight, right.bias. Freeze" in message
 
 
 def interrupted(stage: int, clip: float, how: str) -> list[Any]:

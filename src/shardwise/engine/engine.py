@@ -15,6 +15,7 @@ from typing import TYPE_CHECKING, Any
 import torch
 from torch import nn
 
+from shardwise.checkpoint.agree import exchange
 from shardwise.comm.communicator import Communicator
 from shardwise.config import Resolution
 from shardwise.engine.attributes import Attributes
@@ -303,16 +304,17 @@ class Engine(Attributes, BatchSizes, Checkpointing, ConfigGetters, MemoryReporti
         reducer.complete_window()
         if config.strict_sync:
             sharded.check_branches()
-        if not config.zero_optimization.ignore_unused_parameters and reducer.unused():
-            raise UsageError(
-                "zero_optimization.ignore_unused_parameters is false and these parameters have received no gradient on "
-                f"rank {self._comm.rank} since the last step: {', '.join(reducer.unused())}. Freeze them "
-                "(requires_grad_(False)), use them, or leave the key out: they then get a zero gradient."
-            )
         factor = self._gradient_factor()
         clip = float(config.gradient_clipping)
         checks = self.loss_scaler is not None or config.bf16.check_grad_overflow
-        norm = sharded.gradient_norm(factor) if clip or checks or config.zero_optimization.compute_grad_norm else None
+        unused = None if config.zero_optimization.ignore_unused_parameters else reducer.unused()
+        norm, missing = None, False
+        if clip or checks or config.zero_optimization.compute_grad_norm:
+            norm, missing = sharded.gradient_norm(factor, None if unused is None else bool(unused))
+        elif unused is not None:
+            missing = sharded.any_rank(bool(unused))
+        if missing:
+            self._refuse_unused(unused or [])
         overflow = checks and norm is not None and not bool(torch.isfinite(norm))
         coefficient = None
         if not overflow:
@@ -322,6 +324,16 @@ class Engine(Attributes, BatchSizes, Checkpointing, ConfigGetters, MemoryReporti
                 multiplier = coefficient * factor
             sharded.scale_gradients(multiplier)
         return _Prepared(norm, coefficient, overflow, reducer.passes)
+
+    def _refuse_unused(self, names: list[str]) -> None:
+        """Raise on every rank: some rank has trainable parameters without a gradient, `names` on this one."""
+        everyone = enumerate(exchange(self._comm, self.device, names))
+        told = "; ".join(f"on rank {rank} {', '.join(of_rank)}" for rank, of_rank in everyone if of_rank)
+        raise UsageError(
+            "zero_optimization.ignore_unused_parameters is false and these parameters have received no gradient since "
+            f"the last step: {told}. Freeze them (requires_grad_(False)), use them, or leave the key out: they then "
+            "get a zero gradient."
+        )
 
     def _gradient_factor(self) -> float:
         """Return what turns accumulated sums into the gradient:

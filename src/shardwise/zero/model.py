@@ -218,8 +218,17 @@ class ShardedModel:
 
     # -- stepping ----------------------------------------------------------------------------------------------------
 
-    def gradient_norm(self, scale: float) -> torch.Tensor:
-        """Return the global norm of the accumulated gradients times `scale` (0-D fp64 tensor); one small all-reduce."""
+    def gradient_norm(self, scale: float, report: bool | None = None) -> tuple[torch.Tensor, bool]:
+        """Return the global norm of the accumulated gradients times `scale` (0-D fp64 tensor); one small all-reduce.
+
+        Args:
+            scale: see above.
+            report: something that all ranks are to know if any rank has it; travels along. None: nothing is asked, and
+                the host does not wait for the result.
+
+        Returns:
+            The norm, and whether any rank has reported.
+        """
         assert self.reducer is not None
         if self._runs is None or self._runs_of != self.reducer.dropped:
             self._runs_of = self.reducer.dropped
@@ -232,8 +241,18 @@ class ShardedModel:
             self._runs = Runs(runs, len(self.registry), self.device)
         with self.accountant.owning(Category.OTHER):
             sums = self._runs.sums_of_squares()
+            if report is None:
+                self.comm.all_reduce(sums, "gradient_norm").wait()
+                return combine(sums, scale), False
+            sums = torch.cat([sums, sums.new_tensor([float(report)])])
             self.comm.all_reduce(sums, "gradient_norm").wait()
-            return combine(sums, scale)
+            return combine(sums[:-1], scale), bool(sums[-1])
+
+    def any_rank(self, report: bool) -> bool:
+        """Return whether any rank reports something, where no norm is needed along which it could travel."""
+        told = torch.tensor([float(report)], device=self.device)
+        self.comm.all_reduce(told, "unused_parameters").wait()
+        return bool(told)
 
     def scale_gradients(self, factor: float | torch.Tensor) -> None:
         """Multiply the accumulated gradients."""
