@@ -23,6 +23,7 @@ from shardwise.registry import Registry
 from shardwise.zero import released
 from shardwise.zero.calls import Use
 from shardwise.zero.gather import Gatherer, backward_order
+from shardwise.zero.guards import Guards
 from shardwise.zero.hooks import Hooks
 from shardwise.zero.init import whole_values
 from shardwise.zero.layout import Piece, lay_out
@@ -136,6 +137,7 @@ class ShardedModel:
             if self.reducer is not None:
                 self.gatherer.lags_behind = self.reducer.lags_behind
         self.hooks = Hooks(module, self.units, self.gatherer, self.reducer)
+        self.guards = Guards(module, self.registry, optimizer)
         self._trainable = [p for p, t in zip(self.registry.parameters, self.registry, strict=True) if t.trainable]
         self.gradient_factor: Callable[[], float] = lambda: 1.0
         self._section_of = {
@@ -270,27 +272,53 @@ class ShardedModel:
         """Raise where a step could not do what is expected of it; nothing has been changed then.
 
         Raises:
-            UsageError: parameters are gathered for evaluation.
+            UsageError: parameters are gathered for evaluation, or have been unfrozen.
         """
         if self.gatherer.suspended:
             raise UsageError(
                 "step() inside gathered(): the gathered parameters would stay as they are; leave the block first"
             )
+        self.guards.check_frozen()
+
+    def take_changes(self) -> None:
+        """Take parameter values that the script has changed in place over into the master weights.
+
+        Elements whose value is as it was keep the master's extra digits, except in parameters that have been loaded.
+        Those of sharded units may be changed in a `GatheredParameters` block only, at whose end this is done.
+        """
+        changed = self.guards.changed()
+        if not changed or self.update is None:
+            return
+        for unit in self.units:
+            if not unit.sharded and any(tensor.index in changed for tensor in unit.tensors):
+                unit.finish_gather()
+                for index in self.guards.loaded.intersection(tensor.index for tensor in unit.tensors):
+                    values = self.values_of(index)
+                    for start, stop, master in self.update.master_pieces(index):
+                        master.copy_(values[start:stop])
+                self.update.refresh(unit)
+        self.guards.note()
 
     def step(self) -> None:
         """Step the optimizer with the accumulated gradients and start bringing the results to all ranks."""
         assert self.update is not None and self.optimizer is not None
         self.finish_gathers()
-        with self.accountant.owning(Category.OTHER):
+        self.take_changes()
+        with self.accountant.owning(Category.OTHER), self.guards.stepping():
             self.update.step(self.optimizer)
         if not self._stepped:
             self._stepped = True
             give_back_freed_memory()  # the optimizer's state has come to stay, among buffers that have gone
-        torch.autograd.graph.increment_version(self._trainable)
+        self._values_have_changed()
         if self.plan.shard_optimizer and self.comm.world > 1:
             for unit in self.units:
                 if not unit.sharded and unit.trainable:
                     unit.start_gather()
+
+    def _values_have_changed(self) -> None:
+        """Tell autograd, which may have saved parameters, that the engine has written new values into them."""
+        torch.autograd.graph.increment_version(self._trainable)
+        self.guards.note()
 
     def check_branches(self) -> None:
         """Compare which units ranks have used since the last step, in which order and how often; one small all-reduce.
@@ -344,6 +372,12 @@ class ShardedModel:
         """Return the section that holds a parameter."""
         return self._section_of[index][1]
 
+    def values_of(self, index: int) -> torch.Tensor:
+        """Return the 1-D view of a gathered parameter in its unit's memory."""
+        _, section = self._section_of[index]
+        slot = next(slot for slot in section.layout.slots if slot.index == index)
+        return section.wire_view[slot.offset : slot.offset + slot.numel]
+
     def gradient_runs(self, index: int) -> list[tuple[int, int, torch.Tensor]] | None:
         """Return (start, stop, values) whose sum over ranks is the accumulated gradient, or None if there is none."""
         assert self.reducer is not None
@@ -380,6 +414,7 @@ class ShardedModel:
 
         Masters of trained parameters: what the optimizer steps here. Of the others this rank's range of the parameter.
         """
+        self.take_changes()
         runs = {}
         for index, (section, own) in self._own_pieces().items():
             if section.layout.trainable and self.update is not None:
@@ -415,7 +450,7 @@ class ShardedModel:
             if unit.state is not UnitState.RELEASED:
                 pairs = [(s.wire_view, s.shard) for s in unit.sections]
                 self.comm.all_gather(pairs, unit.name, kind="explicit").wait()
-        torch.autograd.graph.increment_version(self._trainable)
+        self._values_have_changed()
 
     # -- access ------------------------------------------------------------------------------------------------------
 
@@ -490,6 +525,7 @@ class ShardedModel:
         self.finish_gathers()
         self.gather(self.registry.parameters)
         self.hooks.remove()
+        self.guards.remove()
         if self.reducer is not None:
             self.reducer.remove()
         for unit in self.units:
