@@ -303,13 +303,18 @@ def _place_buffers(
     what the model lists in `_keep_in_fp32_modules`).
     """
     kept = (getattr(model, "_keep_in_fp32_modules", None) or []) if keep == "auto" else keep
+    moved: dict[tuple[int, torch.dtype], torch.Tensor] = {}  # shared buffers stay shared
     for path, module in model.named_modules():
         for name, buffer in module._buffers.items():
-            if buffer is not None:
-                wide = any(part in path.split(".") for part in kept)
-                cast = dtype if dtype is not None and buffer.is_floating_point() and not wide else buffer.dtype
-                moved = module._buffers[name] = buffer.to(device=device, dtype=cast)
-                accountant.add(Category.OTHER, moved.nbytes)
+            if buffer is None:
+                continue
+            wide = any(part in path.split(".") for part in kept)
+            cast = dtype if dtype is not None and buffer.is_floating_point() and not wide else buffer.dtype
+            key = (id(buffer), cast)
+            if key not in moved:
+                moved[key] = buffer.to(device=device, dtype=cast)
+                accountant.add(Category.OTHER, moved[key].nbytes)
+            module._buffers[name] = moved[key]
 
 
 def _leaves(model: nn.Module, section: Any) -> list[nn.Module]:
