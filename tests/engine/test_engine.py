@@ -146,11 +146,14 @@ def misuse() -> list[str]:
             messages.append(f"{type(error).__name__}: {error}")
     engine.destroy()
     sharded.destroy()
-    return messages
+    with pytest.raises(UsageError) as caught:
+        sharded.step()
+    return [*messages, str(caught.value)]
 
 
 def test_misuse_is_explained() -> None:
-    shape, kind, no_grad, no_sync, attribute, step = run_ranks(misuse, 1)[0]
+    shape, kind, no_grad, no_sync, attribute, step, late = run_ranks(misuse, 1)[0]
+    assert "has been destroyed" in late
     assert "scalar" in shape
     assert "(2,)" in shape
     assert "got float" in kind

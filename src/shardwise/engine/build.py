@@ -155,7 +155,10 @@ def _build(
 
     # A model that is wrapped again (trainers do) leaves its old engine first.
     for former in {id(o): o for o in map(owner_of, model.parameters()) if isinstance(o, ShardedModel)}.values():
-        warn_once("the model already belonged to an engine, which is closed; call engine.destroy() to do so explicitly")
+        warn_once(
+            "the model already belonged to an engine, which is closed; its optimizer state is dropped. Call "
+            "engine.destroy() to do so explicitly"
+        )
         former.close()
 
     # Meta-device parameters get values (and are sharded) module by module, before anybody looks at them.

@@ -390,6 +390,10 @@ class Engine(Attributes, BatchSizes, Checkpointing, ConfigGetters, MemoryReporti
             unit.release()
 
     def destroy(self) -> None:
-        """Take everything off the model again; its parameters are plain, whole and up to date afterwards."""
+        """Take everything off the model and the optimizer again, and give the engine's memory back (all ranks call).
+
+        The parameters are plain, whole and up to date afterwards, in the dtype that the module computes with. The
+        optimizer has them in its groups, and no state; save a checkpoint before if it is needed.
+        """
         self.sharded.close()
         self._comm.destroy()

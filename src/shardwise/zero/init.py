@@ -299,7 +299,7 @@ def materialize(root: nn.Module, name: str, module: nn.Module, device: torch.dev
     """Give a meta-device module's own parameters and buffers memory and initial values; parameters keep their identity.
 
     Raises:
-        UsageError: neither the module nor its root knows how to initialise it, or tensors have been left without values.
+        UsageError: neither the module nor its root knows how to initialise it, or tensors are left without values.
     """
     device = device or torch.device("cpu")
     fresh = {}

@@ -86,6 +86,8 @@ class ShardedModel:
         owners = {id(p): i for i, group in enumerate(groups) for p in group["params"]}
         self.registry = Registry.of(module, compute_dtype=policy.compute_dtype, groups=owners)
         self._check_owners(groups)
+        self._client_groups = [list(group["params"]) for group in groups]
+        self.closed = False
         self.units: list[Unit] = []
         self.update: Update | None = None
         if optimizer is not None:
@@ -139,7 +141,7 @@ class ShardedModel:
         self.hooks = Hooks(module, self.units, self.gatherer, self.reducer)
         self.guards = Guards(module, self.registry, optimizer)
         self._trainable = [p for p, t in zip(self.registry.parameters, self.registry, strict=True) if t.trainable]
-        self.gradient_factor: Callable[[], float] = lambda: 1.0
+        self.gradient_factor: Callable[[], float] = _one
         self._section_of = {
             slot.index: (unit, section)
             for unit in self.units
@@ -272,8 +274,10 @@ class ShardedModel:
         """Raise where a step could not do what is expected of it; nothing has been changed then.
 
         Raises:
-            UsageError: parameters are gathered for evaluation, or have been unfrozen.
+            UsageError: parameters are gathered for evaluation, or have been unfrozen; the engine has been destroyed.
         """
+        if self.closed:
+            raise UsageError("step(): the engine has been destroyed, and its model is a plain one again")
         if self.gatherer.suspended:
             raise UsageError(
                 "step() inside gathered(): the gathered parameters would stay as they are; leave the block first"
@@ -521,16 +525,55 @@ class ShardedModel:
         self.gatherer.end_touch(parameter, token, result)
 
     def close(self) -> None:
-        """Take hooks off, give every parameter plain memory of its own, and stop helper threads."""
+        """Take everything off the model and the optimizer, and give all memory back that is not theirs.
+
+        Parameters are plain and whole afterwards, with memory of their own. The optimizer has them in its groups again
+        and no state: its segments are gone. A second call does nothing.
+        """
+        if self.closed:
+            return
+        self.closed = True
         self.finish_gathers()
-        self.gather(self.registry.parameters)
         self.hooks.remove()
         self.guards.remove()
+        self._give_optimizer_back()
         if self.reducer is not None:
             self.reducer.remove()
-        for unit in self.units:
+            self.reducer.clear()
+        while self.units:
+            unit = self.units[0]
+            self.gather(unit.parameters)
             for parameter in unit.parameters:
                 released.disown(parameter)
                 parameter.data = parameter.data.clone()
+            for section in unit.sections:
+                section.drop()
+            del self.units[0]
         if self.channel is not None:
             self.channel.close()
+        self._cut_references()
+
+    def _give_optimizer_back(self) -> None:
+        self.update = None
+        if self.optimizer is not None:
+            self.optimizer.state.clear()
+            for group, parameters in zip(self.optimizer.param_groups, self._client_groups, strict=False):
+                group["params"] = parameters
+
+    def _cut_references(self) -> None:
+        """Leave no cycle that holds the model: memory is given back at once, not when Python looks for cycles."""
+        self.gatherer.detach()
+        if self.channel is not None:
+            self.channel.on_want = _ignore
+        self.reducer = self.hooks.reducer = None
+        self.channel = self._runs = None
+        self._section_of = {}
+        self.gradient_factor = _one
+
+
+def _one() -> float:
+    return 1.0
+
+
+def _ignore(number: int, place: int) -> None:
+    """Nobody listens to the peers' wishes any more."""

@@ -156,6 +156,12 @@ class SectionMemory:
         self.full.untyped_storage().resize_(0)
         self._accountant.remove(Category.GATHERED, self.layout.numel * self.full.element_size())
 
+    def drop(self) -> None:
+        """Give all memory back (whole values are there, and nobody's any more)."""
+        self._accountant.remove(Category.GATHERED if self.sharded else Category.PARAMETERS, self.full.nbytes)
+        self.full = self.wire_view = self.shard = self.source = torch.empty(0, dtype=self.layout.dtype)
+        self.master = self.gradient = None
+
     def publish(self) -> None:
         """Write the updated master weights into the low-precision parameters' memory."""
         if self.master is None or self.master_is_parameter:
