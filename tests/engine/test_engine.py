@@ -352,3 +352,53 @@ def test_a_step_that_raised_can_be_taken_again(stage: int, clip: float) -> None:
         assert torch.equal(found[0], weight), how
         assert found[1] == norm
         assert all(found[2:])
+
+
+def wire_types() -> list[Any]:
+    from shardwise.errors import ConfigError
+
+    engine = build(2)
+    found: list[Any] = [engine.communication_data_type]
+    for dtype in (None, "bf16", torch.float32):
+        if dtype is not None:
+            engine.communication_data_type = dtype
+        one(engine)
+        engine.step()
+        found.append([r.size for r in engine.ledger.records() if r.op == "reduce_scatter"][-1])
+    with pytest.raises(ConfigError, match="communication_data_type"):
+        engine.communication_data_type = torch.int8
+    found.append(engine.communication_data_type)
+    engine.destroy()
+    return found
+
+
+def test_the_type_on_the_wire_can_be_changed() -> None:
+    before, wide, narrow, again, after = run_ranks(wire_types, 2)[0]
+    assert before is after is torch.float32
+    assert wide == again == 2 * narrow
+
+
+def converted(stage: int) -> list[Any]:
+    torch.manual_seed(1)
+    model = nn.Sequential(nn.Linear(3, 3), nn.BatchNorm1d(3))
+    model.register_buffer("shared", model[1].running_mean)
+    engine, *_ = shardwise.initialize(
+        model=model,
+        optimizer=torch.optim.SGD(model.parameters(), lr=0.1),
+        config={"train_micro_batch_size_per_gpu": 2, "zero_optimization": {"stage": stage}, "bf16": {"enabled": True}},
+    )
+    same = [engine.to(engine.device), engine.cpu(), engine.to("cpu"), engine.bfloat16(), engine.to(torch.bfloat16)]
+    found: list[Any] = [all(e is engine for e in same), model.shared is model[1].running_mean, model.shared.dtype]
+    for convert in (engine.half, engine.double, engine.float, lambda: engine.to(torch.float64)):
+        with pytest.raises(UsageError, match=r"before initialize\(\) or after engine.destroy"):
+            convert()
+    engine.backward(engine(torch.eye(3, dtype=torch.bfloat16)).float().square().mean())
+    engine.step()
+    engine.destroy()
+    return [*found, engine.float().module[0].weight.dtype]
+
+
+@pytest.mark.parametrize("stage", [0, 3])
+def test_conversions_that_would_take_parameters_away_are_refused(stage: int) -> None:
+    for found in run_ranks(converted, 2, stage):
+        assert found == [True, True, torch.bfloat16, torch.float32]

@@ -90,7 +90,8 @@ class Checkpointing:
             CheckpointPathError: `save_dir` or `tag` cannot be used (a ValueError).
             UsageError: gradients of an unfinished accumulation window are held.
             CheckpointError: something in `client_state` cannot be saved, or writing failed on some rank. Raised on all
-                ranks; earlier checkpoints are unchanged.
+                ranks; earlier checkpoints are unchanged, unless the message says that this one is complete and that
+                only `latest` could not be written.
 
         Example:
             >>> import shardwise, tempfile

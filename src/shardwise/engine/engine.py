@@ -8,7 +8,7 @@ the accumulation boundary, and what the last step did. Everything that shards, m
 from __future__ import annotations
 
 import contextlib
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from dataclasses import dataclass
 from typing import TYPE_CHECKING, Any
 
@@ -361,6 +361,32 @@ class Engine(Attributes, BatchSizes, Checkpointing, ConfigGetters, MemoryReporti
         if self.last_step is None or self.last_step.grad_norm is None:
             return None
         return float(self.last_step.grad_norm)
+
+    def _apply(self, fn: Callable[[torch.Tensor], torch.Tensor], recurse: bool = True) -> Engine:
+        """Serve `to`, `half`, `cuda` and the like: parameters stay what they are, buffers follow.
+
+        Raises:
+            UsageError: parameters would change their dtype or device, and leave the engine's memory.
+        """
+        if self.sharded.closed:
+            super()._apply(fn, recurse)
+            return self
+        for dtype, device in sorted({(p.dtype, p.device) for p in self.sharded.registry.parameters}, key=str):
+            probe = torch.empty(0, dtype=dtype, device=device)
+            made = fn(probe)
+            if made is not probe:
+                raise UsageError(
+                    f"the engine's parameters cannot be converted (here from {dtype} on {device} to {made.dtype} on "
+                    f"{made.device}): they live in memory that the engine moves and steps. Choose the dtype in the "
+                    "configuration (bf16, fp16) and the device by LOCAL_RANK, or convert the "
+                    "model before initialize() or after engine.destroy()"
+                )
+        moved: dict[int, tuple[torch.Tensor, torch.Tensor]] = {}
+        for module in self.module.modules():
+            for name, buffer in module._buffers.items():
+                if buffer is not None:
+                    module._buffers[name] = moved.setdefault(id(buffer), (buffer, fn(buffer)))[1]
+        return self
 
     def zero_grad(self, set_to_none: bool = True) -> None:
         """Drop accumulated gradients: the window starts anew."""

@@ -9,6 +9,7 @@ from __future__ import annotations
 
 import contextlib
 from collections.abc import Callable, Iterable, Iterator, Sequence
+from dataclasses import replace
 from typing import Any
 
 import torch
@@ -182,7 +183,7 @@ class ShardedModel:
                 device=self.device,
                 # Frozen parameters have no masters; integers are among them.
                 master_dtype=self.policy.master_dtype(layout.dtype) if layout.trainable else layout.dtype,
-                accumulate_dtype=self._accumulate_dtype(layout.dtype),
+                accumulate_dtype=self.policy.accumulation_dtype(layout.dtype),
                 accountant=self.accountant,
             )
             sections.append(section)
@@ -205,10 +206,6 @@ class ShardedModel:
             released.adopt(parameter, self)
         unit.release()
         return unit
-
-    def _accumulate_dtype(self, dtype: torch.dtype) -> torch.dtype:
-        wide = self.policy.accumulate_dtype
-        return dtype if dtype.itemsize > wide.itemsize else wide
 
     def _fill(self, unit: Unit, section: SectionMemory) -> None:
         """Copy the initial values in; rank 0's are everybody's."""
@@ -257,6 +254,12 @@ class ShardedModel:
         told = torch.tensor([float(report)], device=self.device)
         self.comm.all_reduce(told, "unused_parameters").wait()
         return bool(told)
+
+    def set_wire_dtype(self, dtype: torch.dtype) -> None:
+        """Send gradients in another dtype from now on (between windows, on all ranks)."""
+        self.policy = replace(self.policy, wire_dtype=dtype)
+        if self.reducer is not None:
+            self.reducer.wire_dtype = dtype
 
     def scale_gradients(self, factor: float | torch.Tensor) -> None:
         """Multiply the accumulated gradients."""
