@@ -18,7 +18,7 @@ from shardwise.comm.environment import discover
 from shardwise.comm.ledger import Ledger
 from shardwise.comm.logger import comms_logger
 from shardwise.comm.setup import init_distributed
-from shardwise.config import Facts, resolve
+from shardwise.config import Facts, config_arguments, config_path, resolve
 from shardwise.data import EngineDataLoader
 from shardwise.device import choose_device
 from shardwise.engine.engine import Engine
@@ -231,13 +231,10 @@ def _build(
 
 
 def _config_source(args: Any, config: Any, config_params: Any) -> Any:
-    given = {
-        "config": config,
-        "config_params": config_params,
-        "args.deepspeed_config": getattr(args, "deepspeed_config", None),
-        "args.shardwise_config": getattr(args, "shardwise_config", None),
-        "args.deepscale_config": getattr(args, "deepscale_config", None),
-    }
+    path = config_path(args)
+    given = {"config": config, "config_params": config_params}
+    if path is not None:
+        given[f"args.{next(iter(config_arguments(args)))}"] = path
     named = {name: value for name, value in given.items() if value is not None}
     if not named:
         raise ConfigError(
