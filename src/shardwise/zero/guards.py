@@ -17,6 +17,7 @@ from typing import Any
 import torch
 from torch import nn
 
+from shardwise.compat import without_overrides
 from shardwise.errors import UsageError
 from shardwise.registry import LogicalTensor, Registry
 from shardwise.utils.logging import logger
@@ -78,7 +79,7 @@ class Guards:
         Raises:
             UsageError: it names them.
         """
-        with torch._C.DisableTorchFunctionSubclass():
+        with without_overrides():
             unfrozen = [tensor.name for tensor, parameter in self._frozen if parameter.requires_grad]
         if unfrozen:
             raise UsageError(
@@ -103,7 +104,7 @@ class Guards:
 
     def _read(self) -> list[int]:
         # Counters are there without values.
-        with torch._C.DisableTorchFunctionSubclass():
+        with without_overrides():
             return [parameter._version for _, parameter in self._trained]
 
     def _watch_loading(self, module: nn.Module, registry: Registry) -> None:

@@ -22,6 +22,7 @@ from torch.utils.weak import WeakTensorKeyDictionary
 
 from shardwise.comm.communicator import Communicator
 from shardwise.comm.ledger import Ledger
+from shardwise.compat import without_overrides
 from shardwise.errors import ReleasedParameterError, UsageError
 from shardwise.zero import released
 
@@ -77,7 +78,7 @@ class PartStore:
         part = self._parts[parameter]
         full = part.new_empty(part.numel() * self.comm.world)
         self.comm.all_gather([(full, part)], "zero.Init", kind="explicit").wait()
-        with torch._C.DisableTorchFunctionSubclass():
+        with without_overrides():
             return full[: parameter.numel()].view(parameter.shape)
 
     def touch(self, parameter: nn.Parameter, what: str) -> None:

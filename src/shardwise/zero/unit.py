@@ -20,6 +20,7 @@ import torch
 from torch import nn
 
 from shardwise.comm.communicator import Communicator, Handle
+from shardwise.compat import without_overrides
 from shardwise.memory import Accountant, Category
 from shardwise.registry import LogicalTensor, Registry
 from shardwise.zero import released
@@ -220,7 +221,7 @@ class Unit:
 
     def attach(self) -> None:
         """Make every parameter a view of its place in the flat buffer."""
-        with torch._C.DisableTorchFunctionSubclass():
+        with without_overrides():
             for tensor, view in self.views():
                 self.registry.parameters[tensor.index].data = view
 
