@@ -114,6 +114,8 @@ def publish_fails(path: str, where: str) -> tuple[str, list[str]]:
 def test_a_failed_rename_is_an_error_on_all_ranks(where: str, left: list[str], tmp_path: Path) -> None:
     for message, found in on_ranks(publish_fails, 2, str(tmp_path), where):
         assert "Read-only file system" in message
+        # The replaced file is `latest`: the checkpoint itself had been renamed before.
+        assert ("/b: this checkpoint is complete and stands" in message) is (where == "replace")
         assert found == left
     assert (tmp_path / "latest").read_text() == "a"
     verify(str(tmp_path / "a"))

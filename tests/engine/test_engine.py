@@ -146,11 +146,14 @@ def misuse() -> list[str]:
             messages.append(f"{type(error).__name__}: {error}")
     engine.destroy()
     sharded.destroy()
-    return messages
+    with pytest.raises(UsageError) as caught:
+        sharded.step()
+    return [*messages, str(caught.value)]
 
 
 def test_misuse_is_explained() -> None:
-    shape, kind, no_grad, no_sync, attribute, step = run_ranks(misuse, 1)[0]
+    shape, kind, no_grad, no_sync, attribute, step, late = run_ranks(misuse, 1)[0]
+    assert "has been destroyed" in late
     assert "scalar" in shape
     assert "(2,)" in shape
     assert "got float" in kind
@@ -289,4 +292,113 @@ def test_different_branches_are_followed_or_reported(stage: int) -> None:
 def test_unused_parameters_are_an_error_if_asked_for(stage: int) -> None:
     for message in run_ranks(branching, 2, stage, "ignore_unused_parameters", False):
         assert message.startswith("UsageError: zero_optimization.ignore_unused_parameters")
-        assert "right.weight, right.bias" in message
+        assert "on rank 0 right.weight, right.bias; on rank 1 right.weight, right.bias" in message
+
+
+def unused_on_one_rank(norm: bool) -> str:
+    zero = {"stage": 2, "ignore_unused_parameters": False, "compute_grad_norm": norm}
+    config = {"train_micro_batch_size_per_gpu": 2, "zero_optimization": zero}
+    engine, *_ = shardwise.initialize(model=Branch(), config=config, optimizer=lambda p: torch.optim.SGD(p, lr=0.1))
+    first = engine.global_rank == 0
+    loss = engine(torch.ones(2, 3), True).sum() + (0 if first else engine(torch.ones(2, 3), False).sum())
+    engine.backward(loss)
+    with pytest.raises(UsageError) as caught:
+        engine.step()
+    engine.destroy()
+    return str(caught.value)
+
+
+@pytest.mark.parametrize("norm", [True, False])
+def test_parameters_unused_on_one_rank_are_an_error_on_all(norm: bool) -> None:
+    for message in run_ranks(unused_on_one_rank, 2, norm):
+        assert "on rank 0 right.weight, right.bias. Freeze" in message
+
+
+def interrupted(stage: int, clip: float, how: str) -> list[Any]:
+    """A step that cannot be taken, or that the optimizer ends with an exception, is taken again."""
+    engine = build(stage, gradient_accumulation_steps=2, gradient_clipping=clip)
+    for _ in range(2):
+        one(engine)
+        if not engine.is_gradient_accumulation_boundary():
+            engine.step()
+    seen: list[Any] = []
+    if how == "gathered":
+        with engine.gathered(), pytest.raises(UsageError, match="leave the block first"):
+            engine.step()
+    elif how:
+        handle = engine.optimizer.register_step_pre_hook(lambda *_: 1 / 0)
+        with pytest.raises(ZeroDivisionError):
+            engine.step()
+        handle.remove()
+        seen.append(all(p.grad is None for g in engine.optimizer.param_groups for p in g["params"]))
+        if how == "another pass":
+            one(engine)
+            with pytest.raises(UsageError, match="zero_grad"):
+                engine.step()
+            engine.zero_grad()
+            one(engine)
+            one(engine)
+    engine.step()
+    engine.destroy()
+    return [engine.module.weight.detach().clone(), engine.get_global_grad_norm(), *seen]
+
+
+@pytest.mark.parametrize("clip", [0.0, 0.5])
+@pytest.mark.parametrize("stage", [0, 2, 3])
+def test_a_step_that_raised_can_be_taken_again(stage: int, clip: float) -> None:
+    weight, norm = run_ranks(interrupted, 2, stage, clip, "")[0]
+    for how in ("gathered", "optimizer raises", "another pass"):
+        found = run_ranks(interrupted, 2, stage, clip, how)[0]
+        assert torch.equal(found[0], weight), how
+        assert found[1] == norm
+        assert all(found[2:])
+
+
+def wire_types() -> list[Any]:
+    from shardwise.errors import ConfigError
+
+    engine = build(2)
+    found: list[Any] = [engine.communication_data_type]
+    for dtype in (None, "bf16", torch.float32):
+        if dtype is not None:
+            engine.communication_data_type = dtype
+        one(engine)
+        engine.step()
+        found.append([r.size for r in engine.ledger.records() if r.op == "reduce_scatter"][-1])
+    with pytest.raises(ConfigError, match="communication_data_type"):
+        engine.communication_data_type = torch.int8
+    found.append(engine.communication_data_type)
+    engine.destroy()
+    return found
+
+
+def test_the_type_on_the_wire_can_be_changed() -> None:
+    before, wide, narrow, again, after = run_ranks(wire_types, 2)[0]
+    assert before is after is torch.float32
+    assert wide == again == 2 * narrow
+
+
+def converted(stage: int) -> list[Any]:
+    torch.manual_seed(1)
+    model = nn.Sequential(nn.Linear(3, 3), nn.BatchNorm1d(3))
+    model.register_buffer("shared", model[1].running_mean)
+    engine, *_ = shardwise.initialize(
+        model=model,
+        optimizer=torch.optim.SGD(model.parameters(), lr=0.1),
+        config={"train_micro_batch_size_per_gpu": 2, "zero_optimization": {"stage": stage}, "bf16": {"enabled": True}},
+    )
+    same = [engine.to(engine.device), engine.cpu(), engine.to("cpu"), engine.bfloat16(), engine.to(torch.bfloat16)]
+    found: list[Any] = [all(e is engine for e in same), model.shared is model[1].running_mean, model.shared.dtype]
+    for convert in (engine.half, engine.double, engine.float, lambda: engine.to(torch.float64)):
+        with pytest.raises(UsageError, match=r"before initialize\(\) or after engine.destroy"):
+            convert()
+    engine.backward(engine(torch.eye(3, dtype=torch.bfloat16)).float().square().mean())
+    engine.step()
+    engine.destroy()
+    return [*found, engine.float().module[0].weight.dtype]
+
+
+@pytest.mark.parametrize("stage", [0, 3])
+def test_conversions_that_would_take_parameters_away_are_refused(stage: int) -> None:
+    for found in run_ranks(converted, 2, stage):
+        assert found == [True, True, torch.bfloat16, torch.float32]

@@ -92,17 +92,6 @@ def test_values(keys: dict[str, Any], name: str, value: Any) -> None:
     assert getattr(reader(**keys), name)() == value
 
 
-def test_communication_data_type_is_a_property_with_the_models_type_as_default() -> None:
-    assert reader().communication_data_type is torch.float32
-    assert reader(bf16={"enabled": True}).communication_data_type is torch.bfloat16
-    engine = reader(fp16={"enabled": True}, communication_data_type="fp32")
-    assert engine.communication_data_type is torch.float32
-    engine.communication_data_type = torch.bfloat16
-    assert engine.communication_data_type is torch.bfloat16
-    with pytest.raises(ValueError):
-        engine.communication_data_type = torch.int8
-
-
 def test_getters_follow_a_changed_configuration() -> None:
     engine = reader()
     engine._resolution.config.gradient_clipping = 2.0

@@ -241,3 +241,35 @@ def test_gradients_flow_through_a_sharded_model_without_an_optimizer() -> None:
         assert equal
         assert rescues == 0
         assert phase == "idle"
+
+
+class SharedTable(nn.Module):
+    """Two modules with one buffer, and one that is to stay wide."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.first, self.second, self.wide = nn.Linear(3, 3), nn.Linear(3, 1), nn.Module()
+        self.first.register_buffer("table", torch.ones(16))
+        self.second.register_buffer("table", self.first.table)
+        self.wide.register_buffer("table", torch.ones(16))
+
+
+def shared_buffers() -> list[Any]:
+    from shardwise.memory import Category
+
+    engine, *_ = shardwise.initialize(
+        model=SharedTable(),
+        config={
+            "train_micro_batch_size_per_gpu": 2,
+            "data_types": {"buffer_dtype": "bf16", "keep_in_fp32_modules": ["wide"]},
+        },
+    )
+    model = engine.module
+    counted = engine.accountant.live[Category.OTHER]
+    engine.destroy()
+    return [model.first.table is model.second.table, model.first.table.dtype, model.wide.table.dtype, counted]
+
+
+def test_shared_buffers_stay_shared_and_are_counted_once() -> None:
+    for found in run_ranks(shared_buffers, 1):
+        assert found == [True, torch.bfloat16, torch.float32, 16 * 2 + 16 * 4]

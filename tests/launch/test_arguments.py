@@ -6,8 +6,9 @@ import argparse
 
 import pytest
 
+from shardwise.config import config_path
 from shardwise.errors import ConfigError
-from shardwise.launch.arguments import add_config_arguments, config_path
+from shardwise.launch.arguments import add_config_arguments
 
 
 def _parse(*args: str) -> argparse.Namespace:

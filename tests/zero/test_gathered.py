@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import gc
+import weakref
 from typing import Any
 
 import pytest
@@ -227,3 +229,60 @@ def destroyed(stage: int, precision: str) -> list[Any]:
 @pytest.mark.parametrize("stage", [0, 1, 3])
 def test_destroy_leaves_a_plain_model(stage: int, precision: str) -> None:
     assert run_ranks(destroyed, 2, stage, precision) == [[True, True, True, False]] * 2
+
+
+def memory_after_destroy(stage: int, precision: str) -> list[Any]:
+    """What is left of an engine without the collector of cycles."""
+    case = CASES["gpt"]
+    model = case.make()
+    gc.collect()
+    gc.disable()
+    try:
+        optimizer = torch.optim.SGD(model.parameters(), lr=0.1, momentum=0.9)
+        engine = start(case, Setting(stage=stage, precision=precision), model, optimizer)
+        for step in range(2):
+            engine.backward(case.loss(engine, case.data(step, 0, dist.get_rank(), torch.float32)))
+            engine.step()
+        held = [t for u in engine.sharded.units for s in u.sections for t in (s.full, s.shard, s.master, s.gradient)]
+        held += [value for state in optimizer.state.values() for value in state.values()]
+        storages = [weakref.ref(tensor.untyped_storage()) for tensor in held if tensor is not None]
+        counted = engine.accountant.total
+        del held
+        engine.destroy()
+        engine.destroy()
+        left = sum(storage() is not None for storage in storages)
+        kept = engine.accountant.total
+        own = [p for group in optimizer.param_groups for p in group["params"]]
+        groups = all(a is b for a, b in zip(own, model.parameters(), strict=True))
+        ref = weakref.ref(model)
+        del engine, model, own, optimizer
+        return [len(storages) > 20, counted > 0, left, kept, groups, ref() is None]
+    finally:
+        gc.enable()
+
+
+@pytest.mark.parametrize("precision", ["fp32", "bf16"])
+@pytest.mark.parametrize("stage", [0, 2, 3])
+def test_destroy_gives_memory_back_at_once(stage: int, precision: str) -> None:
+    for found in run_ranks(memory_after_destroy, 2, stage, precision):
+        assert found == [True, True, 0, 0, True, True]
+
+
+def same_optimizer_again(stage: int) -> list[Any]:
+    case, setting = CASES["gpt"], Setting(stage=stage, optimizer="AdamW", lr=1e-2)
+    model = case.make()
+    optimizer = torch.optim.AdamW(model.parameters(), lr=1e-2)
+    outcomes = []
+    for _ in range(2):  # the second time without destroying the first engine
+        engine = start(case, setting, model, optimizer)
+        engine.backward(case.loss(engine, case.data(0, 0, dist.get_rank(), torch.float32)))
+        engine.step()
+        outcomes.append(parameters_digest(model))
+    steps = [float(state["step"]) for state in optimizer.state.values()]
+    engine.destroy()
+    return [outcomes[0] != outcomes[1], set(steps)]
+
+
+@pytest.mark.parametrize("stage", [0, 3])
+def test_a_model_and_its_optimizer_can_be_wrapped_again(stage: int) -> None:
+    assert run_ranks(same_optimizer_again, 2, stage) == [[True, {1.0}]] * 2

@@ -258,6 +258,50 @@ def test_errors_name_the_parameter_and_the_module() -> None:
             assert word in meta
 
 
+class Rotary(nn.Module):
+    """Buffers computed by the constructor, and one parameter that `reset_parameters` forgets."""
+
+    def __init__(self, complete: bool) -> None:
+        super().__init__()
+        self.complete = complete
+        self.gain, self.shift = nn.Parameter(torch.ones(3)), nn.Parameter(torch.zeros(3))
+        self.none = nn.Parameter(torch.zeros(0, 3))
+        self.register_buffer("frequencies", 10000 ** -(torch.arange(3.0) / 3), persistent=False)
+        self.register_buffer("mask", torch.ones(3, 3, dtype=torch.bool).tril())
+        self.register_buffer("order", torch.arange(3))
+        self.other = nn.Module()
+        self.other.register_buffer("frequencies", self.frequencies)
+        self.other.reset_parameters = lambda: None
+
+    def reset_parameters(self) -> None:
+        self.gain.data.fill_(1.0)
+        if self.complete:
+            nn.init.zeros_(self.shift)
+            self.frequencies.data.copy_(10000 ** -(torch.arange(3.0) / 3))
+            self.mask = torch.ones(3, 3, dtype=torch.bool).tril()
+            self.order.copy_(torch.arange(3))
+
+
+def meta_values() -> tuple[str, bool]:
+    with torch.device("meta"):
+        lacking, complete = Rotary(False), Rotary(True)
+    with pytest.raises(UsageError) as caught:
+        shardwise.initialize(model=lacking, config=STAGE3)
+    engine, *_ = shardwise.initialize(model=complete, config=STAGE3)
+    engine.destroy()
+    expected = Rotary(True).state_dict(keep_vars=True)
+    found = complete.state_dict(keep_vars=True)
+    same = all(torch.equal(found[name], value) for name, value in expected.items())
+    return str(caught.value), same and complete.other.frequencies is complete.frequencies
+
+
+def test_what_a_meta_module_leaves_without_values_is_named() -> None:
+    for message, same in run_ranks(meta_values, 2):
+        assert "'shift', 'frequencies', 'mask', 'order'. What" in message
+        assert "reset_parameters() has left" in message
+        assert same
+
+
 def test_nothing_needs_a_process_group_of_one() -> None:
     outcomes = run_ranks(train_alone, 1)
     assert ranks_agree(outcomes)

@@ -66,6 +66,9 @@ class Draft:
         parent: directory that will hold the checkpoint; created if needed.
         tag: its name.
 
+    Attributes:
+        published: the checkpoint stands under its tag.
+
     Raises:
         OSError: the directory cannot be made.
     """
@@ -78,6 +81,7 @@ class Draft:
         remove_leftovers(parent)
         self.path = os.path.join(parent, f".{tag}.{self.token}{_PARTIAL}")
         os.mkdir(self.path)
+        self.published = False
         self._lock = _lock(self.path)
         self._moved: list[str] = []
 
@@ -85,11 +89,12 @@ class Draft:
         """Make the checkpoint appear under its tag; the manifest is in `path` already.
 
         Raises:
-            OSError: it could not be done; what was there before is still there.
+            OSError: it could not be done; what was there before is still there, unless `published` is set.
         """
         sync_directory(self.path)
         if not os.path.lexists(self.target):
             os.rename(self.path, self.target)
+            self.published = True
         else:
             self._replace()
         sync_directory(self.parent)
@@ -105,6 +110,7 @@ class Draft:
                 os.rename(os.path.join(self.path, name), self._moved[-1])
         sync_directory(self.target)
         os.replace(os.path.join(self.path, manifests.NAME), os.path.join(self.target, manifests.NAME))
+        self.published = True
         self._moved = []
         sync_directory(self.target)
         # The new checkpoint stands; old files that cannot be removed now go with the next one of this tag.

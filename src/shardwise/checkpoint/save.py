@@ -6,7 +6,8 @@
     publish    rank 0 joins these into the manifest and renames
 
 Each line ends with all ranks knowing that all have succeeded; otherwise all raise and rank 0 removes what was
-written. Nothing that existed before is touched until the last rename.
+written. Nothing that existed before is touched until the last rename. If `latest` cannot be written after it, the
+error says that the checkpoint stands.
 """
 
 from __future__ import annotations
@@ -63,7 +64,8 @@ def save(model: ShardedModel, request: Request, state: TrainingState) -> str:
         Path of the checkpoint.
 
     Raises:
-        CheckpointError: it could not be saved; what existed before still does, on all ranks alike.
+        CheckpointError: it could not be saved, on all ranks alike. What existed before still does, unless the error
+            says that the new checkpoint stands and only `latest` could not be written.
     """
     comm, device = model.comm, model.device
     what = f"saving checkpoint {request.tag!r} in {request.directory}"
@@ -163,9 +165,19 @@ def _publish(draft: directory.Draft, model: ShardedModel, request: Request) -> N
         parts.append(part)
     joined = _join(model, request, parts, files)
     directory.write_file(os.path.join(draft.path, manifest.NAME), manifest.to_bytes(joined))
-    draft.publish()
-    if request.latest:
-        directory.write_latest(request.directory, request.tag)
+    try:
+        draft.publish()
+        if request.latest:
+            directory.write_latest(request.directory, request.tag)
+    except OSError as error:
+        if not draft.published:
+            raise
+        raise CheckpointError(
+            f"{draft.target}: this checkpoint is complete and stands, but what follows failed: "
+            f"{error.filename or request.directory}: {error.strerror} (errno {error.errno}). "
+            f"{os.path.join(request.directory, directory.LATEST)} may still name an earlier one; load this one with "
+            f"tag={request.tag!r}"
+        ) from error
 
 
 def _join(model: ShardedModel, request: Request, parts: list[dict[str, Any]], files: dict[str, FileFacts]) -> Manifest:

@@ -15,9 +15,9 @@ import torch
 import torch.distributed as dist
 from torch.distributed import ProcessGroup, ReduceOp
 
-from shardwise.comm.compat import all_gather_single, reduce_scatter_single
 from shardwise.comm.ledger import user_line
 from shardwise.comm.logger import comms_logger
+from shardwise.compat import all_gather_single, reduce_scatter_single
 from shardwise.errors import UsageError
 
 Group = ProcessGroup | None

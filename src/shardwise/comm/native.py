@@ -13,7 +13,7 @@ from collections.abc import Callable, Sequence
 import torch
 import torch.distributed as dist
 
-from shardwise.comm.compat import all_gather_single, reduce_scatter_single
+from shardwise.compat import all_gather_single, reduce_scatter_single
 
 
 class Works:

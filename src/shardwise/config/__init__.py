@@ -6,6 +6,7 @@ that lists everything that is wrong. Nothing here imports torch unless an optimi
 to be looked up.
 """
 
+from .arguments import config_arguments, config_path
 from .auto import Note
 from .export import Row, describe, effective, json_schema
 from .facts import Facts
@@ -19,6 +20,8 @@ __all__ = [
     "Note",
     "Resolution",
     "Row",
+    "config_arguments",
+    "config_path",
     "describe",
     "effective",
     "json_schema",

@@ -49,8 +49,9 @@ UNBUILT_OPTIMIZERS: dict[str, str] = {
 """Names, in lower case, that configurations use and that this version does not have, with what to do."""
 
 UNUSABLE_OPTIMIZERS: dict[str, str] = {
-    "LBFGS": "it calls the model several times per step, which engine.step() cannot do",
-    "SparseAdam": "it needs sparse gradients, which cannot be sharded",
+    "LBFGS": "it takes inner products over all parameters and evaluates the loss several times per step; use an "
+    "optimizer that steps once per gradient",
+    "SparseAdam": "it takes sparse gradients only, and reduced gradients are dense; use Adam",
     "Optimizer": "it is the base class of optimizers",
 }
 """Classes of torch.optim that no engine step can drive, with the reason."""

@@ -7,6 +7,8 @@ from typing import TYPE_CHECKING, Any
 import torch
 import torch.distributed as dist
 
+from shardwise.precision.dtypes import parse_dtype
+
 if TYPE_CHECKING:
     from shardwise.comm.communicator import Communicator
     from shardwise.comm.ledger import Ledger
@@ -80,6 +82,16 @@ class Attributes:
     def gradient_average(self) -> bool:
         """Whether gradients are averaged (rather than summed) over ranks."""
         return bool(self._resolution.config.gradient_allreduce_op == "mean")
+
+    @property
+    def communication_data_type(self) -> torch.dtype:
+        """Type of gradients on the wire: the chosen one, else the model's. May be set between windows, on all ranks."""
+        policy = self.sharded.policy
+        return policy.wire_dtype or policy.compute_dtype or torch.float32
+
+    @communication_data_type.setter
+    def communication_data_type(self, dtype: torch.dtype | str) -> None:
+        self.sharded.set_wire_dtype(parse_dtype(dtype, "communication_data_type"))
 
     @property
     def gas_boundary_ctr(self) -> int:

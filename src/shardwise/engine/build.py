@@ -18,7 +18,7 @@ from shardwise.comm.environment import discover
 from shardwise.comm.ledger import Ledger
 from shardwise.comm.logger import comms_logger
 from shardwise.comm.setup import init_distributed
-from shardwise.config import Facts, resolve
+from shardwise.config import Facts, config_arguments, config_path, resolve
 from shardwise.data import EngineDataLoader
 from shardwise.device import choose_device
 from shardwise.engine.engine import Engine
@@ -155,7 +155,10 @@ def _build(
 
     # A model that is wrapped again (trainers do) leaves its old engine first.
     for former in {id(o): o for o in map(owner_of, model.parameters()) if isinstance(o, ShardedModel)}.values():
-        warn_once("the model already belonged to an engine, which is closed; call engine.destroy() to do so explicitly")
+        warn_once(
+            "the model already belonged to an engine, which is closed; its optimizer state is dropped. Call "
+            "engine.destroy() to do so explicitly"
+        )
         former.close()
 
     # Meta-device parameters get values (and are sharded) module by module, before anybody looks at them.
@@ -228,13 +231,10 @@ def _build(
 
 
 def _config_source(args: Any, config: Any, config_params: Any) -> Any:
-    given = {
-        "config": config,
-        "config_params": config_params,
-        "args.deepspeed_config": getattr(args, "deepspeed_config", None),
-        "args.shardwise_config": getattr(args, "shardwise_config", None),
-        "args.deepscale_config": getattr(args, "deepscale_config", None),
-    }
+    path = config_path(args)
+    given = {"config": config, "config_params": config_params}
+    if path is not None:
+        given[f"args.{next(iter(config_arguments(args)))}"] = path
     named = {name: value for name, value in given.items() if value is not None}
     if not named:
         raise ConfigError(
@@ -303,13 +303,18 @@ def _place_buffers(
     what the model lists in `_keep_in_fp32_modules`).
     """
     kept = (getattr(model, "_keep_in_fp32_modules", None) or []) if keep == "auto" else keep
+    moved: dict[tuple[int, torch.dtype], torch.Tensor] = {}  # shared buffers stay shared
     for path, module in model.named_modules():
         for name, buffer in module._buffers.items():
-            if buffer is not None:
-                wide = any(part in path.split(".") for part in kept)
-                cast = dtype if dtype is not None and buffer.is_floating_point() and not wide else buffer.dtype
-                moved = module._buffers[name] = buffer.to(device=device, dtype=cast)
-                accountant.add(Category.OTHER, moved.nbytes)
+            if buffer is None:
+                continue
+            wide = any(part in path.split(".") for part in kept)
+            cast = dtype if dtype is not None and buffer.is_floating_point() and not wide else buffer.dtype
+            key = (id(buffer), cast)
+            if key not in moved:
+                moved[key] = buffer.to(device=device, dtype=cast)
+                accountant.add(Category.OTHER, moved[key].nbytes)
+            module._buffers[name] = moved[key]
 
 
 def _leaves(model: nn.Module, section: Any) -> list[nn.Module]:

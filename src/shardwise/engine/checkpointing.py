@@ -56,6 +56,9 @@ class Checkpointing:
         def gradient_accumulation_steps(self) -> int:
             """Return the number of micro-batches in one step."""
 
+        def drop_gradients(self) -> None:
+            """Forget the gradients that the engine has accumulated."""
+
     # -- checkpoints -------------------------------------------------------------------------------------------------
 
     def save_checkpoint(
@@ -87,7 +90,8 @@ class Checkpointing:
             CheckpointPathError: `save_dir` or `tag` cannot be used (a ValueError).
             UsageError: gradients of an unfinished accumulation window are held.
             CheckpointError: something in `client_state` cannot be saved, or writing failed on some rank. Raised on all
-                ranks; earlier checkpoints are unchanged.
+                ranks; earlier checkpoints are unchanged, unless the message says that this one is complete and that
+                only `latest` could not be written.
 
         Example:
             >>> import shardwise, tempfile
@@ -170,8 +174,7 @@ class Checkpointing:
             loaded = read(self.sharded, saved, matched, options)
             if custom_load_fn is not None:
                 self._load_custom(custom_load_fn, saved.module_values())
-        if self.sharded.reducer is not None:
-            self.sharded.reducer.clear()
+        self.drop_gradients()
         if not load_module_only:
             with phase(self._comm, self.device, f"loading checkpoint {loaded.path}"):
                 self._take_training_state(loaded, options, load_lr_scheduler_states)

@@ -8,13 +8,14 @@ the accumulation boundary, and what the last step did. Everything that shards, m
 from __future__ import annotations
 
 import contextlib
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from dataclasses import dataclass
 from typing import TYPE_CHECKING, Any
 
 import torch
 from torch import nn
 
+from shardwise.checkpoint.agree import exchange
 from shardwise.comm.communicator import Communicator
 from shardwise.config import Resolution
 from shardwise.engine.attributes import Attributes
@@ -49,6 +50,16 @@ class StepReport:
     clip_coefficient: torch.Tensor | None
     loss_scale: float
     lr: tuple[float, ...]
+
+
+@dataclass(frozen=True)
+class _Prepared:
+    """A window whose gradients are ready for the optimizer: what is known of them, and the passes they come from."""
+
+    norm: torch.Tensor | None
+    coefficient: torch.Tensor | None
+    overflow: bool
+    passes: int
 
 
 class Engine(Attributes, BatchSizes, Checkpointing, ConfigGetters, MemoryReporting, nn.Module):
@@ -112,6 +123,7 @@ class Engine(Attributes, BatchSizes, Checkpointing, ConfigGetters, MemoryReporti
         self._boundary: bool | None = None
         self._engine_backward = False
         self._was_applied = False
+        self._prepared: _Prepared | None = None
         self._batch = self.initial_batch()
         sharded.gradient_factor = self._gradient_factor
 
@@ -254,6 +266,37 @@ class Engine(Attributes, BatchSizes, Checkpointing, ConfigGetters, MemoryReporti
         self.micro_steps += 1
 
     def _take_step(self, lr_kwargs: dict[str, Any] | None) -> None:
+        sharded = self.sharded
+        sharded.check_can_step()
+        prepared = self._prepared = self._prepared or self._prepare()
+        if sharded.reducer is not None and sharded.reducer.passes != prepared.passes:
+            raise UsageError(
+                "engine.step() has raised before, when the gradients were already scaled for the update, and another "
+                "backward pass has come on top of them. Call engine.zero_grad() and compute the window's gradients anew"
+            )
+        scale = self.cur_scale
+        used = tuple(float(lr) for lr in self.get_lr())
+        if not prepared.overflow:
+            sharded.step()
+        self._prepared = None
+        sharded.end_window()
+        if self.loss_scaler is not None:
+            self.loss_scaler.update(prepared.overflow)
+        self.last_step = StepReport(not prepared.overflow, prepared.norm, prepared.coefficient, scale, used)
+        self._was_applied = not prepared.overflow
+        self.global_steps += 1
+        self.global_samples += self.train_batch_size()
+        if prepared.overflow:
+            self.skipped_steps += 1
+        elif self.lr_scheduler is not None:
+            self.lr_scheduler.step(**(lr_kwargs or {}))
+        self._print_progress()
+
+    def _prepare(self) -> _Prepared:
+        """Make the window's gradients what the optimizer is to see: complete, with the norm known, scaled and clipped.
+
+        Done once a window: if the optimizer then raises, the next `step()` goes on from here.
+        """
         config, sharded = self._resolution.config, self.sharded
         reducer = sharded.reducer
         assert reducer is not None
@@ -261,17 +304,17 @@ class Engine(Attributes, BatchSizes, Checkpointing, ConfigGetters, MemoryReporti
         reducer.complete_window()
         if config.strict_sync:
             sharded.check_branches()
-        if not config.zero_optimization.ignore_unused_parameters and reducer.unused():
-            raise UsageError(
-                "zero_optimization.ignore_unused_parameters is false and these parameters have received no gradient on "
-                f"rank {self._comm.rank} since the last step: {', '.join(reducer.unused())}. Freeze them "
-                "(requires_grad_(False)), use them, or leave the key out: they then get a zero gradient."
-            )
-        scale = self.cur_scale
         factor = self._gradient_factor()
         clip = float(config.gradient_clipping)
         checks = self.loss_scaler is not None or config.bf16.check_grad_overflow
-        norm = sharded.gradient_norm(factor) if clip or checks or config.zero_optimization.compute_grad_norm else None
+        unused = None if config.zero_optimization.ignore_unused_parameters else reducer.unused()
+        norm, missing = None, False
+        if clip or checks or config.zero_optimization.compute_grad_norm:
+            norm, missing = sharded.gradient_norm(factor, None if unused is None else bool(unused))
+        elif unused is not None:
+            missing = sharded.any_rank(bool(unused))
+        if missing:
+            self._refuse_unused(unused or [])
         overflow = checks and norm is not None and not bool(torch.isfinite(norm))
         coefficient = None
         if not overflow:
@@ -280,26 +323,24 @@ class Engine(Attributes, BatchSizes, Checkpointing, ConfigGetters, MemoryReporti
                 coefficient = sharded.clip_factor(norm, clip)
                 multiplier = coefficient * factor
             sharded.scale_gradients(multiplier)
-        used = tuple(float(lr) for lr in self.get_lr())
-        if not overflow:
-            sharded.step()
-        sharded.end_window()
-        if self.loss_scaler is not None:
-            self.loss_scaler.update(overflow)
-        self.last_step = StepReport(not overflow, norm, coefficient, scale, used)
-        self._was_applied = not overflow
-        self.global_steps += 1
-        self.global_samples += self.train_batch_size()
-        if overflow:
-            self.skipped_steps += 1
-        elif self.lr_scheduler is not None:
-            self.lr_scheduler.step(**(lr_kwargs or {}))
-        self._print_progress()
+        return _Prepared(norm, coefficient, overflow, reducer.passes)
+
+    def _refuse_unused(self, names: list[str]) -> None:
+        """Raise on every rank: some rank has trainable parameters without a gradient, `names` on this one."""
+        everyone = enumerate(exchange(self._comm, self.device, names))
+        told = "; ".join(f"on rank {rank} {', '.join(of_rank)}" for rank, of_rank in everyone if of_rank)
+        raise UsageError(
+            "zero_optimization.ignore_unused_parameters is false and these parameters have received no gradient since "
+            f"the last step: {told}. Freeze them (requires_grad_(False)), use them, or leave the key out: they then "
+            "get a zero gradient."
+        )
 
     def _gradient_factor(self) -> float:
         """Return what turns accumulated sums into the gradient:
         mean over ranks and micro-batches, loss scale divided out.
         """
+        if self._prepared is not None and not self._prepared.overflow:
+            return 1.0  # it has been applied
         ranks = self.world_size if self._resolution.config.gradient_allreduce_op == "mean" else 1
         prescale = self.sharded.reducer.prescale if self.sharded.reducer is not None else 1.0
         return 1.0 / (ranks * prescale * self.gradient_accumulation_steps() * self.cur_scale)
@@ -321,10 +362,41 @@ class Engine(Attributes, BatchSizes, Checkpointing, ConfigGetters, MemoryReporti
             return None
         return float(self.last_step.grad_norm)
 
+    def _apply(self, fn: Callable[[torch.Tensor], torch.Tensor], recurse: bool = True) -> Engine:
+        """Serve `to`, `half`, `cuda` and the like: parameters stay what they are, buffers follow.
+
+        Raises:
+            UsageError: parameters would change their dtype or device, and leave the engine's memory.
+        """
+        if self.sharded.closed:
+            super()._apply(fn, recurse)
+            return self
+        for dtype, device in sorted({(p.dtype, p.device) for p in self.sharded.registry.parameters}, key=str):
+            probe = torch.empty(0, dtype=dtype, device=device)
+            made = fn(probe)
+            if made is not probe:
+                raise UsageError(
+                    f"the engine's parameters cannot be converted (here from {dtype} on {device} to {made.dtype} on "
+                    f"{made.device}): they live in memory that the engine moves and steps. Choose the dtype in the "
+                    "configuration (bf16, fp16) and the device by LOCAL_RANK, or convert the "
+                    "model before initialize() or after engine.destroy()"
+                )
+        moved: dict[int, tuple[torch.Tensor, torch.Tensor]] = {}
+        for module in self.module.modules():
+            for name, buffer in module._buffers.items():
+                if buffer is not None:
+                    module._buffers[name] = moved.setdefault(id(buffer), (buffer, fn(buffer)))[1]
+        return self
+
     def zero_grad(self, set_to_none: bool = True) -> None:
         """Drop accumulated gradients: the window starts anew."""
         self.sharded.hooks.settle()
         super().zero_grad(set_to_none=set_to_none)
+        self.drop_gradients()
+
+    def drop_gradients(self) -> None:
+        """Forget the gradients that the engine has accumulated."""
+        self._prepared = None
         if self.sharded.reducer is not None:
             self.sharded.reducer.clear()
 
@@ -344,6 +416,10 @@ class Engine(Attributes, BatchSizes, Checkpointing, ConfigGetters, MemoryReporti
             unit.release()
 
     def destroy(self) -> None:
-        """Take everything off the model again; its parameters are plain, whole and up to date afterwards."""
+        """Take everything off the model and the optimizer again, and give the engine's memory back (all ranks call).
+
+        The parameters are plain, whole and up to date afterwards, in the dtype that the module computes with. The
+        optimizer has them in its groups, and no state; save a checkpoint before if it is needed.
+        """
         self.sharded.close()
         self._comm.destroy()

@@ -12,6 +12,7 @@ from typing import TYPE_CHECKING, Any
 
 import torch
 
+from shardwise.precision.dtypes import parse_dtype, policy_from_config
 from shardwise.zero.plan import TABLE
 
 if TYPE_CHECKING:
@@ -20,22 +21,17 @@ if TYPE_CHECKING:
 Read = str | Callable[["Config"], Any]
 """Dotted path of a key, or a function of the configuration."""
 
-_TORCH_DTYPES = {"fp32": torch.float32, "fp16": torch.float16, "bf16": torch.bfloat16}
 
-
-def _model_dtype(config: Config) -> torch.dtype:
-    if config.fp16.enabled:
-        return torch.float16
-    return torch.bfloat16 if config.bf16.enabled else torch.float32
-
-
-def _dtype_or(name: str | None, default: torch.dtype | None) -> torch.dtype | None:
-    return default if name is None else _TORCH_DTYPES[name]
-
-
-def _data_types(config: Config) -> tuple[torch.dtype, torch.dtype | None]:
+def _data_types(config: Config) -> tuple[torch.dtype, torch.dtype]:
     """(type of the parameters, type of the gradient accumulator)."""
-    return _model_dtype(config), _dtype_or(config.data_types.grad_accum_dtype, torch.float32)
+    policy = policy_from_config(config)
+    return policy.compute_dtype or torch.float32, policy.accumulate_dtype
+
+
+def _autocast_dtype(config: Config) -> torch.dtype | None:
+    """The type of torch_autocast, None if there is none."""
+    name = config.torch_autocast.dtype
+    return None if name is None else parse_dtype(name, "torch_autocast.dtype")
 
 
 def _loss_scale_args(config: Config) -> dict[str, Any] | None:
@@ -109,7 +105,7 @@ GETTERS: dict[str, Read] = {
     "amp_enabled": "amp.enabled",
     "amp_params": lambda config: dict(config.amp.model_extra or {}),
     "torch_autocast_enabled": "torch_autocast.enabled",
-    "torch_autocast_dtype": lambda config: _dtype_or(config.torch_autocast.dtype, None),
+    "torch_autocast_dtype": _autocast_dtype,
     "torch_autocast_lower_precision_safe_modules": "torch_autocast.lower_precision_safe_modules",
     "get_data_types": _data_types,
     # communication
@@ -270,17 +266,6 @@ class ConfigGetters:
     """
 
     _resolution: Resolution
-
-    @property
-    def communication_data_type(self) -> torch.dtype:
-        """Type of gradients on the wire: the configured one, else the model's."""
-        config = self._resolution.config
-        name = config.communication_data_type
-        return _model_dtype(config) if name is None else _TORCH_DTYPES[name]
-
-    @communication_data_type.setter
-    def communication_data_type(self, dtype: torch.dtype | str) -> None:
-        self._resolution.config.communication_data_type = dtype  # type: ignore[assignment]
 
 
 for _name, _read in GETTERS.items():

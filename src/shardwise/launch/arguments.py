@@ -1,15 +1,12 @@
 """The command-line arguments by which a training script takes its configuration file.
 
-Scripts written for DeepSpeed declare four; ours stand beside them and mean the same.
+Scripts written for DeepSpeed declare four; ours stand beside them and mean the same. `shardwise.config.config_path`
+reads them.
 """
 
 from __future__ import annotations
 
 import argparse
-
-from shardwise.errors import ConfigError
-
-CONFIG_ARGUMENTS = ("shardwise_config", "deepspeed_config", "deepscale_config")
 
 
 def add_config_arguments(parser: argparse.ArgumentParser) -> argparse.ArgumentParser:
@@ -24,6 +21,7 @@ def add_config_arguments(parser: argparse.ArgumentParser) -> argparse.ArgumentPa
         `deepscale`.
 
     Example:
+        >>> from shardwise.config import config_path
         >>> parser = add_config_arguments(argparse.ArgumentParser())
         >>> config_path(parser.parse_args(["--deepspeed_config", "config.json"]))
         'config.json'
@@ -38,22 +36,3 @@ def add_config_arguments(parser: argparse.ArgumentParser) -> argparse.ArgumentPa
     group.add_argument("--deepscale", action="store_true", help=argparse.SUPPRESS)
     group.add_argument("--deepscale_config", default=None, type=str, help=argparse.SUPPRESS)
     return parser
-
-
-def config_path(args: object) -> str | None:
-    """The configuration file named by parsed arguments, whichever of the three spellings was used.
-
-    Args:
-        args: what `parse_args` returned; attributes that it lacks count as not given.
-
-    Returns:
-        The path, or None if no argument names one.
-
-    Raises:
-        ConfigError: two spellings name different files.
-    """
-    given = {name: value for name in CONFIG_ARGUMENTS if (value := getattr(args, name, None)) is not None}
-    if len(set(given.values())) > 1:
-        listed = ", ".join(f"--{name} {value}" for name, value in given.items())
-        raise ConfigError(f"{listed} name different files. Give one of them.")
-    return next(iter(given.values()), None)

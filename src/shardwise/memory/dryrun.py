@@ -19,6 +19,7 @@ import torch
 from torch import nn
 from torch.utils._pytree import tree_leaves, tree_map
 
+from shardwise.compat import without_overrides
 from shardwise.errors import UsageError
 from shardwise.memory.accountant import Accountant
 from shardwise.memory.track import track_activations
@@ -117,7 +118,7 @@ def _fake_copy(
 ) -> nn.Module:
     """Copy the module's structure; parameters and buffers become fake, shared ones stay shared."""
     memo: dict[int, Any] = {}
-    with mode, torch._C.DisableTorchFunctionSubclass():
+    with mode, without_overrides():
         for parameter in module.parameters():
             dtype = dtypes.get(id(parameter), parameter.dtype)
             values = torch.empty(parameter.shape, dtype=dtype, device=parameter.device)

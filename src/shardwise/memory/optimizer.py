@@ -15,6 +15,7 @@ from dataclasses import dataclass
 
 import torch
 
+from shardwise.compat import allow_gradient_dtype
 from shardwise.memory.accountant import Accountant
 from shardwise.memory.track import track_activations
 
@@ -108,8 +109,7 @@ def _dry_run(
     tensors = []
     for shape in shapes:
         parameter = torch.nn.Parameter(torch.ones(shape, dtype=dtype, device=device))
-        if gradient_dtype is not dtype:
-            parameter.grad_dtype = gradient_dtype
+        allow_gradient_dtype(parameter, gradient_dtype)
         parameter.grad = torch.ones(shape, dtype=gradient_dtype, device=device)
         tensors.append(parameter)
     twin = _twin(optimizer, group, tensors)

@@ -11,6 +11,8 @@ from pathlib import Path
 import torch
 from torch import nn
 
+from shardwise.compat import without_overrides
+
 
 def resident_bytes() -> int | None:
     """Return the bytes of this process that are in memory now, or None where the system has no /proc.
@@ -62,7 +64,7 @@ def _malloc_trim() -> Callable[[int], int] | None:
 def module_bytes(module: nn.Module) -> int:
     """Return the bytes of memory behind a module's parameters and buffers; shared memory counts once."""
     storages = {}
-    with torch._C.DisableTorchFunctionSubclass():  # released parameters need not come back for this
+    with without_overrides():  # released parameters need not come back for this
         for tensor in (*module.parameters(), *module.buffers()):
             if not tensor.is_meta and tensor.layout is torch.strided:
                 storage = tensor.untyped_storage()

@@ -17,21 +17,13 @@ from typing import Any
 
 import torch
 
-from shardwise.config.names import UNBUILT_OPTIMIZERS
+from shardwise.config.names import NATIVE_OPTIMIZERS, UNBUILT_OPTIMIZERS
 from shardwise.errors import ConfigError, NotBuiltError
 
 _log = logging.getLogger("shardwise")
 
 Params = Iterable[Any]
 """What `torch.optim` accepts: tensors, (name, tensor) pairs, or dictionaries of a group with its options."""
-
-_PEER_ADAM_OPTIONS = (
-    "adam_w_mode",
-    "bias_correction",
-    "fp32_optimizer_states",
-    "set_grad_none",
-    "torch_adam",
-)
 
 
 def build(
@@ -111,7 +103,7 @@ def _adam(name: str, params: list[Any], options: dict[str, Any], device: torch.d
         options["fused"] = None if reason else True
         if reason:
             _log.warning("%s runs its plain implementation, because torch says: %s", cls.__name__, reason)
-    return _construct(cls, params, options, device, extra=_PEER_ADAM_OPTIONS)
+    return _construct(cls, params, options, device, extra=tuple(NATIVE_OPTIMIZERS["adam"]))
 
 
 Builder = Callable[[str, list[Any], dict[str, Any], torch.device], torch.optim.Optimizer]

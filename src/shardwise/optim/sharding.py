@@ -16,6 +16,7 @@ from enum import Enum
 
 import torch
 
+from shardwise.config.names import UNUSABLE_OPTIMIZERS
 from shardwise.errors import ConfigError
 
 ATTRIBUTE = "shardwise_sharding"
@@ -59,9 +60,9 @@ _WHOLE: dict[type, str] = {
 }
 
 _REFUSED: dict[type, str] = {
-    torch.optim.LBFGS: "LBFGS takes inner products over all parameters and evaluates the loss several "
-    "times in a step; use an optimizer that steps once per gradient",
-    torch.optim.SparseAdam: "SparseAdam takes sparse gradients only, and reduced gradients are dense; use Adam",
+    cls: reason
+    for name, reason in UNUSABLE_OPTIMIZERS.items()
+    if (cls := getattr(torch.optim, name)) is not torch.optim.Optimizer
 }
 
 

@@ -94,8 +94,8 @@ class Registry:
         Args:
             module: the user's model. Shared parameters are recorded once with all their names.
             compute_dtype: dtype of floating parameters inside the modules, or None to keep their own.
-            groups: `id(parameter)` to optimizer parameter group; trainable parameters without a group stay
-                in the registry as frozen ones do: no gradient is kept for them.
+            groups: `id(parameter)` to optimizer parameter group. Parameters without one count as not trainable,
+                whether or not they require a gradient.
         """
         names: dict[int, list[str]] = {}
         objects: dict[int, nn.Parameter] = {}

@@ -46,6 +46,7 @@ def safe_get_full_fp32_param(parameter: torch.Tensor) -> torch.Tensor | None:
     model, index = found
     assert model.update is not None
     section = model.section_of(index)
+    model.take_changes()
     runs = model.update.master_pieces(index)
     return _assemble(model, index, runs, section.master_dtype, not model.plan.shard_optimizer)
 
@@ -64,8 +65,7 @@ def safe_set_full_fp32_param(parameter: torch.Tensor, value: torch.Tensor) -> No
     flat = _checked(model, index, value)
     registered = model.registry.parameters[index]
     gathered = model.gather([registered])
-    slot = next(s for s in model.section_of(index).layout.slots if s.index == index)
-    model.section_of(index).wire_view[slot.offset : slot.offset + slot.numel].copy_(flat)
+    model.values_of(index).copy_(flat)
     for unit in model.units_of([registered]):
         unit.store_shard()
     for start, stop, master in model.update.master_pieces(index):

@@ -117,6 +117,10 @@ class Gatherer:
         order = [unit.index for unit in self.units]
         self.set_order(order, order[::-1])
 
+    def detach(self) -> None:
+        """Forget whom to tell: the engine is being closed."""
+        self.on_backward, self.on_call_done, self.lags_behind = _nothing, _not_told, _never
+
     # -- order -------------------------------------------------------------------------------------------------------
 
     @property
@@ -468,22 +472,27 @@ def backward_order(units: Sequence[Unit], root: nn.Module) -> list[int]:
     """
     start: dict[nn.Module, int] = {}
     end: dict[nn.Module, int] = {}
-
-    def visit(module: nn.Module) -> None:
-        if module in start:
-            return
-        start[module] = len(start)
-        for child in module.children():
-            visit(child)
-        end[module] = len(start)
-
-    visit(root)
+    _visit(root, start, end)
     last = {unit.index: max((end[m], -start[m]) for m in unit.modules) for unit in units}
     return sorted(last, key=lambda index: (last[index], index), reverse=True)
 
 
+def _visit(module: nn.Module, start: dict[nn.Module, int], end: dict[nn.Module, int]) -> None:
+    # Not a closure: one that calls itself is a cycle, and would keep the model.
+    if module in start:
+        return
+    start[module] = len(start)
+    for child in module.children():
+        _visit(child, start, end)
+    end[module] = len(start)
+
+
 def _nothing() -> None:
     """Default of `Gatherer.on_backward`."""
+
+
+def _not_told(unit: Unit) -> None:
+    """Takes the place of `Gatherer.on_call_done` when the engine is closed."""
 
 
 def _never(index: int) -> bool:

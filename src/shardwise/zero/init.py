@@ -22,6 +22,7 @@ from torch.utils.weak import WeakTensorKeyDictionary
 
 from shardwise.comm.communicator import Communicator
 from shardwise.comm.ledger import Ledger
+from shardwise.compat import without_overrides
 from shardwise.errors import ReleasedParameterError, UsageError
 from shardwise.zero import released
 
@@ -77,7 +78,7 @@ class PartStore:
         part = self._parts[parameter]
         full = part.new_empty(part.numel() * self.comm.world)
         self.comm.all_gather([(full, part)], "zero.Init", kind="explicit").wait()
-        with torch._C.DisableTorchFunctionSubclass():
+        with without_overrides():
             return full[: parameter.numel()].view(parameter.shape)
 
     def touch(self, parameter: nn.Parameter, what: str) -> None:
@@ -299,16 +300,17 @@ def materialize(root: nn.Module, name: str, module: nn.Module, device: torch.dev
     """Give a meta-device module's own parameters and buffers memory and initial values; parameters keep their identity.
 
     Raises:
-        UsageError: neither the module nor its root knows how to initialise it.
+        UsageError: neither the module nor its root knows how to initialise it, or tensors are left without values.
     """
     device = device or torch.device("cpu")
-    for parameter in module._parameters.values():
-        if parameter is not None and parameter.is_meta:
-            fresh = nn.Parameter(torch.empty_like(parameter, device=device), requires_grad=parameter.requires_grad)
-            torch.utils.swap_tensors(parameter, fresh)
-    for key, buffer in module._buffers.items():
-        if buffer is not None and buffer.is_meta:
-            module._buffers[key] = torch.empty_like(buffer, device=device)
+    fresh = {}
+    for key, tensor in [*module._parameters.items(), *module._buffers.items()]:
+        if tensor is not None and tensor.is_meta:
+            values: torch.Tensor = _blank(tensor, device)
+            if isinstance(tensor, nn.Parameter):
+                values = nn.Parameter(values, requires_grad=tensor.requires_grad)
+            torch.utils.swap_tensors(tensor, values)
+            fresh[key] = (tensor, tensor._version)
     reset = getattr(module, "reset_parameters", None) or getattr(module, "_reset_parameters", None)
     if callable(reset):
         reset()
@@ -320,3 +322,37 @@ def materialize(root: nn.Module, name: str, module: nn.Module, device: torch.dev
             "reset_parameters() to give its parameters values. Define one, or build the model under "
             "shardwise.zero.Init() instead of on 'meta'."
         )
+    now = {**module._parameters, **module._buffers}
+    blank = [key for key, (tensor, version) in fresh.items() if now.get(key) is tensor and _is_blank(tensor, version)]
+    if blank:
+        names = ", ".join(repr(f"{name}.{key}".lstrip(".")) for key in blank)
+        by = "its reset_parameters()" if callable(reset) else f"_init_weights() of {type(root).__name__}"
+        raise UsageError(
+            f"module {name or '(root)'!r} ({type(module).__name__}) is on the meta device, and {by} has left these "
+            f"without values: {names}. What a constructor computes is not computed on 'meta'. Compute it in "
+            "reset_parameters() of the module, or build the model under shardwise.zero.Init() instead of on 'meta'."
+        )
+
+
+_BLANK_INTEGERS = (torch.int64, torch.int32, torch.int16)
+
+
+def _blank(tensor: torch.Tensor, device: torch.device) -> torch.Tensor:
+    """Return memory for a meta tensor, filled with what no initialisation leaves there, if the dtype has such a value.
+
+    Version counters alone do not tell: changes through `.data` pass them by.
+    """
+    values = torch.empty_like(tensor.detach(), device=device)
+    if tensor.dtype in _BLANK_INTEGERS:
+        return values.fill_(torch.iinfo(tensor.dtype).min + 1)
+    return values.fill_(float("nan")) if tensor.is_floating_point() or tensor.is_complex() else values
+
+
+def _is_blank(tensor: torch.Tensor, version: int) -> bool:
+    """Whether nothing has been written into what `_blank` gave, which had this version."""
+    if tensor._version != version or not tensor.numel():
+        return False
+    values = tensor.detach()
+    if tensor.dtype in _BLANK_INTEGERS:
+        return bool((values == torch.iinfo(tensor.dtype).min + 1).all())
+    return bool(values.isnan().all()) if tensor.is_floating_point() or tensor.is_complex() else True

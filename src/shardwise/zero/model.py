@@ -9,6 +9,7 @@ from __future__ import annotations
 
 import contextlib
 from collections.abc import Callable, Iterable, Iterator, Sequence
+from dataclasses import replace
 from typing import Any
 
 import torch
@@ -23,6 +24,7 @@ from shardwise.registry import Registry
 from shardwise.zero import released
 from shardwise.zero.calls import Use
 from shardwise.zero.gather import Gatherer, backward_order
+from shardwise.zero.guards import Guards
 from shardwise.zero.hooks import Hooks
 from shardwise.zero.init import whole_values
 from shardwise.zero.layout import Piece, lay_out
@@ -85,6 +87,8 @@ class ShardedModel:
         owners = {id(p): i for i, group in enumerate(groups) for p in group["params"]}
         self.registry = Registry.of(module, compute_dtype=policy.compute_dtype, groups=owners)
         self._check_owners(groups)
+        self._client_groups = [list(group["params"]) for group in groups]
+        self.closed = False
         self.units: list[Unit] = []
         self.update: Update | None = None
         if optimizer is not None:
@@ -136,8 +140,9 @@ class ShardedModel:
             if self.reducer is not None:
                 self.gatherer.lags_behind = self.reducer.lags_behind
         self.hooks = Hooks(module, self.units, self.gatherer, self.reducer)
+        self.guards = Guards(module, self.registry, optimizer)
         self._trainable = [p for p, t in zip(self.registry.parameters, self.registry, strict=True) if t.trainable]
-        self.gradient_factor: Callable[[], float] = lambda: 1.0
+        self.gradient_factor: Callable[[], float] = _one
         self._section_of = {
             slot.index: (unit, section)
             for unit in self.units
@@ -178,7 +183,7 @@ class ShardedModel:
                 device=self.device,
                 # Frozen parameters have no masters; integers are among them.
                 master_dtype=self.policy.master_dtype(layout.dtype) if layout.trainable else layout.dtype,
-                accumulate_dtype=self._accumulate_dtype(layout.dtype),
+                accumulate_dtype=self.policy.accumulation_dtype(layout.dtype),
                 accountant=self.accountant,
             )
             sections.append(section)
@@ -202,10 +207,6 @@ class ShardedModel:
         unit.release()
         return unit
 
-    def _accumulate_dtype(self, dtype: torch.dtype) -> torch.dtype:
-        wide = self.policy.accumulate_dtype
-        return dtype if dtype.itemsize > wide.itemsize else wide
-
     def _fill(self, unit: Unit, section: SectionMemory) -> None:
         """Copy the initial values in; rank 0's are everybody's."""
         agreed = True
@@ -218,8 +219,17 @@ class ShardedModel:
 
     # -- stepping ----------------------------------------------------------------------------------------------------
 
-    def gradient_norm(self, scale: float) -> torch.Tensor:
-        """Return the global norm of the accumulated gradients times `scale` (0-D fp64 tensor); one small all-reduce."""
+    def gradient_norm(self, scale: float, report: bool | None = None) -> tuple[torch.Tensor, bool]:
+        """Return the global norm of the accumulated gradients times `scale` (0-D fp64 tensor); one small all-reduce.
+
+        Args:
+            scale: see above.
+            report: something that all ranks are to know if any rank has it; travels along. None: nothing is asked, and
+                the host does not wait for the result.
+
+        Returns:
+            The norm, and whether any rank has reported.
+        """
         assert self.reducer is not None
         if self._runs is None or self._runs_of != self.reducer.dropped:
             self._runs_of = self.reducer.dropped
@@ -232,8 +242,24 @@ class ShardedModel:
             self._runs = Runs(runs, len(self.registry), self.device)
         with self.accountant.owning(Category.OTHER):
             sums = self._runs.sums_of_squares()
+            if report is None:
+                self.comm.all_reduce(sums, "gradient_norm").wait()
+                return combine(sums, scale), False
+            sums = torch.cat([sums, sums.new_tensor([float(report)])])
             self.comm.all_reduce(sums, "gradient_norm").wait()
-            return combine(sums, scale)
+            return combine(sums[:-1], scale), bool(sums[-1])
+
+    def any_rank(self, report: bool) -> bool:
+        """Return whether any rank reports something, where no norm is needed along which it could travel."""
+        told = torch.tensor([float(report)], device=self.device)
+        self.comm.all_reduce(told, "unused_parameters").wait()
+        return bool(told)
+
+    def set_wire_dtype(self, dtype: torch.dtype) -> None:
+        """Send gradients in another dtype from now on (between windows, on all ranks)."""
+        self.policy = replace(self.policy, wire_dtype=dtype)
+        if self.reducer is not None:
+            self.reducer.wire_dtype = dtype
 
     def scale_gradients(self, factor: float | torch.Tensor) -> None:
         """Multiply the accumulated gradients."""
@@ -247,24 +273,59 @@ class ShardedModel:
         """Return the clipping coefficient for a global norm."""
         return clip_coefficient(norm, max_norm)
 
-    def step(self) -> None:
-        """Step the optimizer with the accumulated gradients and start bringing the results to all ranks."""
-        assert self.update is not None and self.optimizer is not None
+    def check_can_step(self) -> None:
+        """Raise where a step could not do what is expected of it; nothing has been changed then.
+
+        Raises:
+            UsageError: parameters are gathered for evaluation, or have been unfrozen; the engine has been destroyed.
+        """
+        if self.closed:
+            raise UsageError("step(): the engine has been destroyed, and its model is a plain one again")
         if self.gatherer.suspended:
             raise UsageError(
                 "step() inside gathered(): the gathered parameters would stay as they are; leave the block first"
             )
+        self.guards.check_frozen()
+
+    def take_changes(self) -> None:
+        """Take parameter values that the script has changed in place over into the master weights.
+
+        Elements whose value is as it was keep the master's extra digits, except in parameters that have been loaded.
+        Those of sharded units may be changed in a `GatheredParameters` block only, at whose end this is done.
+        """
+        changed = self.guards.changed()
+        if not changed or self.update is None:
+            return
+        for unit in self.units:
+            if not unit.sharded and any(tensor.index in changed for tensor in unit.tensors):
+                unit.finish_gather()
+                for index in self.guards.loaded.intersection(tensor.index for tensor in unit.tensors):
+                    values = self.values_of(index)
+                    for start, stop, master in self.update.master_pieces(index):
+                        master.copy_(values[start:stop])
+                self.update.refresh(unit)
+        self.guards.note()
+
+    def step(self) -> None:
+        """Step the optimizer with the accumulated gradients and start bringing the results to all ranks."""
+        assert self.update is not None and self.optimizer is not None
         self.finish_gathers()
-        with self.accountant.owning(Category.OTHER):
+        self.take_changes()
+        with self.accountant.owning(Category.OTHER), self.guards.stepping():
             self.update.step(self.optimizer)
         if not self._stepped:
             self._stepped = True
             give_back_freed_memory()  # the optimizer's state has come to stay, among buffers that have gone
-        torch.autograd.graph.increment_version(self._trainable)
+        self._values_have_changed()
         if self.plan.shard_optimizer and self.comm.world > 1:
             for unit in self.units:
                 if not unit.sharded and unit.trainable:
                     unit.start_gather()
+
+    def _values_have_changed(self) -> None:
+        """Tell autograd, which may have saved parameters, that the engine has written new values into them."""
+        torch.autograd.graph.increment_version(self._trainable)
+        self.guards.note()
 
     def check_branches(self) -> None:
         """Compare which units ranks have used since the last step, in which order and how often; one small all-reduce.
@@ -318,6 +379,12 @@ class ShardedModel:
         """Return the section that holds a parameter."""
         return self._section_of[index][1]
 
+    def values_of(self, index: int) -> torch.Tensor:
+        """Return the 1-D view of a gathered parameter in its unit's memory."""
+        _, section = self._section_of[index]
+        slot = next(slot for slot in section.layout.slots if slot.index == index)
+        return section.wire_view[slot.offset : slot.offset + slot.numel]
+
     def gradient_runs(self, index: int) -> list[tuple[int, int, torch.Tensor]] | None:
         """Return (start, stop, values) whose sum over ranks is the accumulated gradient, or None if there is none."""
         assert self.reducer is not None
@@ -354,6 +421,7 @@ class ShardedModel:
 
         Masters of trained parameters: what the optimizer steps here. Of the others this rank's range of the parameter.
         """
+        self.take_changes()
         runs = {}
         for index, (section, own) in self._own_pieces().items():
             if section.layout.trainable and self.update is not None:
@@ -389,7 +457,7 @@ class ShardedModel:
             if unit.state is not UnitState.RELEASED:
                 pairs = [(s.wire_view, s.shard) for s in unit.sections]
                 self.comm.all_gather(pairs, unit.name, kind="explicit").wait()
-        torch.autograd.graph.increment_version(self._trainable)
+        self._values_have_changed()
 
     # -- access ------------------------------------------------------------------------------------------------------
 
@@ -460,15 +528,55 @@ class ShardedModel:
         self.gatherer.end_touch(parameter, token, result)
 
     def close(self) -> None:
-        """Take hooks off, give every parameter plain memory of its own, and stop helper threads."""
+        """Take everything off the model and the optimizer, and give all memory back that is not theirs.
+
+        Parameters are plain and whole afterwards, with memory of their own. The optimizer has them in its groups again
+        and no state: its segments are gone. A second call does nothing.
+        """
+        if self.closed:
+            return
+        self.closed = True
         self.finish_gathers()
-        self.gather(self.registry.parameters)
         self.hooks.remove()
+        self.guards.remove()
+        self._give_optimizer_back()
         if self.reducer is not None:
             self.reducer.remove()
-        for unit in self.units:
+            self.reducer.clear()
+        while self.units:
+            unit = self.units[0]
+            self.gather(unit.parameters)
             for parameter in unit.parameters:
                 released.disown(parameter)
                 parameter.data = parameter.data.clone()
+            for section in unit.sections:
+                section.drop()
+            del self.units[0]
         if self.channel is not None:
             self.channel.close()
+        self._cut_references()
+
+    def _give_optimizer_back(self) -> None:
+        self.update = None
+        if self.optimizer is not None:
+            self.optimizer.state.clear()
+            for group, parameters in zip(self.optimizer.param_groups, self._client_groups, strict=False):
+                group["params"] = parameters
+
+    def _cut_references(self) -> None:
+        """Leave no cycle that holds the model: memory is given back at once, not when Python looks for cycles."""
+        self.gatherer.detach()
+        if self.channel is not None:
+            self.channel.on_want = _ignore
+        self.reducer = self.hooks.reducer = None
+        self.channel = self._runs = None
+        self._section_of = {}
+        self.gradient_factor = _one
+
+
+def _one() -> float:
+    return 1.0
+
+
+def _ignore(number: int, place: int) -> None:
+    """Nobody listens to the peers' wishes any more."""

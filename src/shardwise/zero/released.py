@@ -17,6 +17,8 @@ import torch
 from torch import nn
 from torch.utils.weak import WeakTensorKeyDictionary
 
+from shardwise.compat import without_overrides
+
 
 class Owner(Protocol):
     """Whoever can bring a released parameter's values back."""
@@ -74,7 +76,7 @@ class Released(nn.Parameter):
         kwargs = kwargs or {}
         name = _name_of(func)
         if name in _METADATA:
-            with torch._C.DisableTorchFunctionSubclass():
+            with without_overrides():
                 return func(*args, **kwargs)
         touched: list[tuple[nn.Parameter, Owner, Any]] = []
         for value in _flatten((args, kwargs)):
@@ -91,7 +93,7 @@ class Released(nn.Parameter):
 
     def __repr__(self, *, tensor_contents: Any = None) -> str:  # type: ignore[override]
         """Describe the parameter without its values."""
-        with torch._C.DisableTorchFunctionSubclass():
+        with without_overrides():
             return f"Parameter(released, shape={tuple(self.shape)}, dtype={self.dtype}, device={self.device})"
 
 

@@ -20,6 +20,7 @@ import torch
 from torch import nn
 
 from shardwise.comm.communicator import Communicator, Handle
+from shardwise.compat import without_overrides
 from shardwise.memory import Accountant, Category
 from shardwise.registry import LogicalTensor, Registry
 from shardwise.zero import released
@@ -156,6 +157,12 @@ class SectionMemory:
         self.full.untyped_storage().resize_(0)
         self._accountant.remove(Category.GATHERED, self.layout.numel * self.full.element_size())
 
+    def drop(self) -> None:
+        """Give all memory back (whole values are there, and nobody's any more)."""
+        self._accountant.remove(Category.GATHERED if self.sharded else Category.PARAMETERS, self.full.nbytes)
+        self.full = self.wire_view = self.shard = self.source = torch.empty(0, dtype=self.layout.dtype)
+        self.master = self.gradient = None
+
     def publish(self) -> None:
         """Write the updated master weights into the low-precision parameters' memory."""
         if self.master is None or self.master_is_parameter:
@@ -214,7 +221,7 @@ class Unit:
 
     def attach(self) -> None:
         """Make every parameter a view of its place in the flat buffer."""
-        with torch._C.DisableTorchFunctionSubclass():
+        with without_overrides():
             for tensor, view in self.views():
                 self.registry.parameters[tensor.index].data = view
 

@@ -183,9 +183,11 @@ class SegmentUpdate:
         """Step all segments and write the results into the parameters' memory."""
         for section, place, segment in self._segments:
             segment.grad = _as_gradient(section.whole_gradient[place], segment, self._accountant)
-        optimizer.step()
-        for _, _, segment in self._segments:
-            segment.grad = None
+        try:
+            optimizer.step()
+        finally:
+            for _, _, segment in self._segments:
+                segment.grad = None
         for unit in self.units:
             for section in unit.trainable:
                 section.publish()
@@ -318,9 +320,11 @@ class WholeUpdate:
         """Bring gradients to their owners, step, and bring the results back."""
         for unit in self.units:
             self._collect(unit)
-        optimizer.step()
-        for master in self.masters.values():
-            master.grad = None
+        try:
+            optimizer.step()
+        finally:
+            for master in self.masters.values():
+                master.grad = None
         for unit in self.units:
             self._distribute(unit)
         _hold_state(self.optimizer, self._accountant)

@@ -174,7 +174,7 @@ class ZeroConfig(Section):
         1_000_000_000,
         "Elements per optimizer step tile (stage 3).",
         gt=0,
-        no_effect="the optimizer steps unit by unit, which is finer than any tile",
+        no_effect="the optimizer is stepped once, on all that this rank owns",
     )
     leaf_module: LeafModule = section(LeafModule, "Modules that are fetched as one unit (stage 3).")
 

@@ -1,0 +1,155 @@
+"""What a script does to its model and its optimizer behind the engine's back: taken over where possible, else refused.
+
+* In-place changes of gathered parameters between steps (`load_state_dict`, `p.clamp_()` under `no_grad`) reach the
+  master weights: they are seen by the parameters' version counters. Changes through `p.data` leave no trace there.
+* Parameters that require a gradient but that no optimizer group has get none: it would stay local and grow.
+* Parameters that have been unfrozen have no place in any unit's gradient: stepping raises.
+* `load_state_dict(assign=True)` would put other parameter objects into the model, which nothing here knows: it raises.
+* The optimizer's own `step()` would find no gradients and do nothing: it raises.
+"""
+
+from __future__ import annotations
+
+import contextlib
+from collections.abc import Iterator
+from typing import Any
+
+import torch
+from torch import nn
+
+from shardwise.compat import without_overrides
+from shardwise.errors import UsageError
+from shardwise.registry import LogicalTensor, Registry
+from shardwise.utils.logging import logger
+
+_SHOWN = 5
+
+
+class Guards:
+    """Installs and removes the guards of one engine; see the module docstring.
+
+    Args:
+        module: the user's model.
+        registry: its parameters.
+        optimizer: what `engine.step()` steps, or None.
+
+    Attributes:
+        loaded: indices of changed parameters that `load_state_dict` has written as a whole.
+    """
+
+    def __init__(self, module: nn.Module, registry: Registry, optimizer: torch.optim.Optimizer | None) -> None:
+        pairs = list(zip(registry, registry.parameters, strict=True))
+        self._trained = [(t.index, p) for t, p in pairs if t.trainable]
+        self._frozen = [(t, p) for t, p in pairs if not p.requires_grad]
+        self._versions: list[int] = []
+        self.loaded: set[int] = set()
+        self._stepping = False
+        self._handles: list[Any] = []
+        self._drop_gradients([(t, p) for t, p in pairs if p.requires_grad and not t.trainable])
+        self._watch_loading(module, registry)
+        if optimizer is not None:
+            self._handles.append(optimizer.register_step_pre_hook(self._before_optimizer))
+        self.note()
+
+    # -- parameters without an optimizer -----------------------------------------------------------------------------
+
+    def _drop_gradients(self, unowned: list[tuple[LogicalTensor, nn.Parameter]]) -> None:
+        warned = False
+
+        def arrived(parameter: nn.Parameter) -> None:
+            nonlocal warned
+            parameter.grad = None
+            if not warned:
+                warned = True
+                logger.warning(
+                    "%d parameters require a gradient, but no group of the optimizer has them, so their gradients are "
+                    "dropped: %s. Call requires_grad_(False) on them, which also saves computing the gradients, or "
+                    "give them to the optimizer",
+                    len(unowned),
+                    _listed([tensor.name for tensor, _ in unowned]),
+                )
+
+        for _, parameter in unowned:
+            parameter.grad = None  # left by earlier training
+            self._handles.append(parameter.register_post_accumulate_grad_hook(arrived))
+
+    def check_frozen(self) -> None:
+        """Raise if parameters that were frozen when the engine was built require a gradient now.
+
+        Raises:
+            UsageError: it names them.
+        """
+        with without_overrides():
+            unfrozen = [tensor.name for tensor, parameter in self._frozen if parameter.requires_grad]
+        if unfrozen:
+            raise UsageError(
+                f"{len(unfrozen)} parameters were frozen when the engine was built and require a gradient now, so they "
+                f"would not be trained: {_listed(unfrozen)}. Unfreeze before initialize(), or call engine.destroy() "
+                "and initialize() again with an optimizer that has them"
+            )
+
+    # -- in-place changes --------------------------------------------------------------------------------------------
+
+    def note(self) -> None:
+        """Take the parameters' present values as known."""
+        self._versions = self._read()
+        self.loaded = set()
+
+    def changed(self) -> set[int]:
+        """Return the indices of trained parameters that have been changed in place since `note()`."""
+        now = self._read()
+        if now == self._versions:
+            return set()
+        return {index for (index, _), old, new in zip(self._trained, self._versions, now, strict=True) if old != new}
+
+    def _read(self) -> list[int]:
+        # Counters are there without values.
+        with without_overrides():
+            return [parameter._version for _, parameter in self._trained]
+
+    def _watch_loading(self, module: nn.Module, registry: Registry) -> None:
+        def before(module: nn.Module, state_dict: Any, prefix: str, local_metadata: dict[str, Any], *_: Any) -> None:
+            if local_metadata.get("assign_to_params_buffers"):
+                raise UsageError(
+                    "load_state_dict(assign=True) on the module of an engine would replace its parameters by others, "
+                    "which are not trained; leave assign out, or use engine.load_module_state_dict()"
+                )
+
+        def after(module: nn.Module, incompatible_keys: Any) -> None:
+            tensors = (registry.find(p) for p in module._parameters.values() if p is not None)
+            self.loaded |= {tensor.index for tensor in tensors if tensor is not None} & self.changed()
+
+        for child in module.modules():
+            if any(parameter is not None for parameter in child._parameters.values()):
+                self._handles.append(child.register_load_state_dict_pre_hook(before))
+                self._handles.append(child.register_load_state_dict_post_hook(after))
+
+    # -- the optimizer -----------------------------------------------------------------------------------------------
+
+    @contextlib.contextmanager
+    def stepping(self) -> Iterator[None]:
+        """Let the optimizer step inside the block."""
+        self._stepping = True
+        try:
+            yield
+        finally:
+            self._stepping = False
+
+    def _before_optimizer(self, optimizer: torch.optim.Optimizer, args: Any, kwargs: Any) -> None:
+        if not self._stepping:
+            raise UsageError(
+                f"{type(optimizer).__name__}.step(): this optimizer belongs to an engine, which holds the gradients; "
+                "call engine.step() instead (it also clips, steps the scheduler and drops the gradients)"
+            )
+
+    def remove(self) -> None:
+        """Take all guards off the model and the optimizer."""
+        for handle in self._handles:
+            handle.remove()
+        self._handles = []
+        self._trained, self._frozen, self._versions, self.loaded = [], [], [], set()
+
+
+def _listed(names: list[str]) -> str:
+    more = f" and {len(names) - _SHOWN} more" if len(names) > _SHOWN else ""
+    return ", ".join(names[:_SHOWN]) + more

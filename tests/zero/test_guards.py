@@ -1,0 +1,206 @@
+"""What scripts do behind the engine's back is taken over, or refused with the way out."""
+
+from __future__ import annotations
+
+import logging
+from typing import Any
+
+import pytest
+import torch
+import torch.distributed as dist
+from torch import nn
+
+import shardwise
+from shardwise.errors import ReleasedParameterError, UsageError
+from tests.harness import run_ranks
+from tests.zero.training import masters
+
+
+class Backbone(nn.Module):
+    def __init__(self) -> None:
+        super().__init__()
+        self.backbone, self.head = nn.Linear(3, 5), nn.Linear(5, 1)
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        return self.head(self.backbone(x))
+
+
+class WholeSGD(torch.optim.SGD):
+    """Does not say how it may be split: gets whole tensors."""
+
+
+def made(seed: int) -> Backbone:
+    torch.manual_seed(seed)
+    return Backbone()
+
+
+def begin(model: nn.Module, optimizer: torch.optim.Optimizer | None, stage: int, precision: str = "fp32") -> Any:
+    config = {
+        "train_micro_batch_size_per_gpu": 2,
+        "zero_optimization": {"stage": stage},
+        "bf16": {"enabled": precision == "bf16"},
+    }
+    return shardwise.initialize(model=model, optimizer=optimizer, config=config)[0]
+
+
+def step(engine: Any, number: int) -> None:
+    x = torch.arange(6.0).view(2, 3) + number + dist.get_rank()
+    engine.backward(engine(x.to(engine.backbone.weight.dtype)).mean())
+    engine.step()
+
+
+def changed_between_steps(stage: int, precision: str, kind: type, how: str) -> list[Any]:
+    """Train a step, put values in by `how`, train another one; or put them in before there is an engine."""
+    wanted = {name: value.bfloat16().float() for name, value in made(1).state_dict().items()}
+    wanted["head.bias"].fill_(1.0)
+    model = made(0)
+    with torch.no_grad():
+        model.head.bias.fill_(1.001)  # what is put in differs from it by less than 16 bits can show
+    if how == "before":
+        model.load_state_dict(wanted)
+    engine = begin(model, kind(model.parameters(), lr=1e-4), stage, precision)
+    if how != "before":
+        step(engine, 0)
+    if how == "load":
+        model.load_state_dict(wanted)
+    elif how == "submodules":
+        for name, child in model.named_children():
+            part = {k.removeprefix(f"{name}."): v for k, v in wanted.items() if k.startswith(f"{name}.")}
+            child.load_state_dict(part)
+    elif how == "in place":
+        with torch.no_grad():
+            for name, parameter in model.named_parameters():
+                parameter.zero_().add_(wanted[name])
+    seen = masters(model)
+    if how == "in place" and precision == "bf16":
+        assert 1 < float(seen["head.bias"]) < 1.002  # kept
+        del seen["head.bias"], wanted["head.bias"]
+    exact = all(torch.equal(value, wanted[name]) for name, value in seen.items())
+    step(engine, 1)
+    result = masters(model)
+    engine.destroy()
+    return [exact, {name: result[name] for name in wanted}]
+
+
+def all_changes(stage: int, precision: str, kind: type) -> list[Any]:
+    return [changed_between_steps(stage, precision, kind, how) for how in ("before", "load", "submodules", "in place")]
+
+
+@pytest.mark.parametrize("kind", [torch.optim.SGD, WholeSGD])
+@pytest.mark.parametrize("precision", ["fp32", "bf16"])
+@pytest.mark.parametrize("stage", [0, 1, 2])
+def test_changes_between_steps_reach_the_master_weights(stage: int, precision: str, kind: type) -> None:
+    for (_, expected), *others in run_ranks(all_changes, 2, stage, precision, kind):
+        for exact, found in others:
+            assert exact
+            for name, value in found.items():
+                assert torch.equal(value, expected[name]), name
+
+
+def refused_changes() -> list[str]:
+    model, wanted = made(0), made(1).state_dict()
+    messages = []
+    engine = begin(model, torch.optim.SGD(model.parameters()), 3)
+    with pytest.raises((ReleasedParameterError, RuntimeError)) as caught:
+        model.load_state_dict(wanted)
+    messages.append(str(caught.value))
+    engine.destroy()
+    engine = begin(model, torch.optim.SGD(model.parameters()), 2)
+    before = {id(p) for p in model.parameters()}
+    with pytest.raises(UsageError) as assigned:
+        model.load_state_dict(wanted, assign=True)
+    assert {id(p) for p in model.parameters()} == before
+    messages.append(str(assigned.value))
+    engine.destroy()
+    model.load_state_dict(wanted, assign=True)
+    return messages
+
+
+def test_changes_that_cannot_be_taken_over_are_refused() -> None:
+    for released, assigned in run_ranks(refused_changes, 2):
+        assert "GatheredParameters" in released
+        assert "assign=True" in assigned
+        assert "engine.load_module_state_dict" in assigned
+
+
+# -- parameters that the optimizer does not have -----------------------------------------------------------------------
+
+
+def head_only(stage: int, optimizer: bool) -> list[Any]:
+    warnings: list[str] = []
+
+    class Collect(logging.Handler):
+        def emit(self, record: logging.LogRecord) -> None:
+            warnings.append(record.getMessage())
+
+    handler = Collect(logging.WARNING)
+    logging.getLogger("shardwise").addHandler(handler)
+    model = Backbone()
+    engine = begin(model, torch.optim.SGD(model.head.parameters(), lr=0.1) if optimizer else None, stage)
+    quiet = not warnings
+    kept = []
+    for _ in range(2):
+        engine.backward(engine(torch.ones(2, 3)).mean())
+        kept += [name for name, p in model.named_parameters() if p.grad is not None]
+        if optimizer:
+            engine.step()
+    logging.getLogger("shardwise").removeHandler(handler)
+    engine.destroy()
+    return [quiet, kept, warnings]
+
+
+@pytest.mark.parametrize("stage", [0, 2, 3])
+def test_gradients_that_no_optimizer_will_use_are_dropped_with_one_warning(stage: int) -> None:
+    for quiet, kept, warnings in run_ranks(head_only, 2, stage, True):
+        assert quiet and not kept
+        assert len(warnings) == 1
+        assert "2 parameters" in warnings[0] and "backbone.weight, backbone.bias" in warnings[0]
+    for quiet, kept, warnings in run_ranks(head_only, 2, stage, False):
+        assert quiet and not kept
+        assert len(warnings) == 1
+        assert "4 parameters" in warnings[0]
+
+
+def unfrozen(stage: int) -> str:
+    model = Backbone()
+    model.backbone.requires_grad_(False)
+    engine = begin(model, torch.optim.SGD(model.parameters(), lr=0.1), stage)
+    model.backbone.requires_grad_(True)
+    engine.backward(engine(torch.ones(2, 3)).mean())
+    with pytest.raises(UsageError) as caught:
+        engine.step()
+    engine.destroy()
+    return str(caught.value)
+
+
+@pytest.mark.parametrize("stage", [0, 3])
+def test_unfrozen_parameters_are_named_when_stepping(stage: int) -> None:
+    for message in run_ranks(unfrozen, 2, stage):
+        assert message.startswith("2 parameters were frozen")
+        assert "backbone.weight, backbone.bias" in message
+
+
+# -- the optimizer's own step ------------------------------------------------------------------------------------------
+
+
+def own_step() -> str:
+    model = Backbone()
+    optimizer = torch.optim.SGD(model.parameters(), lr=0.1)
+    engine, returned, *_ = shardwise.initialize(
+        model=model, optimizer=optimizer, config={"train_micro_batch_size_per_gpu": 2}
+    )
+    assert returned is optimizer
+    engine.backward(engine(torch.ones(2, 3)).mean())
+    with pytest.raises(UsageError) as caught:
+        optimizer.step()
+    engine.step()  # the gradients are still there
+    assert engine.get_global_grad_norm() > 0
+    engine.destroy()
+    optimizer.step()
+    return str(caught.value)
+
+
+def test_the_optimizers_own_step_says_that_the_engine_steps() -> None:
+    for message in run_ranks(own_step, 2):
+        assert message.startswith("SGD.step()")
+        assert "engine.step()" in message
