@@ -137,7 +137,10 @@ def _build(
     for warning in resolution.warnings:
         warn_once(str(warning))
     settings = resolution.config
-    comm = Communicator(group, ledger, ordered=settings.deterministic_reduce)
+    # The device before the groups: each backend serves one type of device.
+    local_rank = discover().local_rank
+    device = choose_device(local_rank, getattr(args, "device_rank", None))
+    comm = Communicator(group, ledger, device, ordered=settings.deterministic_reduce)
     if settings.comms_logger.enabled:
         configure_log(settings)
         ledger.listener = lambda record: comms_logger.append(
@@ -147,8 +150,6 @@ def _build(
             comm.world,
             record.line,
         )
-    local_rank = discover().local_rank
-    device = choose_device(local_rank, getattr(args, "device_rank", None))
     policy = policy_from_config(settings)
     plan = Plan.of(settings.zero_optimization, world)
     accountant = Accountant()

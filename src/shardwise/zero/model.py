@@ -272,11 +272,9 @@ class ShardedModel:
         Raises:
             DesyncError: on every rank, if they differ; it says what rank 0 used and what this rank did.
         """
-        mine = torch.zeros(self.comm.world, dtype=torch.int64)
-        mine[self.comm.rank] = self.gatherer.branches
-        self.comm.all_reduce(mine, "strict_sync").wait()
+        taken = self.comm.fingerprints(str(self.gatherer.branches), "strict_sync")
         self.gatherer.branches = 0
-        others = [rank for rank in range(self.comm.world) if mine[rank] != mine[0]]
+        others = [rank for rank, branches in enumerate(taken) if branches != taken[0]]
         if others:
             first = self.comm.share_object(self.gatherer.trace, "strict_sync.trace")
             assert isinstance(first, list)
