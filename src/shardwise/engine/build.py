@@ -193,7 +193,6 @@ def _build(
         prescale=_prescale(settings, world),
         boundary=lambda: engine_box[0].reduces_now(),
         leaves=_leaves(model, settings.zero_optimization.leaf_module),
-        host=discover().master_addr or "127.0.0.1",
     )
 
     # The schedule sets the first step's learning rate on the groups as they now are.

@@ -51,7 +51,6 @@ class ShardedModel:
         prescale: factor on gradients before they are sent.
         boundary: whether the backward pass that starts now ends an accumulation window.
         leaves: modules to be kept in one unit each.
-        host: address of group rank 0 for out-of-band help.
     """
 
     def __init__(
@@ -69,7 +68,6 @@ class ShardedModel:
         prescale: float = 1.0,
         boundary: Callable[[], bool],
         leaves: Iterable[nn.Module] = (),
-        host: str = "127.0.0.1",
     ) -> None:
         self.module = module
         self.optimizer = optimizer
@@ -103,7 +101,7 @@ class ShardedModel:
             persistent += spec.numel if stays else 0
             self.units.append(self._build_unit(spec, sharded=plan.shard_parameters and not stays))
         sharded = [unit for unit in self.units if unit.sharded]
-        self.channel = SideChannel(comm, sharded, host) if sharded else None
+        self.channel = SideChannel(comm, sharded) if sharded else None
         self.gatherer = Gatherer(
             self.units,
             self.registry,
