@@ -222,3 +222,27 @@ def test_help_is_given_on_the_stream_of_the_pass(monkeypatch) -> None:
     with channel._on_stream():
         pass
     assert Stream.entered == ["first", "second"]
+
+
+# -- engines that leave ------------------------------------------------------------------------------------------------
+
+
+def wrap_twice() -> tuple[int, int, list[int]]:
+    before = len(dist.distributed_c10d._world.pg_map)
+    model = CASES["gpt"].make()
+    counts = []
+    engines = []
+    for _ in range(3):
+        engines.append(start(CASES["gpt"], Setting(stage=3), model))
+        step(engines[-1], 0)
+        counts.append(len(dist.distributed_c10d._world.pg_map))
+    ports = [len(listening(engine.sharded.channel._address[1])) for engine in engines]
+    for engine in engines:  # the old ones once more
+        engine.destroy()
+    return before, len(dist.distributed_c10d._world.pg_map), counts + ports
+
+
+def test_a_model_that_is_wrapped_again_leaves_no_groups_and_no_servers() -> None:
+    for before, after, counts in run_ranks(wrap_twice, 2, timeout=60):
+        assert counts == [before + 1] * 3 + [0, 0, 1]
+        assert after == before

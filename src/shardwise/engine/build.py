@@ -158,6 +158,7 @@ def _build(
     for former in {id(o): o for o in map(owner_of, model.parameters()) if isinstance(o, ShardedModel)}.values():
         warn_once("the model already belonged to an engine, which is closed; call engine.destroy() to do so explicitly")
         former.close()
+        former.comm.destroy()
 
     # Meta-device parameters get values (and are sharded) module by module, before anybody looks at them.
     if any(p.is_meta for p in model.parameters()):

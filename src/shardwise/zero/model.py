@@ -146,8 +146,7 @@ class ShardedModel:
         self._set_order([unit.index for unit in self.units], backward_order(self.units, module))
         accountant.construction_peak = accountant.peak_total
         accountant.reset_peak()
-        self._order_agreed = False
-        self._stepped = False
+        self._order_agreed = self._stepped = self._closed = False
         give_back_freed_memory()  # of the whole parameters, between the shards
         self._runs: Runs | None = None
         self._runs_of = 0
@@ -456,7 +455,13 @@ class ShardedModel:
         self.gatherer.end_touch(parameter, token, result)
 
     def close(self) -> None:
-        """Take hooks off, give every parameter plain memory of its own, and stop helper threads."""
+        """Take hooks off, give every parameter plain memory of its own, and stop helper threads.
+
+        Later calls do nothing: the model may have another owner by then.
+        """
+        if self._closed:
+            return
+        self._closed = True
         self.finish_gathers()
         self.gather(self.registry.parameters)
         self.hooks.remove()
