@@ -22,6 +22,9 @@ _coalescing_manager: Any = getattr(distributed_c10d, "_coalescing_manager", None
 _captured = (all_gather_single, reduce_scatter_single)
 """Collectives that the manager joins by itself; others need a backend that can begin and end a joint launch."""
 
+_sends_itself = hasattr(dist.ProcessGroup, "send") and hasattr(dist.ProcessGroup, "recv")
+"""The group's own methods cost less than `isend` and `irecv`, which check what is known here (4 of 23 us)."""
+
 
 def backend_of(group: dist.ProcessGroup | None, device: torch.device) -> str | None:
     """Return the name of the backend that serves tensors of a device in a group, or None if there is none.
@@ -52,6 +55,20 @@ def store_host() -> str | None:
         return str(store.host)
     except (AttributeError, RuntimeError, ValueError):
         return None
+
+
+def send(tensor: torch.Tensor, group: dist.ProcessGroup, peer: int, tag: int) -> dist.Work | None:
+    """Launch a message to group rank `peer`; this rank must be a member."""
+    if _sends_itself:
+        return group.send([tensor], peer, tag)
+    return dist.isend(tensor, group=group, tag=tag, group_dst=peer)
+
+
+def receive(tensor: torch.Tensor, group: dist.ProcessGroup, peer: int, tag: int) -> dist.Work | None:
+    """Launch the receipt of a message from group rank `peer`; this rank must be a member."""
+    if _sends_itself:
+        return group.recv([tensor], peer, tag)
+    return dist.irecv(tensor, group=group, tag=tag, group_src=peer)
 
 
 def launch_together(

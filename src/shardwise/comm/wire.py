@@ -13,6 +13,7 @@ from collections.abc import Callable, Iterable, Sequence
 import torch
 import torch.distributed as dist
 
+from shardwise.comm import compat
 from shardwise.errors import PeerLostError, UsageError
 
 CPU = torch.device("cpu")
@@ -101,15 +102,15 @@ class Wire:
     def send(self, tensor: torch.Tensor, peer: int) -> None:
         """Launch a message; an empty one is left out, as its receiver leaves it out."""
         if tensor.numel():
-            self._launch(dist.isend, tensor, peer, group_dst=peer)
+            self._launch(compat.send, tensor, peer)
 
     def receive(self, tensor: torch.Tensor, peer: int) -> Message | None:
         """Launch the receipt of a message into `tensor`; None if it is empty."""
-        return self._launch(dist.irecv, tensor, peer, group_src=peer) if tensor.numel() else None
+        return self._launch(compat.receive, tensor, peer) if tensor.numel() else None
 
-    def _launch(self, call: Callable[..., dist.Work | None], tensor: torch.Tensor, peer: int, **where: int) -> Message:
+    def _launch(self, call: Callable[..., dist.Work | None], tensor: torch.Tensor, peer: int) -> Message:
         try:
-            work = call(tensor, group=self.group, tag=self.tag, **where)
+            work = call(tensor, self.group, peer, self.tag)
         except RuntimeError as error:
             raise self._lost(peer, error) from error
         assert work is not None  # None is for ranks outside the group, which the constructor refuses
