@@ -48,7 +48,6 @@ def candidates(op: str, size: int) -> dict[str, Launch]:
             "torch": lambda: all_gather_single(full, own, group=group, async_op=True),
             "chosen": lambda: gloo.all_gather([(full, own)], group, 1),
             "direct": lambda: gloo.all_gather_direct([(full, own)], group, 1),
-            "ring": lambda: gloo.all_gather_ring([(full, own)], group, 1),
             "doubling": lambda: gloo.all_gather_doubling([(full, own)], group, 1),
         }
     if op == "reduce_scatter":

@@ -1,19 +1,100 @@
 """Names of torch that differ between versions, or that torch does not document, in one place.
 
-torch 2.13 renamed `all_gather_into_tensor` and `reduce_scatter_tensor` to `*_single` and warns at every call of the old
-names, so the new name is taken where it exists.
+2.13 renamed `all_gather_into_tensor` and `reduce_scatter_tensor` to `*_single` and warns at every call of the old
+names, so the new name is taken where it exists. Names that torch does not promise to keep are asked for, and there is
+another way where they are missing.
 """
 
 from __future__ import annotations
 
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
+from datetime import timedelta
 from typing import Any
 
 import torch
 import torch.distributed as dist
+from torch.distributed import distributed_c10d
 
 all_gather_single: Callable[..., Any] = getattr(dist, "all_gather_single", None) or dist.all_gather_into_tensor
 reduce_scatter_single: Callable[..., Any] = getattr(dist, "reduce_scatter_single", None) or dist.reduce_scatter_tensor
+
+_coalescing_manager: Any = getattr(distributed_c10d, "_coalescing_manager", None)
+_captured = (all_gather_single, reduce_scatter_single)
+"""Collectives that the manager joins by itself; others need a backend that can begin and end a joint launch."""
+
+_sends_itself = hasattr(dist.ProcessGroup, "send") and hasattr(dist.ProcessGroup, "recv")
+"""The group's own methods cost less than `isend` and `irecv`, which check what is known here (4 of 23 us)."""
+
+
+def backend_of(group: dist.ProcessGroup | None, device: torch.device) -> str | None:
+    """Return the name of the backend that serves tensors of a device in a group, or None if there is none.
+
+    `torch.distributed.get_backend` gives what the group was asked for, which may be a list ("cpu:gloo,cuda:nccl") or
+    nothing at all ("undefined").
+    """
+    served = dict(entry.split(":", 1) for entry in dist.get_backend_config(group).split(","))
+    return served.get(device.type)
+
+
+def timeout_of(group: dist.ProcessGroup | None, device: torch.device) -> timedelta | None:
+    """Return a group's limit for one collective, or None where torch does not tell."""
+    try:
+        backend: Any = (group or dist.group.WORLD)._get_backend(device)  # type: ignore[union-attr]
+        found = backend.options._timeout
+    except (AttributeError, RuntimeError):
+        return None
+    return found if isinstance(found, timedelta) else None
+
+
+def store_host() -> str | None:
+    """Return the host of the store through which the default group has met, as all ranks know it; None if unknown."""
+    try:
+        store: Any = distributed_c10d._get_default_store()
+        while isinstance(store, dist.PrefixStore):
+            store = store.underlying_store
+        return str(store.host)
+    except (AttributeError, RuntimeError, ValueError):
+        return None
+
+
+def send(tensor: torch.Tensor, group: dist.ProcessGroup, peer: int, tag: int) -> dist.Work | None:
+    """Launch a message to group rank `peer`; this rank must be a member."""
+    if _sends_itself:
+        return group.send([tensor], peer, tag)
+    return dist.isend(tensor, group=group, tag=tag, group_dst=peer)
+
+
+def receive(tensor: torch.Tensor, group: dist.ProcessGroup, peer: int, tag: int) -> dist.Work | None:
+    """Launch the receipt of a message from group rank `peer`; this rank must be a member."""
+    if _sends_itself:
+        return group.recv([tensor], peer, tag)
+    return dist.irecv(tensor, group=group, tag=tag, group_src=peer)
+
+
+def launch_together(
+    op: Callable[..., Any], arguments: Sequence[tuple[torch.Tensor, torch.Tensor]], group: dist.ProcessGroup
+) -> list[Any]:
+    """Call `op(output, input)` for each pair without blocking, as one collective where the backend can join them.
+
+    Returns:
+        What is to be waited for.
+    """
+    device = arguments[0][0].device if arguments else torch.device("cpu")
+    joint = device if op not in _captured else None
+    if len(arguments) < 2 or _coalescing_manager is None or not (joint is None or _can_join(group, device)):
+        return [op(output, given, group=group, async_op=True) for output, given in arguments]
+    with _coalescing_manager(group, joint, async_ops=True) as together:
+        for output, given in arguments:
+            op(output, given, group=group, async_op=True)
+    return [together]
+
+
+def _can_join(group: dist.ProcessGroup, device: torch.device) -> bool:
+    try:
+        return bool(group._get_backend(device).supports_coalescing)
+    except (AttributeError, RuntimeError):
+        return False
+
 
 without_overrides = torch._C.DisableTorchFunctionSubclass
 """Context in which `__torch_function__` of tensor subclasses is not asked."""

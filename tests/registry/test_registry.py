@@ -1,12 +1,10 @@
-"""The registry finds logical tensors by index, name (any tied one) and identity."""
+"""The registry finds logical tensors by index and identity, and knows all their names."""
 
 from __future__ import annotations
 
-import pytest
 import torch
 from torch import nn
 
-from shardwise.errors import UsageError
 from shardwise.registry import Registry
 
 
@@ -25,14 +23,13 @@ def test_names_shapes_groups_and_dtypes() -> None:
     groups = {id(model.embedding.weight): 1, id(model.head.bias): 0}
     registry = Registry.of(model, compute_dtype=torch.bfloat16, groups=groups)
     assert [t.name for t in registry] == ["frozen", "index", "embedding.weight", "head.bias"]
-    tied = registry.by_name("head.weight")
-    assert tied is registry.by_name("embedding.weight") is registry.find(model.head.weight)
+    frozen, index, tied, _ = registry
+    assert tied is registry.find(model.embedding.weight) is registry.find(model.head.weight)
     assert tied.aliases == ("head.weight",)
     assert (tied.shape, tied.numel, tied.group, tied.trainable) == ((5, 3), 15, 1, True)
     assert (tied.source_dtype, tied.dtype) == (torch.float32, torch.bfloat16)
-    frozen = registry.by_name("frozen")
     assert (frozen.trainable, frozen.group, frozen.dtype) == (False, None, torch.bfloat16)
-    assert registry.by_name("index").dtype == torch.int64
+    assert index.dtype == torch.int64
     assert registry.find(torch.zeros(2)) is None
     assert len(registry) == 4
     assert registry[3].index == 3
@@ -42,8 +39,3 @@ def test_parameters_without_an_optimizer_group_are_not_trained() -> None:
     model = Tied()
     registry = Registry.of(model, groups={id(model.head.bias): 0})
     assert [t.name for t in registry if t.trainable] == ["head.bias"]
-
-
-def test_an_unknown_name_is_an_error_with_the_nearest_one() -> None:
-    with pytest.raises(UsageError, match=r"'head.wieght'.*head\.weight"):
-        Registry.of(Tied()).by_name("head.wieght")

@@ -6,11 +6,8 @@ for each other for ever, or, worst, each train a part of the model by rules of i
 
 from __future__ import annotations
 
-import hashlib
 import json
 from collections.abc import Mapping
-
-import torch
 
 from shardwise.comm.communicator import Communicator
 from shardwise.errors import DesyncError
@@ -31,11 +28,8 @@ def check_agreement(comm: Communicator, facts: Mapping[str, str]) -> None:
     """
     if comm.world == 1:
         return
-    digest = hashlib.sha256(json.dumps(list(facts.items())).encode()).digest()
-    digests = torch.zeros(comm.world, dtype=torch.int64)
-    digests[comm.rank] = int.from_bytes(digest[:7], "big")
-    comm.all_reduce(digests, "agreement").wait()
-    others = [rank for rank, found in enumerate(digests.tolist()) if found != digests[0]]
+    given = comm.fingerprints(json.dumps(list(facts.items())), "agreement")
+    others = [rank for rank, found in enumerate(given) if found != given[0]]
     if not others:
         return
     first = dict(comm.share_object(list(facts.items()), "agreement.first"))  # type: ignore[call-overload]

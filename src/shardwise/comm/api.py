@@ -506,11 +506,10 @@ def log_summary(show_straggler: bool = False, return_dict: bool = False) -> Any:
     times: list[Any] = []
     if show_straggler:
         mine = sum(sum(entry[1]) for sizes in comms_logger.comms_dict.values() for entry in sizes.values())
-        times = [torch.zeros(1, dtype=torch.float64) for _ in range(get_world_size())]
+        times = [mine] * get_world_size()
         if is_initialized():
-            dist.all_gather(times, torch.tensor([mine], dtype=torch.float64))
-        else:
-            times[0][0] = mine
+            # Numbers as objects: torch puts them on a device that the group serves.
+            dist.all_gather_object(times, mine)
     if get_rank() == 0:
         print(comms_logger.table(), flush=True)
         for rank, value in enumerate(times):

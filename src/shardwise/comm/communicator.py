@@ -4,13 +4,18 @@ It chooses the algorithms for the backend (own point-to-point ones on Gloo, the 
 rank), numbers every collective, and writes it into the ledger before it is launched.
 
 Different kinds of collective (gathers, reductions, small sums) may be launched in different interleavings on different
-ranks: on Gloo each kind has its own tags, on NCCL each kind has its own communicator. Within one kind the order must be
-    the
-same on all ranks; that is what `shardwise.zero.gather` and `shardwise.zero.reduce` guarantee.
+ranks: on Gloo each kind has its own tags; on NCCL each has its own communicator, but for those of scripts and
+checkpoints ("explicit"), which share that of the small sums and are launched in one order with them. Within one kind
+the order must be the same on all ranks; that is what `shardwise.zero.gather` and `shardwise.zero.reduce` guarantee.
+
+A backend serves one type of device: NCCL refuses tensors of the CPU. Every tensor handed in therefore lies on the
+communicator's device, and what is made here is made there.
 """
 
 from __future__ import annotations
 
+import hashlib
+import json
 import time
 from collections.abc import Sequence
 from typing import Protocol
@@ -20,6 +25,9 @@ import torch.distributed as dist
 
 from shardwise.comm import native
 from shardwise.comm.ledger import Ledger, Record
+from shardwise.comm.setup import timeout_from_environment
+from shardwise.compat import backend_of, timeout_of
+from shardwise.errors import UsageError
 
 KINDS = ("gather", "reduce", "replicate", "small", "explicit")
 """Independent sequences:
@@ -38,9 +46,6 @@ class Pending(Protocol):
     def wait(self) -> None:
         """Block until the result is there."""
 
-    def is_completed(self) -> bool:
-        """Whether `wait()` would return at once."""
-
 
 class Handle:
     """A launched collective whose record is closed by the first `wait()`."""
@@ -54,10 +59,6 @@ class Handle:
     def scratch(self) -> Sequence[torch.Tensor]:
         """Buffers that the collective has made for itself, as long as it is under way."""
         return () if self._pending is None else self._pending.scratch
-
-    def is_completed(self) -> bool:
-        """Whether `wait()` would return at once."""
-        return self._pending is None or self._pending.is_completed()
 
     def wait(self) -> None:
         """Block until the result is there; later calls do nothing."""
@@ -78,20 +79,29 @@ class Communicator:
         group: the ranks that share the work, or None for the default group; must be initialised unless the world is one
             process.
         ledger: where the collectives are recorded.
+        device: where the tensors of the collectives lie.
         name: name of the group in records.
         ordered: on backends with their own reductions, exchange pieces and add them in rank order instead
             (config key `deterministic_reduce`). On Gloo sums are always in rank order.
+
+    Attributes:
+        timeout: limit for one collective: that of `group`.
+
+    Raises:
+        UsageError: the group has no backend that can be used with tensors of this device.
     """
 
     def __init__(
         self,
         group: dist.ProcessGroup | None,
         ledger: Ledger,
+        device: torch.device,
         *,
         name: str = "data_parallel",
         ordered: bool = False,
     ) -> None:
         self.ledger = ledger
+        self.device = device
         self.name = name
         self.user_group = group
         initialised = dist.is_available() and dist.is_initialized()
@@ -102,15 +112,18 @@ class Communicator:
         self._own_groups: list[dist.ProcessGroup] = []
         self._count = dict.fromkeys(KINDS, 0)
         self._gloo = False
+        self.timeout = (timeout_of(group, device) if initialised else None) or timeout_from_environment()
         if self.world > 1:
-            backend = dist.get_backend(group)
-            self._gloo = "gloo" in backend
+            backend = _backend(group, device)
+            self._gloo = backend == "gloo"
             ranks = dist.get_process_group_ranks(group if group is not None else dist.group.WORLD)
             # On Gloo tags keep kinds apart, so one extra group is enough to keep clear of the user's own traffic.
             for kind in KINDS[:1] if self._gloo else KINDS[:4]:
                 # Ranks outside of the group are elsewhere: they must not be needed to create it.
                 part = self.world < dist.get_world_size()
-                self._own_groups.append(dist.new_group(ranks, backend=backend, use_local_synchronization=part))
+                self._own_groups.append(
+                    dist.new_group(ranks, self.timeout, backend=backend, use_local_synchronization=part)
+                )
                 self._groups[kind] = self._own_groups[-1]
             for kind in KINDS:
                 self._groups.setdefault(kind, self._own_groups[-1])
@@ -141,31 +154,27 @@ class Communicator:
         pairs: Sequence[tuple[torch.Tensor, torch.Tensor]],
         label: str,
         *,
-        scale: float = 1.0,
         accumulate: bool = False,
     ) -> Handle:
         """Reduce each `full` over ranks, in rank order, and keep this rank's range in `out`, without blocking.
 
-        out = (out if accumulate else 0) + scale * sum over ranks of full[rank's range], added up in the dtype of `out`.
+        out = (out if accumulate else 0) + sum over ranks of full[rank's range], added up in the dtype of `out`.
         """
         size = sum(full.numel() * full.element_size() for _, full in pairs)
         record = self._open("reduce_scatter", size, size * (self.world - 1) // self.world, label)
         if self.world == 1:
             for out, full in pairs:
-                total = full.to(out.dtype)
-                if scale != 1.0:
-                    total = total * scale
                 if accumulate:
-                    out.add_(total)
-                elif out.data_ptr() != total.data_ptr():
-                    out.copy_(total)
+                    out.add_(full.to(out.dtype))
+                elif out.data_ptr() != full.data_ptr():
+                    out.copy_(full)
             return self._handle(None, record)
         group, tag = self._next("reduce")
         if self._gloo:
             from shardwise.comm import gloo
 
-            return self._handle(gloo.reduce_scatter(list(pairs), group, tag, scale, accumulate), record)
-        pending = native.reduce_scatter(pairs, group, scale=scale, accumulate=accumulate, ordered=self._ordered)
+            return self._handle(gloo.reduce_scatter(list(pairs), group, tag, accumulate), record)
+        pending = native.reduce_scatter(pairs, group, accumulate=accumulate, ordered=self._ordered)
         return self._handle(pending, record)
 
     def all_reduce(self, tensor: torch.Tensor, label: str) -> Handle:
@@ -194,36 +203,58 @@ class Communicator:
             return self._handle(gloo.broadcast(tensor, src, group, tag), record)
         return self._handle(native.broadcast(tensor, src, group), record)
 
-    def all_to_all(self, outputs: Sequence[torch.Tensor], inputs: Sequence[torch.Tensor], label: str) -> Handle:
-        """Send `inputs[r]` to rank r and receive `outputs[r]` from it; sizes may differ and may be zero."""
-        size = sum(tensor.numel() * tensor.element_size() for tensor in inputs)
-        own = inputs[self.rank].numel() * inputs[self.rank].element_size()
-        record = self._open("all_to_all", size, size - own, label)
+    def all_to_all(
+        self,
+        output: torch.Tensor,
+        given: torch.Tensor,
+        output_sizes: Sequence[int],
+        input_sizes: Sequence[int],
+        label: str,
+    ) -> Handle:
+        """Send the r-th part of 1-D `given` to rank r and receive the r-th part of 1-D `output` from it.
+
+        Args:
+            output: receives; its parts lie in rank order, as those of `given`.
+            given: is sent.
+            output_sizes: elements of each part of `output`; they may differ and may be zero.
+            input_sizes: elements of each part of `given`.
+            label: for the record.
+        """
+        size = given.numel() * given.element_size()
+        record = self._open("all_to_all", size, size - input_sizes[self.rank] * given.element_size(), label)
         if self.world == 1:
-            outputs[0].copy_(inputs[0])
+            output.copy_(given)
             return self._handle(None, record)
         group, tag = self._next("explicit")
         if self._gloo:
             from shardwise.comm import gloo
 
-            return self._handle(gloo.all_to_all_v(list(outputs), list(inputs), group, tag), record)
-        return self._handle(native.all_to_all(outputs, inputs, group), record)
+            outputs, inputs = output.split(list(output_sizes)), given.split(list(input_sizes))
+            return self._handle(gloo.all_to_all_v(outputs, inputs, group, tag), record)
+        return self._handle(native.all_to_all(output, given, output_sizes, input_sizes, group), record)
 
     def share_object(self, value: object, label: str, src: int = 0) -> object:
         """Return rank `src`'s JSON-like `value` on every rank (set-up only: it blocks)."""
-        import json
-
         record = self._open("share_object", 0, 0, label)
         if self.world > 1:
-            data = torch.tensor(list(json.dumps(value).encode()), dtype=torch.uint8)
-            length = torch.tensor([data.numel()], dtype=torch.int64)
+            text = json.dumps(value).encode()
+            length = torch.tensor([len(text)], dtype=torch.int64, device=self.device)
             self.broadcast(length, src, label).wait()
-            if self.rank != src:
-                data = torch.empty(int(length.item()), dtype=torch.uint8)
+            if self.rank == src:
+                data = torch.tensor(list(text), dtype=torch.uint8, device=self.device)
+            else:
+                data = torch.empty(int(length.item()), dtype=torch.uint8, device=self.device)
             self.broadcast(data, src, label).wait()
-            value = json.loads(bytes(data.tolist()).decode())
+            value = json.loads(text if self.rank == src else bytes(data.tolist()))
         self._handle(None, record)
         return value
+
+    def fingerprints(self, text: str, label: str) -> list[int]:
+        """Return a number for each rank's text, in rank order, equal where texts are (one small all-reduce)."""
+        numbers = torch.zeros(self.world, dtype=torch.int64, device=self.device)
+        numbers[self.rank] = int.from_bytes(hashlib.sha256(text.encode()).digest()[:7], "big")
+        self.all_reduce(numbers, label).wait()
+        return [int(number) for number in numbers.tolist()]
 
     def group_rank(self, rank: int) -> int:
         """Translate a global rank into this group's."""
@@ -233,7 +264,9 @@ class Communicator:
 
     def barrier(self, label: str = "barrier") -> None:
         """Block until every rank of the group is here."""
-        self.all_reduce(torch.zeros(1), label).wait()
+        sign = torch.zeros(1, device=self.device)
+        self.all_reduce(sign, label).wait()
+        sign.cpu()  # on CUDA only the stream has waited so far
 
     def destroy(self) -> None:
         """Give back the process groups made by this communicator (not the user's)."""
@@ -254,3 +287,15 @@ class Communicator:
             self.ledger.close(record, 0.0)
             return Handle(None, None, self.ledger)
         return Handle(pending, record, self.ledger)
+
+
+def _backend(group: dist.ProcessGroup | None, device: torch.device) -> str:
+    """Return the backend for the tensors of a device, or say what is wrong with the group."""
+    backend = backend_of(group, device)
+    if backend is None or (backend == "gloo" and device.type != "cpu"):
+        raise UsageError(
+            f"the process group ({dist.get_backend_config(group)}) has no backend for the engine's tensors on "
+            f"{device}{', where Gloo is not supported' if backend else ''}. Start it with "
+            'shardwise.init_distributed(), or with init_process_group("cpu:gloo,cuda:nccl") or "nccl".'
+        )
+    return backend

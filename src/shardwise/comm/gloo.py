@@ -6,7 +6,7 @@ memory than it must; both are several times slower than the direct exchange used
 world of the buffer on the wire of each rank, whatever the algorithm.
 
 Methods. Reduce-scatter and all-to-all: direct exchange, one message per pair of ranks. All-gather: direct
-exchange, ring, or recursive doubling in the form that works for any number of ranks (Bruck et al., "Efficient
+exchange, or recursive doubling in the form that works for any number of ranks (Bruck et al., "Efficient
 algorithms for all-to-all communications in multiport message-passing systems", 1997). Broadcast: binomial
 tree.
 
@@ -14,7 +14,7 @@ Invariants:
 
 - Sums are formed in rank order, so their bits depend neither on which rank adds nor on who arrives first.
 - Once launched, an exchange completes without any rank calling `wait()`: single-step algorithms post
-  everything at launch, and those that must pass data on (ring, doubling, inner nodes of the tree) do so in a
+  everything at launch, and those that must pass data on (doubling, inner nodes of the tree) do so in a
   thread of their own. Ranks may therefore launch and wait for exchanges with different tags in different
   orders.
 - Messages between two ranks with the same tag arrive in the order sent (Gloo keeps one queue per peer and
@@ -31,21 +31,20 @@ from collections.abc import Iterable, Sequence
 import torch
 import torch.distributed as dist
 
-from shardwise.comm.wire import Message, Pending, Wire, check_flat, copy_into, split_by_rank, sum_in_order
+from shardwise.comm.wire import CPU, Pending, Wire, check_flat, copy_into, split_by_rank, sum_in_order
 from shardwise.errors import UsageError
 
 Pair = tuple[torch.Tensor, torch.Tensor]
 
 # Choices of `all_gather` and `broadcast`, from measurements on loopback (two cores, torch 2.13). From 2 to
 # 16 ranks the direct all-gather was the fastest, or within the noise of it, at every size from 64 B to 32
-# MiB; ring and doubling pay for their thread (50 to 100 us). Launching one message each way costs 22 us and
+# MiB; doubling pays for its thread (50 to 100 us). Launching one message each way costs 22 us and
 # a round trip 55 us, so that (world - 1) launches outgrow a thread and log2(world) round trips between 16
 # and 32 ranks.
 DOUBLING_MIN_WORLD = 32
 DOUBLING_MAX_BYTES = 16 << 10
 FLAT_BROADCAST_MAX_WORLD = 8
 FLAT_BROADCAST_MAX_BYTES = 256 << 10
-RING_PIECE_BYTES = 1 << 20
 
 
 def all_gather(pairs: Sequence[Pair], group: dist.ProcessGroup, tag: int) -> Pending:
@@ -84,37 +83,6 @@ def all_gather_direct(pairs: Sequence[Pair], group: dist.ProcessGroup, tag: int)
     return Pending(wire)
 
 
-def all_gather_ring(pairs: Sequence[Pair], group: dist.ProcessGroup, tag: int) -> Pending:
-    """`all_gather` around a ring: a rank talks to its two neighbours only, in pieces that are passed on at
-    once.
-
-    The bytes per rank are those of the direct exchange, but a link between two machines carries one stream
-    however many ranks each machine has. Choose it where such links are the bottleneck and ranks are numbered
-    machine by machine.
-    """
-    wire = Wire("all_gather", group, tag)
-    after, before = (wire.rank + 1) % wire.world, (wire.rank - 1) % wire.world
-    places = [_place(full, shard, wire) for full, shard in pairs]
-    arriving: list[tuple[torch.Tensor, Message | None]] = []
-    for step in range(1, wire.world):
-        for parts in places:
-            for piece in _pieces(parts[(wire.rank - step) % wire.world]):
-                arriving.append((piece, wire.receive(piece, before)))
-    if wire.world > 1:
-        for _, shard in pairs:
-            for piece in _pieces(shard):
-                wire.send(piece, after)
-
-    def pass_on() -> None:
-        for piece, message in arriving[: len(arriving) * (wire.world - 2) // (wire.world - 1)]:
-            wire.wait_for(message)  # all but the last block of the ring, which ends here
-            wire.send(piece, after)
-
-    if wire.world > 2:
-        wire.relay(pass_on)
-    return Pending(wire)
-
-
 def all_gather_doubling(pairs: Sequence[Pair], group: dist.ProcessGroup, tag: int) -> Pending:
     """`all_gather` in ceil(log2(world)) steps, for small shards among many ranks.
 
@@ -125,8 +93,8 @@ def all_gather_doubling(pairs: Sequence[Pair], group: dist.ProcessGroup, tag: in
     wire = Wire("all_gather", group, tag)
     places = [_place(full, shard, wire) for full, shard in pairs]
     shards = [shard.view(torch.uint8) for _, shard in pairs if shard.numel()]
-    row = torch.cat(shards) if shards else torch.empty(0, dtype=torch.uint8)
-    rows = torch.empty(wire.world, row.numel(), dtype=torch.uint8)
+    row = torch.cat(shards) if shards else torch.empty(0, dtype=torch.uint8, device=CPU)
+    rows = torch.empty(wire.world, row.numel(), dtype=torch.uint8, device=CPU)
     rows[0] = row
 
     def exchange() -> None:
@@ -158,22 +126,19 @@ def reduce_scatter(
     pairs: Sequence[Pair],
     group: dist.ProcessGroup,
     tag: int,
-    scale: float = 1.0,
     accumulate: bool = False,
 ) -> Pending:
     """Add up each `full` over ranks, in rank order, and keep this rank's range.
 
-    `out = (out if accumulate else 0) + scale * (full of rank 0 + full of rank 1 + ...)[this rank's range]`.
-    The sum is formed in the dtype of `out`, then scaled, then added: three roundings that do not depend on
-    the layout. The pieces travel in the dtype of `full`; (world - 1) * S elements of it are held until
-    `wait()`.
+    `out = (out if accumulate else 0) + (full of rank 0 + full of rank 1 + ...)[this rank's range]`. The sum
+    is formed in the dtype of `out`, then added: roundings that do not depend on the layout. The pieces travel
+    in the dtype of `full`; (world - 1) * S elements of it are held until `wait()`.
 
     Args:
         pairs: (out, full): contiguous 1-D CPU tensors of S and world * S elements. `out` is fp32 or fp64,
             `full` any floating dtype. `out` may be this rank's range of `full` itself.
         group: the ranks that take part.
         tag: as for `all_gather`.
-        scale: factor of the sum.
         accumulate: add to `out` instead of replacing it.
 
     Raises:
@@ -187,7 +152,7 @@ def reduce_scatter(
     for (out, full), parts in zip(pairs, inputs, strict=True):
         if not (out.is_floating_point() and full.is_floating_point()):
             raise UsageError(f"reduce_scatter: needs floating dtypes; found out {out.dtype} and full {full.dtype}")
-        received = torch.empty(wire.world - 1, out.numel(), dtype=full.dtype)
+        received = torch.empty(wire.world - 1, out.numel(), dtype=full.dtype, device=CPU)
         scratch.append(received)
         terms.append([*received[: wire.rank], parts[wire.rank], *received[wire.rank :]])
     for peer in wire.peers():
@@ -199,7 +164,7 @@ def reduce_scatter(
 
     def add_up() -> None:
         for (out, _), pieces in zip(pairs, terms, strict=True):
-            sum_in_order(out, pieces, scale, accumulate)
+            sum_in_order(out, pieces, accumulate)
 
     return Pending(wire, scratch).then(add_up)
 
@@ -211,7 +176,7 @@ def all_reduce_ordered(tensor: torch.Tensor, group: dist.ProcessGroup, tag: int)
     tensors are summed in fp32 and rounded once.
     """
     own = tensor.detach().reshape(-1)
-    gathered = torch.empty(dist.get_world_size(group) * own.numel(), dtype=own.dtype)
+    gathered = torch.empty(dist.get_world_size(group) * own.numel(), dtype=own.dtype, device=CPU)
     total_dtype = torch.float32 if own.dtype in (torch.bfloat16, torch.float16) else own.dtype
 
     def add_up() -> None:
@@ -255,47 +220,6 @@ def broadcast(tensor: torch.Tensor, src: int, group: dist.ProcessGroup, tag: int
     if tensor.is_contiguous():
         return Pending(wire)
     return Pending(wire).then(lambda: copy_into(tensor.detach(), flat))
-
-
-def scatter(
-    pairs: Sequence[tuple[torch.Tensor, torch.Tensor | Sequence[torch.Tensor] | None]],
-    src: int,
-    group: dist.ProcessGroup,
-    tag: int,
-) -> Pending:
-    """Give each rank its piece of tensors that only rank `src` has.
-
-    Args:
-        pairs: (out, source): `out` is a contiguous tensor. On rank `src`, `source` is a 1-D tensor of
-            world * S elements, or a sequence of one contiguous tensor per rank (sizes may differ between
-            ranks, as their `out` do); elsewhere it is ignored and may be None.
-        src: the rank that has the data.
-        group: the ranks that take part.
-        tag: as for `all_gather`.
-    """
-    wire = Wire("scatter", group, tag)
-    if wire.rank != src:
-        for out, _ in pairs:
-            check_flat(out, "out", wire.op)
-            wire.receive(out.view(-1), src)
-        return Pending(wire)
-    own: list[Pair] = []
-    for index, (out, source) in enumerate(pairs):
-        if source is None:
-            raise UsageError(f"scatter: pair {index} has no source on rank {src}, which is to send it")
-        pieces = split_by_rank(source, out, wire) if isinstance(source, torch.Tensor) else list(source)
-        if len(pieces) != wire.world or pieces[src].numel() != out.numel():
-            raise UsageError(
-                f"scatter: pair {index} needs one piece for each of {wire.world} ranks, and {out.numel()} "
-                f"elements for rank {src}; found sizes {[piece.numel() for piece in pieces]}"
-            )
-        own.append((out, pieces[src]))
-        for peer in wire.peers():
-            check_flat(pieces[peer], "source", wire.op)
-            wire.send(pieces[peer].view(-1), peer)
-    for out, piece in own:
-        copy_into(out, piece)
-    return Pending(wire)
 
 
 def all_to_all_v(
@@ -350,10 +274,6 @@ def _tree(rank: int, root: int, world: int) -> tuple[int, list[int]]:
     steps = [1 << bit for bit in reversed(range(world.bit_length())) if 1 << bit < limit]
     children = [(place + step + root) % world for step in steps if place + step < world]
     return ((place & (place - 1)) + root) % world, children
-
-
-def _pieces(tensor: torch.Tensor) -> Sequence[torch.Tensor]:
-    return tensor.split(max(1, RING_PIECE_BYTES // tensor.element_size()))
 
 
 def _bytes(tensors: Iterable[torch.Tensor]) -> int:

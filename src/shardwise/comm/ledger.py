@@ -19,6 +19,8 @@ from dataclasses import dataclass, field
 from types import FrameType
 
 _PACKAGE = os.path.dirname(os.path.dirname(os.path.abspath(__file__)))
+_ours: dict[str, bool] = {}
+"""Whether frames of a file are passed over: there are few files, and every collective walks the stack."""
 
 
 def user_line(limit: int = 64) -> str:
@@ -31,10 +33,17 @@ def user_line(limit: int = 64) -> str:
         if frame is None:
             return ""
         name = frame.f_code.co_filename
-        if not (name.startswith((_PACKAGE, "<")) or f"{os.sep}torch{os.sep}" in name or name.endswith("contextlib.py")):
+        ours = _ours.get(name)
+        if ours is None:
+            ours = _ours[name] = _is_ours(name)
+        if not ours:
             return f"{name}:{frame.f_lineno}"
         frame = frame.f_back
     return ""
+
+
+def _is_ours(file: str) -> bool:
+    return file.startswith((_PACKAGE, "<")) or f"{os.sep}torch{os.sep}" in file or file.endswith("contextlib.py")
 
 
 @dataclass

@@ -1,9 +1,9 @@
 """The engine's collectives on backends whose own collectives are good (NCCL and torch's fake backend).
 
-The functions mirror `shardwise.comm.gloo`. Sums are formed in the dtype of the output (fp32 as a rule): with `ordered`
-the pieces are exchanged by all-to-all and added in rank order, which is bit-identical for any number of ranks;
-otherwise the backend's reduce-scatter is used, on a wire that is first widened to the output's dtype where it is
-narrower.
+The functions mirror `shardwise.comm.gloo`. Sums are formed in the dtype of the output (fp32 as a rule). Where the wire
+has another dtype, and with `ordered`, the pieces are exchanged by all-to-all as they are and added in rank order, which
+is bit-identical for any number of ranks and sends no more than the wire's bytes; otherwise the backend's
+reduce-scatter is used.
 """
 
 from __future__ import annotations
@@ -13,7 +13,9 @@ from collections.abc import Callable, Sequence
 import torch
 import torch.distributed as dist
 
-from shardwise.compat import all_gather_single, reduce_scatter_single
+from shardwise.compat import all_gather_single, launch_together, reduce_scatter_single
+
+Pair = tuple[torch.Tensor, torch.Tensor]
 
 
 class Works:
@@ -32,82 +34,70 @@ class Works:
         self.scratch = scratch
         self._works = [work for work in works if work is not None]
         self._finish = finish
-        self._done = False
-
-    def is_completed(self) -> bool:
-        """Whether `wait()` would not block on communication."""
-        return self._done or all(work.is_completed() for work in self._works)
 
     def wait(self) -> None:
         """Wait (on CUDA: make the current stream wait) and do the local rest; later calls do nothing."""
-        if self._done:
-            return
         for work in self._works:
             work.wait()
         if self._finish is not None:
             self._finish()
-        self._works, self._finish, self._done, self.scratch = [], None, True, ()
+        self._works, self._finish, self.scratch = [], None, ()
 
 
-def all_gather(pairs: Sequence[tuple[torch.Tensor, torch.Tensor]], group: dist.ProcessGroup) -> Works:
+def all_gather(pairs: Sequence[Pair], group: dist.ProcessGroup) -> Works:
     """Gather each 1-D `shard` (S elements) into its 1-D `full` (world * S elements), rank-major."""
-    return Works([all_gather_single(full, shard, group=group, async_op=True) for full, shard in pairs if full.numel()])
+    return Works(launch_together(all_gather_single, [pair for pair in pairs if pair[0].numel()], group))
 
 
 def reduce_scatter(
-    pairs: Sequence[tuple[torch.Tensor, torch.Tensor]],
-    group: dist.ProcessGroup,
-    *,
-    scale: float = 1.0,
-    accumulate: bool = False,
-    ordered: bool = False,
+    pairs: Sequence[Pair], group: dist.ProcessGroup, *, accumulate: bool = False, ordered: bool = False
 ) -> Works:
-    """Set (or add to) each `out` (S elements) `scale` times the sum over ranks of this rank's range of `full`."""
+    """Set (or add to) each `out` (S elements) the sum over ranks of this rank's range of `full`."""
     world = dist.get_world_size(group)
-    works: list[dist.Work | None] = []
-    ends: list[Callable[[], None]] = []
-    scratch: list[torch.Tensor] = []
+    reductions: list[Pair] = []
+    exchanges: list[Pair] = []
+    sums: list[Callable[[], None]] = []
     for out, full in pairs:
         if not full.numel():
             continue
-        if ordered:
+        if ordered or full.dtype != out.dtype:
             received = torch.empty_like(full)
-            scratch.append(received)
-            works.append(dist.all_to_all_single(received, full, group=group, async_op=True))
-
-            def add_up(out: torch.Tensor = out, received: torch.Tensor = received) -> None:
-                pieces = received.view(world, -1)
-                total = pieces[0].to(out.dtype, copy=True)
-                for piece in pieces[1:]:
-                    total.add_(piece)
-                _store(out, total, scale, accumulate)
-
-            ends.append(add_up)
-        else:
-            wire = full.to(out.dtype)
+            exchanges.append((received, full))
+            sums.append(_adder(out, received.view(world, -1), accumulate))
+        elif accumulate:
             total = torch.empty_like(out)
-            scratch.extend([total] if wire is full else [total, wire])
-            works.append(reduce_scatter_single(total, wire, group=group, async_op=True))
-
-            def store(out: torch.Tensor = out, total: torch.Tensor = total, wire: torch.Tensor = wire) -> None:
-                _store(out, total, scale, accumulate)
-
-            ends.append(store)
+            reductions.append((total, full))
+            sums.append(_adder(out, total.view(1, -1), accumulate))
+        else:
+            reductions.append((out, full))
 
     def finish() -> None:
-        for end in ends:
-            end()
+        for add_up in sums:
+            add_up()
 
-    return Works(works, finish, scratch)
+    works = launch_together(reduce_scatter_single, reductions, group)
+    works += launch_together(dist.all_to_all_single, exchanges, group)
+    made = [received for received, _ in exchanges] + ([total for total, _ in reductions] if accumulate else [])
+    return Works(works, finish, made)
 
 
-def _store(out: torch.Tensor, total: torch.Tensor, scale: float, accumulate: bool) -> None:
-    if scale != 1.0:
-        total.mul_(scale)
-    if accumulate:
-        out.add_(total)
-    else:
-        out.copy_(total)
+def _adder(out: torch.Tensor, pieces: torch.Tensor, accumulate: bool) -> Callable[[], None]:
+    """Return what sets (or adds to) `out` the sum of the rows, formed in order and in the dtype of `out`."""
+
+    def add_up() -> None:
+        first, *others = pieces.unbind()
+        if not accumulate:
+            total = out.copy_(first)
+        elif others or first.dtype != out.dtype:
+            total = first.to(out.dtype, copy=True)
+        else:
+            total = first
+        for piece in others:
+            total.add_(piece)
+        if accumulate:
+            out.add_(total)
+
+    return add_up
 
 
 def all_reduce(tensor: torch.Tensor, group: dist.ProcessGroup) -> Works:
@@ -131,15 +121,13 @@ def broadcast(tensor: torch.Tensor, src: int, group: dist.ProcessGroup) -> Works
     return Works([dist.broadcast(tensor, group_src=src, group=group, async_op=True)])
 
 
-def all_to_all(outputs: Sequence[torch.Tensor], inputs: Sequence[torch.Tensor], group: dist.ProcessGroup) -> Works:
-    """Send `inputs[r]` to rank r and receive `outputs[r]` from it; sizes may differ and be zero."""
-    received = torch.empty(sum(t.numel() for t in outputs), dtype=outputs[0].dtype, device=outputs[0].device)
-    sent = torch.cat([t.reshape(-1) for t in inputs])
-    sizes_in, sizes_out = [t.numel() for t in inputs], [t.numel() for t in outputs]
-    work = dist.all_to_all_single(received, sent, sizes_out, sizes_in, group=group, async_op=True)
-
-    def unpack() -> None:
-        for output, piece in zip(outputs, received.split(sizes_out), strict=True):
-            output.copy_(piece.view_as(output))
-
-    return Works([work], unpack)
+def all_to_all(
+    output: torch.Tensor,
+    given: torch.Tensor,
+    output_sizes: Sequence[int],
+    input_sizes: Sequence[int],
+    group: dist.ProcessGroup,
+) -> Works:
+    """Send the r-th part of `given` to rank r and receive the r-th part of `output` from it; sizes may be zero."""
+    work = dist.all_to_all_single(output, given, list(output_sizes), list(input_sizes), group=group, async_op=True)
+    return Works([work])

@@ -1,4 +1,4 @@
-"""The store in which the ranks of a job meet before they have a process group.
+"""Stores in which ranks meet outside of collectives, such as before they have a process group.
 
 torch's `TCPStore` has no password and, left alone, listens on every interface. Here a store whose address is
 a loopback one listens on that address only: the listening socket is made first and handed over. That also
@@ -11,6 +11,7 @@ predecessors and hang.
 
 from __future__ import annotations
 
+import contextlib
 import errno
 import itertools
 import os
@@ -21,6 +22,7 @@ from datetime import timedelta
 import torch.distributed as dist
 
 from shardwise.comm.environment import Place, is_loopback
+from shardwise.compat import store_host
 from shardwise.errors import LaunchError
 
 _groups_opened = itertools.count()
@@ -93,3 +95,35 @@ def private_keys(store: dist.Store, env: Mapping[str, str] = os.environ) -> dist
     """
     attempt = env.get("TORCHELASTIC_RESTART_COUNT", "0")
     return dist.PrefixStore(f"shardwise/attempt{attempt}/group{next(_groups_opened)}", store)
+
+
+def machine() -> str:
+    """Return a text that is the same in two processes if, and only if, they reach each other over loopback.
+
+    Containers on one machine have loopback interfaces of their own, so that its name alone does not tell.
+    """
+    facts = [socket.gethostname()]
+    with contextlib.suppress(OSError):  # Linux only
+        with open("/proc/sys/kernel/random/boot_id") as boot:
+            facts.append(boot.read())
+        facts.append(os.readlink("/proc/self/ns/net"))
+    return "\n".join(facts)
+
+
+def own_address() -> str:
+    """Return the address of this machine under which ranks on other machines reach it.
+
+    It is the near end of the way to the machine on which the default group has met, which all ranks reach; without
+    such a machine it is the name of this one.
+    """
+    meeting = store_host()
+    if meeting is None or is_loopback(meeting):
+        return socket.gethostname()
+    with contextlib.suppress(OSError):
+        family, kind, _, _, far = socket.getaddrinfo(meeting, 9, type=socket.SOCK_DGRAM)[0]
+        with socket.socket(family, kind) as probe:
+            probe.connect(far)  # sends nothing
+            near = str(probe.getsockname()[0])
+        if not is_loopback(near):
+            return near
+    return meeting  # this is that machine, and its own name leads it to loopback

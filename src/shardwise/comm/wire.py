@@ -13,7 +13,11 @@ from collections.abc import Callable, Iterable, Sequence
 import torch
 import torch.distributed as dist
 
+from shardwise import compat
 from shardwise.errors import PeerLostError, UsageError
+
+CPU = torch.device("cpu")
+"""Where messages are made: said each time, because scripts choose other default devices."""
 
 SUM_CHUNK = 1 << 18
 """Elements that are added at a time. From 2 to 8 pieces, fp32 and bf16, smaller chunks cost calls (1 << 15 is
@@ -37,14 +41,6 @@ class Pending:
         """Have `wait()` call `local_work` after the messages have arrived; return self."""
         self._after.append(local_work)
         return self
-
-    def is_completed(self) -> bool:
-        """Whether the exchange is known to be over.
-
-        Gloo reports a message as completed only to the one who waits for it, so `False` may also mean that
-        nobody has waited yet.
-        """
-        return self._wire is None and self._error is None
 
     def wait(self) -> None:
         """Block until all messages are sent and received, then do the local rest; later calls do nothing.
@@ -106,15 +102,15 @@ class Wire:
     def send(self, tensor: torch.Tensor, peer: int) -> None:
         """Launch a message; an empty one is left out, as its receiver leaves it out."""
         if tensor.numel():
-            self._launch(dist.isend, tensor, peer, group_dst=peer)
+            self._launch(compat.send, tensor, peer)
 
     def receive(self, tensor: torch.Tensor, peer: int) -> Message | None:
         """Launch the receipt of a message into `tensor`; None if it is empty."""
-        return self._launch(dist.irecv, tensor, peer, group_src=peer) if tensor.numel() else None
+        return self._launch(compat.receive, tensor, peer) if tensor.numel() else None
 
-    def _launch(self, call: Callable[..., dist.Work | None], tensor: torch.Tensor, peer: int, **where: int) -> Message:
+    def _launch(self, call: Callable[..., dist.Work | None], tensor: torch.Tensor, peer: int) -> Message:
         try:
-            work = call(tensor, group=self.group, tag=self.tag, **where)
+            work = call(tensor, self.group, peer, self.tag)
         except RuntimeError as error:
             raise self._lost(peer, error) from error
         assert work is not None  # None is for ranks outside the group, which the constructor refuses
@@ -207,16 +203,13 @@ def copy_into(target: torch.Tensor, source: torch.Tensor) -> None:
         target.copy_(source.view(target.shape))
 
 
-def sum_in_order(out: torch.Tensor, pieces: Sequence[torch.Tensor], scale: float, accumulate: bool) -> None:
-    """Set (or add to) 1-D `out` `scale` times the sum of `pieces`, formed in order and in the dtype of `out`.
+def sum_in_order(out: torch.Tensor, pieces: Sequence[torch.Tensor], accumulate: bool) -> None:
+    """Set (or add to) 1-D `out` the sum of `pieces`, formed in order and in the dtype of `out`.
 
     One of the pieces may be `out` itself. The extra memory is a few chunks, whatever the size.
-
-    Scaling and adding are two operations on purpose: `add_(alpha=scale)` fuses them in vector code and not in
-    the remainder of a vector, so that the bits of an element would depend on where it lies.
     """
     in_place = not accumulate and all(piece.data_ptr() != out.data_ptr() for piece in pieces)
-    scratch = out if in_place else torch.empty(min(SUM_CHUNK, out.numel()), dtype=out.dtype)
+    scratch = out if in_place else torch.empty(min(SUM_CHUNK, out.numel()), dtype=out.dtype, device=CPU)
     one_pass = len(pieces) > 1 and pieces[0].dtype == out.dtype
     chunks: Iterable[tuple[torch.Tensor, ...]] = zip(
         out.split(SUM_CHUNK), *(piece.split(SUM_CHUNK) for piece in pieces), strict=True
@@ -229,8 +222,6 @@ def sum_in_order(out: torch.Tensor, pieces: Sequence[torch.Tensor], scale: float
             total.copy_(first)
         for term in others:
             total.add_(term)
-        if scale != 1.0:
-            total.mul_(scale)
         if accumulate:
             target.add_(total)
         elif not in_place:

@@ -137,7 +137,10 @@ def _build(
     for warning in resolution.warnings:
         warn_once(str(warning))
     settings = resolution.config
-    comm = Communicator(group, ledger, ordered=settings.deterministic_reduce)
+    # The device before the groups: each backend serves one type of device.
+    local_rank = discover().local_rank
+    device = choose_device(local_rank, getattr(args, "device_rank", None))
+    comm = Communicator(group, ledger, device, ordered=settings.deterministic_reduce)
     if settings.comms_logger.enabled:
         configure_log(settings)
         ledger.listener = lambda record: comms_logger.append(
@@ -147,8 +150,6 @@ def _build(
             comm.world,
             record.line,
         )
-    local_rank = discover().local_rank
-    device = choose_device(local_rank, getattr(args, "device_rank", None))
     policy = policy_from_config(settings)
     plan = Plan.of(settings.zero_optimization, world)
     accountant = Accountant()
@@ -160,6 +161,7 @@ def _build(
             "engine.destroy() to do so explicitly"
         )
         former.close()
+        former.comm.destroy()
 
     # Meta-device parameters get values (and are sharded) module by module, before anybody looks at them.
     if any(p.is_meta for p in model.parameters()):
@@ -195,7 +197,6 @@ def _build(
         prescale=_prescale(settings, world),
         boundary=lambda: engine_box[0].reduces_now(),
         leaves=_leaves(model, settings.zero_optimization.leaf_module),
-        host=discover().master_addr or "127.0.0.1",
     )
 
     # The schedule sets the first step's learning rate on the groups as they now are.

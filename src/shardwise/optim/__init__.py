@@ -2,6 +2,6 @@
 
 from shardwise.optim.registry import build, names
 from shardwise.optim.sharding import Sharding, sharding_of
-from shardwise.optim.states import is_elementwise_state, merge_states, split_state
+from shardwise.optim.states import is_elementwise_state
 
-__all__ = ["Sharding", "build", "is_elementwise_state", "merge_states", "names", "sharding_of", "split_state"]
+__all__ = ["Sharding", "build", "is_elementwise_state", "names", "sharding_of"]

@@ -8,8 +8,6 @@ from dataclasses import dataclass
 import torch
 from torch import nn
 
-from shardwise.errors import UsageError
-
 
 @dataclass(frozen=True)
 class LogicalTensor:
@@ -45,13 +43,12 @@ class LogicalTensor:
 
 
 class Registry:
-    """All logical tensors of a model, in registration order, found by index, name or parameter identity."""
+    """All logical tensors of a model, in registration order, found by index or parameter identity."""
 
     def __init__(self, tensors: Sequence[LogicalTensor], parameters: Sequence[nn.Parameter]) -> None:
         self.tensors = tuple(tensors)
         self.parameters = tuple(parameters)
         self._index = {id(parameter): i for i, parameter in enumerate(self.parameters)}
-        self._names = {name: t.index for t in self.tensors for name in (t.name, *t.aliases)}
 
     def __iter__(self) -> Iterator[LogicalTensor]:
         return iter(self.tensors)
@@ -66,20 +63,6 @@ class Registry:
         """Return the logical tensor of a parameter object, or None if the engine does not own it."""
         index = self._index.get(id(parameter))
         return None if index is None else self.tensors[index]
-
-    def by_name(self, name: str) -> LogicalTensor:
-        """Return the logical tensor called `name` (any of its tied names).
-
-        Raises:
-            UsageError: no parameter has this name; the nearest ones are listed.
-        """
-        if name not in self._names:
-            import difflib
-
-            near = difflib.get_close_matches(name, self._names, n=3)
-            hint = f"; did you mean {', '.join(near)}?" if near else ""
-            raise UsageError(f"the model has no parameter {name!r}{hint}")
-        return self.tensors[self._names[name]]
 
     @classmethod
     def of(

@@ -55,6 +55,9 @@ class Channel(Protocol):
     def want(self, number: int, place: int) -> None:
         """Tell the peers that backward pass `number` waits for the gather at `place`."""
 
+    def attend(self) -> None:
+        """Be told that the thread of the pass goes on; raise what has failed while peers were helped."""
+
 
 class Gatherer:
     """Gathers and releases the units of one engine; see the module docstring.
@@ -244,6 +247,8 @@ class Gatherer:
     @contextlib.contextmanager
     def parked(self) -> Iterator[None]:
         """Block on a reduction inside: meanwhile the side channel may launch gathers that others wait for."""
+        if self._channel is not None:
+            self._channel.attend()
         with self._lock:
             self._parked = True
             self._serve_wanted()
@@ -269,6 +274,8 @@ class Gatherer:
     def need(self, unit: Unit) -> None:
         """Make the values of a unit valid, launching whatever comes before it in the order."""
         if unit.sharded and not self.suspended:
+            if self._channel is not None:
+                self._channel.attend()
             place = self._position.get(unit.index, -1)
             with self._lock:
                 self._launch_to(place)

@@ -62,10 +62,10 @@ class PartStore:
     def split(self, parameter: nn.Parameter, src: int = 0) -> None:
         """Keep this rank's part of group rank `src`'s values and give the rest back."""
         values = parameter.data
-        flat = values.contiguous().view(-1)
+        flat = self._to_travel(values.contiguous().view(-1))
         self.comm.broadcast(flat, src, "zero.Init").wait()
         size = -(-flat.numel() // self.comm.world)
-        part = flat.new_zeros(size)
+        part = torch.zeros(size, dtype=values.dtype, device=values.device)
         mine = flat[self.comm.rank * size : (self.comm.rank + 1) * size]
         part[: mine.numel()] = mine
         self._parts[parameter] = part
@@ -73,9 +73,13 @@ class PartStore:
         released.adopt(parameter, self)
         released.withhold(parameter)
 
+    def _to_travel(self, values: torch.Tensor) -> torch.Tensor:
+        """Bring values to the device between which ranks communicate; parameters may be built elsewhere."""
+        return values if self.comm.world == 1 else values.to(self.comm.device)
+
     def values(self, parameter: nn.Parameter) -> torch.Tensor:
-        """Gather the whole values (a collective); the parameter stays as it is."""
-        part = self._parts[parameter]
+        """Gather the whole values (a collective); the parameter stays as it is. They may be on another device."""
+        part = self._to_travel(self._parts[parameter])
         full = part.new_empty(part.numel() * self.comm.world)
         self.comm.all_gather([(full, part)], "zero.Init", kind="explicit").wait()
         with without_overrides():
@@ -94,10 +98,13 @@ class PartStore:
         self._make_whole(parameter)
 
     def _make_whole(self, parameter: nn.Parameter) -> None:
+        self._restore(parameter)
+        self._whole[id(parameter)] = parameter
+
+    def _restore(self, parameter: nn.Parameter) -> None:
         values = self.values(parameter)
         released.restore(parameter)
-        parameter.data = values
-        self._whole[id(parameter)] = parameter
+        parameter.data = values.to(parameter.device)
 
     def end_touch(self, parameter: nn.Parameter, token: Any, result: Any) -> None:
         """Nothing: the values stay until another module registers or touches its parameters."""
@@ -106,9 +113,7 @@ class PartStore:
         """See `released.Owner`."""
         wanted = [p for p in parameters if released.is_released(p)]
         for parameter in wanted:
-            values = self.values(parameter)
-            released.restore(parameter)
-            parameter.data = values
+            self._restore(parameter)
         return wanted
 
     def put_back(self, parameters: Iterable[nn.Parameter], gathered: list[nn.Parameter], src: int | None) -> None:
@@ -211,13 +216,15 @@ class Init:
         self._original: Any = None
         if not self._enabled:
             return
+        from shardwise.comm.environment import discover
         from shardwise.comm.setup import init_distributed
+        from shardwise.device import choose_device
 
         init_distributed(verbose=False)
         group = data_parallel_group or sequence_data_parallel_group
         if group is None and mpu is not None:
             group = mpu.get_data_parallel_group()
-        self._store = PartStore(Communicator(group, Ledger(), name="zero.Init"))
+        self._store = PartStore(Communicator(group, Ledger(), choose_device(discover().local_rank), name="zero.Init"))
         if module is not None:
             shard_module(module, self._store, dtype)
 

@@ -53,7 +53,6 @@ class ShardedModel:
         prescale: factor on gradients before they are sent.
         boundary: whether the backward pass that starts now ends an accumulation window.
         leaves: modules to be kept in one unit each.
-        host: address of group rank 0 for out-of-band help.
     """
 
     def __init__(
@@ -71,7 +70,6 @@ class ShardedModel:
         prescale: float = 1.0,
         boundary: Callable[[], bool],
         leaves: Iterable[nn.Module] = (),
-        host: str = "127.0.0.1",
     ) -> None:
         self.module = module
         self.optimizer = optimizer
@@ -107,7 +105,7 @@ class ShardedModel:
             persistent += spec.numel if stays else 0
             self.units.append(self._build_unit(spec, sharded=plan.shard_parameters and not stays))
         sharded = [unit for unit in self.units if unit.sharded]
-        self.channel = SideChannel(comm, sharded, host) if sharded else None
+        self.channel = SideChannel(comm, sharded) if sharded else None
         self.gatherer = Gatherer(
             self.units,
             self.registry,
@@ -153,8 +151,7 @@ class ShardedModel:
         self._set_order([unit.index for unit in self.units], backward_order(self.units, module))
         accountant.construction_peak = accountant.peak_total
         accountant.reset_peak()
-        self._order_agreed = False
-        self._stepped = False
+        self._order_agreed = self._stepped = False
         give_back_freed_memory()  # of the whole parameters, between the shards
         self._runs: Runs | None = None
         self._runs_of = 0
@@ -333,11 +330,9 @@ class ShardedModel:
         Raises:
             DesyncError: on every rank, if they differ; it says what rank 0 used and what this rank did.
         """
-        mine = torch.zeros(self.comm.world, dtype=torch.int64)
-        mine[self.comm.rank] = self.gatherer.branches
-        self.comm.all_reduce(mine, "strict_sync").wait()
+        taken = self.comm.fingerprints(str(self.gatherer.branches), "strict_sync")
         self.gatherer.branches = 0
-        others = [rank for rank in range(self.comm.world) if mine[rank] != mine[0]]
+        others = [rank for rank, branches in enumerate(taken) if branches != taken[0]]
         if others:
             first = self.comm.share_object(self.gatherer.trace, "strict_sync.trace")
             assert isinstance(first, list)

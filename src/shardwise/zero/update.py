@@ -382,15 +382,15 @@ class WholeUpdate:
         label: str,
     ) -> None:
         """All-to-all of lists of runs; runs of one peer travel as one message."""
-        empty = torch.empty(0, dtype=dtype, device=device)
-        inputs = [torch.cat(runs) if runs else empty for runs in sends]
-        outputs = [torch.empty(sum(run.numel() for run in runs), dtype=dtype, device=device) for runs in receives]
-        for message in (*inputs, *outputs):
+        into, sizes_in = [run for runs in receives for run in runs], [sum(map(torch.numel, runs)) for runs in receives]
+        given, sizes_out = [run for runs in sends for run in runs], [sum(map(torch.numel, runs)) for runs in sends]
+        sent = torch.cat(given) if given else torch.empty(0, dtype=dtype, device=device)
+        received = torch.empty(sum(sizes_in), dtype=dtype, device=device)
+        for message in (sent, received):
             self._accountant.hold(Category.BUFFERS, message)
-        self.comm.all_to_all(outputs, inputs, label).wait()
-        for runs, message in zip(receives, outputs, strict=True):
-            for run, part in zip(runs, message.split([run.numel() for run in runs]) if runs else (), strict=True):
-                run.copy_(part)
+        self.comm.all_to_all(received, sent, sizes_in, sizes_out, label).wait()
+        for run, part in zip(into, received.split([run.numel() for run in into]), strict=True):
+            run.copy_(part)
 
     def _routes(
         self, section: SectionMemory, whole: Callable[[int], torch.Tensor], own: torch.Tensor

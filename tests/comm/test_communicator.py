@@ -1,0 +1,173 @@
+"""The communicator: which backend it takes for its device, limits, and what ranks tell each other."""
+
+from __future__ import annotations
+
+import os
+import time
+from datetime import timedelta
+from typing import Any
+
+import pytest
+import torch
+import torch.distributed as dist
+
+import shardwise
+from shardwise.comm.communicator import Communicator
+from shardwise.comm.ledger import Ledger
+from shardwise.compat import backend_of, timeout_of
+from shardwise.errors import PeerLostError, UsageError
+from tests.harness import RankFailure, run_ranks
+
+CPU, CUDA = torch.device("cpu"), torch.device("cuda", 0)
+
+
+def communicator(**options: Any) -> Communicator:
+    return Communicator(None, Ledger(), CPU, **options)
+
+
+def start(backend: str | None, timeout: timedelta = timedelta(seconds=60)) -> None:
+    """Start the process group of a test that runs without the harness's."""
+    dist.init_process_group(backend, timeout=timeout)
+
+
+# -- backends ----------------------------------------------------------------------------------------------------------
+
+
+def ordered_sum(backend: str | None) -> tuple[list[float], str | None, set[str]]:
+    start(backend)
+    comm = communicator()
+    # Added in rank order the large numbers cancel first, whatever the rank that adds.
+    full = torch.tensor([1e8, -1e8, 1.0])[comm.rank].repeat(6)
+    out = torch.zeros(2)
+    comm.reduce_scatter([(out, full)], "sum").wait()
+    names = {dist.get_backend_config(group) for group in comm._own_groups}
+    comm.destroy()
+    return out.tolist(), backend_of(None, CPU), names
+
+
+@pytest.mark.parametrize("backend", [None, "gloo", "cpu:gloo", "cpu:gloo,cuda:gloo"])
+def test_the_backend_is_the_one_for_the_device_however_the_group_was_asked_for(backend: str | None) -> None:
+    for out, found, groups in run_ranks(ordered_sum, 3, backend, init=False):
+        assert found == "gloo"
+        assert groups == {"cpu:gloo,cuda:gloo"}
+        assert out == [1.0, 1.0]
+
+
+def own_algorithms(backend: str | None) -> bool:
+    start(backend)
+    comm = communicator()
+    scratch = comm.reduce_scatter([(torch.zeros(1), torch.ones(2))], "sum")
+    kinds = type(scratch._pending).__module__
+    scratch.wait()
+    comm.destroy()
+    return kinds == "shardwise.comm.wire"
+
+
+def test_gloo_is_known_by_what_it_serves() -> None:
+    assert run_ranks(own_algorithms, 2, None, init=False) == [True, True]
+
+
+def refused(backend: str, device: torch.device) -> str:
+    start(backend)
+    with pytest.raises(UsageError) as caught:
+        Communicator(None, Ledger(), device)
+    return str(caught.value)
+
+
+@pytest.mark.parametrize(
+    ("backend", "device", "message"),
+    [
+        ("cuda:gloo", CPU, "(cuda:gloo) has no backend for the engine's tensors on cpu. Start it with"),
+        ("cpu:gloo", CUDA, "(cpu:gloo) has no backend for the engine's tensors on cuda:0. Start it with"),
+        ("gloo", CUDA, "has no backend for the engine's tensors on cuda:0, where Gloo is not supported. Start"),
+    ],
+)
+def test_a_group_that_does_not_serve_the_device_is_refused(backend: str, device: torch.device, message: str) -> None:
+    for found in run_ranks(refused, 2, backend, device, init=False):
+        assert message in found
+
+
+# -- limits ------------------------------------------------------------------------------------------------------------
+
+
+def limits(seconds: float) -> set[timedelta | None]:
+    start("gloo", timedelta(seconds=seconds))
+    comm = communicator()
+    found = {timeout_of(group, CPU) for group in comm._own_groups} | {comm.timeout}
+    comm.destroy()
+    return found
+
+
+def test_the_groups_have_the_limit_of_the_one_they_are_made_from() -> None:
+    assert run_ranks(limits, 2, 77.0, init=False) == [{timedelta(seconds=77)}] * 2
+
+
+def wait_for_nobody() -> float:
+    """Rank 1 never takes part; rank 0 gives up after the limit that the environment has set."""
+    os.environ["SHARDWISE_TIMEOUT"] = str(1 / 60)
+    shardwise.init_distributed(verbose=False)
+    comm = communicator()
+    begin = time.monotonic()
+    if comm.rank == 0:
+        with pytest.raises(PeerLostError, match=r"(?i)timed out"):
+            comm.all_reduce(torch.ones(1), "alone").wait()
+        return time.monotonic() - begin
+    time.sleep(3)
+    return 0.0
+
+
+def test_the_environments_limit_holds_for_the_engines_collectives() -> None:
+    assert 0.5 < run_ranks(wait_for_nobody, 2, init=False)[0] < 2.5
+
+
+# -- values ------------------------------------------------------------------------------------------------------------
+
+
+def tell() -> tuple[Any, Any, list[str]]:
+    comm = communicator()
+    value = {"names": ["a", "ü"], "pair": (1, 2.5), "nothing": None}
+    told = comm.share_object(value if comm.rank == 1 else None, "told", src=1)
+    nothing = comm.share_object([] if comm.rank == 0 else "x", "nothing")
+    comm.barrier("end")
+    comm.destroy()
+    return told, nothing, [f"{record.op} {record.label}" for record in comm.ledger.records()]
+
+
+def test_objects_are_shared_as_json() -> None:
+    for told, nothing, records in run_ranks(tell, 2):
+        assert told == {"names": ["a", "ü"], "pair": [1, 2.5], "nothing": None}
+        assert nothing == []
+        assert records[:3] == ["share_object told", "broadcast told", "broadcast told"]
+        assert records[-1] == "all_reduce end"
+
+
+def exchange() -> tuple[list[float], int, int]:
+    comm = communicator()
+    sizes = [[0, 2, 1], [3, 0, 0], [1, 1, 2]]
+    outgoing, incoming = sizes[comm.rank], [row[comm.rank] for row in sizes]
+    given = torch.tensor([10.0 * comm.rank + peer for peer, size in enumerate(outgoing) for _ in range(size)])
+    output = torch.zeros(sum(incoming))
+    comm.all_to_all(output, given, incoming, outgoing, "x").wait()
+    record = next(comm.ledger.records())
+    comm.destroy()
+    return output.tolist(), record.size, record.sent
+
+
+def test_all_to_all_of_unequal_parts() -> None:
+    assert run_ranks(exchange, 3) == [
+        ([10.0, 10.0, 10.0, 20.0], 12, 12),
+        ([1.0, 1.0, 21.0], 12, 12),
+        ([2.0, 22.0, 22.0], 16, 8),
+    ]
+
+
+def leave(rank: int) -> None:
+    comm = communicator()
+    if comm.rank == rank:
+        raise ValueError("gone")
+    comm.barrier()
+
+
+def test_a_rank_that_leaves_ends_the_others() -> None:
+    with pytest.raises(RankFailure, match="gone"):
+        run_ranks(leave, 2, 1)

@@ -1,0 +1,96 @@
+"""Every tensor that is exchanged lies on the engine's device: NCCL refuses those of the CPU.
+
+Without a GPU the roles are changed: Gloo takes tensors of the CPU only, so the engine's device is named "cpu", and
+whatever is made without naming a device lands on "meta", which no process group takes.
+"""
+
+from __future__ import annotations
+
+from typing import Any
+
+import pytest
+import torch
+import torch.distributed as dist
+from torch import nn
+
+import shardwise
+from shardwise.errors import DesyncError
+from shardwise.utils import safe_get_full_fp32_param, safe_get_full_grad
+from shardwise.zero.init import PartStore
+from tests.harness import run_ranks
+from tests.models import Router
+
+
+def config(stage: int, **extra: Any) -> dict[str, Any]:
+    return {
+        "train_micro_batch_size_per_gpu": 2,
+        "gradient_clipping": 1.0,
+        "zero_optimization": {"stage": stage},
+        **extra,
+    }
+
+
+def plain_step(engine: Any, route: list[int]) -> None:
+    engine.backward(engine(torch.ones(2, 4, device="cpu"), route).square().mean())
+    engine.step()
+
+
+def on_the_engines_device(stage: int, whole: bool) -> tuple[list[str], str]:
+    model = Router(experts=3)
+    optimizer = torch.optim.SGD(model.parameters(), lr=0.1)
+    if whole:
+        optimizer = type("Custom", (torch.optim.SGD,), {})(model.parameters(), lr=0.1)
+    torch.set_default_device("meta")
+    try:
+        engine, *_ = shardwise.initialize(model=model, optimizer=optimizer, config=config(stage, strict_sync=True))
+        plain_step(engine, [0, 1])
+        plain_step(engine, [1, 0, 1])
+        engine.backward(engine(torch.ones(2, 4, device="cpu"), [2]).mean())
+        assert safe_get_full_grad(model.last.weight) is not None
+        assert safe_get_full_fp32_param(model.last.weight) is not None
+        engine.step()
+        desync = ""
+        try:
+            plain_step(engine, [0] if dist.get_rank() else [1])
+        except DesyncError as error:
+            desync = str(error)
+        shardwise.comm.log_summary(show_straggler=True)
+        engine.destroy()
+        labels = sorted({record.label for record in engine.ledger.records()})
+    finally:
+        torch.set_default_device(None)
+    return labels, desync
+
+
+@pytest.mark.parametrize("whole", [False, True])
+@pytest.mark.parametrize("stage", [0, 1, 3])
+def test_nothing_is_exchanged_that_lies_elsewhere(stage: int, whole: bool) -> None:
+    for labels, desync in run_ranks(on_the_engines_device, 2, stage, whole):
+        assert {"unit_order", "strict_sync", "strict_sync.trace", "gradient_norm"} <= set(labels)
+        assert ("side_channel.close" in labels) == (stage == 3)
+        assert desync.startswith("strict_sync: ranks [1]")
+
+
+class Sent(Exception):
+    """A tensor has been handed in for communication."""
+
+
+class Elsewhere:
+    """A communicator of two ranks whose device is not the one on which parameters are built."""
+
+    world, rank, device = 2, 0, torch.device("meta")
+
+    def broadcast(self, tensor: torch.Tensor, *_: Any) -> None:
+        raise Sent(tensor.device.type)
+
+    def all_gather(self, pairs: Any, *_: Any, **__: Any) -> None:
+        raise Sent(*{tensor.device.type for pair in pairs for tensor in pair})
+
+
+def test_parameters_built_under_init_travel_on_the_device_of_the_group() -> None:
+    store, parameter = PartStore(Elsewhere()), nn.Parameter(torch.ones(3))  # type: ignore[arg-type]
+    with pytest.raises(Sent, match=r"^meta$"):
+        store.split(parameter)
+    store._parts[parameter] = torch.ones(2)
+    with pytest.raises(Sent, match=r"^meta$"):
+        store.values(parameter)
