@@ -7,7 +7,7 @@ enters and leaves it. Hooks lie outside of the modules' forward, so that a compi
 from __future__ import annotations
 
 from collections.abc import Sequence
-from typing import Any
+from typing import Any, NamedTuple
 
 import torch
 from torch import nn
@@ -17,6 +17,16 @@ from shardwise.zero.gather import Gatherer, Phase
 from shardwise.zero.outputs import tensors_in
 from shardwise.zero.reduce import Reducer
 from shardwise.zero.unit import Unit
+
+
+class _Call(NamedTuple):
+    """A call of a home module that is running."""
+
+    module: nn.Module
+    use: Use | None
+    watched: list[Unit]
+    opened: bool
+    """Whether what autograd saves is watched on behalf of this call."""
 
 
 class Hooks:
@@ -34,7 +44,7 @@ class Hooks:
         self.gatherer = gatherer
         self.reducer = reducer
         self._outermost: nn.Module | None = None
-        self._calls: list[tuple[nn.Module, Use | None, list[Unit]]] = []
+        self._calls: list[_Call] = []
         self._handles: list[Any] = []
         homes: dict[nn.Module, list[Unit]] = {root: []}
         for unit in units:
@@ -54,15 +64,18 @@ class Hooks:
             watched = [unit for unit in units if gatherer.watches(unit) and gatherer.differentiated(unit)]
             if watched:
                 use = gatherer.begin_use(watched, self._call_done)
-            self._calls.append((module, use, watched))
+            opened = any(unit.sharded for unit in watched) and gatherer.saved.open()
+            self._calls.append(_Call(module, use, watched, opened))
 
         def after(module: nn.Module, args: Any, kwargs: Any, outputs: Any) -> None:
             gatherer = self.gatherer
-            ours = bool(self._calls) and self._calls[-1][0] is module
-            _, use, watched = self._calls.pop() if ours else (module, None, [])
+            ours = bool(self._calls) and self._calls[-1].module is module
+            call = self._calls.pop() if ours else _Call(module, None, [], False)
             outermost = self._outermost is module
-            if use is not None:
-                gatherer.end_use(watched, use, outputs)
+            if call.opened:
+                gatherer.saved.close()
+            if call.use is not None:
+                gatherer.end_use(call.watched, call.use, outputs)
             if outermost and torch.is_grad_enabled():
                 for node in {t.grad_fn for t in tensors_in(outputs) if t.grad_fn is not None}:
                     node.register_prehook(lambda _: self.start_backward())
@@ -101,6 +114,8 @@ class Hooks:
 
     def start_backward(self) -> None:
         """Called by the first hook that a backward pass reaches."""
+        if self.gatherer.phase is Phase.FORWARD:
+            return  # the model differentiates a part of itself: that is a part of the forward pass
         if self.reducer is not None:
             self.reducer.begin()
         elif self.gatherer.phase is Phase.IDLE:
@@ -110,6 +125,8 @@ class Hooks:
 
     def _call_done(self, unit: Unit) -> None:
         """The backward of one call of the unit's module is complete."""
+        if self.gatherer.phase is Phase.FORWARD:
+            return
         if self.reducer is not None:
             self.reducer.advance(unit)
         else:
