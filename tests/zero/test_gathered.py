@@ -189,6 +189,7 @@ def look_outside(what: str) -> None:
     assert parameter.requires_grad and parameter.is_leaf and parameter.dim() == 2 and len(parameter) == 24
     assert parameter.grad is None and parameter.element_size() == 4 and parameter.device.type == "cpu"
     assert torch.zeros_like(parameter).shape == parameter.shape and "released" in repr(parameter)
+    assert parameter.type() == "torch.FloatTensor"
     looks = {
         "sum": lambda: parameter.sum(),
         "item": lambda: parameter[0, 0].item(),
@@ -197,6 +198,7 @@ def look_outside(what: str) -> None:
         "inplace": lambda: parameter.data.zero_(),
         "list": lambda: torch.stack([parameter, parameter]),
         "numpy": lambda: parameter.detach().numpy(),
+        "type": lambda: parameter.type(torch.float64),
     }
     try:
         looks[what]()
@@ -204,7 +206,7 @@ def look_outside(what: str) -> None:
         engine.destroy()
 
 
-@pytest.mark.parametrize("what", ["sum", "item", "data", "copy", "inplace", "list", "numpy"])
+@pytest.mark.parametrize("what", ["sum", "item", "data", "copy", "inplace", "list", "numpy", "type"])
 def test_looking_at_a_sharded_parameter_names_it(what: str) -> None:
     with pytest.raises(RankFailure, match=r"ReleasedParameterError.*'blocks.1.up.weight' \(shape \(24, 12\)\)"):
         run_ranks(look_outside, 2, what)

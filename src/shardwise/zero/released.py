@@ -45,7 +45,7 @@ _METADATA = frozenset(
         "is_mps", "is_xpu", "is_complex", "is_floating_point", "numel", "nelement", "dim", "size", "stride",
         "element_size", "is_contiguous", "ndimension", "_version", "_backward_hooks", "_post_accumulate_grad_hooks",
         "retains_grad", "output_nr", "_base", "register_hook", "register_post_accumulate_grad_hook", "requires_grad_",
-        "__hash__", "__len__", "type", "get_device", "is_inference", "zeros_like", "ones_like", "full_like",
+        "__hash__", "__len__", "get_device", "is_inference", "zeros_like", "ones_like", "full_like",
         "empty_like", "rand_like", "randn_like", "new_zeros", "new_ones", "new_full", "new_empty", "is_shared",
         "is_conj", "is_neg", "is_signed", "grad_dtype", "name", "names",
     }
@@ -73,7 +73,7 @@ class Released(nn.Parameter):
         """Answer metadata; bring values back for everything else (see the module docstring)."""
         kwargs = kwargs or {}
         name = _name_of(func)
-        if name in _METADATA:
+        if name in _METADATA or (name == "type" and len(args) == 1 and not kwargs):  # with a dtype it converts
             with torch._C.DisableTorchFunctionSubclass():
                 return func(*args, **kwargs)
         touched: list[tuple[nn.Parameter, Owner, Any]] = []
