@@ -8,7 +8,9 @@ inserted into the graph, so that gradients are added up in the same order as wit
 
 from __future__ import annotations
 
+import weakref
 from collections.abc import Callable, Iterable
+from functools import partial
 from typing import Any
 
 import torch
@@ -82,3 +84,21 @@ class Use:
         self._left -= 1
         if not self._left:
             self._done(self)
+
+
+class AtEnd:
+    """A callback at the end of the backward pass that autograd is in now.
+
+    Args:
+        end: called when the pass has ended, unless an exception ends it.
+    """
+
+    def __init__(self, end: Callable[[], None]) -> None:
+        callback = partial(end)
+        self._callback = weakref.ref(callback)
+        torch.autograd.Variable._execution_engine.queue_callback(callback)
+
+    @property
+    def dropped(self) -> bool:
+        """Whether the pass has ended: autograd holds the callback no longer than that."""
+        return self._callback() is None

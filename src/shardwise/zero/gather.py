@@ -169,6 +169,7 @@ class Gatherer:
 
     def end_forward(self) -> None:
         """End a forward pass: launch the gathers that are left, release everything, learn how often units are used."""
+        self.saved.close_all()
         for index, count in self._visited.items():
             known = self._expected[index] if self._passes else 0
             self._expected[index] = max(known, count)

@@ -65,6 +65,11 @@ class SavedValues:
         saved_tensors_hooks(*innermost).__exit__()
         return True
 
+    def close_all(self) -> None:
+        """Undo what calls that were interrupted have opened."""
+        while self.close():
+            pass
+
     def _owns(self, pair: tuple[Pack, Unpack] | None) -> bool:
         owner = getattr(pair[0], "__self__", None) if pair is not None else None
         return owner is self or (type(owner) is _Around and owner.saved is self)
