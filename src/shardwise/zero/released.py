@@ -139,6 +139,27 @@ def restore(parameter: nn.Parameter) -> None:
         parameter.__class__ = _classes.get(parameter, nn.Parameter)
 
 
+Classes = list[tuple[nn.Parameter, type[nn.Parameter]]]
+"""Parameters with their own classes."""
+
+
+def classes_of(parameters: Iterable[nn.Parameter]) -> Classes:
+    """Look the own classes of parameters up, for `withhold_all` and `restore_all`, which are called again and again."""
+    return [(p, _classes.get(p, nn.Parameter) if type(p) is Released else type(p)) for p in parameters]
+
+
+def withhold_all(classes: Classes) -> None:
+    """`withhold` several parameters."""
+    for parameter, _ in classes:
+        parameter.__class__ = Released
+
+
+def restore_all(classes: Classes) -> None:
+    """`restore` several parameters."""
+    for parameter, own in classes:
+        parameter.__class__ = own
+
+
 def is_released(parameter: torch.Tensor) -> bool:
     """Whether the values of a parameter are not gathered at the moment."""
     return type(parameter) is Released
