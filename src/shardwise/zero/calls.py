@@ -59,22 +59,22 @@ class Use:
         return bool(roots)
 
     def _last(self, roots: Iterable[Node]) -> Iterable[Node]:
-        """Yield the nodes from which gradients leave the call: when they have run, all others have."""
-        known = set(roots)
+        """Yield the nodes that no other node of the call comes after: when they have run, all others have."""
+        start, known = self._start, set(roots)
         pending = list(known)
         while pending:
             node = pending.pop()
-            leaves = False
+            is_last = True
             for following, _ in node.next_functions:
-                if following is None or following in known:
+                if following is None:
                     continue
-                number = following._sequence_nr()
-                if number < self._start or number == _LEAF:
-                    leaves = True
-                else:
+                if following in known:
+                    is_last = False
+                elif start <= following._sequence_nr() != _LEAF:
                     known.add(following)
                     pending.append(following)
-            if leaves:
+                    is_last = False
+            if is_last:
                 yield node
 
     def _ran(self, *_: Any) -> None:
