@@ -13,6 +13,7 @@ from torch import nn
 
 import shardwise
 from shardwise.errors import ReleasedParameterError, UsageError
+from shardwise.memory import Category
 from shardwise.utils import safe_get_full_fp32_param
 from tests.harness import RankFailure, run_ranks
 from tests.models import CASES, GPT
@@ -91,6 +92,34 @@ def nest() -> list[bool]:
 
 def test_nested_blocks() -> None:
     assert run_ranks(nest, 2) == [[True, True, True]] * 2
+
+
+def fail_to_gather() -> list[bool]:
+    """Gathering the second of two units fails on all ranks; afterwards nothing is left of the attempt."""
+    model = CASES["gpt"].make()
+    engine = start(CASES["gpt"], Setting(stage=3), model)
+    parameters = list(model.parameters())
+    all_gather, calls = engine.sharded.comm.all_gather, []
+
+    def fail_later(*args: Any, **kwargs: Any) -> Any:
+        calls.append(args)
+        if len(calls) == 2:
+            raise RuntimeError("no connection")
+        return all_gather(*args, **kwargs)
+
+    engine.sharded.comm.all_gather = fail_later
+    with pytest.raises(RuntimeError, match="no connection"):
+        shardwise.zero.GatheredParameters(parameters).__enter__()
+    gathered = engine.accountant.live[Category.GATHERED]
+    with shardwise.zero.GatheredParameters(parameters):
+        whole = all(bool(torch.isfinite(p).all()) for p in parameters)
+    result = [gathered == 0, whole, engine.accountant.live[Category.GATHERED] == 0]
+    engine.destroy()
+    return result
+
+
+def test_a_block_that_cannot_be_entered_leaves_nothing_behind() -> None:
+    assert run_ranks(fail_to_gather, 2) == [[True, True, True]] * 2
 
 
 def passes_inside() -> list[Any]:
@@ -191,6 +220,7 @@ def look_outside(what: str) -> None:
     assert parameter.requires_grad and parameter.is_leaf and parameter.dim() == 2 and len(parameter) == 24
     assert parameter.grad is None and parameter.element_size() == 4 and parameter.device.type == "cpu"
     assert torch.zeros_like(parameter).shape == parameter.shape and "released" in repr(parameter)
+    assert parameter.type() == "torch.FloatTensor"
     looks = {
         "sum": lambda: parameter.sum(),
         "item": lambda: parameter[0, 0].item(),
@@ -199,6 +229,7 @@ def look_outside(what: str) -> None:
         "inplace": lambda: parameter.data.zero_(),
         "list": lambda: torch.stack([parameter, parameter]),
         "numpy": lambda: parameter.detach().numpy(),
+        "type": lambda: parameter.type(torch.float64),
     }
     try:
         looks[what]()
@@ -206,7 +237,7 @@ def look_outside(what: str) -> None:
         engine.destroy()
 
 
-@pytest.mark.parametrize("what", ["sum", "item", "data", "copy", "inplace", "list", "numpy"])
+@pytest.mark.parametrize("what", ["sum", "item", "data", "copy", "inplace", "list", "numpy", "type"])
 def test_looking_at_a_sharded_parameter_names_it(what: str) -> None:
     with pytest.raises(RankFailure, match=r"ReleasedParameterError.*'blocks.1.up.weight' \(shape \(24, 12\)\)"):
         run_ranks(look_outside, 2, what)

@@ -108,6 +108,7 @@ class Checkpointing:
             >>> engine.destroy()
         """
         parent = directory.check_directory(save_dir, "save_dir")
+        self.sharded.hooks.settle()
         request = Request(
             directory=parent,
             tag=directory.check_tag(f"global_step{self.global_steps}" if tag is None else tag),
@@ -159,6 +160,7 @@ class Checkpointing:
         See `save_checkpoint` for an example.
         """
         parent = directory.check_directory(load_dir, "load_dir")
+        self.sharded.hooks.settle()
         options = Options(load_module_strict, load_optimizer_states, load_module_only, custom_load_fn is not None)
         found = find(self.sharded, parent, None if tag is None else directory.check_tag(tag), options)
         if found is None:
@@ -337,6 +339,7 @@ class Checkpointing:
         Raises:
             CheckpointError: names or shapes do not fit; nothing is changed then.
         """
+        self.sharded.hooks.settle()
         inner = checkpoint.get("module")
         values = inner if isinstance(inner, Mapping) else checkpoint
         if custom_load_fn is not None:

@@ -188,6 +188,7 @@ class Engine(Attributes, BatchSizes, Checkpointing, ConfigGetters, MemoryReporti
             raise UsageError(
                 "engine.backward(loss): the loss does not require a gradient; was it computed under no_grad?"
             )
+        self.sharded.hooks.settle()
         steps = self.gradient_accumulation_steps()
         factor = self.cur_scale * (1.0 if scale_wrt_gas else float(steps))
         reducer = self.sharded.reducer
@@ -412,6 +413,7 @@ class Engine(Attributes, BatchSizes, Checkpointing, ConfigGetters, MemoryReporti
 
     def empty_partition_cache(self) -> None:
         """Release whatever is gathered. Nothing is outside of passes; kept for existing scripts."""
+        self.sharded.hooks.settle()
         for unit in self.sharded.units:
             unit.release()
 

@@ -22,6 +22,7 @@ def _find(parameter: torch.Tensor) -> tuple[ShardedModel, int] | None:
     owner = released.owner_of(parameter)
     if not isinstance(owner, ShardedModel) or owner.update is None:
         return None
+    owner.hooks.settle()
     tensor = owner.registry.find(parameter)
     return None if tensor is None or not tensor.trainable else (owner, tensor.index)
 

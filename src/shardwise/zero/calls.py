@@ -8,7 +8,9 @@ inserted into the graph, so that gradients are added up in the same order as wit
 
 from __future__ import annotations
 
+import weakref
 from collections.abc import Callable, Iterable
+from functools import partial
 from typing import Any
 
 import torch
@@ -57,22 +59,22 @@ class Use:
         return bool(roots)
 
     def _last(self, roots: Iterable[Node]) -> Iterable[Node]:
-        """Yield the nodes from which gradients leave the call: when they have run, all others have."""
-        known = set(roots)
+        """Yield the nodes that no other node of the call comes after: when they have run, all others have."""
+        start, known = self._start, set(roots)
         pending = list(known)
         while pending:
             node = pending.pop()
-            leaves = False
+            is_last = True
             for following, _ in node.next_functions:
-                if following is None or following in known:
+                if following is None:
                     continue
-                number = following._sequence_nr()
-                if number < self._start or number == _LEAF:
-                    leaves = True
-                else:
+                if following in known:
+                    is_last = False
+                elif start <= following._sequence_nr() != _LEAF:
                     known.add(following)
                     pending.append(following)
-            if leaves:
+                    is_last = False
+            if is_last:
                 yield node
 
     def _ran(self, *_: Any) -> None:
@@ -82,3 +84,21 @@ class Use:
         self._left -= 1
         if not self._left:
             self._done(self)
+
+
+class AtEnd:
+    """A callback at the end of the backward pass that autograd is in now.
+
+    Args:
+        end: called when the pass has ended, unless an exception ends it.
+    """
+
+    def __init__(self, end: Callable[[], None]) -> None:
+        callback = partial(end)
+        self._callback = weakref.ref(callback)
+        torch.autograd.Variable._execution_engine.queue_callback(callback)
+
+    @property
+    def dropped(self) -> bool:
+        """Whether the pass has ended: autograd holds the callback no longer than that."""
+        return self._callback() is None

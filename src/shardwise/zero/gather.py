@@ -32,6 +32,7 @@ from shardwise.errors import ReleasedParameterError
 from shardwise.registry import Registry
 from shardwise.zero.calls import Use
 from shardwise.zero.outputs import tensors_in
+from shardwise.zero.saved import SavedValues
 from shardwise.zero.unit import Unit, UnitState
 
 
@@ -101,6 +102,8 @@ class Gatherer:
         self._expected = {unit.index: len(unit.modules) for unit in units}
         self._passes = 0
         self._held: set[int] = set()
+        self._late: dict[Phase, set[int]] = {phase: set() for phase in Phase}
+        self.saved = SavedValues(self._recall)
         self.kept: set[int] = set()
         self._with_graph = False
         self._uses: dict[int, weakref.WeakSet[Use]] = {unit.index: weakref.WeakSet() for unit in units}
@@ -173,6 +176,7 @@ class Gatherer:
 
     def end_forward(self) -> None:
         """End a forward pass: launch the gathers that are left, release everything, learn how often units are used."""
+        self.saved.close_all()
         for index, count in self._visited.items():
             known = self._expected[index] if self._passes else 0
             self._expected[index] = max(known, count)
@@ -181,6 +185,8 @@ class Gatherer:
 
     def begin_backward(self) -> None:
         """Start a backward pass."""
+        if self.phase is Phase.FORWARD:
+            self.end_forward()  # it was interrupted, and nothing has called since
         with self._lock:
             self.phase = Phase.BACKWARD
             self._passes_back += 1
@@ -208,7 +214,8 @@ class Gatherer:
         self._inside = {}
         # Units that are used outside of their own modules; the memory plan asks for them.
         self.kept |= self._held
-        self._held = set()
+        self._held = set(self._late[self.phase])
+        self.saved.forget()
 
     def _drain(self) -> None:
         if not self.suspended:
@@ -287,6 +294,8 @@ class Gatherer:
                 assert self._channel is not None
                 self._channel.want(self._passes_back, place)
         unit.finish_gather()
+        if unit.sharded:
+            self.saved.know(unit)
 
     def _look_ahead(self, place: int) -> None:
         if not self._prefetch:
@@ -406,12 +415,34 @@ class Gatherer:
                 call = reference()
                 if call is not None:  # once more, if the graph was retained
                     self._uses[unit.index].add(call)
-                self.need(unit)
-                unit.expose()
+                self._need_backward(unit)
 
         if not use.follow(outputs, wanted):
             for unit in units:
                 self._uses[unit.index].discard(use)
+
+    def _need_backward(self, unit: Unit) -> None:
+        """A node is about to run that may read the values of a unit."""
+        rescues = self.rescues
+        self.need(unit)
+        if self.rescues != rescues:
+            # From now on it stays, once it has been gathered, to the end of such passes.
+            self._late[self.phase].add(unit.index)
+        # A backward pass inside of a forward pass must not hide later uses from `touch`.
+        if self.phase is not Phase.FORWARD:
+            unit.expose()
+
+    def _recall(self, unit: Unit) -> None:
+        """A node is about to read values of a unit that autograd has saved (see `shardwise.zero.saved`)."""
+        if unit.state is UnitState.GATHERED:
+            return
+        if torch._C._current_graph_task_id() == -1:
+            raise ReleasedParameterError(
+                f"values of unit {unit.name!r} that autograd has saved are read outside of a backward pass, where they "
+                f"are sharded over {unit.comm.world} ranks"
+            )
+        self.on_backward()
+        self._need_backward(unit)
 
     def in_use(self, unit: Unit) -> bool:
         """Whether a forward call of the unit is still to be differentiated."""

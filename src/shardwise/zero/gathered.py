@@ -62,22 +62,28 @@ class GatheredParameters:
                 )
         owners: dict[int, tuple[released.Owner, list[nn.Parameter]]] = {}
         for parameter in self._parameters:
-            self._open.add(id(parameter))
             owner = released.owner_of(parameter)
             assert owner is not None
             owners.setdefault(id(owner), (owner, []))[1].append(parameter)
-        for owner, parameters in owners.values():
-            self._gathered.append((owner, parameters, owner.gather(parameters)))
+        try:
+            for owner, parameters in owners.values():
+                self._gathered.append((owner, parameters, owner.gather(parameters)))
+        except BaseException:
+            self._put_back(None)
+            raise
+        self._open.update(id(parameter) for parameter in self._parameters)
         return self
 
     def __exit__(
         self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None
     ) -> None:
-        src = self._modifier_rank if kind is None else None
-        for owner, parameters, gathered in self._gathered:
-            owner.put_back(parameters, gathered, src)
-        self._gathered = []
         self._open.difference_update(id(parameter) for parameter in self._parameters)
+        self._put_back(self._modifier_rank if kind is None else None)
+
+    def _put_back(self, src: int | None) -> None:
+        while self._gathered:
+            owner, parameters, gathered = self._gathered.pop(0)
+            owner.put_back(parameters, gathered, src)
 
 
 def register_external_parameter(module: nn.Module, parameter: nn.Parameter) -> None:

@@ -6,17 +6,29 @@ enters and leaves it. Hooks lie outside of the modules' forward, so that a compi
 
 from __future__ import annotations
 
+import sys
 from collections.abc import Sequence
-from typing import Any
+from types import FrameType
+from typing import Any, NamedTuple
 
 import torch
 from torch import nn
 
-from shardwise.zero.calls import Use
+from shardwise.zero.calls import AtEnd, Use
 from shardwise.zero.gather import Gatherer, Phase
 from shardwise.zero.outputs import tensors_in
 from shardwise.zero.reduce import Reducer
 from shardwise.zero.unit import Unit
+
+
+class _Call(NamedTuple):
+    """A call of a home module that is running."""
+
+    module: nn.Module
+    use: Use | None
+    watched: list[Unit]
+    opened: bool
+    """Whether what autograd saves is watched on behalf of this call."""
 
 
 class Hooks:
@@ -34,7 +46,8 @@ class Hooks:
         self.gatherer = gatherer
         self.reducer = reducer
         self._outermost: nn.Module | None = None
-        self._calls: list[tuple[nn.Module, Use | None, list[Unit]]] = []
+        self._calls: list[_Call] = []
+        self._at_end: AtEnd | None = None
         self._handles: list[Any] = []
         homes: dict[nn.Module, list[Unit]] = {root: []}
         for unit in units:
@@ -54,15 +67,15 @@ class Hooks:
             watched = [unit for unit in units if gatherer.watches(unit) and gatherer.differentiated(unit)]
             if watched:
                 use = gatherer.begin_use(watched, self._call_done)
-            self._calls.append((module, use, watched))
+            opened = any(unit.sharded for unit in watched) and gatherer.saved.open()
+            self._calls.append(_Call(module, use, watched, opened))
 
         def after(module: nn.Module, args: Any, kwargs: Any, outputs: Any) -> None:
             gatherer = self.gatherer
-            ours = bool(self._calls) and self._calls[-1][0] is module
-            _, use, watched = self._calls.pop() if ours else (module, None, [])
-            outermost = self._outermost is module
-            if use is not None:
-                gatherer.end_use(watched, use, outputs)
+            call = self._returned(module)
+            outermost = self._outermost is module and not self._calls
+            if call.use is not None:
+                gatherer.end_use(call.watched, call.use, outputs)
             if outermost and torch.is_grad_enabled():
                 for node in {t.grad_fn for t in tensors_in(outputs) if t.grad_fn is not None}:
                     node.register_prehook(lambda _: self.start_backward())
@@ -76,40 +89,69 @@ class Hooks:
 
     def _open(self, module: nn.Module) -> None:
         gatherer = self.gatherer
-        self.settle()
+        if gatherer.phase is Phase.BACKWARD or module is self._outermost:
+            self.settle(entered=module)
         if gatherer.phase is Phase.IDLE:
             self._calls.clear()
             self._outermost = module
             gatherer.begin_forward()
+
+    def _returned(self, module: nn.Module) -> _Call:
+        """Take the innermost call of a module off the list, with calls inside of it that were interrupted."""
+        for place in reversed(range(len(self._calls))):
+            if self._calls[place].module is module:
+                returned = self._calls[place:]
+                del self._calls[place:]
+                for call in returned:
+                    if call.opened:
+                        self.gatherer.saved.close()
+                return returned[0]
+        return _Call(module, None, [], False)
 
     def _close(self) -> None:
         self._outermost = None
         self._calls.clear()
         self.gatherer.end_forward()
 
-    def settle(self) -> None:
-        """End a backward pass that an exception has cut short: its collectives take place, its gradients stay partial.
+    def settle(self, entered: nn.Module | None = None) -> None:
+        """End a pass that an exception has cut short: its collectives take place, its gradients stay partial.
 
         Called by whatever comes next, not where the exception is raised: that must not wait for other ranks.
+
+        Args:
+            entered: the module whose call has just begun, if that is what comes next.
         """
-        if self.gatherer.phase is not Phase.BACKWARD or torch._C._current_graph_task_id() != -1:
+        gatherer = self.gatherer
+        if gatherer.phase is Phase.IDLE or torch._C._current_graph_task_id() != -1:
             return
-        if self.reducer is not None:
-            self.reducer.end()
-        else:
-            self.gatherer.end_backward()
+        if gatherer.phase is Phase.BACKWARD:
+            if self.reducer is not None:
+                self.reducer.end()
+            else:
+                gatherer.end_backward()
+        elif _calls_running(self._outermost) <= (entered is self._outermost):
+            self._close()  # PyTorch calls no hook after a KeyboardInterrupt
 
     def start_backward(self) -> None:
         """Called by the first hook that a backward pass reaches."""
+        gatherer = self.gatherer
+        if gatherer.phase is Phase.FORWARD:
+            return  # the model differentiates a part of itself: that is a part of the forward pass
         if self.reducer is not None:
             self.reducer.begin()
-        elif self.gatherer.phase is Phase.IDLE:
-            # Nothing is trained, but gradients of the inputs are wanted (a frozen teacher, an adversary).
-            self.gatherer.begin_backward()
-            torch.autograd.Variable._execution_engine.queue_callback(self.gatherer.end_backward)
+            return
+        # Nothing is trained, but gradients of the inputs are wanted (a frozen teacher, an adversary).
+        if gatherer.phase is Phase.BACKWARD:
+            if self._at_end is None or not self._at_end.dropped:
+                return
+            gatherer.end_backward()
+        self._at_end = AtEnd(gatherer.end_backward)
+        gatherer.begin_backward()
 
     def _call_done(self, unit: Unit) -> None:
         """The backward of one call of the unit's module is complete."""
+        if self.gatherer.phase is Phase.FORWARD:
+            return
         if self.reducer is not None:
             self.reducer.advance(unit)
         else:
@@ -124,3 +166,13 @@ class Hooks:
         for handle in self._handles:
             handle.remove()
         self._handles = []
+
+
+def _calls_running(module: nn.Module | None) -> int:
+    """Return how many calls of a module are on this thread's stack."""
+    calls = 0
+    frame: FrameType | None = sys._getframe(1)
+    while frame is not None:
+        calls += frame.f_code.co_name == "_call_impl" and frame.f_locals.get("self") is module
+        frame = frame.f_back
+    return calls

@@ -463,19 +463,32 @@ class ShardedModel:
 
     def gather(self, parameters: Iterable[nn.Parameter]) -> list[Unit]:
         """Gather the released units of some parameters outside of passes (all ranks must call); return those units."""
-        changed = []
-        for unit in self.units_of(parameters):
-            unit.finish_gather()
-            if unit.state is UnitState.RELEASED:
-                for section in unit.sections:
-                    section.allocate()
-                pairs = [(s.wire_view, s.shard) for s in unit.sections]
-                self.comm.all_gather(pairs, unit.name, kind="explicit").wait()
-                unit.fill_done()
-                unit.expose()
-                unit.pins += 1
-                changed.append(unit)
+        self.hooks.settle()
+        changed: list[Unit] = []
+        try:
+            for unit in self.units_of(parameters):
+                unit.finish_gather()
+                if unit.state is UnitState.RELEASED:
+                    self._fill_now(unit)
+                    unit.pins += 1
+                    changed.append(unit)
+        except BaseException:
+            self.let_go(changed)
+            raise
         return changed
+
+    def _fill_now(self, unit: Unit) -> None:
+        for section in unit.sections:
+            section.allocate()
+        try:
+            pairs = [(s.wire_view, s.shard) for s in unit.sections]
+            self.comm.all_gather(pairs, unit.name, kind="explicit").wait()
+        except BaseException:
+            for section in unit.sections:
+                section.free()
+            raise
+        unit.fill_done()
+        unit.expose()
 
     def let_go(self, gathered: Sequence[Unit]) -> None:
         """Release what `gather` returned."""
@@ -531,6 +544,7 @@ class ShardedModel:
         if self.closed:
             return
         self.closed = True
+        self.hooks.settle()
         self.finish_gathers()
         self.hooks.remove()
         self.guards.remove()

@@ -24,6 +24,7 @@ from torch.autograd.graph import get_gradient_edge
 from shardwise.comm.communicator import Communicator, Handle
 from shardwise.errors import UsageError
 from shardwise.memory import Accountant, Category
+from shardwise.zero.calls import AtEnd
 from shardwise.zero.unit import SectionMemory, Unit
 
 
@@ -138,6 +139,7 @@ class Reducer:
         self._summed = False
         self.dropped = 0
         self.active = False
+        self._at_end: AtEnd | None = None
         self.passes = 0
         self._used, self._on_nested = used, on_nested
         self._waiting, self._before_launch = waiting, before_launch
@@ -181,8 +183,10 @@ class Reducer:
     def begin(self) -> None:
         """Start a backward pass; called by the first hook that autograd runs, any number of times."""
         if self.active:
-            return
-        torch.autograd.Variable._execution_engine.queue_callback(self.end)
+            if self._at_end is None or not self._at_end.dropped:
+                return
+            self.end()  # an exception has cut an earlier pass short, and nothing has settled it
+        self._at_end = AtEnd(self.end)
         self._start()
 
     def _start(self, *, outside: bool = False) -> None:

@@ -47,7 +47,7 @@ _METADATA = frozenset(
         "is_mps", "is_xpu", "is_complex", "is_floating_point", "numel", "nelement", "dim", "size", "stride",
         "element_size", "is_contiguous", "ndimension", "_version", "_backward_hooks", "_post_accumulate_grad_hooks",
         "retains_grad", "output_nr", "_base", "register_hook", "register_post_accumulate_grad_hook", "requires_grad_",
-        "__hash__", "__len__", "type", "get_device", "is_inference", "zeros_like", "ones_like", "full_like",
+        "__hash__", "__len__", "get_device", "is_inference", "zeros_like", "ones_like", "full_like",
         "empty_like", "rand_like", "randn_like", "new_zeros", "new_ones", "new_full", "new_empty", "is_shared",
         "is_conj", "is_neg", "is_signed", "grad_dtype", "name", "names",
     }
@@ -75,7 +75,7 @@ class Released(nn.Parameter):
         """Answer metadata; bring values back for everything else (see the module docstring)."""
         kwargs = kwargs or {}
         name = _name_of(func)
-        if name in _METADATA:
+        if name in _METADATA or (name == "type" and len(args) == 1 and not kwargs):  # with a dtype it converts
             with without_overrides():
                 return func(*args, **kwargs)
         touched: list[tuple[nn.Parameter, Owner, Any]] = []
@@ -139,6 +139,27 @@ def restore(parameter: nn.Parameter) -> None:
     """Give the parameter its own class back: its values are valid."""
     if type(parameter) is Released:
         parameter.__class__ = _classes.get(parameter, nn.Parameter)
+
+
+Classes = list[tuple[nn.Parameter, type[nn.Parameter]]]
+"""Parameters with their own classes."""
+
+
+def classes_of(parameters: Iterable[nn.Parameter]) -> Classes:
+    """Look the own classes of parameters up, for `withhold_all` and `restore_all`, which are called again and again."""
+    return [(p, _classes.get(p, nn.Parameter) if type(p) is Released else type(p)) for p in parameters]
+
+
+def withhold_all(classes: Classes) -> None:
+    """`withhold` several parameters."""
+    for parameter, _ in classes:
+        parameter.__class__ = Released
+
+
+def restore_all(classes: Classes) -> None:
+    """`restore` several parameters."""
+    for parameter, own in classes:
+        parameter.__class__ = own
 
 
 def is_released(parameter: torch.Tensor) -> bool:

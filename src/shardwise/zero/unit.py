@@ -15,6 +15,7 @@ from __future__ import annotations
 
 from collections.abc import Iterator, Sequence
 from enum import Enum
+from functools import cached_property
 
 import torch
 from torch import nn
@@ -199,6 +200,10 @@ class Unit:
         self._handle: Handle | None = None
         self._gathering: Sequence[SectionMemory] = ()
 
+    @cached_property
+    def _classes(self) -> released.Classes:
+        return released.classes_of(self.parameters)
+
     @property
     def parameters(self) -> list[nn.Parameter]:
         """The user's parameter objects."""
@@ -266,15 +271,13 @@ class Unit:
         """Let the parameters be plain parameters: whoever uses them now need not be noticed."""
         if not self.exposed:
             self.exposed = True
-            for parameter in self.parameters:
-                released.restore(parameter)
+            released.restore_all(self._classes)
 
     def conceal(self) -> None:
         """Withhold the parameters, so that their use is noticed; the values stay where they are."""
         if self.exposed and not self.pins:
             self.exposed = False
-            for parameter in self.parameters:
-                released.withhold(parameter)
+            released.withhold_all(self._classes)
 
     def owns(self, tensor: torch.Tensor) -> bool:
         """Whether a tensor lies in the memory of the whole values."""

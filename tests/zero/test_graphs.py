@@ -1,0 +1,224 @@
+"""Graphs that a backward pass enters elsewhere than through the outputs of modules, and graphs that are differentiated
+twice: gradients are those of plain PyTorch, at every stage.
+"""
+
+from __future__ import annotations
+
+import gc
+import weakref
+from collections.abc import Callable
+from typing import Any
+
+import pytest
+import torch
+import torch.distributed as dist
+from torch import nn
+from torch.utils.checkpoint import checkpoint
+
+from shardwise.errors import ReleasedParameterError
+from tests.harness import run_ranks
+from tests.models import Batch, Case, regression, squared
+from tests.zero.training import Outcome, Setting, assert_close, assert_identical, plain, start, train
+
+DIM = 6
+STEPS = 2
+
+
+class Gate(nn.Module):
+    """Keeps a loss of its own, computed from the module's weights, on the module."""
+
+    def __init__(self, frozen: bool) -> None:
+        super().__init__()
+        self.inner = nn.Linear(DIM, DIM)
+        self.scale = nn.Parameter(torch.rand(DIM) + 0.5)
+        self.route = nn.Parameter(torch.rand(DIM) + 0.5)
+        self.fixed = nn.Parameter(torch.rand(DIM) + 0.5, requires_grad=not frozen)
+        self.aux = self.hidden = torch.zeros(())
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        self.hidden = self.inner(x)
+        y = (self.hidden * self.scale).tanh()
+        out = x + y * self.fixed
+        self.aux = (y * self.route * self.fixed).square().mean()
+        return out
+
+
+class Gates(nn.Module):
+    def __init__(self, way: str) -> None:
+        super().__init__()
+        self.blocks = nn.ModuleList(Gate(frozen="frozen" in way) for _ in range(4))
+        self.way = way
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        for block in self.blocks:
+            x = checkpoint(block, x, use_reentrant=False) if "checkpoint" in self.way else block(x)
+        return x
+
+
+class Field(nn.Module):
+    """Returns the gradient of an energy with respect to its input, as models of forces do."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.body = Gates("field")
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        x = x.detach().requires_grad_(True)
+        (force,) = torch.autograd.grad(self.body(x).square().sum(), x, create_graph=True)
+        return force
+
+
+def blocks(model: Any) -> Any:
+    return getattr(model, "module", model).blocks
+
+
+def auxiliary_loss(model: Any, batch: Batch) -> torch.Tensor:
+    loss = squared(model(batch["x"]), batch["y"])
+    return loss + sum(block.aux for block in blocks(model))
+
+
+def auxiliary_alone(model: Any, batch: Batch) -> torch.Tensor:
+    """The model's output is not used."""
+    model(batch["x"])
+    return sum(block.aux for block in blocks(model))  # type: ignore[no-any-return]
+
+
+def caught_activation(model: Any, batch: Batch) -> torch.Tensor:
+    """The loss depends on what a block has computed in the middle, not on what it has returned."""
+    model(batch["x"])
+    return squared(blocks(model)[2].hidden, batch["y"])
+
+
+def gradient_penalty(model: Any, batch: Batch) -> torch.Tensor:
+    x = batch["x"].requires_grad_(True)
+    out = model(x)
+    (gradient,) = torch.autograd.grad(out.sum(), x, create_graph=True)
+    return squared(out, batch["y"]) + gradient.square().mean()
+
+
+def penalty_of_auxiliary(model: Any, batch: Batch) -> torch.Tensor:
+    x = batch["x"].requires_grad_(True)
+    model(x)
+    (gradient,) = torch.autograd.grad(blocks(model)[3].aux, x, create_graph=True)
+    return gradient.square().sum()
+
+
+def auxiliary_by_rank(model: Any, batch: Batch) -> torch.Tensor:
+    """Which blocks' losses count depends on the data, so that ranks enter the graph at different places."""
+    out = model(batch["x"])
+    chosen = int(batch["x"].sum() * 100) % 4
+    return squared(out, batch["y"]) * (chosen % 2) + blocks(model)[chosen].aux
+
+
+def output_loss(model: Any, batch: Batch) -> torch.Tensor:
+    return squared(model(batch["x"]), batch["y"])
+
+
+def gates(way: str, loss: Callable[[Any, Batch], torch.Tensor]) -> Case:
+    def build() -> nn.Module:
+        return Field() if way == "field" else Gates(way)
+
+    return Case(f"{way} {loss.__name__}", build, regression(DIM, DIM), loss)
+
+
+CASES = {
+    case.name: case
+    for case in (
+        gates("plain", auxiliary_loss),
+        gates("frozen", auxiliary_loss),
+        gates("checkpoint", auxiliary_loss),
+        gates("frozen checkpoint", auxiliary_loss),
+        gates("plain", auxiliary_by_rank),
+        gates("plain", auxiliary_alone),
+        gates("frozen", auxiliary_alone),
+        gates("plain", caught_activation),
+        gates("frozen", caught_activation),
+        gates("plain", gradient_penalty),
+        gates("frozen", gradient_penalty),
+        gates("checkpoint", gradient_penalty),
+        gates("plain", penalty_of_auxiliary),
+        gates("field", output_loss),
+    )
+}
+
+
+def run(name: str, settings: list[Setting]) -> list[Outcome]:
+    return [train(CASES[name], setting, STEPS) for setting in settings]
+
+
+@pytest.mark.parametrize("name", list(CASES))
+def test_gradients_are_those_of_plain_torch(name: str) -> None:
+    base = Setting(lr=0.05)
+    settings = [base.with_stage(0), base.with_stage(2), base.with_stage(3, cap=20, prefetch=False)]
+    first, second = run_ranks(run, 2, name, settings)
+    expected = plain(CASES[name], base, 2, STEPS)
+    for setting, mine, theirs in zip(settings, first, second, strict=True):
+        assert mine.parameters == theirs.parameters
+        assert_identical(first[0], mine, f"{name}: {setting}")
+        for step, gradients in enumerate(mine.gradients):
+            assert_close(gradients, expected.gradients[step], 2e-6, f"{name}: {setting}")
+
+
+class Mark:
+    """Something to hang on a node, which dies with it."""
+
+
+def marked(node: Any) -> weakref.ref[Mark]:
+    mark = Mark()
+    node.metadata["mark"] = mark
+    return weakref.ref(mark)
+
+
+def lives_of_graphs() -> list[bool]:
+    """Whether the graphs of a forward pass and of a differentiated backward pass die with their last reference."""
+    case = CASES["plain gradient_penalty"]
+    engine = start(case, Setting(stage=3))
+    batch = case.data(0, 0, dist.get_rank(), torch.float32)
+    x = batch["x"].requires_grad_(True)
+    gc.collect()
+    gc.disable()
+    try:
+        out = engine(x)
+        (gradient,) = torch.autograd.grad(out.sum(), x, create_graph=True)
+        marks = [marked(blocks(engine)[1].hidden.grad_fn), marked(out.grad_fn), marked(gradient.grad_fn)]
+        for block in blocks(engine):
+            del block.aux, block.hidden
+        del out, gradient
+        return [mark() is None for mark in marks]
+    finally:
+        gc.enable()
+        engine.destroy()
+
+
+def test_graphs_die_with_their_last_reference() -> None:
+    assert run_ranks(lives_of_graphs, 2) == [[True] * 3] * 2
+
+
+def changed_in_place() -> None:
+    case = CASES["plain auxiliary_loss"]
+    engine = start(case, Setting(stage=3))
+    # The outcome of exp is what its backward needs.
+    handle = blocks(engine)[1].inner.register_forward_hook(lambda module, args, out: out.exp().add_(1))
+    loss = case.loss(engine, case.data(0, 0, 0, torch.float32))
+    handle.remove()
+    with pytest.raises(RuntimeError, match="modified by an inplace operation"):
+        engine.backward(loss)
+    engine.destroy()
+
+
+def test_what_is_saved_may_not_be_changed_in_place() -> None:
+    run_ranks(changed_in_place, 2)
+
+
+def read_saved() -> None:
+    case = CASES["plain auxiliary_loss"]
+    engine = start(case, Setting(stage=3))
+    engine(case.data(0, 0, 0, torch.float32)["x"])
+    node = blocks(engine)[1].hidden.grad_fn
+    with pytest.raises(ReleasedParameterError, match=r"'blocks\.1' .*outside of a backward pass"):
+        node._saved_mat2.sum()
+    engine.destroy()
+
+
+def test_reading_saved_weights_outside_of_a_backward_pass_names_the_unit() -> None:
+    run_ranks(read_saved, 2)
