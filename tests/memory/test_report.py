@@ -170,6 +170,7 @@ def test_rendering_and_plain_values(capsys: pytest.CaptureFixture[str]) -> None:
     found.print()
     assert "total" in capsys.readouterr().out
     assert found.as_dict()["parameters"] == 72
-    assert found.resident is None or (found.process is not None and 0 < found.process <= found.resident)
+    # Memory that others have freed may have gone back to the system meanwhile: neither bounds the other.
+    assert found.resident is None or (found.process is not None and found.process > 0)
     assert found.construction >= 72 * 4
     engine.destroy()
