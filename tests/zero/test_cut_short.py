@@ -216,9 +216,9 @@ def recursive() -> tuple[int, int]:
     for _ in range(2):
         engine.backward(engine(torch.ones(3), 3).sum())
         engine.step()
-    gathers = engine.ledger.totals["all_gather"].count
+    gathers, units = engine.ledger.totals["all_gather"].count, len(engine.sharded.units)
     engine.destroy()
-    return gathers, len(engine.sharded.units)
+    return gathers, units
 
 
 def test_a_module_that_calls_itself_is_one_pass() -> None:
