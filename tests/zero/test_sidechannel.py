@@ -232,11 +232,13 @@ def wrap_twice() -> tuple[int, int, list[int]]:
     model = CASES["gpt"].make()
     counts = []
     engines = []
+    addresses = []
     for _ in range(3):
         engines.append(start(CASES["gpt"], Setting(stage=3), model))
         step(engines[-1], 0)
         counts.append(len(dist.distributed_c10d._world.pg_map))
-    ports = [len(listening(engine.sharded.channel._address[1])) for engine in engines]
+        addresses.append(engines[-1].sharded.channel._address)
+    ports = [len(listening(port)) for _, port in addresses]
     for engine in engines:  # the old ones once more
         engine.destroy()
     return before, len(dist.distributed_c10d._world.pg_map), counts + ports
