@@ -112,10 +112,12 @@ class Communicator:
         self._own_groups: list[dist.ProcessGroup] = []
         self._count = dict.fromkeys(KINDS, 0)
         self._gloo = False
+        self.imagined = False
         self.timeout = (timeout_of(group, device) if initialised else None) or timeout_from_environment()
         if self.world > 1:
             backend = _backend(group, device)
             self._gloo = backend == "gloo"
+            self.imagined = backend == "fake"
             ranks = dist.get_process_group_ranks(group if group is not None else dist.group.WORLD)
             # On Gloo tags keep kinds apart, so one extra group is enough to keep clear of the user's own traffic.
             for kind in KINDS[:1] if self._gloo else KINDS[:4]:
@@ -236,7 +238,7 @@ class Communicator:
     def share_object(self, value: object, label: str, src: int = 0) -> object:
         """Return rank `src`'s JSON-like `value` on every rank (set-up only: it blocks)."""
         record = self._open("share_object", 0, 0, label)
-        if self.world > 1:
+        if self.world > 1 and not self.imagined:
             text = json.dumps(value).encode()
             length = torch.tensor([len(text)], dtype=torch.int64, device=self.device)
             self.broadcast(length, src, label).wait()
@@ -251,6 +253,8 @@ class Communicator:
 
     def fingerprints(self, text: str, label: str) -> list[int]:
         """Return a number for each rank's text, in rank order, equal where texts are (one small all-reduce)."""
+        if self.imagined:
+            return [0] * self.world
         numbers = torch.zeros(self.world, dtype=torch.int64, device=self.device)
         numbers[self.rank] = int.from_bytes(hashlib.sha256(text.encode()).digest()[:7], "big")
         self.all_reduce(numbers, label).wait()

@@ -215,7 +215,7 @@ class Engine(Attributes, BatchSizes, Checkpointing, ConfigGetters, MemoryReporti
         Raises:
             SyncError: the configuration shards gradients, so there is nowhere to add them up.
         """
-        if self.sharded.plan.shard_gradients:
+        if self.sharded.plan.reduces_micro_batches:
             raise SyncError(
                 "no_sync() needs whole gradients on every rank; zero_optimization.stage "
                 f"{self.sharded.plan.stage} shards them. "

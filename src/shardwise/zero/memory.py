@@ -123,8 +123,8 @@ class _Sizes:
         self.world = model.comm.world
         self.padded = padded
         self.accumulation = accumulation
-        # Where gradients are not sharded, micro-batches are first added up in whole buffers.
-        self.sums_locally = accumulation > 1 and not model.plan.shard_gradients
+        # Where gradients are not sharded, micro-batches are first added up in whole buffers; without peers always.
+        self.sums_locally = self.world == 1 or (accumulation > 1 and not model.plan.shard_gradients)
 
     def numel(self, section: SectionMemory) -> int:
         return section.layout.numel if self.padded else sum(slot.numel for slot in section.layout.slots)
@@ -210,7 +210,6 @@ class _Sizes:
             _Job(
                 filled=0 if self.sums_locally else self._sent(unit),
                 extra=self._received(unit) + self._cast(unit),
-                launch=self._converted(unit),
                 parameters=frozenset(
                     id(self.model.registry.parameters[slot.index])
                     for section in unit.trainable
@@ -232,7 +231,7 @@ class _Sizes:
 
     def _cast(self, unit: Unit) -> int:
         """Copies made because sums are sent in another dtype than they are formed in."""
-        if not self.sums_locally:
+        if not self.sums_locally or self.world == 1:
             return 0
         return sum(
             self.numel(section) * self._wire(section).itemsize
@@ -242,16 +241,6 @@ class _Sizes:
 
     def _received(self, unit: Unit) -> int:
         return self._sent(unit) * (self.world - 1) // self.world
-
-    def _converted(self, unit: Unit) -> int:
-        """Without peers a gradient is only converted to the accumulator's dtype, and that at once."""
-        if self.world > 1:
-            return 0
-        return sum(
-            self.numel(section) * section.accumulate_dtype.itemsize
-            for section in unit.trainable
-            if self._wire(section) is not section.accumulate_dtype
-        )
 
     def exchange(self) -> tuple[int, int]:
         """Whole gradients of the tensors owned here, and the largest all-to-all, during the step."""
@@ -325,13 +314,11 @@ class _Job:
     Attributes:
         filled: bytes of its gradient, from its first parameter's until it is reduced.
         extra: further bytes while it is under way.
-        launch: further bytes when it is sent off.
         parameters: `id()` of those whose gradients it waits for.
     """
 
     filled: int
     extra: int
-    launch: int
     parameters: frozenset[int]
 
 
@@ -346,7 +333,7 @@ class _Pipeline:
         if activations is None:
             pairs = zip(self.jobs, [*self.jobs[1:], None], strict=False)
             return max(
-                (job.filled + job.extra + max(job.launch, after.filled if after else 0) for job, after in pairs),
+                (job.filled + job.extra + (after.filled if after else 0) for job, after in pairs),
                 default=0,
             )
         waiting = {parameter: place for place, job in enumerate(self.jobs) for parameter in job.parameters}
@@ -363,7 +350,7 @@ class _Pipeline:
             while under_way + 1 < len(self.jobs) and not missing[under_way + 1]:
                 under_way += 1
                 collecting.discard(under_way)
-                most = max(most, stretch.start + self._bytes(collecting, under_way) + self.jobs[under_way].launch)
+                most = max(most, stretch.start + self._bytes(collecting, under_way))
             most = max(most, stretch.peak + self._bytes(collecting, under_way))
         return most
 

@@ -105,7 +105,7 @@ class ShardedModel:
             persistent += spec.numel if stays else 0
             self.units.append(self._build_unit(spec, sharded=plan.shard_parameters and not stays))
         sharded = [unit for unit in self.units if unit.sharded]
-        self.channel = SideChannel(comm, sharded) if sharded else None
+        self.channel = SideChannel(comm, sharded) if sharded and not comm.imagined else None
         self.gatherer = Gatherer(
             self.units,
             self.registry,

@@ -37,6 +37,8 @@ class Plan:
 
     Attributes:
         stage: the number the user wrote; for messages only.
+        reduces_micro_batches: whether the row of that stage reduces every micro-batch. One rank has nothing to shard,
+            but a script must not find that out only when it gets a second one.
         shard_optimizer: optimizer state and master weights cover only this rank's range.
         shard_gradients: each micro-batch is reduced into this rank's range, instead of being added up locally and
             reduced once at the accumulation boundary.
@@ -49,6 +51,7 @@ class Plan:
     """
 
     stage: int
+    reduces_micro_batches: bool
     shard_optimizer: bool
     shard_gradients: bool
     shard_parameters: bool
@@ -61,7 +64,7 @@ class Plan:
     @classmethod
     def of(cls, zero: ZeroConfig, world: int) -> Plan:
         """Derive the plan from the `zero_optimization` section for `world` ranks; one rank has nothing to shard."""
-        row = TABLE[zero.stage]
+        row = TABLE[zero.stage if world > 1 else 0]
         caps = [int(zero.reduce_bucket_size)]
         if row.optimizer and not row.parameters:
             caps.append(int(zero.allgather_bucket_size))
@@ -71,9 +74,10 @@ class Plan:
         ahead = zero.stage3_prefetch_bucket_size
         return cls(
             stage=zero.stage,
+            reduces_micro_batches=TABLE[zero.stage].gradients,
             shard_optimizer=row.optimizer,
             shard_gradients=row.gradients,
-            shard_parameters=row.parameters and world > 1,
+            shard_parameters=row.parameters,
             unit_cap=max(1, min(caps)),
             prefetch=ahead != 0,
             prefetch_elements=int(ahead or 0),

@@ -266,9 +266,9 @@ class Reducer:
         known = gradients.buffers.get(place)
         if known is not None:
             return known
-        # Sums over micro-batches are formed in the accumulator's dtype; a gradient that is alone travels as it is.
-        # The choice depends on nothing that could differ between ranks.
-        alone = self.shard_gradients or (self.boundary and not self.partial)
+        # Sums over micro-batches are formed in the accumulator's dtype; a gradient that is alone travels as it is, and
+        # without peers nothing travels. The choice depends on nothing that could differ between ranks.
+        alone = self.comm.world > 1 and (self.shard_gradients or (self.boundary and not self.partial))
         dtype = (self.wire_dtype or section.layout.dtype) if alone else section.accumulate_dtype
         if not alone and not gradients.accumulated and section.keeps_whole_gradient:
             # The reduced gradient will be as large as the sum, and nothing is in its place yet.
@@ -320,7 +320,7 @@ class Reducer:
                 self._fill_gaps(gradients, section, buffer)
                 if self.prescale != 1.0:
                     buffer.mul_(self.prescale)
-                if self.wire_dtype is not None and buffer.dtype != self.wire_dtype:
+                if self.wire_dtype is not None and buffer.dtype != self.wire_dtype and self.comm.world > 1:
                     buffer = buffer.to(self.wire_dtype)
                     self.accountant.hold(Category.BUFFERS, buffer)
                 pairs.append((section.own_gradient, buffer))

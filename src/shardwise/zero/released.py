@@ -146,8 +146,16 @@ Classes = list[tuple[nn.Parameter, type[nn.Parameter]]]
 
 
 def classes_of(parameters: Iterable[nn.Parameter]) -> Classes:
-    """Look the own classes of parameters up, for `withhold_all` and `restore_all`, which are called again and again."""
-    return [(p, _classes.get(p, nn.Parameter) if type(p) is Released else type(p)) for p in parameters]
+    """Look the own classes of parameters up, for `withhold_all` and `restore_all`, which are called again and again.
+
+    Parameters that are dispatched by their class (torch's fake tensors, of a dry run) are left out: they would be lost
+    without it, and have no values that could be missed.
+    """
+    return [
+        (p, _classes.get(p, nn.Parameter) if type(p) is Released else type(p))
+        for p in parameters
+        if type(p).__torch_dispatch__ is torch.Tensor.__torch_dispatch__
+    ]
 
 
 def withhold_all(classes: Classes) -> None:
