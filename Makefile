@@ -47,11 +47,14 @@ format: $(STAMP)
 	$(BIN)/ruff check --fix .
 	$(BIN)/ruff format .
 
-# Each benchmark writes its numbers, machine and versions to bench/results/.
+# Each benchmark writes its numbers, machine and versions to bench/results/; the README's table is made of them.
 bench: $(STAMP)
 	$(BIN)/python bench/comm_gloo.py
 	$(BIN)/shardwise run --nproc 2 bench/step_time.py --dtype fp32
 	$(BIN)/shardwise run --nproc 2 bench/step_time.py --dtype bf16
+	$(BIN)/python bench/memory.py
+	$(BIN)/python bench/checkpoint_io.py
+	$(BIN)/python bench/table.py README.md
 
 docs: $(DOCS_STAMP)
 	NO_MKDOCS_2_WARNING=1 $(BIN)/mkdocs build --strict --quiet
