@@ -51,9 +51,9 @@ def tables() -> str:
     about = (
         "Times of one training step are over those of DistributedDataParallel: GPT of 26 million parameters, AdamW, "
         f"batch 4 x 128, 2 ranks over Gloo, medians of {times['fp32']['rounds']} alternating rounds in one run. "
-        "Processor time is that of all threads, which a busy machine disturbs less. DDP computes bf16 by autocast on fp32 "
-        "weights. Memory is the highest resident size above the bare process in bytes per parameter: GPT of 98 million "
-        "parameters, AdamW, batch 1 x 64, 4 ranks, the model built in fp32 on every rank first."
+        "Processor time is that of all threads, which a busy machine disturbs less. DDP computes bf16 by autocast on "
+        "fp32 weights. Memory is the highest resident size above the bare process in bytes per parameter: GPT of 98 "
+        "million parameters, AdamW, batch 1 x 64, 4 ranks, the model built in fp32 on every rank first."
     )
     where = (
         f"Machine: {machine['processor']}, {machine['cores']} cores, shared with others; torch {machine['torch']}. "
