@@ -36,6 +36,10 @@ from shardwise.zero.model import ShardedModel
 from shardwise.zero.plan import Plan
 from shardwise.zero.released import owner_of
 
+_WRAPPED_AGAIN = (
+    "the engine has been destroyed when its model was passed to shardwise.initialize() again; use the engine that this "
+    "call has returned"
+)
 EngineParts = tuple[Engine, Any, EngineDataLoader | None, Any]
 
 
@@ -160,7 +164,7 @@ def _build(
             "the model already belonged to an engine, which is closed; its optimizer state is dropped. Call "
             "engine.destroy() to do so explicitly"
         )
-        former.close()
+        former.close(_WRAPPED_AGAIN)
         former.comm.destroy()
 
     # Meta-device parameters get values (and are sharded) module by module, before anybody looks at them.

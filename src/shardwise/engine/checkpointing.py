@@ -36,7 +36,9 @@ _COUNTERS = ("global_steps", "micro_steps", "skipped_steps", "global_samples")
 
 
 class Checkpointing:
-    """Mixin of `Engine`: saving and loading. Every method is called by all ranks together."""
+    """Mixin of `Engine`: saving and loading. Every method is called by all ranks together, and raises a `UsageError`
+    once the engine has been destroyed.
+    """
 
     module: nn.Module
     sharded: ShardedModel
@@ -107,6 +109,7 @@ class Checkpointing:
             ('/global_step0', {'epoch': 3})
             >>> engine.destroy()
         """
+        self.sharded.check_open("engine.save_checkpoint()")
         parent = directory.check_directory(save_dir, "save_dir")
         self.sharded.hooks.settle()
         request = Request(
@@ -159,6 +162,7 @@ class Checkpointing:
 
         See `save_checkpoint` for an example.
         """
+        self.sharded.check_open("engine.load_checkpoint()")
         parent = directory.check_directory(load_dir, "load_dir")
         self.sharded.hooks.settle()
         options = Options(load_module_strict, load_optimizer_states, load_module_only, custom_load_fn is not None)
@@ -284,6 +288,7 @@ class Checkpointing:
             True
             >>> model.load_state_dict(safetensors.torch.load_file("out/model.safetensors"))  # doctest: +SKIP
         """
+        self.sharded.check_open("engine.save_16bit_model()")
         parent = directory.check_directory(save_dir, "save_dir")
         if not save_filename.endswith(".safetensors") or os.path.basename(save_filename) != save_filename:
             raise CheckpointPathError(
@@ -314,6 +319,7 @@ class Checkpointing:
         Raises:
             UsageError: `keep_vars` is set.
         """
+        self.sharded.check_open("engine.module_state_dict()")
         if keep_vars:
             raise UsageError("module_state_dict(keep_vars=True): values are gathered copies; use keep_vars=False")
         found = weights.state_dict(self.sharded, exclude_frozen=exclude_frozen_parameters)
@@ -339,6 +345,7 @@ class Checkpointing:
         Raises:
             CheckpointError: names or shapes do not fit; nothing is changed then.
         """
+        self.sharded.check_open("engine.load_module_state_dict()")
         self.sharded.hooks.settle()
         inner = checkpoint.get("module")
         values = inner if isinstance(inner, Mapping) else checkpoint
@@ -361,6 +368,7 @@ class Checkpointing:
 
     def _consolidated_16bit_state_dict(self, exclude_frozen_parameters: bool = False) -> dict[str, Any] | None:
         """Return the whole state dict on rank 0 and None elsewhere (called by trainers)."""
+        self.sharded.check_open("engine._consolidated_16bit_state_dict()")
         first = self._comm.rank == 0
         found = weights.state_dict(self.sharded, exclude_frozen=exclude_frozen_parameters, keep=first)
         return found if first else None

@@ -149,7 +149,12 @@ class Engine(Attributes, BatchSizes, Checkpointing, ConfigGetters, MemoryReporti
     # -- forward -----------------------------------------------------------------------------------------------------
 
     def forward(self, *inputs: Any, **kwargs: Any) -> Any:
-        """Run the module and return what it returns."""
+        """Run the module and return what it returns.
+
+        Raises:
+            UsageError: the engine has been destroyed.
+        """
+        self.sharded.check_open("the engine's forward()")
         if self.loss_scaler is not None and self._resolution.config.fp16.auto_cast:
             inputs, kwargs = cast_floats((inputs, kwargs), torch.float16)
         outputs = self.module(*inputs, **kwargs)
@@ -177,8 +182,9 @@ class Engine(Attributes, BatchSizes, Checkpointing, ConfigGetters, MemoryReporti
             The loss divided by the number of accumulation steps, detached from nothing, for logging.
 
         Raises:
-            UsageError: the loss is not a scalar tensor that requires a gradient.
+            UsageError: the loss is not a scalar tensor that requires a gradient, or the engine has been destroyed.
         """
+        self.sharded.check_open("engine.backward()")
         if not isinstance(loss, torch.Tensor) or loss.numel() != 1:
             found = f"a tensor of shape {tuple(loss.shape)}" if isinstance(loss, torch.Tensor) else type(loss).__name__
             raise SyncError(
@@ -214,7 +220,9 @@ class Engine(Attributes, BatchSizes, Checkpointing, ConfigGetters, MemoryReporti
 
         Raises:
             SyncError: the configuration shards gradients, so there is nowhere to add them up.
+            UsageError: the engine has been destroyed.
         """
+        self.sharded.check_open("engine.no_sync()")
         if self.sharded.plan.reduces_micro_batches:
             raise SyncError(
                 "no_sync() needs whole gradients on every rank; zero_optimization.stage "
@@ -252,9 +260,10 @@ class Engine(Attributes, BatchSizes, Checkpointing, ConfigGetters, MemoryReporti
             lr_kwargs: passed to the scheduler's `step`.
 
         Raises:
-            UsageError: the engine has no optimizer.
+            UsageError: the engine has no optimizer, or has been destroyed.
             SyncError: inside `no_sync()`.
         """
+        self.sharded.check_open("engine.step()")
         if self.inside_no_sync_ctxt:
             raise SyncError("engine.step() inside no_sync() would step gradients that no other rank has seen")
         if self.optimizer is None:
@@ -406,7 +415,11 @@ class Engine(Attributes, BatchSizes, Checkpointing, ConfigGetters, MemoryReporti
 
         Forward passes inside need no communication, so that ranks may make different numbers of them (generation,
         evaluation sets of unequal size). Every rank must enter and leave it. It needs memory for the whole model.
+
+        Raises:
+            UsageError: the engine has been destroyed.
         """
+        self.sharded.check_open("engine.gathered()")
         return self.sharded.whole()
 
     # -- life cycle --------------------------------------------------------------------------------------------------
@@ -421,7 +434,8 @@ class Engine(Attributes, BatchSizes, Checkpointing, ConfigGetters, MemoryReporti
         """Take everything off the model and the optimizer again, and give the engine's memory back (all ranks call).
 
         The parameters are plain, whole and up to date afterwards, in the dtype that the module computes with. The
-        optimizer has them in its groups, and no state; save a checkpoint before if it is needed.
+        optimizer has them in its groups, and no state; save a checkpoint before if it is needed. What computes or saves
+        raises from then on. Destroying an engine twice does nothing.
         """
         self.sharded.close()
         self._comm.destroy()

@@ -35,6 +35,11 @@ from shardwise.zero.sidechannel import SideChannel
 from shardwise.zero.unit import SectionMemory, Unit, UnitState
 from shardwise.zero.update import SegmentUpdate, StateKind, Update, WholeUpdate
 
+_DESTROYED = (
+    "the engine has been destroyed, and its model is a plain one again; pass the model to shardwise.initialize() for a "
+    "new engine"
+)
+
 
 class ShardedModel:
     """See the module docstring.
@@ -53,6 +58,9 @@ class ShardedModel:
         prescale: factor on gradients before they are sent.
         boundary: whether the backward pass that starts now ends an accumulation window.
         leaves: modules to be kept in one unit each.
+
+    Attributes:
+        closed: why there is nothing here any more ("" while there is).
     """
 
     def __init__(
@@ -86,7 +94,7 @@ class ShardedModel:
         self.registry = Registry.of(module, compute_dtype=policy.compute_dtype, groups=owners)
         self._check_owners(groups)
         self._client_groups = [list(group["params"]) for group in groups]
-        self.closed = False
+        self.closed = ""
         self.units: list[Unit] = []
         self.update: Update | None = None
         if optimizer is not None:
@@ -270,14 +278,21 @@ class ShardedModel:
         """Return the clipping coefficient for a global norm."""
         return clip_coefficient(norm, max_norm)
 
+    def check_open(self, what: str) -> None:
+        """Raise if everything has been taken off the model again.
+
+        Raises:
+            UsageError: it says that `what` cannot be done, and why.
+        """
+        if self.closed:
+            raise UsageError(f"{what}: {self.closed}")
+
     def check_can_step(self) -> None:
         """Raise where a step could not do what is expected of it; nothing has been changed then.
 
         Raises:
-            UsageError: parameters are gathered for evaluation, or have been unfrozen; the engine has been destroyed.
+            UsageError: parameters are gathered for evaluation, or have been unfrozen.
         """
-        if self.closed:
-            raise UsageError("step(): the engine has been destroyed, and its model is a plain one again")
         if self.gatherer.suspended:
             raise UsageError(
                 "step() inside gathered(): the gathered parameters would stay as they are; leave the block first"
@@ -535,15 +550,18 @@ class ShardedModel:
         """See `shardwise.zero.released.Owner`."""
         self.gatherer.end_touch(parameter, token, result)
 
-    def close(self) -> None:
+    def close(self, why: str = _DESTROYED) -> None:
         """Take everything off the model and the optimizer, and give all memory back that is not theirs.
 
         Parameters are plain and whole afterwards, with memory of their own. The optimizer has them in its groups again
         and no state: its segments are gone. A second call does nothing.
+
+        Args:
+            why: told whoever uses the engine afterwards.
         """
         if self.closed:
             return
-        self.closed = True
+        self.closed = why
         self.hooks.settle()
         self.finish_gathers()
         self.hooks.remove()
