@@ -122,10 +122,12 @@ class Engine(Attributes, BatchSizes, Checkpointing, ConfigGetters, MemoryReporti
         self._comm = comm
         self._boundary: bool | None = None
         self._engine_backward = False
+        self._scale_entered = self._unscaled = False
         self._was_applied = False
         self._prepared: _Prepared | None = None
         self._batch = self.initial_batch()
         sharded.gradient_factor = self._gradient_factor
+        sharded.on_backward_end = self._backward_ended
 
     # -- what clients read -------------------------------------------------------------------------------------------
 
@@ -163,7 +165,13 @@ class Engine(Attributes, BatchSizes, Checkpointing, ConfigGetters, MemoryReporti
         return outputs
 
     def _output_scale(self) -> float:
+        self._scale_entered = True
         return 1.0 if self._engine_backward else self.cur_scale
+
+    def _backward_ended(self, brought: bool) -> None:
+        """Remember whether the window has gradients without the loss scale; the step tells all ranks."""
+        self._unscaled |= brought and not self._scale_entered and self.cur_scale != 1.0
+        self._scale_entered = False
 
     # -- backward ----------------------------------------------------------------------------------------------------
 
@@ -199,7 +207,7 @@ class Engine(Attributes, BatchSizes, Checkpointing, ConfigGetters, MemoryReporti
         factor = self.cur_scale * (1.0 if scale_wrt_gas else float(steps))
         reducer = self.sharded.reducer
         passes = reducer.passes if reducer is not None else 0
-        self._engine_backward = True
+        self._engine_backward = self._scale_entered = True
         try:
             (loss if factor == 1.0 else loss * factor).backward(retain_graph=retain_graph)
         finally:
@@ -289,6 +297,7 @@ class Engine(Attributes, BatchSizes, Checkpointing, ConfigGetters, MemoryReporti
         if not prepared.overflow:
             sharded.step()
         self._prepared = None
+        self._unscaled = False
         sharded.end_window()
         if self.loss_scaler is not None:
             self.loss_scaler.update(prepared.overflow)
@@ -318,13 +327,14 @@ class Engine(Attributes, BatchSizes, Checkpointing, ConfigGetters, MemoryReporti
         clip = float(config.gradient_clipping)
         checks = self.loss_scaler is not None or config.bf16.check_grad_overflow
         unused = None if config.zero_optimization.ignore_unused_parameters else reducer.unused()
-        norm, missing = None, False
+        norm, wrong = None, False
         if clip or checks or config.zero_optimization.compute_grad_norm:
-            norm, missing = sharded.gradient_norm(factor, None if unused is None else bool(unused))
+            asked = unused is not None or self.loss_scaler is not None
+            norm, wrong = sharded.gradient_norm(factor, bool(unused) or self._unscaled if asked else None)
         elif unused is not None:
-            missing = sharded.any_rank(bool(unused))
-        if missing:
-            self._refuse_unused(unused or [])
+            wrong = sharded.any_rank(bool(unused))
+        if wrong:
+            self._refuse(unused or [])
         overflow = checks and norm is not None and not bool(torch.isfinite(norm))
         coefficient = None
         if not overflow:
@@ -335,10 +345,18 @@ class Engine(Attributes, BatchSizes, Checkpointing, ConfigGetters, MemoryReporti
             sharded.scale_gradients(multiplier)
         return _Prepared(norm, coefficient, overflow, reducer.passes)
 
-    def _refuse_unused(self, names: list[str]) -> None:
-        """Raise on every rank: some rank has trainable parameters without a gradient, `names` on this one."""
-        everyone = enumerate(exchange(self._comm, self.device, names))
-        told = "; ".join(f"on rank {rank} {', '.join(of_rank)}" for rank, of_rank in everyone if of_rank)
+    def _refuse(self, unused: list[str]) -> None:
+        """Raise on every rank what is wrong with the window's gradients on some rank; `unused`: names on this one."""
+        everyone = exchange(self._comm, self.device, (self._unscaled, unused))
+        unscaled = [rank for rank, (found, _) in enumerate(everyone) if found]
+        if unscaled:
+            raise UsageError(
+                f"engine.step(): on ranks {unscaled} gradients of this window do not have the loss scale (now "
+                f"{self.cur_scale:g}), so they would be that many times too small: loss.backward() was called on a "
+                "loss that was not computed from what the engine returned (from engine.module(...), or from a value "
+                "kept inside of the model). Call engine.zero_grad(), and use engine.backward(loss) on such losses"
+            )
+        told = "; ".join(f"on rank {rank} {', '.join(names)}" for rank, (_, names) in enumerate(everyone) if names)
         raise UsageError(
             "zero_optimization.ignore_unused_parameters is false and these parameters have received no gradient since "
             f"the last step: {told}. Freeze them (requires_grad_(False)), use them, or leave the key out: they then "
@@ -407,6 +425,7 @@ class Engine(Attributes, BatchSizes, Checkpointing, ConfigGetters, MemoryReporti
     def drop_gradients(self) -> None:
         """Forget the gradients that the engine has accumulated."""
         self._prepared = None
+        self._unscaled = False
         if self.sharded.reducer is not None:
             self.sharded.reducer.clear()
 

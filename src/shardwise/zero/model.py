@@ -61,6 +61,8 @@ class ShardedModel:
 
     Attributes:
         closed: why there is nothing here any more ("" while there is).
+        gradient_factor: what turns accumulated sums into the gradient.
+        on_backward_end: called at the end of a backward pass; told whether it has brought gradients.
     """
 
     def __init__(
@@ -139,7 +141,7 @@ class ShardedModel:
                 before_launch=self.gatherer.launch_through,
                 on_begin=self.gatherer.begin_backward,
                 on_complete=self.gatherer.finish_backward,
-                on_end=self.gatherer.end_backward,
+                on_end=self._backward_ended,
             )
         if self.channel is not None:
             self.channel.on_want = self.gatherer.wanted
@@ -149,6 +151,7 @@ class ShardedModel:
         self.guards = Guards(module, self.registry, optimizer)
         self._trainable = [p for p, t in zip(self.registry.parameters, self.registry, strict=True) if t.trainable]
         self.gradient_factor: Callable[[], float] = _one
+        self.on_backward_end: Callable[[bool], None] = _ignore
         self._section_of = {
             slot.index: (unit, section)
             for unit in self.units
@@ -221,6 +224,11 @@ class ShardedModel:
             section.source[slot.offset : slot.offset + slot.numel].copy_(values.reshape(-1))
         if not agreed:
             self.comm.broadcast(section.source, 0, f"{unit.name}.initial").wait()
+
+    def _backward_ended(self) -> None:
+        assert self.reducer is not None
+        self.gatherer.end_backward()
+        self.on_backward_end(self.reducer.brought)
 
     # -- stepping ----------------------------------------------------------------------------------------------------
 
@@ -599,11 +607,12 @@ class ShardedModel:
         self.channel = self._runs = None
         self._section_of = {}
         self.gradient_factor = _one
+        self.on_backward_end = _ignore
 
 
 def _one() -> float:
     return 1.0
 
 
-def _ignore(number: int, place: int) -> None:
-    """Nobody listens to the peers' wishes any more."""
+def _ignore(*_: Any) -> None:
+    """Nobody listens."""
