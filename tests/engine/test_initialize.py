@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import argparse
 import json
+from functools import partial
 from pathlib import Path
 from typing import Any
 
@@ -11,6 +12,7 @@ import pytest
 import torch
 import torch.distributed as dist
 from torch import nn
+from torch.optim.lr_scheduler import StepLR
 
 import shardwise
 from shardwise.errors import ConfigError, UsageError
@@ -207,6 +209,53 @@ def test_wrong_arguments_are_named(tmp_path: Path) -> None:
         shardwise.initialize(model=net(), config=CONFIG, optimizer=lambda params: 3)  # type: ignore[arg-type,return-value]
     with pytest.raises(UsageError, match="mesh_param"):
         shardwise.initialize(model=net(), config=CONFIG, mesh_param=(1, 1))
+
+
+def wrong_schedulers() -> list[str]:
+    model = net()
+    other = torch.optim.SGD(net().parameters(), lr=0.1)
+    messages = []
+    for wrong in (3, lambda optimizer: None, StepLR(other, 1), lambda optimizer: StepLR(other, 1)):
+        with pytest.raises(UsageError) as caught:
+            shardwise.initialize(model=model, config=CONFIG, lr_scheduler=wrong)
+        messages.append(str(caught.value))
+    with pytest.raises(UsageError) as none:
+        shardwise.initialize(model=model, config=CONFIG, model_parameters=[], lr_scheduler=partial(StepLR, step_size=1))
+    assert all(type(p) is nn.Parameter for p in model.parameters())
+    return [*messages, str(none.value)]
+
+
+def test_wrong_schedulers_are_named_before_anything_is_sharded() -> None:
+    number, nothing, foreign, made_foreign, none = run_ranks(wrong_schedulers, 1)[0]
+    assert "int is neither" in number
+    assert "function, which returned NoneType, is neither" in nothing
+    for message in (foreign, made_foreign):
+        assert "StepLR sets the learning rates of another optimizer (SGD) than the engine's AdamW" in message
+    assert "no optimizer" in none
+
+
+def scheduler_kinds() -> list[list[float]]:
+    class Halving(StepLR):
+        def __init__(self, optimizer: torch.optim.Optimizer) -> None:
+            super().__init__(optimizer, step_size=1, gamma=0.5)
+
+    rates = []
+    for kind in (Halving, partial(StepLR, step_size=1, gamma=0.5), None):
+        model = net()
+        optimizer = torch.optim.SGD(model.parameters(), lr=0.4)
+        given = kind or Halving(optimizer)
+        engine, _, _, scheduler = shardwise.initialize(
+            model=model, config=CONFIG, optimizer=optimizer, lr_scheduler=given
+        )
+        assert isinstance(scheduler, StepLR)
+        train(engine)
+        rates.append(engine.get_lr())
+        engine.destroy()
+    return rates
+
+
+def test_a_scheduler_is_a_class_a_callable_or_an_instance() -> None:
+    assert run_ranks(scheduler_kinds, 1)[0] == [[0.1], [0.1], [0.1]]
 
 
 @pytest.mark.parametrize("kind", [torch.optim.LBFGS, torch.optim.SparseAdam])

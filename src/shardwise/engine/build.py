@@ -181,6 +181,8 @@ def _build(
         if kind is Sharding.REFUSED:
             raise ConfigError(f"optimizer {type(optimizer).__name__} cannot be used: {reason}")
         whole = kind is Sharding.WHOLE
+    # It sets the first step's learning rate on the groups, which stay what they are.
+    scheduler = _scheduler(settings, client_scheduler, optimizer)
     _place_buffers(model, device, policy.buffer_dtype, settings.data_types.keep_in_fp32_modules, accountant)
 
     # From here on ranks exchange what has the sizes of their own model.
@@ -203,8 +205,6 @@ def _build(
         leaves=_leaves(model, settings.zero_optimization.leaf_module),
     )
 
-    # The schedule sets the first step's learning rate on the groups as they now are.
-    scheduler = _scheduler(settings, client_scheduler, optimizer)
     loader = None
     if training_data is not None:
         loader = EngineDataLoader(
@@ -284,13 +284,39 @@ def _optimizer(
 
 def _scheduler(settings: Any, client: Any, optimizer: torch.optim.Optimizer | None) -> Any:
     if client is not None:
-        if callable(client) and not hasattr(client, "step"):
-            return client(optimizer)
-        return client
+        return _client_scheduler(client, optimizer)
     section = settings.scheduler
     if section is None or section.type is None or optimizer is None:
         return None
     return build_schedule(section.type, optimizer, dict(section.params or {}))
+
+
+def _client_scheduler(client: Any, optimizer: torch.optim.Optimizer | None) -> Any:
+    """Return the caller's scheduler, made now if need be.
+
+    Raises:
+        UsageError: it is none, or sets the learning rates of another optimizer.
+    """
+    if optimizer is None:
+        raise UsageError("initialize(lr_scheduler=...): there is no optimizer whose learning rate could be scheduled")
+    given = client.__name__ if isinstance(client, type) else type(client).__name__
+    if isinstance(client, type) or (callable(client) and not hasattr(client, "step")):
+        client = client(optimizer)
+        given = f"{given}, which returned {type(client).__name__},"
+    if not callable(getattr(client, "step", None)):
+        raise UsageError(
+            f"initialize(lr_scheduler=...) expects a scheduler (an object with step()), or a callable that makes one "
+            f"from the optimizer; {given} is neither"
+        )
+    own = getattr(client, "optimizer", None)
+    # Frameworks wrap optimizers; a wrapper has the same groups.
+    if own is not None and getattr(own, "param_groups", None) is not optimizer.param_groups:
+        raise UsageError(
+            f"initialize(lr_scheduler=...): this {type(client).__name__} sets the learning rates of another optimizer "
+            f"({type(own).__name__}) than the engine's {type(optimizer).__name__}. Make it from the optimizer that is "
+            "passed as optimizer=, or pass a callable that makes it: lr_scheduler=lambda optimizer: ..."
+        )
+    return client
 
 
 def _prescale(settings: Any, world: int) -> float:
