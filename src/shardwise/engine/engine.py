@@ -143,6 +143,13 @@ class Engine(Attributes, BatchSizes, Checkpointing, ConfigGetters, MemoryReporti
                     pass
             raise AttributeError(f"neither the engine nor its module has an attribute {name!r}") from None
 
+    def __getstate__(self) -> Any:
+        raise UsageError(
+            "an engine cannot be copied or pickled: it is a part of a running job. Save it with "
+            "engine.save_checkpoint(); for the weights alone take engine.module_state_dict() or "
+            "engine.save_16bit_model()"
+        )
+
     @property
     def cur_scale(self) -> float:
         """The loss scale in force (1.0 without fp16)."""

@@ -23,7 +23,7 @@ from shardwise.precision.norms import Runs, clip_coefficient, combine
 from shardwise.registry import Registry
 from shardwise.zero import released
 from shardwise.zero.calls import Use
-from shardwise.zero.gather import Gatherer, backward_order
+from shardwise.zero.gather import Gatherer, Phase, backward_order
 from shardwise.zero.guards import Guards
 from shardwise.zero.hooks import Hooks
 from shardwise.zero.init import whole_values
@@ -148,7 +148,7 @@ class ShardedModel:
             if self.reducer is not None:
                 self.gatherer.lags_behind = self.reducer.lags_behind
         self.hooks = Hooks(module, self.units, self.gatherer, self.reducer)
-        self.guards = Guards(module, self.registry, optimizer)
+        self.guards = Guards(module, self.registry, optimizer, self._absent)
         self._trainable = [p for p, t in zip(self.registry.parameters, self.registry, strict=True) if t.trainable]
         self.gradient_factor: Callable[[], float] = _one
         self.on_backward_end: Callable[[bool], None] = _ignore
@@ -224,6 +224,13 @@ class ShardedModel:
             section.source[slot.offset : slot.offset + slot.numel].copy_(values.reshape(-1))
         if not agreed:
             self.comm.broadcast(section.source, 0, f"{unit.name}.initial").wait()
+
+    def _absent(self, parameter: nn.Parameter) -> bool:
+        """Whether the values of a parameter are on other ranks and using it would raise."""
+        tensor = self.registry.find(parameter)
+        if tensor is None or self.gatherer.phase is not Phase.IDLE:
+            return False
+        return self._section_of[tensor.index][0].state is UnitState.RELEASED
 
     def _backward_ended(self) -> None:
         assert self.reducer is not None
