@@ -177,6 +177,69 @@ def test_copies_of_a_model_are_plain(stage: int) -> None:
         assert all("engine.module_state_dict()" in message for message in messages)
 
 
+class Wrapped(nn.Module):
+    def __init__(self, inner: nn.Module) -> None:
+        super().__init__()
+        self.inner = inner
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        return self.inner(x)
+
+
+def exchanged(stage: int) -> list[str]:
+    def resize(model: Any) -> None:
+        model.head.weight.data = torch.ones(2, 5)
+
+    def replace(model: Any) -> None:
+        model.backbone = nn.Linear(3, 5)
+
+    def convert(model: Any) -> None:
+        model.double()
+
+    def assign(model: Any) -> None:
+        model.head.weight.data = torch.ones(1, 5)
+
+    def wrap(model: Any) -> None:
+        model.head = Wrapped(model.head)
+
+    messages = []
+    for change in (replace, wrap) if stage == 3 else (replace, wrap, resize, convert, assign):
+        for when in ("before forward", "before step"):
+            model = made(0)
+            engine = begin(model, torch.optim.SGD(model.parameters(), lr=0.1), stage)
+            step(engine, 0)
+            said = ""
+            if when == "before forward":
+                change(model)
+            try:
+                engine.backward(engine(torch.ones(2, 3)).mean())
+                if when == "before step":
+                    change(model)
+                engine.step()
+            except UsageError as error:
+                said = str(error)
+            messages.append(f"{change.__name__}: {said}")
+            engine.destroy()
+    return messages
+
+
+@pytest.mark.parametrize("stage", [0, 2, 3])
+def test_parameters_that_have_been_exchanged_are_named(stage: int) -> None:
+    words = {
+        "replace": "did not have when the engine was built: backbone.weight and 1 more",
+        "wrap": "",
+        "resize": "'head.weight' was (1, 5) torch.float32 when the engine was built and is (2, 5)",
+        "convert": "is (5, 3) torch.float64 now",
+        "assign": "'head.weight' have been moved",
+    }
+    for messages in run_ranks(exchanged, 2, stage):
+        assert len(messages) == (4 if stage == 3 else 10)
+        for message in messages:
+            change, _, said = message.partition(": ")
+            assert words[change] in said, message
+            assert bool(words[change]) == bool(said)
+
+
 # -- parameters that the optimizer does not have -----------------------------------------------------------------------
 
 

@@ -161,9 +161,11 @@ class Engine(Attributes, BatchSizes, Checkpointing, ConfigGetters, MemoryReporti
         """Run the module and return what it returns.
 
         Raises:
-            UsageError: the engine has been destroyed.
+            UsageError: the engine has been destroyed, or the model has other parameters than it had.
         """
         self.sharded.check_open("the engine's forward()")
+        if torch.is_grad_enabled():
+            self.sharded.places.check()
         if self.loss_scaler is not None and self._resolution.config.fp16.auto_cast:
             inputs, kwargs = cast_floats((inputs, kwargs), torch.float16)
         outputs = self.module(*inputs, **kwargs)

@@ -29,6 +29,7 @@ from shardwise.zero.hooks import Hooks
 from shardwise.zero.init import whole_values
 from shardwise.zero.layout import Piece, lay_out
 from shardwise.zero.partition import UnitSpec, find_units
+from shardwise.zero.places import Places
 from shardwise.zero.plan import Plan
 from shardwise.zero.reduce import Reducer
 from shardwise.zero.sidechannel import SideChannel
@@ -149,6 +150,7 @@ class ShardedModel:
                 self.gatherer.lags_behind = self.reducer.lags_behind
         self.hooks = Hooks(module, self.units, self.gatherer, self.reducer)
         self.guards = Guards(module, self.registry, optimizer, self._absent)
+        self.places = Places(module, self.registry, self.units)
         self._trainable = [p for p, t in zip(self.registry.parameters, self.registry, strict=True) if t.trainable]
         self.gradient_factor: Callable[[], float] = _one
         self.on_backward_end: Callable[[bool], None] = _ignore
@@ -306,12 +308,13 @@ class ShardedModel:
         """Raise where a step could not do what is expected of it; nothing has been changed then.
 
         Raises:
-            UsageError: parameters are gathered for evaluation, or have been unfrozen.
+            UsageError: parameters are gathered for evaluation, have been unfrozen, or are others than they were.
         """
         if self.gatherer.suspended:
             raise UsageError(
                 "step() inside gathered(): the gathered parameters would stay as they are; leave the block first"
             )
+        self.places.check()
         self.guards.check_frozen()
 
     def take_changes(self) -> None:
