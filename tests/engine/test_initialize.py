@@ -59,6 +59,8 @@ def single_process(what: str) -> dict[str, Any]:
             {"params": list(model[0].parameters()), "lr": 0.5},
             {"params": model[2].parameters()},
         ]
+    elif what == "named":
+        kwargs["model_parameters"] = model.named_parameters()
     elif what == "config_params":
         kwargs = {"config_params": config}
     elif what == "args":
@@ -70,6 +72,7 @@ def single_process(what: str) -> dict[str, Any]:
         "changed": all(changed),
         "optimizer": type(optimizer).__name__,
         "lrs": engine.get_lr(),
+        "names": optimizer.param_groups[0].get("param_names"),
         "kept": optimizer is kwargs.get("optimizer"),
         "loader": loader,
         "scheduler": type(scheduler).__name__,
@@ -81,7 +84,7 @@ def single_process(what: str) -> dict[str, Any]:
 
 
 @pytest.mark.parametrize(
-    "what", ["config", "instance", "class", "callable", "generator", "groups", "config_params", "args"]
+    "what", ["config", "instance", "class", "callable", "generator", "named", "groups", "config_params", "args"]
 )
 def test_a_single_process_needs_no_launcher(what: str) -> None:
     result = run_ranks(single_process, 1, what)[0]
@@ -91,6 +94,7 @@ def test_a_single_process_needs_no_launcher(what: str) -> None:
     expected = {"instance": "SGD", "class": "SGD", "callable": "SGD"}.get(what, "AdamW")
     assert result["optimizer"] == expected
     assert result["kept"] == (what == "instance")
+    assert result["names"] == (["0.weight", "0.bias", "2.weight", "2.bias"] if what == "named" else None)
     if what == "groups":
         assert result["lrs"] == [0.5, 1e-2]
     if what == "callable":
@@ -169,6 +173,20 @@ def test_wrapping_a_model_again_keeps_its_values() -> None:
         assert before == after
 
 
+def nothing_to_train() -> str:
+    engine, *_ = shardwise.initialize(model=net().requires_grad_(False), config=CONFIG)
+    with pytest.raises(UsageError) as caught:
+        engine.step()
+    engine.destroy()
+    return str(caught.value)
+
+
+def test_a_model_that_is_all_frozen_is_told_from_one_without_an_optimizer() -> None:
+    message = run_ranks(nothing_to_train, 1)[0]
+    assert "required a gradient" in message
+    assert "section" not in message
+
+
 def evaluated_only() -> tuple[Any, torch.Size, str]:
     model = net()
     engine, optimizer, _, _ = shardwise.initialize(
@@ -207,6 +225,8 @@ def test_wrong_arguments_are_named(tmp_path: Path) -> None:
         shardwise.initialize(model=net(), config=CONFIG, optimizer="AdamW")  # type: ignore[arg-type]
     with pytest.raises(UsageError, match=r"returned int, not a torch\.optim\.Optimizer"):
         shardwise.initialize(model=net(), config=CONFIG, optimizer=lambda params: 3)  # type: ignore[arg-type,return-value]
+    with pytest.raises(UsageError, match=r"2 parameters or buffers of the model have no shape yet \(0\.weight\)"):
+        shardwise.initialize(model=nn.Sequential(nn.LazyLinear(3)), config=CONFIG)
     with pytest.raises(UsageError, match="mesh_param"):
         shardwise.initialize(model=net(), config=CONFIG, mesh_param=(1, 1))
 

@@ -67,7 +67,8 @@ def initialize(
             their identity.
         optimizer: an instance (kept; its groups are edited in place), or a callable (such as a class) that gets the
             parameters. Overrides the configuration's `optimizer` section.
-        model_parameters: parameters or parameter groups to optimise; default: all that require a gradient.
+        model_parameters: parameters, (name, parameter) pairs, or parameter groups to optimise; default: all that
+            require a gradient.
         training_data: dataset from which the returned loader draws.
         lr_scheduler: a scheduler, or a callable that gets the optimizer. Overrides the `scheduler` section.
         distributed_port: port of the rendezvous where no launcher has set one.
@@ -102,6 +103,7 @@ def initialize(
         raise UsageError(f"initialize(model=...) expects an nn.Module, got {type(model).__name__}")
     if mesh_param is not None:
         raise UsageError("initialize(mesh_param=...) is not available in this version; leave it out")
+    _check_lazy(model)
     with suspended():
         return _build(
             args,
@@ -251,6 +253,17 @@ def _config_source(args: Any, config: Any, config_params: Any) -> Any:
     return next(iter(named.values()))
 
 
+def _check_lazy(model: nn.Module) -> None:
+    """Raise for parameters and buffers that get their shapes in the first forward pass."""
+    tensors = [*model.named_parameters(), *model.named_buffers()]
+    lazy = [name for name, tensor in tensors if nn.parameter.is_lazy(tensor)]
+    if lazy:
+        raise UsageError(
+            f"initialize(): {len(lazy)} parameters or buffers of the model have no shape yet ({lazy[0]}); run the "
+            "model on a batch before, which gives lazy modules their shapes"
+        )
+
+
 def _facts(client_optimizer: Any) -> Facts:
     """What "auto" can be resolved from: the client's optimizer knows its learning rate."""
     groups = client_optimizer.param_groups if isinstance(client_optimizer, torch.optim.Optimizer) else []
@@ -264,10 +277,11 @@ def _optimizer(
     if isinstance(client, torch.optim.Optimizer):
         return client
     chosen = list(parameters) if parameters is not None else [p for p in model.parameters() if p.requires_grad]
+    if chosen and not isinstance(chosen[0], dict):
+        # torch's optimizers also take (name, parameter) pairs, and keep the names in their groups.
+        chosen = [entry for entry in chosen if (entry[1] if isinstance(entry, tuple) else entry).requires_grad]
     if not chosen:
         return None
-    if not isinstance(chosen[0], dict):
-        chosen = [p for p in chosen if p.requires_grad]
     if client is not None:
         if not callable(client):
             raise UsageError(

@@ -202,10 +202,12 @@ class Engine(Attributes, BatchSizes, Checkpointing, ConfigGetters, MemoryReporti
             UsageError: the loss is not a scalar tensor that requires a gradient, or the engine has been destroyed.
         """
         self.sharded.check_open("engine.backward()")
-        if not isinstance(loss, torch.Tensor) or loss.numel() != 1:
-            found = f"a tensor of shape {tuple(loss.shape)}" if isinstance(loss, torch.Tensor) else type(loss).__name__
-            raise SyncError(
-                f"engine.backward(loss) expects a scalar tensor, got {found}; reduce it first (loss.mean())"
+        if not isinstance(loss, torch.Tensor):
+            raise UsageError(f"engine.backward(loss) expects a scalar tensor, got {type(loss).__name__}")
+        if loss.numel() != 1:
+            raise UsageError(
+                f"engine.backward(loss) expects a scalar tensor, got a tensor of shape {tuple(loss.shape)}; reduce it "
+                "first (loss.mean())"
             )
         if not loss.requires_grad:
             raise UsageError(
@@ -284,13 +286,20 @@ class Engine(Attributes, BatchSizes, Checkpointing, ConfigGetters, MemoryReporti
         if self.inside_no_sync_ctxt:
             raise SyncError("engine.step() inside no_sync() would step gradients that no other rank has seen")
         if self.optimizer is None:
-            raise UsageError(
-                "engine.step(): there is no optimizer. Pass optimizer= to initialize(), or add an `optimizer` section."
-            )
+            raise UsageError(f"engine.step(): {self._no_optimizer()}")
         self._was_applied = False
         if self.is_gradient_accumulation_boundary():
             self._take_step(lr_kwargs)
         self.micro_steps += 1
+
+    def _no_optimizer(self) -> str:
+        section = self._resolution.config.optimizer
+        if self.client_optimizer is None and (section is None or section.type is None):
+            return "there is no optimizer. Pass optimizer= to initialize(), or add an `optimizer` section"
+        return (
+            "there is no optimizer, because initialize() found nothing to train: no parameter of the model (or of "
+            "model_parameters) required a gradient"
+        )
 
     def _take_step(self, lr_kwargs: dict[str, Any] | None) -> None:
         sharded = self.sharded
