@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import argparse
 import json
+import logging
 from functools import partial
 from pathlib import Path
 from typing import Any
@@ -342,3 +343,27 @@ def shared_buffers() -> list[Any]:
 def test_shared_buffers_stay_shared_and_are_counted_once() -> None:
     for found in run_ranks(shared_buffers, 1):
         assert found == [True, torch.bfloat16, torch.float32, 16 * 2 + 16 * 4]
+
+
+def kept_together(leaf: dict[str, Any]) -> tuple[list[str], int]:
+    warnings: list[str] = []
+    handler = logging.Handler()
+    handler.emit = lambda record: warnings.append(record.getMessage())  # type: ignore[method-assign]
+    logging.getLogger("shardwise").addHandler(handler)
+    zero = {"stage": 3, "reduce_bucket_size": 1, "leaf_module": leaf}
+    engine, *_ = shardwise.initialize(model=nn.Sequential(net(), net()), config=dict(CONFIG, zero_optimization=zero))
+    units = len(engine.sharded.units)
+    engine.destroy()
+    logging.getLogger("shardwise").removeHandler(handler)
+    return [text for text in warnings if "leaf_module" in text], units
+
+
+def test_leaf_modules_that_match_nothing_are_named() -> None:
+    quiet, units = run_ranks(kept_together, 2, {"names": "0", "name_suffixes": ["1"]})[0]
+    assert not quiet
+    warned, more = run_ranks(kept_together, 2, {"classes": ["Sequentail", "torch.nn.modules.container.Sequential"]})[0]
+    assert len(warned) == 1
+    assert warned[0].endswith("no module of Sequential matches Sequentail")
+    silent, apart = run_ranks(kept_together, 2, {})[0]
+    assert not silent
+    assert max(units, more) < apart

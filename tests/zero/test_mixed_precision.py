@@ -74,6 +74,7 @@ def overflow(stage: int, value: float, accumulation: int) -> list[Any]:
             engine.step()
         after = digest(list(masters(model).values())), parameters_digest(model), state_digest(optimizer)
         counts = engine.global_steps, engine.skipped_steps, engine.was_step_applied(), engine.cur_scale
+        assert engine.optimizer.overflow is not engine.was_step_applied()
         seen.append((before == after, counts, engine.last_step.loss_scale))
     engine.destroy()
     return seen

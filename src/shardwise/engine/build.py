@@ -366,11 +366,20 @@ def _leaves(model: nn.Module, section: Any) -> list[nn.Module]:
     """Find the modules that the configuration wants kept in one unit each."""
     if section is None:
         return []
-    classes, names, suffixes = set(section.classes), set(section.names), tuple(section.name_suffixes)
+    matched: set[str] = set()
     found = []
     for name, module in model.named_modules():
-        dotted = f"{type(module).__module__}.{type(module).__qualname__}"
-        named = name in names or bool(name and suffixes and name.endswith(suffixes))
-        if named or dotted in classes or type(module).__qualname__ in classes:
+        kind = type(module)
+        spellings = {f"{kind.__module__}.{kind.__qualname__}", kind.__qualname__}
+        wanted = {entry for entry in section.classes if entry in spellings}
+        wanted |= {entry for entry in section.names if entry == name}
+        wanted |= {entry for entry in section.name_suffixes if name and name.endswith(entry)}
+        if wanted:
+            matched |= wanted
             found.append(module)
+    # The default list of classes is not the user's.
+    asked = [*section.classes, *section.names, *section.name_suffixes]
+    idle = [entry for entry in asked if entry not in matched and entry not in type(section)().classes]
+    if idle:
+        warn_once(f"zero_optimization.leaf_module: no module of {type(model).__name__} matches {', '.join(idle)}")
     return found

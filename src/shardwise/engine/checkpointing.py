@@ -7,7 +7,7 @@ handed back: counters, schedule, loss scaler, place in the data, random number g
 from __future__ import annotations
 
 import os
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Mapping, Sequence
 from typing import TYPE_CHECKING, Any
 
 import torch
@@ -89,7 +89,7 @@ class Checkpointing:
             True.
 
         Raises:
-            CheckpointPathError: `save_dir` or `tag` cannot be used (a ValueError).
+            CheckpointPathError: `save_dir` or `tag` cannot be used (a ValueError), or ranks name different directories.
             UsageError: gradients of an unfinished accumulation window are held.
             CheckpointError: something in `client_state` cannot be saved, or writing failed on some rank. Raised on all
                 ranks; earlier checkpoints are unchanged, unless the message says that this one is complete and that
@@ -121,9 +121,11 @@ class Checkpointing:
             config=self._resolution.config.model_dump(mode="json"),
             tag_validation=self._resolution.config.checkpoint.tag_validation,
         )
-        with phase(self._comm, self.device, "save_checkpoint"):
+        with phase(self._comm, self.device, "save_checkpoint") as begun:
             self._check_can_save()
             state = self._training_state({} if client_state is None else dict(client_state))
+            begun.said = parent
+        _compare_directories(begun.heard)
         save(self.sharded, request, state)
         return True
 
@@ -374,3 +376,13 @@ class Checkpointing:
         return found if first else None
 
     _zero3_consolidated_16bit_state_dict = _consolidated_16bit_state_dict
+
+
+def _compare_directories(given: Sequence[str]) -> None:
+    """Raise, on all ranks alike, if they were given different directories to save to."""
+    other = next((rank for rank, path in enumerate(given) if path != given[0]), None)
+    if other is not None:
+        raise CheckpointPathError(
+            f"save_dir: {given[0]!r} on rank 0, {given[other]!r} on rank {other}; a checkpoint is one directory that "
+            "all ranks share, so pass the same on every rank"
+        )

@@ -128,6 +128,7 @@ class Engine(Attributes, BatchSizes, Checkpointing, ConfigGetters, MemoryReporti
         self._batch = self.initial_batch()
         sharded.gradient_factor = self._gradient_factor
         sharded.on_backward_end = self._backward_ended
+        self._tell_overflow(False)
 
     # -- what clients read -------------------------------------------------------------------------------------------
 
@@ -321,6 +322,7 @@ class Engine(Attributes, BatchSizes, Checkpointing, ConfigGetters, MemoryReporti
             self.loss_scaler.update(prepared.overflow)
         self.last_step = StepReport(not prepared.overflow, prepared.norm, prepared.coefficient, scale, used)
         self._was_applied = not prepared.overflow
+        self._tell_overflow(prepared.overflow)
         self.global_steps += 1
         self.global_samples += self.train_batch_size()
         if prepared.overflow:
@@ -328,6 +330,15 @@ class Engine(Attributes, BatchSizes, Checkpointing, ConfigGetters, MemoryReporti
         elif self.lr_scheduler is not None:
             self.lr_scheduler.step(**(lr_kwargs or {}))
         self._print_progress()
+
+    def _tell_overflow(self, overflow: bool) -> None:
+        """Keep on the optimizer whether its last step was skipped: frameworks ask it, not the engine."""
+        if (
+            self.optimizer is not None
+            and self.loss_scaler is not None
+            and not hasattr(type(self.optimizer), "overflow")
+        ):
+            self.optimizer.overflow = overflow  # type: ignore[attr-defined]
 
     def _prepare(self) -> _Prepared:
         """Make the window's gradients what the optimizer is to see: complete, with the norm known, scaled and clipped.
@@ -474,5 +485,7 @@ class Engine(Attributes, BatchSizes, Checkpointing, ConfigGetters, MemoryReporti
         optimizer has them in its groups, and no state; save a checkpoint before if it is needed. What computes or saves
         raises from then on. Destroying an engine twice does nothing.
         """
+        if not self.sharded.closed and self.optimizer is not None and self.loss_scaler is not None:
+            vars(self.optimizer).pop("overflow", None)
         self.sharded.close()
         self._comm.destroy()
