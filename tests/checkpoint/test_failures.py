@@ -189,16 +189,23 @@ def wrong_paths(path: str) -> list[str]:
             call()
         assert isinstance(caught.value, CheckpointPathError)
         messages.append(str(caught.value))
-    with pytest.raises(CheckpointError, match="no such checkpoint directory"):
+    assert names(path) == []
+    run.engine.save_checkpoint(path, tag="there")
+    with pytest.raises(CheckpointError, match=r"no such checkpoint directory.*Checkpoints in .*: there$"):
         run.engine.load_checkpoint(path, tag="never")
-    return messages
+    with pytest.raises(CheckpointPathError) as caught:
+        run.engine.save_checkpoint(f"{path}/of_rank_{rank()}")
+    torch.distributed.barrier()
+    return [*messages, str(caught.value)]
 
 
 def test_paths_that_cannot_be_used_are_value_errors(tmp_path: Path) -> None:
-    messages = on_ranks(wrong_paths, 2, str(tmp_path))[0]
+    messages, others = on_ranks(wrong_paths, 2, str(tmp_path))
+    assert messages[-1] == others[-1]
+    assert "of_rank_0' on rank 0" in messages[-1] and "of_rank_1' on rank 1" in messages[-1]
     assert "save_dir: expected the path of a directory, found ''" in messages[0]
     assert "ends in .safetensors" in messages[5]
-    assert os.listdir(tmp_path) == []
+    assert sorted(os.listdir(tmp_path)) == ["latest", "there"]
 
 
 def local_directories(path: str) -> str:

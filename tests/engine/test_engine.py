@@ -100,6 +100,29 @@ def test_a_step_reports_norm_clipping_and_lr() -> None:
     assert scale == 1.0
 
 
+def zeroed_in_mid_window(stage: int, by: str) -> torch.Tensor:
+    engine = build(stage, gradient_accumulation_steps=2)
+    for value in (1.0, 5.0):
+        if by == "optimizer":
+            engine.optimizer.zero_grad()
+        elif by == "engine":
+            engine.zero_grad()
+        one(engine, value)
+        engine.step()
+    engine.destroy()
+    return engine.module.weight.detach().clone()
+
+
+@pytest.mark.parametrize("stage", [0, 3])
+def test_the_engines_zero_grad_drops_a_window_and_the_optimizers_does_not(stage: int) -> None:
+    untouched, optimizers, engines = (
+        run_ranks(zeroed_in_mid_window, 2, stage, by)[0] for by in ("nobody", "optimizer", "engine")
+    )
+    assert torch.equal(untouched, optimizers)
+    # Half of the mean of the gradients 1 and 5 is missing.
+    assert torch.allclose(engines - untouched, torch.tensor(0.1 * 0.5))
+
+
 def batch_sizes() -> list[Any]:
     engine = build(gradient_accumulation_steps=2)
     found: list[Any] = [engine.get_batch_info()]
@@ -157,6 +180,7 @@ def test_misuse_is_explained() -> None:
     assert "scalar" in shape
     assert "(2,)" in shape
     assert "got float" in kind
+    assert all(message.startswith("UsageError") for message in (shape, kind, no_grad))
     assert "does not require a gradient" in no_grad
     assert "stage 2" in no_sync
     assert "no_such_attribute" in attribute

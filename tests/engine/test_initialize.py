@@ -4,6 +4,8 @@ from __future__ import annotations
 
 import argparse
 import json
+import logging
+from functools import partial
 from pathlib import Path
 from typing import Any
 
@@ -11,6 +13,7 @@ import pytest
 import torch
 import torch.distributed as dist
 from torch import nn
+from torch.optim.lr_scheduler import StepLR
 
 import shardwise
 from shardwise.errors import ConfigError, UsageError
@@ -57,6 +60,8 @@ def single_process(what: str) -> dict[str, Any]:
             {"params": list(model[0].parameters()), "lr": 0.5},
             {"params": model[2].parameters()},
         ]
+    elif what == "named":
+        kwargs["model_parameters"] = model.named_parameters()
     elif what == "config_params":
         kwargs = {"config_params": config}
     elif what == "args":
@@ -68,6 +73,7 @@ def single_process(what: str) -> dict[str, Any]:
         "changed": all(changed),
         "optimizer": type(optimizer).__name__,
         "lrs": engine.get_lr(),
+        "names": optimizer.param_groups[0].get("param_names"),
         "kept": optimizer is kwargs.get("optimizer"),
         "loader": loader,
         "scheduler": type(scheduler).__name__,
@@ -79,7 +85,7 @@ def single_process(what: str) -> dict[str, Any]:
 
 
 @pytest.mark.parametrize(
-    "what", ["config", "instance", "class", "callable", "generator", "groups", "config_params", "args"]
+    "what", ["config", "instance", "class", "callable", "generator", "named", "groups", "config_params", "args"]
 )
 def test_a_single_process_needs_no_launcher(what: str) -> None:
     result = run_ranks(single_process, 1, what)[0]
@@ -89,6 +95,7 @@ def test_a_single_process_needs_no_launcher(what: str) -> None:
     expected = {"instance": "SGD", "class": "SGD", "callable": "SGD"}.get(what, "AdamW")
     assert result["optimizer"] == expected
     assert result["kept"] == (what == "instance")
+    assert result["names"] == (["0.weight", "0.bias", "2.weight", "2.bias"] if what == "named" else None)
     if what == "groups":
         assert result["lrs"] == [0.5, 1e-2]
     if what == "callable":
@@ -167,6 +174,20 @@ def test_wrapping_a_model_again_keeps_its_values() -> None:
         assert before == after
 
 
+def nothing_to_train() -> str:
+    engine, *_ = shardwise.initialize(model=net().requires_grad_(False), config=CONFIG)
+    with pytest.raises(UsageError) as caught:
+        engine.step()
+    engine.destroy()
+    return str(caught.value)
+
+
+def test_a_model_that_is_all_frozen_is_told_from_one_without_an_optimizer() -> None:
+    message = run_ranks(nothing_to_train, 1)[0]
+    assert "required a gradient" in message
+    assert "section" not in message
+
+
 def evaluated_only() -> tuple[Any, torch.Size, str]:
     model = net()
     engine, optimizer, _, _ = shardwise.initialize(
@@ -205,8 +226,57 @@ def test_wrong_arguments_are_named(tmp_path: Path) -> None:
         shardwise.initialize(model=net(), config=CONFIG, optimizer="AdamW")  # type: ignore[arg-type]
     with pytest.raises(UsageError, match=r"returned int, not a torch\.optim\.Optimizer"):
         shardwise.initialize(model=net(), config=CONFIG, optimizer=lambda params: 3)  # type: ignore[arg-type,return-value]
+    with pytest.raises(UsageError, match=r"2 parameters or buffers of the model have no shape yet \(0\.weight\)"):
+        shardwise.initialize(model=nn.Sequential(nn.LazyLinear(3)), config=CONFIG)
     with pytest.raises(UsageError, match="mesh_param"):
         shardwise.initialize(model=net(), config=CONFIG, mesh_param=(1, 1))
+
+
+def wrong_schedulers() -> list[str]:
+    model = net()
+    other = torch.optim.SGD(net().parameters(), lr=0.1)
+    messages = []
+    for wrong in (3, lambda optimizer: None, StepLR(other, 1), lambda optimizer: StepLR(other, 1)):
+        with pytest.raises(UsageError) as caught:
+            shardwise.initialize(model=model, config=CONFIG, lr_scheduler=wrong)
+        messages.append(str(caught.value))
+    with pytest.raises(UsageError) as none:
+        shardwise.initialize(model=model, config=CONFIG, model_parameters=[], lr_scheduler=partial(StepLR, step_size=1))
+    assert all(type(p) is nn.Parameter for p in model.parameters())
+    return [*messages, str(none.value)]
+
+
+def test_wrong_schedulers_are_named_before_anything_is_sharded() -> None:
+    number, nothing, foreign, made_foreign, none = run_ranks(wrong_schedulers, 1)[0]
+    assert "int is neither" in number
+    assert "function, which returned NoneType, is neither" in nothing
+    for message in (foreign, made_foreign):
+        assert "StepLR sets the learning rates of another optimizer (SGD) than the engine's AdamW" in message
+    assert "no optimizer" in none
+
+
+def scheduler_kinds() -> list[list[float]]:
+    class Halving(StepLR):
+        def __init__(self, optimizer: torch.optim.Optimizer) -> None:
+            super().__init__(optimizer, step_size=1, gamma=0.5)
+
+    rates = []
+    for kind in (Halving, partial(StepLR, step_size=1, gamma=0.5), None):
+        model = net()
+        optimizer = torch.optim.SGD(model.parameters(), lr=0.4)
+        given = kind or Halving(optimizer)
+        engine, _, _, scheduler = shardwise.initialize(
+            model=model, config=CONFIG, optimizer=optimizer, lr_scheduler=given
+        )
+        assert isinstance(scheduler, StepLR)
+        train(engine)
+        rates.append(engine.get_lr())
+        engine.destroy()
+    return rates
+
+
+def test_a_scheduler_is_a_class_a_callable_or_an_instance() -> None:
+    assert run_ranks(scheduler_kinds, 1)[0] == [[0.1], [0.1], [0.1]]
 
 
 @pytest.mark.parametrize("kind", [torch.optim.LBFGS, torch.optim.SparseAdam])
@@ -273,3 +343,27 @@ def shared_buffers() -> list[Any]:
 def test_shared_buffers_stay_shared_and_are_counted_once() -> None:
     for found in run_ranks(shared_buffers, 1):
         assert found == [True, torch.bfloat16, torch.float32, 16 * 2 + 16 * 4]
+
+
+def kept_together(leaf: dict[str, Any]) -> tuple[list[str], int]:
+    warnings: list[str] = []
+    handler = logging.Handler()
+    handler.emit = lambda record: warnings.append(record.getMessage())  # type: ignore[method-assign]
+    logging.getLogger("shardwise").addHandler(handler)
+    zero = {"stage": 3, "reduce_bucket_size": 1, "leaf_module": leaf}
+    engine, *_ = shardwise.initialize(model=nn.Sequential(net(), net()), config=dict(CONFIG, zero_optimization=zero))
+    units = len(engine.sharded.units)
+    engine.destroy()
+    logging.getLogger("shardwise").removeHandler(handler)
+    return [text for text in warnings if "leaf_module" in text], units
+
+
+def test_leaf_modules_that_match_nothing_are_named() -> None:
+    quiet, units = run_ranks(kept_together, 2, {"names": "0", "name_suffixes": ["1"]})[0]
+    assert not quiet
+    warned, more = run_ranks(kept_together, 2, {"classes": ["Sequentail", "torch.nn.modules.container.Sequential"]})[0]
+    assert len(warned) == 1
+    assert warned[0].endswith("no module of Sequential matches Sequentail")
+    silent, apart = run_ranks(kept_together, 2, {})[0]
+    assert not silent
+    assert max(units, more) < apart

@@ -2,6 +2,9 @@
 
 from __future__ import annotations
 
+import contextlib
+import copy
+import io
 import logging
 from typing import Any
 
@@ -119,8 +122,122 @@ def refused_changes() -> list[str]:
 def test_changes_that_cannot_be_taken_over_are_refused() -> None:
     for released, assigned in run_ranks(refused_changes, 2):
         assert "GatheredParameters" in released
+        assert "engine.load_module_state_dict" in released
         assert "assign=True" in assigned
         assert "engine.load_module_state_dict" in assigned
+
+
+def copied(stage: int) -> list[Any]:
+    """Copies are plain models that the engine knows nothing of; where values are missing, errors say what to do."""
+    model = made(0)
+    engine = begin(model, torch.optim.SGD(model.parameters(), lr=0.1), stage)
+    step(engine, 0)  # at stages 1 and 2 new values are on their way
+
+    def saved(value: Any) -> Any:
+        torch.save(value, file := io.BytesIO())
+        file.seek(0)
+        return torch.load(file, weights_only=False)
+
+    ways: list[Any] = [lambda: copy.deepcopy(model), lambda: saved(model), lambda: copied_by_state(model)]
+    messages = []
+    if stage == 3:
+        for way in ways:
+            with pytest.raises(ReleasedParameterError) as caught:
+                way()
+            messages.append(str(caught.value))
+        assert len(model.state_dict(keep_vars=True)) == 4  # names, no values
+    inside = engine.gathered() if stage == 3 else contextlib.nullcontext()
+    with inside:
+        copies = [way() for way in ways]
+        values = {name: value.clone() for name, value in model.state_dict().items()}
+    for other in copies:
+        passes = engine.sharded.gatherer._passes
+        other(torch.ones(2, 3)).mean().backward()
+        assert all(type(p) is nn.Parameter and p.grad is not None for p in other.parameters())
+        assert all(torch.equal(value, values[name]) for name, value in other.state_dict().items())
+        assert engine.sharded.gatherer._passes == passes
+    for way in (copy.deepcopy, saved):
+        with pytest.raises(UsageError, match="save_checkpoint"):
+            way(engine)
+    step(engine, 1)
+    engine.destroy()
+    return messages
+
+
+def copied_by_state(model: nn.Module) -> nn.Module:
+    other = Backbone()
+    other.load_state_dict(model.state_dict())
+    return other
+
+
+@pytest.mark.parametrize("stage", [0, 2, 3])
+def test_copies_of_a_model_are_plain(stage: int) -> None:
+    for messages in run_ranks(copied, 2, stage):
+        assert len(messages) == (3 if stage == 3 else 0)
+        assert all("engine.module_state_dict()" in message for message in messages)
+
+
+class Wrapped(nn.Module):
+    def __init__(self, inner: nn.Module) -> None:
+        super().__init__()
+        self.inner = inner
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        return self.inner(x)
+
+
+def exchanged(stage: int) -> list[str]:
+    def resize(model: Any) -> None:
+        model.head.weight.data = torch.ones(2, 5)
+
+    def replace(model: Any) -> None:
+        model.backbone = nn.Linear(3, 5)
+
+    def convert(model: Any) -> None:
+        model.double()
+
+    def assign(model: Any) -> None:
+        model.head.weight.data = torch.ones(1, 5)
+
+    def wrap(model: Any) -> None:
+        model.head = Wrapped(model.head)
+
+    messages = []
+    for change in (replace, wrap) if stage == 3 else (replace, wrap, resize, convert, assign):
+        for when in ("before forward", "before step"):
+            model = made(0)
+            engine = begin(model, torch.optim.SGD(model.parameters(), lr=0.1), stage)
+            step(engine, 0)
+            said = ""
+            if when == "before forward":
+                change(model)
+            try:
+                engine.backward(engine(torch.ones(2, 3)).mean())
+                if when == "before step":
+                    change(model)
+                engine.step()
+            except UsageError as error:
+                said = str(error)
+            messages.append(f"{change.__name__}: {said}")
+            engine.destroy()
+    return messages
+
+
+@pytest.mark.parametrize("stage", [0, 2, 3])
+def test_parameters_that_have_been_exchanged_are_named(stage: int) -> None:
+    words = {
+        "replace": "did not have when the engine was built: backbone.weight and 1 more",
+        "wrap": "",
+        "resize": "'head.weight' was (1, 5) torch.float32 when the engine was built and is (2, 5)",
+        "convert": "is (5, 3) torch.float64 now",
+        "assign": "'head.weight' have been moved",
+    }
+    for messages in run_ranks(exchanged, 2, stage):
+        assert len(messages) == (4 if stage == 3 else 10)
+        for message in messages:
+            change, _, said = message.partition(": ")
+            assert words[change] in said, message
+            assert bool(words[change]) == bool(said)
 
 
 # -- parameters that the optimizer does not have -----------------------------------------------------------------------

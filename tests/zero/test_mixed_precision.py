@@ -10,7 +10,8 @@ import torch.distributed as dist
 from torch import nn
 
 import shardwise
-from shardwise.errors import LossScaleError
+from shardwise.errors import LossScaleError, UsageError
+from shardwise.utils import safe_get_full_grad
 from tests.harness import run_ranks
 from tests.models import CASES, FORMS, Case, form_case
 from tests.zero.training import (
@@ -73,6 +74,7 @@ def overflow(stage: int, value: float, accumulation: int) -> list[Any]:
             engine.step()
         after = digest(list(masters(model).values())), parameters_digest(model), state_digest(optimizer)
         counts = engine.global_steps, engine.skipped_steps, engine.was_step_applied(), engine.cur_scale
+        assert engine.optimizer.overflow is not engine.was_step_applied()
         seen.append((before == after, counts, engine.last_step.loss_scale))
     engine.destroy()
     return seen
@@ -266,3 +268,72 @@ def master_memory(precision: str) -> dict[str, Any]:
 def test_masters_keep_the_initial_precision(precision: str) -> None:
     for found in run_ranks(master_memory, 2, precision):
         assert found == {"exact": True, "rounded": True, "dtypes": {DTYPES[precision]}}
+
+
+# -- losses that do not come from the engine's outputs -----------------------------------------------------------------
+
+
+class Keeper(nn.Module):
+    """Keeps its loss beside its output."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        torch.manual_seed(0)
+        self.layer = nn.Linear(3, 1)
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        out = self.layer(x)
+        self.loss = out.float().square().mean()
+        return out
+
+
+def kept_loss(precision: str, stage: int, ways: dict[int, str]) -> list[Any]:
+    """Two micro-batches; how rank 1 computes and differentiates its losses differs from rank 0."""
+    engine, *_ = shardwise.initialize(
+        model=Keeper(),
+        config={
+            "train_micro_batch_size_per_gpu": 2,
+            "gradient_accumulation_steps": 2,
+            "optimizer": {"type": "SGD", "params": {"lr": 0.1}},
+            "zero_optimization": {"stage": stage},
+            precision: {"enabled": True},
+        },
+    )
+    message, way = "", ways[dist.get_rank()]
+    for attempt in (way, "engine"):
+        for micro in range(2):
+            x = torch.full((2, 3), 0.5 + micro).to(engine.module.layer.weight.dtype)
+            out = (engine.module if attempt == "module" else engine)(x)
+            if attempt == "engine":
+                engine.backward(engine.module.loss)
+            elif attempt == "output":
+                out.float().square().mean().backward()
+            else:
+                engine.module.loss.backward()
+            if not micro:
+                engine.step()
+        gradient = safe_get_full_grad(engine.module.layer.weight).clone()
+        try:
+            engine.step()
+            break
+        except UsageError as error:
+            message = str(error)
+            engine.zero_grad()
+            engine.micro_steps -= 1
+    engine.destroy()
+    return [message, gradient]
+
+
+@pytest.mark.parametrize("stage", [0, 3])
+def test_gradients_without_the_loss_scale_are_refused_on_every_rank(stage: int) -> None:
+    expected = run_ranks(kept_loss, 2, "fp16", stage, {0: "engine", 1: "engine"})[0]
+    assert not expected[0]
+    for wrong in ("module", "kept"):
+        for message, gradient in run_ranks(kept_loss, 2, "fp16", stage, {0: "output", 1: wrong}):
+            assert message.startswith("engine.step(): on ranks [1] gradients"), message
+            assert "engine.backward(loss)" in message
+            assert torch.equal(gradient, expected[1])
+    for way in ("output", "module", "kept"):
+        same, other = (run_ranks(kept_loss, 2, "bf16", stage, dict.fromkeys((0, 1), w))[0] for w in (way, "engine"))
+        assert not same[0]
+        assert torch.equal(same[1], other[1])

@@ -112,6 +112,9 @@ def find(model: ShardedModel, parent: str, tag: str | None, options: Options) ->
                 logger.warning("%s: %s is loaded instead", parent, chosen)
             return result
         if tag is not None:
+            if not os.path.isdir(os.path.join(parent, tag)):
+                others = manifest.outline(directory.other_tags(parent)) or "none"
+                raise CheckpointError(f"{result}. Checkpoints in {parent}: {others}") from result
             raise result
         skipped.append(str(result))
         if model.comm.rank == 0:

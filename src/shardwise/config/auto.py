@@ -97,7 +97,7 @@ def _value(path: Path, key: Key, facts: Facts) -> _Chosen:
     choice = rule(facts) if rule is not None else None
     if choice is not None:
         return _Chosen(*choice)
-    unknown = "the default; no fact about the model is known" if rule is not None else "the default"
+    unknown = "the default; the caller has not said" if rule is not None else "the default"
     reason = REASONS.get(dotted(path), unknown)
     # Not written, so that it does not look like the user's own choice of a number.
     return _Chosen(key.default, reason, write=False)

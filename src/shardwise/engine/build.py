@@ -36,6 +36,10 @@ from shardwise.zero.model import ShardedModel
 from shardwise.zero.plan import Plan
 from shardwise.zero.released import owner_of
 
+_WRAPPED_AGAIN = (
+    "the engine has been destroyed when its model was passed to shardwise.initialize() again; use the engine that this "
+    "call has returned"
+)
 EngineParts = tuple[Engine, Any, EngineDataLoader | None, Any]
 
 
@@ -63,7 +67,8 @@ def initialize(
             their identity.
         optimizer: an instance (kept; its groups are edited in place), or a callable (such as a class) that gets the
             parameters. Overrides the configuration's `optimizer` section.
-        model_parameters: parameters or parameter groups to optimise; default: all that require a gradient.
+        model_parameters: parameters, (name, parameter) pairs, or parameter groups to optimise; default: all that
+            require a gradient.
         training_data: dataset from which the returned loader draws.
         lr_scheduler: a scheduler, or a callable that gets the optimizer. Overrides the `scheduler` section.
         distributed_port: port of the rendezvous where no launcher has set one.
@@ -98,6 +103,7 @@ def initialize(
         raise UsageError(f"initialize(model=...) expects an nn.Module, got {type(model).__name__}")
     if mesh_param is not None:
         raise UsageError("initialize(mesh_param=...) is not available in this version; leave it out")
+    _check_lazy(model)
     with suspended():
         return _build(
             args,
@@ -160,7 +166,7 @@ def _build(
             "the model already belonged to an engine, which is closed; its optimizer state is dropped. Call "
             "engine.destroy() to do so explicitly"
         )
-        former.close()
+        former.close(_WRAPPED_AGAIN)
         former.comm.destroy()
 
     # Meta-device parameters get values (and are sharded) module by module, before anybody looks at them.
@@ -177,6 +183,8 @@ def _build(
         if kind is Sharding.REFUSED:
             raise ConfigError(f"optimizer {type(optimizer).__name__} cannot be used: {reason}")
         whole = kind is Sharding.WHOLE
+    # It sets the first step's learning rate on the groups, which stay what they are.
+    scheduler = _scheduler(settings, client_scheduler, optimizer)
     _place_buffers(model, device, policy.buffer_dtype, settings.data_types.keep_in_fp32_modules, accountant)
 
     # From here on ranks exchange what has the sizes of their own model.
@@ -199,8 +207,6 @@ def _build(
         leaves=_leaves(model, settings.zero_optimization.leaf_module),
     )
 
-    # The schedule sets the first step's learning rate on the groups as they now are.
-    scheduler = _scheduler(settings, client_scheduler, optimizer)
     loader = None
     if training_data is not None:
         loader = EngineDataLoader(
@@ -247,6 +253,17 @@ def _config_source(args: Any, config: Any, config_params: Any) -> Any:
     return next(iter(named.values()))
 
 
+def _check_lazy(model: nn.Module) -> None:
+    """Raise for parameters and buffers that get their shapes in the first forward pass."""
+    tensors = [*model.named_parameters(), *model.named_buffers()]
+    lazy = [name for name, tensor in tensors if nn.parameter.is_lazy(tensor)]
+    if lazy:
+        raise UsageError(
+            f"initialize(): {len(lazy)} parameters or buffers of the model have no shape yet ({lazy[0]}); run the "
+            "model on a batch before, which gives lazy modules their shapes"
+        )
+
+
 def _facts(client_optimizer: Any) -> Facts:
     """What "auto" can be resolved from: the client's optimizer knows its learning rate."""
     groups = client_optimizer.param_groups if isinstance(client_optimizer, torch.optim.Optimizer) else []
@@ -260,10 +277,11 @@ def _optimizer(
     if isinstance(client, torch.optim.Optimizer):
         return client
     chosen = list(parameters) if parameters is not None else [p for p in model.parameters() if p.requires_grad]
+    if chosen and not isinstance(chosen[0], dict):
+        # torch's optimizers also take (name, parameter) pairs, and keep the names in their groups.
+        chosen = [entry for entry in chosen if (entry[1] if isinstance(entry, tuple) else entry).requires_grad]
     if not chosen:
         return None
-    if not isinstance(chosen[0], dict):
-        chosen = [p for p in chosen if p.requires_grad]
     if client is not None:
         if not callable(client):
             raise UsageError(
@@ -280,13 +298,39 @@ def _optimizer(
 
 def _scheduler(settings: Any, client: Any, optimizer: torch.optim.Optimizer | None) -> Any:
     if client is not None:
-        if callable(client) and not hasattr(client, "step"):
-            return client(optimizer)
-        return client
+        return _client_scheduler(client, optimizer)
     section = settings.scheduler
     if section is None or section.type is None or optimizer is None:
         return None
     return build_schedule(section.type, optimizer, dict(section.params or {}))
+
+
+def _client_scheduler(client: Any, optimizer: torch.optim.Optimizer | None) -> Any:
+    """Return the caller's scheduler, made now if need be.
+
+    Raises:
+        UsageError: it is none, or sets the learning rates of another optimizer.
+    """
+    if optimizer is None:
+        raise UsageError("initialize(lr_scheduler=...): there is no optimizer whose learning rate could be scheduled")
+    given = client.__name__ if isinstance(client, type) else type(client).__name__
+    if isinstance(client, type) or (callable(client) and not hasattr(client, "step")):
+        client = client(optimizer)
+        given = f"{given}, which returned {type(client).__name__},"
+    if not callable(getattr(client, "step", None)):
+        raise UsageError(
+            f"initialize(lr_scheduler=...) expects a scheduler (an object with step()), or a callable that makes one "
+            f"from the optimizer; {given} is neither"
+        )
+    own = getattr(client, "optimizer", None)
+    # Frameworks wrap optimizers; a wrapper has the same groups.
+    if own is not None and getattr(own, "param_groups", None) is not optimizer.param_groups:
+        raise UsageError(
+            f"initialize(lr_scheduler=...): this {type(client).__name__} sets the learning rates of another optimizer "
+            f"({type(own).__name__}) than the engine's {type(optimizer).__name__}. Make it from the optimizer that is "
+            "passed as optimizer=, or pass a callable that makes it: lr_scheduler=lambda optimizer: ..."
+        )
+    return client
 
 
 def _prescale(settings: Any, world: int) -> float:
@@ -322,11 +366,20 @@ def _leaves(model: nn.Module, section: Any) -> list[nn.Module]:
     """Find the modules that the configuration wants kept in one unit each."""
     if section is None:
         return []
-    classes, names, suffixes = set(section.classes), set(section.names), tuple(section.name_suffixes)
+    matched: set[str] = set()
     found = []
     for name, module in model.named_modules():
-        dotted = f"{type(module).__module__}.{type(module).__qualname__}"
-        named = name in names or bool(name and suffixes and name.endswith(suffixes))
-        if named or dotted in classes or type(module).__qualname__ in classes:
+        kind = type(module)
+        spellings = {f"{kind.__module__}.{kind.__qualname__}", kind.__qualname__}
+        wanted = {entry for entry in section.classes if entry in spellings}
+        wanted |= {entry for entry in section.names if entry == name}
+        wanted |= {entry for entry in section.name_suffixes if name and name.endswith(entry)}
+        if wanted:
+            matched |= wanted
             found.append(module)
+    # The default list of classes is not the user's.
+    asked = [*section.classes, *section.names, *section.name_suffixes]
+    idle = [entry for entry in asked if entry not in matched and entry not in type(section)().classes]
+    if idle:
+        warn_once(f"zero_optimization.leaf_module: no module of {type(model).__name__} matches {', '.join(idle)}")
     return found

@@ -7,7 +7,7 @@ handed back: counters, schedule, loss scaler, place in the data, random number g
 from __future__ import annotations
 
 import os
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Mapping, Sequence
 from typing import TYPE_CHECKING, Any
 
 import torch
@@ -36,7 +36,9 @@ _COUNTERS = ("global_steps", "micro_steps", "skipped_steps", "global_samples")
 
 
 class Checkpointing:
-    """Mixin of `Engine`: saving and loading. Every method is called by all ranks together."""
+    """Mixin of `Engine`: saving and loading. Every method is called by all ranks together, and raises a `UsageError`
+    once the engine has been destroyed.
+    """
 
     module: nn.Module
     sharded: ShardedModel
@@ -87,7 +89,7 @@ class Checkpointing:
             True.
 
         Raises:
-            CheckpointPathError: `save_dir` or `tag` cannot be used (a ValueError).
+            CheckpointPathError: `save_dir` or `tag` cannot be used (a ValueError), or ranks name different directories.
             UsageError: gradients of an unfinished accumulation window are held.
             CheckpointError: something in `client_state` cannot be saved, or writing failed on some rank. Raised on all
                 ranks; earlier checkpoints are unchanged, unless the message says that this one is complete and that
@@ -107,6 +109,7 @@ class Checkpointing:
             ('/global_step0', {'epoch': 3})
             >>> engine.destroy()
         """
+        self.sharded.check_open("engine.save_checkpoint()")
         parent = directory.check_directory(save_dir, "save_dir")
         self.sharded.hooks.settle()
         request = Request(
@@ -118,9 +121,11 @@ class Checkpointing:
             config=self._resolution.config.model_dump(mode="json"),
             tag_validation=self._resolution.config.checkpoint.tag_validation,
         )
-        with phase(self._comm, self.device, "save_checkpoint"):
+        with phase(self._comm, self.device, "save_checkpoint") as begun:
             self._check_can_save()
             state = self._training_state({} if client_state is None else dict(client_state))
+            begun.said = parent
+        _compare_directories(begun.heard)
         save(self.sharded, request, state)
         return True
 
@@ -159,6 +164,7 @@ class Checkpointing:
 
         See `save_checkpoint` for an example.
         """
+        self.sharded.check_open("engine.load_checkpoint()")
         parent = directory.check_directory(load_dir, "load_dir")
         self.sharded.hooks.settle()
         options = Options(load_module_strict, load_optimizer_states, load_module_only, custom_load_fn is not None)
@@ -284,6 +290,7 @@ class Checkpointing:
             True
             >>> model.load_state_dict(safetensors.torch.load_file("out/model.safetensors"))  # doctest: +SKIP
         """
+        self.sharded.check_open("engine.save_16bit_model()")
         parent = directory.check_directory(save_dir, "save_dir")
         if not save_filename.endswith(".safetensors") or os.path.basename(save_filename) != save_filename:
             raise CheckpointPathError(
@@ -314,6 +321,7 @@ class Checkpointing:
         Raises:
             UsageError: `keep_vars` is set.
         """
+        self.sharded.check_open("engine.module_state_dict()")
         if keep_vars:
             raise UsageError("module_state_dict(keep_vars=True): values are gathered copies; use keep_vars=False")
         found = weights.state_dict(self.sharded, exclude_frozen=exclude_frozen_parameters)
@@ -339,6 +347,7 @@ class Checkpointing:
         Raises:
             CheckpointError: names or shapes do not fit; nothing is changed then.
         """
+        self.sharded.check_open("engine.load_module_state_dict()")
         self.sharded.hooks.settle()
         inner = checkpoint.get("module")
         values = inner if isinstance(inner, Mapping) else checkpoint
@@ -361,8 +370,19 @@ class Checkpointing:
 
     def _consolidated_16bit_state_dict(self, exclude_frozen_parameters: bool = False) -> dict[str, Any] | None:
         """Return the whole state dict on rank 0 and None elsewhere (called by trainers)."""
+        self.sharded.check_open("engine._consolidated_16bit_state_dict()")
         first = self._comm.rank == 0
         found = weights.state_dict(self.sharded, exclude_frozen=exclude_frozen_parameters, keep=first)
         return found if first else None
 
     _zero3_consolidated_16bit_state_dict = _consolidated_16bit_state_dict
+
+
+def _compare_directories(given: Sequence[str]) -> None:
+    """Raise, on all ranks alike, if they were given different directories to save to."""
+    other = next((rank for rank, path in enumerate(given) if path != given[0]), None)
+    if other is not None:
+        raise CheckpointPathError(
+            f"save_dir: {given[0]!r} on rank 0, {given[other]!r} on rank {other}; a checkpoint is one directory that "
+            "all ranks share, so pass the same on every rank"
+        )

@@ -122,10 +122,13 @@ class Engine(Attributes, BatchSizes, Checkpointing, ConfigGetters, MemoryReporti
         self._comm = comm
         self._boundary: bool | None = None
         self._engine_backward = False
+        self._scale_entered = self._unscaled = False
         self._was_applied = False
         self._prepared: _Prepared | None = None
         self._batch = self.initial_batch()
         sharded.gradient_factor = self._gradient_factor
+        sharded.on_backward_end = self._backward_ended
+        self._tell_overflow(False)
 
     # -- what clients read -------------------------------------------------------------------------------------------
 
@@ -141,6 +144,13 @@ class Engine(Attributes, BatchSizes, Checkpointing, ConfigGetters, MemoryReporti
                     pass
             raise AttributeError(f"neither the engine nor its module has an attribute {name!r}") from None
 
+    def __getstate__(self) -> Any:
+        raise UsageError(
+            "an engine cannot be copied or pickled: it is a part of a running job. Save it with "
+            "engine.save_checkpoint(); for the weights alone take engine.module_state_dict() or "
+            "engine.save_16bit_model()"
+        )
+
     @property
     def cur_scale(self) -> float:
         """The loss scale in force (1.0 without fp16)."""
@@ -149,7 +159,14 @@ class Engine(Attributes, BatchSizes, Checkpointing, ConfigGetters, MemoryReporti
     # -- forward -----------------------------------------------------------------------------------------------------
 
     def forward(self, *inputs: Any, **kwargs: Any) -> Any:
-        """Run the module and return what it returns."""
+        """Run the module and return what it returns.
+
+        Raises:
+            UsageError: the engine has been destroyed, or the model has other parameters than it had.
+        """
+        self.sharded.check_open("the engine's forward()")
+        if torch.is_grad_enabled():
+            self.sharded.places.check()
         if self.loss_scaler is not None and self._resolution.config.fp16.auto_cast:
             inputs, kwargs = cast_floats((inputs, kwargs), torch.float16)
         outputs = self.module(*inputs, **kwargs)
@@ -158,7 +175,13 @@ class Engine(Attributes, BatchSizes, Checkpointing, ConfigGetters, MemoryReporti
         return outputs
 
     def _output_scale(self) -> float:
+        self._scale_entered = True
         return 1.0 if self._engine_backward else self.cur_scale
+
+    def _backward_ended(self, brought: bool) -> None:
+        """Remember whether the window has gradients without the loss scale; the step tells all ranks."""
+        self._unscaled |= brought and not self._scale_entered and self.cur_scale != 1.0
+        self._scale_entered = False
 
     # -- backward ----------------------------------------------------------------------------------------------------
 
@@ -177,12 +200,15 @@ class Engine(Attributes, BatchSizes, Checkpointing, ConfigGetters, MemoryReporti
             The loss divided by the number of accumulation steps, detached from nothing, for logging.
 
         Raises:
-            UsageError: the loss is not a scalar tensor that requires a gradient.
+            UsageError: the loss is not a scalar tensor that requires a gradient, or the engine has been destroyed.
         """
-        if not isinstance(loss, torch.Tensor) or loss.numel() != 1:
-            found = f"a tensor of shape {tuple(loss.shape)}" if isinstance(loss, torch.Tensor) else type(loss).__name__
-            raise SyncError(
-                f"engine.backward(loss) expects a scalar tensor, got {found}; reduce it first (loss.mean())"
+        self.sharded.check_open("engine.backward()")
+        if not isinstance(loss, torch.Tensor):
+            raise UsageError(f"engine.backward(loss) expects a scalar tensor, got {type(loss).__name__}")
+        if loss.numel() != 1:
+            raise UsageError(
+                f"engine.backward(loss) expects a scalar tensor, got a tensor of shape {tuple(loss.shape)}; reduce it "
+                "first (loss.mean())"
             )
         if not loss.requires_grad:
             raise UsageError(
@@ -193,7 +219,7 @@ class Engine(Attributes, BatchSizes, Checkpointing, ConfigGetters, MemoryReporti
         factor = self.cur_scale * (1.0 if scale_wrt_gas else float(steps))
         reducer = self.sharded.reducer
         passes = reducer.passes if reducer is not None else 0
-        self._engine_backward = True
+        self._engine_backward = self._scale_entered = True
         try:
             (loss if factor == 1.0 else loss * factor).backward(retain_graph=retain_graph)
         finally:
@@ -214,7 +240,9 @@ class Engine(Attributes, BatchSizes, Checkpointing, ConfigGetters, MemoryReporti
 
         Raises:
             SyncError: the configuration shards gradients, so there is nowhere to add them up.
+            UsageError: the engine has been destroyed.
         """
+        self.sharded.check_open("engine.no_sync()")
         if self.sharded.plan.reduces_micro_batches:
             raise SyncError(
                 "no_sync() needs whole gradients on every rank; zero_optimization.stage "
@@ -252,19 +280,27 @@ class Engine(Attributes, BatchSizes, Checkpointing, ConfigGetters, MemoryReporti
             lr_kwargs: passed to the scheduler's `step`.
 
         Raises:
-            UsageError: the engine has no optimizer.
+            UsageError: the engine has no optimizer, or has been destroyed.
             SyncError: inside `no_sync()`.
         """
+        self.sharded.check_open("engine.step()")
         if self.inside_no_sync_ctxt:
             raise SyncError("engine.step() inside no_sync() would step gradients that no other rank has seen")
         if self.optimizer is None:
-            raise UsageError(
-                "engine.step(): there is no optimizer. Pass optimizer= to initialize(), or add an `optimizer` section."
-            )
+            raise UsageError(f"engine.step(): {self._no_optimizer()}")
         self._was_applied = False
         if self.is_gradient_accumulation_boundary():
             self._take_step(lr_kwargs)
         self.micro_steps += 1
+
+    def _no_optimizer(self) -> str:
+        section = self._resolution.config.optimizer
+        if self.client_optimizer is None and (section is None or section.type is None):
+            return "there is no optimizer. Pass optimizer= to initialize(), or add an `optimizer` section"
+        return (
+            "there is no optimizer, because initialize() found nothing to train: no parameter of the model (or of "
+            "model_parameters) required a gradient"
+        )
 
     def _take_step(self, lr_kwargs: dict[str, Any] | None) -> None:
         sharded = self.sharded
@@ -280,11 +316,13 @@ class Engine(Attributes, BatchSizes, Checkpointing, ConfigGetters, MemoryReporti
         if not prepared.overflow:
             sharded.step()
         self._prepared = None
+        self._unscaled = False
         sharded.end_window()
         if self.loss_scaler is not None:
             self.loss_scaler.update(prepared.overflow)
         self.last_step = StepReport(not prepared.overflow, prepared.norm, prepared.coefficient, scale, used)
         self._was_applied = not prepared.overflow
+        self._tell_overflow(prepared.overflow)
         self.global_steps += 1
         self.global_samples += self.train_batch_size()
         if prepared.overflow:
@@ -292,6 +330,15 @@ class Engine(Attributes, BatchSizes, Checkpointing, ConfigGetters, MemoryReporti
         elif self.lr_scheduler is not None:
             self.lr_scheduler.step(**(lr_kwargs or {}))
         self._print_progress()
+
+    def _tell_overflow(self, overflow: bool) -> None:
+        """Keep on the optimizer whether its last step was skipped: frameworks ask it, not the engine."""
+        if (
+            self.optimizer is not None
+            and self.loss_scaler is not None
+            and not hasattr(type(self.optimizer), "overflow")
+        ):
+            self.optimizer.overflow = overflow  # type: ignore[attr-defined]
 
     def _prepare(self) -> _Prepared:
         """Make the window's gradients what the optimizer is to see: complete, with the norm known, scaled and clipped.
@@ -309,13 +356,14 @@ class Engine(Attributes, BatchSizes, Checkpointing, ConfigGetters, MemoryReporti
         clip = float(config.gradient_clipping)
         checks = self.loss_scaler is not None or config.bf16.check_grad_overflow
         unused = None if config.zero_optimization.ignore_unused_parameters else reducer.unused()
-        norm, missing = None, False
+        norm, wrong = None, False
         if clip or checks or config.zero_optimization.compute_grad_norm:
-            norm, missing = sharded.gradient_norm(factor, None if unused is None else bool(unused))
+            asked = unused is not None or self.loss_scaler is not None
+            norm, wrong = sharded.gradient_norm(factor, bool(unused) or self._unscaled if asked else None)
         elif unused is not None:
-            missing = sharded.any_rank(bool(unused))
-        if missing:
-            self._refuse_unused(unused or [])
+            wrong = sharded.any_rank(bool(unused))
+        if wrong:
+            self._refuse(unused or [])
         overflow = checks and norm is not None and not bool(torch.isfinite(norm))
         coefficient = None
         if not overflow:
@@ -326,10 +374,18 @@ class Engine(Attributes, BatchSizes, Checkpointing, ConfigGetters, MemoryReporti
             sharded.scale_gradients(multiplier)
         return _Prepared(norm, coefficient, overflow, reducer.passes)
 
-    def _refuse_unused(self, names: list[str]) -> None:
-        """Raise on every rank: some rank has trainable parameters without a gradient, `names` on this one."""
-        everyone = enumerate(exchange(self._comm, self.device, names))
-        told = "; ".join(f"on rank {rank} {', '.join(of_rank)}" for rank, of_rank in everyone if of_rank)
+    def _refuse(self, unused: list[str]) -> None:
+        """Raise on every rank what is wrong with the window's gradients on some rank; `unused`: names on this one."""
+        everyone = exchange(self._comm, self.device, (self._unscaled, unused))
+        unscaled = [rank for rank, (found, _) in enumerate(everyone) if found]
+        if unscaled:
+            raise UsageError(
+                f"engine.step(): on ranks {unscaled} gradients of this window do not have the loss scale (now "
+                f"{self.cur_scale:g}), so they would be that many times too small: loss.backward() was called on a "
+                "loss that was not computed from what the engine returned (from engine.module(...), or from a value "
+                "kept inside of the model). Call engine.zero_grad(), and use engine.backward(loss) on such losses"
+            )
+        told = "; ".join(f"on rank {rank} {', '.join(names)}" for rank, (_, names) in enumerate(everyone) if names)
         raise UsageError(
             "zero_optimization.ignore_unused_parameters is false and these parameters have received no gradient since "
             f"the last step: {told}. Freeze them (requires_grad_(False)), use them, or leave the key out: they then "
@@ -398,6 +454,7 @@ class Engine(Attributes, BatchSizes, Checkpointing, ConfigGetters, MemoryReporti
     def drop_gradients(self) -> None:
         """Forget the gradients that the engine has accumulated."""
         self._prepared = None
+        self._unscaled = False
         if self.sharded.reducer is not None:
             self.sharded.reducer.clear()
 
@@ -406,7 +463,11 @@ class Engine(Attributes, BatchSizes, Checkpointing, ConfigGetters, MemoryReporti
 
         Forward passes inside need no communication, so that ranks may make different numbers of them (generation,
         evaluation sets of unequal size). Every rank must enter and leave it. It needs memory for the whole model.
+
+        Raises:
+            UsageError: the engine has been destroyed.
         """
+        self.sharded.check_open("engine.gathered()")
         return self.sharded.whole()
 
     # -- life cycle --------------------------------------------------------------------------------------------------
@@ -421,7 +482,10 @@ class Engine(Attributes, BatchSizes, Checkpointing, ConfigGetters, MemoryReporti
         """Take everything off the model and the optimizer again, and give the engine's memory back (all ranks call).
 
         The parameters are plain, whole and up to date afterwards, in the dtype that the module computes with. The
-        optimizer has them in its groups, and no state; save a checkpoint before if it is needed.
+        optimizer has them in its groups, and no state; save a checkpoint before if it is needed. What computes or saves
+        raises from then on. Destroying an engine twice does nothing.
         """
+        if not self.sharded.closed and self.optimizer is not None and self.loss_scaler is not None:
+            vars(self.optimizer).pop("overflow", None)
         self.sharded.close()
         self._comm.destroy()

@@ -55,6 +55,7 @@ class MemoryReporting:
         """
         from shardwise.zero import memory as zero
 
+        self.sharded.check_open("engine.memory_report()")
         sharded, accumulation = self.sharded, self.gradient_accumulation_steps()
         notes = []
         activations = plan = floor = None

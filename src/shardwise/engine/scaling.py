@@ -3,6 +3,9 @@
 `engine.backward(loss)` multiplies the loss. When the user calls `loss.backward()` instead, the scale must enter where
 the gradient enters the model: at its outputs. They are handed out as aliases whose backward multiplies; gradients that
 flow between outputs inside the model do not pass through the aliases and are not scaled twice.
+
+A loss that was not computed from these outputs cannot be scaled in this way: the engine notes at the end of the pass
+that no alias has run, and stepping raises.
 """
 
 from __future__ import annotations

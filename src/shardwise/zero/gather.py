@@ -469,7 +469,9 @@ class Gatherer:
                 f"{what}: the values of parameter {tensor.name!r} (shape {tuple(tensor.shape)}) are sharded over "
                 f"{unit.comm.world} ranks and not gathered outside of forward and backward. Read or change them inside "
                 "`with shardwise.zero.GatheredParameters(parameter, modifier_rank=None or 0):` on every rank, or "
-                "use shardwise.utils.safe_get_full_fp32_param(parameter)."
+                "use shardwise.utils.safe_get_full_fp32_param(parameter). The whole model is saved by "
+                "engine.save_checkpoint() and engine.save_16bit_model(), copied by engine.module_state_dict(), and "
+                "there inside of `with engine.gathered():`."
             )
         if self.phase is Phase.FORWARD and self._with_graph and unit.index not in self._visited:
             self.trace.append(unit.index)

@@ -5,22 +5,24 @@
 * Parameters that require a gradient but that no optimizer group has get none: it would stay local and grow.
 * Parameters that have been unfrozen have no place in any unit's gradient: stepping raises.
 * `load_state_dict(assign=True)` would put other parameter objects into the model, which nothing here knows: it raises.
+* `load_state_dict()` and `state_dict()` need values: where they are sharded, what to call instead is said at once.
 * The optimizer's own `step()` would find no gradients and do nothing: it raises.
 """
 
 from __future__ import annotations
 
 import contextlib
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from typing import Any
 
 import torch
 from torch import nn
 
 from shardwise.compat import without_overrides
-from shardwise.errors import UsageError
+from shardwise.errors import ReleasedParameterError, UsageError
 from shardwise.registry import LogicalTensor, Registry
 from shardwise.utils.logging import logger
+from shardwise.zero.modulehook import ModuleHook
 
 _SHOWN = 5
 
@@ -32,12 +34,19 @@ class Guards:
         module: the user's model.
         registry: its parameters.
         optimizer: what `engine.step()` steps, or None.
+        absent: whether the values of a parameter are sharded and cannot be brought back by using it now.
 
     Attributes:
         loaded: indices of changed parameters that `load_state_dict` has written as a whole.
     """
 
-    def __init__(self, module: nn.Module, registry: Registry, optimizer: torch.optim.Optimizer | None) -> None:
+    def __init__(
+        self,
+        module: nn.Module,
+        registry: Registry,
+        optimizer: torch.optim.Optimizer | None,
+        absent: Callable[[nn.Parameter], bool],
+    ) -> None:
         pairs = list(zip(registry, registry.parameters, strict=True))
         self._trained = [(t.index, p) for t, p in pairs if t.trainable]
         self._frozen = [(t, p) for t, p in pairs if not p.requires_grad]
@@ -45,6 +54,7 @@ class Guards:
         self.loaded: set[int] = set()
         self._stepping = False
         self._handles: list[Any] = []
+        self._absent = absent
         self._drop_gradients([(t, p) for t, p in pairs if p.requires_grad and not t.trainable])
         self._watch_loading(module, registry)
         if optimizer is not None:
@@ -114,6 +124,21 @@ class Guards:
                     "load_state_dict(assign=True) on the module of an engine would replace its parameters by others, "
                     "which are not trained; leave assign out, or use engine.load_module_state_dict()"
                 )
+            self._refuse_absent(
+                module,
+                "load_state_dict() on the module of an engine",
+                "Use engine.load_module_state_dict(state_dict), or load inside of `with shardwise.zero."
+                "GatheredParameters(list(module.parameters()), modifier_rank=0):` on every rank",
+            )
+
+        def reading(module: nn.Module, prefix: str, keep_vars: bool) -> None:
+            if not keep_vars:
+                self._refuse_absent(
+                    module,
+                    "state_dict() on the module of an engine (save_pretrained() calls it)",
+                    "Use engine.module_state_dict() on every rank, which is also what save_pretrained(state_dict=...) "
+                    "takes, or engine.save_16bit_model(directory), which writes a file without holding the whole model",
+                )
 
         def after(module: nn.Module, incompatible_keys: Any) -> None:
             tensors = (registry.find(p) for p in module._parameters.values() if p is not None)
@@ -121,8 +146,17 @@ class Guards:
 
         for child in module.modules():
             if any(parameter is not None for parameter in child._parameters.values()):
-                self._handles.append(child.register_load_state_dict_pre_hook(before))
-                self._handles.append(child.register_load_state_dict_post_hook(after))
+                self._handles.append(child.register_load_state_dict_pre_hook(ModuleHook(before)))
+                self._handles.append(child.register_load_state_dict_post_hook(ModuleHook(after)))
+                self._handles.append(child.register_state_dict_pre_hook(ModuleHook(reading)))
+
+    def _refuse_absent(self, module: nn.Module, what: str, instead: str) -> None:
+        """Raise if a parameter of the module itself has no values now."""
+        absent = [name for name, p in module._parameters.items() if p is not None and self._absent(p)]
+        if absent:
+            raise ReleasedParameterError(
+                f"{what}: the values of {type(module).__name__}.{absent[0]} are sharded over the ranks. {instead}"
+            )
 
     # -- the optimizer -----------------------------------------------------------------------------------------------
 
@@ -148,6 +182,11 @@ class Guards:
             handle.remove()
         self._handles = []
         self._trained, self._frozen, self._versions, self.loaded = [], [], [], set()
+        self._absent = _never
+
+
+def _never(parameter: nn.Parameter) -> bool:
+    return False
 
 
 def _listed(names: list[str]) -> str:

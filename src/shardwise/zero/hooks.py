@@ -16,6 +16,7 @@ from torch import nn
 
 from shardwise.zero.calls import AtEnd, Use
 from shardwise.zero.gather import Gatherer, Phase
+from shardwise.zero.modulehook import ModuleHook
 from shardwise.zero.outputs import tensors_in
 from shardwise.zero.reduce import Reducer
 from shardwise.zero.unit import Unit
@@ -84,8 +85,8 @@ class Hooks:
             if outermost:
                 self._close()
 
-        self._handles.append(module.register_forward_pre_hook(before, prepend=True, with_kwargs=True))
-        self._handles.append(module.register_forward_hook(after, with_kwargs=True, always_call=True))
+        self._handles.append(module.register_forward_pre_hook(ModuleHook(before), prepend=True, with_kwargs=True))
+        self._handles.append(module.register_forward_hook(ModuleHook(after), with_kwargs=True, always_call=True))
 
     def _open(self, module: nn.Module) -> None:
         gatherer = self.gatherer

@@ -23,17 +23,23 @@ from shardwise.precision.norms import Runs, clip_coefficient, combine
 from shardwise.registry import Registry
 from shardwise.zero import released
 from shardwise.zero.calls import Use
-from shardwise.zero.gather import Gatherer, backward_order
+from shardwise.zero.gather import Gatherer, Phase, backward_order
 from shardwise.zero.guards import Guards
 from shardwise.zero.hooks import Hooks
 from shardwise.zero.init import whole_values
 from shardwise.zero.layout import Piece, lay_out
 from shardwise.zero.partition import UnitSpec, find_units
+from shardwise.zero.places import Places
 from shardwise.zero.plan import Plan
 from shardwise.zero.reduce import Reducer
 from shardwise.zero.sidechannel import SideChannel
 from shardwise.zero.unit import SectionMemory, Unit, UnitState
 from shardwise.zero.update import SegmentUpdate, StateKind, Update, WholeUpdate
+
+_DESTROYED = (
+    "the engine has been destroyed, and its model is a plain one again; pass the model to shardwise.initialize() for a "
+    "new engine"
+)
 
 
 class ShardedModel:
@@ -53,6 +59,11 @@ class ShardedModel:
         prescale: factor on gradients before they are sent.
         boundary: whether the backward pass that starts now ends an accumulation window.
         leaves: modules to be kept in one unit each.
+
+    Attributes:
+        closed: why there is nothing here any more ("" while there is).
+        gradient_factor: what turns accumulated sums into the gradient.
+        on_backward_end: called at the end of a backward pass; told whether it has brought gradients.
     """
 
     def __init__(
@@ -86,7 +97,7 @@ class ShardedModel:
         self.registry = Registry.of(module, compute_dtype=policy.compute_dtype, groups=owners)
         self._check_owners(groups)
         self._client_groups = [list(group["params"]) for group in groups]
-        self.closed = False
+        self.closed = ""
         self.units: list[Unit] = []
         self.update: Update | None = None
         if optimizer is not None:
@@ -131,16 +142,18 @@ class ShardedModel:
                 before_launch=self.gatherer.launch_through,
                 on_begin=self.gatherer.begin_backward,
                 on_complete=self.gatherer.finish_backward,
-                on_end=self.gatherer.end_backward,
+                on_end=self._backward_ended,
             )
         if self.channel is not None:
             self.channel.on_want = self.gatherer.wanted
             if self.reducer is not None:
                 self.gatherer.lags_behind = self.reducer.lags_behind
         self.hooks = Hooks(module, self.units, self.gatherer, self.reducer)
-        self.guards = Guards(module, self.registry, optimizer)
+        self.guards = Guards(module, self.registry, optimizer, self._absent)
+        self.places = Places(module, self.registry, self.units)
         self._trainable = [p for p, t in zip(self.registry.parameters, self.registry, strict=True) if t.trainable]
         self.gradient_factor: Callable[[], float] = _one
+        self.on_backward_end: Callable[[bool], None] = _ignore
         self._section_of = {
             slot.index: (unit, section)
             for unit in self.units
@@ -214,6 +227,18 @@ class ShardedModel:
         if not agreed:
             self.comm.broadcast(section.source, 0, f"{unit.name}.initial").wait()
 
+    def _absent(self, parameter: nn.Parameter) -> bool:
+        """Whether the values of a parameter are on other ranks and using it would raise."""
+        tensor = self.registry.find(parameter)
+        if tensor is None or self.gatherer.phase is not Phase.IDLE:
+            return False
+        return self._section_of[tensor.index][0].state is UnitState.RELEASED
+
+    def _backward_ended(self) -> None:
+        assert self.reducer is not None
+        self.gatherer.end_backward()
+        self.on_backward_end(self.reducer.brought)
+
     # -- stepping ----------------------------------------------------------------------------------------------------
 
     def gradient_norm(self, scale: float, report: bool | None = None) -> tuple[torch.Tensor, bool]:
@@ -270,18 +295,26 @@ class ShardedModel:
         """Return the clipping coefficient for a global norm."""
         return clip_coefficient(norm, max_norm)
 
+    def check_open(self, what: str) -> None:
+        """Raise if everything has been taken off the model again.
+
+        Raises:
+            UsageError: it says that `what` cannot be done, and why.
+        """
+        if self.closed:
+            raise UsageError(f"{what}: {self.closed}")
+
     def check_can_step(self) -> None:
         """Raise where a step could not do what is expected of it; nothing has been changed then.
 
         Raises:
-            UsageError: parameters are gathered for evaluation, or have been unfrozen; the engine has been destroyed.
+            UsageError: parameters are gathered for evaluation, have been unfrozen, or are others than they were.
         """
-        if self.closed:
-            raise UsageError("step(): the engine has been destroyed, and its model is a plain one again")
         if self.gatherer.suspended:
             raise UsageError(
                 "step() inside gathered(): the gathered parameters would stay as they are; leave the block first"
             )
+        self.places.check()
         self.guards.check_frozen()
 
     def take_changes(self) -> None:
@@ -535,15 +568,18 @@ class ShardedModel:
         """See `shardwise.zero.released.Owner`."""
         self.gatherer.end_touch(parameter, token, result)
 
-    def close(self) -> None:
+    def close(self, why: str = _DESTROYED) -> None:
         """Take everything off the model and the optimizer, and give all memory back that is not theirs.
 
         Parameters are plain and whole afterwards, with memory of their own. The optimizer has them in its groups again
         and no state: its segments are gone. A second call does nothing.
+
+        Args:
+            why: told whoever uses the engine afterwards.
         """
         if self.closed:
             return
-        self.closed = True
+        self.closed = why
         self.hooks.settle()
         self.finish_gathers()
         self.hooks.remove()
@@ -581,11 +617,12 @@ class ShardedModel:
         self.channel = self._runs = None
         self._section_of = {}
         self.gradient_factor = _one
+        self.on_backward_end = _ignore
 
 
 def _one() -> float:
     return 1.0
 
 
-def _ignore(number: int, place: int) -> None:
-    """Nobody listens to the peers' wishes any more."""
+def _ignore(*_: Any) -> None:
+    """Nobody listens."""

@@ -141,6 +141,7 @@ class Reducer:
         self.active = False
         self._at_end: AtEnd | None = None
         self.passes = 0
+        self.brought = False  # whether the backward pass has brought gradients
         self._used, self._on_nested = used, on_nested
         self._waiting, self._before_launch = waiting, before_launch
         self._on_begin, self._on_complete, self._on_end = on_begin, on_complete, on_end
@@ -191,6 +192,7 @@ class Reducer:
 
     def _start(self, *, outside: bool = False) -> None:
         self.active = True
+        self.brought = False
         self.boundary = self._at_boundary()
         self._next = 0
         for gradients in self.gradients.values():
@@ -238,6 +240,7 @@ class Reducer:
             if grad is None:
                 return
             self.begin()
+            self.brought = True
             if gradients.reduced:
                 raise UsageError(
                     f"parameter {gradients.unit.registry[index].name!r} received another gradient after its unit "

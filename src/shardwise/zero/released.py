@@ -10,6 +10,7 @@ backward pass.
 
 from __future__ import annotations
 
+import copy
 from collections.abc import Callable, Iterable
 from typing import Any, Protocol
 
@@ -90,6 +91,23 @@ class Released(nn.Parameter):
             for parameter, owner, token in touched:
                 owner.end_touch(parameter, token, result)
         return result
+
+    def __deepcopy__(self, memo: dict[int, Any]) -> Any:
+        """Copy the values into a plain parameter."""
+        return self._as_itself("copy.deepcopy", lambda: copy.deepcopy(self, memo))
+
+    def __reduce_ex__(self, protocol: Any) -> Any:
+        """Pickle as a plain parameter."""
+        return self._as_itself("pickling", lambda: self.__reduce_ex__(protocol))
+
+    def _as_itself(self, what: str, do: Callable[[], Any]) -> Any:
+        """Bring the values back and do something with the parameter while it has its own class."""
+        owner: Owner = _owners[self]
+        token = owner.touch(self, what)
+        try:
+            return do()
+        finally:
+            owner.end_touch(self, token, None)
 
     def __repr__(self, *, tensor_contents: Any = None) -> str:  # type: ignore[override]
         """Describe the parameter without its values."""

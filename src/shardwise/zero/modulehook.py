@@ -1,0 +1,35 @@
+"""Hooks that stay behind when the module that has them is copied or pickled."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from typing import Any
+
+
+def _nothing(*_: Any, **__: Any) -> None:
+    """Stand in a copied module for a hook of the engine that the original belongs to."""
+
+
+def _in_a_copy() -> Callable[..., None]:
+    return _nothing
+
+
+class ModuleHook:
+    """A hook for one module: calls `function`, and does nothing in a copy of the module.
+
+    `copy.deepcopy`, `pickle` and `torch.save` copy a module's hooks with it; those of an engine would then take the
+    copy for a part of the engine's model, and local functions cannot be pickled at all.
+    """
+
+    __slots__ = ("function",)
+
+    def __init__(self, function: Callable[..., Any]) -> None:
+        self.function = function
+
+    def __call__(self, *args: Any, **kwargs: Any) -> Any:
+        """Call the function."""
+        return self.function(*args, **kwargs)
+
+    def __reduce__(self) -> tuple[Callable[[], Callable[..., None]], tuple[()]]:
+        """Become nothing."""
+        return _in_a_copy, ()

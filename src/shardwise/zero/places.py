@@ -1,0 +1,103 @@
+"""Whether the model still is the one that was sharded: same parameters, in the engine's memory.
+
+Scripts can exchange modules and parameters, convert them, or assign to `p.data` at any time. Nothing would fail at that
+moment; what fails later, or is lost, does not tell the cause.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+
+import torch
+from torch import nn
+
+from shardwise.compat import without_overrides
+from shardwise.errors import UsageError
+from shardwise.registry import Registry
+from shardwise.zero.unit import Unit
+
+_ADVICE = (
+    "Change the model before initialize(), or call engine.destroy() first and initialize() afterwards (with an "
+    "optimizer that has the new parameters)"
+)
+
+
+class Places:
+    """Remembers where each parameter is, and looks again.
+
+    Args:
+        module: the user's model.
+        registry: its parameters.
+        units: all units.
+    """
+
+    def __init__(self, module: nn.Module, registry: Registry, units: Sequence[Unit]) -> None:
+        self._module = module
+        self._registry = registry
+        self._units = units
+        self._note()
+
+    def _note(self) -> None:
+        """Take what is there as right."""
+        modules = list(self._module.modules())
+        links = [(m._modules, name, child) for m in modules for name, child in m._modules.items()]
+        links += [(m._parameters, name, p) for m in modules for name, p in m._parameters.items()]  # type: ignore[misc]
+        self._links = links
+        # Only whole values stay at their address.
+        resident = {tensor.index for unit in self._units if not unit.sharded for tensor in unit.tensors}
+        with without_overrides():
+            self._seen = [
+                (p, p.dtype, p.shape, p.data_ptr() if t.index in resident else None)
+                for t, p in zip(self._registry, self._registry.parameters, strict=True)
+            ]
+
+    def check(self) -> None:
+        """Look whether everything is where it was; a few comparisons for each parameter.
+
+        Raises:
+            UsageError: the model has other trainable parameters now, or some have left the engine's memory.
+        """
+        with without_overrides():
+            same = all(holder.get(name) is held for holder, name, held in self._links) and all(
+                p.dtype is dtype and p.shape == shape and (address is None or p.data_ptr() == address)
+                for p, dtype, shape, address in self._seen
+            )
+        if not same:
+            self._look_closer()
+            self._note()
+
+    def _look_closer(self) -> None:
+        """Raise unless the differences do not matter (a module in another wrapper, memory moved as a whole)."""
+        for (parameter, dtype, shape, _), tensor in zip(self._seen, self._registry, strict=True):
+            with without_overrides():
+                now = (parameter.dtype, parameter.shape)
+            if now != (dtype, shape):
+                raise UsageError(
+                    f"parameter {tensor.name!r} was {tuple(shape)} {dtype} when the engine was built and is "
+                    f"{tuple(now[1])} {now[0]} now (by module.to(), resize_token_embeddings(), or an assignment to "
+                    f"its data): its new values are not in the memory that the engine steps. {_ADVICE}"
+                )
+        with without_overrides():
+            names = [
+                n for n, p in self._module.named_parameters() if self._registry.find(p) is None and p.requires_grad
+            ]
+        if names:
+            raise UsageError(
+                f"the model has trainable parameters that it did not have when the engine was built: {names[0]}"
+                f"{f' and {len(names) - 1} more' if len(names) > 1 else ''}. They would not be trained. {_ADVICE}"
+            )
+        for unit in self._units:
+            for section in unit.sections if not unit.sharded else []:
+                for slot in section.layout.slots:
+                    parameter = self._registry.parameters[slot.index]
+                    if slot.numel and not _share(parameter, section.full):
+                        raise UsageError(
+                            f"the values of parameter {self._registry[slot.index].name!r} have been moved out of the "
+                            "memory that the engine steps, by an assignment to its data. Copy into it instead: "
+                            "`with torch.no_grad(): parameter.copy_(values)`"
+                        )
+
+
+def _share(first: torch.Tensor, second: torch.Tensor) -> bool:
+    with without_overrides():
+        return first.untyped_storage()._cdata == second.untyped_storage()._cdata

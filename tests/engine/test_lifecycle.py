@@ -1,0 +1,71 @@
+"""The end of an engine: what still works afterwards, and what says that there is no engine any more."""
+
+from __future__ import annotations
+
+from typing import Any
+
+import pytest
+import torch
+from torch import nn
+
+import shardwise
+from shardwise.errors import UsageError
+from tests.harness import run_ranks
+
+
+def begin(model: nn.Module, stage: int) -> Any:
+    config = {
+        "train_micro_batch_size_per_gpu": 2,
+        "zero_optimization": {"stage": stage},
+        "optimizer": {"type": "SGD", "params": {"lr": 0.1}},
+    }
+    return shardwise.initialize(model=model, config=config)[0]
+
+
+def step(engine: Any) -> None:
+    engine.backward(engine(torch.ones(2, 3)).mean())
+    engine.step()
+
+
+def used_after(stage: int, how: str, directory: str) -> tuple[list[str], torch.Tensor, torch.Tensor]:
+    model = nn.Linear(3, 1)
+    torch.nn.init.ones_(model.weight)
+    engine = begin(model, stage)
+    step(engine)
+    newer = begin(model, stage) if how == "wrapped again" else None
+    engine.destroy()
+    engine.destroy()
+    before = shardwise.utils.safe_get_full_fp32_param(model.weight) if newer else model.weight.detach().clone()
+    messages = []
+    for call in (
+        lambda: engine(torch.ones(2, 3)),
+        lambda: engine.backward(torch.ones((), requires_grad=True)),
+        engine.step,
+        engine.gathered,
+        engine.memory_report,
+        engine.module_state_dict,
+        lambda: engine.no_sync().__enter__(),
+        lambda: engine.save_checkpoint(directory),
+        lambda: engine.load_checkpoint(directory),
+        lambda: engine.save_16bit_model(directory),
+        lambda: engine.load_module_state_dict({}),
+        engine._consolidated_16bit_state_dict,
+    ):
+        with pytest.raises(UsageError) as caught:
+            call()
+        messages.append(str(caught.value))
+    engine.zero_grad()
+    if newer is not None:
+        step(newer)
+        newer.destroy()
+    return messages, before, model.weight.detach().clone()
+
+
+@pytest.mark.parametrize("how", ["destroyed", "wrapped again"])
+@pytest.mark.parametrize("stage", [0, 3])
+def test_an_engine_that_is_no_more_says_so_and_disturbs_nobody(stage: int, how: str, tmp_path: Any) -> None:
+    for messages, before, after in run_ranks(used_after, 2, stage, how, str(tmp_path)):
+        assert all("the engine has been destroyed" in message for message in messages), messages
+        assert all(("initialize() again" in message) == (how == "wrapped again") for message in messages)
+        assert messages[2].startswith("engine.step(): ")
+        assert torch.allclose(after, before - (0.1 if how == "wrapped again" else 0.0))
