@@ -46,6 +46,15 @@ def timeout_of(group: dist.ProcessGroup | None, device: torch.device) -> timedel
     return found if isinstance(found, timedelta) else None
 
 
+def default_store() -> dist.Store | None:
+    """Return the store through which the default group has met; None where torch does not tell."""
+    try:
+        store = distributed_c10d._get_default_store()
+    except (AttributeError, RuntimeError, ValueError):
+        return None
+    return store if isinstance(store, dist.Store) else None
+
+
 def store_host() -> str | None:
     """Return the host of the store through which the default group has met, as all ranks know it; None if unknown."""
     try:

@@ -65,7 +65,15 @@ class DesyncError(ShardwiseError, RuntimeError):
 
 
 class PeerLostError(ShardwiseError, RuntimeError):
-    """A rank that this one exchanges data with has gone."""
+    """A rank that this one exchanges data with has gone, or does not answer.
+
+    Attributes:
+        peer: the rank that did not answer: its number in the group, and in errors of an engine its global number.
+        timed_out: whether the limit for a collective has run out, as opposed to a connection that has ended.
+    """
+
+    peer: int = -1
+    timed_out: bool = False
 
 
 class SyncError(UsageError, AssertionError):

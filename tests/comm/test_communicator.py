@@ -109,15 +109,15 @@ def wait_for_nobody() -> float:
     comm = communicator()
     begin = time.monotonic()
     if comm.rank == 0:
-        with pytest.raises(PeerLostError, match=r"(?i)timed out"):
+        with pytest.raises(PeerLostError, match=r"has waited 1\.\d s for rank 1 in all_reduce .alone. #0"):
             comm.all_reduce(torch.ones(1), "alone").wait()
         return time.monotonic() - begin
-    time.sleep(3)
+    time.sleep(4)
     return 0.0
 
 
 def test_the_environments_limit_holds_for_the_engines_collectives() -> None:
-    assert 0.5 < run_ranks(wait_for_nobody, 2, init=False)[0] < 2.5
+    assert 0.5 < run_ranks(wait_for_nobody, 2, init=False)[0] < 3.5
 
 
 # -- values ------------------------------------------------------------------------------------------------------------

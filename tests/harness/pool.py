@@ -37,7 +37,7 @@ from tests.harness.worker import Failure, Task
 GRACE_S = 5.0
 """After a rank has failed, its peers have this long to answer before the pool is killed."""
 
-_PEER_DIED = re.compile(r"clos|reset|broken pipe|timed out|connect|recvValue|peer", re.IGNORECASE)
+_PEER_DIED = re.compile(r"clos|reset|broken pipe|timed out|connect|recvValue|peer|lost rank", re.IGNORECASE)
 
 
 class RankFailure(Exception):

@@ -17,24 +17,27 @@ from __future__ import annotations
 import hashlib
 import json
 import time
-from collections.abc import Sequence
+import zlib
+from collections.abc import Callable, Sequence
 from typing import Protocol
 
 import torch
 import torch.distributed as dist
 
 from shardwise.comm import native
-from shardwise.comm.ledger import Ledger, Record
+from shardwise.comm.ledger import Ledger, Record, user_line
 from shardwise.comm.setup import timeout_from_environment
+from shardwise.comm.whereabouts import Whereabouts, describe
 from shardwise.compat import backend_of, timeout_of
-from shardwise.errors import UsageError
+from shardwise.errors import DesyncError, PeerLostError, UsageError
 
 KINDS = ("gather", "reduce", "replicate", "small", "explicit")
 """Independent sequences:
 parameter gathers, gradient reductions, gathers of reduced gradients, small sums, and the rest.
 """
 
-_TAGS_PER_KIND = 1 << 20
+_COUNT_BITS, _NAME_BITS = 12, 16
+"""Parts of a tag, which has 31 bits: the kind, how many of the kind came before, and what is exchanged."""
 
 
 class Pending(Protocol):
@@ -50,10 +53,13 @@ class Pending(Protocol):
 class Handle:
     """A launched collective whose record is closed by the first `wait()`."""
 
-    def __init__(self, pending: Pending | None, record: Record | None, ledger: Ledger) -> None:
+    def __init__(
+        self, pending: Pending | None, record: Record | None, ledger: Ledger, whereabouts: Whereabouts | None = None
+    ) -> None:
         self._pending = pending
         self._record = record
         self._ledger = ledger
+        self._whereabouts = whereabouts
 
     @property
     def scratch(self) -> Sequence[torch.Tensor]:
@@ -61,11 +67,23 @@ class Handle:
         return () if self._pending is None else self._pending.scratch
 
     def wait(self) -> None:
-        """Block until the result is there; later calls do nothing."""
+        """Block until the result is there; later calls do nothing.
+
+        Raises:
+            PeerLostError: a rank has gone, or has not answered within the group's limit.
+            DesyncError: the same, and the ranks wait for each other in different collectives.
+        """
         if self._pending is None:
             return
         start = time.perf_counter()
-        self._pending.wait()
+        try:
+            self._pending.wait()
+        except PeerLostError as error:
+            if self._whereabouts is None or self._record is None:
+                raise
+            waited = time.perf_counter() - start
+            report = self._whereabouts.explain(error, describe(self._record), self._record.line, waited)
+            raise report from error.__cause__
         self._pending = None
         if self._record is not None:
             self._ledger.close(self._record, time.perf_counter() - start)
@@ -113,12 +131,14 @@ class Communicator:
         self._count = dict.fromkeys(KINDS, 0)
         self._gloo = False
         self.imagined = False
+        self._whereabouts: Whereabouts | None = None
         self.timeout = (timeout_of(group, device) if initialised else None) or timeout_from_environment()
         if self.world > 1:
             backend = _backend(group, device)
             self._gloo = backend == "gloo"
             self.imagined = backend == "fake"
             ranks = dist.get_process_group_ranks(group if group is not None else dist.group.WORLD)
+            self._whereabouts = Whereabouts(ledger, ranks, self.rank)
             # On Gloo tags keep kinds apart, so one extra group is enough to keep clear of the user's own traffic.
             for kind in KINDS[:1] if self._gloo else KINDS[:4]:
                 # Ranks outside of the group are elsewhere: they must not be needed to create it.
@@ -144,11 +164,11 @@ class Communicator:
                 if full.data_ptr() != shard.data_ptr():
                     full.copy_(shard)
             return self._handle(None, record)
-        group, tag = self._next(kind)
+        group, tag = self._next(kind, record)
         if self._gloo:
             from shardwise.comm import gloo
 
-            return self._handle(gloo.all_gather(list(pairs), group, tag), record)
+            return self._launch(lambda: gloo.all_gather(list(pairs), group, tag), record)
         return self._handle(native.all_gather(pairs, group), record)
 
     def reduce_scatter(
@@ -171,11 +191,11 @@ class Communicator:
                 elif out.data_ptr() != full.data_ptr():
                     out.copy_(full)
             return self._handle(None, record)
-        group, tag = self._next("reduce")
+        group, tag = self._next("reduce", record)
         if self._gloo:
             from shardwise.comm import gloo
 
-            return self._handle(gloo.reduce_scatter(list(pairs), group, tag, accumulate), record)
+            return self._launch(lambda: gloo.reduce_scatter(list(pairs), group, tag, accumulate), record)
         pending = native.reduce_scatter(pairs, group, accumulate=accumulate, ordered=self._ordered)
         return self._handle(pending, record)
 
@@ -185,11 +205,11 @@ class Communicator:
         record = self._open("all_reduce", size, size * (self.world - 1), label)
         if self.world == 1:
             return self._handle(None, record)
-        group, tag = self._next("small")
+        group, tag = self._next("small", record)
         if self._gloo:
             from shardwise.comm import gloo
 
-            return self._handle(gloo.all_reduce_ordered(tensor, group, tag), record)
+            return self._launch(lambda: gloo.all_reduce_ordered(tensor, group, tag), record)
         return self._handle(native.all_reduce(tensor, group), record)
 
     def broadcast(self, tensor: torch.Tensor, src: int, label: str) -> Handle:
@@ -198,11 +218,11 @@ class Communicator:
         record = self._open("broadcast", size, size if self.rank == src else 0, label)
         if self.world == 1 or not tensor.numel():
             return self._handle(None, record)
-        group, tag = self._next("explicit")
+        group, tag = self._next("explicit", record)
         if self._gloo:
             from shardwise.comm import gloo
 
-            return self._handle(gloo.broadcast(tensor, src, group, tag), record)
+            return self._launch(lambda: gloo.broadcast(tensor, src, group, tag), record)
         return self._handle(native.broadcast(tensor, src, group), record)
 
     def all_to_all(
@@ -227,12 +247,12 @@ class Communicator:
         if self.world == 1:
             output.copy_(given)
             return self._handle(None, record)
-        group, tag = self._next("explicit")
+        group, tag = self._next("explicit", record)
         if self._gloo:
             from shardwise.comm import gloo
 
             outputs, inputs = output.split(list(output_sizes)), given.split(list(input_sizes))
-            return self._handle(gloo.all_to_all_v(outputs, inputs, group, tag), record)
+            return self._launch(lambda: gloo.all_to_all_v(outputs, inputs, group, tag), record)
         return self._handle(native.all_to_all(output, given, output_sizes, input_sizes, group), record)
 
     def share_object(self, value: object, label: str, src: int = 0) -> object:
@@ -278,10 +298,33 @@ class Communicator:
             dist.destroy_process_group(group)
         self._own_groups, self._groups = [], {}
 
-    def _next(self, kind: str) -> tuple[dist.ProcessGroup, int]:
-        count = self._count[kind]
+    def _next(self, kind: str, record: Record) -> tuple[dist.ProcessGroup, int]:
+        count = self._count[kind] % (1 << _COUNT_BITS)
         self._count[kind] += 1
-        return self._groups[kind], KINDS.index(kind) * _TAGS_PER_KIND + count % _TAGS_PER_KIND
+        # Ranks that are in different collectives must not take each other's messages: where the sizes differ Gloo
+        # aborts the process, where they do not the wrong values arrive. (The parts of an all-to-all differ by rank.)
+        size = 0 if record.op == "all_to_all" else record.size
+        name = zlib.crc32(f"{record.op} {record.label} {size}".encode()) % (1 << _NAME_BITS)
+        return self._groups[kind], ((KINDS.index(kind) << _COUNT_BITS) + count << _NAME_BITS) + name
+
+    def _launch(self, launch: Callable[[], Pending], record: Record) -> Handle:
+        try:
+            return self._handle(launch(), record)
+        except PeerLostError as error:
+            assert self._whereabouts is not None  # there are peers
+            raise self._whereabouts.explain(error, describe(record), record.line, 0.0) from error.__cause__
+
+    def explain(self, error: PeerLostError, what: str, waited: float) -> PeerLostError | DesyncError:
+        """Return an error that also says where the other ranks are, for exchanges outside of this class.
+
+        Args:
+            error: names the rank of the group that did not answer.
+            what: what it was waited for in, in words that are the same on all ranks.
+            waited: seconds.
+        """
+        if self._whereabouts is None:
+            return error
+        return self._whereabouts.explain(error, what, user_line(), waited)
 
     def _open(self, op: str, size: int, sent: int, label: str) -> Record:
         return self.ledger.open(op, self.name, size, sent if self.world > 1 else 0, label)
@@ -290,7 +333,7 @@ class Communicator:
         if pending is None:
             self.ledger.close(record, 0.0)
             return Handle(None, None, self.ledger)
-        return Handle(pending, record, self.ledger)
+        return Handle(pending, record, self.ledger, self._whereabouts)
 
 
 def _backend(group: dist.ProcessGroup | None, device: torch.device) -> str:

@@ -26,6 +26,7 @@ from torch.distributed.rendezvous import rendezvous
 
 from shardwise.comm.environment import Place, discover
 from shardwise.comm.rendezvous import join, private_keys
+from shardwise.comm.whereabouts import publish_end
 from shardwise.errors import LaunchError
 
 DEFAULT_PORT = 29500
@@ -120,6 +121,8 @@ def _end_with_process() -> None:
     """End what `init_distributed` has started when the interpreter ends."""
     if not is_initialized():
         return
+    if dist.get_world_size() > 1:
+        publish_end()
     # The interpreter keeps an exception here that nobody has caught.
     if getattr(sys, "last_value", None) is not None and dist.get_world_size() > 1:
         # Its traceback is printed. Collectives that are in flight can only end if the peers see this process

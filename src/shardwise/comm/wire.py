@@ -8,13 +8,18 @@ adds pieces.
 from __future__ import annotations
 
 import threading
+import time
 from collections.abc import Callable, Iterable, Sequence
+from datetime import timedelta
 
 import torch
 import torch.distributed as dist
 
 from shardwise import compat
 from shardwise.errors import PeerLostError, UsageError
+
+_ROUNDING_S = 0.005
+"""Gloo counts in whole milliseconds: a wait may end this much before its limit."""
 
 CPU = torch.device("cpu")
 """Where messages are made: said each time, because scripts choose other default devices."""
@@ -46,7 +51,7 @@ class Pending:
         """Block until all messages are sent and received, then do the local rest; later calls do nothing.
 
         Raises:
-            PeerLostError: a peer left before the exchange was over (again on every later call).
+            PeerLostError: a peer left, or did not answer within the group's limit (again on every later call).
         """
         if self._error is not None:
             raise self._error
@@ -69,11 +74,35 @@ class Message:
         self.peer = peer
         self._work: dist.Work | None = work
 
-    def wait(self) -> None:
-        """Wait until it is sent or received; later calls do nothing (Gloo's own would never return)."""
+    def wait(self, limit: timedelta | None) -> None:
+        """Wait until it is sent or received; later calls do nothing (Gloo's own would never return).
+
+        Args:
+            limit: how long; None is the group's own limit.
+        """
         work, self._work = self._work, None
-        if work is not None:
+        if work is None:
+            return
+        if limit is None:
             work.wait()
+        else:
+            work.wait(limit)
+
+
+class Deadline:
+    """When the waits of one exchange end: its messages share one limit, however many there are."""
+
+    def __init__(self, limit: timedelta | None) -> None:
+        self.limit = limit
+        self._end = None if limit is None else time.monotonic() + limit.total_seconds()
+
+    def left(self) -> timedelta | None:
+        """Return the time that is left, at least a millisecond (Gloo takes 0 for no limit); None without a limit."""
+        return None if self._end is None else timedelta(seconds=max(self._end - time.monotonic(), 0.001))
+
+    def over(self) -> bool:
+        """Whether a wait that has failed now has failed because the time is up."""
+        return self._end is not None and time.monotonic() > self._end - _ROUNDING_S
 
 
 class Wire:
@@ -93,6 +122,7 @@ class Wire:
             raise UsageError(f"{op}: rank {dist.get_rank()} is not a member of the process group it was given")
         self._messages: list[Message] = []
         self._thread: threading.Thread | None = None
+        self._thread_deadline = Deadline(None)
         self._thread_error: BaseException | None = None
 
     def peers(self) -> list[int]:
@@ -112,14 +142,15 @@ class Wire:
         try:
             work = call(tensor, self.group, peer, self.tag)
         except RuntimeError as error:
-            raise self._lost(peer, error) from error
+            raise self._lost(peer) from error
         assert work is not None  # None is for ranks outside the group, which the constructor refuses
         message = Message(peer, work)
         self._messages.append(message)
         return message
 
     def relay(self, steps: Callable[[], None]) -> None:
-        """Run `steps`, which wait for messages and send others, in a thread."""
+        """Run `steps`, which wait for messages and send others, in a thread; the limit holds for all of them."""
+        self._thread_deadline = self._deadline()
 
         def run() -> None:
             try:
@@ -131,13 +162,19 @@ class Wire:
         self._thread.start()
 
     def wait_for(self, message: Message | None) -> None:
-        """Wait for one message; None is an empty one."""
+        """Wait for one message, in the thread; None is an empty one."""
+        self._wait_until(self._thread_deadline, message)
+
+    def _wait_until(self, deadline: Deadline, message: Message | None) -> None:
         if message is None:
             return
         try:
-            message.wait()
+            message.wait(deadline.left())
         except RuntimeError as error:
-            raise self._lost(message.peer, error) from error
+            raise self._lost(message.peer, deadline) from error
+
+    def _deadline(self) -> Deadline:
+        return Deadline(compat.timeout_of(self.group, CPU))
 
     def wait(self) -> None:
         """Wait for the thread and all messages."""
@@ -145,15 +182,23 @@ class Wire:
             self._thread.join()
             if self._thread_error is not None:
                 raise self._thread_error
+        deadline = self._deadline()
         for message in self._messages:
-            self.wait_for(message)
+            self._wait_until(deadline, message)
 
-    def _lost(self, peer: int, error: RuntimeError) -> PeerLostError:
-        return PeerLostError(
-            f"rank {self.rank} of {self.world}: {self.op} (tag {self.tag}) lost rank {peer} of its group: "
-            f"{error}\n"
+    def _lost(self, peer: int, deadline: Deadline | None = None) -> PeerLostError:
+        timed_out = deadline is not None and deadline.over()
+        if timed_out:
+            assert deadline is not None and deadline.limit is not None
+            why = f"has not heard from rank {peer} of its group within {deadline.limit.total_seconds():g} s"
+        else:
+            why = f"lost rank {peer} of its group: it has ended or lost its connection"
+        error = PeerLostError(
+            f"rank {self.rank} of {self.world}: {self.op} (tag {self.tag}) {why}.\n"
             f"The cause is on rank {peer}, or on a rank that it was waiting for: see their output."
         )
+        error.peer, error.timed_out = peer, timed_out
+        return error
 
 
 def check_flat(tensor: torch.Tensor, what: str, op: str) -> torch.Tensor:

@@ -35,6 +35,7 @@ import torch.distributed as dist
 from shardwise.comm.communicator import Communicator
 from shardwise.comm.environment import LOOPBACK
 from shardwise.comm.rendezvous import machine, own_address, serve
+from shardwise.comm.whereabouts import publish_end
 from shardwise.errors import PeerLostError
 from shardwise.zero.unit import Unit
 
@@ -145,27 +146,32 @@ class SideChannel:
         """Fill the whole values of a unit (its memory is allocated) from all shards.
 
         Raises:
-            PeerLostError: a peer has not answered within the group's limit for a collective.
+            PeerLostError: a peer has gone, or has not answered within the group's limit for a collective.
+            DesyncError: the same, and it waits for this rank elsewhere.
         """
         number = self._post({"kind": "fetch", "unit": unit.index})
+        begin = time.monotonic()
         for place, section in enumerate(unit.sections):
             for rank in range(self.comm.world):
                 target = section.wire_view[slice(*section.layout.range_of(rank))]
                 if rank == self.comm.rank:
                     target.copy_(section.shard)
                 else:
-                    _from_bytes(target, self._take(f"shard/{number}/{place}/{rank}", unit, rank))
+                    _from_bytes(target, self._take(f"shard/{number}/{place}/{rank}", unit, rank, begin))
 
-    def _take(self, key: str, unit: Unit, rank: int) -> bytes:
+    def _take(self, key: str, unit: Unit, rank: int, begin: float) -> bytes:
+        """Read and delete a shard; the limit counts from `begin`, for all shards of a fetch together."""
+        left = self.comm.timeout.total_seconds() - (time.monotonic() - begin)
         try:
+            self._client.wait([key], timedelta(seconds=max(left, 0.001)))
             data = self._client.get(key)
             self._client.delete_key(key)
         except RuntimeError as error:
-            raise PeerLostError(
-                f"rank {self.comm.rank} of {self.comm.world} needs unit {unit.name!r} once more, and rank {rank} of "
-                f"its group has not sent its part within {self.comm.timeout.total_seconds():g} s: {error}\n"
-                f"The cause is on rank {rank}: see its output."
-            ) from error
+            waited = time.monotonic() - begin
+            lost = PeerLostError(f"rank {rank} has not sent its part of unit {unit.name!r}")
+            lost.peer, lost.timed_out = rank, waited >= self.comm.timeout.total_seconds() - 0.005
+            lost.__cause__ = error
+            raise self.comm.explain(lost, f"fetch {unit.name!r}", waited) from error
         return bytes(data)
 
     def want(self, number: int, place: int) -> None:
@@ -195,6 +201,8 @@ class SideChannel:
 
 
 def _leave_all() -> None:
+    # Leaving may take a while, in which peers may give up waiting for this rank.
+    publish_end()
     # After an exception that nobody has caught the peers must see this process gone, and it does not linger.
     if getattr(sys, "last_value", None) is None:
         for channel in list(_open):

@@ -1,0 +1,168 @@
+"""What a rank says when a collective fails: who did not answer, where each rank is, and for how long it has waited."""
+
+from __future__ import annotations
+
+import re
+import time
+from datetime import timedelta
+from typing import Any
+from unittest import mock
+
+import pytest
+import torch
+import torch.distributed as dist
+
+import shardwise
+from shardwise.comm import whereabouts, wire
+from shardwise.comm.communicator import Communicator
+from shardwise.comm.ledger import Ledger
+from shardwise.errors import ShardwiseError
+from tests.harness import RankFailure, run_ranks
+
+CPU = torch.device("cpu")
+LIMIT_S = 1.0
+Told = tuple[str, str, float]
+
+
+def limited() -> Any:
+    """Shorten the limit, in a group that had time to start."""
+    return mock.patch.object(wire.Wire, "_deadline", lambda _: wire.Deadline(timedelta(seconds=LIMIT_S)))
+
+
+def tell(call: Any) -> Told:
+    """Call something that fails; return the kind of error, its message, and the seconds that it took."""
+    begin = time.monotonic()
+    with pytest.raises(ShardwiseError) as caught:
+        call()
+    assert caught.value.__cause__ is not None
+    told = type(caught.value).__name__, str(caught.value), time.monotonic() - begin
+    with pytest.raises(ShardwiseError) as again:
+        call()
+    assert again.value is caught.value  # the first failure counts
+    return told
+
+
+# -- collectives -------------------------------------------------------------------------------------------------------
+
+
+def one_sleeps() -> Told | None:
+    comm = Communicator(None, Ledger(), CPU)
+    comm.all_reduce(torch.ones(1), "first").wait()
+    if comm.rank == 1:
+        time.sleep(LIMIT_S + whereabouts.PATIENCE_S + 2)
+        return None
+    with limited():
+        return tell(lambda: comm.all_reduce(torch.ones(1), "second").wait())
+
+
+def test_a_rank_that_sleeps_is_named() -> None:
+    told = run_ranks(one_sleeps, 2)[0]
+    assert told is not None
+    kind, message, seconds = told
+    assert kind == "PeerLostError"
+    assert re.search(
+        r"rank 0 of 2 has waited 1\.\d s for rank 1 in all_reduce 'second' #1 at .*test_where.*:\d+", message
+    )
+    assert "last completed: all_reduce 'first' #0" in message
+    assert "rank 1: has not said where it is" in message
+    assert "save_checkpoint()" in message
+    assert 0.9 * LIMIT_S < seconds < LIMIT_S + whereabouts.PATIENCE_S + 1.5
+
+
+def different_collectives(same_kind: bool) -> Told:
+    comm = Communicator(None, Ledger(), CPU)
+    comm.barrier()
+    with limited():
+        if comm.rank == 0:
+            full = torch.zeros(8)
+            return tell(lambda: comm.all_gather([(full, full[:4])], "blocks.1").wait())
+        if same_kind:
+            full = torch.zeros(16)
+            return tell(lambda: comm.all_gather([(full, full[8:])], "blocks.2").wait())
+        return tell(lambda: comm.reduce_scatter([(torch.zeros(4), torch.zeros(8))], "blocks.2").wait())
+
+
+@pytest.mark.parametrize("same_kind", [False, True])
+def test_ranks_in_different_collectives_are_compared(same_kind: bool) -> None:
+    """Also where sizes differ within a kind, for which Gloo would end the process."""
+    results = run_ranks(different_collectives, 2, same_kind)
+    other = "all_gather" if same_kind else "reduce_scatter"
+    for rank, (kind, message, _) in enumerate(results):
+        assert kind == "DesyncError", message
+        assert "all_gather 'blocks.1' #1 at " in message
+        assert f"{other} 'blocks.2' #1 at " in message
+        assert f"  rank {1 - rank}: waits for rank {rank} in " in message
+        assert "wait for each other in different collectives" in message
+
+
+def many_late(late_s: float) -> Told | None:
+    """Each of the ranks 1 and 2 is late by less than the limit, but rank 2 only answers after it."""
+    comm = Communicator(None, Ledger(), CPU)
+    full = torch.zeros(3)
+    comm.all_gather([(full, full[comm.rank : comm.rank + 1])], "first").wait()
+    if comm.rank:
+        time.sleep(late_s * comm.rank)
+    begin = time.monotonic()
+    try:
+        with limited():
+            comm.all_gather([(full, full[comm.rank : comm.rank + 1])], "second").wait()
+    except ShardwiseError as error:
+        return type(error).__name__, str(error), time.monotonic() - begin
+    return None
+
+
+def test_all_messages_of_a_collective_share_one_limit() -> None:
+    told = run_ranks(many_late, 3, 0.8 * LIMIT_S)[0]
+    assert told is not None
+    assert re.search(r"has waited 1\.\d s for rank 2 in all_gather 'second'", told[1])
+
+
+def leave_or_wait() -> str:
+    comm = Communicator(None, Ledger(), CPU)
+    comm.barrier()
+    if comm.rank == 1:
+        whereabouts.publish_end()
+        dist.destroy_process_group()
+        return ""
+    return tell(lambda: comm.barrier("next"))[1]
+
+
+def test_a_rank_that_has_ended_is_not_called_a_crash() -> None:
+    message = run_ranks(leave_or_wait, 2)[0]
+    assert "rank 0 of 2 " in message
+    assert "in all_reduce 'next' #1 at " in message
+    assert "Did it get fewer batches than the others?" in message
+    assert "GLHF" not in message
+
+
+# -- engines -----------------------------------------------------------------------------------------------------------
+
+
+def train(how: str, folder: str) -> None:
+    torch.manual_seed(0)
+    model = torch.nn.Sequential(torch.nn.Linear(4, 4), torch.nn.Linear(4, 4))
+    config = {
+        "train_micro_batch_size_per_gpu": 1,
+        "optimizer": {"type": "SGD"},
+        "zero_optimization": {"stage": 3},
+    }
+    engine, *_ = shardwise.initialize(model=model, config=config)
+    odd = dist.get_rank() == 1
+    with limited():
+        for number in range(3):
+            if how == "save" and odd and number == 1:
+                engine.save_checkpoint(folder)
+            engine.backward(engine(torch.ones(1, 4)).sum())
+            if not (how == "skip" and odd and number == 1):
+                engine.step()
+
+
+@pytest.mark.parametrize(("how", "own"), [("save", "checkpoint"), ("skip", "gradient_norm")])
+def test_an_engine_on_other_ways_than_the_others_says_where_each_rank_is(how: str, own: str, tmp_path) -> None:
+    with pytest.raises(RankFailure) as caught:
+        run_ranks(train, 2, how, str(tmp_path))
+    messages = [failure.message for failure in caught.value.failures if failure.kind == "DesyncError"]
+    assert messages, str(caught.value)
+    assert f"all_reduce '{own}'" in messages[0]
+    assert "all_gather '" in messages[0]
+    assert messages[0].count("test_whereabouts.py:") == 2
