@@ -140,3 +140,9 @@ def test_foreign_trees_are_refused(tree: Any) -> None:
 def test_a_parameter_comes_back_as_its_values() -> None:
     back = through_json({"w": torch.nn.Parameter(torch.ones(2))})
     assert same(back, {"w": torch.ones(2)})
+
+
+def test_the_default_device_has_no_say() -> None:
+    tree = encode(torch.tensor(2.5), "x", lambda path, tensor: path)
+    with torch.device("meta"):
+        assert decode(tree, torch.tensor).item() == 2.5

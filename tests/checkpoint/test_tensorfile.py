@@ -75,6 +75,16 @@ def test_ranges_are_read_into_views_and_converted(tmp_path: Path) -> None:
     assert torch.equal(low, values[:10].bfloat16())
 
 
+def test_the_default_device_has_no_say(tmp_path: Path) -> None:
+    path = str(tmp_path / "a.safetensors")
+    write_tensors(path, TENSORS)
+    out = torch.zeros(3, dtype=torch.float64)
+    with torch.device("meta"), TensorFile(path) as file:
+        assert equal(file.read("a/b[3:9]"), TENSORS["a/b[3:9]"])
+        file.read_into("a/b[3:9]", 2, out)
+    assert torch.equal(out, TENSORS["a/b[3:9]"][2:5].double())
+
+
 def test_checksums_are_those_of_the_blocks(tmp_path: Path) -> None:
     path = tmp_path / "a.safetensors"
     facts = write_tensors(str(path), {"x": torch.randn(3 * BLOCK // 4 + 5), "y": torch.ones(3)})

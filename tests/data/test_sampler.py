@@ -78,6 +78,13 @@ def test_rank_outside_the_world() -> None:
         ResumableDistributedSampler(range(4), rank=2, world_size=2)
 
 
+@pytest.mark.parametrize("shuffle", [True, False])
+def test_the_default_device_has_no_say(shuffle: bool) -> None:
+    expected = list(ResumableDistributedSampler(range(10), shuffle=shuffle))
+    with torch.device("meta"):
+        assert list(ResumableDistributedSampler(range(10), shuffle=shuffle)) == expected
+
+
 def test_the_global_random_state_is_left_alone() -> None:
     before = torch.get_rng_state()
     list(ResumableDistributedSampler(range(10)))

@@ -174,7 +174,7 @@ def _decode_tagged(tag: str, content: Any, fetch: Fetch) -> Any:
     if tag == "$numpy":
         return fetch(content).numpy()
     if tag == "$scalar":
-        return torch.tensor(decode(content[1], fetch), dtype=_SCALARS[content[0]])
+        return torch.tensor(decode(content[1], fetch), dtype=_SCALARS[content[0]], device="cpu")
     if tag == "$numpy_scalar":
         import numpy
 

@@ -72,7 +72,7 @@ class Checkpoint:
 
     def read(self, tensor: StoredTensor) -> torch.Tensor:
         """Return a whole tensor, on the CPU."""
-        values = torch.empty(tensor.shape, dtype=tensor.torch_dtype)
+        values = torch.empty(tensor.shape, dtype=tensor.torch_dtype, device="cpu")
         self.read_into(tensor, 0, values.view(-1))
         return values
 

@@ -174,7 +174,7 @@ class TensorFile:
         if start < 0 or first + count > spec.nbytes:
             raise CheckpointError(f"{self.path}: {name!r} has no elements [{start}, {start + out.numel()})")
         direct = out.dtype == spec.dtype and out.device.type == "cpu" and out.is_contiguous()
-        target = out.detach() if direct else torch.empty(out.numel(), dtype=spec.dtype)
+        target = out.detach() if direct else torch.empty(out.numel(), dtype=spec.dtype, device="cpu")
         if count:
             self._fill(bytes_of(target), self.data + self._begins[name] + first)
         if not direct:
@@ -185,7 +185,7 @@ class TensorFile:
         if name not in self.specs:
             raise CheckpointError(f"{self.path}: there is no tensor {name!r}")
         spec = self.specs[name]
-        values = torch.empty(spec.shape, dtype=spec.dtype)
+        values = torch.empty(spec.shape, dtype=spec.dtype, device="cpu")
         self.read_into(name, 0, values.view(-1))
         return values
 

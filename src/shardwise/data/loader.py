@@ -84,7 +84,7 @@ class EngineDataLoader:
         self.batch_size = batch_size
         self.num_workers = num_workers
         self._share = Share(rank, world_size, batch_size, drop_last, seed)
-        self._generator = torch.Generator()
+        self._generator = torch.Generator("cpu")
         options: dict[str, Any] = {
             "collate_fn": collate_fn,
             "num_workers": num_workers,

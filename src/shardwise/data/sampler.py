@@ -74,10 +74,10 @@ class ResumableDistributedSampler(Sampler[int]):
         """Return this rank's indices in an epoch (int64, `len(self)` elements)."""
         count = len(self.dataset)
         if self.shuffle:
-            generator = torch.Generator().manual_seed(self.seed + epoch)
-            indices = torch.randperm(count, generator=generator)
+            generator = torch.Generator("cpu").manual_seed(self.seed + epoch)
+            indices = torch.randperm(count, generator=generator, device="cpu")
         else:
-            indices = torch.arange(count)
+            indices = torch.arange(count, device="cpu")
         total = len(self) * self.world_size
         if total > count:
             # More than once through, if there are fewer samples than ranks.
