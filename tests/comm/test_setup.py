@@ -13,9 +13,10 @@ import torch
 import torch.distributed as dist
 
 from shardwise.comm import setup
+from shardwise.comm.api import get_local_rank
 from shardwise.comm.environment import Place
 from shardwise.comm.rendezvous import private_keys, serve
-from shardwise.comm.setup import destroy, init_distributed, is_initialized, timeout_from_environment
+from shardwise.comm.setup import destroy, init_distributed, is_initialized, local_rank, timeout_from_environment
 from shardwise.errors import LaunchError
 from tests.harness import run_ranks
 
@@ -130,6 +131,28 @@ def test_mpi_variables_and_the_port_argument() -> None:
     env = {f"OMPI_COMM_WORLD_{name}": value for name, value in names.items()}
     arguments = {"distributed_port": _free_port(), "timeout": timedelta(seconds=30)}
     assert run_ranks(_start_anew, 2, env, arguments) == [([3.0, 3.0], "gloo")] * 2
+
+
+def _own_number(extra: dict[str, str]) -> tuple[int, int]:
+    """What a process that no launcher has started takes for its number on its machine, in a group of its own."""
+    for name in LAUNCHER:
+        os.environ.pop(name, None)
+    os.environ.update(extra)
+    return local_rank(), get_local_rank()
+
+
+def test_without_a_launcher_the_rank_is_the_number_on_the_machine() -> None:
+    meeting = {"MASTER_ADDR": "127.0.0.1", "MASTER_PORT": "29500"}
+    assert run_ranks(_own_number, 2, {}) == [(0, 0), (1, 1)]
+    assert run_ranks(_own_number, 2, meeting) == [(0, 0), (1, 1)]
+    assert run_ranks(_own_number, 2, {"LOCAL_RANK": "7"}) == [(7, 7)] * 2
+    slurm = {
+        "SLURM_PROCID": "1",
+        "SLURM_STEP_NUM_TASKS": "2",
+        "SLURM_LOCALID": "0",
+        "SLURM_STEP_TASKS_PER_NODE": "1(x2)",
+    }
+    assert run_ranks(_own_number, 2, slurm | {"SLURM_STEP_NODELIST": "n[1-2]"}) == [(0, 0)] * 2
 
 
 def test_init_method(tmp_path) -> None:

@@ -46,9 +46,9 @@ def get_world_size(group: Group = None) -> int:
 
 def get_local_rank() -> int:
     """Return this process's rank on its machine."""
-    from shardwise.comm.environment import discover
+    from shardwise.comm.setup import local_rank
 
-    return discover().local_rank
+    return local_rank()
 
 
 def get_global_rank(group: Group, group_rank: int) -> int:

@@ -30,6 +30,7 @@ from dataclasses import dataclass
 from shardwise.errors import LaunchError
 
 LOOPBACK = "127.0.0.1"
+NO_LAUNCHER = "no launcher"
 
 
 @dataclass(frozen=True)
@@ -72,7 +73,7 @@ class _Scheme:
     local_world_size: str
 
 
-_TORCH_LAYOUT = ("RANK", "WORLD_SIZE", "LOCAL_RANK", "MASTER_ADDR", "MASTER_PORT")
+TORCH_LAYOUT = ("RANK", "WORLD_SIZE", "LOCAL_RANK", "MASTER_ADDR", "MASTER_PORT")
 _SCHEDULERS = (
     _Scheme(
         "Open MPI",
@@ -118,7 +119,7 @@ def discover(env: Mapping[str, str] = os.environ, *, schedulers: bool = True, lo
     place = _from_torch_layout(env) or (_from_scheduler(env) if schedulers else None)
     if place is None:
         _refuse_leftovers(env)
-        place = Place(0, 1, 0, 1, LOOPBACK, 0, "no launcher")
+        place = Place(0, 1, 0, 1, LOOPBACK, 0, NO_LAUNCHER)
     if local_rank is not None and local_rank >= 0 and local_rank != place.local_rank:
         raise LaunchError(
             f"--local_rank={local_rank} contradicts the environment, in which {place.source} says local "
@@ -272,17 +273,17 @@ def _check_local(
 def _require(env: Mapping[str, str], names: tuple[str, ...]) -> None:
     missing = [name for name in names if name not in env]
     if missing:
-        present = [f"{name}={env[name]}" for name in _TORCH_LAYOUT if name in env]
+        present = [f"{name}={env[name]}" for name in TORCH_LAYOUT if name in env]
         raise LaunchError(
             f"The place of this process in the job is unclear. Set: {', '.join(present)}. Not set: "
             f"{', '.join(missing)}. Start it with `shardwise run`, torchrun, srun or mpirun, or set all of "
-            f"{', '.join(_TORCH_LAYOUT)}; without any of them it runs alone."
+            f"{', '.join(TORCH_LAYOUT)}; without any of them it runs alone."
         )
 
 
 def _refuse_leftovers(env: Mapping[str, str]) -> None:
     """Refuse variables that only make sense together with RANK and WORLD_SIZE."""
-    if any(name in env for name in _TORCH_LAYOUT):
+    if any(name in env for name in TORCH_LAYOUT):
         _require(env, ("RANK", "WORLD_SIZE"))
 
 

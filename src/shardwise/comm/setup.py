@@ -24,7 +24,7 @@ import torch
 import torch.distributed as dist
 from torch.distributed.rendezvous import rendezvous
 
-from shardwise.comm.environment import Place, discover
+from shardwise.comm.environment import NO_LAUNCHER, TORCH_LAYOUT, Place, discover
 from shardwise.comm.rendezvous import join, private_keys
 from shardwise.comm.whereabouts import publish_end
 from shardwise.errors import LaunchError
@@ -109,6 +109,27 @@ def init_distributed(
 def is_initialized() -> bool:
     """Whether this process has a default process group."""
     return dist.is_available() and dist.is_initialized()
+
+
+def local_rank(env: Mapping[str, str] = os.environ) -> int:
+    """Return this process's number on its machine, which is the index of its device.
+
+    A script that starts its own processes, and gives their ranks to init_process_group or `init_distributed`, has
+    no launcher that tells. Then it is LOCAL_RANK, or else the rank, as it is on one machine.
+
+    Raises:
+        LaunchError: the place of this process is unclear or contradictory.
+    """
+    if not is_initialized() or env.get("RANK") or env.get("WORLD_SIZE"):
+        return discover(env).local_rank
+    # Where to meet, and LOCAL_RANK, may be set without them.
+    place = discover({name: value for name, value in env.items() if name not in TORCH_LAYOUT})
+    if place.source != NO_LAUNCHER:
+        return place.local_rank
+    given = env.get("LOCAL_RANK") or str(dist.get_rank())
+    if not given.isdecimal():
+        raise LaunchError(f"LOCAL_RANK={given!r} is not a number from 0 up.")
+    return int(given)
 
 
 def destroy() -> None:

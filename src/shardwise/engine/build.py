@@ -14,10 +14,9 @@ from torch import nn
 from shardwise.comm.agreement import check_agreement
 from shardwise.comm.api import configure as configure_log
 from shardwise.comm.communicator import Communicator
-from shardwise.comm.environment import discover
 from shardwise.comm.ledger import Ledger
 from shardwise.comm.logger import comms_logger
-from shardwise.comm.setup import init_distributed
+from shardwise.comm.setup import init_distributed, local_rank
 from shardwise.config import Facts, config_arguments, config_path, resolve
 from shardwise.data import EngineDataLoader
 from shardwise.device import choose_device
@@ -144,8 +143,8 @@ def _build(
         warn_once(str(warning))
     settings = resolution.config
     # The device before the groups: each backend serves one type of device.
-    local_rank = discover().local_rank
-    device = choose_device(local_rank, getattr(args, "device_rank", None))
+    own_number = local_rank()
+    device = choose_device(own_number, getattr(args, "device_rank", None))
     comm = Communicator(group, ledger, device, ordered=settings.deterministic_reduce)
     if settings.comms_logger.enabled:
         configure_log(settings)
@@ -226,7 +225,7 @@ def _build(
         resolution=resolution,
         comm=comm,
         device=device,
-        local_rank=local_rank,
+        local_rank=own_number,
         scaler=LossScaler.from_config(settings.fp16) if settings.fp16.enabled else None,
         accountant=accountant,
         client_optimizer=client_optimizer,

@@ -216,15 +216,14 @@ class Init:
         self._original: Any = None
         if not self._enabled:
             return
-        from shardwise.comm.environment import discover
-        from shardwise.comm.setup import init_distributed
+        from shardwise.comm.setup import init_distributed, local_rank
         from shardwise.device import choose_device
 
         init_distributed(verbose=False)
         group = data_parallel_group or sequence_data_parallel_group
         if group is None and mpu is not None:
             group = mpu.get_data_parallel_group()
-        self._store = PartStore(Communicator(group, Ledger(), choose_device(discover().local_rank), name="zero.Init"))
+        self._store = PartStore(Communicator(group, Ledger(), choose_device(local_rank()), name="zero.Init"))
         if module is not None:
             shard_module(module, self._store, dtype)
 
