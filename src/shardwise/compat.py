@@ -9,7 +9,7 @@ from __future__ import annotations
 
 from collections.abc import Callable, Sequence
 from datetime import timedelta
-from typing import Any
+from typing import Any, TypeVar
 
 import torch
 import torch.distributed as dist
@@ -103,6 +103,28 @@ def _can_join(group: dist.ProcessGroup, device: torch.device) -> bool:
         return bool(group._get_backend(device).supports_coalescing)
     except (AttributeError, RuntimeError):
         return False
+
+
+_Function = TypeVar("_Function", bound=Callable[..., Any])
+
+
+def never_compiled(function: _Function) -> _Function:
+    """Keep `torch.compile` out of a function and of whatever it calls; a graph that reaches it ends there.
+
+    It costs nothing at a call, and the compiler is not imported for it (1 to 2 s), which
+    `torch.compiler.disable` would do. Compiled functions that are called from inside stay compiled.
+    """
+    try:
+        evaluation: Any = torch._C._dynamo.eval_frame
+        skip = evaluation._FrameAction.SKIP
+        evaluation.set_code_exec_strategy(function.__code__, evaluation._FrameExecStrategy(skip, skip))
+    except AttributeError:
+        return torch.compiler.disable(function)
+    function._torchdynamo_disable = True  # type: ignore[attr-defined]
+    function._torchdynamo_disable_msg = (  # type: ignore[attr-defined]
+        "shardwise gathers, releases and reduces parameters between compiled regions; leave fullgraph=True out"
+    )
+    return function
 
 
 without_overrides = torch._C.DisableTorchFunctionSubclass

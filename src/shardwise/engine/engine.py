@@ -17,6 +17,7 @@ from torch import nn
 
 from shardwise.checkpoint.agree import exchange
 from shardwise.comm.communicator import Communicator
+from shardwise.compat import never_compiled
 from shardwise.config import Resolution
 from shardwise.engine.attributes import Attributes
 from shardwise.engine.batch import BatchSizes
@@ -185,6 +186,7 @@ class Engine(Attributes, BatchSizes, Checkpointing, ConfigGetters, MemoryReporti
 
     # -- backward ----------------------------------------------------------------------------------------------------
 
+    @never_compiled
     def backward(self, loss: torch.Tensor, retain_graph: bool = False, scale_wrt_gas: bool = True) -> torch.Tensor:
         """Compute gradients of `loss`, reduce them as the plan says, and release the gathered parameters.
 
@@ -273,6 +275,7 @@ class Engine(Attributes, BatchSizes, Checkpointing, ConfigGetters, MemoryReporti
 
     # -- step --------------------------------------------------------------------------------------------------------
 
+    @never_compiled
     def step(self, lr_kwargs: dict[str, Any] | None = None) -> None:
         """At an accumulation boundary update the parameters, the loss scale and the schedule; elsewhere only count.
 

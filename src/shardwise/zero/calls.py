@@ -16,6 +16,7 @@ from typing import Any
 import torch
 from torch.autograd.graph import Node
 
+from shardwise.compat import never_compiled
 from shardwise.zero.outputs import tensors_in
 
 _LEAF = 2**64 - 1
@@ -77,6 +78,7 @@ class Use:
             if is_last:
                 yield node
 
+    @never_compiled
     def _ran(self, *_: Any) -> None:
         task = torch._C._current_graph_task_id()
         if task != self._task:

@@ -28,6 +28,7 @@ from typing import Any, Protocol
 import torch
 from torch import nn
 
+from shardwise.compat import never_compiled
 from shardwise.errors import ReleasedParameterError
 from shardwise.registry import Registry
 from shardwise.zero.calls import Use
@@ -197,6 +198,7 @@ class Gatherer:
                 self.need(unit)
                 unit.expose()
 
+    @never_compiled
     def end_backward(self) -> None:
         """End a backward pass: launch the gathers that are left and release everything."""
         self._drain()
@@ -409,6 +411,7 @@ class Gatherer:
         """The call has returned: bring the units back before its outputs are differentiated."""
         reference = weakref.ref(use)
 
+        @never_compiled
         def wanted() -> None:
             self.on_backward()
             for unit in units:

@@ -14,6 +14,7 @@ from typing import Any, NamedTuple
 import torch
 from torch import nn
 
+from shardwise.compat import never_compiled
 from shardwise.zero.calls import AtEnd, Use
 from shardwise.zero.gather import Gatherer, Phase
 from shardwise.zero.modulehook import ModuleHook
@@ -59,6 +60,7 @@ class Hooks:
             self._install(module, entered)
 
     def _install(self, module: nn.Module, units: list[Unit]) -> None:
+        @never_compiled
         def before(module: nn.Module, args: tuple[Any, ...], kwargs: dict[str, Any]) -> None:
             gatherer = self.gatherer
             self._open(module)
@@ -71,6 +73,7 @@ class Hooks:
             opened = any(unit.sharded for unit in watched) and gatherer.saved.open()
             self._calls.append(_Call(module, use, watched, opened))
 
+        @never_compiled
         def after(module: nn.Module, args: Any, kwargs: Any, outputs: Any) -> None:
             gatherer = self.gatherer
             call = self._returned(module)
@@ -133,6 +136,7 @@ class Hooks:
         elif _calls_running(self._outermost) <= (entered is self._outermost):
             self._close()  # PyTorch calls no hook after a KeyboardInterrupt
 
+    @never_compiled
     def start_backward(self) -> None:
         """Called by the first hook that a backward pass reaches."""
         gatherer = self.gatherer

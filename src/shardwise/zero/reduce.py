@@ -22,6 +22,7 @@ from torch import nn
 from torch.autograd.graph import get_gradient_edge
 
 from shardwise.comm.communicator import Communicator, Handle
+from shardwise.compat import never_compiled
 from shardwise.errors import UsageError
 from shardwise.memory import Accountant, Category
 from shardwise.zero.calls import AtEnd
@@ -204,6 +205,7 @@ class Reducer:
         self._start(outside=True)
         self.end()
 
+    @never_compiled
     def end(self) -> None:
         """End a backward pass: reduce what is left, with zeros for what this rank has not used.
 
@@ -234,6 +236,7 @@ class Reducer:
     ) -> Callable[[nn.Parameter], None]:
         place = gradients.unit.sections.index(section)
 
+        @never_compiled
         def arrived(parameter: nn.Parameter) -> None:
             grad = parameter.grad
             parameter.grad = None

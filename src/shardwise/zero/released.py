@@ -18,7 +18,7 @@ import torch
 from torch import nn
 from torch.utils.weak import WeakTensorKeyDictionary
 
-from shardwise.compat import without_overrides
+from shardwise.compat import never_compiled, without_overrides
 
 
 class Owner(Protocol):
@@ -66,6 +66,7 @@ class Released(nn.Parameter):
     """Class of a parameter while its values are not gathered."""
 
     @classmethod
+    @never_compiled
     def __torch_function__(
         cls,
         func: Callable[..., Any],

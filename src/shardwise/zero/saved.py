@@ -18,6 +18,7 @@ from typing import Any
 import torch
 from torch.autograd.graph import saved_tensors_hooks
 
+from shardwise.compat import never_compiled
 from shardwise.zero.unit import Unit
 
 Pack = Callable[[torch.Tensor], Any]
@@ -97,6 +98,7 @@ class SavedValues:
         if torch._C._current_graph_task_id() != -1:
             self.open()
 
+    @never_compiled
     def _pack(self, tensor: torch.Tensor) -> Any:
         unit = self.unit_at(tensor)
         # Detached, because a node that held its own output would never die. The version goes with it: autograd leaves
@@ -104,6 +106,7 @@ class SavedValues:
         kept = tensor.detach() if unit is not None or tensor.requires_grad else tensor
         return (kept, kept._version) if unit is None else _Values(unit, kept, kept._version)
 
+    @never_compiled
     def _unpack(self, packed: Any) -> torch.Tensor:
         if torch.is_grad_enabled():
             self.cover()
@@ -140,11 +143,13 @@ class _Around:
         self._outer_pack = pack
         self._outer_unpack = unpack
 
+    @never_compiled
     def pack(self, tensor: torch.Tensor) -> Any:
         unit = self.saved.unit_at(tensor)
         packed = self._outer_pack(tensor)
         return packed if unit is None else _Values(unit, packed)
 
+    @never_compiled
     def unpack(self, packed: Any) -> torch.Tensor:
         if torch.is_grad_enabled():
             self.saved.cover()

@@ -1,0 +1,164 @@
+"""Compiled models train as others do: what the engine does lies between the compiled regions."""
+
+from __future__ import annotations
+
+import subprocess
+import sys
+from collections.abc import Callable
+from typing import Any
+
+import pytest
+import torch
+import torch.distributed as dist
+import torch.nn.functional as F
+from torch import nn
+from torch.utils.checkpoint import checkpoint
+
+import shardwise
+from tests.harness import run_ranks
+
+DIM = 6
+STEPS = 6
+FORMS = ("module", "after", "engine", "blocks", "wrapped", "wrapped blocks", "wrapped engine", "step")
+
+Backend = Callable[[Any, Any], Any]
+
+
+class Block(nn.Module):
+    def __init__(self) -> None:
+        super().__init__()
+        self.norm, self.up, self.down = nn.LayerNorm(DIM), nn.Linear(DIM, 9), nn.Linear(9, DIM)
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        return x + self.down(F.gelu(self.up(self.norm(x))))
+
+
+class Tied(nn.Module):
+    """Uses the embedding's weight outside of its module, and recomputes a block."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.embedding, self.norm = nn.Embedding(7, DIM), nn.LayerNorm(DIM)
+        self.blocks = nn.ModuleList(Block() for _ in range(3))
+
+    def forward(self, tokens: torch.Tensor) -> torch.Tensor:
+        x = self.embedding(tokens)
+        for number, block in enumerate(self.blocks):
+            x = checkpoint(block, x, use_reentrant=False) if number == 1 else block(x)
+        return F.cross_entropy(F.linear(self.norm(x), self.embedding.weight), tokens)
+
+
+class Counting:
+    """A backend that computes without a compiler and counts how often it has been asked."""
+
+    def __init__(self) -> None:
+        self.compiled = 0
+
+    def __call__(self, graph: Any, inputs: Any) -> Any:
+        self.compiled += 1
+        return graph.forward
+
+
+def begin(form: str, backend: Backend, stage: int) -> tuple[Any, Callable[[torch.Tensor], torch.Tensor]]:
+    """Return an engine and a training step, compiled in one of the ways that torch offers."""
+    torch.manual_seed(0)
+    model: Any = Tied()
+    if form == "module":
+        model.compile(backend=backend)
+    if form == "blocks":
+        for block in model.blocks:
+            block.compile(backend=backend, fullgraph=True)
+    if form == "wrapped blocks":
+        model.blocks = nn.ModuleList(torch.compile(block, backend=backend) for block in model.blocks)
+    if form == "wrapped":
+        model = torch.compile(model, backend=backend)
+    config = {
+        "train_micro_batch_size_per_gpu": 2,
+        "optimizer": {"type": "AdamW", "params": {"lr": 1e-2}},
+        "zero_optimization": {"stage": stage},
+    }
+    engine: Any = shardwise.initialize(model=model, config=config)[0]
+    if form == "engine":
+        engine.compile(backend=backend)
+    if form == "after":
+        engine.module.compile(backend=backend)
+    called = torch.compile(engine, backend=backend) if form == "wrapped engine" else engine
+
+    def step(tokens: torch.Tensor) -> torch.Tensor:
+        loss = called(tokens)
+        if form == "step":
+            loss.backward()
+        else:
+            engine.backward(loss)
+        engine.step()
+        return loss
+
+    return engine, torch.compile(step, backend=backend) if form == "step" else step
+
+
+def losses_of(form: str, backend: Backend, stage: int) -> tuple[list[float], list[int]]:
+    """Return the losses of some steps, and how many graphs had been compiled after each."""
+    engine, step = begin(form, backend, stage)
+    losses, compiled = [], []
+    for number in range(STEPS):
+        tokens = torch.arange(4) + number + dist.get_rank()
+        losses.append(step(tokens % 7).item())
+        compiled.append(getattr(backend, "compiled", 0))
+    engine.destroy()
+    torch._dynamo.reset()
+    return losses, compiled
+
+
+def counted(stage: int) -> dict[str, tuple[list[float], list[int]]]:
+    return {form: losses_of(form, Counting(), stage) for form in ("not compiled", *FORMS)}
+
+
+@pytest.mark.parametrize("stage", [0, 1, 3])
+def test_every_way_to_compile_trains_as_if_it_were_not_compiled(stage: int) -> None:
+    for ways in run_ranks(counted, 2, stage):
+        expected, _ = ways.pop("not compiled")
+        for form, (losses, compiled) in ways.items():
+            assert losses == expected, form
+            assert 0 < compiled[0] < 9, (form, compiled)
+            assert compiled[-1] == compiled[0], (form, compiled)  # nothing that guards compare changes between steps
+
+
+def differentiated(stage: int) -> tuple[list[float], list[float]]:
+    return losses_of("not compiled", Counting(), stage)[0], losses_of("module", "aot_eager", stage)[0]  # type: ignore[arg-type]
+
+
+def test_graphs_of_compiled_backward_passes() -> None:
+    for expected, losses in run_ranks(differentiated, 2, 3):
+        assert losses == pytest.approx(expected, rel=1e-6)
+
+
+def refused() -> tuple[str, float]:
+    engine, step = begin("not compiled", Counting(), 3)
+    engine.module.compile(backend="eager", fullgraph=True)
+    try:
+        step(torch.arange(4))
+        message = "no error"
+    except Exception as error:
+        message = str(error)
+    engine.module._compiled_call_impl = None
+    loss = step(torch.arange(4)).item()
+    engine.destroy()
+    torch._dynamo.reset()
+    return message, loss
+
+
+def test_one_graph_over_several_units_is_refused() -> None:
+    (message, loss), _ = run_ranks(refused, 2)
+    assert "leave fullgraph=True out" in message
+    assert loss > 0
+
+
+def test_the_compiler_is_not_imported_for_models_that_are_not_compiled() -> None:
+    script = (
+        "import sys, torch, shardwise\n"
+        "engine, *_ = shardwise.initialize(model=torch.nn.Linear(2, 1), config={'train_batch_size': 1})\n"
+        "engine(torch.ones(1, 2))\n"
+        "assert 'torch._dynamo' not in sys.modules\n"
+    )
+    done = subprocess.run([sys.executable, "-c", script], capture_output=True, text=True, timeout=120, check=False)
+    assert done.returncode == 0, done.stderr
