@@ -55,6 +55,22 @@ class Gates(nn.Module):
         return x
 
 
+class Lent(nn.Module):
+    """Recomputes with a weight that belongs to another module."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.blocks = nn.ModuleList(Gate(frozen=False) for _ in range(4))
+
+    def borrow(self, x: torch.Tensor) -> torch.Tensor:
+        return torch.tanh(x @ self.blocks[2].inner.weight)
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        for block in self.blocks:
+            x = checkpoint(self.borrow, block(x), use_reentrant=False)
+        return x
+
+
 class Field(nn.Module):
     """Returns the gradient of an energy with respect to its input, as models of forces do."""
 
@@ -96,6 +112,21 @@ def gradient_penalty(model: Any, batch: Batch) -> torch.Tensor:
     return squared(out, batch["y"]) + gradient.square().mean()
 
 
+def weight_penalty(model: Any, batch: Batch) -> torch.Tensor:
+    """The gradient of some parameters is handed out, and differentiated again."""
+    loss = squared(model(batch["x"]), batch["y"])
+    some = [blocks(model)[1].inner.weight, blocks(model)[1].scale, blocks(model)[3].inner.bias]
+    return loss + sum(g.square().sum() for g in torch.autograd.grad(loss, some, create_graph=True))
+
+
+def weight_gradient(model: Any, batch: Batch) -> torch.Tensor:
+    """The gradient of all parameters is handed out, and nothing comes of it."""
+    parameters = [p for p in model.parameters() if p.requires_grad]
+    looked_at = squared(model(batch["x"]), batch["y"])
+    torch.autograd.grad(looked_at, parameters, materialize_grads=True)
+    return squared(model(batch["x"]), batch["y"])
+
+
 def penalty_of_auxiliary(model: Any, batch: Batch) -> torch.Tensor:
     x = batch["x"].requires_grad_(True)
     model(x)
@@ -116,7 +147,7 @@ def output_loss(model: Any, batch: Batch) -> torch.Tensor:
 
 def gates(way: str, loss: Callable[[Any, Batch], torch.Tensor]) -> Case:
     def build() -> nn.Module:
-        return Field() if way == "field" else Gates(way)
+        return {"field": Field, "lent": Lent}.get(way, lambda: Gates(way))()
 
     return Case(f"{way} {loss.__name__}", build, regression(DIM, DIM), loss)
 
@@ -137,6 +168,11 @@ CASES = {
         gates("frozen", gradient_penalty),
         gates("checkpoint", gradient_penalty),
         gates("plain", penalty_of_auxiliary),
+        gates("plain", weight_penalty),
+        gates("frozen", weight_penalty),
+        gates("checkpoint", weight_gradient),
+        gates("plain", weight_gradient),
+        gates("lent", weight_gradient),
         gates("field", output_loss),
     )
 }

@@ -19,7 +19,7 @@ from typing import Any
 
 import torch
 from torch import nn
-from torch.autograd.graph import get_gradient_edge
+from torch.autograd.graph import Node, get_gradient_edge
 
 from shardwise.comm.communicator import Communicator, Handle
 from shardwise.compat import never_compiled
@@ -76,7 +76,7 @@ class UnitGradients:
         task = torch._C._current_graph_task_id()
         if task not in self._tasks:
             self._tasks.add(task)
-            self.expected |= {index for index, node in self._nodes if torch._C._will_engine_execute_node(node)}
+            self.expected |= {index for index, node in self._nodes if _will_accumulate(node)}
 
     @property
     def parameters(self) -> int:
@@ -87,6 +87,14 @@ class UnitGradients:
     def complete(self) -> bool:
         """Whether no more gradients of this pass can come."""
         return not self.expected and (not self.nested or self._settled(self.unit))
+
+
+def _will_accumulate(node: Node) -> bool:
+    """Whether the backward pass that autograd is in will run the node that accumulates into a parameter."""
+    try:
+        return torch._C._will_engine_execute_node(node)
+    except RuntimeError:
+        return False  # torch.autograd.grad hands the parameter's gradient out, and nothing is accumulated
 
 
 class Reducer:

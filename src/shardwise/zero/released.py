@@ -16,6 +16,7 @@ from typing import Any, Protocol
 
 import torch
 from torch import nn
+from torch.autograd.graph import get_gradient_edge
 from torch.utils.weak import WeakTensorKeyDictionary
 
 from shardwise.compat import never_compiled, without_overrides
@@ -76,6 +77,8 @@ class Released(nn.Parameter):
     ) -> Any:
         """Answer metadata; bring values back for everything else (see the module docstring)."""
         kwargs = kwargs or {}
+        if func is torch.autograd.grad and not any(type(value) is Released for value in args[0]):
+            return _gradients_of(*args, **kwargs)
         name = _name_of(func)
         if name in _METADATA or (name == "type" and len(args) == 1 and not kwargs):  # with a dtype it converts
             with without_overrides():
@@ -114,6 +117,25 @@ class Released(nn.Parameter):
         """Describe the parameter without its values."""
         with without_overrides():
             return f"Parameter(released, shape={tuple(self.shape)}, dtype={self.dtype}, device={self.device})"
+
+
+def _gradients_of(
+    outputs: Any, inputs: tuple[Any, ...], *, materialize_grads: bool = False, **kwargs: Any
+) -> tuple[torch.Tensor | None, ...]:
+    """`torch.autograd.grad`: released parameters are named by their places in the graph, and no values are needed.
+
+    The pass itself runs with overrides in force: what it recomputes may use any parameter.
+    """
+    with without_overrides():
+        edges = [get_gradient_edge(value) if type(value) is Released else value for value in inputs]
+    found = torch.autograd.grad(outputs, edges, **kwargs)
+    if not materialize_grads:
+        return found
+    graph = bool(kwargs.get("create_graph"))
+    return tuple(
+        gradient if gradient is not None else torch.zeros_like(value, requires_grad=graph)
+        for gradient, value in zip(found, inputs, strict=True)
+    )
 
 
 def _flatten(value: Any) -> list[Any]:
