@@ -127,6 +127,8 @@ class ShardedModel:
         self.reducer: Reducer | None = None
         if self.update is not None:
             self.update.bind()
+            for unit in sharded:
+                unit.take_over = self.update.refresh
             self.reducer = Reducer(
                 self.units,
                 comm,
@@ -545,6 +547,8 @@ class ShardedModel:
                 unit.store_shard()
                 if self.update is not None:
                     self.update.refresh(unit)
+        for unit in gathered:
+            unit.note()  # whatever else has been changed is not to be kept
         self.let_go(gathered)
 
     @contextlib.contextmanager
@@ -596,6 +600,7 @@ class ShardedModel:
                 parameter.data = parameter.data.clone()
             for section in unit.sections:
                 section.drop()
+            unit.take_over = None
             del self.units[0]
         if self.channel is not None:
             self.channel.close()

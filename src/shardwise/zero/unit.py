@@ -13,7 +13,7 @@ the views,
 
 from __future__ import annotations
 
-from collections.abc import Iterator, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from enum import Enum
 from functools import cached_property
 
@@ -175,7 +175,11 @@ class SectionMemory:
 
 
 class Unit:
-    """See the module docstring. Created whole by `shardwise.zero.build`, then sharded."""
+    """See the module docstring. Created whole by `shardwise.zero.build`, then sharded.
+
+    Attributes:
+        take_over: called when gathered values have been changed in place, to bring master weights up to date.
+    """
 
     def __init__(
         self,
@@ -197,6 +201,8 @@ class Unit:
         self.state = UnitState.GATHERED
         self.exposed = True
         self.pins = 0
+        self.take_over: Callable[[Unit], None] | None = None
+        self._versions: list[int] = []
         self._handle: Handle | None = None
         self._gathering: Sequence[SectionMemory] = ()
 
@@ -264,6 +270,7 @@ class Unit:
         """Declare the whole values valid."""
         self._handle = None
         self.state = UnitState.GATHERED
+        self.note()
         if not self.sharded:
             self.expose()
 
@@ -291,6 +298,7 @@ class Unit:
         if not self.sharded or self.state is UnitState.RELEASED or self.pins:
             return
         self.finish_gather()
+        self._keep_changes()
         shared = [section for section in self.sections if section.shared]
         for section in shared:
             section.renew()
@@ -300,6 +308,25 @@ class Unit:
         for section in self.sections:
             section.free()
         self.state = UnitState.RELEASED
+
+    def note(self) -> None:
+        """Take the whole values of a sharded unit as they are now for unchanged."""
+        if self.sharded:
+            self._versions = self._read_versions()
+
+    def _read_versions(self) -> list[int]:
+        with without_overrides():
+            return [parameter._version for parameter, _ in self._classes]
+
+    def _keep_changes(self) -> None:
+        """Take over what `forward` has changed in place (a codebook, a clamped weight) before it is given back.
+
+        All ranks are taken to have made the same change, as where parameters are not sharded: each stores its range.
+        """
+        if self._versions and self._versions != self._read_versions():
+            self.store_shard()
+            if self.take_over is not None:
+                self.take_over(self)
 
     def store_shard(self) -> None:
         """Copy this rank's range of the (changed) whole values back into the shard."""
