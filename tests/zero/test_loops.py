@@ -483,7 +483,7 @@ def test_two_engines_train_against_each_other(stages: tuple[int, int]) -> None:
 def wrong_uses() -> None:
     case = CASES["odd_mlp"]
     engine = start(case, Setting(stage=3))
-    with pytest.raises(SyncError, match="scalar"):
+    with pytest.raises(UsageError, match="scalar"):
         engine.backward(torch.ones(3, requires_grad=True))
     with pytest.raises(UsageError, match="does not require a gradient"):
         engine.backward(torch.ones(()))
