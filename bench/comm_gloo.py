@@ -25,7 +25,7 @@ import torch.multiprocessing as mp
 from _machine import save
 
 from shardwise.comm import gloo
-from shardwise.comm.compat import all_gather_single, reduce_scatter_single
+from shardwise.compat import all_gather_single, reduce_scatter_single
 
 KIB = 1024
 SIZES = [4 * KIB, 64 * KIB, KIB * KIB, 8 * KIB * KIB, 32 * KIB * KIB]
