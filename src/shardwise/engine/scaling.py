@@ -15,6 +15,7 @@ from typing import Any
 
 import torch
 
+from shardwise.compat import never_compiled
 from shardwise.zero.outputs import map_tensors
 
 
@@ -25,10 +26,12 @@ class _Scale(torch.autograd.Function):
         return tensor.view_as(tensor)
 
     @staticmethod
+    @never_compiled
     def backward(ctx: Any, gradient: torch.Tensor) -> tuple[torch.Tensor, None]:
         return gradient * ctx.factor(), None
 
 
+@never_compiled  # the factor is another one at every backward pass
 def scale_gradients_of(outputs: Any, factor: Callable[[], float]) -> Any:
     """Return `outputs` with every differentiable tensor replaced by an alias whose gradient is multiplied by
     `factor()`.

@@ -60,7 +60,6 @@ class Hooks:
             self._install(module, entered)
 
     def _install(self, module: nn.Module, units: list[Unit]) -> None:
-        @never_compiled
         def before(module: nn.Module, args: tuple[Any, ...], kwargs: dict[str, Any]) -> None:
             gatherer = self.gatherer
             self._open(module)
@@ -73,7 +72,6 @@ class Hooks:
             opened = any(unit.sharded for unit in watched) and gatherer.saved.open()
             self._calls.append(_Call(module, use, watched, opened))
 
-        @never_compiled
         def after(module: nn.Module, args: Any, kwargs: Any, outputs: Any) -> None:
             gatherer = self.gatherer
             call = self._returned(module)

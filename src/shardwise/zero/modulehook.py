@@ -1,9 +1,11 @@
-"""Hooks that stay behind when the module that has them is copied or pickled."""
+"""Hooks that stay behind when the module that has them is copied, pickled or compiled."""
 
 from __future__ import annotations
 
 from collections.abc import Callable
 from typing import Any
+
+from shardwise.compat import never_compiled
 
 
 def _nothing(*_: Any, **__: Any) -> None:
@@ -15,7 +17,7 @@ def _in_a_copy() -> Callable[..., None]:
 
 
 class ModuleHook:
-    """A hook for one module: calls `function`, and does nothing in a copy of the module.
+    """A hook for one module: calls `function` outside of compiled regions, and does nothing in a copy of the module.
 
     `copy.deepcopy`, `pickle` and `torch.save` copy a module's hooks with it; those of an engine would then take the
     copy for a part of the engine's model, and local functions cannot be pickled at all.
@@ -26,6 +28,7 @@ class ModuleHook:
     def __init__(self, function: Callable[..., Any]) -> None:
         self.function = function
 
+    @never_compiled
     def __call__(self, *args: Any, **kwargs: Any) -> Any:
         """Call the function."""
         return self.function(*args, **kwargs)

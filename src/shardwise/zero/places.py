@@ -11,7 +11,7 @@ from collections.abc import Sequence
 import torch
 from torch import nn
 
-from shardwise.compat import without_overrides
+from shardwise.compat import never_compiled, without_overrides
 from shardwise.errors import UsageError
 from shardwise.registry import Registry
 from shardwise.zero.unit import Unit
@@ -51,6 +51,7 @@ class Places:
                 for t, p in zip(self._registry, self._registry.parameters, strict=True)
             ]
 
+    @never_compiled
     def check(self) -> None:
         """Look whether everything is where it was; a few comparisons for each parameter.
 
