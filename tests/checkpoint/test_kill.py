@@ -118,15 +118,22 @@ import sys
 import torch
 from tests.checkpoint.job import Run, config
 
-path, steps, saves, seed = sys.argv[1], int(sys.argv[2]), int(sys.argv[3]), int(sys.argv[4])
+path, steps, seed, saving = sys.argv[1], int(sys.argv[2]), int(sys.argv[3]), int(sys.argv[4])
 run = Run(config(3, "bf16"), seed=seed)
 run.load(path)
+
+
+def save():
+    run.engine.save_checkpoint(path, tag="last", client_state={"step": run.engine.global_steps})
+
+
 while run.engine.global_steps < steps:
     run.step()
-    for _ in range(saves):
-        run.engine.save_checkpoint(path, tag="last", client_state={"step": run.engine.global_steps})
+    save()
     if torch.distributed.get_rank() == 0:
         print("step", run.engine.global_steps, flush=True)
+    while run.engine.global_steps == saving:
+        save()
 values = run.fingerprint()
 values = {name: value for name, value in values.items() if isinstance(value, torch.Tensor)}
 torch.save(values, f"{path}.end{torch.distributed.get_rank()}")
@@ -134,11 +141,14 @@ run.engine.destroy()
 torch.distributed.destroy_process_group()
 """
 
+# So many that none is done before it is killed.
+STEPS = 40
+
 
 class Job:
-    """Two ranks of `SCRIPT` in processes of their own."""
+    """Two ranks of `SCRIPT` in processes of their own; at step `saving` they save, again and again, until killed."""
 
-    def __init__(self, directory_: Path, steps: int, saves: int, seed: int) -> None:
+    def __init__(self, directory_: Path, steps: int, seed: int, saving: int = 0) -> None:
         script = directory_ / "train.py"
         script.write_text(SCRIPT)
         with socket.socket() as probe:
@@ -157,7 +167,7 @@ class Job:
                 "MASTER_PORT": str(port),
                 "OMP_NUM_THREADS": "1",
             }
-            arguments = [sys.executable, str(script), str(directory_ / "runs"), str(steps), str(saves), str(seed)]
+            arguments = [sys.executable, str(script), str(directory_ / "runs"), str(steps), str(seed), str(saving)]
             self.processes.append(
                 subprocess.Popen(arguments, env=env, stdout=subprocess.PIPE, stderr=subprocess.STDOUT, text=True)
             )
@@ -198,9 +208,9 @@ def same(one: list[dict[str, torch.Tensor]], other: list[dict[str, torch.Tensor]
 
 @pytest.fixture(scope="module")
 def uninterrupted(tmp_path_factory: pytest.TempPathFactory) -> list[dict[str, torch.Tensor]]:
-    """The end of a run of twelve steps that nobody disturbed."""
+    """The end of a run that nobody disturbed."""
     path = tmp_path_factory.mktemp("whole")
-    Job(path, 12, 1, seed=1).finish()
+    Job(path, STEPS, seed=1).finish()
     return end(path / "runs")
 
 
@@ -208,10 +218,10 @@ def uninterrupted(tmp_path_factory: pytest.TempPathFactory) -> list[dict[str, to
 def test_a_run_that_is_killed_while_training_ends_with_the_same_bits(
     uninterrupted: list[dict[str, torch.Tensor]], tmp_path: Path
 ) -> None:
-    job = Job(tmp_path, 12, 1, seed=1)
+    job = Job(tmp_path, STEPS, seed=1)
     job.wait_for("step 5")
     job.kill()
-    Job(tmp_path, 12, 1, seed=2).finish()
+    Job(tmp_path, STEPS, seed=2).finish()
     assert same(end(tmp_path / "runs"), uninterrupted)
 
 
@@ -221,13 +231,13 @@ def test_a_run_that_is_killed_while_saving_ends_with_the_same_bits(
 ) -> None:
     generator = random.Random(0)
     for attempt in range(2):
-        # Nearly all of its time goes into saving.
-        job = Job(tmp_path, 12, 12, seed=attempt + 1)
-        job.wait_for(f"step {3 * attempt + 2}")
+        reached = 3 * attempt + 2
+        job = Job(tmp_path, STEPS, seed=attempt + 1, saving=reached)
+        job.wait_for(f"step {reached}")
         time.sleep(generator.uniform(0.02, 0.4))
         job.kill()
         assert directory.read_latest(str(tmp_path / "runs")) == "last"
-        assert verify(str(tmp_path / "runs" / "last")).counters["global_steps"] >= 3 * attempt + 2
-    Job(tmp_path, 12, 1, seed=9).finish()
+        assert verify(str(tmp_path / "runs" / "last")).counters["global_steps"] == reached
+    Job(tmp_path, STEPS, seed=9).finish()
     assert same(end(tmp_path / "runs"), uninterrupted)
     assert sorted(os.listdir(tmp_path / "runs")) == ["last", "latest"]
