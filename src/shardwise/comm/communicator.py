@@ -16,10 +16,11 @@ from __future__ import annotations
 
 import hashlib
 import json
+import logging
 import time
 import zlib
 from collections.abc import Callable, Sequence
-from typing import Protocol
+from typing import TYPE_CHECKING, Protocol
 
 import torch
 import torch.distributed as dist
@@ -30,6 +31,11 @@ from shardwise.comm.setup import timeout_from_environment
 from shardwise.comm.whereabouts import Whereabouts, describe
 from shardwise.compat import backend_of, timeout_of
 from shardwise.errors import DesyncError, PeerLostError, UsageError
+
+if TYPE_CHECKING:
+    from shardwise.comm.neighbours import Neighbours
+
+_log = logging.getLogger("shardwise")
 
 KINDS = ("gather", "reduce", "replicate", "small", "explicit")
 """Independent sequences:
@@ -101,6 +107,9 @@ class Communicator:
         name: name of the group in records.
         ordered: on backends with their own reductions, exchange pieces and add them in rank order instead
             (config key `deterministic_reduce`). On Gloo sums are always in rank order.
+        imagined: that many ranks, of which none exists, instead of those of `group`: for plans, in which nothing is
+            exchanged. Only what building a model does is served.
+        like: the imagined ranks exchange data as those of this one do.
 
     Attributes:
         timeout: limit for one collective: that of `group`.
@@ -117,6 +126,8 @@ class Communicator:
         *,
         name: str = "data_parallel",
         ordered: bool = False,
+        imagined: int = 0,
+        like: Communicator | None = None,
     ) -> None:
         self.ledger = ledger
         self.device = device
@@ -130,10 +141,15 @@ class Communicator:
         self._own_groups: list[dist.ProcessGroup] = []
         self._count = dict.fromkeys(KINDS, 0)
         self._gloo = False
-        self.imagined = False
+        self._neighbours: Neighbours | None = None
+        self.imagined = imagined > 0
+        self._nobody_there = self.imagined
+        self._imagined_reads = like is not None and like.reads_peers
+        if imagined:
+            self.world, self.rank = imagined, 0
         self._whereabouts: Whereabouts | None = None
         self.timeout = (timeout_of(group, device) if initialised else None) or timeout_from_environment()
-        if self.world > 1:
+        if self.world > 1 and not imagined:
             backend = _backend(group, device)
             self._gloo = backend == "gloo"
             self.imagined = backend == "fake"
@@ -149,6 +165,12 @@ class Communicator:
                 self._groups[kind] = self._own_groups[-1]
             for kind in KINDS:
                 self._groups.setdefault(kind, self._own_groups[-1])
+            if self._gloo:
+                from shardwise.comm import neighbours
+
+                self._neighbours, reason = neighbours.meet(self._groups["explicit"])
+                if self._neighbours is None and self.rank == 0:
+                    _log.info("%s: ranks exchange data through sockets, not memory: %s", name, reason)
 
     def all_gather(
         self, pairs: Sequence[tuple[torch.Tensor, torch.Tensor]], label: str, kind: str = "gather"
@@ -165,6 +187,9 @@ class Communicator:
                     full.copy_(shard)
             return self._handle(None, record)
         group, tag = self._next(kind, record)
+        if self._neighbours is not None:
+            near = self._neighbours
+            return self._launch(lambda: near.all_gather(pairs, tag), record)
         if self._gloo:
             from shardwise.comm import gloo
 
@@ -192,6 +217,9 @@ class Communicator:
                     out.copy_(full)
             return self._handle(None, record)
         group, tag = self._next("reduce", record)
+        if self._neighbours is not None:
+            near = self._neighbours
+            return self._launch(lambda: near.reduce_scatter(pairs, tag, accumulate), record)
         if self._gloo:
             from shardwise.comm import gloo
 
@@ -216,7 +244,7 @@ class Communicator:
         """Copy a tensor from group rank `src` to all ranks, in place."""
         size = tensor.numel() * tensor.element_size()
         record = self._open("broadcast", size, size if self.rank == src else 0, label)
-        if self.world == 1 or not tensor.numel():
+        if self.world == 1 or self._nobody_there or not tensor.numel():
             return self._handle(None, record)
         group, tag = self._next("explicit", record)
         if self._gloo:
@@ -292,8 +320,16 @@ class Communicator:
         self.all_reduce(sign, label).wait()
         sign.cpu()  # on CUDA only the stream has waited so far
 
+    @property
+    def reads_peers(self) -> bool:
+        """Whether gathers and reductions read the peers' memory, and so need no buffers for what arrives."""
+        return self._neighbours is not None or self._imagined_reads
+
     def destroy(self) -> None:
         """Give back the process groups made by this communicator (not the user's)."""
+        if self._neighbours is not None:
+            self._neighbours.close()
+            self._neighbours = None
         for group in self._own_groups:
             dist.destroy_process_group(group)
         self._own_groups, self._groups = [], {}

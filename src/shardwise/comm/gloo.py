@@ -163,8 +163,10 @@ def reduce_scatter(
             wire.send(parts[peer], peer)
 
     def add_up() -> None:
-        for (out, _), pieces in zip(pairs, terms, strict=True):
-            sum_in_order(out, pieces, accumulate)
+        for (out, _), pieces, received in zip(pairs, terms, scratch, strict=True):
+            # What rank 0 has sent, or rank 1 to rank 0: the first or the second term.
+            spare = received[0] if wire.world > 1 and received.dtype == out.dtype else None
+            sum_in_order(out, pieces, accumulate, spare)
 
     return Pending(wire, scratch).then(add_up)
 

@@ -11,6 +11,7 @@ import threading
 import time
 from collections.abc import Callable, Iterable, Sequence
 from datetime import timedelta
+from typing import Protocol
 
 import torch
 import torch.distributed as dist
@@ -105,6 +106,11 @@ class Deadline:
         return self._end is not None and time.monotonic() > self._end - _ROUNDING_S
 
 
+def deadline_of(group: dist.ProcessGroup) -> Deadline:
+    """Return when waiting that begins now must end in a group."""
+    return Deadline(compat.timeout_of(group, CPU))
+
+
 class Wire:
     """The messages of one exchange, and the thread that passes data on where one is needed.
 
@@ -150,7 +156,7 @@ class Wire:
 
     def relay(self, steps: Callable[[], None]) -> None:
         """Run `steps`, which wait for messages and send others, in a thread; the limit holds for all of them."""
-        self._thread_deadline = self._deadline()
+        self._thread_deadline = deadline_of(self.group)
 
         def run() -> None:
             try:
@@ -173,32 +179,40 @@ class Wire:
         except RuntimeError as error:
             raise self._lost(message.peer, deadline) from error
 
-    def _deadline(self) -> Deadline:
-        return Deadline(compat.timeout_of(self.group, CPU))
-
     def wait(self) -> None:
         """Wait for the thread and all messages."""
         if self._thread is not None:
             self._thread.join()
             if self._thread_error is not None:
                 raise self._thread_error
-        deadline = self._deadline()
+        deadline = deadline_of(self.group)
         for message in self._messages:
             self._wait_until(deadline, message)
 
     def _lost(self, peer: int, deadline: Deadline | None = None) -> PeerLostError:
-        timed_out = deadline is not None and deadline.over()
-        if timed_out:
-            assert deadline is not None and deadline.limit is not None
-            why = f"has not heard from rank {peer} of its group within {deadline.limit.total_seconds():g} s"
-        else:
-            why = f"lost rank {peer} of its group: it has ended or lost its connection"
-        error = PeerLostError(
-            f"rank {self.rank} of {self.world}: {self.op} (tag {self.tag}) {why}.\n"
-            f"The cause is on rank {peer}, or on a rank that it was waiting for: see their output."
-        )
-        error.peer, error.timed_out = peer, timed_out
-        return error
+        limit = deadline.limit if deadline is not None and deadline.over() else None
+        return lost(self.op, self.tag, self.rank, self.world, peer, limit)
+
+
+def lost(op: str, tag: int, rank: int, world: int, peer: int, limit: timedelta | None = None) -> PeerLostError:
+    """Return the error for an exchange that a peer has not taken part in.
+
+    Args:
+        op, tag: of the exchange.
+        rank, world: who has waited.
+        peer: for whom.
+        limit: the time that is over; None if the peer has ended.
+    """
+    if limit is not None:
+        why = f"has not heard from rank {peer} of its group within {limit.total_seconds():g} s"
+    else:
+        why = f"lost rank {peer} of its group: it has ended or lost its connection"
+    error = PeerLostError(
+        f"rank {rank} of {world}: {op} (tag {tag}) {why}.\n"
+        f"The cause is on rank {peer}, or on a rank that it was waiting for: see their output."
+    )
+    error.peer, error.timed_out = peer, limit is not None
+    return error
 
 
 def check_flat(tensor: torch.Tensor, what: str, op: str) -> torch.Tensor:
@@ -215,7 +229,15 @@ def check_flat(tensor: torch.Tensor, what: str, op: str) -> torch.Tensor:
     )
 
 
-def split_by_rank(full: torch.Tensor, piece: torch.Tensor, wire: Wire) -> Sequence[torch.Tensor]:
+class Place(Protocol):
+    """An exchange, as its checks need it."""
+
+    op: str
+    rank: int
+    world: int
+
+
+def split_by_rank(full: torch.Tensor, piece: torch.Tensor, wire: Place) -> Sequence[torch.Tensor]:
     """Return the views of 1-D `full` that belong to each rank; `piece` is this rank's counterpart.
 
     Raises:
@@ -248,19 +270,31 @@ def copy_into(target: torch.Tensor, source: torch.Tensor) -> None:
         target.copy_(source.view(target.shape))
 
 
-def sum_in_order(out: torch.Tensor, pieces: Sequence[torch.Tensor], accumulate: bool) -> None:
+def sum_in_order(
+    out: torch.Tensor, pieces: Sequence[torch.Tensor], accumulate: bool, spare: torch.Tensor | None = None
+) -> None:
     """Set (or add to) 1-D `out` the sum of `pieces`, formed in order and in the dtype of `out`.
 
-    One of the pieces may be `out` itself. The extra memory is a few chunks, whatever the size.
+    One of the pieces may be `out` itself. Where the sum cannot be formed in `out`, it is formed in `spare`; without
+    one in a chunk of extra memory, whatever the size.
+
+    Args:
+        out: the result.
+        pieces: the terms, of the size of `out`.
+        accumulate: add to `out` instead of replacing it.
+        spare: the first or the second of the pieces, in the dtype of `out`, if nobody needs it afterwards.
     """
     in_place = not accumulate and all(piece.data_ptr() != out.data_ptr() for piece in pieces)
-    scratch = out if in_place else torch.empty(min(SUM_CHUNK, out.numel()), dtype=out.dtype, device=CPU)
+    if in_place or spare is not None:
+        totals = (out if in_place or spare is None else spare).split(SUM_CHUNK)
+    else:
+        scratch = torch.empty(min(SUM_CHUNK, out.numel()), dtype=out.dtype, device=CPU)
+        totals = tuple(scratch[: target.numel()] for target in out.split(SUM_CHUNK))
     one_pass = len(pieces) > 1 and pieces[0].dtype == out.dtype
     chunks: Iterable[tuple[torch.Tensor, ...]] = zip(
-        out.split(SUM_CHUNK), *(piece.split(SUM_CHUNK) for piece in pieces), strict=True
+        totals, out.split(SUM_CHUNK), *(piece.split(SUM_CHUNK) for piece in pieces), strict=True
     )
-    for target, first, *others in chunks:
-        total = target if in_place else scratch[: target.numel()]
+    for total, target, first, *others in chunks:
         if one_pass:
             torch.add(first, others.pop(0), out=total)
         else:

@@ -21,6 +21,7 @@ from pathlib import Path
 
 from shardwise.comm.environment import LOOPBACK, is_loopback
 from shardwise.errors import CommandLineError, LaunchError
+from shardwise.launch.allocator import allocator_settings
 from shardwise.launch.hosts import is_this_machine
 from shardwise.launch.output import Tags
 from shardwise.launch.placement import Placement, Resources, find_devices, place
@@ -146,7 +147,7 @@ def command(job: Job, local_rank: int) -> list[str]:
 
 
 def worker_environment(job: Job, placement: Placement, env: Mapping[str, str] = os.environ) -> dict[str, str]:
-    """The launcher's own variables, with the devices, the number of threads and Gloo's interface."""
+    """The launcher's own variables, with the devices, the number of threads, Gloo's interface and the allocator."""
     variables = dict(env)
     if placement.devices is not None:
         variables["CUDA_VISIBLE_DEVICES"] = ",".join(placement.devices)
@@ -154,6 +155,8 @@ def worker_environment(job: Job, placement: Placement, env: Mapping[str, str] = 
     variables.setdefault("OMP_NUM_THREADS", str(max(1, _cores() // placement.nproc)))
     if is_loopback(job.master_addr) and any(name == "lo" for _, name in socket.if_nameindex()):
         variables.setdefault("GLOO_SOCKET_IFNAME", "lo")
+    if placement.devices is None:
+        variables.update(allocator_settings(env))
     return variables
 
 

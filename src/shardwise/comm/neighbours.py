@@ -1,0 +1,598 @@
+"""Collectives between processes of one machine, which read each other's memory.
+
+Messages through sockets copy everything twice and wake a thread at both ends for each piece. Here the ranks tell each
+other only where the data lies, through one local socket per pair; each then reads what it needs, directly from the
+peer's tensors into its own (`shardwise.comm.peermemory`). A reduction adds what it reads chunk by chunk, so that there
+is no receive buffer. Nothing is held twice, and what a rank copies is exactly what it would have received.
+
+An exchange has three events per peer: the peer's *offer* (it has launched: its data may be read), this rank's reading,
+and the peer's *receipt* (it has read this rank's data, which may change again). It is complete when every peer's offer
+has been read and every peer's receipt has come.
+
+Invariants:
+
+- A rank reads at every launch and in every wait whatever has been offered for any of its exchanges, not only for the
+  one it waits for. So ranks may wait for exchanges in different orders, and a rank that is ahead never waits for more
+  than the others' launches.
+- Once launched everywhere, an exchange is completed without any rank calling `wait()`: while something is under way, a
+  thread looks after it every few milliseconds. A rank may be elsewhere, in a barrier of the script's own, while another
+  evaluates alone.
+- Sums are formed in rank order and in the dtype of the result, as in `shardwise.comm.gloo`: the same bits.
+- The tensors of an exchange stay alive until it is complete, even if its caller has forgotten it.
+- A closed socket is a lost peer, unless nothing more is expected from it.
+
+What crosses the sockets is addresses, from processes whose number and user the kernel has vouched for.
+"""
+
+from __future__ import annotations
+
+import atexit
+import contextlib
+import json
+import os
+import secrets
+import select
+import socket
+import struct
+import sys
+import threading
+import time
+import weakref
+from collections import deque
+from collections.abc import Sequence
+from datetime import timedelta
+from pathlib import Path
+from typing import Any
+
+import torch
+import torch.distributed as dist
+
+from shardwise.comm import gloo, peermemory, wire
+from shardwise.comm.wire import CPU, Deadline, copy_into, lost, split_by_rank
+from shardwise.errors import PeerLostError, UsageError
+
+Pair = tuple[torch.Tensor, torch.Tensor]
+
+VARIABLE = "SHARDWISE_TRANSPORT"
+"""Environment variable: `messages` keeps ranks of one machine from reading each other's memory."""
+
+CHUNK = 1 << 16
+"""Elements that are read and added at a time, so that they are still in the cache when they are added."""
+
+_MEETING = timedelta(seconds=30)
+_MEETING_TAG = 1
+_LEAVING = timedelta(seconds=10)
+_LISTENING = timedelta(seconds=1)
+"""Longest sleep: what another thread could not send at once is tried again."""
+_IDLE_S = 0.02
+"""How long an offer may wait for this rank to come by, before a thread takes it. A rank in training comes by at every
+unit; only one that waits elsewhere, or computes for long, leaves anything to the thread."""
+_CARD_BYTES = 512
+_PROOF_BYTES = 32
+_HEADER = struct.Struct("<BI")
+_OFFER, _RECEIPT = 1, 2
+_MESSAGE_BYTES = 1 << 16
+_open: weakref.WeakSet[Neighbours] = weakref.WeakSet()
+
+
+class Exchange:
+    """One launched collective; what `Neighbours` returns.
+
+    Attributes:
+        op: its name, for messages.
+        tag: tells it from others.
+        rank, world: this rank's place.
+        addresses: where this rank's data begins, one number for each tensor.
+        scratch: what sums are formed in, chunk by chunk; it is kept for later exchanges.
+        unread: peers whose data is still to be read.
+        unreceipted: peers that have still to read this rank's data.
+        failure: the peer whose memory could not be read, and why.
+    """
+
+    def __init__(self, neighbours: Neighbours, op: str, tag: int) -> None:
+        self.op, self.tag = op, tag
+        self.rank, self.world = neighbours.rank, neighbours.world
+        self.addresses: list[int] = []
+        self.scratch: Sequence[torch.Tensor] = ()
+        self.unread = {peer for peer in range(self.world) if peer != self.rank}
+        self.unreceipted = set(self.unread)
+        self.failure: tuple[int, OSError] | None = None
+        self._neighbours = neighbours
+
+    @property
+    def complete(self) -> bool:
+        """Whether everything has been read by everybody."""
+        return not self.unread and not self.unreceipted
+
+    def accept(self, peer: int, process: int, addresses: Sequence[int]) -> list[int]:
+        """Read what a peer offers, now or when more has come; return the peers whose data is no longer needed."""
+        raise NotImplementedError
+
+    def wait(self) -> None:
+        """Block until the result is there and this rank's tensors are its own again; later calls do nothing.
+
+        Raises:
+            PeerLostError: a peer left, or did not answer within the group's limit.
+        """
+        self._neighbours.wait_for(self)
+
+
+class _Gather(Exchange):
+    """All-gather: each shard is read into its place."""
+
+    def __init__(self, neighbours: Neighbours, pairs: Sequence[Pair], tag: int) -> None:
+        super().__init__(neighbours, "all_gather", tag)
+        self._shards = [shard for _, shard in pairs]  # kept alive for the others
+        self._places = []
+        for full, shard in pairs:
+            if full.dtype != shard.dtype:
+                raise UsageError(f"all_gather: full is {full.dtype} and shard is {shard.dtype}; they must be the same")
+            parts = split_by_rank(full, shard, self)
+            copy_into(parts[self.rank], shard)
+            self._places.append(parts)
+        self.addresses = [shard.data_ptr() for shard in self._shards]
+
+    def accept(self, peer: int, process: int, addresses: Sequence[int]) -> list[int]:
+        """See `Exchange.accept`."""
+        for parts, address in zip(self._places, addresses, strict=True):
+            peermemory.read_tensor(process, address, parts[peer])
+        return [peer]
+
+
+class _Reduction(Exchange):
+    """Reduce-scatter: each peer's part for this rank is read and added, in rank order, once all have been offered."""
+
+    def __init__(self, neighbours: Neighbours, pairs: Sequence[Pair], tag: int, accumulate: bool) -> None:
+        super().__init__(neighbours, "reduce_scatter", tag)
+        self._accumulate = accumulate
+        self._pairs = list(pairs)
+        self._parts = [split_by_rank(full, out, self)[self.rank] for out, full in pairs]
+        for out, full in pairs:
+            if not (out.is_floating_point() and full.is_floating_point()):
+                raise UsageError(f"reduce_scatter: needs floating dtypes; found out {out.dtype} and full {full.dtype}")
+        self.addresses = [full.data_ptr() for _, full in pairs]
+        self._offers: dict[int, tuple[int, Sequence[int]]] = {}
+        # Sums that are added to something, or replace one of their terms, are formed beside it.
+        self._aside: list[bool] = []
+        pieces = sums = 0
+        for (out, full), own in zip(pairs, self._parts, strict=True):
+            aside = accumulate or own.data_ptr() == out.data_ptr()
+            self._aside.append(aside)
+            pieces = max(pieces, _chunk(out.numel(), full.dtype))
+            sums = max(sums, _chunk(out.numel(), out.dtype) if aside else 0)
+        self.scratch = neighbours.scratch(pieces, sums)
+
+    def accept(self, peer: int, process: int, addresses: Sequence[int]) -> list[int]:
+        """See `Exchange.accept`."""
+        self._offers[peer] = (process, addresses)
+        if len(self._offers) < self.world - 1:
+            return []
+        for number in range(len(self._pairs)):
+            self._add_up(number)
+        return list(self._offers)
+
+    def _add_up(self, number: int) -> None:
+        """Form one sum."""
+        (out, full), own = self._pairs[number], self._parts[number]
+        size = min(CHUNK, out.numel())
+        piece, sums = self.scratch[0].view(full.dtype)[:size], self.scratch[1].view(out.dtype)[:size]
+        for start in range(0, out.numel(), CHUNK):
+            target = out[start : start + CHUNK]
+            total = sums[: target.numel()] if self._aside[number] else target
+            self._sum_chunk(number, start, total, own[start : start + CHUNK], piece[: target.numel()])
+            if self._accumulate:
+                target.add_(total)
+            elif self._aside[number]:
+                target.copy_(total)
+
+    def _sum_chunk(self, number: int, start: int, total: torch.Tensor, own: torch.Tensor, piece: torch.Tensor) -> None:
+        first: torch.Tensor | None = None
+        for rank in range(self.world):
+            term = own
+            if rank != self.rank:
+                # The first term is read to where the sum will be, unless it has another dtype.
+                term = total if rank == 0 and total.dtype == piece.dtype else piece
+                process, addresses = self._offers[rank]
+                offset = (self.rank * self._pairs[number][0].numel() + start) * piece.element_size()
+                peermemory.read_tensor(process, addresses[number] + offset, term)
+            if rank == 0 and total.dtype == term.dtype:
+                first = term
+            elif rank == 0:
+                total.copy_(term)
+            elif first is not None:
+                torch.add(first, term, out=total)
+                first = None
+            else:
+                total.add_(term)
+
+
+def _chunk(numel: int, dtype: torch.dtype) -> int:
+    """Return the bytes of a chunk of a tensor, a multiple of the largest element."""
+    size = min(CHUNK, numel) * dtype.itemsize
+    return size + -size % torch.float64.itemsize
+
+
+class Neighbours:
+    """The other ranks of a group whose memory this process can read, and the exchanges that are under way with them.
+
+    Args:
+        group: the ranks; its limit holds for each exchange.
+        processes: number of each rank's process.
+        sockets: one to each other rank.
+    """
+
+    def __init__(self, group: dist.ProcessGroup, processes: Sequence[int], sockets: dict[int, socket.socket]) -> None:
+        self.rank, self.world = dist.get_rank(group), dist.get_world_size(group)
+        self._group = group
+        self._processes = list(processes)
+        self._sockets = sockets
+        self._peer_of = {connection.fileno(): peer for peer, connection in sockets.items()}
+        self._poll = select.poll()
+        for descriptor, connection in ((c.fileno(), c) for c in sockets.values()):
+            connection.setblocking(False)
+            self._poll.register(descriptor, select.POLLIN)
+        self._changed = threading.Condition()
+        self._polling = False
+        self._under_way: dict[int, Exchange] = {}
+        self._early: dict[int, dict[int, Sequence[int]]] = {}
+        self._unsent: dict[int, deque[bytes]] = {peer: deque() for peer in sockets}
+        self._gone: set[int] = set()
+        self._failure: PeerLostError | None = None
+        self._scratch = [torch.empty(0, dtype=torch.uint8, device=CPU) for _ in range(2)]
+        self._busy = threading.Event()
+        weakref.finalize(self, self._busy.set)
+        self._thread = threading.Thread(
+            target=_serve_idle, args=(weakref.ref(self), self._busy), name="shardwise-neighbours", daemon=True
+        )
+        self._thread.start()
+        _open.add(self)
+        atexit.unregister(_settle_all)
+        atexit.register(_settle_all)
+
+    def all_gather(self, pairs: Sequence[Pair], tag: int) -> Exchange:
+        """As `shardwise.comm.gloo.all_gather`."""
+        return self._launch(_Gather(self, pairs, tag))
+
+    def reduce_scatter(self, pairs: Sequence[Pair], tag: int, accumulate: bool = False) -> Exchange:
+        """As `shardwise.comm.gloo.reduce_scatter`."""
+        return self._launch(_Reduction(self, pairs, tag, accumulate))
+
+    def scratch(self, pieces: int, sums: int) -> list[torch.Tensor]:
+        """Return memory for chunks that are read and added up, of at least so many bytes.
+
+        It is kept: made anew each time, it would break up the space of units that have been freed.
+        """
+        for number, size in enumerate((pieces, sums)):
+            if self._scratch[number].numel() < size:
+                self._scratch[number] = torch.empty(size, dtype=torch.uint8, device=CPU)
+        return list(self._scratch)
+
+    def _launch(self, exchange: Exchange) -> Exchange:
+        if self._failure is not None:
+            raise self._failure
+        with self._changed:
+            self._under_way[exchange.tag] = exchange
+            self._busy.set()
+            offer = _HEADER.pack(_OFFER, exchange.tag)
+            offer += struct.pack(f"<{len(exchange.addresses)}Q", *exchange.addresses)
+            # Not all ranks begin with rank 0.
+            for step in range(1, self.world):
+                self._send((self.rank + step) % self.world, offer)
+            for peer, addresses in self._early.pop(exchange.tag, {}).items():
+                self._accept(exchange, peer, addresses)
+            if not self._polling:  # else another thread is about to read
+                self._read()
+        return exchange
+
+    def wait_for(self, exchange: Exchange) -> None:
+        """Block until an exchange is complete, and read meanwhile whatever else is offered."""
+        deadline = wire.deadline_of(self._group)
+        with self._changed:
+            while not exchange.complete:
+                if self._failure is not None:
+                    raise self._failure
+                if not self._polling:
+                    self._read()
+                if self._still_possible(exchange, deadline):
+                    if self._polling:  # one thread listens for all
+                        self._changed.wait(_LISTENING.total_seconds())
+                    else:
+                        self._listen(deadline)
+
+    def _still_possible(self, exchange: Exchange, deadline: Deadline) -> bool:
+        """Return whether an exchange has still to be waited for; raise if that is no use, or too late."""
+        if exchange.complete:
+            return False
+        limit: timedelta | None = None
+        missing = sorted((exchange.unread | exchange.unreceipted) & self._gone)
+        if exchange.failure is not None:
+            peer, cause = exchange.failure
+        elif missing:
+            peer, cause = missing[0], ConnectionResetError("the process has closed its local socket")
+        elif deadline.over():
+            # Who has not launched is nearer to the cause than who has not read.
+            peer, cause = min(exchange.unread or exchange.unreceipted), TimeoutError("the limit is over")
+            limit = deadline.limit
+        else:
+            return True
+        self._failure = lost(exchange.op, exchange.tag, self.rank, self.world, peer, limit)
+        self._failure.__cause__ = cause
+        self._disconnect()  # so that the others do not wait for what will not come
+        raise self._failure
+
+    def _listen(self, deadline: Deadline) -> None:
+        """Block until something arrives, with the lock given back meanwhile."""
+        limit = min(deadline.left() or _LISTENING, _LISTENING)
+        self._polling = True
+        self._changed.release()
+        try:
+            self._poll.poll(limit.total_seconds() * 1e3)
+        finally:
+            self._changed.acquire()
+            self._polling = False
+            self._changed.notify_all()
+        self._read()
+
+    def _read(self) -> None:
+        """Take all messages that have arrived, and send what could not be sent before."""
+        if any(self._unsent.values()):
+            for peer in list(self._unsent):
+                self._flush(peer)
+        for descriptor, _ in self._poll.poll(0):
+            peer = self._peer_of[descriptor]
+            while (message := self._message(peer)) is not None:
+                kind, tag = _HEADER.unpack_from(message)
+                exchange = self._under_way.get(tag)
+                if kind == _RECEIPT:
+                    if exchange is not None:
+                        exchange.unreceipted.discard(peer)
+                        self._retire(exchange)
+                    continue
+                addresses = struct.unpack_from(f"<{(len(message) - _HEADER.size) // 8}Q", message, _HEADER.size)
+                if exchange is None:
+                    self._early.setdefault(tag, {})[peer] = addresses
+                else:
+                    self._accept(exchange, peer, addresses)
+
+    def _message(self, peer: int) -> bytes | None:
+        """Return the next message of a peer, or None if there is none (any more)."""
+        try:
+            message = self._sockets[peer].recv(_MESSAGE_BYTES)
+        except BlockingIOError:
+            return None
+        except OSError:
+            message = b""
+        if not message:
+            self._lose(peer)
+            return None
+        return message
+
+    def _lose(self, peer: int) -> None:
+        if peer not in self._gone:
+            self._gone.add(peer)
+            self._poll.unregister(self._sockets[peer].fileno())
+            self._unsent[peer].clear()
+
+    def _accept(self, exchange: Exchange, peer: int, addresses: Sequence[int]) -> None:
+        try:
+            read = exchange.accept(peer, self._processes[peer], addresses)
+        except OSError as error:
+            exchange.failure = (peer, error)  # it has ended between its offer and now; whoever waits is told
+            return
+        receipt = _HEADER.pack(_RECEIPT, exchange.tag)
+        for reader in read:
+            exchange.unread.discard(reader)
+            self._send(reader, receipt)
+        self._retire(exchange)
+
+    def _retire(self, exchange: Exchange) -> None:
+        if exchange.complete and self._under_way.get(exchange.tag) is exchange:
+            del self._under_way[exchange.tag]
+
+    def _send(self, peer: int, message: bytes) -> None:
+        if peer not in self._gone:
+            self._unsent[peer].append(message)
+            self._flush(peer)
+
+    def _flush(self, peer: int) -> None:
+        waiting = self._unsent[peer]
+        while waiting:
+            try:
+                self._sockets[peer].send(waiting[0])
+            except BlockingIOError:
+                break
+            except OSError:
+                waiting.clear()  # it has gone; what it had sent before can still be read
+                break
+            else:
+                waiting.popleft()
+        interest = select.POLLIN | (select.POLLOUT if waiting else 0)
+        if peer not in self._gone and not self._polling:
+            self._poll.modify(self._sockets[peer].fileno(), interest)
+
+    def serve(self) -> bool:
+        """Read what has been offered, unless another thread does; return whether this has to be done again."""
+        if not self._changed.acquire(blocking=False):
+            return True
+        try:
+            if not self._polling:
+                self._read()
+            if not self._under_way:
+                self._busy.clear()
+            return bool(self._sockets)
+        finally:
+            self._changed.release()
+
+    def settle(self, limit: timedelta) -> None:
+        """Let the others finish reading what this rank has launched, as far as they do so within a limit."""
+        deadline = Deadline(limit)
+        with self._changed:
+            while any(e.unreceipted - self._gone for e in self._under_way.values()) and not deadline.over():
+                self._read()
+                if any(e.unreceipted - self._gone for e in self._under_way.values()):
+                    self._listen(deadline)
+
+    def _disconnect(self) -> None:
+        for peer in list(self._sockets):
+            self._lose(peer)
+            self._sockets.pop(peer).close()
+
+    def close(self) -> None:
+        """Leave: whoever waits for this rank from now on is told that it has gone."""
+        with self._changed:
+            self._disconnect()
+            self._under_way, self._early = {}, {}
+        self._busy.set()  # so that the thread sees it
+        self._thread.join()
+        _open.discard(self)
+
+
+def _serve_idle(reference: weakref.ref[Neighbours], busy: threading.Event) -> None:
+    """Serve the peers of a rank that is elsewhere, now and then as long as something is under way."""
+    going_on = True
+    while going_on:
+        busy.wait()
+        time.sleep(_IDLE_S)
+        neighbours = reference()
+        going_on = neighbours is not None and neighbours.serve()
+        del neighbours
+
+
+def meet(group: dist.ProcessGroup) -> tuple[Neighbours | None, str]:
+    """Connect the ranks of a Gloo group if all are on one machine and may read each other (all ranks call).
+
+    Returns:
+        The connections, or None and the reason.
+
+    Raises:
+        UsageError: SHARDWISE_TRANSPORT asks for memory, which is not possible, or for something unknown.
+    """
+    wish = os.environ.get(VARIABLE, "")
+    found, reason = _meet(group, wanted=wish in ("", "memory"))
+    if wish not in ("", "memory", "messages"):
+        raise UsageError(f'{VARIABLE}={wish!r} is not known; use "memory", "messages", or leave it unset')
+    if found is None and wish == "memory":
+        raise UsageError(f"{VARIABLE}=memory, but the ranks cannot read each other's memory: {reason}")
+    return found, reason
+
+
+def _meet(group: dist.ProcessGroup, *, wanted: bool) -> tuple[Neighbours | None, str]:
+    rank, world = dist.get_rank(group), dist.get_world_size(group)
+    with contextlib.ExitStack() as until_met:
+        proof = torch.tensor(list(secrets.token_bytes(_PROOF_BYTES)), dtype=torch.uint8, device=CPU)
+        listener = _listener(world) if wanted and peermemory.supported() else None
+        card: dict[str, Any] = {}
+        if listener is not None:
+            until_met.enter_context(listener)
+            peermemory.allow_siblings()
+            card = {
+                "machine": _machine(),
+                "process": os.getpid(),
+                "socket": listener.getsockname().decode("latin-1"),
+                "address": proof.data_ptr(),
+                "proof": bytes(proof.tolist()).hex(),
+            }
+        cards = _exchange_cards(group, card)
+        if not all(cards):
+            return None, f"{VARIABLE}=messages, or the system has no process_vm_readv or no Unix sockets"
+        if len({card["machine"] for card in cards}) > 1:
+            return None, "they are on several machines or in several containers"
+        if not _all_agree(group, all(_readable(card) for card in cards)):
+            return None, "the system does not allow it (ptrace restrictions or a seccomp filter)"
+        assert listener is not None
+        sockets = _connect(rank, cards, listener)
+        if not _all_agree(group, sockets is not None):
+            for connection in (sockets or {}).values():
+                connection.close()
+            return None, "not all of them could connect to each other"
+        assert sockets is not None
+        return Neighbours(group, [card["process"] for card in cards], sockets), ""
+
+
+def _machine() -> str:
+    """Return what tells machines apart, and containers whose processes or sockets cannot see each other."""
+    boot = Path("/proc/sys/kernel/random/boot_id").read_text().strip()
+    return " ".join([boot, *(os.readlink(f"/proc/self/ns/{kind}") for kind in ("pid", "net"))])
+
+
+def _listener(world: int) -> socket.socket | None:
+    """Return a socket for the others under a name that the kernel makes up and forgets with it."""
+    try:
+        listener = socket.socket(socket.AF_UNIX, socket.SOCK_SEQPACKET)
+        listener.bind("")  # an unused name of the abstract namespace
+        listener.listen(world)
+    except (OSError, AttributeError):
+        return None
+    return listener
+
+
+def _exchange_cards(group: dist.ProcessGroup, card: dict[str, Any]) -> list[dict[str, Any]]:
+    text = json.dumps(card).encode()
+    assert len(text) <= _CARD_BYTES, text
+    own = torch.zeros(_CARD_BYTES, dtype=torch.uint8, device=CPU)
+    own[: len(text)] = torch.tensor(list(text), dtype=torch.uint8, device=CPU)
+    world = dist.get_world_size(group)
+    rows = torch.zeros(world * _CARD_BYTES, dtype=torch.uint8, device=CPU)
+    gloo.all_gather([(rows, own)], group, _MEETING_TAG).wait()
+    return [json.loads(bytes(row.tolist()).rstrip(b"\0")) for row in rows.view(world, -1)]
+
+
+def _all_agree(group: dist.ProcessGroup, here: bool) -> bool:
+    count = torch.tensor([int(here)], dtype=torch.int64, device=CPU)
+    gloo.all_reduce_ordered(count, group, _MEETING_TAG).wait()
+    return int(count.item()) == dist.get_world_size(group)
+
+
+def _readable(card: dict[str, Any]) -> bool:
+    """Whether the memory at the place that a rank has named holds what it should."""
+    seen = torch.zeros(_PROOF_BYTES, dtype=torch.uint8, device=CPU)
+    try:
+        peermemory.read_tensor(card["process"], card["address"], seen)
+    except OSError:
+        return False
+    return bytes(seen.tolist()).hex() == card["proof"]
+
+
+def _connect(rank: int, cards: Sequence[dict[str, Any]], listener: socket.socket) -> dict[int, socket.socket] | None:
+    """Return a socket to each other rank, or None: it connects to those below and is called by those above."""
+    found: dict[int, socket.socket] = {}
+    try:
+        for peer in range(rank):
+            connection = socket.socket(socket.AF_UNIX, socket.SOCK_SEQPACKET)
+            found[peer] = connection
+            connection.settimeout(_MEETING.total_seconds())
+            connection.connect(cards[peer]["socket"].encode("latin-1"))
+            _vouch(connection, cards[peer]["process"])
+            connection.send(struct.pack("<I", rank))
+        listener.settimeout(_MEETING.total_seconds())
+        while len(found) < len(cards) - 1:
+            connection, _ = listener.accept()
+            connection.settimeout(_MEETING.total_seconds())
+            (peer,) = struct.unpack("<I", connection.recv(4))
+            _vouch(connection, cards[peer]["process"])
+            found[peer] = connection
+    except (OSError, struct.error, IndexError):
+        for connection in found.values():
+            connection.close()
+        return None
+    return found
+
+
+def _vouch(connection: socket.socket, process: int) -> None:
+    """Ask the kernel whether a connection leads to the process it should, of this user.
+
+    Raises:
+        OSError: it does not.
+    """
+    credentials = struct.Struct("3i")
+    other, user, _ = credentials.unpack(connection.getsockopt(socket.SOL_SOCKET, socket.SO_PEERCRED, credentials.size))
+    if (other, user) != (process, os.getuid()):
+        raise PermissionError(f"process {other} of user {user} instead of {process} of {os.getuid()}")
+
+
+def _settle_all() -> None:
+    # After an exception that nobody has caught the peers must see this process gone, and it does not linger.
+    if getattr(sys, "last_value", None) is None:
+        for neighbours in list(_open):
+            neighbours.settle(_LEAVING)
+            neighbours.close()

@@ -1,0 +1,396 @@
+"""Exchanges through each other's memory: values and bits, whose turn it is, and what happens when a rank is gone."""
+
+from __future__ import annotations
+
+import gc
+import os
+import socket
+import subprocess
+import sys
+import threading
+import time
+import weakref
+from datetime import timedelta
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+import torch.distributed as dist
+from hypothesis import given, settings
+from hypothesis import strategies as st
+
+import shardwise
+from shardwise.comm import gloo, neighbours, peermemory
+from shardwise.comm.communicator import Communicator
+from shardwise.comm.ledger import Ledger
+from shardwise.errors import PeerLostError, UsageError
+from tests.comm.test_gloo import COPIED, SIZES, SUMMED, same_bits, values
+from tests.harness import RankFailure, run_ranks
+
+CPU = torch.device("cpu")
+
+
+def possible() -> bool:
+    comm = Communicator(None, Ledger(), CPU)
+    found = comm.reads_peers
+    comm.destroy()
+    return found
+
+
+@pytest.fixture(scope="module", autouse=True)
+def _allowed_here() -> None:
+    if not all(run_ranks(possible, 2)):
+        pytest.skip("the system does not let processes read each other's memory")
+
+
+def communicator() -> Communicator:
+    comm = Communicator(None, Ledger(), CPU)
+    assert comm.reads_peers
+    return comm
+
+
+# -- values ------------------------------------------------------------------------------------------------------------
+
+
+def gather(layout: list[tuple[int, torch.dtype]], in_place: bool) -> list[torch.Tensor]:
+    comm = communicator()
+    pairs = []
+    for salt, (size, dtype) in enumerate(layout):
+        full, shard = torch.zeros(comm.world * size, dtype=dtype), values(comm.rank, size, dtype, salt)
+        if in_place:
+            shard = full[comm.rank * size : (comm.rank + 1) * size].copy_(shard)
+        pairs.append((full, shard))
+    comm.all_gather(pairs, "test").wait()
+    comm.destroy()
+    return [full for full, _ in pairs]
+
+
+@settings(max_examples=20)
+@given(
+    world=st.integers(2, 4),
+    layout=st.lists(st.tuples(st.sampled_from(SIZES), st.sampled_from(COPIED)), max_size=4),
+    in_place=st.booleans(),
+)
+def test_all_gather_equals_concatenation(world: int, layout: list[tuple[int, torch.dtype]], in_place: bool) -> None:
+    results = run_ranks(gather, world, layout, in_place)
+    for salt, (size, dtype) in enumerate(layout):
+        expected = torch.cat([values(rank, size, dtype, salt) for rank in range(world)])
+        assert all(same_bits(result[salt], expected) for result in results)
+
+
+def reduce_both_ways(
+    layout: list[tuple[int, torch.dtype, torch.dtype]], accumulate: bool, own: bool
+) -> list[tuple[torch.Tensor, torch.Tensor]]:
+    """Return what memory and messages give for the same pairs."""
+    comm = communicator()
+    results: list[list[torch.Tensor]] = []
+    for way in ("memory", "messages"):
+        pairs = []
+        for salt, (size, dtype, out_dtype) in enumerate(layout):
+            full = values(comm.rank, comm.world * size, dtype, salt)
+            out = values(comm.rank, size, out_dtype, salt + 7)
+            if own and dtype == out_dtype:
+                out = full[comm.rank * size : (comm.rank + 1) * size]
+            pairs.append((out, full))
+        if way == "memory":
+            comm.reduce_scatter(pairs, "test", accumulate=accumulate).wait()
+        else:
+            assert dist.group.WORLD is not None
+            gloo.reduce_scatter(pairs, dist.group.WORLD, 3, accumulate).wait()
+        results.append([out for out, _ in pairs])
+    comm.destroy()
+    return list(zip(*results, strict=True))
+
+
+@settings(max_examples=20)
+@given(
+    world=st.integers(2, 4),
+    layout=st.lists(
+        st.tuples(
+            st.sampled_from([*SIZES, neighbours.CHUNK + 1]),
+            st.sampled_from(SUMMED),
+            st.sampled_from([torch.float32, torch.float64]),
+        ),
+        max_size=3,
+    ),
+    accumulate=st.booleans(),
+    own=st.booleans(),
+)
+def test_reduce_scatter_has_the_bits_of_that_through_messages(
+    world: int, layout: list[tuple[int, torch.dtype, torch.dtype]], accumulate: bool, own: bool
+) -> None:
+    for pairs in run_ranks(reduce_both_ways, world, layout, accumulate, own):
+        for through_memory, through_messages in pairs:
+            assert same_bits(through_memory, through_messages)
+
+
+# -- whose turn it is --------------------------------------------------------------------------------------------------
+
+
+def waits_in_other_orders() -> list[torch.Tensor]:
+    comm = communicator()
+    fulls = [torch.zeros(comm.world * 5) for _ in range(6)]
+    handles = [
+        comm.all_gather([(full, torch.full((5,), 10.0 * n + comm.rank))], f"{n}") for n, full in enumerate(fulls)
+    ]
+    generator = torch.Generator().manual_seed(comm.rank)
+    for n in torch.randperm(6, generator=generator).tolist():
+        handles[n].wait()
+        handles[n].wait()
+    comm.destroy()
+    return fulls
+
+
+def test_ranks_may_wait_in_different_orders() -> None:
+    for fulls in run_ranks(waits_in_other_orders, 3):
+        for n, full in enumerate(fulls):
+            assert full.tolist() == [10.0 * n + rank for rank in range(3) for _ in range(5)]
+
+
+def overwritten_after_wait() -> list[float]:
+    comm = communicator()
+    shard, full = torch.full((1000,), float(comm.rank)), torch.zeros(2000)
+    gradient, out = torch.full((2000,), 1.0 + comm.rank), torch.zeros(1000)
+    handles = [comm.all_gather([(full, shard)], "gather"), comm.reduce_scatter([(out, gradient)], "reduce")]
+    if comm.rank == 1:
+        time.sleep(0.5)
+    for handle in handles:
+        handle.wait()
+    shard.fill_(-1)
+    gradient.fill_(-1)
+    comm.barrier()
+    comm.destroy()
+    return [full.sum().item(), out.sum().item()]
+
+
+def test_a_wait_ends_when_the_peers_have_read() -> None:
+    assert run_ranks(overwritten_after_wait, 2) == [[1000.0, 3000.0]] * 2
+
+
+def forgotten() -> float:
+    comm = communicator()
+    for n in range(20):
+        # Nobody holds tensors or handles any more when the slower rank reads.
+        comm.all_gather([(torch.zeros(2 * 50_000), torch.full((50_000,), float(n)))], f"{n}")
+        gc.collect()
+        if comm.rank == 1:
+            time.sleep(0.01)
+    full = torch.zeros(2)
+    comm.all_gather([(full, torch.full((1,), 1.0 + comm.rank))], "last").wait()
+    comm.destroy()
+    return full.sum().item()
+
+
+def test_a_forgotten_exchange_is_completed() -> None:
+    assert run_ranks(forgotten, 2) == [3.0, 3.0]
+
+
+def many_at_once(count: int) -> bool:
+    comm = communicator()
+    if comm.rank == 1:
+        time.sleep(0.5)  # the sockets of the others fill up
+    fulls = [torch.zeros(2) for _ in range(count)]
+    handles = [comm.all_gather([(full, torch.full((1,), n + 0.5))], f"{n}") for n, full in enumerate(fulls)]
+    for handle in handles:
+        handle.wait()
+    comm.destroy()
+    return all(full.tolist() == [n + 0.5] * 2 for n, full in enumerate(fulls))
+
+
+def test_more_exchanges_than_a_socket_holds() -> None:
+    assert run_ranks(many_at_once, 2, 3000) == [True, True]
+
+
+def launched_by_a_thread() -> list[float]:
+    comm = communicator()
+    first, second = torch.zeros(2), torch.zeros(2)
+    handle = comm.all_gather([(first, torch.ones(1))], "first") if comm.rank == 0 else None
+    helper = threading.Thread(
+        target=lambda: (time.sleep(0.3), comm.all_gather([(second, torch.ones(1))], "second", "replicate").wait())
+    )
+    helper.start()
+    if handle is None:
+        time.sleep(0.6)  # rank 0 waits meanwhile, and its thread has launched the second
+        handle = comm.all_gather([(first, torch.ones(1))], "first")
+    handle.wait()
+    helper.join()
+    comm.destroy()
+    return first.tolist() + second.tolist()
+
+
+def test_another_thread_launches_while_one_waits() -> None:
+    assert run_ranks(launched_by_a_thread, 2) == [[1.0] * 4] * 2
+
+
+def one_is_elsewhere(stage: int) -> float:
+    torch.manual_seed(0)
+    model = torch.nn.Sequential(torch.nn.Linear(64, 64), torch.nn.ReLU(), torch.nn.Linear(64, 1))
+    config = {
+        "train_micro_batch_size_per_gpu": 2,
+        "optimizer": {"type": "AdamW"},
+        "zero_optimization": {"stage": stage},
+    }
+    engine, *_ = shardwise.initialize(model=model, config=config)
+    engine.backward(engine(torch.ones(2, 64)).sum())
+    engine.step()
+    # Updated parameters are on their way. Rank 0 uses them, while the others wait in the script's own barrier.
+    loss = engine(torch.ones(2, 64)).sum().item() if dist.get_rank() == 0 else 0.0
+    dist.barrier()
+    rest = engine(torch.ones(2, 64)).sum().item()
+    engine.destroy()
+    return rest - loss if dist.get_rank() == 0 else 0.0
+
+
+@pytest.mark.parametrize("stage", [0, 1, 2])
+def test_one_rank_evaluates_while_the_others_wait_elsewhere(stage: int) -> None:
+    begun = time.monotonic()
+    assert run_ranks(one_is_elsewhere, 3, stage) == [0.0] * 3
+    assert time.monotonic() - begun < 60
+
+
+def abandoned() -> bool:
+    comm = communicator()
+    reference, thread = weakref.ref(comm._neighbours), comm._neighbours._thread
+    comm._neighbours = None
+    comm.destroy()
+    del comm
+    gc.collect()
+    thread.join(5)
+    return reference() is None and not thread.is_alive()
+
+
+def test_nothing_is_left_of_a_communicator_that_nobody_has_closed() -> None:
+    assert run_ranks(abandoned, 2) == [True, True]
+
+
+# -- missing ranks -----------------------------------------------------------------------------------------------------
+
+
+def left_alone(how: str) -> None:
+    comm = communicator()
+    comm.barrier()
+    if comm.rank == 1:
+        if how == "destroys":
+            comm.destroy()
+            time.sleep(1)
+            return
+        os._exit(3)
+    begun = time.monotonic()
+    try:
+        comm.all_gather([(torch.zeros(2), torch.ones(1))], "lonely").wait()
+    finally:
+        assert time.monotonic() - begun < 20
+
+
+@pytest.mark.parametrize(
+    ("how", "told"), [("destroys", "lost rank 1 in all_gather 'lonely'"), ("dies", r"ranks \[0\] failed afterwards")]
+)
+def test_a_rank_that_has_gone_is_noticed_at_once(how: str, told: str) -> None:
+    with pytest.raises(RankFailure, match=told):
+        run_ranks(left_alone, 2, how)
+
+
+def late(limit: float) -> str:
+    dist.init_process_group("gloo", timeout=timedelta(seconds=limit))
+    comm = communicator()
+    comm.barrier()
+    message = ""
+    if comm.rank == 0:
+        with pytest.raises(PeerLostError) as caught:
+            comm.reduce_scatter([(torch.zeros(1), torch.ones(2))], "early").wait()
+        message = str(caught.value)
+    else:
+        time.sleep(limit + 2)
+    comm.destroy()
+    return message
+
+
+def test_the_groups_limit_holds() -> None:
+    message = run_ranks(late, 2, 1.5, init=False)[0]
+    assert "reduce_scatter 'early'" in message
+    assert "rank 1" in message
+
+
+ENDS = """
+import sys, time, torch, shardwise
+from shardwise.comm.communicator import Communicator
+from shardwise.comm.ledger import Ledger
+shardwise.init_distributed()
+comm = Communicator(None, Ledger(), torch.device("cpu"))
+full = torch.zeros(2 * 100_000)
+handle = comm.all_gather([(full, torch.full((100_000,), 1.0 + comm.rank))], "last")
+if comm.rank == 0:
+    time.sleep(1.5)
+    handle.wait()
+    print("sum", int(full.sum().item()))
+"""
+
+
+def test_a_script_that_ends_lets_the_others_read(tmp_path: Path) -> None:
+    script = tmp_path / "ends.py"
+    script.write_text(ENDS)
+    command = [sys.executable, "-m", "shardwise.launch", "run", "--nproc", "2", "--no_local_rank", str(script)]
+    done = subprocess.run(command, capture_output=True, text=True, timeout=100)
+    assert done.returncode == 0, done.stderr
+    assert "sum 300000" in done.stdout
+
+
+# -- meeting -----------------------------------------------------------------------------------------------------------
+
+
+def used(wish: str, refusing: bool) -> tuple[bool, str]:
+    before = peermemory.read
+    comm = None
+    try:
+        os.environ[neighbours.VARIABLE] = wish
+        if refusing and dist.get_rank() == 1:
+
+            def refuse(*_: Any) -> None:
+                raise PermissionError("not allowed")
+
+            peermemory.read = refuse  # type: ignore[assignment]
+        comm = Communicator(None, Ledger(), CPU)
+        out = torch.zeros(2)
+        comm.reduce_scatter([(out, torch.ones(2 * comm.world))], "works").wait()
+        assert out.tolist() == [comm.world] * 2
+        return comm.reads_peers, ""
+    except UsageError as error:
+        return False, str(error)
+    finally:
+        peermemory.read = before
+        del os.environ[neighbours.VARIABLE]
+        if comm is not None:
+            comm.destroy()
+
+
+@pytest.mark.parametrize(
+    ("wish", "refusing", "memory"),
+    [("", False, True), ("memory", False, True), ("messages", False, False), ("", True, False)],
+)
+def test_what_is_used(wish: str, refusing: bool, memory: bool) -> None:
+    assert run_ranks(used, 3, wish, refusing) == [(memory, "")] * 3
+
+
+def test_a_wish_that_cannot_be_met_is_an_error_on_all_ranks() -> None:
+    for memory, message in run_ranks(used, 2, "memory", True):
+        assert not memory
+        assert "SHARDWISE_TRANSPORT=memory, but the ranks cannot read each other's memory: the system does" in message
+
+
+def test_an_unknown_wish_is_an_error() -> None:
+    for _, message in run_ranks(used, 2, "memroy", False):
+        assert "SHARDWISE_TRANSPORT='memroy' is not known" in message
+
+
+def test_a_stranger_is_not_let_in() -> None:
+    ours, theirs = socket.socketpair(socket.AF_UNIX, socket.SOCK_SEQPACKET)
+    neighbours._vouch(ours, os.getpid())
+    with pytest.raises(PermissionError, match=f"process {os.getpid()} of user"):
+        neighbours._vouch(theirs, os.getpid() + 1)
+
+
+def test_reading_where_nothing_is_raises() -> None:
+    target = torch.zeros(4)
+    with pytest.raises(OSError, match="reading 16 bytes of process"):
+        peermemory.read_tensor(os.getpid(), 8, target)
