@@ -274,7 +274,7 @@ def hollow(path: str, stage: int) -> tuple[bool, int]:
         settings = {
             "train_micro_batch_size_per_gpu": 2,
             "optimizer": {"type": "Adam", "params": {"lr": 0.1}},
-            "zero_optimization": {"stage": stage},
+            "zero_optimization": {"stage": stage, "stage3_param_persistence_threshold": 0},
         }
         return shardwise.initialize(model=Hollow(seed), config=settings)[0]
 

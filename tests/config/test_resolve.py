@@ -72,7 +72,7 @@ def test_autos_of_a_trainer_are_filled_from_facts() -> None:
     zero = config.zero_optimization
     assert zero.reduce_bucket_size == 500_000_000
     assert zero.stage3_prefetch_bucket_size is None
-    assert zero.stage3_param_persistence_threshold == 0
+    assert zero.stage3_param_persistence_threshold is None
     assert config.steps_per_print is None
 
 

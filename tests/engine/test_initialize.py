@@ -44,7 +44,7 @@ def single_process(what: str) -> dict[str, Any]:
         os.environ.pop(name, None)
     model = net()
     before = [p.detach().clone() for p in model.parameters()]
-    config: dict[str, Any] = dict(CONFIG, zero_optimization={"stage": 3})
+    config: dict[str, Any] = dict(CONFIG, zero_optimization={"stage": 3, "stage3_param_persistence_threshold": 0})
     kwargs: dict[str, Any] = {"config": config}
     if what == "instance":
         kwargs["optimizer"] = torch.optim.SGD(model.parameters(), lr=0.1)
@@ -135,7 +135,11 @@ def on_half_of_the_ranks() -> tuple[int, float]:
             return groups[rank // 2]
 
     model = net()
-    engine, *_ = shardwise.initialize(model=model, config=dict(CONFIG, zero_optimization={"stage": 3}), mpu=Unit())
+    engine, *_ = shardwise.initialize(
+        model=model,
+        config=dict(CONFIG, zero_optimization={"stage": 3, "stage3_param_persistence_threshold": 0}),
+        mpu=Unit(),
+    )
     for step in range(2):
         x = torch.randn(2, 5, generator=torch.Generator().manual_seed(step + 10 * (rank // 2)))
         engine.backward(engine(x).square().mean())
@@ -157,7 +161,9 @@ def test_an_mpu_names_the_ranks_that_share_the_data() -> None:
 
 def wrapped_twice() -> tuple[bool, float, float]:
     model = net()
-    first, *_ = shardwise.initialize(model=model, config=dict(CONFIG, zero_optimization={"stage": 3}))
+    first, *_ = shardwise.initialize(
+        model=model, config=dict(CONFIG, zero_optimization={"stage": 3, "stage3_param_persistence_threshold": 0})
+    )
     train(first, 1)
     with shardwise.zero.GatheredParameters(list(model.parameters())):
         before = sum(float(p.detach().sum()) for p in model.parameters())
@@ -193,7 +199,10 @@ def evaluated_only() -> tuple[Any, torch.Size, str]:
     engine, optimizer, _, _ = shardwise.initialize(
         model=model,
         model_parameters=[],
-        config={"train_micro_batch_size_per_gpu": 1, "zero_optimization": {"stage": 3}},
+        config={
+            "train_micro_batch_size_per_gpu": 1,
+            "zero_optimization": {"stage": 3, "stage3_param_persistence_threshold": 0},
+        },
     )
     with torch.no_grad():
         shape = engine(torch.ones(1, 5)).shape
@@ -295,7 +304,11 @@ def frozen_teacher() -> tuple[bool, int, str]:
     plain = nn.Sequential(*(nn.Linear(5, 5) for _ in range(4)))
     plain.load_state_dict(model.state_dict())
     engine, *_ = shardwise.initialize(
-        model=model, config={"train_micro_batch_size_per_gpu": 1, "zero_optimization": {"stage": 3}}
+        model=model,
+        config={
+            "train_micro_batch_size_per_gpu": 1,
+            "zero_optimization": {"stage": 3, "stage3_param_persistence_threshold": 0},
+        },
     )
     x, y = (torch.ones(1, 5, requires_grad=True) for _ in range(2))
     for _ in range(2):

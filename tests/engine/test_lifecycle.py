@@ -16,7 +16,7 @@ from tests.harness import run_ranks
 def begin(model: nn.Module, stage: int) -> Any:
     config = {
         "train_micro_batch_size_per_gpu": 2,
-        "zero_optimization": {"stage": stage},
+        "zero_optimization": {"stage": stage, "stage3_param_persistence_threshold": 0},
         "optimizer": {"type": "SGD", "params": {"lr": 0.1}},
     }
     return shardwise.initialize(model=model, config=config)[0]

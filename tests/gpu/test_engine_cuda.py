@@ -15,7 +15,7 @@ def train(stage: int, precision: str) -> dict[str, torch.Tensor]:
     config = {
         "train_micro_batch_size_per_gpu": 4,
         "gradient_clipping": 1.0,
-        "zero_optimization": {"stage": stage},
+        "zero_optimization": {"stage": stage, "stage3_param_persistence_threshold": 0},
         "optimizer": {"type": "AdamW", "params": {"lr": 1e-2}},
     }
     if precision != "fp32":

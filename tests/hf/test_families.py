@@ -125,7 +125,7 @@ def train(family: str, stage: int, built_sharded: bool = False, checkpointing: s
         model=model,
         config={
             "train_micro_batch_size_per_gpu": 2,
-            "zero_optimization": {"stage": stage},
+            "zero_optimization": {"stage": stage, "stage3_param_persistence_threshold": 0},
             "optimizer": {"type": "AdamW", "params": {"lr": 1e-3}},
         },
     )

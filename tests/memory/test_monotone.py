@@ -1,19 +1,22 @@
 """Peaks fall from stage to stage, from models of a few parameters to models that fit no machine at hand.
 
 The real engine is built on fake tensors and torch's fake process group: every rank count and size, no memory. The plan
-that it then makes is held against measurements in test_report.py.
+that it then makes is held against measurements here, for the small models, and in test_report.py.
 """
 
 from __future__ import annotations
 
 from collections.abc import Callable
+from typing import Any
 
 import pytest
+import torch
 import torch.distributed as dist
+import torch.nn.functional as F
 from torch import nn
 
 import shardwise
-from shardwise.memory import Category
+from shardwise.memory import Category, track_activations
 from tests.harness import run_ranks
 
 
@@ -25,6 +28,11 @@ class Block(nn.Module):
         self.norm = nn.LayerNorm(width)
         self.qkv, self.out = nn.Linear(width, 3 * width), nn.Linear(width, width)
         self.up, self.down = nn.Linear(width, 4 * width), nn.Linear(4 * width, width)
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        query, key, value = self.qkv(self.norm(x)).chunk(3, -1)
+        x = x + self.out(query.softmax(-1) * key + value)
+        return x + self.down(F.relu(self.up(x)))
 
 
 class Decoder(nn.Module):
@@ -38,14 +46,31 @@ class Decoder(nn.Module):
         if tied:
             self.head.weight = self.embedding.weight
 
+    def forward(self, tokens: torch.Tensor) -> torch.Tensor:
+        x = self.embedding(tokens)
+        for block in self.blocks:
+            x = block(x)
+        return self.head(x)
+
 
 MODELS: dict[str, Callable[[], nn.Module]] = {
     "1.6k": lambda: nn.Sequential(nn.Linear(24, 24), nn.Linear(24, 24), nn.Linear(24, 16)),
     "1M": lambda: Decoder(128, 4, 1024, tied=False),
     "30M": lambda: Decoder(512, 8, 4096, tied=False),
     "560M": lambda: Decoder(1024, 24, 250880, tied=True),  # BLOOM-560M: the embedding is half of it
+    "tied": lambda: Decoder(64, 6, 4096, tied=True),  # the same, small enough to be measured
     "6.7B": lambda: Decoder(4096, 32, 50304, tied=False),
 }
+
+
+def settings(stage: int, accumulation: int, bf16: bool) -> dict[str, Any]:
+    return {
+        "train_micro_batch_size_per_gpu": 2,
+        "gradient_accumulation_steps": accumulation,
+        "bf16": {"enabled": bf16},
+        "zero_optimization": {"stage": stage},
+        "optimizer": {"type": "AdamW", "params": {"lr": 1e-3}},
+    }
 
 
 def peaks(name: str, world: int, accumulation: int, bf16: bool) -> tuple[int, int, list[int], list[int]]:
@@ -63,13 +88,7 @@ def peaks(name: str, world: int, accumulation: int, bf16: bool) -> tuple[int, in
             )
             engine, *_ = shardwise.initialize(
                 model=model,
-                config={
-                    "train_micro_batch_size_per_gpu": 1,
-                    "gradient_accumulation_steps": accumulation,
-                    "bf16": {"enabled": bf16},
-                    "zero_optimization": {"stage": stage},
-                    "optimizer": {"type": "AdamW", "params": {"lr": 1e-3}},
-                },
+                config=settings(stage, accumulation, bf16),
             )
             report = engine.memory_report()
             size = 2 if bf16 else 4
@@ -83,24 +102,58 @@ def peaks(name: str, world: int, accumulation: int, bf16: bool) -> tuple[int, in
 
 
 @pytest.mark.parametrize("bf16", [True, False])
+@pytest.mark.parametrize("accumulation", [1, 4])
 @pytest.mark.parametrize("world", [1, 2, 4, 8, 64])
 @pytest.mark.parametrize("name", list(MODELS))
-def test_peaks_do_not_rise_from_stage_to_stage(name: str, world: int, bf16: bool) -> None:
-    if world == 2 and name in ("1.6k", "560M"):
-        pytest.skip("two gathered units are as much as stage 3 saves on two ranks")
-    parameters, _, totals, _ = run_ranks(peaks, 1, name, world, 1, bf16, init=False)[0]
+def test_peaks_do_not_rise_from_stage_to_stage(name: str, world: int, accumulation: int, bf16: bool) -> None:
+    parameters, _, totals, _ = run_ranks(peaks, 1, name, world, accumulation, bf16, init=False)[0]
     assert totals == sorted(totals, reverse=True), [total / parameters for total in totals]
     if world == 1:
         assert totals[0] == totals[3]
-        if name != "1.6k":
-            assert totals[0] <= (18.01 if bf16 else 16.01) * parameters
+        if name != "1.6k":  # of which padding is a part
+            assert totals[0] <= (18.01 if bf16 else 16.01) * parameters + (1 << 20)  # the norm's scratch
 
 
-@pytest.mark.parametrize("name", ["1M", "30M", "6.7B"])
-@pytest.mark.parametrize("world", [2, 8])
-def test_the_same_with_accumulation(name: str, world: int) -> None:
-    parameters, _, totals, _ = run_ranks(peaks, 1, name, world, 4, True, init=False)[0]
-    assert totals == sorted(totals, reverse=True), [total / parameters for total in totals]
+def measured(name: str, accumulation: int, bf16: bool) -> list[tuple[int | None, int | None, int]]:
+    """For stages 0 to 3 the planned and the measured peak, and how many units are released."""
+    found = []
+    for stage in range(4):
+        torch.manual_seed(3)
+        engine, *_ = shardwise.initialize(model=MODELS[name](), config=settings(stage, accumulation, bf16))
+        rows = torch.randn(2, 24, dtype=torch.bfloat16 if bf16 else torch.float32)
+        batch = rows if name == "1.6k" else torch.randint(1000, (2, 4))
+        planned = engine.memory_report(batch).total.planned
+        for number in range(4):
+            if number == 2:  # state exists, and the order is agreed
+                engine.sharded.finish_gathers()
+                engine.accountant.reset_peak()
+            with track_activations(engine.accountant):
+                for _ in range(accumulation):
+                    engine.backward(engine(batch).float().square().mean())
+                    engine.step()
+        released = sum(unit.sharded for unit in engine.sharded.units)
+        found.append((planned, engine.memory_report(batch).total.measured, released))
+        engine.destroy()
+    return found
+
+
+SMALL = [("1.6k", accumulation, bf16) for accumulation in (1, 3) for bf16 in (True, False)]
+LARGER = [("1M", 1, True), ("1M", 3, False), ("tied", 1, False), ("tied", 3, True)]
+
+
+@pytest.mark.parametrize(
+    ("world", "name", "accumulation", "bf16"),
+    [(1, *case) for case in SMALL] + [(world, *case) for world in (2, 4) for case in SMALL + LARGER],
+)
+def test_measured_peaks_do_not_rise_either(world: int, name: str, accumulation: int, bf16: bool) -> None:
+    for rank, stages in enumerate(run_ranks(measured, world, name, accumulation, bf16)):
+        totals = [total for _, total, _ in stages]
+        assert totals == sorted(totals, reverse=True), (rank, totals)
+        for stage, (planned, total, _) in enumerate(stages):
+            assert abs(planned - total) <= 0.1 * total, (rank, stage, planned, total)
+        if world > 1:
+            # Of the tied model the embedding stays whole, of the smallest one everything on two ranks.
+            assert stages[3][2] == {"1.6k": 0 if world == 2 else 3, "1M": 6, "tied": 6}[name]
 
 
 @pytest.mark.parametrize("world", [2, 8])

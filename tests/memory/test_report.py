@@ -39,23 +39,29 @@ class GPT(nn.Module):
         return F.cross_entropy(logits.flatten(0, 1), tokens.roll(-1, 1).flatten())
 
 
-def settings(stage: int, precision: str, optimizer: str, accumulation: int) -> dict[str, Any]:
+def settings(stage: int, precision: str, optimizer: str, accumulation: int, keep: int | None) -> dict[str, Any]:
     return {
         "train_micro_batch_size_per_gpu": ROWS,
         "gradient_accumulation_steps": accumulation,
         "gradient_clipping": 1.0,
         "optimizer": {"type": optimizer, "params": {"lr": 1e-3}},
-        "zero_optimization": {"stage": stage},
+        "zero_optimization": {"stage": stage, "stage3_param_persistence_threshold": keep},
         **({"bf16": {"enabled": True}} if precision == "bf16" else {}),
     }
 
 
 def report(
-    stage: int, precision: str, tied: bool = True, optimizer: str = "AdamW", accumulation: int = 1
+    stage: int,
+    precision: str,
+    tied: bool = True,
+    optimizer: str = "AdamW",
+    accumulation: int = 1,
+    keep: int | None = None,
 ) -> tuple[MemoryReport, MemoryReport]:
     """Reports made before the first step and after a tracked one."""
     torch.manual_seed(5)
-    engine, *_ = shardwise.initialize(model=GPT(tied), config=settings(stage, precision, optimizer, accumulation))
+    config = settings(stage, precision, optimizer, accumulation, keep)
+    engine, *_ = shardwise.initialize(model=GPT(tied), config=config)
     batch = torch.randint(VOCABULARY, (ROWS, LENGTH))
     before = engine.memory_report(batch)
 
@@ -133,7 +139,7 @@ def test_the_arithmetic_of_the_table() -> None:
         ("bf16", 2, (2, 2, 2, 4)),
         ("bf16", 3, (1, 2, 2, 4)),
     ]:
-        _, after = run_ranks(report, 2, stage, precision)[0]
+        _, after = run_ranks(report, 2, stage, precision, keep=0)[0]
         kinds = (Category.PARAMETERS, Category.GRADIENTS, Category.MASTER, Category.OPTIMIZER)
         for category, factor in zip(kinds, expected, strict=True):
             row = after.row(category)
@@ -142,9 +148,36 @@ def test_the_arithmetic_of_the_table() -> None:
                 assert abs(value - factor * numel) <= 0.01 * numel, (precision, stage, category)
 
 
+def large(stage: int, norm: bool) -> MemoryReport:
+    engine, *_ = shardwise.initialize(
+        model=nn.Linear(1024, 512),
+        config={
+            "train_batch_size": 2,
+            "zero_optimization": {"stage": stage, "compute_grad_norm": norm},
+            "optimizer": {"type": "SGD", "params": {"lr": 0.1}},
+        },
+    )
+    for _ in range(2):
+        engine.accountant.reset_peak()
+        with track_activations(engine.accountant):
+            engine.backward(engine(torch.ones(1, 1024)).sum())
+            engine.step()
+    result = engine.memory_report()
+    engine.destroy()
+    return result
+
+
+@pytest.mark.parametrize(("stage", "norm"), [(1, True), (1, False), (3, True)])
+def test_scratch_of_the_norm_is_planned(stage: int, norm: bool) -> None:
+    row = run_ranks(large, 2, stage, norm)[0].row(Category.OTHER)
+    assert row.planned == row.floor == (1 << 20 if norm else 0)
+    assert row.measured is not None and 0 <= row.measured - row.planned < 1 << 10
+
+
 def forward_only() -> MemoryReport:
     engine, *_ = shardwise.initialize(
-        model=nn.Linear(64, 64), config={"train_batch_size": 2, "zero_optimization": {"stage": 3}}
+        model=nn.Linear(64, 64),
+        config={"train_batch_size": 2, "zero_optimization": {"stage": 3, "stage3_param_persistence_threshold": 0}},
     )
     engine(torch.ones(1, 64))
     result = engine.memory_report()

@@ -55,7 +55,7 @@ def start(stage: int, kind: type = torch.optim.SGD, precision: str = "fp32", rec
     model = Model(recompute)
     config = {
         "train_micro_batch_size_per_gpu": 2,
-        "zero_optimization": {"stage": stage, "reduce_bucket_size": 20},
+        "zero_optimization": {"stage": stage, "stage3_param_persistence_threshold": 0, "reduce_bucket_size": 20},
         "bf16": {"enabled": precision == "bf16"},
     }
     optimizer = kind([p for p in model.parameters() if p.requires_grad], lr=0.1)

@@ -75,7 +75,7 @@ def begin(form: str, backend: Backend, stage: int) -> tuple[Any, Callable[[torch
     config = {
         "train_micro_batch_size_per_gpu": 2,
         "optimizer": {"type": "AdamW", "params": {"lr": 1e-2}},
-        "zero_optimization": {"stage": stage},
+        "zero_optimization": {"stage": stage, "stage3_param_persistence_threshold": 0},
     }
     engine: Any = shardwise.initialize(model=model, config=config)[0]
     if form == "engine":

@@ -46,6 +46,8 @@ def resident(name: str, setting: Setting) -> dict[str, Any]:
     segments = sum(len(group["params"]) for group in engine.optimizer.param_groups)
     owned = sum(p.numel() for group in engine.optimizer.param_groups for p in group["params"])
     result = {"sections": sections(engine), "live": dict(engine.accountant.live), "segments": segments, "owned": owned}
+    near = engine._comm._neighbours
+    result["chunks"] = sum(chunk.nbytes for chunk in near.scratch(0, 0)) if near is not None else 0
     engine.destroy()
     return result
 
@@ -68,7 +70,10 @@ def test_resident_bytes_are_those_of_the_table(
         assert live[Category.MASTER] == (4 * trained // (world if stage >= 1 else 1) if precision == "bf16" else 0)
         # Two moments, and one step count for each segment.
         assert live[Category.OPTIMIZER] == 8 * trained // (world if stage >= 1 else 1) + 4 * found["segments"]
-        assert live[Category.GATHERED] == live[Category.BUFFERS] == 0
+        assert live[Category.GATHERED] == 0
+        # What gradients are read into, chunk by chunk, is kept.
+        assert live[Category.BUFFERS] == found["chunks"]
+        assert found["chunks"] <= size * max(-(-numel // world) for *_, numel, _, _ in found["sections"])
 
 
 @pytest.mark.parametrize("world", [1, 2, 4])
@@ -113,6 +118,7 @@ def traffic(name: str, setting: Setting) -> dict[str, Any]:
         "sent": Counter({op: sum(r.sent for r in records if r.op == op) for op in {r.op for r in records}}),
         "lines": {record.line.rsplit("/", 1)[-1].split(":")[0] for record in records},
         "tensors": len(engine.sharded.registry),
+        "first_back": engine.sharded.order[1][0],
     }
     engine.destroy()
     return result
@@ -143,11 +149,15 @@ def test_collectives_and_bytes_of_a_step(
         expected["reduce_scatter", unit] += reductions
     for unit in (units if stage == 3 else trained).values():
         expected["all_gather", unit] += gathers
+    if stage == 3:
+        # The unit that the backward pass needs first waits for it since the forward pass.
+        expected["all_gather", units[found["first_back"]]] -= accumulation
     assert found["calls"] == expected
     share = (world - 1) / world
     assert found["sent"]["reduce_scatter"] == reductions * updated * wire * share
     if stage == 3:
-        assert found["sent"]["all_gather"] == gathers * whole * size * share
+        waited = sum(numel for index, _, numel, _, _ in found["sections"] if index == found["first_back"])
+        assert found["sent"]["all_gather"] == (gathers * whole - accumulation * waited) * size * share
     else:
         # Stage 0 gathers reduced gradients (fp32), the others updated parameters.
         assert found["sent"]["all_gather"] == updated * (4 if stage == 0 else size) * share

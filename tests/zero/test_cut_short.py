@@ -74,7 +74,11 @@ def teacher(bare: bool) -> list[bool]:
     """Nothing is trained; gradients of the inputs are wanted."""
     model = torch.nn.Sequential(torch.nn.Linear(4, 4), torch.nn.Linear(4, 4)).requires_grad_(False)
     engine, *_ = shardwise.initialize(
-        model=model, config={"train_micro_batch_size_per_gpu": 1, "zero_optimization": {"stage": 3}}
+        model=model,
+        config={
+            "train_micro_batch_size_per_gpu": 1,
+            "zero_optimization": {"stage": 3, "stage3_param_persistence_threshold": 0},
+        },
     )
     x = torch.ones(2, 4, requires_grad=True)
     first, second = engine(x), engine(x)
@@ -211,7 +215,10 @@ def recursive() -> tuple[int, int]:
     engine, *_ = shardwise.initialize(
         model=model,
         optimizer=torch.optim.SGD(model.parameters(), lr=0.1),
-        config={"train_micro_batch_size_per_gpu": 1, "zero_optimization": {"stage": 3}},
+        config={
+            "train_micro_batch_size_per_gpu": 1,
+            "zero_optimization": {"stage": 3, "stage3_param_persistence_threshold": 0},
+        },
     )
     for _ in range(2):
         engine.backward(engine(torch.ones(3), 3).sum())
@@ -223,4 +230,4 @@ def recursive() -> tuple[int, int]:
 
 def test_a_module_that_calls_itself_is_one_pass() -> None:
     for gathers, units in run_ranks(recursive, 2):
-        assert gathers == 4 * units
+        assert gathers == 2 * units  # the only unit waits for the backward pass

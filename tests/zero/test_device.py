@@ -25,7 +25,7 @@ def config(stage: int, **extra: Any) -> dict[str, Any]:
     return {
         "train_micro_batch_size_per_gpu": 2,
         "gradient_clipping": 1.0,
-        "zero_optimization": {"stage": stage},
+        "zero_optimization": {"stage": stage, "stage3_param_persistence_threshold": 0},
         **extra,
     }
 

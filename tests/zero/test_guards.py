@@ -40,7 +40,7 @@ def made(seed: int) -> Backbone:
 def begin(model: nn.Module, optimizer: torch.optim.Optimizer | None, stage: int, precision: str = "fp32") -> Any:
     config = {
         "train_micro_batch_size_per_gpu": 2,
-        "zero_optimization": {"stage": stage},
+        "zero_optimization": {"stage": stage, "stage3_param_persistence_threshold": 0},
         "bf16": {"enabled": precision == "bf16"},
     }
     return shardwise.initialize(model=model, optimizer=optimizer, config=config)[0]

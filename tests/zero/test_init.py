@@ -19,7 +19,10 @@ from tests.harness import run_ranks
 from tests.models import CASES, GPT, MixedTypes, OddMLP
 from tests.zero.training import Setting, Tensors, assert_identical, masters, ranks_agree, start, train
 
-STAGE3 = {"train_micro_batch_size_per_gpu": 1, "zero_optimization": {"stage": 3}}
+STAGE3 = {
+    "train_micro_batch_size_per_gpu": 1,
+    "zero_optimization": {"stage": 3, "stage3_param_persistence_threshold": 0},
+}
 
 
 class Initialised(nn.Module):

@@ -436,7 +436,10 @@ def adversarial(stages: tuple[int, int]) -> tuple[Tensors, Tensors]:
     makers = Generator(), Critic()
     engines = []
     for model, stage in zip(makers, stages, strict=True):
-        config = {"train_micro_batch_size_per_gpu": 4, "zero_optimization": {"stage": stage, "reduce_bucket_size": 40}}
+        config = {
+            "train_micro_batch_size_per_gpu": 4,
+            "zero_optimization": {"stage": stage, "stage3_param_persistence_threshold": 0, "reduce_bucket_size": 40},
+        }
         optimizer = make_optimizer("momentum", model.parameters(), 0.1)
         engines.append(shardwise.initialize(model=model, optimizer=optimizer, config=config)[0])
     generator, critic = engines

@@ -190,7 +190,7 @@ def scaled_between_outputs(stage: int) -> Tensors:
     config = {
         "train_micro_batch_size_per_gpu": 2,
         "fp16": {"enabled": True, "loss_scale": 64.0},
-        "zero_optimization": {"stage": stage},
+        "zero_optimization": {"stage": stage, "stage3_param_persistence_threshold": 0},
     }
     optimizer = torch.optim.SGD(model.parameters(), lr=0.1)
     engine, *_ = shardwise.initialize(model=model, optimizer=optimizer, config=config)
@@ -295,7 +295,7 @@ def kept_loss(precision: str, stage: int, ways: dict[int, str]) -> list[Any]:
             "train_micro_batch_size_per_gpu": 2,
             "gradient_accumulation_steps": 2,
             "optimizer": {"type": "SGD", "params": {"lr": 0.1}},
-            "zero_optimization": {"stage": stage},
+            "zero_optimization": {"stage": stage, "stage3_param_persistence_threshold": 0},
             precision: {"enabled": True},
         },
     )

@@ -25,9 +25,10 @@ TINY = 50
 
 
 def grid(base: Setting) -> list[Setting]:
-    """Every stage with a tiny and the default cap, stage 3 also without prefetch."""
+    """Every stage with a tiny and the default cap, stage 3 also without prefetch and with units that stay gathered."""
     settings = [base.with_stage(stage, cap=cap) for stage in range(4) for cap in (None, TINY)]
     settings += [base.with_stage(3, cap=cap, prefetch=False) for cap in (None, TINY)]
+    settings += [base.with_stage(3, keep=None), base.with_stage(3, cap=TINY, keep=TINY // 2)]
     return settings
 
 

@@ -39,11 +39,13 @@ class Setting:
     optimizer: str = "SGD"
     lr: float = 0.1
     scale: float = 256.0
+    keep: int | None = 0  # by default small models on few ranks have nothing to release at stage 3
     extra: tuple[tuple[str, Any], ...] = ()
 
     def config(self) -> dict[str, Any]:
         """The configuration for `shardwise.initialize`."""
         zero: dict[str, Any] = {"stage": self.stage}
+        zero["stage3_param_persistence_threshold"] = self.keep
         if self.cap is not None:
             zero["reduce_bucket_size"] = self.cap
         if not self.prefetch:

@@ -21,7 +21,9 @@ from shardwise.config import Facts, config_arguments, config_path, resolve
 from shardwise.data import EngineDataLoader
 from shardwise.device import choose_device
 from shardwise.engine.engine import Engine
+from shardwise.engine.exhausted import Circumstances, explaining
 from shardwise.engine.facts import facts_of
+from shardwise.engine.plans import Subject
 from shardwise.errors import ConfigError, UsageError
 from shardwise.memory import Accountant, Category
 from shardwise.optim import Sharding, is_elementwise_state, sharding_of
@@ -191,20 +193,22 @@ def _build(
 
     # Sharding frees the model unit by unit, so it must be the last one to hold whole parameters.
     engine_box: list[Engine] = []
-    sharded = ShardedModel(
-        model,
-        optimizer,
-        whole_tensors=whole,
-        is_elementwise=is_elementwise_state,
-        plan=plan,
-        policy=policy,
-        comm=comm,
-        device=device,
-        accountant=accountant,
-        prescale=_prescale(settings, world),
-        boundary=lambda: engine_box[0].reduces_now(),
-        leaves=_leaves(model, settings.zero_optimization.leaf_module),
-    )
+    subject = Subject.of(model, optimizer, resolution, comm)
+    with explaining(lambda: Circumstances("initialize()", subject, accountant, comm.rank)):
+        sharded = ShardedModel(
+            model,
+            optimizer,
+            whole_tensors=whole,
+            is_elementwise=is_elementwise_state,
+            plan=plan,
+            policy=policy,
+            comm=comm,
+            device=device,
+            accountant=accountant,
+            prescale=_prescale(settings, world),
+            boundary=lambda: engine_box[0].reduces_now(),
+            leaves=leaves_of(model, settings.zero_optimization.leaf_module),
+        )
 
     loader = None
     if training_data is not None:
@@ -361,8 +365,8 @@ def _place_buffers(
             module._buffers[name] = moved[key]
 
 
-def _leaves(model: nn.Module, section: Any) -> list[nn.Module]:
-    """Find the modules that the configuration wants kept in one unit each."""
+def leaves_of(model: nn.Module, section: Any) -> list[nn.Module]:
+    """Return the modules that the configuration wants kept in one unit each."""
     if section is None:
         return []
     matched: set[str] = set()

@@ -22,11 +22,12 @@ from shardwise.config import Resolution
 from shardwise.engine.attributes import Attributes
 from shardwise.engine.batch import BatchSizes
 from shardwise.engine.checkpointing import Checkpointing
+from shardwise.engine.exhausted import explained, explaining
 from shardwise.engine.getters import ConfigGetters
 from shardwise.engine.memory import MemoryReporting
-from shardwise.engine.scaling import cast_floats, scale_gradients_of
+from shardwise.engine.scaling import cast_floats, checks_overflow, computes_norm, scale_gradients_of
 from shardwise.errors import SyncError, UsageError
-from shardwise.memory import Accountant
+from shardwise.memory import Accountant, Call, is_out_of_memory
 from shardwise.precision.scaler import LossScaler
 
 if TYPE_CHECKING:
@@ -127,6 +128,8 @@ class Engine(Attributes, BatchSizes, Checkpointing, ConfigGetters, MemoryReporti
         self._was_applied = False
         self._prepared: _Prepared | None = None
         self._batch = self.initial_batch()
+        self._last_call: Call | None = None
+        self._last_signature: tuple[Any, ...] | None = None
         sharded.gradient_factor = self._gradient_factor
         sharded.on_backward_end = self._backward_ended
         self._tell_overflow(False)
@@ -164,13 +167,20 @@ class Engine(Attributes, BatchSizes, Checkpointing, ConfigGetters, MemoryReporti
 
         Raises:
             UsageError: the engine has been destroyed, or the model has other parameters than it had.
+            OutOfMemoryError: memory has run out; it says which setting would have fitted. So in `backward` and `step`.
         """
         self.sharded.check_open("the engine's forward()")
         if torch.is_grad_enabled():
             self.sharded.places.check()
         if self.loss_scaler is not None and self._resolution.config.fp16.auto_cast:
             inputs, kwargs = cast_floats((inputs, kwargs), torch.float16)
-        outputs = self.module(*inputs, **kwargs)
+        self._remember_call(inputs, kwargs)
+        try:
+            outputs = self.module(*inputs, **kwargs)
+        except (RuntimeError, MemoryError) as error:
+            if not is_out_of_memory(error):
+                raise
+            raise explained(error, self._circumstances("the engine's forward()")) from error
         if self.loss_scaler is not None and torch.is_grad_enabled():
             outputs = scale_gradients_of(outputs, self._output_scale)
         return outputs
@@ -223,7 +233,8 @@ class Engine(Attributes, BatchSizes, Checkpointing, ConfigGetters, MemoryReporti
         passes = reducer.passes if reducer is not None else 0
         self._engine_backward = self._scale_entered = True
         try:
-            (loss if factor == 1.0 else loss * factor).backward(retain_graph=retain_graph)
+            with explaining(lambda: self._circumstances("engine.backward()", graph=True)):
+                (loss if factor == 1.0 else loss * factor).backward(retain_graph=retain_graph)
         finally:
             self._engine_backward = False
         if reducer is not None and reducer.passes == passes:
@@ -293,7 +304,8 @@ class Engine(Attributes, BatchSizes, Checkpointing, ConfigGetters, MemoryReporti
             raise UsageError(f"engine.step(): {self._no_optimizer()}")
         self._was_applied = False
         if self.is_gradient_accumulation_boundary():
-            self._take_step(lr_kwargs)
+            with explaining(lambda: self._circumstances("engine.step()", stepping=True)):
+                self._take_step(lr_kwargs)
         self.micro_steps += 1
 
     def _no_optimizer(self) -> str:
@@ -357,10 +369,10 @@ class Engine(Attributes, BatchSizes, Checkpointing, ConfigGetters, MemoryReporti
             sharded.check_branches()
         factor = self._gradient_factor()
         clip = float(config.gradient_clipping)
-        checks = self.loss_scaler is not None or config.bf16.check_grad_overflow
+        checks = checks_overflow(config)
         unused = None if config.zero_optimization.ignore_unused_parameters else reducer.unused()
         norm, wrong = None, False
-        if clip or checks or config.zero_optimization.compute_grad_norm:
+        if computes_norm(config):
             asked = unused is not None or self.loss_scaler is not None
             norm, wrong = sharded.gradient_norm(factor, bool(unused) or self._unscaled if asked else None)
         elif unused is not None:
@@ -476,7 +488,10 @@ class Engine(Attributes, BatchSizes, Checkpointing, ConfigGetters, MemoryReporti
     # -- life cycle --------------------------------------------------------------------------------------------------
 
     def empty_partition_cache(self) -> None:
-        """Release whatever is gathered. Nothing is outside of passes; kept for existing scripts."""
+        """Release what is gathered on this rank: after a forward pass the unit that a backward pass needs first.
+
+        If a backward pass does follow, the unit is fetched again, outside of the usual order.
+        """
         self.sharded.hooks.settle()
         for unit in self.sharded.units:
             unit.release()

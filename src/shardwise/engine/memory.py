@@ -2,29 +2,53 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from typing import TYPE_CHECKING, Any
 
 import torch
 
-from shardwise.memory import Category, MemoryReport, MemoryRow, plan_activations, resident_bytes
+from shardwise.compat import never_compiled
+from shardwise.engine.exhausted import Circumstances, room_for
+from shardwise.engine.plans import MemoryPlans, Planner, Setting, Subject
+from shardwise.engine.scaling import computes_norm
+from shardwise.errors import UsageError
+from shardwise.memory import (
+    Call,
+    Category,
+    MemoryReport,
+    MemoryRow,
+    like_cross_entropy,
+    plan_activations,
+    resident_bytes,
+    shapes_of,
+)
 
 if TYPE_CHECKING:
     from shardwise.comm.communicator import Communicator
+    from shardwise.config import Resolution
     from shardwise.memory import Accountant, ActivationPlan
     from shardwise.zero.model import ShardedModel
 
 
 class MemoryReporting:
-    """Mixin of `Engine`: `memory_report()`."""
+    """Mixin of `Engine`: `memory_report()`, `memory_plans()`, and what is known when memory runs out."""
 
     sharded: ShardedModel
     accountant: Accountant
     global_steps: int
+    optimizer: torch.optim.Optimizer | None
+    device: torch.device
     _comm: Communicator
+    _resolution: Resolution
+    _last_call: Call | None
+    _last_signature: tuple[Any, ...] | None
 
     def gradient_accumulation_steps(self) -> int:
         """Return the number of micro-batches in one step."""
+        raise NotImplementedError
+
+    def train_micro_batch_size_per_gpu(self) -> int:
+        """Return the number of samples of one rank in one forward pass."""
         raise NotImplementedError
 
     def memory_report(
@@ -57,6 +81,7 @@ class MemoryReporting:
 
         self.sharded.check_open("engine.memory_report()")
         sharded, accumulation = self.sharded, self.gradient_accumulation_steps()
+        norm = computes_norm(self._resolution.config)
         notes = []
         activations = plan = floor = None
         if sample_batch is None:
@@ -67,8 +92,8 @@ class MemoryReporting:
             except Exception as error:  # whatever the user's module raises when it has no values to compute with
                 notes.append(f"Activations not planned: a dry run failed ({type(error).__name__}: {error}).")
         try:
-            plan = zero.planned(sharded, accumulation, activations)
-            floor = zero.floor(sharded, accumulation, activations)
+            plan = zero.planned(sharded, accumulation, activations, norm=norm)
+            floor = zero.floor(sharded, accumulation, activations, norm=norm)
         except Exception as error:  # an optimizer of the user's own, which runs in the dry run
             notes.append(f"Not planned: a dry run of the optimizer failed ({type(error).__name__}: {error}).")
         if not self.accountant.tracked:
@@ -92,6 +117,7 @@ class MemoryReporting:
             self.accountant.peak_total,
             None if floor is None else floor.total,
         )
+        cuda = self.device.type == "cuda"
         return MemoryReport(
             rows=tuple(rows),
             total=total,
@@ -102,11 +128,114 @@ class MemoryReporting:
             resident=resident_bytes(),
             process=self.accountant.process_bytes,
             notes=tuple(notes),
+            allocated=torch.cuda.max_memory_allocated(self.device) if cuda else None,
+            reserved=torch.cuda.max_memory_reserved(self.device) if cuda else None,
+        )
+
+    def memory_plans(
+        self,
+        sample_batch: Any = None,
+        *,
+        loss: Callable[[Any], torch.Tensor] | None = None,
+        stages: Sequence[int] = (0, 1, 2, 3),
+        micro_batches: Sequence[int] | None = None,
+        ranks: Sequence[int] | None = None,
+    ) -> MemoryPlans:
+        """Return what one rank would hold under other settings with the same global batch. Not a collective.
+
+        Each is planned by the engine's own parts, built on fake tensors and imagined ranks beside the running engine.
+
+        Args:
+            sample_batch: a micro-batch of the size now in force, for planning activations; see `memory_report`. Tensors
+                whose first dimension is that of its first tensor are cut for smaller micro-batches.
+            loss: as in `memory_report`.
+            stages: ZeRO stages to be planned.
+            micro_batches: sizes to be planned; default: the one in force. Accumulation makes up for it.
+            ranks: numbers of data-parallel ranks to be planned; default: that of the engine.
+
+        Raises:
+            UsageError: a micro-batch size times a number of ranks does not divide the global batch.
+
+        Example:
+            >>> import shardwise
+            >>> engine, *_ = shardwise.initialize(
+            ...     model=torch.nn.Linear(512, 512, bias=False),
+            ...     config={"train_batch_size": 8, "optimizer": {"type": "AdamW", "params": {"lr": 1e-3}}},
+            ... )
+            >>> plans = engine.memory_plans(torch.ones(8, 512), stages=[1, 3], ranks=[8])
+            >>> [plan.peaks["gradients"] * 8 == 512 * 512 * 4 for plan in plans.plans]
+            [True, True]
+            >>> engine.destroy()
+        """
+        self.sharded.check_open("engine.memory_plans()")
+        subject = self._subject()
+        now = subject.setting
+        batch = now.micro_batch * now.accumulation * now.ranks
+        settings = []
+        for world in ranks or [now.ranks]:
+            for micro in micro_batches or [min(now.micro_batch, max(1, batch // world))]:
+                if batch % (micro * world):
+                    raise UsageError(
+                        f"engine.memory_plans(): micro-batch {micro} on {world} ranks does not divide the global batch "
+                        f"of {batch} samples"
+                    )
+                settings += [Setting(stage, micro, batch // (micro * world), world) for stage in stages]
+        planner = Planner(subject, sample_batch, loss)
+        limit, room = room_for(self._circumstances("engine.memory_plans()"), planner)
+        settings.sort(key=lambda setting: setting.cost)
+        notes = [] if limit is None else [f"Limit: {limit.name}."]
+        if sample_batch is None:
+            notes.append("Activations are not in it; they are planned if a sample batch is given.")
+        return MemoryPlans(tuple(planner.plan(setting, room) for setting in settings), room, tuple(notes))
+
+    def _subject(self) -> Subject:
+        micro, steps = self.train_micro_batch_size_per_gpu(), self.gradient_accumulation_steps()
+        return Subject(
+            self.sharded.module,
+            self.optimizer,
+            self.sharded.client_groups,
+            self._resolution,
+            self._comm,
+            Setting(self.sharded.plan.stage, micro, steps, self._comm.world),
+        )
+
+    @never_compiled
+    def _remember_call(self, args: tuple[Any, ...], kwargs: dict[str, Any]) -> None:
+        """Keep the shapes of what the module is called with, for plans of its activations if memory runs out."""
+        signature = _signature((*args, *kwargs.values()))
+        if signature is None or self._last_call is None or (len(args), *kwargs, signature) != self._last_signature:
+            self._last_call = shapes_of(Call(args, kwargs))
+            self._last_signature = (len(args), *kwargs, signature)
+
+    def _circumstances(self, where: str, **more: Any) -> Circumstances:
+        def report() -> MemoryReport:
+            return self.memory_report(self._last_call, loss=like_cross_entropy)
+
+        return Circumstances(
+            where, self._subject(), self.accountant, self._comm.rank, self._last_call, report=report, **more
         )
 
     def _plan_activations(self, batch: Any, loss: Callable[[Any], torch.Tensor] | None) -> ActivationPlan:
         registry = self.sharded.registry
         dtypes = {id(p): t.dtype for p, t in zip(registry.parameters, registry, strict=True)}
         return plan_activations(
-            self.sharded.module, batch, loss=loss, dtypes=dtypes, own_hooks=self.sharded.hooks.ids()
+            self.sharded.module,
+            batch,
+            device=self.device,
+            loss=loss,
+            dtypes=dtypes,
+            own_hooks=self.sharded.hooks.ids(),
         )
+
+
+def _signature(values: Sequence[Any]) -> tuple[Any, ...] | None:
+    """Return what decides on the shapes of plain arguments; None for nested ones. Asked before every forward pass."""
+    found: list[Any] = []
+    for value in values:
+        if isinstance(value, torch.Tensor):
+            found.append((value.shape, value.dtype, value.requires_grad))
+        elif value is None or isinstance(value, (bool, int, float, str)):
+            found.append(value)
+        else:
+            return None
+    return tuple(found)

@@ -11,12 +11,15 @@ that no alias has run, and stepping raises.
 from __future__ import annotations
 
 from collections.abc import Callable
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 import torch
 
 from shardwise.compat import never_compiled
-from shardwise.zero.outputs import map_tensors
+from shardwise.trees import map_tensors
+
+if TYPE_CHECKING:
+    from shardwise.config import Config
 
 
 class _Scale(torch.autograd.Function):
@@ -47,3 +50,13 @@ def cast_floats(values: Any, dtype: torch.dtype) -> Any:
     """Return nested `values` with every floating tensor cast to `dtype`."""
 
     return map_tensors(values, lambda value: value.to(dtype) if value.is_floating_point() else value)
+
+
+def checks_overflow(config: Config) -> bool:
+    """Whether steps look for gradients that are not finite."""
+    return bool(config.fp16.enabled or config.bf16.check_grad_overflow)
+
+
+def computes_norm(config: Config) -> bool:
+    """Whether steps compute the gradient norm: to clip, to find overflows, or to report it."""
+    return bool(config.gradient_clipping or config.zero_optimization.compute_grad_norm) or checks_overflow(config)

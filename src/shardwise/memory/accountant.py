@@ -66,6 +66,7 @@ class Accountant:
         tracked: whether `shardwise.memory.track_activations` has been active since the last `reset_peak()`.
         construction_peak: most bytes held at once while the engine was built.
         process_bytes: resident bytes of the process before the engine was built, without the model; None if unknown.
+        process_addresses: the same of its address space.
 
     Example:
         >>> accountant = Accountant()
@@ -92,6 +93,7 @@ class Accountant:
         self.tracked = False
         self.construction_peak = 0
         self.process_bytes: int | None = None
+        self.process_addresses: int | None = None
         self._trackers = 0
         self._live: dict[Category, int] = dict.fromkeys(Category, 0)
         self._total = 0

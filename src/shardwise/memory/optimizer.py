@@ -12,6 +12,7 @@ import itertools
 from collections import OrderedDict, defaultdict
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
+from typing import Any
 
 import torch
 
@@ -61,13 +62,7 @@ def step_bytes(
         >>> step_bytes(adam, 0, [(1000,)], dtype=fp32, gradient_dtype=fp32, device=torch.device("cpu")).state
         8004
     """
-    known: dict[tuple[int, tuple[int, ...]], StepBytes] = {}
-
-    def corner(count: int, shape: tuple[int, ...]) -> StepBytes:
-        if (count, shape) not in known:
-            known[count, shape] = _dry_run(optimizer, group, [shape] * count, dtype, gradient_dtype, device)
-        return known[count, shape]
-
+    corner = _corners(optimizer, group, dtype, gradient_dtype, device)
     state = 0
     alone: list[int] = []
     after: list[int] = []
@@ -85,6 +80,50 @@ def step_bytes(
         return StepBytes(state, max(alone) + together - together // len(shapes))
     # One after the other; something of the one before may still be there.
     return StepBytes(state, max((one + before for one, before in zip(alone, [0, *after], strict=False)), default=0))
+
+
+def state_bytes(
+    optimizer: torch.optim.Optimizer,
+    group: int,
+    shapes: Sequence[tuple[int, ...]],
+    *,
+    dtype: torch.dtype,
+    device: torch.device,
+) -> list[tuple[int, int]]:
+    """Return what an optimizer will keep for each of some tensors, and how much of that is there whatever their size.
+
+    Arguments as of `step_bytes`; gradients have the tensors' dtype.
+
+    Example:
+        >>> adam = torch.optim.Adam([torch.zeros(1)])
+        >>> state_bytes(adam, 0, [(1000,), (10, 20)], dtype=torch.float32, device=torch.device("cpu"))
+        [(8004, 4), (1604, 4)]
+    """
+    corner = _corners(optimizer, group, dtype, dtype, device)
+
+    def kept(shape: tuple[int, ...]) -> int:
+        return _interpolate(shape, lambda at: corner(1, at).state)
+
+    # A scalar is all size: what is kept of a vector of no elements would be kept of it, too.
+    return [(kept(shape), kept((0,) * max(1, len(shape)))) for shape in shapes]
+
+
+def _corners(
+    optimizer: torch.optim.Optimizer,
+    group: int,
+    dtype: torch.dtype,
+    gradient_dtype: torch.dtype,
+    device: torch.device,
+) -> Callable[[int, tuple[int, ...]], StepBytes]:
+    """Return a function that says what so many tensors of a small shape take; each is tried once."""
+    known: dict[tuple[int, tuple[int, ...]], StepBytes] = {}
+
+    def corner(count: int, shape: tuple[int, ...]) -> StepBytes:
+        if (count, shape) not in known:
+            known[count, shape] = _dry_run(optimizer, group, [shape] * count, dtype, gradient_dtype, device)
+        return known[count, shape]
+
+    return corner
 
 
 def _interpolate(shape: tuple[int, ...], at: Callable[[tuple[int, ...]], int]) -> int:
@@ -112,7 +151,7 @@ def _dry_run(
         allow_gradient_dtype(parameter, gradient_dtype)
         parameter.grad = torch.ones(shape, dtype=gradient_dtype, device=device)
         tensors.append(parameter)
-    twin = _twin(optimizer, group, tensors)
+    twin = twin_of(optimizer, [{**optimizer.param_groups[group], "params": tensors}])
     accountant = Accountant()
     # Of the class, not of the instance: a scheduler may have wrapped the instance's, and would count the call.
     step = type(optimizer).step
@@ -130,8 +169,13 @@ def _dry_run(
     return StepBytes(sum(kept.values()), accountant.peak_total - before)
 
 
-def _twin(optimizer: torch.optim.Optimizer, group: int, tensors: list[torch.nn.Parameter]) -> torch.optim.Optimizer:
-    """Return an optimizer with the same options over other tensors; it shares nothing that a step changes."""
+def twin_of(optimizer: torch.optim.Optimizer, groups: Sequence[dict[str, Any]]) -> torch.optim.Optimizer:
+    """Return an optimizer with the same options over other tensors; it shares nothing that a step changes.
+
+    Args:
+        optimizer: is not changed.
+        groups: the parameter groups, each with its options.
+    """
     twin: torch.optim.Optimizer = object.__new__(type(optimizer))
     for name, value in vars(optimizer).items():
         if name == "step":
@@ -140,5 +184,5 @@ def _twin(optimizer: torch.optim.Optimizer, group: int, tensors: list[torch.nn.P
     for name in ("_optimizer_step_pre_hooks", "_optimizer_step_post_hooks"):
         twin.__dict__[name] = OrderedDict()
     twin.state = defaultdict(dict)
-    twin.param_groups = [{**copy.copy(optimizer.param_groups[group]), "params": tensors}]
+    twin.param_groups = [dict(group) for group in groups]
     return twin

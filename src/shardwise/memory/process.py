@@ -21,11 +21,20 @@ def resident_bytes() -> int | None:
     >>> size is None or size > 0
     True
     """
+    return _pages(1)
+
+
+def virtual_bytes() -> int | None:
+    """Return the size of this process's address space, or None where the system has no /proc."""
+    return _pages(0)
+
+
+def _pages(field: int) -> int | None:
     try:
         fields = Path("/proc/self/statm").read_text().split()
     except OSError:
         return None
-    return int(fields[1]) * os.sysconf("SC_PAGE_SIZE")
+    return int(fields[field]) * os.sysconf("SC_PAGE_SIZE")
 
 
 def peak_resident_bytes() -> int | None:

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import io
+from collections.abc import Iterable
 from dataclasses import asdict, dataclass
 from typing import Any
 
@@ -19,12 +20,14 @@ class MemoryRow:
         measured: most bytes held at once since peaks were last reset. Peaks of different categories need not coincide,
             so the measured total may be less than the sum of the lines.
         floor: what the arithmetic of the sharding plan cannot do without.
+        live: held when the report was made; in reports on memory that has run out.
     """
 
     name: str
     planned: int | None
     measured: int | None
     floor: int | None
+    live: int | None = None
 
 
 @dataclass(frozen=True)
@@ -41,6 +44,9 @@ class MemoryReport:
         process: the part of it that was there before the engine was built, without the model: interpreter, libraries,
             data.
         notes: why something is not known.
+        allocated: most bytes that torch's allocator has handed out on the CUDA device since its peaks were last reset
+            (`torch.cuda.reset_peak_memory_stats`), whoever asked for them; None on other devices.
+        reserved: most bytes that it has taken from the device.
     """
 
     rows: tuple[MemoryRow, ...]
@@ -52,6 +58,8 @@ class MemoryReport:
     resident: int | None = None
     process: int | None = None
     notes: tuple[str, ...] = ()
+    allocated: int | None = None
+    reserved: int | None = None
 
     def row(self, category: Category) -> MemoryRow:
         """Return the line of a category."""
@@ -63,11 +71,7 @@ class MemoryReport:
 
     def render(self, width: int = 100) -> str:
         """Return the table as text."""
-        from rich.console import Console
-
-        text = io.StringIO()
-        Console(file=text, width=width).print(self)
-        return text.getvalue()
+        return as_text([self], width)
 
     def print(self) -> None:
         """Print the table to standard output, on rank 0 only."""
@@ -80,13 +84,14 @@ class MemoryReport:
         """Return what rich prints for the report."""
         from rich import box
         from rich.table import Table
+        from rich.text import Text
 
         title = f"Memory of rank {self.rank} of {self.world} ({self.parameters:,} parameters in the whole model)"
         # Without frames, so that the categories' names fit into 80 columns, which is what a log file gets.
         table = Table(title=title, box=box.SIMPLE, collapse_padding=True)
-        table.caption, table.caption_justify = "\n".join(self._captions()), "left"
+        table.caption, table.caption_justify = Text("\n".join(self._captions())), "left"
         table.add_column("", no_wrap=True)
-        for name in ("planned", "measured", "floor"):
+        for name in ("planned", "measured", "floor", *(["held now"] if self.total.live is not None else [])):
             table.add_column(name, justify="right", no_wrap=True)
         for name in ("planned B/param", "measured B/param"):
             table.add_column(name, justify="right")
@@ -97,7 +102,9 @@ class MemoryReport:
         return table
 
     def _cells(self, row: MemoryRow) -> list[str]:
-        sizes = [_size(row.planned), _size(row.measured), _size(row.floor)]
+        sizes = [readable(row.planned), readable(row.measured), readable(row.floor)]
+        if self.total.live is not None:
+            sizes.append(readable(row.live))
         ratios = [
             "-" if value is None or not self.parameters else f"{value / self.parameters:.2f}"
             for value in (row.planned, row.measured)
@@ -105,17 +112,20 @@ class MemoryReport:
         return [row.name, *sizes, *ratios]
 
     def _captions(self) -> list[str]:
-        lines = [f"While the engine was built: at most {_size(self.construction)}."]
+        lines = [f"While the engine was built: at most {readable(self.construction)}."]
+        if self.allocated is not None:
+            sizes = f"{readable(self.allocated)} allocated, {readable(self.reserved)} reserved"
+            lines.append(f"The device's allocator: at most {sizes}.")
         if self.resident is not None:
-            line = f"Resident set size: {_size(self.resident)}"
+            line = f"Resident set size: {readable(self.resident)}"
             if self.process is not None:
-                line += f", of which {_size(self.process)} before the engine and without the model"
+                line += f", of which {readable(self.process)} before the engine and without the model"
             lines.append(line + ".")
         return [*lines, *self.notes]
 
 
-def _size(value: int | None) -> str:
-    """Return bytes in a unit that leaves at most four digits before the point."""
+def readable(value: int | None) -> str:
+    """Return bytes in a unit that leaves at most four digits before the point; "-" for None."""
     if value is None:
         return "-"
     amount, unit = float(value), "B"
@@ -124,3 +134,14 @@ def _size(value: int | None) -> str:
             break
         amount, unit = amount / 1024, larger
     return f"{value} B" if unit == "B" else f"{amount:.2f} {unit}"
+
+
+def as_text(printed: Iterable[Any], width: int) -> str:
+    """Return what rich prints for some objects, as plain text of so many columns."""
+    from rich.console import Console
+
+    text = io.StringIO()
+    console = Console(file=text, width=width)
+    for item in printed:
+        console.print(item)
+    return text.getvalue()

@@ -8,12 +8,28 @@ makes it so.
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Iterable, Sequence
 
 import torch
 
 CHUNK = 1 << 17
 """Elements that are widened at a time on a CPU: their fp64 copy is small, reused, and never page-faulted anew."""
+
+
+def widens(elements: int, device: torch.device) -> bool:
+    """Whether the squares of a run of so many elements are formed chunk by chunk, in memory of this module's own."""
+    # torch's norm of a large CPU tensor in another dtype makes a copy of it first, and is slow.
+    return device.type == "cpu" and elements > CHUNK
+
+
+def scratch_bytes(runs: Iterable[int], device: torch.device) -> int:
+    """Return the bytes that `Runs.sums_of_squares` needs for runs of so many elements, but for a few numbers each.
+
+    Example:
+        >>> scratch_bytes([1000, 2_000_000], torch.device("cpu")), scratch_bytes([1000], torch.device("cpu"))
+        (1048576, 0)
+    """
+    return CHUNK * torch.float64.itemsize if any(widens(elements, device) for elements in runs) else 0
 
 
 class Runs:
@@ -29,8 +45,7 @@ class Runs:
         self._parameters = parameters
         self._device = device
         filled = [(index, run) for index, run in runs if run.numel()]
-        # torch's norm of a large CPU tensor in another dtype makes a copy of it first, and is slow.
-        large = [device.type == "cpu" and run.numel() > CHUNK for _, run in filled]
+        large = [widens(run.numel(), device) for _, run in filled]
         self._large = [run for (_, run), is_large in zip(filled, large, strict=True) if is_large]
         self._small = [run for (_, run), is_large in zip(filled, large, strict=True) if not is_large]
         # On the device from the beginning: copying indices in every step would wait for it.

@@ -17,7 +17,7 @@ import torch
 from torch.autograd.graph import Node
 
 from shardwise.compat import never_compiled
-from shardwise.zero.outputs import tensors_in
+from shardwise.trees import tensors_in
 
 _LEAF = 2**64 - 1
 """Autograd's sequence number of nodes that accumulate into a leaf."""

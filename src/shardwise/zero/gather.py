@@ -6,6 +6,9 @@ launches the gathers of all units before it; a pass ends by launching what is le
 gathers in the same order whatever branches their data takes, and none can wait for a collective that another never
 launches.
 
+The unit that a backward pass needs first is kept from the end of the forward pass before it, and not gathered again: on
+every rank, because whether a pass follows is the same on all. Whatever comes between the two releases it (`let_go`).
+
 What is free to differ between ranks is how long a unit is kept. A unit is released after as many uses as earlier passes
 on this rank have shown, and at the latest at the end of the pass. If a rank then needs it once more, its values come
 from the peers through `shardwise.zero.sidechannel`, outside the order of collectives, and the unit is kept longer from
@@ -31,8 +34,8 @@ from torch import nn
 from shardwise.compat import never_compiled
 from shardwise.errors import ReleasedParameterError
 from shardwise.registry import Registry
+from shardwise.trees import tensors_in
 from shardwise.zero.calls import Use
-from shardwise.zero.outputs import tensors_in
 from shardwise.zero.saved import SavedValues
 from shardwise.zero.unit import Unit, UnitState
 
@@ -41,7 +44,7 @@ class Phase(Enum):
     """What the engine's model is doing."""
 
     IDLE = "idle"
-    """Between passes. Sharded units are released; whole values are nobody's business."""
+    """Between passes. Sharded units are released, but for one; whole values are nobody's business."""
     FORWARD = "forward"
     """Inside the outermost forward call. Units are gathered in order."""
     BACKWARD = "backward"
@@ -70,6 +73,7 @@ class Gatherer:
         channel: rescue for units that are needed again after their release; None where nothing is sharded.
         prefetch: gather the next unit while the current one computes.
         prefetch_elements: gather further units ahead as long as they have at most this many elements together.
+        backward: whether backward passes are to be expected.
     """
 
     def __init__(
@@ -80,6 +84,7 @@ class Gatherer:
         *,
         prefetch: bool = True,
         prefetch_elements: int = 0,
+        backward: bool = True,
     ) -> None:
         self.units = list(units)
         self.registry = registry
@@ -93,6 +98,8 @@ class Gatherer:
         self._wanted: dict[int, int] = {}
         self._prefetch = prefetch
         self._prefetch_elements = prefetch_elements
+        self._backward_follows = backward
+        self._waiting: Unit | None = None  # since the end of a forward pass, for the backward pass
         self._unit_of = {tensor.index: unit for unit in units for tensor in unit.tensors}
         self._order: list[Unit] = []
         self._back: list[Unit] = []
@@ -169,6 +176,7 @@ class Gatherer:
 
     def begin_forward(self) -> None:
         """Start a forward pass."""
+        self.let_go()
         self.phase = Phase.FORWARD
         self._with_graph = torch.is_grad_enabled()
         if self._with_graph:
@@ -182,7 +190,22 @@ class Gatherer:
             known = self._expected[index] if self._passes else 0
             self._expected[index] = max(known, count)
         self._passes += 1
-        self._drain()
+        self._drain(keep=self._first_back())
+
+    def _first_back(self) -> Unit | None:
+        """The unit that is kept through the end of this forward pass for the backward pass."""
+        return self._back[0] if self._backward_follows and self._back else None
+
+    def let_go(self, units: Sequence[Unit] | None = None) -> None:
+        """Release what waits for a backward pass, if it is among `units`: something else comes first, on all ranks."""
+        unit = self._waiting
+        if unit is not None and (units is None or unit in units):
+            self._waiting = None
+            unit.release()
+
+    def absent(self, unit: Unit) -> bool:
+        """Whether the values of a unit are nobody's business now, as far as they are here at all."""
+        return unit.state is UnitState.RELEASED or unit is self._waiting
 
     def begin_backward(self) -> None:
         """Start a backward pass."""
@@ -219,16 +242,21 @@ class Gatherer:
         self._held = set(self._late[self.phase])
         self.saved.forget()
 
-    def _drain(self) -> None:
+    def _drain(self, keep: Unit | None = None) -> None:
         if not self.suspended:
             while self._next < len(self._sequence):
                 with self._lock:
                     place = self._next
                     self._launch_to(place)
                 # One at a time: what is launched only for the others' sake must not pile up here.
-                self._sequence[place].release()
+                if self._sequence[place] is not keep:
+                    self._sequence[place].release()
             for unit in self._sequence:
-                unit.release()
+                if unit is not keep:
+                    unit.release()
+                else:
+                    unit.wait_concealed()
+                    self._waiting = unit
         with self._lock:
             self.phase = Phase.IDLE
             self._wanted.pop(self._passes_back, None)
@@ -240,7 +268,9 @@ class Gatherer:
             unit = self._sequence[self._next]
             self._next += 1
             launched += 1
-            if unit.state is UnitState.RELEASED:
+            if unit is self._waiting:
+                self._waiting = None
+            elif unit.state is UnitState.RELEASED:
                 unit.start_gather()
             else:
                 # Already whole here (the user gathered it), but the others need this rank's part.
@@ -355,6 +385,8 @@ class Gatherer:
         self._note_use(unit)
         count = self._visited.get(unit.index, 0) + 1
         self._visited[unit.index] = count
+        if unit is self._first_back() and self.phase is Phase.FORWARD:
+            return
         if count >= self._expected[unit.index] and unit.index not in self._held and not self.suspended:
             unit.release()
 
@@ -467,7 +499,7 @@ class Gatherer:
         if not unit.sharded:
             unit.finish_gather()
             return None
-        if self.phase is Phase.IDLE and not self.suspended and unit.state is UnitState.RELEASED:
+        if self.phase is Phase.IDLE and not self.suspended and self.absent(unit):
             raise ReleasedParameterError(
                 f"{what}: the values of parameter {tensor.name!r} (shape {tuple(tensor.shape)}) are sharded over "
                 f"{unit.comm.world} ranks and not gathered outside of forward and backward. Read or change them inside "
@@ -508,15 +540,19 @@ class Gatherer:
             self._count_use(unit)
 
 
-def backward_order(units: Sequence[Unit], root: nn.Module) -> list[int]:
+def backward_order(units: Sequence[Sequence[nn.Module]], root: nn.Module) -> list[int]:
     """Return all units in the order in which a backward pass is likely to need them, from the module tree alone.
 
     The unit whose modules end last comes first; of two that end together, the one around the other.
+
+    Args:
+        units: the modules of each.
+        root: the user's model.
     """
     start: dict[nn.Module, int] = {}
     end: dict[nn.Module, int] = {}
     _visit(root, start, end)
-    last = {unit.index: max((end[m], -start[m]) for m in unit.modules) for unit in units}
+    last = {index: max((end[m], -start[m]) for m in modules) for index, modules in enumerate(units)}
     return sorted(last, key=lambda index: (last[index], index), reverse=True)
 
 

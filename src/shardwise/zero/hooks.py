@@ -15,10 +15,10 @@ import torch
 from torch import nn
 
 from shardwise.compat import never_compiled
+from shardwise.trees import tensors_in
 from shardwise.zero.calls import AtEnd, Use
 from shardwise.zero.gather import Gatherer, Phase
 from shardwise.zero.modulehook import ModuleHook
-from shardwise.zero.outputs import tensors_in
 from shardwise.zero.reduce import Reducer
 from shardwise.zero.unit import Unit
 

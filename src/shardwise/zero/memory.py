@@ -5,21 +5,27 @@ optimizations toward training trillion parameter models", 2020, section 3, exten
 reducing). The *plan* counts elements as they are laid out, with padding and alignment, and everything that this
 implementation holds. The *floor* counts the parameters' own elements: resident state by the table, the largest pair of
 consecutive units gathered, and one unit each of gradient, send and receive buffer; units that are used early and late
-(tied ones) are held in between.
+(tied ones) are held in between. On a CPU the norm's scratch is in both.
 """
 
 from __future__ import annotations
 
-from collections.abc import Collection, Iterable, Mapping, Sequence
+from collections.abc import Iterable, Sequence
 from dataclasses import dataclass
+from typing import TYPE_CHECKING
 
 import torch
 
+from shardwise.comm.neighbours import CHUNK
 from shardwise.comm.wire import SUM_CHUNK
 from shardwise.memory import ActivationPlan, Category, StepBytes, step_bytes
-from shardwise.zero.model import ShardedModel
+from shardwise.precision.norms import scratch_bytes
+from shardwise.zero.peaks import Job, Pipeline, gathered_together
 from shardwise.zero.unit import SectionMemory, Unit
 from shardwise.zero.update import WholeUpdate
+
+if TYPE_CHECKING:
+    from shardwise.zero.model import ShardedModel
 
 
 @dataclass(frozen=True)
@@ -36,37 +42,43 @@ class MemoryPlan:
     total: int
 
 
-def planned(model: ShardedModel, accumulation: int, activations: ActivationPlan | None = None) -> MemoryPlan:
+def planned(
+    model: ShardedModel, accumulation: int, activations: ActivationPlan | None = None, *, norm: bool = True
+) -> MemoryPlan:
     """Return what this rank will hold.
 
     Args:
         model: as built, before or after any number of steps.
         accumulation: micro-batches a step.
         activations: counted in the total; None: left out.
+        norm: whether steps compute the gradient norm.
     """
     sizes = _Sizes(model, accumulation, padded=True)
     resident = sizes.resident()
     gathered, buffers = sizes.gathered(), sizes.buffers()
-    both = sizes.pipeline().most(activations)
+    both = sizes.pipeline(adding=True).most(activations)
     kept = _state(model)
     owned, exchange = sizes.exchange()
-    chunk = sizes.chunk()
-    held = sum(resident.values()) + kept.state
+    widened = sizes.widened() if norm else 0
+    scratch = sizes.scratch()
+    held = sum(resident.values()) + kept.state + scratch
     gradients = resident[Category.GRADIENTS]
     summed = max(gradients, sizes.summed_gradients())
     peaks = {
         **resident,
         Category.GRADIENTS: max(summed, gradients + owned),
         Category.OPTIMIZER: kept.state,
-        Category.BUFFERS: max(buffers, exchange),
+        Category.BUFFERS: max(buffers, exchange) + scratch,
         Category.GATHERED: gathered,
-        Category.OTHER: resident[Category.OTHER] + max(kept.temporary, chunk),
+        Category.OTHER: resident[Category.OTHER] + max(kept.temporary, sizes.chunk(), widened),
     }
-    passes = held - gradients + summed + gathered + both + chunk
-    return MemoryPlan(peaks, max(passes, held + owned + max(kept.temporary, exchange)))
+    passes = held - gradients + summed + gathered + both
+    return MemoryPlan(peaks, max(passes, held + widened, held + owned + max(kept.temporary, exchange)))
 
 
-def floor(model: ShardedModel, accumulation: int, activations: ActivationPlan | None = None) -> MemoryPlan:
+def floor(
+    model: ShardedModel, accumulation: int, activations: ActivationPlan | None = None, *, norm: bool = True
+) -> MemoryPlan:
     """Return what arithmetic asks of this rank; see the module docstring. Arguments as of `planned`."""
     sizes = _Sizes(model, accumulation, padded=False)
     resident = sizes.resident()
@@ -74,8 +86,10 @@ def floor(model: ShardedModel, accumulation: int, activations: ActivationPlan | 
     gathered, buffers = sizes.gathered(), sizes.buffers()
     state = _least_state(model)
     both = sizes.pipeline().most(activations)
+    widened = sizes.widened() if norm else 0
     peaks = {**resident, Category.OPTIMIZER: state, Category.BUFFERS: buffers, Category.GATHERED: gathered}
-    return MemoryPlan(peaks, sum(resident.values()) + state + gathered + both)
+    peaks[Category.OTHER] += widened
+    return MemoryPlan(peaks, sum(resident.values()) + state + max(gathered + both, widened))
 
 
 def _state(model: ShardedModel) -> StepBytes:
@@ -115,16 +129,39 @@ def _ask(model: ShardedModel, group: int, shapes: Sequence[tuple[int, ...]]) -> 
     return step_bytes(model.optimizer, group, shapes, dtype=dtype, gradient_dtype=gradient_dtype, device=model.device)
 
 
+def reduced_alone(model: ShardedModel) -> frozenset[int]:
+    """Return the units whose reduction is over before other gradients are collected, if micro-batches are added up.
+
+    Where gradients are sharded, a unit's gradient is collected while the one before is reduced. On few ranks, two units
+    that are much of the model would take more memory than whole sums: those are reduced one after the other.
+    """
+    if not model.plan.shard_gradients:
+        return frozenset()
+    split = _Sizes(model, 2, padded=True)
+    whole = _Sizes(model, 2, padded=True, sums_locally=True)
+    limit = whole.summed_gradients(reducing=True) + whole.scratch()
+    base = split.resident()[Category.GRADIENTS] + split.scratch()
+    jobs = split.pipeline(adding=True).jobs
+    return frozenset(
+        unit.index
+        for unit, job, after in zip(split.reduced(), jobs, jobs[1:], strict=False)
+        if base + job.filled + job.extra + after.filled > limit
+    )
+
+
 class _Sizes:
     """Byte counts of a sharded model, with or without padding."""
 
-    def __init__(self, model: ShardedModel, accumulation: int, *, padded: bool) -> None:
+    def __init__(
+        self, model: ShardedModel, accumulation: int, *, padded: bool, sums_locally: bool | None = None
+    ) -> None:
         self.model = model
         self.world = model.comm.world
         self.padded = padded
         self.accumulation = accumulation
         # Where gradients are not sharded, micro-batches are first added up in whole buffers; without peers always.
-        self.sums_locally = self.world == 1 or (accumulation > 1 and not model.plan.shard_gradients)
+        locally = self.world == 1 or (accumulation > 1 and not model.plan.shard_gradients)
+        self.sums_locally = locally if sums_locally is None else sums_locally
 
     def numel(self, section: SectionMemory) -> int:
         return section.layout.numel if self.padded else sum(slot.numel for slot in section.layout.slots)
@@ -165,21 +202,25 @@ class _Sizes:
         found[Category.OTHER] = sum(buffers.values())
         return found
 
-    def summed_gradients(self) -> int:
-        """Whole sums over micro-batches, and the parts of them that are reduced while others are still whole."""
+    def summed_gradients(self, *, reducing: bool = False) -> int:
+        """Whole sums over micro-batches, and the parts of them that are reduced while others are still whole.
+
+        Args:
+            reducing: count what reductions need meanwhile.
+        """
         if not self.sums_locally:
             return 0
         whole = sum(self.numel(section) * section.accumulate_dtype.itemsize for section in self.trained())
         if not self.padded or not self.model.plan.shard_optimizer:
             return whole
         most = held = whole
-        for unit in self._reduced():
+        for unit in self.reduced():
             held += sum(self.share(section) * section.accumulate_dtype.itemsize for section in unit.trainable)
-            most = max(most, held)
+            most = max(most, held + (self._received(unit) + self._cast(unit) if reducing else 0))
             held -= sum(self.numel(section) * section.accumulate_dtype.itemsize for section in unit.trainable)
         return most
 
-    def _reduced(self) -> list[Unit]:
+    def reduced(self) -> list[Unit]:
         """Units with gradients, in the order in which they are reduced."""
         if self.model.update is None:
             return []
@@ -193,32 +234,36 @@ class _Sizes:
             if unit.sharded
         }
         numels = {unit.index: unit.numel for unit in self.model.units}
-        ahead = self.model.plan.prefetch_elements if self.model.plan.prefetch else None
-        forward, backward = self.model.order
         kept = self.model.gatherer.kept if self.padded else frozenset()
-        return max(
-            _window(forward, backward, sizes, numels, ahead, kept),
-            _window(backward, forward, sizes, numels, ahead, kept),
-        )
+        sets = gathered_together(self.model.order, sizes, numels, self.model.plan.ahead, kept)
+        return max((sum(sizes[index] for index in (*around, *coming)) for around, coming in sets), default=0)
 
     def buffers(self) -> int:
         """Gradients being collected and sent, and pieces being received."""
         return self.pipeline().most(None)
 
-    def pipeline(self) -> _Pipeline:
+    def pipeline(self, *, adding: bool = False) -> Pipeline:
+        """Reductions in their order.
+
+        Args:
+            adding: count scratch of adding up (see `chunk`), which is no communication buffer.
+        """
+        reducer = self.model.reducer
+        alone = reducer.alone if reducer is not None and self.accumulation > 1 else frozenset()
         jobs = [
-            _Job(
+            Job(
                 filled=0 if self.sums_locally else self._sent(unit),
-                extra=self._received(unit) + self._cast(unit),
+                extra=self._received(unit) + self._cast(unit) + (self._chunk(unit) if adding else 0),
+                alone=unit.index in alone,
                 parameters=frozenset(
                     id(self.model.registry.parameters[slot.index])
                     for section in unit.trainable
                     for slot in section.layout.slots
                 ),
             )
-            for unit in self._reduced()
+            for unit in self.reduced()
         ]
-        return _Pipeline(jobs)
+        return Pipeline(jobs)
 
     def _wire(self, section: SectionMemory) -> torch.dtype:
         wire = self.model.policy.wire_dtype
@@ -240,7 +285,17 @@ class _Sizes:
         )
 
     def _received(self, unit: Unit) -> int:
-        return self._sent(unit) * (self.world - 1) // self.world
+        return 0 if self.model.comm.reads_peers else self._sent(unit) * (self.world - 1) // self.world
+
+    def scratch(self) -> int:
+        """Chunks in which gradients are read from the peers' memory and added up."""
+        if not self.model.comm.reads_peers:
+            return 0
+        plan, sections = self.model.plan, list(self.trained())
+        pieces = max((min(CHUNK, self.share(s)) * self._wire(s).itemsize for s in sections), default=0)
+        aside = self.accumulation > 1 and not (self.sums_locally and plan.shard_optimizer)
+        sums = max((min(CHUNK, self.share(s)) * s.accumulate_dtype.itemsize for s in sections), default=0)
+        return pieces + (sums if aside else 0)
 
     def exchange(self) -> tuple[int, int]:
         """Whole gradients of the tensors owned here, and the largest all-to-all, during the step."""
@@ -260,100 +315,27 @@ class _Sizes:
         return gradients, largest
 
     def chunk(self) -> int:
-        """Scratch of adding pieces up where the result cannot be formed in place."""
-        plan = self.model.plan
-        added_to, within_sum = plan.shard_gradients, not plan.shard_optimizer
-        if self.world == 1 or self.accumulation == 1 or not (added_to or within_sum):
+        """Scratch of adding pieces up that come in another dtype than that of the sum they are added to."""
+        return max(map(self._chunk, self.reduced()), default=0)
+
+    def _chunk(self, unit: Unit) -> int:
+        reads = self.model.comm.reads_peers  # then the chunks are kept: see `scratch`
+        if self.world == 1 or self.accumulation == 1 or not self.model.plan.shard_gradients or reads:
             return 0
-        return max((min(SUM_CHUNK, self.share(s)) * s.accumulate_dtype.itemsize for s in self.trained()), default=0)
+        return max(
+            (
+                min(SUM_CHUNK, self.share(section)) * section.accumulate_dtype.itemsize
+                for section in unit.trainable
+                if self._wire(section) is not section.accumulate_dtype
+            ),
+            default=0,
+        )
 
-
-def _window(
-    order: Sequence[int],
-    other: Sequence[int],
-    sizes: Mapping[int, int],
-    numels: Mapping[int, int],
-    ahead: int | None,
-    kept: Collection[int],
-) -> int:
-    """Return the most bytes gathered at once in a pass that gathers in `order`.
-
-    A unit that comes before another in both orders, that of this pass and that of the opposite one, encloses it: it is
-    needed before and after, and held in between.
-
-    Args:
-        order: indices of units in the order of this pass.
-        other: the same for the opposite pass.
-        sizes: bytes of the units that are gathered at all.
-        numels: their elements.
-        ahead: elements that may be gathered beyond the next unit; None if not even that is.
-        kept: units that are held from their gather to the end of the pass.
-    """
-    sequence = [index for index in order if index in sizes]
-    place = {index: position for position, index in enumerate(other)}
-    most = 0
-    for position, index in enumerate(sequence):
-        live = sizes[index]
-        live += sum(sizes[b] for b in sequence[:position] if place[b] < place[index] or b in kept)
-        budget = ahead
-        for distance, following in enumerate(sequence[position + 1 :]):
-            if budget is None:
-                break
-            budget -= numels[following]
-            if distance > 0 and budget < 0:
-                break
-            live += sizes[following]
-        most = max(most, live)
-    return most
-
-
-@dataclass(frozen=True)
-class _Job:
-    """Reduction of one unit.
-
-    Attributes:
-        filled: bytes of its gradient, from its first parameter's until it is reduced.
-        extra: further bytes while it is under way.
-        parameters: `id()` of those whose gradients it waits for.
-    """
-
-    filled: int
-    extra: int
-    parameters: frozenset[int]
-
-
-class _Pipeline:
-    """Units are reduced one after the other; while one is under way the next one's gradients are collected."""
-
-    def __init__(self, jobs: Sequence[_Job]) -> None:
-        self.jobs = jobs
-
-    def most(self, activations: ActivationPlan | None) -> int:
-        """Return the most bytes of buffers, or of buffers and activations, at once."""
-        if activations is None:
-            pairs = zip(self.jobs, [*self.jobs[1:], None], strict=False)
-            return max(
-                (job.filled + job.extra + (after.filled if after else 0) for job, after in pairs),
-                default=0,
-            )
-        waiting = {parameter: place for place, job in enumerate(self.jobs) for parameter in job.parameters}
-        missing = [len(job.parameters) for job in self.jobs]
-        collecting: set[int] = set()
-        under_way = -1
-        most = 0
-        for stretch in activations.stretches:
-            place = waiting.pop(stretch.parameter, None) if stretch.parameter is not None else None
-            if place is not None:
-                collecting.add(place)
-                missing[place] -= 1
-            most = max(most, stretch.start + self._bytes(collecting, under_way))
-            while under_way + 1 < len(self.jobs) and not missing[under_way + 1]:
-                under_way += 1
-                collecting.discard(under_way)
-                most = max(most, stretch.start + self._bytes(collecting, under_way))
-            most = max(most, stretch.peak + self._bytes(collecting, under_way))
-        return most
-
-    def _bytes(self, collecting: Iterable[int], under_way: int) -> int:
-        held = sum(self.jobs[place].filled for place in collecting)
-        return held + (self.jobs[under_way].filled + self.jobs[under_way].extra if under_way >= 0 else 0)
+    def widened(self) -> int:
+        """Scratch of the norm."""
+        runs = [
+            piece.stop - piece.start
+            for section in self.trained()
+            for piece in section.layout.pieces(*section.layout.range_of(section.rank))
+        ]
+        return scratch_bytes(runs, self.model.device)

@@ -17,7 +17,7 @@ from torch import nn
 
 from shardwise.comm.communicator import Communicator
 from shardwise.errors import DesyncError, UsageError
-from shardwise.memory import Accountant, Category, give_back_freed_memory, module_bytes, resident_bytes
+from shardwise.memory import Accountant, Category, give_back_freed_memory, module_bytes, resident_bytes, virtual_bytes
 from shardwise.precision.dtypes import PrecisionPolicy
 from shardwise.precision.norms import Runs, clip_coefficient, combine
 from shardwise.registry import Registry
@@ -27,8 +27,10 @@ from shardwise.zero.gather import Gatherer, Phase, backward_order
 from shardwise.zero.guards import Guards
 from shardwise.zero.hooks import Hooks
 from shardwise.zero.init import whole_values
-from shardwise.zero.layout import Piece, lay_out
+from shardwise.zero.layout import Piece, Section, lay_out
+from shardwise.zero.memory import reduced_alone
 from shardwise.zero.partition import UnitSpec, find_units
+from shardwise.zero.peaks import Orders, best_whole
 from shardwise.zero.places import Places
 from shardwise.zero.plan import Plan
 from shardwise.zero.reduce import Reducer
@@ -62,6 +64,7 @@ class ShardedModel:
 
     Attributes:
         closed: why there is nothing here any more ("" while there is).
+        client_groups: the parameters that each of the optimizer's groups had before the engine.
         gradient_factor: what turns accumulated sums into the gradient.
         on_backward_end: called at the end of a backward pass; told whether it has brought gradients.
     """
@@ -89,14 +92,15 @@ class ShardedModel:
         self.comm = comm
         self.device = device
         self.accountant = accountant
-        resident = resident_bytes()
-        if resident is not None:
+        resident, addresses = resident_bytes(), virtual_bytes()
+        if resident is not None and addresses is not None:
             accountant.process_bytes = max(0, resident - module_bytes(module))
+            accountant.process_addresses = max(0, addresses - module_bytes(module))
         groups = optimizer.param_groups if optimizer is not None else []
         owners = {id(p): i for i, group in enumerate(groups) for p in group["params"]}
         self.registry = Registry.of(module, compute_dtype=policy.compute_dtype, groups=owners)
         self._check_owners(groups)
-        self._client_groups = [list(group["params"]) for group in groups]
+        self.client_groups = [list(group["params"]) for group in groups]
         self.closed = ""
         self.units: list[Unit] = []
         self.update: Update | None = None
@@ -110,11 +114,13 @@ class ShardedModel:
                 else SegmentUpdate(optimizer, self.units, self.registry, accountant, is_elementwise)
             )
         self._owns_masters = not whole_tensors or not plan.shard_optimizer or comm.world == 1
-        persistent = 0
-        for spec in find_units(module, self.registry, plan.unit_cap, leaves):
-            stays = spec.numel <= plan.persistent_elements and persistent + spec.numel <= plan.persistent_total
-            persistent += spec.numel if stays else 0
-            self.units.append(self._build_unit(spec, sharded=plan.shard_parameters and not stays))
+        specs = find_units(module, self.registry, plan.unit_cap, leaves)
+        layouts = [lay_out(spec.tensors, comm.world, device.type) for spec in specs]
+        # Until a pass has been traced, the order of the modules stands for that of execution.
+        forward, backward = list(range(len(specs))), backward_order([spec.modules for spec in specs], module)
+        whole = self._stay_whole(specs, layouts, (forward, backward))
+        for index, (spec, sections) in enumerate(zip(specs, layouts, strict=True)):
+            self.units.append(self._build_unit(spec, sections, sharded=plan.shard_parameters and index not in whole))
         sharded = [unit for unit in self.units if unit.sharded]
         self.channel = SideChannel(comm, sharded) if sharded and not comm.imagined else None
         self.gatherer = Gatherer(
@@ -123,6 +129,7 @@ class ShardedModel:
             self.channel,
             prefetch=plan.prefetch,
             prefetch_elements=plan.prefetch_elements,
+            backward=self.update is not None,
         )
         self.reducer: Reducer | None = None
         if self.update is not None:
@@ -162,8 +169,7 @@ class ShardedModel:
             for section in unit.sections
             for slot in section.layout.slots
         }
-        # Until a pass has been traced, the order of the modules stands for that of execution.
-        self._set_order([unit.index for unit in self.units], backward_order(self.units, module))
+        self._set_order(forward, backward)
         accountant.construction_peak = accountant.peak_total
         accountant.reset_peak()
         self._order_agreed = self._stepped = False
@@ -184,9 +190,26 @@ class ShardedModel:
                         "it an optimizer of its own."
                     )
 
-    def _build_unit(self, spec: UnitSpec, *, sharded: bool) -> Unit:
+    def _stay_whole(self, specs: Sequence[UnitSpec], layouts: Sequence[Sequence[Section]], orders: Orders) -> set[int]:
+        """Return the units that stay gathered: what the configuration asks for, and what saves no memory released."""
+        plan = self.plan
+        if not plan.shard_parameters:
+            return set()
+        stay, elements = set(), 0
+        for index, spec in enumerate(specs):
+            if spec.numel <= plan.persistent_elements and elements + spec.numel <= plan.persistent_total:
+                stay.add(index)
+                elements += spec.numel
+        if plan.keeps_what_saves:
+            whole = {i: sum(s.numel * s.dtype.itemsize for s in sections) for i, sections in enumerate(layouts)}
+            shard = {i: sum(s.shard * s.dtype.itemsize for s in sections) for i, sections in enumerate(layouts)}
+            numels = {i: sum(s.numel for s in sections) for i, sections in enumerate(layouts)}
+            stay |= best_whole(orders, whole, shard, numels, plan.ahead, stay)
+        return stay
+
+    def _build_unit(self, spec: UnitSpec, layouts: Sequence[Section], *, sharded: bool) -> Unit:
         sections = []
-        for layout in lay_out(spec.tensors, self.comm.world, self.device.type):
+        for layout in layouts:
             section = SectionMemory(
                 layout,
                 sharded=sharded,
@@ -234,7 +257,7 @@ class ShardedModel:
         tensor = self.registry.find(parameter)
         if tensor is None or self.gatherer.phase is not Phase.IDLE:
             return False
-        return self._section_of[tensor.index][0].state is UnitState.RELEASED
+        return self.gatherer.absent(self._section_of[tensor.index][0])
 
     def _backward_ended(self) -> None:
         assert self.reducer is not None
@@ -284,6 +307,7 @@ class ShardedModel:
         self.policy = replace(self.policy, wire_dtype=dtype)
         if self.reducer is not None:
             self.reducer.wire_dtype = dtype
+            self.reducer.alone = reduced_alone(self)
 
     def scale_gradients(self, factor: float | torch.Tensor) -> None:
         """Multiply the accumulated gradients."""
@@ -341,6 +365,7 @@ class ShardedModel:
     def step(self) -> None:
         """Step the optimizer with the accumulated gradients and start bringing the results to all ranks."""
         assert self.update is not None and self.optimizer is not None
+        self.gatherer.let_go()
         self.finish_gathers()
         self.take_changes()
         with self.accountant.owning(Category.OTHER), self.guards.stepping():
@@ -397,6 +422,7 @@ class ShardedModel:
         self.gatherer.set_order(forward, backward)
         if self.reducer is not None:
             self.reducer.set_order(forward, backward)
+            self.reducer.alone = reduced_alone(self)
 
     def finish_gathers(self) -> None:
         """Wait for updated parameters that are still on their way."""
@@ -481,6 +507,7 @@ class ShardedModel:
 
     def publish(self) -> None:
         """Bring all copies of the values up to date after `value_runs` have been written (all ranks call)."""
+        self.gatherer.let_go()
         for unit in self.units:
             if self.update is not None:
                 self.update.publish(unit)
@@ -499,9 +526,11 @@ class ShardedModel:
     def gather(self, parameters: Iterable[nn.Parameter]) -> list[Unit]:
         """Gather the released units of some parameters outside of passes (all ranks must call); return those units."""
         self.hooks.settle()
+        wanted = self.units_of(parameters)
+        self.gatherer.let_go(wanted)
         changed: list[Unit] = []
         try:
-            for unit in self.units_of(parameters):
+            for unit in wanted:
                 unit.finish_gather()
                 if unit.state is UnitState.RELEASED:
                     self._fill_now(unit)
@@ -610,7 +639,7 @@ class ShardedModel:
         self.update = None
         if self.optimizer is not None:
             self.optimizer.state.clear()
-            for group, parameters in zip(self.optimizer.param_groups, self._client_groups, strict=False):
+            for group, parameters in zip(self.optimizer.param_groups, self.client_groups, strict=False):
                 group["params"] = parameters
 
     def _cut_references(self) -> None:

@@ -25,6 +25,9 @@ class ModuleHook:
 
     __slots__ = ("function",)
 
+    may_wait_for_ranks = True
+    """Whoever wants to know something of the module on one rank alone must run a copy of it."""
+
     def __init__(self, function: Callable[..., Any]) -> None:
         self.function = function
 

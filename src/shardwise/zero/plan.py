@@ -46,8 +46,9 @@ class Plan:
         unit_cap: largest number of elements in a unit (a larger parameter is a unit of its own).
         prefetch: whether the next unit is gathered while the current one computes.
         prefetch_elements: how many elements may be on their way beyond the next unit.
-        persistent_elements: units of at most this many elements stay gathered.
-        persistent_total: and at most this many elements in all.
+        keeps_what_saves: units whose release would not lower the peak stay gathered.
+        persistent_elements: so do units of at most this many elements.
+        persistent_total: of the latter at most this many elements in all.
     """
 
     stage: int
@@ -58,8 +59,14 @@ class Plan:
     unit_cap: int
     prefetch: bool = True
     prefetch_elements: int = 0
+    keeps_what_saves: bool = True
     persistent_elements: int = 0
     persistent_total: int = 0
+
+    @property
+    def ahead(self) -> int | None:
+        """Elements that may be gathered beyond the next unit; None if not even that is."""
+        return self.prefetch_elements if self.prefetch else None
 
     @classmethod
     def of(cls, zero: ZeroConfig, world: int) -> Plan:
@@ -72,6 +79,7 @@ class Plan:
             # Two units are gathered at a time: the one that computes and the one being prefetched.
             caps.append(int(zero.stage3_max_live_parameters) // 2)
         ahead = zero.stage3_prefetch_bucket_size
+        small = zero.stage3_param_persistence_threshold
         return cls(
             stage=zero.stage,
             reduces_micro_batches=TABLE[zero.stage].gradients,
@@ -81,6 +89,7 @@ class Plan:
             unit_cap=max(1, min(caps)),
             prefetch=ahead != 0,
             prefetch_elements=int(ahead or 0),
-            persistent_elements=int(zero.stage3_param_persistence_threshold),
+            keeps_what_saves=small != 0,
+            persistent_elements=int(small or 0),
             persistent_total=int(zero.stage3_model_persistence_threshold),
         )

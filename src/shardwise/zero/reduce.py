@@ -12,7 +12,7 @@ reduced once, in the backward pass of the last micro-batch.
 
 from __future__ import annotations
 
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Collection, Sequence
 from contextlib import AbstractContextManager
 from itertools import accumulate
 from typing import Any
@@ -116,6 +116,10 @@ class Reducer:
         on_begin: called when a backward pass starts.
         on_complete: called when a unit's gradients are complete.
         on_end: called at the end of a backward pass, after the last reduction.
+
+    Attributes:
+        alone: units whose reduction is waited for before another unit's gradients are collected, where several
+            micro-batches make a step (see `shardwise.zero.memory.reduced_alone`).
     """
 
     def __init__(
@@ -155,6 +159,7 @@ class Reducer:
         self._waiting, self._before_launch = waiting, before_launch
         self._on_begin, self._on_complete, self._on_end = on_begin, on_complete, on_end
         self.gradients = {unit.index: UnitGradients(unit, settled) for unit in units if unit.trainable}
+        self.alone: Collection[int] = frozenset()
         self._order: list[UnitGradients] = []
         self._places: dict[int, int] = {}
         self._launched: list[int] = []
@@ -288,10 +293,15 @@ class Reducer:
             # The reduced gradient will be as large as the sum, and nothing is in its place yet.
             buffer = section.whole_gradient
         else:
+            if (not self.boundary or gradients.accumulated) and self._in_flight_alone():
+                self._finish()
             buffer = torch.empty(section.layout.numel, dtype=dtype, device=section.device)
             self.accountant.hold(Category.BUFFERS if alone else Category.GRADIENTS, buffer)
         gradients.buffers[place] = buffer
         return buffer
+
+    def _in_flight_alone(self) -> bool:
+        return self._in_flight is not None and self._in_flight[0].unit.index in self.alone
 
     def _fill_gaps(self, gradients: UnitGradients, section: SectionMemory, buffer: torch.Tensor) -> None:
         """Put zeros where no gradient has arrived: absent parameters, and between parameters."""

@@ -309,6 +309,13 @@ class Unit:
             section.free()
         self.state = UnitState.RELEASED
 
+    def wait_concealed(self) -> None:
+        """Keep the whole values for the next pass, as if they had been released and gathered again."""
+        self.finish_gather()
+        self._keep_changes()
+        self.note()
+        self.conceal()
+
     def note(self) -> None:
         """Take the whole values of a sharded unit as they are now for unchanged."""
         if self.sharded:

@@ -113,9 +113,10 @@ class ZeroConfig(Section):
         default_note="peers use 5e7 (their documentation says 5e8); one unit ahead is what the memory floor allows",
         ge=0,
     )
-    stage3_param_persistence_threshold: Int = key(
-        0,
-        "Units of at most this many elements stay gathered (stage 3).",
+    stage3_param_persistence_threshold: Int | None = key(
+        None,
+        "Units of at most this many elements stay gathered (stage 3), beside those that null keeps; 0: none at all. "
+        "null: those whose release would not lower the peak.",
         names=("param_persistence_threshold",),
         default_note="peers keep parameters below 1e5 elements; units are gathered in one piece, so that small "
         "parameters cost nothing extra here",

@@ -1,4 +1,4 @@
-"""The tensors in whatever a module returns: containers, dataclasses, mappings, and plain objects with attributes."""
+"""The tensors in nested values that modules take and return: containers, dataclasses, mappings, and plain objects."""
 
 from __future__ import annotations
 

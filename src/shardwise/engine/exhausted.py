@@ -1,0 +1,206 @@
+"""What is said when memory runs out: what was asked for, the limit, what is held, and the setting that would have fit.
+
+All of it is this rank's own knowledge: no collective, so that no rank waits for one that is about to leave. The search
+for a setting ends after `SEARCH_S` seconds.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import json
+import os
+from collections.abc import Callable, Iterator
+from dataclasses import dataclass, replace
+from typing import Any
+
+import torch
+
+from shardwise.engine.plans import MARGIN, MemoryPlans, Planner, SettingPlan, Subject, search
+from shardwise.memory import (
+    Accountant,
+    Category,
+    MemoryLimit,
+    MemoryReport,
+    OutOfMemoryError,
+    asked_bytes,
+    give_back_freed_memory,
+    is_out_of_memory,
+    let_go_of_frames,
+    like_cross_entropy,
+    memory_limit,
+    resident_bytes,
+    virtual_bytes,
+)
+from shardwise.memory.report import readable
+
+SEARCH_S = 30.0
+_SHOWN = 12
+
+
+@dataclass(frozen=True)
+class Circumstances:
+    """Where memory has run out.
+
+    Attributes:
+        where: the call of the user's.
+        subject: what is trained, and how.
+        accountant: knows what is held.
+        rank: this process's.
+        batch: the micro-batch that was being computed, as shapes; None if there was none.
+        graph: a whole graph of activations may be held.
+        stepping: optimizer state may have been made that nobody has counted yet.
+        report: makes the engine's table; None where there is no engine yet.
+    """
+
+    where: str
+    subject: Subject
+    accountant: Accountant
+    rank: int
+    batch: Any = None
+    graph: bool = False
+    stepping: bool = False
+    report: Callable[[], MemoryReport] | None = None
+
+
+@contextlib.contextmanager
+def explaining(circumstances: Callable[[], Circumstances]) -> Iterator[None]:
+    """Turn an error that says that memory has run out into one that says what would have fitted.
+
+    Args:
+        circumstances: asked if it has.
+
+    Raises:
+        OutOfMemoryError: see there.
+    """
+    try:
+        yield
+    except (RuntimeError, MemoryError) as error:
+        if not is_out_of_memory(error):
+            raise
+        raise explained(error, circumstances()) from error
+
+
+def explained(error: BaseException, at: Circumstances) -> OutOfMemoryError:
+    """Return the error to be raised from one that says that memory has run out."""
+    live = at.accountant.live
+    # The pass is over. What its calls held is given back before the search, which needs a little memory itself.
+    let_go_of_frames(error)
+    _give_back(at.subject.device)
+    first = str(error).strip().splitlines() or [type(error).__name__]
+    asked = asked_bytes(error)
+    lines = [
+        f"rank {at.rank} has run out of memory in {at.where}: {first[0]}",
+        f"Setting: {at.subject.setting}. Asked for: {'unknown' if asked is None else readable(asked)}.",
+    ]
+    planner = Planner(at.subject, at.batch, like_cross_entropy)
+    suggestion = None
+    try:
+        limit, room = room_for(at, planner)
+        lines.append(_limit_line(limit, room))
+        lines.append(_table(at, live))
+        plans, found = _search(at, planner, room)
+        lines += [plans, _advice(found, at)]
+        suggestion = None if found is None else found.setting.config
+    except (Exception, MemoryError) as failure:  # no memory for this either, or an optimizer of the user's own
+        held = ", ".join(f"{category.value} {readable(size)}" for category, size in live.items() if size)
+        lines.append(f"Held: {held or 'nothing'}. Other settings not planned ({type(failure).__name__}: {failure}).")
+    told = OutOfMemoryError("\n".join(lines))
+    told.asked, told.suggestion = asked, suggestion
+    return told
+
+
+def _give_back(device: torch.device) -> None:
+    if device.type == "cuda":
+        torch.cuda.empty_cache()
+    give_back_freed_memory()
+
+
+def room_for(at: Circumstances, planner: Planner) -> tuple[MemoryLimit | None, int | None]:
+    """Return the limit of this process, and what of it there is for the engine and its activations.
+
+    The rest is the process's own: what it had before the engine, or, if that is more now, what it has beyond all that
+    is known to be the engine's.
+    """
+    setting, accountant = at.subject.setting, at.accountant
+    processes = int(os.environ.get("LOCAL_WORLD_SIZE") or os.environ.get("LOCAL_SIZE") or setting.ranks)
+    limit = memory_limit(at.subject.device, processes)
+    if limit is None:
+        return None, None
+    # Measured before anything is planned, because planning loads parts of PyTorch.
+    if at.subject.device.type == "cuda":
+        used, before = torch.cuda.memory_allocated(at.subject.device), 0
+    elif limit.address_space:
+        used, before = virtual_bytes() or 0, accountant.process_addresses or 0
+    else:
+        used, before = resident_bytes() or 0, accountant.process_bytes or 0
+    ours = accountant.total
+    if at.graph and at.batch is not None and not accountant.tracked:
+        activations = planner.activations(setting.micro_batch)
+        ours += 0 if isinstance(activations, str) else activations.peak
+    if at.stepping:
+        planned = planner.plan(setting).peaks
+        ours += max(0, planned.get(Category.OPTIMIZER.value, 0) - accountant.live[Category.OPTIMIZER])
+    return limit, max(0, limit.share - max(before, used - ours))
+
+
+def _limit_line(limit: MemoryLimit | None, room: int | None) -> str:
+    if limit is None or room is None:
+        return "Limit: unknown."
+    shared = f", shared with {limit.sharers - 1} other processes of the job" if limit.sharers > 1 else ""
+    reserved = ""
+    if limit.address_space and not os.environ.get("MALLOC_ARENA_MAX"):
+        reserved = (
+            " It counts addresses that are only reserved, too: the C library reserves 64 MiB for each thread, unless "
+            "MALLOC_ARENA_MAX=1 is set."
+        )
+    return (
+        f"Limit: {limit.name}, {readable(limit.total)}, of which {readable(limit.used)} are in use "
+        f"now that the failed call has ended{shared}. "
+        f"There is room for {readable(room)} of the engine's tensors and activations."
+        f"{reserved}"
+    )
+
+
+def _table(at: Circumstances, live: dict[Category, int]) -> str:
+    if at.report is None:
+        held = ", ".join(f"{category.value} {readable(size)}" for category, size in live.items() if size)
+        return f"Held when it happened: {held or 'nothing'}."
+    report = at.report()
+    tracked = at.accountant.tracked
+    rows = tuple(
+        replace(row, live=live[category] if tracked or category is not Category.ACTIVATIONS else None)
+        for row, category in zip(report.rows, Category, strict=True)
+    )
+    total = replace(report.total, live=sum(live.values()))
+    return replace(report, rows=rows, total=total).render().rstrip()
+
+
+def _search(at: Circumstances, planner: Planner, room: int | None) -> tuple[str, SettingPlan | None]:
+    """Return the table of the settings looked at, and the cheapest that fits."""
+    own = planner.plan(at.subject.setting, room)
+    if room is None:
+        plans, complete = [planner.plan(setting) for setting in at.subject.setting.dearer()[:_SHOWN]], True
+    else:
+        plans, complete = search(planner, room, SEARCH_S)
+    found = next((plan for plan in plans if plan.fits), None)
+    notes = [f"Fits: planned, and {MARGIN:.0%} more. The first line is the setting that ran out of memory."]
+    if not complete:
+        notes.append(f"The search was ended after {SEARCH_S:.0f} s.")
+    if len(plans) > _SHOWN:
+        notes.append(f"{len(plans) - _SHOWN} settings between the first and the last ones are left out.")
+        plans = [*plans[: _SHOWN // 2], *plans[-_SHOWN // 2 :]]
+    if at.batch is None:
+        notes.append("Activations are not in it: no batch was being computed.")
+    return MemoryPlans((own, *plans), room, tuple(notes)).render().rstrip(), found
+
+
+def _advice(found: SettingPlan | None, at: Circumstances) -> str:
+    if found is None:
+        return (
+            "No setting that was looked at is known to fit (stages up to 3, micro-batches down to 1, and more ranks at "
+            "the same global batch). What remains: activations recomputed in the model (torch.utils.checkpoint), "
+            "parameters in 16 bits, a smaller model or global batch, or more memory."
+        )
+    setting, now = found.setting, at.subject.setting
+    ranks = f" on {setting.ranks} ranks" if setting.ranks != now.ranks else ""
+    return f"The cheapest setting that would have fitted: {setting}. Set{ranks} {json.dumps(setting.config)}."

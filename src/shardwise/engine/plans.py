@@ -1,0 +1,390 @@
+"""Plans of settings that an engine does not have: other stages, micro-batch sizes, numbers of ranks.
+
+The engine's own parts are built on fake tensors and imagined ranks, beside a running job and without a collective, and
+plan themselves. So what is planned here is what an engine with that setting reports.
+"""
+
+from __future__ import annotations
+
+import time
+import warnings
+from collections.abc import Callable, Iterator, Sequence
+from dataclasses import asdict, dataclass, field, replace
+from typing import Any
+
+import torch
+from torch import nn
+
+from shardwise.comm.communicator import Communicator
+from shardwise.comm.ledger import Ledger
+from shardwise.config import Facts, Resolution, resolve
+from shardwise.engine.scaling import computes_norm
+from shardwise.errors import ConfigError, UsageError
+from shardwise.memory import (
+    Accountant,
+    ActivationPlan,
+    fake_copy,
+    plan_activations,
+    shapes_of,
+    twin_of,
+)
+from shardwise.memory.report import as_text, readable
+from shardwise.optim import Sharding, is_elementwise_state, sharding_of
+from shardwise.precision.dtypes import policy_from_config
+from shardwise.trees import tensors_in
+from shardwise.zero.memory import MemoryPlan, planned
+from shardwise.zero.model import ShardedModel
+from shardwise.zero.plan import TABLE, Plan
+
+MOST_RANKS = 16
+"""Settings with up to this many times the ranks are looked at."""
+MARGIN = 0.15
+"""Part of a plan that is added for what it does not count: the gaps in allocators' memory (a tenth, where the limit is
+that of the address space and buffers come and go), temporaries of a few kilobytes."""
+
+
+@dataclass(frozen=True)
+class Setting:
+    """What can be changed without changing what is trained: the global batch is micro_batch * accumulation * ranks."""
+
+    stage: int
+    micro_batch: int
+    accumulation: int
+    ranks: int
+
+    @property
+    def cost(self) -> tuple[int, int, int, int]:
+        """What settings are ordered by: ranks, then what they exchange in a step, then passes a step.
+
+        Exchanged is counted in whole models: a reduction (once, or for each micro-batch where gradients are sharded)
+        and gathers (once, or two for each micro-batch where parameters are).
+        """
+        row = TABLE[self.stage]
+        reductions = self.accumulation if row.gradients else 1
+        gathers = 2 * self.accumulation if row.parameters else 1
+        return self.ranks, (reductions + gathers) if self.ranks > 1 else 0, self.accumulation, self.stage
+
+    @property
+    def config(self) -> dict[str, Any]:
+        """The keys of the configuration that say it; the number of ranks is the launcher's."""
+        return {
+            "train_batch_size": self.micro_batch * self.accumulation * self.ranks,
+            "train_micro_batch_size_per_gpu": self.micro_batch,
+            "gradient_accumulation_steps": self.accumulation,
+            "zero_optimization": {"stage": self.stage},
+        }
+
+    def __str__(self) -> str:
+        ranks = f"{self.ranks} rank{'s' if self.ranks > 1 else ''}"
+        return f"stage {self.stage}, micro-batch {self.micro_batch} x {self.accumulation}, {ranks}"
+
+    def dearer(self) -> list[Setting]:
+        """Return settings with the same global batch that may take less memory, from the cheapest to the dearest."""
+        batch = self.micro_batch * self.accumulation * self.ranks
+        found = []
+        ranks = self.ranks
+        while ranks <= self.ranks * MOST_RANKS and batch % ranks == 0:
+            samples = batch // ranks
+            for micro in _halvings(samples, self.micro_batch):
+                for stage in TABLE:
+                    setting = Setting(stage, micro, samples // micro, ranks)
+                    alone = ranks == 1 and stage != self.stage  # one rank has nothing to shard
+                    if stage >= self.stage and setting != self and not alone:
+                        found.append(setting)
+            ranks *= 2
+        return sorted(found, key=lambda setting: setting.cost)
+
+
+def _halvings(samples: int, most: int) -> Iterator[int]:
+    """Yield divisors of `samples` up to `most`, each at most half of the one before, and 1 at the end."""
+    limit = most
+    while limit >= 1:
+        divisor = max(d for d in range(1, min(limit, samples) + 1) if samples % d == 0)
+        yield divisor
+        limit = divisor // 2
+
+
+@dataclass(frozen=True)
+class SettingPlan:
+    """What one rank would hold under a setting.
+
+    Attributes:
+        setting: which.
+        peaks: most bytes in each category, by name. Activations are among them if they could be planned.
+        total: most bytes at once; None if it could not be planned.
+        fits: whether that is within the limit with a margin of 15 %; None if either is not known.
+        note: why something is not known.
+    """
+
+    setting: Setting
+    peaks: dict[str, int] = field(default_factory=dict)
+    total: int | None = None
+    fits: bool | None = None
+    note: str = ""
+
+
+@dataclass(frozen=True)
+class MemoryPlans:
+    """Plans of several settings.
+
+    Attributes:
+        plans: from the cheapest to the dearest.
+        room: bytes that there are for the engine on this rank, None if unknown.
+        notes: what had to be assumed.
+    """
+
+    plans: tuple[SettingPlan, ...]
+    room: int | None
+    notes: tuple[str, ...] = ()
+
+    @property
+    def cheapest(self) -> SettingPlan | None:
+        """The first that fits."""
+        return next((plan for plan in self.plans if plan.fits), None)
+
+    def as_dict(self) -> dict[str, Any]:
+        """Return plain JSON values."""
+        return asdict(self)
+
+    def render(self, width: int = 100) -> str:
+        """Return the table as text."""
+        return as_text([self], width)
+
+    def __rich__(self) -> Any:
+        """Return what rich prints."""
+        from rich import box
+        from rich.table import Table
+        from rich.text import Text
+
+        room = "" if self.room is None else f"; there is room for {readable(self.room)}"
+        table = Table(title=f"Planned memory of one rank{room}", box=box.SIMPLE, collapse_padding=True)
+        unknown = dict.fromkeys(plan.note for plan in self.plans if plan.note)
+        table.caption, table.caption_justify = Text("\n".join((*self.notes, *unknown))), "left"
+        table.add_column("stage", justify="right")
+        table.add_column("micro-batch x steps", justify="right", no_wrap=True)
+        for name in ("ranks", "resident", "buffers", "activations", "total"):
+            table.add_column(name, justify="right", no_wrap=True)
+        table.add_column("fits")
+        for plan in self.plans:
+            setting = plan.setting
+            resident = ("parameters", "gradients", "master weights", "optimizer state", "other")
+            buffers = ("communication buffers", "gathered window")
+            sizes = [sum(plan.peaks[name] for name in part) if plan.peaks else None for part in (resident, buffers)]
+            table.add_row(
+                str(setting.stage),
+                f"{setting.micro_batch} x {setting.accumulation}",
+                str(setting.ranks),
+                *(readable(size) for size in (*sizes, plan.peaks.get("activations"), plan.total)),
+                {True: "yes", False: "no", None: "?"}[plan.fits],
+            )
+        return table
+
+
+@dataclass(frozen=True)
+class Subject:
+    """What is planned: a model, what trains it, and how it is configured now.
+
+    Attributes:
+        module: the user's; is not changed.
+        optimizer: the engine's or the client's, or None; is not changed.
+        groups: the parameters of the module that each of its groups had before the engine had them.
+        resolution: the configuration.
+        comm: the engine's; only asked.
+        setting: the one in force.
+    """
+
+    module: nn.Module
+    optimizer: torch.optim.Optimizer | None
+    groups: Sequence[Sequence[nn.Parameter]]
+    resolution: Resolution
+    comm: Communicator
+    setting: Setting
+
+    @property
+    def device(self) -> torch.device:
+        """Where the engine lives."""
+        return self.comm.device
+
+    @classmethod
+    def of(
+        cls,
+        module: nn.Module,
+        optimizer: torch.optim.Optimizer | None,
+        resolution: Resolution,
+        comm: Communicator,
+    ) -> Subject:
+        """Return what is configured to be trained, before there is an engine."""
+        config = resolution.config
+        micro, steps = int(config.train_micro_batch_size_per_gpu or 1), int(config.gradient_accumulation_steps or 1)
+        groups = [list(group["params"]) for group in optimizer.param_groups] if optimizer is not None else []
+        setting = Setting(config.zero_optimization.stage, micro, steps, comm.world)
+        return cls(module, optimizer, groups, resolution, comm, setting)
+
+
+class Planner:
+    """Makes plans of a subject; what several settings have in common is computed once.
+
+    Args:
+        subject: what is planned.
+        batch: a micro-batch of the subject's setting, for activations: real, or shapes on the meta device. None:
+            activations are left out.
+        loss: makes a scalar of the module's output; see `shardwise.memory.plan_activations`.
+    """
+
+    def __init__(self, subject: Subject, batch: Any = None, loss: Callable[[Any], torch.Tensor] | None = None) -> None:
+        self.subject = subject
+        self._loss = loss
+        self._batch = None if batch is None else shapes_of(batch)
+        self._built: dict[tuple[int, int], tuple[ShardedModel, dict[int, int]] | str] = {}
+        self._activations: dict[int, ActivationPlan | str] = {}
+
+    def plan(self, setting: Setting, room: int | None = None) -> SettingPlan:
+        """Return what one rank will hold under a setting.
+
+        Args:
+            setting: any.
+            room: bytes that there are.
+        """
+        built = self._sharded(setting)
+        if isinstance(built, str):
+            return SettingPlan(setting, note=built)
+        sharded, parameters = built
+        least = self._planned(sharded, setting, None)
+        if self._batch is None or (room is not None and least.total > room):
+            # Activations only add to what is too much already.
+            return self._result(setting, least, None, room)
+        activations = self.activations(setting.micro_batch)
+        if isinstance(activations, str):
+            return SettingPlan(setting, _peaks(least), least.total, note=activations)
+        own = ActivationPlan(
+            tuple(
+                replace(stretch, parameter=None if stretch.parameter is None else parameters.get(stretch.parameter))
+                for stretch in activations.stretches
+            )
+        )
+        return self._result(setting, self._planned(sharded, setting, own), activations.peak, room)
+
+    def _planned(self, sharded: ShardedModel, setting: Setting, activations: ActivationPlan | None) -> MemoryPlan:
+        norm = computes_norm(self.subject.resolution.config)
+        return planned(sharded, setting.accumulation, activations, norm=norm)
+
+    @staticmethod
+    def _result(setting: Setting, plan: MemoryPlan, activations: int | None, room: int | None) -> SettingPlan:
+        peaks = _peaks(plan)
+        if activations is not None:
+            peaks["activations"] = activations
+        fits = None if room is None else plan.total * (1 + MARGIN) <= room
+        return SettingPlan(setting, peaks, plan.total, fits)
+
+    def activations(self, micro_batch: int) -> ActivationPlan | str:
+        """Return the activations of a micro-batch of this size, or why they are not known."""
+        if micro_batch not in self._activations:
+            try:
+                self._activations[micro_batch] = self._plan_activations(micro_batch)
+            except Exception as error:  # whatever the user's module raises when it has no values to compute with
+                self._activations[micro_batch] = f"activations not planned ({type(error).__name__}: {error})"
+        return self._activations[micro_batch]
+
+    def _plan_activations(self, micro_batch: int) -> ActivationPlan:
+        subject, batch = self.subject, self._batch
+        if micro_batch != subject.setting.micro_batch:
+            sizes = [tensor.shape[0] for tensor in tensors_in(batch) if tensor.dim()]
+            if not sizes or sizes[0] % subject.setting.micro_batch:
+                raise UsageError(
+                    f"the batch's first dimension is not a multiple of the {subject.setting.micro_batch} samples of a "
+                    "micro-batch"
+                )
+            batch = shapes_of(batch, sizes[0], sizes[0] // subject.setting.micro_batch * micro_batch)
+        compute = policy_from_config(subject.resolution.config).compute_dtype
+        dtypes = {
+            id(p): compute for p in subject.module.parameters() if compute is not None and p.dtype.is_floating_point
+        }
+        return plan_activations(subject.module, batch, device=subject.device, loss=self._loss, dtypes=dtypes)
+
+    def _sharded(self, setting: Setting) -> tuple[ShardedModel, dict[int, int]] | str:
+        key = (setting.stage if setting.ranks > 1 else 0, setting.ranks)
+        if key not in self._built:
+            try:
+                self._built[key] = self._build(setting)
+            except ConfigError as error:
+                self._built[key] = f"the configuration does not allow it: {error}"
+        return self._built[key]
+
+    def _build(self, setting: Setting) -> tuple[ShardedModel, dict[int, int]]:
+        """Build the subject's parts under a setting, on fake tensors and imagined ranks."""
+        from torch._subclasses.fake_tensor import FakeTensorMode
+
+        from shardwise.engine.build import leaves_of
+
+        subject = self.subject
+        raw = _merged(subject.resolution.raw, setting)
+        settings = resolve(raw, world_size=setting.ranks, facts=_facts(subject)).config
+        mode = FakeTensorMode(allow_non_fake_inputs=True)
+        twin = fake_copy(subject.module, mode)
+        pairs = zip(subject.module.parameters(), twin.parameters(), strict=True)
+        copies = {id(parameter): fake for parameter, fake in pairs}
+        optimizer = None
+        if subject.optimizer is not None:
+            groups = [
+                {**options, "params": [copies[id(parameter)] for parameter in members]}
+                for options, members in zip(subject.optimizer.param_groups, subject.groups, strict=True)
+            ]
+            optimizer = twin_of(subject.optimizer, groups)
+        # More ranks may be on other machines.
+        like = subject.comm if setting.ranks == subject.setting.ranks else None
+        with mode, warnings.catch_warnings():
+            # The engine compares addresses, of which fake tensors have none.
+            warnings.filterwarnings("ignore", message="Accessing the data pointer of FakeTensor")
+            sharded = ShardedModel(
+                twin,
+                optimizer,
+                whole_tensors=optimizer is not None and sharding_of(optimizer)[0] is Sharding.WHOLE,
+                is_elementwise=is_elementwise_state,
+                plan=Plan.of(settings.zero_optimization, setting.ranks),
+                policy=policy_from_config(settings),
+                comm=Communicator(None, Ledger(), subject.device, imagined=setting.ranks, like=like),
+                device=subject.device,
+                accountant=Accountant(),
+                boundary=lambda: True,
+                leaves=leaves_of(twin, settings.zero_optimization.leaf_module),
+            )
+        return sharded, {key: id(fake) for key, fake in copies.items()}
+
+
+def _peaks(plan: MemoryPlan) -> dict[str, int]:
+    return {category.value: size for category, size in plan.peaks.items()}
+
+
+def _merged(raw: dict[str, Any], setting: Setting) -> dict[str, Any]:
+    zero = raw.get("zero_optimization")
+    own = setting.config
+    own["zero_optimization"] = {**(zero if isinstance(zero, dict) else {}), **own["zero_optimization"]}
+    return {**raw, **own}
+
+
+def _facts(subject: Subject) -> Facts:
+    groups = subject.optimizer.param_groups if subject.optimizer is not None else []
+    lr = groups[0].get("lr") if groups else None
+    return Facts(lr=None if lr is None else float(lr))
+
+
+def search(planner: Planner, room: int, seconds: float) -> tuple[list[SettingPlan], bool]:
+    """Plan dearer and dearer settings until one fits.
+
+    Args:
+        planner: of the subject whose setting is too much.
+        room: bytes that there are.
+        seconds: when to give up.
+
+    Returns:
+        The plans made, and whether the search has come to its end.
+    """
+    deadline = time.monotonic() + seconds
+    plans: list[SettingPlan] = []
+    for setting in planner.subject.setting.dearer():
+        if time.monotonic() > deadline:
+            return plans, False
+        plans.append(planner.plan(setting, room))
+        if plans[-1].fits:
+            break
+    return plans, True

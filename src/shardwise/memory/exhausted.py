@@ -1,0 +1,95 @@
+"""Recognising that memory has run out, and the error that says what would have fitted."""
+
+from __future__ import annotations
+
+import contextlib
+import gc
+import re
+import traceback
+from types import FrameType, FunctionType
+
+import torch
+from torch import nn
+
+from shardwise.errors import ShardwiseError
+
+_UNITS = {"bytes": 1, "KiB": 2**10, "MiB": 2**20, "GiB": 2**30, "TiB": 2**40}
+_ASKED = re.compile(r"tried to allocate ([\d.]+) (bytes|[KMGT]iB)", re.IGNORECASE)
+_SIGNS = ("can't allocate memory", "not enough memory", "out of memory", "alloc_failed")
+
+
+class OutOfMemoryError(ShardwiseError, torch.OutOfMemoryError, MemoryError):
+    """Memory has run out in the engine: what was asked for, what is held, and which setting would have fitted.
+
+    It is caught wherever PyTorch's `OutOfMemoryError`, its `RuntimeError` for a CPU, or `MemoryError` is.
+
+    Attributes:
+        asked: bytes that could not be had, None if unknown.
+        suggestion: the keys of the configuration to be changed, None if no setting is known to fit.
+    """
+
+    asked: int | None = None
+    suggestion: dict[str, object] | None = None
+
+
+def is_out_of_memory(error: BaseException) -> bool:
+    """Whether an error says that memory has run out, and nobody has explained it yet.
+
+    >>> is_out_of_memory(MemoryError()), is_out_of_memory(RuntimeError("DefaultCPUAllocator: can't allocate memory: 1"))
+    (True, True)
+    >>> is_out_of_memory(RuntimeError("shapes differ")), is_out_of_memory(OutOfMemoryError())
+    (False, False)
+    """
+    if isinstance(error, ShardwiseError):
+        return False
+    if isinstance(error, (torch.OutOfMemoryError, MemoryError)):
+        return True
+    text = str(error).lower()
+    return isinstance(error, RuntimeError) and any(sign in text for sign in _SIGNS)
+
+
+def asked_bytes(error: BaseException) -> int | None:
+    """Return how much was asked for when memory ran out, or None if the error does not say.
+
+    >>> asked_bytes(RuntimeError("DefaultCPUAllocator: can't allocate memory: you tried to allocate 4096 bytes."))
+    4096
+    >>> asked_bytes(torch.OutOfMemoryError("CUDA out of memory. Tried to allocate 20.50 MiB. GPU 0 has ..."))
+    21495808
+    """
+    found = _ASKED.search(str(error))
+    if found is None:
+        return None
+    unit = next(size for name, size in _UNITS.items() if name.lower() == found.group(2).lower())
+    return int(float(found.group(1)) * unit)
+
+
+def let_go_of_frames(error: BaseException) -> None:
+    """Drop the local variables of the calls that an error has ended: they hold the activations of a pass that is over.
+
+    The traceback keeps its lines.
+    """
+    seen: set[int] = set()
+    pending: list[BaseException | None] = [error]
+    while pending:
+        current = pending.pop()
+        if current is None or id(current) in seen:
+            continue
+        seen.add(id(current))
+        traceback.clear_frames(current.__traceback__)
+        for frame, _ in traceback.walk_tb(current.__traceback__):
+            _clear_module_call(frame)
+        pending.extend((current.__cause__, current.__context__))
+
+
+def _clear_module_call(frame: FrameType) -> None:
+    """Let go of the arguments of a module's call, which `nn.Module` keeps in cells of a function of its own.
+
+    A cleared frame still has its function, and the function has the cells. They belong to this one call.
+    """
+    if frame.f_code.co_filename != nn.modules.module.__file__:
+        return
+    for held in gc.get_referents(frame):
+        if isinstance(held, FunctionType) and held.__code__ is frame.f_code and "<locals>" in held.__qualname__:
+            for cell in held.__closure__ or ():
+                with contextlib.suppress(ValueError):  # empty already
+                    del cell.cell_contents

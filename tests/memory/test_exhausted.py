@@ -1,0 +1,331 @@
+"""Memory that has run out: what is said, and that the setting which is said to fit does run under the same limit."""
+
+from __future__ import annotations
+
+import json
+import os
+import subprocess
+import sys
+import time
+import weakref
+from collections.abc import Callable
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+from torch import nn
+
+import shardwise
+import shardwise.engine.exhausted
+from shardwise.errors import ShardwiseError
+from shardwise.memory import (
+    MemoryLimit,
+    OutOfMemoryError,
+    let_go_of_frames,
+    limits,
+    memory_limit,
+    resident_bytes,
+)
+from tests.harness import run_ranks
+
+CPU_ERROR = (
+    "[enforce fail at alloc_cpu.cpp:117] err == 0. DefaultCPUAllocator: can't allocate memory: you tried to allocate "
+    "4194304 bytes. Error code 12 (Cannot allocate memory)"
+)
+MIB = 1 << 20
+
+
+class Failing(nn.Module):
+    """Fails in the forward or in the backward pass when it is told to, with a large tensor at hand."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.forward_error: Exception | None = None
+        self.backward_error: Exception | None = None
+        self.large: weakref.ref[torch.Tensor] | None = None
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        if torch.is_grad_enabled() and not isinstance(x, torch._subclasses.FakeTensor):
+            large = x * 2
+            self.large = weakref.ref(large)
+            if self.forward_error is not None:
+                raise self.forward_error
+            if self.backward_error is not None:
+                return _Raise.apply(x, self.backward_error)
+        return x * 2
+
+
+class _Raise(torch.autograd.Function):
+    @staticmethod
+    def forward(ctx: Any, x: torch.Tensor, error: Exception) -> torch.Tensor:
+        ctx.error = error
+        return x * 2
+
+    @staticmethod
+    def backward(ctx: Any, *gradients: torch.Tensor) -> Any:
+        raise ctx.error
+
+
+def build(stage: int = 0, micro: int = 64) -> tuple[Any, Failing]:
+    failing = Failing()
+    layers = [nn.Sequential(nn.Linear(64, 1024), nn.GELU(), nn.Linear(1024, 64)) for _ in range(4)]
+    config = {
+        "train_micro_batch_size_per_gpu": micro,
+        "zero_optimization": {"stage": stage},
+        "optimizer": {"type": "AdamW", "params": {"lr": 1e-3}},
+    }
+    engine, *_ = shardwise.initialize(model=nn.Sequential(*layers, failing), config=config)
+    return engine, failing
+
+
+def room_of(monkeypatch: pytest.MonkeyPatch, room: int) -> None:
+    """Have there be room for so many bytes."""
+    limit = MemoryLimit("a test", 10 * room, 5 * room, 5 * room)
+    monkeypatch.setattr(shardwise.engine.exhausted, "room_for", lambda at, planner: (limit, room))
+
+
+KINDS: list[tuple[Callable[[], Exception], int | None]] = [
+    (lambda: RuntimeError(CPU_ERROR), 4 * MIB),
+    (lambda: torch.OutOfMemoryError("CUDA out of memory. Tried to allocate 20.00 MiB. GPU 0 has ..."), 20 * MIB),
+    (MemoryError, None),
+]
+
+
+@pytest.mark.parametrize("where", ["forward", "backward", "step"])
+@pytest.mark.parametrize("kind", range(3))
+def test_what_is_said(where: str, kind: int, monkeypatch: pytest.MonkeyPatch) -> None:
+    engine, failing = build()
+    x = torch.randn(64, 64)
+    now = engine.memory_plans(x, stages=[0], micro_batches=[64, 32, 16]).plans
+    assert now[0].total > now[1].total > now[2].total  # type: ignore[operator]
+    room_of(monkeypatch, int(now[2].total * 1.16))  # type: ignore[operator]
+    make, asked = KINDS[kind]
+    raised = make()
+    with pytest.raises(OutOfMemoryError) as told:
+        if where == "forward":
+            failing.forward_error = raised
+        loss = engine(x).square().mean() if where == "forward" else None
+        if loss is None:
+            failing.backward_error = raised if where == "backward" else None
+            loss = engine(x).square().mean()
+        engine.backward(loss)
+        monkeypatch.setattr(engine.optimizer, "step", _raiser(raised))
+        engine.step()
+    error = told.value
+    # Whoever waits for any of the usual errors gets it; tools look for the usual words in the only argument.
+    for kind_of in (torch.OutOfMemoryError, RuntimeError, MemoryError, ShardwiseError):
+        assert isinstance(error, kind_of)
+    assert error.__cause__ is raised and len(error.args) == 1
+    text = str(error)
+    call = {"forward": "the engine's forward()", "backward": "engine.backward()", "step": "engine.step()"}[where]
+    assert text.startswith(f"rank 0 has run out of memory in {call}: {str(raised) or 'MemoryError'}")
+    assert error.asked == asked
+    assert "Limit: a test" in text and "held now" in text and "optimizer state" in text
+    assert error.suggestion == {
+        "train_batch_size": 64,
+        "train_micro_batch_size_per_gpu": 16,
+        "gradient_accumulation_steps": 4,
+        "zero_optimization": {"stage": 0},
+    }
+    assert "stage 0, micro-batch 16 x 4, 1 rank" in text and json.dumps(error.suggestion) in text
+    assert failing.large is not None and failing.large() is None  # what the failed pass held is free again
+    engine.destroy()
+
+
+def _raiser(error: Exception) -> Callable[..., None]:
+    def step(*_: Any) -> None:
+        raise error
+
+    return step
+
+
+@pytest.mark.parametrize("always_call", [False, True])
+def test_calls_of_modules_with_hooks_let_go_of_their_arguments(always_call: bool) -> None:
+    outer, failing = nn.Sequential(nn.Linear(4, 4), Failing()), None
+    for module in outer.modules():
+        module.register_forward_pre_hook(lambda *_: None)
+        module.register_forward_hook(lambda *_: None, always_call=always_call)
+    failing = outer[1]
+    assert isinstance(failing, Failing)
+    failing.forward_error = MemoryError()
+    seen: list[weakref.ref[torch.Tensor]] = []
+    outer[0].register_forward_hook(lambda module, args, output: seen.append(weakref.ref(output)))
+    try:
+        outer(torch.ones(2, 4))
+    except MemoryError as error:
+        let_go_of_frames(error)
+        assert seen[0]() is None
+    failing.forward_error = None
+    assert outer(torch.ones(2, 4)).shape == (2, 4)
+
+
+def test_when_nothing_fits(monkeypatch: pytest.MonkeyPatch) -> None:
+    engine, failing = build(micro=2)
+    room_of(monkeypatch, 1000)
+    failing.forward_error = MemoryError()
+    with pytest.raises(OutOfMemoryError, match="No setting that was looked at is known to fit") as told:
+        engine(torch.randn(2, 64))
+    assert told.value.suggestion is None
+    engine.destroy()
+
+
+def test_other_errors_pass_as_they_are() -> None:
+    engine, failing = build()
+    failing.forward_error = RuntimeError("shapes differ")
+    with pytest.raises(RuntimeError, match=r"^shapes differ$") as told:
+        engine(torch.randn(64, 64))
+    assert type(told.value) is RuntimeError
+    engine.destroy()
+
+
+def test_when_there_is_no_memory_for_plans_either(monkeypatch: pytest.MonkeyPatch) -> None:
+    engine, failing = build()
+    monkeypatch.setattr(shardwise.engine.exhausted, "memory_limit", _raiser(MemoryError("none left")))  # type: ignore[arg-type]
+    failing.forward_error = MemoryError("first")
+    with pytest.raises(
+        OutOfMemoryError, match=r"Held: parameters .*Other settings not planned \(MemoryError: none left"
+    ):
+        engine(torch.randn(64, 64))
+    engine.destroy()
+
+
+def test_initialize(monkeypatch: pytest.MonkeyPatch) -> None:
+    from shardwise.zero.unit import SectionMemory
+
+    calls = []
+    original = SectionMemory.settle
+
+    def settle(self: SectionMemory, *, keep_master: bool) -> None:
+        calls.append(1)
+        if len(calls) == 3:
+            raise RuntimeError(CPU_ERROR)
+        original(self, keep_master=keep_master)
+
+    monkeypatch.setattr(SectionMemory, "settle", settle)
+    with pytest.raises(OutOfMemoryError) as told:
+        build()
+    text = str(told.value)
+    assert "run out of memory in initialize()" in text and "Held when it happened: parameters" in text
+    assert "Activations are not in it" in text
+
+
+def fails_on_one_rank(stage: int) -> tuple[str, Any, float]:
+    engine, failing = build(stage)
+    x = torch.randn(64, 64)
+    engine.backward(engine(x).square().mean())
+    engine.step()
+    before = time.monotonic()
+    if torch.distributed.get_rank() == 1:
+        failing.forward_error = RuntimeError(CPU_ERROR)
+    try:
+        loss = engine(x).square().mean()
+    except OutOfMemoryError as error:
+        failing.forward_error = None
+        return str(error), error.suggestion, time.monotonic() - before
+    return "", loss.item(), 0.0
+
+
+@pytest.mark.parametrize("stage", [0, 3])
+def test_no_rank_waits_for_the_one_that_explains(stage: int) -> None:
+    """The other rank's pass ends; nothing in the explanation is a collective."""
+    (text, _, _), (told, suggestion, _) = run_ranks(fails_on_one_rank, 2, stage)
+    assert text == "" and told.startswith("rank 1 has run out of memory")
+    assert suggestion is not None  # this machine has room for a smaller micro-batch or a higher stage
+
+
+# -- limits ------------------------------------------------------------------------------------------------------------
+
+
+def test_the_share_of_a_limit() -> None:
+    assert MemoryLimit("x", total=100, used=60, own=20, sharers=2).share == 20 + 20
+    assert MemoryLimit("x", total=100, used=130, own=20).share == 20
+
+
+def test_limits_of_this_process() -> None:
+    found, resident = memory_limit(torch.device("cpu")), resident_bytes()
+    assert found is not None and resident is not None
+    assert 0 < found.own <= found.used and found.share <= found.total
+    halved = memory_limit(torch.device("cpu"), processes=2)
+    assert halved is not None and halved.share <= found.share + MIB * 64
+
+
+def test_control_groups(tmp_path: Path) -> None:
+    root = tmp_path / "cgroup"
+    (root / "a" / "b").mkdir(parents=True)
+    (root / "memory" / "old").mkdir(parents=True)
+    files = {
+        "a/memory.max": "4000000\n",
+        "a/memory.current": "1000000\n",
+        "a/b/memory.max": "max\n",
+        "a/b/memory.current": "500000\n",
+        "memory/old/memory.limit_in_bytes": "3000000\n",
+        "memory/old/memory.usage_in_bytes": "2000000\n",
+    }
+    for name, text in files.items():
+        (root / name).write_text(text)
+    membership = tmp_path / "membership"
+    membership.write_text("0::/a/b\n5:cpu,cpuacct:/x\n4:memory:/old\n")
+    assert list(limits._control_groups(membership, root)) == [("/a", 4000000, 1000000), ("/old", 3000000, 2000000)]
+    assert list(limits._control_groups(tmp_path / "none", root)) == []
+
+
+# -- under a real limit ------------------------------------------------------------------------------------------------
+
+OPTIMIZER = {"type": "AdamW", "params": {"lr": 1e-3}}
+
+
+def under_limit(room: int, width: int, config: dict[str, Any], world: int = 1) -> list[dict[str, Any]]:
+    """Run the script `limited.py` on some ranks, with so many MiB of address space for model and training."""
+    asked = json.dumps({"room": room, "width": width, "config": config})
+    port = str(29500 + os.getpid() % 20000)
+    processes = []
+    for rank in range(world):
+        env = {
+            **os.environ,
+            "OMP_NUM_THREADS": "1",
+            "MALLOC_ARENA_MAX": "1",  # otherwise the C library reserves addresses for each thread
+            "GLOO_SOCKET_IFNAME": "lo",
+            "MASTER_ADDR": "127.0.0.1",
+            "MASTER_PORT": port,
+            "RANK": str(rank),
+            "LOCAL_RANK": str(rank),
+            "WORLD_SIZE": str(world),
+            "LOCAL_WORLD_SIZE": str(world),
+            "PYTHONPATH": os.pathsep.join(path for path in sys.path if path),
+        }
+        command = [sys.executable, str(Path(__file__).parent / "limited.py"), asked]
+        processes.append(subprocess.Popen(command, env=env, stdout=subprocess.PIPE, stderr=subprocess.PIPE, text=True))
+    told = []
+    for process in processes:
+        out, err = process.communicate(timeout=240)
+        lines = out.strip().splitlines()
+        assert lines, err[-3000:]
+        told.append(json.loads(lines[-1]))
+    return told
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize(("room", "where"), [(330, "the engine's forward()"), (400, "engine.backward()")])
+def test_the_smaller_micro_batch_that_is_suggested_does_fit(room: int, where: str) -> None:
+    config: dict[str, Any] = {"train_micro_batch_size_per_gpu": 512, "optimizer": OPTIMIZER}
+    (told,) = under_limit(room, 16384, config)
+    assert f"rank 0 has run out of memory in {where}: " in told["text"] and told["cause"] == "RuntimeError"
+    assert "Limit: RLIMIT_AS" in told["text"]
+    assert told["asked"] >= 16 * MIB
+    assert told["suggestion"]["train_micro_batch_size_per_gpu"] in (64, 128, 256)
+    (again,) = under_limit(room, 16384, {**config, **told["suggestion"]})
+    assert again == {"steps": 2}
+
+
+@pytest.mark.slow
+def test_the_stage_that_is_suggested_does_fit() -> None:
+    config: dict[str, Any] = {"train_micro_batch_size_per_gpu": 4, "optimizer": OPTIMIZER}
+    first = under_limit(600, 65536, config, world=2)
+    for told in first:
+        assert "run out of memory in engine.step(): " in told["text"]
+        assert told["suggestion"]["zero_optimization"]["stage"] > 0
+        assert told["suggestion"]["train_batch_size"] == 8
+        assert "2 ranks. Set {" in told["text"]  # these two are enough
+    suggestion = max((told["suggestion"] for told in first), key=lambda s: s["zero_optimization"]["stage"])
+    assert under_limit(600, 65536, {**config, **suggestion}, world=2) == [{"steps": 2}] * 2

@@ -1,0 +1,164 @@
+"""Plans of settings that the engine does not have: those that engines with these settings make themselves."""
+
+from __future__ import annotations
+
+from typing import Any
+
+import pytest
+import torch
+from torch import nn
+
+import shardwise
+from shardwise.engine.plans import Setting
+from shardwise.errors import UsageError
+from shardwise.trees import tensors_in
+from tests.harness import run_ranks
+from tests.memory.test_report import GPT, LENGTH, VOCABULARY, settings
+
+
+def test_settings_from_the_cheapest_to_the_dearest() -> None:
+    now = Setting(stage=0, micro_batch=8, accumulation=1, ranks=2)
+    found = now.dearer()
+    assert [str(setting) for setting in found[:5]] == [
+        "stage 1, micro-batch 8 x 1, 2 ranks",  # the same exchanges
+        "stage 2, micro-batch 8 x 1, 2 ranks",
+        "stage 0, micro-batch 4 x 2, 2 ranks",  # more passes
+        "stage 1, micro-batch 4 x 2, 2 ranks",
+        "stage 0, micro-batch 2 x 4, 2 ranks",
+    ]
+    assert now not in found
+    assert {setting.micro_batch * setting.accumulation * setting.ranks for setting in found} == {16}
+    assert [setting.ranks for setting in found] == sorted(setting.ranks for setting in found)
+    assert {setting.ranks for setting in found} == {2, 4, 8, 16}
+    assert found[0].config == {
+        "train_batch_size": 16,
+        "train_micro_batch_size_per_gpu": 8,
+        "gradient_accumulation_steps": 1,
+        "zero_optimization": {"stage": 1},
+    }
+
+
+def test_settings_of_one_rank_and_of_odd_batches() -> None:
+    one = Setting(stage=0, micro_batch=6, accumulation=3, ranks=1).dearer()
+    assert [setting.micro_batch for setting in one if setting.ranks == 1] == [3, 1]
+    assert all(setting.stage == 0 for setting in one if setting.ranks == 1)
+    assert {setting.ranks for setting in one} == {1, 2}  # 18 samples are not divisible by 4 ranks
+    assert Setting(stage=3, micro_batch=1, accumulation=1, ranks=4).dearer() == []
+
+
+def both(precision: str, tied: bool, optimizer: str, accumulation: int, keep: int | None) -> list[tuple[Any, Any]]:
+    """Plans made beside an engine of stage 1, and by engines of each stage."""
+
+    def make(stage: int) -> Any:
+        torch.manual_seed(5)
+        return shardwise.initialize(model=GPT(tied), config=settings(stage, precision, optimizer, accumulation, keep))[
+            0
+        ]
+
+    batch = torch.randint(VOCABULARY, (4, LENGTH))
+    engine = make(1)
+    engine.backward(engine(batch))
+    records = len(list(engine.ledger.records()))
+    held = engine.accountant.live
+    made = []
+    if torch.distributed.get_rank() == 0:  # one rank alone
+        made = [plan for plan in engine.memory_plans(batch).plans]
+    assert len(list(engine.ledger.records())) == records
+    assert engine.accountant.live == held
+    engine.step()
+    engine.destroy()
+    reports = []
+    for stage in range(4):
+        engine = make(stage)
+        reports.append(engine.memory_report(batch))
+        engine.destroy()
+    return list(zip(sorted(made, key=lambda plan: plan.setting.stage), reports, strict=False))
+
+
+@pytest.mark.parametrize(
+    ("precision", "tied", "optimizer", "accumulation", "keep"),
+    [
+        ("fp32", True, "AdamW", 1, None),
+        ("bf16", False, "AdamW", 3, 0),
+        ("bf16", True, "Adafactor", 1, 0),
+        ("fp32", False, "SGD", 3, None),
+    ],
+)
+def test_plans_are_those_of_engines(
+    precision: str, tied: bool, optimizer: str, accumulation: int, keep: int | None
+) -> None:
+    found = run_ranks(both, 2, precision, tied, optimizer, accumulation, keep)[0]
+    assert len(found) == 4
+    for plan, report in found:
+        assert plan.total == report.total.planned, plan.setting
+        assert plan.peaks == {row.name: row.planned for row in report.rows}, plan.setting
+        assert plan.fits
+
+
+def test_smaller_micro_batches_and_more_ranks() -> None:
+    model = nn.Sequential(nn.Linear(32, 512), nn.GELU(), nn.Linear(512, 32))
+    config = {
+        "train_micro_batch_size_per_gpu": 64,
+        "gradient_accumulation_steps": 2,
+        "optimizer": {"type": "AdamW", "params": {"lr": 1e-3}},
+    }
+    engine, *_ = shardwise.initialize(model=model, config=config)
+    x = torch.ones(64, 32)
+    plans = engine.memory_plans(x, stages=[0, 3], micro_batches=[64, 8], ranks=[1, 2])
+    assert len(plans.plans) == 8 and plans.room is not None
+    by = {(p.setting.stage, p.setting.micro_batch, p.setting.ranks): p for p in plans.plans}
+    assert by[0, 64, 1].total == engine.memory_report(x).total.planned
+    large, small = by[0, 64, 1].peaks["activations"], by[0, 8, 1].peaks["activations"]
+    weights = 32 * 512 * 4
+    assert abs((large - weights) / (small - weights) - 8) <= 1  # the rest is the gradient of the largest weight
+    assert by[0, 8, 1].setting.accumulation == 16
+    assert by[3, 8, 2].peaks["optimizer state"] <= 0.51 * by[0, 8, 2].peaks["optimizer state"]
+    text = plans.render()
+    assert "64 x 2" in text and "yes" in text and "room for" in text
+    assert plans.as_dict()["plans"][0]["setting"]["ranks"] == 1 and plans.cheapest is plans.plans[0]
+    with pytest.raises(UsageError, match="micro-batch 64 on 4 ranks does not divide the global batch of 128"):
+        engine.memory_plans(x, micro_batches=[64], ranks=[4])
+    without = engine.memory_plans(stages=[0])
+    assert "activations" not in without.plans[0].peaks and any("sample batch" in note for note in without.notes)
+    engine.destroy()
+    with pytest.raises(UsageError, match="destroyed"):
+        engine.memory_plans(x)
+
+
+def test_a_model_that_cannot_compute_without_values_is_planned_without_activations() -> None:
+    class Branching(nn.Linear):
+        def forward(self, x: torch.Tensor) -> torch.Tensor:
+            return super().forward(x) * (2 if bool(x.sum() > 0) else 3)
+
+    engine, *_ = shardwise.initialize(
+        model=Branching(8, 8), config={"train_batch_size": 2, "optimizer": {"type": "AdamW", "params": {"lr": 1e-3}}}
+    )
+    plan = engine.memory_plans(torch.ones(2, 8), stages=[0]).plans[0]
+    assert plan.total == engine.memory_report().total.planned
+    assert plan.fits is None and plan.note.startswith("activations not planned (")
+    engine.destroy()
+
+
+def test_the_shapes_of_the_last_call_are_known() -> None:
+    class Net(nn.Linear):
+        def forward(self, x: torch.Tensor, scale: float = 1.0, extra: dict[str, torch.Tensor] | None = None) -> Any:
+            return super().forward(x) * scale + (0 if extra is None else extra["y"])
+
+    engine, *_ = shardwise.initialize(model=Net(8, 8), config={"train_batch_size": 2})
+    for args, kwargs in [
+        ((torch.ones(2, 8),), {}),
+        ((torch.ones(3, 8),), {}),
+        ((torch.ones(3, 8, requires_grad=True),), {}),
+        ((), {"x": torch.ones(3, 8)}),
+        ((torch.ones(3, 8), 2.0), {}),
+        ((torch.ones(3, 8),), {"extra": {"y": torch.ones(3, 8)}}),
+        ((torch.ones(4, 8),), {"extra": {"y": torch.ones(4, 8)}}),
+    ]:
+        for _ in range(2):
+            engine(*args, **kwargs)
+            call = engine._last_call
+            given, kept = tensors_in((args, kwargs)), tensors_in((call.args, call.kwargs))
+            assert [(t.shape, t.requires_grad) for t in given] == [(t.shape, t.requires_grad) for t in kept]
+            assert all(tensor.is_meta for tensor in kept) and call.kwargs.keys() == kwargs.keys()
+            assert call.args[1:] == args[1:]
+    engine.destroy()

@@ -1,0 +1,30 @@
+"""Importing is cheap: what it loads is counted, because time is not the same on any two machines."""
+
+from __future__ import annotations
+
+import subprocess
+import sys
+
+import pytest
+
+PYDANTIC = {"annotated_types", "pydantic", "pydantic_core", "typing_extensions", "typing_inspection"}
+
+
+def loaded(before: str, statement: str) -> set[str]:
+    """Modules outside the standard library that a statement loads in a new process."""
+    code = f"{before}; import sys; old = set(sys.modules); {statement}; print(*sys.modules.keys() - old)"
+    done = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, check=True)
+    roots = {name: name.split(".")[0] for name in done.stdout.split()}
+    return {name for name, root in roots.items() if root not in sys.stdlib_module_names and not root.startswith("_")}
+
+
+def test_the_package_loads_itself_only() -> None:
+    assert loaded("pass", "import shardwise") == {"shardwise", "shardwise._version"}
+
+
+@pytest.mark.parametrize(
+    "names", ["initialize, init_distributed", "zero, comm, checkpoint, data, memory, optim, schedules, utils"]
+)
+def test_what_is_used_loads_no_more_than_pydantic_over_torch(names: str) -> None:
+    found = loaded("import torch, numpy, safetensors.torch", f"from shardwise import {names}")
+    assert {name.split(".")[0] for name in found} - {"shardwise"} <= PYDANTIC
