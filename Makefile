@@ -10,9 +10,9 @@ TORCH := $(shell sed -n 's/^\(torch==[0-9.]*\).*/\1/p' constraints.txt)
 # One computing thread a process: tests start several ranks on one machine.
 export OMP_NUM_THREADS ?= 1
 
-.PHONY: help venv demo test lint format bench docs clean
+.PHONY: help venv demo test lint format bench bench-gpu docs clean
 help:
-	@echo "make demo | test | lint | format | bench | docs | clean"
+	@echo "make demo | test | lint | format | bench | bench-gpu | docs | clean"
 
 venv: $(STAMP)
 
@@ -47,14 +47,16 @@ format: $(STAMP)
 	$(BIN)/ruff check --fix .
 	$(BIN)/ruff format .
 
-# Each benchmark writes its numbers, machine and versions to bench/results/; the README's table is made of them.
+# Numbers, machine and versions go to bench/results/; plots, the README's table and docs/numbers.md are made of them.
+# BENCH_PYTHON: interpreter of the measured programs, for example of an environment that has DeepSpeed too.
+# BENCH_FLAGS: for example --quick, or --only step_time,memory.
+BENCH_PYTHON ?= $(BIN)/python
 bench: $(STAMP)
-	$(BIN)/python bench/comm_gloo.py
-	$(BIN)/shardwise run --nproc 2 bench/step_time.py --dtype fp32
-	$(BIN)/shardwise run --nproc 2 bench/step_time.py --dtype bf16
-	$(BIN)/python bench/memory.py
-	$(BIN)/python bench/checkpoint_io.py
-	$(BIN)/python bench/table.py README.md
+	$(BIN)/python bench/run.py --python $(BENCH_PYTHON) $(BENCH_FLAGS)
+
+bench-gpu: $(STAMP)
+	$(BIN)/python bench/one_gpu.py $(BENCH_FLAGS)
+	$(BIN)/python bench/table.py README.md docs/numbers.md
 
 docs: $(DOCS_STAMP)
 	NO_MKDOCS_2_WARNING=1 $(BIN)/mkdocs build --strict --quiet

@@ -19,21 +19,6 @@ from torch import nn
 
 
 @dataclass(frozen=True)
-class Run:
-    """A system with its model.
-
-    Attributes:
-        step: makes one optimizer step of the case's accumulation.
-        accountant: what counts its tensor bytes, where it does that.
-        close: frees what it holds.
-    """
-
-    step: Callable[[], None]
-    accountant: Any = None
-    close: Callable[[], None] = lambda: None
-
-
-@dataclass(frozen=True)
 class Size:
     """Shape of a GPT and of a rank's micro-batch.
 
@@ -49,10 +34,19 @@ class Size:
     rows: int
     length: int
 
+    @property
+    def parameters(self) -> int:
+        """Number of parameters of the model."""
+        with torch.device("meta"):
+            return sum(parameter.numel() for parameter in GPT(self).parameters())
+
 
 SIZES = {
+    "tiny": Size(16, 2, 2, 32, 1, 8),
+    "7M": Size(256, 8, 8, 1024, 2, 128),
     "27M": Size(512, 8, 8, 1024, 4, 128),
     "98M": Size(768, 12, 12, 8192, 1, 64),
+    "163M": Size(768, 12, 12, 50304, 8, 1024),
 }
 
 
@@ -120,42 +114,126 @@ class Case:
         return GPT(self.size).to(self.device)
 
 
+class Run:
+    """A system with its model, in training.
+
+    Attributes:
+        ids: the tokens of every micro-batch; may be replaced between steps.
+        accountant, ledger: what counts the system's tensor bytes and its collectives, where it does that.
+    """
+
+    accountant: Any = None
+    ledger: Any = None
+
+    def __init__(self, case: Case) -> None:
+        self.case = case
+        self.ids = case.batch()
+
+    def loss(self) -> torch.Tensor:
+        """Run the model forward."""
+        raise NotImplementedError
+
+    def passes(self) -> None:
+        """Make the forward and backward passes of a step."""
+        raise NotImplementedError
+
+    def update(self) -> None:
+        """Apply the gradients."""
+        raise NotImplementedError
+
+    def step(self) -> None:
+        """Make one optimizer step of the case's accumulation."""
+        self.passes()
+        self.update()
+
+    def evaluate(self) -> None:
+        """Run the model forward without gradients."""
+        with torch.no_grad():
+            self.loss()
+
+    def finish(self) -> None:
+        """Wait for what the last step has left under way."""
+
+    def close(self) -> None:
+        """Free what it holds."""
+
+
+class PlainRun(Run):
+    """A module that behaves like a plain one; micro-batches but the last run under the given context."""
+
+    def __init__(
+        self, case: Case, model: nn.Module, first_micro_batches: Callable[[], Any] = nullcontext, autocast: bool = True
+    ) -> None:
+        super().__init__(case)
+        self.model, self.first_micro_batches = model, first_micro_batches
+        self.autocast = case.bf16 and autocast
+        self.optimizer = _adamw(model.parameters())
+
+    def loss(self) -> torch.Tensor:
+        """Run the model forward."""
+        with torch.autocast(self.case.device, dtype=torch.bfloat16, enabled=self.autocast):
+            return self.model(self.ids)
+
+    def passes(self) -> None:
+        """Make the forward and backward passes of a step."""
+        parts = self.case.accumulation
+        with self.first_micro_batches() if parts > 1 else nullcontext():
+            for _ in range(parts - 1):
+                (self.loss() / parts).backward()
+        (self.loss() / parts).backward()
+
+    def update(self) -> None:
+        """Apply the gradients."""
+        self.optimizer.step()
+        self.optimizer.zero_grad(set_to_none=True)
+
+
+class EngineRun(Run):
+    """An engine with the methods of DeepSpeed's."""
+
+    def __init__(self, case: Case, engine: Any) -> None:
+        super().__init__(case)
+        self.engine = engine
+        self.accountant, self.ledger = getattr(engine, "accountant", None), getattr(engine, "ledger", None)
+
+    def loss(self) -> torch.Tensor:
+        """Run the model forward."""
+        return self.engine(self.ids)
+
+    def passes(self) -> None:
+        """Make the forward and backward passes of a step, with the calls of `step` that belong to them."""
+        for _ in range(self.case.accumulation - 1):
+            self.engine.backward(self.loss())
+            self.engine.step()
+        self.engine.backward(self.loss())
+
+    def update(self) -> None:
+        """Apply the gradients."""
+        self.engine.step()
+
+    def finish(self) -> None:
+        """Wait for what the last step has left under way."""
+        if self.ledger is not None:
+            self.engine.sharded.finish_gathers()
+
+    def close(self) -> None:
+        """Free what it holds."""
+        self.engine.destroy()
+
+
 def _adamw(parameters: Any) -> torch.optim.Optimizer:
     return torch.optim.AdamW(parameters, lr=1e-4, weight_decay=0.0, fused=True)
 
 
-def _plain_step(
-    case: Case, model: nn.Module, first_micro_batches: Callable[[], Any] = nullcontext, autocast: bool = True
-) -> Run:
-    """Step a module that behaves like a plain one; micro-batches but the last run under the given context."""
-    optimizer, ids = _adamw(model.parameters()), case.batch()
-
-    def micro_batch() -> None:
-        with torch.autocast(case.device, dtype=torch.bfloat16, enabled=case.bf16 and autocast):
-            loss = model(ids)
-        (loss / case.accumulation).backward()
-
-    def step() -> None:
-        if case.accumulation > 1:
-            with first_micro_batches():
-                for _ in range(case.accumulation - 1):
-                    micro_batch()
-        micro_batch()
-        optimizer.step()
-        optimizer.zero_grad(set_to_none=True)
-
-    return Run(step)
-
-
 def alone(case: Case) -> Run:
     """No communication: every rank trains its own copy."""
-    return _plain_step(case, case.model())
+    return PlainRun(case, case.model())
 
 
 def ddp(case: Case) -> Run:
     """DistributedDataParallel; gradients are reduced in the last micro-batch."""
     model = nn.parallel.DistributedDataParallel(case.model())
-    return _plain_step(case, model, model.no_sync)
+    return PlainRun(case, model, model.no_sync)
 
 
 def fsdp2(case: Case, reshard: bool) -> Run:
@@ -173,7 +251,7 @@ def fsdp2(case: Case, reshard: bool) -> Run:
     for block in model.blocks:
         fully_shard(block, **options)
     fully_shard(model, **options)
-    return _plain_step(case, model, autocast=False)
+    return PlainRun(case, model, autocast=False)
 
 
 def _config(case: Case, stage: int) -> dict[str, Any]:
@@ -185,17 +263,6 @@ def _config(case: Case, stage: int) -> dict[str, Any]:
     }
 
 
-def _engine_step(case: Case, engine: Any) -> Run:
-    ids = case.batch()
-
-    def step() -> None:
-        for _ in range(case.accumulation):
-            engine.backward(engine(ids))
-            engine.step()
-
-    return Run(step, getattr(engine, "accountant", None), engine.destroy)
-
-
 def deepspeed(case: Case, stage: int) -> Run:
     """DeepSpeed with torch's fused AdamW and its own default settings."""
     import deepspeed as peer
@@ -203,7 +270,7 @@ def deepspeed(case: Case, stage: int) -> Run:
     model = case.model()
     config = _config(case, stage) | {"zero_allow_untested_optimizer": True, "steps_per_print": 10**9}
     engine, *_ = peer.initialize(model=model, optimizer=_adamw(model.parameters()), config=config)
-    return _engine_step(case, engine)
+    return EngineRun(case, engine)
 
 
 def shardwise(case: Case, stage: int, init: bool = False) -> Run:
@@ -216,7 +283,7 @@ def shardwise(case: Case, stage: int, init: bool = False) -> Run:
         model = case.model()
     engine, *_ = ours.initialize(model=model, config=config)
     del model
-    return _engine_step(case, engine)
+    return EngineRun(case, engine)
 
 
 SYSTEMS: dict[str, Callable[[Case], Run]] = {

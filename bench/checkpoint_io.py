@@ -1,7 +1,6 @@
 """Saving and loading a checkpoint against torch.save and torch.load of the same tensors.
 
-    python bench/checkpoint_io.py [--layers 24] [--repeat 3] [--directory .]
-    shardwise run --nproc 2 bench/checkpoint_io.py
+    python bench/checkpoint_io.py [--nproc 2] [--layers 24] [--repeat 3] [--directory .]
 
 A stage-3 engine with AdamW in fp32 (12 bytes a parameter). GB/s of all ranks together, best of `--repeat` rounds in
 which the candidates take turns. Both ways of saving end with the bytes on disk (fsync). "cold" means that the files
@@ -18,12 +17,9 @@ import tempfile
 import time
 from collections.abc import Callable, Iterator
 
-os.environ.setdefault("OMP_NUM_THREADS", "1")
-os.environ.setdefault("GLOO_SOCKET_IFNAME", "lo")
-
 import torch
 import torch.distributed as dist
-from _machine import save
+from _jobs import answer, in_job, parser, ranks, read
 from torch import nn
 
 import shardwise
@@ -79,26 +75,20 @@ def candidates(engine: shardwise.Engine, path: str, rank: int) -> dict[str, Call
     }
 
 
-def main() -> None:
-    """Measure, print and keep the results."""
-    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
-    parser.add_argument("--layers", type=int, default=24)
-    parser.add_argument("--repeat", type=int, default=3)
-    parser.add_argument("--directory", default=".")
-    parser.add_argument("--local_rank", type=int, default=0, help=argparse.SUPPRESS)
-    args = parser.parse_args()
-    model = nn.Sequential(*(nn.Linear(WIDTH, WIDTH) for _ in range(args.layers)))
+def measure(options: argparse.Namespace) -> None:
+    """Measure on this rank; rank 0 answers with the fastest seconds of each operation."""
+    model = nn.Sequential(*(nn.Linear(WIDTH, WIDTH) for _ in range(options.layers)))
     size = 12 * sum(parameter.numel() for parameter in model.parameters())
     engine, *_ = shardwise.initialize(model=model, config=CONFIG)
     engine.backward(engine(torch.randn(1, WIDTH)).square().mean())
     engine.step()
     rank, world = engine.global_rank, engine.world_size
-    box = [tempfile.mkdtemp(dir=args.directory) if rank == 0 else None]
+    box = [tempfile.mkdtemp(dir=options.directory) if rank == 0 else None]
     if world > 1:
         dist.broadcast_object_list(box)
     path = str(box[0])
     seconds: dict[str, list[float]] = {}
-    for _ in range(args.repeat):
+    for _ in range(options.repeat):
         for name, action in candidates(engine, path, rank).items():
             if name.endswith("cold") and rank == 0:
                 drop_from_cache(path)
@@ -110,12 +100,34 @@ def main() -> None:
     engine.destroy()
     if rank == 0:
         shutil.rmtree(path)
-        rows = [{"operation": name, "gb_per_s": round(size / min(times) / 1e9, 2)} for name, times in seconds.items()]
-        for row in rows:
-            print(f"{row['operation']:26} {row['gb_per_s']:6.2f} GB/s")
-        print(
-            save(f"checkpoint_io_{world}", rows, unit="GB/s of all ranks", gigabytes=round(size / 1e9, 2), ranks=world)
-        )
+    answer({"bytes": size, "seconds": {name: min(times) for name, times in seconds.items()}})
+
+
+def main() -> None:
+    """Measure, print and keep the results."""
+    found = parser(__doc__)
+    found.add_argument("--nproc", type=int, default=1)
+    found.add_argument("--layers", type=int, default=24)
+    found.add_argument("--repeat", type=int, default=3)
+    found.add_argument("--directory", default=".")
+    options = read(found)
+    if options.quick:
+        options.layers, options.repeat = 1, 1
+    if in_job():
+        measure(options)
+        return
+    from _machine import save
+
+    answered = ranks(options.nproc)
+    size = answered["bytes"]
+    rows = [
+        {"operation": name, "gb_per_s": round(size / seconds / 1e9, 2)} for name, seconds in answered["seconds"].items()
+    ]
+    for row in rows:
+        print(f"{row['operation']:26} {row['gb_per_s']:6.2f} GB/s")
+    name = f"checkpoint_io_{options.nproc}"
+    notes = {"unit": "GB/s of all ranks", "gigabytes": round(size / 1e9, 2), "ranks": options.nproc}
+    save(options.results, name, rows, **notes)
 
 
 if __name__ == "__main__":

@@ -9,7 +9,6 @@ load from elsewhere falls on all of them. Results: bench/results/comm_gloo.json.
 
 from __future__ import annotations
 
-import argparse
 import os
 import statistics
 import time
@@ -22,6 +21,7 @@ os.environ.setdefault("GLOO_SOCKET_IFNAME", "lo")
 import torch
 import torch.distributed as dist
 import torch.multiprocessing as mp
+from _jobs import parser, read
 from _machine import save
 
 from shardwise.comm import gloo
@@ -120,11 +120,13 @@ def show(row: dict[str, Any]) -> None:
 
 def main() -> None:
     """Run the benchmark and save its rows."""
-    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
-    parser.add_argument("--worlds", type=int, nargs="+", default=[2, 4])
-    parser.add_argument("--repeat", type=int, default=15)
-    parser.add_argument("--name", default="comm_gloo", help="name of the JSON file")
-    options = parser.parse_args()
+    found = parser(__doc__)
+    found.add_argument("--worlds", type=int, nargs="+", default=[2, 4])
+    found.add_argument("--repeat", type=int, default=15)
+    found.add_argument("--name", default="comm_gloo", help="name of the JSON file")
+    options = read(found)
+    if options.quick:
+        options.worlds, options.repeat = [2], 1
     torch.set_num_threads(1)
     rows = []
     for world in options.worlds:
@@ -140,7 +142,7 @@ def main() -> None:
         while not results.empty():
             rows.append(results.get())
             show(rows[-1])
-    print("written:", save(options.name, rows, unit="milliseconds of the slowest rank"))
+    print("written:", save(options.results, options.name, rows, unit="milliseconds of the slowest rank"))
 
 
 if __name__ == "__main__":

@@ -1,76 +1,390 @@
-"""Write the README's tables of numbers from the files in bench/results.
+"""Write the tables of numbers in the README and the docs from the files in bench/results.
 
-python bench/table.py README.md            # between the lines <!-- numbers --> and <!-- /numbers -->
+    python bench/table.py README.md docs/numbers.md
+
+A page has its tables between the lines <!-- numbers --> and <!-- /numbers -->: the README the most important ones, any
+other page all of them, with the plots, which are copied beside it into images/. What has not been measured is "-".
 """
 
 from __future__ import annotations
 
 import json
-import sys
+import re
+import shutil
 import textwrap
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
-RESULTS = Path(__file__).parent / "results"
+from _jobs import parser, read
+
 BEGIN, END = "<!-- numbers -->", "<!-- /numbers -->"
-COLUMNS = {
-    "alone": "no communication",
-    "DDP": "DDP",
-    "FSDP2": "FSDP2",
-    "shardwise 0": "stage 0",
-    "shardwise 1": "stage 1",
-    "shardwise 2": "stage 2",
-    "shardwise 3": "stage 3",
+NAMES = {"alone": "no communication"}
+README_SYSTEMS = (
+    "alone",
+    "DDP",
+    "FSDP2",
+    *(f"DeepSpeed {stage}" for stage in range(4)),
+    *(f"shardwise {stage}" for stage in range(4)),
+)
+PLOTS = {
+    "time_and_memory": "Step time and peak memory of each system",
+    "communication": "Step time over DDP's, and the part of it blocked in collectives, on 1 to 8 ranks",
+    "largest_batch": "Largest batch under the limit, and samples trained a second",
+    "growth": "Processor time of a step over the number of layers, by number of layers",
 }
 
-
-def read(name: str) -> dict[str, Any]:
-    """Return a result file."""
-    found: dict[str, Any] = json.loads((RESULTS / f"{name}.json").read_text())
-    return found
+Record = dict[str, Any]
+Cell = tuple[str, str, str]
+"""Of a table: what it is called, name of the result file, field of its rows."""
 
 
-def _cells(record: dict[str, Any], field: str) -> list[str]:
-    by_system = {row["system"]: row[field] for row in record["rows"]}
-    return [f"{by_system[system]:.2f}" if system in by_system else "-" for system in COLUMNS]
+class Results:
+    """The result files of a folder."""
+
+    def __init__(self, folder: Path) -> None:
+        self.folder = folder
+
+    def find(self, name: str) -> Record | None:
+        """Return a result file, or None."""
+        path = self.folder / f"{name}.json"
+        found: Record | None = json.loads(path.read_text()) if path.exists() else None
+        return found
+
+    def value(self, name: str, system: str, field: str) -> float | None:
+        """Return a figure of a system, or None if it was not measured."""
+        record = self.find(name)
+        rows = record["rows"] if record else []
+        return next((row.get(field) for row in rows if row.get("system") == system), None)
 
 
-def tables() -> str:
-    """Return the tables with what they were measured on."""
-    times = {dtype: read(f"step_time_27M_{dtype}_2") for dtype in ("fp32", "bf16")}
-    memory = read("memory_98M_bf16_4")
-    rule = "|---" * (len(COLUMNS) + 1) + "|"
-    lines = ["| | " + " | ".join(COLUMNS.values()) + " |", rule]
+def shown(value: float | None) -> str:
+    """Return a number with as many digits as are worth reading, or "-".
+
+    >>> [shown(value) for value in (None, 0.256, 12.34, 1234.5)]
+    ['-', '0.26', '12.3', '1234']
+    """
+    if value is None:
+        return "-"
+    return f"{value:.2f}" if abs(value) < 10 else f"{value:.1f}" if abs(value) < 100 else f"{value:.0f}"
+
+
+def grid(head: Sequence[str], rows: Sequence[Sequence[str]]) -> list[str]:
+    """Return the lines of a Markdown table; the first column is text, the others are numbers."""
+    lines = [f"| {' | '.join(head)} |", "|---" + "|--:" * (len(head) - 1) + "|"]
+    return lines + [f"| {' | '.join(row)} |" for row in rows]
+
+
+def by_system(results: Results, systems: Sequence[str], cells: Sequence[Cell]) -> list[str]:
+    """Return a table with a row for each system; one of which nothing was measured is left out."""
+    rows = []
+    for system in systems:
+        values = [results.value(name, system, field) for _, name, field in cells]
+        if any(value is not None for value in values):
+            rows.append([NAMES.get(system, system), *map(shown, values)])
+    return grid(["", *(head for head, _, _ in cells)], rows)
+
+
+def paragraphs(*texts: str) -> list[str]:
+    """Return paragraphs, each after an empty line, in lines of at most 120 characters."""
+    return [line for text in texts for line in ("", textwrap.fill(text, 120, break_on_hyphens=False))]
+
+
+def where(record: Record) -> str:
+    """Return a sentence about the machine of a record and its versions."""
+    machine = record["machine"]
+    versions = f"torch {machine['torch']}"
+    if machine.get("deepspeed"):
+        versions += f", DeepSpeed {machine['deepspeed']}"
+    return f"{machine.get('gpu') or machine['processor']}, {machine['cores']} cores, {versions}"
+
+
+# -- the README --------------------------------------------------------------------------------------------------------
+
+README_CELLS: list[Cell] = [
+    ("step, fp32", "step_time_27M_fp32_2", "ratio"),
+    ("processor, fp32", "step_time_27M_fp32_2", "processor_ratio"),
+    ("step, bf16", "step_time_27M_bf16_2", "ratio"),
+    ("processor, bf16", "step_time_27M_bf16_2", "processor_ratio"),
+    ("step, accumulation 4", "step_time_27M_fp32_2_accumulation4", "ratio"),
+    ("step, 8 ranks", "step_time_7M_fp32_8", "ratio"),
+    ("peak memory", "memory_98M_bf16_4", "peak"),
+]
+
+
+def short(results: Results) -> str:
+    """Return the README's table with what it was measured on."""
+    lines = []
+    for system in README_SYSTEMS:
+        values = [results.value(name, system, field) for _, name, field in README_CELLS]
+        lines.append([NAMES.get(system, system), *map(shown, values)])
+    table = grid(["", *(head for head, _, _ in README_CELLS)], lines)
+    times = {dtype: results.find(f"step_time_27M_{dtype}_2") for dtype in ("fp32", "bf16")}
+    spread = []
     for dtype, record in times.items():
-        lines.append(f"| step time, {dtype} | " + " | ".join(_cells(record, "ratio")) + " |")
-        lines.append(f"| processor time, {dtype} | " + " | ".join(_cells(record, "processor_ratio")) + " |")
-    lines.append("| peak memory, bf16 | " + " | ".join(_cells(memory, "peak")) + " |")
-    ddp = {dtype: next(row for row in r["rows"] if row["system"] == "DDP") for dtype, r in times.items()}
-    machine = times["fp32"]["machine"]
-    spread = ", ".join(f"{row['lowest_ms']:.0f} to {row['highest_ms']:.0f} ms in {d}" for d, row in ddp.items())
+        rows = record["rows"] if record else []
+        spread += [
+            f"{row['lowest_ms']:.0f} to {row['highest_ms']:.0f} ms in {dtype}" for row in rows if row["system"] == "DDP"
+        ]
     about = (
-        "Times of one training step are over those of DistributedDataParallel: GPT of 26 million parameters, AdamW, "
-        f"batch 4 x 128, 2 ranks over Gloo, medians of {times['fp32']['rounds']} alternating rounds in one run. "
+        "Times of a training step are over those of DistributedDataParallel: GPT of 26 million parameters, AdamW, "
+        "batch 4 x 128, 2 ranks over Gloo (8 ranks: 7 million, 2 x 128), medians of alternating turns in one job. "
         "Processor time is that of all threads, which a busy machine disturbs less. DDP computes bf16 by autocast on "
-        "fp32 weights. Memory is the highest resident size above the bare process in bytes per parameter: GPT of 98 "
-        "million parameters, AdamW, batch 1 x 64, 4 ranks, the model built in fp32 on every rank first."
+        "fp32 weights. Numbers after a name are ZeRO stages. Memory is the highest resident size above the bare "
+        "process in bytes per parameter: GPT of 98 million parameters, AdamW in bf16, batch 1 x 64, 4 ranks, the model "
+        "built in fp32 on every rank first."
     )
-    where = (
-        f"Machine: {machine['processor']}, {machine['cores']} cores, shared with others; torch {machine['torch']}. "
-        f"Single steps of DDP took {spread}, so a few per cent mean nothing."
-    )
-    for paragraph in (about, where):
-        lines += ["", textwrap.fill(paragraph, 120, break_on_hyphens=False)]
-    return "\n".join(lines)
+    record = times["fp32"]
+    place = f"Machine: {where(record)}. " if record else ""
+    end = f"Single steps of DDP took {', '.join(spread)}, so a few per cent mean nothing." if spread else ""
+    no_gpu = [] if results.find("one_gpu") else ["Nothing has been measured on GPUs yet."]
+    return "\n".join(table + paragraphs(about, place + end, *no_gpu))
 
 
-def fill(text: str) -> str:
-    """Return a page with the tables between its markers."""
+# -- the page of all numbers -------------------------------------------------------------------------------------------
+
+STEP_FILES = {
+    "fp32": "step_time_27M_fp32_2",
+    "bf16": "step_time_27M_bf16_2",
+    "accumulation 4": "step_time_27M_fp32_2_accumulation4",
+}
+RANK_FILES = {world: f"step_time_7M_fp32_{world}" for world in (1, 2, 4, 8)}
+STARTUP = "startup_27M_fp32_2"
+Table = Callable[[Results], list[str]]
+
+
+def compare(*cells: Cell) -> Table:
+    """Return a function that makes a table with a row for each system of the files."""
+
+    def table(results: Results) -> list[str]:
+        records = [record for _, name, _ in cells if (record := results.find(name))]
+        systems = dict.fromkeys(row["system"] for record in records for row in record["rows"])
+        return by_system(results, list(systems), cells)
+
+    return table
+
+
+def startup(results: Results) -> list[str]:
+    """Return the tables of imports and of first steps."""
+    record = results.find(STARTUP)
+    imports = record["imports"] if record else []
+    first = compare(("build, s", STARTUP, "build_s"), ("first step, s", STARTUP, "first_step_s"))(results)
+    rows = [[row["import"], shown(row["seconds_over_torch"])] for row in imports]
+    return [*grid(["import", "s over torch"], rows), "", *first]
+
+
+def layers(results: Results) -> list[str]:
+    """Return the table of processor time by number of layers."""
+    record = results.find("growth_layers_2")
+    rows = record["rows"] if record else []
+    depths = list(rows[0]["microseconds_per_layer"]) if rows else []
+    lines = [[row["system"], *(shown(row["microseconds_per_layer"][depth]) for depth in depths)] for row in rows]
+    return grid(["microseconds a layer", *(f"{depth} layers" for depth in depths)], lines)
+
+
+def collectives(results: Results) -> list[str]:
+    """Return the table of Gloo collectives."""
+    record = results.find("comm_gloo")
+    rows = []
+    for row in record["rows"] if record else []:
+        own = row["ms"].get("own") or row["ms"]["chosen"]
+        size = f"{row['bytes'] // 1024} KiB"
+        rows.append([row["op"], str(row["ranks"]), size, shown(row["ms"]["torch"]["min"]), shown(own["min"])])
+    return grid(["", "ranks", "buffer", "torch, ms", "shardwise, ms"], rows)
+
+
+def checkpoints(results: Results) -> list[str]:
+    """Return the table of checkpoint speeds."""
+    found = {world: results.find(f"checkpoint_io_{world}") for world in (1, 2)}
+    speeds = {
+        world: {row["operation"]: row["gb_per_s"] for row in record["rows"]}
+        for world, record in found.items()
+        if record
+    }
+    operations = list(dict.fromkeys(operation for by_name in speeds.values() for operation in by_name))
+    rows = [[name, *(shown(by_name.get(name)) for by_name in speeds.values())] for name in operations]
+    return grid(["GB/s", *(f"{world} rank{'s' * (world > 1)}" for world in speeds)], rows)
+
+
+def gpu(results: Results) -> list[str]:
+    """Return the tables of one GPU."""
+    cells = [
+        (title, "one_gpu", field)
+        for title, field in (
+            ("step, ms", "median_ms"),
+            ("over plain", "ratio"),
+            ("tokens/s", "tokens_per_s"),
+            ("MFU", "mfu"),
+            ("allocated, GiB", "allocated_gib"),
+            ("reserved, GiB", "reserved_gib"),
+            ("optimizer step, GB/s", "step_gb_per_s"),
+            ("of a copy's", "step_over_copy"),
+            ("slack grown, MiB", "slack_grown_mib"),
+        )
+    ]
+    return compare(*cells)(results)
+
+
+@dataclass(frozen=True)
+class Section:
+    """A section of the page: its title and explanation, the files that it shows, how, and the name of a plot."""
+
+    title: str
+    about: str
+    files: Sequence[str]
+    table: Table
+    plot: str | None = None
+
+    def lines(self, results: Results) -> list[str]:
+        """Return the section."""
+        lines = ["", f"## {self.title}", *paragraphs(self.about)]
+        records = [record for name in self.files if (record := results.find(name))]
+        if not records:
+            return [*lines, "", "Not measured yet."]
+        lines += ["", *self.table(results)]
+        if self.plot and (results.folder / f"{self.plot}.png").exists():
+            lines += ["", f"![{PLOTS[self.plot]}](images/{self.plot}.png)"]
+        for place in dict.fromkeys(where(record) for record in records):
+            commands = [record["command"] for record in records if where(record) == place and "command" in record]
+            lines += paragraphs(f"Measured on {place}{':' if commands else '.'}")
+            lines += ["", "```sh", *commands, "```"] if commands else []
+        return lines
+
+
+MEMORY, LARGEST, LENGTHS = "memory_98M_bf16_4", "largest_batch_27M_fp32_2", "growth_lengths_2"
+SECTIONS = [
+    Section(
+        "Step time",
+        "GPT of 26 million parameters, batch 4 x 128 a rank, 2 ranks. All systems are built in one job and take turns "
+        "(a b b a); medians, and ratios to those of DDP. Processor time is that of all threads of a rank.",
+        list(STEP_FILES.values()),
+        compare(
+            *((f"{title}, ms", name, "median_ms") for title, name in STEP_FILES.items()),
+            *((f"{title}, ratio", name, "ratio") for title, name in STEP_FILES.items()),
+            *((f"{title}, processor ratio", name, "processor_ratio") for title, name in STEP_FILES.items()),
+        ),
+        "time_and_memory",
+    ),
+    Section(
+        "Time and communication by number of ranks",
+        "GPT of 7 million parameters, fp32, batch 2 x 128 a rank. *ratio*: step time over DDP's with as many ranks. "
+        "*over alone*: over that of the same model without communication, trained on as many ranks at a time. "
+        "*blocked*: part of the step in which the program stood still in a collective's wait, from the ledger; waiting "
+        "for slower ranks is included, and with more ranks than cores that is most of it.",
+        list(RANK_FILES.values()),
+        compare(
+            *((f"ratio, {world}", name, "ratio") for world, name in RANK_FILES.items()),
+            *((f"over alone, {world}", name, "over_alone") for world, name in RANK_FILES.items()),
+            *((f"blocked, {world}", name, "blocked_share") for world, name in RANK_FILES.items() if world > 1),
+        ),
+        "communication",
+    ),
+    Section(
+        "Memory",
+        "Bytes per parameter above the bare process, of the worst rank: GPT of 98 million parameters, AdamW in bf16, "
+        "batch 1 x 64, 4 ranks. *resident* is what the system counts, *tensors* what shardwise's accountant counts. "
+        "The model is built in fp32 on every rank first, but for *Init*, where it is divided while it is built.",
+        [MEMORY],
+        compare(
+            ("resident peak", MEMORY, "peak"),
+            ("resident while building", MEMORY, "building"),
+            ("tensors, peak", MEMORY, "tracked"),
+            ("tensors while building", MEMORY, "tracked_building"),
+        ),
+    ),
+    Section(
+        "Largest batch",
+        "GPT of 26 million parameters, fp32, sequences of 32 tokens, 2 ranks. The largest batch of a rank with which "
+        "the highest resident size of a training step stays within 640 MiB above the bare process, and the times of a "
+        "training step and of an evaluation with that batch.",
+        [LARGEST],
+        compare(
+            ("batch", LARGEST, "batch_per_rank"),
+            ("peak, MiB", LARGEST, "peak_mib"),
+            ("training step, ms", LARGEST, "train_ms"),
+            ("samples/s", LARGEST, "train_samples_per_s"),
+            ("evaluation, ms", LARGEST, "eval_ms"),
+            ("samples/s", LARGEST, "eval_samples_per_s"),
+        ),
+        "largest_batch",
+    ),
+    Section(
+        "Start",
+        "Import: medians of new processes, taking turns. *build* is the time of `initialize` (of the wrapper and the "
+        "optimizer) for a model of 26 million parameters that is there already, on 2 ranks that have formed their "
+        "group; most of it is torch loading its compiler for the first optimizer of the process.",
+        [STARTUP],
+        startup,
+    ),
+    Section(
+        "Growth with layers",
+        "Processor time of a step over the number of layers: GPT of width 8, batch 1 x 4, 2 ranks. Computing costs "
+        "next to nothing; a line that stays level means host time per unit that does not grow.",
+        ["growth_layers_2"],
+        layers,
+        "growth",
+    ),
+    Section(
+        "Growth with steps",
+        "Resident size of a rank that trains on sequences of random length, after 20 and after 200 steps.",
+        [LENGTHS],
+        compare(
+            ("early, MiB", LENGTHS, "early_mib"),
+            ("late, MiB", LENGTHS, "late_mib"),
+            ("grown, MiB", LENGTHS, "grown_mib"),
+        ),
+    ),
+    Section(
+        "Collectives on Gloo",
+        "Milliseconds of the slowest rank on loopback, the fastest of alternating rounds.",
+        ["comm_gloo"],
+        collectives,
+    ),
+    Section(
+        "Checkpoints",
+        "Saving and loading 1.2 GB (AdamW in fp32), bytes on disk at the end of a save; *cold*: the files were dropped "
+        "from the page cache before.",
+        ["checkpoint_io_1", "checkpoint_io_2"],
+        checkpoints,
+    ),
+    Section(
+        "One GPU",
+        "Plain PyTorch, FSDP2 on one rank and shardwise, taking turns; memory is from a process for each system.",
+        ["one_gpu"],
+        gpu,
+    ),
+]
+
+
+def fill(text: str, tables: str) -> str:
+    """Return a page with tables between its markers."""
     before, rest = text.split(BEGIN)
     _, after = rest.split(END)
-    return f"{before}{BEGIN}\n{tables()}\n{END}{after}"
+    return f"{before}{BEGIN}\n{tables}\n{END}{after}"
+
+
+def page(path: Path, results: Results) -> str:
+    """Return what a page should be."""
+    long = "\n".join(line for section in SECTIONS for line in section.lines(results))
+    return fill(path.read_text(), short(results) if path.name == "README.md" else long)
+
+
+def main() -> None:
+    """Write the pages and copy the plots that they show; without pages print all tables."""
+    found = parser(__doc__)
+    found.add_argument("pages", nargs="*", type=Path)
+    options = read(found)
+    results = Results(options.results)
+    if not options.pages:
+        print(short(results), *(line for section in SECTIONS for line in section.lines(results)), sep="\n")
+    for path in options.pages:
+        text = page(path, results)
+        path.write_text(text)
+        for name in re.findall(r"\]\(images/(\w+\.png)\)", text):
+            (path.parent / "images").mkdir(exist_ok=True)
+            shutil.copyfile(results.folder / name, path.parent / "images" / name)
 
 
 if __name__ == "__main__":
-    page = Path(sys.argv[1])
-    page.write_text(fill(page.read_text()))
+    main()

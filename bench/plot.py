@@ -1,0 +1,152 @@
+"""Draw the results in bench/results: time and memory of each system, communication, largest batch, growth.
+
+python bench/plot.py [--results bench/results]
+
+A plot whose measurements are missing is left out.
+"""
+
+from __future__ import annotations
+
+import json
+import re
+from collections.abc import Callable
+from pathlib import Path
+from typing import Any
+
+import matplotlib
+
+matplotlib.use("Agg")
+import matplotlib.pyplot as plt
+from _jobs import parser, read
+from matplotlib.axes import Axes
+
+COLOURS = {"alone": "#888888", "DDP": "#444444", "FSDP2": "#4c78a8", "DeepSpeed": "#e1812c", "shardwise": "#2a9d5c"}
+MARKS = ("o", "s", "^", "D")
+
+Rows = list[dict[str, Any]]
+
+
+class Absent(Exception):
+    """A file with measurements is not there."""
+
+
+def rows(folder: Path, name: str) -> Rows:
+    """Return the rows of a result file."""
+    path = folder / f"{name}.json"
+    if not path.exists():
+        raise Absent(name)
+    found: Rows = json.loads(path.read_text())["rows"]
+    return found
+
+
+def _colour(system: str) -> str:
+    return COLOURS[system.split()[0]]
+
+
+def _mark(system: str) -> str:
+    stage = re.search(r" (\d)", system)
+    return MARKS[int(stage.group(1))] if stage else "x"
+
+
+def bars(axes: Axes, found: Rows, field: str, label: str, form: str = "{:.2f}") -> None:
+    """Draw a horizontal bar for each system that has the field, the first on top."""
+    kept = [row for row in found if row.get(field) is not None]
+    values = [row[field] for row in kept]
+    names = ["no communication" if row["system"] == "alone" else row["system"] for row in kept]
+    places = range(len(kept))
+    drawn = axes.barh(places, values, color=[_colour(row["system"]) for row in kept], height=0.7)
+    axes.bar_label(drawn, [form.format(value) for value in values], padding=3, fontsize=8)
+    axes.set_yticks(places, names, fontsize=9)
+    axes.invert_yaxis()
+    axes.set_xlabel(label)
+    axes.set_xlim(0, 1.15 * max(values))
+    axes.spines[["top", "right"]].set_visible(False)
+
+
+def time_and_memory(folder: Path) -> None:
+    """Step time over DDP's, and peak memory, of each system."""
+    panels = [
+        ("step_time_27M_fp32_2", "ratio", "step time over DDP's\nfp32, 27M parameters, 2 ranks"),
+        ("step_time_27M_bf16_2", "ratio", "step time over DDP's\nbf16, 27M parameters, 2 ranks"),
+        ("memory_98M_bf16_4", "peak", "peak memory, bytes a parameter\nbf16, 98M parameters, 4 ranks"),
+    ]
+    found = [rows(folder, name) for name, _, _ in panels]
+    _, axes = plt.subplots(1, 3, figsize=(13, 4.2), layout="constrained")
+    for place, table, (_, field, label) in zip(axes, found, panels, strict=True):
+        bars(place, table, field, label)
+        if field == "ratio":
+            place.axvline(1, color="black", linewidth=0.8, linestyle=":")
+
+
+def communication(folder: Path) -> None:
+    """Step time over DDP's, and the part of it blocked in collectives, by number of ranks."""
+    by_ranks = {world: rows(folder, f"step_time_7M_fp32_{world}") for world in (1, 2, 4, 8)}
+    _, axes = plt.subplots(1, 2, figsize=(13, 4.4), layout="constrained")
+    for place, field, scale in ((axes[0], "ratio", 1), (axes[1], "blocked_share", 100)):
+        lines: dict[str, list[tuple[int, float]]] = {}
+        for world, table in by_ranks.items():
+            for row in table:
+                if row[field] is not None and row["system"] not in ("DDP", "FSDP2 no reshard"):
+                    lines.setdefault(row["system"], []).append((world, row[field] * scale))
+        for system, points in lines.items():
+            _line(place, system, points)
+        place.set_xscale("log", base=2)
+        place.set_xticks(list(by_ranks), [str(world) for world in by_ranks])
+        place.set_xlabel("ranks")
+        place.set_ylim(bottom=0)
+    axes[0].axhline(1, color=COLOURS["DDP"], linewidth=1)
+    axes[0].set_ylabel("step time over DDP's")
+    axes[1].set_ylabel("per cent of the step blocked in collectives")
+    axes[0].legend(fontsize=8, loc="center left", bbox_to_anchor=(1, 0.5), frameon=False)
+
+
+def _line(axes: Axes, system: str, points: list[tuple[int, float]]) -> None:
+    label = "no communication" if system == "alone" else system
+    style = {"color": _colour(system), "marker": _mark(system), "markersize": 5, "linewidth": 1.3}
+    axes.plot(*zip(*points, strict=True), label=label, **style)
+    axes.spines[["top", "right"]].set_visible(False)
+
+
+def largest_batch(folder: Path) -> None:
+    """Largest batch under the limit, and how fast it trains."""
+    found = rows(folder, "largest_batch_27M_fp32_2")
+    _, axes = plt.subplots(1, 2, figsize=(11, 4.2), layout="constrained")
+    bars(axes[0], found, "batch_per_rank", "largest batch of a rank under the limit", "{:.0f}")
+    bars(axes[1], found, "train_samples_per_s", "samples trained a second, all ranks", "{:.1f}")
+
+
+def growth(folder: Path) -> None:
+    """Processor time of a layer by number of layers."""
+    _, axes = plt.subplots(figsize=(7.5, 4.4), layout="constrained")
+    for row in rows(folder, "growth_layers_2"):
+        _line(axes, row["system"], [(int(depth), value) for depth, value in row["microseconds_per_layer"].items()])
+    axes.set_xlabel("layers")
+    axes.set_ylabel("processor time of a step over layers, µs")
+    axes.set_ylim(bottom=0)
+    axes.legend(fontsize=8, loc="center left", bbox_to_anchor=(1, 0.5), frameon=False)
+
+
+PLOTS: dict[str, Callable[[Path], None]] = {
+    "time_and_memory": time_and_memory,
+    "communication": communication,
+    "largest_batch": largest_batch,
+    "growth": growth,
+}
+
+
+def main() -> None:
+    """Draw every plot whose measurements are there."""
+    options = read(parser(__doc__))
+    for name, draw in PLOTS.items():
+        try:
+            draw(options.results)
+        except Absent as absent:
+            print(f"{name}.png is left out: there is no {absent}.json")
+        else:
+            plt.savefig(options.results / f"{name}.png", dpi=110, metadata={"Software": None})
+            print(options.results / f"{name}.png")
+        plt.close("all")
+
+
+if __name__ == "__main__":
+    main()

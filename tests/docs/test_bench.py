@@ -1,0 +1,72 @@
+"""The benchmarks run, on tiny models, and leave figures from which plots and tables are made."""
+
+from __future__ import annotations
+
+import json
+import os
+import shutil
+import subprocess
+import sys
+from concurrent.futures import ThreadPoolExecutor
+from pathlib import Path
+from typing import Any
+
+ROOT = Path(__file__).parents[2]
+
+
+def bench(script: str, *options: str) -> str:
+    command = [sys.executable, str(ROOT / "bench" / script), *options]
+    environment = {**os.environ, "CUDA_VISIBLE_DEVICES": ""}
+    done = subprocess.run(command, capture_output=True, text=True, timeout=300, env=environment)
+    assert done.returncode == 0, done.stdout[-3000:] + done.stderr[-3000:]
+    return done.stdout
+
+
+def test_systems_take_turns_and_the_figures_reach_the_table(tmp_path: Path) -> None:
+    bench("step_time.py", "--quick", "--results", str(tmp_path))
+    shutil.copy(tmp_path / "step_time_27M_fp32_2.json", tmp_path / "step_time_27M_bf16_2.json")
+    record = json.loads((tmp_path / "step_time_27M_fp32_2.json").read_text())
+    assert {"torch", "processor", "cores", "load_average"} <= record["machine"].keys()
+    rows = {row["system"]: row for row in record["rows"]}
+    assert rows["DDP"]["ratio"] == 1 and rows["DDP"]["blocked_share"] is None
+    assert 0 < rows["shardwise 3"]["blocked_share"] < 1
+    bench("memory.py", "--quick", "--systems", "shardwise 3", "--nproc", "2", "--results", str(tmp_path))
+    memory = tmp_path / "memory_98M_bf16_2.json"
+    memory.rename(tmp_path / "memory_98M_bf16_4.json")
+    assert "time_and_memory.png\n" in bench("plot.py", "--results", str(tmp_path))
+    assert (tmp_path / "time_and_memory.png").stat().st_size > 10_000
+    row = next(line for line in bench("table.py", "--results", str(tmp_path)).splitlines() if "| shardwise 3 |" in line)
+    assert row.split("|")[3].strip() == f"{rows['shardwise 3']['processor_ratio']:.2f}"
+
+
+def rows(file: Path) -> list[dict[str, Any]]:
+    return json.loads(file.read_text())["rows"]
+
+
+def test_the_other_benchmarks_run(tmp_path: Path) -> None:
+    scripts = {
+        "growth.py": ["--nproc", "1"],
+        "largest_batch.py": ["--nproc", "1"],
+        "one_gpu.py": ["--device", "cpu"],
+    }
+    with ThreadPoolExecutor() as pool:  # most of their time goes into starting processes
+        found = [
+            pool.submit(bench, script, "--quick", "--systems", "shardwise 2", "--results", str(tmp_path), *options)
+            for script, options in scripts.items()
+        ]
+    assert all(one.result() for one in found)
+    (row,) = rows(tmp_path / "growth_layers_1.json")
+    assert all(microseconds > 0 for microseconds in row["microseconds_per_layer"].values())
+    (row,) = rows(tmp_path / "growth_lengths_1.json")
+    assert row["late_mib"] > 0
+    (row,) = rows(tmp_path / "largest_batch_27M_fp32_1.json")
+    assert row["batch_per_rank"] > 1 and row["train_samples_per_s"] > 0
+    (row,) = rows(tmp_path / "one_gpu.json")
+    assert row["ratio"] == 1 and row["tokens_per_s"] > 0 and row["step_gb_per_s"] > 0
+
+
+def test_every_part_is_a_command_that_exists() -> None:
+    listed = bench("run.py", "--list")
+    scripts = {line.split()[1] for line in listed.splitlines() if line.startswith("    python bench/")}
+    assert len(scripts) >= 6
+    assert all((ROOT / script).exists() for script in scripts)
