@@ -61,7 +61,7 @@ def test_a_rank_that_sleeps_is_named() -> None:
     kind, message, seconds = told
     assert kind == "PeerLostError"
     assert re.search(
-        r"rank 0 of 2 has waited 1\.\d s for rank 1 in all_reduce 'second' #1 at .*test_where.*:\d+", message
+        r"rank 0 of 2 has waited \d+\.\d s for rank 1 in all_reduce 'second' #1 at .*test_where.*:\d+", message
     )
     assert "last completed: all_reduce 'first' #0" in message
     assert "rank 1: has not said where it is" in message
@@ -114,7 +114,7 @@ def many_late(late_s: float) -> Told | None:
 def test_all_messages_of_a_collective_share_one_limit() -> None:
     told = run_ranks(many_late, 3, 0.8 * LIMIT_S)[0]
     assert told is not None
-    assert re.search(r"has waited 1\.\d s for rank 2 in all_gather 'second'", told[1])
+    assert re.search(r"has waited \d+\.\d s for rank 2 in all_gather 'second'", told[1])
 
 
 def leave_or_wait() -> str:

@@ -104,7 +104,7 @@ def test_stop_ends_those_that_do_not_listen_and_their_children() -> None:
         assert len(pids) == 6 and all(map(_alive, pids))
         began = time.monotonic()
         assert gang.stop(signal.SIGTERM, 0.5) == []
-        assert 0.5 <= time.monotonic() - began < 3
+        assert 0.5 <= time.monotonic() - began < 60  # they sleep for ten minutes
         assert not any(map(_alive, pids))
         assert all(end.code == -9 and end.stopped for end in gang.exits.values())
         assert gang.stop(signal.SIGTERM, 5) == []  # nothing left to do
@@ -124,7 +124,7 @@ def test_hurry_ends_the_grace_period() -> None:
         gang.hurry = True
         began = time.monotonic()
         gang.stop(signal.SIGTERM, 60)
-        assert time.monotonic() - began < 3
+        assert time.monotonic() - began < 30  # half of the grace period
 
 
 def test_a_worker_that_is_killed_while_others_are_stopped_is_told_apart() -> None:

@@ -267,20 +267,26 @@ def _on_a_terminal(argv: Sequence[str]) -> tuple[int, bytes]:
 
 def test_rank_0_keeps_the_terminal(tmp_path) -> None:
     text = r"""
-import os, sys, time
+import os, pathlib, sys, time
+begun, said = pathlib.Path(sys.argv[1], "begun"), pathlib.Path(sys.argv[1], "said")
 if os.environ["RANK"] == "0":
     assert sys.stdout.isatty() and sys.stderr.isatty()
     sys.stderr.write("\r 50%"); sys.stderr.flush()
-    time.sleep(1.0)
+    begun.touch()
+    while not said.exists():
+        time.sleep(0.01)
+    time.sleep(1.0)  # until the launcher has passed it on
     sys.stderr.write("\r100%\n")
     raise SystemExit("stopped on purpose")
 else:
     assert not sys.stdout.isatty()
-    time.sleep(0.4)
-    print("hello")
+    while not begun.exists():
+        time.sleep(0.01)
+    print("hello", flush=True)
+    said.touch()
     time.sleep(600)
 """
-    code, seen = _on_a_terminal([*SHARDWISE, "run", "-q", "--nproc", "2", str(_script(tmp_path, text))])
+    code, seen = _on_a_terminal([*SHARDWISE, "run", "-q", "--nproc", "2", str(_script(tmp_path, text)), str(tmp_path)])
     assert code == 1
     live, _, report = seen.partition(b"shardwise run: ")
     assert live == b"\r 50%\r\n[rank 1] hello\r\n\r100%\r\nstopped on purpose\r\n"
