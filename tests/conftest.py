@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import os
+import signal
 
 os.environ["OMP_NUM_THREADS"] = "1"  # before torch is imported
 os.environ["GLOO_SOCKET_IFNAME"] = "lo"
@@ -16,6 +17,10 @@ from hypothesis import HealthCheck, settings
 from tests.harness import close_pool, run_ranks
 
 torch.set_num_threads(1)
+
+# A shell without job control starts background jobs with SIGINT ignored, and all their children inherit it.
+if signal.getsignal(signal.SIGINT) is signal.SIG_IGN:
+    signal.signal(signal.SIGINT, signal.default_int_handler)
 
 settings.register_profile(
     "default", deadline=None, derandomize=True, suppress_health_check=[HealthCheck.too_slow], max_examples=25

@@ -24,6 +24,7 @@ import shardwise
 from shardwise.comm import gloo, neighbours, peermemory
 from shardwise.comm.communicator import Communicator
 from shardwise.comm.ledger import Ledger
+from shardwise.comm.pieces import Pieces, Places
 from shardwise.errors import PeerLostError, UsageError
 from tests.comm.test_gloo import COPIED, SIZES, SUMMED, same_bits, values
 from tests.harness import RankFailure, run_ranks
@@ -123,6 +124,71 @@ def test_reduce_scatter_has_the_bits_of_that_through_messages(
     for pairs in run_ranks(reduce_both_ways, world, layout, accumulate, own):
         for through_memory, through_messages in pairs:
             assert same_bits(through_memory, through_messages)
+
+
+def reduce_pieces(
+    sizes: list[int], holes: list[int], dtype: torch.dtype, out_dtype: torch.dtype, accumulate: bool, absent: int
+) -> list[tuple[torch.Tensor, torch.Tensor]]:
+    """Return what pieces give, and the flat tensor that they make up."""
+    comm = communicator()
+    slots, offset = [], 0
+    for size, hole in zip(sizes, holes, strict=True):
+        slots.append((offset, size))
+        offset += size + hole
+    share = -(-offset // comm.world)
+    places = Places(share * comm.world, slots)
+    results = []
+    for way in ("pieces", "flat"):
+        full = torch.zeros(share * comm.world, dtype=dtype)
+        pieces = Pieces(places, dtype)
+        for number, (begin, size) in enumerate(slots):
+            if (absent >> (number + comm.rank)) % 2 == 0:
+                full[begin : begin + size] = values(comm.rank, size, dtype, number)
+                pieces.put(number, values(comm.rank, size, dtype, number))
+        out = values(comm.rank, share, out_dtype, 99)
+        pair = (out, pieces if way == "pieces" else full)
+        comm.reduce_scatter([pair, pair][: 1 + accumulate], "test", accumulate=accumulate).wait()
+        results.append(out)
+    comm.destroy()
+    return [(results[0], results[1])]
+
+
+@settings(max_examples=30)
+@given(
+    world=st.integers(2, 4),
+    slots=st.lists(
+        st.tuples(st.sampled_from([1, 2, 7, 64, 3000, neighbours.CHUNK + 3]), st.sampled_from([0, 0, 3, 61])),
+        max_size=6,
+    ),
+    dtype=st.sampled_from(SUMMED),
+    out_dtype=st.sampled_from([torch.float32, torch.float64]),
+    accumulate=st.booleans(),
+    absent=st.integers(0, 255),
+)
+def test_pieces_have_the_bits_of_the_flat_tensor_that_they_make_up(
+    world: int,
+    slots: list[tuple[int, int]],
+    dtype: torch.dtype,
+    out_dtype: torch.dtype,
+    accumulate: bool,
+    absent: int,
+) -> None:
+    sizes, holes = [size for size, _ in slots], [hole for _, hole in slots]
+    for pairs in run_ranks(reduce_pieces, world, sizes, holes, dtype, out_dtype, accumulate, absent):
+        for pieces, flat in pairs:
+            assert same_bits(pieces, flat)
+
+
+def test_pieces_are_kept_as_they_are_only_where_they_fill_their_memory() -> None:
+    pieces = Pieces(Places(12, [(0, 4), (4, 8)]), torch.float32)
+    whole = torch.arange(4.0).view(2, 2)
+    assert pieces.put(0, whole).data_ptr() == whole.data_ptr()
+    assert pieces.put(0, torch.ones(4)).tolist() == [1.0, 2.0, 3.0, 4.0]
+    assert whole.flatten().tolist() == [0.0, 1.0, 2.0, 3.0]  # it may be somebody else's too
+    part = torch.arange(16.0)[:8]
+    assert pieces.put(1, part).data_ptr() != part.data_ptr()
+    across = Pieces(Places(4, [(0, 4)]), torch.float32)
+    assert across.put(0, whole.t()).tolist() == [0.0, 2.0, 1.0, 3.0]
 
 
 # -- whose turn it is --------------------------------------------------------------------------------------------------
@@ -315,6 +381,7 @@ def test_the_groups_limit_holds() -> None:
 ENDS = """
 import sys, time, torch, shardwise
 from shardwise.comm.communicator import Communicator
+from shardwise.comm.pieces import Pieces, Places
 from shardwise.comm.ledger import Ledger
 shardwise.init_distributed()
 comm = Communicator(None, Ledger(), torch.device("cpu"))

@@ -34,6 +34,7 @@ from shardwise.errors import DesyncError, PeerLostError, UsageError
 
 if TYPE_CHECKING:
     from shardwise.comm.neighbours import Neighbours
+    from shardwise.comm.pieces import Pieces
 
 _log = logging.getLogger("shardwise")
 
@@ -198,7 +199,7 @@ class Communicator:
 
     def reduce_scatter(
         self,
-        pairs: Sequence[tuple[torch.Tensor, torch.Tensor]],
+        pairs: Sequence[tuple[torch.Tensor, torch.Tensor | Pieces]],
         label: str,
         *,
         accumulate: bool = False,
@@ -206,26 +207,33 @@ class Communicator:
         """Reduce each `full` over ranks, in rank order, and keep this rank's range in `out`, without blocking.
 
         out = (out if accumulate else 0) + sum over ranks of full[rank's range], added up in the dtype of `out`.
+
+        Args:
+            pairs: `out` and `full` of each reduction; `full` may lie in pieces where `takes_pieces` says so.
+            label: for the record.
+            accumulate: add to `out` instead of replacing it.
         """
         size = sum(full.numel() * full.element_size() for _, full in pairs)
         record = self._open("reduce_scatter", size, size * (self.world - 1) // self.world, label)
+        if self._neighbours is not None:
+            _, tag = self._next("reduce", record)
+            near = self._neighbours
+            return self._launch(lambda: near.reduce_scatter(pairs, tag, accumulate), record)
+        flat = [(out, full) for out, full in pairs if isinstance(full, torch.Tensor)]
+        assert len(flat) == len(pairs), "nobody can read pieces here"
         if self.world == 1:
-            for out, full in pairs:
+            for out, full in flat:
                 if accumulate:
                     out.add_(full.to(out.dtype))
                 elif out.data_ptr() != full.data_ptr():
                     out.copy_(full)
             return self._handle(None, record)
         group, tag = self._next("reduce", record)
-        if self._neighbours is not None:
-            near = self._neighbours
-            return self._launch(lambda: near.reduce_scatter(pairs, tag, accumulate), record)
         if self._gloo:
             from shardwise.comm import gloo
 
-            return self._launch(lambda: gloo.reduce_scatter(list(pairs), group, tag, accumulate), record)
-        pending = native.reduce_scatter(pairs, group, accumulate=accumulate, ordered=self._ordered)
-        return self._handle(pending, record)
+            return self._launch(lambda: gloo.reduce_scatter(flat, group, tag, accumulate), record)
+        return self._handle(native.reduce_scatter(flat, group, accumulate=accumulate, ordered=self._ordered), record)
 
     def all_reduce(self, tensor: torch.Tensor, label: str) -> Handle:
         """Sum a small tensor over ranks in place, in rank order: the same bits on every rank."""
@@ -324,6 +332,14 @@ class Communicator:
     def reads_peers(self) -> bool:
         """Whether gathers and reductions read the peers' memory, and so need no buffers for what arrives."""
         return self._neighbours is not None or self._imagined_reads
+
+    def takes_pieces(self, count: int) -> bool:
+        """Whether reductions together may take values for all ranks from so many pieces (the same on all ranks)."""
+        if not self.reads_peers:
+            return False
+        from shardwise.comm import neighbours
+
+        return count <= neighbours.MOST_ADDRESSES
 
     def destroy(self) -> None:
         """Give back the process groups made by this communicator (not the user's)."""

@@ -39,7 +39,7 @@ import threading
 import time
 import weakref
 from collections import deque
-from collections.abc import Sequence
+from collections.abc import Iterator, Sequence
 from datetime import timedelta
 from pathlib import Path
 from typing import Any
@@ -48,16 +48,22 @@ import torch
 import torch.distributed as dist
 
 from shardwise.comm import gloo, peermemory, wire
+from shardwise.comm.pieces import Pieces, Run
 from shardwise.comm.wire import CPU, Deadline, copy_into, lost, split_by_rank
 from shardwise.errors import PeerLostError, UsageError
 
 Pair = tuple[torch.Tensor, torch.Tensor]
+Term = tuple[int, int, torch.Tensor]
+"""Part of a chunk, from one element to another, with its values."""
 
 VARIABLE = "SHARDWISE_TRANSPORT"
 """Environment variable: `messages` keeps ranks of one machine from reading each other's memory."""
 
 CHUNK = 1 << 16
 """Elements that are read and added at a time, so that they are still in the cache when they are added."""
+
+MOST_ADDRESSES = 4096
+"""Tensors that one offer can name: it must be one message."""
 
 _MEETING = timedelta(seconds=30)
 _MEETING_TAG = 1
@@ -142,24 +148,26 @@ class _Gather(Exchange):
 class _Reduction(Exchange):
     """Reduce-scatter: each peer's part for this rank is read and added, in rank order, once all have been offered."""
 
-    def __init__(self, neighbours: Neighbours, pairs: Sequence[Pair], tag: int, accumulate: bool) -> None:
+    def __init__(
+        self,
+        neighbours: Neighbours,
+        pairs: Sequence[tuple[torch.Tensor, torch.Tensor | Pieces]],
+        tag: int,
+        accumulate: bool,
+    ) -> None:
         super().__init__(neighbours, "reduce_scatter", tag)
         self._accumulate = accumulate
-        self._pairs = list(pairs)
-        self._parts = [split_by_rank(full, out, self)[self.rank] for out, full in pairs]
-        for out, full in pairs:
-            if not (out.is_floating_point() and full.is_floating_point()):
-                raise UsageError(f"reduce_scatter: needs floating dtypes; found out {out.dtype} and full {full.dtype}")
-        self.addresses = [full.data_ptr() for _, full in pairs]
+        self._terms = [_Terms(self, out, full) for out, full in pairs]
+        for terms in self._terms:
+            terms.first_address = len(self.addresses)
+            self.addresses += terms.addresses()
         self._offers: dict[int, tuple[int, Sequence[int]]] = {}
         # Sums that are added to something, or replace one of their terms, are formed beside it.
-        self._aside: list[bool] = []
         pieces = sums = 0
-        for (out, full), own in zip(pairs, self._parts, strict=True):
-            aside = accumulate or own.data_ptr() == out.data_ptr()
-            self._aside.append(aside)
-            pieces = max(pieces, _chunk(out.numel(), full.dtype))
-            sums = max(sums, _chunk(out.numel(), out.dtype) if aside else 0)
+        for terms in self._terms:
+            terms.aside = accumulate or terms.in_place
+            pieces = max(pieces, _chunk(terms.out.numel(), terms.dtype))
+            sums = max(sums, _chunk(terms.out.numel(), terms.out.dtype) if terms.aside else 0)
         self.scratch = neighbours.scratch(pieces, sums)
 
     def accept(self, peer: int, process: int, addresses: Sequence[int]) -> list[int]:
@@ -167,43 +175,132 @@ class _Reduction(Exchange):
         self._offers[peer] = (process, addresses)
         if len(self._offers) < self.world - 1:
             return []
-        for number in range(len(self._pairs)):
-            self._add_up(number)
+        for terms in self._terms:
+            self._add_up(terms)
         return list(self._offers)
 
-    def _add_up(self, number: int) -> None:
+    def _add_up(self, terms: _Terms) -> None:
         """Form one sum."""
-        (out, full), own = self._pairs[number], self._parts[number]
+        out = terms.out
         size = min(CHUNK, out.numel())
-        piece, sums = self.scratch[0].view(full.dtype)[:size], self.scratch[1].view(out.dtype)[:size]
-        for start in range(0, out.numel(), CHUNK):
+        piece, sums = self.scratch[0].view(terms.dtype)[:size], self.scratch[1].view(out.dtype)[:size]
+        for number, start in enumerate(range(0, out.numel(), CHUNK)):
             target = out[start : start + CHUNK]
-            total = sums[: target.numel()] if self._aside[number] else target
-            self._sum_chunk(number, start, total, own[start : start + CHUNK], piece[: target.numel()])
+            total = sums[: target.numel()] if terms.aside else target
+            self._sum_chunk(terms, number, total, piece[: target.numel()])
             if self._accumulate:
                 target.add_(total)
-            elif self._aside[number]:
+            elif terms.aside:
                 target.copy_(total)
 
-    def _sum_chunk(self, number: int, start: int, total: torch.Tensor, own: torch.Tensor, piece: torch.Tensor) -> None:
-        first: torch.Tensor | None = None
+    def _sum_chunk(self, terms: _Terms, number: int, total: torch.Tensor, piece: torch.Tensor) -> None:
+        size, alike = total.numel(), total.dtype == piece.dtype
+        first: list[Term] = []
         for rank in range(self.world):
-            term = own
-            if rank != self.rank:
+            if rank == self.rank:
+                term = terms.own(number, size)
+            else:
                 # The first term is read to where the sum will be, unless it has another dtype.
-                term = total if rank == 0 and total.dtype == piece.dtype else piece
-                process, addresses = self._offers[rank]
-                offset = (self.rank * self._pairs[number][0].numel() + start) * piece.element_size()
-                peermemory.read_tensor(process, addresses[number] + offset, term)
-            if rank == 0 and total.dtype == term.dtype:
+                values = total if rank == 0 and alike else piece
+                terms.read(*self._offers[rank], number, values)
+                term = [(0, size, values)]
+            if rank == 0 and alike:
                 first = term
             elif rank == 0:
-                total.copy_(term)
-            elif first is not None:
-                torch.add(first, term, out=total)
-                first = None
+                for start, stop, values in term:
+                    total[start:stop].copy_(values)
+            elif first:
+                for start, stop, one, other in _matched(first, term):
+                    torch.add(one, other, out=total[start:stop])
+                first = []
             else:
-                total.add_(term)
+                for start, stop, values in term:
+                    total[start:stop].add_(values)
+
+
+def _matched(first: list[Term], second: list[Term]) -> Iterator[tuple[int, int, torch.Tensor, torch.Tensor]]:
+    """Match two terms of a chunk, of which at least one is whole."""
+    if len(second) == 1:
+        for start, stop, values in first:
+            yield start, stop, values, second[0][2][start:stop]
+    else:
+        for start, stop, values in second:
+            yield start, stop, first[0][2][start:stop], values
+
+
+class _Terms:
+    """What is added up to one tensor.
+
+    Args:
+        exchange: the reduction.
+        out: the result.
+        full: this rank's values for all ranks.
+
+    Attributes:
+        dtype: of the values.
+        in_place: whether the result takes the place of this rank's values.
+        aside: whether the sum has to be formed in a place of its own.
+        first_address: which of the addresses of an offer is the first of these.
+
+    Raises:
+        UsageError: sizes or dtypes do not fit.
+    """
+
+    def __init__(self, exchange: Exchange, out: torch.Tensor, full: torch.Tensor | Pieces) -> None:
+        self.out, self.dtype = out, full.dtype
+        self.aside = self.in_place = False
+        self.first_address = 0
+        self._full = full  # kept alive for the others
+        self._begin = exchange.rank * out.numel()
+        self._own: Sequence[torch.Tensor] = ()
+        self._runs: list[list[Run]] = []
+        if isinstance(full, Pieces):
+            assert full.numel() == exchange.world * out.numel(), (full.numel(), exchange.world, out.numel())
+            self._runs = full.places.chunks(self._begin, self._begin + out.numel(), CHUNK)
+        else:
+            own = split_by_rank(full, out, exchange)[exchange.rank]
+            self.in_place = own.data_ptr() == out.data_ptr()
+            self._own = own.split(CHUNK)
+        if not (out.is_floating_point() and self.dtype.is_floating_point):
+            raise UsageError(f"reduce_scatter: needs floating dtypes; found out {out.dtype} and full {self.dtype}")
+
+    def addresses(self) -> list[int]:
+        """Where this rank's values are; 0 for what is zero."""
+        if isinstance(self._full, Pieces):
+            return [0 if tensor is None else tensor.data_ptr() for tensor in self._full.tensors]
+        return [self._full.data_ptr()]
+
+    def own(self, number: int, size: int) -> list[Term]:
+        """Return this rank's values for a chunk of `out`."""
+        if not isinstance(self._full, Pieces):
+            return [(0, size, self._own[number])]
+        terms = []
+        for run in self._runs[number]:
+            tensor = None if run.piece is None else self._full.tensors[run.piece]
+            length = run.stop - run.start
+            values = _zeros(self.dtype, length) if tensor is None else tensor[run.offset : run.offset + length]
+            terms.append((run.start, run.stop, values))
+        return terms
+
+    def read(self, process: int, addresses: Sequence[int], number: int, into: torch.Tensor) -> None:
+        """Read a peer's values for a chunk of `out`."""
+        size, here = into.element_size(), into.data_ptr()
+        if not isinstance(self._full, Pieces):
+            offset = (self._begin + number * CHUNK) * size
+            peermemory.read_tensor(process, addresses[self.first_address] + offset, into)
+            return
+        ranges = []
+        for run in self._runs[number]:
+            address = 0 if run.piece is None else addresses[self.first_address + run.piece]
+            if address:
+                ranges.append((address + run.offset * size, here + run.start * size, (run.stop - run.start) * size))
+            else:
+                into[run.start : run.stop].zero_()
+        peermemory.read_ranges(process, ranges)
+
+
+def _zeros(dtype: torch.dtype, length: int) -> torch.Tensor:
+    return torch.zeros(1, dtype=dtype, device=CPU).expand(length)
 
 
 def _chunk(numel: int, dtype: torch.dtype) -> int:
@@ -253,8 +350,10 @@ class Neighbours:
         """As `shardwise.comm.gloo.all_gather`."""
         return self._launch(_Gather(self, pairs, tag))
 
-    def reduce_scatter(self, pairs: Sequence[Pair], tag: int, accumulate: bool = False) -> Exchange:
-        """As `shardwise.comm.gloo.reduce_scatter`."""
+    def reduce_scatter(
+        self, pairs: Sequence[tuple[torch.Tensor, torch.Tensor | Pieces]], tag: int, accumulate: bool = False
+    ) -> Exchange:
+        """As `shardwise.comm.gloo.reduce_scatter`; what is reduced may also lie in pieces, the same on all ranks."""
         return self._launch(_Reduction(self, pairs, tag, accumulate))
 
     def scratch(self, pieces: int, sums: int) -> list[torch.Tensor]:

@@ -13,6 +13,7 @@ import ctypes
 import functools
 import os
 import sys
+from collections.abc import Sequence
 from pathlib import Path
 from typing import Any
 
@@ -20,6 +21,8 @@ import torch
 
 _YAMA = Path("/proc/sys/kernel/yama/ptrace_scope")
 _DESCENDANTS_ONLY = 1
+_RANGES = 1024
+"""Ranges in one call (IOV_MAX of Linux)."""
 _PR_SET_PTRACER = 0x59616D61
 
 
@@ -91,3 +94,26 @@ def read(process: int, address: int, into: int, size: int) -> None:
 def read_tensor(process: int, address: int, into: torch.Tensor) -> None:
     """Fill a contiguous CPU tensor from another process's memory; see `read`."""
     read(process, address, into.data_ptr(), into.nbytes)
+
+
+def read_ranges(process: int, ranges: Sequence[tuple[int, int, int]]) -> None:
+    """Copy several ranges of another process's memory with as few calls as possible.
+
+    Args:
+        process: its number.
+        ranges: of each where it begins there, where it shall begin here, and its bytes.
+
+    Raises:
+        OSError: as of `read`.
+    """
+    if len(ranges) > 1:
+        for first in range(0, len(ranges), _RANGES):
+            some = ranges[first : first + _RANGES]
+            here = (_Range * len(some))(*(_Range(into, size) for _, into, size in some))
+            there = (_Range * len(some))(*(_Range(address, size) for address, _, size in some))
+            if _function()(process, here, len(some), there, len(some), 0) != sum(size for _, _, size in some):
+                break  # what is wrong, and with which, the single calls will tell
+        else:
+            return
+    for address, into, size in ranges:
+        read(process, address, into, size)

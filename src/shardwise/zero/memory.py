@@ -255,11 +255,8 @@ class _Sizes:
                 filled=0 if self.sums_locally else self._sent(unit),
                 extra=self._received(unit) + self._cast(unit) + (self._chunk(unit) if adding else 0),
                 alone=unit.index in alone,
-                parameters=frozenset(
-                    id(self.model.registry.parameters[slot.index])
-                    for section in unit.trainable
-                    for slot in section.layout.slots
-                ),
+                parameters=frozenset(self._pieces(unit)),
+                pieces=self._pieces(unit) if self._in_pieces(unit) else {},
             )
             for unit in self.reduced()
         ]
@@ -272,7 +269,22 @@ class _Sizes:
         return section.accumulate_dtype if self.sums_locally else section.layout.dtype
 
     def _sent(self, unit: Unit) -> int:
+        if self._in_pieces(unit):
+            return sum(self._pieces(unit).values())
         return sum(self.numel(section) * self._wire(section).itemsize for section in unit.trainable)
+
+    def _in_pieces(self, unit: Unit) -> bool:
+        reducer = self.model.reducer
+        return not self.sums_locally and reducer is not None and reducer.in_pieces(unit)
+
+    def _pieces(self, unit: Unit) -> dict[int, int]:
+        """Return the bytes of each gradient as autograd makes it, by `id()` of the parameter."""
+        parameters = self.model.registry.parameters
+        return {
+            id(parameters[slot.index]): slot.numel * section.layout.dtype.itemsize
+            for section in unit.trainable
+            for slot in section.layout.slots
+        }
 
     def _cast(self, unit: Unit) -> int:
         """Copies made because sums are sent in another dtype than they are formed in."""

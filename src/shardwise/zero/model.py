@@ -451,7 +451,7 @@ class ShardedModel:
             held = gradients.buffers.get(unit.sections.index(section))
             return (
                 []
-                if held is None or index not in gradients.written
+                if not isinstance(held, torch.Tensor) or index not in gradients.written  # sums are never in pieces
                 else [(0, slot.numel, held[slot.offset : slot.offset + slot.numel])]
             )
         if not gradients.accumulated:

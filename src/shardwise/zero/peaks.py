@@ -5,8 +5,8 @@ Pure functions of bytes and orders, so that every rank comes to the same decisio
 
 from __future__ import annotations
 
-from collections.abc import Collection, Iterable, Iterator, Mapping, Sequence
-from dataclasses import dataclass
+from collections.abc import Collection, Iterator, Mapping, Sequence
+from dataclasses import dataclass, field
 from itertools import accumulate
 
 from shardwise.memory import ActivationPlan
@@ -130,12 +130,14 @@ class Job:
         extra: further bytes while it is under way.
         parameters: `id()` of those whose gradients it waits for.
         alone: no other gradients are collected while it is under way.
+        pieces: bytes of each of `parameters` where gradients stay as they are, and are not copied together.
     """
 
     filled: int
     extra: int
     parameters: frozenset[int]
     alone: bool = False
+    pieces: Mapping[int, int] = field(default_factory=dict)
 
 
 class Pipeline:
@@ -154,24 +156,28 @@ class Pipeline:
             )
         waiting = {parameter: place for place, job in enumerate(self.jobs) for parameter in job.parameters}
         missing = [len(job.parameters) for job in self.jobs]
-        collecting: set[int] = set()
+        collecting: dict[int, int] = {}
         under_way = -1  # place of the last reduction that has been launched
         busy = False
         most = 0
         for stretch in activations.stretches:
-            place = waiting.pop(stretch.parameter, None) if stretch.parameter is not None else None
-            if place is not None:
+            parameter, start = stretch.parameter, stretch.start
+            place = waiting.pop(parameter, None) if parameter is not None else None
+            if place is not None and parameter is not None:
+                job = self.jobs[place]
                 busy = busy and (place in collecting or not self.jobs[under_way].alone)
-                collecting.add(place)
+                kept = job.pieces.get(parameter, 0)
+                start -= kept  # it is among the temporaries
+                collecting[place] = collecting.get(place, 0) + kept if job.pieces else job.filled
                 missing[place] -= 1
-            most = max(most, stretch.start + self._bytes(collecting, under_way, busy))
+            most = max(most, start + self._bytes(collecting, under_way, busy))
             while under_way + 1 < len(self.jobs) and not missing[under_way + 1]:
                 under_way, busy = under_way + 1, True
-                collecting.discard(under_way)
-                most = max(most, stretch.start + self._bytes(collecting, under_way, busy))
+                collecting.pop(under_way, None)
+                most = max(most, start + self._bytes(collecting, under_way, busy))
             most = max(most, stretch.peak + self._bytes(collecting, under_way, busy))
         return most
 
-    def _bytes(self, collecting: Iterable[int], under_way: int, busy: bool) -> int:
-        held = sum(self.jobs[place].filled for place in collecting)
+    def _bytes(self, collecting: Mapping[int, int], under_way: int, busy: bool) -> int:
+        held = sum(collecting.values())
         return held + (self.jobs[under_way].filled + self.jobs[under_way].extra if busy else 0)

@@ -1,7 +1,8 @@
 """The gradient path: from autograd's gradients to this rank's fp32 accumulator. There is only this one.
 
-A gradient is copied into its unit's flat buffer and freed the moment autograd has produced it. When all gradients that
-this backward pass will produce for a unit are there (asked of the autograd engine, not guessed), the unit is reduced:
+A gradient is copied into its unit's flat buffer and freed the moment autograd has produced it; where the other ranks
+read it from this one's memory, it stays where it is instead. When all gradients that this backward pass will produce
+for a unit are there (asked of the autograd engine, not guessed), the unit is reduced:
 reduce-scatter in rank order, in fp32, added to the accumulator. Units are reduced exactly once per reducing backward
 pass, in the reverse of the agreed forward order; what a rank has not used contributes zeros. One reduction is in flight
 at a time, so the buffers held are one unit's gradient being filled, one being sent and the pieces being received.
@@ -22,6 +23,7 @@ from torch import nn
 from torch.autograd.graph import Node, get_gradient_edge
 
 from shardwise.comm.communicator import Communicator, Handle
+from shardwise.comm.pieces import Pieces
 from shardwise.compat import never_compiled
 from shardwise.errors import UsageError
 from shardwise.memory import Accountant, Category
@@ -47,7 +49,7 @@ class UnitGradients:
                 for section in unit.trainable
                 for slot in section.layout.slots
             ]
-        self.buffers: dict[int, torch.Tensor] = {}
+        self.buffers: dict[int, torch.Tensor | Pieces] = {}
         self.written: set[int] = set()
         self.seen: set[int] = set()
         self.expected: set[int] = set()
@@ -172,8 +174,8 @@ class Reducer:
         for gradients in self.gradients.values():
             unit = gradients.unit
             for section in unit.trainable:
-                for slot in section.layout.slots:
-                    hook = self._make_hook(gradients, section, slot.index, slot.offset, slot.numel)
+                for number, slot in enumerate(section.layout.slots):
+                    hook = self._make_hook(gradients, section, number)
                     parameter = unit.registry.parameters[slot.index]
                     self._hooks.append(parameter.register_post_accumulate_grad_hook(hook))
 
@@ -245,9 +247,11 @@ class Reducer:
         self.partial = False
 
     def _make_hook(
-        self, gradients: UnitGradients, section: SectionMemory, index: int, offset: int, numel: int
+        self, gradients: UnitGradients, section: SectionMemory, number: int
     ) -> Callable[[nn.Parameter], None]:
         place = gradients.unit.sections.index(section)
+        slot = section.layout.slots[number]
+        index = slot.index
 
         @never_compiled
         def arrived(parameter: nn.Parameter) -> None:
@@ -266,13 +270,15 @@ class Reducer:
                 )
             if grad.is_sparse:
                 grad = grad.to_dense()
-            target = self._buffer(gradients, place, section)[offset : offset + numel]
-            if index in gradients.written:
-                target.add_(grad.reshape(-1))
+            buffer = self._buffer(gradients, place, section)
+            if isinstance(buffer, Pieces):
+                self.accountant.hold(Category.BUFFERS, buffer.put(number, grad))
+            elif index in gradients.written:
+                buffer[slot.offset : slot.offset + slot.numel].add_(grad.reshape(-1))
             else:
-                gradients.written.add(index)
-                gradients.seen.add(index)
-                target.copy_(grad.reshape(-1))
+                buffer[slot.offset : slot.offset + slot.numel].copy_(grad.reshape(-1))
+            gradients.written.add(index)
+            gradients.seen.add(index)
             del grad
             gradients.look_ahead()
             gradients.expected.discard(index)
@@ -280,8 +286,11 @@ class Reducer:
 
         return arrived
 
-    def _buffer(self, gradients: UnitGradients, place: int, section: SectionMemory) -> torch.Tensor:
-        """Return the flat buffer of a section; when new, with undefined content (see `_fill_gaps`)."""
+    def _buffer(self, gradients: UnitGradients, place: int, section: SectionMemory) -> torch.Tensor | Pieces:
+        """Return what collects a section's gradients; if it is a flat buffer, it is new with undefined content.
+
+        See `_fill_gaps`.
+        """
         known = gradients.buffers.get(place)
         if known is not None:
             return known
@@ -289,19 +298,41 @@ class Reducer:
         # without peers nothing travels. The choice depends on nothing that could differ between ranks.
         alone = self.comm.world > 1 and (self.shard_gradients or (self.boundary and not self.partial))
         dtype = (self.wire_dtype or section.layout.dtype) if alone else section.accumulate_dtype
+        buffer: torch.Tensor | Pieces
         if not alone and not gradients.accumulated and section.keeps_whole_gradient:
             # The reduced gradient will be as large as the sum, and nothing is in its place yet.
             buffer = section.whole_gradient
         else:
             if (not self.boundary or gradients.accumulated) and self._in_flight_alone():
                 self._finish()
-            buffer = torch.empty(section.layout.numel, dtype=dtype, device=section.device)
-            self.accountant.hold(Category.BUFFERS if alone else Category.GRADIENTS, buffer)
+            if alone and self.in_pieces(gradients.unit):
+                buffer = Pieces(section.places, dtype)
+            else:
+                buffer = torch.empty(section.layout.numel, dtype=dtype, device=section.device)
+                self.accountant.hold(Category.BUFFERS if alone else Category.GRADIENTS, buffer)
         gradients.buffers[place] = buffer
         return buffer
 
+    def in_pieces(self, unit: Unit) -> bool:
+        """Whether gradients that travel as they are need not be copied together."""
+        return (
+            self.prescale == 1.0
+            and all(self.wire_dtype in (None, section.layout.dtype) for section in unit.trainable)
+            and self.comm.takes_pieces(sum(len(section.layout.slots) for section in unit.trainable))
+        )
+
     def _in_flight_alone(self) -> bool:
         return self._in_flight is not None and self._in_flight[0].unit.index in self.alone
+
+    def _prepare(self, gradients: UnitGradients, section: SectionMemory, buffer: torch.Tensor) -> torch.Tensor:
+        """Return a flat buffer as it is to be sent."""
+        self._fill_gaps(gradients, section, buffer)
+        if self.prescale != 1.0:
+            buffer.mul_(self.prescale)
+        if self.wire_dtype is not None and buffer.dtype != self.wire_dtype and self.comm.world > 1:
+            buffer = buffer.to(self.wire_dtype)
+            self.accountant.hold(Category.BUFFERS, buffer)
+        return buffer
 
     def _fill_gaps(self, gradients: UnitGradients, section: SectionMemory, buffer: torch.Tensor) -> None:
         """Put zeros where no gradient has arrived: absent parameters, and between parameters."""
@@ -337,16 +368,12 @@ class Reducer:
         self._next += 1
         gradients.reduced = True
         unit = gradients.unit
-        pairs = []
+        pairs: list[tuple[torch.Tensor, torch.Tensor | Pieces]] = []
         for place, section in enumerate(unit.sections):
             if section.layout.trainable:
                 buffer = self._buffer(gradients, place, section)
-                self._fill_gaps(gradients, section, buffer)
-                if self.prescale != 1.0:
-                    buffer.mul_(self.prescale)
-                if self.wire_dtype is not None and buffer.dtype != self.wire_dtype and self.comm.world > 1:
-                    buffer = buffer.to(self.wire_dtype)
-                    self.accountant.hold(Category.BUFFERS, buffer)
+                if isinstance(buffer, torch.Tensor):
+                    buffer = self._prepare(gradients, section, buffer)
                 pairs.append((section.own_gradient, buffer))
         with self.accountant.owning(Category.BUFFERS):
             handle = self.comm.reduce_scatter(pairs, unit.name, accumulate=gradients.accumulated)

@@ -21,6 +21,7 @@ import torch
 from torch import nn
 
 from shardwise.comm.communicator import Communicator, Handle
+from shardwise.comm.pieces import Places
 from shardwise.compat import without_overrides
 from shardwise.memory import Accountant, Category
 from shardwise.registry import LogicalTensor, Registry
@@ -97,6 +98,11 @@ class SectionMemory:
             self.gradient = torch.zeros(size, dtype=self.accumulate_dtype, device=self.device)
             self._accountant.hold(Category.GRADIENTS, self.gradient)
         return self.gradient
+
+    @cached_property
+    def places(self) -> Places:
+        """Where the section's parameters lie, for gradients that are reduced without being copied together."""
+        return Places(self.layout.numel, [(slot.offset, slot.numel) for slot in self.layout.slots])
 
     @property
     def keeps_whole_gradient(self) -> bool:
