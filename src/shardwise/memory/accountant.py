@@ -41,6 +41,8 @@ class Category(Enum):
     OTHER = "other"
     """Module buffers, and temporaries of the optimizer's step."""
 
+    __hash__ = object.__hash__  # that of Enum is Python code, and every event is looked up by its category
+
 
 class _Entry:
     """Bytes with one fate; without a category they are not counted.
