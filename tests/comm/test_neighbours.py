@@ -457,7 +457,50 @@ def test_a_stranger_is_not_let_in() -> None:
         neighbours._vouch(theirs, os.getpid() + 1)
 
 
+@pytest.mark.parametrize("shift", [0, 1])
+def test_a_connection_to_another_process_than_announced_is_refused(shift: int) -> None:
+    """Both ranks are this process here; `shift` makes the announced number another one's."""
+    listener = neighbours._listener(2)
+    assert listener is not None
+    cards = [{"process": os.getpid() + shift, "socket": listener.getsockname().decode("latin-1")}] * 2
+    found: list[dict[int, socket.socket] | None] = []
+    caller = threading.Thread(target=lambda: found.append(neighbours._connect(1, cards, listener)))
+    caller.start()
+    called = neighbours._connect(0, cards, listener)
+    caller.join()
+    listener.close()
+    if shift:
+        assert called is None and found == [None]
+        return
+    assert called is not None and found[0] is not None
+    found[0][0].send(b"hello")
+    assert called[1].recv(16) == b"hello"
+    for connection in (called[1], found[0][0]):
+        connection.close()
+
+
+def test_memory_that_does_not_hold_the_announced_proof_is_not_taken_for_a_peers() -> None:
+    proof = torch.arange(neighbours._PROOF_BYTES, dtype=torch.uint8)
+    card = {"process": os.getpid(), "address": proof.data_ptr(), "proof": bytes(proof.tolist()).hex()}
+    assert neighbours._readable(card)
+    proof[3] += 1  # as in a container where the number is that of another process
+    assert not neighbours._readable(card)
+    assert not neighbours._readable({**card, "address": 8})
+
+
 def test_reading_where_nothing_is_raises() -> None:
     target = torch.zeros(4)
     with pytest.raises(OSError, match="reading 16 bytes of process"):
         peermemory.read_tensor(os.getpid(), 8, target)
+    source = torch.ones(4)
+    here, there = target.data_ptr(), source.data_ptr()
+    with pytest.raises(OSError, match="reading 8 bytes of process"):
+        peermemory.read_ranges(os.getpid(), [(there, here, 8), (8, here + 8, 8)])
+    assert target.tolist()[:2] == [1.0, 1.0]
+
+
+def test_any_number_of_ranges_is_read() -> None:
+    source, target = torch.arange(5000), torch.zeros(5000, dtype=torch.int64)
+    ranges = [(source.data_ptr() + 8 * n, target.data_ptr() + 8 * (4999 - n), 8) for n in range(5000)]
+    peermemory.read_ranges(os.getpid(), ranges)
+    assert torch.equal(target, source.flip(0))
