@@ -62,11 +62,13 @@ class Results:
 def shown(value: float | None) -> str:
     """Return a number with as many digits as are worth reading, or "-".
 
-    >>> [shown(value) for value in (None, 0.256, 12.34, 1234.5)]
-    ['-', '0.26', '12.3', '1234']
+    >>> [shown(value) for value in (None, 0.256, 12.34, 1234.5, 12)]
+    ['-', '0.26', '12.3', '1234', '12']
     """
     if value is None:
         return "-"
+    if isinstance(value, int):
+        return str(value)  # a count
     return f"{value:.2f}" if abs(value) < 10 else f"{value:.1f}" if abs(value) < 100 else f"{value:.0f}"
 
 
@@ -297,7 +299,7 @@ SECTIONS = [
         "Largest batch",
         "GPT of 26 million parameters, fp32, sequences of 32 tokens, 2 ranks. The largest batch of a rank with which "
         "the highest resident size of a training step stays within 640 MiB above the bare process, and the times of a "
-        "training step and of an evaluation with that batch.",
+        "training step and of an evaluation with that batch. 0: not even one sequence fits.",
         [LARGEST],
         compare(
             ("batch", LARGEST, "batch_per_rank"),
