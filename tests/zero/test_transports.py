@@ -67,3 +67,20 @@ def test_what_changes_on_its_way_is_copied_together() -> None:
         found[transport] = ranks_agree(outcomes)
     for memory, messages in zip(found["memory"], found["messages"], strict=True):
         assert_identical(memory, messages)
+
+
+def train_with_few_addresses(most: int) -> tuple[list[Outcome], int]:
+    before, neighbours.MOST_ADDRESSES = neighbours.MOST_ADDRESSES, most
+    try:
+        return train_through("memory", "gpt", [Setting(stage=2)])
+    finally:
+        neighbours.MOST_ADDRESSES = before
+
+
+def test_more_gradients_than_one_offer_can_name_are_copied_together() -> None:
+    (few, some), (many, all_) = (
+        (ranks_agree([outcomes for outcomes, _ in found]), found[0][1])
+        for found in (run_ranks(train_with_few_addresses, 2, most) for most in (4, neighbours.MOST_ADDRESSES))
+    )
+    assert 0 < some < all_  # units of at most four parameters, and all units
+    assert_identical(few[0], many[0])
