@@ -235,13 +235,13 @@ class Communicator:
             return self._launch(lambda: gloo.reduce_scatter(flat, group, tag, accumulate), record)
         return self._handle(native.reduce_scatter(flat, group, accumulate=accumulate, ordered=self._ordered), record)
 
-    def all_reduce(self, tensor: torch.Tensor, label: str) -> Handle:
+    def all_reduce(self, tensor: torch.Tensor, label: str, kind: str = "small") -> Handle:
         """Sum a small tensor over ranks in place, in rank order: the same bits on every rank."""
         size = tensor.numel() * tensor.element_size()
         record = self._open("all_reduce", size, size * (self.world - 1), label)
         if self.world == 1:
             return self._handle(None, record)
-        group, tag = self._next("small", record)
+        group, tag = self._next(kind, record)
         if self._gloo:
             from shardwise.comm import gloo
 
@@ -268,6 +268,7 @@ class Communicator:
         output_sizes: Sequence[int],
         input_sizes: Sequence[int],
         label: str,
+        kind: str = "explicit",
     ) -> Handle:
         """Send the r-th part of 1-D `given` to rank r and receive the r-th part of 1-D `output` from it.
 
@@ -277,13 +278,14 @@ class Communicator:
             output_sizes: elements of each part of `output`; they may differ and may be zero.
             input_sizes: elements of each part of `given`.
             label: for the record.
+            kind: with which collectives it is in one order.
         """
         size = given.numel() * given.element_size()
         record = self._open("all_to_all", size, size - input_sizes[self.rank] * given.element_size(), label)
         if self.world == 1:
             output.copy_(given)
             return self._handle(None, record)
-        group, tag = self._next("explicit", record)
+        group, tag = self._next(kind, record)
         if self._gloo:
             from shardwise.comm import gloo
 

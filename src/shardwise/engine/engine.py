@@ -131,6 +131,7 @@ class Engine(Attributes, BatchSizes, Checkpointing, ConfigGetters, MemoryReporti
         self._last_call: Call | None = None
         self._last_signature: tuple[Any, ...] | None = None
         sharded.gradient_factor = self._gradient_factor
+        sharded.loss_scale = lambda: self.cur_scale
         sharded.on_backward_end = self._backward_ended
         self._tell_overflow(False)
 
@@ -332,7 +333,7 @@ class Engine(Attributes, BatchSizes, Checkpointing, ConfigGetters, MemoryReporti
             sharded.step()
         self._prepared = None
         self._unscaled = False
-        sharded.end_window()
+        sharded.end_window(not prepared.overflow)
         if self.loss_scaler is not None:
             self.loss_scaler.update(prepared.overflow)
         self.last_step = StepReport(not prepared.overflow, prepared.norm, prepared.coefficient, scale, used)

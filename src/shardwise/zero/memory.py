@@ -60,7 +60,7 @@ def planned(
     kept = _state(model)
     owned, exchange = sizes.exchange()
     widened = sizes.widened() if norm else 0
-    scratch = sizes.scratch()
+    scratch = sizes.scratch() + sizes.unsent()
     held = sum(resident.values()) + kept.state + scratch
     gradients = resident[Category.GRADIENTS]
     summed = max(gradients, sizes.summed_gradients())
@@ -83,13 +83,14 @@ def floor(
     sizes = _Sizes(model, accumulation, padded=False)
     resident = sizes.resident()
     resident[Category.GRADIENTS] = max(resident[Category.GRADIENTS], sizes.summed_gradients())
-    gathered, buffers = sizes.gathered(), sizes.buffers()
+    unsent = sizes.unsent()
+    gathered, buffers = sizes.gathered(), sizes.buffers() + unsent
     state = _least_state(model)
     both = sizes.pipeline().most(activations)
     widened = sizes.widened() if norm else 0
     peaks = {**resident, Category.OPTIMIZER: state, Category.BUFFERS: buffers, Category.GATHERED: gathered}
     peaks[Category.OTHER] += widened
-    return MemoryPlan(peaks, sum(resident.values()) + state + max(gathered + both, widened))
+    return MemoryPlan(peaks, sum(resident.values()) + state + unsent + max(gathered + both, widened))
 
 
 def _state(model: ShardedModel) -> StepBytes:
@@ -297,7 +298,27 @@ class _Sizes:
         )
 
     def _received(self, unit: Unit) -> int:
+        reducer = self.model.reducer
+        if reducer is not None and reducer.compressor is not None:
+            compressor = reducer.compressor
+            return sum(
+                compressor.scratch_bytes(self.numel(section), self._shapes(section), self.world)
+                for section in unit.trainable
+            )
         return 0 if self.model.comm.reads_peers else self._sent(unit) * (self.world - 1) // self.world
+
+    def unsent(self) -> int:
+        """What lossy reductions keep because it has not been sent."""
+        reducer = self.model.reducer
+        if reducer is None or reducer.compressor is None:
+            return 0
+        compressor = reducer.compressor
+        return sum(
+            compressor.kept_bytes(self.numel(section), self._shapes(section), self.world) for section in self.trained()
+        )
+
+    def _shapes(self, section: SectionMemory) -> list[torch.Size]:
+        return [torch.Size(self.model.registry[slot.index].shape) for slot in section.layout.slots]
 
     def scratch(self) -> int:
         """Chunks in which gradients are read from the peers' memory and added up."""

@@ -16,6 +16,7 @@ import torch
 from torch import nn
 
 from shardwise.comm.communicator import Communicator
+from shardwise.comm.compression import Compressor
 from shardwise.errors import DesyncError, UsageError
 from shardwise.memory import Accountant, Category, give_back_freed_memory, module_bytes, resident_bytes, virtual_bytes
 from shardwise.precision.dtypes import PrecisionPolicy
@@ -59,6 +60,7 @@ class ShardedModel:
         device: where parameters and state live.
         accountant: counts the bytes.
         prescale: factor on gradients before they are sent.
+        compressor: reduces gradients with loss; None: exactly.
         boundary: whether the backward pass that starts now ends an accumulation window.
         leaves: modules to be kept in one unit each.
 
@@ -66,6 +68,7 @@ class ShardedModel:
         closed: why there is nothing here any more ("" while there is).
         client_groups: the parameters that each of the optimizer's groups had before the engine.
         gradient_factor: what turns accumulated sums into the gradient.
+        loss_scale: what losses are multiplied by.
         on_backward_end: called at the end of a backward pass; told whether it has brought gradients.
     """
 
@@ -82,6 +85,7 @@ class ShardedModel:
         device: torch.device,
         accountant: Accountant,
         prescale: float = 1.0,
+        compressor: Compressor | None = None,
         boundary: Callable[[], bool],
         leaves: Iterable[nn.Module] = (),
     ) -> None:
@@ -143,6 +147,8 @@ class ShardedModel:
                 shard_gradients=plan.shard_gradients,
                 wire_dtype=policy.wire_dtype,
                 prescale=prescale,
+                compressor=compressor,
+                scale=lambda: self.loss_scale(),
                 boundary=boundary,
                 used=self.gatherer.used,
                 settled=self.gatherer.settled,
@@ -162,6 +168,7 @@ class ShardedModel:
         self.places = Places(module, self.registry, self.units)
         self._trainable = [p for p, t in zip(self.registry.parameters, self.registry, strict=True) if t.trainable]
         self.gradient_factor: Callable[[], float] = _one
+        self.loss_scale: Callable[[], float] = _one
         self.on_backward_end: Callable[[bool], None] = _ignore
         self._section_of = {
             slot.index: (unit, section)
@@ -404,10 +411,16 @@ class ShardedModel:
                 "allowed: what a rank has not used contributes a zero gradient."
             )
 
-    def end_window(self) -> None:
-        """Forget the accumulated gradients; on the first call agree on the order of units with the other ranks."""
+    def end_window(self, applied: bool) -> None:
+        """Forget the accumulated gradients; on the first call agree on the order of units with the other ranks.
+
+        Args:
+            applied: whether they have been stepped.
+        """
         assert self.reducer is not None
         self.reducer.clear()
+        if self.reducer.compressor is not None:
+            self.reducer.compressor.end_step(applied)
         if self._runs_of != self.reducer.dropped:
             self._runs = None  # these views would keep the memory alive
         if not self._order_agreed:
@@ -650,7 +663,7 @@ class ShardedModel:
         self.reducer = self.hooks.reducer = None
         self.channel = self._runs = None
         self._section_of = {}
-        self.gradient_factor = _one
+        self.gradient_factor = self.loss_scale = _one
         self.on_backward_end = _ignore
 
 

@@ -22,7 +22,8 @@ import torch
 from torch import nn
 from torch.autograd.graph import Node, get_gradient_edge
 
-from shardwise.comm.communicator import Communicator, Handle
+from shardwise.comm.communicator import Communicator
+from shardwise.comm.compression import Compressor, Flat, Reduction
 from shardwise.comm.pieces import Pieces
 from shardwise.compat import never_compiled
 from shardwise.errors import UsageError
@@ -109,6 +110,8 @@ class Reducer:
         shard_gradients: reduce every micro-batch instead of once per step.
         wire_dtype: dtype on the wire, or None for the dtype of the local gradients.
         prescale: factor applied before sending.
+        compressor: reduces with loss, while it is active.
+        scale: what gradients are multiplied by: the loss scale of the backward pass.
         boundary: whether the backward pass that starts now is the last one before a step.
         used: whether a unit has computed something that may be differentiated.
         settled: whether all calls of a unit that are to be differentiated have been.
@@ -133,6 +136,8 @@ class Reducer:
         shard_gradients: bool,
         wire_dtype: torch.dtype | None = None,
         prescale: float = 1.0,
+        compressor: Compressor | None = None,
+        scale: Callable[[], float],
         boundary: Callable[[], bool],
         used: Callable[[Unit], bool],
         settled: Callable[[Unit], bool],
@@ -148,6 +153,8 @@ class Reducer:
         self.shard_gradients = shard_gradients
         self.wire_dtype = wire_dtype
         self.prescale = prescale
+        self.compressor = compressor if comm.world > 1 else None
+        self._scale = scale
         self.boundary = True
         self._at_boundary = boundary
         self.partial = False
@@ -168,8 +175,8 @@ class Reducer:
         order = [unit.index for unit in units]
         self.set_order(order, order[::-1])
         self._next = 0
-        self._in_flight: tuple[UnitGradients, Handle] | None = None
-        self._replicating: list[Handle] = []
+        self._in_flight: tuple[UnitGradients, Reduction, bool] | None = None
+        self._replicating: list[Reduction] = []
         self._hooks: list[Any] = []
         for gradients in self.gradients.values():
             unit = gradients.unit
@@ -316,7 +323,8 @@ class Reducer:
     def in_pieces(self, unit: Unit) -> bool:
         """Whether gradients that travel as they are need not be copied together."""
         return (
-            self.prescale == 1.0
+            self.compressor is None
+            and self.prescale == 1.0
             and all(self.wire_dtype in (None, section.layout.dtype) for section in unit.trainable)
             and self.comm.takes_pieces(sum(len(section.layout.slots) for section in unit.trainable))
         )
@@ -375,17 +383,29 @@ class Reducer:
                 if isinstance(buffer, torch.Tensor):
                     buffer = self._prepare(gradients, section, buffer)
                 pairs.append((section.own_gradient, buffer))
+        compressor = self.compressor if self.compressor is not None and self.compressor.active else None
+        handle: Reduction
         with self.accountant.owning(Category.BUFFERS):
-            handle = self.comm.reduce_scatter(pairs, unit.name, accumulate=gradients.accumulated)
+            if compressor is not None:
+                flats = [
+                    _flat(unit, section, buffer)
+                    for section, (_, buffer) in zip(unit.trainable, pairs, strict=True)
+                    if isinstance(buffer, torch.Tensor)
+                ]
+                handle = compressor.reduce(
+                    flats, unit.name, accumulate=gradients.accumulated, scale=self._scale() * self.prescale
+                )
+            else:
+                handle = self.comm.reduce_scatter(pairs, unit.name, accumulate=gradients.accumulated)
         for scratch in handle.scratch:
             self.accountant.hold(Category.BUFFERS, scratch)
         gradients.accumulated = True
-        self._in_flight = (gradients, handle)
+        self._in_flight = (gradients, handle, compressor is None)
 
     def _finish(self) -> None:
         if self._in_flight is None:
             return
-        gradients, handle = self._in_flight
+        gradients, handle, own_only = self._in_flight
         self._in_flight = None
         with self._waiting(), self.accountant.owning(Category.OTHER):
             handle.wait()
@@ -393,7 +413,7 @@ class Reducer:
         pairs = [
             (section.whole_gradient, section.own_gradient)
             for section in gradients.unit.trainable
-            if section.whole_gradient.numel() != section.layout.shard
+            if own_only and section.whole_gradient.numel() != section.layout.shard
         ]
         if pairs:
             self._replicating.append(self.comm.all_gather(pairs, gradients.unit.name, kind="replicate"))
@@ -448,3 +468,15 @@ class Reducer:
         for hook in self._hooks:
             hook.remove()
         self._hooks = []
+
+
+def _flat(unit: Unit, section: SectionMemory, buffer: torch.Tensor) -> Flat:
+    """Return a section's gradients as a compressor takes them."""
+    whole = section.whole_gradient
+    return Flat(
+        name=f"{unit.index}.{unit.name}.{unit.sections.index(section)}",
+        full=buffer,
+        own=section.own_gradient,
+        whole=whole if whole.numel() != section.layout.shard else None,
+        shapes=[(slot.offset, torch.Size(unit.registry[slot.index].shape)) for slot in section.layout.slots],
+    )

@@ -1,0 +1,5 @@
+"""Lossy communication: methods that send fewer bytes than the values have, and what makes up for it."""
+
+from shardwise.comm.compression.base import Compressor, Flat, Reduction
+
+__all__ = ["Compressor", "Flat", "Reduction"]
