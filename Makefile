@@ -56,7 +56,7 @@ bench: $(STAMP)
 
 bench-gpu: $(STAMP)
 	$(BIN)/python bench/one_gpu.py $(BENCH_FLAGS)
-	$(BIN)/python bench/table.py README.md docs/numbers.md
+	$(BIN)/python bench/table.py README.md docs/numbers.md docs/convergence.md
 
 docs: $(DOCS_STAMP)
 	NO_MKDOCS_2_WARNING=1 $(BIN)/mkdocs build --strict --quiet

@@ -126,7 +126,36 @@ def growth(folder: Path) -> None:
     axes.legend(fontsize=8, loc="center left", bbox_to_anchor=(1, 0.5), frameon=False)
 
 
+def convergence(group: str) -> Callable[[Path], None]:
+    """Return a function that draws the losses of a group of ways, and what they send, in one figure."""
+
+    def draw(folder: Path) -> None:
+        found = rows(folder, f"convergence_{group}")
+        _, axes = plt.subplots(1, 2, figsize=(13, 4.2), layout="constrained", width_ratios=[3, 2])
+        colours = plt.get_cmap("tab10").colors  # type: ignore[attr-defined]
+        for row, colour in zip(found, colours, strict=False):
+            axes[0].plot(row["steps"], row["loss"], label=row["name"], color=colour, linewidth=1.3)
+        axes[0].set_xlabel("steps")
+        axes[0].set_ylabel("training loss, mean of ten steps")
+        axes[0].legend(fontsize=8, frameon=False)
+        axes[0].spines[["top", "right"]].set_visible(False)
+        values = [row["sent_bytes"][-1] / row["parameters"] / row["steps"][-1] for row in found]
+        drawn = axes[1].barh(range(len(found)), values, color=colours[: len(found)], height=0.7)
+        axes[1].bar_label(drawn, [f"{value:.2f}" for value in values], padding=3, fontsize=8)
+        axes[1].set_yticks(range(len(found)), [row["name"] for row in found], fontsize=9)
+        axes[1].invert_yaxis()
+        axes[1].set_xlim(0, 1.15 * max(values))
+        axes[1].set_xlabel("bytes that a rank sends, per parameter and step")
+        axes[1].spines[["top", "right"]].set_visible(False)
+
+    return draw
+
+
 PLOTS: dict[str, Callable[[Path], None]] = {
+    **{
+        f"convergence_{group}": convergence(group)
+        for group in ("onebit", "compression", "zeropp", "precision", "optimizers")
+    },
     "time_and_memory": time_and_memory,
     "communication": communication,
     "largest_batch": largest_batch,

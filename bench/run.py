@@ -31,6 +31,7 @@ PARTS: dict[str, list[str]] = {
     "growth": ["growth.py"],
     "comm": ["comm_gloo.py"],
     "checkpoint": ["checkpoint_io.py --nproc 1", "checkpoint_io.py --nproc 2"],
+    "convergence": ["convergence.py"],
 }
 """Commands by part."""
 
@@ -65,7 +66,7 @@ def main() -> int:
                 failed.append(command)
             print(f"-- {time.perf_counter() - start:.0f} s", flush=True)
     here = Path(__file__).parent
-    pages = [] if options.results != RESULTS else ["README.md", "docs/numbers.md"]
+    pages = [] if options.results != RESULTS else ["README.md", "docs/numbers.md", "docs/convergence.md"]
     for script, arguments in (("plot.py", []), ("table.py", pages)):
         command = [sys.executable, str(here / script), "--results", str(options.results), *arguments]
         if subprocess.run(command, cwd=ROOT).returncode:

@@ -33,6 +33,10 @@ PLOTS = {
     "communication": "Step time over DDP's, and the part of it blocked in collectives, on 1 to 8 ranks",
     "largest_batch": "Largest batch under the limit, and samples trained a second",
     "growth": "Processor time of a step over the number of layers, by number of layers",
+    **{
+        f"convergence_{group}": "Training loss by steps, and bytes sent"
+        for group in ("onebit", "compression", "zeropp", "precision", "optimizers")
+    },
 }
 
 Record = dict[str, Any]
@@ -209,6 +213,22 @@ def checkpoints(results: Results) -> list[str]:
     return grid(["GB/s", *(f"{world} rank{'s' * (world > 1)}" for world in speeds)], rows)
 
 
+def convergence(group: str) -> Table:
+    """Return a function that makes the table of a group of `convergence.py`."""
+
+    def table(results: Results) -> list[str]:
+        record = results.find(f"convergence_{group}")
+        lines = []
+        for row in record["rows"] if record else []:
+            sent, steps, parameters = row["sent_bytes"], row["steps"], row["parameters"]
+            last = (sent[-1] - sent[-2]) / (steps[-1] - steps[-2]) / parameters
+            figures = (row["loss"][-1], row["held_out"], sent[-1] / steps[-1] / parameters, last)
+            lines.append([row["name"], *(f"{figure:.3f}" for figure in figures)])
+        return grid(["", "training loss", "held-out loss", "bytes sent, all steps", "bytes sent, last steps"], lines)
+
+    return table
+
+
 def gpu(results: Results) -> list[str]:
     """Return the tables of one GPU."""
     cells = [
@@ -359,6 +379,41 @@ SECTIONS = [
 ]
 
 
+CONVERGENCE = [
+    Section(title, about, [f"convergence_{group}"], convergence(group), f"convergence_{group}")
+    for group, title, about in (
+        (
+            "onebit",
+            "1-bit optimizers",
+            "ZeRO stage 0. The first 15 % of the steps are the warm-up of 1-bit Adam and 1-bit LAMB, as in the papers; "
+            "0/1 Adam freezes its variance after 40 % and then takes up to 4 local steps.",
+        ),
+        (
+            "compression",
+            "Gradient compression",
+            "ZeRO stage 2: gradients are reduced to the rank that steps them, compressed; parameters are gathered as "
+            "they are, which is 3 of the bytes in every row. PowerSGD and top-k begin after 15 % of the steps.",
+        ),
+        (
+            "zeropp",
+            "ZeRO++",
+            "ZeRO stage 3, the four ranks taken for two nodes of two. Bytes are those of all links; what stays within a "
+            "node is part of them.",
+        ),
+        (
+            "precision",
+            "bf16 with and without fp32 masters",
+            "ZeRO stage 2. Without masters the parameters that are stepped are bf16 themselves.",
+        ),
+        (
+            "optimizers",
+            "Optimizers",
+            "ZeRO stage 2. Step sizes were chosen by hand, so ranks in this table mean little.",
+        ),
+    )
+]
+
+
 def fill(text: str, tables: str) -> str:
     """Return a page with tables between its markers."""
     before, rest = text.split(BEGIN)
@@ -368,7 +423,8 @@ def fill(text: str, tables: str) -> str:
 
 def page(path: Path, results: Results) -> str:
     """Return what a page should be."""
-    long = "\n".join(line for section in SECTIONS for line in section.lines(results))
+    sections = CONVERGENCE if path.name == "convergence.md" else SECTIONS
+    long = "\n".join(line for section in sections for line in section.lines(results))
     return fill(path.read_text(), short(results) if path.name == "README.md" else long)
 
 

@@ -1,0 +1,247 @@
+"""How well lossy communication, low precision and each optimizer train, and what they send: the same GPT, real text.
+
+    python bench/convergence.py [--nproc 4] [--steps 400] [--groups onebit,compression]
+
+A byte-level GPT of 0.9 million parameters learns the Python language reference that comes with the interpreter. Every
+rank draws its own windows of the text, by step and rank, so that all runs see the same data in the same order. Written
+down every tenth step: mean loss of the ranks over the last ten steps, and bytes that rank 0 has sent so far, from the
+ledger. At the end: loss on text that is held out.
+
+The ledger counts every byte that a rank sends to another, whether through a network or memory; times are not compared
+here, because on one machine there is no network that could be saved.
+"""
+
+from __future__ import annotations
+
+import os
+import time
+from collections.abc import Mapping
+from dataclasses import dataclass, field
+from typing import Any
+
+import torch
+import torch.distributed as dist
+import torch.nn.functional as F
+from _jobs import answer, in_job, parser, ranks, read, start_group
+from _systems import GPT, Size
+
+SIZE = Size(width=128, layers=4, heads=4, vocabulary=256, rows=4, length=96)
+STEPS, EVERY = 400, 10
+
+
+@dataclass(frozen=True)
+class Way:
+    """One way of training.
+
+    Attributes:
+        group: what it is compared with.
+        name: of the line in the plot.
+        optimizer, params: by name.
+        stage: of ZeRO.
+        more: further keys of the configuration.
+    """
+
+    group: str
+    name: str
+    optimizer: str = "AdamW"
+    params: Mapping[str, Any] = field(default_factory=lambda: {"lr": 1e-3})
+    stage: int = 2
+    more: Mapping[str, Any] = field(default_factory=dict)
+
+    def config(self) -> dict[str, Any]:
+        """The configuration for `shardwise.initialize`."""
+        found: dict[str, Any] = {
+            "train_micro_batch_size_per_gpu": SIZE.rows,
+            "optimizer": {"type": self.optimizer, "params": dict(self.params)},
+            "scheduler": {"type": "WarmupLR", "params": {"warmup_num_steps": 40, "warmup_type": "linear"}},
+            "zero_optimization": {"stage": self.stage},
+        }
+        for name, value in self.more.items():
+            found[name] = {**found.get(name, {}), **value} if isinstance(value, Mapping) else value
+        return found
+
+
+def ways(steps: int) -> list[Way]:
+    """All ways, for runs of so many steps: warm-up phases are parts of them, as in the papers."""
+    warm_up = steps * 15 // 100
+    adam = {"lr": 1e-3, "weight_decay": 0.0}
+    lamb = {"lr": 1e-2, "weight_decay": 0.01}
+    momentum = {"lr": 0.2, "momentum": 0.9}
+
+    def compressed(name: str, kind: str, **params: Any) -> Way:
+        return Way("compression", name, more={"compression": {"type": kind, "params": params}})
+
+    def zero(name: str, **keys: Any) -> Way:
+        return Way("zeropp", name, stage=3, more={"zero_optimization": keys})
+
+    def bf16(name: str, **keys: Any) -> Way:
+        return Way("precision", name, more={"bf16": {"enabled": True, **keys}})
+
+    return [
+        Way("onebit", "Adam", "Adam", adam, 0),
+        Way("onebit", "1-bit Adam", "OnebitAdam", {**adam, "freeze_step": warm_up}, 0),
+        Way(
+            "onebit",
+            "0/1 Adam",
+            "ZeroOneAdam",
+            {
+                **adam,
+                "var_freeze_step": steps * 40 // 100,
+                "var_update_scaler": 4,
+                "local_step_scaler": steps // 4,
+                "local_step_clipper": 4,
+            },
+            0,
+        ),
+        Way("onebit", "LAMB", "Lamb", lamb, 0),
+        Way("onebit", "1-bit LAMB", "OnebitLamb", {**lamb, "freeze_step": warm_up}, 0),
+        Way("compression", "exact"),
+        compressed("PowerSGD, rank 4", "powerSGD", matrix_approximation_rank=4, start_compressing_after_step=warm_up),
+        compressed("top-k, 1 %", "topk", ratio=0.01, start_compressing_after_step=warm_up),
+        compressed("int8", "int8"),
+        compressed("int4, error feedback", "int4", error_feedback=True),
+        Way("compression", "SGD, momentum", "SGD", momentum),
+        Way(
+            "compression",
+            "deep gradient compression, 1 %",
+            "SGD",
+            {"lr": momentum["lr"]},
+            more={"compression": {"type": "dgc", "params": {"momentum": 0.9, "ratio": 0.01}}},
+        ),
+        zero("stage 3"),
+        zero("quantised gathers", zero_quantized_weights=True),
+        zero("secondary shards", zero_hpz_partition_size=2),
+        zero("quantised reduction", zero_quantized_gradients=True),
+        zero("all three", zero_quantized_weights=True, zero_hpz_partition_size=2, zero_quantized_gradients=True),
+        Way("precision", "fp32"),
+        bf16("bf16, fp32 masters"),
+        bf16("bf16 only, nearest", master_weights="none"),
+        bf16("bf16 only, stochastic", master_weights="none", rounding="stochastic"),
+        bf16("bf16 only, Kahan", master_weights="none", rounding="kahan"),
+        Way("optimizers", "AdamW"),
+        Way("optimizers", "Lion", "Lion", {"lr": 2e-4, "weight_decay": 0.1}),
+        Way("optimizers", "LAMB", "Lamb", lamb),
+        Way("optimizers", "Muon", "Muon", {"muon_lr": 0.02, "adam_lr": 1e-3}),
+        Way("optimizers", "Adafactor", "Adafactor", {"lr": 1e-2}),
+        Way("optimizers", "Adagrad", "Adagrad", {"lr": 2e-2}),
+        Way("optimizers", "SGD", "SGD", momentum),
+    ]
+
+
+def text() -> tuple[torch.Tensor, torch.Tensor]:
+    """Bytes to train on, and bytes that are held out."""
+    from pydoc_data.topics import topics
+
+    paragraphs = list(dict.fromkeys("\n\n".join(topics[name] for name in sorted(topics)).split("\n\n")))
+    border = len(paragraphs) * 95 // 100
+    parts = (paragraphs[:border], paragraphs[border:])
+    train, held_out = (torch.tensor(list("\n\n".join(part).encode()), dtype=torch.int64) for part in parts)
+    return train, held_out
+
+
+class NextByte(torch.nn.Module):
+    """The GPT of the other benchmarks, asked for the byte that follows."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.gpt = GPT(SIZE)
+
+    def forward(self, windows: torch.Tensor) -> torch.Tensor:
+        """Return the mean cross-entropy; `windows`: (rows, length + 1) bytes."""
+        gpt, ids = self.gpt, windows[:, :-1]
+        x = gpt.tokens(ids) + gpt.places(torch.arange(ids.shape[1]))
+        for block in gpt.blocks:
+            x = block(x)
+        return F.cross_entropy(gpt.head(gpt.norm(x)).flatten(0, 1).float(), windows[:, 1:].flatten())
+
+
+def windows(data: torch.Tensor, seed: int, rows: int) -> torch.Tensor:
+    """Draw windows by a seed."""
+    starts = torch.randint(0, len(data) - SIZE.length - 1, (rows,), generator=torch.Generator().manual_seed(seed))
+    return torch.stack([data[start : start + SIZE.length + 1] for start in starts])
+
+
+def mean(value: torch.Tensor) -> float:
+    """Return the mean over ranks."""
+    total = value.detach().double().clone()
+    dist.all_reduce(total)
+    return float(total) / dist.get_world_size()
+
+
+def train(way: Way, steps: int) -> dict[str, Any]:
+    """Train one way on this rank, with the others."""
+    import shardwise
+
+    data, held_out = text()
+    torch.manual_seed(0)
+    engine, *_ = shardwise.initialize(model=NextByte(), config=way.config())
+    start = time.perf_counter()
+    seen, sent, marks, total = [], [], [], torch.zeros(())
+    for step in range(steps):
+        loss = engine(windows(data, step * dist.get_world_size() + dist.get_rank(), SIZE.rows))
+        engine.backward(loss)
+        engine.step()
+        total += loss.detach()
+        if (step + 1) % EVERY == 0:
+            seen.append(mean(total / EVERY))
+            sent.append(sum(totals.sent for totals in engine.ledger.totals.values()))
+            marks.append(step + 1)
+            total.zero_()
+    seconds = time.perf_counter() - start
+    engine.eval()
+    with torch.no_grad():
+        final = mean(torch.stack([engine(windows(held_out, seed, 16)) for seed in range(8)]).mean())
+    parameters = sum(parameter.numel() for parameter in engine.module.parameters())
+    engine.destroy()
+    return {
+        "group": way.group,
+        "name": way.name,
+        "steps": marks,
+        "loss": seen,
+        "sent_bytes": sent,
+        "held_out": final,
+        "parameters": parameters,
+        "seconds": seconds,
+        "config": way.config(),
+    }
+
+
+def main() -> None:
+    """Train every way in one job, print a line for each and keep the curves."""
+    found = parser(__doc__)
+    found.add_argument("--nproc", type=int, default=4, help="number of ranks")
+    found.add_argument("--steps", type=int, default=STEPS)
+    found.add_argument("--groups", help="groups of ways, separated by commas; default: all")
+    found.add_argument("--names", help="names of ways, separated by semicolons; default: all of the groups")
+    options = read(found)
+    steps = 2 * EVERY if options.quick else options.steps
+    chosen = [
+        way
+        for way in ways(steps)
+        if (not options.groups or way.group in options.groups.split(","))
+        and (not options.names or way.name in options.names.split(";"))
+    ]
+    if in_job():
+        start_group("shardwise")
+        answer([train(way, steps) for way in chosen])
+        return
+    from _machine import save
+
+    # Two "nodes" of half the ranks each, where a method treats neighbours differently.
+    os.environ.setdefault("SHARDWISE_NODE_SIZE", str(max(1, options.nproc // 2)))
+    rows = ranks(options.nproc)
+    for row in rows:
+        per_parameter = row["sent_bytes"][-1] / row["parameters"] / steps
+        last = (row["sent_bytes"][-1] - row["sent_bytes"][-2]) / row["parameters"] / EVERY
+        print(
+            f"{row['group']:12s} {row['name']:32s} loss {row['loss'][-1]:.3f}, held out {row['held_out']:.3f}, sent "
+            f"{per_parameter:6.3f} bytes a parameter and step, {last:6.3f} in the last steps; {row['seconds']:.0f} s",
+            flush=True,
+        )
+    for group in dict.fromkeys(row["group"] for row in rows):
+        part = [row for row in rows if row["group"] == group]
+        save(options.results, f"convergence_{group}", part, ranks=options.nproc, steps=steps)
+
+
+if __name__ == "__main__":
+    main()
