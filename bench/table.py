@@ -397,8 +397,8 @@ CONVERGENCE = [
         (
             "zeropp",
             "ZeRO++",
-            "ZeRO stage 3, the four ranks taken for two nodes of two. Bytes are those of all links; what stays within a "
-            "node is part of them.",
+            "ZeRO stage 3, the four ranks taken for two nodes of two. Bytes are those of all links; what stays within "
+            "a node is part of them.",
         ),
         (
             "precision",
@@ -408,7 +408,7 @@ CONVERGENCE = [
         (
             "optimizers",
             "Optimizers",
-            "ZeRO stage 2. Step sizes were chosen by hand, so ranks in this table mean little.",
+            "ZeRO stage 2. Step sizes were chosen by hand: places in this table mean little.",
         ),
     )
 ]
