@@ -72,7 +72,8 @@ def planned(
         Category.GATHERED: gathered,
         Category.OTHER: resident[Category.OTHER] + max(kept.temporary, sizes.chunk(), widened),
     }
-    passes = held - gradients + summed + gathered + both
+    # What several micro-batches add up is there in all their passes but the first; else gradients come one by one.
+    passes = held - gradients + (summed if accumulation > 1 else 0) + gathered + both
     return MemoryPlan(peaks, max(passes, held + widened, held + owned + max(kept.temporary, exchange)))
 
 
@@ -82,7 +83,7 @@ def floor(
     """Return what arithmetic asks of this rank; see the module docstring. Arguments as of `planned`."""
     sizes = _Sizes(model, accumulation, padded=False)
     resident = sizes.resident()
-    resident[Category.GRADIENTS] = max(resident[Category.GRADIENTS], sizes.summed_gradients())
+    gradients = resident[Category.GRADIENTS] = max(resident[Category.GRADIENTS], sizes.summed_gradients())
     unsent = sizes.unsent()
     gathered, buffers = sizes.gathered(), sizes.buffers() + unsent
     state = _least_state(model)
@@ -90,7 +91,8 @@ def floor(
     widened = sizes.widened() if norm else 0
     peaks = {**resident, Category.OPTIMIZER: state, Category.BUFFERS: buffers, Category.GATHERED: gathered}
     peaks[Category.OTHER] += widened
-    return MemoryPlan(peaks, sum(resident.values()) + state + unsent + max(gathered + both, widened))
+    held = sum(resident.values()) + state + unsent
+    return MemoryPlan(peaks, max(held - (gradients if accumulation == 1 else 0) + gathered + both, held + widened))
 
 
 def _state(model: ShardedModel) -> StepBytes:
@@ -241,7 +243,8 @@ class _Sizes:
 
     def buffers(self) -> int:
         """Gradients being collected and sent, and pieces being received."""
-        return self.pipeline().most(None)
+        pipeline = self.pipeline()
+        return pipeline.most(None) - sum(job.result for job in pipeline.jobs)
 
     def pipeline(self, *, adding: bool = False) -> Pipeline:
         """Reductions in their order.
@@ -258,10 +261,15 @@ class _Sizes:
                 alone=unit.index in alone,
                 parameters=frozenset(self._pieces(unit)),
                 pieces=self._pieces(unit) if self._in_pieces(unit) else {},
+                result=self._result(unit) if self.accumulation == 1 else 0,
+                summed=self.sums_locally,
             )
             for unit in self.reduced()
         ]
         return Pipeline(jobs)
+
+    def _result(self, unit: Unit) -> int:
+        return sum(self.updated(section) * section.accumulate_dtype.itemsize for section in unit.trainable)
 
     def _wire(self, section: SectionMemory) -> torch.dtype:
         wire = self.model.policy.wire_dtype

@@ -182,7 +182,6 @@ class ShardedModel:
         self._order_agreed = self._stepped = False
         give_back_freed_memory()  # of the whole parameters, between the shards
         self._runs: Runs | None = None
-        self._runs_of = 0
 
     # -- building ----------------------------------------------------------------------------------------------------
 
@@ -285,8 +284,7 @@ class ShardedModel:
             The norm, and whether any rank has reported.
         """
         assert self.reducer is not None
-        if self._runs is None or self._runs_of != self.reducer.dropped:
-            self._runs_of = self.reducer.dropped
+        if self._runs is None:
             runs = [
                 (piece.index, section.own_gradient[piece.offset : piece.offset + piece.stop - piece.start])
                 for unit in self.units
@@ -421,8 +419,6 @@ class ShardedModel:
         self.reducer.clear()
         if self.reducer.compressor is not None:
             self.reducer.compressor.end_step(applied)
-        if self._runs_of != self.reducer.dropped:
-            self._runs = None  # these views would keep the memory alive
         if not self._order_agreed:
             self._order_agreed = True
             traced = [self.gatherer.traced_order(), self.gatherer.traced_backward()]

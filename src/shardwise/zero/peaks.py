@@ -131,6 +131,8 @@ class Job:
         parameters: `id()` of those whose gradients it waits for.
         alone: no other gradients are collected while it is under way.
         pieces: bytes of each of `parameters` where gradients stay as they are, and are not copied together.
+        result: bytes of the reduced gradient, which stays.
+        summed: it is there from the first parameter's gradient, not only from the reduction.
     """
 
     filled: int
@@ -138,6 +140,8 @@ class Job:
     parameters: frozenset[int]
     alone: bool = False
     pieces: Mapping[int, int] = field(default_factory=dict)
+    result: int = 0
+    summed: bool = False
 
 
 class Pipeline:
@@ -147,10 +151,13 @@ class Pipeline:
         self.jobs = jobs
 
     def most(self, activations: ActivationPlan | None) -> int:
-        """Return the most bytes of buffers, or of buffers and activations, at once."""
+        """Return the most bytes of buffers and results, or of buffers, results and activations, at once.
+
+        Without activations: at the end, when all results are there.
+        """
         if activations is None:
             pairs = zip(self.jobs, [*self.jobs[1:], None], strict=False)
-            return max(
+            return sum(job.result for job in self.jobs) + max(
                 (job.filled + job.extra + (after.filled if after and not job.alone else 0) for job, after in pairs),
                 default=0,
             )
@@ -159,7 +166,7 @@ class Pipeline:
         collecting: dict[int, int] = {}
         under_way = -1  # place of the last reduction that has been launched
         busy = False
-        most = 0
+        most = results = 0
         for stretch in activations.stretches:
             parameter, start = stretch.parameter, stretch.start
             place = waiting.pop(parameter, None) if parameter is not None else None
@@ -168,14 +175,18 @@ class Pipeline:
                 busy = busy and (place in collecting or not self.jobs[under_way].alone)
                 kept = job.pieces.get(parameter, 0)
                 start -= kept  # it is among the temporaries
+                if job.summed and place not in collecting:
+                    results += job.result
                 collecting[place] = collecting.get(place, 0) + kept if job.pieces else job.filled
                 missing[place] -= 1
-            most = max(most, start + self._bytes(collecting, under_way, busy))
+            most = max(most, start + results + self._bytes(collecting, under_way, busy))
             while under_way + 1 < len(self.jobs) and not missing[under_way + 1]:
                 under_way, busy = under_way + 1, True
                 collecting.pop(under_way, None)
-                most = max(most, start + self._bytes(collecting, under_way, busy))
-            most = max(most, stretch.peak + self._bytes(collecting, under_way, busy))
+                if not self.jobs[under_way].summed:
+                    results += self.jobs[under_way].result
+                most = max(most, start + results + self._bytes(collecting, under_way, busy))
+            most = max(most, stretch.peak + results + self._bytes(collecting, under_way, busy))
         return most
 
     def _bytes(self, collecting: Mapping[int, int], under_way: int, busy: bool) -> int:

@@ -158,8 +158,6 @@ class Reducer:
         self.boundary = True
         self._at_boundary = boundary
         self.partial = False
-        self._summed = False
-        self.dropped = 0
         self.active = False
         self._at_end: AtEnd | None = None
         self.passes = 0
@@ -238,7 +236,7 @@ class Reducer:
         if self.reducing:
             self._sweep()
         else:
-            self.partial = self._summed = True
+            self.partial = True
         self._on_nested({index for index, gradients in self.gradients.items() if gradients.nested})
         self.active = False
         self.passes += 1
@@ -445,23 +443,14 @@ class Reducer:
         ]
 
     def clear(self) -> None:
-        """Start a new step: the next reduction overwrites the accumulators."""
+        """Start a new step: the accumulated gradients are given back, and the next reductions bring new ones."""
         self.partial = False
         for gradients in self.gradients.values():
             gradients.accumulated = False
             gradients.seen = set()
             self._free(gradients)
-        if self._summed:
-            self._drop_parts()
-
-    def _drop_parts(self) -> None:
-        """Give this rank's parts of reduced sums back: whole sums are formed again, and would come on top of them."""
-        self._summed = False
-        self.dropped += 1
-        for gradients in self.gradients.values():
             for section in gradients.unit.trainable:
-                if not section.keeps_whole_gradient:
-                    section.gradient = None
+                section.free_gradient()
 
     def remove(self) -> None:
         """Take the hooks off the parameters."""

@@ -8,7 +8,7 @@ the views,
 * `shard`: this rank's range of it, in the same dtype (a view of `full` where parameters are not sharded).
 * `master`: what the optimizer updates, in fp32 (or wider): this rank's range, or everything where the optimizer is not
   sharded. It is the shard (or `full`) itself where that already has the right dtype.
-* `gradient`: the accumulated gradient for `master`, allocated at the first backward pass.
+* `gradient`: the accumulated gradient for `master`, from the backward pass that brings it to the end of the step.
 """
 
 from __future__ import annotations
@@ -84,7 +84,7 @@ class SectionMemory:
 
     @property
     def own_gradient(self) -> torch.Tensor:
-        """This rank's range of the accumulated gradient (allocating it on first use)."""
+        """This rank's range of the accumulated gradient (given memory on first use)."""
         gradient = self.whole_gradient
         if gradient.numel() == self.layout.shard:
             return gradient
@@ -92,12 +92,22 @@ class SectionMemory:
 
     @property
     def whole_gradient(self) -> torch.Tensor:
-        """The gradient for `master` (allocating it on first use)."""
+        """The gradient for `master` (given memory, of undefined content, on first use)."""
+        size = self.master_stop - self.master_start
         if self.gradient is None:
-            size = self.master_stop - self.master_start
-            self.gradient = torch.zeros(size, dtype=self.accumulate_dtype, device=self.device)
-            self._accountant.hold(Category.GRADIENTS, self.gradient)
+            self.gradient = torch.empty(size, dtype=self.accumulate_dtype, device=self.device)
+            self._accountant.disregard(self.gradient)  # its storage comes and goes: told by the bytes
+            self._accountant.add(Category.GRADIENTS, self.gradient.nbytes)
+        elif size and not self.gradient.untyped_storage().nbytes():
+            self.gradient.untyped_storage().resize_(self.gradient.nbytes)
+            self._accountant.add(Category.GRADIENTS, self.gradient.nbytes)
         return self.gradient
+
+    def free_gradient(self) -> None:
+        """Give the gradient's memory back; views of it see the next one."""
+        if self.gradient is not None and self.gradient.untyped_storage().nbytes():
+            self.gradient.untyped_storage().resize_(0)
+            self._accountant.remove(Category.GRADIENTS, self.gradient.nbytes)
 
     @cached_property
     def places(self) -> Places:
@@ -168,6 +178,7 @@ class SectionMemory:
         """Give all memory back (whole values are there, and nobody's any more)."""
         self._accountant.remove(Category.GATHERED if self.sharded else Category.PARAMETERS, self.full.nbytes)
         self.full = self.wire_view = self.shard = self.source = torch.empty(0, dtype=self.layout.dtype)
+        self.free_gradient()
         self.master = self.gradient = None
 
     def publish(self) -> None:
