@@ -75,7 +75,6 @@ _COMPRESSION = (
 )
 
 UNBUILT: tuple[Unbuilt, ...] = (
-    Unbuilt("managed_gradient_accumulation", "accumulation that the script counts", _off),
     Unbuilt("sequence_parallel_size", "sequence parallelism", _above_one),
     Unbuilt("use_data_before_expert_parallelism", "expert parallelism", _on),
     Unbuilt("disable_python_gc", "control of garbage collection", _on),

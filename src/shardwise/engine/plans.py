@@ -18,6 +18,7 @@ from torch import nn
 from shardwise.comm.communicator import Communicator
 from shardwise.comm.ledger import Ledger
 from shardwise.config import Facts, Resolution, resolve
+from shardwise.engine.batch import accumulated
 from shardwise.engine.scaling import computes_norm
 from shardwise.errors import ConfigError, UsageError
 from shardwise.memory import (
@@ -265,8 +266,8 @@ class Planner:
         return self._result(setting, self._planned(sharded, setting, own), activations.peak, room)
 
     def _planned(self, sharded: ShardedModel, setting: Setting, activations: ActivationPlan | None) -> MemoryPlan:
-        norm = computes_norm(self.subject.resolution.config)
-        return planned(sharded, setting.accumulation, activations, norm=norm)
+        config = self.subject.resolution.config
+        return planned(sharded, accumulated(config, setting.accumulation), activations, norm=computes_norm(config))
 
     @staticmethod
     def _result(setting: Setting, plan: MemoryPlan, activations: int | None, room: int | None) -> SettingPlan:
@@ -359,6 +360,8 @@ def _merged(raw: dict[str, Any], setting: Setting) -> dict[str, Any]:
     zero = raw.get("zero_optimization")
     own = setting.config
     own["zero_optimization"] = {**(zero if isinstance(zero, dict) else {}), **own["zero_optimization"]}
+    if raw.get("managed_gradient_accumulation") is False:
+        own["managed_gradient_accumulation"] = True  # whoever counts them, micro-batches take the same memory
     return {**raw, **own}
 
 

@@ -51,6 +51,7 @@ class UnitGradients:
                 for slot in section.layout.slots
             ]
         self.buffers: dict[int, torch.Tensor | Pieces] = {}
+        self.extremes: list[tuple[torch.Tensor, torch.Tensor]] = []
         self.written: set[int] = set()
         self.seen: set[int] = set()
         self.expected: set[int] = set()
@@ -91,6 +92,19 @@ class UnitGradients:
         """Whether no more gradients of this pass can come."""
         return not self.expected and (not self.nested or self._settled(self.unit))
 
+    def watch(self, values: torch.Tensor) -> None:
+        """Remember the smallest and largest of what is to be sent: one of them is not finite if any value is not.
+
+        A pass over the values as fast as copying them, and no wait for the device.
+        """
+        if values.numel():
+            self.extremes.append(torch.aminmax(values))
+
+    @property
+    def finite(self) -> bool:
+        """Whether all that has been watched since the last step is finite (waits for the device)."""
+        return all(bool(torch.isfinite(value)) for pair in self.extremes for value in pair)
+
 
 def _will_accumulate(node: Node) -> bool:
     """Whether the backward pass that autograd is in will run the node that accumulates into a parameter."""
@@ -123,6 +137,7 @@ class Reducer:
         on_end: called at the end of a backward pass, after the last reduction.
 
     Attributes:
+        watching: keep, of each unit, whether this rank's gradients were finite before they were sent.
         alone: units whose reduction is waited for before another unit's gradients are collected, where several
             micro-batches make a step (see `shardwise.zero.memory.reduced_alone`).
     """
@@ -168,6 +183,7 @@ class Reducer:
         self._waiting, self._before_launch = waiting, before_launch
         self._on_begin, self._on_complete, self._on_end = on_begin, on_complete, on_end
         self.gradients = {unit.index: UnitGradients(unit, settled) for unit in units if unit.trainable}
+        self.watching = False
         self.alone: Collection[int] = frozenset()
         self._order: list[UnitGradients] = []
         self._places: dict[int, int] = {}
@@ -329,12 +345,18 @@ class Reducer:
             and self.comm.takes_pieces(sum(len(section.layout.slots) for section in unit.trainable))
         )
 
+    @property
+    def _watches(self) -> bool:
+        return self.watching and self.comm.world > 1  # alone, whatever is not finite was so before it was added up
+
     def _in_flight_alone(self) -> bool:
         return self._in_flight is not None and self._in_flight[0].unit.index in self.alone
 
     def _prepare(self, gradients: UnitGradients, section: SectionMemory, buffer: torch.Tensor) -> torch.Tensor:
         """Return a flat buffer as it is to be sent."""
         self._fill_gaps(gradients, section, buffer)
+        if self._watches:
+            gradients.watch(buffer)
         if self.prescale != 1.0:
             buffer.mul_(self.prescale)
         if self.wire_dtype is not None and buffer.dtype != self.wire_dtype and self.comm.world > 1:
@@ -382,6 +404,10 @@ class Reducer:
                 buffer = self._buffer(gradients, place, section)
                 if isinstance(buffer, torch.Tensor):
                     buffer = self._prepare(gradients, section, buffer)
+                elif self._watches:
+                    for piece in buffer.tensors:
+                        if piece is not None:
+                            gradients.watch(piece)
                 pairs.append((section.own_gradient, buffer))
         compressor = self.compressor if self.compressor is not None and self.compressor.active else None
         handle: Reduction
@@ -449,6 +475,7 @@ class Reducer:
         self.partial = False
         for gradients in self.gradients.values():
             gradients.accumulated = False
+            gradients.extremes = []
             gradients.seen = set()
             self._free(gradients)
         if self._summed:
