@@ -30,6 +30,7 @@ from shardwise.engine.scaling import cast_floats, checks_overflow, computes_norm
 from shardwise.engine.window import FACTS, Weight, Window, check_mixed, checked_weight, reference_for
 from shardwise.errors import SyncError, UsageError
 from shardwise.memory import Accountant, Call, is_out_of_memory
+from shardwise.precision.autocast import autocast, autocast_dtype
 from shardwise.precision.norms import combine
 from shardwise.precision.overflow import Found, OverflowReport, first_not_finite
 from shardwise.precision.scaler import LossScaler
@@ -140,6 +141,7 @@ class Engine(Attributes, BatchSizes, Checkpointing, ConfigGetters, MemoryReporti
         self._scale_entered = self._unscaled = False
         self._was_applied = False
         self._prepared: _Prepared | None = None
+        self._autocast_dtype = autocast_dtype(resolution.config)
         self._window = self._new_window()
         self._pass_weight: Weight | None = None
         self._reference_asked = False
@@ -186,6 +188,9 @@ class Engine(Attributes, BatchSizes, Checkpointing, ConfigGetters, MemoryReporti
     def forward(self, *inputs: Any, **kwargs: Any) -> Any:
         """Run the module and return what it returns.
 
+        With `torch_autocast` it runs under `torch.autocast`, unless the caller already is. What is computed from its
+        outputs, such as the loss, and calls of `engine.module` are not.
+
         Raises:
             UsageError: the engine has been destroyed, or the model has other parameters than it had.
             OutOfMemoryError: memory has run out; it says which setting would have fitted. So in `backward` and `step`.
@@ -193,11 +198,12 @@ class Engine(Attributes, BatchSizes, Checkpointing, ConfigGetters, MemoryReporti
         self.sharded.check_open("the engine's forward()")
         if torch.is_grad_enabled():
             self.sharded.places.check()
-        if self.loss_scaler is not None and self._resolution.config.fp16.auto_cast:
+        if self._resolution.config.fp16.enabled and self._resolution.config.fp16.auto_cast:
             inputs, kwargs = cast_floats((inputs, kwargs), torch.float16)
         self._remember_call(inputs, kwargs)
         try:
-            outputs = self.module(*inputs, **kwargs)
+            with autocast(self.device, self._autocast_dtype):
+                outputs = self.module(*inputs, **kwargs)
         except (RuntimeError, MemoryError) as error:
             if not is_out_of_memory(error):
                 raise

@@ -23,6 +23,7 @@ from shardwise.memory import (
     resident_bytes,
     shapes_of,
 )
+from shardwise.precision.autocast import autocast, autocast_dtype
 
 if TYPE_CHECKING:
     from shardwise.comm.communicator import Communicator
@@ -227,6 +228,7 @@ class MemoryReporting:
             loss=loss,
             dtypes=dtypes,
             own_hooks=self.sharded.hooks.ids(),
+            around=autocast(self.device, autocast_dtype(self._resolution.config)),
         )
 
 

@@ -31,6 +31,7 @@ from shardwise.memory import (
 )
 from shardwise.memory.report import as_text, readable
 from shardwise.optim import Sharding, is_elementwise_state, sharding_of
+from shardwise.precision.autocast import autocast, autocast_dtype, wire_dtypes
 from shardwise.precision.dtypes import policy_from_config
 from shardwise.trees import tensors_in
 from shardwise.zero.memory import MemoryPlan, planned
@@ -296,11 +297,19 @@ class Planner:
                     "micro-batch"
                 )
             batch = shapes_of(batch, sizes[0], sizes[0] // subject.setting.micro_batch * micro_batch)
-        compute = policy_from_config(subject.resolution.config).compute_dtype
+        config = subject.resolution.config
+        compute = policy_from_config(config).compute_dtype
         dtypes = {
             id(p): compute for p in subject.module.parameters() if compute is not None and p.dtype.is_floating_point
         }
-        return plan_activations(subject.module, batch, device=subject.device, loss=self._loss, dtypes=dtypes)
+        return plan_activations(
+            subject.module,
+            batch,
+            device=subject.device,
+            loss=self._loss,
+            dtypes=dtypes,
+            around=autocast(subject.device, autocast_dtype(config)),
+        )
 
     def _sharded(self, setting: Setting) -> tuple[ShardedModel, dict[int, int]] | str:
         key = (setting.stage if setting.ranks > 1 else 0, setting.ranks)
@@ -348,6 +357,7 @@ class Planner:
                 accountant=Accountant(),
                 boundary=lambda: True,
                 leaves=leaves_of(twin, settings.zero_optimization.leaf_module),
+                wires=wire_dtypes(twin, settings),
             )
         return sharded, {key: id(fake) for key, fake in copies.items()}
 

@@ -43,7 +43,7 @@ def checked_weight(weight: Any) -> Weight:
         if weight.device.type != "cpu":
             return weight.detach().reshape(()).double()
         weight = weight.item()
-    if isinstance(weight, Real) and type(weight) is not bool:
+    if not isinstance(weight, bool) and isinstance(weight, Real):
         value = float(weight)
         if math.isfinite(value) and value >= 0:
             return value

@@ -264,7 +264,7 @@ class _Sizes:
         return Pipeline(jobs)
 
     def _wire(self, section: SectionMemory) -> torch.dtype:
-        wire = self.model.policy.wire_dtype
+        wire = self.model.policy.wire_dtype or section.layout.wire_dtype
         if wire is not None:
             return wire
         return section.accumulate_dtype if self.sums_locally else section.layout.dtype

@@ -8,7 +8,7 @@ filled, sharded and released before the next one is touched, so that at most one
 from __future__ import annotations
 
 import contextlib
-from collections.abc import Callable, Iterable, Iterator, Sequence
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from dataclasses import replace
 from typing import Any
 
@@ -63,6 +63,7 @@ class ShardedModel:
         compressor: reduces gradients with loss; None: exactly.
         boundary: whether the backward pass that starts now ends an accumulation window.
         leaves: modules to be kept in one unit each.
+        wires: `id(parameter)` to the dtype in which its gradient travels, where neither its own nor the policy's.
 
     Attributes:
         closed: why there is nothing here any more ("" while there is).
@@ -89,6 +90,7 @@ class ShardedModel:
         compressor: Compressor | None = None,
         boundary: Callable[[], bool],
         leaves: Iterable[nn.Module] = (),
+        wires: Mapping[int, torch.dtype] | None = None,
     ) -> None:
         self.module = module
         self.optimizer = optimizer
@@ -103,7 +105,7 @@ class ShardedModel:
             accountant.process_addresses = max(0, addresses - module_bytes(module))
         groups = optimizer.param_groups if optimizer is not None else []
         owners = {id(p): i for i, group in enumerate(groups) for p in group["params"]}
-        self.registry = Registry.of(module, compute_dtype=policy.compute_dtype, groups=owners)
+        self.registry = Registry.of(module, compute_dtype=policy.compute_dtype, groups=owners, wires=wires)
         self._check_owners(groups)
         self.client_groups = [list(group["params"]) for group in groups]
         self.closed = ""

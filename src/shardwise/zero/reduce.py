@@ -122,7 +122,7 @@ class Reducer:
         comm: the data-parallel group.
         accountant: is told about the buffers.
         shard_gradients: reduce every micro-batch instead of once per step.
-        wire_dtype: dtype on the wire, or None for the dtype of the local gradients.
+        wire_dtype: dtype on the wire; None: that of the sections, or else that of the local gradients.
         prescale: factor applied before sending.
         compressor: reduces with loss, while it is active.
         scale: what gradients are multiplied by: the loss scale of the backward pass.
@@ -320,7 +320,7 @@ class Reducer:
         # Sums over micro-batches are formed in the accumulator's dtype; a gradient that is alone travels as it is, and
         # without peers nothing travels. The choice depends on nothing that could differ between ranks.
         alone = self.comm.world > 1 and (self.shard_gradients or (self.boundary and not self.partial))
-        dtype = (self.wire_dtype or section.layout.dtype) if alone else section.accumulate_dtype
+        dtype = (self.wire_of(section) or section.layout.dtype) if alone else section.accumulate_dtype
         buffer: torch.Tensor | Pieces
         if not alone and not gradients.accumulated and section.keeps_whole_gradient:
             # The reduced gradient will be as large as the sum, and nothing is in its place yet.
@@ -336,12 +336,16 @@ class Reducer:
         gradients.buffers[place] = buffer
         return buffer
 
+    def wire_of(self, section: SectionMemory) -> torch.dtype | None:
+        """Return the dtype in which a section's gradients are sent; None: as they are."""
+        return self.wire_dtype or section.layout.wire_dtype
+
     def in_pieces(self, unit: Unit) -> bool:
         """Whether gradients that travel as they are need not be copied together."""
         return (
             self.compressor is None
             and self.prescale == 1.0
-            and all(self.wire_dtype in (None, section.layout.dtype) for section in unit.trainable)
+            and all(self.wire_of(section) in (None, section.layout.dtype) for section in unit.trainable)
             and self.comm.takes_pieces(sum(len(section.layout.slots) for section in unit.trainable))
         )
 
@@ -359,8 +363,9 @@ class Reducer:
             gradients.watch(buffer)
         if self.prescale != 1.0:
             buffer.mul_(self.prescale)
-        if self.wire_dtype is not None and buffer.dtype != self.wire_dtype and self.comm.world > 1:
-            buffer = buffer.to(self.wire_dtype)
+        wire = self.wire_of(section)
+        if wire is not None and buffer.dtype != wire and self.comm.world > 1:
+            buffer = buffer.to(wire)
             self.accountant.hold(Category.BUFFERS, buffer)
         return buffer
 
