@@ -460,8 +460,9 @@ class Engine(Attributes, BatchSizes, Checkpointing, ConfigGetters, MemoryReporti
         if self.loss_scaler is not None:
             self.loss_scaler.update(overflow is not None, overflow or "")
         if overflow is not None and self.global_rank == 0:
-            change = f"; the loss scale goes from {scale:g} to {self.cur_scale:g}" if self.loss_scaler else ""
-            logger.info("step %d is skipped: overflow in %s%s", self.global_steps, overflow, change)
+            change = f"stays at {scale:g}" if scale == self.cur_scale else f"goes from {scale:g} to {self.cur_scale:g}"
+            told = "" if self.loss_scaler is None else f"; the loss scale {change}"
+            logger.info("step %d is skipped: overflow in %s%s", self.global_steps, overflow, told)
         self.global_steps += 1
         self.global_samples += samples
         if overflow is not None:

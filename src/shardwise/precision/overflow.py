@@ -48,9 +48,9 @@ class OverflowReport:
     """Why a step was skipped: the same on every rank.
 
     Attributes:
-        phase: "forward": a loss was not finite. "backward": the losses were finite, and a rank's own gradient was not
-            before ranks were added up. "reduce": each rank's gradient was finite, and what was sent or the sum was not,
-            which a 16-bit wire or accumulator can bring about.
+        phase: "forward": a loss was not finite. "backward": the losses were finite, and a rank's own gradient was not,
+            in the type in which it is sent. "reduce": what each rank sent was finite, and the sum was not, which sums
+            in 16 bits can bring about.
         ranks: ranks of the data-parallel group with such a loss, or with such a gradient in the unit; none for
             "reduce".
         parameter: the first parameter in registration order whose gradient is not finite. None if each parameter's
@@ -84,7 +84,7 @@ elements 2 are infinite and 1 NaN; the largest other is 0.5 (128 with the loss s
         how = {
             "forward": f"the loss on {who} was not finite",
             "backward": f"gradients on {who} were not finite",
-            "reduce": "gradients were finite on every rank, and not once they had been sent and added up",
+            "reduce": "gradients were finite on every rank, and their sum over ranks and micro-batches was not",
         }[self.phase]
         if self.parameter is None:
             return f"{self.phase}: {how}. Every parameter's gradient is finite, the norm of all is not"

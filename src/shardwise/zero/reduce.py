@@ -137,7 +137,7 @@ class Reducer:
         on_end: called at the end of a backward pass, after the last reduction.
 
     Attributes:
-        watching: keep, of each unit, whether this rank's gradients were finite before they were sent.
+        watching: keep, of each unit, whether this rank's gradients were finite when they were sent.
         alone: units whose reduction is waited for before another unit's gradients are collected, where several
             micro-batches make a step (see `shardwise.zero.memory.reduced_alone`).
     """
@@ -359,14 +359,14 @@ class Reducer:
     def _prepare(self, gradients: UnitGradients, section: SectionMemory, buffer: torch.Tensor) -> torch.Tensor:
         """Return a flat buffer as it is to be sent."""
         self._fill_gaps(gradients, section, buffer)
-        if self._watches:
-            gradients.watch(buffer)
         if self.prescale != 1.0:
             buffer.mul_(self.prescale)
         wire = self.wire_of(section)
         if wire is not None and buffer.dtype != wire and self.comm.world > 1:
             buffer = buffer.to(wire)
             self.accountant.hold(Category.BUFFERS, buffer)
+        if self._watches:
+            gradients.watch(buffer)
         return buffer
 
     def _fill_gaps(self, gradients: UnitGradients, section: SectionMemory, buffer: torch.Tensor) -> None:
