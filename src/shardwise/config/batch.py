@@ -9,7 +9,7 @@ from __future__ import annotations
 import os
 from dataclasses import dataclass
 
-from shardwise.errors import BatchSizeError
+from shardwise.errors import BatchSizeError, ConflictError
 
 from .facts import Facts
 from .problems import Problem
@@ -65,6 +65,8 @@ def solve(config: Config, world_size: int, facts: Facts, found: Scan, document: 
     solved = _fill(train, micro, steps, world_size)
     if solved is None or min(solved) < 1 or solved[0] != solved[1] * solved[2] * world_size:
         return Problem(TRAIN, _contradiction(train, micro, steps, world_size, sources), BatchSizeError)
+    if not config.managed_gradient_accumulation and solved[2] > 1:
+        return Problem("managed_gradient_accumulation", _unmanaged(solved, world_size, sources), ConflictError)
     values = dict(zip((TRAIN, MICRO, STEPS), solved, strict=True))
     equation = f"{solved[0]} = {solved[1]} x {solved[2]} x {world_size} ranks"
     reasons = {
@@ -88,6 +90,16 @@ def _fill(train: int | None, micro: int | None, steps: int | None, world: int) -
     if steps is None:
         return train, micro, train // (micro * world)
     return train, micro, steps
+
+
+def _unmanaged(solved: tuple[int, int, int], world: int, sources: dict[str, str]) -> str:
+    train, micro, steps = solved
+    given = f"given by {sources[STEPS]}" if STEPS in sources else f"{train} = {micro} x {steps} x {world} ranks"
+    return (
+        f"is false, so every engine.step() ends a window, but `{STEPS}` = {steps} ({given}) has the engine count "
+        f"micro-batches and divide by their number. Let the script count: {STEPS} = 1 and {TRAIN} = {micro * world} "
+        "(or leave them out), and divide the losses there; or remove managed_gradient_accumulation"
+    )
 
 
 def _where(name: str, found: Scan, document: Document) -> str:

@@ -71,7 +71,6 @@ _COMPRESSION = (
 )
 
 UNBUILT: tuple[Unbuilt, ...] = (
-    Unbuilt("managed_gradient_accumulation", "accumulation that the script counts", _off),
     Unbuilt("sequence_parallel_size", "sequence parallelism", _above_one),
     Unbuilt("use_data_before_expert_parallelism", "expert parallelism", _on),
     Unbuilt("disable_python_gc", "control of garbage collection", _on),
@@ -80,9 +79,8 @@ UNBUILT: tuple[Unbuilt, ...] = (
     Unbuilt("fp16.fp16_master_weights_and_grads", "fp16 master weights", _on),
     Unbuilt("bf16.bf16_master_weights_and_grads", "bf16 master weights", _on),
     Unbuilt("bf16.bf16_optimizer_states", "bf16 optimizer state", _on),
-    Unbuilt("amp.enabled", "Apex AMP", _on),
-    Unbuilt("msamp.enabled", "MS-AMP", _on),
-    Unbuilt("torch_autocast.enabled", "autocast", _on),
+    Unbuilt("amp.enabled", "Apex AMP, which torch has replaced (use bf16, fp16 or torch_autocast)", _on),
+    Unbuilt("msamp.enabled", "MS-AMP (use bf16, fp16 or torch_autocast)", _on),
     Unbuilt("zero_optimization.offload_param", "parameter offload", _moved),
     Unbuilt("zero_optimization.offload_optimizer", "optimizer offload", _moved),
     Unbuilt("zero_optimization.zenflow", "ZenFlow", _given),

@@ -57,6 +57,22 @@ def _precision(config: Config, found: Scan) -> Iterator[Problem]:
     if config.bf16.bf16_optimizer_states and not config.bf16.bf16_master_weights_and_grads:
         message = "needs `bf16.bf16_master_weights_and_grads` to be true"
         yield Problem("bf16.bf16_optimizer_states", message, ConflictError)
+    cast = config.torch_autocast
+    if cast.enabled:
+        sixteen = f"{precision_of(config)}.enabled"
+        if precision_of(config) != "fp32":
+            written = bf16 if sixteen == "bf16.enabled" else sixteen
+            message = (
+                f"and `{written}` are both true; autocast computes with fp32 parameters in 16 bits, and there would be "
+                f"none: set this to false, or `{written}`"
+            )
+            yield Problem("torch_autocast.enabled", message, ConflictError)
+        if cast.dtype == "fp32":
+            message = 'is "fp32", which autocast does not cast to; write "bf16" or "fp16", or switch autocast off'
+            yield Problem("torch_autocast.dtype", message, ConflictError)
+        if config.amp.enabled:
+            message = "and `amp.enabled` are both true; keep `torch_autocast`, which needs nothing but torch"
+            yield Problem("torch_autocast.enabled", message, ConflictError)
     if config.amp.enabled and (config.fp16.enabled or config.bf16.enabled or config.zero_optimization.stage):
         message = f"excludes `fp16.enabled`, `{bf16}` and `zero_optimization.stage` above 0; keep one of them"
         yield Problem("amp.enabled", message, ConflictError)

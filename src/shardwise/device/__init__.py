@@ -1,5 +1,6 @@
 """What differs between kinds of device."""
 
 from shardwise.device.choice import choose_device
+from shardwise.device.later import Later
 
-__all__ = ["choose_device"]
+__all__ = ["Later", "choose_device"]

@@ -7,6 +7,7 @@ from typing import TYPE_CHECKING, Any
 import torch
 import torch.distributed as dist
 
+from shardwise.precision.autocast import autocast_dtype, described
 from shardwise.precision.dtypes import parse_dtype
 
 if TYPE_CHECKING:
@@ -92,6 +93,17 @@ class Attributes:
     @communication_data_type.setter
     def communication_data_type(self, dtype: torch.dtype | str) -> None:
         self.sharded.set_wire_dtype(parse_dtype(dtype, "communication_data_type"))
+
+    def precision_in_words(self) -> str:
+        """Say in which number types parameters are computed with, and gradients sent, added up and stepped."""
+        policy, sections = self.sharded.policy, [s for unit in self.sharded.units for s in unit.trainable]
+        cast = autocast_dtype(self._resolution.config)
+        compute = described(section.layout.dtype for section in sections)
+        computed = compute if cast is None else f"{described([cast])} by autocast on {compute} parameters"
+        sent = described(policy.wire_dtype or s.layout.wire_dtype or s.layout.dtype for s in sections)
+        sums = described(section.accumulate_dtype for section in sections)
+        masters = described(section.master_dtype for section in sections)
+        return f"compute {computed}; gradients sent in {sent}, added up in {sums}; optimizer steps {masters} weights"
 
     @property
     def gas_boundary_ctr(self) -> int:

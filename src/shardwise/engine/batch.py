@@ -7,7 +7,15 @@ from typing import TYPE_CHECKING
 from shardwise.errors import BatchSizeError
 
 if TYPE_CHECKING:
-    from shardwise.config import Resolution
+    from shardwise.config import Config, Resolution
+
+
+def accumulated(config: Config, steps: int) -> int:
+    """Return how many micro-batches a plan of memory has to count with.
+
+    Where the script counts them, gradients are always added up as if there were several.
+    """
+    return steps if config.managed_gradient_accumulation else max(2, steps)
 
 
 class BatchSizes:
@@ -51,10 +59,16 @@ class BatchSizes:
         """Change the global batch size by changing the number of accumulation steps.
 
         Raises:
-            BatchSizeError: it is not a positive multiple of micro-batch size times ranks.
+            BatchSizeError: it is not a positive multiple of micro-batch size times ranks, or the script counts
+                micro-batches, not the engine.
         """
         micro, _ = self._batch
         unit = micro * self.dp_world_size
+        if not self._resolution.config.managed_gradient_accumulation and train_batch_size != unit:
+            raise BatchSizeError(
+                f"train_batch_size cannot be set to {train_batch_size}: with managed_gradient_accumulation false the "
+                "script decides how many micro-batches make a step, by when it calls engine.step()"
+            )
         if train_batch_size <= 0 or train_batch_size % unit:
             raise BatchSizeError(
                 f"train_batch_size {train_batch_size} is not a positive multiple of {unit} "

@@ -27,14 +27,16 @@ from shardwise.engine.engine import Engine
 from shardwise.engine.exhausted import Circumstances, explaining
 from shardwise.engine.facts import facts_of
 from shardwise.engine.plans import Subject
+from shardwise.engine.scaling import scales_loss
 from shardwise.errors import ConfigError, UsageError
 from shardwise.memory import Accountant, Category
 from shardwise.optim import Sharding, is_elementwise_state, sharding_of
 from shardwise.optim import build as build_optimizer
+from shardwise.precision.autocast import wire_dtypes
 from shardwise.precision.dtypes import policy_from_config
 from shardwise.precision.scaler import LossScaler
 from shardwise.schedules import build as build_schedule
-from shardwise.utils.logging import warn_once
+from shardwise.utils.logging import logger, warn_once
 from shardwise.zero.init import shard_module, suspended
 from shardwise.zero.model import ShardedModel
 from shardwise.zero.plan import Plan
@@ -192,6 +194,8 @@ def _build(
     scheduler = _scheduler(settings, client_scheduler, optimizer)
     _place_buffers(model, device, policy.buffer_dtype, settings.data_types.keep_in_fp32_modules, accountant)
 
+    wires = wire_dtypes(model, settings)
+
     # From here on ranks exchange what has the sizes of their own model.
     check_agreement(comm, facts_of(model, optimizer, resolution))
 
@@ -213,6 +217,7 @@ def _build(
             compressor=build_compressor(settings, comm, lambda tensor: accountant.hold(Category.BUFFERS, tensor)),
             boundary=lambda: engine_box[0].reduces_now(),
             leaves=leaves_of(model, settings.zero_optimization.leaf_module),
+            wires=wires,
         )
 
     loader = None
@@ -235,13 +240,15 @@ def _build(
         comm=comm,
         device=device,
         local_rank=own_number,
-        scaler=LossScaler.from_config(settings.fp16) if settings.fp16.enabled else None,
+        scaler=LossScaler.from_config(settings.fp16) if scales_loss(settings) else None,
         accountant=accountant,
         client_optimizer=client_optimizer,
         client_lr_scheduler=client_scheduler,
         mpu=mpu,
     )
     engine_box.append(engine)
+    if engine.global_rank == 0 and optimizer is not None:
+        logger.info("precision: %s", engine.precision_in_words())
     return engine, optimizer, loader, scheduler
 
 

@@ -9,7 +9,7 @@ from __future__ import annotations
 
 import contextlib
 from collections.abc import Callable, Iterator
-from dataclasses import dataclass
+from dataclasses import astuple, dataclass
 from typing import TYPE_CHECKING, Any
 
 import torch
@@ -19,6 +19,7 @@ from shardwise.checkpoint.agree import exchange
 from shardwise.comm.communicator import Communicator
 from shardwise.compat import never_compiled
 from shardwise.config import Resolution
+from shardwise.device import Later
 from shardwise.engine.attributes import Attributes
 from shardwise.engine.batch import BatchSizes
 from shardwise.engine.checkpointing import Checkpointing
@@ -26,9 +27,14 @@ from shardwise.engine.exhausted import explained, explaining
 from shardwise.engine.getters import ConfigGetters
 from shardwise.engine.memory import MemoryReporting
 from shardwise.engine.scaling import cast_floats, checks_overflow, computes_norm, scale_gradients_of
+from shardwise.engine.window import FACTS, Weight, Window, check_mixed, checked_weight, reference_for
 from shardwise.errors import SyncError, UsageError
 from shardwise.memory import Accountant, Call, is_out_of_memory
+from shardwise.precision.autocast import autocast, autocast_dtype
+from shardwise.precision.norms import combine
+from shardwise.precision.overflow import Found, OverflowReport, first_not_finite
 from shardwise.precision.scaler import LossScaler
+from shardwise.utils.logging import logger
 
 if TYPE_CHECKING:
     from shardwise.data import EngineDataLoader
@@ -45,6 +51,10 @@ class StepReport:
         clip_coefficient: factor by which clipping reduced the gradients (0-D tensor), or None without clipping.
         loss_scale: loss scale that these gradients had.
         lr: learning rate of each parameter group that was used.
+        clipped_norm: norm after clipping: grad_norm times clip_coefficient. None if the norm was not computed, or the
+            step was skipped.
+        weight: sum of the weights of the window's micro-batches over all ranks (0-D fp64 tensor), or None without.
+        overflow: why the step was skipped, or None if it was not; the same on all ranks.
     """
 
     applied: bool
@@ -52,6 +62,9 @@ class StepReport:
     clip_coefficient: torch.Tensor | None
     loss_scale: float
     lr: tuple[float, ...]
+    clipped_norm: torch.Tensor | None = None
+    weight: torch.Tensor | None = None
+    overflow: OverflowReport | None = None
 
 
 @dataclass(frozen=True)
@@ -60,7 +73,8 @@ class _Prepared:
 
     norm: torch.Tensor | None
     coefficient: torch.Tensor | None
-    overflow: bool
+    weight: torch.Tensor | None
+    overflow: OverflowReport | None
     passes: int
 
 
@@ -127,12 +141,20 @@ class Engine(Attributes, BatchSizes, Checkpointing, ConfigGetters, MemoryReporti
         self._scale_entered = self._unscaled = False
         self._was_applied = False
         self._prepared: _Prepared | None = None
+        self._autocast_dtype = autocast_dtype(resolution.config)
+        self._window = self._new_window()
+        self._pass_weight: Weight | None = None
+        self._reference_asked = False
+        self._told: Later | None = None
         self._batch = self.initial_batch()
         self._last_call: Call | None = None
         self._last_signature: tuple[Any, ...] | None = None
-        sharded.gradient_factor = self._gradient_factor
+        sharded.gradient_factor = self._factor_so_far
         sharded.loss_scale = lambda: self.cur_scale
+        sharded.on_backward_begin = self._backward_begins
         sharded.on_backward_end = self._backward_ended
+        if sharded.reducer is not None:
+            sharded.reducer.watching = checks_overflow(resolution.config)
         self._tell_overflow(False)
 
     # -- what clients read -------------------------------------------------------------------------------------------
@@ -166,6 +188,9 @@ class Engine(Attributes, BatchSizes, Checkpointing, ConfigGetters, MemoryReporti
     def forward(self, *inputs: Any, **kwargs: Any) -> Any:
         """Run the module and return what it returns.
 
+        With `torch_autocast` it runs under `torch.autocast`, unless the caller already is. What is computed from its
+        outputs, such as the loss, and calls of `engine.module` are not.
+
         Raises:
             UsageError: the engine has been destroyed, or the model has other parameters than it had.
             OutOfMemoryError: memory has run out; it says which setting would have fitted. So in `backward` and `step`.
@@ -173,11 +198,12 @@ class Engine(Attributes, BatchSizes, Checkpointing, ConfigGetters, MemoryReporti
         self.sharded.check_open("the engine's forward()")
         if torch.is_grad_enabled():
             self.sharded.places.check()
-        if self.loss_scaler is not None and self._resolution.config.fp16.auto_cast:
+        if self._resolution.config.fp16.enabled and self._resolution.config.fp16.auto_cast:
             inputs, kwargs = cast_floats((inputs, kwargs), torch.float16)
         self._remember_call(inputs, kwargs)
         try:
-            outputs = self.module(*inputs, **kwargs)
+            with autocast(self.device, self._autocast_dtype):
+                outputs = self.module(*inputs, **kwargs)
         except (RuntimeError, MemoryError) as error:
             if not is_out_of_memory(error):
                 raise
@@ -190,30 +216,54 @@ class Engine(Attributes, BatchSizes, Checkpointing, ConfigGetters, MemoryReporti
         self._scale_entered = True
         return 1.0 if self._engine_backward else self.cur_scale
 
+    def _backward_begins(self) -> None:
+        self._agree_on_reference(None)
+
     def _backward_ended(self, brought: bool) -> None:
-        """Remember whether the window has gradients without the loss scale; the step tells all ranks."""
+        """Remember how the pass was weighted, and whether it has brought gradients without the loss scale; the step
+        tells all ranks.
+        """
+        if brought or self._engine_backward:  # not torch.autograd.grad, which accumulates nothing
+            self._window.count(self._pass_weight)
         self._unscaled |= brought and not self._scale_entered and self.cur_scale != 1.0
         self._scale_entered = False
 
     # -- backward ----------------------------------------------------------------------------------------------------
 
     @never_compiled
-    def backward(self, loss: torch.Tensor, retain_graph: bool = False, scale_wrt_gas: bool = True) -> torch.Tensor:
+    def backward(
+        self,
+        loss: torch.Tensor,
+        retain_graph: bool = False,
+        scale_wrt_gas: bool = True,
+        weight: float | torch.Tensor | None = None,
+    ) -> torch.Tensor:
         """Compute gradients of `loss`, reduce them as the plan says, and release the gathered parameters.
 
         The mean over accumulation steps and ranks is taken when stepping; with `scale_wrt_gas=False` the loss counts as
         if it had already been divided by the number of accumulation steps.
 
+        With weights the step's gradient is sum_i w_i grad_i / sum_i w_i over all backward passes of the window on all
+        ranks: if each loss is the mean over w_i tokens, that is the gradient of the mean over all tokens. Weights may
+        differ between ranks and micro-batches; the sum of all is `engine.last_step.weight`. If it is zero, so is the
+        gradient.
+
         Args:
             loss: scalar.
             retain_graph: as in `torch.Tensor.backward`.
-            scale_wrt_gas: see above.
+            scale_wrt_gas: see above; has no meaning for weighted losses.
+            weight: see above: a finite number >= 0, or a tensor with one element, whose value is not looked at where
+                that would mean waiting for its device. A loss with the weight 0 (on the host) is not differentiated, so
+                it may be NaN, as the mean over no tokens is.
 
         Returns:
-            The loss divided by the number of accumulation steps, detached from nothing, for logging.
+            The loss divided by the number of accumulation steps, detached from nothing, for logging. A weighted loss is
+            returned as it is.
 
         Raises:
-            UsageError: the loss is not a scalar tensor that requires a gradient, or the engine has been destroyed.
+            UsageError: the loss is not a scalar tensor that requires a gradient, `weight` cannot be a weight or is
+                given where gradients are summed over ranks (`gradient_allreduce_op` "sum"), or the engine has been
+                destroyed.
         """
         self.sharded.check_open("engine.backward()")
         if not isinstance(loss, torch.Tensor):
@@ -227,20 +277,65 @@ class Engine(Attributes, BatchSizes, Checkpointing, ConfigGetters, MemoryReporti
             raise UsageError(
                 "engine.backward(loss): the loss does not require a gradient; was it computed under no_grad?"
             )
+        counted = None if weight is None else self._weight_of(weight, scale_wrt_gas)
         self.sharded.hooks.settle()
         steps = self.gradient_accumulation_steps()
-        factor = self.cur_scale * (1.0 if scale_wrt_gas else float(steps))
+        self._agree_on_reference(counted)
+        factor: Weight = self.cur_scale * (1.0 if scale_wrt_gas else float(steps))
+        if counted is not None:
+            factor = counted * (self.cur_scale / self._reference)
+        zero = counted is not None and not isinstance(counted, torch.Tensor) and counted == 0.0
+        if self._window.losses is not None and not zero:
+            self._window.losses.append(loss.detach())
         reducer = self.sharded.reducer
         passes = reducer.passes if reducer is not None else 0
         self._engine_backward = self._scale_entered = True
+        self._pass_weight = counted
         try:
-            with explaining(lambda: self._circumstances("engine.backward()", graph=True)):
-                (loss if factor == 1.0 else loss * factor).backward(retain_graph=retain_graph)
+            if not zero:
+                with explaining(lambda: self._circumstances("engine.backward()", graph=True)):
+                    (loss if isinstance(factor, float) and factor == 1.0 else loss * factor).backward(
+                        retain_graph=retain_graph
+                    )
+            if reducer is not None and reducer.passes == passes:
+                reducer.pass_over()
         finally:
             self._engine_backward = False
-        if reducer is not None and reducer.passes == passes:
-            reducer.pass_over()
-        return loss / steps if scale_wrt_gas and steps > 1 else loss
+            self._pass_weight = None
+        return loss / steps if scale_wrt_gas and steps > 1 and counted is None else loss
+
+    def _weight_of(self, weight: Any, scale_wrt_gas: bool) -> Weight:
+        if not scale_wrt_gas:
+            raise UsageError(
+                "engine.backward(loss, weight=..., scale_wrt_gas=False): a weighted loss is divided by the sum of the "
+                "weights and by nothing else; leave scale_wrt_gas out"
+            )
+        if not self.gradient_average:
+            raise UsageError(
+                'engine.backward(loss, weight=...): `gradient_allreduce_op` is "sum", and weights make a mean over '
+                'ranks and micro-batches. Set it to "mean", or leave the weight out and divide the loss yourself'
+            )
+        return checked_weight(weight)
+
+    @property
+    def _reference(self) -> float:
+        """The weight that leaves a loss as it is."""
+        return (self.loss_scaler.reference_weight if self.loss_scaler is not None else None) or 1.0
+
+    def _agree_on_reference(self, weight: Weight | None) -> None:
+        """Under loss scaling, before the first backward pass: agree on the unit in which weights are counted.
+
+        All ranks take part in every backward pass, so they all come here, whether or not theirs has a weight.
+        """
+        if self.loss_scaler is None or self._reference_asked:
+            return
+        self._reference_asked = True
+        if self.loss_scaler.reference_weight is not None:
+            return  # it comes from a checkpoint
+        facts = [0.0 if weight is None else weight, float(weight is not None)]
+        total, weighted = self.sharded.sums_of(facts, "reference_weight").tolist()
+        if weighted:
+            self.loss_scaler.reference_weight = reference_for(total / weighted)
 
     def scale(self, loss: torch.Tensor) -> torch.Tensor:
         """Return the loss to call `backward()` on by hand. The scale enters at the model's outputs,
@@ -272,24 +367,41 @@ class Engine(Attributes, BatchSizes, Checkpointing, ConfigGetters, MemoryReporti
     # -- boundaries --------------------------------------------------------------------------------------------------
 
     def is_gradient_accumulation_boundary(self) -> bool:
-        """Whether the current micro-batch is the last one before an update."""
+        """Whether the current micro-batch is the last one before an update.
+
+        Where the script counts micro-batches (`managed_gradient_accumulation` false) every `step()` is a boundary, and
+        this is true unless it has been declared otherwise for the window.
+        """
         if self._boundary is not None:
             return self._boundary
-        return (self.micro_steps + 1) % self.gradient_accumulation_steps() == 0
+        return not self._managed or (self.micro_steps + 1) % self.gradient_accumulation_steps() == 0
 
     def set_gradient_accumulation_boundary(self, is_boundary: bool | None) -> None:
-        """Declare whether the current micro-batch is a boundary; holds until changed, None returns to counting."""
+        """Declare whether the current micro-batch is a boundary; holds until changed, None returns to counting.
+
+        Where the script counts micro-batches it says that the next backward pass is the last one before `step()`, so
+        that gradients can be reduced during it (stages 0 and 1); it holds until that step.
+        """
         self._boundary = is_boundary
+
+    @property
+    def _managed(self) -> bool:
+        """Whether the engine counts micro-batches."""
+        return bool(self._resolution.config.managed_gradient_accumulation)
 
     def reduces_now(self) -> bool:
         """Whether the backward pass that starts now ends an accumulation window."""
-        return self.is_gradient_accumulation_boundary() and not self.inside_no_sync_ctxt
+        if self.inside_no_sync_ctxt:
+            return False
+        return self.is_gradient_accumulation_boundary() if self._managed else self._boundary is True
 
     # -- step --------------------------------------------------------------------------------------------------------
 
     @never_compiled
     def step(self, lr_kwargs: dict[str, Any] | None = None) -> None:
         """At an accumulation boundary update the parameters, the loss scale and the schedule; elsewhere only count.
+
+        Where the script counts micro-batches (`managed_gradient_accumulation` false) every call is a boundary.
 
         Args:
             lr_kwargs: passed to the scheduler's `step`.
@@ -304,9 +416,11 @@ class Engine(Attributes, BatchSizes, Checkpointing, ConfigGetters, MemoryReporti
         if self.optimizer is None:
             raise UsageError(f"engine.step(): {self._no_optimizer()}")
         self._was_applied = False
-        if self.is_gradient_accumulation_boundary():
+        if not self._managed or self.is_gradient_accumulation_boundary():
             with explaining(lambda: self._circumstances("engine.step()", stepping=True)):
                 self._take_step(lr_kwargs)
+            if not self._managed:
+                self._boundary = None
         self.micro_steps += 1
 
     def _no_optimizer(self) -> str:
@@ -327,25 +441,45 @@ class Engine(Attributes, BatchSizes, Checkpointing, ConfigGetters, MemoryReporti
                 "engine.step() has raised before, when the gradients were already scaled for the update, and another "
                 "backward pass has come on top of them. Call engine.zero_grad() and compute the window's gradients anew"
             )
-        scale = self.cur_scale
+        samples = self._samples()
+        scale, overflow = self.cur_scale, prepared.overflow
         used = tuple(float(lr) for lr in self.get_lr())
-        if not prepared.overflow:
+        if overflow is None:
             sharded.step()
         self._prepared = None
         self._unscaled = False
-        sharded.end_window(not prepared.overflow)
+        self._window = self._new_window()
+        sharded.end_window(overflow is None)
+        norm, coefficient = prepared.norm, prepared.coefficient
+        clipped = None if norm is None or overflow is not None else norm if coefficient is None else norm * coefficient
+        self.last_step = StepReport(
+            overflow is None, norm, coefficient, scale, used, clipped, prepared.weight, overflow
+        )
+        self._was_applied = overflow is None
+        self._tell_overflow(overflow is not None)
         if self.loss_scaler is not None:
-            self.loss_scaler.update(prepared.overflow)
-        self.last_step = StepReport(not prepared.overflow, prepared.norm, prepared.coefficient, scale, used)
-        self._was_applied = not prepared.overflow
-        self._tell_overflow(prepared.overflow)
+            self.loss_scaler.update(overflow is not None, overflow or "")
+        if overflow is not None and self.global_rank == 0:
+            change = f"stays at {scale:g}" if scale == self.cur_scale else f"goes from {scale:g} to {self.cur_scale:g}"
+            told = "" if self.loss_scaler is None else f"; the loss scale {change}"
+            logger.info("step %d is skipped: overflow in %s%s", self.global_steps, overflow, told)
         self.global_steps += 1
-        self.global_samples += self.train_batch_size()
-        if prepared.overflow:
+        self.global_samples += samples
+        if overflow is not None:
             self.skipped_steps += 1
         elif self.lr_scheduler is not None:
             self.lr_scheduler.step(**(lr_kwargs or {}))
         self._print_progress()
+
+    def _samples(self) -> int:
+        """Return the samples of all ranks in the window that ends now."""
+        if self._managed:
+            return self.train_batch_size()
+        passes = self._window.weighted + self._window.unweighted
+        return self.train_micro_batch_size_per_gpu() * self.world_size * passes
+
+    def _new_window(self) -> Window:
+        return Window(losses=[] if checks_overflow(self._resolution.config) else None)
 
     def _tell_overflow(self, overflow: bool) -> None:
         """Keep on the optimizer whether its last step was skipped: frameworks ask it, not the engine."""
@@ -368,27 +502,69 @@ class Engine(Attributes, BatchSizes, Checkpointing, ConfigGetters, MemoryReporti
         reducer.complete_window()
         if config.strict_sync:
             sharded.check_branches()
-        factor = self._gradient_factor()
         clip = float(config.gradient_clipping)
-        checks = checks_overflow(config)
         unused = None if config.zero_optimization.ignore_unused_parameters else reducer.unused()
-        norm, wrong = None, False
+        asked = unused is not None or self.loss_scaler is not None
+        facts = [*self._window.facts(), float(bool(unused) or self._unscaled)]
+        sums = None
         if computes_norm(config):
-            asked = unused is not None or self.loss_scaler is not None
-            norm, wrong = sharded.gradient_norm(factor, bool(unused) or self._unscaled if asked else None)
-        elif unused is not None:
-            wrong = sharded.any_rank(bool(unused))
-        if wrong:
+            sums, told = sharded.gradient_sums(facts)
+        else:
+            told = sharded.sums_of(facts, "step_facts")
+        self._listen(told, now=asked or told.device.type == "cpu")
+        if asked and bool(told[FACTS]):
             self._refuse(unused or [])
-        overflow = checks and norm is not None and not bool(torch.isfinite(norm))
-        coefficient = None
-        if not overflow:
-            multiplier: float | torch.Tensor = factor
+        weight = told[0] if self._window.weighted else None
+        factor = self._gradient_factor(weight)
+        norm = None if sums is None else combine(sums, factor)
+        overflow = coefficient = None
+        if sums is not None and norm is not None and checks_overflow(config) and not bool(torch.isfinite(norm)):
+            overflow = self._explain_overflow(sums, factor)
+        else:
+            multiplier = factor
             if clip and norm is not None:
                 coefficient = sharded.clip_factor(norm, clip)
                 multiplier = coefficient * factor
             sharded.scale_gradients(multiplier)
-        return _Prepared(norm, coefficient, overflow, reducer.passes)
+        if weight is not None and self.loss_scaler is not None and self.loss_scaler.reference_weight is None:
+            self.loss_scaler.reference_weight = reference_for(float(weight / told[1]))
+        return _Prepared(norm, coefficient, weight, overflow, reducer.passes)
+
+    def _listen(self, told: torch.Tensor, *, now: bool) -> None:
+        """Learn whether ranks agree on having weights: now, or at the next step where that would mean waiting now."""
+        before, self._told = self._told, None
+        if before is not None:
+            check_mixed(before.read())
+        if now:
+            check_mixed(told[:FACTS].tolist())
+        else:
+            self._told = Later(told[:FACTS])
+
+    def _explain_overflow(self, sums: torch.Tensor, factor: float | torch.Tensor) -> OverflowReport:
+        """Find out where the overflow of this window comes from: it is known to all ranks, which all call."""
+        sharded = self.sharded
+        assert sharded.reducer is not None
+        index = first_not_finite(sums)
+        found, finite = Found(), True
+        if index is not None:
+            found = Found.of([values for _, _, values in sharded.gradient_runs(index) or ()])
+            finite = sharded.reducer.gradients[sharded.unit_of(index).index].finite
+        told = exchange(self._comm, self.device, (self._window.lost(), finite, *astuple(found)))
+        lost = tuple(rank for rank, fact in enumerate(told) if fact[0])
+        local = tuple(rank for rank, fact in enumerate(told) if not fact[1])
+        if not local and self._comm.world == 1:
+            local = (0,)
+        return OverflowReport(
+            phase="forward" if lost else "backward" if local else "reduce",
+            ranks=lost or local,
+            parameter=None if index is None else sharded.registry[index].name,
+            unit=None if index is None else sharded.unit_of(index).name,
+            numel=0 if index is None else sharded.registry[index].numel,
+            infinite=sum(fact[2] for fact in told),
+            nan=sum(fact[3] for fact in told),
+            largest=max(fact[4] for fact in told) * abs(float(factor)),
+            loss_scale=self.cur_scale,
+        )
 
     def _refuse(self, unused: list[str]) -> None:
         """Raise on every rank what is wrong with the window's gradients on some rank; `unused`: names on this one."""
@@ -408,21 +584,30 @@ class Engine(Attributes, BatchSizes, Checkpointing, ConfigGetters, MemoryReporti
             "get a zero gradient."
         )
 
-    def _gradient_factor(self) -> float:
-        """Return what turns accumulated sums into the gradient:
-        mean over ranks and micro-batches, loss scale divided out.
+    def _gradient_factor(self, weight: torch.Tensor | None) -> float | torch.Tensor:
+        """Return what turns accumulated sums into the gradient: the mean over ranks and micro-batches, or the division
+        by the sum of their weights, with the loss scale divided out.
         """
-        if self._prepared is not None and not self._prepared.overflow:
-            return 1.0  # it has been applied
-        ranks = self.world_size if self._resolution.config.gradient_allreduce_op == "mean" else 1
         prescale = self.sharded.reducer.prescale if self.sharded.reducer is not None else 1.0
-        return 1.0 / (ranks * prescale * self.gradient_accumulation_steps() * self.cur_scale)
+        scale = prescale * self.cur_scale
+        if weight is not None:
+            # Without any weight the sums are zero, and so is the gradient.
+            return self._reference / (torch.where(weight > 0, weight, 1.0) * scale)
+        ranks = self.world_size if self.gradient_average else 1
+        return 1.0 / (ranks * self.gradient_accumulation_steps() * scale)
+
+    def _factor_so_far(self) -> float | torch.Tensor:
+        """Return what turns the sums held now into the gradient of the micro-batches so far (all ranks call)."""
+        if self._prepared is not None and self._prepared.overflow is None:
+            return 1.0  # it has been applied
+        told = self.sharded.sums_of(self._window.facts(), "weights")
+        facts = told.tolist()
+        check_mixed(facts)
+        return self._gradient_factor(told[0] if facts[1] else None)
 
     def _print_progress(self) -> None:
         every = self._resolution.config.steps_per_print
         if every and self.global_steps % every == 0 and self.global_rank == 0:
-            from shardwise.utils.logging import logger
-
             logger.info("step=%d skipped=%d lr=%s", self.global_steps, self.skipped_steps, self.get_lr())
 
     def was_step_applied(self) -> bool:
@@ -471,6 +656,7 @@ class Engine(Attributes, BatchSizes, Checkpointing, ConfigGetters, MemoryReporti
         """Forget the gradients that the engine has accumulated."""
         self._prepared = None
         self._unscaled = False
+        self._window = self._new_window()
         if self.sharded.reducer is not None:
             self.sharded.reducer.clear()
 

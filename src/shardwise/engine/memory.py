@@ -8,6 +8,7 @@ from typing import TYPE_CHECKING, Any
 import torch
 
 from shardwise.compat import never_compiled
+from shardwise.engine.batch import accumulated
 from shardwise.engine.exhausted import Circumstances, room_for
 from shardwise.engine.plans import MemoryPlans, Planner, Setting, Subject
 from shardwise.engine.scaling import computes_norm
@@ -22,6 +23,7 @@ from shardwise.memory import (
     resident_bytes,
     shapes_of,
 )
+from shardwise.precision.autocast import autocast, autocast_dtype
 
 if TYPE_CHECKING:
     from shardwise.comm.communicator import Communicator
@@ -80,7 +82,8 @@ class MemoryReporting:
         from shardwise.zero import memory as zero
 
         self.sharded.check_open("engine.memory_report()")
-        sharded, accumulation = self.sharded, self.gradient_accumulation_steps()
+        sharded = self.sharded
+        accumulation = accumulated(self._resolution.config, self.gradient_accumulation_steps())
         norm = computes_norm(self._resolution.config)
         notes = []
         activations = plan = floor = None
@@ -225,6 +228,7 @@ class MemoryReporting:
             loss=loss,
             dtypes=dtypes,
             own_hooks=self.sharded.hooks.ids(),
+            around=autocast(self.device, autocast_dtype(self._resolution.config)),
         )
 
 

@@ -19,6 +19,7 @@ from shardwise.comm.communicator import Communicator
 from shardwise.comm.compression.registry import build as build_compressor
 from shardwise.comm.ledger import Ledger
 from shardwise.config import Facts, Resolution, resolve
+from shardwise.engine.batch import accumulated
 from shardwise.engine.scaling import computes_norm
 from shardwise.errors import ConfigError, UsageError
 from shardwise.memory import (
@@ -31,6 +32,7 @@ from shardwise.memory import (
 )
 from shardwise.memory.report import as_text, readable
 from shardwise.optim import Sharding, is_elementwise_state, sharding_of
+from shardwise.precision.autocast import autocast, autocast_dtype, wire_dtypes
 from shardwise.precision.dtypes import policy_from_config
 from shardwise.trees import tensors_in
 from shardwise.zero.memory import MemoryPlan, planned
@@ -266,8 +268,8 @@ class Planner:
         return self._result(setting, self._planned(sharded, setting, own), activations.peak, room)
 
     def _planned(self, sharded: ShardedModel, setting: Setting, activations: ActivationPlan | None) -> MemoryPlan:
-        norm = computes_norm(self.subject.resolution.config)
-        return planned(sharded, setting.accumulation, activations, norm=norm)
+        config = self.subject.resolution.config
+        return planned(sharded, accumulated(config, setting.accumulation), activations, norm=computes_norm(config))
 
     @staticmethod
     def _result(setting: Setting, plan: MemoryPlan, activations: int | None, room: int | None) -> SettingPlan:
@@ -296,11 +298,19 @@ class Planner:
                     "micro-batch"
                 )
             batch = shapes_of(batch, sizes[0], sizes[0] // subject.setting.micro_batch * micro_batch)
-        compute = policy_from_config(subject.resolution.config).compute_dtype
+        config = subject.resolution.config
+        compute = policy_from_config(config).compute_dtype
         dtypes = {
             id(p): compute for p in subject.module.parameters() if compute is not None and p.dtype.is_floating_point
         }
-        return plan_activations(subject.module, batch, device=subject.device, loss=self._loss, dtypes=dtypes)
+        return plan_activations(
+            subject.module,
+            batch,
+            device=subject.device,
+            loss=self._loss,
+            dtypes=dtypes,
+            around=autocast(subject.device, autocast_dtype(config)),
+        )
 
     def _sharded(self, setting: Setting) -> tuple[ShardedModel, dict[int, int]] | str:
         key = (setting.stage if setting.ranks > 1 else 0, setting.ranks)
@@ -350,6 +360,7 @@ class Planner:
                 compressor=build_compressor(settings, comm, lambda _: None),
                 boundary=lambda: True,
                 leaves=leaves_of(twin, settings.zero_optimization.leaf_module),
+                wires=wire_dtypes(twin, settings),
             )
         return sharded, {key: id(fake) for key, fake in copies.items()}
 
@@ -362,6 +373,8 @@ def _merged(raw: dict[str, Any], setting: Setting) -> dict[str, Any]:
     zero = raw.get("zero_optimization")
     own = setting.config
     own["zero_optimization"] = {**(zero if isinstance(zero, dict) else {}), **own["zero_optimization"]}
+    if raw.get("managed_gradient_accumulation") is False:
+        own["managed_gradient_accumulation"] = True  # whoever counts them, micro-batches take the same memory
     return {**raw, **own}
 
 

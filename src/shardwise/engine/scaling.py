@@ -16,6 +16,7 @@ from typing import TYPE_CHECKING, Any
 import torch
 
 from shardwise.compat import never_compiled
+from shardwise.precision.autocast import autocast_dtype
 from shardwise.trees import map_tensors
 
 if TYPE_CHECKING:
@@ -52,9 +53,14 @@ def cast_floats(values: Any, dtype: torch.dtype) -> Any:
     return map_tensors(values, lambda value: value.to(dtype) if value.is_floating_point() else value)
 
 
+def scales_loss(config: Config) -> bool:
+    """Whether gradients are computed in fp16, whose smallest numbers need a loss scale."""
+    return bool(config.fp16.enabled) or autocast_dtype(config) is torch.float16
+
+
 def checks_overflow(config: Config) -> bool:
     """Whether steps look for gradients that are not finite."""
-    return bool(config.fp16.enabled or config.bf16.check_grad_overflow)
+    return scales_loss(config) or bool(config.bf16.check_grad_overflow)
 
 
 def computes_norm(config: Config) -> bool:

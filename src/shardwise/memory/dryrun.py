@@ -75,6 +75,7 @@ def plan_activations(
     loss: Callable[[Any], torch.Tensor] | None = None,
     dtypes: Mapping[int, torch.dtype] | None = None,
     own_hooks: Collection[int] = (),
+    around: contextlib.AbstractContextManager[Any] | None = None,
 ) -> ActivationPlan:
     """Return the bytes of activations and temporaries in one forward and backward pass.
 
@@ -87,6 +88,7 @@ def plan_activations(
             or key), or its first element; otherwise the sum of all differentiable outputs.
         dtypes: `id(parameter)` to the dtype in which the module will compute with it, where that is not its own.
         own_hooks: ids of module hooks that the copy must not run.
+        around: context in which the module computes; the loss is made outside of it.
 
     Raises:
         Exception: whatever the module raises when it cannot be copied or cannot compute without values (its control
@@ -115,7 +117,8 @@ def plan_activations(
     with undisturbed(), mode:
         args, kwargs = _arguments(fake_values(batch, mode, device))
         with torch.enable_grad(), track_activations(accountant):
-            output = twin(*args, **kwargs)
+            with around or contextlib.nullcontext():
+                output = twin(*args, **kwargs)
             scalar = loss(output) if loss is not None else _loss_of(output)
             del output
             scalar.backward()

@@ -82,7 +82,7 @@ def _sum_of_squares(runs: Sequence[torch.Tensor]) -> torch.Tensor:
     return torch.tensor(sums, dtype=torch.float64)
 
 
-def combine(sums: torch.Tensor, scale: float) -> torch.Tensor:
+def combine(sums: torch.Tensor, scale: float | torch.Tensor) -> torch.Tensor:
     """Return the global norm of gradients whose true value is `scale` times what was summed (0-D fp64 tensor)."""
     # cumsum adds one after the other, in registration order; sum() would pick its own tree.
     total = sums.cumsum(0)[-1] if sums.numel() else sums.new_zeros(())

@@ -49,6 +49,10 @@ class LossScaler:
             doubling does.
         min_loss_scale: smallest dynamic scale.
 
+    Attributes:
+        reference_weight: the power of two by which weights of micro-batches are divided before they multiply a loss
+            (see `shardwise.engine.window`); None until ranks have agreed on one.
+
     Raises:
         ConfigError: a value has no meaning, or the scale would start below its minimum.
 
@@ -81,6 +85,7 @@ class LossScaler:
         self._minimum = float(min_loss_scale)
         self._tolerance = hysteresis
         self._clean_steps = 0
+        self.reference_weight: float | None = None
         if self.dynamic:
             self._check_dynamic(initial_scale_power)
 
@@ -101,11 +106,12 @@ class LossScaler:
         """What the loss of the next backward pass is multiplied by."""
         return self._scale
 
-    def update(self, overflow: bool) -> None:
+    def update(self, overflow: bool, reason: object = "") -> None:
         """Advance by one step.
 
         Args:
             overflow: whether any gradient on any rank was infinite or not a number; that step was skipped.
+            reason: what is known of the overflow, for the error.
 
         Raises:
             LossScaleError: overflow while the dynamic scale is at its minimum and no tolerance is left.
@@ -117,7 +123,7 @@ class LossScaler:
             if self._tolerance > 1:
                 self._tolerance -= 1
             else:
-                self._halve()
+                self._halve(reason)
             return
         self._clean_steps += 1
         if self._consecutive:
@@ -136,6 +142,7 @@ class LossScaler:
             "scale": self._scale,
             "tolerance": self._tolerance,
             "clean_steps": self._clean_steps,
+            "reference_weight": self.reference_weight,
         }
 
     def load_state_dict(self, state: Mapping[str, Any]) -> None:
@@ -155,6 +162,12 @@ class LossScaler:
                 )
         if not (0 < state["scale"] <= _LARGEST and state["tolerance"] >= 1 and state["clean_steps"] >= 0):
             raise CheckpointError(f"loss scaler state: values out of range in {dict(state)!r}")
+        reference = state.get("reference_weight")  # absent in checkpoints of versions without weights
+        if reference is not None and not (type(reference) is float and 0 < reference <= _LARGEST):
+            raise CheckpointError(
+                f"loss scaler state 'reference_weight': expected a float > 0 or None, found {reference!r}"
+            )
+        self.reference_weight = reference
         if not self.dynamic or not state["dynamic"]:
             if (self.dynamic, self._scale) != (state["dynamic"], state["scale"]):
                 _log.warning(
@@ -173,15 +186,17 @@ class LossScaler:
         self._tolerance = min(state["tolerance"], self._hysteresis)
         self._clean_steps = min(state["clean_steps"], self._window - 1)
 
-    def _halve(self) -> None:
+    def _halve(self, reason: object) -> None:
         if self._scale <= self._minimum:
+            found = f" Found: {reason}." if str(reason) else ""
             raise LossScaleError(
-                f"gradients overflow at the smallest loss scale (fp16.min_loss_scale {self._minimum:g}), so a smaller "
-                "scale cannot help: the loss or a gradient is infinite, not a number, or beyond fp16 by itself. Look "
-                "for such values in the data and the loss of the last steps; then lower the learning rate, lengthen "
-                "its warm-up, or set gradient_clipping; or train in bf16 "
-                '("bf16": {"enabled": true} instead of fp16), which has the range of fp32 and needs no loss '
-                "scale"
+                f"gradients overflow at the smallest loss scale (fp16.min_loss_scale {self._minimum:g}), so halving it "
+                f"further is not allowed.{found} Where the loss or a gradient is infinite or not a number by itself, "
+                "no scale helps: look for such values in the data and the loss of the last steps; then lower the "
+                "learning rate, lengthen its warm-up, or set gradient_clipping. Where gradients are beyond 65504 with "
+                "this scale, the largest fp16 number, lower fp16.min_loss_scale. If it happened within the first "
+                "steps, start lower (fp16.initial_scale_power) so that fewer steps are skipped. Or train in bf16 "
+                '("bf16": {"enabled": true} instead of fp16), which has the range of fp32 and needs no loss scale'
             )
         self._scale = max(self._scale / 2.0, self._minimum)
 

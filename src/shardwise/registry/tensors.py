@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterator, Sequence
+from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass
 
 import torch
@@ -22,6 +22,7 @@ class LogicalTensor:
         dtype: dtype in which the module computes with it.
         trainable: whether it receives a gradient.
         group: index of its optimizer parameter group, or None when no optimizer owns it.
+        wire_dtype: dtype in which its gradient travels, or None for the one in which it was computed.
     """
 
     index: int
@@ -32,6 +33,7 @@ class LogicalTensor:
     dtype: torch.dtype
     trainable: bool
     group: int | None
+    wire_dtype: torch.dtype | None = None
 
     @property
     def numel(self) -> int:
@@ -71,6 +73,7 @@ class Registry:
         *,
         compute_dtype: torch.dtype | None = None,
         groups: dict[int, int] | None = None,
+        wires: Mapping[int, torch.dtype] | None = None,
     ) -> Registry:
         """Build the registry of a module.
 
@@ -79,6 +82,7 @@ class Registry:
             compute_dtype: dtype of floating parameters inside the modules, or None to keep their own.
             groups: `id(parameter)` to optimizer parameter group. Parameters without one count as not trainable,
                 whether or not they require a gradient.
+            wires: `id(parameter)` to the dtype in which its gradient travels, where that is not its own.
         """
         names: dict[int, list[str]] = {}
         objects: dict[int, nn.Parameter] = {}
@@ -101,6 +105,7 @@ class Registry:
                     dtype=compute_dtype if cast and compute_dtype is not None else dtype,
                     trainable=parameter.requires_grad and group is not None,
                     group=group,
+                    wire_dtype=None if wires is None else wires.get(key),
                 )
             )
         return cls(tensors, [objects[key] for key in names])

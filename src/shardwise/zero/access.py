@@ -78,7 +78,7 @@ def safe_get_full_grad(parameter: torch.Tensor) -> torch.Tensor | None:
     """Return a parameter's whole gradient as the step will see it before clipping, or None if there is none yet.
 
     It is the mean (or sum, as configured) over ranks and the micro-batches so far, with the loss scale divided out, in
-    the dtype in which gradients are accumulated.
+    the dtype in which gradients are accumulated. Where micro-batches have weights, it is their weighted mean so far.
     """
     found = _find(parameter)
     if found is None:
@@ -108,11 +108,11 @@ def safe_set_full_grad(parameter: torch.Tensor, value: torch.Tensor) -> None:
         raise UsageError(
             "safe_set_full_grad: gradients of this window are not reduced yet; call it after the last micro-batch"
         )
-    section = model.section_of(index)
+    section, factor = model.section_of(index), model.gradient_factor()
     for piece in section.layout.pieces(section.master_start, section.master_stop):
         if piece.index == index:
             target = section.whole_gradient[piece.offset : piece.offset + piece.stop - piece.start]
-            target.copy_(flat[piece.start : piece.stop].to(target.dtype) / model.gradient_factor())
+            target.copy_(flat[piece.start : piece.stop].to(target.dtype) / factor)
 
 
 def safe_get_full_optimizer_state(parameter: torch.Tensor, optim_state_key: str) -> torch.Tensor | None:

@@ -1,6 +1,7 @@
 """Layout arithmetic: where each element of a parameter lies in a unit, and which rank owns it.
 
-A unit's parameters lie in sections (one per dtype, trainable or not); inside a section they are grouped in lanes (one
+A unit's parameters lie in sections (one per dtype, trainable or not, and dtype in
+which gradients travel); inside a section they are grouped in lanes (one
 per optimizer parameter group), each parameter at an aligned boundary. A section is padded to a multiple of the number
 of ranks and split into equal ranges, one a rank. A rank's range is a list of segments, each of one lane: what its
 optimizer steps.
@@ -73,7 +74,9 @@ class Piece:
 
 @dataclass(frozen=True)
 class Section:
-    """Parameters of one dtype, all trainable or all frozen, laid out in one flat buffer of `numel` elements."""
+    """Parameters of one dtype and one dtype of gradients on the wire, all trainable or all frozen, laid out in one flat
+    buffer of `numel` elements.
+    """
 
     dtype: torch.dtype
     trainable: bool
@@ -81,6 +84,8 @@ class Section:
     lanes: tuple[Lane, ...]
     numel: int
     world: int
+    wire_dtype: torch.dtype | None = None
+    """In which the gradients travel; None: in that in which they were computed."""
 
     @property
     def shard(self) -> int:
@@ -135,11 +140,12 @@ def lay_out(tensors: Sequence[LogicalTensor], world: int, device_type: str) -> t
         world: number of ranks that share the unit.
         device_type: `cpu`, `cuda`, ...; decides the alignment.
     """
-    kinds: dict[tuple[bool, str], list[LogicalTensor]] = {}
+    kinds: dict[tuple[bool, str, str], list[LogicalTensor]] = {}
     for tensor in tensors:
-        kinds.setdefault((not tensor.trainable, str(tensor.dtype)), []).append(tensor)
+        wire = str(tensor.wire_dtype) if tensor.trainable else ""
+        kinds.setdefault((not tensor.trainable, str(tensor.dtype), wire), []).append(tensor)
     sections = []
-    for (frozen, _), members in sorted(kinds.items()):
+    for (frozen, _, _), members in sorted(kinds.items()):
         align = alignment(members[0].dtype, device_type)
         members = sorted(members, key=lambda t: (-1 if t.group is None else t.group, t.index))
         slots, lanes, offset, lane_start = [], [], 0, 0
@@ -152,5 +158,6 @@ def lay_out(tensors: Sequence[LogicalTensor], world: int, device_type: str) -> t
             if last or members[position + 1].group != tensor.group:
                 lanes.append(Lane(tensor.group, lane_start, offset))
                 lane_start = offset
-        sections.append(Section(members[0].dtype, not frozen, tuple(slots), tuple(lanes), offset, world))
+        wired = None if frozen else members[0].wire_dtype
+        sections.append(Section(members[0].dtype, not frozen, tuple(slots), tuple(lanes), offset, world, wired))
     return tuple(sections)

@@ -273,7 +273,7 @@ class _Sizes:
         return sum(self.updated(section) * section.accumulate_dtype.itemsize for section in unit.trainable)
 
     def _wire(self, section: SectionMemory) -> torch.dtype:
-        wire = self.model.policy.wire_dtype
+        wire = self.model.policy.wire_dtype or section.layout.wire_dtype
         own = section.accumulate_dtype if self.sums_locally else section.layout.dtype
         if wire is None or self._always_lossy:
             return own

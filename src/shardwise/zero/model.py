@@ -9,7 +9,7 @@ from __future__ import annotations
 
 import contextlib
 import hashlib
-from collections.abc import Callable, Iterable, Iterator, Sequence
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from dataclasses import replace
 from typing import Any
 
@@ -21,7 +21,7 @@ from shardwise.comm.compression import Compressor
 from shardwise.errors import DesyncError, UsageError
 from shardwise.memory import Accountant, Category, give_back_freed_memory, module_bytes, resident_bytes, virtual_bytes
 from shardwise.precision.dtypes import PrecisionPolicy
-from shardwise.precision.norms import Runs, clip_coefficient, combine
+from shardwise.precision.norms import Runs, clip_coefficient
 from shardwise.registry import Registry
 from shardwise.zero import released
 from shardwise.zero.calls import Use
@@ -64,12 +64,14 @@ class ShardedModel:
         compressor: reduces gradients with loss; None: exactly.
         boundary: whether the backward pass that starts now ends an accumulation window.
         leaves: modules to be kept in one unit each.
+        wires: `id(parameter)` to the dtype in which its gradient travels, where neither its own nor the policy's.
 
     Attributes:
         closed: why there is nothing here any more ("" while there is).
         client_groups: the parameters that each of the optimizer's groups had before the engine.
-        gradient_factor: what turns accumulated sums into the gradient.
+        gradient_factor: what turns accumulated sums into the gradient (all ranks call).
         loss_scale: what losses are multiplied by.
+        on_backward_begin: called when a backward pass begins.
         on_backward_end: called at the end of a backward pass; told whether it has brought gradients.
     """
 
@@ -89,6 +91,7 @@ class ShardedModel:
         compressor: Compressor | None = None,
         boundary: Callable[[], bool],
         leaves: Iterable[nn.Module] = (),
+        wires: Mapping[int, torch.dtype] | None = None,
     ) -> None:
         self.module = module
         self.optimizer = optimizer
@@ -103,7 +106,7 @@ class ShardedModel:
             accountant.process_addresses = max(0, addresses - module_bytes(module))
         groups = optimizer.param_groups if optimizer is not None else []
         owners = {id(p): i for i, group in enumerate(groups) for p in group["params"]}
-        self.registry = Registry.of(module, compute_dtype=policy.compute_dtype, groups=owners)
+        self.registry = Registry.of(module, compute_dtype=policy.compute_dtype, groups=owners, wires=wires)
         self._check_owners(groups)
         self.client_groups = [list(group["params"]) for group in groups]
         self.closed = ""
@@ -156,7 +159,7 @@ class ShardedModel:
                 on_nested=self.gatherer.watch_from_now_on,
                 waiting=self.gatherer.parked,
                 before_launch=self.gatherer.launch_through,
-                on_begin=self.gatherer.begin_backward,
+                on_begin=self._backward_begins,
                 on_complete=self.gatherer.finish_backward,
                 on_end=self._backward_ended,
             )
@@ -168,8 +171,9 @@ class ShardedModel:
         self.guards = Guards(module, self.registry, optimizer, self._absent)
         self.places = Places(module, self.registry, self.units)
         self._trainable = [p for p, t in zip(self.registry.parameters, self.registry, strict=True) if t.trainable]
-        self.gradient_factor: Callable[[], float] = _one
+        self.gradient_factor: Callable[[], float | torch.Tensor] = _one
         self.loss_scale: Callable[[], float] = _one
+        self.on_backward_begin: Callable[[], None] = _ignore
         self.on_backward_end: Callable[[bool], None] = _ignore
         self._section_of = {
             slot.index: (unit, section)
@@ -266,6 +270,10 @@ class ShardedModel:
             return False
         return self.gatherer.absent(self._section_of[tensor.index][0])
 
+    def _backward_begins(self) -> None:
+        self.on_backward_begin()
+        self.gatherer.begin_backward()
+
     def _backward_ended(self) -> None:
         assert self.reducer is not None
         self.gatherer.end_backward()
@@ -273,16 +281,14 @@ class ShardedModel:
 
     # -- stepping ----------------------------------------------------------------------------------------------------
 
-    def gradient_norm(self, scale: float, report: bool | None = None) -> tuple[torch.Tensor, bool]:
-        """Return the global norm of the accumulated gradients times `scale` (0-D fp64 tensor); one small all-reduce.
+    def gradient_sums(self, facts: Sequence[float | torch.Tensor]) -> tuple[torch.Tensor, torch.Tensor]:
+        """Return the sum of squares of each accumulated gradient over ranks, in one small all-reduce.
 
         Args:
-            scale: see above.
-            report: something that all ranks are to know if any rank has it; travels along. None: nothing is asked, and
-                the host does not wait for the result.
+            facts: numbers of this rank that travel along. The host does not wait for what a device knows.
 
         Returns:
-            The norm, and whether any rank has reported.
+            An fp64 tensor of one element a parameter, and one of the sums of the facts over ranks.
         """
         assert self.reducer is not None
         if self._runs is None:
@@ -294,19 +300,26 @@ class ShardedModel:
             ]
             self._runs = Runs(runs, len(self.registry), self.device)
         with self.accountant.owning(Category.OTHER):
-            sums = self._runs.sums_of_squares()
-            if report is None:
-                self.comm.all_reduce(sums, "gradient_norm").wait()
-                return combine(sums, scale), False
-            sums = torch.cat([sums, sums.new_tensor([float(report)])])
+            sums = torch.cat([self._runs.sums_of_squares(), self._on_device(facts)])
             self.comm.all_reduce(sums, "gradient_norm").wait()
-            return combine(sums[:-1], scale), bool(sums[-1])
+        return sums[: -len(facts)], sums[-len(facts) :]
 
-    def any_rank(self, report: bool) -> bool:
-        """Return whether any rank reports something, where no norm is needed along which it could travel."""
-        told = torch.tensor([float(report)], device=self.device)
-        self.comm.all_reduce(told, "unused_parameters").wait()
-        return bool(told)
+    def sums_of(self, facts: Sequence[float | torch.Tensor], label: str) -> torch.Tensor:
+        """Return the sums over ranks of some numbers, where no norm is needed along which they could travel."""
+        told = self._on_device(facts)
+        self.comm.all_reduce(told, label).wait()
+        return told
+
+    def _on_device(self, facts: Sequence[float | torch.Tensor]) -> torch.Tensor:
+        # Filling launches a kernel; copying from the host would wait for the device.
+        return torch.stack(
+            [
+                fact
+                if isinstance(fact, torch.Tensor)
+                else torch.full((), fact, dtype=torch.float64, device=self.device)
+                for fact in facts
+            ]
+        ).to(self.device)
 
     def set_wire_dtype(self, dtype: torch.dtype) -> None:
         """Send gradients in another dtype from now on (between windows, on all ranks)."""
@@ -487,6 +500,10 @@ class ShardedModel:
             for section in unit.trainable
         ]
         return hashlib.sha256(repr((self.comm.world, sections)).encode()).hexdigest()
+
+    def unit_of(self, index: int) -> Unit:
+        """Return the unit that a parameter belongs to."""
+        return self._section_of[index][0]
 
     # -- checkpoints (shardwise.checkpoint.protocols.ShardedModel) -----------------------------------------------------
 
@@ -677,7 +694,7 @@ class ShardedModel:
         self.channel = self._runs = None
         self._section_of = {}
         self.gradient_factor = self.loss_scale = _one
-        self.on_backward_end = _ignore
+        self.on_backward_begin = self.on_backward_end = _ignore
 
 
 def _one() -> float:

@@ -51,6 +51,7 @@ class UnitGradients:
                 for slot in section.layout.slots
             ]
         self.buffers: dict[int, torch.Tensor | Pieces] = {}
+        self.extremes: list[tuple[torch.Tensor, torch.Tensor]] = []
         self.written: set[int] = set()
         self.seen: set[int] = set()
         self.expected: set[int] = set()
@@ -91,6 +92,19 @@ class UnitGradients:
         """Whether no more gradients of this pass can come."""
         return not self.expected and (not self.nested or self._settled(self.unit))
 
+    def watch(self, values: torch.Tensor) -> None:
+        """Remember the smallest and largest of what is to be sent: one of them is not finite if any value is not.
+
+        A pass over the values as fast as copying them, and no wait for the device.
+        """
+        if values.numel():
+            self.extremes.append(torch.aminmax(values))
+
+    @property
+    def finite(self) -> bool:
+        """Whether all that has been watched since the last step is finite (waits for the device)."""
+        return all(bool(torch.isfinite(value)) for pair in self.extremes for value in pair)
+
 
 def _will_accumulate(node: Node) -> bool:
     """Whether the backward pass that autograd is in will run the node that accumulates into a parameter."""
@@ -108,7 +122,7 @@ class Reducer:
         comm: the data-parallel group.
         accountant: is told about the buffers.
         shard_gradients: reduce every micro-batch instead of once per step.
-        wire_dtype: dtype on the wire, or None for the dtype of the local gradients.
+        wire_dtype: dtype on the wire; None: that of the sections, or else that of the local gradients.
         prescale: factor applied before sending.
         compressor: reduces with loss, once it has started.
         scale: what divides sums of gradients over ranks and micro-batches to give the gradient that is stepped.
@@ -123,6 +137,7 @@ class Reducer:
         on_end: called at the end of a backward pass, after the last reduction.
 
     Attributes:
+        watching: keep, of each unit, whether this rank's gradients were finite when they were sent.
         alone: units whose reduction is waited for before another unit's gradients are collected, where several
             micro-batches make a step (see `shardwise.zero.memory.reduced_alone`).
     """
@@ -166,6 +181,7 @@ class Reducer:
         self._waiting, self._before_launch = waiting, before_launch
         self._on_begin, self._on_complete, self._on_end = on_begin, on_complete, on_end
         self.gradients = {unit.index: UnitGradients(unit, settled) for unit in units if unit.trainable}
+        self.watching = False
         self.alone: Collection[int] = frozenset()
         self._order: list[UnitGradients] = []
         self._places: dict[int, int] = {}
@@ -195,11 +211,6 @@ class Reducer:
     def reducing(self) -> bool:
         """Whether backward passes reduce now, or only add up locally."""
         return self.shard_gradients or self.boundary
-
-    @property
-    def _cast_to(self) -> torch.dtype | None:
-        """Dtype in which gradients are sent, if it is not theirs. Lossy methods choose what they send by themselves."""
-        return None if is_active(self.compressor) else self.wire_dtype
 
     def lags_behind(self, index: int) -> bool:
         """Whether a peer may wait for a reduction still to come here without having launched the gather of a unit."""
@@ -309,7 +320,7 @@ class Reducer:
         # Sums over micro-batches are formed in the accumulator's dtype; a gradient that is alone travels as it is, and
         # without peers nothing travels. The choice depends on nothing that could differ between ranks.
         alone = self.comm.world > 1 and (self.shard_gradients or (self.boundary and not self.partial))
-        dtype = (self._cast_to or section.layout.dtype) if alone else section.accumulate_dtype
+        dtype = (self._cast_to(section) or section.layout.dtype) if alone else section.accumulate_dtype
         buffer: torch.Tensor | Pieces
         if not alone and not gradients.accumulated and section.keeps_whole_gradient:
             # The reduced gradient will be as large as the sum, and nothing is in its place yet.
@@ -325,14 +336,26 @@ class Reducer:
         gradients.buffers[place] = buffer
         return buffer
 
+    def wire_of(self, section: SectionMemory) -> torch.dtype | None:
+        """Return the dtype in which a section's gradients are sent; None: as they are."""
+        return self.wire_dtype or section.layout.wire_dtype
+
+    def _cast_to(self, section: SectionMemory) -> torch.dtype | None:
+        """Return `wire_of` a section, but lossy methods choose what they send by themselves."""
+        return None if is_active(self.compressor) else self.wire_of(section)
+
     def in_pieces(self, unit: Unit) -> bool:
         """Whether gradients that travel as they are need not be copied together."""
         return (
             self.compressor is None
             and self.prescale == 1.0
-            and all(self.wire_dtype in (None, section.layout.dtype) for section in unit.trainable)
+            and all(self.wire_of(section) in (None, section.layout.dtype) for section in unit.trainable)
             and self.comm.takes_pieces(sum(len(section.layout.slots) for section in unit.trainable))
         )
+
+    @property
+    def _watches(self) -> bool:
+        return self.watching and self.comm.world > 1  # alone, whatever is not finite was so before it was added up
 
     def _in_flight_alone(self) -> bool:
         return self._in_flight is not None and self._in_flight[0].unit.index in self.alone
@@ -342,10 +365,12 @@ class Reducer:
         self._fill_gaps(gradients, section, buffer)
         if self.prescale != 1.0:
             buffer.mul_(self.prescale)
-        wire = self._cast_to
+        wire = self._cast_to(section)
         if wire is not None and buffer.dtype != wire and self.comm.world > 1:
             buffer = buffer.to(wire)
             self.accountant.hold(Category.BUFFERS, buffer)
+        if self._watches:
+            gradients.watch(buffer)
         return buffer
 
     def _fill_gaps(self, gradients: UnitGradients, section: SectionMemory, buffer: torch.Tensor) -> None:
@@ -388,6 +413,10 @@ class Reducer:
                 buffer = self._buffer(gradients, place, section)
                 if isinstance(buffer, torch.Tensor):
                     buffer = self._prepare(gradients, section, buffer)
+                elif self._watches:
+                    for piece in buffer.tensors:
+                        if piece is not None:
+                            gradients.watch(piece)
                 pairs.append((section.own_gradient, buffer))
         compressor = self.compressor if is_active(self.compressor) else None
         handle: Reduction
@@ -459,6 +488,7 @@ class Reducer:
         self.partial = False
         for gradients in self.gradients.values():
             gradients.accumulated = False
+            gradients.extremes = []
             gradients.seen = set()
             self._free(gradients)
             for section in gradients.unit.trainable:

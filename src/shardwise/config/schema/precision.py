@@ -60,11 +60,15 @@ class MSAMP(Section):
 class TorchAutocast(Section):
     """`torch_autocast`: run forward under torch.autocast."""
 
-    enabled: bool = key(False, "Use torch.autocast.")
-    dtype: DType | None = key(None, "Autocast type, also used for communicating safe modules.")
+    enabled: bool = key(False, "Run the engine's forward under torch.autocast; parameters stay fp32.")
+    dtype: DType | None = key(
+        None,
+        "bf16 or fp16; null: bf16. fp16 needs a loss scale, for which the other keys of the fp16 section hold.",
+    )
     lower_precision_safe_modules: Strings | None = key(
         None,
-        "Dotted class names whose parameters are communicated in dtype; null: linear and convolution layers.",
+        "Dotted names of module classes whose parameters' gradients are sent in dtype; null: Linear, Conv1d, Conv2d "
+        "and Conv3d of torch.nn. The sums are fp32. communication_data_type overrides it.",
     )
 
 

@@ -40,7 +40,9 @@ class Config(Section):
     train_micro_batch_size_per_gpu: Int | None = key(None, "Samples per rank per forward pass.", gt=0)
     gradient_accumulation_steps: Int | None = key(None, "Micro-batches per optimizer step.", gt=0)
     managed_gradient_accumulation: bool = key(
-        True, "The engine counts micro-batches; false: every step() is a boundary."
+        True,
+        "The engine counts micro-batches and takes the mean over them; false: every step() updates, with the sum of "
+        "the gradients since the last one (gradient_accumulation_steps is 1 then).",
     )
     dataloader_drop_last: bool = key(False, "The loader that the engine builds drops the last incomplete batch.")
     sequence_parallel_size: Int = key(1, "Ranks that share one sequence.", ge=1)

@@ -1,0 +1,115 @@
+"""An accumulation window: what is known of its micro-batches besides their gradients.
+
+Micro-batches count alike (the gradient is the mean of their gradients), or each by a weight such as its number of
+tokens: then the gradient is sum_i w_i grad_i / sum_i w_i over all ranks and micro-batches, which is that of one process
+on all tokens at once. A loss is multiplied by its weight before its backward pass; the sum of the weights travels along
+with the all-reduce of the gradient norm, and divides when stepping.
+
+fp16 has no room for gradients that are thousands of times larger. There weights are counted in units of a power of two
+near the usual weight, the same on all ranks; the division by it is exact.
+"""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Sequence
+from dataclasses import dataclass
+from numbers import Real
+from typing import Any
+
+import torch
+
+from shardwise.errors import UsageError
+
+Weight = float | torch.Tensor
+"""A number, or a 0-D fp64 tensor on a device whose value the host does not know."""
+
+FACTS = 3
+"""Numbers that `Window.facts` gives."""
+
+
+def checked_weight(weight: Any) -> Weight:
+    """Return what was passed as a weight in the form that a window takes.
+
+    Values that the host cannot see without waiting for the device are not checked.
+
+    Raises:
+        UsageError: it is not one finite number that is at least zero.
+
+    >>> checked_weight(torch.tensor(512)), checked_weight(0)
+    (512.0, 0.0)
+    """
+    if isinstance(weight, torch.Tensor) and weight.numel() == 1 and weight.dtype is not torch.bool:
+        if weight.device.type != "cpu":
+            return weight.detach().reshape(()).double()
+        weight = weight.item()
+    if not isinstance(weight, bool) and isinstance(weight, Real):
+        value = float(weight)
+        if math.isfinite(value) and value >= 0:
+            return value
+    found = f"a tensor of shape {tuple(weight.shape)}" if isinstance(weight, torch.Tensor) else repr(weight)
+    raise UsageError(
+        "engine.backward(loss, weight=...): expected one finite number >= 0, such as the number of tokens that the "
+        f"loss is the mean of; found {found}"
+    )
+
+
+def reference_for(mean: float) -> float:
+    """Return the power of two next to a mean weight (1 where there is none).
+
+    >>> reference_for(3000.0), reference_for(0.0)
+    (2048.0, 1.0)
+    """
+    return 2.0 ** round(math.log2(mean)) if mean > 0 and math.isfinite(mean) else 1.0
+
+
+@dataclass
+class Window:
+    """The backward passes since the last step, on this rank.
+
+    Attributes:
+        weight: sum of their weights.
+        weighted: passes that had one.
+        unweighted: passes that had none.
+        losses: losses of `engine.backward()`, kept where overflows are looked for (0-D, not scaled).
+    """
+
+    weight: Weight = 0.0
+    weighted: int = 0
+    unweighted: int = 0
+    losses: list[torch.Tensor] | None = None
+
+    def count(self, weight: Weight | None) -> None:
+        """A backward pass has been run."""
+        if weight is None:
+            self.unweighted += 1
+        else:
+            self.weighted += 1
+            self.weight = self.weight + weight
+
+    def facts(self) -> list[Weight]:
+        """Return what is summed over ranks: the weight, and the passes of either kind."""
+        return [self.weight, float(self.weighted), float(self.unweighted)]
+
+    def lost(self) -> bool:
+        """Whether a loss of the window is not finite (waits for the device)."""
+        return any(not bool(torch.isfinite(loss).all()) for loss in self.losses or ())
+
+
+def check_mixed(facts: Sequence[float]) -> None:
+    """Raise if, over all ranks, some passes of a window had weights and some had none.
+
+    Args:
+        facts: sums over ranks of `Window.facts`.
+
+    Raises:
+        UsageError: on all ranks alike.
+    """
+    _, weighted, unweighted = facts
+    if weighted and unweighted:
+        raise UsageError(
+            f"engine.step(): of the {int(weighted + unweighted)} backward passes of this window on all ranks, "
+            f"{int(weighted)} had a weight (engine.backward(loss, weight=...)) and {int(unweighted)} had none, so it "
+            "is not defined how much each counts. Give all micro-batches of all ranks a weight, or none; call "
+            "engine.zero_grad() to begin the window anew"
+        )

@@ -1,0 +1,254 @@
+"""Overflows: what the report of a skipped step names, and the loss scale through real training."""
+
+from __future__ import annotations
+
+import logging
+import random
+from dataclasses import astuple, dataclass
+from typing import Any
+
+import pytest
+import torch
+import torch.distributed as dist
+from torch import nn
+
+import shardwise
+from shardwise.errors import LossScaleError
+from shardwise.utils import logger
+from tests.harness import run_ranks
+from tests.precision.test_scaler import reference
+from tests.zero.training import digest, masters
+
+INF, NAN = float("inf"), float("nan")
+
+
+class Net(nn.Module):
+    """Three layers, whose weights' gradients may be spoilt one by one."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        torch.manual_seed(0)
+        self.first, self.second, self.third = nn.Linear(5, 6), nn.Linear(6, 6), nn.Linear(6, 3)
+        self.spoil: dict[str, list[float]] = {}
+        for name, parameter in self.named_parameters():
+            parameter.register_hook(lambda gradient, name=name: self._spoilt(name, gradient))
+
+    def _spoilt(self, name: str, gradient: torch.Tensor) -> torch.Tensor:
+        values = self.spoil.get(name)
+        if values is None:
+            return gradient
+        gradient = torch.zeros_like(gradient)
+        gradient.view(-1)[: len(values)] = torch.tensor(values, dtype=gradient.dtype)
+        return gradient
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        return self.third(torch.tanh(self.second(torch.tanh(self.first(x)))))
+
+
+@dataclass(frozen=True)
+class Spoilt:
+    """What goes wrong in one micro-batch: on which ranks, of which parameters, or the loss itself."""
+
+    ranks: tuple[int, ...]
+    values: tuple[tuple[str, tuple[float, ...]], ...] = ()
+    loss: float = 1.0
+    plainly: bool = False
+
+
+FP16 = {"fp16": {"enabled": True, "loss_scale": 64.0}}
+BF16 = {"bf16": {"enabled": True, "check_grad_overflow": True}}
+FP32 = {"bf16": {"check_grad_overflow": True}}
+
+
+def build(stage: int, accumulation: int, more: dict[str, Any]) -> Any:
+    config = {
+        "train_micro_batch_size_per_gpu": 2,
+        "gradient_accumulation_steps": accumulation,
+        "zero_optimization": {"stage": stage, "stage3_param_persistence_threshold": 0, "reduce_bucket_size": 40},
+        **more,
+    }
+    net = Net()
+    optimizer = torch.optim.SGD(net.parameters(), lr=0.0625, momentum=0.5)
+    return shardwise.initialize(model=net, optimizer=optimizer, config=config)[0]
+
+
+def micro_batch(engine: Any, spoilt: Spoilt | None) -> None:
+    net = engine.module
+    here = spoilt is not None and dist.get_rank() in spoilt.ranks
+    net.spoil = {name: list(values) for name, values in spoilt.values} if here and spoilt is not None else {}
+    dtype = next(net.parameters()).dtype
+    loss = engine(torch.ones(2, 5, dtype=dtype)).float().square().mean() * (spoilt.loss if here and spoilt else 1.0)
+    if spoilt is not None and spoilt.plainly:
+        loss.backward()
+    else:
+        engine.backward(loss)
+
+
+class Heard(logging.Handler):
+    def __init__(self) -> None:
+        super().__init__()
+        self.lines: list[str] = []
+
+    def emit(self, record: logging.LogRecord) -> None:
+        self.lines.append(f"{record.levelname} {record.getMessage()}")
+
+
+def reports(cases: list[tuple[int, int, dict[str, Any], Spoilt]]) -> list[Any]:
+    """One clean step, a spoilt one, a clean one, for each case."""
+    found = []
+    heard = Heard()
+    logger.addHandler(heard)
+    for stage, accumulation, more, spoilt in cases:
+        engine = build(stage, accumulation, more)
+        heard.lines = []
+        seen = []
+        for step in range(3):
+            before = digest(list(masters(engine.module).values()))
+            for micro in range(accumulation):
+                micro_batch(engine, spoilt if step == 1 and micro == 0 else None)
+                engine.step()
+            same = before == digest(list(masters(engine.module).values()))
+            seen.append((engine.last_step.applied, same))
+            if step == 1:
+                report = engine.last_step.overflow
+                assert engine.last_step.clipped_norm is None
+            else:
+                assert engine.last_step.overflow is None
+        skipped = [line for line in heard.lines if "skipped" in line]
+        found.append((seen, None if report is None else astuple(report), str(report), skipped))
+        engine.destroy()
+    logger.removeHandler(heard)
+    return found
+
+
+WEIGHTS = (("second.weight", (INF, -INF, NAN, 48.0)), ("third.bias", (NAN,)))
+
+
+def test_a_report_names_where_the_first_value_came_from() -> None:
+    cases = [
+        (stage, accumulation, more, Spoilt((1,), WEIGHTS))
+        for stage in range(4)
+        for accumulation, more in ((1, FP16), (2, FP16), (1, BF16), (2, FP32))
+    ]
+    cases += [(stage, 1, {**FP16, "prescale_gradients": True}, Spoilt((0, 2), WEIGHTS)) for stage in (0, 3)]
+    everywhere = run_ranks(reports, 3, cases)
+    for (stage, accumulation, more, spoilt), *found in zip(cases, *everywhere, strict=True):
+        what = f"stage {stage}, {accumulation} micro-batches, {more}"
+        assert found[0][:3] == found[1][:3] == found[2][:3], what
+        seen, report, text, lines = found[0]
+        assert seen == [(True, False), (False, True), (True, False)], what
+        phase, ranks, parameter, unit, numel, infinite, nan, largest, scale = report
+        assert (phase, ranks, parameter, numel, scale) == (
+            "backward",
+            spoilt.ranks,
+            "second.weight",
+            36,
+            64.0 if "fp16" in more else 1.0,
+        ), what
+        assert unit and (infinite, nan) == (2, 1), what
+        if accumulation == 1 and spoilt.ranks == (1,):
+            # The largest finite sum over the three ranks; two of them have small gradients.
+            assert largest == pytest.approx(48.0 / 3 / scale, rel=0.2), what
+        assert len(lines) == 1 and lines[0].startswith("INFO step 1 is skipped: overflow in backward"), lines
+        assert ("'second.weight'" in lines[0] and "rank 1" in lines[0]) or "ranks 0, 2" in lines[0]
+        assert not found[1][3] and not found[2][3]
+        assert text in lines[0]
+
+
+def test_a_report_tells_forward_backward_and_reduction_apart() -> None:
+    wire = {**FP32, "communication_data_type": "fp16"}
+    sums = {**FP32, "data_types": {"grad_accum_dtype": "fp16"}, "communication_data_type": "fp32"}
+    large = (("second.weight", (1e5,)),)
+    half = (("second.weight", (40000.0,)),)
+    autocast = {"torch_autocast": {"enabled": True, "dtype": "fp16"}, "fp16": {"loss_scale": 4.0}}
+    kinds = [
+        (FP16, Spoilt((1,), loss=INF), "forward", (1,), None),
+        (FP16, Spoilt((0, 1), loss=NAN), "forward", (0, 1), None),
+        (BF16, Spoilt((0,), loss=NAN), "forward", (0,), None),
+        (autocast, Spoilt((0,), WEIGHTS), "backward", (0,), "second.weight"),
+        # A plain backward() does not show the engine its loss.
+        (FP16, Spoilt((0,), loss=INF, plainly=True), "backward", (0,), None),
+        # Beyond the wire's range, whatever it was before.
+        (wire, Spoilt((0,), large), "backward", (0,), "second.weight"),
+        (sums, Spoilt((0, 1), half), "reduce", (), "second.weight"),
+    ]
+    cases = [(stage, 1, more, spoilt) for stage in range(4) for more, spoilt, *_ in kinds]
+    found = run_ranks(reports, 2, cases)
+    assert [case[:3] for case in found[0]] == [case[:3] for case in found[1]]
+    for number, (case, (_, report, text, _)) in enumerate(zip(cases, found[0], strict=True)):
+        _, _, phase, ranks, parameter = kinds[number % len(kinds)]
+        assert report is not None, case
+        assert report[:2] == (phase, ranks), (case, text)
+        assert report[2] == (parameter or "first.weight"), (case, text)
+        assert text.startswith(f"{phase}: ")
+
+
+# -- the loss scale ----------------------------------------------------------------------------------------------------
+
+Trace = list[tuple[float, bool] | str]
+
+
+def traces(runs: list[tuple[int, dict[str, Any], list[int | None]]]) -> list[Trace]:
+    """Train; in each step the gradient of one rank (or of none) is spoilt. Scale before and whether it was skipped."""
+    found = []
+    for stage, scaling, spoilt in runs:
+        engine = build(stage, 1, {"fp16": {"enabled": True, **scaling}})
+        trace: Trace = []
+        for rank in spoilt:
+            scale = engine.cur_scale
+            micro_batch(engine, None if rank is None else Spoilt((rank,), (("first.bias", (INF,)),)))
+            try:
+                engine.step()
+            except LossScaleError as error:
+                assert engine.last_step.overflow.parameter == "first.bias"
+                assert engine.last_step.overflow.ranks == (rank,)
+                assert f"Found: {engine.last_step.overflow}" in str(error)
+                for way in ("min_loss_scale", "initial_scale_power", "learning rate", "bf16"):
+                    assert way in str(error)
+                trace.append("error")
+                break
+            assert engine.last_step.loss_scale == scale
+            assert engine.optimizer.overflow is not engine.was_step_applied()
+            trace.append((scale, engine.was_step_applied()))
+        assert engine.skipped_steps == sum(entry != "error" and not entry[1] for entry in trace)
+        found.append(trace)
+        engine.destroy()
+    return found
+
+
+def expected_trace(scaling: dict[str, Any], spoilt: list[int | None]) -> Trace:
+    overflows = [rank is not None for rank in spoilt]
+    if scaling.get("loss_scale"):
+        return [(scaling["loss_scale"], not overflow) for overflow in overflows]
+    after = reference(overflows, scaling)
+    before = [2.0 ** scaling["initial_scale_power"], *after]
+    return [
+        "error" if now == "error" else (float(scale), not overflow)
+        for scale, now, overflow in zip(before, after, overflows, strict=False)
+    ]
+
+
+@pytest.mark.parametrize("world", [2, 3])
+def test_the_scale_follows_the_automaton_through_real_training(world: int) -> None:
+    choose = random.Random(world)
+    runs: list[tuple[int, dict[str, Any], list[int | None]]] = []
+    for stage in range(4):
+        for number in range(4):
+            scaling: dict[str, Any] = {
+                "initial_scale_power": choose.randint(2, 8),
+                "loss_scale_window": choose.randint(1, 4),
+                "hysteresis": choose.randint(1, 3),
+                "consecutive_hysteresis": choose.random() < 0.5,
+                "min_loss_scale": choose.choice([0.25, 1.0, 3.0, 4.0]),
+            }
+            if number == 3:
+                scaling = {"loss_scale": 128.0}
+            often = choose.choice([0.2, 0.5, 0.9])
+            runs.append(
+                (stage, scaling, [choose.randrange(world) if choose.random() < often else None for _ in range(14)])
+            )
+    everywhere = run_ranks(traces, world, runs)
+    for (stage, scaling, spoilt), *found in zip(runs, *everywhere, strict=True):
+        for trace in found:
+            assert trace == expected_trace(scaling, spoilt), (stage, scaling, spoilt)
+    assert any("error" in trace for trace in everywhere[0])

@@ -1,0 +1,312 @@
+"""Accumulation windows: weights of micro-batches, windows that the script counts, and sums that lose no digits."""
+
+from __future__ import annotations
+
+import contextlib
+import math
+from typing import Any
+
+import pytest
+import torch
+import torch.distributed as dist
+import torch.nn.functional as F
+from torch import nn
+
+import shardwise
+from shardwise.engine.window import checked_weight
+from shardwise.errors import UsageError
+from shardwise.utils import safe_get_full_grad, safe_set_full_grad
+from tests.harness import run_ranks
+from tests.models import CASES, GPT
+from tests.zero.training import Setting, Tensors, assert_close, gradients, make_optimizer, masters, start
+
+MICROS = 3
+
+
+def model() -> nn.Module:
+    torch.manual_seed(3)
+    return GPT(layers=2, dim=12, vocabulary=31)
+
+
+def tokens(step: int, micro: int, rank: int) -> torch.Tensor:
+    """Ragged: 0 to 9 tokens to predict; rank 1 has none in the second micro-batch."""
+    count = 0 if (micro, rank) == (1, 1) else (7 * step + 5 * micro + 3 * rank) % 9 + 1
+    return torch.randint(0, 31, (1, count + 1), generator=torch.Generator().manual_seed(100 * step + 10 * micro + rank))
+
+
+def token_losses(module: Any, ids: torch.Tensor) -> torch.Tensor:
+    logits = module(ids[:, :-1] if ids.shape[1] > 1 else ids)
+    logits = logits[:, : ids.shape[1] - 1]
+    return F.cross_entropy(logits.flatten(0, 1).double(), ids[:, 1:].flatten(), reduction="none")
+
+
+def configured(stage: int, **more: Any) -> dict[str, Any]:
+    return {
+        "train_micro_batch_size_per_gpu": 1,
+        "gradient_accumulation_steps": MICROS,
+        "zero_optimization": {"stage": stage, "stage3_param_persistence_threshold": 0, "reduce_bucket_size": 700},
+        **more,
+    }
+
+
+def weighted(settings: list[dict[str, Any]], kind: str) -> list[Any]:
+    """Two steps with token weights under each configuration."""
+    results = []
+    for config in settings:
+        module = model()
+        optimizer = torch.optim.SGD(module.parameters(), lr=0.5)
+        engine, *_ = shardwise.initialize(model=module, optimizer=optimizer, config=config)
+        seen: list[Any] = []
+        for step in range(2):
+            for micro in range(MICROS):
+                ids = tokens(step, micro, dist.get_rank())
+                weight: Any = ids.numel() - 1
+                if kind == "tensor":
+                    weight = torch.tensor(weight)
+                # The mean over no tokens is NaN, and must not matter.
+                engine.backward(token_losses(engine, ids).mean(), weight=weight)
+                if micro == MICROS - 1:
+                    seen.append(gradients(module))
+                if micro == MICROS - 1 or engine.managed_gradient_accumulation():
+                    engine.step()
+            assert engine.was_step_applied()
+            seen.append(float(engine.last_step.weight))
+        state = engine.loss_scaler.reference_weight if engine.loss_scaler is not None else None
+        results.append((seen, masters(module), engine.get_global_grad_norm(), state))
+        engine.destroy()
+    return results
+
+
+def one_process(world: int) -> tuple[list[Any], Tensors]:
+    """All tokens of a step in one mean, in fp64."""
+    module = model().double()
+    optimizer = torch.optim.SGD(module.parameters(), lr=0.5)
+    seen: list[Any] = []
+    for step in range(2):
+        optimizer.zero_grad()
+        every = [tokens(step, micro, rank) for micro in range(MICROS) for rank in range(world)]
+        losses = torch.cat([token_losses(module, ids) for ids in every if ids.numel() > 1])
+        losses.mean().backward()
+        seen += [{n: p.grad.clone() for n, p in module.named_parameters() if p.grad is not None}, float(losses.numel())]
+        optimizer.step()
+    return seen, {name: p.detach() for name, p in module.named_parameters()}
+
+
+@pytest.mark.parametrize("kind", ["number", "tensor"])
+def test_weighted_micro_batches_are_one_mean_over_all_tokens(kind: str) -> None:
+    world = 2 if kind == "number" else 3
+    settings = [configured(stage) for stage in range(4)]
+    settings += [configured(s, gradient_accumulation_steps=1, managed_gradient_accumulation=False) for s in (1, 3)]
+    settings.append(configured(2, prescale_gradients=True))
+    settings.append(configured(2, zero_optimization={"stage": 2, "compute_grad_norm": False}))
+    if kind == "tensor":
+        settings = settings[:4]
+    exact, final = one_process(world)
+    for config, (seen, found, norm, _) in zip(settings, run_ranks(weighted, world, settings, kind)[0], strict=True):
+        assert seen[1::2] == exact[1::2]
+        for mine, theirs in zip(seen[::2], exact[::2], strict=True):
+            assert_close(mine, theirs, 1e-6, str(config))
+        assert_close(found, final, 1e-6, str(config))
+        if norm is not None:
+            expected = math.sqrt(sum(float(g.square().sum()) for g in exact[-2].values()))
+            assert norm == pytest.approx(expected, rel=1e-6)
+
+
+def test_fp16_counts_weights_in_a_power_of_two_that_ranks_share() -> None:
+    settings = [configured(stage, fp16={"enabled": True, "loss_scale": 1024.0}) for stage in (0, 2, 3)]
+    results = run_ranks(weighted, 2, settings, "number")
+    exact, _ = one_process(2)
+    first = [tokens(0, 0, rank).numel() - 1 for rank in range(2)]
+    for one, other in zip(*results, strict=True):
+        assert one[3] == other[3] == 2.0 ** round(math.log2(sum(first) / 2))
+        assert one[0][1::2] == exact[1::2]
+        assert_close(one[0][0], exact[0], 2.0**-7)
+
+
+def mixed(stage: int, weights: dict[int, list[float | None]]) -> tuple[str, str, float]:
+    """Two micro-batches with or without weights; what step and getter say, and whether the window can be redone."""
+    module = nn.Linear(3, 1, bias=False)
+    nn.init.ones_(module.weight)
+    config = configured(stage, gradient_accumulation_steps=2)
+    optimizer = torch.optim.SGD(module.parameters(), lr=1.0)
+    engine, *_ = shardwise.initialize(model=module, optimizer=optimizer, config=config)
+    messages = ["", ""]
+    for attempt in range(2):
+        for micro, weight in enumerate(weights[dist.get_rank()]):
+            loss = engine(torch.ones(2, 3)).mean()
+            engine.backward(loss, weight=2.0 if attempt else weight)
+            if micro:
+                for place, ask in enumerate((lambda: safe_get_full_grad(module.weight), engine.step)):
+                    try:
+                        ask()
+                    except UsageError as error:
+                        messages[place] = str(error)
+            else:
+                engine.step()
+        if attempt == 0:
+            engine.zero_grad()
+            engine.micro_steps = 0
+    with shardwise.zero.GatheredParameters(module.weight):
+        value = float(module.weight[0, 0])
+    engine.destroy()
+    return messages[0], messages[1], value
+
+
+@pytest.mark.parametrize("weights", [{0: [3, None], 1: [None, 4]}, {0: [3, 3], 1: [None, None]}])
+def test_a_window_is_weighted_on_all_ranks_or_on_none(weights: dict[int, list[float | None]]) -> None:
+    for stage in (0, 3):
+        for asked, stepped, value in run_ranks(mixed, 2, stage, weights):
+            assert asked == stepped
+            assert "of the 4 backward passes of this window on all ranks, 2 had a weight" in stepped
+            assert value == 0.0  # the second attempt is stepped: 1 - 1.0 * 1
+
+
+def bad_weights() -> list[str]:
+    found = []
+    for config in (configured(2), configured(2, gradient_allreduce_op="sum")):
+        engine, *_ = shardwise.initialize(
+            model=nn.Linear(3, 1), config={**config, "optimizer": {"type": "SGD", "params": {"lr": 0.1}}}
+        )
+        loss = engine(torch.ones(2, 3)).mean()
+        for arguments in ({"weight": 2.0}, {"weight": 2.0, "scale_wrt_gas": False}):
+            try:
+                engine.backward(loss, retain_graph=True, **arguments)
+                found.append("")
+            except UsageError as error:
+                found.append(str(error))
+        engine.destroy()
+    return found
+
+
+def test_weights_that_cannot_be() -> None:
+    for wrong in (-1, float("nan"), float("inf"), "4", True, torch.ones(2), torch.tensor(True), torch.tensor(-2.0)):
+        with pytest.raises(UsageError, match="expected one finite number >= 0"):
+            checked_weight(wrong)
+    good, no_gas, summed, _ = run_ranks(bad_weights, 1)[0]
+    assert not good
+    assert "scale_wrt_gas" in no_gas
+    assert "gradient_allreduce_op" in summed
+
+
+def no_weight_at_all() -> list[Any]:
+    module = nn.Linear(3, 1, bias=False)
+    config = configured(1, gradient_accumulation_steps=1)
+    engine, *_ = shardwise.initialize(
+        model=module, optimizer=torch.optim.SGD(module.parameters(), lr=1.0), config=config
+    )
+    before = masters(module)["weight"]
+    for weight in (0, torch.zeros(())):
+        engine.backward(engine(torch.ones(2, 3)).mean() * float("nan"), weight=weight)
+        engine.step()
+    found = [torch.equal(before, masters(module)["weight"]), float(engine.last_step.weight)]
+    engine.destroy()
+    return found
+
+
+def test_without_any_weight_the_gradient_is_zero() -> None:
+    assert run_ranks(no_weight_at_all, 2) == [[True, 0.0]] * 2
+
+
+# -- windows of the script ---------------------------------------------------------------------------------------------
+
+COUNTS = (1, 3, 2)
+
+
+def sent(engine: Any) -> int:
+    return int(engine.ledger.totals["reduce_scatter"].sent) if "reduce_scatter" in engine.ledger.totals else 0
+
+
+def script_windows(settings: list[tuple[int, bool, bool]]) -> list[Any]:
+    """Windows of different lengths, by plain counting of the script; reductions and samples in each."""
+    results = []
+    case = CASES["gpt"]
+    for stage, declared, unsynchronised in settings:
+        extra = (("managed_gradient_accumulation", False),)
+        setting = Setting(stage=stage, cap=300, optimizer="momentum", clip=0.5, extra=extra)
+        engine = start(case, setting)
+        seen, reductions = [], []
+        for step, count in enumerate(COUNTS):
+            before = sent(engine)
+            for micro in range(count):
+                loss = case.loss(engine, case.data(step, micro, dist.get_rank(), torch.float32)) / count
+                if declared and micro == count - 1:
+                    engine.set_gradient_accumulation_boundary(True)
+                with engine.no_sync() if unsynchronised and micro < count - 1 else contextlib.nullcontext():
+                    engine.backward(loss)
+            seen.append(gradients(engine.module))
+            engine.step()
+            reductions.append(sent(engine) - before)
+        results.append((seen, masters(engine.module), reductions, engine.global_samples, engine.global_steps))
+        engine.destroy()
+    return results
+
+
+def loop_of_windows(world: int) -> tuple[list[Tensors], Tensors]:
+    case = CASES["gpt"]
+    module = case.make()
+
+    optimizer = make_optimizer("momentum", case.groups(module), 0.1)
+    seen = []
+    for step, count in enumerate(COUNTS):
+        optimizer.zero_grad(set_to_none=False)
+        for micro in range(count):
+            for rank in range(world):
+                (case.loss(module, case.data(step, micro, rank, torch.float32)) / count / world).backward()
+        seen.append({n: p.grad.clone() for n, p in module.named_parameters() if p.grad is not None})
+        nn.utils.clip_grad_norm_(module.parameters(), 0.5)
+        optimizer.step()
+    return seen, {name: p.detach() for name, p in module.named_parameters()}
+
+
+def test_windows_of_the_script() -> None:
+    """Unmanaged windows of 1, 3 and 2 micro-batches equal a plain loop; stages 0 and 1 reduce once a window."""
+    settings = [(stage, declared, False) for stage in range(4) for declared in (False, True)]
+    settings += [(stage, True, True) for stage in (0, 1)]
+    results = run_ranks(script_windows, 2, settings)
+    expected, final = loop_of_windows(2)
+    for (stage, declared, _), (seen, found, reductions, samples, steps) in zip(settings, results[0], strict=True):
+        what = f"stage {stage}, declared {declared}"
+        for mine, theirs in zip(seen, expected, strict=True):
+            assert_close(mine, theirs, 2e-6, what)
+        assert_close(found, final, 2e-6, what)
+        assert (samples, steps) == (2 * 2 * sum(COUNTS), len(COUNTS))
+        once = reductions[0]
+        assert once > 0
+        assert reductions == ([once] * 3 if stage < 2 else [once * count for count in COUNTS]), what
+    for pair in ((0, 2), (4, 6)):  # stages 0 and 1, and 2 and 3, are identical
+        for name, value in results[0][pair[0]][1].items():
+            assert torch.equal(value, results[0][pair[1]][1][name]), name
+
+
+# -- sums that lose no digits ------------------------------------------------------------------------------------------
+
+
+def small_on_large(stages: list[int], accumulate: str | None) -> list[float]:
+    """bf16: one gradient of 1 and 63 of 2 ** -9, on one rank; the other's are the same."""
+    found = []
+    for stage in stages:
+        module = nn.Linear(1, 1, bias=False)
+        config = configured(stage, gradient_accumulation_steps=64, bf16={"enabled": True})
+        if accumulate is not None:
+            config["data_types"] = {"grad_accum_dtype": accumulate}
+        optimizer = torch.optim.SGD(module.parameters(), lr=1.0)
+        engine, *_ = shardwise.initialize(model=module, optimizer=optimizer, config=config)
+        for micro in range(64):
+            x = torch.full((1, 1), 1.0 if micro == 0 else 2.0**-9, dtype=torch.bfloat16)
+            engine.backward(engine(x).sum() * 1.0)
+            if micro == 63:
+                gradient = safe_get_full_grad(module.weight)
+                assert gradient is not None
+                found.append(float(gradient) * 64)
+                safe_set_full_grad(module.weight, gradient)
+            engine.step()
+        engine.destroy()
+    return found
+
+
+def test_small_gradients_are_not_lost_on_large_ones() -> None:
+    """The exact sum is 1 + 63 * 2 ** -9 = 1.123046875; sums in bf16 stay at 1."""
+    for found in run_ranks(small_on_large, 2, [0, 1, 2, 3], None):
+        assert found == [1 + 63 * 2.0**-9] * 4
+    for found in run_ranks(small_on_large, 2, [0, 1, 2, 3], "bf16"):
+        assert found == [1.0] * 4  # asked for
