@@ -111,6 +111,7 @@ class Communicator:
         imagined: that many ranks, of which none exists, instead of those of `group`: for plans, in which nothing is
             exchanged. Only what building a model does is served.
         like: the imagined ranks exchange data as those of this one do.
+        messages: ranks of one machine send messages, too, instead of reading each other's memory.
 
     Attributes:
         timeout: limit for one collective: that of `group`.
@@ -129,6 +130,7 @@ class Communicator:
         ordered: bool = False,
         imagined: int = 0,
         like: Communicator | None = None,
+        messages: bool = False,
     ) -> None:
         self.ledger = ledger
         self.device = device
@@ -140,6 +142,7 @@ class Communicator:
         self._ordered = ordered
         self._groups: dict[str, dist.ProcessGroup] = {}
         self._own_groups: list[dist.ProcessGroup] = []
+        self._parts: list[Communicator] = []
         self._count = dict.fromkeys(KINDS, 0)
         self._gloo = False
         self._neighbours: Neighbours | None = None
@@ -166,12 +169,44 @@ class Communicator:
                 self._groups[kind] = self._own_groups[-1]
             for kind in KINDS:
                 self._groups.setdefault(kind, self._own_groups[-1])
-            if self._gloo:
+            if self._gloo and not messages:
                 from shardwise.comm import neighbours
 
                 self._neighbours, reason = neighbours.meet(self._groups["explicit"])
                 if self._neighbours is None and self.rank == 0:
                     _log.info("%s: ranks exchange data through sockets, not memory: %s", name, reason)
+
+    def run_of(self, size: int, name: str) -> Communicator:
+        """Return a communicator of this rank and those next to it: runs of `size` ranks, one after the other.
+
+        All ranks call; `destroy()` gives it back. Its ranks exchange messages: a rank that waits here for its peers
+        would not read what they offer there.
+
+        Args:
+            size: divides the number of ranks.
+            name: name of the group in records.
+        """
+        first = self.rank - self.rank % size
+        return self._part(range(first, first + size), name)
+
+    def across_runs(self, size: int, name: str) -> Communicator:
+        """Return a communicator of the ranks at this rank's place in all runs of `size` ranks; see `run_of`."""
+        return self._part(range(self.rank % size, self.world, size), name)
+
+    def _part(self, members: Sequence[int], name: str) -> Communicator:
+        if self._nobody_there:
+            return Communicator(None, self.ledger, self.device, name=name, imagined=len(members))
+        everybody = dist.get_process_group_ranks(self.user_group if self.user_group is not None else dist.group.WORLD)
+        group = dist.new_group(
+            [everybody[member] for member in members],
+            self.timeout,
+            backend=_backend(self.user_group, self.device),
+            use_local_synchronization=True,
+        )
+        part = Communicator(group, self.ledger, self.device, name=name, ordered=self._ordered, messages=True)
+        part._own_groups.append(group)
+        self._parts.append(part)
+        return part
 
     def all_gather(
         self, pairs: Sequence[tuple[torch.Tensor, torch.Tensor]], label: str, kind: str = "gather"
@@ -344,7 +379,10 @@ class Communicator:
         return count <= neighbours.MOST_ADDRESSES
 
     def destroy(self) -> None:
-        """Give back the process groups made by this communicator (not the user's)."""
+        """Give back the process groups made by this communicator (not the user's), and its parts."""
+        for part in self._parts:
+            part.destroy()
+        self._parts = []
         if self._neighbours is not None:
             self._neighbours.close()
             self._neighbours = None
