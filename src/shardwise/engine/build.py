@@ -6,6 +6,7 @@ from __future__ import annotations
 
 import argparse
 from collections.abc import Callable, Iterable
+from dataclasses import replace
 from typing import Any
 
 import torch
@@ -24,6 +25,7 @@ from shardwise.engine.engine import Engine
 from shardwise.engine.exhausted import Circumstances, explaining
 from shardwise.engine.facts import facts_of
 from shardwise.engine.plans import Subject
+from shardwise.engine.zeropp import quantized_reduction
 from shardwise.errors import ConfigError, UsageError
 from shardwise.memory import Accountant, Category
 from shardwise.optim import Sharding, is_elementwise_state, sharding_of
@@ -32,7 +34,7 @@ from shardwise.precision.dtypes import policy_from_config
 from shardwise.precision.scaler import LossScaler
 from shardwise.schedules import build as build_schedule
 from shardwise.utils.logging import warn_once
-from shardwise.zero.init import shard_module, suspended
+from shardwise.zero.init import built_for_codes, shard_module, suspended
 from shardwise.zero.model import ShardedModel
 from shardwise.zero.plan import Plan
 from shardwise.zero.released import owner_of
@@ -159,6 +161,8 @@ def _build(
         )
     policy = policy_from_config(settings)
     plan = Plan.of(settings.zero_optimization, world)
+    if plan.shard_parameters and built_for_codes(model):
+        plan = replace(plan, quantized_weights=True)
     accountant = Accountant()
 
     # A model that is wrapped again (trainers do) leaves its old engine first.
@@ -206,6 +210,7 @@ def _build(
             device=device,
             accountant=accountant,
             prescale=_prescale(settings, world),
+            compressor=quantized_reduction(settings, comm),
             boundary=lambda: engine_box[0].reduces_now(),
             leaves=leaves_of(model, settings.zero_optimization.leaf_module),
         )

@@ -19,6 +19,7 @@ from shardwise.comm.communicator import Communicator
 from shardwise.comm.ledger import Ledger
 from shardwise.config import Facts, Resolution, resolve
 from shardwise.engine.scaling import computes_norm
+from shardwise.engine.zeropp import quantized_reduction
 from shardwise.errors import ConfigError, UsageError
 from shardwise.memory import (
     Accountant,
@@ -332,6 +333,7 @@ class Planner:
             optimizer = twin_of(subject.optimizer, groups)
         # More ranks may be on other machines.
         like = subject.comm if setting.ranks == subject.setting.ranks else None
+        comm = Communicator(None, Ledger(), subject.device, imagined=setting.ranks, like=like)
         with mode, warnings.catch_warnings():
             # The engine compares addresses, of which fake tensors have none.
             warnings.filterwarnings("ignore", message="Accessing the data pointer of FakeTensor")
@@ -342,9 +344,10 @@ class Planner:
                 is_elementwise=is_elementwise_state,
                 plan=Plan.of(settings.zero_optimization, setting.ranks),
                 policy=policy_from_config(settings),
-                comm=Communicator(None, Ledger(), subject.device, imagined=setting.ranks, like=like),
+                comm=comm,
                 device=subject.device,
                 accountant=Accountant(),
+                compressor=quantized_reduction(settings, comm),
                 boundary=lambda: True,
                 leaves=leaves_of(twin, settings.zero_optimization.leaf_module),
             )

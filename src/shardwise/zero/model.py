@@ -24,6 +24,7 @@ from shardwise.precision.norms import Runs, clip_coefficient, combine
 from shardwise.registry import Registry
 from shardwise.zero import released
 from shardwise.zero.calls import Use
+from shardwise.zero.codes import UnitCodes
 from shardwise.zero.gather import Gatherer, Phase, backward_order
 from shardwise.zero.guards import Guards
 from shardwise.zero.hooks import Hooks
@@ -126,6 +127,7 @@ class ShardedModel:
         for index, (spec, sections) in enumerate(zip(specs, layouts, strict=True)):
             self.units.append(self._build_unit(spec, sections, sharded=plan.shard_parameters and index not in whole))
         sharded = [unit for unit in self.units if unit.sharded]
+        self._prepare_gathers(sharded)
         self.channel = SideChannel(comm, sharded) if sharded and not comm.imagined else None
         self.gatherer = Gatherer(
             self.units,
@@ -209,10 +211,15 @@ class ShardedModel:
                 elements += spec.numel
         if plan.keeps_what_saves:
             whole = {i: sum(s.numel * s.dtype.itemsize for s in sections) for i, sections in enumerate(layouts)}
-            shard = {i: sum(s.shard * s.dtype.itemsize for s in sections) for i, sections in enumerate(layouts)}
+            shard = {i: sum(self._kept(s) * s.dtype.itemsize for s in sections) for i, sections in enumerate(layouts)}
             numels = {i: sum(s.numel for s in sections) for i, sections in enumerate(layouts)}
             stay |= best_whole(orders, whole, shard, numels, plan.ahead, stay)
         return stay
+
+    def _kept(self, section: Section) -> int:
+        """Return how many elements of a section a rank keeps if it is sharded."""
+        second = self.plan.secondary if self.update is not None else 1
+        return section.shard + (section.numel // second if second > 1 else 0)
 
     def _build_unit(self, spec: UnitSpec, layouts: Sequence[Section], *, sharded: bool) -> Unit:
         sections = []
@@ -248,6 +255,17 @@ class ShardedModel:
             released.adopt(parameter, self)
         unit.release()
         return unit
+
+    def _prepare_gathers(self, sharded: Sequence[Unit]) -> None:
+        """Have gathers of passes that are trained go the ways of ZeRO++, if the plan says so."""
+        if self.plan.quantized_weights:
+            for unit in sharded:
+                codes = UnitCodes(unit.sections, self.registry, self.comm.rank, self.accountant)
+                unit.codes = codes if codes.coded else None
+        if self.plan.secondary > 1 and self.update is not None:
+            group = self.comm.run_of(self.plan.secondary, "secondary")
+            for unit in sharded:
+                unit.keep_second(group)
 
     def _fill(self, unit: Unit, section: SectionMemory) -> None:
         """Copy the initial values in; rank 0's are everybody's."""
@@ -388,6 +406,8 @@ class ShardedModel:
 
     def _values_have_changed(self) -> None:
         """Tell autograd, which may have saved parameters, that the engine has written new values into them."""
+        for unit in self.units:
+            unit.second_valid = False
         torch.autograd.graph.increment_version(self._trainable)
         self.guards.note()
 
@@ -527,6 +547,7 @@ class ShardedModel:
             if unit.state is not UnitState.RELEASED:
                 pairs = [(s.wire_view, s.shard) for s in unit.sections]
                 self.comm.all_gather(pairs, unit.name, kind="explicit").wait()
+                unit.rounded = False
         self._values_have_changed()
 
     # -- access ------------------------------------------------------------------------------------------------------
@@ -564,6 +585,7 @@ class ShardedModel:
             for section in unit.sections:
                 section.free()
             raise
+        unit.rounded = False
         unit.fill_done()
         unit.expose()
 
@@ -584,6 +606,13 @@ class ShardedModel:
         if src is not None:
             root = self.comm.group_rank(src)
             for unit in self.units_of(parameters):
+                if unit.rounded:
+                    raise UsageError(
+                        f"GatheredParameters(modifier_rank={src}) inside of a forward or backward pass: under "
+                        f"zero_optimization.zero_quantized_weights unit {unit.name!r} has rounded values there, and "
+                        "storing them would round the weights themselves. Change parameters between passes."
+                    )
+                unit.second_valid = False
                 for section in unit.sections:
                     self.comm.broadcast(section.wire_view, root, f"{unit.name}.modified").wait()
                 unit.store_shard()

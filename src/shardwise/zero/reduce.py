@@ -201,7 +201,9 @@ class Reducer:
     def lags_behind(self, index: int) -> bool:
         """Whether a peer may wait for a reduction still to come here without having launched the gather of a unit."""
         if not self.reducing or self._next >= len(self._order):
-            return False
+            # The last reduction, if it is lossy, may need this rank's `wait()` to end elsewhere.
+            waiting = self._in_flight is not None and not self._in_flight[2]
+            return waiting and self._launched[-1] < self._places.get(index, -1)
         return self._launched[self._next] < self._places.get(index, -1)
 
     def begin(self) -> None:
@@ -311,6 +313,7 @@ class Reducer:
             buffer = section.whole_gradient
         else:
             if (not self.boundary or gradients.accumulated) and self._in_flight_alone():
+                self._before_launch(gradients.unit)  # a lossy reduction may wait for peers that wait for gathers
                 self._finish()
             if alone and self.in_pieces(gradients.unit):
                 buffer = Pieces(section.places, dtype)
@@ -407,7 +410,7 @@ class Reducer:
             return
         gradients, handle, own_only = self._in_flight
         self._in_flight = None
-        with self._waiting(), self.accountant.owning(Category.OTHER):
+        with self._waiting(), self.accountant.owning(Category.OTHER if own_only else Category.BUFFERS):
             handle.wait()
         self._free(gradients)
         pairs = [

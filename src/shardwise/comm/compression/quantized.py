@@ -190,7 +190,7 @@ class _Exchange:
         first = method.hops.node if method.hops is not None else comm
         sent = torch.empty(comm.world * size, dtype=torch.uint8, device=comm.device)
         for (flat, begin, end), error in zip(self._flats, self._errors, strict=True):
-            rows = flat.full.view(comm.world, -1)
+            rows = flat.full.view(comm.world, flat.own.numel())
             for messages, part in self._by_receiver(sent.view(comm.world, size)):
                 method.encode(rows[part], messages[:, begin:end], error[part] if error is not None else None)
         self._received, self._handle = self._launch(first, sent)
@@ -219,7 +219,7 @@ class _Exchange:
         method, code, hops = self._method, self._method.code, self._method.hops
         self._handle.wait()
         self.scratch = ()
-        terms = self._received.view(-1, self._size)
+        terms = self._received.view(method.comm.world, self._size)
         if hops is not None:
             terms = self._second_hop(hops, terms.view(hops.node.world, method.nodes, self._size))
         for flat, begin, end in self._flats:
@@ -251,7 +251,7 @@ class _Exchange:
             comm.all_gather([(whole, own)], self._label, kind="reduce").wait()
             return
         message = torch.empty(code.nbytes(own.numel()), dtype=torch.uint8, device=own.device)
-        self._method.encode(own.view(1, -1), message.view(1, -1), None)
+        self._method.encode(own.unsqueeze(0), message.unsqueeze(0), None)
         messages = message.new_empty(comm.world * message.numel())
         comm.all_gather([(messages, message)], self._label, kind="reduce").wait()
-        code.decode(messages.view(comm.world, -1), whole.view(comm.world, -1))
+        code.decode(messages.view(comm.world, message.numel()), whole.view(comm.world, own.numel()))
