@@ -10,6 +10,7 @@ import pytest
 
 from shardwise.config import resolve
 from shardwise.config.reference import table, update
+from shardwise.config.schema.gradients import METHODS
 from shardwise.config.tree import walk
 from shardwise.errors import BatchSizeError, ConfigError
 
@@ -23,7 +24,8 @@ def test_the_page_is_up_to_date() -> None:
 
 def test_every_key_has_a_row() -> None:
     rows = [line for line in table().splitlines() if line.startswith("| `")]
-    assert len(rows) == sum(key.kind != "section" for _, key in walk())
+    parameters = sum(len(method.model_fields) for method in METHODS.values())
+    assert len(rows) == sum(key.kind != "section" for _, key in walk()) + parameters
     assert all(len(re.split(r"(?<!\\)\|", row)) == 6 for row in rows)
 
 

@@ -66,7 +66,6 @@ def test_tables_name_existing_keys() -> None:
 ASKING: dict[str, Any] = {
     "managed_gradient_accumulation": False,
     "sequence_parallel_size": 2,
-    "compression.type": "powerSGD",
     "zero_optimization.offload_param": {"device": "cpu"},
     "zero_optimization.offload_optimizer": {"device": "nvme"},
     "zero_optimization.zenflow": {},

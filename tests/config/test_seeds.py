@@ -48,6 +48,12 @@ ACCEPTED = {
         comms_logger=COMMS_LOGGER,
         zero_optimization={"stage": 3, "reduce_bucket_size": 5e6},
     ),
+    "compression": small(
+        compression={
+            "type": "powerSGD",
+            "params": {"matrix_approximation_rank": 2, "start_compressing_after_step": 1000},
+        }
+    ),
     "mixed precision": small(fp16=FP16),
     "clipping": small(gradient_clipping=1.0),
     "stage 3 with AdamW": {
@@ -131,15 +137,6 @@ REFUSED = {
             "fp16": {"enabled": True},
         },
         ["zero_optimization.offload_optimizer"],
-    ),
-    "compression": (
-        small(
-            compression={
-                "type": "powerSGD",
-                "params": {"matrix_approximation_rank": 2, "start_compressing_after_step": 1000},
-            }
-        ),
-        ["compression.type"],
     ),
     "hybrid parallelism": (
         small(

@@ -15,7 +15,8 @@ from .facts import Facts
 from .problems import Path, Problem, dotted
 from .scan import Scan, put
 from .schema.base import AUTO
-from .tree import Key
+from .schema.gradients import METHODS, canonical_method
+from .tree import Key, keys_of
 
 Choice = tuple[Any, str] | None
 _BATCH = ("train_batch_size", "train_micro_batch_size_per_gpu", "gradient_accumulation_steps")
@@ -104,9 +105,9 @@ def _value(path: Path, key: Key, facts: Facts) -> _Chosen:
 
 
 def _argument(path: Path, found: Scan, facts: Facts) -> _Chosen | str:
-    """Choose an argument of the optimizer or of the schedule, or say why there is none."""
+    """Choose an argument of the optimizer, of the schedule or of the compression, or say why there is none."""
     section, name = str(path[0]), str(path[-1])
-    if path[:2] not in (("optimizer", "params"), ("scheduler", "params")):
+    if path[1] != "params" or section not in ("optimizer", "scheduler", "compression"):
         return '"auto" has no meaning here: these arguments belong to another library; write a value'
     arguments = _arguments(section, found)
     if arguments is None:
@@ -129,6 +130,9 @@ def _arguments(section: str, found: Scan) -> dict[str, Any] | None:
     kind = found.data[section].get("type")
     if not isinstance(kind, str):
         return None
+    if section == "compression":
+        method = canonical_method(kind)
+        return None if method is None else {name: key.default for name, key in keys_of(METHODS[method]).items()}
     lookup = names.optimizer_signature if section == "optimizer" else names.schedule_signature
     signature = lookup(kind)
     return None if signature is None else signature.arguments

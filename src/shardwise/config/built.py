@@ -56,10 +56,6 @@ def _split(value: Any) -> bool:
     return value.enabled is not False and max(sizes) > 1
 
 
-def _method(value: Any) -> bool:
-    return value is not None and value.lower() != "none"
-
-
 def _set(value: Any) -> bool:
     """Whether any key of the section differs from its default."""
     return bool(value.model_dump(exclude_defaults=True))
@@ -81,7 +77,6 @@ UNBUILT: tuple[Unbuilt, ...] = (
     Unbuilt("disable_python_gc", "control of garbage collection", _on),
     Unbuilt("sparse_gradients", "sparse gradient reduction", _on),
     Unbuilt("graph_harvesting", "CUDA graphs of optimizer kernels", _on),
-    Unbuilt("compression.type", "gradient compression", _method),
     Unbuilt("fp16.fp16_master_weights_and_grads", "fp16 master weights", _on),
     Unbuilt("bf16.bf16_master_weights_and_grads", "bf16 master weights", _on),
     Unbuilt("bf16.bf16_optimizer_states", "bf16 optimizer state", _on),

@@ -105,9 +105,6 @@ def _zeropp(config: Config, world_size: int) -> Iterator[Problem]:
                 "is for `zero_optimization.zero_quantized_gradients`, which is off; remove the key or switch it on"
             )
             yield Problem(f"zero_optimization.{name}", message, ConflictError)
-    if zero.zero_quantized_gradients and (config.compression.type or "none").lower() != "none":
-        message = f'is "{config.compression.type}", but `zero_optimization.zero_quantized_gradients` reduces gradients'
-        yield Problem("compression.type", f"{message} already; keep one of the two", ConflictError)
     if zero.zero_quantized_weights and config.torch_autocast.enabled:
         message = "excludes `torch_autocast.enabled`, which keeps fp32 parameters for exact gathers; keep one of them"
         yield Problem("zero_optimization.zero_quantized_weights", message, ConflictError)

@@ -1,8 +1,8 @@
 """Which of the user's keys change nothing in this run, and why.
 
-Three kinds: hints for mechanisms that other libraries have and this one does not need; keys of a section that is
-switched off; keys of one ZeRO stage under another. They are accepted, because published configurations are full of
-them, and listed, because a key that does nothing must not look like one that does.
+Four kinds: hints for mechanisms that other libraries have and this one does not need; keys of a section that is
+switched off; keys of one ZeRO stage under another; compression where nothing travels. They are accepted, because
+published configurations are full of them, and listed, because a key that does nothing must not look like one that does.
 """
 
 from __future__ import annotations
@@ -19,7 +19,7 @@ from .tree import Key, keys_of, walk
 _OFFLOAD = ("offload_param", "offload_optimizer")
 
 
-def without_effect(config: Config, found: Scan) -> list[Note]:
+def without_effect(config: Config, found: Scan, world_size: int = 1) -> list[Note]:
     """List the keys that the user gave and that change nothing, with the reason; a section is listed as a whole."""
     notes: list[Note] = []
     listed: set[tuple[str, ...]] = set()
@@ -28,6 +28,7 @@ def without_effect(config: Config, found: Scan) -> list[Note]:
             continue
         value = value_at(config, ".".join(path))
         reason = key.no_effect or _switched_off(key, value) or _other_stage(path, config)
+        reason = reason or _nothing_travels(path, config, world_size)
         if reason:
             listed.add(path)
             notes.append(Note(dotted(found.given[path]), _plain(value), reason))
@@ -54,6 +55,11 @@ def _other_stage(path: tuple[str, ...], config: Config) -> str:
         return ""
     belongs = path[1].startswith("stage3_") or path[1] == "leaf_module"
     return f"it belongs to stage 3, and the stage is {stage}" if belongs else ""
+
+
+def _nothing_travels(path: tuple[str, ...], config: Config, world_size: int) -> str:
+    compressing = path == ("compression",) and config.compression.type is not None
+    return "there is one rank, so no gradient travels" if compressing and world_size == 1 else ""
 
 
 def _plain(value: Any) -> Any:

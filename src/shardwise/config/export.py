@@ -7,6 +7,7 @@ from typing import Any, NamedTuple
 
 from .resolve import Resolution
 from .schema.base import AUTO, Section
+from .schema.gradients import METHODS
 from .schema.root import Config
 from .tree import Key, keys_of, raw_json_schema, walk
 
@@ -38,10 +39,20 @@ def json_schema() -> dict[str, Any]:
     for model in _sections(Config):
         target = schema if model is Config else definitions[model.__name__]
         _open_up(target, model)
+    definitions["Compression"]["allOf"] = [_parameters(name, method) for name, method in METHODS.items()]
     schema["properties"]["$schema"] = {"type": "string", "description": "Address of this JSON Schema."}
     zero = schema["properties"]["zero_optimization"]
     zero["anyOf"].append({"type": "boolean", "deprecated": True})
     return schema
+
+
+def _parameters(name: str, method: type[Section]) -> dict[str, Any]:
+    """Say that `compression.params` are those of a method where `type` is its name, in any case."""
+    params = raw_json_schema(method)
+    _open_up(params, method)
+    spelled = "".join(f"[{letter.lower()}{letter.upper()}]" if letter.isalpha() else letter for letter in name)
+    chosen = {"properties": {"type": {"type": "string", "pattern": f"^{spelled}$"}}, "required": ["type"]}
+    return {"if": chosen, "then": {"properties": {"params": params}}}
 
 
 def _sections(model: type[Section]) -> list[type[Section]]:

@@ -12,10 +12,12 @@ from pathlib import Path
 from typing import Any
 
 from .built import UNBUILT
+from .schema.gradients import METHODS
 from .tree import Key, expected, walk
 
 BEGIN = "<!-- keys: made by python -m shardwise.config.reference -->"
 END = "<!-- end of keys -->"
+_HEAD = "| Key | Values | Default | Meaning |\n|---|---|---|---|"
 
 
 def table() -> str:
@@ -28,9 +30,16 @@ def table() -> str:
     parts: list[str] = []
     for name, keys in groups.items():
         parts.append(f"### {f'`{name}`' if name else 'Top level'}\n")
-        parts.append("| Key | Values | Default | Meaning |\n|---|---|---|---|")
+        parts.append(_HEAD)
         parts.extend(_row(path, key, len(name.split(".")) if name else 0) for path, key in keys)
         parts.append("")
+        if name == "compression":
+            for method, section in METHODS.items():
+                parts.append(f'#### `compression.params` of "{method}"\n')
+                parts.append(_HEAD)
+                rows = [(("compression", "params", *path), key) for path, key in walk(section)]
+                parts.extend(_row(path, key, 2) for path, key in rows)
+                parts.append("")
     return "\n".join(parts).rstrip() + "\n"
 
 

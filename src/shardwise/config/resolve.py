@@ -17,6 +17,7 @@ from .auto import Note, resolve_autos
 from .batch import MICRO, STEPS, TRAIN, Batch, solve
 from .built import check_built, value_at
 from .checks import check_combinations, check_worth_a_warning
+from .compression import check_compression, method_name
 from .effects import without_effect
 from .facts import Facts
 from .params import check_optimizer, check_scheduler
@@ -87,6 +88,7 @@ def resolve(source: Any, *, world_size: int = 1, facts: Facts | None = None) -> 
         *value_problems,
         *check_optimizer(config, found),
         *check_scheduler(config, found),
+        *check_compression(config, found),
         *check_combinations(config, found, world_size),
         *check_built(config, found),
     ]
@@ -102,7 +104,7 @@ def resolve(source: Any, *, world_size: int = 1, facts: Facts | None = None) -> 
         raw=document.data,
         notes=notes,
         warnings=[*_deprecations(found), *check_worth_a_warning(config)],
-        no_effect=without_effect(config, found),
+        no_effect=without_effect(config, found, world_size),
         origin=document.origin,
         given=frozenset(dotted(path) for path in found.given),
     )
@@ -138,6 +140,7 @@ def _settle(config: Config) -> list[Note]:
         config.optimizer.type = names.canonical_optimizer(written)
         if config.optimizer.type not in (written, written.lower()):
             notes.append(Note("optimizer.type", config.optimizer.type, "the name in torch.optim"))
+    config.compression.type = method_name(config)
     for name in _STEP_ARGUMENTS:
         value = config.scheduler.params.get(name)
         if isinstance(value, float) and math.isfinite(value):

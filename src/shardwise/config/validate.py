@@ -33,7 +33,7 @@ def validate(found: Scan) -> tuple[Config, list[Problem]]:
             for path in wrong:
                 key = _key(path)
                 value = _take(data, path)
-                problems.append(Problem(dotted(found.given.get(path, path)), _message(key, value)))
+                problems.append(Problem(dotted(found.given.get(path, path)), message(key, value)))
 
 
 def _place(loc: tuple[int | str, ...]) -> Path:
@@ -78,11 +78,12 @@ def _take(data: Any, path: Path) -> Any:
     return data.pop(path[-1])
 
 
-def _message(key: Key, value: Any) -> str:
+def message(key: Key, value: Any) -> str:
+    """Say what a key accepts and what was found instead, with advice where what was meant can be guessed."""
     words = "an object {...}" if key.kind == "list" and not isinstance(value, list) else expected(key)
-    message = f"expected {words}, found {show(value)}"
+    text = f"expected {words}, found {show(value)}"
     advice = _advice(key, value)
-    return f"{message}. {advice}" if advice else message
+    return f"{text}. {advice}" if advice else text
 
 
 def show(value: Any) -> str:

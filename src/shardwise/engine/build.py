@@ -19,13 +19,15 @@ from shardwise.comm.ledger import Ledger
 from shardwise.comm.logger import comms_logger
 from shardwise.comm.setup import init_distributed, local_rank
 from shardwise.config import Facts, config_arguments, config_path, resolve
+from shardwise.config.compression import method_parameters
+from shardwise.config.schema.gradients import DGC
 from shardwise.data import EngineDataLoader
 from shardwise.device import choose_device
 from shardwise.engine.engine import Engine
 from shardwise.engine.exhausted import Circumstances, explaining
 from shardwise.engine.facts import facts_of
 from shardwise.engine.plans import Subject
-from shardwise.engine.zeropp import quantized_reduction
+from shardwise.engine.zeropp import reduction
 from shardwise.errors import ConfigError, UsageError
 from shardwise.memory import Accountant, Category
 from shardwise.optim import Sharding, is_elementwise_state, sharding_of
@@ -188,6 +190,7 @@ def _build(
         if kind is Sharding.REFUSED:
             raise ConfigError(f"optimizer {type(optimizer).__name__} cannot be used: {reason}")
         whole = kind is Sharding.WHOLE
+        _check_momentum(settings, optimizer)
     # It sets the first step's learning rate on the groups, which stay what they are.
     scheduler = _scheduler(settings, client_scheduler, optimizer)
     _place_buffers(model, device, policy.buffer_dtype, settings.data_types.keep_in_fp32_modules, accountant)
@@ -210,7 +213,7 @@ def _build(
             device=device,
             accountant=accountant,
             prescale=_prescale(settings, world),
-            compressor=quantized_reduction(settings, comm),
+            compressor=reduction(settings, comm, lambda tensor: accountant.hold(Category.BUFFERS, tensor)),
             boundary=lambda: engine_box[0].reduces_now(),
             leaves=leaves_of(model, settings.zero_optimization.leaf_module),
         )
@@ -302,6 +305,23 @@ def _optimizer(
     if settings.optimizer is None or settings.optimizer.type is None:
         return None
     return build_optimizer(settings.optimizer.type, chosen, dict(settings.optimizer.params or {}), device=device)
+
+
+def _check_momentum(settings: Any, optimizer: torch.optim.Optimizer) -> None:
+    """Warn of a method that applies momentum before it sends, under an optimizer that applies its own after."""
+    method = method_parameters(settings)
+    if not isinstance(method, DGC) or method.momentum == 0:
+        return
+    for number, group in enumerate(optimizer.param_groups):
+        own = {name: group[name] for name in ("momentum", "betas") if name in group}
+        first = own["betas"][0] if "betas" in own else own.get("momentum", 0)
+        if first:
+            warn_once(
+                f'compression.type "dgc" applies momentum {method.momentum:g} before it sends, and group {number} of '
+                f"{type(optimizer).__name__} applies its own ({', '.join(f'{n} {v}' for n, v in own.items())}) on top. "
+                "Set compression.params.momentum to 0, or use SGD without momentum"
+            )
+            return
 
 
 def _scheduler(settings: Any, client: Any, optimizer: torch.optim.Optimizer | None) -> Any:

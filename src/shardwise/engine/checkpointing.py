@@ -219,7 +219,11 @@ class Checkpointing:
         loader = self.training_dataloader
         return TrainingState(
             client=client,
-            rank={"rng": rng.capture(self.device), "loader": None if loader is None else loader.state_dict()},
+            rank={
+                "rng": rng.capture(self.device),
+                "loader": None if loader is None else loader.state_dict(),
+                "compression": self._kept(),
+            },
             scheduler=None if scheduler is None else scheduler.state_dict(),
             scaler=None if self.loss_scaler is None else self.loss_scaler.state_dict(),
             counters={
@@ -244,6 +248,7 @@ class Checkpointing:
             self.micro_steps = self.global_steps * self.gradient_accumulation_steps()
         same = len(loaded.manifest.ranks) == world
         own = loaded.rank if loaded.rank is not None else loaded.first
+        self._take_kept(own.get("compression") if options.optimizer else None, loaded)
         if self.training_dataloader is not None and own["loader"] is not None:
             self.training_dataloader.load_state_dict((own if same else loaded.first)["loader"])
         if not same:
@@ -254,6 +259,43 @@ class Checkpointing:
         if loaded.rank is not None:
             # Last: nothing after this draws a number.
             rng.restore(loaded.rank["rng"], self.device)
+
+    @property
+    def _method(self) -> str:
+        """What reduces gradients with loss: a `compression.type`, or the key that has one of its own."""
+        return self._resolution.config.compression.type or "zero_quantized_gradients"
+
+    def _kept(self) -> dict[str, Any] | None:
+        """Return what this rank's lossy reductions keep, with what it depends on."""
+        compressor = self.sharded.compressor
+        if compressor is None:
+            return None
+        return {"method": self._method, "layout": self.sharded.reduced_layout(), "kept": compressor.state_dict()}
+
+    def _take_kept(self, saved: dict[str, Any] | None, loaded: Loaded) -> None:
+        """Go on with what lossy reductions have kept, if this engine's would have kept it in the same places.
+
+        The decision depends on nothing that could differ between ranks.
+        """
+        compressor = self.sharded.compressor
+        if compressor is not None:
+            compressor.clear()
+            compressor.steps = self.global_steps
+        if saved is None:
+            return
+        if compressor is None:
+            now = "no compression" if self._comm.world > 1 else "one rank, and nothing is sent"
+            reason = f'it was kept by "{saved["method"]}", and there is {now}'
+        elif saved["method"] != self._method:
+            reason = f'it was kept by "{saved["method"]}", and the method is "{self._method}"'
+        elif len(loaded.manifest.ranks) != self._comm.world:
+            reason = f"{len(loaded.manifest.ranks)} ranks have kept it, and there are {self._comm.world}"
+        elif saved["layout"] != self.sharded.reduced_layout():
+            reason = "parameters are laid out in other units than they were"
+        else:
+            compressor.load_state_dict(saved["kept"])
+            return
+        self._log(f"{loaded.path}: what compression had not sent yet is dropped: {reason}")
 
     def _log(self, message: str) -> None:
         if self._comm.rank == 0:

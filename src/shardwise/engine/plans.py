@@ -19,7 +19,7 @@ from shardwise.comm.communicator import Communicator
 from shardwise.comm.ledger import Ledger
 from shardwise.config import Facts, Resolution, resolve
 from shardwise.engine.scaling import computes_norm
-from shardwise.engine.zeropp import quantized_reduction
+from shardwise.engine.zeropp import reduction
 from shardwise.errors import ConfigError, UsageError
 from shardwise.memory import (
     Accountant,
@@ -347,7 +347,7 @@ class Planner:
                 comm=comm,
                 device=subject.device,
                 accountant=Accountant(),
-                compressor=quantized_reduction(settings, comm),
+                compressor=reduction(settings, comm, lambda _: None),
                 boundary=lambda: True,
                 leaves=leaves_of(twin, settings.zero_optimization.leaf_module),
             )

@@ -1,12 +1,16 @@
-"""The quantised gradient reduction of ZeRO++ (qgZ), from the configuration and from which ranks share a node."""
+"""The lossy reduction that the configuration asks for; for that of ZeRO++ (qgZ), which ranks share a node."""
 
 from __future__ import annotations
 
 import os
+from collections.abc import Callable
 from itertools import groupby
 from typing import TYPE_CHECKING
 
-from shardwise.comm.compression import BlockCode, Feedback, Hops, QuantizedReduction
+import torch
+
+from shardwise.comm.compression import BlockCode, Compressor, Feedback, Hops, QuantizedReduction
+from shardwise.comm.compression.registry import build
 from shardwise.comm.environment import discover
 from shardwise.comm.rendezvous import machine
 from shardwise.errors import ConfigError, LaunchError
@@ -16,26 +20,27 @@ if TYPE_CHECKING:
     from shardwise.config import Config
 
 
-def quantized_reduction(config: Config, comm: Communicator) -> QuantizedReduction | None:
-    """Return what reduces gradients under `zero_quantized_gradients`, or None (all ranks call).
+def reduction(config: Config, comm: Communicator, hold: Callable[[torch.Tensor], None]) -> Compressor | None:
+    """Return what reduces gradients with loss, or None if they are reduced exactly (all ranks call).
 
     Args:
         config: validated.
         comm: the data-parallel group.
+        hold: is told of each buffer, to count it until it is given back.
 
     Raises:
         ConfigError: nodes have different numbers of ranks.
     """
     zero = config.zero_optimization
     if not zero.zero_quantized_gradients or comm.world == 1:
-        return None
+        return build(config, comm, hold)
     size = int(zero.zero_node_size) if zero.zero_node_size is not None else node_size(comm)
     hops = None
     if 1 < size < comm.world:
         hops = Hops(comm.run_of(size, "node"), comm.across_runs(size, "across_nodes"))
     loco = zero.zeropp_loco_param
     feedback = Feedback(loco.err_beta, int(loco.reset_T)) if loco is not None else None
-    return QuantizedReduction(comm, BlockCode(4), hops=hops, feedback=feedback)
+    return QuantizedReduction(comm, BlockCode(4), hold, hops=hops, feedback=feedback)
 
 
 def node_size(comm: Communicator) -> int:

@@ -16,6 +16,7 @@ from typing import TYPE_CHECKING
 
 import torch
 
+from shardwise.comm.compression import Compressor, SectionSizes
 from shardwise.comm.neighbours import CHUNK
 from shardwise.comm.wire import SUM_CHUNK
 from shardwise.memory import ActivationPlan, Category, StepBytes, step_bytes
@@ -297,9 +298,20 @@ class _Sizes:
 
     def _wire(self, section: SectionMemory) -> torch.dtype:
         wire = self.model.policy.wire_dtype
-        if wire is not None:
-            return wire
-        return section.accumulate_dtype if self.sums_locally else section.layout.dtype
+        own = section.accumulate_dtype if self.sums_locally else section.layout.dtype
+        if wire is None or self._always_lossy:
+            return own
+        # Lossy reductions take gradients as they are, after exact ones that do not.
+        return max(wire, own, key=lambda dtype: dtype.itemsize) if self._compressor is not None else wire
+
+    @property
+    def _compressor(self) -> Compressor | None:
+        return self.model.compressor if self.world > 1 else None
+
+    @property
+    def _always_lossy(self) -> bool:
+        """Whether no reduction is exact."""
+        return self._compressor is not None and self._compressor.start == 0
 
     def _sent(self, unit: Unit) -> int:
         if self._in_pieces(unit):
@@ -330,27 +342,31 @@ class _Sizes:
         )
 
     def _received(self, unit: Unit) -> int:
-        reducer = self.model.reducer
-        if reducer is not None and reducer.compressor is not None:
-            compressor = reducer.compressor
-            return sum(
-                compressor.scratch_bytes(self.numel(section), self._shapes(section), self.world)
-                for section in unit.trainable
-            )
-        return 0 if self.model.comm.reads_peers else self._sent(unit) * (self.world - 1) // self.world
+        exact = 0 if self.model.comm.reads_peers else self._sent(unit) * (self.world - 1) // self.world
+        if self._compressor is None:
+            return exact
+        lossy = self._compressor.scratch_bytes([self._section_sizes(section) for section in unit.trainable])
+        return lossy if self._always_lossy else max(lossy, exact)
 
     def unsent(self) -> int:
         """What lossy reductions keep because it has not been sent."""
-        reducer = self.model.reducer
-        if reducer is None or reducer.compressor is None:
+        compressor = self._compressor
+        if compressor is None:
             return 0
-        compressor = reducer.compressor
-        return sum(
-            compressor.kept_bytes(self.numel(section), self._shapes(section), self.world) for section in self.trained()
-        )
+        return sum(compressor.kept_bytes(self._section_sizes(section)) for section in self.trained())
 
-    def _shapes(self, section: SectionMemory) -> list[torch.Size]:
-        return [torch.Size(self.model.registry[slot.index].shape) for slot in section.layout.slots]
+    def _section_sizes(self, section: SectionMemory) -> SectionSizes:
+        shapes, offset = [], 0
+        for slot in section.layout.slots:
+            shapes.append((slot.offset if self.padded else offset, torch.Size(self.model.registry[slot.index].shape)))
+            offset += slot.numel
+        return SectionSizes(
+            numel=self.numel(section),
+            shapes=shapes,
+            dtype=section.accumulate_dtype if self.sums_locally else section.layout.dtype,
+            whole=section.keeps_whole_gradient,
+            wire_dtype=self.model.policy.wire_dtype,
+        )
 
     def scratch(self) -> int:
         """Chunks in which gradients are read from the peers' memory and added up."""

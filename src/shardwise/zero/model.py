@@ -8,6 +8,7 @@ filled, sharded and released before the next one is touched, so that at most one
 from __future__ import annotations
 
 import contextlib
+import hashlib
 from collections.abc import Callable, Iterable, Iterator, Sequence
 from dataclasses import replace
 from typing import Any
@@ -150,7 +151,7 @@ class ShardedModel:
                 wire_dtype=policy.wire_dtype,
                 prescale=prescale,
                 compressor=compressor,
-                scale=lambda: self.loss_scale(),
+                scale=lambda: 1.0 / self.gradient_factor(),
                 boundary=boundary,
                 used=self.gatherer.used,
                 settled=self.gatherer.settled,
@@ -494,6 +495,22 @@ class ShardedModel:
             for p in section.layout.pieces(*section.layout.range_of(self.comm.rank))
             if p.index == index
         ]
+
+    # -- what a lossy reduction keeps ----------------------------------------------------------------------------------
+
+    @property
+    def compressor(self) -> Compressor | None:
+        """What reduces gradients with loss; None if they are reduced exactly, or there is nobody to send them to."""
+        return None if self.reducer is None else self.reducer.compressor
+
+    def reduced_layout(self) -> str:
+        """Return what is the same in two runs if what their reductions keep is laid out alike: a fingerprint."""
+        sections = [
+            (unit.name, section.layout.numel, str(section.layout.dtype), section.layout.slots)
+            for unit in self.units
+            for section in unit.trainable
+        ]
+        return hashlib.sha256(repr((self.comm.world, sections)).encode()).hexdigest()
 
     # -- checkpoints (shardwise.checkpoint.protocols.ShardedModel) -----------------------------------------------------
 

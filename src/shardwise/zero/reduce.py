@@ -23,7 +23,7 @@ from torch import nn
 from torch.autograd.graph import Node, get_gradient_edge
 
 from shardwise.comm.communicator import Communicator
-from shardwise.comm.compression import Compressor, Flat, Reduction
+from shardwise.comm.compression import Compressor, Flat, Reduction, is_active
 from shardwise.comm.pieces import Pieces
 from shardwise.compat import never_compiled
 from shardwise.errors import UsageError
@@ -110,8 +110,8 @@ class Reducer:
         shard_gradients: reduce every micro-batch instead of once per step.
         wire_dtype: dtype on the wire, or None for the dtype of the local gradients.
         prescale: factor applied before sending.
-        compressor: reduces with loss, while it is active.
-        scale: what gradients are multiplied by: the loss scale of the backward pass.
+        compressor: reduces with loss, once it has started.
+        scale: what divides sums of gradients over ranks and micro-batches to give the gradient that is stepped.
         boundary: whether the backward pass that starts now is the last one before a step.
         used: whether a unit has computed something that may be differentiated.
         settled: whether all calls of a unit that are to be differentiated have been.
@@ -198,13 +198,18 @@ class Reducer:
         """Whether backward passes reduce now, or only add up locally."""
         return self.shard_gradients or self.boundary
 
+    @property
+    def _cast_to(self) -> torch.dtype | None:
+        """Dtype in which gradients are sent, if it is not theirs. Lossy methods choose what they send by themselves."""
+        return None if is_active(self.compressor) else self.wire_dtype
+
     def lags_behind(self, index: int) -> bool:
         """Whether a peer may wait for a reduction still to come here without having launched the gather of a unit."""
-        if not self.reducing or self._next >= len(self._order):
-            # The last reduction, if it is lossy, may need this rank's `wait()` to end elsewhere.
-            waiting = self._in_flight is not None and not self._in_flight[2]
-            return waiting and self._launched[-1] < self._places.get(index, -1)
-        return self._launched[self._next] < self._places.get(index, -1)
+        # Peers that have come as far may also wait for the further collectives of a lossy reduction under way.
+        under_way = self._in_flight is not None and not self._in_flight[2]
+        if not self.reducing or (self._next >= len(self._order) and not under_way):
+            return False
+        return self._launched[min(self._next, len(self._launched) - 1)] < self._places.get(index, -1)
 
     def begin(self) -> None:
         """Start a backward pass; called by the first hook that autograd runs, any number of times."""
@@ -306,7 +311,7 @@ class Reducer:
         # Sums over micro-batches are formed in the accumulator's dtype; a gradient that is alone travels as it is, and
         # without peers nothing travels. The choice depends on nothing that could differ between ranks.
         alone = self.comm.world > 1 and (self.shard_gradients or (self.boundary and not self.partial))
-        dtype = (self.wire_dtype or section.layout.dtype) if alone else section.accumulate_dtype
+        dtype = (self._cast_to or section.layout.dtype) if alone else section.accumulate_dtype
         buffer: torch.Tensor | Pieces
         if not alone and not gradients.accumulated and section.keeps_whole_gradient:
             # The reduced gradient will be as large as the sum, and nothing is in its place yet.
@@ -340,8 +345,9 @@ class Reducer:
         self._fill_gaps(gradients, section, buffer)
         if self.prescale != 1.0:
             buffer.mul_(self.prescale)
-        if self.wire_dtype is not None and buffer.dtype != self.wire_dtype and self.comm.world > 1:
-            buffer = buffer.to(self.wire_dtype)
+        wire = self._cast_to
+        if wire is not None and buffer.dtype != wire and self.comm.world > 1:
+            buffer = buffer.to(wire)
             self.accountant.hold(Category.BUFFERS, buffer)
         return buffer
 
@@ -386,7 +392,7 @@ class Reducer:
                 if isinstance(buffer, torch.Tensor):
                     buffer = self._prepare(gradients, section, buffer)
                 pairs.append((section.own_gradient, buffer))
-        compressor = self.compressor if self.compressor is not None and self.compressor.active else None
+        compressor = self.compressor if is_active(self.compressor) else None
         handle: Reduction
         with self.accountant.owning(Category.BUFFERS):
             if compressor is not None:
@@ -396,7 +402,11 @@ class Reducer:
                     if isinstance(buffer, torch.Tensor)
                 ]
                 handle = compressor.reduce(
-                    flats, unit.name, accumulate=gradients.accumulated, scale=self._scale() * self.prescale
+                    flats,
+                    unit.name,
+                    accumulate=gradients.accumulated,
+                    scale=self._scale(),
+                    wire_dtype=self.wire_dtype,
                 )
             else:
                 handle = self.comm.reduce_scatter(pairs, unit.name, accumulate=gradients.accumulated)

@@ -16,20 +16,24 @@ whose own rounding is a 256th of it.
 
 from __future__ import annotations
 
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from typing import TYPE_CHECKING, Any
 
 import torch
 
-from shardwise.comm.compression.base import Flat
+from shardwise.comm.compression.base import Flat, Method, SectionSizes
 from shardwise.comm.compression.quantize import BlockCode
 
 if TYPE_CHECKING:
     from shardwise.comm.communicator import Communicator, Handle
+    from shardwise.config.schema import gradients
 
 KEPT_DTYPE = torch.bfloat16
 """Type of what rounding has cut off."""
+
+_SECOND = ".node"
+"""End of the names of what the second hop keeps."""
 
 
 @dataclass(frozen=True)
@@ -58,30 +62,33 @@ class Hops:
     across: Communicator
 
 
-class QuantizedReduction:
+class QuantizedReduction(Method):
     """Reduces gradients as quantised blocks (a `Compressor`); see the module docstring.
 
     Args:
         comm: the ranks.
         code: how values are quantised.
+        hold: is told of each buffer, to count it until it is given back.
+        start: steps at the beginning that are reduced exactly.
         hops: exchange within nodes first; None: one exchange among all ranks. Ranks are numbered node by node.
         feedback: add what has been cut off to the next gradient; None: it is lost.
         stochastic: round at random instead of to nearest, so that errors are zero on average.
         exact_copies: where every rank keeps the whole sum, it is gathered exactly; False: as codes.
     """
 
-    active = True
-
     def __init__(
         self,
         comm: Communicator,
         code: BlockCode,
+        hold: Callable[[torch.Tensor], None],
         *,
+        start: int = 0,
         hops: Hops | None = None,
         feedback: Feedback | None = None,
         stochastic: bool = False,
         exact_copies: bool = True,
     ) -> None:
+        super().__init__(start, comm.device, hold)
         self.comm = comm
         self.code = code
         self.hops = hops
@@ -91,77 +98,90 @@ class QuantizedReduction:
         if stochastic:
             self.generator = torch.Generator(comm.device)
             self.generator.manual_seed(comm.rank)
-        self._errors: dict[str, torch.Tensor] = {}
-        self._scale = 1.0
-        self._steps = 0
 
     @property
     def nodes(self) -> int:
         """Number of nodes, as far as they matter."""
         return self.hops.across.world if self.hops is not None else 1
 
-    def reduce(self, flats: Sequence[Flat], label: str, *, accumulate: bool, scale: float) -> _Exchange:
-        """See `Compressor.reduce`."""
-        self._bring_to(scale)
-        return _Exchange(self, flats, label, accumulate)
+    def reduce(
+        self, flats: Sequence[Flat], label: str, *, accumulate: bool, scale: float, wire_dtype: torch.dtype | None
+    ) -> _Exchange:
+        """See `Compressor.reduce`; codes travel whatever `wire_dtype`."""
+        return _Exchange(self, flats, label, accumulate, scale)
 
     def encode(self, values: torch.Tensor, messages: torch.Tensor, error: torch.Tensor | None) -> None:
         """Quantise rows of values into rows of messages, with error feedback if there is any."""
         memory = self.feedback.memory if self.feedback is not None else 0.0
         self.code.encode(values, messages, error=error, memory=memory, generator=self.generator)
 
-    def error(self, name: str, rows: int, numel: int) -> torch.Tensor | None:
+    def error(self, name: str, rows: int, numel: int, scale: float) -> torch.Tensor | None:
         """Return what has been cut off of earlier gradients, (rows, numel), or None if that is not kept."""
         if self.feedback is None:
             return None
-        if name not in self._errors:
-            self._errors[name] = torch.zeros(rows, numel, dtype=KEPT_DTYPE, device=self.comm.device)
-        return self._errors[name]
+        return self.kept.at(name, rows * numel, KEPT_DTYPE, scale).view(rows, numel)
 
-    def _bring_to(self, scale: float) -> None:
-        if scale != self._scale:
-            for error in self._errors.values():
-                error.mul_(scale / self._scale)
-            self._scale = scale
+    def buffer(self, *shape: int) -> torch.Tensor:
+        """Return bytes for messages, and have them counted."""
+        made = torch.empty(shape, dtype=torch.uint8, device=self.comm.device)
+        self.hold(made)
+        return made
 
     def end_step(self, applied: bool) -> None:
-        """Count steps. After one that was skipped nothing is kept: its gradients were not finite."""
-        self._steps += applied
-        period = self.feedback.reset_every if self.feedback is not None else 0
-        if not applied or (period and self._steps % period == 0):
-            for error in self._errors.values():
-                error.zero_()
+        """See `Compressor.end_step`."""
+        super().end_step(applied)
+        if self.feedback is not None and self.feedback.reset_every and self.steps % self.feedback.reset_every == 0:
+            self.kept.clear()
 
-    def kept_bytes(self, numel: int, shapes: Sequence[torch.Size], world: int) -> int:
+    def kept_bytes(self, section: SectionSizes) -> int:
         """See `Compressor.kept_bytes`."""
         if self.feedback is None:
             return 0
-        second = self.nodes * -(-numel // world) if self.hops is not None else 0
-        return KEPT_DTYPE.itemsize * (numel + second)
+        second = self.nodes * -(-section.numel // self.comm.world) if self.hops is not None else 0
+        return KEPT_DTYPE.itemsize * (section.numel + second)
 
-    def scratch_bytes(self, numel: int, shapes: Sequence[torch.Size], world: int) -> int:
+    def scratch_bytes(self, sections: Sequence[SectionSizes]) -> int:
         """See `Compressor.scratch_bytes`."""
-        shard = -(-numel // world)
-        message = self.code.nbytes(shard)
-        work = self.code.scratch_bytes(world, shard, self.comm.device)
+        world = self.comm.world
+        shards = [-(-section.numel // world) for section in sections]
+        message = sum(self.code.nbytes(shard) for shard in shards)
+        work = max((self.code.scratch_bytes(world, shard, self.comm.device) for shard in shards), default=0)
         if self.hops is None:
             return 2 * world * message + work
         # While the first hop's sums are quantised, its messages are still there.
-        return max(2 * world, world + 2 * self.nodes) * message + 4 * shard + work
+        return max(2 * world, world + 2 * self.nodes) * message + 4 * max(shards, default=0) + work
 
     def state_dict(self) -> dict[str, Any]:
         """See `Compressor.state_dict`."""
-        state: dict[str, Any] = {"errors": dict(self._errors), "scale": self._scale, "steps": self._steps}
+        state = {**super().state_dict(), "nodes": self.nodes}
         if self.generator is not None:
             state["generator"] = self.generator.get_state()
         return state
 
     def load_state_dict(self, state: Mapping[str, Any]) -> None:
-        """See `Compressor.load_state_dict`."""
-        self._errors = {name: error.to(self.comm.device, copy=True) for name, error in state["errors"].items()}
-        self._scale, self._steps = float(state["scale"]), int(state["steps"])
-        if self.generator is not None:
+        """See `Compressor.load_state_dict`; what sums of other nodes have lost is dropped."""
+        if self.feedback is not None:
+            super().load_state_dict(state)
+            if state["nodes"] != self.nodes:
+                self.kept.drop(lambda name: name.endswith(_SECOND))
+        if self.generator is not None and "generator" in state:
             self.generator.set_state(state["generator"].cpu())
+
+
+def in_blocks(
+    bits: int, parameters: gradients.Blocks, comm: Communicator, hold: Callable[[torch.Tensor], None]
+) -> QuantizedReduction:
+    """Return the method that `compression.type` names, with codes of so many bits."""
+    feedback = Feedback(parameters.err_beta, int(parameters.reset_T or 0)) if parameters.use_error_feedback else None
+    return QuantizedReduction(
+        comm,
+        BlockCode(bits, int(parameters.block_size)),
+        hold,
+        start=int(parameters.start_compressing_after_step),
+        feedback=feedback,
+        stochastic=parameters.stochastic_rounding,
+        exact_copies=not parameters.quantize_copies,
+    )
 
 
 class _Exchange:
@@ -170,7 +190,9 @@ class _Exchange:
     A rank's message to another has the codes of all sections, one after the other.
     """
 
-    def __init__(self, method: QuantizedReduction, flats: Sequence[Flat], label: str, accumulate: bool) -> None:
+    def __init__(
+        self, method: QuantizedReduction, flats: Sequence[Flat], label: str, accumulate: bool, scale: float
+    ) -> None:
         self._method = method
         self._label = label
         self._accumulate = accumulate
@@ -182,20 +204,21 @@ class _Exchange:
             self._flats.append((flat, size, end))
             size = end
         self._size = size
-        self._errors = [method.error(flat.name, comm.world, flat.own.numel()) for flat, _, _ in self._flats]
+        errors = [method.error(flat.name, comm.world, flat.own.numel(), scale) for flat, _, _ in self._flats]
         self._second_errors = [
-            method.error(f"{flat.name}.node", method.nodes, flat.own.numel()) if method.hops is not None else None
+            method.error(flat.name + _SECOND, method.nodes, flat.own.numel(), scale)
+            if method.hops is not None
+            else None
             for flat, _, _ in self._flats
         ]
         first = method.hops.node if method.hops is not None else comm
-        sent = torch.empty(comm.world * size, dtype=torch.uint8, device=comm.device)
-        for (flat, begin, end), error in zip(self._flats, self._errors, strict=True):
+        sent = method.buffer(comm.world, size)
+        for (flat, begin, end), error in zip(self._flats, errors, strict=True):
             rows = flat.full.view(comm.world, flat.own.numel())
-            for messages, part in self._by_receiver(sent.view(comm.world, size)):
+            for messages, part in self._by_receiver(sent):
                 method.encode(rows[part], messages[:, begin:end], error[part] if error is not None else None)
         self._received, self._handle = self._launch(first, sent)
-        errors = [error for error in (*self._errors, *self._second_errors) if error is not None]
-        self.scratch: Sequence[torch.Tensor] = [sent, self._received, *errors]
+        self.scratch: Sequence[torch.Tensor] = [sent, self._received]
 
     def _by_receiver(self, messages: torch.Tensor) -> Iterator[tuple[torch.Tensor, slice]]:
         """Yield rows of messages in the order of who receives them, and for which ranks they are in the end."""
@@ -208,9 +231,10 @@ class _Exchange:
                 yield messages[place * nodes : (place + 1) * nodes], slice(place, None, places)
 
     def _launch(self, comm: Communicator, sent: torch.Tensor) -> tuple[torch.Tensor, Handle]:
-        received = torch.empty_like(sent)
+        received = self._method.buffer(*sent.shape)
         sizes = [sent.numel() // comm.world] * comm.world
-        return received, comm.all_to_all(received, sent, sizes, sizes, self._label, kind="reduce")
+        handle = comm.all_to_all(received.view(-1), sent.view(-1), sizes, sizes, self._label, kind="reduce")
+        return received, handle
 
     def wait(self) -> None:
         """Block until the sums are in place; later calls do nothing."""
@@ -219,7 +243,7 @@ class _Exchange:
         method, code, hops = self._method, self._method.code, self._method.hops
         self._handle.wait()
         self.scratch = ()
-        terms = self._received.view(method.comm.world, self._size)
+        terms = self._received
         if hops is not None:
             terms = self._second_hop(hops, terms.view(hops.node.world, method.nodes, self._size))
         for flat, begin, end in self._flats:
@@ -233,16 +257,16 @@ class _Exchange:
     def _second_hop(self, hops: Hops, received: torch.Tensor) -> torch.Tensor:
         """Add up what came from the node, (places, nodes, bytes), and exchange the sums; return (nodes, bytes)."""
         nodes = self._method.nodes
-        sent = torch.empty(nodes, self._size, dtype=torch.uint8, device=received.device)
+        sent = self._method.buffer(nodes, self._size)
         for (flat, begin, end), error in zip(self._flats, self._second_errors, strict=True):
             total = torch.empty(1, flat.own.numel(), device=received.device)
             for node in range(nodes):
                 self._method.code.add_up(received[:, node, begin:end], total[0])
                 kept = error[node : node + 1] if error is not None else None
                 self._method.encode(total, sent[node : node + 1, begin:end], kept)
-        arrived, handle = self._launch(hops.across, sent.view(-1))
+        arrived, handle = self._launch(hops.across, sent)
         handle.wait()
-        return arrived.view(nodes, self._size)
+        return arrived
 
     def _copy(self, own: torch.Tensor, whole: torch.Tensor) -> None:
         """Give all ranks the whole sum."""
@@ -250,8 +274,8 @@ class _Exchange:
         if self._method.exact_copies:
             comm.all_gather([(whole, own)], self._label, kind="reduce").wait()
             return
-        message = torch.empty(code.nbytes(own.numel()), dtype=torch.uint8, device=own.device)
-        self._method.encode(own.unsqueeze(0), message.unsqueeze(0), None)
-        messages = message.new_empty(comm.world * message.numel())
-        comm.all_gather([(messages, message)], self._label, kind="reduce").wait()
-        code.decode(messages.view(comm.world, message.numel()), whole.view(comm.world, own.numel()))
+        messages = self._method.buffer(comm.world, code.nbytes(own.numel()))
+        message = messages[comm.rank : comm.rank + 1]
+        self._method.encode(own.unsqueeze(0), message, None)
+        comm.all_gather([(messages.view(-1), message.view(-1))], self._label, kind="reduce").wait()
+        code.decode(messages, whole.view(comm.world, own.numel()))

@@ -154,5 +154,5 @@ class ActivationCheckpointing(Section):
 class Compression(Section):
     """`compression`: lossy compression of gradients on the wire."""
 
-    type: str | None = key(None, "Method, such as powerSGD; null or none: off.")
-    params: dict[str, Any] = key({}, "Arguments of the method.", free_form=True)
+    type: str | None = key(None, "powerSGD, topk or dgc, in any case; null or none: off.")
+    params: dict[str, Any] = key({}, "Parameters of the method: see below.", free_form=True)

@@ -1,0 +1,332 @@
+"""PowerSGD: matrices of gradients travel as the factors of a low-rank approximation.
+
+Vogels et al., "PowerSGD: Practical low-rank gradient compression for distributed optimization", 2019. With M the sum of
+a rank's gradient and what it has kept, one step of the power method from the last step's factor Q gives the factors of
+the sum of all ranks' matrices: P = orthogonalized sum of M Q, and the sum of M^T P, which is the next Q. Each rank
+keeps M - P (M^T P)^T, the part of its own matrix that P cannot express.
+
+Every parameter with two or more dimensions is a matrix, first dimension by the rest. Those whose factors are hardly
+smaller than themselves, and vectors, are sent as they are, in one collective with the first factors. Factors are sums
+in rank order, and each block of rows of their product is computed in the same way whoever needs it, so that all ranks
+and all ZeRO stages get the same bits.
+"""
+
+from __future__ import annotations
+
+import hashlib
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass
+from typing import TYPE_CHECKING
+
+import torch
+
+from shardwise.comm.compression.base import Flat, Method, Running, SectionSizes, working_dtype
+
+if TYPE_CHECKING:
+    from shardwise.comm.communicator import Communicator
+    from shardwise.config.schema import gradients
+
+_BLOCK = 1 << 17
+"""Elements of a product of factors that are computed at a time."""
+
+
+@dataclass(frozen=True)
+class Matrix:
+    """A compressed parameter.
+
+    Attributes:
+        offset: first element in the section.
+        rows, columns: its shape as a matrix.
+        rank: columns of its factors.
+        error: first element in what is kept of the section.
+        p, q: first elements in the section's factors.
+    """
+
+    offset: int
+    rows: int
+    columns: int
+    rank: int
+    error: int
+    p: int
+    q: int
+
+    @property
+    def numel(self) -> int:
+        """Elements of the matrix."""
+        return self.rows * self.columns
+
+    def view(self, flat: torch.Tensor, first: int) -> torch.Tensor:
+        """Return the matrix in a flat tensor."""
+        return flat[first : first + self.numel].view(self.rows, self.columns)
+
+    def p_in(self, flat: torch.Tensor) -> torch.Tensor:
+        """Return its first factor (rows by rank) in those of the section."""
+        return flat[self.p : self.p + self.rows * self.rank].view(self.rows, self.rank)
+
+    def q_in(self, flat: torch.Tensor) -> torch.Tensor:
+        """Return its second factor (columns by rank) in those of the section."""
+        return flat[self.q : self.q + self.columns * self.rank].view(self.columns, self.rank)
+
+
+@dataclass(frozen=True)
+class Split:
+    """How a section travels.
+
+    Attributes:
+        matrices: what is compressed.
+        exact: first element in the section, number of elements, and first element in the message, of what is not.
+        kept: elements that are kept.
+        first: elements of the first message: P of all matrices and what is exact.
+        second: elements of the second: Q of all matrices.
+    """
+
+    matrices: tuple[Matrix, ...]
+    exact: tuple[tuple[int, int, int], ...]
+    kept: int
+    first: int
+    second: int
+
+
+def split(shapes: Sequence[tuple[int, torch.Size]], rank: int, min_rate: float) -> Split:
+    """Decide what of a section is compressed.
+
+    Args:
+        shapes: first element and shape of each parameter.
+        rank: of the approximations.
+        min_rate: how many times smaller than a matrix its factors must be.
+
+    Example:
+        >>> found = split([(0, torch.Size([64, 32])), (2048, torch.Size([32]))], rank=2, min_rate=2.0)
+        >>> found.matrices[0].rows, found.first, found.second
+        (64, 160, 64)
+    """
+    matrices: list[Matrix] = []
+    vectors = []
+    error = first = second = 0
+    for offset, shape in shapes:
+        numel = shape.numel()
+        rows = shape[0] if len(shape) > 1 else 0
+        columns = numel // rows if rows else 0
+        used = min(rank, rows, columns)
+        if used and (rows + columns) * used * min_rate < numel:
+            matrices.append(Matrix(offset, rows, columns, used, error, first, second))
+            error, first, second = error + numel, first + rows * used, second + columns * used
+        elif numel:
+            vectors.append((offset, numel))
+    exact = []
+    for offset, numel in vectors:
+        exact.append((offset, numel, first))
+        first += numel
+    return Split(tuple(matrices), tuple(exact), error, first, second)
+
+
+def orthogonalize(matrix: torch.Tensor, epsilon: float) -> torch.Tensor:
+    """Return an orthonormal basis of a matrix's columns: by QR, or by Gram-Schmidt with `epsilon` added to the norms.
+
+    By QR there are always as many vectors as columns, whatever their rank.
+    """
+    if epsilon == 0.0:
+        return torch.linalg.qr(matrix).Q
+    basis = matrix.clone()
+    for number in range(basis.shape[1]):
+        column = basis[:, number]
+        column.div_(torch.linalg.vector_norm(column) + epsilon)
+        rest = basis[:, number + 1 :]
+        rest.sub_(torch.outer(column, column @ rest))
+    return basis
+
+
+class PowerSGD(Method):
+    """See the module docstring.
+
+    Args:
+        parameters: see `shardwise.config.schema.gradients.PowerSGD`.
+        comm: the data-parallel group.
+        hold: is told of each buffer, to count it until it is given back.
+    """
+
+    def __init__(
+        self, parameters: gradients.PowerSGD, comm: Communicator, hold: Callable[[torch.Tensor], None]
+    ) -> None:
+        super().__init__(parameters.start_compressing_after_step, comm.device, hold)
+        self.comm = comm
+        self._parameters = parameters
+
+    def _split(self, shapes: Sequence[tuple[int, torch.Size]]) -> Split:
+        return split(shapes, self._parameters.matrix_approximation_rank, self._parameters.min_compression_rate)
+
+    def reduce(
+        self, flats: Sequence[Flat], label: str, *, accumulate: bool, scale: float, wire_dtype: torch.dtype | None
+    ) -> Running:
+        """See `shardwise.comm.compression.base.Compressor.reduce`."""
+        jobs = [_Job(flat, self._split(flat.shapes), self, scale) for flat in flats]
+        for job in jobs:
+            job.project()
+        firsts = [job.first for job in jobs]
+        handle = self.comm.reduce_scatter([(self._own(first), first) for first in firsts], label)
+
+        def finish() -> None:
+            self._spread(firsts, label)
+            rest = [job for job in jobs if job.split.matrices]
+            for job in rest:
+                job.factorize(self._parameters.orthogonalization_epsilon)
+            if rest:
+                seconds = [job.second for job in rest]
+                owns = [torch.empty_like(self._own(second)) for second in seconds]
+                under_way = self.comm.reduce_scatter(list(zip(owns, seconds, strict=True)), label)
+                for buffer in (*owns, *under_way.scratch):
+                    self.hold(buffer)
+                if self._parameters.use_error_feedback:
+                    for job in rest:
+                        job.keep_rest()
+                under_way.wait()
+                for own, second in zip(owns, seconds, strict=True):
+                    self._own(second).copy_(own)
+                self._spread(seconds, label)
+            for job in jobs:
+                job.store(self.comm.rank, accumulate)
+                if job.split.matrices and self._parameters.warm_start:
+                    job.keep_factor()
+
+        return Running([handle], finish, firsts)
+
+    def _own(self, message: torch.Tensor) -> torch.Tensor:
+        """Return this rank's range of a message."""
+        return message.view(self.comm.world, -1)[self.comm.rank]
+
+    def _spread(self, messages: Sequence[torch.Tensor], label: str) -> None:
+        """Bring each rank's range of messages to all."""
+        pairs = [(message, self._own(message)) for message in messages]
+        self.comm.all_gather(pairs, label, kind="replicate").wait()
+
+    def message(self, numel: int, dtype: torch.dtype) -> torch.Tensor:
+        """Return a buffer of at least so many elements that can be divided between ranks."""
+        buffer = torch.zeros(self._padded(numel), dtype=dtype, device=self.comm.device)
+        self.hold(buffer)
+        return buffer
+
+    def _padded(self, numel: int) -> int:
+        world = self.comm.world
+        return max(1, -(-numel // world)) * world
+
+    def seeded(self, name: str, numel: int, dtype: torch.dtype) -> torch.Tensor:
+        """Return random numbers to start from: the same on all ranks."""
+        step = 0 if self._parameters.warm_start else self.steps
+        text = f"{self._parameters.random_seed} {name} {step}"
+        generator = torch.Generator().manual_seed(int.from_bytes(hashlib.sha256(text.encode()).digest()[:7], "big"))
+        return torch.randn(numel, generator=generator, dtype=dtype).to(self.comm.device)
+
+    @property
+    def use_error_feedback(self) -> bool:
+        """Whether what has not been sent is kept."""
+        return self._parameters.use_error_feedback
+
+    def kept_bytes(self, section: SectionSizes) -> int:
+        """See `shardwise.comm.compression.base.Compressor.kept_bytes`."""
+        parts = self._split(section.shapes)
+        kept = parts.kept if self._parameters.use_error_feedback else 0
+        factors = parts.second if self._parameters.warm_start else 0
+        return (kept + factors) * working_dtype(section.dtype).itemsize
+
+    def scratch_bytes(self, sections: Sequence[SectionSizes]) -> int:
+        """See `shardwise.comm.compression.base.Compressor.scratch_bytes`."""
+        world = self.comm.world
+        firsts = seconds = wide = 0
+        for section in sections:
+            parts, dtype = self._split(section.shapes), working_dtype(section.dtype)
+            firsts += self._padded(parts.first) * dtype.itemsize
+            seconds += self._padded(parts.second) * dtype.itemsize if parts.matrices else 0
+            if not self._parameters.use_error_feedback and section.dtype is not dtype:
+                wide += parts.kept * dtype.itemsize
+        arriving = 0 if self.comm.reads_peers else (world - 1) / world
+        return int(wide + max(firsts * (1 + arriving), firsts + seconds * (1 + 1 / world + arriving)))
+
+
+class _Job:
+    """The reduction of one section."""
+
+    def __init__(self, flat: Flat, parts: Split, method: PowerSGD, scale: float) -> None:
+        self.flat = flat
+        self.split = parts
+        self.dtype = working_dtype(flat.full.dtype)
+        self._method = method
+        self.first = method.message(parts.first, self.dtype)
+        self._matrices = self._with_what_is_kept(scale)
+
+    def _with_what_is_kept(self, scale: float) -> list[torch.Tensor]:
+        flat, method = self.flat, self._method
+        if not method.use_error_feedback:
+            wide = [m.view(flat.full, m.offset).to(self.dtype) for m in self.split.matrices]
+            if flat.full.dtype is not self.dtype:
+                for matrix in wide:
+                    method.hold(matrix)
+            return wide
+        if not self.split.matrices:
+            return []
+        error = method.kept.at(f"{flat.name}.error", self.split.kept, self.dtype, scale)
+        return [m.view(error, m.error).add_(m.view(flat.full, m.offset)) for m in self.split.matrices]
+
+    @property
+    def _factor(self) -> str:
+        return f"{self.flat.name}.factor"
+
+    def project(self) -> None:
+        """Form M Q of all matrices, and put what is exact beside it."""
+        if self.split.matrices:
+            start = self._method.kept.get(self._factor)
+            if start is None:
+                start = self._method.seeded(self.flat.name, self.split.second, self.dtype)
+            for place, matrix in zip(self.split.matrices, self._matrices, strict=True):
+                torch.mm(matrix, place.q_in(start), out=place.p_in(self.first))
+        for offset, numel, place_in in self.split.exact:
+            self.first[place_in : place_in + numel].copy_(self.flat.full[offset : offset + numel])
+
+    def factorize(self, epsilon: float) -> None:
+        """Orthogonalize the summed P, in its place, and form M^T P."""
+        self.second = self._method.message(self.split.second, self.dtype)
+        for place, matrix in zip(self.split.matrices, self._matrices, strict=True):
+            p = place.p_in(self.first)
+            finite = p.isfinite().all()
+            basis = orthogonalize(p.nan_to_num(0.0, 0.0, 0.0), epsilon)
+            # If any rank's matrix is not finite, nothing of it is sent but that: all of it stays where it is.
+            p.copy_(torch.where(finite, basis, 0.0))
+            torch.mm(matrix.t(), p, out=place.q_in(self.second))
+
+    def keep_rest(self) -> None:
+        """Take what this rank sends off what it keeps."""
+        for place, matrix in zip(self.split.matrices, self._matrices, strict=True):
+            matrix.addmm_(place.p_in(self.first), place.q_in(self.second).t(), alpha=-1)
+
+    def keep_factor(self) -> None:
+        """Keep the summed Q for the next step."""
+        kept = self._method.kept.get(self._factor)
+        summed = self.second[: self.split.second]
+        if kept is None:
+            self._method.kept.put(self._factor, summed.clone())
+        else:
+            kept.copy_(summed)
+
+    def store(self, rank: int, accumulate: bool) -> None:
+        """Put the sums where they are wanted."""
+        flat = self.flat
+        out = flat.own if flat.whole is None else flat.whole
+        start = rank * flat.own.numel() if flat.whole is None else 0
+        if not accumulate:
+            out.zero_()
+        for offset, numel, place_in in self.split.exact:
+            _add(out, start, offset, self.first[place_in : place_in + numel])
+        for place in self.split.matrices:
+            p, q = place.p_in(self.first), place.q_in(self.second)
+            height = max(1, _BLOCK // place.columns)
+            for row in range(0, place.rows, height):
+                offset = place.offset + row * place.columns
+                block = p[row : row + height]
+                if offset < start + out.numel() and start < offset + block.shape[0] * place.columns:
+                    _add(out, start, offset, torch.mm(block, q.t()).view(-1))
+
+
+def _add(out: torch.Tensor, start: int, offset: int, values: torch.Tensor) -> None:
+    """Add the part of values, which lie from `offset` on, that falls into a range which begins at `start`."""
+    low, high = max(start, offset), min(start + out.numel(), offset + values.numel())
+    if low < high:
+        out[low - start : high - start].add_(values[low - offset : high - offset])

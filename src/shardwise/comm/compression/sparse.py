@@ -1,0 +1,323 @@
+"""Sparse reductions: of each rank's range of the gradient only the largest entries travel, with their positions.
+
+Every rank selects the same number of entries of each destination's range, so that the sizes of messages are known
+beforehand, and the owner adds what it receives in rank order. What has not been sent is kept and added to the next
+gradient (Stich et al., "Sparsified SGD with memory", 2018); without that, entries that are small and steady never
+arrive. `DGC` (Lin et al., "Deep gradient compression", 2018) keeps momentum instead of gradients, so that what
+arrives late arrives with the momentum that it would have had.
+"""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Callable, Iterator, Sequence
+from dataclasses import dataclass
+from typing import TYPE_CHECKING
+
+import torch
+
+from shardwise.comm.compression.base import Flat, Method, Running, SectionSizes, working_dtype
+
+if TYPE_CHECKING:
+    from shardwise.comm.communicator import Communicator
+    from shardwise.config.schema import gradients
+
+_CHUNK = 1 << 17
+"""Elements whose magnitudes are looked at at a time on a CPU, so that they stay in the cache."""
+_FEW = 1 << 14
+"""Up to so many elements are searched at once."""
+_ALIGN = 8
+"""Bytes at whose multiples the parts of a message begin."""
+
+
+def largest(values: torch.Tensor, count: int) -> torch.Tensor:
+    """Return the indices of the `count` entries of a 1-D tensor with the largest magnitudes, in no particular order.
+
+    Values that are not numbers count as the largest.
+
+    On a CPU a sample of the values gives a threshold that a few more than `count` are likely to reach; only those are
+    ranked. Where fewer do, all are.
+
+    Example:
+        >>> largest(torch.tensor([0.0, -3.0, 1.0, 2.0]), 2).sort().values
+        tensor([1, 3])
+    """
+    size = values.numel()
+    if count >= size:
+        return torch.arange(size, device=values.device)
+    if values.device.type != "cpu" or size <= _FEW:
+        return values.abs().topk(count, sorted=False).indices
+    sample = values[:: max(1, size >> 14)].abs()
+    wanted = math.ceil(1.25 * count / size * sample.numel()) + 16
+    found = _above(values, float(sample.topk(min(wanted, sample.numel())).values[-1]))
+    if found.numel() < count:
+        return values.abs().topk(count, sorted=False).indices
+    return found[values[found].abs().topk(count, sorted=False).indices]
+
+
+def _above(values: torch.Tensor, threshold: float) -> torch.Tensor:
+    """Return the indices of values whose magnitude is not below a threshold."""
+    scratch = torch.empty(min(_CHUNK, values.numel()), dtype=values.dtype)
+    found = []
+    for start in range(0, values.numel(), _CHUNK):
+        chunk = values[start : start + _CHUNK]
+        magnitudes = torch.abs(chunk, out=scratch[: chunk.numel()])
+        found.append((magnitudes < threshold).logical_not_().nonzero().view(-1).add_(start))
+    return torch.cat(found)
+
+
+@dataclass(frozen=True)
+class _Part:
+    """Place of a section in a message: `count` int32 positions, then as many values, from two first bytes on."""
+
+    count: int
+    dtype: torch.dtype
+    positions: int
+    values: int
+    stop: int
+
+    def positions_in(self, messages: torch.Tensor) -> torch.Tensor:
+        """Return the positions in messages: the last dimension is bytes."""
+        return messages[..., self.positions : self.positions + 4 * self.count].view(torch.int32)
+
+    def values_in(self, messages: torch.Tensor) -> torch.Tensor:
+        """Return the values in messages: the last dimension is bytes."""
+        return messages[..., self.values : self.values + self.dtype.itemsize * self.count].view(self.dtype)
+
+
+def _parts(shards: Sequence[int], dtypes: Sequence[torch.dtype], ratio: float) -> list[_Part]:
+    """Lay out a message: for each section, of `shards` elements a rank, the entries to be sent."""
+    parts, stop = [], 0
+    for shard, dtype in zip(shards, dtypes, strict=True):
+        count = min(shard, math.ceil(ratio * shard))
+        values = stop + _aligned(4 * count)
+        parts.append(_Part(count, dtype, stop, values, values + _aligned(dtype.itemsize * count)))
+        stop = parts[-1].stop
+    return parts
+
+
+def _aligned(size: int) -> int:
+    return -(-size // _ALIGN) * _ALIGN
+
+
+class Sparse(Method):
+    """What sparse reductions have in common: selecting, sending, adding up.
+
+    Args:
+        start: steps at the beginning that are reduced exactly.
+        comm: the data-parallel group.
+        hold: is told of each buffer, to count it until it is given back.
+    """
+
+    def __init__(self, start: int, comm: Communicator, hold: Callable[[torch.Tensor], None]) -> None:
+        super().__init__(start, comm.device, hold)
+        self.comm = comm
+
+    @property
+    def ratio(self) -> float:
+        """Part of the entries that is sent now."""
+        raise NotImplementedError
+
+    @property
+    def largest_ratio(self) -> float:
+        """The most that `ratio` is at any time."""
+        raise NotImplementedError
+
+    def gather(self, flat: Flat, scale: float, first: bool) -> torch.Tensor:
+        """Return what may be sent of a section: its gradient, with what has been kept.
+
+        Args:
+            flat: the section.
+            scale: see `Compressor.reduce`.
+            first: this is the first reduction in a step.
+        """
+        raise NotImplementedError
+
+    def sent(self, flat: Flat, first: int, positions: torch.Tensor) -> None:
+        """Entries of a section are being sent: `positions` from element `first` on."""
+
+    def reduce(
+        self, flats: Sequence[Flat], label: str, *, accumulate: bool, scale: float, wire_dtype: torch.dtype | None
+    ) -> Running:
+        """See `shardwise.comm.compression.base.Compressor.reduce`."""
+        world = self.comm.world
+        dtypes = [wire_dtype or working_dtype(flat.full.dtype) for flat in flats]
+        parts = _parts([flat.own.numel() for flat in flats], dtypes, self.ratio)
+        size = parts[-1].stop
+        everybody = flats[0].whole is not None
+        # Where a message is not filled up, and where nobody is there to send one, zeros are sent and received.
+        messages = torch.zeros(world, size, dtype=torch.uint8, device=self.comm.device)
+        shape = (world, world, size) if everybody else (world, size)
+        received = torch.zeros(shape, dtype=torch.uint8, device=self.comm.device)
+        self.hold(messages)
+        self.hold(received)
+        for flat, part in zip(flats, parts, strict=True):
+            values = self.gather(flat, scale, not accumulate)
+            shard = flat.own.numel()
+            for rank, message in enumerate(messages):
+                self._fill(flat, rank * shard, values[rank * shard : (rank + 1) * shard], part, message)
+        flat_messages, flat_received = messages.view(-1), received.view(-1)
+        if everybody:
+            handle = self.comm.all_gather([(flat_received, flat_messages)], label, kind="reduce")
+        else:
+            sizes = [size] * world
+            handle = self.comm.all_to_all(flat_received, flat_messages, sizes, sizes, label, kind="reduce")
+
+        def add_up() -> None:
+            for flat, part in zip(flats, parts, strict=True):
+                out = flat.own if flat.whole is None else flat.whole
+                if not accumulate:
+                    out.zero_()
+                for message in received:
+                    _add(out, part.positions_in(message), part.values_in(message), flat.own.numel())
+
+        return Running([handle], add_up, [messages, received])
+
+    def _fill(self, flat: Flat, first: int, values: torch.Tensor, part: _Part, message: torch.Tensor) -> None:
+        """Move the largest of the values of one rank's range into the message to it."""
+        positions = largest(values, part.count)
+        chosen = values[positions]
+        sending = part.values_in(message)
+        sending.copy_(chosen)
+        part.positions_in(message).copy_(positions)
+        self.sent(flat, first, positions)
+        # What rounding to a narrower type has left over stays.
+        values[positions] = chosen.sub_(sending)
+
+    def scratch_bytes(self, sections: Sequence[SectionSizes]) -> int:
+        """See `shardwise.comm.compression.base.Compressor.scratch_bytes`."""
+        world = self.comm.world
+        shards = [-(-section.numel // world) for section in sections]
+        dtypes = [section.wire_dtype or working_dtype(section.dtype) for section in sections]
+        size = _parts(shards, dtypes, self.largest_ratio)[-1].stop
+        return world * size + (world * world * size if sections[0].whole else world * size)
+
+
+def _add(out: torch.Tensor, positions: torch.Tensor, values: torch.Tensor, shard: int) -> None:
+    """Add what one rank has sent: to this rank (1-D), or to each (2-D), whose range begins at its number times `shard`.
+
+    The positions in a message differ, so that the order of additions does not matter.
+    """
+    if positions.dim() == 2:
+        positions = positions + shard * torch.arange(len(positions), device=out.device).unsqueeze(1)
+    out.index_add_(0, positions.reshape(-1), values.reshape(-1).to(out.dtype))
+
+
+class TopK(Sparse):
+    """The largest entries of the gradient and of what has been kept of earlier ones (Stich et al. 2018).
+
+    Args:
+        parameters: see `shardwise.config.schema.gradients.TopK`.
+        comm: the data-parallel group.
+        hold: is told of each buffer, to count it until it is given back.
+    """
+
+    def __init__(self, parameters: gradients.TopK, comm: Communicator, hold: Callable[[torch.Tensor], None]) -> None:
+        super().__init__(parameters.start_compressing_after_step, comm, hold)
+        self._parameters = parameters
+
+    @property
+    def ratio(self) -> float:
+        """See `Sparse.ratio`."""
+        return self._parameters.ratio
+
+    @property
+    def largest_ratio(self) -> float:
+        """See `Sparse.largest_ratio`."""
+        return self._parameters.ratio
+
+    def gather(self, flat: Flat, scale: float, first: bool) -> torch.Tensor:
+        """See `Sparse.gather`."""
+        dtype = working_dtype(flat.full.dtype)
+        if not self._parameters.use_error_feedback:
+            if flat.full.dtype is not dtype:
+                self.hold(wide := flat.full.to(dtype))
+                return wide
+            return flat.full
+        return self.kept.at(f"{flat.name}.error", flat.full.numel(), dtype, scale).add_(flat.full)
+
+    def kept_bytes(self, section: SectionSizes) -> int:
+        """See `shardwise.comm.compression.base.Compressor.kept_bytes`."""
+        size = section.numel * working_dtype(section.dtype).itemsize
+        return size if self._parameters.use_error_feedback else 0
+
+    def scratch_bytes(self, sections: Sequence[SectionSizes]) -> int:
+        """See `shardwise.comm.compression.base.Compressor.scratch_bytes`."""
+        return super().scratch_bytes(sections) + (0 if self._parameters.use_error_feedback else _widened(sections))
+
+
+def _widened(sections: Sequence[SectionSizes]) -> int:
+    """Copies of gradients in the type in which they are compressed."""
+    kinds = [(section, working_dtype(section.dtype)) for section in sections]
+    return max((section.numel * dtype.itemsize for section, dtype in kinds if section.dtype is not dtype), default=0)
+
+
+class DGC(Sparse):
+    """Deep Gradient Compression (Lin et al. 2018): each rank applies momentum before it sends.
+
+    With gradient g: u = momentum * u + g and v = v + u; the largest entries of v are sent, and there v (and u, with
+    `momentum_factor_masking`) becomes zero. So an entry that is sent late arrives as momentum SGD would have applied it
+    by then. The sum of what arrives is stepped by plain SGD. Where several micro-batches are reduced in one step, the
+    first one's reduction applies the momentum.
+
+    Args:
+        parameters: see `shardwise.config.schema.gradients.DGC`.
+        comm: the data-parallel group.
+        hold: is told of each buffer, to count it until it is given back.
+    """
+
+    _FIRST_RATIO = 0.25
+
+    def __init__(self, parameters: gradients.DGC, comm: Communicator, hold: Callable[[torch.Tensor], None]) -> None:
+        super().__init__(parameters.start_compressing_after_step, comm, hold)
+        self._parameters = parameters
+
+    @property
+    def ratio(self) -> float:
+        """See `Sparse.ratio`."""
+        done, warmup, last = self.steps - self.start, self._parameters.warmup_steps, self._parameters.ratio
+        if done >= warmup:
+            return last
+        return self.largest_ratio * (last / self.largest_ratio) ** (done / warmup)
+
+    @property
+    def largest_ratio(self) -> float:
+        """See `Sparse.largest_ratio`."""
+        ratio = self._parameters.ratio
+        return max(ratio, self._FIRST_RATIO) if self._parameters.warmup_steps else ratio
+
+    def gather(self, flat: Flat, scale: float, first: bool) -> torch.Tensor:
+        """See `Sparse.gather`."""
+        numel, dtype = flat.full.numel(), working_dtype(flat.full.dtype)
+        total = self.kept.at(f"{flat.name}.accumulated", numel, dtype, scale)
+        clip = self._parameters.local_clipping * scale / math.sqrt(self.comm.world)
+        if clip:
+            for gradient in _parameters_of(flat):
+                norm = torch.linalg.vector_norm(gradient, dtype=dtype)
+                # Not finite stays not finite: all ranks have to hear of it.
+                gradient.mul_((clip / norm).nan_to_num(1.0).clamp_(max=1.0))
+        if not self._parameters.momentum:
+            return total.add_(flat.full)
+        velocity = self.kept.at(f"{flat.name}.momentum", numel, dtype, scale)
+        if first:
+            total.add_(velocity.mul_(self._parameters.momentum).add_(flat.full))
+        else:
+            velocity.add_(flat.full)
+            total.add_(flat.full)
+        return total
+
+    def sent(self, flat: Flat, first: int, positions: torch.Tensor) -> None:
+        """See `Sparse.sent`."""
+        velocity = self.kept.get(f"{flat.name}.momentum")
+        if velocity is not None and self._parameters.momentum_factor_masking:
+            velocity[first + positions] = 0.0
+
+    def kept_bytes(self, section: SectionSizes) -> int:
+        """See `shardwise.comm.compression.base.Compressor.kept_bytes`."""
+        size = section.numel * working_dtype(section.dtype).itemsize
+        return 2 * size if self._parameters.momentum else size
+
+
+def _parameters_of(flat: Flat) -> Iterator[torch.Tensor]:
+    for start, shape in flat.shapes:
+        yield flat.full[start : start + shape.numel()]

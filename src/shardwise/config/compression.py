@@ -1,0 +1,106 @@
+"""Checks of `compression`: known method, known parameters, and what it cannot be combined with."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+from typing import Any
+
+from pydantic import ValidationError
+
+from shardwise.errors import ConflictError
+
+from .problems import Problem, dotted
+from .scan import Scan
+from .schema.base import Section
+from .schema.gradients import METHODS, canonical_method
+from .schema.root import Config
+from .tree import advise, keys_of, nearest
+from .validate import message
+
+_COMPRESSING_OPTIMIZERS = ("onebitadam", "zerooneadam", "onebitlamb")
+
+
+def method_name(config: Config) -> str | None:
+    """Return the configured method as `METHODS` spells it, or None if compression is off.
+
+    A name that is not there is returned as it is written.
+    """
+    written = config.compression.type
+    if written is None or written.lower() == "none":
+        return None
+    return canonical_method(written) or written
+
+
+def method_parameters(config: Config) -> Section | None:
+    """Return the parameters of the configured method, defaults filled in, or None if compression is off.
+
+    >>> from shardwise.config import resolve
+    >>> config = {"train_batch_size": 2, "compression": {"type": "TOPK", "params": {"ratio": 0.1}}}
+    >>> method_parameters(resolve(config).config)
+    TopK(ratio=0.1, start_compressing_after_step=0, use_error_feedback=True)
+    """
+    name = method_name(config)
+    return None if name is None else METHODS[name].model_validate(_canonical(METHODS[name], config.compression.params))
+
+
+def check_compression(config: Config, found: Scan) -> list[Problem]:
+    """Return what is wrong with the method's name and parameters, and with its company."""
+    name, params = method_name(config), config.compression.params
+    if name is None:
+        off = config.compression.type is not None or not params
+        reason = 'the compression has no `type`; add one, such as "type": "powerSGD"'
+        return [] if off else [Problem("compression.params", reason)]
+    if name not in METHODS:
+        close = nearest(name, list(METHODS))
+        advice = f'did you mean "{close}"?' if close else f"known: {', '.join(METHODS)}"
+        return [Problem("compression.type", f"there is no method {name!r} of gradient compression; {advice}")]
+    return [*_parameters(METHODS[name], params, found), *_company(config, name)]
+
+
+def _canonical(section: type[Section], params: dict[str, Any]) -> dict[str, Any]:
+    keys = keys_of(section)
+    return {keys[name].name if name in keys else name: value for name, value in params.items()}
+
+
+def _parameters(section: type[Section], params: dict[str, Any], found: Scan) -> Iterator[Problem]:
+    path = ("compression", "params")
+    keys = keys_of(section)
+    spelled: dict[str, str] = {}
+    for name in params:
+        here = dotted((*path, str(name)))
+        if name not in keys:
+            yield Problem(here, f"unknown key; {advise(section, path, str(name))}")
+        elif keys[name].name in spelled:
+            first = dotted((*path, spelled[keys[name].name]))
+            yield Problem(here, f"this is another name of `{first}`, which is given too; keep one of them")
+        else:
+            spelled[keys[name].name] = name
+    try:
+        section.model_validate({name: params[written] for name, written in spelled.items()})
+    except ValidationError as error:
+        for name in dict.fromkeys(str(detail["loc"][0]) for detail in error.errors(include_url=False)):
+            yield Problem(dotted((*path, spelled[name])), message(keys[name], params[spelled[name]]))
+
+
+def _company(config: Config, name: str) -> Iterator[Problem]:
+    """What a method cannot be combined with, and why."""
+    zero = config.zero_optimization
+    optimizer = config.optimizer.type
+    if optimizer is not None and optimizer.lower() in _COMPRESSING_OPTIMIZERS:
+        reason = (
+            f'"{name}" excludes `optimizer.type` {optimizer}, which compresses what it sends itself and needs exact '
+            "gradients; remove one of the two"
+        )
+        yield Problem("compression.type", reason, ConflictError)
+    if zero.zero_quantized_gradients:
+        reason = f'"{name}" excludes `zero_optimization.zero_quantized_gradients`: a gradient is reduced in one way'
+        yield Problem("compression.type", reason, ConflictError)
+    if config.sparse_gradients:
+        reason = f'"{name}" excludes `sparse_gradients`: a gradient is reduced in one way'
+        yield Problem("compression.type", reason, ConflictError)
+    if config.communication_data_type == "fp16":
+        reason = (
+            f'"fp16" excludes `compression.type` "{name}": what has been kept and is sent later may be larger than '
+            'fp16 can hold; use "bf16" or "fp32"'
+        )
+        yield Problem("communication_data_type", reason, ConflictError)
