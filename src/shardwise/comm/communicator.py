@@ -20,6 +20,7 @@ import logging
 import time
 import zlib
 from collections.abc import Callable, Sequence
+from datetime import timedelta
 from typing import TYPE_CHECKING, Protocol
 
 import torch
@@ -111,6 +112,8 @@ class Communicator:
         imagined: that many ranks, of which none exists, instead of those of `group`: for plans, in which nothing is
             exchanged. Only what building a model does is served.
         like: the imagined ranks exchange data as those of this one do.
+        partition: `group` is one of these lists of global ranks, and the ranks of all lists make such a communicator.
+            Its ranks send messages even on one machine.
 
     Attributes:
         timeout: limit for one collective: that of `group`.
@@ -129,6 +132,7 @@ class Communicator:
         ordered: bool = False,
         imagined: int = 0,
         like: Communicator | None = None,
+        partition: Sequence[Sequence[int]] | None = None,
     ) -> None:
         self.ledger = ledger
         self.device = device
@@ -140,6 +144,7 @@ class Communicator:
         self._ordered = ordered
         self._groups: dict[str, dist.ProcessGroup] = {}
         self._own_groups: list[dist.ProcessGroup] = []
+        self._parts: list[Communicator] = []
         self._count = dict.fromkeys(KINDS, 0)
         self._gloo = False
         self._neighbours: Neighbours | None = None
@@ -158,20 +163,43 @@ class Communicator:
             self._whereabouts = Whereabouts(ledger, ranks, self.rank)
             # On Gloo tags keep kinds apart, so one extra group is enough to keep clear of the user's own traffic.
             for kind in KINDS[:1] if self._gloo else KINDS[:4]:
-                # Ranks outside of the group are elsewhere: they must not be needed to create it.
-                part = self.world < dist.get_world_size()
-                self._own_groups.append(
-                    dist.new_group(ranks, self.timeout, backend=backend, use_local_synchronization=part)
-                )
+                self._own_groups.append(_new_group(partition or [ranks], self.timeout, backend))
                 self._groups[kind] = self._own_groups[-1]
             for kind in KINDS:
                 self._groups.setdefault(kind, self._own_groups[-1])
-            if self._gloo:
+            if self._gloo and partition is None:
                 from shardwise.comm import neighbours
 
                 self._neighbours, reason = neighbours.meet(self._groups["explicit"])
                 if self._neighbours is None and self.rank == 0:
                     _log.info("%s: ranks exchange data through sockets, not memory: %s", name, reason)
+
+    def run_of(self, size: int, name: str) -> Communicator:
+        """Return a communicator of this rank and those next to it: runs of `size` ranks, one after the other.
+
+        All ranks call; `destroy()` gives it back. Its ranks exchange messages: a rank that waits here for its peers
+        would not read what they offer there.
+
+        Args:
+            size: divides the number of ranks.
+            name: name of the group in records.
+        """
+        return self._part([range(first, first + size) for first in range(0, self.world, size)], name)
+
+    def across_runs(self, size: int, name: str) -> Communicator:
+        """Return a communicator of the ranks at this rank's place in all runs of `size` ranks; see `run_of`."""
+        return self._part([range(place, self.world, size) for place in range(size)], name)
+
+    def _part(self, parts: Sequence[Sequence[int]], name: str) -> Communicator:
+        if self._nobody_there:
+            return Communicator(None, self.ledger, self.device, name=name, imagined=len(parts[0]))
+        everybody = dist.get_process_group_ranks(self.user_group if self.user_group is not None else dist.group.WORLD)
+        partition = [[everybody[member] for member in members] for members in parts]
+        group = _new_group(partition, self.timeout, _backend(self.user_group, self.device))
+        part = Communicator(group, self.ledger, self.device, name=name, ordered=self._ordered, partition=partition)
+        part._own_groups.append(group)
+        self._parts.append(part)
+        return part
 
     def all_gather(
         self, pairs: Sequence[tuple[torch.Tensor, torch.Tensor]], label: str, kind: str = "gather"
@@ -344,7 +372,10 @@ class Communicator:
         return count <= neighbours.MOST_ADDRESSES
 
     def destroy(self) -> None:
-        """Give back the process groups made by this communicator (not the user's)."""
+        """Give back the process groups made by this communicator (not the user's), and its parts."""
+        for part in self._parts:
+            part.destroy()
+        self._parts = []
         if self._neighbours is not None:
             self._neighbours.close()
             self._neighbours = None
@@ -388,6 +419,20 @@ class Communicator:
             self.ledger.close(record, 0.0)
             return Handle(None, None, self.ledger)
         return Handle(pending, record, self.ledger, self._whereabouts)
+
+
+def _new_group(partition: Sequence[Sequence[int]], timeout: timedelta, backend: str) -> dist.ProcessGroup:
+    """Return the one of several new groups that this rank is in.
+
+    All ranks make all groups if the job has no others. Otherwise each list makes its own: ranks that are in none are
+    elsewhere, and must not be needed.
+    """
+    rank = dist.get_rank()
+    if sum(map(len, partition)) < dist.get_world_size():
+        own = next(list(ranks) for ranks in partition if rank in ranks)
+        return dist.new_group(own, timeout, backend=backend, use_local_synchronization=True)
+    made = [dist.new_group(list(ranks), timeout, backend=backend) for ranks in partition]
+    return next(group for group, ranks in zip(made, partition, strict=True) if rank in ranks)
 
 
 def _backend(group: dist.ProcessGroup | None, device: torch.device) -> str:

@@ -13,7 +13,13 @@ from .schema.root import Config
 
 def check_combinations(config: Config, found: Scan, world_size: int) -> list[Problem]:
     """Return every contradiction between keys."""
-    return [*_precision(config, found), *_zero(config), *_gradients(config), *_ranks(config, world_size)]
+    return [
+        *_precision(config, found),
+        *_zero(config),
+        *_zeropp(config, world_size),
+        *_gradients(config),
+        *_ranks(config, world_size),
+    ]
 
 
 def check_worth_a_warning(config: Config) -> list[str]:
@@ -96,6 +102,32 @@ def _zero(config: Config) -> Iterator[Problem]:
         if zero.stage not in (1, 2):
             message = f"false is for `zero_optimization.stage` 1 and 2, found {zero.stage}; remove the key"
             yield Problem("zero_optimization.compute_grad_norm", message, ConflictError)
+
+
+def _zeropp(config: Config, world_size: int) -> Iterator[Problem]:
+    zero = config.zero_optimization
+    second, node = zero.zero_hpz_partition_size, zero.zero_node_size
+    for name, asked, what in (
+        ("zero_quantized_weights", zero.zero_quantized_weights, "gathers of sharded parameters"),
+        ("zero_hpz_partition_size", second > 1, "gathers of sharded parameters"),
+        ("zero_quantized_gradients", zero.zero_quantized_gradients, "ZeRO++; `compression` is for the other stages"),
+    ):
+        if asked and zero.stage != 3:
+            message = f"is for `zero_optimization.stage` 3 ({what}), found {zero.stage}; remove the key or use stage 3"
+            yield Problem(f"zero_optimization.{name}", message, ConflictError)
+    for name, given in (("zeropp_loco_param", zero.zeropp_loco_param), ("zero_node_size", node)):
+        if given is not None and not zero.zero_quantized_gradients:
+            message = (
+                "is for `zero_optimization.zero_quantized_gradients`, which is off; remove the key or switch it on"
+            )
+            yield Problem(f"zero_optimization.{name}", message, ConflictError)
+    if zero.zero_quantized_weights and config.torch_autocast.enabled:
+        message = "excludes `torch_autocast.enabled`, which keeps fp32 parameters for exact gathers; keep one of them"
+        yield Problem("zero_optimization.zero_quantized_weights", message, ConflictError)
+    for name, size in (("zero_hpz_partition_size", second), ("zero_node_size", node or 1)):
+        if world_size % size:
+            message = f"is {size}, which does not divide the number of ranks, {world_size}"
+            yield Problem(f"zero_optimization.{name}", message, ConflictError)
 
 
 def _gradients(config: Config) -> Iterator[Problem]:

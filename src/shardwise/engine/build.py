@@ -6,6 +6,7 @@ from __future__ import annotations
 
 import argparse
 from collections.abc import Callable, Iterable
+from dataclasses import replace
 from typing import Any
 
 import torch
@@ -14,7 +15,6 @@ from torch import nn
 from shardwise.comm.agreement import check_agreement
 from shardwise.comm.api import configure as configure_log
 from shardwise.comm.communicator import Communicator
-from shardwise.comm.compression.registry import build as build_compressor
 from shardwise.comm.ledger import Ledger
 from shardwise.comm.logger import comms_logger
 from shardwise.comm.setup import init_distributed, local_rank
@@ -28,6 +28,7 @@ from shardwise.engine.exhausted import Circumstances, explaining
 from shardwise.engine.facts import facts_of
 from shardwise.engine.plans import Subject
 from shardwise.engine.scaling import scales_loss
+from shardwise.engine.zeropp import reduction
 from shardwise.errors import ConfigError, UsageError
 from shardwise.memory import Accountant, Category
 from shardwise.optim import Sharding, is_elementwise_state, sharding_of
@@ -37,7 +38,7 @@ from shardwise.precision.dtypes import policy_from_config
 from shardwise.precision.scaler import LossScaler
 from shardwise.schedules import build as build_schedule
 from shardwise.utils.logging import logger, warn_once
-from shardwise.zero.init import shard_module, suspended
+from shardwise.zero.init import built_for_codes, shard_module, suspended
 from shardwise.zero.model import ShardedModel
 from shardwise.zero.plan import Plan
 from shardwise.zero.released import owner_of
@@ -164,6 +165,8 @@ def _build(
         )
     policy = policy_from_config(settings)
     plan = Plan.of(settings.zero_optimization, world)
+    if plan.shard_parameters and built_for_codes(model):
+        plan = replace(plan, quantized_weights=True)
     accountant = Accountant()
 
     # A model that is wrapped again (trainers do) leaves its old engine first.
@@ -214,7 +217,7 @@ def _build(
             device=device,
             accountant=accountant,
             prescale=_prescale(settings, world),
-            compressor=build_compressor(settings, comm, lambda tensor: accountant.hold(Category.BUFFERS, tensor)),
+            compressor=reduction(settings, comm, lambda tensor: accountant.hold(Category.BUFFERS, tensor)),
             boundary=lambda: engine_box[0].reduces_now(),
             leaves=leaves_of(model, settings.zero_optimization.leaf_module),
             wires=wires,

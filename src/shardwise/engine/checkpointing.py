@@ -260,13 +260,17 @@ class Checkpointing:
             # Last: nothing after this draws a number.
             rng.restore(loaded.rank["rng"], self.device)
 
+    @property
+    def _method(self) -> str:
+        """What reduces gradients with loss: a `compression.type`, or the key that has one of its own."""
+        return self._resolution.config.compression.type or "zero_quantized_gradients"
+
     def _kept(self) -> dict[str, Any] | None:
         """Return what this rank's lossy reductions keep, with what it depends on."""
         compressor = self.sharded.compressor
         if compressor is None:
             return None
-        method = self._resolution.config.compression.type
-        return {"method": method, "layout": self.sharded.reduced_layout(), "kept": compressor.state_dict()}
+        return {"method": self._method, "layout": self.sharded.reduced_layout(), "kept": compressor.state_dict()}
 
     def _take_kept(self, saved: dict[str, Any] | None, loaded: Loaded) -> None:
         """Go on with what lossy reductions have kept, if this engine's would have kept it in the same places.
@@ -282,10 +286,8 @@ class Checkpointing:
         if compressor is None:
             now = "no compression" if self._comm.world > 1 else "one rank, and nothing is sent"
             reason = f'it was kept by "{saved["method"]}", and there is {now}'
-        elif saved["method"] != self._resolution.config.compression.type:
-            reason = (
-                f'it was kept by "{saved["method"]}", and the method is "{self._resolution.config.compression.type}"'
-            )
+        elif saved["method"] != self._method:
+            reason = f'it was kept by "{saved["method"]}", and the method is "{self._method}"'
         elif len(loaded.manifest.ranks) != self._comm.world:
             reason = f"{len(loaded.manifest.ranks)} ranks have kept it, and there are {self._comm.world}"
         elif saved["layout"] != self.sharded.reduced_layout():

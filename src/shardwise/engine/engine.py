@@ -150,7 +150,7 @@ class Engine(Attributes, BatchSizes, Checkpointing, ConfigGetters, MemoryReporti
         self._last_call: Call | None = None
         self._last_signature: tuple[Any, ...] | None = None
         sharded.gradient_factor = self._factor_so_far
-        sharded.loss_scale = lambda: self.cur_scale
+        sharded.reduction_scale = self._reduction_scale
         sharded.on_backward_begin = self._backward_begins
         sharded.on_backward_end = self._backward_ended
         if sharded.reducer is not None:
@@ -588,13 +588,22 @@ class Engine(Attributes, BatchSizes, Checkpointing, ConfigGetters, MemoryReporti
         """Return what turns accumulated sums into the gradient: the mean over ranks and micro-batches, or the division
         by the sum of their weights, with the loss scale divided out.
         """
-        prescale = self.sharded.reducer.prescale if self.sharded.reducer is not None else 1.0
-        scale = prescale * self.cur_scale
         if weight is not None:
             # Without any weight the sums are zero, and so is the gradient.
-            return self._reference / (torch.where(weight > 0, weight, 1.0) * scale)
+            return self._reference / (torch.where(weight > 0, weight, 1.0) * self._scale_of_sums())
+        return 1.0 / self._reduction_scale()
+
+    def _scale_of_sums(self) -> float:
+        prescale = self.sharded.reducer.prescale if self.sharded.reducer is not None else 1.0
+        return prescale * self.cur_scale
+
+    def _reduction_scale(self) -> float:
+        """Return what divides sums over ranks and micro-batches to give their mean (or sum, as configured).
+
+        Weights of micro-batches are not in it: what a lossy reduction keeps for later counts by its own.
+        """
         ranks = self.world_size if self.gradient_average else 1
-        return 1.0 / (ranks * self.gradient_accumulation_steps() * scale)
+        return ranks * self.gradient_accumulation_steps() * self._scale_of_sums()
 
     def _factor_so_far(self) -> float | torch.Tensor:
         """Return what turns the sums held now into the gradient of the micro-batches so far (all ranks call)."""

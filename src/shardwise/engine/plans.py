@@ -16,11 +16,11 @@ import torch
 from torch import nn
 
 from shardwise.comm.communicator import Communicator
-from shardwise.comm.compression.registry import build as build_compressor
 from shardwise.comm.ledger import Ledger
 from shardwise.config import Facts, Resolution, resolve
 from shardwise.engine.batch import accumulated
 from shardwise.engine.scaling import computes_norm
+from shardwise.engine.zeropp import reduction
 from shardwise.errors import ConfigError, UsageError
 from shardwise.memory import (
     Accountant,
@@ -357,7 +357,7 @@ class Planner:
                 comm=comm,
                 device=subject.device,
                 accountant=Accountant(),
-                compressor=build_compressor(settings, comm, lambda _: None),
+                compressor=reduction(settings, comm, lambda _: None),
                 boundary=lambda: True,
                 leaves=leaves_of(twin, settings.zero_optimization.leaf_module),
                 wires=wire_dtypes(twin, settings),

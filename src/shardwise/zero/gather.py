@@ -37,7 +37,7 @@ from shardwise.registry import Registry
 from shardwise.trees import tensors_in
 from shardwise.zero.calls import Use
 from shardwise.zero.saved import SavedValues
-from shardwise.zero.unit import Unit, UnitState
+from shardwise.zero.unit import Purpose, Unit, UnitState
 
 
 class Phase(Enum):
@@ -271,11 +271,18 @@ class Gatherer:
             if unit is self._waiting:
                 self._waiting = None
             elif unit.state is UnitState.RELEASED:
-                unit.start_gather()
+                unit.start_gather(self._purpose)
             else:
                 # Already whole here (the user gathered it), but the others need this rank's part.
-                unit.comm.all_gather([(s.wire_view, s.shard) for s in unit.sections], unit.name).wait()
+                unit.join_gather(self._purpose)
         return launched
+
+    @property
+    def _purpose(self) -> Purpose:
+        """What this pass gathers for, the same on all ranks."""
+        if self.phase is Phase.BACKWARD:
+            return Purpose.BACKWARD
+        return Purpose.FORWARD if self.phase is Phase.FORWARD and self._with_graph else Purpose.PLAIN
 
     def launch_through(self, unit: Unit) -> None:
         """Launch the gathers up to a unit's place in the backward order, before its gradients are reduced."""
@@ -352,7 +359,7 @@ class Gatherer:
         for section in unit.sections:
             section.allocate()
         self._channel.fetch(unit)
-        unit.fill_done()
+        unit.fetched(self._purpose)
 
     def enter(self, unit: Unit) -> None:
         """A module of the unit is about to compute."""

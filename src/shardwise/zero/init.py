@@ -28,10 +28,16 @@ from shardwise.zero import released
 
 
 class PartStore:
-    """Parts of parameters that are sharded but not yet in units (a `released.Owner`)."""
+    """Parts of parameters that are sharded but not yet in units (a `released.Owner`).
 
-    def __init__(self, comm: Communicator) -> None:
+    Args:
+        comm: the ranks.
+        quantized_weights: the engine that adopts the parameters is to gather them as codes.
+    """
+
+    def __init__(self, comm: Communicator, *, quantized_weights: bool = False) -> None:
         self.comm = comm
+        self.quantized_weights = quantized_weights
         self.open = False
         self._parts = WeakTensorKeyDictionary()
         self._whole: dict[int, nn.Parameter] = {}
@@ -152,6 +158,12 @@ def whole_values(parameter: nn.Parameter) -> tuple[torch.Tensor, bool]:
     return parameter.data, False
 
 
+def built_for_codes(module: nn.Module) -> bool:
+    """Whether parameters were built under `Init(zero_quantized_weights=True)` and are not adopted yet."""
+    owners = map(released.owner_of, module.parameters())
+    return any(isinstance(owner, PartStore) and owner.quantized_weights for owner in owners)
+
+
 class Init:
     """Build modules sharded over the data-parallel ranks; see the module docstring.
 
@@ -165,9 +177,11 @@ class Init:
             start.
         remote_device: `cpu` or None; other places are refused.
         mpu: gives the data-parallel group by `get_data_parallel_group()`.
-        mem_efficient_linear, pin_memory, zero_param_parallel_group, zero_quantized_weights,
-        zero_quantized_nontrainable_weights, sequence_data_parallel_group, param_swapper: accepted from existing code;
-            asking for quantised or swapped weights is refused.
+        zero_quantized_weights: the engine gathers the model as 8-bit codes, as if the configuration had said so
+            (`zero_optimization.zero_quantized_weights`).
+        mem_efficient_linear, pin_memory, zero_param_parallel_group, zero_quantized_nontrainable_weights,
+        sequence_data_parallel_group, param_swapper: accepted from existing code; asking for weights stored as integers
+            or swapped is refused.
 
     Example:
         >>> import shardwise, torch
@@ -198,7 +212,6 @@ class Init:
         param_swapper: Any = None,
     ) -> None:
         for name, value in (
-            ("zero_quantized_weights", zero_quantized_weights),
             ("zero_quantized_nontrainable_weights", zero_quantized_nontrainable_weights),
             ("param_swapper", param_swapper),
             ("zero_param_parallel_group", zero_param_parallel_group),
@@ -223,7 +236,8 @@ class Init:
         group = data_parallel_group or sequence_data_parallel_group
         if group is None and mpu is not None:
             group = mpu.get_data_parallel_group()
-        self._store = PartStore(Communicator(group, Ledger(), choose_device(local_rank()), name="zero.Init"))
+        comm = Communicator(group, Ledger(), choose_device(local_rank()), name="zero.Init")
+        self._store = PartStore(comm, quantized_weights=zero_quantized_weights)
         if module is not None:
             shard_module(module, self._store, dtype)
 

@@ -10,7 +10,7 @@ consecutive units gathered, and one unit each of gradient, send and receive buff
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Sequence
+from collections.abc import Iterable, Iterator, Sequence
 from dataclasses import dataclass
 from typing import TYPE_CHECKING
 
@@ -57,11 +57,12 @@ def planned(
     sizes = _Sizes(model, accumulation, padded=True)
     resident = sizes.resident()
     gathered, buffers = sizes.gathered(), sizes.buffers()
+    codes, window = sizes.coded()
     both = sizes.pipeline(adding=True).most(activations)
     kept = _state(model)
     owned, exchange = sizes.exchange()
     widened = sizes.widened() if norm else 0
-    scratch = sizes.scratch() + sizes.unsent()
+    scratch = sizes.scratch() + sizes.unsent() + sizes.positions()
     held = sum(resident.values()) + kept.state + scratch
     gradients = resident[Category.GRADIENTS]
     summed = max(gradients, sizes.summed_gradients())
@@ -69,12 +70,12 @@ def planned(
         **resident,
         Category.GRADIENTS: max(summed, gradients + owned),
         Category.OPTIMIZER: kept.state,
-        Category.BUFFERS: max(buffers, exchange) + scratch,
+        Category.BUFFERS: max(buffers + codes, exchange) + scratch,
         Category.GATHERED: gathered,
         Category.OTHER: resident[Category.OTHER] + max(kept.temporary, sizes.chunk(), widened),
     }
     # What several micro-batches add up is there in all their passes but the first; else gradients come one by one.
-    passes = held - gradients + (summed if accumulation > 1 else 0) + gathered + both
+    passes = held - gradients + (summed if accumulation > 1 else 0) + window + both
     return MemoryPlan(peaks, max(passes, held + widened, held + owned + max(kept.temporary, exchange)))
 
 
@@ -195,6 +196,8 @@ class _Sizes:
         for unit in self.model.units:
             for section in unit.sections:
                 numel = self.share(section) if section.sharded else self.numel(section)
+                if unit.second is not None:
+                    numel += -(-self.numel(section) // unit.second.world)
                 found[Category.PARAMETERS] += numel * section.layout.dtype.itemsize
         for section in self.trained():
             found[Category.GRADIENTS] += self.updated(section) * section.accumulate_dtype.itemsize
@@ -232,6 +235,22 @@ class _Sizes:
         return [by_index[index] for index in reversed(self.model.order[0]) if index in by_index]
 
     def gathered(self) -> int:
+        """Whole units at once."""
+        return max((sum(around) + coming[0] + ahead for around, coming, ahead, _ in self._windows()), default=0)
+
+    def coded(self) -> tuple[int, int]:
+        """Codes being gathered at once, and the most of codes and whole units at once."""
+        codes = window = 0
+        for around, coming, ahead, messages in self._windows():
+            codes = max(codes, messages)
+            window = max(window, sum(around) + coming[0] + ahead + messages)
+        return codes, window
+
+    def _windows(self) -> Iterator[tuple[list[int], list[int], int, int]]:
+        """Yield bytes: of units held around the one needed; of it and those ahead; of whole buffers ahead; of codes.
+
+        What is gathered as codes has no whole buffer until it is needed.
+        """
         sizes = {
             unit.index: sum(self.numel(s) * s.layout.dtype.itemsize for s in unit.sections)
             for unit in self.model.units
@@ -240,7 +259,20 @@ class _Sizes:
         numels = {unit.index: unit.numel for unit in self.model.units}
         kept = self.model.gatherer.kept if self.padded else frozenset()
         sets = gathered_together(self.model.order, sizes, numels, self.model.plan.ahead, kept)
-        return max((sum(sizes[index] for index in (*around, *coming)) for around, coming in sets), default=0)
+        codes = {u.index: u.codes for u in self.model.units if u.codes is not None and self.padded}
+        for around, coming in sets:
+            near, whole = [sizes[index] for index in around], [sizes[index] for index in coming]
+            if not codes or self.model.plan.secondary > 1:  # backward passes gather second shards, which are exact
+                yield near, whole, sum(whole[1:]), 0
+            if codes:
+                messages = sum(codes[index].gathered_bytes for index in coming if index in codes)
+                work = codes[coming[0]].work_bytes if coming[0] in codes else 0
+                ahead = sum(sizes[index] for index in coming[1:] if index not in codes)
+                yield near, whole, ahead, messages + work
+
+    def positions(self) -> int:
+        """Where values that travel exactly among codes are."""
+        return sum(unit.codes.kept_bytes for unit in self.model.units if unit.codes is not None)
 
     def buffers(self) -> int:
         """Gradients being collected and sent, and pieces being received."""

@@ -25,6 +25,7 @@ from shardwise.precision.norms import Runs, clip_coefficient
 from shardwise.registry import Registry
 from shardwise.zero import released
 from shardwise.zero.calls import Use
+from shardwise.zero.codes import UnitCodes
 from shardwise.zero.gather import Gatherer, Phase, backward_order
 from shardwise.zero.guards import Guards
 from shardwise.zero.hooks import Hooks
@@ -70,7 +71,7 @@ class ShardedModel:
         closed: why there is nothing here any more ("" while there is).
         client_groups: the parameters that each of the optimizer's groups had before the engine.
         gradient_factor: what turns accumulated sums into the gradient (all ranks call).
-        loss_scale: what losses are multiplied by.
+        reduction_scale: what divides a sum over ranks to give the gradient, but for weights of micro-batches.
         on_backward_begin: called when a backward pass begins.
         on_backward_end: called at the end of a backward pass; told whether it has brought gradients.
     """
@@ -130,6 +131,7 @@ class ShardedModel:
         for index, (spec, sections) in enumerate(zip(specs, layouts, strict=True)):
             self.units.append(self._build_unit(spec, sections, sharded=plan.shard_parameters and index not in whole))
         sharded = [unit for unit in self.units if unit.sharded]
+        self._prepare_gathers(sharded)
         self.channel = SideChannel(comm, sharded) if sharded and not comm.imagined else None
         self.gatherer = Gatherer(
             self.units,
@@ -152,7 +154,7 @@ class ShardedModel:
                 wire_dtype=policy.wire_dtype,
                 prescale=prescale,
                 compressor=compressor,
-                scale=lambda: 1.0 / self.gradient_factor(),
+                scale=lambda: self.reduction_scale(),
                 boundary=boundary,
                 used=self.gatherer.used,
                 settled=self.gatherer.settled,
@@ -172,7 +174,7 @@ class ShardedModel:
         self.places = Places(module, self.registry, self.units)
         self._trainable = [p for p, t in zip(self.registry.parameters, self.registry, strict=True) if t.trainable]
         self.gradient_factor: Callable[[], float | torch.Tensor] = _one
-        self.loss_scale: Callable[[], float] = _one
+        self.reduction_scale: Callable[[], float] = _one
         self.on_backward_begin: Callable[[], None] = _ignore
         self.on_backward_end: Callable[[bool], None] = _ignore
         self._section_of = {
@@ -213,10 +215,15 @@ class ShardedModel:
                 elements += spec.numel
         if plan.keeps_what_saves:
             whole = {i: sum(s.numel * s.dtype.itemsize for s in sections) for i, sections in enumerate(layouts)}
-            shard = {i: sum(s.shard * s.dtype.itemsize for s in sections) for i, sections in enumerate(layouts)}
+            shard = {i: sum(self._kept(s) * s.dtype.itemsize for s in sections) for i, sections in enumerate(layouts)}
             numels = {i: sum(s.numel for s in sections) for i, sections in enumerate(layouts)}
             stay |= best_whole(orders, whole, shard, numels, plan.ahead, stay)
         return stay
+
+    def _kept(self, section: Section) -> int:
+        """Return how many elements of a section a rank keeps if it is sharded."""
+        second = self.plan.secondary if self.update is not None else 1
+        return section.shard + (section.numel // second if second > 1 else 0)
 
     def _build_unit(self, spec: UnitSpec, layouts: Sequence[Section], *, sharded: bool) -> Unit:
         sections = []
@@ -252,6 +259,17 @@ class ShardedModel:
             released.adopt(parameter, self)
         unit.release()
         return unit
+
+    def _prepare_gathers(self, sharded: Sequence[Unit]) -> None:
+        """Have gathers of passes that are trained go the ways of ZeRO++, if the plan says so."""
+        if self.plan.quantized_weights:
+            for unit in sharded:
+                codes = UnitCodes(unit.sections, self.registry, self.comm.rank, self.accountant)
+                unit.codes = codes if codes.coded else None
+        if self.plan.secondary > 1 and self.update is not None:
+            group = self.comm.run_of(self.plan.secondary, "secondary")
+            for unit in sharded:
+                unit.keep_second(group)
 
     def _fill(self, unit: Unit, section: SectionMemory) -> None:
         """Copy the initial values in; rank 0's are everybody's."""
@@ -400,6 +418,8 @@ class ShardedModel:
 
     def _values_have_changed(self) -> None:
         """Tell autograd, which may have saved parameters, that the engine has written new values into them."""
+        for unit in self.units:
+            unit.second_valid = False
         torch.autograd.graph.increment_version(self._trainable)
         self.guards.note()
 
@@ -557,6 +577,7 @@ class ShardedModel:
             if unit.state is not UnitState.RELEASED:
                 pairs = [(s.wire_view, s.shard) for s in unit.sections]
                 self.comm.all_gather(pairs, unit.name, kind="explicit").wait()
+                unit.rounded = False
         self._values_have_changed()
 
     # -- access ------------------------------------------------------------------------------------------------------
@@ -594,6 +615,7 @@ class ShardedModel:
             for section in unit.sections:
                 section.free()
             raise
+        unit.rounded = False
         unit.fill_done()
         unit.expose()
 
@@ -614,6 +636,13 @@ class ShardedModel:
         if src is not None:
             root = self.comm.group_rank(src)
             for unit in self.units_of(parameters):
+                if unit.rounded:
+                    raise UsageError(
+                        f"GatheredParameters(modifier_rank={src}) inside of a forward or backward pass: under "
+                        f"zero_optimization.zero_quantized_weights unit {unit.name!r} has rounded values there, and "
+                        "storing them would round the weights themselves. Change parameters between passes."
+                    )
+                unit.second_valid = False
                 for section in unit.sections:
                     self.comm.broadcast(section.wire_view, root, f"{unit.name}.modified").wait()
                 unit.store_shard()
@@ -693,7 +722,7 @@ class ShardedModel:
         self.reducer = self.hooks.reducer = None
         self.channel = self._runs = None
         self._section_of = {}
-        self.gradient_factor = self.loss_scale = _one
+        self.gradient_factor = self.reduction_scale = _one
         self.on_backward_begin = self.on_backward_end = _ignore
 
 

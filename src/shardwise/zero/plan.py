@@ -49,6 +49,9 @@ class Plan:
         keeps_what_saves: units whose release would not lower the peak stay gathered.
         persistent_elements: so do units of at most this many elements.
         persistent_total: of the latter at most this many elements in all.
+        quantized_weights: gathers for passes that are trained travel as 8-bit codes (ZeRO++, qwZ).
+        secondary: ranks over which a second copy of the parameters is sharded, for backward passes (ZeRO++, hpZ); 1:
+            there is none.
     """
 
     stage: int
@@ -62,6 +65,8 @@ class Plan:
     keeps_what_saves: bool = True
     persistent_elements: int = 0
     persistent_total: int = 0
+    quantized_weights: bool = False
+    secondary: int = 1
 
     @property
     def ahead(self) -> int | None:
@@ -92,4 +97,6 @@ class Plan:
             keeps_what_saves=small != 0,
             persistent_elements=int(small or 0),
             persistent_total=int(zero.stage3_model_persistence_threshold),
+            quantized_weights=row.parameters and zero.zero_quantized_weights,
+            secondary=int(zero.zero_hpz_partition_size) if row.parameters else 1,
         )

@@ -327,6 +327,7 @@ class Reducer:
             buffer = section.whole_gradient
         else:
             if (not self.boundary or gradients.accumulated) and self._in_flight_alone():
+                self._before_launch(gradients.unit)  # a lossy reduction may wait for peers that wait for gathers
                 self._finish()
             if alone and self.in_pieces(gradients.unit):
                 buffer = Pieces(section.places, dtype)
@@ -446,7 +447,7 @@ class Reducer:
             return
         gradients, handle, own_only = self._in_flight
         self._in_flight = None
-        with self._waiting(), self.accountant.owning(Category.OTHER):
+        with self._waiting(), self.accountant.owning(Category.OTHER if own_only else Category.BUFFERS):
             handle.wait()
         self._free(gradients)
         pairs = [

@@ -9,6 +9,8 @@ the views,
 * `master`: what the optimizer updates, in fp32 (or wider): this rank's range, or everything where the optimizer is not
   sharded. It is the shard (or `full`) itself where that already has the right dtype.
 * `gradient`: the accumulated gradient for `master`, from the backward pass that brings it to the end of the step.
+* `second`: this rank's range of `full` where it is sharded over a few ranks only: what the forward pass has computed
+  with, for the gather of the backward pass.
 """
 
 from __future__ import annotations
@@ -16,6 +18,7 @@ from __future__ import annotations
 from collections.abc import Callable, Iterator, Sequence
 from enum import Enum
 from functools import cached_property
+from typing import Protocol
 
 import torch
 from torch import nn
@@ -23,6 +26,7 @@ from torch import nn
 from shardwise.comm.communicator import Communicator, Handle
 from shardwise.comm.pieces import Places
 from shardwise.compat import without_overrides
+from shardwise.errors import UsageError
 from shardwise.memory import Accountant, Category
 from shardwise.registry import LogicalTensor, Registry
 from shardwise.zero import released
@@ -38,6 +42,40 @@ class UnitState(Enum):
     """`full` has memory and is being filled; the parameters must not be read yet."""
     GATHERED = "gathered"
     """`full` is valid on this rank; parameters are plain parameters."""
+
+
+class Purpose(Enum):
+    """What values are gathered for."""
+
+    FORWARD = "forward"
+    """A forward pass that may be differentiated."""
+    BACKWARD = "backward"
+    """Its backward pass."""
+    PLAIN = "plain"
+    """Anything else: evaluation, updated values, access by the script."""
+
+
+class Codes(Protocol):
+    """A way of gathering a unit that loses digits (`shardwise.zero.codes.UnitCodes`).
+
+    Attributes:
+        gathered_bytes: what is gathered, of all ranks.
+        kept_bytes: what is kept between gathers.
+        work_bytes: scratch of decoding.
+    """
+
+    gathered_bytes: int
+    kept_bytes: int
+    work_bytes: int
+
+    def start(self, comm: Communicator, label: str) -> None:
+        """Launch the gather."""
+
+    def finish(self) -> None:
+        """Wait for it and fill the whole buffers, which have memory."""
+
+    def round(self) -> None:
+        """Make exact whole values what they would be had they been gathered so."""
 
 
 def _alias(tensor: torch.Tensor) -> torch.Tensor:
@@ -79,6 +117,8 @@ class SectionMemory:
         self.source = self.full
         self.master: torch.Tensor | None = None
         self.gradient: torch.Tensor | None = None
+        self.second: torch.Tensor | None = None
+        self._second_range = slice(0)
         accountant.disregard(self.full)  # its storage comes and goes: told by the bytes
         accountant.add(Category.PARAMETERS, self.full.nbytes)
 
@@ -158,6 +198,18 @@ class SectionMemory:
         self.full.untyped_storage().resize_(self.layout.numel * self.full.element_size())
         self._accountant.add(Category.GATHERED, self.layout.numel * self.full.element_size())
 
+    def keep_second(self, world: int, rank: int) -> None:
+        """Keep a second shard, of the values sharded over `world` ranks of which this is number `rank`."""
+        size = self.layout.numel // world
+        self._second_range = slice(rank * size, (rank + 1) * size)
+        self.second = torch.empty(size, dtype=self.layout.dtype, device=self.device)
+        self._accountant.hold(Category.PARAMETERS, self.second)
+
+    def store_second(self) -> None:
+        """Take the second shard from the whole values."""
+        if self.second is not None:
+            self.second.copy_(self.wire_view[self._second_range])
+
     @property
     def shared(self) -> bool:
         """Whether somebody else uses the whole buffer's memory (`Tensor.numpy()`), so that it cannot be given back."""
@@ -179,7 +231,7 @@ class SectionMemory:
         self._accountant.remove(Category.GATHERED if self.sharded else Category.PARAMETERS, self.full.nbytes)
         self.full = self.wire_view = self.shard = self.source = torch.empty(0, dtype=self.layout.dtype)
         self.free_gradient()
-        self.master = self.gradient = None
+        self.master = self.gradient = self.second = None
 
     def publish(self) -> None:
         """Write the updated master weights into the low-precision parameters' memory."""
@@ -196,6 +248,10 @@ class Unit:
 
     Attributes:
         take_over: called when gathered values have been changed in place, to bring master weights up to date.
+        codes: gathers for passes that are trained go this way; None: all are exact.
+        second: the ranks over which second shards are sharded; None: there are none.
+        second_valid: whether the second shard has the values of the last forward pass, and they still count.
+        rounded: whether the values are, or were when last gathered, what has come out of `codes`.
     """
 
     def __init__(
@@ -219,9 +275,13 @@ class Unit:
         self.exposed = True
         self.pins = 0
         self.take_over: Callable[[Unit], None] | None = None
+        self.codes: Codes | None = None
+        self.second: Communicator | None = None
+        self.second_valid = False
+        self.rounded = False
+        self._second_follows = False
         self._versions: list[int] = []
         self._handle: Handle | None = None
-        self._gathering: Sequence[SectionMemory] = ()
 
     @cached_property
     def _classes(self) -> released.Classes:
@@ -260,27 +320,59 @@ class Unit:
                 tensor = self.registry[slot.index]
                 yield tensor, section.full[slot.offset : slot.offset + slot.numel].view(tensor.shape)
 
-    def start_gather(self) -> None:
+    def start_gather(self, purpose: Purpose = Purpose.PLAIN) -> None:
         """Launch the gather of all stale sections (one collective); the parameters are withheld until it ends.
 
         Sharded units gather every section. Others only exchange what the optimizer has updated.
         """
         if self.sharded:
-            self._gathering = self.sections
+            self._handle = self._launch(purpose)
+        else:
+            self.conceal()
+            self._handle = self.comm.all_gather([(s.wire_view, s.shard) for s in self.trainable], self.name)
+        self.state = UnitState.GATHERING
+
+    def _launch(self, purpose: Purpose) -> Handle | None:
+        """Launch the gather that a purpose asks for; None: that of `codes`, whose memory is allocated at its end."""
+        self.rounded = self.codes is not None and purpose is not Purpose.PLAIN
+        # What is released after a forward pass is what it has computed with.
+        self._second_follows = self.second is not None and purpose is Purpose.FORWARD
+        near = self.second if purpose is Purpose.BACKWARD and self.second_valid else None
+        if self.codes is not None and self.rounded and near is None:
+            self.codes.start(self.comm, self.name)
+            return None
+        if self.state is UnitState.RELEASED:
             for section in self.sections:
                 section.allocate()
-        else:
-            self._gathering = self.trainable
-            self.conceal()
-        self.state = UnitState.GATHERING
-        self._handle = self.comm.all_gather([(s.wire_view, s.shard) for s in self._gathering], self.name)
+        pairs = [(s.wire_view, s.shard if near is None or s.second is None else s.second) for s in self.sections]
+        return (near or self.comm).all_gather(pairs, self.name)
 
     def finish_gather(self) -> None:
         """Wait for the gather. Afterwards the values are valid; those of sharded units still have to be exposed."""
         if self.state is not UnitState.GATHERING:
             return
-        assert self._handle is not None
-        self._handle.wait()
+        if self._handle is not None:
+            self._handle.wait()
+        else:
+            assert self.codes is not None
+            for section in self.sections:
+                section.allocate()
+            self.codes.finish()
+        self.fill_done()
+
+    def join_gather(self, purpose: Purpose) -> None:
+        """Take part in a gather of the others though the whole values are here already."""
+        handle = self._launch(purpose)
+        if handle is not None:
+            handle.wait()
+        elif self.codes is not None:
+            self.codes.finish()
+
+    def fetched(self, purpose: Purpose) -> None:
+        """The exact whole values have come another way than by a gather; make them what the others compute with."""
+        if self.codes is not None and purpose is not Purpose.PLAIN:
+            self.codes.round()
+            self.rounded = True
         self.fill_done()
 
     def fill_done(self) -> None:
@@ -316,6 +408,9 @@ class Unit:
             return
         self.finish_gather()
         self._keep_changes()
+        if self._second_follows:
+            self._second_follows = False
+            self._store_second()
         shared = [section for section in self.sections if section.shared]
         for section in shared:
             section.renew()
@@ -346,11 +441,41 @@ class Unit:
         """Take over what `forward` has changed in place (a codebook, a clamped weight) before it is given back.
 
         All ranks are taken to have made the same change, as where parameters are not sharded: each stores its range.
+
+        Raises:
+            UsageError: the values are rounded, and the change cannot be told from the rounding.
         """
-        if self._versions and self._versions != self._read_versions():
-            self.store_shard()
-            if self.take_over is not None:
-                self.take_over(self)
+        if not self._versions or self._versions == self._read_versions():
+            return
+        if self.rounded:
+            changed = [
+                self.registry[tensor.index].name
+                for tensor, before, now in zip(self.tensors, self._versions, self._read_versions(), strict=True)
+                if before != now
+            ]
+            self.note()
+            raise UsageError(
+                f"forward has changed parameters of unit {self.name!r} in place ({', '.join(changed)}). Under "
+                "zero_optimization.zero_quantized_weights it computes with rounded values, and storing them would "
+                "round the weights themselves. Make what forward changes a buffer, change it between steps inside of "
+                "shardwise.zero.GatheredParameters(..., modifier_rank=0), or switch zero_quantized_weights off."
+            )
+        self.store_shard()
+        if self.second_valid:
+            self._store_second()
+        if self.take_over is not None:
+            self.take_over(self)
+
+    def keep_second(self, group: Communicator) -> None:
+        """Keep a second shard, sharded over `group`, for backward passes."""
+        self.second = group
+        for section in self.sections:
+            section.keep_second(group.world, group.rank)
+
+    def _store_second(self) -> None:
+        for section in self.sections:
+            section.store_second()
+        self.second_valid = True
 
     def store_shard(self) -> None:
         """Copy this rank's range of the (changed) whole values back into the shard."""

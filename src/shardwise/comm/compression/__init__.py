@@ -1,5 +1,17 @@
 """Lossy communication: methods that send fewer bytes than the values have, and what makes up for it."""
 
 from shardwise.comm.compression.base import Compressor, Flat, Reduction, SectionSizes, is_active
+from shardwise.comm.compression.quantize import BlockCode
+from shardwise.comm.compression.quantized import Feedback, Hops, QuantizedReduction
 
-__all__ = ["Compressor", "Flat", "Reduction", "SectionSizes", "is_active"]
+__all__ = [
+    "BlockCode",
+    "Compressor",
+    "Feedback",
+    "Flat",
+    "Hops",
+    "QuantizedReduction",
+    "Reduction",
+    "SectionSizes",
+    "is_active",
+]

@@ -165,6 +165,11 @@ class Kept:
         for tensor in self._tensors.values():
             torch.nan_to_num_(tensor, 0.0, 0.0, 0.0)
 
+    def drop(self, chosen: Callable[[str], bool]) -> None:
+        """Forget the tensors of some names."""
+        self._tensors = {name: tensor for name, tensor in self._tensors.items() if not chosen(name)}
+        self._scales = {name: scale for name, scale in self._scales.items() if not chosen(name)}
+
     def clear(self) -> None:
         """Forget everything."""
         self._tensors, self._scales = {}, {}

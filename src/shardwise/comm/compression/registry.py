@@ -3,12 +3,14 @@
 from __future__ import annotations
 
 from collections.abc import Callable
+from functools import partial
 from typing import TYPE_CHECKING, Any
 
 import torch
 
 from shardwise.comm.compression.base import Compressor
 from shardwise.comm.compression.powersgd import PowerSGD
+from shardwise.comm.compression.quantized import in_blocks
 from shardwise.comm.compression.sparse import DGC, TopK
 from shardwise.config.compression import method_name, method_parameters
 
@@ -20,8 +22,10 @@ METHODS: dict[str, Callable[[Any, Communicator, Callable[[torch.Tensor], None]],
     "powerSGD": PowerSGD,
     "topk": TopK,
     "dgc": DGC,
+    "int8": partial(in_blocks, 8),
+    "int4": partial(in_blocks, 4),
 }
-"""Classes by `compression.type`; `shardwise.config.schema.gradients.METHODS` has their parameters."""
+"""What makes a method, by `compression.type`; `shardwise.config.schema.gradients.METHODS` has their parameters."""
 
 
 def build(config: Config, comm: Communicator, hold: Callable[[torch.Tensor], None]) -> Compressor | None:

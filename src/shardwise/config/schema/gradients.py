@@ -49,7 +49,25 @@ class DGC(Section):
     )
 
 
-METHODS: dict[str, type[Section]] = {"powerSGD": PowerSGD, "topk": TopK, "dgc": DGC}
+class Blocks(Section):
+    """`compression.params` of int8 and int4: integers in blocks with a scale each, as ZeRO++ sends them."""
+
+    block_size: Int = key(256, "Values to a scale; even.", ge=2, multiple_of=2)
+    start_compressing_after_step: Int = key(0, _START, ge=0)
+    use_error_feedback: bool = key(
+        False, "Keep what rounding has cut off and add it to the next gradient.", names=("error_feedback",)
+    )
+    err_beta: float = key(
+        0.0, "Part of what is kept that stays kept (LoCo); the rest is what rounding has cut off last.", ge=0, lt=1
+    )
+    reset_T: Int | None = key(None, "Steps after which what is kept is forgotten; null: never.", gt=0)
+    stochastic_rounding: bool = key(False, "Round at random, so that errors are zero on average.")
+    quantize_copies: bool = key(
+        False, "Where all ranks keep the whole gradient (stage 0), send the sums as integers, too."
+    )
+
+
+METHODS: dict[str, type[Section]] = {"powerSGD": PowerSGD, "topk": TopK, "dgc": DGC, "int8": Blocks, "int4": Blocks}
 """Methods by `compression.type`, which is read in any case, with their parameters."""
 
 

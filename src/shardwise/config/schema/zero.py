@@ -33,8 +33,10 @@ class LeafModule(Section):
 class LoCo(Section):
     """`zero_optimization.zeropp_loco_param`: error feedback for quantized gradient reduction."""
 
-    err_beta: float = key(0.8, "Decay of the stored compression error.", ge=0, le=1)
-    reset_T: Int = key(1024, "Steps after which the stored error is reset.", gt=0)
+    err_beta: float = key(
+        0.8, "Part of the stored error that stays in it; the rest is what rounding has cut off last.", ge=0, lt=1
+    )
+    reset_T: Int = key(1024, "Steps after which the stored error is forgotten.", gt=0)
 
 
 class ZeroConfig(Section):
@@ -199,12 +201,26 @@ class ZeroConfig(Section):
     )
 
     zero_hpz_partition_size: Int = key(
-        1, "Ranks over which a second copy of the parameters is sharded for the backward pass.", ge=1
+        1,
+        "Ranks, next to each other, over which a second copy of the parameters is sharded, from which backward passes "
+        "gather; 1: there is none (stage 3).",
+        ge=1,
     )
-    zero_quantized_weights: bool = key(False, "Gather parameters as 8-bit integers.")
+    zero_quantized_weights: bool = key(
+        False, "Gather parameters for training as 8-bit integers; masters stay exact (stage 3)."
+    )
     zero_quantized_nontrainable_weights: bool = key(False, "Store frozen parameters as 8-bit integers.")
-    zero_quantized_gradients: bool = key(False, "Reduce gradients hierarchically as 4-bit integers.")
-    zeropp_loco_param: LoCo | None = key(None, "Error feedback for zero_quantized_gradients.")
+    zero_quantized_gradients: bool = key(
+        False, "Reduce gradients as 4-bit integers, first within nodes and then between them (stage 3)."
+    )
+    zeropp_loco_param: LoCo | None = key(
+        None, "Error feedback for zero_quantized_gradients; null: what rounding cuts off is lost."
+    )
+    zero_node_size: Int | None = key(
+        None,
+        "Ranks of a node, for zero_quantized_gradients. null: as many as the launcher says, else as share a machine.",
+        ge=1,
+    )
     mics_shard_size: Int = key(-1, "Ranks over which parameters are sharded; replicated beyond. -1: all ranks.")
     mics_hierarchical_params_gather: bool = key(False, "Gather in two levels (within a node, then across).")
 

@@ -1,0 +1,267 @@
+"""Symmetric quantisation in blocks: the codes that gradients and weights travel as.
+
+Values are cut into blocks; each has one fp32 scale, its largest magnitude divided by the largest code, and every value
+becomes the nearest multiple of it: `code = round(value / scale)`, in 8 bits (-127..127) or 4 bits (-7..7, two to a
+byte). A row of values becomes one message of bytes: scales first, then codes.
+
+Invariants:
+
+- Rounding to nearest, a value is off by at most half a scale, (largest magnitude of its block) / (2 * 127), or
+  / (2 * 7) in 4 bits, and a few roundings of fp32. Rounding at random doubles that bound and is right on average.
+- A block with a value that is not finite comes out without a finite value: an overflow is still found by the receiver.
+- A block of zeros comes out as zeros; one whose largest magnitude is below 2 ** -119 counts as such, because its scale
+  would not be a normal number.
+- The same values on the same type of device give the same codes, however they are cut into calls.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+from dataclasses import dataclass
+
+import torch
+
+BLOCK = 256
+"""Values to a scale. Of the gradients of a small transformer, blocks of 2048 have 3.3 times the mean square error of
+blocks of 256, which send 1.4 % more in 8 bits and 2.7 % more in 4. Blocks of 64 have half, for another 5 and 9 %."""
+
+CHUNK = 1 << 18
+"""Values that a CPU works on at a time: the scratch memory stays in its cache."""
+
+DEVICE_CHUNK = 1 << 23
+"""The same elsewhere, where launches cost more than memory does."""
+
+SMALLEST = 2.0**-119
+"""Blocks whose largest magnitude is less count as zero."""
+
+_SCALE_BYTES = 4
+
+
+def chunk_of(device: torch.device) -> int:
+    """Return how many values are worked on at a time."""
+    return CHUNK if device.type == "cpu" else DEVICE_CHUNK
+
+
+@dataclass(frozen=True)
+class BlockCode:
+    """How values are quantised.
+
+    Attributes:
+        bits: 8 or 4.
+        block: values to a scale; even.
+
+    Raises:
+        ValueError: another number of bits, or a block that is not even and positive.
+
+    Example:
+        >>> code = BlockCode(bits=8, block=4)
+        >>> values = torch.tensor([[1.0, -2.0, 0.5, 0.0, 127.0, 3.0]])
+        >>> messages = torch.empty(1, code.nbytes(6), dtype=torch.uint8)
+        >>> code.encode(values, messages)
+        >>> back = torch.empty(1, 6)
+        >>> code.decode(messages, back)
+        >>> [round(v, 2) for v in back[0].tolist()]
+        [1.01, -2.0, 0.5, 0.0, 127.0, 3.0]
+    """
+
+    bits: int = 8
+    block: int = BLOCK
+
+    def __post_init__(self) -> None:
+        if self.bits not in (4, 8):
+            raise ValueError(f"codes have 4 or 8 bits, found {self.bits}")
+        if self.block < 2 or self.block % 2:
+            raise ValueError(f"a block has an even number of values, found {self.block}")
+
+    @property
+    def levels(self) -> int:
+        """The largest code."""
+        return 127 if self.bits == 8 else 7
+
+    def nbytes(self, numel: int) -> int:
+        """Return the bytes of the message that a row of `numel` values becomes (a multiple of 4)."""
+        scales, codes = self._sizes(numel)
+        return scales + codes + -codes % _SCALE_BYTES
+
+    def scratch_bytes(self, rows: int, numel: int, device: torch.device) -> int:
+        """Return the most memory that coding `rows` rows takes for itself."""
+        return 2 * 4 * min(max(chunk_of(device), self.block), rows * (numel + numel % 2))
+
+    def encode(
+        self,
+        values: torch.Tensor,
+        messages: torch.Tensor,
+        *,
+        error: torch.Tensor | None = None,
+        memory: float = 0.0,
+        generator: torch.Generator | None = None,
+    ) -> None:
+        """Quantise each row of `values` into the row of `messages`.
+
+        With `error` what is sent is values + error, and afterwards
+        error = memory * error + (1 - memory) * (what should have been sent - what has been).
+
+        Args:
+            values: (rows, numel) in a floating dtype; read in fp32.
+            messages: (rows, nbytes(numel)) uint8; rows begin at multiples of 4 bytes.
+            error: as `values`, or None.
+            memory: how much of the old error stays; 0: error feedback proper.
+            generator: round at random, by its numbers, instead of to nearest.
+        """
+        if not values.numel():
+            return
+        scales, codes = self._parts(messages, values.shape[1])
+        copied = error is not None or values.dtype != torch.float32
+        scratch, wide = self._scratch(len(values), values.shape[1], values.device), torch.empty(0)
+        for rows, begin, end, width in self._tiles(len(values), values.shape[1], values.device):
+            wanted = values[rows, begin:end]
+            missing = -(end - begin) % width
+            if copied or missing:
+                if not wide.numel():
+                    wide = self._scratch(len(values), values.shape[1], values.device)
+                wanted = _shaped(wide, wanted.shape[0], end - begin + missing)
+                wanted[:, : end - begin].copy_(values[rows, begin:end])
+                wanted[:, end - begin :].zero_()
+            blocks = wanted.unflatten(1, (-1, width))
+            flat = _shaped(scratch, len(wanted), wanted.shape[1])
+            work = flat.view(blocks.shape)
+            if error is not None:
+                # Sums of mixed types are slow; copies that convert are not.
+                kept, own = flat[:, : end - begin], wanted[:, : end - begin]
+                own.add_(kept.copy_(error[rows, begin:end]))
+            torch.abs(blocks, out=work)
+            top = work.amax(2, keepdim=True)
+            nothing = top < SMALLEST
+            scale = (top / self.levels).masked_fill_(nothing, 0.0)
+            torch.mul(blocks, (self.levels / top).masked_fill_(nothing, 0.0), out=work)
+            if generator is None:
+                work.round_()
+            else:
+                noise = torch.rand(work.shape, generator=generator, device=work.device)
+                work.add_(noise).floor_().clamp_(-self.levels, self.levels)
+            places, range_ = self._places(begin, end, width)
+            scales[rows, places] = scale.squeeze(2)
+            self._pack(work, codes[rows, range_])
+            if error is not None:
+                self._unpack(codes[rows, range_], work)
+                blocks.sub_(work.mul_(scale))
+                if memory:
+                    own.mul_(1.0 - memory).add_(kept.copy_(error[rows, begin:end]), alpha=memory)
+                error[rows, begin:end].copy_(own)
+
+    def decode(self, messages: torch.Tensor, out: torch.Tensor) -> None:
+        """Write the values of each row of `messages` into the row of `out`: (rows, numel) in any floating dtype."""
+        if not out.numel():
+            return
+        scales, codes = self._parts(messages, out.shape[1])
+        scratch = self._scratch(len(out), out.shape[1], out.device)
+        for rows, begin, end, width in self._tiles(len(out), out.shape[1], out.device):
+            values = self._values(scratch, scales, codes, rows, begin, end, width)
+            out[rows, begin:end].copy_(values[:, : end - begin])
+
+    def add_up(self, messages: torch.Tensor, out: torch.Tensor, *, accumulate: bool = False) -> None:
+        """Set (or add to) `out` the sum over the rows of `messages`, formed in fp32 and in order.
+
+        Args:
+            messages: (terms, nbytes(numel)) uint8.
+            out: (numel,) in a floating dtype.
+            accumulate: add to what is there.
+        """
+        if not out.numel():
+            return
+        scales, codes = self._parts(messages, out.numel())
+        first, next_ = (self._scratch(1, out.numel(), out.device) for _ in range(2))
+        for _, begin, end, width in self._tiles(1, out.numel(), out.device):
+            total = self._values(first, scales, codes, slice(0, 1), begin, end, width)
+            for term in range(1, messages.shape[0]):
+                total.add_(self._values(next_, scales, codes, slice(term, term + 1), begin, end, width))
+            target, total = out[begin:end], total[0, : end - begin]
+            if accumulate:
+                target.add_(total)
+            else:
+                target.copy_(total)
+
+    def _sizes(self, numel: int) -> tuple[int, int]:
+        """Bytes of the scales and of the codes."""
+        return _SCALE_BYTES * -(-numel // self.block), numel if self.bits == 8 else -(-numel // 2)
+
+    def _parts(self, messages: torch.Tensor, numel: int) -> tuple[torch.Tensor, torch.Tensor]:
+        """Return (rows, blocks) fp32 scales and (rows, bytes) codes, as views of the messages."""
+        scales, codes = self._sizes(numel)
+        assert messages.shape[1] == scales + codes + -codes % _SCALE_BYTES, (messages.shape, numel)
+        return messages[:, :scales].view(torch.float32), messages[:, scales : scales + codes]
+
+    def _tiles(self, rows: int, numel: int, device: torch.device) -> Iterator[tuple[slice, int, int, int]]:
+        """Yield what is worked on at a time: rows, begin and end of the columns, values to a block.
+
+        What is left at the end of a row is a block of its own, of an even number of values.
+        """
+        whole = numel - numel % self.block
+        most = max(chunk_of(device) // self.block, 1) * self.block
+        for start, stop, width in ((0, whole, self.block), (whole, numel, numel - whole + numel % 2)):
+            if start == stop:
+                continue
+            columns = min(stop - start, most)
+            together = max(most // (stop - start), 1)
+            for row in range(0, rows, together):
+                for begin in range(start, stop, columns):
+                    yield slice(row, row + together), begin, min(begin + columns, stop), width
+
+    def _places(self, begin: int, end: int, width: int) -> tuple[slice, slice]:
+        """Return where the scales and the codes of some columns are."""
+        first = begin // self.block
+        scales = slice(first, first + -(-(end - begin) // width))
+        return scales, slice(begin, end) if self.bits == 8 else slice(begin // 2, -(-end // 2))
+
+    def _scratch(self, rows: int, numel: int, device: torch.device) -> torch.Tensor:
+        # Made once for all tiles: memory that comes and goes has to be zeroed by the system each time.
+        return torch.empty(self.scratch_bytes(rows, numel, device) // 8, device=device)
+
+    def _values(
+        self,
+        scratch: torch.Tensor,
+        scales: torch.Tensor,
+        codes: torch.Tensor,
+        rows: slice,
+        begin: int,
+        end: int,
+        width: int,
+    ) -> torch.Tensor:
+        """Return (rows, columns) fp32 values in `scratch`, columns filled up to whole blocks."""
+        places, range_ = self._places(begin, end, width)
+        scale = scales[rows, places].unsqueeze(2)
+        values = _shaped(scratch, scale.shape[0], scale.shape[1] * width)
+        blocks = values.view(*scale.shape[:2], width)
+        self._unpack(codes[rows, range_], blocks)
+        # Not fused with a sum: a multiply-add would round otherwise, and only where the compiler has made one.
+        blocks.mul_(scale)
+        return values
+
+    def _pack(self, work: torch.Tensor, codes: torch.Tensor) -> None:
+        """Write (rows, blocks, width) whole numbers; with 4 bits `work` is used up.
+
+        A block's second half is in the high bits of its first half's bytes: no neighbours have to be taken apart.
+        """
+        if self.bits == 8:
+            codes.view(torch.int8).copy_(work.flatten(1)[:, : codes.shape[1]])
+        else:
+            low, high = work.chunk(2, 2)
+            low.add_(high, alpha=16).add_(8 + 8 * 16)
+            codes.unflatten(1, (-1, low.shape[2])).copy_(low)
+
+    def _unpack(self, codes: torch.Tensor, work: torch.Tensor) -> None:
+        """Read (rows, blocks, width) whole numbers."""
+        if self.bits == 8:
+            flat = work.flatten(1)
+            flat[:, : codes.shape[1]].copy_(codes.view(torch.int8))
+            flat[:, codes.shape[1] :].zero_()
+        else:
+            low, high = work.chunk(2, 2)
+            packed = codes.unflatten(1, (-1, low.shape[2]))
+            low.copy_(packed & 15)
+            high.copy_(packed >> 4)
+            work.sub_(8)
+
+
+def _shaped(scratch: torch.Tensor, rows: int, columns: int) -> torch.Tensor:
+    return scratch[: rows * columns].view(rows, columns)
