@@ -24,6 +24,7 @@ from shardwise.precision.norms import Runs, clip_coefficient, combine
 from shardwise.registry import Registry
 from shardwise.zero import released
 from shardwise.zero.calls import Use
+from shardwise.zero.communicated import CommunicatedUpdate
 from shardwise.zero.gather import Gatherer, Phase, backward_order
 from shardwise.zero.guards import Guards
 from shardwise.zero.hooks import Hooks
@@ -52,6 +53,7 @@ class ShardedModel:
         module: the user's model; its parameters keep their identity and become views of unit buffers.
         optimizer: stepped on what this rank owns; None for a model that is only evaluated.
         whole_tensors: the optimizer needs whole tensors.
+        communicates: the optimizer reduces gradients itself (see `shardwise.zero.communicated`).
         is_elementwise: whether an entry of the optimizer's state (value, elements of its parameter, name) has one value
             per element.
         plan: what is sharded.
@@ -78,6 +80,7 @@ class ShardedModel:
         optimizer: torch.optim.Optimizer | None,
         *,
         whole_tensors: bool,
+        communicates: bool = False,
         is_elementwise: StateKind,
         plan: Plan,
         policy: PrecisionPolicy,
@@ -108,7 +111,11 @@ class ShardedModel:
         self.closed = ""
         self.units: list[Unit] = []
         self.update: Update | None = None
-        if optimizer is not None:
+        if optimizer is not None and communicates:
+            self.update = CommunicatedUpdate(
+                optimizer, self.units, self.registry, comm, accountant, is_elementwise, plan
+            )
+        elif optimizer is not None:
             replicated = not plan.shard_optimizer
             self.update = (
                 WholeUpdate(
@@ -148,6 +155,7 @@ class ShardedModel:
                 wire_dtype=policy.wire_dtype,
                 prescale=prescale,
                 compressor=compressor,
+                stays_local=self.update.local if isinstance(self.update, CommunicatedUpdate) else None,
                 scale=lambda: self.loss_scale(),
                 boundary=boundary,
                 used=self.gatherer.used,
@@ -159,6 +167,9 @@ class ShardedModel:
                 on_complete=self.gatherer.finish_backward,
                 on_end=self._backward_ended,
             )
+            if isinstance(self.update, CommunicatedUpdate):
+                self.update.own_gradient = self.reducer.own_gradient
+                self.update.on_written = self._values_have_changed
         if self.channel is not None:
             self.channel.on_want = self.gatherer.wanted
             if self.reducer is not None:
@@ -285,6 +296,8 @@ class ShardedModel:
             The norm, and whether any rank has reported.
         """
         assert self.reducer is not None
+        if self.reducer.local:
+            return self._own_gradient_norm(scale, report)
         if self._runs is None or self._runs_of != self.reducer.dropped:
             self._runs_of = self.reducer.dropped
             runs = [
@@ -294,8 +307,21 @@ class ShardedModel:
                 for piece in section.layout.pieces(*section.layout.range_of(self.comm.rank))
             ]
             self._runs = Runs(runs, len(self.registry), self.device)
+        return self._norm_of(self._runs, scale, report)
+
+    def _own_gradient_norm(self, scale: float, report: bool | None) -> tuple[torch.Tensor, bool]:
+        """Return the root of the mean over ranks of squared norms of their own gradients: no less than the global norm.
+
+        What is stepped is not known before it has been compressed. The own gradient is `scale` times the number of
+        ranks times what was added up, so that the mean over ranks is `scale` times the sum.
+        """
+        assert self.reducer is not None
+        runs = Runs([(0, buffer) for buffer in self.reducer.own_gradients()], 1, self.device)
+        return self._norm_of(runs, scale * self.comm.world**0.5, report)
+
+    def _norm_of(self, runs: Runs, scale: float, report: bool | None) -> tuple[torch.Tensor, bool]:
         with self.accountant.owning(Category.OTHER):
-            sums = self._runs.sums_of_squares()
+            sums = runs.sums_of_squares()
             if report is None:
                 self.comm.all_reduce(sums, "gradient_norm").wait()
                 return combine(sums, scale), False
@@ -319,6 +345,10 @@ class ShardedModel:
     def scale_gradients(self, factor: float | torch.Tensor) -> None:
         """Multiply the accumulated gradients."""
         if isinstance(factor, float) and factor == 1.0:
+            return
+        if self.reducer is not None and self.reducer.local:
+            for own in self.reducer.own_gradients():
+                own.mul_(factor)
             return
         for unit in self.units:
             for section in unit.trainable:
@@ -485,6 +515,14 @@ class ShardedModel:
             reducer.partial or any(g.accumulated or g.buffers for g in reducer.gradients.values())
         )
 
+    def rank_state(self) -> dict[str, Any] | None:
+        """Return what the optimizer keeps on this rank alone, for the rank's part of a checkpoint; None if nothing."""
+        return self.update.rank_state() if isinstance(self.update, CommunicatedUpdate) else None
+
+    def load_rank_state(self, state: dict[str, Any] | None) -> bool:
+        """Take over what `rank_state` has returned on this rank; return False if it is of another layout."""
+        return self.update.load_rank_state(state) if isinstance(self.update, CommunicatedUpdate) else state is None
+
     def value_runs(self) -> dict[int, list[tuple[int, int, torch.Tensor]]]:
         """Return (start, stop, 1-D view) of the values that count on this rank, by parameter.
 
@@ -649,6 +687,8 @@ class ShardedModel:
         self._cut_references()
 
     def _give_optimizer_back(self) -> None:
+        if isinstance(self.update, CommunicatedUpdate):
+            self.update.asked.detach()
         self.update = None
         if self.optimizer is not None:
             self.optimizer.state.clear()
