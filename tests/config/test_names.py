@@ -20,7 +20,17 @@ def test_our_schedules_have_the_arguments_of_the_table(name: str) -> None:
     assert real == names.NATIVE_SCHEDULES[name]
 
 
-@pytest.mark.parametrize("name", names.NATIVE_OPTIMIZERS)
+@pytest.mark.parametrize("name", names.ONEBIT_OPTIMIZERS)
+def test_optimizers_that_communicate_have_the_arguments_of_the_table(name: str) -> None:
+    built = build_optimizer(name.upper(), [torch.zeros(2, requires_grad=True)], {}, device="cpu")
+    parameters = inspect.signature(type(built)).parameters
+    assert {item.name: item.default for item in parameters.values() if item.name != "params"} == (
+        names.ONEBIT_OPTIMIZERS[name]
+    )
+    assert names.ONEBIT_STAGES[name] == (0 if built.ranks_differ else 1)  # type: ignore[attr-defined]
+
+
+@pytest.mark.parametrize("name", ["adam", "adamw"])
 def test_adam_is_built_with_the_defaults_of_the_table(name: str) -> None:
     table = names.NATIVE_OPTIMIZERS[name]
     built = build_optimizer(name, [torch.zeros(2, requires_grad=True)], {}, device="cpu").defaults

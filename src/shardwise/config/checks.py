@@ -6,6 +6,7 @@ from collections.abc import Iterator
 
 from shardwise.errors import ConflictError
 
+from . import names
 from .problems import Problem, dotted
 from .scan import Scan
 from .schema.root import Config
@@ -18,6 +19,7 @@ def check_combinations(config: Config, found: Scan, world_size: int) -> list[Pro
         *_zero(config),
         *_zeropp(config, world_size),
         *_gradients(config),
+        *_onebit(config),
         *_ranks(config, world_size),
     ]
 
@@ -145,6 +147,22 @@ def _gradients(config: Config) -> Iterator[Problem]:
             f"before the sum; keep one of the two"
         )
         yield Problem("gradient_predivide_factor", message, ConflictError)
+
+
+def _onebit(config: Config) -> Iterator[Problem]:
+    """Optimizers that communicate themselves."""
+    name = config.optimizer.type
+    if name is None or name.lower() not in names.ONEBIT_OPTIMIZERS:
+        return
+    stage, most = config.zero_optimization.stage, names.ONEBIT_STAGES[name.lower()]
+    if stage > most:
+        reason = names.ONEBIT_STAGE_REASONS[most]
+        message = f"is {stage}, but `optimizer.type` = {name} needs {reason}. Lower the stage or take another optimizer"
+        yield Problem("zero_optimization.stage", message, ConflictError)
+    compression = config.compression.type
+    if compression is not None and compression.lower() != "none":
+        message = f"is {compression}, but `optimizer.type` = {name} compresses what it sends itself; remove one of them"
+        yield Problem("compression.type", message, ConflictError)
 
 
 def _ranks(config: Config, world_size: int) -> Iterator[Problem]:

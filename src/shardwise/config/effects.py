@@ -11,6 +11,7 @@ from typing import Any
 
 from .auto import Note
 from .built import value_at
+from .names import ONEBIT_OPTIMIZERS, ONEBIT_WITHOUT_EFFECT, canonical_optimizer
 from .problems import dotted
 from .scan import Scan
 from .schema.root import Config
@@ -32,7 +33,16 @@ def without_effect(config: Config, found: Scan, world_size: int = 1) -> list[Not
         if reason:
             listed.add(path)
             notes.append(Note(dotted(found.given[path]), _plain(value), reason))
-    return notes
+    return [*notes, *_of_optimizer(config, found)]
+
+
+def _of_optimizer(config: Config, found: Scan) -> list[Note]:
+    """Arguments of optimizers that only other libraries need."""
+    if config.optimizer.type is None or canonical_optimizer(config.optimizer.type) not in ONEBIT_OPTIMIZERS:
+        return []
+    where = dotted(found.given.get(("optimizer", "params"), ("optimizer", "params")))
+    params = config.optimizer.params
+    return [Note(f"{where}.{name}", params[name], why) for name, why in ONEBIT_WITHOUT_EFFECT.items() if name in params]
 
 
 def _switched_off(key: Key, value: Any) -> str:

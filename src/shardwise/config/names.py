@@ -29,17 +29,82 @@ _ADAM: dict[str, Any] = {
     "differentiable": False,
     "fused": None,
 }
-NATIVE_OPTIMIZERS: dict[str, dict[str, Any]] = {"adam": _ADAM, "adamw": _ADAM}
-"""Adam by the names that configurations use, in any case, with the arguments of torch and of the peers."""
+_ONEBIT: dict[str, Any] = {
+    "lr": 1e-3,
+    "betas": (0.9, 0.999),
+    "eps": 1e-8,
+    "weight_decay": 0.0,
+    "bias_correction": True,
+    "amsgrad": False,
+    "eps_inside_sqrt": False,
+    "cuda_aware": False,
+    "comm_backend_name": "nccl",
+}
+ONEBIT_OPTIMIZERS: dict[str, dict[str, Any]] = {
+    "onebitadam": {**_ONEBIT, "freeze_step": 100000},
+    "onebitlamb": {
+        **_ONEBIT,
+        "freeze_step": 100000,
+        "max_coeff": 10.0,
+        "min_coeff": 0.01,
+        "coeff_beta": 0.9,
+        "factor_max": 4.0,
+        "factor_min": 0.5,
+        "factor_threshold": 0.1,
+    },
+    "zerooneadam": {
+        **_ONEBIT,
+        "var_freeze_step": 100000,
+        "var_update_scaler": 16,
+        "local_step_scaler": 32678,
+        "local_step_clipper": 16,
+    },
+}
+"""Optimizers that communicate themselves, by names in any case, with their arguments."""
 
-_COMPRESSED = "compressed optimizers are not available"
+ONEBIT_STAGES = {"onebitadam": 1, "onebitlamb": 1, "zerooneadam": 0}
+"""The highest ZeRO stage of each."""
+
+ONEBIT_STAGE_REASONS = (
+    "stage 0: between averages ranks have parameters of their own, so that none can be divided",
+    "stage 0 or 1: every rank compresses a momentum with its own whole gradient, which higher stages divide",
+)
+"""Why, by the highest stage."""
+
+ONEBIT_REFUSED = {
+    "amsgrad": "the running maximum of a variance that is frozen would be frozen with it",
+    "eps_inside_sqrt": "eps is added to the root, as torch.optim.Adam does",
+}
+"""Switches of these that cannot be on, and why."""
+
+ONEBIT_COUNTS = (
+    "freeze_step",
+    "var_freeze_step",
+    "var_update_scaler",
+    "local_step_scaler",
+    "local_step_clipper",
+)
+"""Arguments of these that count steps."""
+
+ONEBIT_BACKENDS = ("nccl", "mpi", "compressed", "hccl", "gloo")
+"""Values of comm_backend_name in published configurations."""
+
+ONEBIT_ORDERED = (("min_coeff", "max_coeff"), ("factor_min", "factor_max"))
+"""Pairs of arguments of which the first may not be above the second."""
+
+ONEBIT_WITHOUT_EFFECT = {
+    "cuda_aware": "the communication is torch.distributed's",
+    "comm_backend_name": "the backend is that of torch.distributed's process group",
+}
+"""Arguments of these that change nothing, and why."""
+
+NATIVE_OPTIMIZERS: dict[str, dict[str, Any]] = {"adam": _ADAM, "adamw": _ADAM, **ONEBIT_OPTIMIZERS}
+"""Our own optimizers by configured names, in any case, with the arguments of torch and of the peers."""
+
 _MUP = "optimizers of the package mup are not built by name; pass an instance instead"
 UNBUILT_OPTIMIZERS: dict[str, str] = {
     "lamb": "it is not part of torch.optim; pass an instance of a LAMB class instead",
     "lion": "it is not part of torch.optim; pass an instance of a Lion class instead",
-    "onebitadam": _COMPRESSED,
-    "zerooneadam": _COMPRESSED,
-    "onebitlamb": _COMPRESSED,
     "muadam": _MUP,
     "muadamw": _MUP,
     "musgd": _MUP,
@@ -131,7 +196,7 @@ def schedule_signature(name: str) -> Signature | None:
 
 
 def canonical_optimizer(name: str) -> str:
-    """The name under which the code knows an optimizer: `adam` and `adamw`, else torch's spelling.
+    """The name under which the code knows an optimizer: in lower case one of our own, else torch's spelling.
 
     A name that matches nothing is returned unchanged.
 

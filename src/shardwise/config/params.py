@@ -34,7 +34,9 @@ def check_optimizer(config: Config, found: Scan) -> list[Problem]:
         message = _unknown("optimizer", name, usable, names.UNBUILT_OPTIMIZERS, "torch.optim")
         return [Problem(here, message)]
     problems = _check_arguments("optimizer.params", params, signature)
-    if canonical in names.NATIVE_OPTIMIZERS:
+    if canonical in names.ONEBIT_OPTIMIZERS:
+        problems += _check_onebit(name, params)
+    elif canonical in names.NATIVE_OPTIMIZERS:
         problems += _check_adam(canonical, params)
     return problems
 
@@ -52,6 +54,30 @@ def _check_adam(name: str, params: dict[str, Any]) -> list[Problem]:
     if params.get("torch_adam") is True and params.get("fused") is True:
         message = "true contradicts `optimizer.params.fused` true; remove one of them"
         problems.append(Problem("optimizer.params.torch_adam", message, ConflictError))
+    return problems
+
+
+def _check_onebit(name: str, params: dict[str, Any]) -> list[Problem]:
+    """Values that optimizers with one-bit communication cannot take."""
+    problems = []
+    for option, reason in names.ONEBIT_REFUSED.items():
+        if params.get(option) is True:
+            problems.append(Problem(f"optimizer.params.{option}", f"{name} only has false: {reason}"))
+    for option in names.ONEBIT_COUNTS:
+        value = params.get(option, 1)
+        if _is_number(value) and (not float(value).is_integer() or value < 1):
+            problems.append(Problem(f"optimizer.params.{option}", f"expected an integer >= 1, found {show(value)}"))
+    backend = params.get("comm_backend_name", "nccl")
+    if backend not in names.ONEBIT_BACKENDS:
+        message = f"expected one of {', '.join(names.ONEBIT_BACKENDS)}, found {show(backend)}"
+        problems.append(Problem("optimizer.params.comm_backend_name", message))
+    known = {**names.ONEBIT_OPTIMIZERS[name.lower()], **params}
+    for low, high in names.ONEBIT_ORDERED:
+        least: Any = known.get(low)
+        most: Any = known.get(high)
+        if _is_number(least) and _is_number(most) and least > most:
+            message = f"is {least:g}, but may be at most `optimizer.params.{high}` = {most:g}"
+            problems.append(Problem(f"optimizer.params.{low}", message, ConflictError))
     return problems
 
 

@@ -186,12 +186,12 @@ def _build(
 
     # The optimizer is made on the user's own parameters; sharding then edits its groups in place.
     optimizer = _optimizer(settings, client_optimizer, model_parameters, model, device)
-    whole = False
+    whole = communicates = False
     if optimizer is not None:
         kind, reason = sharding_of(optimizer)
         if kind is Sharding.REFUSED:
             raise ConfigError(f"optimizer {type(optimizer).__name__} cannot be used: {reason}")
-        whole = kind is Sharding.WHOLE
+        whole, communicates = kind is Sharding.WHOLE, kind is Sharding.COMMUNICATES
         _check_momentum(settings, optimizer)
     # It sets the first step's learning rate on the groups, which stay what they are.
     scheduler = _scheduler(settings, client_scheduler, optimizer)
@@ -210,6 +210,7 @@ def _build(
             model,
             optimizer,
             whole_tensors=whole,
+            communicates=communicates,
             is_elementwise=is_elementwise_state,
             plan=plan,
             policy=policy,

@@ -223,6 +223,7 @@ class Checkpointing:
                 "rng": rng.capture(self.device),
                 "loader": None if loader is None else loader.state_dict(),
                 "compression": self._kept(),
+                "optimizer": self.sharded.rank_state(),
             },
             scheduler=None if scheduler is None else scheduler.state_dict(),
             scaler=None if self.loss_scaler is None else self.loss_scaler.state_dict(),
@@ -232,6 +233,20 @@ class Checkpointing:
             },
         )
 
+    def _take_rank_state(self, loaded: Loaded) -> None:
+        """Take over what the optimizer keeps on each rank alone, if there are the same ranks and the same layout."""
+        was = loaded.first.get("optimizer")
+        own = None if loaded.rank is None else loaded.rank.get("optimizer")
+        if was is None and own is None:
+            return
+        same = len(loaded.manifest.ranks) == self._comm.world
+        if not same or not self.sharded.load_rank_state(own):
+            self._log(
+                f"{loaded.path}: what each rank has not sent yet (the errors of compressed communication, and steps of "
+                f"its own since the last average) is dropped, because it belongs to {len(loaded.manifest.ranks)} ranks "
+                "and the layout it was saved with; training goes on from what all ranks agree on"
+            )
+
     def _take_training_state(self, loaded: Loaded, options: Options, with_scheduler: bool) -> None:
         path, world = loaded.path, self._comm.world
         if with_scheduler and self.lr_scheduler is not None:
@@ -240,6 +255,8 @@ class Checkpointing:
             self._log(f"{path}: holds the state of a learning-rate scheduler, and this engine has none")
         if options.optimizer and self.loss_scaler is not None and loaded.scaler is not None:
             self.loss_scaler.load_state_dict(loaded.scaler)
+        if options.optimizer:
+            self._take_rank_state(loaded)
         counters = loaded.manifest.counters
         for name in _COUNTERS:
             setattr(self, name, counters[name])

@@ -351,6 +351,7 @@ class Planner:
                 twin,
                 optimizer,
                 whole_tensors=optimizer is not None and sharding_of(optimizer)[0] is Sharding.WHOLE,
+                communicates=optimizer is not None and sharding_of(optimizer)[0] is Sharding.COMMUNICATES,
                 is_elementwise=is_elementwise_state,
                 plan=Plan.of(settings.zero_optimization, setting.ranks),
                 policy=policy_from_config(settings),

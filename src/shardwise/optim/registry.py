@@ -1,7 +1,7 @@
 """Building an optimizer from the `type` and `params` of the configuration.
 
-Names are resolved in this order: our own builders (`adam`, `adamw`, any case); the classes of `torch.optim`
-by exact name; names that other libraries use for optimizers that are not built here (refused with the
+Names are resolved in this order: our own builders (`adam`, `adamw`, `onebitadam` ..., any case); the classes of
+`torch.optim` by exact name; names that other libraries use for optimizers that are not built here (refused with the
 reason); the classes of `torch.optim` in any case.
 
 Invariant: every option either changes the optimizer or is refused or logged; none disappears.
@@ -19,6 +19,7 @@ import torch
 
 from shardwise.config.names import NATIVE_OPTIMIZERS, UNBUILT_OPTIMIZERS
 from shardwise.errors import ConfigError, NotBuiltError
+from shardwise.optim.onebit import OnebitAdam, OnebitLamb, ZeroOneAdam
 
 _log = logging.getLogger("shardwise")
 
@@ -32,15 +33,16 @@ def build(
     """Build the optimizer that the configuration names.
 
     Args:
-        name: `optimizer.type`: adam or adamw (any case), or the name of a class in torch.optim.
+        name: `optimizer.type`: adam, adamw, onebitadam, onebitlamb or zerooneadam (any case), or the name of a class in
+            torch.optim.
         params: what torch.optim accepts as its first argument.
         options: `optimizer.params`; not changed.
         device: where the step will run; decides whether the fused implementation is available.
 
     Returns:
-        An instance of a torch.optim class. `adam` and `adamw` give `torch.optim.AdamW(fused=True)`;
-        `adam` with `"adam_w_mode": false` gives `torch.optim.Adam(fused=True)`. Both have weight_decay 0 by
-        default.
+        An instance of a torch.optim class, or of one of our own. `adam` and `adamw` give
+        `torch.optim.AdamW(fused=True)`; `adam` with `"adam_w_mode": false` gives `torch.optim.Adam(fused=True)`. Both
+        have weight_decay 0 by default.
 
     Raises:
         ConfigError: the name or an option is unknown, or a value has no meaning.
@@ -106,9 +108,18 @@ def _adam(name: str, params: list[Any], options: dict[str, Any], device: torch.d
     return _construct(cls, params, options, device, extra=tuple(NATIVE_OPTIMIZERS["adam"]))
 
 
+def _onebit(name: str, params: list[Any], options: dict[str, Any], device: torch.device) -> torch.optim.Optimizer:
+    """Build one of the optimizers that communicate themselves."""
+    return _construct(_ONEBIT[name.lower()], params, options, device)
+
+
+_ONEBIT: dict[str, type[torch.optim.Optimizer]] = {
+    cls.__name__.lower(): cls for cls in (OnebitAdam, OnebitLamb, ZeroOneAdam)
+}
+
 Builder = Callable[[str, list[Any], dict[str, Any], torch.device], torch.optim.Optimizer]
 
-_BUILDERS: dict[str, Builder] = {"adam": _adam, "adamw": _adam}
+_BUILDERS: dict[str, Builder] = {"adam": _adam, "adamw": _adam, **dict.fromkeys(_ONEBIT, _onebit)}
 
 
 def _fused_refusal(cls: type[torch.optim.Optimizer], params: list[Any], device: torch.device) -> str | None:
@@ -161,7 +172,7 @@ def _construct(
         raise ConfigError(f"optimizer.params.fused: true is not possible, because torch says: {reason}; remove the key")
     try:
         return cls(params, **options)
-    except torch.OutOfMemoryError:
+    except (torch.OutOfMemoryError, ConfigError):
         raise
     except (TypeError, ValueError, RuntimeError) as error:
         given = ", ".join(f"{key}={value!r}" for key, value in options.items())

@@ -18,9 +18,10 @@ import torch
 
 from shardwise.config.names import UNUSABLE_OPTIMIZERS
 from shardwise.errors import ConfigError
+from shardwise.optim.communicating import Communicating
 
 ATTRIBUTE = "shardwise_sharding"
-"""Name of the class attribute by which an optimizer class declares itself: "elementwise" or "whole"."""
+"""Name of the class attribute by which an optimizer class declares itself: "elementwise", "whole" or "communicates"."""
 
 
 class Sharding(Enum):
@@ -32,6 +33,10 @@ class Sharding(Enum):
 
     WHOLE = "whole"
     """Whole tensors, each owned by one rank. Memory: a rank holds state for the tensors that it owns."""
+
+    COMMUNICATES = "communicates"
+    """Flat memory of whole units, and gradients that it reduces itself (`shardwise.optim.communicating`).
+    Memory: as the class says."""
 
     REFUSED = "refused"
     """Neither: the algorithm needs all parameters at once, or gradients of another kind."""
@@ -77,7 +82,7 @@ def sharding_of(optimizer: torch.optim.Optimizer) -> tuple[Sharding, str]:
     (<Sharding.ELEMENTWISE: 'elementwise'>, "Sign declares shardwise_sharding = 'elementwise'")
 
     Raises:
-        ConfigError: the declaration is neither "elementwise" nor "whole".
+        ConfigError: the declaration is none of "elementwise", "whole" and "communicates".
     """
     cls = type(optimizer)
     name = cls.__name__
@@ -89,14 +94,22 @@ def sharding_of(optimizer: torch.optim.Optimizer) -> tuple[Sharding, str]:
         return Sharding.REFUSED, reason
     # Looked up in the class itself: a base class speaks for its own update only.
     declared = vars(cls).get(ATTRIBUTE)
+    if declared is None and getattr(cls, ATTRIBUTE, None) == Sharding.COMMUNICATES.value:
+        declared = Sharding.COMMUNICATES.value  # how its step gets gradients is no question of a single update
     if declared is None:
         return Sharding.WHOLE, (
             f"{name} does not say how it may be split, so it gets whole tensors; if each element's update "
             f'depends only on that element, set {ATTRIBUTE} = "elementwise" in the class to save memory'
         )
-    choices = (Sharding.ELEMENTWISE, Sharding.WHOLE)
+    choices = (Sharding.ELEMENTWISE, Sharding.WHOLE, Sharding.COMMUNICATES)
     for choice in choices:
+        if declared == Sharding.COMMUNICATES.value and not isinstance(optimizer, Communicating):
+            raise ConfigError(
+                f"{cls.__module__}.{cls.__qualname__}.{ATTRIBUTE} is {declared!r}, which only subclasses of "
+                "shardwise.optim.communicating.Communicating can be"
+            )
         if declared == choice.value:
             return choice, f"{name} declares {ATTRIBUTE} = {declared!r}"
-    expected = " or ".join(repr(choice.value) for choice in choices)
+    *others, last = (repr(choice.value) for choice in choices)
+    expected = f"{', '.join(others)} or {last}"
     raise ConfigError(f"{cls.__module__}.{cls.__qualname__}.{ATTRIBUTE}: expected {expected}, found {declared!r}")

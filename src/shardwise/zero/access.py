@@ -13,6 +13,7 @@ import torch
 
 from shardwise.errors import UsageError
 from shardwise.zero import released
+from shardwise.zero.communicated import CommunicatedUpdate
 from shardwise.zero.model import ShardedModel
 
 Run = tuple[int, int, torch.Tensor]
@@ -104,6 +105,11 @@ def safe_set_full_grad(parameter: torch.Tensor, value: torch.Tensor) -> None:
     model, index = found
     flat = _checked(model, index, value)
     assert model.reducer is not None
+    if model.reducer.partial and model.reducer.local:
+        raise UsageError(
+            f"safe_set_full_grad: {type(model.optimizer).__name__} takes each rank's own gradient in this step and "
+            "compresses what it makes of it, so there is no whole gradient that could be set"
+        )
     if model.reducer.partial:
         raise UsageError(
             "safe_set_full_grad: gradients of this window are not reduced yet; call it after the last micro-batch"
@@ -149,6 +155,8 @@ def safe_set_full_optimizer_state(parameter: torch.Tensor, value: torch.Tensor, 
     flat = _checked(model, index, value)
     for start, stop, state in model.update.state_pieces(index, optim_state_key):
         state.copy_(flat[start:stop])
+    if isinstance(model.update, CommunicatedUpdate):
+        model.update.state_was_set()
 
 
 def _checked(model: ShardedModel, index: int, value: torch.Tensor) -> torch.Tensor:

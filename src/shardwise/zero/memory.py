@@ -21,6 +21,7 @@ from shardwise.comm.neighbours import CHUNK
 from shardwise.comm.wire import SUM_CHUNK
 from shardwise.memory import ActivationPlan, Category, StepBytes, step_bytes
 from shardwise.precision.norms import scratch_bytes
+from shardwise.zero.communicated import CommunicatedUpdate
 from shardwise.zero.peaks import Job, Pipeline, gathered_together
 from shardwise.zero.unit import SectionMemory, Unit
 from shardwise.zero.update import WholeUpdate
@@ -54,12 +55,29 @@ def planned(
         activations: counted in the total; None: left out.
         norm: whether steps compute the gradient norm.
     """
-    sizes = _Sizes(model, accumulation, padded=True)
+    exact = _planned(model, accumulation, activations, norm=norm)
+    if not isinstance(model.update, CommunicatedUpdate) or model.comm.world == 1:
+        return exact
+    own = _planned(model, accumulation, activations, norm=norm, communicates=True)
+    peaks = {category: max(size, own.peaks[category]) for category, size in exact.peaks.items()}
+    return MemoryPlan(peaks, max(exact.total, own.total))
+
+
+def _planned(
+    model: ShardedModel,
+    accumulation: int,
+    activations: ActivationPlan | None,
+    *,
+    norm: bool,
+    communicates: bool = False,
+) -> MemoryPlan:
+    """Plan steps with reduced gradients, or such as an optimizer takes that communicates itself."""
+    sizes = _Sizes(model, accumulation, padded=True, communicates=communicates)
     resident = sizes.resident()
     gathered, buffers = sizes.gathered(), sizes.buffers()
     codes, window = sizes.coded()
     both = sizes.pipeline(adding=True).most(activations)
-    kept = _state(model)
+    kept, messages = _state(model), sizes.messages()
     owned, exchange = sizes.exchange()
     widened = sizes.widened() if norm else 0
     scratch = sizes.scratch() + sizes.unsent() + sizes.positions()
@@ -70,13 +88,16 @@ def planned(
         **resident,
         Category.GRADIENTS: max(summed, gradients + owned),
         Category.OPTIMIZER: kept.state,
-        Category.BUFFERS: max(buffers + codes, exchange) + scratch,
+        Category.BUFFERS: max(buffers + codes, exchange, messages) + scratch,
         Category.GATHERED: gathered,
         Category.OTHER: resident[Category.OTHER] + max(kept.temporary, sizes.chunk(), widened),
     }
     # What several micro-batches add up is there in all their passes but the first; else gradients come one by one.
     passes = held - gradients + (summed if accumulation > 1 else 0) + window + both
-    return MemoryPlan(peaks, max(passes, held + widened, held + owned + max(kept.temporary, exchange)))
+    stepping = held + owned + max(kept.temporary + messages, exchange)
+    if communicates:
+        stepping += summed - gradients
+    return MemoryPlan(peaks, max(passes, held + widened, stepping))
 
 
 def floor(
@@ -101,6 +122,8 @@ def _state(model: ShardedModel) -> StepBytes:
     """Ask the optimizer what it will keep for the tensors that it now has."""
     if model.optimizer is None:
         return StepBytes(0, 0)
+    if isinstance(model.update, CommunicatedUpdate):
+        return _communicated_state(model, padded=True)
     asked = [
         _ask(model, group, [tuple(p.shape) for p in model.optimizer.param_groups[group]["params"]])
         for group in range(len(model.optimizer.param_groups))
@@ -112,6 +135,8 @@ def _least_state(model: ShardedModel) -> int:
     """Return the state of all trained parameters, divided evenly where it is sharded."""
     if model.optimizer is None:
         return 0
+    if isinstance(model.update, CommunicatedUpdate):
+        return _communicated_state(model, padded=False).state
     share = model.comm.world if model.plan.shard_optimizer else 1
     state = 0
     for group in range(len(model.optimizer.param_groups)):
@@ -122,6 +147,15 @@ def _least_state(model: ShardedModel) -> int:
             numel = sum(t.numel for t in model.registry if t.trainable and t.group == group)
             state += _ask(model, group, [(-(-numel // share),)]).state
     return state
+
+
+def _communicated_state(model: ShardedModel, *, padded: bool) -> StepBytes:
+    """Ask an optimizer that communicates itself; its temporaries are pieces of one rank's range of a section."""
+    assert isinstance(model.update, CommunicatedUpdate)
+    sizes = _Sizes(model, 1, padded=padded)
+    largest = max((4 * sizes.share(section) for section in sizes.trained()), default=0)
+    # Compressing: signs as numbers, their packed form, and a sum.
+    return StepBytes(model.update.planned(sizes.blocks())[0], 3 * largest)
 
 
 def _ask(model: ShardedModel, group: int, shapes: Sequence[tuple[int, ...]]) -> StepBytes:
@@ -158,14 +192,21 @@ class _Sizes:
     """Byte counts of a sharded model, with or without padding."""
 
     def __init__(
-        self, model: ShardedModel, accumulation: int, *, padded: bool, sums_locally: bool | None = None
+        self,
+        model: ShardedModel,
+        accumulation: int,
+        *,
+        padded: bool,
+        sums_locally: bool | None = None,
+        communicates: bool = False,
     ) -> None:
         self.model = model
         self.world = model.comm.world
         self.padded = padded
         self.accumulation = accumulation
         # Where gradients are not sharded, micro-batches are first added up in whole buffers; without peers always.
-        locally = self.world == 1 or (accumulation > 1 and not model.plan.shard_gradients)
+        locally = self.world == 1 or communicates or (accumulation > 1 and not model.plan.shard_gradients)
+        self.communicates = communicates
         self.sums_locally = locally if sums_locally is None else sums_locally
 
     def numel(self, section: SectionMemory) -> int:
@@ -191,6 +232,15 @@ class _Sizes:
             return 0
         return sum(slot.numel for slot in section.layout.slots if slot.index in update.masters)
 
+    def blocks(self) -> list[tuple[int, int, int]]:
+        """Elements, elements stepped here and parameters of each trained section."""
+        return [(self.numel(s), self.updated(s), len(s.layout.slots)) for s in self.trained()]
+
+    def messages(self) -> int:
+        """What an optimizer that communicates itself sends and receives at once."""
+        update = self.model.update
+        return update.planned(self.blocks())[1] if isinstance(update, CommunicatedUpdate) and self.communicates else 0
+
     def resident(self) -> dict[Category, int]:
         found = dict.fromkeys((Category.PARAMETERS, Category.GRADIENTS, Category.MASTER, Category.OTHER), 0)
         for unit in self.model.units:
@@ -200,7 +250,8 @@ class _Sizes:
                     numel += -(-self.numel(section) // unit.second.world)
                 found[Category.PARAMETERS] += numel * section.layout.dtype.itemsize
         for section in self.trained():
-            found[Category.GRADIENTS] += self.updated(section) * section.accumulate_dtype.itemsize
+            if not self.communicates or not self.model.plan.shard_optimizer:  # then there are only whole sums
+                found[Category.GRADIENTS] += self.updated(section) * section.accumulate_dtype.itemsize
             if self.padded and self.owned(section):
                 found[Category.MASTER] += self.owned(section) * section.master_dtype.itemsize
             elif not section.master_is_parameter:
@@ -218,7 +269,7 @@ class _Sizes:
         if not self.sums_locally:
             return 0
         whole = sum(self.numel(section) * section.accumulate_dtype.itemsize for section in self.trained())
-        if not self.padded or not self.model.plan.shard_optimizer:
+        if not self.padded or not self.model.plan.shard_optimizer or self.communicates:
             return whole
         most = held = whole
         for unit in self.reduced():
@@ -229,7 +280,7 @@ class _Sizes:
 
     def reduced(self) -> list[Unit]:
         """Units with gradients, in the order in which they are reduced."""
-        if self.model.update is None:
+        if self.model.update is None or self.communicates:
             return []
         by_index = {unit.index: unit for unit in self.model.units if unit.trainable}
         return [by_index[index] for index in reversed(self.model.order[0]) if index in by_index]
@@ -302,7 +353,9 @@ class _Sizes:
         return Pipeline(jobs)
 
     def _result(self, unit: Unit) -> int:
-        return sum(self.updated(section) * section.accumulate_dtype.itemsize for section in unit.trainable)
+        """Bytes of what a unit's gradients become: a sum of whole ones, or what is reduced of them."""
+        numel = self.numel if self.sums_locally else self.updated
+        return sum(numel(section) * section.accumulate_dtype.itemsize for section in unit.trainable)
 
     def _wire(self, section: SectionMemory) -> torch.dtype:
         wire = self.model.policy.wire_dtype or section.layout.wire_dtype

@@ -26,6 +26,7 @@ from shardwise.registry import Registry
 from shardwise.zero import released
 from shardwise.zero.calls import Use
 from shardwise.zero.codes import UnitCodes
+from shardwise.zero.communicated import CommunicatedUpdate
 from shardwise.zero.gather import Gatherer, Phase, backward_order
 from shardwise.zero.guards import Guards
 from shardwise.zero.hooks import Hooks
@@ -54,6 +55,7 @@ class ShardedModel:
         module: the user's model; its parameters keep their identity and become views of unit buffers.
         optimizer: stepped on what this rank owns; None for a model that is only evaluated.
         whole_tensors: the optimizer needs whole tensors.
+        communicates: the optimizer reduces gradients itself (see `shardwise.zero.communicated`).
         is_elementwise: whether an entry of the optimizer's state (value, elements of its parameter, name) has one value
             per element.
         plan: what is sharded.
@@ -82,6 +84,7 @@ class ShardedModel:
         optimizer: torch.optim.Optimizer | None,
         *,
         whole_tensors: bool,
+        communicates: bool = False,
         is_elementwise: StateKind,
         plan: Plan,
         policy: PrecisionPolicy,
@@ -113,7 +116,11 @@ class ShardedModel:
         self.closed = ""
         self.units: list[Unit] = []
         self.update: Update | None = None
-        if optimizer is not None:
+        if optimizer is not None and communicates:
+            self.update = CommunicatedUpdate(
+                optimizer, self.units, self.registry, comm, accountant, is_elementwise, plan
+            )
+        elif optimizer is not None:
             replicated = not plan.shard_optimizer
             self.update = (
                 WholeUpdate(
@@ -154,6 +161,7 @@ class ShardedModel:
                 wire_dtype=policy.wire_dtype,
                 prescale=prescale,
                 compressor=compressor,
+                stays_local=self.update.local if isinstance(self.update, CommunicatedUpdate) else None,
                 scale=lambda: self.reduction_scale(),
                 boundary=boundary,
                 used=self.gatherer.used,
@@ -165,6 +173,9 @@ class ShardedModel:
                 on_complete=self.gatherer.finish_backward,
                 on_end=self._backward_ended,
             )
+            if isinstance(self.update, CommunicatedUpdate):
+                self.update.own_gradient = self.reducer.own_gradient
+                self.update.on_written = self._values_have_changed
         if self.channel is not None:
             self.channel.on_want = self.gatherer.wanted
             if self.reducer is not None:
@@ -306,8 +317,21 @@ class ShardedModel:
             facts: numbers of this rank that travel along. The host does not wait for what a device knows.
 
         Returns:
-            An fp64 tensor of one element a parameter, and one of the sums of the facts over ranks.
+            An fp64 tensor of one element a parameter, and one of the sums of the facts over ranks. Of gradients that
+            are not reduced it is the bound that `_own_runs` tells of.
         """
+        assert self.reducer is not None
+        runs = self._own_runs() if self.reducer.local else self._reduced_runs()
+        with self.accountant.owning(Category.OTHER):
+            own = runs.sums_of_squares()
+            if self.reducer.local:
+                own *= self.comm.world
+            sums = torch.cat([own, self._on_device(facts)])
+            self.comm.all_reduce(sums, "gradient_norm").wait()
+        return sums[: -len(facts)], sums[-len(facts) :]
+
+    def _reduced_runs(self) -> Runs:
+        """The runs of reduced gradients that lie on this rank; their memory comes and goes."""
         assert self.reducer is not None
         if self._runs is None:
             runs = [
@@ -317,10 +341,23 @@ class ShardedModel:
                 for piece in section.layout.pieces(*section.layout.range_of(self.comm.rank))
             ]
             self._runs = Runs(runs, len(self.registry), self.device)
-        with self.accountant.owning(Category.OTHER):
-            sums = torch.cat([self._runs.sums_of_squares(), self._on_device(facts)])
-            self.comm.all_reduce(sums, "gradient_norm").wait()
-        return sums[: -len(facts)], sums[-len(facts) :]
+        return self._runs
+
+    def _own_runs(self) -> Runs:
+        """This rank's own gradients, where what is stepped is not known before it has been compressed.
+
+        The norm is then the root of the mean over ranks of the squared norms of their own gradients, which is no less
+        than that of the mean gradient. An own gradient counts as the number of ranks times what was added up here, so
+        that the mean over ranks is the sum; hence the factor in `gradient_sums`.
+        """
+        assert self.reducer is not None
+        runs = [
+            (slot.index, self.reducer.own_gradient(section)[slot.offset : slot.offset + slot.numel])
+            for unit in self.units
+            for section in unit.trainable
+            for slot in section.layout.slots
+        ]
+        return Runs(runs, len(self.registry), self.device)
 
     def sums_of(self, facts: Sequence[float | torch.Tensor], label: str) -> torch.Tensor:
         """Return the sums over ranks of some numbers, where no norm is needed along which they could travel."""
@@ -349,6 +386,10 @@ class ShardedModel:
     def scale_gradients(self, factor: float | torch.Tensor) -> None:
         """Multiply the accumulated gradients."""
         if isinstance(factor, float) and factor == 1.0:
+            return
+        if self.reducer is not None and self.reducer.local:
+            for own in self.reducer.own_gradients():
+                own.mul_(factor)
             return
         for unit in self.units:
             for section in unit.trainable:
@@ -535,6 +576,14 @@ class ShardedModel:
             reducer.partial or any(g.accumulated or g.buffers for g in reducer.gradients.values())
         )
 
+    def rank_state(self) -> dict[str, Any] | None:
+        """Return what the optimizer keeps on this rank alone, for the rank's part of a checkpoint; None if nothing."""
+        return self.update.rank_state() if isinstance(self.update, CommunicatedUpdate) else None
+
+    def load_rank_state(self, state: dict[str, Any] | None) -> bool:
+        """Take over what `rank_state` has returned on this rank; return False if it is of another layout."""
+        return self.update.load_rank_state(state) if isinstance(self.update, CommunicatedUpdate) else state is None
+
     def value_runs(self) -> dict[int, list[tuple[int, int, torch.Tensor]]]:
         """Return (start, stop, 1-D view) of the values that count on this rank, by parameter.
 
@@ -708,6 +757,8 @@ class ShardedModel:
         self._cut_references()
 
     def _give_optimizer_back(self) -> None:
+        if isinstance(self.update, CommunicatedUpdate):
+            self.update.asked.detach()
         self.update = None
         if self.optimizer is not None:
             self.optimizer.state.clear()

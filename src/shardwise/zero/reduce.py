@@ -8,7 +8,8 @@ pass, in the reverse of the agreed forward order; what a rank has not used contr
 at a time, so the buffers held are one unit's gradient being filled, one being sent and the pieces being received.
 
 Where gradients are not sharded and several micro-batches make a step, gradients are first added up locally in fp32 and
-reduced once, in the backward pass of the last micro-batch.
+reduced once, in the backward pass of the last micro-batch. Where the optimizer communicates itself, they may stay as
+they are.
 """
 
 from __future__ import annotations
@@ -125,6 +126,8 @@ class Reducer:
         wire_dtype: dtype on the wire; None: that of the sections, or else that of the local gradients.
         prescale: factor applied before sending.
         compressor: reduces with loss, once it has started.
+        stays_local: whether the gradients of the window that begins now are only added up locally, for an optimizer
+            that communicates itself (the same on all ranks).
         scale: what divides sums of gradients over ranks and micro-batches to give the gradient that is stepped.
         boundary: whether the backward pass that starts now is the last one before a step.
         used: whether a unit has computed something that may be differentiated.
@@ -140,6 +143,7 @@ class Reducer:
         watching: keep, of each unit, whether this rank's gradients were finite when they were sent.
         alone: units whose reduction is waited for before another unit's gradients are collected, where several
             micro-batches make a step (see `shardwise.zero.memory.reduced_alone`).
+        local: what `stays_local` has said last.
     """
 
     def __init__(
@@ -152,6 +156,7 @@ class Reducer:
         wire_dtype: torch.dtype | None = None,
         prescale: float = 1.0,
         compressor: Compressor | None = None,
+        stays_local: Callable[[], bool] | None = None,
         scale: Callable[[], float],
         boundary: Callable[[], bool],
         used: Callable[[Unit], bool],
@@ -169,6 +174,8 @@ class Reducer:
         self.wire_dtype = wire_dtype
         self.prescale = prescale
         self.compressor = compressor if comm.world > 1 else None
+        self._stays_local = stays_local
+        self.local = False
         self._scale = scale
         self.boundary = True
         self._at_boundary = boundary
@@ -210,7 +217,7 @@ class Reducer:
     @property
     def reducing(self) -> bool:
         """Whether backward passes reduce now, or only add up locally."""
-        return self.shard_gradients or self.boundary
+        return (self.shard_gradients or self.boundary) and not self.local
 
     def lags_behind(self, index: int) -> bool:
         """Whether a peer may wait for a reduction still to come here without having launched the gather of a unit."""
@@ -233,6 +240,7 @@ class Reducer:
         self.active = True
         self.brought = False
         self.boundary = self._at_boundary()
+        self._settle_local()
         self._next = 0
         for gradients in self.gradients.values():
             gradients.begin(used=self._used(gradients.unit), outside=outside)
@@ -319,14 +327,16 @@ class Reducer:
             return known
         # Sums over micro-batches are formed in the accumulator's dtype; a gradient that is alone travels as it is, and
         # without peers nothing travels. The choice depends on nothing that could differ between ranks.
-        alone = self.comm.world > 1 and (self.shard_gradients or (self.boundary and not self.partial))
+        alone = (
+            self.comm.world > 1 and (self.shard_gradients or (self.boundary and not self.partial)) and not self.local
+        )
         dtype = (self._cast_to(section) or section.layout.dtype) if alone else section.accumulate_dtype
         buffer: torch.Tensor | Pieces
         if not alone and not gradients.accumulated and section.keeps_whole_gradient:
             # The reduced gradient will be as large as the sum, and nothing is in its place yet.
             buffer = section.whole_gradient
         else:
-            if (not self.boundary or gradients.accumulated) and self._in_flight_alone():
+            if (not self.boundary or self.local or gradients.accumulated) and self._in_flight_alone():
                 self._before_launch(gradients.unit)  # a lossy reduction may wait for peers that wait for gathers
                 self._finish()
             if alone and self.in_pieces(gradients.unit):
@@ -462,8 +472,13 @@ class Reducer:
         """Make the accumulators hold the window's gradients, before they are stepped.
 
         What has only been added up locally is reduced (the boundary was declared after the last backward pass). Without
-        any backward pass in the window they hold the last one's, and the gradient is zero.
+        any backward pass in the window they hold the last one's, and the gradient is zero. Where gradients stay local,
+        `own_gradient` is made complete instead.
         """
+        self._settle_local()
+        if self.local:
+            self._complete_local()
+            return
         if self.partial:
             for gradients in self.gradients.values():
                 gradients.reduced = False
@@ -473,6 +488,33 @@ class Reducer:
             if not gradients.accumulated:
                 for section in gradients.unit.trainable:
                     section.whole_gradient.zero_()
+
+    def _settle_local(self) -> None:
+        self.local = self._stays_local is not None and self._stays_local()
+
+    def _complete_local(self) -> None:
+        self.partial = self._summed = True
+        for gradients in self.gradients.values():
+            for place, section in enumerate(gradients.unit.sections):
+                if section.layout.trainable:
+                    buffer = self._buffer(gradients, place, section)
+                    assert isinstance(buffer, torch.Tensor)  # sums are never in pieces
+                    self._fill_gaps(gradients, section, buffer)
+                    if self.prescale != 1.0:
+                        buffer.mul_(self.prescale)
+
+    def own_gradient(self, section: SectionMemory) -> torch.Tensor:
+        """Return what has been added up locally for all of a section; `complete_window` has to come before."""
+        for gradients in self.gradients.values():
+            if section in gradients.unit.sections:
+                buffer = gradients.buffers[gradients.unit.sections.index(section)]
+                assert isinstance(buffer, torch.Tensor)
+                return buffer
+        raise AssertionError("the section is of no unit")
+
+    def own_gradients(self) -> list[torch.Tensor]:
+        """Return all of what `own_gradient` returns."""
+        return [self.own_gradient(section) for g in self.gradients.values() for section in g.unit.trainable]
 
     def unused(self) -> list[str]:
         """Return the names of trainable parameters that have received no gradient on this rank since the last step."""
