@@ -41,18 +41,15 @@ def compressed(method: str, **changes: Any) -> tuple[tuple[str, Any], ...]:
 def test_stages_give_the_same_bits(method: str) -> None:
     extra = compressed(method)
     settings = [Setting(stage=stage, extra=extra) for stage in range(4)]
-    settings += [
-        Setting(stage=stage, extra=extra, cap=300, precision="bf16", optimizer="AdamW", lr=0.01) for stage in (0, 2, 3)
-    ]
-    settings += [Setting(stage=stage, extra=extra, accumulation=2, clip=0.5) for stage in range(4)]
-    outcomes = ranks_agree(run_ranks(train_all, 3, "gpt_groups", settings, 4))
-    for other in outcomes[1:4]:
+    outcomes = ranks_agree(run_ranks(train_all, 3, "gpt_groups", settings, 3))
+    for other in outcomes[1:]:
         assert_identical(outcomes[0], other, method)
-    for other in outcomes[5:7]:
-        assert_identical(outcomes[4], other, f"{method}, bf16")
-    # With accumulation sums are formed in another order.
-    assert_identical(outcomes[7], outcomes[8], f"{method}, accumulation")
-    assert_identical(outcomes[9], outcomes[10], f"{method}, accumulation")
+    half = {"precision": "bf16", "optimizer": "Adagrad", "cap": 100}
+    settings = [Setting(stage=stage, extra=extra, **half) for stage in (0, 2, 3)]
+    settings += [Setting(stage=stage, extra=extra, accumulation=2, clip=0.5) for stage in range(4)]
+    outcomes = ranks_agree(run_ranks(train_all, 3, "odd_mlp", settings, 3))
+    for first, other in ((0, 1), (0, 2), (3, 4), (5, 6)):  # with accumulation sums are formed in another order
+        assert_identical(outcomes[first], outcomes[other], method)
 
 
 def test_before_the_first_compressed_step_nothing_is_different() -> None:
@@ -291,7 +288,7 @@ def test_memory_is_what_is_planned() -> None:
     settings = [
         Setting(stage=stage, precision=precision, extra=extra)
         for extra in cases
-        for stage, precision in ((0, "fp32"), (2, "bf16"), (3, "fp32"))
+        for stage, precision in ((0, "fp32"), (2, "bf16"))
     ]
     for setting, (planned, measured, live, beside) in zip(settings, run_ranks(memories, 2, settings)[0], strict=True):
         assert 0.95 * planned <= measured <= 1.05 * planned, setting
@@ -428,7 +425,7 @@ def test_branches_of_the_ranks_own_do_not_hang() -> None:
         Setting(stage=stage, extra=compressed("powerSGD", min_compression_rate=0.1), cap=cap)
         for stage, cap in ((2, None), (3, None), (3, 60))
     ]
-    for name in ("router", "mixture", "two_towers"):
+    for name in ("router", "two_towers"):
         outcomes = ranks_agree(run_ranks(train_all, 3, name, settings, 6))
         assert_identical(outcomes[0], outcomes[1], name)
 
@@ -486,7 +483,6 @@ def test_training_comes_as_far_as_without_compression() -> None:
     ]
     per_rank = run_ranks(losses, 2, runs, 300)
     mean = [sum(values) / len(values) for values in zip(*per_rank, strict=True)]
-    print(mean)
     exact, power, power_forgets, top, top_forgets, exact_momentum, deep = mean
     assert power <= 1.15 * exact
     assert power_forgets > power
