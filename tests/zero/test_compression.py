@@ -16,6 +16,7 @@ from torch import nn
 
 import shardwise
 from shardwise.comm.compression.powersgd import split
+from shardwise.errors import UsageError
 from shardwise.memory import Category
 from tests.harness import run_ranks
 from tests.models import CASES
@@ -368,6 +369,22 @@ def load_others(path: str, settings: list[Setting]) -> list[tuple[list[str], boo
     return found
 
 
+def fp16_wire() -> str:
+    engine = start(CASES["gpt"], Setting(extra=compressed("topk")))
+    engine.communication_data_type = "bf16"
+    try:
+        engine.communication_data_type = torch.float16
+    except UsageError as error:
+        return str(error)
+    finally:
+        engine.destroy()
+    return ""
+
+
+def test_a_wire_that_cannot_hold_what_is_kept() -> None:
+    assert "fp16 cannot hold" in run_ranks(fp16_wire, 2)[0]
+
+
 def test_what_was_kept_elsewhere_is_dropped_with_a_warning(tmp_path: Path) -> None:
     run_ranks(save_one, 2, str(tmp_path))
     settings = [
@@ -428,6 +445,44 @@ def test_branches_of_the_ranks_own_do_not_hang() -> None:
     for name in ("router", "two_towers"):
         outcomes = ranks_agree(run_ranks(train_all, 3, name, settings, 6))
         assert_identical(outcomes[0], outcomes[1], name)
+
+
+class Skips(nn.Module):
+    """A frozen layer in front, which only some ranks use, and the only trained one after it."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.frozen = nn.Linear(64, 64).requires_grad_(False)
+        self.last = nn.Linear(64, 64)
+
+    def forward(self, x: torch.Tensor, used: bool) -> torch.Tensor:
+        return self.last(torch.tanh(self.frozen(x)) if used else x)
+
+
+def skipping() -> int:
+    torch.manual_seed(0)
+    model = Skips()
+    keys = {"stage3_param_persistence_threshold": 0, "reduce_bucket_size": 3000, "stage3_prefetch_bucket_size": 0}
+    config = {
+        "train_micro_batch_size_per_gpu": 1,
+        "zero_optimization": {"stage": 3, **keys},
+        **dict(compressed("powerSGD", min_compression_rate=1.0)),
+    }
+    engine, *_ = shardwise.initialize(
+        model=model, optimizer=torch.optim.SGD(model.last.parameters(), lr=0.1), config=config
+    )
+    for number in range(4):
+        x = torch.randn(4, 64).requires_grad_(True)
+        engine.backward(engine(x, dist.get_rank() == number % 2).square().mean())
+        engine.step()
+    steps = engine.global_steps
+    engine.destroy()
+    return steps
+
+
+def test_a_rank_that_has_reduced_everything_may_still_gather() -> None:
+    """The other waits for the second factors of the last unit, and has not launched the gather of the frozen layer."""
+    assert run_ranks(skipping, 2) == [4, 4]
 
 
 # -- how far training comes --------------------------------------------------------------------------------------------
