@@ -359,8 +359,13 @@ def load_others(path: str, settings: list[Setting]) -> list[tuple[list[str], boo
         listener = Messages()
         logging.getLogger("shardwise").addHandler(listener)
         engine = start(CASES["gpt"], setting)
-        engine.load_checkpoint(path)
         compressor = engine.sharded.compressor
+        if compressor is not None:
+            for options in ({"load_optimizer_states": False}, {"load_module_only": True}):
+                advance(engine, "gpt", range(1))
+                engine.load_checkpoint(path, **options)
+                assert not compressor.state_dict()["tensors"]
+        engine.load_checkpoint(path)
         kept = compressor is not None and bool(compressor.state_dict()["tensors"])
         advance(engine, "gpt", range(2, 4))
         logging.getLogger("shardwise").removeHandler(listener)
