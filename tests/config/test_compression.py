@@ -103,6 +103,12 @@ def test_combinations_that_work(keys: dict[str, Any]) -> None:
     resolve(with_compression("powerSGD", communication_data_type="fp16"), world_size=2)  # its factors are fp32
 
 
+def test_a_ratio_that_saves_nothing_is_warned_of() -> None:
+    (warning,) = resolve(with_compression("topk", {"ratio": 0.6})).warnings
+    assert "no fewer bytes" in warning
+    assert not resolve(with_compression("topk", {"ratio": 0.2})).warnings
+
+
 def test_editors_know_the_parameters_of_each_method() -> None:
     validator = jsonschema.Draft202012Validator(json_schema())
     for method, params, good in [

@@ -386,6 +386,21 @@ def fp16_wire() -> str:
     return ""
 
 
+def momentum_warnings() -> list[int]:
+    counts = []
+    for optimizer, extra in (("momentum", compressed("dgc")), ("SGD", compressed("dgc"))):
+        listener = Messages()
+        logging.getLogger("shardwise").addHandler(listener)
+        start(CASES["gpt"], Setting(optimizer=optimizer, extra=extra)).destroy()
+        logging.getLogger("shardwise").removeHandler(listener)
+        counts.append(sum("momentum 0.9) on top" in text for text in listener.texts))
+    return counts
+
+
+def test_momentum_that_would_be_applied_twice_is_warned_of() -> None:
+    assert run_ranks(momentum_warnings, 2)[0] == [1, 0]
+
+
 def test_a_wire_that_cannot_hold_what_is_kept() -> None:
     assert "fp16 cannot hold" in run_ranks(fp16_wire, 2)[0]
 
@@ -436,6 +451,15 @@ def overflowing(method: str, stage: int) -> list[tuple[bool, bool]]:
 def test_an_overflow_is_agreed_and_does_not_stay(method: str, stage: int) -> None:
     for found in run_ranks(overflowing, 2, method, stage):
         assert found == [(True, True), (True, True), (False, True), (True, True), (True, True)]
+
+
+def test_what_is_kept_follows_the_loss_scale() -> None:
+    fp16 = {"enabled": True, "loss_scale": 0, "initial_scale_power": 8, "loss_scale_window": 1}
+    still = [Setting(precision="fp16", stage=2, extra=compressed(method)) for method in METHODS]
+    doubling = [Setting(precision="fp16", stage=2, extra=(*s.extra, ("fp16", fp16))) for s in still]
+    outcomes = ranks_agree(run_ranks(train_all, 2, "odd_mlp", still + doubling, 6))
+    for first, other in zip(outcomes[:3], outcomes[3:], strict=True):
+        assert_close(other.masters, first.masters, 1e-3)
 
 
 # -- branches chosen by data -------------------------------------------------------------------------------------------
