@@ -12,12 +12,13 @@ from shardwise.errors import ConflictError
 from .problems import Problem, dotted
 from .scan import Scan
 from .schema.base import Section
-from .schema.gradients import METHODS, canonical_method
+from .schema.gradients import DGC, METHODS, TopK, canonical_method
 from .schema.root import Config
 from .tree import advise, keys_of, nearest
 from .validate import message
 
 _COMPRESSING_OPTIMIZERS = ("onebitadam", "zerooneadam", "onebitlamb")
+_SENDING_VALUES = ("topk", "dgc")
 
 
 def method_name(config: Config) -> str | None:
@@ -43,6 +44,11 @@ def method_parameters(config: Config) -> Section | None:
     return None if name is None else METHODS[name].model_validate(_canonical(METHODS[name], config.compression.params))
 
 
+def sends_values(config: Config) -> bool:
+    """Whether the configured method sends entries of what it has kept, in the type of the wire."""
+    return method_name(config) in _SENDING_VALUES
+
+
 def check_compression(config: Config, found: Scan) -> list[Problem]:
     """Return what is wrong with the method's name and parameters, and with its company."""
     name, params = method_name(config), config.compression.params
@@ -55,6 +61,17 @@ def check_compression(config: Config, found: Scan) -> list[Problem]:
         advice = f'did you mean "{close}"?' if close else f"known: {', '.join(METHODS)}"
         return [Problem("compression.type", f"there is no method {name!r} of gradient compression; {advice}")]
     return [*_parameters(METHODS[name], params, found), *_company(config, name)]
+
+
+def doubtful_compression(config: Config) -> list[str]:
+    """Return settings that are allowed and probably not meant."""
+    method = method_parameters(config)
+    if isinstance(method, TopK | DGC) and method.ratio >= 0.5:
+        return [
+            f"compression.params.ratio: an entry that is sent takes its value and 4 bytes for its position, so "
+            f"{method.ratio:g} of them are no fewer bytes than the whole gradient"
+        ]
+    return []
 
 
 def _canonical(section: type[Section], params: dict[str, Any]) -> dict[str, Any]:
@@ -98,7 +115,7 @@ def _company(config: Config, name: str) -> Iterator[Problem]:
     if config.sparse_gradients:
         reason = f'"{name}" excludes `sparse_gradients`: a gradient is reduced in one way'
         yield Problem("compression.type", reason, ConflictError)
-    if config.communication_data_type == "fp16":
+    if config.communication_data_type == "fp16" and sends_values(config):
         reason = (
             f'"fp16" excludes `compression.type` "{name}": what has been kept and is sent later may be larger than '
             'fp16 can hold; use "bf16" or "fp32"'

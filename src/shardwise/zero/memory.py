@@ -431,7 +431,7 @@ class _Sizes:
 
     def scratch(self) -> int:
         """Chunks in which gradients are read from the peers' memory and added up."""
-        if not self.model.comm.reads_peers:
+        if not self.model.comm.reads_peers or self._always_lossy:
             return 0
         plan, sections = self.model.plan, list(self.trained())
         pieces = max((min(CHUNK, self.share(s)) * self._wire(s).itemsize for s in sections), default=0)
