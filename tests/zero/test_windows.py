@@ -310,3 +310,52 @@ def test_small_gradients_are_not_lost_on_large_ones() -> None:
         assert found == [1 + 63 * 2.0**-9] * 4
     for found in run_ranks(small_on_large, 2, [0, 1, 2, 3], "bf16"):
         assert found == [1.0] * 4  # asked for
+
+
+# -- resuming ----------------------------------------------------------------------------------------------------------
+
+
+def resumed(directory: str, configs: list[dict[str, Any]]) -> list[bool]:
+    """Two weighted windows, a checkpoint, two more; the same from the checkpoint on, in a new engine."""
+
+    def run(engine: Any, steps: range) -> None:
+        for step in steps:
+            for micro in range(MICROS):
+                ids = tokens(step, micro, dist.get_rank())
+                engine.backward(token_losses(engine, ids).mean(), weight=ids.numel() - 1)
+                if micro == MICROS - 1 or engine.managed_gradient_accumulation():
+                    engine.step()
+
+    same = []
+    for number, config in enumerate(configs):
+        results = []
+        for attempt in range(2):
+            module = model()
+            optimizer = torch.optim.AdamW(module.parameters(), lr=0.01)
+            engine, *_ = shardwise.initialize(model=module, optimizer=optimizer, config=config)
+            if attempt == 0:
+                run(engine, range(2))
+                engine.save_checkpoint(f"{directory}/{number}")
+            else:
+                engine.load_checkpoint(f"{directory}/{number}")
+            run(engine, range(2, 4))
+            scaler = engine.loss_scaler.state_dict() if engine.loss_scaler is not None else {}
+            results.append((masters(module), scaler, engine.global_samples, engine.micro_steps))
+            engine.destroy()
+        (first, *counts), (second, *others) = results
+        same.append(all(torch.equal(v, second[n]) for n, v in first.items()) and counts == others)
+        if "fp16" in config:
+            assert counts[0]["reference_weight"] is not None
+    return same
+
+
+def test_resuming_is_exact(tmp_path: Any) -> None:
+    script = {"gradient_accumulation_steps": 1, "managed_gradient_accumulation": False}
+    scaling = {"initial_scale_power": 8, "loss_scale_window": 1}
+    configs = [
+        configured(0, **script),
+        configured(1, fp16={"enabled": True, **scaling}),
+        configured(2, torch_autocast={"enabled": True, "dtype": "fp16"}, fp16=scaling, **script),
+        configured(3, torch_autocast={"enabled": True}),
+    ]
+    assert run_ranks(resumed, 2, str(tmp_path), configs) == [[True] * 4] * 2
