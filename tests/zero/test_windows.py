@@ -278,6 +278,36 @@ def test_windows_of_the_script() -> None:
             assert torch.equal(value, results[0][pair[1]][1][name]), name
 
 
+def uneven(stages: list[int]) -> list[Tensors]:
+    """Rank 0 has two micro-batches in the first window and one in the second, rank 1 the other way round."""
+    found = []
+    for stage in stages:
+        module = model()
+        optimizer = torch.optim.SGD(module.parameters(), lr=0.5)
+        config = configured(stage, gradient_accumulation_steps=1, managed_gradient_accumulation=False)
+        engine, *_ = shardwise.initialize(model=module, optimizer=optimizer, config=config)
+        for step in range(2):
+            for micro in range(1 + (dist.get_rank() + step) % 2):
+                ids = tokens(step, micro, dist.get_rank())
+                engine.backward(token_losses(engine, ids).mean(), weight=ids.numel() - 1)
+            engine.step()
+        found.append(masters(module))
+        engine.destroy()
+    return found
+
+
+def test_ranks_may_have_different_numbers_of_micro_batches_where_sums_are_local() -> None:
+    module = model().double()
+    optimizer = torch.optim.SGD(module.parameters(), lr=0.5)
+    for step in range(2):
+        optimizer.zero_grad()
+        every = [tokens(step, micro, rank) for rank in range(2) for micro in range(1 + (rank + step) % 2)]
+        torch.cat([token_losses(module, ids) for ids in every if ids.numel() > 1]).mean().backward()
+        optimizer.step()
+    for found in run_ranks(uneven, 2, [0, 1])[0]:
+        assert_close(found, {name: p.detach() for name, p in module.named_parameters()}, 1e-6)
+
+
 # -- sums that lose no digits ------------------------------------------------------------------------------------------
 
 
