@@ -335,7 +335,7 @@ class Engine(Attributes, BatchSizes, Checkpointing, ConfigGetters, MemoryReporti
             return  # it comes from a checkpoint
         facts = [0.0 if weight is None else weight, float(weight is not None)]
         total, weighted = self.sharded.sums_of(facts, "reference_weight").tolist()
-        if weighted:
+        if total:
             self.loss_scaler.reference_weight = reference_for(total / weighted)
 
     def scale(self, loss: torch.Tensor) -> torch.Tensor:
@@ -473,7 +473,7 @@ class Engine(Attributes, BatchSizes, Checkpointing, ConfigGetters, MemoryReporti
         self._print_progress()
 
     def _samples(self) -> int:
-        """Return the samples of all ranks in the window that ends now."""
+        """Return the samples of all ranks in the window that ends now; they are taken to be as many on each rank."""
         if self._managed:
             return self.train_batch_size()
         passes = self._window.weighted + self._window.unweighted
@@ -514,7 +514,7 @@ class Engine(Attributes, BatchSizes, Checkpointing, ConfigGetters, MemoryReporti
             told = sharded.sums_of(facts, "step_facts")
         if self._listen(told, now=asked or told.device.type == "cpu"):
             self._refuse(unused or [])
-        weight = told[0] if self._window.weighted else None
+        weight = told[0].clone() if self._window.weighted else None
         factor = self._gradient_factor(weight)
         norm = None if sums is None else combine(sums, factor)
         overflow = coefficient = None
@@ -527,7 +527,8 @@ class Engine(Attributes, BatchSizes, Checkpointing, ConfigGetters, MemoryReporti
                 multiplier = coefficient * factor
             sharded.scale_gradients(multiplier)
         if weight is not None and self.loss_scaler is not None and self.loss_scaler.reference_weight is None:
-            self.loss_scaler.reference_weight = reference_for(float(weight / told[1]))
+            # The first pass had no weight, or one of zero; the window was counted in units of 1.
+            self.loss_scaler.reference_weight = reference_for(float(weight / told[1])) if float(weight) else None
         return _Prepared(norm, coefficient, weight, overflow, reducer.passes)
 
     def _listen(self, told: torch.Tensor, *, now: bool) -> bool:
