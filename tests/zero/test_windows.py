@@ -102,7 +102,10 @@ def test_weighted_micro_batches_are_one_mean_over_all_tokens(kind: str) -> None:
     if kind == "tensor":
         settings = settings[:4]
     exact, final = one_process(world)
-    for config, (seen, found, norm, _) in zip(settings, run_ranks(weighted, world, settings, kind)[0], strict=True):
+    results = run_ranks(weighted, world, settings, kind)[0]
+    for first, second in ((0, 1), (2, 3)):
+        assert all(torch.equal(value, results[second][1][name]) for name, value in results[first][1].items())
+    for config, (seen, found, norm, _) in zip(settings, results, strict=True):
         assert seen[1::2] == exact[1::2]
         for mine, theirs in zip(seen[::2], exact[::2], strict=True):
             assert_close(mine, theirs, 1e-6, str(config))
