@@ -195,6 +195,21 @@ CONFLICTS = [
         "`prescale_gradients`",
     ),
     (with_batch(gradient_allreduce_op="sum", prescale_gradients=True), "gradient_allreduce_op", "`prescale_gradients`"),
+    (
+        with_batch(managed_gradient_accumulation=False, gradient_accumulation_steps=4),
+        "managed_gradient_accumulation",
+        "Let the script count: gradient_accumulation_steps = 1 and train_batch_size = 2",
+    ),
+    (
+        with_batch(managed_gradient_accumulation=False, train_micro_batch_size_per_gpu=1),
+        "managed_gradient_accumulation",
+        "= 8 (8 = 1 x 8 x 1 ranks)",
+    ),
+    (
+        with_batch(fp16={"auto_cast": True}, torch_autocast={"enabled": True, "dtype": "fp16"}),
+        "fp16.auto_cast",
+        "`torch_autocast` casts by itself",
+    ),
     (with_batch(data_parallel_size=4), "data_parallel_size", "there are 1 ranks"),
     (optimizer("AdamW", adam_w_mode=False), "optimizer.params.adam_w_mode", "`optimizer.type` AdamW"),
     (optimizer("Adam", torch_adam=True, fused=True), "optimizer.params.torch_adam", "`optimizer.params.fused`"),

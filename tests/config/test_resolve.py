@@ -287,6 +287,16 @@ def test_what_does_nothing_is_listed_with_the_reason() -> None:
     assert all(listed.values())
 
 
+def test_keys_of_sections_that_hold_although_they_are_off_are_not_listed() -> None:
+    half = {"fp16": {"enabled": False, "min_loss_scale": 2}}
+    for source, listed in (
+        ({**half, "torch_autocast": {"enabled": True, "dtype": "fp16"}}, []),
+        ({**half, "torch_autocast": {"enabled": True, "dtype": "bf16"}}, ["fp16"]),
+        ({"bf16": {"enabled": False, "check_grad_overflow": True}}, []),
+    ):
+        assert [note.path for note in resolve({"train_batch_size": 1, **source}).no_effect] == listed
+
+
 def test_warnings_for_what_is_probably_not_meant() -> None:
     warnings = resolve(
         {

@@ -23,7 +23,11 @@ def program(page):
 
 @pytest.mark.parametrize(
     ("page", "printed"),
-    [("README.md", r"after 50 steps: loss \d"), ("docs/getting-started.md", r"epoch 2: loss \d")],
+    [
+        ("README.md", r"after 50 steps: loss \d"),
+        ("docs/getting-started.md", r"epoch 2: loss \d"),
+        ("docs/accumulation.md", r"loss \d.*the mean over 32 tokens"),
+    ],
 )
 def test_the_printed_program_runs(page, printed, tmp_path):
     script = tmp_path / "train.py"

@@ -353,6 +353,20 @@ def shared_buffers() -> list[Any]:
     return [model.first.table is model.second.table, model.first.table.dtype, model.wide.table.dtype, counted]
 
 
+def fp32_by_name() -> list[torch.dtype]:
+    model = SharedTable()
+    model._keep_in_fp32_modules = ["second"]  # as transformers' models do
+    model.second.table = torch.ones(3)
+    config = {"train_micro_batch_size_per_gpu": 2, "data_types": {"buffer_dtype": "fp16", "param_dtype": "fp32"}}
+    engine, *_ = shardwise.initialize(model=model, config=config)
+    engine.destroy()
+    return [model.first.table.dtype, model.second.table.dtype, model.wide.table.dtype]
+
+
+def test_a_model_names_the_modules_whose_buffers_stay_fp32() -> None:
+    assert run_ranks(fp32_by_name, 1) == [[torch.float16, torch.float32, torch.float16]]
+
+
 def test_shared_buffers_stay_shared_and_are_counted_once() -> None:
     for found in run_ranks(shared_buffers, 1):
         assert found == [True, torch.bfloat16, torch.float32, 16 * 2 + 16 * 4]

@@ -47,6 +47,7 @@ def settings(stage: int, precision: str, optimizer: str, accumulation: int, keep
         "optimizer": {"type": optimizer, "params": {"lr": 1e-3}},
         "zero_optimization": {"stage": stage, "stage3_param_persistence_threshold": keep},
         **({"bf16": {"enabled": True}} if precision == "bf16" else {}),
+        **({"torch_autocast": {"enabled": True}} if precision == "autocast" else {}),
     }
 
 
@@ -57,18 +58,21 @@ def report(
     optimizer: str = "AdamW",
     accumulation: int = 1,
     keep: int | None = None,
+    managed: bool = True,
 ) -> tuple[MemoryReport, MemoryReport]:
     """Reports made before the first step and after a tracked one."""
     torch.manual_seed(5)
-    config = settings(stage, precision, optimizer, accumulation, keep)
+    config = settings(stage, precision, optimizer, accumulation if managed else 1, keep)
+    config["managed_gradient_accumulation"] = managed
     engine, *_ = shardwise.initialize(model=GPT(tied), config=config)
     batch = torch.randint(VOCABULARY, (ROWS, LENGTH))
     before = engine.memory_report(batch)
 
     def step() -> None:
-        for _ in range(accumulation):
+        for micro in range(accumulation):
             engine.backward(engine(batch))
-            engine.step()
+            if managed or micro == accumulation - 1:
+                engine.step()
 
     step()
     step()
@@ -114,6 +118,18 @@ def test_accumulation(stage: int) -> None:
         check(before, after, f"stage {stage}")
         assert after.total.measured is not None and after.total.floor is not None
         assert after.total.measured <= 1.1 * after.total.floor
+
+
+@pytest.mark.parametrize("stage", [0, 1, 2, 3])
+def test_accumulation_that_the_script_counts(stage: int) -> None:
+    for before, after in run_ranks(report, 2, stage, "bf16", accumulation=2, managed=False):
+        check(before, after, f"stage {stage}")
+
+
+@pytest.mark.parametrize("stage", [0, 3])
+def test_autocast(stage: int) -> None:
+    for before, after in run_ranks(report, 2, stage, "autocast", accumulation=2):
+        check(before, after, f"stage {stage}")
 
 
 @pytest.mark.parametrize("stage", [0, 2, 3])

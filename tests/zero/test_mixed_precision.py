@@ -2,6 +2,9 @@
 
 from __future__ import annotations
 
+import math
+import random
+from dataclasses import replace
 from typing import Any
 
 import pytest
@@ -247,6 +250,64 @@ def test_wires_and_accumulators(
     for setting, tensors in zip(settings, found, strict=True):
         expected = plain(CASES["gpt"], setting, 2, steps=1).gradients[0]
         assert_close(tensors, expected, bound, str(setting))
+
+
+def combined(settings: list[Setting]) -> list[tuple[Tensors, Tensors, list[float]]]:
+    """Gradients of one window, masters after it, and what the step reports of norms and clipping."""
+    results = []
+    case = CASES["gpt"]
+    for setting in settings:
+        engine = start(case, setting)
+        for micro in range(setting.accumulation):
+            engine.backward(case.loss(engine, case.data(0, micro, dist.get_rank(), torch.float32)))
+            if micro < setting.accumulation - 1:
+                engine.step()
+        seen = gradients(engine.module)
+        engine.step()
+        report = engine.last_step
+        told = [report.grad_norm, report.clip_coefficient, report.clipped_norm]
+        results.append((seen, masters(engine.module), [math.nan if t is None else float(t) for t in told]))
+        assert report.weight is None and report.overflow is None and report.applied
+        engine.destroy()
+    return results
+
+
+DIVISIONS: list[dict[str, Any]] = [
+    {},
+    {"prescale_gradients": True},
+    {"gradient_predivide_factor": 4.0},
+    {"gradient_allreduce_op": "sum"},
+]
+WIRES = {None: 0.0, "fp32": 0.0, "bf16": 2.0**-8, "fp16": 2.0**-10}
+SUMS = {None: 0.0, "fp32": 0.0, "bf16": 2.0**-7, "fp16": 2.0**-9}
+
+
+def test_combinations_of_division_wire_sum_and_clipping(world: int = 3) -> None:
+    """Every stage with every division, and what else is drawn: the gradient is the plain loop's, within roundings."""
+    choose = random.Random(world)
+    drawn = []
+    for stage in range(4):
+        for division in DIVISIONS:
+            if stage == 3 and "gradient_allreduce_op" in division:
+                continue  # refused
+            wire, sums = choose.choice(list(WIRES)), choose.choice(list(SUMS))
+            extra = {**division, "communication_data_type": wire, "data_types": {"grad_accum_dtype": sums}}
+            clip, accumulation = choose.choice([0.0, 0.25]), choose.choice([1, 2, 3])
+            drawn.append(Setting(stage, 300, accumulation=accumulation, clip=clip, extra=tuple(extra.items())))
+    for setting, (seen, found, told) in zip(drawn, run_ranks(combined, world, drawn)[0], strict=True):
+        extra = dict(setting.extra)
+        times = world if "gradient_allreduce_op" in extra else 1
+        loop = plain(CASES["gpt"], replace(setting, clip=0.0, lr=0.0), world, steps=1)
+        expected = {name: value * times for name, value in loop.gradients[0].items()}
+        bound = 2e-6 + WIRES[extra["communication_data_type"]] + SUMS[extra["data_types"]["grad_accum_dtype"]]
+        assert_close(seen, expected, bound, str(setting))
+        norm = math.sqrt(sum(float(value.double().square().sum()) for value in expected.values()))
+        factor = min(1.0, setting.clip / norm) if setting.clip else 1.0
+        stepped = {name: loop.masters[name] - 0.1 * factor * value for name, value in expected.items()}
+        assert_close(found, stepped, bound, str(setting))
+        assert told[0] == pytest.approx(norm, rel=bound)
+        assert told[2] == pytest.approx(norm * factor, rel=bound)
+        assert math.isnan(told[1]) if not setting.clip else told[1] == pytest.approx(factor, rel=2 * bound)
 
 
 def master_memory(precision: str) -> dict[str, Any]:

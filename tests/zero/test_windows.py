@@ -94,15 +94,16 @@ def one_process(world: int) -> tuple[list[Any], Tensors]:
 
 @pytest.mark.parametrize("kind", ["number", "tensor"])
 def test_weighted_micro_batches_are_one_mean_over_all_tokens(kind: str) -> None:
-    world = 2 if kind == "number" else 3
-    settings = [configured(stage) for stage in range(4)]
-    settings += [configured(s, gradient_accumulation_steps=1, managed_gradient_accumulation=False) for s in (1, 3)]
-    settings.append(configured(2, prescale_gradients=True))
-    settings.append(configured(2, zero_optimization={"stage": 2, "compute_grad_norm": False}))
+    world, settings = 3, [configured(stage) for stage in range(4)]
     if kind == "tensor":
-        settings = settings[:4]
+        script = {"gradient_accumulation_steps": 1, "managed_gradient_accumulation": False}
+        world, settings = 2, [configured(1, **script), configured(3, **script), configured(2, prescale_gradients=True)]
+        settings.append(configured(2, zero_optimization={"stage": 2, "compute_grad_norm": False}))
     exact, final = one_process(world)
-    for config, (seen, found, norm, _) in zip(settings, run_ranks(weighted, world, settings, kind)[0], strict=True):
+    results = run_ranks(weighted, world, settings, kind)[0]
+    for first, second in ((0, 1), (2, 3)) if kind == "number" else ():
+        assert all(torch.equal(value, results[second][1][name]) for name, value in results[first][1].items())
+    for config, (seen, found, norm, _) in zip(settings, results, strict=True):
         assert seen[1::2] == exact[1::2]
         for mine, theirs in zip(seen[::2], exact[::2], strict=True):
             assert_close(mine, theirs, 1e-6, str(config))
@@ -278,6 +279,36 @@ def test_windows_of_the_script() -> None:
             assert torch.equal(value, results[0][pair[1]][1][name]), name
 
 
+def uneven(stages: list[int]) -> list[Tensors]:
+    """Rank 0 has two micro-batches in the first window and one in the second, rank 1 the other way round."""
+    found = []
+    for stage in stages:
+        module = model()
+        optimizer = torch.optim.SGD(module.parameters(), lr=0.5)
+        config = configured(stage, gradient_accumulation_steps=1, managed_gradient_accumulation=False)
+        engine, *_ = shardwise.initialize(model=module, optimizer=optimizer, config=config)
+        for step in range(2):
+            for micro in range(1 + (dist.get_rank() + step) % 2):
+                ids = tokens(step, micro, dist.get_rank())
+                engine.backward(token_losses(engine, ids).mean(), weight=ids.numel() - 1)
+            engine.step()
+        found.append(masters(module))
+        engine.destroy()
+    return found
+
+
+def test_ranks_may_have_different_numbers_of_micro_batches_where_sums_are_local() -> None:
+    module = model().double()
+    optimizer = torch.optim.SGD(module.parameters(), lr=0.5)
+    for step in range(2):
+        optimizer.zero_grad()
+        every = [tokens(step, micro, rank) for rank in range(2) for micro in range(1 + (rank + step) % 2)]
+        torch.cat([token_losses(module, ids) for ids in every if ids.numel() > 1]).mean().backward()
+        optimizer.step()
+    for found in run_ranks(uneven, 2, [0, 1])[0]:
+        assert_close(found, {name: p.detach() for name, p in module.named_parameters()}, 1e-6)
+
+
 # -- sums that lose no digits ------------------------------------------------------------------------------------------
 
 
@@ -310,3 +341,52 @@ def test_small_gradients_are_not_lost_on_large_ones() -> None:
         assert found == [1 + 63 * 2.0**-9] * 4
     for found in run_ranks(small_on_large, 2, [0, 1, 2, 3], "bf16"):
         assert found == [1.0] * 4  # asked for
+
+
+# -- resuming ----------------------------------------------------------------------------------------------------------
+
+
+def resumed(directory: str, configs: list[dict[str, Any]]) -> list[bool]:
+    """Two weighted windows, a checkpoint, two more; the same from the checkpoint on, in a new engine."""
+
+    def run(engine: Any, steps: range) -> None:
+        for step in steps:
+            for micro in range(MICROS):
+                ids = tokens(step, micro, dist.get_rank())
+                engine.backward(token_losses(engine, ids).mean(), weight=ids.numel() - 1)
+                if micro == MICROS - 1 or engine.managed_gradient_accumulation():
+                    engine.step()
+
+    same = []
+    for number, config in enumerate(configs):
+        results = []
+        for attempt in range(2):
+            module = model()
+            optimizer = torch.optim.AdamW(module.parameters(), lr=0.01)
+            engine, *_ = shardwise.initialize(model=module, optimizer=optimizer, config=config)
+            if attempt == 0:
+                run(engine, range(2))
+                engine.save_checkpoint(f"{directory}/{number}")
+            else:
+                engine.load_checkpoint(f"{directory}/{number}")
+            run(engine, range(2, 4))
+            scaler = engine.loss_scaler.state_dict() if engine.loss_scaler is not None else {}
+            results.append((masters(module), scaler, engine.global_samples, engine.micro_steps))
+            engine.destroy()
+        (first, *counts), (second, *others) = results
+        same.append(all(torch.equal(v, second[n]) for n, v in first.items()) and counts == others)
+        if "fp16" in config:
+            assert counts[0]["reference_weight"] is not None
+    return same
+
+
+def test_resuming_is_exact(tmp_path: Any) -> None:
+    script = {"gradient_accumulation_steps": 1, "managed_gradient_accumulation": False}
+    scaling = {"initial_scale_power": 8, "loss_scale_window": 1}
+    configs = [
+        configured(0, **script),
+        configured(1, fp16={"enabled": True, **scaling}),
+        configured(2, torch_autocast={"enabled": True, "dtype": "fp16"}, fp16=scaling, **script),
+        configured(3, torch_autocast={"enabled": True}),
+    ]
+    assert run_ranks(resumed, 2, str(tmp_path), configs) == [[True] * 4] * 2

@@ -78,6 +78,9 @@ def _precision(config: Config, found: Scan) -> Iterator[Problem]:
         if cast.dtype == "fp32":
             message = 'is "fp32", which autocast does not cast to; write "bf16" or "fp16", or switch autocast off'
             yield Problem("torch_autocast.dtype", message, ConflictError)
+        if cast.dtype == "fp16" and config.fp16.auto_cast:
+            message = "casts inputs of fp16 models; `torch_autocast` casts by itself, so remove this key"
+            yield Problem("fp16.auto_cast", message, ConflictError)
         if config.amp.enabled:
             message = "and `amp.enabled` are both true; keep `torch_autocast`, which needs nothing but torch"
             yield Problem("torch_autocast.enabled", message, ConflictError)

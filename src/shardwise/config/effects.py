@@ -28,8 +28,8 @@ def without_effect(config: Config, found: Scan, world_size: int = 1) -> list[Not
         if path not in found.given or any(path[:depth] in listed for depth in range(1, len(path))):
             continue
         value = value_at(config, ".".join(path))
-        reason = key.no_effect or _switched_off(key, value) or _other_stage(path, config)
-        reason = reason or _nothing_travels(path, config, world_size)
+        off = "" if _holds_anyway(path, config) else _switched_off(key, value)
+        reason = key.no_effect or off or _other_stage(path, config) or _nothing_travels(path, config, world_size)
         if reason:
             listed.add(path)
             notes.append(Note(dotted(found.given[path]), _plain(value), reason))
@@ -57,6 +57,13 @@ def _switched_off(key: Key, value: Any) -> str:
         return ""
     others = value.model_fields_set - {switch}
     return "" if on or not others else "the section is switched off"
+
+
+def _holds_anyway(path: tuple[str, ...], config: Config) -> bool:
+    """Whether keys of a section hold although it is switched off."""
+    if path == ("fp16",):  # its loss scale is that of autocast
+        return config.torch_autocast.enabled and config.torch_autocast.dtype == "fp16"
+    return path == ("bf16",) and config.bf16.check_grad_overflow
 
 
 def _other_stage(path: tuple[str, ...], config: Config) -> str:

@@ -9,7 +9,7 @@ from __future__ import annotations
 
 import contextlib
 from collections.abc import Callable, Iterator
-from dataclasses import astuple, dataclass
+from dataclasses import dataclass
 from typing import TYPE_CHECKING, Any
 
 import torch
@@ -26,13 +26,14 @@ from shardwise.engine.checkpointing import Checkpointing
 from shardwise.engine.exhausted import explained, explaining
 from shardwise.engine.getters import ConfigGetters
 from shardwise.engine.memory import MemoryReporting
+from shardwise.engine.overflows import explain_overflow
 from shardwise.engine.scaling import cast_floats, checks_overflow, computes_norm, scale_gradients_of
 from shardwise.engine.window import FACTS, Weight, Window, check_mixed, checked_weight, reference_for
 from shardwise.errors import SyncError, UsageError
 from shardwise.memory import Accountant, Call, is_out_of_memory
 from shardwise.precision.autocast import autocast, autocast_dtype
 from shardwise.precision.norms import combine
-from shardwise.precision.overflow import Found, OverflowReport, first_not_finite
+from shardwise.precision.overflow import OverflowReport
 from shardwise.precision.scaler import LossScaler
 from shardwise.utils.logging import logger
 
@@ -334,7 +335,7 @@ class Engine(Attributes, BatchSizes, Checkpointing, ConfigGetters, MemoryReporti
             return  # it comes from a checkpoint
         facts = [0.0 if weight is None else weight, float(weight is not None)]
         total, weighted = self.sharded.sums_of(facts, "reference_weight").tolist()
-        if weighted:
+        if total:
             self.loss_scaler.reference_weight = reference_for(total / weighted)
 
     def scale(self, loss: torch.Tensor) -> torch.Tensor:
@@ -472,7 +473,7 @@ class Engine(Attributes, BatchSizes, Checkpointing, ConfigGetters, MemoryReporti
         self._print_progress()
 
     def _samples(self) -> int:
-        """Return the samples of all ranks in the window that ends now."""
+        """Return the samples of all ranks in the window that ends now; they are taken to be as many on each rank."""
         if self._managed:
             return self.train_batch_size()
         passes = self._window.weighted + self._window.unweighted
@@ -511,15 +512,14 @@ class Engine(Attributes, BatchSizes, Checkpointing, ConfigGetters, MemoryReporti
             sums, told = sharded.gradient_sums(facts)
         else:
             told = sharded.sums_of(facts, "step_facts")
-        self._listen(told, now=asked or told.device.type == "cpu")
-        if asked and bool(told[FACTS]):
+        if self._listen(told, now=asked or told.device.type == "cpu"):
             self._refuse(unused or [])
-        weight = told[0] if self._window.weighted else None
+        weight = told[0].clone() if self._window.weighted else None
         factor = self._gradient_factor(weight)
         norm = None if sums is None else combine(sums, factor)
         overflow = coefficient = None
         if sums is not None and norm is not None and checks_overflow(config) and not bool(torch.isfinite(norm)):
-            overflow = self._explain_overflow(sums, factor)
+            overflow = explain_overflow(sharded, sums, abs(float(factor)), self.cur_scale, self._window.lost())
         else:
             multiplier = factor
             if clip and norm is not None:
@@ -527,44 +527,23 @@ class Engine(Attributes, BatchSizes, Checkpointing, ConfigGetters, MemoryReporti
                 multiplier = coefficient * factor
             sharded.scale_gradients(multiplier)
         if weight is not None and self.loss_scaler is not None and self.loss_scaler.reference_weight is None:
-            self.loss_scaler.reference_weight = reference_for(float(weight / told[1]))
+            # The first pass had no weight, or one of zero; the window was counted in units of 1.
+            self.loss_scaler.reference_weight = reference_for(float(weight / told[1])) if float(weight) else None
         return _Prepared(norm, coefficient, weight, overflow, reducer.passes)
 
-    def _listen(self, told: torch.Tensor, *, now: bool) -> None:
-        """Learn whether ranks agree on having weights: now, or at the next step where that would mean waiting now."""
+    def _listen(self, told: torch.Tensor, *, now: bool) -> bool:
+        """Learn what the ranks have said: now, or at the next step where nothing but weights has been asked for and it
+        would mean waiting now. Return whether any rank has reported something.
+        """
         before, self._told = self._told, None
         if before is not None:
             check_mixed(before.read())
-        if now:
-            check_mixed(told[:FACTS].tolist())
-        else:
+        if not now:
             self._told = Later(told[:FACTS])
-
-    def _explain_overflow(self, sums: torch.Tensor, factor: float | torch.Tensor) -> OverflowReport:
-        """Find out where the overflow of this window comes from: it is known to all ranks, which all call."""
-        sharded = self.sharded
-        assert sharded.reducer is not None
-        index = first_not_finite(sums)
-        found, finite = Found(), True
-        if index is not None:
-            found = Found.of([values for _, _, values in sharded.gradient_runs(index) or ()])
-            finite = sharded.reducer.gradients[sharded.unit_of(index).index].finite
-        told = exchange(self._comm, self.device, (self._window.lost(), finite, *astuple(found)))
-        lost = tuple(rank for rank, fact in enumerate(told) if fact[0])
-        local = tuple(rank for rank, fact in enumerate(told) if not fact[1])
-        if not local and self._comm.world == 1:
-            local = (0,)
-        return OverflowReport(
-            phase="forward" if lost else "backward" if local else "reduce",
-            ranks=lost or local,
-            parameter=None if index is None else sharded.registry[index].name,
-            unit=None if index is None else sharded.unit_of(index).name,
-            numel=0 if index is None else sharded.registry[index].numel,
-            infinite=sum(fact[2] for fact in told),
-            nan=sum(fact[3] for fact in told),
-            largest=max(fact[4] for fact in told) * abs(float(factor)),
-            loss_scale=self.cur_scale,
-        )
+            return False
+        *facts, reported = told.tolist()
+        check_mixed(facts)
+        return bool(reported)
 
     def _refuse(self, unused: list[str]) -> None:
         """Raise on every rank what is wrong with the window's gradients on some rank; `unused`: names on this one."""

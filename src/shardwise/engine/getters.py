@@ -13,7 +13,7 @@ from typing import TYPE_CHECKING, Any
 import torch
 
 from shardwise.precision.autocast import autocast_dtype
-from shardwise.precision.dtypes import policy_from_config
+from shardwise.precision.dtypes import parse_dtype, policy_from_config
 from shardwise.zero.plan import TABLE
 
 if TYPE_CHECKING:
@@ -30,8 +30,9 @@ def _data_types(config: Config) -> tuple[torch.dtype, torch.dtype]:
 
 
 def _autocast_dtype(config: Config) -> torch.dtype | None:
-    """The type in which autocast computes, None without it."""
-    return autocast_dtype(config)
+    """The type of torch_autocast, whether or not it is on; None if it is off and has none."""
+    name = config.torch_autocast.dtype
+    return autocast_dtype(config) if name is None else parse_dtype(name, "torch_autocast.dtype")
 
 
 def _loss_scale_args(config: Config) -> dict[str, Any] | None:

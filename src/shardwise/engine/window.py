@@ -55,12 +55,12 @@ def checked_weight(weight: Any) -> Weight:
 
 
 def reference_for(mean: float) -> float:
-    """Return the power of two next to a mean weight (1 where there is none).
+    """Return the power of two next to a mean weight above zero (1 next to what is no number).
 
-    >>> reference_for(3000.0), reference_for(0.0)
-    (2048.0, 1.0)
+    >>> reference_for(3000.0), reference_for(0.2)
+    (4096.0, 0.25)
     """
-    return 2.0 ** round(math.log2(mean)) if mean > 0 and math.isfinite(mean) else 1.0
+    return 2.0 ** round(math.log2(mean)) if math.isfinite(mean) else 1.0
 
 
 @dataclass

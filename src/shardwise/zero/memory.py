@@ -436,8 +436,13 @@ class _Sizes:
         plan, sections = self.model.plan, list(self.trained())
         pieces = max((min(CHUNK, self.share(s)) * self._wire(s).itemsize for s in sections), default=0)
         aside = self.accumulation > 1 and not (self.sums_locally and plan.shard_optimizer)
-        sums = max((min(CHUNK, self.share(s)) * s.accumulate_dtype.itemsize for s in sections), default=0)
-        return pieces + (sums if aside else 0)
+        # Sums that are copied to be sent, in another dtype, make room for the result.
+        sums = [
+            min(CHUNK, self.share(s)) * s.accumulate_dtype.itemsize
+            for s in sections
+            if not self.sums_locally or self._wire(s) is s.accumulate_dtype
+        ]
+        return pieces + (max(sums, default=0) if aside else 0)
 
     def exchange(self) -> tuple[int, int]:
         """Whole gradients of the tensors owned here, and the largest all-to-all, during the step."""

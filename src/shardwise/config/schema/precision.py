@@ -29,7 +29,7 @@ class BF16(Section):
     enabled: bool = key(False, "Train in bf16.")
     check_grad_overflow: bool = key(
         False,
-        "Skip the step when a gradient is infinite or not a number.",
+        "Skip the step when a gradient is infinite or not a number; also in fp32, with enabled false.",
         default_note="false for years, true in peers since 2026-06; skipping steps changes a run, so it has "
         "to be asked for",
     )

@@ -1,0 +1,32 @@
+"""What a rank finds in a gradient, and how reports read."""
+
+from __future__ import annotations
+
+import torch
+
+from shardwise.precision import OverflowReport
+from shardwise.precision.overflow import Found, first_not_finite
+
+
+def test_what_is_found_in_runs() -> None:
+    assert Found.of([]) == Found.of([torch.zeros(0)]) == Found(0, 0, 0.0)
+    inf = float("inf")
+    for dtype in (torch.float16, torch.bfloat16, torch.float32, torch.float64):
+        runs = [torch.tensor([inf, -inf, float("nan"), -2.5], dtype=dtype), torch.tensor([1.0], dtype=dtype)]
+        assert Found.of(runs) == Found(2, 1, 2.5)
+
+
+def test_the_first_parameter_in_registration_order() -> None:
+    assert first_not_finite(torch.tensor([1.0, 0.0])) is None
+    assert first_not_finite(torch.zeros(0)) is None
+    assert first_not_finite(torch.tensor([float("inf"), float("nan")])) == 0
+
+
+def test_reports_in_words() -> None:
+    lost = OverflowReport("forward", (0, 2), "up.weight", "up", 4, 0, 4, 0.0, 1.0)
+    assert str(lost) == (
+        "forward: the loss on ranks 0, 2 was not finite. First parameter: 'up.weight' (unit 'up'), of whose 4 elements "
+        "0 are infinite and 4 NaN; the largest other is 0"
+    )
+    total = OverflowReport("reduce", (), None, None, 0, 0, 0, 0.0, 1.0)
+    assert str(total).endswith("Every parameter's gradient is finite, the norm of all is not")
