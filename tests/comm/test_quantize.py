@@ -95,13 +95,14 @@ def test_blocks_that_are_not_finite_stay_so_and_others_do_not_notice(
 @given(CODES, rows(), st.sampled_from([2, 64, 300]))
 def test_no_cut_changes_a_bit(code: BlockCode, values: torch.Tensor, chunk: int) -> None:
     messages, back = coded(code, values)
-    before, quantize.CHUNK = quantize.CHUNK, chunk
+    before = quantize.CHUNK, quantize.LEAST
+    quantize.CHUNK = quantize.LEAST = chunk
     try:
         again, back_again = coded(code, values)
         total = torch.ones(values.shape[1])
         code.add_up(messages, total, accumulate=True)
     finally:
-        quantize.CHUNK = before
+        quantize.CHUNK, quantize.LEAST = before
     # What fills messages up is never read.
     assert torch.equal(back, back_again)
     for row in range(values.shape[0]):

@@ -87,7 +87,7 @@ def layout_of(engine: Any) -> Layout:
     ]
 
 
-def recorded(zero: Zero, accumulation: int, precision: str = "fp32", steps: int = 3) -> dict[str, Any]:
+def recorded(zero: Zero, accumulation: int, precision: str = "fp32", steps: int = 2) -> dict[str, Any]:
     case = CASES["gpt"]
     engine = start(case, zero, precision=precision, accumulation=accumulation)
     seen: dict[str, Any] = {"layout": layout_of(engine), "masters": [], "gradients": []}
@@ -163,7 +163,7 @@ def check_against_one_process(seen: dict[str, Any], zero: Zero, accumulation: in
 
 
 def test_gradients_are_those_of_one_process() -> None:
-    settings = [(QW, 1), (QG, 1), (LOCO, 2), (ALL, 1), (HP, 1), (EXACT, 1)]
+    settings = [(QW, 1), (LOCO, 2), (ALL, 1), (HP, 1), (EXACT, 1)]
     answers = run_ranks(recorded_all, WORLD, settings)
     for number, (zero, accumulation) in enumerate(settings):
         first, *others = [answer[number] for answer in answers]
@@ -184,21 +184,21 @@ def losses(settings: Sequence[Zero], precision: str, accumulation: int) -> list[
     for zero in settings:
         engine = start(case, zero, precision=precision, accumulation=accumulation)
         seen = []
-        for step in range(40):
+        for step in range(20 // accumulation):
             for micro in range(accumulation):
                 seen.append(backward(engine, case, step % 4, micro, precision))
                 engine.step()
-        found.append(sum(seen[-4 * accumulation :]) / (4 * accumulation))
+        found.append(sum(seen[-4:]) / 4)
         engine.destroy()
     return found
 
 
-@pytest.mark.parametrize(("precision", "accumulation"), [("fp32", 1), ("bf16", 2)])
-def test_training_comes_to_where_exact_training_does(precision: str, accumulation: int) -> None:
-    found = torch.tensor(run_ranks(losses, WORLD, [EXACT, QW, HP, QG, ALL], precision, accumulation)).mean(0)
-    print(found)
-    assert found[2] == found[0]
-    assert (found - found[0]).abs().max() < 0.05 * found[0]
+@pytest.mark.parametrize(
+    ("precision", "accumulation", "settings"), [("fp32", 1, [EXACT, QW, QG, ALL]), ("bf16", 2, [EXACT, ALL])]
+)
+def test_training_comes_to_where_exact_training_does(precision: str, accumulation: int, settings: list[Zero]) -> None:
+    exact, *others = torch.tensor(run_ranks(losses, WORLD, settings, precision, accumulation)).mean(0)
+    assert all(abs(other - exact) < 0.03 * exact for other in others), (exact, others)
 
 
 def digests(name: str, variants: Sequence[tuple[Zero, bool]]) -> list[str]:
@@ -223,7 +223,7 @@ def test_prefetching_and_recomputing_change_no_bit() -> None:
         assert len(set(answer)) == 1
 
 
-@pytest.mark.parametrize("name", ["router", "mixture", "borrower", "two_towers", "frozen_half", "odd_mlp", "lora"])
+@pytest.mark.parametrize("name", ["router", "mixture", "frozen_half", "odd_mlp"])
 def test_ranks_agree_whatever_their_branches(name: str) -> None:
     answers = run_ranks(digests, WORLD, name, [(ALL, False), (HP, False), (EXACT, False)])
     assert all(answer == answers[0] for answer in answers)
@@ -359,7 +359,7 @@ def test_bytes_are_those_of_the_closed_form(precision: str) -> None:
         assert everything["across_nodes", "all_to_all"] == qg["across_nodes", "all_to_all"]
 
 
-def reported(zero: Zero, precision: str, keep: int | None, accumulation: int) -> Any:
+def reported(zero: Zero, precision: str, accumulation: int) -> Any:
     before = copy.deepcopy(reports.settings)
 
     def settings(*args: Any) -> dict[str, Any]:
@@ -369,22 +369,24 @@ def reported(zero: Zero, precision: str, keep: int | None, accumulation: int) ->
 
     reports.settings = settings
     try:
-        return reports.report(3, precision, keep=keep, accumulation=accumulation)
+        return reports.report(3, precision, keep=0, accumulation=accumulation)
     finally:
         reports.settings = before
 
 
-@pytest.mark.parametrize("precision", ["fp32", "bf16"])
-@pytest.mark.parametrize("zero", [QW, HP, QG, ALL])
-def test_memory_is_as_planned(zero: Zero, precision: str) -> None:
-    for before, after in run_ranks(reported, WORLD, zero, precision, 0, 1):
-        reports.check(before, after, f"{zero}")
-        if "zero_hpz_partition_size" in zero:
-            _, exact = run_ranks(reported, WORLD, EXACT, precision, 0, 1)[0]
-            more = after.row(Category.PARAMETERS).measured - exact.row(Category.PARAMETERS).measured
-            numel = sum(p.numel() for p in reports.GPT().parameters())
-            assert more == pytest.approx(numel / 2 * DTYPES[precision].itemsize, rel=0.02)
-            break
+def reported_all(precision: str, accumulation: int, settings: Sequence[Zero]) -> list[Any]:
+    return [reported(zero, precision, accumulation) for zero in settings]
+
+
+@pytest.mark.parametrize(("precision", "accumulation", "settings"), [("fp32", 2, [ALL]), ("bf16", 1, [QW, HP, QG])])
+def test_memory_is_as_planned(precision: str, accumulation: int, settings: list[Zero]) -> None:
+    numel = sum(p.numel() for p in reports.GPT().parameters())
+    for answer in run_ranks(reported_all, WORLD, precision, accumulation, settings):
+        for zero, (before, after) in zip(settings, answer, strict=True):
+            reports.check(before, after, f"{zero}")
+            share = 1 / WORLD + (1 / 2 if "zero_hpz_partition_size" in zero else 0)
+            measured = after.row(Category.PARAMETERS).measured
+            assert measured == pytest.approx(share * numel * DTYPES[precision].itemsize, rel=0.02)
 
 
 # -- what is refused, and access ---------------------------------------------------------------------------------------
