@@ -498,7 +498,7 @@ def built_for_codes(flag: bool) -> list[Any]:
 
 def test_what_forward_changes_in_place_is_refused_under_codes_and_kept_in_second_shards() -> None:
     refused, kept, digest_ = run_ranks(changing, WORLD)[0]
-    assert "in place (blocks.0." in refused and "zero_quantized_weights" in refused
+    assert "in place inside of a pass: blocks.0." in refused and "zero_quantized_weights" in refused
     assert kept == "nothing"
     assert digest_
     assert run_ranks(built_for_codes, 2, True) == [[True, True]] * 2
