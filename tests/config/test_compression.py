@@ -93,6 +93,7 @@ def test_combinations_that_are_refused(keys: dict[str, Any], words: str) -> None
 @pytest.mark.parametrize("keys", [{"gradient_allreduce_op": "sum"}, {"prescale_gradients": True}, {"fp16": {}}])
 def test_combinations_that_work(keys: dict[str, Any]) -> None:
     resolve(with_compression("dgc", **keys), world_size=2)
+    resolve(with_compression("powerSGD", communication_data_type="fp16"), world_size=2)  # its factors are fp32
 
 
 def test_editors_know_the_parameters_of_each_method() -> None:

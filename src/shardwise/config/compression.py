@@ -18,6 +18,7 @@ from .tree import advise, keys_of, nearest
 from .validate import message
 
 _COMPRESSING_OPTIMIZERS = ("onebitadam", "zerooneadam", "onebitlamb")
+_SENDING_VALUES = ("topk", "dgc")
 
 
 def method_name(config: Config) -> str | None:
@@ -41,6 +42,11 @@ def method_parameters(config: Config) -> Section | None:
     """
     name = method_name(config)
     return None if name is None else METHODS[name].model_validate(_canonical(METHODS[name], config.compression.params))
+
+
+def sends_values(config: Config) -> bool:
+    """Whether the configured method sends entries of what it has kept, in the type of the wire."""
+    return method_name(config) in _SENDING_VALUES
 
 
 def check_compression(config: Config, found: Scan) -> list[Problem]:
@@ -98,7 +104,7 @@ def _company(config: Config, name: str) -> Iterator[Problem]:
     if config.sparse_gradients:
         reason = f'"{name}" excludes `sparse_gradients`: a gradient is reduced in one way'
         yield Problem("compression.type", reason, ConflictError)
-    if config.communication_data_type == "fp16":
+    if config.communication_data_type == "fp16" and sends_values(config):
         reason = (
             f'"fp16" excludes `compression.type` "{name}": what has been kept and is sent later may be larger than '
             'fp16 can hold; use "bf16" or "fp32"'

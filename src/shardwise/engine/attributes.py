@@ -7,6 +7,8 @@ from typing import TYPE_CHECKING, Any
 import torch
 import torch.distributed as dist
 
+from shardwise.config.compression import sends_values
+from shardwise.errors import UsageError
 from shardwise.precision.dtypes import parse_dtype
 
 if TYPE_CHECKING:
@@ -91,7 +93,13 @@ class Attributes:
 
     @communication_data_type.setter
     def communication_data_type(self, dtype: torch.dtype | str) -> None:
-        self.sharded.set_wire_dtype(parse_dtype(dtype, "communication_data_type"))
+        wire = parse_dtype(dtype, "communication_data_type")
+        if wire is torch.float16 and sends_values(self._resolution.config):
+            raise UsageError(
+                f"engine.communication_data_type: fp16 cannot hold all that compression.type "
+                f'"{self._resolution.config.compression.type}" keeps and sends later; use bf16 or fp32'
+            )
+        self.sharded.set_wire_dtype(wire)
 
     @property
     def gas_boundary_ctr(self) -> int:

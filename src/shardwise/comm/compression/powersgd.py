@@ -21,6 +21,7 @@ from typing import TYPE_CHECKING
 import torch
 
 from shardwise.comm.compression.base import Flat, Method, Running, SectionSizes, working_dtype
+from shardwise.comm.neighbours import CHUNK
 
 if TYPE_CHECKING:
     from shardwise.comm.communicator import Communicator
@@ -217,6 +218,11 @@ class PowerSGD(Method):
         return torch.randn(numel, generator=generator, dtype=dtype).to(self.comm.device)
 
     @property
+    def recovers(self) -> bool:
+        """Whether orthogonalizing gives as many vectors as there are columns even if they are zero."""
+        return self._parameters.orthogonalization_epsilon == 0
+
+    @property
     def use_error_feedback(self) -> bool:
         """Whether what has not been sent is kept."""
         return self._parameters.use_error_feedback
@@ -231,13 +237,17 @@ class PowerSGD(Method):
     def scratch_bytes(self, sections: Sequence[SectionSizes]) -> int:
         """See `shardwise.comm.compression.base.Compressor.scratch_bytes`."""
         world = self.comm.world
-        firsts = seconds = wide = 0
+        firsts = seconds = wide = chunk = 0
         for section in sections:
             parts, dtype = self._split(section.shapes), working_dtype(section.dtype)
             firsts += self._padded(parts.first) * dtype.itemsize
             seconds += self._padded(parts.second) * dtype.itemsize if parts.matrices else 0
             if not self._parameters.use_error_feedback and section.dtype is not dtype:
                 wide += parts.kept * dtype.itemsize
+            largest = max(self._padded(parts.first), self._padded(parts.second)) // world
+            chunk = max(chunk, min(CHUNK, largest) * dtype.itemsize)
+        if self.comm.reads_peers and self.start == 0:
+            wide += chunk  # it is kept; exact reductions have made, and the plan has counted, a larger one
         arriving = 0 if self.comm.reads_peers else (world - 1) / world
         return int(wide + max(firsts * (1 + arriving), firsts + seconds * (1 + 1 / world + arriving)))
 
@@ -274,12 +284,18 @@ class _Job:
         """Form M Q of all matrices, and put what is exact beside it."""
         if self.split.matrices:
             start = self._method.kept.get(self._factor)
-            if start is None:
-                start = self._method.seeded(self.flat.name, self.split.second, self.dtype)
+            if start is None or not self._method.recovers:
+                seeded = self._method.seeded(self.flat.name, self.split.second, self.dtype)
+                start = seeded if start is None else self._revived(start, seeded)
             for place, matrix in zip(self.split.matrices, self._matrices, strict=True):
                 torch.mm(matrix, place.q_in(start), out=place.p_in(self.first))
         for offset, numel, place_in in self.split.exact:
             self.first[place_in : place_in + numel].copy_(self.flat.full[offset : offset + numel])
+
+    def _revived(self, factors: torch.Tensor, seeded: torch.Tensor) -> torch.Tensor:
+        """Return factors with random columns in the place of those that are zero, which would stay so for ever."""
+        pairs = [(place.q_in(factors), place.q_in(seeded)) for place in self.split.matrices]
+        return torch.cat([torch.where(q.any(dim=0), q, other).view(-1) for q, other in pairs])
 
     def factorize(self, epsilon: float) -> None:
         """Orthogonalize the summed P, in its place, and form M^T P."""

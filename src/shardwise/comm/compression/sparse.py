@@ -14,6 +14,7 @@ from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass
 from typing import TYPE_CHECKING
 
+import numpy
 import torch
 
 from shardwise.comm.compression.base import Flat, Method, Running, SectionSizes, working_dtype
@@ -62,7 +63,9 @@ def _above(values: torch.Tensor, threshold: float) -> torch.Tensor:
     for start in range(0, values.numel(), _CHUNK):
         chunk = values[start : start + _CHUNK]
         magnitudes = torch.abs(chunk, out=scratch[: chunk.numel()])
-        found.append((magnitudes < threshold).logical_not_().nonzero().view(-1).add_(start))
+        # Several times faster than torch's nonzero on a CPU.
+        reached = numpy.flatnonzero((magnitudes < threshold).logical_not_().numpy())
+        found.append(torch.from_numpy(reached).add_(start))
     return torch.cat(found)
 
 
@@ -142,9 +145,10 @@ class Sparse(Method):
         """See `shardwise.comm.compression.base.Compressor.reduce`."""
         world = self.comm.world
         dtypes = [wire_dtype or working_dtype(flat.full.dtype) for flat in flats]
-        parts = _parts([flat.own.numel() for flat in flats], dtypes, self.ratio)
+        shards = [flat.own.numel() for flat in flats]
+        parts = _parts(shards, dtypes, self.ratio)
         size = parts[-1].stop
-        everybody = flats[0].whole is not None
+        everybody = flats[0].whole is not None and _spreads(world, size, shards)
         # Where a message is not filled up, and where nobody is there to send one, zeros are sent and received.
         messages = torch.zeros(world, size, dtype=torch.uint8, device=self.comm.device)
         shape = (world, world, size) if everybody else (world, size)
@@ -165,24 +169,27 @@ class Sparse(Method):
 
         def add_up() -> None:
             for flat, part in zip(flats, parts, strict=True):
-                out = flat.own if flat.whole is None else flat.whole
+                out = flat.whole if flat.whole is not None and everybody else flat.own
                 if not accumulate:
                     out.zero_()
                 for message in received:
                     _add(out, part.positions_in(message), part.values_in(message), flat.own.numel())
+            wholes = [(flat.whole, flat.own) for flat in flats if flat.whole is not None and not everybody]
+            if wholes:
+                self.comm.all_gather(wholes, label, kind="replicate").wait()
 
         return Running([handle], add_up, [messages, received])
 
     def _fill(self, flat: Flat, first: int, values: torch.Tensor, part: _Part, message: torch.Tensor) -> None:
         """Move the largest of the values of one rank's range into the message to it."""
         positions = largest(values, part.count)
-        chosen = values[positions]
+        chosen = values.index_select(0, positions)
         sending = part.values_in(message)
         sending.copy_(chosen)
         part.positions_in(message).copy_(positions)
         self.sent(flat, first, positions)
         # What rounding to a narrower type has left over stays.
-        values[positions] = chosen.sub_(sending)
+        values.index_copy_(0, positions, chosen.sub_(sending))
 
     def scratch_bytes(self, sections: Sequence[SectionSizes]) -> int:
         """See `shardwise.comm.compression.base.Compressor.scratch_bytes`."""
@@ -190,7 +197,20 @@ class Sparse(Method):
         shards = [-(-section.numel // world) for section in sections]
         dtypes = [section.wire_dtype or working_dtype(section.dtype) for section in sections]
         size = _parts(shards, dtypes, self.largest_ratio)[-1].stop
-        return world * size + (world * world * size if sections[0].whole else world * size)
+        everybody = sections[0].whole and _spreads(world, size, shards)
+        return world * size + (world * world * size if everybody else world * size)
+
+
+def _spreads(world: int, size: int, shards: Sequence[int]) -> bool:
+    """Whether whole sums are had with fewer bytes by sending all messages to everybody than by gathering owners' sums.
+
+    Args:
+        world: number of ranks.
+        size: bytes of one message.
+        shards: elements of one rank's range of each section; sums are fp32.
+    """
+    # To each other rank: all `world` messages, or one of them and then the sums.
+    return world * size <= size + 4 * sum(shards)
 
 
 def _add(out: torch.Tensor, positions: torch.Tensor, values: torch.Tensor, shard: int) -> None:
@@ -310,7 +330,7 @@ class DGC(Sparse):
         """See `Sparse.sent`."""
         velocity = self.kept.get(f"{flat.name}.momentum")
         if velocity is not None and self._parameters.momentum_factor_masking:
-            velocity[first + positions] = 0.0
+            velocity.index_fill_(0, first + positions, 0.0)
 
     def kept_bytes(self, section: SectionSizes) -> int:
         """See `shardwise.comm.compression.base.Compressor.kept_bytes`."""

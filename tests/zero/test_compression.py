@@ -1,0 +1,546 @@
+"""Gradient compression in engines: the same bits at every stage, the bytes of the closed forms, the memory of the plan,
+resuming, overflows, and that training comes as far as without it."""
+
+from __future__ import annotations
+
+import logging
+import math
+from collections import Counter
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+import torch.distributed as dist
+from torch import nn
+
+import shardwise
+from shardwise.comm.compression.powersgd import split
+from shardwise.errors import UsageError
+from shardwise.memory import Category
+from tests.harness import run_ranks
+from tests.models import CASES
+from tests.zero.test_mixed_precision import Poison
+from tests.zero.training import DTYPES, Setting, assert_close, assert_identical, masters, ranks_agree, start, train_all
+
+METHODS: dict[str, dict[str, Any]] = {
+    "powerSGD": {"matrix_approximation_rank": 2, "start_compressing_after_step": 0, "min_compression_rate": 1.5},
+    "topk": {"ratio": 0.1},
+    "dgc": {"ratio": 0.1, "momentum": 0.5, "warmup_steps": 2, "local_clipping": 0.5},
+}
+
+
+def compressed(method: str, **changes: Any) -> tuple[tuple[str, Any], ...]:
+    params = {key: value for key, value in {**METHODS[method], **changes}.items() if value is not None}
+    return (("compression", {"type": method, "params": params}),)
+
+
+# -- the same at every stage -------------------------------------------------------------------------------------------
+
+
+@pytest.mark.parametrize("method", METHODS)
+def test_stages_give_the_same_bits(method: str) -> None:
+    extra = compressed(method)
+    settings = [Setting(stage=stage, extra=extra) for stage in range(4)]
+    outcomes = ranks_agree(run_ranks(train_all, 3, "gpt_groups", settings, 3))
+    for other in outcomes[1:]:
+        assert_identical(outcomes[0], other, method)
+    half = {"precision": "bf16", "optimizer": "Adagrad", "cap": 100}
+    settings = [Setting(stage=stage, extra=extra, **half) for stage in (0, 2, 3)]
+    settings += [Setting(stage=stage, extra=extra, accumulation=2, clip=0.5) for stage in range(4)]
+    outcomes = ranks_agree(run_ranks(train_all, 3, "odd_mlp", settings, 3))
+    for first, other in ((0, 1), (0, 2), (3, 4), (5, 6)):  # with accumulation sums are formed in another order
+        assert_identical(outcomes[first], outcomes[other], method)
+
+
+def test_before_the_first_compressed_step_nothing_is_different() -> None:
+    wire = (("communication_data_type", "bf16"),)
+    settings = []
+    for stage, precision in ((0, "fp32"), (2, "bf16"), (3, "fp32")):
+        for extra in (
+            (),
+            compressed("topk", start_compressing_after_step=3),
+            compressed("powerSGD", start_compressing_after_step=3),
+        ):
+            settings.append(
+                Setting(stage=stage, precision=precision, extra=extra + (wire if precision == "fp32" else ()))
+            )
+    three = ranks_agree(run_ranks(train_all, 2, "gpt", settings, 3))
+    four = ranks_agree(run_ranks(train_all, 2, "gpt", settings, 4))
+    for first in range(0, len(settings), 3):
+        for other in (1, 2):
+            assert_identical(three[first], three[first + other])
+            assert four[first].parameters != four[first + other].parameters
+
+
+# -- against a simulation of all ranks ---------------------------------------------------------------------------------
+
+
+def sections_of(name: str, setting: Setting) -> list[tuple[int, list[tuple[int, int, str]]]]:
+    """Elements of each trained section, and (first element, elements, name) of its parameters."""
+    engine = start(CASES[name], setting)
+    registry = engine.sharded.registry
+    found = [
+        (section.layout.numel, [(slot.offset, slot.numel, registry[slot.index].name) for slot in section.layout.slots])
+        for unit in engine.sharded.units
+        for section in unit.trainable
+    ]
+    engine.destroy()
+    return found
+
+
+def simulate(name: str, world: int, steps: int, method: str, sections: Any, lr: float) -> dict[str, torch.Tensor]:
+    """One process with the model, and what every rank keeps, in fp64."""
+    case = CASES[name]
+    model = case.make().double()
+    named = dict(model.named_parameters())
+    kept: dict[Any, torch.Tensor] = {}
+    factors: dict[str, torch.Tensor] = {}
+    params = METHODS[method]
+    for step in range(steps):
+        gradients = []
+        for rank in range(world):
+            model.zero_grad(set_to_none=False)
+            case.loss(model, case.data(step, 0, rank, torch.float64)).backward()
+            gradients.append({n: torch.zeros_like(p) if p.grad is None else p.grad.clone() for n, p in named.items()})
+        total: dict[str, torch.Tensor] = {}
+        if method == "powerSGD":
+            shapes = [(0, named[n].shape) for n in named]
+            for (_, shape), n in zip(shapes, named, strict=True):
+                place = split([(0, shape)], 2, 1.5).matrices
+                if not place:
+                    total[n] = sum(g[n] for g in gradients)
+                    continue
+                matrices = [g[n].reshape(shape[0], -1) + kept.get((r, n), 0.0) for r, g in enumerate(gradients)]
+                q = factors[n] if n in factors else first_factor(n, place[0], sections)
+                p = torch.linalg.qr(sum(m @ q for m in matrices)).Q
+                for rank, m in enumerate(matrices):
+                    kept[rank, n] = m - p @ (m.t() @ p).t()
+                factors[n] = sum(m.t() @ p for m in matrices)
+                total[n] = (p @ factors[n].t()).view(shape)
+        else:
+            ratio = params["ratio"] if method == "topk" or step >= 2 else 0.25 * (params["ratio"] / 0.25) ** (step / 2)
+            for number, (numel, slots) in enumerate(sections):
+                out = torch.zeros(numel, dtype=torch.float64)
+                for rank, g in enumerate(gradients):
+                    flat = torch.zeros(numel, dtype=torch.float64)
+                    for offset, count, n in slots:
+                        part = g[n].reshape(-1)
+                        if method == "dgc":
+                            part = part * min(1.0, 0.5 / math.sqrt(world) / (float(part.norm()) / world + 1e-300))
+                        flat[offset : offset + count] = part
+                    if method == "dgc":
+                        u = kept[rank, number, "u"] = 0.5 * kept.get((rank, number, "u"), 0.0) + flat
+                        flat = u
+                    v = kept[rank, number] = kept.get((rank, number), 0.0) + flat
+                    shard = numel // world
+                    for target in range(world):
+                        own = slice(target * shard, (target + 1) * shard)
+                        chosen = v[own].abs().topk(math.ceil(ratio * shard)).indices + target * shard
+                        out[chosen] += v[chosen]
+                        v[chosen] = 0.0
+                        if method == "dgc":
+                            u[chosen] = 0.0
+                for offset, count, n in slots:
+                    total[n] = out[offset : offset + count].view(named[n].shape)
+        with torch.no_grad():
+            for n, p in named.items():
+                p -= lr * total[n] / world
+    return {n: p.detach().clone() for n, p in named.items()}
+
+
+def first_factor(name: str, place: Any, found: Any) -> torch.Tensor:
+    return found["factors"][name].double().view(place.columns, place.rank)
+
+
+def first_factors(name: str, setting: Setting) -> dict[str, torch.Tensor]:
+    """The random factors that the engine starts from, by parameter."""
+    engine = start(CASES[name], setting)
+    compressor, registry = engine.sharded.compressor, engine.sharded.registry
+    found = {}
+    for unit in engine.sharded.units:
+        for number, section in enumerate(unit.sections):
+            slots = section.layout.slots
+            parts = split([(s.offset, torch.Size(registry[s.index].shape)) for s in slots], 2, 1.5)
+            seeded = compressor.seeded(f"{unit.index}.{unit.name}.{number}", parts.second, torch.float32)
+            by_offset = {slot.offset: registry[slot.index].name for slot in slots}
+            found.update({by_offset[m.offset]: m.q_in(seeded).clone() for m in parts.matrices})
+    engine.destroy()
+    return found
+
+
+@pytest.mark.parametrize("method", METHODS)
+def test_training_is_that_of_a_simulation(method: str) -> None:
+    setting = Setting(stage=2, extra=compressed(method), cap=400)
+    (outcome,) = ranks_agree(run_ranks(train_all, 3, "odd_mlp", [setting], 5))
+    sections: Any = run_ranks(sections_of, 3, "odd_mlp", setting)[0]
+    if method == "powerSGD":
+        sections = {"factors": run_ranks(first_factors, 3, "odd_mlp", setting)[0]}
+    expected = simulate("odd_mlp", 3, 5, method, sections, setting.lr)
+    assert_close(outcome.masters, {n: v.float() for n, v in expected.items()}, 2e-6, method)
+
+
+# -- bytes -------------------------------------------------------------------------------------------------------------
+
+
+def traffic(name: str, setting: Setting) -> dict[str, Any]:
+    """Collectives and bytes of the third step, without those of parameters."""
+    case = CASES[name]
+    engine = start(case, setting)
+    for number in range(3):
+        engine.sharded.finish_gathers()
+        first = engine.ledger.sequence
+        engine.backward(case.loss(engine, case.data(number, 0, dist.get_rank(), DTYPES[setting.precision])))
+        records = list(engine.ledger.records(since=first))
+        engine.step()
+    registry = engine.sharded.registry
+    labels = {unit.name for unit in engine.sharded.units if unit.trainable}
+    result = {
+        "calls": Counter((r.op, r.label) for r in records if r.op != "all_gather" or setting.stage < 3),
+        "sent": sum(r.sent for r in records),
+        "gathered": sum(r.sent for r in records if r.op == "all_gather"),
+        "labels": labels,
+        "whole": sum(s.layout.numel * s.layout.dtype.itemsize for unit in engine.sharded.units for s in unit.sections),
+        "units": [
+            [
+                (s.layout.numel, [(slot.offset, torch.Size(registry[slot.index].shape)) for slot in s.layout.slots])
+                for s in unit.trainable
+            ]
+            for unit in engine.sharded.units
+            if unit.trainable
+        ],
+    }
+    engine.destroy()
+    return result
+
+
+@pytest.mark.parametrize("stage", [0, 2])
+@pytest.mark.parametrize("method", METHODS)
+def test_bytes_are_those_of_the_closed_form(method: str, stage: int) -> None:
+    world, aligned = 3, lambda size: -(-size // 8) * 8
+    exact = Setting(stage=stage, precision="bf16", cap=400)
+    for found in run_ranks(
+        traffic, world, "gpt", Setting(stage=stage, precision="bf16", cap=400, extra=compressed(method))
+    ):
+        if method == "powerSGD":
+            parts = [split(shapes, 2, 1.5) for unit in found["units"] for _, shapes in unit]
+            elements = [-(-size // world) * world for part in parts for size in (part.first, part.second)]
+            # A sum that all ranks get: each sends (world - 1) / world of it twice.
+            assert found["sent"] == 2 * sum(elements) * 4 * (world - 1) // world
+            most = {(op, label): 2 for op in ("reduce_scatter", "all_gather") for label in found["labels"]}
+            assert all(count <= most[call] for call, count in found["calls"].items())
+        else:
+            # After the warm-up: positions and values, each part of a message begun at a multiple of eight bytes.
+            counts = [math.ceil(0.1 * (numel // world)) for unit in found["units"] for numel, _ in unit]
+            message = sum(2 * aligned(4 * count) for count in counts)
+            assert found["sent"] == message * (world - 1) * (world if stage == 0 else 1)
+            op = "all_gather" if stage == 0 else "all_to_all"
+            assert found["calls"] == Counter({(op, label): 1 for label in found["labels"]})
+    uncompressed = run_ranks(traffic, world, "gpt", exact)[0]
+    if stage == 0:
+        assert found["sent"] < uncompressed["sent"]
+
+
+def stage_three(method: str) -> tuple[int, int]:
+    """Bytes of reductions at stages 2 and 3: what else is sent is the same with and without compression."""
+    found = []
+    for stage in (2, 3):
+        plain = traffic("gpt", Setting(stage=stage))
+        lossy = traffic("gpt", Setting(stage=stage, extra=compressed(method)))
+        reduced = sum(numel for unit in plain["units"] for numel, _ in unit) * 4 * (dist.get_world_size() - 1)
+        found.append(lossy["sent"] - (plain["sent"] - reduced // dist.get_world_size()))
+    return found[0], found[1]
+
+
+@pytest.mark.parametrize("method", METHODS)
+def test_stage_three_sends_what_stage_two_sends(method: str) -> None:
+    for two, three in run_ranks(stage_three, 2, method):
+        assert two == three > 0
+
+
+# -- memory ------------------------------------------------------------------------------------------------------------
+
+
+def memory(setting: Setting) -> tuple[int, int, int, int]:
+    """Planned and measured buffers, what is kept of them, and what an engine of another stage plans for this one."""
+    torch.manual_seed(3)
+    model = nn.Sequential(*(nn.Linear(200, 200) for _ in range(4)))
+    engine, *_ = shardwise.initialize(
+        model=model, optimizer=torch.optim.SGD(model.parameters(), lr=0.1), config=setting.config()
+    )
+    planned = engine.memory_report().row(Category.BUFFERS).planned
+    for _ in range(4):
+        engine.backward(engine(torch.randn(2, 200, dtype=DTYPES[setting.precision])).float().square().mean())
+        engine.step()
+    engine.sharded.finish_gathers()
+    measured, live = engine.accountant.peak[Category.BUFFERS], engine.accountant.live[Category.BUFFERS]
+    (plan,) = engine.memory_plans(stages=[setting.stage]).plans
+    engine.destroy()
+    return planned, measured, live, plan.peaks[Category.BUFFERS.value]
+
+
+def memories(settings: list[Setting]) -> list[tuple[int, int, int, int]]:
+    return [memory(setting) for setting in settings]
+
+
+def test_memory_is_what_is_planned() -> None:
+    cases = [compressed(method, warmup_steps=None) for method in METHODS]
+    cases += [compressed("powerSGD", start_compressing_after_step=2), compressed("powerSGD", use_error_feedback=False)]
+    settings = [
+        Setting(stage=stage, precision=precision, extra=extra)
+        for extra in cases
+        for stage, precision in ((0, "fp32"), (2, "bf16"))
+    ]
+    for setting, (planned, measured, live, beside) in zip(settings, run_ranks(memories, 2, settings)[0], strict=True):
+        assert 0.95 * planned <= measured <= 1.05 * planned, setting
+        assert beside == planned, setting
+        (_, section), *_ = setting.extra
+        feedback = section["params"].get("use_error_feedback", True)
+        copies = 0 if not feedback else 2 if section["type"] == "dgc" else 1
+        assert live >= copies * 4 * 200 * 200 * 4, setting
+
+
+# -- resuming ----------------------------------------------------------------------------------------------------------
+
+
+def advance(engine: Any, name: str, steps: range, precision: str = "fp32") -> None:
+    case = CASES[name]
+    for number in steps:
+        engine.backward(case.loss(engine, case.data(number, 0, dist.get_rank(), DTYPES[precision])))
+        engine.step()
+
+
+def resumed(settings: list[Setting], path: str) -> list[str]:
+    different = []
+    for place, setting in enumerate(settings):
+        engine = start(CASES["gpt"], setting)
+        advance(engine, "gpt", range(3), setting.precision)
+        engine.save_checkpoint(f"{path}/{place}")
+        advance(engine, "gpt", range(3, 6), setting.precision)
+        went_on = masters(engine.module)
+        engine.destroy()
+        fresh = start(CASES["gpt"], setting)
+        advance(fresh, "gpt", range(7, 8), setting.precision)  # what it has kept so far is forgotten
+        fresh.load_checkpoint(f"{path}/{place}")
+        advance(fresh, "gpt", range(3, 6), setting.precision)
+        again = masters(fresh.module)
+        fresh.destroy()
+        different += [f"{place}: {name}" for name, value in went_on.items() if not torch.equal(value, again[name])]
+    return different
+
+
+def test_resuming_is_as_never_having_stopped(tmp_path: Path) -> None:
+    settings = [
+        Setting(stage=stage, extra=compressed(method)) for method, stage in zip(METHODS, (0, 2, 3), strict=True)
+    ]
+    settings.append(Setting(stage=3, precision="fp16", extra=compressed("powerSGD", start_compressing_after_step=2)))
+    assert run_ranks(resumed, 2, settings, str(tmp_path)) == [[], []]
+
+
+class Messages(logging.Handler):
+    def __init__(self) -> None:
+        super().__init__()
+        self.texts: list[str] = []
+
+    def emit(self, record: logging.LogRecord) -> None:
+        self.texts.append(record.getMessage())
+
+
+def save_one(path: str) -> None:
+    engine = start(CASES["gpt"], Setting(stage=1, extra=compressed("topk")))
+    advance(engine, "gpt", range(2))
+    engine.save_checkpoint(path)
+    engine.destroy()
+
+
+def load_others(path: str, settings: list[Setting]) -> list[tuple[list[str], bool]]:
+    found = []
+    for setting in settings:
+        listener = Messages()
+        logging.getLogger("shardwise").addHandler(listener)
+        engine = start(CASES["gpt"], setting)
+        engine.load_checkpoint(path)
+        compressor = engine.sharded.compressor
+        kept = compressor is not None and bool(compressor.state_dict()["tensors"])
+        advance(engine, "gpt", range(2, 4))
+        logging.getLogger("shardwise").removeHandler(listener)
+        engine.destroy()
+        found.append(([text for text in listener.texts if "compression" in text], kept))
+    return found
+
+
+def fp16_wire() -> str:
+    engine = start(CASES["gpt"], Setting(extra=compressed("topk")))
+    engine.communication_data_type = "bf16"
+    try:
+        engine.communication_data_type = torch.float16
+    except UsageError as error:
+        return str(error)
+    finally:
+        engine.destroy()
+    return ""
+
+
+def test_a_wire_that_cannot_hold_what_is_kept() -> None:
+    assert "fp16 cannot hold" in run_ranks(fp16_wire, 2)[0]
+
+
+def test_what_was_kept_elsewhere_is_dropped_with_a_warning(tmp_path: Path) -> None:
+    run_ranks(save_one, 2, str(tmp_path))
+    settings = [
+        Setting(stage=1, extra=compressed("dgc")),
+        Setting(stage=1),
+        Setting(stage=1, cap=300, extra=compressed("topk")),
+        Setting(stage=2, extra=compressed("topk")),
+    ]
+    reasons = ['the method is "dgc"', "there is no compression", "laid out in other units", None]
+    for (texts, kept), reason in zip(run_ranks(load_others, 2, str(tmp_path), settings)[0], reasons, strict=True):
+        assert kept is (reason is None)
+        assert len(texts) == (reason is not None)
+        assert not texts or (reason in texts[0] and "is dropped" in texts[0])
+    ((texts, kept),) = run_ranks(load_others, 3, str(tmp_path), settings[3:])[0]
+    assert not kept and "2 ranks have kept it, and there are 3" in texts[0]
+    ((texts, _),) = run_ranks(load_others, 1, str(tmp_path), settings[3:])[0]
+    assert "there is one rank" in texts[0]
+
+
+# -- fp16 --------------------------------------------------------------------------------------------------------------
+
+
+def overflowing(method: str, stage: int) -> list[tuple[bool, bool]]:
+    """Rank 1's gradient overflows in the third step: (applied, everything kept is finite) of each step."""
+    scale = {"enabled": True, "initial_scale_power": 8, "hysteresis": 1}
+    setting = Setting(stage=stage, precision="fp16", extra=(*compressed(method), ("fp16", scale)), lr=0.01)
+    case = CASES["gpt"]
+    engine = start(case, setting)
+    found = []
+    for number in range(5):
+        loss = case.loss(engine, case.data(number, 0, dist.get_rank(), torch.float16))
+        if number == 2 and dist.get_rank() == 1:
+            loss = Poison.apply(loss, float("inf"))
+        engine.backward(loss)
+        engine.step()
+        tensors = engine.sharded.compressor.state_dict()["tensors"].values()
+        found.append((engine.was_step_applied(), all(bool(t.isfinite().all()) for t in tensors) and len(tensors) > 0))
+    assert all(bool(value.isfinite().all()) for value in masters(engine.module).values())
+    engine.destroy()
+    return found
+
+
+@pytest.mark.parametrize(("method", "stage"), [("powerSGD", 3), ("topk", 0), ("dgc", 2)])
+def test_an_overflow_is_agreed_and_does_not_stay(method: str, stage: int) -> None:
+    for found in run_ranks(overflowing, 2, method, stage):
+        assert found == [(True, True), (True, True), (False, True), (True, True), (True, True)]
+
+
+# -- branches chosen by data -------------------------------------------------------------------------------------------
+
+
+def test_branches_of_the_ranks_own_do_not_hang() -> None:
+    """Lossy reductions have collectives after the first, for which ranks wait where others may still gather."""
+    settings = [
+        Setting(stage=stage, extra=compressed("powerSGD", min_compression_rate=0.1), cap=cap)
+        for stage, cap in ((2, None), (3, None), (3, 60))
+    ]
+    for name in ("router", "two_towers"):
+        outcomes = ranks_agree(run_ranks(train_all, 3, name, settings, 6))
+        assert_identical(outcomes[0], outcomes[1], name)
+
+
+class Skips(nn.Module):
+    """A frozen layer in front, which only some ranks use, and the only trained one after it."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.frozen = nn.Linear(64, 64).requires_grad_(False)
+        self.last = nn.Linear(64, 64)
+
+    def forward(self, x: torch.Tensor, used: bool) -> torch.Tensor:
+        return self.last(torch.tanh(self.frozen(x)) if used else x)
+
+
+def skipping() -> int:
+    torch.manual_seed(0)
+    model = Skips()
+    keys = {"stage3_param_persistence_threshold": 0, "reduce_bucket_size": 3000, "stage3_prefetch_bucket_size": 0}
+    config = {
+        "train_micro_batch_size_per_gpu": 1,
+        "zero_optimization": {"stage": 3, **keys},
+        **dict(compressed("powerSGD", min_compression_rate=1.0)),
+    }
+    engine, *_ = shardwise.initialize(
+        model=model, optimizer=torch.optim.SGD(model.last.parameters(), lr=0.1), config=config
+    )
+    for number in range(4):
+        x = torch.randn(4, 64).requires_grad_(True)
+        engine.backward(engine(x, dist.get_rank() == number % 2).square().mean())
+        engine.step()
+    steps = engine.global_steps
+    engine.destroy()
+    return steps
+
+
+def test_a_rank_that_has_reduced_everything_may_still_gather() -> None:
+    """The other waits for the second factors of the last unit, and has not launched the gather of the frozen layer."""
+    assert run_ranks(skipping, 2) == [4, 4]
+
+
+# -- how far training comes --------------------------------------------------------------------------------------------
+
+
+class Teacher:
+    """Data of a fixed random network, the same for every run."""
+
+    def __init__(self, rank: int) -> None:
+        self._generator = torch.Generator().manual_seed(11)
+        self._first = torch.randn(16, 24, generator=self._generator) / 4
+        self._second = torch.randn(24, 8, generator=self._generator) / 5
+        self._generator.manual_seed(100 + rank)
+
+    def batch(self) -> tuple[torch.Tensor, torch.Tensor]:
+        x = torch.randn(16, 16, generator=self._generator)
+        return x, torch.tanh(x @ self._first) @ self._second
+
+
+def losses(runs: list[tuple[Any, dict[str, Any]]], steps: int) -> list[float]:
+    """Mean loss of the last steps of each run."""
+    found = []
+    for extra, options in runs:
+        torch.manual_seed(1)
+        model = nn.Sequential(nn.Linear(16, 64), nn.Tanh(), nn.Linear(64, 8))
+        optimizer = torch.optim.SGD(model.parameters(), **options)
+        config = {"train_micro_batch_size_per_gpu": 16, "zero_optimization": {"stage": 2}, **dict(extra)}
+        engine, *_ = shardwise.initialize(model=model, optimizer=optimizer, config=config)
+        teacher = Teacher(dist.get_rank())
+        last = []
+        for _ in range(steps):
+            x, y = teacher.batch()
+            loss = (engine(x) - y).square().mean()
+            engine.backward(loss)
+            engine.step()
+            last.append(float(loss.detach()))
+        found.append(sum(last[-20:]) / 20)
+        engine.destroy()
+    return found
+
+
+def test_training_comes_as_far_as_without_compression() -> None:
+    plain, momentum = {"lr": 0.2}, {"lr": 0.05, "momentum": 0.9}
+    one = {"matrix_approximation_rank": 1, "min_compression_rate": 1.0}
+    runs = [
+        ((), plain),
+        (compressed("powerSGD", **one), plain),
+        (compressed("powerSGD", **one, use_error_feedback=False), plain),
+        (compressed("topk", ratio=0.02), plain),
+        (compressed("topk", ratio=0.02, use_error_feedback=False), plain),
+        ((), momentum),
+        (compressed("dgc", ratio=0.02, momentum=0.9, local_clipping=0.0), {"lr": 0.05}),
+    ]
+    per_rank = run_ranks(losses, 2, runs, 300)
+    mean = [sum(values) / len(values) for values in zip(*per_rank, strict=True)]
+    exact, power, power_forgets, top, top_forgets, exact_momentum, deep = mean
+    assert power <= 1.15 * exact
+    assert power_forgets > power
+    assert top <= 1.5 * exact
+    assert top_forgets > 1.5 * top
+    assert deep <= 1.5 * exact_momentum
