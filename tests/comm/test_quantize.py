@@ -14,6 +14,7 @@ from shardwise.comm.communicator import Communicator
 from shardwise.comm.compression import Feedback, Flat, Hops, QuantizedReduction, quantize
 from shardwise.comm.compression.quantize import SMALLEST, BlockCode
 from shardwise.comm.ledger import Ledger
+from tests.comm.blocks import Simulation, rounded
 from tests.harness import run_ranks
 
 CODES = st.builds(BlockCode, st.sampled_from([4, 8]), st.sampled_from([2, 6, 32, 256]))
@@ -94,13 +95,14 @@ def test_blocks_that_are_not_finite_stay_so_and_others_do_not_notice(
 @given(CODES, rows(), st.sampled_from([2, 64, 300]))
 def test_no_cut_changes_a_bit(code: BlockCode, values: torch.Tensor, chunk: int) -> None:
     messages, back = coded(code, values)
-    before, quantize.CHUNK = quantize.CHUNK, chunk
+    before = quantize.CHUNK, quantize.LEAST
+    quantize.CHUNK = quantize.LEAST = chunk
     try:
         again, back_again = coded(code, values)
         total = torch.ones(values.shape[1])
         code.add_up(messages, total, accumulate=True)
     finally:
-        quantize.CHUNK = before
+        quantize.CHUNK, quantize.LEAST = before
     # What fills messages up is never read.
     assert torch.equal(back, back_again)
     for row in range(values.shape[0]):
@@ -157,45 +159,6 @@ def full_of(rank: int, step: int, world: int, name: str) -> torch.Tensor:
     return torch.randn(world * SHARDS[name], generator=generator)
 
 
-def rounded(values: torch.Tensor, bits: int, block: int) -> torch.Tensor:
-    """What comes out of codes, written down as it is defined."""
-    levels = 2 ** (bits - 1) - 1
-    parts = []
-    for part in values.split(block):
-        scale = part.abs().max() / levels
-        parts.append((part * (levels / part.abs().max())).round() * scale)
-    return torch.cat(parts)
-
-
-class Simulation:
-    """All ranks in one process."""
-
-    def __init__(self, world: int, node: int, bits: int, block: int, memory: float | None) -> None:
-        self.world, self.node, self.bits, self.block, self.memory = world, node, bits, block, memory
-        self.errors: dict[object, torch.Tensor] = {}
-
-    def send(self, key: object, values: torch.Tensor) -> torch.Tensor:
-        old = self.errors.get(key, torch.zeros_like(values, dtype=torch.bfloat16)).float()
-        wanted = values + old if self.memory is not None else values
-        sent = rounded(wanted, self.bits, self.block)
-        if self.memory is not None:
-            missing = wanted - sent
-            self.errors[key] = (missing * (1 - self.memory) + old * self.memory if self.memory else missing).bfloat16()
-        return sent
-
-    def reduce(self, name: str, step: int) -> torch.Tensor:
-        """The sums of all ranks' ranges, one after the other."""
-        fulls = [full_of(rank, step, self.world, name).split(SHARDS[name]) for rank in range(self.world)]
-        sums = []
-        for owner in range(self.world):
-            terms = [self.send((name, rank, owner), full[owner]) for rank, full in enumerate(fulls)]
-            if self.node < self.world:
-                nodes = [sum(terms[n + 1 : n + self.node], terms[n]) for n in range(0, self.world, self.node)]
-                terms = [self.send((name, "node", n, owner), total) for n, total in enumerate(nodes)]
-            sums.append(sum(terms[1:], terms[0]))
-        return torch.cat(sums)
-
-
 def reductions(node: int, bits: int, memory: float | None, whole: bool) -> tuple[list[torch.Tensor], list[int]]:
     """Two steps of two reductions each; what this rank has, and the bytes sent in each group."""
     ledger = Ledger()
@@ -242,12 +205,14 @@ def test_sums_are_those_of_one_process(world: int, node: int, bits: int, memory:
     simulation = Simulation(world, node, bits, 64, memory)
     for step in range(2):
         for place, name in enumerate(SHARDS):
-            expected = simulation.reduce(name, step)
+            expected = simulation.reduce(name, [full_of(rank, step, world, name) for rank in range(world)])
             for rank, (seen, _) in enumerate(answers):
                 mine = expected if whole else expected.split(SHARDS[name])[rank]
                 assert torch.equal(seen[step * (2 if whole else 3) + place], mine)
         if not whole:
-            again = simulation.reduce("first", step).split(SHARDS["first"])
+            again = simulation.reduce("first", [full_of(rank, step, world, "first") for rank in range(world)]).split(
+                300
+            )
             for rank, (seen, _) in enumerate(answers):
                 assert torch.equal(seen[3 * step + 2], seen[3 * step] + again[rank])
     code = BlockCode(bits, 64)

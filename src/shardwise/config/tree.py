@@ -265,6 +265,8 @@ def _in_words(schema: dict[str, Any], definitions: dict[str, Any]) -> str:
     bounds = [f"{sign} {schema[bound]:g}" for bound, sign in _BOUNDS.items() if bound in schema]
     if bounds == [">= 1e+308"]:
         return "infinity"
+    if "multipleOf" in schema:
+        bounds.append(f"a multiple of {schema['multipleOf']:g}")
     if schema.get("minLength"):
         bounds.append("that is not empty")
     return " ".join([words, " and ".join(bounds)]).strip()

@@ -40,32 +40,66 @@ def travels_exactly(shape: Sequence[int]) -> bool:
     return len(shape) < 2 and math.prod(shape) <= EXACT_MOST
 
 
-def exact_positions(section: Section, registry: Registry) -> torch.Tensor | None:
-    """Return (rank, number) positions in each rank's range that travel exactly beside codes; None: all of them do.
+@dataclass(frozen=True)
+class Exact:
+    """Which elements of a section travel exactly beside codes.
 
-    Ranks that have fewer than others repeat their last one, or the first of the range.
+    Attributes:
+        counts: how many there are in each rank's range.
+        positions: where they are in the section, in order.
+        places: where they are in the exact parts of all messages, of `most` elements each.
     """
-    if section.dtype not in CODED or all(travels_exactly(registry[slot.index].shape) for slot in section.slots):
-        return None
-    found, any_of_them = [], False
-    for rank in range(section.world):
-        pieces = [p for p in section.pieces(*section.range_of(rank)) if travels_exactly(registry[p.index].shape)]
-        any_of_them = any_of_them or bool(pieces)
-        runs = [torch.arange(p.offset, p.offset + p.stop - p.start, device=CPU) for p in pieces]
-        found.append(torch.cat(runs) if runs else torch.zeros(1, dtype=torch.int64, device=CPU))
-    most = max(map(len, found)) if any_of_them else 0
-    return torch.stack([torch.cat([run, run[-1:].expand(most - len(run))]) if most else run[:0] for run in found])
+
+    counts: tuple[int, ...]
+    positions: torch.Tensor
+    places: torch.Tensor
+
+    @property
+    def most(self) -> int:
+        """Elements that each message has room for."""
+        return max(self.counts)
+
+    @classmethod
+    def of(cls, section: Section, registry: Registry, device: torch.device) -> Exact | None:
+        """Find them; None if no code travels at all."""
+        small = [travels_exactly(registry[slot.index].shape) for slot in section.slots]
+        if section.dtype not in CODED or all(small):
+            return None
+        counts, runs = [], [torch.zeros(0, dtype=torch.int64, device=CPU)]
+        for rank in range(section.world):
+            start, stop = section.range_of(rank)
+            pieces = [p for p in section.pieces(start, stop) if travels_exactly(registry[p.index].shape)]
+            runs += [torch.arange(start + p.offset, start + p.offset + p.stop - p.start, device=CPU) for p in pieces]
+            counts.append(sum(p.stop - p.start for p in pieces))
+        most = max(counts)
+        places = [torch.arange(rank * most, rank * most + count, device=CPU) for rank, count in enumerate(counts)]
+        return cls(tuple(counts), torch.cat(runs).to(device), torch.cat(places).to(device))
+
+    def within(self, section: Section, rank: int) -> torch.Tensor:
+        """Return the positions in a rank's range, counted from its start."""
+        before = sum(self.counts[:rank])
+        return self.positions[before : before + self.counts[rank]] - section.range_of(rank)[0]
 
 
 @dataclass(frozen=True)
 class _Part:
-    """Where a section lies in a message: codes, then exact values; or exact values only."""
+    """Where a section lies in a message: codes from `begin` on, then exact values; or exact values only."""
 
     memory: SectionMemory
-    positions: torch.Tensor | None
+    beside: Exact | None
     begin: int
     exact: int
     end: int
+
+    def codes_in(self, messages: torch.Tensor) -> torch.Tensor:
+        """Return the codes in rows of messages."""
+        return messages[:, self.begin : self.begin + CODE.nbytes(self.memory.layout.shard)]
+
+    def exact_in(self, messages: torch.Tensor) -> torch.Tensor:
+        """Return the exact values in rows of messages."""
+        layout = self.memory.layout
+        count = layout.shard if self.beside is None else self.beside.most
+        return messages[:, self.exact : self.end].view(layout.dtype)[:, :count]
 
 
 class UnitCodes:
@@ -94,19 +128,20 @@ class UnitCodes:
         end = 0
         for memory in sections:
             begin, layout = end, memory.layout
-            positions = exact_positions(layout, registry)
+            beside = Exact.of(layout, registry, memory.device)
             exact = begin
-            if positions is not None:
+            if beside is not None:
                 exact += round_up(CODE.nbytes(layout.shard), _ALIGNMENT)
-                positions = positions.to(memory.device)
-                accountant.hold(Category.BUFFERS, positions)
-            count = layout.shard if positions is None else positions.shape[1]
+                accountant.hold(Category.BUFFERS, beside.positions)
+                accountant.hold(Category.BUFFERS, beside.places)
+            count = layout.shard if beside is None else beside.most
             end = exact + round_up(count * layout.dtype.itemsize, _ALIGNMENT)
-            self._parts.append(_Part(memory, positions, begin, exact, end))
+            self._parts.append(_Part(memory, beside, begin, exact, end))
         self._size = end
-        self.coded = any(part.positions is not None for part in self._parts)
+        found = [part.beside for part in self._parts if part.beside is not None]
+        self.coded = bool(found)
         self.gathered_bytes = self._world * end
-        self.kept_bytes = sum(part.positions.nbytes for part in self._parts if part.positions is not None)
+        self.kept_bytes = sum(beside.positions.nbytes + beside.places.nbytes for beside in found)
         self.work_bytes = max(
             CODE.scratch_bytes(self._world, memory.layout.shard, memory.device) // 2 for memory in sections
         )
@@ -118,7 +153,7 @@ class UnitCodes:
             self._accountant.hold(Category.BUFFERS, messages)
             own = messages[self._rank : self._rank + 1]
             for part in self._parts:
-                self._encode(part, part.memory.shard.unsqueeze(0), own, self._rank)
+                self._encode(part, part.memory.shard, own, self._rank)
         self._messages = messages
         self._handle = comm.all_gather([(messages.view(-1), own.view(-1))], label)
 
@@ -128,44 +163,37 @@ class UnitCodes:
         self._handle.wait()
         with self._accountant.owning(Category.BUFFERS):
             for part in self._parts:
-                self._decode(part, part.memory.wire_view.view(self._world, part.memory.layout.shard), self._messages)
+                self._decode(part, self._messages)
         self._handle = self._messages = None
 
     def round(self) -> None:
         """Make exact whole values what they would be had they been gathered as codes."""
         with self._accountant.owning(Category.BUFFERS):
-            message = torch.empty(1, self._size, dtype=torch.uint8, device=self._parts[0].memory.device)
+            messages = torch.empty(self._world, self._size, dtype=torch.uint8, device=self._parts[0].memory.device)
             for part in self._parts:
-                for rank, values in enumerate(part.memory.wire_view.view(self._world, 1, part.memory.layout.shard)):
-                    self._encode(part, values, message, rank)
-                    self._decode(part, values, message, rank)
+                for rank, values in enumerate(part.memory.wire_view.split(part.memory.layout.shard or 1)):
+                    self._encode(part, values, messages[rank : rank + 1], rank)
+                self._decode(part, messages)
 
     def _encode(self, part: _Part, values: torch.Tensor, message: torch.Tensor, rank: int) -> None:
-        """Write the range of a rank, (1, shard), into its message, (1, bytes)."""
-        exact, size = self._exact(part, message)
-        if part.positions is None:
-            exact[:, :size].copy_(values)
+        """Write the range of a rank, 1-D, into its message, (1, bytes)."""
+        exact = part.exact_in(message)[0]
+        if part.beside is None:
+            exact.copy_(values)
             return
-        positions = part.positions[rank : rank + 1]
-        if positions.numel():
-            exact[:, :size].copy_(values.gather(1, positions))
-            values = values.scatter(1, positions, 0)
-        CODE.encode(values, message[:, part.begin : part.begin + CODE.nbytes(values.shape[1])])
+        if part.beside.counts[rank]:
+            positions = part.beside.within(part.memory.layout, rank)
+            exact[: positions.numel()] = values[positions]
+            values = values.index_fill(0, positions, 0)  # a copy
+        CODE.encode(values.unsqueeze(0), part.codes_in(message))
 
-    def _decode(self, part: _Part, values: torch.Tensor, messages: torch.Tensor, rank: int | None = None) -> None:
-        """Write the values of all ranks, or of one, into (ranks, shard)."""
-        exact, size = self._exact(part, messages)
-        if part.positions is None:
-            values.copy_(exact[:, :size])
+    def _decode(self, part: _Part, messages: torch.Tensor) -> None:
+        """Write the values of all ranks into the whole buffer."""
+        exact, values = part.exact_in(messages), part.memory.wire_view
+        rows = values.view(self._world, part.memory.layout.shard)
+        if part.beside is None:
+            rows.copy_(exact)
             return
-        CODE.decode(messages[:, part.begin : part.begin + CODE.nbytes(values.shape[1])], values)
-        if part.positions.numel():
-            positions = part.positions if rank is None else part.positions[rank : rank + 1]
-            values.scatter_(1, positions, exact[:, :size])
-
-    @staticmethod
-    def _exact(part: _Part, messages: torch.Tensor) -> tuple[torch.Tensor, int]:
-        """Return what is left of the messages for exact values, in their type, and how many there are."""
-        layout = part.memory.layout
-        size = layout.shard if part.positions is None else part.positions.shape[1]
-        return messages[:, part.exact : part.end].view(layout.dtype), size
+        CODE.decode(part.codes_in(messages), rows)
+        if part.beside.most:
+            values.index_copy_(0, part.beside.positions, exact.flatten().index_select(0, part.beside.places))

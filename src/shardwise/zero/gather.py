@@ -32,7 +32,7 @@ import torch
 from torch import nn
 
 from shardwise.compat import never_compiled
-from shardwise.errors import ReleasedParameterError
+from shardwise.errors import ReleasedParameterError, UsageError
 from shardwise.registry import Registry
 from shardwise.trees import tensors_in
 from shardwise.zero.calls import Use
@@ -260,6 +260,24 @@ class Gatherer:
         with self._lock:
             self.phase = Phase.IDLE
             self._wanted.pop(self._passes_back, None)
+        self._refuse_dropped()
+
+    def _refuse_dropped(self) -> None:
+        """Raise for changes that this pass has made and that are lost, now that the pass has ended on this rank.
+
+        Raises:
+            UsageError: see above.
+        """
+        dropped = [name for unit in self._sequence for name in unit.dropped]
+        for unit in self._sequence:
+            unit.dropped = []
+        if dropped:
+            raise UsageError(
+                f"parameters were changed in place inside of a pass: {', '.join(dropped)}. Under "
+                "zero_optimization.zero_quantized_weights it computes with rounded values, and storing them would "
+                "round the weights themselves. Make what forward changes a buffer, change it between steps inside of "
+                "shardwise.zero.GatheredParameters(..., modifier_rank=0), or switch zero_quantized_weights off"
+            )
 
     def _launch_to(self, place: int) -> int:
         """Launch all gathers up to `place` that have not been launched in this pass; return how many."""

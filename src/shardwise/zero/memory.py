@@ -75,8 +75,9 @@ def _planned(
     sizes = _Sizes(model, accumulation, padded=True, communicates=communicates)
     resident = sizes.resident()
     gathered, buffers = sizes.gathered(), sizes.buffers()
-    codes, window = sizes.coded()
-    both = sizes.pipeline(adding=True).most(activations)
+    gathering, decoding = sizes.coded()
+    pipeline, single = sizes.pipeline(adding=True), sizes.single()
+    both = pipeline.most(activations)
     kept, messages = _state(model), sizes.messages()
     owned, exchange = sizes.exchange()
     widened = sizes.widened() if norm else 0
@@ -88,12 +89,15 @@ def _planned(
         **resident,
         Category.GRADIENTS: max(summed, gradients + owned),
         Category.OPTIMIZER: kept.state,
-        Category.BUFFERS: max(buffers + codes, exchange, messages) + scratch,
+        Category.BUFFERS: max(buffers + gathering.codes, single + decoding.codes, exchange, messages) + scratch,
         Category.GATHERED: gathered,
         Category.OTHER: resident[Category.OTHER] + max(kept.temporary, sizes.chunk(), widened),
     }
     # What several micro-batches add up is there in all their passes but the first; else gradients come one by one.
-    passes = held - gradients + (summed if accumulation > 1 else 0) + window + both
+    passes = held - gradients + (summed if accumulation > 1 else 0) + gathering.total + both
+    if decoding.codes:
+        results = sum(job.result for job in pipeline.jobs)
+        passes = max(passes, passes - gathering.total - both + decoding.total + single + results)
     stepping = held + owned + max(kept.temporary + messages, exchange)
     if communicates:
         stepping += summed - gradients
@@ -186,6 +190,15 @@ def reduced_alone(model: ShardedModel) -> frozenset[int]:
         for unit, job, after in zip(split.reduced(), jobs, jobs[1:], strict=False)
         if base + job.filled + job.extra + after.filled > limit
     )
+
+
+@dataclass(frozen=True)
+class _Window:
+    """Bytes gathered at once: of whole units, of codes, of both."""
+
+    whole: int
+    codes: int
+    total: int
 
 
 class _Sizes:
@@ -287,18 +300,19 @@ class _Sizes:
 
     def gathered(self) -> int:
         """Whole units at once."""
-        return max((sum(around) + coming[0] + ahead for around, coming, ahead, _ in self._windows()), default=0)
+        return max((window.whole for window, _ in self._windows()), default=0)
 
-    def coded(self) -> tuple[int, int]:
-        """Codes being gathered at once, and the most of codes and whole units at once."""
-        codes = window = 0
-        for around, coming, ahead, messages in self._windows():
-            codes = max(codes, messages)
-            window = max(window, sum(around) + coming[0] + ahead + messages)
-        return codes, window
+    def coded(self) -> tuple[_Window, _Window]:
+        """Most codes, and most of codes and whole units, while a unit computes, and while it is decoded."""
+        found = list(self._windows()) or [(_Window(0, 0, 0), _Window(0, 0, 0))]
+        first, second = (
+            _Window(0, max(w.codes for w in windows), max(w.total for w in windows))
+            for windows in zip(*found, strict=True)
+        )
+        return first, second
 
-    def _windows(self) -> Iterator[tuple[list[int], list[int], int, int]]:
-        """Yield bytes: of units held around the one needed; of it and those ahead; of whole buffers ahead; of codes.
+    def _windows(self) -> Iterator[tuple[_Window, _Window]]:
+        """Yield what is gathered at once while a unit computes, and while it is decoded, for each unit in turn.
 
         What is gathered as codes has no whole buffer until it is needed.
         """
@@ -312,14 +326,20 @@ class _Sizes:
         sets = gathered_together(self.model.order, sizes, numels, self.model.plan.ahead, kept)
         codes = {u.index: u.codes for u in self.model.units if u.codes is not None and self.padded}
         for around, coming in sets:
-            near, whole = [sizes[index] for index in around], [sizes[index] for index in coming]
             if not codes or self.model.plan.secondary > 1:  # backward passes gather second shards, which are exact
-                yield near, whole, sum(whole[1:]), 0
+                whole = sum(sizes[index] for index in (*around, *coming))
+                yield _Window(whole, 0, whole), _Window(whole, 0, whole)
             if codes:
-                messages = sum(codes[index].gathered_bytes for index in coming if index in codes)
-                work = codes[coming[0]].work_bytes if coming[0] in codes else 0
-                ahead = sum(sizes[index] for index in coming[1:] if index not in codes)
-                yield near, whole, ahead, messages + work
+                exact = (index for index in coming[1:] if index not in codes)
+                whole = sum(sizes[index] for index in (*around, coming[0], *exact))
+                ahead = sum(codes[index].gathered_bytes for index in coming[1:] if index in codes)
+                own = codes.get(coming[0])
+                decoding = ahead + (own.gathered_bytes + own.work_bytes if own is not None else 0)
+                yield _Window(whole, ahead, whole + ahead), _Window(whole, decoding, whole + decoding)
+
+    def single(self) -> int:
+        """The largest reduction that is under way while no other gradients are collected."""
+        return max((job.filled + job.extra for job in self.pipeline().jobs), default=0)
 
     def positions(self) -> int:
         """Where values that travel exactly among codes are."""

@@ -26,7 +26,6 @@ from torch import nn
 from shardwise.comm.communicator import Communicator, Handle
 from shardwise.comm.pieces import Places
 from shardwise.compat import without_overrides
-from shardwise.errors import UsageError
 from shardwise.memory import Accountant, Category
 from shardwise.registry import LogicalTensor, Registry
 from shardwise.zero import released
@@ -252,6 +251,7 @@ class Unit:
         second: the ranks over which second shards are sharded; None: there are none.
         second_valid: whether the second shard has the values of the last forward pass, and they still count.
         rounded: whether the values are, or were when last gathered, what has come out of `codes`.
+        dropped: names of parameters that have been changed in place while they were rounded.
     """
 
     def __init__(
@@ -279,6 +279,7 @@ class Unit:
         self.second: Communicator | None = None
         self.second_valid = False
         self.rounded = False
+        self.dropped: list[str] = []
         self._second_follows = False
         self._versions: list[int] = []
         self._handle: Handle | None = None
@@ -440,26 +441,19 @@ class Unit:
     def _keep_changes(self) -> None:
         """Take over what `forward` has changed in place (a codebook, a clamped weight) before it is given back.
 
-        All ranks are taken to have made the same change, as where parameters are not sharded: each stores its range.
-
-        Raises:
-            UsageError: the values are rounded, and the change cannot be told from the rounding.
+        All ranks are taken to have made the same change, as where parameters are not sharded: each stores its range. In
+        rounded values a change cannot be told from the rounding: the names are noted, for an error, and it is dropped.
         """
         if not self._versions or self._versions == self._read_versions():
             return
         if self.rounded:
-            changed = [
+            now = self._read_versions()
+            self.dropped += [
                 self.registry[tensor.index].name
-                for tensor, before, now in zip(self.tensors, self._versions, self._read_versions(), strict=True)
-                if before != now
+                for tensor, before, after in zip(self.tensors, self._versions, now, strict=True)
+                if before != after
             ]
-            self.note()
-            raise UsageError(
-                f"forward has changed parameters of unit {self.name!r} in place ({', '.join(changed)}). Under "
-                "zero_optimization.zero_quantized_weights it computes with rounded values, and storing them would "
-                "round the weights themselves. Make what forward changes a buffer, change it between steps inside of "
-                "shardwise.zero.GatheredParameters(..., modifier_rank=0), or switch zero_quantized_weights off."
-            )
+            return
         self.store_shard()
         if self.second_valid:
             self._store_second()

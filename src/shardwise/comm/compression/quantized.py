@@ -145,11 +145,15 @@ class QuantizedReduction(Method):
         world = self.comm.world
         shards = [-(-section.numel // world) for section in sections]
         message = sum(self.code.nbytes(shard) for shard in shards)
-        work = max((self.code.scratch_bytes(world, shard, self.comm.device) for shard in shards), default=0)
+        encoding, adding = (
+            max((self.code.scratch_bytes(rows, shard, self.comm.device) for shard in shards), default=0)
+            for rows in (world, 1)
+        )
+        launched = 2 * world * message + encoding
         if self.hops is None:
-            return 2 * world * message + work
+            return launched
         # While the first hop's sums are quantised, its messages are still there.
-        return max(2 * world, world + 2 * self.nodes) * message + 4 * max(shards, default=0) + work
+        return max(launched, (world + 2 * self.nodes) * message + 4 * max(shards, default=0) + adding)
 
     def state_dict(self) -> dict[str, Any]:
         """See `Compressor.state_dict`."""
