@@ -73,9 +73,10 @@ def _planned(
     """Plan steps with reduced gradients, or such as an optimizer takes that communicates itself."""
     sizes = _Sizes(model, accumulation, padded=True, communicates=communicates)
     resident = sizes.resident()
-    gathered, buffers = sizes.gathered(), sizes.buffers()
+    gathered = sizes.gathered()
+    buffers = 0 if communicates else sizes.buffers()
     both = sizes.pipeline(adding=True).most(activations)
-    kept, messages = _state(model), sizes.messages()
+    kept, messages = _state(model, communicates=communicates), sizes.messages()
     owned, exchange = sizes.exchange()
     widened = sizes.widened() if norm else 0
     scratch = sizes.scratch() + sizes.unsent()
@@ -90,7 +91,7 @@ def _planned(
         Category.GATHERED: gathered,
         Category.OTHER: resident[Category.OTHER] + max(kept.temporary, sizes.chunk(), widened),
     }
-    passes = held - gradients + summed + gathered + both
+    passes = held - gradients + (0 if sizes.gradients_come else summed) + gathered + both
     stepping = held + owned + max(kept.temporary + messages, exchange)
     if communicates:
         stepping += summed - gradients
@@ -114,12 +115,12 @@ def floor(
     return MemoryPlan(peaks, sum(resident.values()) + state + unsent + max(gathered + both, widened))
 
 
-def _state(model: ShardedModel) -> StepBytes:
+def _state(model: ShardedModel, *, communicates: bool) -> StepBytes:
     """Ask the optimizer what it will keep for the tensors that it now has."""
     if model.optimizer is None:
         return StepBytes(0, 0)
     if isinstance(model.update, CommunicatedUpdate):
-        return _communicated_state(model, padded=True)
+        return _communicated_state(model, padded=True, communicates=communicates)
     asked = [
         _ask(model, group, [tuple(p.shape) for p in model.optimizer.param_groups[group]["params"]])
         for group in range(len(model.optimizer.param_groups))
@@ -132,7 +133,7 @@ def _least_state(model: ShardedModel) -> int:
     if model.optimizer is None:
         return 0
     if isinstance(model.update, CommunicatedUpdate):
-        return _communicated_state(model, padded=False).state
+        return _communicated_state(model, padded=False, communicates=True).state
     share = model.comm.world if model.plan.shard_optimizer else 1
     state = 0
     for group in range(len(model.optimizer.param_groups)):
@@ -145,13 +146,14 @@ def _least_state(model: ShardedModel) -> int:
     return state
 
 
-def _communicated_state(model: ShardedModel, *, padded: bool) -> StepBytes:
+def _communicated_state(model: ShardedModel, *, padded: bool, communicates: bool) -> StepBytes:
     """Ask an optimizer that communicates itself; its temporaries are pieces of one rank's range of a section."""
     assert isinstance(model.update, CommunicatedUpdate)
     sizes = _Sizes(model, 1, padded=padded)
     largest = max((4 * sizes.share(section) for section in sizes.trained()), default=0)
     # Compressing: signs as numbers, their packed form, and a sum.
-    return StepBytes(model.update.planned(sizes.blocks())[0], 3 * largest)
+    exact, kept, _ = model.update.planned(sizes.blocks())
+    return StepBytes(kept if communicates else exact, 3 * largest)
 
 
 def _ask(model: ShardedModel, group: int, shapes: Sequence[tuple[int, ...]]) -> StepBytes:
@@ -235,7 +237,7 @@ class _Sizes:
     def messages(self) -> int:
         """What an optimizer that communicates itself sends and receives at once."""
         update = self.model.update
-        return update.planned(self.blocks())[1] if isinstance(update, CommunicatedUpdate) and self.communicates else 0
+        return update.planned(self.blocks())[2] if isinstance(update, CommunicatedUpdate) and self.communicates else 0
 
     def resident(self) -> dict[Category, int]:
         found = dict.fromkeys((Category.PARAMETERS, Category.GRADIENTS, Category.MASTER, Category.OTHER), 0)
@@ -274,7 +276,7 @@ class _Sizes:
 
     def reduced(self) -> list[Unit]:
         """Units with gradients, in the order in which they are reduced."""
-        if self.model.update is None or self.communicates:
+        if self.model.update is None or (self.communicates and not self.gradients_come):
             return []
         by_index = {unit.index: unit for unit in self.model.units if unit.trainable}
         return [by_index[index] for index in reversed(self.model.order[0]) if index in by_index]
@@ -302,6 +304,8 @@ class _Sizes:
         """
         reducer = self.model.reducer
         alone = reducer.alone if reducer is not None and self.accumulation > 1 else frozenset()
+        if self.gradients_come:
+            return Pipeline([self._staying(unit) for unit in self.reduced()])
         jobs = [
             Job(
                 filled=0 if self.sums_locally else self._sent(unit),
@@ -313,6 +317,15 @@ class _Sizes:
             for unit in self.reduced()
         ]
         return Pipeline(jobs)
+
+    @property
+    def gradients_come(self) -> bool:
+        """Whether whole gradients that are not reduced are there from the backward pass to the step only."""
+        return self.communicates and self.model.plan.shard_optimizer and self.accumulation == 1
+
+    def _staying(self, unit: Unit) -> Job:
+        size = sum(self.numel(section) * section.accumulate_dtype.itemsize for section in unit.trainable)
+        return Job(filled=size, extra=0, parameters=frozenset(self._pieces(unit)), stays=True)
 
     def _wire(self, section: SectionMemory) -> torch.dtype:
         wire = self.model.policy.wire_dtype

@@ -131,6 +131,7 @@ class Job:
         parameters: `id()` of those whose gradients it waits for.
         alone: no other gradients are collected while it is under way.
         pieces: bytes of each of `parameters` where gradients stay as they are, and are not copied together.
+        stays: the gradient is not reduced, and stays until the step.
     """
 
     filled: int
@@ -138,6 +139,7 @@ class Job:
     parameters: frozenset[int]
     alone: bool = False
     pieces: Mapping[int, int] = field(default_factory=dict)
+    stays: bool = False
 
 
 class Pipeline:
@@ -148,6 +150,8 @@ class Pipeline:
 
     def most(self, activations: ActivationPlan | None) -> int:
         """Return the most bytes of buffers, or of buffers and activations, at once."""
+        if activations is None and any(job.stays for job in self.jobs):
+            return sum(job.filled for job in self.jobs)
         if activations is None:
             pairs = zip(self.jobs, [*self.jobs[1:], None], strict=False)
             return max(
@@ -171,7 +175,7 @@ class Pipeline:
                 collecting[place] = collecting.get(place, 0) + kept if job.pieces else job.filled
                 missing[place] -= 1
             most = max(most, start + self._bytes(collecting, under_way, busy))
-            while under_way + 1 < len(self.jobs) and not missing[under_way + 1]:
+            while under_way + 1 < len(self.jobs) and not missing[under_way + 1] and not self.jobs[under_way + 1].stays:
                 under_way, busy = under_way + 1, True
                 collecting.pop(under_way, None)
                 most = max(most, start + self._bytes(collecting, under_way, busy))
