@@ -191,8 +191,10 @@ class Communicating(torch.optim.Optimizer):
                 self._load_block(blocks[name], saved)
         return fits
 
-    def planned_bytes(self, numel: int, share: int, tensors: int, world: int) -> tuple[int, int]:
-        """Return (bytes kept, bytes of messages at once) per block of `numel` elements, for the memory plan.
+    def planned_bytes(self, numel: int, share: int, tensors: int, world: int) -> tuple[int, int, int]:
+        """Return what a block takes, for the memory plan.
+
+        Bytes kept when exact steps are made; when others are; and those of messages that are under way at once.
 
         Args:
             numel: its elements.
@@ -258,8 +260,6 @@ class Communicating(torch.optim.Optimizer):
         """
         loss = None
         if closure is not None:
-            if self.attached:
-                raise UsageError(f"{type(self).__name__}.step(closure): the engine has computed the gradients")
             with torch.enable_grad():
                 loss = closure()
         exact = self.exact_gradients()

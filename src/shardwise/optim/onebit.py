@@ -67,12 +67,11 @@ class _Adam(Communicating):
                 momentum[start:stop].mul_(beta).add_(block.gradient[start:stop], alpha=own)
         return momenta
 
-    def planned_bytes(self, numel: int, share: int, tensors: int, world: int) -> tuple[int, int]:
+    def planned_bytes(self, numel: int, share: int, tensors: int, world: int) -> tuple[int, int, int]:
         """See `Communicating.planned_bytes`."""
-        if world == 1:
-            return 2 * 4 * numel, 0
+        exact = 2 * 4 * share
         kept = numel + share + numel + -(-numel // world)  # momentum, variance, errors of both kinds
-        return 4 * kept, self._planned_messages(numel, tensors, world)
+        return exact, 4 * kept if world > 1 else exact, self._planned_messages(numel, tensors, world)
 
 
 class OnebitAdam(_Adam):
@@ -250,7 +249,13 @@ class OnebitLamb(Communicating):
         beta = self.coeff_beta
         return torch.where(torch.isnan(before), coefficient, beta * before + (1 - beta) * coefficient)
 
+    def forget(self) -> None:
+        """See `Communicating.forget`."""
+        super().forget()
+        self._known = False
+
     def _step_exact(self) -> None:
+        self._learn()
         squares = torch.zeros(2, len(self._numbers), dtype=torch.float64, device=self._device)
         for block, segment, group in self._segments():
             momentum, variance = self.moments(segment.parameter)
@@ -277,6 +282,7 @@ class OnebitLamb(Communicating):
                     values[part].sub_(update.mul_(coefficients[place] * float(group["lr"])))
 
     def _step_compressed(self) -> None:
+        self._learn()
         begins = not self._whole
         momenta = [self._momentum(block) for block in self._blocks]
         if begins:
@@ -306,8 +312,6 @@ class OnebitLamb(Communicating):
 
     def _begin(self, momenta: list[torch.Tensor]) -> None:
         """Decide what each parameter's momentum is multiplied by while it travels, unless that is known already."""
-        if self._divided:
-            self._learn()
         norms: list[torch.Tensor] = []
         counts: list[int] = []
         for block, momentum in zip(self._blocks, momenta, strict=True):
@@ -325,7 +329,10 @@ class OnebitLamb(Communicating):
         return [[next(single) for _ in block.tensors] for block in self._blocks]
 
     def _learn(self) -> None:
-        """Let every rank know what is kept for each parameter: a checkpoint gave it only to those that step it."""
+        """Let every rank know what is kept for each parameter: a checkpoint gives it only to those that step it."""
+        if self._known or not self._divided:
+            return
+        self._known = True
         own = torch.stack([self._values[key] for key in self.tensor_keys])
         everyone = torch.empty(self._ranks.world, *own.shape, dtype=own.dtype, device=own.device)
         self._ranks.all_gather([(everyone.view(-1), own.view(-1))], "lamb.coefficients", kind="small").wait()
@@ -381,13 +388,12 @@ class OnebitLamb(Communicating):
                 runs = tuple(tensor[start:stop] for tensor in tensors)
                 yield self._numbers[number], segment.parameter.detach()[start:stop], runs
 
-    def planned_bytes(self, numel: int, share: int, tensors: int, world: int) -> tuple[int, int]:
+    def planned_bytes(self, numel: int, share: int, tensors: int, world: int) -> tuple[int, int, int]:
         """See `Communicating.planned_bytes`."""
         single = 4 * len(self.tensor_keys) * tensors
-        if world == 1:
-            return 2 * 4 * numel + single, 0
+        exact = 2 * 4 * share + single
         kept = numel + 2 * share + numel + -(-numel // world)  # momentum, two variances, errors of both kinds
-        return 4 * kept + single, self._planned_messages(numel, tensors, world)
+        return exact, 4 * kept + single if world > 1 else exact, self._planned_messages(numel, tensors, world)
 
 
 class ZeroOneAdam(_Adam):
@@ -650,11 +656,11 @@ class ZeroOneAdam(_Adam):
                 torch.mul(anchors[own][part], left, out=values[part])
                 values[part].addcdiv_(sums[own][part], _root(variance[part], root, group["eps"], True), value=-1)
 
-    def planned_bytes(self, numel: int, share: int, tensors: int, world: int) -> tuple[int, int]:
+    def planned_bytes(self, numel: int, share: int, tensors: int, world: int) -> tuple[int, int, int]:
         """See `Communicating.planned_bytes`."""
-        kept, messages = super().planned_bytes(numel, share, tensors, world)
+        _, kept, messages = super().planned_bytes(numel, share, tensors, world)
         apart = world > 1 and self.local_step_clipper > 1
-        return kept + (2 * 4 * numel if apart else 0), messages
+        return kept, kept + (2 * 4 * numel if apart else 0), messages
 
 
 def trust_ratio(

@@ -105,8 +105,8 @@ class Communicating(Protocol):
     def load_rank_state(self, state: Mapping[str, Any] | None) -> bool:
         """Take it over; return whether it fits the layout."""
 
-    def planned_bytes(self, numel: int, share: int, tensors: int, world: int) -> tuple[int, int]:
-        """Return (bytes kept, bytes of messages) for a block."""
+    def planned_bytes(self, numel: int, share: int, tensors: int, world: int) -> tuple[int, int, int]:
+        """Return what a block takes."""
 
 
 class CommunicatedUpdate(SegmentUpdate):
@@ -291,14 +291,15 @@ class CommunicatedUpdate(SegmentUpdate):
         self._hold_all()
         return fits
 
-    def planned(self, numels: Sequence[tuple[int, int, int]]) -> tuple[int, int]:
-        """Return (bytes of state, bytes of messages at once).
+    def planned(self, numels: Sequence[tuple[int, int, int]]) -> tuple[int, int, int]:
+        """Return bytes of state in exact steps, and in others, and those of messages that are under way at once.
 
         Args:
             numels: elements, elements stepped here, and parameters of each section.
         """
         asked = [self.asked.planned_bytes(*sizes, self.comm.world) for sizes in numels]
-        return sum(kept for kept, _ in asked), sum(messages for _, messages in asked)
+        exact, kept, messages = (sum(column) for column in zip(*asked, strict=True)) if asked else (0, 0, 0)
+        return exact, kept, messages
 
 
 def _none(section: SectionMemory) -> torch.Tensor:

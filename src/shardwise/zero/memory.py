@@ -74,11 +74,11 @@ def _planned(
     """Plan steps with reduced gradients, or such as an optimizer takes that communicates itself."""
     sizes = _Sizes(model, accumulation, padded=True, communicates=communicates)
     resident = sizes.resident()
-    gathered, buffers = sizes.gathered(), sizes.buffers()
+    gathered, buffers = sizes.gathered(), 0 if communicates else sizes.buffers()
     gathering, decoding = sizes.coded()
     pipeline, single = sizes.pipeline(adding=True), sizes.single()
     both = pipeline.most(activations)
-    kept, messages = _state(model), sizes.messages()
+    kept, messages = _state(model, communicates=communicates), sizes.messages()
     owned, exchange = sizes.exchange()
     widened = sizes.widened() if norm else 0
     scratch = sizes.scratch() + sizes.unsent() + sizes.positions()
@@ -122,12 +122,12 @@ def floor(
     return MemoryPlan(peaks, max(held - (gradients if accumulation == 1 else 0) + gathered + both, held + widened))
 
 
-def _state(model: ShardedModel) -> StepBytes:
+def _state(model: ShardedModel, *, communicates: bool) -> StepBytes:
     """Ask the optimizer what it will keep for the tensors that it now has."""
     if model.optimizer is None:
         return StepBytes(0, 0)
     if isinstance(model.update, CommunicatedUpdate):
-        return _communicated_state(model, padded=True)
+        return _communicated_state(model, padded=True, communicates=communicates)
     asked = [
         _ask(model, group, [tuple(p.shape) for p in model.optimizer.param_groups[group]["params"]])
         for group in range(len(model.optimizer.param_groups))
@@ -140,7 +140,7 @@ def _least_state(model: ShardedModel) -> int:
     if model.optimizer is None:
         return 0
     if isinstance(model.update, CommunicatedUpdate):
-        return _communicated_state(model, padded=False).state
+        return _communicated_state(model, padded=False, communicates=True).state
     share = model.comm.world if model.plan.shard_optimizer else 1
     state = 0
     for group in range(len(model.optimizer.param_groups)):
@@ -153,13 +153,14 @@ def _least_state(model: ShardedModel) -> int:
     return state
 
 
-def _communicated_state(model: ShardedModel, *, padded: bool) -> StepBytes:
+def _communicated_state(model: ShardedModel, *, padded: bool, communicates: bool) -> StepBytes:
     """Ask an optimizer that communicates itself; its temporaries are pieces of one rank's range of a section."""
     assert isinstance(model.update, CommunicatedUpdate)
     sizes = _Sizes(model, 1, padded=padded)
     largest = max((4 * sizes.share(section) for section in sizes.trained()), default=0)
     # Compressing: signs as numbers, their packed form, and a sum.
-    return StepBytes(model.update.planned(sizes.blocks())[0], 3 * largest)
+    exact, kept, _ = model.update.planned(sizes.blocks())
+    return StepBytes(kept if communicates else exact, 3 * largest)
 
 
 def _ask(model: ShardedModel, group: int, shapes: Sequence[tuple[int, ...]]) -> StepBytes:
@@ -252,7 +253,7 @@ class _Sizes:
     def messages(self) -> int:
         """What an optimizer that communicates itself sends and receives at once."""
         update = self.model.update
-        return update.planned(self.blocks())[1] if isinstance(update, CommunicatedUpdate) and self.communicates else 0
+        return update.planned(self.blocks())[2] if isinstance(update, CommunicatedUpdate) and self.communicates else 0
 
     def resident(self) -> dict[Category, int]:
         found = dict.fromkeys((Category.PARAMETERS, Category.GRADIENTS, Category.MASTER, Category.OTHER), 0)
@@ -293,7 +294,7 @@ class _Sizes:
 
     def reduced(self) -> list[Unit]:
         """Units with gradients, in the order in which they are reduced."""
-        if self.model.update is None or self.communicates:
+        if self.model.update is None:
             return []
         by_index = {unit.index: unit for unit in self.model.units if unit.trainable}
         return [by_index[index] for index in reversed(self.model.order[0]) if index in by_index]
@@ -361,7 +362,7 @@ class _Sizes:
         jobs = [
             Job(
                 filled=0 if self.sums_locally else self._sent(unit),
-                extra=self._received(unit) + self._cast(unit) + (self._chunk(unit) if adding else 0),
+                extra=0 if self.communicates else self._extra(unit) + (self._chunk(unit) if adding else 0),
                 alone=unit.index in alone,
                 parameters=frozenset(self._pieces(unit)),
                 pieces=self._pieces(unit) if self._in_pieces(unit) else {},
@@ -371,6 +372,9 @@ class _Sizes:
             for unit in self.reduced()
         ]
         return Pipeline(jobs)
+
+    def _extra(self, unit: Unit) -> int:
+        return self._received(unit) + self._cast(unit)
 
     def _result(self, unit: Unit) -> int:
         """Bytes of what a unit's gradients become: a sum of whole ones, or what is reduced of them."""

@@ -135,7 +135,7 @@ class OnebitAllReduce:
         self._order = 2 if scale == "norm" else 1
         self._shard = numel // comm.world
         starts = range(0, numel, self._shard)
-        self._chunks = [_chunk(start, start + self._shard, runs, scale, joined, device) for start in starts]
+        self._chunks = [_chunk(start, start + self._shard, runs, scale, joined, dtype, device) for start in starts]
         self._scales = max(len(chunk.lengths) for chunk in self._chunks)
         self.message_bytes = message_bytes(self._shard, self._scales)
         self.worker_error = torch.zeros(numel, dtype=dtype, device=device)
@@ -233,7 +233,13 @@ def message_bytes(shard: int, scales: int) -> int:
 
 
 def _chunk(
-    start: int, stop: int, runs: Sequence[tuple[int, int]], scale: Scale, joined: bool, device: torch.device
+    start: int,
+    stop: int,
+    runs: Sequence[tuple[int, int]],
+    scale: Scale,
+    joined: bool,
+    dtype: torch.dtype,
+    device: torch.device,
 ) -> _Chunk:
     inside = [(max(low, start) - start, min(high, stop) - start) for low, high in runs if low < stop and high > start]
     inside = [(low, high) for low, high in inside if low < high]
@@ -243,12 +249,12 @@ def _chunk(
     gaps = [(high, low) for high, low in zip([0, *ends], [*firsts, size], strict=True) if high < low]
     counts = [high - low for low, high in inside]
     if not inside:
-        return _Chunk(start, [size], torch.zeros(1, device=device), [])
+        return _Chunk(start, [size], torch.zeros(1, dtype=dtype, device=device), [])
     if joined:
         lengths, counts = [size], [sum(counts)]
     else:
         borders = [0, *firsts[1:], size]
         lengths = [high - low for low, high in pairwise(borders)]
     power = -0.5 if scale == "norm" else -1.0
-    weights = torch.tensor([count**power for count in counts], dtype=torch.float32, device=device)
+    weights = torch.tensor([count**power for count in counts], dtype=dtype, device=device)
     return _Chunk(start, lengths, weights, gaps)

@@ -1,0 +1,142 @@
+"""One-bit all-reduce: packing, the same bits on all ranks, errors that are made up for, and bytes."""
+
+from __future__ import annotations
+
+import math
+from typing import Any
+
+import pytest
+import torch
+from hypothesis import given
+from hypothesis import strategies as st
+
+from shardwise.comm.communicator import Communicator
+from shardwise.comm.compression.onebit import OnebitAllReduce, message_bytes, pack_signs, unpack_signs
+from shardwise.comm.ledger import Ledger
+from tests.harness import run_ranks
+
+
+@given(st.lists(st.floats(allow_nan=False, width=32), min_size=8, max_size=64))
+def test_packing_is_that_of_a_slow_reference(numbers: list[float]) -> None:
+    numbers = numbers[: len(numbers) // 8 * 8]
+    values = torch.tensor(numbers)
+    packed = pack_signs(values)
+    expected = [sum(1 << bit for bit in range(8) if numbers[at + bit] >= 0) for at in range(0, len(numbers), 8)]
+    # Which bit is whose depends on the order of bytes in a number; here it is the usual one.
+    assert packed.tolist() == expected
+    for dtype in (torch.float32, torch.float64, torch.bfloat16):
+        signs = [1.0 if number >= 0 else -1.0 for number in numbers]
+        assert unpack_signs(packed, dtype).tolist() == signs
+        out = torch.empty(len(numbers), dtype=dtype)
+        assert unpack_signs(packed, dtype, out).data_ptr() == out.data_ptr() and out.tolist() == signs
+
+
+RUNS = [(0, 5), (8, 30), (30, 31), (40, 90)]
+"""Of different lengths, with gaps between them, at the end, and at borders of ranges."""
+
+
+def numel(world: int) -> int:
+    return 48 * world
+
+
+def values_of(rank: int, turn: int, world: int) -> torch.Tensor:
+    generator = torch.Generator().manual_seed(100 * turn + rank)
+    values = torch.zeros(numel(world), dtype=torch.float64)
+    for number, (start, stop) in enumerate(RUNS):
+        values[start:stop] = torch.randn(stop - start, generator=generator, dtype=torch.float64) * 10.0**-number
+    return values
+
+
+def several_turns(scale: Any, joined: bool, turns: int) -> Any:
+    comm = Communicator(None, Ledger(), torch.device("cpu"))
+    reduction = OnebitAllReduce(
+        comm, numel(comm.world), RUNS, torch.float64, comm.device, "test", scale=scale, joined=joined
+    )
+    results = []
+    for turn in range(turns):
+        values = values_of(comm.rank, turn, comm.world)
+        kept = values.clone()
+        reduction.launch(values)
+        assert torch.equal(values, kept)
+        reduction.combine()
+        reduction.finish(values)
+        results.append(values)
+    sent = {op: totals.sent for op, totals in comm.ledger.totals.items()}
+    comm.destroy()
+    return results, reduction.worker_error, reduction.server_error, sent, reduction.message_bytes
+
+
+def compressed(values: list[float], runs: list[list[int]], scale: str) -> list[float]:
+    """What a message says of some values: slowly, number by number."""
+    said = [0.0] * len(values)
+    for run in runs:
+        if scale == "norm":
+            size = math.sqrt(sum(values[at] ** 2 for at in run) / len(run))
+        else:
+            size = sum(abs(values[at]) for at in run) / len(run)
+        size = float(torch.tensor(size, dtype=torch.float32))
+        for at in run:
+            said[at] = size if values[at] >= 0 else -size
+    return said
+
+
+def reference(world: int, scale: str, joined: bool, turns: int) -> Any:
+    """All ranks in one process, with lists."""
+    shard = numel(world) // world
+    runs_of = []
+    for rank in range(world):
+        inside = range(rank * shard, (rank + 1) * shard)
+        runs = [[at - rank * shard for at in range(*run) if at in inside] for run in RUNS]
+        runs = [run for run in runs if run]
+        runs_of.append([[at for run in runs for at in run]] if joined and runs else runs)
+    worker = [[0.0] * numel(world) for _ in range(world)]
+    server = [[0.0] * shard for _ in range(world)]
+    results = []
+    for turn in range(turns):
+        sums = [[0.0] * shard for _ in range(world)]
+        for rank in range(world):
+            said = [a + b for a, b in zip(worker[rank], values_of(rank, turn, world).tolist(), strict=True)]
+            for owner in range(world):
+                part = said[owner * shard : (owner + 1) * shard]
+                message = compressed(part, runs_of[owner], scale)
+                sums[owner] = [a + b for a, b in zip(sums[owner], message, strict=True)]
+                worker[rank][owner * shard : (owner + 1) * shard] = [a - b for a, b in zip(part, message, strict=True)]
+        result: list[float] = []
+        for owner in range(world):
+            part = [error + total / world for error, total in zip(server[owner], sums[owner], strict=True)]
+            message = compressed(part, runs_of[owner], scale)
+            server[owner] = [a - b for a, b in zip(part, message, strict=True)]
+            result += message
+        results.append(result)
+    return results, worker, server
+
+
+@pytest.mark.parametrize("world", [2, 3])
+@pytest.mark.parametrize(("scale", "joined"), [("norm", False), ("mean", False), ("norm", True)])
+def test_it_is_that_of_a_slow_reference(world: int, scale: str, joined: bool) -> None:
+    turns = 4
+    found = run_ranks(several_turns, world, scale, joined, turns)
+    results, worker, server = reference(world, scale, joined, turns)
+    for rank, (own, worker_error, server_error, sent, size) in enumerate(found):
+        for mine, first, expected in zip(own, found[0][0], results, strict=True):
+            assert torch.equal(mine, first)  # the same bits on all ranks
+            assert torch.allclose(mine, torch.tensor(expected, dtype=torch.float64), rtol=1e-6, atol=1e-12)
+            padding = [at for at in range(numel(world)) if not any(at in range(*run) for run in RUNS)]
+            assert not mine[padding].any()
+        assert torch.allclose(worker_error, torch.tensor(worker[rank], dtype=torch.float64), rtol=1e-5, atol=1e-7)
+        assert torch.allclose(server_error, torch.tensor(server[rank], dtype=torch.float64), rtol=1e-5, atol=1e-7)
+        assert sent == {op: turns * (world - 1) * size for op in ("all_to_all", "all_gather")}
+        scales = 1 if joined else 4
+        assert size == message_bytes(48, scales) == 4 * scales + 8
+    # Nothing is lost: what was to be said is what was said and what is still to be said.
+    meant = sum(values_of(rank, turn, world) for rank in range(world) for turn in range(turns)) / world
+    unsaid = sum(worker_error for _, worker_error, _, _, _ in found) / world
+    unsaid = unsaid + torch.cat([server_error for _, _, server_error, _, _ in found])
+    assert torch.allclose(sum(found[0][0]) + unsaid, meant, atol=1e-6)
+
+
+def test_bytes_are_a_thirty_second_of_an_exact_reduction() -> None:
+    world, size = 8, 100_000_000
+    exact = 2 * (world - 1) * 4 * size // world  # reduce-scatter and all-gather
+    own = 2 * (world - 1) * message_bytes(size // world, 40)
+    assert 32 * own == pytest.approx(exact, rel=1e-3)
