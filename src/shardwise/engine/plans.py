@@ -345,6 +345,7 @@ class Planner:
                 comm=Communicator(None, Ledger(), subject.device, imagined=setting.ranks, like=like),
                 device=subject.device,
                 accountant=Accountant(),
+                sparse_gradients=settings.sparse_gradients,
                 boundary=lambda: True,
                 leaves=leaves_of(twin, settings.zero_optimization.leaf_module),
             )

@@ -13,7 +13,7 @@ wherever the cuts between ranks and units fall.
 from __future__ import annotations
 
 import bisect
-from collections.abc import Sequence
+from collections.abc import Collection, Sequence
 from dataclasses import dataclass
 from functools import cached_property
 
@@ -73,7 +73,10 @@ class Piece:
 
 @dataclass(frozen=True)
 class Section:
-    """Parameters of one dtype, all trainable or all frozen, laid out in one flat buffer of `numel` elements."""
+    """Parameters of one dtype, all trainable or all frozen, laid out in one flat buffer of `numel` elements.
+
+    `table` has rows and columns of the only parameter where its gradients may be reduced as rows.
+    """
 
     dtype: torch.dtype
     trainable: bool
@@ -81,6 +84,7 @@ class Section:
     lanes: tuple[Lane, ...]
     numel: int
     world: int
+    table: tuple[int, int] | None = None
 
     @property
     def shard(self) -> int:
@@ -127,19 +131,23 @@ class Section:
         return found
 
 
-def lay_out(tensors: Sequence[LogicalTensor], world: int, device_type: str) -> tuple[Section, ...]:
+def lay_out(
+    tensors: Sequence[LogicalTensor], world: int, device_type: str, tables: Collection[int] = ()
+) -> tuple[Section, ...]:
     """Lay the parameters of one unit out in sections; trainable sections come first.
 
     Args:
         tensors: the unit's parameters in registration order.
         world: number of ranks that share the unit.
         device_type: `cpu`, `cuda`, ...; decides the alignment.
+        tables: indices of trainable matrices that get a section each, because their gradients may be reduced as rows.
     """
-    kinds: dict[tuple[bool, str], list[LogicalTensor]] = {}
+    kinds: dict[tuple[bool, str, int], list[LogicalTensor]] = {}
     for tensor in tensors:
-        kinds.setdefault((not tensor.trainable, str(tensor.dtype)), []).append(tensor)
+        alone = tensor.index if tensor.index in tables else -1
+        kinds.setdefault((not tensor.trainable, str(tensor.dtype), alone), []).append(tensor)
     sections = []
-    for (frozen, _), members in sorted(kinds.items()):
+    for (frozen, _, alone), members in sorted(kinds.items()):
         align = alignment(members[0].dtype, device_type)
         members = sorted(members, key=lambda t: (-1 if t.group is None else t.group, t.index))
         slots, lanes, offset, lane_start = [], [], 0, 0
@@ -152,5 +160,6 @@ def lay_out(tensors: Sequence[LogicalTensor], world: int, device_type: str) -> t
             if last or members[position + 1].group != tensor.group:
                 lanes.append(Lane(tensor.group, lane_start, offset))
                 lane_start = offset
-        sections.append(Section(members[0].dtype, not frozen, tuple(slots), tuple(lanes), offset, world))
+        table = None if alone < 0 else (members[0].shape[0], members[0].shape[1])
+        sections.append(Section(members[0].dtype, not frozen, tuple(slots), tuple(lanes), offset, world, table))
     return tuple(sections)

@@ -212,9 +212,13 @@ class _Sizes:
         if not self.sums_locally:
             return 0
         whole = sum(self.numel(section) * section.accumulate_dtype.itemsize for section in self.trained())
-        if not self.padded or not self.model.plan.shard_optimizer:
+        if not self.padded:
             return whole
-        most = held = whole
+        # Rows of tables, beside the whole gradient that they may have to become, or into which their sum goes.
+        rows = sum(self._table(section) * section.accumulate_dtype.itemsize for section in self.trained())
+        if not self.model.plan.shard_optimizer:
+            return whole + rows
+        most = held = whole + rows // 2
         for unit in self.reduced():
             held += sum(self.share(section) * section.accumulate_dtype.itemsize for section in unit.trainable)
             most = max(most, held + (self._received(unit) + self._cast(unit) if reducing else 0))
@@ -305,7 +309,17 @@ class _Sizes:
                 compressor.scratch_bytes(self.numel(section), self._shapes(section), self.world)
                 for section in unit.trainable
             )
-        return 0 if self.model.comm.reads_peers else self._sent(unit) * (self.world - 1) // self.world
+        if not self.model.comm.reads_peers:
+            return self._sent(unit) * (self.world - 1) // self.world
+        if self.sums_locally or not self.padded:
+            return 0
+        # Rows are given up for a dense gradient when they are half of it.
+        return sum(self._table(section) * self._wire(section).itemsize for section in unit.trainable) // 2
+
+    @staticmethod
+    def _table(section: SectionMemory) -> int:
+        """Elements of a table whose gradients may be rows: at most, what rows take is what the table does."""
+        return section.layout.slots[0].numel if section.layout.table is not None else 0
 
     def unsent(self) -> int:
         """What lossy reductions keep because it has not been sent."""
