@@ -11,7 +11,7 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from shardwise.errors import ConfigError
-from shardwise.schedules import LRRangeTest, OneCycle, lr_range_test, one_cycle, one_cycle_decay
+from shardwise.schedules import LRRangeTest, OneCycle, StepSchedule, lr_range_test, one_cycle, one_cycle_decay
 
 LENGTHS = st.integers(1, 40)
 STAIRS = st.integers(0, 50)
@@ -179,3 +179,16 @@ def test_cycles_without_meaning(params: dict[str, Any], message: str) -> None:
 def test_range_tests_without_meaning(params: dict[str, Any], message: str) -> None:
     with pytest.raises(ConfigError, match=rf"^scheduler\.params\.{message}"):
         LRRangeTest(adam(2), **params)
+
+
+def test_a_schedule_that_sets_a_momentum_which_is_not_there() -> None:
+    class Always(StepSchedule):
+        def group_lr(self, step: int, index: int, own_lr: float) -> float:
+            return own_lr
+
+        def group_momentum(self, step: int, index: int) -> float:
+            return 0.5
+
+    assert Always(adam()).optimizer.param_groups[0]["betas"] == (0.5, 0.99)
+    with pytest.raises(ConfigError, match="Always sets the momentum of a parameter group that has neither"):
+        Always(torch.optim.Adagrad(groups_of(1)))

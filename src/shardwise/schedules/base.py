@@ -119,6 +119,11 @@ class StepSchedule(LRScheduler):
             group["lr"] = _put(group["lr"], rate)
             if momentum is None:
                 continue
+            if not has_momentum(group):
+                raise ConfigError(
+                    f"{type(self).__name__} sets the momentum of a parameter group that has neither `betas` nor "
+                    "`momentum`; return None for it from group_momentum()"
+                )
             if group.get("betas"):
                 first, *others = group["betas"]
                 group["betas"] = (_put(first, momentum), *others)

@@ -211,7 +211,7 @@ class _Sizes:
         """
         if not self.sums_locally:
             return 0
-        whole = sum(self.numel(section) * section.accumulate_dtype.itemsize for section in self.trained())
+        whole = sum(self._collected(section) * section.accumulate_dtype.itemsize for section in self.trained())
         if not self.padded:
             return whole
         # Rows of tables, beside the whole gradient that they may have to become, or into which their sum goes.
@@ -276,7 +276,11 @@ class _Sizes:
     def _sent(self, unit: Unit) -> int:
         if self._in_pieces(unit):
             return sum(self._pieces(unit).values())
-        return sum(self.numel(section) * self._wire(section).itemsize for section in unit.trainable)
+        return sum(self._collected(section) * self._wire(section).itemsize for section in unit.trainable)
+
+    def _collected(self, section: SectionMemory) -> int:
+        """Elements of a section's gradient before it is reduced; of a table there need not be more than a few rows."""
+        return 0 if section.layout.table is not None and not self.padded else self.numel(section)
 
     def _in_pieces(self, unit: Unit) -> bool:
         reducer = self.model.reducer
@@ -286,7 +290,7 @@ class _Sizes:
         """Return the bytes of each gradient as autograd makes it, by `id()` of the parameter."""
         parameters = self.model.registry.parameters
         return {
-            id(parameters[slot.index]): slot.numel * section.layout.dtype.itemsize
+            id(parameters[slot.index]): (slot.numel * section.layout.dtype.itemsize if self._collected(section) else 0)
             for section in unit.trainable
             for slot in section.layout.slots
         }
@@ -296,7 +300,7 @@ class _Sizes:
         if not self.sums_locally or self.world == 1:
             return 0
         return sum(
-            self.numel(section) * self._wire(section).itemsize
+            self._collected(section) * self._wire(section).itemsize
             for section in unit.trainable
             if self._wire(section) is not section.accumulate_dtype
         )

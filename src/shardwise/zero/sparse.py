@@ -44,7 +44,7 @@ def find_tables(module: nn.Module) -> tuple[list[nn.Parameter], dict[str, str]]:
     >>> [tuple(table.shape) for table in tables]
     [(9, 2)]
     >>> reasons
-    {'places.weight': 'the embedding is built with sparse=False'}
+    {'places.weight': 'the embedding is built with sparse=False; with sparse=True its gradients are rows'}
     """
     homes: dict[nn.Parameter, list[tuple[str, nn.Module]]] = {}
     for name, part in module.named_modules():
@@ -58,7 +58,7 @@ def find_tables(module: nn.Module) -> tuple[list[nn.Parameter], dict[str, str]]:
             continue
         others = [name for name, part in users if part not in embeddings]
         if not all(part.sparse for part in embeddings):
-            reasons[users[0][0]] = "the embedding is built with sparse=False"
+            reasons[users[0][0]] = "the embedding is built with sparse=False; with sparse=True its gradients are rows"
         elif others:
             reasons[users[0][0]] = f"it is tied to {others[0]}, whose gradient is dense"
         else:
@@ -70,8 +70,6 @@ def warnings_about(module: nn.Module) -> list[str]:
     """Say which embeddings will be reduced densely although `sparse_gradients` is on, and what to do."""
     tables, reasons = find_tables(module)
     found = [f"sparse_gradients: {name} is reduced densely: {reason}" for name, reason in reasons.items()]
-    if any("sparse=False" in reason for reason in reasons.values()):
-        found[-1] += ". Build embeddings with sparse=True to have their gradients reduced as rows"
     if not tables and not reasons:
         found.append(
             "sparse_gradients: has no effect, because the model has no nn.Embedding or nn.EmbeddingBag that is trained"
