@@ -15,11 +15,20 @@ _PUBLIC = {
     "Engine": "shardwise.engine",
     "init_distributed": "shardwise.comm.setup",
     "add_config_arguments": "shardwise.launch.arguments",
+    "add_tuning_arguments": "shardwise.schedules",
     "RepeatingLoader": "shardwise.data",
 }
 _MODULES = ("checkpoint", "comm", "config", "data", "errors", "memory", "optim", "schedules", "utils", "zero")
 
-__all__ = ["Engine", "RepeatingLoader", "__version__", "add_config_arguments", "init_distributed", "initialize"]
+__all__ = [
+    "Engine",
+    "RepeatingLoader",
+    "__version__",
+    "add_config_arguments",
+    "add_tuning_arguments",
+    "init_distributed",
+    "initialize",
+]
 
 
 def __getattr__(name: str) -> Any:

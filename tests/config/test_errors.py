@@ -153,6 +153,50 @@ ARGUMENTS = [
     (scheduler("WarmupLR", warmup_type="cosine"), "scheduler.params.warmup_type", '"log" or "linear"'),
     (scheduler("WarmupLR", warmup_max_lr=[0.1, -1]), "scheduler.params.warmup_max_lr", "numbers >= 0"),
     (scheduler("WarmupDecayLR"), "scheduler.params.total_num_steps", "WarmupDecayLR needs this argument"),
+    (scheduler("OneCycle", cycle_min_lr=0.1), "scheduler.params.cycle_max_lr", "OneCycle needs this argument"),
+    (scheduler("OneCycle", cycle_min_lr=0.2, cycle_max_lr=0.1), "scheduler.params.cycle_min_lr", "is above"),
+    (scheduler("OneCycle", cycle_min_lr=[0.0, 0.2], cycle_max_lr=0.1), "scheduler.params.cycle_min_lr", "is above"),
+    (
+        scheduler("OneCycle", cycle_min_lr=[0.0, 0.2], cycle_max_lr=[0.1] * 3),
+        "scheduler.params.cycle_min_lr",
+        "has 2 values and `scheduler.params.cycle_max_lr` 3",
+    ),
+    (
+        scheduler("OneCycle", cycle_min_lr=0, cycle_max_lr=1, cycle_min_mom=0.95),
+        "scheduler.params.cycle_min_mom",
+        "above `scheduler.params.cycle_max_mom` = 0.9",
+    ),
+    (
+        scheduler("OneCycle", cycle_min_lr=0, cycle_max_lr=1, cycle_max_mom=1.0),
+        "scheduler.params.cycle_max_mom",
+        ">= 0 and < 1",
+    ),
+    (
+        scheduler("OneCycle", cycle_min_lr=0, cycle_max_lr=1, decay_step_size=-1),
+        "scheduler.params.decay_step_size",
+        "integer >= 0, found -1",
+    ),
+    (
+        scheduler("OneCycle", cycle_min_lr=0, cycle_max_lr=1, cycle_second_step_size=0),
+        "scheduler.params.cycle_second_step_size",
+        "integer > 0, found 0",
+    ),
+    (
+        scheduler("OneCycle", cycle_min_lr=0, cycle_max_lr=1, cycle_momentum="yes"),
+        "scheduler.params.cycle_momentum",
+        "true or false",
+    ),
+    (scheduler("LRRangeTest", lr_range_test_min_lr=0), "scheduler.params.lr_range_test_min_lr", "number > 0, found 0"),
+    (
+        scheduler("LRRangeTest", lr_range_test_min_lr=[0.1, "1"]),
+        "scheduler.params.lr_range_test_min_lr",
+        "numbers > 0",
+    ),
+    (
+        scheduler("LRRangeTest", lr_range_test_step_rate=-1),
+        "scheduler.params.lr_range_test_step_rate",
+        "number >= 0",
+    ),
     (
         scheduler("WarmupDecayLR", total_num_steps="auto"),
         "scheduler.params.total_num_steps",

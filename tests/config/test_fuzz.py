@@ -115,7 +115,9 @@ def anything(draw: st.DrawFn) -> dict[str, Any]:
         result["optimizer"] = {"type": draw(kinds), "params": draw(st.dictionaries(names, VALUES, max_size=2))}
     if draw(st.booleans()):
         kinds = st.sampled_from(["WarmupLR", "WarmupDecayLR", "OneCycle", "StepLR", "LambdaLR", "x"])
-        names = st.sampled_from(["warmup_num_steps", "total_num_steps", "step_size", "warmup_max_lr", "warmup_type"])
+        cycle = ["cycle_min_lr", "cycle_max_lr", "cycle_max_mom", "cycle_second_step_size", "decay_step_size"]
+        warmup = ["warmup_num_steps", "total_num_steps", "warmup_max_lr", "warmup_type"]
+        names = st.sampled_from([*warmup, *cycle, "step_size"])
         result["scheduler"] = {"type": draw(kinds), "params": draw(st.dictionaries(names, VALUES, max_size=3))}
     for path in draw(st.lists(st.sampled_from(PATHS), min_size=1, max_size=4)):
         place: Any = result

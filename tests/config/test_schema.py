@@ -109,12 +109,6 @@ def test_optimizers_that_are_not_built(name: str) -> None:
         resolve({"train_batch_size": 1, "optimizer": {"type": name, "params": {"lr": 1, "freeze_step": 3}}})
 
 
-@pytest.mark.parametrize("name", ["LRRangeTest", "OneCycle"])
-def test_schedules_that_are_not_built(name: str) -> None:
-    with pytest.raises(NotBuiltError, match=name):
-        resolve({"train_batch_size": 1, "scheduler": {"type": name, "params": {"cycle_min_lr": 0.1}}})
-
-
 @pytest.mark.parametrize("option", ["bias_correction", "fp32_optimizer_states"])
 def test_options_of_adam_that_are_not_built(option: str) -> None:
     source = {"train_batch_size": 1, "optimizer": {"type": "Adam", "params": {option: False}}}

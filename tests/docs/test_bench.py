@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import json
 import os
+import re
 import shutil
 import subprocess
 import sys
@@ -63,6 +64,15 @@ def test_the_other_benchmarks_run(tmp_path: Path) -> None:
     assert row["batch_per_rank"] > 1 and row["train_samples_per_s"] > 0
     (row,) = rows(tmp_path / "one_gpu.json")
     assert row["ratio"] == 1 and row["tokens_per_s"] > 0 and row["step_gb_per_s"] > 0
+
+
+def test_pictures_of_schedules_are_drawn(tmp_path: Path) -> None:
+    written = (ROOT / "docs" / "schedules.md").read_text()
+    bench("schedules.py", "--images", str(tmp_path))
+    drawn = {picture.name for picture in tmp_path.iterdir()}
+    assert len(drawn) == 5 and drawn == set(re.findall(r"images/(\w+\.png)", written))
+    for name in drawn:
+        assert (ROOT / "docs" / "images" / name).exists() and (tmp_path / name).stat().st_size > 10_000
 
 
 def test_every_part_is_a_command_that_exists() -> None:

@@ -74,7 +74,6 @@ UNBUILT: tuple[Unbuilt, ...] = (
     Unbuilt("sequence_parallel_size", "sequence parallelism", _above_one),
     Unbuilt("use_data_before_expert_parallelism", "expert parallelism", _on),
     Unbuilt("disable_python_gc", "control of garbage collection", _on),
-    Unbuilt("sparse_gradients", "sparse gradient reduction", _on),
     Unbuilt("graph_harvesting", "CUDA graphs of optimizer kernels", _on),
     Unbuilt("fp16.fp16_master_weights_and_grads", "fp16 master weights", _on),
     Unbuilt("bf16.bf16_master_weights_and_grads", "bf16 master weights", _on),

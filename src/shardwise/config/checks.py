@@ -40,6 +40,11 @@ def check_worth_a_warning(config: Config) -> list[str]:
             f"scheduler.params.total_num_steps: {total} is less than warmup_num_steps = {warmup}, so the run "
             f"ends within the warm-up"
         )
+    decays = [name for name in ("decay_lr_rate", "decay_mom_rate") if schedule.get(name)]
+    if config.scheduler.type == "OneCycle" and decays and not schedule.get("decay_step_size"):
+        warnings.append(
+            f"scheduler.params.{decays[0]}: has no effect, because decay_step_size = 0 means no decay after the cycle"
+        )
     return warnings
 
 

@@ -123,6 +123,28 @@ UNUSABLE_OPTIMIZERS: dict[str, str] = {
 
 _WARMUP: dict[str, Any] = {"warmup_num_steps": 1000, "warmup_type": "log", "last_batch_iteration": -1}
 NATIVE_SCHEDULES: dict[str, dict[str, Any]] = {
+    "LRRangeTest": {
+        "lr_range_test_min_lr": 1e-3,
+        "lr_range_test_step_size": 2000,
+        "lr_range_test_step_rate": 1.0,
+        "lr_range_test_staircase": False,
+        "last_batch_iteration": -1,
+    },
+    "OneCycle": {
+        "cycle_min_lr": REQUIRED,
+        "cycle_max_lr": REQUIRED,
+        "decay_lr_rate": 0.0,
+        "cycle_first_step_size": 2000,
+        "cycle_second_step_size": None,
+        "cycle_first_stair_count": 0,
+        "cycle_second_stair_count": None,
+        "decay_step_size": 0,
+        "cycle_momentum": True,
+        "cycle_min_mom": 0.8,
+        "cycle_max_mom": 0.9,
+        "decay_mom_rate": 0.0,
+        "last_batch_iteration": -1,
+    },
     "WarmupLR": {"warmup_min_lr": 0.0, "warmup_max_lr": None, **_WARMUP},
     "WarmupDecayLR": {"total_num_steps": REQUIRED, "warmup_min_lr": 0.0, "warmup_max_lr": None, **_WARMUP},
     "WarmupCosineLR": {
@@ -133,12 +155,6 @@ NATIVE_SCHEDULES: dict[str, dict[str, Any]] = {
     },
 }
 """Our own schedules (exact names) with arguments and defaults; warmup_max_lr None: the optimizer's lr."""
-
-UNBUILT_SCHEDULES: dict[str, str] = {
-    "LRRangeTest": "pass a schedule object as lr_scheduler instead",
-    "OneCycle": "torch's OneCycleLR has the same shape",
-}
-"""Names that configurations use and that this version does not have, with what to do."""
 
 UNUSABLE_SCHEDULES: dict[str, str] = {
     "ReduceLROnPlateau": "it needs a metric at every step; build it in the script and step it there",

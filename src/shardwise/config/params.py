@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import math
+from collections.abc import Callable, Iterator
 from typing import Any
 
 from shardwise.errors import ConflictError, NotBuiltError
@@ -25,7 +26,8 @@ def check_optimizer(config: Config, found: Scan) -> list[Problem]:
     here = dotted(found.given.get(("optimizer", "type"), ("optimizer", "type")))
     canonical = names.canonical_optimizer(name)
     if canonical in names.UNBUILT_OPTIMIZERS:
-        return [_unbuilt(here, "optimizer", name, names.UNBUILT_OPTIMIZERS[canonical])]
+        reason = names.UNBUILT_OPTIMIZERS[canonical]
+        return [Problem(here, f"this version does not have the optimizer {name}: {reason}", NotBuiltError)]
     if canonical in names.UNUSABLE_OPTIMIZERS:
         return [Problem(here, f"torch.optim.{name} cannot be used: {names.UNUSABLE_OPTIMIZERS[canonical]}")]
     signature = names.optimizer_signature(name)
@@ -89,25 +91,40 @@ def check_scheduler(config: Config, found: Scan) -> list[Problem]:
             return [Problem("scheduler.params", 'the scheduler has no `type`; add one, such as "type": "WarmupLR"')]
         return []
     here = dotted(found.given.get(("scheduler", "type"), ("scheduler", "type")))
-    if name in names.UNBUILT_SCHEDULES:
-        return [_unbuilt(here, "schedule", name, names.UNBUILT_SCHEDULES[name])]
     if name in names.UNUSABLE_SCHEDULES:
         return [Problem(here, f"{name} cannot be used in a configuration: {names.UNUSABLE_SCHEDULES[name]}")]
     signature = names.schedule_signature(name)
     if signature is None:
         usable = {*names.NATIVE_SCHEDULES, *names.torch_schedules()} - names.UNUSABLE_SCHEDULES.keys()
-        message = _unknown("schedule", name, usable, names.UNBUILT_SCHEDULES, "torch.optim.lr_scheduler")
+        message = _unknown("schedule", name, usable, {}, "torch.optim.lr_scheduler")
         return [Problem(here, message)]
     problems = _check_arguments("scheduler.params", params, signature)
     autos = {path[-1] for path in found.autos if path[:2] == ("scheduler", "params")}
     for argument, default in signature.arguments.items():
         if default is names.REQUIRED and argument not in params and argument not in autos:
             problems.append(Problem(f"scheduler.params.{argument}", f"{name} needs this argument; add it"))
+    if not problems:
+        problems += [*_check_bounds(params, signature)]
     return problems
 
 
-def _unbuilt(path: str, kind: str, name: str, reason: str) -> Problem:
-    return Problem(path, f"this version does not have the {kind} {name}: {reason}", NotBuiltError)
+def _check_bounds(params: dict[str, Any], signature: names.Signature) -> Iterator[Problem]:
+    """Minima above their maxima, group by group where both or one are lists."""
+    for least, most in (("cycle_min_lr", "cycle_max_lr"), ("cycle_min_mom", "cycle_max_mom")):
+        if least not in signature.arguments:
+            continue
+        low, high = (params.get(name, signature.arguments[name]) for name in (least, most))
+        if not all(_is_number(value) or isinstance(value, list | tuple) for value in (low, high)):
+            continue
+        lows, highs = (value if isinstance(value, list | tuple) else [value] for value in (low, high))
+        length = max(len(lows), len(highs))
+        lows, highs = (list(values) * length if len(values) == 1 else values for values in (lows, highs))
+        if len(lows) != len(highs):
+            message = f"has {len(lows)} values and `scheduler.params.{most}` {len(highs)}; both need one for each group"
+            yield Problem(f"scheduler.params.{least}", message)
+        elif any(a > b for a, b in zip(lows, highs, strict=True)):
+            message = f"{low} is above `scheduler.params.{most}` = {high}; exchange them"
+            yield Problem(f"scheduler.params.{least}", message)
 
 
 def _unknown(kind: str, name: str, usable: set[str], unbuilt: dict[str, str], module: str) -> str:
@@ -134,9 +151,35 @@ def _check_arguments(path: str, params: dict[str, Any], signature: names.Signatu
     return problems
 
 
-_AT_LEAST_ZERO = ("lr", "eps", "weight_decay", "momentum", "warmup_min_lr", "warmup_max_lr")
-_STEPS = ("warmup_num_steps", "total_num_steps")
-_LEARNING_RATES = ("warmup_min_lr", "warmup_max_lr")
+_LEARNING_RATES = ("warmup_min_lr", "warmup_max_lr", "cycle_min_lr", "cycle_max_lr")
+_POSITIVE_RATES = ("lr_range_test_min_lr",)
+_MOMENTA = ("cycle_min_mom", "cycle_max_mom")
+_AT_LEAST_ZERO = (
+    "lr",
+    "eps",
+    "weight_decay",
+    "momentum",
+    "lr_range_test_step_rate",
+    "decay_lr_rate",
+    "decay_mom_rate",
+)
+_STEPS = (
+    "warmup_num_steps",
+    "total_num_steps",
+    "lr_range_test_step_size",
+    "cycle_first_step_size",
+    "cycle_second_step_size",
+)
+_COUNTS = ("cycle_first_stair_count", "cycle_second_stair_count", "decay_step_size")
+WHOLE_NUMBERS = (*_STEPS, *_COUNTS)
+"""Arguments of schedules that are integers; JSON writers produce 1e3, too."""
+
+# Of one number for all parameter groups, or a list with one for each: what to expect, and whether a number is that.
+_PER_GROUP: dict[str, tuple[str, Callable[[float], bool]]] = {
+    **dict.fromkeys(_LEARNING_RATES, (">= 0", lambda value: value >= 0)),
+    **dict.fromkeys(_POSITIVE_RATES, ("> 0", lambda value: value > 0)),
+    **dict.fromkeys(_MOMENTA, (">= 0 and < 1", lambda value: 0 <= value < 1)),
+}
 
 
 def _is_number(value: Any) -> bool:
@@ -147,16 +190,20 @@ def _wrong_value(name: str, value: Any, default: Any) -> str:
     """Say what is wrong with one argument, judged by its name and its default's type; empty if nothing is."""
     if name == "warmup_type":
         return "" if value in ("log", "linear") else f'expected "log" or "linear", found {show(value)}'
-    if name in _STEPS:
-        whole = _is_number(value) and float(value).is_integer() and value > 0
-        return "" if whole else f"expected an integer > 0, found {show(value)}{_unquote(value)}"
-    if name in _LEARNING_RATES and isinstance(value, list | tuple):
-        # One value for each parameter group.
-        return (
-            ""
-            if all(_is_number(item) and item >= 0 for item in value)
-            else f"expected numbers >= 0, found {show(value)}"
-        )
+    if name in WHOLE_NUMBERS:
+        whole = _is_number(value) and float(value).is_integer() and value >= (name in _STEPS)
+        bound = ">" if name in _STEPS else ">="
+        if whole or (value is None and default is None):
+            return ""
+        return f"expected an integer {bound} 0, found {show(value)}{_unquote(value)}"
+    if name in _PER_GROUP:
+        bound, within = _PER_GROUP[name]
+        if isinstance(value, list | tuple):
+            right = all(_is_number(item) and within(item) for item in value)
+            return "" if right else f"expected numbers {bound}, found {show(value)}"
+        if (value is None and default is None) or (_is_number(value) and within(value)):
+            return ""
+        return f"expected a number {bound}, found {show(value)}{_unquote(value)}"
     if name == "betas":
         pair = isinstance(value, list | tuple) and len(value) == 2
         fits = pair and all(_is_number(item) and 0 <= item < 1 for item in value)

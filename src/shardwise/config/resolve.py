@@ -20,7 +20,7 @@ from .checks import check_combinations, check_worth_a_warning
 from .compression import check_compression, doubtful_compression, method_name
 from .effects import without_effect
 from .facts import Facts
-from .params import check_optimizer, check_scheduler
+from .params import WHOLE_NUMBERS, check_optimizer, check_scheduler
 from .problems import Path, Problem, dotted, raise_problems
 from .read import read
 from .scan import Scan, scan
@@ -28,7 +28,6 @@ from .schema.root import Config
 from .validate import validate
 
 _BATCH_KEYS = (TRAIN, MICRO, STEPS)
-_STEP_ARGUMENTS = ("warmup_num_steps", "total_num_steps")
 
 
 @dataclass
@@ -141,7 +140,7 @@ def _settle(config: Config) -> list[Note]:
         if config.optimizer.type not in (written, written.lower()):
             notes.append(Note("optimizer.type", config.optimizer.type, "the name in torch.optim"))
     config.compression.type = method_name(config)
-    for name in _STEP_ARGUMENTS:
+    for name in WHOLE_NUMBERS:
         value = config.scheduler.params.get(name)
         if isinstance(value, float) and math.isfinite(value):
             config.scheduler.params[name] = int(value)

@@ -42,6 +42,7 @@ from shardwise.zero.init import built_for_codes, shard_module, suspended
 from shardwise.zero.model import ShardedModel
 from shardwise.zero.plan import Plan
 from shardwise.zero.released import owner_of
+from shardwise.zero.sparse import warnings_about
 
 _WRAPPED_AGAIN = (
     "the engine has been destroyed when its model was passed to shardwise.initialize() again; use the engine that this "
@@ -198,6 +199,9 @@ def _build(
     _place_buffers(model, device, policy.buffer_dtype, settings.data_types.keep_in_fp32_modules, accountant)
 
     wires = wire_dtypes(model, settings)
+    if settings.sparse_gradients:
+        for warning in warnings_about(model):
+            warn_once(warning)
 
     # From here on ranks exchange what has the sizes of their own model.
     check_agreement(comm, facts_of(model, optimizer, resolution))
@@ -219,6 +223,7 @@ def _build(
             accountant=accountant,
             prescale=_prescale(settings, world),
             compressor=reduction(settings, comm, lambda tensor: accountant.hold(Category.BUFFERS, tensor)),
+            sparse_gradients=settings.sparse_gradients,
             boundary=lambda: engine_box[0].reduces_now(),
             leaves=leaves_of(model, settings.zero_optimization.leaf_module),
             wires=wires,

@@ -359,6 +359,7 @@ class Planner:
                 device=subject.device,
                 accountant=Accountant(),
                 compressor=reduction(settings, comm, lambda _: None),
+                sparse_gradients=settings.sparse_gradients,
                 boundary=lambda: True,
                 leaves=leaves_of(twin, settings.zero_optimization.leaf_module),
                 wires=wire_dtypes(twin, settings),

@@ -22,7 +22,8 @@ from shardwise.errors import CheckpointError, ConfigError
 class StepSchedule(LRScheduler):
     """Base of schedules that compute each group's learning rate from the step number alone.
 
-    A subclass stores its arguments, calls `super().__init__` last, and defines `group_lr`.
+    A subclass stores its arguments, calls `super().__init__` last, and defines `group_lr`; if it also schedules the
+    momentum, `group_momentum`.
 
     Args:
         optimizer: its `param_groups` are given the rates. The rate that a group has when the first schedule
@@ -36,7 +37,7 @@ class StepSchedule(LRScheduler):
         # calls, and would count one step.
         self.optimizer = optimizer
         self._step_count = 0  # public code that adjusts torch schedulers increments it
-        self._apply(_integer(last_batch_iteration, "last_batch_iteration", -1) + 1)
+        self._apply(_integer(last_batch_iteration, "scheduler.params.last_batch_iteration", -1) + 1)
 
     def group_lr(self, step: int, index: int, own_lr: float) -> float:
         """Return the learning rate of one parameter group in one step. Must depend on nothing else.
@@ -48,6 +49,17 @@ class StepSchedule(LRScheduler):
         """
         raise NotImplementedError(f"{type(self).__name__} does not define group_lr")
 
+    def group_momentum(self, step: int, index: int) -> float | None:
+        """Return the momentum of one parameter group in one step, or None to leave it alone. As pure as `group_lr`.
+
+        It is put in force as `betas[0]` of a group that has `betas`, and as `momentum` of one that has that.
+
+        Args:
+            step: number of updates made before, from 0.
+            index: position of the group in `optimizer.param_groups`.
+        """
+        return None
+
     @property
     def last_batch_iteration(self) -> int:
         """The step whose learning rate is in force: the number of updates made so far."""
@@ -56,6 +68,10 @@ class StepSchedule(LRScheduler):
     def lr(self, step: int) -> list[float]:
         """Return each group's learning rate in a given step; changes nothing."""
         return [self.group_lr(step, index, own) for index, own in enumerate(self._own_lrs())]
+
+    def momentum(self, step: int) -> list[float | None]:
+        """Return each group's momentum in a given step, None where the schedule leaves it alone; changes nothing."""
+        return [self.group_momentum(step, index) for index in range(len(self.optimizer.param_groups))]
 
     def get_lr(self) -> list[float | torch.Tensor]:
         """Return each group's learning rate in force, computed anew."""
@@ -78,7 +94,7 @@ class StepSchedule(LRScheduler):
         return {"last_batch_iteration": self.last_epoch}
 
     def load_state_dict(self, state_dict: Mapping[str, Any]) -> None:
-        """Go on at a saved step: its learning rate is put in force at once.
+        """Go on at a saved step: its learning rate (and momentum) is put in force at once.
 
         Raises:
             CheckpointError: the state has no step number.
@@ -98,13 +114,33 @@ class StepSchedule(LRScheduler):
         self.last_epoch = step
         self.base_lrs = [*self._own_lrs()]
         rates = self.lr(step)
-        for group, rate in zip(self.optimizer.param_groups, rates, strict=True):
-            # A tensor is filled in place: compiled and graph-captured steps read that very tensor.
-            if isinstance(group["lr"], torch.Tensor):
-                group["lr"].fill_(rate)
+        momenta = self.momentum(step)
+        for group, rate, momentum in zip(self.optimizer.param_groups, rates, momenta, strict=True):
+            group["lr"] = _put(group["lr"], rate)
+            if momentum is None:
+                continue
+            if not has_momentum(group):
+                raise ConfigError(
+                    f"{type(self).__name__} sets the momentum of a parameter group that has neither `betas` nor "
+                    "`momentum`; return None for it from group_momentum()"
+                )
+            if group.get("betas"):
+                first, *others = group["betas"]
+                group["betas"] = (_put(first, momentum), *others)
             else:
-                group["lr"] = rate
+                group["momentum"] = _put(group["momentum"], momentum)
         self._last_lr = [*rates]
+
+
+def has_momentum(group: Mapping[str, Any]) -> bool:
+    """Whether a parameter group has a momentum that a schedule can set."""
+    return bool(group.get("betas")) or "momentum" in group
+
+
+def _put(held: Any, value: float) -> Any:
+    """Return what takes the place of a group's value."""
+    # A tensor is filled in place: compiled and graph-captured steps read that very tensor.
+    return held.fill_(value) if isinstance(held, torch.Tensor) else value
 
 
 def _integer(value: Any, name: str, least: int) -> int:

@@ -1,8 +1,8 @@
 """Building a schedule from the `type` and `params` of the configuration.
 
-Names are resolved in this order: our own, by exact name; names that other libraries use for schedules that
-are not built here (refused); classes of `torch.optim.lr_scheduler`, by exact name. torch's schedules follow
-the same convention: after construction the rate of step 0 is in force; `step()` is called after each update.
+Names are resolved in this order: our own, by exact name; classes of `torch.optim.lr_scheduler`, by exact name.
+torch's schedules follow the same convention: after construction the rate of step 0 is in force; `step()` is called
+after each update.
 """
 
 from __future__ import annotations
@@ -15,12 +15,15 @@ from typing import Any
 import torch
 from torch.optim import lr_scheduler
 
-from shardwise.config.names import UNBUILT_SCHEDULES, UNUSABLE_SCHEDULES
-from shardwise.errors import ConfigError, NotBuiltError
+from shardwise.config.names import UNUSABLE_SCHEDULES
+from shardwise.errors import ConfigError
 from shardwise.schedules.base import StepSchedule
+from shardwise.schedules.cycle import LRRangeTest, OneCycle
 from shardwise.schedules.warmup import WarmupCosineLR, WarmupDecayLR, WarmupLR
 
-_OURS: dict[str, type[StepSchedule]] = {cls.__name__: cls for cls in (WarmupLR, WarmupDecayLR, WarmupCosineLR)}
+_OURS: dict[str, type[StepSchedule]] = {
+    cls.__name__: cls for cls in (LRRangeTest, OneCycle, WarmupLR, WarmupDecayLR, WarmupCosineLR)
+}
 
 VALID_LR_SCHEDULES = list(_OURS)
 """Names of our own schedules."""
@@ -36,7 +39,6 @@ def build(name: str, optimizer: torch.optim.Optimizer, params: Mapping[str, Any]
 
     Raises:
         ConfigError: the name or an option is unknown, a required one is missing, or a value has no meaning.
-        NotBuiltError: a known name that this version does not have.
 
     >>> optimizer = torch.optim.SGD([torch.zeros(1)], lr=0.1)
     >>> build("WarmupLR", optimizer, {"warmup_num_steps": 10}).get_last_lr()
@@ -46,8 +48,6 @@ def build(name: str, optimizer: torch.optim.Optimizer, params: Mapping[str, Any]
         ...
     shardwise.errors.ConfigError: scheduler.type: unknown schedule 'SteppLR'; did you mean StepLR?
     """
-    if name in UNBUILT_SCHEDULES:
-        raise NotBuiltError(f"scheduler.type: {name} is not available: {UNBUILT_SCHEDULES[name]}")
     if name in UNUSABLE_SCHEDULES:
         raise ConfigError(f"scheduler.type: {name} cannot be built from a configuration: {UNUSABLE_SCHEDULES[name]}")
     cls = _classes().get(name)

@@ -12,18 +12,15 @@ from __future__ import annotations
 
 import logging
 import math
-from collections.abc import Sequence
 from typing import Any
 
 import torch
 
 from shardwise.errors import ConfigError
 from shardwise.schedules.base import StepSchedule
+from shardwise.schedules.values import Rates, number, of_group, positive_integer, rates
 
 _log = logging.getLogger("shardwise")
-
-Rates = float | Sequence[float]
-"""One learning rate, or one for each parameter group."""
 
 _TYPES = ("log", "linear")
 
@@ -117,9 +114,9 @@ class WarmupLR(StepSchedule):
         warmup_type: str = "log",
         last_batch_iteration: int = -1,
     ) -> None:
-        self._min_lr = _rates(warmup_min_lr, "warmup_min_lr")
-        self._max_lr = None if warmup_max_lr is None else _rates(warmup_max_lr, "warmup_max_lr")
-        self._num_steps = _positive_integer(warmup_num_steps, "warmup_num_steps")
+        self._min_lr = rates(warmup_min_lr, "warmup_min_lr")
+        self._max_lr = None if warmup_max_lr is None else rates(warmup_max_lr, "warmup_max_lr")
+        self._num_steps = positive_integer(warmup_num_steps, "warmup_num_steps")
         self._type = _known_type(warmup_type)
         super().__init__(optimizer, last_batch_iteration)
 
@@ -130,8 +127,8 @@ class WarmupLR(StepSchedule):
     def group_lr(self, step: int, index: int, own_lr: float) -> float:
         """Return min + (max - min) x fraction(step)."""
         count = len(self.optimizer.param_groups)
-        least = _of_group(self._min_lr, index, count, "warmup_min_lr")
-        most = own_lr if self._max_lr is None else _of_group(self._max_lr, index, count, "warmup_max_lr")
+        least = of_group(self._min_lr, index, count, "warmup_min_lr")
+        most = own_lr if self._max_lr is None else of_group(self._max_lr, index, count, "warmup_max_lr")
         return least + (most - least) * self.fraction(step)
 
 
@@ -196,9 +193,9 @@ class WarmupCosineLR(StepSchedule):
         last_batch_iteration: int = -1,
     ) -> None:
         self._total = _total_steps(total_num_steps, warmup_num_steps)
-        self._num_steps = _positive_integer(warmup_num_steps, "warmup_num_steps")
-        self._min_ratio = _number(warmup_min_ratio, "warmup_min_ratio")
-        self._cos_min_ratio = _number(cos_min_ratio, "cos_min_ratio")
+        self._num_steps = positive_integer(warmup_num_steps, "warmup_num_steps")
+        self._min_ratio = number(warmup_min_ratio, "warmup_min_ratio")
+        self._cos_min_ratio = number(cos_min_ratio, "cos_min_ratio")
         self._type = _known_type(warmup_type)
         super().__init__(optimizer, last_batch_iteration)
 
@@ -209,37 +206,6 @@ class WarmupCosineLR(StepSchedule):
         )
 
 
-def _positive_integer(value: Any, name: str) -> int:
-    """Accept 1000 and 1e3; JSON writers produce both."""
-    whole = isinstance(value, int | float) and not isinstance(value, bool) and float(value).is_integer()
-    if not whole or value <= 0:
-        raise ConfigError(f"scheduler.params.{name}: expected an integer > 0, found {value!r}")
-    return int(value)
-
-
-def _number(value: Any, name: str) -> float:
-    if not isinstance(value, int | float) or isinstance(value, bool) or not 0 <= value < math.inf:
-        raise ConfigError(f"scheduler.params.{name}: expected a number >= 0, found {value!r}")
-    return float(value)
-
-
-def _rates(value: Any, name: str) -> float | list[float]:
-    if isinstance(value, list | tuple):
-        return [_number(item, name) for item in value]
-    return _number(value, name)
-
-
-def _of_group(rates: float | list[float], index: int, count: int, name: str) -> float:
-    if not isinstance(rates, list):
-        return rates
-    if len(rates) != count:
-        raise ConfigError(
-            f"scheduler.params.{name}: expected one value for each of the optimizer's {count} parameter groups, found "
-            f"{len(rates)}"
-        )
-    return rates[index]
-
-
 def _known_type(value: Any) -> str:
     if value not in _TYPES:
         raise ConfigError(f"scheduler.params.warmup_type: expected 'log' or 'linear', found {value!r}")
@@ -247,8 +213,8 @@ def _known_type(value: Any) -> str:
 
 
 def _total_steps(value: Any, warmup_num_steps: Any) -> int:
-    total = _positive_integer(value, "total_num_steps")
-    length = _positive_integer(warmup_num_steps, "warmup_num_steps")
+    total = positive_integer(value, "total_num_steps")
+    length = positive_integer(warmup_num_steps, "warmup_num_steps")
     if total < length:
         _log.warning(
             "scheduler.params: the warm-up (warmup_num_steps %d) is longer than the whole schedule (total_num_steps "

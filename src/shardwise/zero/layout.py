@@ -14,7 +14,7 @@ wherever the cuts between ranks and units fall.
 from __future__ import annotations
 
 import bisect
-from collections.abc import Sequence
+from collections.abc import Collection, Sequence
 from dataclasses import dataclass
 from functools import cached_property
 
@@ -76,6 +76,9 @@ class Piece:
 class Section:
     """Parameters of one dtype and one dtype of gradients on the wire, all trainable or all frozen, laid out in one flat
     buffer of `numel` elements.
+
+    `wire_dtype` is the type in which the gradients travel; None: that in which they were computed. `table` has rows and
+    columns of the only parameter where its gradients may be reduced as rows.
     """
 
     dtype: torch.dtype
@@ -85,7 +88,7 @@ class Section:
     numel: int
     world: int
     wire_dtype: torch.dtype | None = None
-    """In which the gradients travel; None: in that in which they were computed."""
+    table: tuple[int, int] | None = None
 
     @property
     def shard(self) -> int:
@@ -132,20 +135,24 @@ class Section:
         return found
 
 
-def lay_out(tensors: Sequence[LogicalTensor], world: int, device_type: str) -> tuple[Section, ...]:
+def lay_out(
+    tensors: Sequence[LogicalTensor], world: int, device_type: str, tables: Collection[int] = ()
+) -> tuple[Section, ...]:
     """Lay the parameters of one unit out in sections; trainable sections come first.
 
     Args:
         tensors: the unit's parameters in registration order.
         world: number of ranks that share the unit.
         device_type: `cpu`, `cuda`, ...; decides the alignment.
+        tables: indices of trainable matrices that get a section each, because their gradients may be reduced as rows.
     """
-    kinds: dict[tuple[bool, str, str], list[LogicalTensor]] = {}
+    kinds: dict[tuple[bool, str, str, int], list[LogicalTensor]] = {}
     for tensor in tensors:
         wire = str(tensor.wire_dtype) if tensor.trainable else ""
-        kinds.setdefault((not tensor.trainable, str(tensor.dtype), wire), []).append(tensor)
+        alone = tensor.index if tensor.index in tables else -1
+        kinds.setdefault((not tensor.trainable, str(tensor.dtype), wire, alone), []).append(tensor)
     sections = []
-    for (frozen, _, _), members in sorted(kinds.items()):
+    for (frozen, _, _, alone), members in sorted(kinds.items()):
         align = alignment(members[0].dtype, device_type)
         members = sorted(members, key=lambda t: (-1 if t.group is None else t.group, t.index))
         slots, lanes, offset, lane_start = [], [], 0, 0
@@ -159,5 +166,6 @@ def lay_out(tensors: Sequence[LogicalTensor], world: int, device_type: str) -> t
                 lanes.append(Lane(tensor.group, lane_start, offset))
                 lane_start = offset
         wired = None if frozen else members[0].wire_dtype
-        sections.append(Section(members[0].dtype, not frozen, tuple(slots), tuple(lanes), offset, world, wired))
+        table = None if alone < 0 else (members[0].shape[0], members[0].shape[1])
+        sections.append(Section(members[0].dtype, not frozen, tuple(slots), tuple(lanes), offset, world, wired, table))
     return tuple(sections)

@@ -282,10 +282,14 @@ class _Sizes:
         """
         if not self.sums_locally:
             return 0
-        whole = sum(self.numel(section) * section.accumulate_dtype.itemsize for section in self.trained())
-        if not self.padded or not self.model.plan.shard_optimizer or self.communicates:
+        whole = sum(self._collected(section) * section.accumulate_dtype.itemsize for section in self.trained())
+        if not self.padded or self.communicates:
             return whole
-        most = held = whole
+        # Rows of tables, beside the whole gradient that they may have to become, or into which their sum goes.
+        rows = sum(self._table(section) * section.accumulate_dtype.itemsize for section in self.trained())
+        if not self.model.plan.shard_optimizer:
+            return whole + rows
+        most = held = whole + rows // 2
         for unit in self.reduced():
             held += sum(self.share(section) * section.accumulate_dtype.itemsize for section in unit.trainable)
             most = max(most, held + (self._received(unit) + self._cast(unit) if reducing else 0))
@@ -401,7 +405,11 @@ class _Sizes:
     def _sent(self, unit: Unit) -> int:
         if self._in_pieces(unit):
             return sum(self._pieces(unit).values())
-        return sum(self.numel(section) * self._wire(section).itemsize for section in unit.trainable)
+        return sum(self._collected(section) * self._wire(section).itemsize for section in unit.trainable)
+
+    def _collected(self, section: SectionMemory) -> int:
+        """Elements of a section's gradient before it is reduced; of a table there need not be more than a few rows."""
+        return 0 if section.layout.table is not None and not self.padded else self.numel(section)
 
     def _in_pieces(self, unit: Unit) -> bool:
         reducer = self.model.reducer
@@ -411,7 +419,7 @@ class _Sizes:
         """Return the bytes of each gradient as autograd makes it, by `id()` of the parameter."""
         parameters = self.model.registry.parameters
         return {
-            id(parameters[slot.index]): slot.numel * section.layout.dtype.itemsize
+            id(parameters[slot.index]): (slot.numel * section.layout.dtype.itemsize if self._collected(section) else 0)
             for section in unit.trainable
             for slot in section.layout.slots
         }
@@ -421,17 +429,25 @@ class _Sizes:
         if not self.sums_locally or self.world == 1:
             return 0
         return sum(
-            self.numel(section) * self._wire(section).itemsize
+            self._collected(section) * self._wire(section).itemsize
             for section in unit.trainable
             if self._wire(section) is not section.accumulate_dtype
         )
 
     def _received(self, unit: Unit) -> int:
         exact = 0 if self.model.comm.reads_peers else self._sent(unit) * (self.world - 1) // self.world
-        if self._compressor is None:
+        if self._compressor is not None:
+            lossy = self._compressor.scratch_bytes([self._section_sizes(section) for section in unit.trainable])
+            return lossy if self._always_lossy else max(lossy, exact)
+        if not self.model.comm.reads_peers or self.sums_locally or not self.padded:
             return exact
-        lossy = self._compressor.scratch_bytes([self._section_sizes(section) for section in unit.trainable])
-        return lossy if self._always_lossy else max(lossy, exact)
+        # Rows are given up for a dense gradient when they are half of it.
+        return sum(self._table(section) * self._wire(section).itemsize for section in unit.trainable) // 2
+
+    @staticmethod
+    def _table(section: SectionMemory) -> int:
+        """Elements of a table whose gradients may be rows: at most, what rows take is what the table does."""
+        return section.layout.slots[0].numel if section.layout.table is not None else 0
 
     def unsent(self) -> int:
         """What lossy reductions keep because it has not been sent."""

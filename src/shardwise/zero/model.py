@@ -18,7 +18,7 @@ from torch import nn
 
 from shardwise.comm.communicator import Communicator
 from shardwise.comm.compression import Compressor
-from shardwise.errors import DesyncError, UsageError
+from shardwise.errors import ConfigError, DesyncError, UsageError
 from shardwise.memory import Accountant, Category, give_back_freed_memory, module_bytes, resident_bytes, virtual_bytes
 from shardwise.precision.dtypes import PrecisionPolicy
 from shardwise.precision.norms import Runs, clip_coefficient
@@ -39,6 +39,7 @@ from shardwise.zero.places import Places
 from shardwise.zero.plan import Plan
 from shardwise.zero.reduce import Reducer
 from shardwise.zero.sidechannel import SideChannel
+from shardwise.zero.sparse import find_tables
 from shardwise.zero.unit import SectionMemory, Unit, UnitState
 from shardwise.zero.update import SegmentUpdate, StateKind, Update, WholeUpdate
 
@@ -65,6 +66,7 @@ class ShardedModel:
         accountant: counts the bytes.
         prescale: factor on gradients before they are sent.
         compressor: reduces gradients with loss; None: exactly.
+        sparse_gradients: reduce the gradients of embeddings that give rows as rows.
         boundary: whether the backward pass that starts now ends an accumulation window.
         leaves: modules to be kept in one unit each.
         wires: `id(parameter)` to the dtype in which its gradient travels, where neither its own nor the policy's.
@@ -93,6 +95,7 @@ class ShardedModel:
         accountant: Accountant,
         prescale: float = 1.0,
         compressor: Compressor | None = None,
+        sparse_gradients: bool = False,
         boundary: Callable[[], bool],
         leaves: Iterable[nn.Module] = (),
         wires: Mapping[int, torch.dtype] | None = None,
@@ -131,7 +134,13 @@ class ShardedModel:
             )
         self._owns_masters = not whole_tensors or not plan.shard_optimizer or comm.world == 1
         specs = find_units(module, self.registry, plan.unit_cap, leaves)
-        layouts = [lay_out(spec.tensors, comm.world, device.type) for spec in specs]
+        if sparse_gradients and compressor is not None:
+            raise ConfigError(
+                "sparse_gradients: true cannot be combined with lossy gradient reduction, which keeps what it has not "
+                "sent of whole gradients; switch one of them off"
+            )
+        tables = self._tables() if sparse_gradients and comm.world > 1 and optimizer is not None else set()
+        layouts = [lay_out(spec.tensors, comm.world, device.type, tables) for spec in specs]
         # Until a pass has been traced, the order of the modules stands for that of execution.
         forward, backward = list(range(len(specs))), backward_order([spec.modules for spec in specs], module)
         whole = self._stay_whole(specs, layouts, (forward, backward))
@@ -213,6 +222,11 @@ class ShardedModel:
                         f"not in the model ({type(self.module).__name__}). Put it into a module of the model, or give "
                         "it an optimizer of its own."
                     )
+
+    def _tables(self) -> set[int]:
+        """Return the parameters whose gradients may be reduced as rows."""
+        found = (self.registry.find(parameter) for parameter in find_tables(self.module)[0])
+        return {tensor.index for tensor in found if tensor is not None and tensor.trainable and tensor.numel}
 
     def _stay_whole(self, specs: Sequence[UnitSpec], layouts: Sequence[Sequence[Section]], orders: Orders) -> set[int]:
         """Return the units that stay gathered: what the configuration asks for, and what saves no memory released."""
@@ -532,7 +546,12 @@ class ShardedModel:
         gradients = self.reducer.gradients[unit.index]
         if self.reducer.partial:
             slot = next(slot for slot in section.layout.slots if slot.index == index)
-            held = gradients.buffers.get(unit.sections.index(section))
+            place = unit.sections.index(section)
+            if place in gradients.rows:
+                whole = torch.empty(self.registry[index].shape, dtype=section.accumulate_dtype, device=self.device)
+                gradients.rows[place].write(whole)
+                return [(0, slot.numel, whole.reshape(-1))]
+            held = gradients.buffers.get(place)
             return (
                 []
                 if not isinstance(held, torch.Tensor) or index not in gradients.written  # sums are never in pieces
@@ -573,7 +592,7 @@ class ShardedModel:
         """Whether gradients of an unfinished accumulation window are held."""
         reducer = self.reducer
         return reducer is not None and (
-            reducer.partial or any(g.accumulated or g.buffers for g in reducer.gradients.values())
+            reducer.partial or any(g.accumulated or g.buffers or g.rows for g in reducer.gradients.values())
         )
 
     def rank_state(self) -> dict[str, Any] | None:

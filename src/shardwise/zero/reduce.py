@@ -10,11 +10,14 @@ at a time, so the buffers held are one unit's gradient being filled, one being s
 Where gradients are not sharded and several micro-batches make a step, gradients are first added up locally in fp32 and
 reduced once, in the backward pass of the last micro-batch. Where the optimizer communicates itself, they may stay as
 they are.
+
+Gradients of embedding tables that come as rows stay rows while they are few, and travel as such (see
+`shardwise.zero.sparse`).
 """
 
 from __future__ import annotations
 
-from collections.abc import Callable, Collection, Sequence
+from collections.abc import Callable, Collection, Mapping, Sequence
 from contextlib import AbstractContextManager
 from itertools import accumulate
 from typing import Any
@@ -30,6 +33,7 @@ from shardwise.compat import never_compiled
 from shardwise.errors import UsageError
 from shardwise.memory import Accountant, Category
 from shardwise.zero.calls import AtEnd
+from shardwise.zero.sparse import DENSE, RowReduction, Rows, Table, Together, affordable, most_rows
 from shardwise.zero.unit import SectionMemory, Unit
 
 
@@ -53,6 +57,7 @@ class UnitGradients:
             ]
         self.buffers: dict[int, torch.Tensor | Pieces] = {}
         self.extremes: list[tuple[torch.Tensor, torch.Tensor]] = []
+        self.rows: dict[int, Rows] = {}  # of tables whose gradient is no buffer yet, by place of the section
         self.written: set[int] = set()
         self.seen: set[int] = set()
         self.expected: set[int] = set()
@@ -196,7 +201,7 @@ class Reducer:
         order = [unit.index for unit in units]
         self.set_order(order, order[::-1])
         self._next = 0
-        self._in_flight: tuple[UnitGradients, Reduction, bool] | None = None
+        self._in_flight: tuple[UnitGradients, Reduction, list[SectionMemory]] | None = None
         self._replicating: list[Reduction] = []
         self._hooks: list[Any] = []
         for gradients in self.gradients.values():
@@ -281,8 +286,7 @@ class Reducer:
         self, gradients: UnitGradients, section: SectionMemory, number: int
     ) -> Callable[[nn.Parameter], None]:
         place = gradients.unit.sections.index(section)
-        slot = section.layout.slots[number]
-        index = slot.index
+        index = section.layout.slots[number].index
 
         @never_compiled
         def arrived(parameter: nn.Parameter) -> None:
@@ -299,16 +303,7 @@ class Reducer:
                     "a way that cannot be seen beforehand: use "
                     "torch.utils.checkpoint.checkpoint(..., use_reentrant=False)."
                 )
-            if grad.is_sparse:
-                grad = grad.to_dense()
-            buffer = self._buffer(gradients, place, section)
-            if isinstance(buffer, Pieces):
-                self.accountant.hold(Category.BUFFERS, buffer.put(number, grad))
-            elif index in gradients.written:
-                buffer[slot.offset : slot.offset + slot.numel].add_(grad.reshape(-1))
-            else:
-                buffer[slot.offset : slot.offset + slot.numel].copy_(grad.reshape(-1))
-            gradients.written.add(index)
+            self._collect(gradients, place, section, number, grad)
             gradients.seen.add(index)
             del grad
             gradients.look_ahead()
@@ -316,6 +311,70 @@ class Reducer:
             self.advance(gradients.unit)
 
         return arrived
+
+    def _collect(
+        self, gradients: UnitGradients, place: int, section: SectionMemory, number: int, grad: torch.Tensor
+    ) -> None:
+        """Add one parameter's gradient to what is there of it."""
+        if grad.is_sparse:
+            grad = grad.coalesce()  # equal rows are summed in one order, whatever becomes of them
+            if self._collect_rows(gradients, place, section, grad):
+                return
+            grad = grad.to_dense()
+        if place in gradients.rows:
+            self._spread(gradients, place, section)
+        slot = section.layout.slots[number]
+        buffer = self._buffer(gradients, place, section)
+        if isinstance(buffer, Pieces):
+            self.accountant.hold(Category.BUFFERS, buffer.put(number, grad))
+        elif slot.index in gradients.written:
+            buffer[slot.offset : slot.offset + slot.numel].add_(grad.reshape(-1))
+        else:
+            buffer[slot.offset : slot.offset + slot.numel].copy_(grad.reshape(-1))
+        gradients.written.add(slot.index)
+
+    def _collect_rows(self, gradients: UnitGradients, place: int, section: SectionMemory, grad: torch.Tensor) -> bool:
+        """Add the gradient of a table to the rows that are there; return False where it has to become dense."""
+        table = section.layout.table
+        if table is None or self.comm.world == 1 or place in gradients.buffers or grad.sparse_dim() != 1:
+            return False
+        alone, dtype = self._collected_as(section)
+        most = most_rows(table, dtype.itemsize)
+        if grad.indices().shape[1] > most:
+            return False
+        rows = Rows.of(grad, dtype)
+        if place in gradients.rows:
+            both = gradients.rows[place].plus(rows, most)
+            if both is None:
+                return False
+            rows = both
+        gradients.rows[place] = rows
+        category = Category.BUFFERS if alone else Category.GRADIENTS
+        self.accountant.hold(category, rows.index)
+        self.accountant.hold(category, rows.values)
+        return True
+
+    def _spread(self, gradients: UnitGradients, place: int, section: SectionMemory) -> None:
+        """Make the rows that are there a dense gradient."""
+        rows = gradients.rows.pop(place)
+        slot = section.layout.slots[0]
+        assert section.layout.table is not None
+        buffer = self._buffer(gradients, place, section)
+        if isinstance(buffer, Pieces):
+            dense = rows.values.new_empty(section.layout.table)
+            rows.write(dense)
+            self.accountant.hold(Category.BUFFERS, buffer.put(0, dense))
+        else:
+            rows.write(buffer[slot.offset : slot.offset + slot.numel].view(section.layout.table))
+        gradients.written.add(slot.index)
+
+    def _collected_as(self, section: SectionMemory) -> tuple[bool, torch.dtype]:
+        """Return whether the gradients of one pass are reduced by themselves, and the dtype in which they are kept."""
+        # Sums over micro-batches are formed in the accumulator's dtype; a gradient that is alone travels as it is, and
+        # without peers nothing travels. The choice depends on nothing that could differ between ranks.
+        together = self.local or not (self.shard_gradients or (self.boundary and not self.partial))
+        alone = self.comm.world > 1 and not together
+        return alone, (self._cast_to(section) or section.layout.dtype) if alone else section.accumulate_dtype
 
     def _buffer(self, gradients: UnitGradients, place: int, section: SectionMemory) -> torch.Tensor | Pieces:
         """Return what collects a section's gradients; if it is a flat buffer, it is new with undefined content.
@@ -325,12 +384,7 @@ class Reducer:
         known = gradients.buffers.get(place)
         if known is not None:
             return known
-        # Sums over micro-batches are formed in the accumulator's dtype; a gradient that is alone travels as it is, and
-        # without peers nothing travels. The choice depends on nothing that could differ between ranks.
-        alone = (
-            self.comm.world > 1 and (self.shard_gradients or (self.boundary and not self.partial)) and not self.local
-        )
-        dtype = (self._cast_to(section) or section.layout.dtype) if alone else section.accumulate_dtype
+        alone, dtype = self._collected_as(section)
         buffer: torch.Tensor | Pieces
         if not alone and not gradients.accumulated and section.keeps_whole_gradient:
             # The reduced gradient will be as large as the sum, and nothing is in its place yet.
@@ -396,6 +450,7 @@ class Reducer:
 
     def _free(self, gradients: UnitGradients) -> None:
         gradients.buffers = {}
+        gradients.rows = {}
         gradients.written = set()
 
     def advance(self, unit: Unit) -> None:
@@ -418,9 +473,12 @@ class Reducer:
         self._next += 1
         gradients.reduced = True
         unit = gradients.unit
+        counts = self._agree_on_rows(gradients)
         pairs: list[tuple[torch.Tensor, torch.Tensor | Pieces]] = []
         for place, section in enumerate(unit.sections):
-            if section.layout.trainable:
+            if section.layout.trainable and place not in counts:
+                if place in gradients.rows:
+                    self._spread(gradients, place, section)
                 buffer = self._buffer(gradients, place, section)
                 if isinstance(buffer, torch.Tensor):
                     buffer = self._prepare(gradients, section, buffer)
@@ -446,11 +504,80 @@ class Reducer:
                     wire_dtype=self.wire_dtype,
                 )
             else:
-                handle = self.comm.reduce_scatter(pairs, unit.name, accumulate=gradients.accumulated)
+                handle = self._reduce_exactly(gradients, pairs, counts)
         for scratch in handle.scratch:
             self.accountant.hold(Category.BUFFERS, scratch)
         gradients.accumulated = True
-        self._in_flight = (gradients, handle, compressor is None)
+        own_only = [
+            section
+            for place, section in enumerate(unit.sections)
+            if section.layout.trainable and compressor is None and place not in counts
+        ]
+        self._in_flight = (gradients, handle, own_only)
+
+    def _reduce_exactly(
+        self,
+        gradients: UnitGradients,
+        pairs: Sequence[tuple[torch.Tensor, torch.Tensor | Pieces]],
+        counts: Mapping[int, Sequence[Sequence[int]]],
+    ) -> Reduction:
+        """Launch the reduction of a unit's buffers, and of the rows of those tables on which the ranks have agreed."""
+        unit = gradients.unit
+        if not counts:
+            return self.comm.reduce_scatter(pairs, unit.name, accumulate=gradients.accumulated)
+        handles: list[Reduction] = []
+        if pairs:
+            handles.append(self.comm.reduce_scatter(pairs, unit.name, accumulate=gradients.accumulated))
+        for place, numbers in counts.items():
+            section = unit.sections[place]
+            rows = gradients.rows.pop(place, None)
+            alone, dtype = self._collected_as(section)
+            if rows is not None and self.prescale != 1.0:
+                rows = Rows(rows.index, rows.values * self.prescale)
+            if rows is not None and self._watches:
+                gradients.watch(rows.values)
+            reduction = RowReduction(
+                self.comm,
+                section,
+                Table.of(section),
+                rows,
+                numbers,
+                unit.name,
+                accumulate=gradients.accumulated,
+                dtype=self.wire_of(section) or dtype,
+            )
+            for scratch in reduction.scratch if not alone else ():
+                self.accountant.hold(Category.GRADIENTS, scratch)  # in the place of whole sums
+            handles.append(reduction)
+        return Together(handles)
+
+    def _agree_on_rows(self, gradients: UnitGradients) -> dict[int, list[list[int]]]:
+        """Return how many rows each rank has for each rank, by place of the tables that are reduced as rows."""
+        unit, world = gradients.unit, self.comm.world
+        places = [place for place, section in enumerate(unit.sections) if section.layout.table is not None]
+        if not places or self.comm.imagined:
+            return {}
+        tables = [Table.of(unit.sections[place]) for place in places]
+        told = [self._row_counts(gradients, place, table) for place, table in zip(places, tables, strict=True)]
+        own = torch.tensor(told, dtype=torch.int64, device=self.comm.device).reshape(-1)
+        everyone = own.new_empty(world * own.numel())
+        with self._waiting():
+            self.comm.all_gather([(everyone, own)], f"{unit.name}.rows", kind="reduce").wait()
+        by_rank = everyone.view(world, len(places), world).transpose(0, 1).tolist()
+        found = {}
+        for place, table, counts in zip(places, tables, by_rank, strict=True):
+            section = unit.sections[place]
+            itemsize = self._collected_as(section)[1].itemsize
+            if affordable(counts, table, itemsize, section.accumulate_dtype.itemsize):
+                found[place] = counts
+        return found
+
+    def _row_counts(self, gradients: UnitGradients, place: int, table: Table) -> list[int]:
+        """Return how many rows this rank has for each rank."""
+        if place in gradients.buffers:
+            return [DENSE] * self.comm.world
+        rows = gradients.rows.get(place)
+        return [0] * self.comm.world if rows is None else [last - first for first, last in rows.spans(table.ranges)]
 
     def _finish(self) -> None:
         if self._in_flight is None:
@@ -462,8 +589,8 @@ class Reducer:
         self._free(gradients)
         pairs = [
             (section.whole_gradient, section.own_gradient)
-            for section in gradients.unit.trainable
-            if own_only and section.whole_gradient.numel() != section.layout.shard
+            for section in own_only
+            if section.whole_gradient.numel() != section.layout.shard
         ]
         if pairs:
             self._replicating.append(self.comm.all_gather(pairs, gradients.unit.name, kind="replicate"))

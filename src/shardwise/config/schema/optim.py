@@ -28,6 +28,7 @@ class Scheduler(Section):
 
     type: str | None = key(
         None,
-        "WarmupLR, WarmupDecayLR, WarmupCosineLR, or the exact name of a class in torch.optim.lr_scheduler.",
+        "WarmupLR, WarmupDecayLR, WarmupCosineLR, OneCycle, LRRangeTest, or the exact name of a class in "
+        "torch.optim.lr_scheduler.",
     )
     params: dict[str, Any] = key({}, "Arguments of the schedule.", free_form=True)

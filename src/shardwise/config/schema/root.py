@@ -81,7 +81,9 @@ class Config(Section):
         False, "Sum gradients over ranks in rank order on NCCL too, which makes runs repeatable bit by bit."
     )
     strict_sync: bool = key(False, "Report ranks that take different branches of the model instead of following them.")
-    sparse_gradients: bool = key(False, "Reduce embedding gradients as index and value pairs.")
+    sparse_gradients: bool = key(
+        False, "Reduce the gradients of embeddings that are built with sparse=True as row numbers and rows."
+    )
     disable_allgather: bool = key(
         False, "Old switch of the all-gather.", no_effect="parameters could not be updated without it"
     )

@@ -1,0 +1,158 @@
+"""Schedules on a script's command line: flags, and how they become a `scheduler` section.
+
+A flag that is not given is None and means nothing: it never replaces what the configuration says, and a schedule's own
+default holds where neither says anything.
+"""
+
+from __future__ import annotations
+
+import argparse
+from collections.abc import Callable, Mapping, MutableMapping
+from typing import Any
+
+from shardwise.config.names import NATIVE_SCHEDULES
+
+
+def _boolean(text: str) -> bool:
+    lower = text.lower()
+    if lower not in ("true", "false"):
+        raise argparse.ArgumentTypeError(f"expected true or false, found {text!r}")
+    return lower == "true"
+
+
+_FLAGS: dict[str, tuple[Callable[[str], Any], str]] = {
+    "lr_range_test_min_lr": (float, "LRRangeTest: first rate"),
+    "lr_range_test_step_rate": (float, "LRRangeTest: growth, in multiples of the first rate"),
+    "lr_range_test_step_size": (int, "LRRangeTest: steps in which the rate grows so much"),
+    "lr_range_test_staircase": (_boolean, "LRRangeTest: grow once every step_size steps"),
+    "cycle_first_step_size": (int, "OneCycle: steps up"),
+    "cycle_second_step_size": (int, "OneCycle: steps down; default: as many as up"),
+    "cycle_first_stair_count": (int, "OneCycle: stairs up; 0: a straight line"),
+    "cycle_second_stair_count": (int, "OneCycle: stairs down; default: as many as up"),
+    "cycle_min_lr": (float, "OneCycle: lowest rate"),
+    "cycle_max_lr": (float, "OneCycle: highest rate"),
+    "decay_lr_rate": (float, "OneCycle: decay of the rate after the cycle"),
+    "decay_step_size": (int, "OneCycle: steps in which the rate decays so much; 0: no decay"),
+    "cycle_momentum": (_boolean, "OneCycle: cycle the momentum, too"),
+    "cycle_min_mom": (float, "OneCycle: lowest momentum"),
+    "cycle_max_mom": (float, "OneCycle: highest momentum"),
+    "decay_mom_rate": (float, "OneCycle: growth of the momentum after the cycle"),
+    "warmup_min_lr": (float, "WarmupLR, WarmupDecayLR: first rate"),
+    "warmup_max_lr": (float, "WarmupLR, WarmupDecayLR: rate after the warm-up; default: the optimizer's"),
+    "warmup_num_steps": (int, "warm-up schedules: length of the warm-up"),
+    "warmup_type": (str, "warm-up schedules: log or linear"),
+    "warmup_min_ratio": (float, "WarmupCosineLR: first fraction of the optimizer's rate"),
+    "total_num_steps": (int, "WarmupDecayLR, WarmupCosineLR: length of the schedule"),
+    "cos_min_ratio": (float, "WarmupCosineLR: last fraction of the optimizer's rate"),
+}
+
+
+def add_tuning_arguments(parser: argparse.ArgumentParser) -> argparse.ArgumentParser:
+    """Add the flags of the learning-rate schedules to a script's parser.
+
+    `--lr_schedule NAME` and one flag for each argument of the five schedules. Flags of yes or no may stand alone.
+
+    Args:
+        parser: the script's own parser; it is changed and returned.
+
+    Returns:
+        The same parser. What is not given is None.
+
+    Example:
+        >>> parser = add_tuning_arguments(argparse.ArgumentParser())
+        >>> args = parser.parse_args("--lr_schedule WarmupLR --warmup_num_steps 100".split())
+        >>> get_config_from_args(args)
+        ({'type': 'WarmupLR', 'params': {'warmup_num_steps': 100}}, '')
+    """
+    group = parser.add_argument_group("learning-rate schedule", "arguments of the schedule; configuration keys by name")
+    group.add_argument("--lr_schedule", default=None, metavar="NAME", help=f"one of {', '.join(NATIVE_SCHEDULES)}")
+    for name, (kind, text) in _FLAGS.items():
+        if kind is _boolean:
+            group.add_argument(f"--{name}", type=kind, default=None, nargs="?", const=True, metavar="BOOL", help=text)
+        elif name == "warmup_type":
+            group.add_argument(f"--{name}", default=None, choices=("log", "linear"), help=text)
+        else:
+            group.add_argument(f"--{name}", type=kind, default=None, metavar=kind.__name__.upper(), help=text)
+    return parser
+
+
+def parse_arguments() -> tuple[argparse.Namespace, list[str]]:
+    """Read the schedule's flags from the command line of the running script.
+
+    Returns:
+        (the flags, all other words of the command line).
+    """
+    return add_tuning_arguments(argparse.ArgumentParser(allow_abbrev=False)).parse_known_args()
+
+
+def override_params(args: object, params: MutableMapping[str, Any]) -> None:
+    """Put every flag that was given into a schedule's arguments, in the place of what is there.
+
+    Args:
+        args: what a parser with the flags returned; attributes that it lacks count as not given.
+        params: `scheduler.params`; changed in place.
+
+    >>> params = {"warmup_num_steps": 10, "warmup_type": "linear"}
+    >>> override_params(argparse.Namespace(warmup_num_steps=20), params)
+    >>> params
+    {'warmup_num_steps': 20, 'warmup_type': 'linear'}
+    """
+    params.update(_given(args, _FLAGS))
+
+
+def get_config_from_args(args: object) -> tuple[dict[str, Any] | None, str]:
+    """Return the `scheduler` section that the flags describe.
+
+    Args:
+        args: what a parser with the flags returned.
+
+    Returns:
+        (section, "") with the arguments of the named schedule that were given; (None, what is wrong) if no schedule of
+        ours is named.
+    """
+    name = getattr(args, "lr_schedule", None)
+    if name is None:
+        return None, "--lr_schedule is not given"
+    if name not in NATIVE_SCHEDULES:
+        return None, f"--lr_schedule {name}: expected one of {', '.join(NATIVE_SCHEDULES)}"
+    return {"type": name, "params": _given(args, NATIVE_SCHEDULES[name])}, ""
+
+
+_HIGHEST = {
+    "LRRangeTest": "lr_range_test_min_lr",
+    "OneCycle": "cycle_max_lr",
+    "WarmupLR": "warmup_max_lr",
+    "WarmupDecayLR": "warmup_max_lr",
+}
+
+
+def get_lr_from_config(config: Mapping[str, Any]) -> tuple[Any, str]:
+    """Return the learning rate that a `scheduler` section is about, to make an optimizer with.
+
+    It is the highest rate, and the first one of LRRangeTest.
+
+    Args:
+        config: a `scheduler` section.
+
+    Returns:
+        (rate, or list of one for each group, ""); (None, what is wrong) where the section names no such rate.
+
+    >>> get_lr_from_config({"type": "OneCycle", "params": {"cycle_min_lr": 0.1, "cycle_max_lr": 0.4}})
+    (0.4, '')
+    """
+    name = config.get("type")
+    if name is None:
+        return None, "the schedule has no `type`"
+    if name == "WarmupCosineLR":
+        return None, "WarmupCosineLR scales the optimizer's own rate and has none itself"
+    key = _HIGHEST.get(name)
+    if key is None:
+        return None, f"{name} is none of {', '.join(NATIVE_SCHEDULES)}"
+    params = config.get("params") or {}
+    default = NATIVE_SCHEDULES[name][key]
+    rate = params.get(key, default if isinstance(default, float) else None)
+    return (rate, "") if rate is not None else (None, f"{name} has no `{key}`")
+
+
+def _given(args: object, keys: Mapping[str, Any]) -> dict[str, Any]:
+    return {name: value for name in keys if (value := getattr(args, name, None)) is not None}

@@ -1,0 +1,271 @@
+"""The learning-rate range test, and one cycle of learning rate and momentum followed by decay.
+
+Both are Smith's: the test finds the largest rate with which training does not diverge ("Cyclical Learning Rates for
+Training Neural Networks", 2017), and the cycle uses it ("A disciplined approach to neural network hyper-parameters:
+Part 1", 2018). `k` is the number of updates made before.
+
+Invariant: `lr_range_test`, `one_cycle` and `one_cycle_decay` are pure functions of the step number; the classes only
+scale them.
+"""
+
+from __future__ import annotations
+
+import logging
+
+import torch
+
+from shardwise.schedules.base import StepSchedule, has_momentum
+from shardwise.schedules.values import (
+    Rates,
+    check_order,
+    count,
+    flag,
+    momenta,
+    number,
+    of_group,
+    positive_integer,
+    positive_rates,
+    rates,
+)
+
+_log = logging.getLogger("shardwise")
+
+MOST_MOMENTUM = 0.999
+"""Where the momentum of the decay phase stops growing; an optimizer with a momentum of 1 never forgets."""
+
+
+def lr_range_test(step: int, step_size: int, step_rate: float, staircase: bool = False) -> float:
+    """Return the rate of one step as a multiple of the lowest one: 1 + step_rate k / step_size.
+
+    Args:
+        step: k, number of updates made before.
+        step_size: in so many steps the multiple grows by `step_rate`.
+        step_rate: growth of the multiple.
+        staircase: grow once every `step_size` steps, and not in between.
+
+    >>> [lr_range_test(k, 2, 1.0) for k in range(5)]
+    [1.0, 1.5, 2.0, 2.5, 3.0]
+    >>> [lr_range_test(k, 2, 1.0, staircase=True) for k in range(5)]
+    [1.0, 1.0, 2.0, 2.0, 3.0]
+    """
+    return 1.0 + step_rate * (step // step_size if staircase else step / step_size)
+
+
+def one_cycle(
+    step: int,
+    first_step_size: int,
+    second_step_size: int | None = None,
+    first_stair_count: int = 0,
+    second_stair_count: int | None = None,
+) -> float:
+    """Return how far the cycle is from its minimum (0) to its maximum (1) in one step.
+
+    It rises from 0 in step 0 to 1 in step F = first_step_size, falls to 0 in step F + second_step_size, and stays
+    there. With n stairs a half takes n equal steps up (or down): floor(n x) / n in place of x.
+
+    Args:
+        step: k, number of updates made before.
+        first_step_size: length of the rising half.
+        second_step_size: length of the falling half; None: as long as the rising one.
+        first_stair_count: stairs of the rising half; 0: a straight line.
+        second_stair_count: stairs of the falling half; None: as many as in the rising one.
+
+    >>> [one_cycle(k, 4, 2) for k in range(8)]
+    [0.0, 0.25, 0.5, 0.75, 1.0, 0.5, 0.0, 0.0]
+    >>> [one_cycle(k, 4, 4, first_stair_count=2) for k in range(9)]
+    [0.0, 0.0, 0.5, 0.5, 1.0, 1.0, 0.5, 0.5, 0.0]
+    """
+    second = first_step_size if second_step_size is None else second_step_size
+    if step < first_step_size:
+        return _part(step, first_step_size, first_stair_count)
+    if step < first_step_size + second:
+        stairs = first_stair_count if second_stair_count is None else second_stair_count
+        return 1.0 - _part(step - first_step_size, second, stairs)
+    return 0.0
+
+
+def _part(done: int, length: int, stairs: int) -> float:
+    return done * stairs // length / stairs if stairs else done / length
+
+
+def one_cycle_decay(step: int, cycle_size: int, decay_step_size: int, decay_rate: float) -> float:
+    """Return by what the decay after the cycle divides the rate (and multiplies the momentum) in one step.
+
+    1 up to the end of the cycle, then 1 + decay_rate (k - cycle_size) / decay_step_size.
+
+    Args:
+        step: k, number of updates made before.
+        cycle_size: length of both halves of the cycle.
+        decay_step_size: in so many steps it grows by `decay_rate`; 0: no decay.
+        decay_rate: growth.
+
+    >>> [one_cycle_decay(k, 2, 4, 1.0) for k in range(7)]
+    [1.0, 1.0, 1.0, 1.25, 1.5, 1.75, 2.0]
+    """
+    if not decay_step_size:
+        return 1.0
+    return 1.0 + decay_rate * max(0, step - cycle_size) / decay_step_size
+
+
+class LRRangeTest(StepSchedule):
+    """A rate that grows steadily, to find the one at which training begins to diverge.
+
+    Plot the loss over the rate: a good `cycle_max_lr` is a little below the rate at which the loss turns upwards.
+
+    Args:
+        optimizer: its groups are given the rates.
+        lr_range_test_min_lr: rate of step 0, one for all groups or one each.
+        lr_range_test_step_size: in so many steps the rate grows by `lr_range_test_step_rate` times the first one.
+        lr_range_test_step_rate: see above.
+        lr_range_test_staircase: grow once every `lr_range_test_step_size` steps instead of steadily.
+        last_batch_iteration: number of the last finished step; -1 before the first.
+
+    Raises:
+        ConfigError: a value has no meaning, or a list does not have one value for each group.
+
+    >>> optimizer = torch.optim.SGD([torch.zeros(1)], lr=0.1)
+    >>> schedule = LRRangeTest(optimizer, lr_range_test_min_lr=0.01, lr_range_test_step_size=10)
+    >>> [round(schedule.lr(k)[0], 3) for k in (0, 5, 10, 20)]
+    [0.01, 0.015, 0.02, 0.03]
+    """
+
+    def __init__(
+        self,
+        optimizer: torch.optim.Optimizer,
+        lr_range_test_min_lr: Rates = 1e-3,
+        lr_range_test_step_size: int = 2000,
+        lr_range_test_step_rate: float = 1.0,
+        lr_range_test_staircase: bool = False,
+        last_batch_iteration: int = -1,
+    ) -> None:
+        self._min_lr = positive_rates(lr_range_test_min_lr, "lr_range_test_min_lr")
+        self._step_size = positive_integer(lr_range_test_step_size, "lr_range_test_step_size")
+        self._step_rate = number(lr_range_test_step_rate, "lr_range_test_step_rate")
+        self._staircase = flag(lr_range_test_staircase, "lr_range_test_staircase")
+        super().__init__(optimizer, last_batch_iteration)
+
+    def group_lr(self, step: int, index: int, own_lr: float) -> float:
+        """Return the lowest rate x multiple of the step; the group's own rate plays no part."""
+        least = of_group(self._min_lr, index, len(self.optimizer.param_groups), "lr_range_test_min_lr")
+        return least * lr_range_test(step, self._step_size, self._step_rate, self._staircase)
+
+
+class OneCycle(StepSchedule):
+    """One cycle from a low rate to a high one and back, with the momentum the other way round; then decay.
+
+    The momentum is `betas[0]` of Adam and its relatives, `momentum` of SGD and its. Of groups that have neither it is
+    left alone, with a warning.
+
+    Args:
+        optimizer: its groups are given the rates and momenta.
+        cycle_min_lr: rate of step 0 and of the end of the cycle, one for all groups or one each.
+        cycle_max_lr: rate in the middle of the cycle, one for all groups or one each.
+        decay_lr_rate: after the cycle the rate is `cycle_min_lr` / (1 + decay_lr_rate t / decay_step_size), t steps
+            after its end.
+        cycle_first_step_size: steps from the lowest rate to the highest.
+        cycle_second_step_size: steps back to the lowest; None: as many.
+        cycle_first_stair_count: go up in so many stairs; 0: in a straight line.
+        cycle_second_stair_count: go down in so many stairs; None: as many as up.
+        decay_step_size: see `decay_lr_rate`; 0: no decay.
+        cycle_momentum: cycle the momentum, too.
+        cycle_min_mom: momentum in the middle of the cycle, one for all groups or one each.
+        cycle_max_mom: momentum of step 0 and of the end of the cycle, one for all groups or one each.
+        decay_mom_rate: after the cycle the momentum is `cycle_max_mom` x (1 + decay_mom_rate t / decay_step_size), up
+            to 0.999.
+        last_batch_iteration: number of the last finished step; -1 before the first.
+
+    Raises:
+        ConfigError: a value has no meaning, a minimum is above its maximum, or a list does not have one value for
+            each group.
+
+    >>> optimizer = torch.optim.AdamW([torch.zeros(1)], lr=0.1)
+    >>> schedule = OneCycle(optimizer, cycle_min_lr=0.0, cycle_max_lr=0.4, cycle_first_step_size=4)
+    >>> [schedule.lr(k)[0] for k in (0, 2, 4, 6, 8)]
+    [0.0, 0.2, 0.4, 0.2, 0.0]
+    >>> schedule.step(4)
+    >>> optimizer.param_groups[0]["betas"]
+    (0.8, 0.999)
+    """
+
+    def __init__(
+        self,
+        optimizer: torch.optim.Optimizer,
+        cycle_min_lr: Rates,
+        cycle_max_lr: Rates,
+        decay_lr_rate: float = 0.0,
+        cycle_first_step_size: int = 2000,
+        cycle_second_step_size: int | None = None,
+        cycle_first_stair_count: int = 0,
+        cycle_second_stair_count: int | None = None,
+        decay_step_size: int = 0,
+        cycle_momentum: bool = True,
+        cycle_min_mom: Rates = 0.8,
+        cycle_max_mom: Rates = 0.9,
+        decay_mom_rate: float = 0.0,
+        last_batch_iteration: int = -1,
+    ) -> None:
+        groups = len(optimizer.param_groups)
+        self._min_lr = rates(cycle_min_lr, "cycle_min_lr")
+        self._max_lr = rates(cycle_max_lr, "cycle_max_lr")
+        check_order(self._min_lr, self._max_lr, groups, "cycle_min_lr", "cycle_max_lr")
+        self._first = positive_integer(cycle_first_step_size, "cycle_first_step_size")
+        self._second = (
+            self._first
+            if cycle_second_step_size is None
+            else positive_integer(cycle_second_step_size, "cycle_second_step_size")
+        )
+        self._first_stairs = count(cycle_first_stair_count, "cycle_first_stair_count")
+        self._second_stairs = (
+            self._first_stairs
+            if cycle_second_stair_count is None
+            else count(cycle_second_stair_count, "cycle_second_stair_count")
+        )
+        self._decay_step_size = count(decay_step_size, "decay_step_size")
+        self._decay_lr_rate = number(decay_lr_rate, "decay_lr_rate")
+        self._min_mom = momenta(cycle_min_mom, "cycle_min_mom")
+        self._max_mom = momenta(cycle_max_mom, "cycle_max_mom")
+        check_order(self._min_mom, self._max_mom, groups, "cycle_min_mom", "cycle_max_mom")
+        self._decay_mom_rate = number(decay_mom_rate, "decay_mom_rate")
+        self._cycle_momentum = flag(cycle_momentum, "cycle_momentum")
+        if self._cycle_momentum and not all(map(has_momentum, optimizer.param_groups)):
+            _log.warning(
+                "scheduler.params.cycle_momentum: %s has neither `betas` nor `momentum`%s, so there is no momentum to "
+                "cycle; only the learning rate is. Set it to false",
+                type(optimizer).__name__,
+                " in some parameter groups" if any(map(has_momentum, optimizer.param_groups)) else "",
+            )
+        if not self._decay_step_size and (self._decay_lr_rate or self._decay_mom_rate):
+            _log.warning(
+                "scheduler.params.decay_step_size: 0 means that nothing decays after the cycle, so decay_lr_rate and "
+                "decay_mom_rate have no effect"
+            )
+        super().__init__(optimizer, last_batch_iteration)
+
+    def fraction(self, step: int) -> float:
+        """Return how far the rate is from the minimum (0) to the maximum (1) in one step."""
+        return one_cycle(step, self._first, self._second, self._first_stairs, self._second_stairs)
+
+    def group_lr(self, step: int, index: int, own_lr: float) -> float:
+        """Return the rate of the cycle or of the decay; the group's own rate plays no part."""
+        groups = len(self.optimizer.param_groups)
+        least = of_group(self._min_lr, index, groups, "cycle_min_lr")
+        most = of_group(self._max_lr, index, groups, "cycle_max_lr")
+        return _between(least, most, self.fraction(step)) / self._decay(step, self._decay_lr_rate)
+
+    def group_momentum(self, step: int, index: int) -> float | None:
+        """Return the momentum of the cycle or of the decay; None if it is not cycled."""
+        groups = self.optimizer.param_groups
+        if not self._cycle_momentum or not has_momentum(groups[index]):
+            return None
+        least = of_group(self._min_mom, index, len(groups), "cycle_min_mom")
+        most = of_group(self._max_mom, index, len(groups), "cycle_max_mom")
+        grown = _between(most, least, self.fraction(step)) * self._decay(step, self._decay_mom_rate)
+        return min(grown, max(most, MOST_MOMENTUM))
+
+    def _decay(self, step: int, rate: float) -> float:
+        return one_cycle_decay(step, self._first + self._second, self._decay_step_size, rate)
+
+
+def _between(start: float, stop: float, fraction: float) -> float:
+    """Go from one value to another; exact at both ends."""
+    return (1.0 - fraction) * start + fraction * stop

@@ -1,0 +1,157 @@
+"""Schedules in the engine: rate and momentum of every update, skipped updates, resuming at any step."""
+
+from __future__ import annotations
+
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+import torch.distributed as dist
+from torch import nn
+
+import shardwise
+from shardwise.schedules import OneCycle, names
+from tests.harness import run_ranks
+
+PARAMS: dict[str, dict[str, Any]] = {
+    "LRRangeTest": {"lr_range_test_step_size": 3},
+    "OneCycle": {
+        "cycle_min_lr": 0.01,
+        "cycle_max_lr": 0.1,
+        "cycle_first_step_size": 3,
+        "cycle_second_step_size": 2,
+        "decay_step_size": 2,
+        "decay_lr_rate": 0.5,
+        "decay_mom_rate": 0.01,
+    },
+    "WarmupLR": {"warmup_num_steps": 5},
+    "WarmupDecayLR": {"total_num_steps": 9, "warmup_num_steps": 3},
+    "WarmupCosineLR": {"total_num_steps": 9, "warmup_num_steps": 3},
+    "StepLR": {"step_size": 2},
+    "MultiStepLR": {"milestones": [2, 5]},
+    "ConstantLR": {"total_iters": 4},
+    "LinearLR": {"total_iters": 6},
+    "ExponentialLR": {"gamma": 0.9},
+    "CosineAnnealingLR": {"T_max": 6},
+    "CosineAnnealingWarmRestarts": {"T_0": 3},
+    "CyclicLR": {"base_lr": 0.01, "max_lr": 0.1, "step_size_up": 3},
+    "OneCycleLR": {"max_lr": 0.1, "total_steps": 14},
+    "PolynomialLR": {"total_iters": 6},
+}
+"""Every schedule that a configuration can name, so that something happens in the first nine updates."""
+
+
+def engine_of(schedule: str, optimizer: str = "AdamW", stage: int = 0, **more: Any) -> Any:
+    torch.manual_seed(3)
+    config = {
+        "train_micro_batch_size_per_gpu": 2,
+        "optimizer": {"type": optimizer, "params": {"lr": 0.05, "weight_decay": 0.01}},
+        "scheduler": {"type": schedule, "params": PARAMS[schedule]},
+        "zero_optimization": {"stage": stage, "stage3_param_persistence_threshold": 0},
+        **more,
+    }
+    return shardwise.initialize(model=nn.Linear(5, 3), config=config)[0]
+
+
+def batch(step: int, rank: int) -> torch.Tensor:
+    return torch.randn(2, 5, generator=torch.Generator().manual_seed(100 * step + rank))
+
+
+def in_force(group: dict[str, Any]) -> tuple[float, Any]:
+    return float(group["lr"]), group.get("betas", group.get("momentum"))
+
+
+def train(engine: Any, first: int, last: int) -> list[tuple[float, Any]]:
+    """Rate and momentum of updates `first` to `last` - 1."""
+    used = []
+    for step in range(first, last):
+        engine.backward(engine(batch(step, dist.get_rank())).square().mean())
+        used.append(in_force(engine.optimizer.param_groups[0]))
+        engine.step()
+    return used
+
+
+def whole(engine: Any) -> list[torch.Tensor]:
+    with shardwise.zero.GatheredParameters(list(engine.module.parameters())):
+        found = [p.detach().clone() for p in engine.module.parameters()]
+    engine.destroy()
+    return found
+
+
+def resume_all(path: str, stops: tuple[int, ...]) -> list[str]:
+    wrong = []
+    for number, name in enumerate(names()):
+        optimizer, stage = (("AdamW", 2), ("SGD", 0))[number % 2]
+        straight = engine_of(name, optimizer, stage)
+        used = []
+        for step in range(9):
+            if step in stops:
+                straight.save_checkpoint(f"{path}/{name}", tag=str(step))
+            used += train(straight, step, step + 1)
+        end = whole(straight)
+        for stop in stops:
+            second = engine_of(name, optimizer, stage)
+            train(second, 0, 2)
+            second.load_checkpoint(f"{path}/{name}", tag=str(stop))
+            rest = train(second, stop, 9)
+            if used[:stop] + rest != used or not all(map(torch.equal, whole(second), end)):
+                wrong.append(f"{name} with {optimizer} at {stop}")
+    return wrong
+
+
+def test_every_schedule_resumes_from_a_checkpoint(tmp_path: Path) -> None:
+    assert set(names()) == set(PARAMS)
+    (wrong,) = run_ranks(resume_all, 1, str(tmp_path), (0, 1, 4, 6))
+    assert wrong == []
+
+
+def cycle_everywhere() -> list[Any]:
+    found = []
+    for optimizer in ("AdamW", "SGD"):
+        for stage in range(4):
+            engine = engine_of("OneCycle", optimizer, stage)
+            used = train(engine, 0, 8)
+            found.append((optimizer, used, whole(engine)))
+    return found
+
+
+def test_momentum_and_rate_of_every_update_are_those_of_a_plain_loop() -> None:
+    (found, *_) = run_ranks(cycle_everywhere, 2)
+    for optimizer, used, parameters in found:
+        torch.manual_seed(3)
+        model = nn.Linear(5, 3)
+        plain = getattr(torch.optim, optimizer)(model.parameters(), lr=0.05, weight_decay=0.01)
+        schedule = OneCycle(plain, **PARAMS["OneCycle"])
+        expected = []
+        for step in range(8):
+            plain.zero_grad()
+            (sum(model(batch(step, rank)).square().mean() for rank in range(2)) / 2).backward()
+            expected.append(in_force(plain.param_groups[0]))
+            plain.step()
+            schedule.step()
+        assert used == expected
+        for mine, theirs in zip(parameters, model.parameters(), strict=True):
+            torch.testing.assert_close(mine, theirs, rtol=1e-5, atol=1e-6)
+    for start in (0, 4):
+        for _, _, parameters in found[start + 1 : start + 4]:
+            assert all(map(torch.equal, parameters, found[start][2]))
+
+
+def overflow() -> list[Any]:
+    engine = engine_of("OneCycle", fp16={"enabled": True, "initial_scale_power": 4, "hysteresis": 1})
+    seen = []
+    for step in range(4):
+        factor = float("inf") if step in (1, 2) else 1.0
+        engine.backward(engine(batch(step, 0).half()).float().square().mean() * factor)
+        engine.step()
+        seen.append((*in_force(engine.optimizer.param_groups[0]), engine.lr_scheduler.last_batch_iteration))
+    engine.destroy()
+    return seen
+
+
+def test_a_skipped_update_changes_neither_rate_nor_momentum() -> None:
+    (seen,) = run_ranks(overflow, 1)
+    assert [step for _, _, step in seen] == [1, 1, 1, 2]
+    assert seen[0] == seen[1] == seen[2]
+    assert seen[3][1][0] == pytest.approx(0.9 - 0.1 * 2 / 3)

@@ -1,0 +1,102 @@
+"""Schedules on the command line."""
+
+from __future__ import annotations
+
+import argparse
+import sys
+
+import pytest
+import torch
+
+import shardwise
+from shardwise.config.names import NATIVE_SCHEDULES
+from shardwise.schedules import (
+    build,
+    get_config_from_args,
+    get_lr_from_config,
+    override_params,
+    parse_arguments,
+)
+
+
+def parsed(line: str) -> argparse.Namespace:
+    parser = argparse.ArgumentParser()
+    assert shardwise.add_tuning_arguments(parser) is parser
+    return parser.parse_args(line.split())
+
+
+def test_every_argument_of_every_schedule_has_a_flag() -> None:
+    names = {name for table in NATIVE_SCHEDULES.values() for name in table} - {"last_batch_iteration"}
+    assert vars(parsed("")) == {"lr_schedule": None, **dict.fromkeys(names)}
+
+
+@pytest.mark.parametrize(
+    ("line", "params"),
+    [
+        ("--lr_schedule WarmupLR", {}),
+        (
+            "--lr_schedule OneCycle --cycle_min_lr 0.01 --cycle_max_lr 1e-1 --cycle_momentum --decay_step_size 4",
+            {"cycle_min_lr": 0.01, "cycle_max_lr": 0.1, "cycle_momentum": True, "decay_step_size": 4},
+        ),
+        (
+            "--lr_schedule OneCycle --cycle_min_lr 0 --cycle_max_lr 1 --cycle_momentum false --warmup_min_lr 3",
+            {"cycle_min_lr": 0.0, "cycle_max_lr": 1.0, "cycle_momentum": False},
+        ),
+        (
+            "--lr_schedule LRRangeTest --lr_range_test_staircase True --lr_range_test_step_rate 2",
+            {"lr_range_test_staircase": True, "lr_range_test_step_rate": 2.0},
+        ),
+        (
+            "--lr_schedule WarmupCosineLR --total_num_steps 50 --cos_min_ratio 0.1 --warmup_type linear",
+            {"total_num_steps": 50, "cos_min_ratio": 0.1, "warmup_type": "linear"},
+        ),
+    ],
+)
+def test_flags_become_a_section_that_can_be_built(line: str, params: dict[str, object]) -> None:
+    section, error = get_config_from_args(parsed(line))
+    assert error == ""
+    assert section == {"type": line.split()[1], "params": params}
+    build(section["type"], torch.optim.SGD([torch.zeros(1)], lr=0.1), section["params"])
+
+
+def test_no_schedule_or_an_unknown_one() -> None:
+    assert get_config_from_args(parsed("")) == (None, "--lr_schedule is not given")
+    assert get_config_from_args(object()) == (None, "--lr_schedule is not given")
+    section, error = get_config_from_args(parsed("--lr_schedule warmup"))
+    assert section is None and "--lr_schedule warmup: expected one of LRRangeTest, OneCycle" in error
+
+
+def test_only_what_is_given_replaces_the_configuration() -> None:
+    params = {"warmup_num_steps": 5, "warmup_min_lr": 0.5}
+    override_params(parsed("--warmup_min_lr 0 --cycle_first_step_size 3"), params)
+    assert params == {"warmup_num_steps": 5, "warmup_min_lr": 0.0, "cycle_first_step_size": 3}
+
+
+@pytest.mark.parametrize("words", ["--cycle_momentum maybe", "--warmup_num_steps 1.5", "--warmup_type exp"])
+def test_wrong_values(words: str, capsys: pytest.CaptureFixture[str]) -> None:
+    with pytest.raises(SystemExit):
+        parsed(words)
+    assert f"argument {words.split()[0]}: invalid" in capsys.readouterr().err.replace("expected true", "invalid")
+
+
+def test_reading_the_command_line_of_the_script(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(sys, "argv", ["train.py", "--lr_schedule", "WarmupLR", "--epochs", "3", "--cycle", "x"])
+    args, rest = parse_arguments()
+    assert args.lr_schedule == "WarmupLR"
+    assert rest == ["--epochs", "3", "--cycle", "x"]
+
+
+def test_the_rate_of_a_section() -> None:
+    assert get_lr_from_config({"type": "LRRangeTest", "params": {"lr_range_test_min_lr": 0.2}}) == (0.2, "")
+    assert get_lr_from_config({"type": "LRRangeTest"}) == (1e-3, "")
+    assert get_lr_from_config({"type": "OneCycle", "params": {"cycle_max_lr": [0.2, 0.3]}}) == ([0.2, 0.3], "")
+    assert get_lr_from_config({"type": "WarmupDecayLR", "params": {"warmup_max_lr": 0.4}}) == (0.4, "")
+    for section, error in (
+        ({}, "the schedule has no `type`"),
+        ({"type": "StepLR"}, "StepLR is none of"),
+        ({"type": "OneCycle", "params": {}}, "OneCycle has no `cycle_max_lr`"),
+        ({"type": "WarmupLR", "params": {"warmup_max_lr": None}}, "WarmupLR has no `warmup_max_lr`"),
+        ({"type": "WarmupCosineLR", "params": {}}, "WarmupCosineLR scales the optimizer's own rate"),
+    ):
+        rate, found = get_lr_from_config(section)
+        assert rate is None and found.startswith(error)
