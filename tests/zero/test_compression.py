@@ -53,6 +53,20 @@ def test_stages_give_the_same_bits(method: str) -> None:
         assert_identical(outcomes[first], outcomes[other], method)
 
 
+def test_where_gradients_are_divided_does_not_matter() -> None:
+    """Powers of two: the same bits, whether sums are divided before, after or by the learning rate."""
+    ways: list[dict[str, Any]] = [{}, {"prescale_gradients": True}, {"gradient_predivide_factor": 4.0}]
+    settings = [Setting(stage=1, extra=(*compressed(method), *way.items())) for method in METHODS for way in ways]
+    summed = [
+        Setting(stage=1, lr=0.05, extra=(*compressed(method), ("gradient_allreduce_op", "sum")))
+        for method in ("powerSGD", "topk")
+    ]
+    outcomes = ranks_agree(run_ranks(train_all, 2, "odd_mlp", settings + summed, 4))
+    for first, others in ((0, (1, 2, 9)), (3, (4, 5, 10)), (6, (7, 8))):
+        for other in others:
+            assert outcomes[first].parameters == outcomes[other].parameters, (settings + summed)[other]
+
+
 def test_before_the_first_compressed_step_nothing_is_different() -> None:
     wire = (("communication_data_type", "bf16"),)
     settings = []
