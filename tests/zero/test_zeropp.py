@@ -539,6 +539,40 @@ def test_nodes_are_those_that_the_launcher_tells() -> None:
         assert "runs of 3, 1 ranks" in message and "zero_node_size" in message
 
 
+class Half:
+    """Two data-parallel groups of two ranks each."""
+
+    def __init__(self) -> None:
+        self.groups = [dist.new_group(ranks) for ranks in ([0, 1], [2, 3])]
+
+    def get_data_parallel_group(self) -> dist.ProcessGroup:
+        return self.groups[dist.get_rank() // 2]
+
+
+def engines_of_halves() -> list[str]:
+    case, found = CASES["gpt"], []
+    for _ in range(2):
+        mpu = Half()
+        config = {
+            "train_micro_batch_size_per_gpu": 2,
+            "zero_optimization": {"stage": 3, "stage3_param_persistence_threshold": 0, **QW, **HP},
+        }
+        model = case.make()
+        optimizer = make_optimizer("AdamW", case.groups(model), 1e-2)
+        engine = shardwise.initialize(model=model, optimizer=optimizer, config=config, mpu=mpu)[0]
+        backward(engine, case, 0)
+        engine.step()
+        found.append(parameters_digest(engine.module))
+        engine.destroy()
+    return found
+
+
+def test_groups_of_some_of_the_ranks_can_be_made_again() -> None:
+    answers = run_ranks(engines_of_halves, WORLD)
+    assert answers[0] == answers[1] and answers[2] == answers[3]
+    assert all(first == second for first, second in answers)
+
+
 @pytest.mark.parametrize(
     ("config", "words"),
     [

@@ -380,7 +380,7 @@ class Communicator:
             self._neighbours.close()
             self._neighbours = None
         for group in self._own_groups:
-            dist.destroy_process_group(group)
+            _give_back(group)
         self._own_groups, self._groups = [], {}
 
     def _next(self, kind: str, record: Record) -> tuple[dist.ProcessGroup, int]:
@@ -421,18 +421,56 @@ class Communicator:
         return Handle(pending, record, self.ledger, self._whereabouts)
 
 
+class _Shelf:
+    """Groups that some ranks of the job have made by themselves, to be used again by later engines.
+
+    torch names such a group by its ranks and by how many groups there are. After one has been destroyed, another may
+    get its name, and meets addresses that nobody listens at any more. So they are kept as long as the default group.
+    """
+
+    def __init__(self) -> None:
+        self._default: object = None
+        self._made: dict[dist.ProcessGroup, tuple[object, ...]] = {}
+        self._free: dict[tuple[object, ...], list[dist.ProcessGroup]] = {}
+
+    def take(self, ranks: Sequence[int], timeout: timedelta, backend: str) -> dist.ProcessGroup:
+        """Return a group of these ranks that nobody uses (the same on all of them, if all have done the same)."""
+        if self._default is not dist.group.WORLD:
+            self._default, self._made, self._free = dist.group.WORLD, {}, {}
+        kind = (*ranks, timeout, backend)
+        if self._free.get(kind):
+            return self._free[kind].pop(0)
+        group = dist.new_group(list(ranks), timeout, backend=backend, use_local_synchronization=True)
+        self._made[group] = kind
+        return group
+
+    def put(self, group: dist.ProcessGroup) -> bool:
+        """Take a group back; return whether it came from here."""
+        kind = self._made.get(group)
+        if kind is not None:
+            self._free.setdefault(kind, []).append(group)
+        return kind is not None
+
+
+_shelf = _Shelf()
+
+
 def _new_group(partition: Sequence[Sequence[int]], timeout: timedelta, backend: str) -> dist.ProcessGroup:
-    """Return the one of several new groups that this rank is in.
+    """Return the one of several groups that this rank is in, for its caller alone.
 
     All ranks make all groups if the job has no others. Otherwise each list makes its own: ranks that are in none are
     elsewhere, and must not be needed.
     """
     rank = dist.get_rank()
     if sum(map(len, partition)) < dist.get_world_size():
-        own = next(list(ranks) for ranks in partition if rank in ranks)
-        return dist.new_group(own, timeout, backend=backend, use_local_synchronization=True)
+        return _shelf.take(next(ranks for ranks in partition if rank in ranks), timeout, backend)
     made = [dist.new_group(list(ranks), timeout, backend=backend) for ranks in partition]
     return next(group for group, ranks in zip(made, partition, strict=True) if rank in ranks)
+
+
+def _give_back(group: dist.ProcessGroup) -> None:
+    if not _shelf.put(group):
+        dist.destroy_process_group(group)
 
 
 def _backend(group: dist.ProcessGroup | None, device: torch.device) -> str:
