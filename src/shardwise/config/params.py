@@ -3,9 +3,10 @@
 from __future__ import annotations
 
 import math
+from collections.abc import Callable
 from typing import Any
 
-from shardwise.errors import ConflictError, NotBuiltError
+from shardwise.errors import ConfigError, ConflictError, NotBuiltError
 
 from . import names
 from .problems import Problem, dotted
@@ -28,15 +29,47 @@ def check_optimizer(config: Config, found: Scan) -> list[Problem]:
         return [_unbuilt(here, "optimizer", name, names.UNBUILT_OPTIMIZERS[canonical])]
     if canonical in names.UNUSABLE_OPTIMIZERS:
         return [Problem(here, f"torch.optim.{name} cannot be used: {names.UNUSABLE_OPTIMIZERS[canonical]}")]
+    if canonical in names.MUP_OPTIMIZERS:
+        return []
     signature = names.optimizer_signature(name)
     if signature is None:
-        usable = {*names.NATIVE_OPTIMIZERS, *names.torch_optimizers()} - names.UNUSABLE_OPTIMIZERS.keys()
+        usable = {
+            *names.NATIVE_OPTIMIZERS,
+            *names.MUP_OPTIMIZERS,
+            *names.torch_optimizers(),
+        } - names.UNUSABLE_OPTIMIZERS.keys()
         message = _unknown("optimizer", name, usable, names.UNBUILT_OPTIMIZERS, "torch.optim")
         return [Problem(here, message)]
     problems = _check_arguments("optimizer.params", params, signature)
-    if canonical in names.NATIVE_OPTIMIZERS:
+    if canonical in ("adam", "adamw"):
         problems += _check_adam(canonical, params)
+    problems += [
+        Problem(f"optimizer.params.{option}", message, NotBuiltError if option == "per_head_muon" else ConfigError)
+        for option, wrong, message in _REFUSED_VALUES.get(canonical, ())
+        if option in params and wrong(params[option])
+    ]
     return problems
+
+
+_REFUSED_VALUES: dict[str, list[tuple[str, Callable[[Any], bool], str]]] = {
+    "lamb": [
+        (
+            "max_grad_norm",
+            lambda value: _is_number(value) and value > 0,
+            "the engine clips gradients; write `gradient_clipping` at the top level, and 0 here or nothing",
+        ),
+        ("amsgrad", lambda value: value is True, "LAMB has no such variant; remove the key"),
+    ],
+    "muon": [
+        (
+            "per_head_muon",
+            lambda value: value is True,
+            "this version orthogonalises matrices as a whole; remove the key",
+        ),
+        ("ns_method", lambda value: value not in ("gram", "standard"), 'expected "gram" or "standard"'),
+    ],
+}
+"""By optimizer: an option, whether a value of it is refused, and why."""
 
 
 def _check_adam(name: str, params: dict[str, Any]) -> list[Problem]:
@@ -108,7 +141,7 @@ def _check_arguments(path: str, params: dict[str, Any], signature: names.Signatu
     return problems
 
 
-_AT_LEAST_ZERO = ("lr", "eps", "weight_decay", "momentum", "warmup_min_lr", "warmup_max_lr")
+_AT_LEAST_ZERO = ("lr", "muon_lr", "adam_lr", "eps", "weight_decay", "momentum", "warmup_min_lr", "warmup_max_lr")
 _STEPS = ("warmup_num_steps", "total_num_steps")
 _LEARNING_RATES = ("warmup_min_lr", "warmup_max_lr")
 

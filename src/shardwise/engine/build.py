@@ -24,10 +24,11 @@ from shardwise.engine.engine import Engine
 from shardwise.engine.exhausted import Circumstances, explaining
 from shardwise.engine.facts import facts_of
 from shardwise.engine.plans import Subject
+from shardwise.engine.stepping import stepping_of
 from shardwise.errors import ConfigError, UsageError
 from shardwise.memory import Accountant, Category
-from shardwise.optim import Sharding, is_elementwise_state, sharding_of
 from shardwise.optim import build as build_optimizer
+from shardwise.optim import is_elementwise_state
 from shardwise.precision.dtypes import policy_from_config
 from shardwise.precision.scaler import LossScaler
 from shardwise.schedules import build as build_schedule
@@ -178,12 +179,7 @@ def _build(
 
     # The optimizer is made on the user's own parameters; sharding then edits its groups in place.
     optimizer = _optimizer(settings, client_optimizer, model_parameters, model, device)
-    whole = False
-    if optimizer is not None:
-        kind, reason = sharding_of(optimizer)
-        if kind is Sharding.REFUSED:
-            raise ConfigError(f"optimizer {type(optimizer).__name__} cannot be used: {reason}")
-        whole = kind is Sharding.WHOLE
+    stepping = stepping_of(optimizer)
     # It sets the first step's learning rate on the groups, which stay what they are.
     scheduler = _scheduler(settings, client_scheduler, optimizer)
     _place_buffers(model, device, policy.buffer_dtype, settings.data_types.keep_in_fp32_modules, accountant)
@@ -198,7 +194,7 @@ def _build(
         sharded = ShardedModel(
             model,
             optimizer,
-            whole_tensors=whole,
+            stepping=stepping,
             is_elementwise=is_elementwise_state,
             plan=plan,
             policy=policy,
@@ -296,7 +292,10 @@ def _optimizer(
         return made
     if settings.optimizer is None or settings.optimizer.type is None:
         return None
-    return build_optimizer(settings.optimizer.type, chosen, dict(settings.optimizer.params or {}), device=device)
+    options = dict(settings.optimizer.params or {})
+    # Some treat parameters by name; a tied one by all its names.
+    named = model.named_parameters(remove_duplicate=False)
+    return build_optimizer(settings.optimizer.type, chosen, options, device=device, named=named)
 
 
 def _scheduler(settings: Any, client: Any, optimizer: torch.optim.Optimizer | None) -> Any:

@@ -19,6 +19,7 @@ from shardwise.comm.communicator import Communicator
 from shardwise.comm.ledger import Ledger
 from shardwise.config import Facts, Resolution, resolve
 from shardwise.engine.scaling import computes_norm
+from shardwise.engine.stepping import stepping_of
 from shardwise.errors import ConfigError, UsageError
 from shardwise.memory import (
     Accountant,
@@ -29,7 +30,7 @@ from shardwise.memory import (
     twin_of,
 )
 from shardwise.memory.report import as_text, readable
-from shardwise.optim import Sharding, is_elementwise_state, sharding_of
+from shardwise.optim import is_elementwise_state
 from shardwise.precision.dtypes import policy_from_config
 from shardwise.trees import tensors_in
 from shardwise.zero.memory import MemoryPlan, planned
@@ -338,7 +339,7 @@ class Planner:
             sharded = ShardedModel(
                 twin,
                 optimizer,
-                whole_tensors=optimizer is not None and sharding_of(optimizer)[0] is Sharding.WHOLE,
+                stepping=stepping_of(optimizer),
                 is_elementwise=is_elementwise_state,
                 plan=Plan.of(settings.zero_optimization, setting.ranks),
                 policy=policy_from_config(settings),

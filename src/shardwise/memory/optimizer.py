@@ -185,4 +185,8 @@ def twin_of(optimizer: torch.optim.Optimizer, groups: Sequence[dict[str, Any]]) 
         twin.__dict__[name] = OrderedDict()
     twin.state = defaultdict(dict)
     twin.param_groups = [dict(group) for group in groups]
+    # What an engine has told it about its tensors, which are others here.
+    norms = twin.__dict__.pop("shardwise_norms", None)
+    if norms is not None:
+        twin.__dict__["shardwise_norms"] = norms.alone(twin.param_groups)
     return twin

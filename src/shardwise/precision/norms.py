@@ -44,29 +44,29 @@ class Runs:
     def __init__(self, runs: Sequence[tuple[int, torch.Tensor]], parameters: int, device: torch.device) -> None:
         self._parameters = parameters
         self._device = device
-        filled = [(index, run) for index, run in runs if run.numel()]
-        large = [widens(run.numel(), device) for _, run in filled]
-        self._large = [run for (_, run), is_large in zip(filled, large, strict=True) if is_large]
-        self._small = [run for (_, run), is_large in zip(filled, large, strict=True) if not is_large]
+        sizes = [run.numel() for _, run in runs]
+        self._which_large = [place for place, size in enumerate(sizes) if size and widens(size, device)]
+        self._which_small = [place for place, size in enumerate(sizes) if size and not widens(size, device)]
+        self._large, self._small = self._sorted([run for _, run in runs])
         # On the device from the beginning: copying indices in every step would wait for it.
-        self._places = torch.tensor(
-            [
-                index
-                for wanted in (True, False)
-                for (index, _), found in zip(filled, large, strict=True)
-                if found is wanted
-            ],
-            dtype=torch.int64,
-            device=device,
-        )
+        indices = [runs[place][0] for place in (*self._which_large, *self._which_small)]
+        self._places = torch.tensor(indices, dtype=torch.int64, device=device)
 
-    def sums_of_squares(self) -> torch.Tensor:
-        """Return this rank's sum of squares of each parameter: an fp64 tensor of one element a parameter."""
+    def sums_of_squares(self, others: Sequence[torch.Tensor] | None = None) -> torch.Tensor:
+        """Return this rank's sum of squares of each parameter: an fp64 tensor of one element a parameter.
+
+        Args:
+            others: sum these runs instead, which are cut as those of this object.
+        """
+        large, small = (self._large, self._small) if others is None else self._sorted(others)
         sums = torch.zeros(self._parameters, dtype=torch.float64, device=self._device)
-        squares = [_sum_of_squares(self._large)] if self._large else []
-        if self._small:
-            squares.append(torch.stack(torch._foreach_norm(self._small, 2, dtype=torch.float64)).square())
+        squares = [_sum_of_squares(large)] if large else []
+        if small:
+            squares.append(torch.stack(torch._foreach_norm(small, 2, dtype=torch.float64)).square())
         return sums.index_add_(0, self._places, torch.cat(squares)) if squares else sums
+
+    def _sorted(self, runs: Sequence[torch.Tensor]) -> tuple[list[torch.Tensor], list[torch.Tensor]]:
+        return [runs[place] for place in self._which_large], [runs[place] for place in self._which_small]
 
 
 def _sum_of_squares(runs: Sequence[torch.Tensor]) -> torch.Tensor:
@@ -75,7 +75,7 @@ def _sum_of_squares(runs: Sequence[torch.Tensor]) -> torch.Tensor:
     scratch = torch.empty(CHUNK, dtype=torch.float64)
     for run in runs:
         total = 0.0
-        for chunk in run.split(CHUNK):
+        for chunk in run.reshape(-1).split(CHUNK):
             wide = scratch[: chunk.numel()].copy_(chunk)
             total += torch.dot(wide, wide).item()
         sums.append(total)

@@ -1,9 +1,9 @@
 """Layout arithmetic: where each element of a parameter lies in a unit, and which rank owns it.
 
-A unit's parameters lie in sections (one per dtype, trainable or not); inside a section they are grouped in lanes (one
-per optimizer parameter group), each parameter at an aligned boundary. A section is padded to a multiple of the number
-of ranks and split into equal ranges, one a rank. A rank's range is a list of segments, each of one lane: what its
-optimizer steps.
+A unit's parameters lie in sections (one per dtype, trainable or not, stepped whole or in parts); inside a section they
+are grouped in lanes (one per optimizer parameter group), each parameter at an aligned boundary. A section is padded to
+a multiple of the number of ranks and split into equal ranges, one a rank. A rank's range is a list of segments, each of
+one lane: what its optimizer steps.
 
 Pure functions of sizes; no tensor is touched. Invariants: every element of every parameter lies in exactly one rank's
 range; every segment starts and ends at an aligned boundary, so that vectorised kernels treat an element the same
@@ -13,7 +13,7 @@ wherever the cuts between ranks and units fall.
 from __future__ import annotations
 
 import bisect
-from collections.abc import Sequence
+from collections.abc import Collection, Sequence
 from dataclasses import dataclass
 from functools import cached_property
 
@@ -73,7 +73,10 @@ class Piece:
 
 @dataclass(frozen=True)
 class Section:
-    """Parameters of one dtype, all trainable or all frozen, laid out in one flat buffer of `numel` elements."""
+    """Parameters of one dtype, all trainable or all frozen, laid out in one flat buffer of `numel` elements.
+
+    `whole`: the optimizer steps whole tensors of it, each on one rank; elsewhere it steps the ranges.
+    """
 
     dtype: torch.dtype
     trainable: bool
@@ -81,6 +84,7 @@ class Section:
     lanes: tuple[Lane, ...]
     numel: int
     world: int
+    whole: bool = False
 
     @property
     def shard(self) -> int:
@@ -127,19 +131,23 @@ class Section:
         return found
 
 
-def lay_out(tensors: Sequence[LogicalTensor], world: int, device_type: str) -> tuple[Section, ...]:
+def lay_out(
+    tensors: Sequence[LogicalTensor], world: int, device_type: str, whole: Collection[int] = ()
+) -> tuple[Section, ...]:
     """Lay the parameters of one unit out in sections; trainable sections come first.
 
     Args:
         tensors: the unit's parameters in registration order.
         world: number of ranks that share the unit.
         device_type: `cpu`, `cuda`, ...; decides the alignment.
+        whole: parameter groups whose tensors are stepped whole.
     """
-    kinds: dict[tuple[bool, str], list[LogicalTensor]] = {}
+    kinds: dict[tuple[bool, str, bool], list[LogicalTensor]] = {}
     for tensor in tensors:
-        kinds.setdefault((not tensor.trainable, str(tensor.dtype)), []).append(tensor)
+        kind = not tensor.trainable, str(tensor.dtype), tensor.trainable and tensor.group in whole
+        kinds.setdefault(kind, []).append(tensor)
     sections = []
-    for (frozen, _), members in sorted(kinds.items()):
+    for (frozen, _, in_whole), members in sorted(kinds.items()):
         align = alignment(members[0].dtype, device_type)
         members = sorted(members, key=lambda t: (-1 if t.group is None else t.group, t.index))
         slots, lanes, offset, lane_start = [], [], 0, 0
@@ -152,5 +160,5 @@ def lay_out(tensors: Sequence[LogicalTensor], world: int, device_type: str) -> t
             if last or members[position + 1].group != tensor.group:
                 lanes.append(Lane(tensor.group, lane_start, offset))
                 lane_start = offset
-        sections.append(Section(members[0].dtype, not frozen, tuple(slots), tuple(lanes), offset, world))
+        sections.append(Section(members[0].dtype, not frozen, tuple(slots), tuple(lanes), offset, world, in_whole))
     return tuple(sections)

@@ -21,6 +21,7 @@ from shardwise.errors import DesyncError, UsageError
 from shardwise.memory import Accountant, Category, give_back_freed_memory, module_bytes, resident_bytes, virtual_bytes
 from shardwise.precision.dtypes import PrecisionPolicy
 from shardwise.precision.norms import Runs, clip_coefficient, combine
+from shardwise.precision.tensornorms import NORMS
 from shardwise.registry import Registry
 from shardwise.zero import released
 from shardwise.zero.calls import Use
@@ -37,7 +38,7 @@ from shardwise.zero.plan import Plan
 from shardwise.zero.reduce import Reducer
 from shardwise.zero.sidechannel import SideChannel
 from shardwise.zero.unit import SectionMemory, Unit, UnitState
-from shardwise.zero.update import SegmentUpdate, StateKind, Update, WholeUpdate
+from shardwise.zero.update import MixedUpdate, SegmentUpdate, StateKind, Stepping, Update, WholeUpdate
 
 _DESTROYED = (
     "the engine has been destroyed, and its model is a plain one again; pass the model to shardwise.initialize() for a "
@@ -51,7 +52,7 @@ class ShardedModel:
     Args:
         module: the user's model; its parameters keep their identity and become views of unit buffers.
         optimizer: stepped on what this rank owns; None for a model that is only evaluated.
-        whole_tensors: the optimizer needs whole tensors.
+        stepping: what the optimizer has to be given.
         is_elementwise: whether an entry of the optimizer's state (value, elements of its parameter, name) has one value
             per element.
         plan: what is sharded.
@@ -69,6 +70,7 @@ class ShardedModel:
         client_groups: the parameters that each of the optimizer's groups had before the engine.
         gradient_factor: what turns accumulated sums into the gradient.
         loss_scale: what losses are multiplied by.
+        owners: the part of `update` that steps whole tensors; None if there is none.
         on_backward_end: called at the end of a backward pass; told whether it has brought gradients.
     """
 
@@ -77,7 +79,7 @@ class ShardedModel:
         module: nn.Module,
         optimizer: torch.optim.Optimizer | None,
         *,
-        whole_tensors: bool,
+        stepping: Stepping,
         is_elementwise: StateKind,
         plan: Plan,
         policy: PrecisionPolicy,
@@ -107,19 +109,13 @@ class ShardedModel:
         self.client_groups = [list(group["params"]) for group in groups]
         self.closed = ""
         self.units: list[Unit] = []
+        self.stepping = stepping
         self.update: Update | None = None
+        self.owners: WholeUpdate | None = None
         if optimizer is not None:
-            replicated = not plan.shard_optimizer
-            self.update = (
-                WholeUpdate(
-                    optimizer, self.units, self.registry, comm, accountant, is_elementwise, replicated=replicated
-                )
-                if whole_tensors
-                else SegmentUpdate(optimizer, self.units, self.registry, accountant, is_elementwise)
-            )
-        self._owns_masters = not whole_tensors or not plan.shard_optimizer or comm.world == 1
+            self.update, self.owners = self._make_update(optimizer, is_elementwise)
         specs = find_units(module, self.registry, plan.unit_cap, leaves)
-        layouts = [lay_out(spec.tensors, comm.world, device.type) for spec in specs]
+        layouts = [lay_out(spec.tensors, comm.world, device.type, stepping.whole) for spec in specs]
         # Until a pass has been traced, the order of the modules stands for that of execution.
         forward, backward = list(range(len(specs))), backward_order([spec.modules for spec in specs], module)
         whole = self._stay_whole(specs, layouts, (forward, backward))
@@ -186,6 +182,19 @@ class ShardedModel:
 
     # -- building ----------------------------------------------------------------------------------------------------
 
+    def _make_update(
+        self, optimizer: torch.optim.Optimizer, is_elementwise: StateKind
+    ) -> tuple[Update, WholeUpdate | None]:
+        """Return what steps the parameters, and that part of it which steps whole tensors, if there is one."""
+        stepping, common = self.stepping, (optimizer, self.units, self.registry, self.comm, self.accountant)
+        segments = SegmentUpdate(*common, is_elementwise, norms=stepping.norms)
+        if not stepping.whole:
+            return segments, None
+        whole = WholeUpdate(*common, is_elementwise, stepping, replicated=not self.plan.shard_optimizer)
+        if len(stepping.whole) == len(optimizer.param_groups):
+            return whole, whole
+        return MixedUpdate(segments, whole, self.accountant), whole
+
     def _check_owners(self, groups: Sequence[dict[str, Any]]) -> None:
         """Raise for parameters that the optimizer has and the model has not: no rank would ever step them."""
         for number, group in enumerate(groups):
@@ -238,7 +247,8 @@ class ShardedModel:
             self._fill(unit, section)
         unit.attach()
         for section in sections:
-            section.settle(keep_master=self._owns_masters and self.update is not None)
+            owned = section.layout.whole and self.owners is not None and not self.owners.replicated
+            section.settle(keep_master=not owned and self.update is not None)
         if self.update is not None:
             self.update.capture(unit)
         for section in sections:
@@ -376,7 +386,7 @@ class ShardedModel:
         self.finish_gathers()
         self.take_changes()
         with self.accountant.owning(Category.OTHER), self.guards.stepping():
-            self.update.step(self.optimizer)
+            self.update.step()
         if not self._stepped:
             self._stepped = True
             give_back_freed_memory()  # the optimizer's state has come to stay, among buffers that have gone
@@ -649,8 +659,9 @@ class ShardedModel:
         self._cut_references()
 
     def _give_optimizer_back(self) -> None:
-        self.update = None
+        self.update = self.owners = None
         if self.optimizer is not None:
+            vars(self.optimizer).pop(NORMS, None)
             self.optimizer.state.clear()
             for group, parameters in zip(self.optimizer.param_groups, self.client_groups, strict=False):
                 group["params"] = parameters
