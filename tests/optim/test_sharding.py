@@ -167,6 +167,7 @@ def test_declarations_count_for_the_class_itself_only() -> None:
         assert 'set shardwise_sharding = "elementwise"' in reason
     assert sharding_of(LineSearch(weight))[0] is Sharding.REFUSED
     with pytest.raises(
-        ConfigError, match=r"Wrong\.shardwise_sharding: expected 'elementwise' or 'whole', found 'shards'"
+        ConfigError,
+        match=r"Wrong\.shardwise_sharding: expected 'elementwise', 'norms', 'whole' or 'mixed', found 'shards'",
     ):
         sharding_of(Wrong(weight))

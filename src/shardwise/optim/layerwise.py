@@ -39,6 +39,7 @@ class Layerwise(torch.optim.Optimizer):
 
     shardwise_norms: TensorNorms | None = None
     _coefficients: torch.Tensor | None = None
+    _local: tuple[list[tuple[int, bool]], TensorNorms] | None = None
 
     def direction(
         self, parameter: torch.Tensor, gradient: torch.Tensor, state: dict[str, Any], group: dict[str, Any]
@@ -80,7 +81,7 @@ class Layerwise(torch.optim.Optimizer):
         if closure is not None:
             with torch.enable_grad():
                 loss = closure()
-        norms = self.shardwise_norms or TensorNorms.local(self.param_groups)
+        norms = self.shardwise_norms or self._local_norms()
         weights: dict[torch.Tensor, torch.Tensor] = {}
         directions: dict[torch.Tensor, torch.Tensor] = {}
         for group in self.param_groups:
@@ -107,6 +108,13 @@ class Layerwise(torch.optim.Optimizer):
         trained parameters, on every rank); empty before the first. On a GPU the host waits for them.
         """
         return [] if self._coefficients is None else cast("list[float]", self._coefficients.tolist())
+
+    def _local_norms(self) -> TensorNorms:
+        every = [(id(p), p.grad is not None) for group in self.param_groups for p in group["params"]]
+        # Made once: it has indices on the device.
+        if self._local is None or self._local[0] != every:
+            self._local = every, TensorNorms.local(self.param_groups)
+        return self._local[1]
 
     @staticmethod
     def _own_gradient(parameter: torch.Tensor, overwrites: bool) -> torch.Tensor:

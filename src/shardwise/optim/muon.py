@@ -11,6 +11,8 @@ from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from typing import Any
 
 import torch
+from torch.optim.adam import adam
+from torch.optim.adamw import adamw
 
 COEFFICIENTS = (3.4445, -4.7750, 2.0315)
 """Of the quintic a x + b x^3 + c x^5, which brings singular values near one in few steps (Jordan et al., 2024)."""
@@ -226,7 +228,9 @@ class Muon(torch.optim.Optimizer):
         buffer, momentum = state["momentum_buffer"], group["momentum"]
         buffer.lerp_(gradient, 1 - momentum)
         wanted = gradient.lerp(buffer, momentum) if group["nesterov"] else buffer
-        matrix = wanted.reshape(wanted.shape[0], -1)
+        if not parameter.numel():
+            return
+        matrix = wanted.flatten(1)
         found = orthogonalize(matrix, group["ns_steps"], group["ns_method"])
         if group["weight_decay"]:
             parameter.mul_(1 - group["lr"] * group["weight_decay"])
@@ -244,7 +248,7 @@ class Muon(torch.optim.Optimizer):
                 state["step"] = torch.zeros((), dtype=torch.float32, device=on)
                 state["exp_avg"] = torch.zeros_like(parameter)
                 state["exp_avg_sq"] = torch.zeros_like(parameter)
-        step = torch.optim.adamw.adamw if group["adam_w_mode"] else torch.optim.adam.adam
+        step = adamw if group["adam_w_mode"] else adam
         beta1, beta2 = group["betas"]
         step(
             parameters,

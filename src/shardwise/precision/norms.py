@@ -32,6 +32,38 @@ def scratch_bytes(runs: Iterable[int], device: torch.device) -> int:
     return CHUNK * torch.float64.itemsize if any(widens(elements, device) for elements in runs) else 0
 
 
+class Squares:
+    """Sums of squares of runs of parameters that are cut in one way.
+
+    Args:
+        runs: pairs (index of a parameter, elements of a run of it); a parameter may have several.
+        parameters: number of parameters.
+        device: of the runs and of the result.
+    """
+
+    def __init__(self, runs: Sequence[tuple[int, int]], parameters: int, device: torch.device) -> None:
+        self._parameters = parameters
+        self._device = device
+        self._large = [place for place, (_, size) in enumerate(runs) if size and widens(size, device)]
+        self._small = [place for place, (_, size) in enumerate(runs) if size and not widens(size, device)]
+        # On the device from the beginning: copying indices in every step would wait for it.
+        indices = [runs[place][0] for place in (*self._large, *self._small)]
+        self._places = torch.tensor(indices, dtype=torch.int64, device=device)
+
+    def sums(self, values: Sequence[torch.Tensor]) -> torch.Tensor:
+        """Return the sum of squares of each parameter: an fp64 tensor of one element a parameter.
+
+        Args:
+            values: the runs, in the order in which they were described.
+        """
+        sums = torch.zeros(self._parameters, dtype=torch.float64, device=self._device)
+        squares = [_sum_of_squares([values[place] for place in self._large])] if self._large else []
+        if self._small:
+            small = [values[place] for place in self._small]
+            squares.append(torch.stack(torch._foreach_norm(small, 2, dtype=torch.float64)).square())
+        return sums.index_add_(0, self._places, torch.cat(squares)) if squares else sums
+
+
 class Runs:
     """The runs of gradients whose squares this rank sums.
 
@@ -42,31 +74,12 @@ class Runs:
     """
 
     def __init__(self, runs: Sequence[tuple[int, torch.Tensor]], parameters: int, device: torch.device) -> None:
-        self._parameters = parameters
-        self._device = device
-        sizes = [run.numel() for _, run in runs]
-        self._which_large = [place for place, size in enumerate(sizes) if size and widens(size, device)]
-        self._which_small = [place for place, size in enumerate(sizes) if size and not widens(size, device)]
-        self._large, self._small = self._sorted([run for _, run in runs])
-        # On the device from the beginning: copying indices in every step would wait for it.
-        indices = [runs[place][0] for place in (*self._which_large, *self._which_small)]
-        self._places = torch.tensor(indices, dtype=torch.int64, device=device)
+        self._values = [run for _, run in runs]
+        self._squares = Squares([(index, run.numel()) for index, run in runs], parameters, device)
 
-    def sums_of_squares(self, others: Sequence[torch.Tensor] | None = None) -> torch.Tensor:
-        """Return this rank's sum of squares of each parameter: an fp64 tensor of one element a parameter.
-
-        Args:
-            others: sum these runs instead, which are cut as those of this object.
-        """
-        large, small = (self._large, self._small) if others is None else self._sorted(others)
-        sums = torch.zeros(self._parameters, dtype=torch.float64, device=self._device)
-        squares = [_sum_of_squares(large)] if large else []
-        if small:
-            squares.append(torch.stack(torch._foreach_norm(small, 2, dtype=torch.float64)).square())
-        return sums.index_add_(0, self._places, torch.cat(squares)) if squares else sums
-
-    def _sorted(self, runs: Sequence[torch.Tensor]) -> tuple[list[torch.Tensor], list[torch.Tensor]]:
-        return [runs[place] for place in self._which_large], [runs[place] for place in self._which_small]
+    def sums_of_squares(self) -> torch.Tensor:
+        """Return this rank's sum of squares of each parameter: an fp64 tensor of one element a parameter."""
+        return self._squares.sums(self._values)
 
 
 def _sum_of_squares(runs: Sequence[torch.Tensor]) -> torch.Tensor:

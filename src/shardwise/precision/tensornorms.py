@@ -13,7 +13,7 @@ from typing import Any
 
 import torch
 
-from shardwise.precision.norms import Runs
+from shardwise.precision.norms import Squares
 
 NORMS = "shardwise_norms"
 """Attribute of an optimizer under which an engine leaves the norms of the tensors that it has cut."""
@@ -74,7 +74,7 @@ class TensorNorms:
         self.overwrites = overwrites
         self._runs = {parameter: tuple(found) for parameter, found in runs.items()}
         self._counted = list(counted)
-        self._sums = Runs([(run.tensor, run.of(parameter.detach())) for parameter, run in counted], self.count, device)
+        self._squares = Squares([(run.tensor, run.stop - run.start) for _, run in counted], self.count, device)
         self._add = add
         # On the device from the beginning: copying indices in every step would wait for it.
         self._members = [_indices(numbers, device) for numbers in groups]
@@ -131,7 +131,7 @@ class TensorNorms:
         """
         sums = torch.stack(
             [
-                self._sums.sums_of_squares([run.of(values[parameter]) for parameter, run in self._counted])
+                self._squares.sums([run.of(values[parameter]) for parameter, run in self._counted])
                 for values in quantities
             ]
         )
