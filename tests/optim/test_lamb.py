@@ -3,6 +3,8 @@
 from __future__ import annotations
 
 import copy
+import re
+from pathlib import Path
 from typing import Any
 
 import pytest
@@ -100,6 +102,16 @@ def test_lamb_is_that_of_the_paper(options: dict[str, Any], dtype: torch.dtype, 
 def test_another_one_on_the_base(dtype: torch.dtype, tolerance: float) -> None:
     ours, theirs = weights(dtype), weights(dtype)
     compare(Lars(ours, LARS), WrittenLars([{"params": theirs}], **LARS), dtype, tolerance)
+
+
+def test_the_documented_example() -> None:
+    page = (Path(__file__).parents[2] / "docs" / "optimizers.md").read_text()
+    code = next(block for block in re.findall(r"```python\n(.*?)```", page, re.DOTALL) if "class Lars" in block)
+    ours, theirs = weights(torch.float64), weights(torch.float64)
+    scope: dict[str, Any] = {"model": torch.nn.ParameterList(ours)}
+    exec(code, scope)
+    options = {key: value for key, value in scope["optimizer"].defaults.items() if key != "params"}
+    compare(scope["optimizer"], WrittenLars([{"params": theirs}], **options), torch.float64, 1e-12)
 
 
 def test_absent_gradients_are_passed_over_and_sparse_ones_refused() -> None:

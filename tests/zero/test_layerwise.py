@@ -169,7 +169,7 @@ def peaks(kind: str, stage: int, precision: str) -> dict[str, tuple[int, int]]:
     from shardwise.memory import track_activations
 
     torch.manual_seed(0)
-    model = nn.Sequential(*(nn.Linear(160, 160) for _ in range(5)), nn.Linear(160, 40))
+    model = nn.Sequential(nn.Linear(160, 160), nn.Linear(160, 400), nn.Linear(400, 160), nn.Linear(160, 160))
     config = Setting(stage=stage, precision=precision).config()
     config["optimizer"] = {"type": kind, "params": {"lr": 1e-3}}
     engine, *_ = shardwise.initialize(model=model, config=config)

@@ -43,23 +43,32 @@ def orthogonalize(matrix: torch.Tensor, steps: int = 5, method: str = "gram") ->
         >>> [[abs(round(value)) for value in row] for row in found.tolist()]
         [[1, 0, 0], [0, 0, 1]]
     """
-    tall = matrix.shape[0] > matrix.shape[1]
-    found = matrix.mT if tall else matrix
+    return _iterate(_normalize(matrix.clone()), steps, method).to(matrix.dtype)
+
+
+def _normalize(matrix: torch.Tensor) -> torch.Tensor:
+    """Scale a matrix in place to singular values of at most one, where the iteration converges; return it in the dtype
+    of the iteration.
+    """
     low = torch.bfloat16 if matrix.device.type != "cpu" else torch.float32
-    dtype = torch.float64 if matrix.dtype is torch.float64 else low
-    # Singular values of at most one, where the iteration converges.
-    found = (found / (torch.linalg.vector_norm(found) + 1e-7)).to(dtype)
+    matrix.div_(torch.linalg.vector_norm(matrix) + 1e-7)
+    return matrix.to(torch.float64 if matrix.dtype is torch.float64 else low)
+
+
+def _iterate(found: torch.Tensor, steps: int, method: str) -> torch.Tensor:
+    tall = found.shape[0] > found.shape[1]
+    if tall:
+        found = found.mT
     rows, columns = found.shape
     if method == "gram" and 2 * columns >= 3 * rows:
         # Rounding of a Gram matrix can make its small eigenvalues negative, which grow; a fresh one begins again.
-        most = 2 if dtype is torch.bfloat16 else 3
+        most = 2 if found.dtype is torch.bfloat16 else 3
         while steps > 0:
             found = _by_gram_matrices(found, min(most, steps))
             steps -= most
     else:
         for _ in range(steps):
             found = torch.addmm(found, _polynomial(found @ found.mT), found, beta=COEFFICIENTS[0])
-    found = found.to(matrix.dtype)
     return found.mT if tall else found
 
 
@@ -222,20 +231,28 @@ class Muon(torch.optim.Optimizer):
 
     def _step_matrix(self, parameter: torch.Tensor, group: dict[str, Any]) -> None:
         assert parameter.grad is not None
-        gradient, state = parameter.grad.to(parameter.dtype), self.state[parameter]
-        if not state:
-            state["momentum_buffer"] = torch.zeros_like(parameter)
-        buffer, momentum = state["momentum_buffer"], group["momentum"]
-        buffer.lerp_(gradient, 1 - momentum)
-        wanted = gradient.lerp(buffer, momentum) if group["nesterov"] else buffer
+        buffer = self.state[parameter].get("momentum_buffer")
+        if buffer is None:
+            buffer = self.state[parameter]["momentum_buffer"] = torch.zeros_like(parameter)
         if not parameter.numel():
             return
-        matrix = wanted.flatten(1)
-        found = orthogonalize(matrix, group["ns_steps"], group["ns_method"])
+        # Nobody here keeps what is handed on, so that it is freed as soon as it has been used.
+        found = _iterate(
+            _normalize(self._direction(parameter.grad.to(parameter.dtype), buffer, group).flatten(1)),
+            group["ns_steps"],
+            group["ns_method"],
+        )
         if group["weight_decay"]:
             parameter.mul_(1 - group["lr"] * group["weight_decay"])
-        rows, columns = matrix.shape
-        parameter.add_(found.reshape(parameter.shape), alpha=-group["lr"] * max(1.0, rows / columns) ** 0.5)
+        rows, columns = found.shape
+        found = found.to(parameter.dtype).reshape(parameter.shape)
+        parameter.add_(found, alpha=-group["lr"] * max(1.0, rows / columns) ** 0.5)
+
+    @staticmethod
+    def _direction(gradient: torch.Tensor, buffer: torch.Tensor, group: dict[str, Any]) -> torch.Tensor:
+        """Advance the momentum; return the direction in memory of its own."""
+        buffer.lerp_(gradient, 1 - group["momentum"])
+        return gradient.lerp(buffer, group["momentum"]) if group["nesterov"] else buffer.clone()
 
     def _step_adam(self, group: dict[str, Any]) -> None:
         parameters = [parameter for parameter in group["params"] if parameter.grad is not None]
