@@ -133,6 +133,40 @@ def test_a_class_of_ones_own_on_the_base() -> None:
         assert_identical(found[0], outcome)
 
 
+def gone_on(kind: str, stages: list[int | None]) -> list[Tensors]:
+    """Two plain steps on the same data on every rank, and two under an engine (None: plain ones) with the instance."""
+    found = []
+    for stage in stages:
+        case = CASES["gpt"]
+        model = case.make()
+        optimizer = MAKERS[kind](case.groups(model))
+        batches = [case.data(number, 0, 0, torch.float32) for number in range(4)]
+        for batch in batches[:2] if stage is not None else batches:
+            optimizer.zero_grad()
+            case.loss(model, batch).backward()
+            optimizer.step()
+        if stage is None:
+            found.append({name: p.detach() for name, p in model.named_parameters()})
+            continue
+        engine, *_ = shardwise.initialize(model=model, optimizer=optimizer, config=Setting(stage=stage).config())
+        for batch in batches[2:]:
+            engine.backward(case.loss(engine, batch))
+            engine.step()
+        found.append(masters(model))
+        engine.destroy()
+    return found
+
+
+@pytest.mark.parametrize("kind", ["lamb", "muon"])
+def test_an_instance_goes_on_with_its_state(kind: str) -> None:
+    expected, *found = run_ranks(gone_on, 2, kind, [None, 0, 1, 3])[0]
+    for tensors in found:
+        for name, value in tensors.items():
+            assert torch.equal(value, found[0][name]), name
+            gap = (value - expected[name]).norm() / expected[name].norm().clamp(min=1e-3)
+            assert gap < (1e-3 if kind == "muon" else 1e-5), (name, gap)
+
+
 # -- LAMB --------------------------------------------------------------------------------------------------------------
 
 
