@@ -193,7 +193,7 @@ class ShardedModel:
         whole = WholeUpdate(*common, is_elementwise, stepping, replicated=not self.plan.shard_optimizer)
         if len(stepping.whole) == len(optimizer.param_groups):
             return whole, whole
-        return MixedUpdate(segments, whole, self.accountant), whole
+        return MixedUpdate(segments, whole), whole
 
     def _check_owners(self, groups: Sequence[dict[str, Any]]) -> None:
         """Raise for parameters that the optimizer has and the model has not: no rank would ever step them."""
@@ -386,7 +386,7 @@ class ShardedModel:
         self.finish_gathers()
         self.take_changes()
         with self.accountant.owning(Category.OTHER), self.guards.stepping():
-            self.update.step()
+            self.update.step(self.optimizer)
         if not self._stepped:
             self._stepped = True
             give_back_freed_memory()  # the optimizer's state has come to stay, among buffers that have gone

@@ -9,6 +9,7 @@ groups are edited in place and state that it already has goes with the parameter
 
 from __future__ import annotations
 
+import contextlib
 import copy
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, replace
@@ -53,7 +54,7 @@ class Update(Protocol):
     def bind(self) -> None:
         """Give the optimizer what it is to step, after all units have been captured."""
 
-    def step(self) -> None:
+    def step(self, optimizer: torch.optim.Optimizer) -> None:
         """Step with the accumulated gradients and write the results into the parameters' memory."""
 
     def refresh(self, unit: Unit) -> None:
@@ -107,21 +108,6 @@ def _bind(optimizer: torch.optim.Optimizer, parts: Sequence[SegmentUpdate | Whol
     for part in parts:
         part.place(members, old_state)
     assign_groups(optimizer, members)
-
-
-def _step(
-    optimizer: torch.optim.Optimizer, parts: Sequence[SegmentUpdate | WholeUpdate], accountant: Accountant
-) -> None:
-    for part in parts:
-        part.hand_gradients_over()
-    try:
-        optimizer.step()
-    finally:
-        for part in parts:
-            part.take_gradients_back()
-    for part in parts:
-        part.publish_all()
-    _hold_state(optimizer, accountant)
 
 
 class SegmentUpdate:
@@ -269,24 +255,18 @@ class SegmentUpdate:
         if target:
             self.optimizer.state[segment] = target
 
-    def step(self) -> None:
+    def step(self, optimizer: torch.optim.Optimizer) -> None:
         """Step all segments and write the results into the parameters' memory."""
-        _step(self.optimizer, [self], self._accountant)
-
-    def hand_gradients_over(self) -> None:
-        """Give the segments their gradients."""
         for section, place, segment in self._segments:
             segment.grad = _as_gradient(section.whole_gradient[place], segment, self._accountant)
-
-    def take_gradients_back(self) -> None:
-        """Take the gradients off the segments."""
-        for _, _, segment in self._segments:
-            segment.grad = None
-
-    def publish_all(self) -> None:
-        """Write all updated masters into the parameters' memory."""
+        try:
+            optimizer.step()
+        finally:
+            for _, _, segment in self._segments:
+                segment.grad = None
         for unit in self.units:
             self.publish(unit)
+        _hold_state(self.optimizer, self._accountant)
 
     def refresh(self, unit: Unit) -> None:
         """Take over changed parameter values; unchanged elements keep the master's extra digits."""
@@ -431,22 +411,22 @@ class WholeUpdate:
                     for key, value in state.items()
                 }
 
-    def step(self) -> None:
+    def step(self, optimizer: torch.optim.Optimizer) -> None:
         """Bring gradients to their owners, step, and bring the results back."""
-        _step(self.optimizer, [self], self._accountant)
+        with self.around():
+            optimizer.step()
+        _hold_state(self.optimizer, self._accountant)
 
-    def hand_gradients_over(self) -> None:
-        """Give the masters their gradients, wherever these are."""
+    @contextlib.contextmanager
+    def around(self) -> Iterator[None]:
+        """Bring gradients to their owners, let the optimizer step in the block, and bring the results back."""
         for unit in self.units:
             self._collect(unit)
-
-    def take_gradients_back(self) -> None:
-        """Take the gradients off the masters."""
-        for master in self.masters.values():
-            master.grad = None
-
-    def publish_all(self) -> None:
-        """Bring all updated masters to the ranks whose ranges they lie in."""
+        try:
+            yield
+        finally:
+            for master in self.masters.values():
+                master.grad = None
         for unit in self.units:
             self._distribute(unit)
 
@@ -567,18 +547,16 @@ class WholeUpdate:
 
 
 class MixedUpdate:
-    """Optimizers with groups of both kinds: each part steps its own sections, and the optimizer steps once.
+    """Optimizers with groups of both kinds: each part serves its own sections, and the optimizer steps once.
 
     Args:
-        segments: steps the sections whose parameters are cut.
-        whole: steps the others.
-        accountant: is told about optimizer state.
+        segments: serves the sections whose parameters are cut.
+        whole: serves the others.
     """
 
-    def __init__(self, segments: SegmentUpdate, whole: WholeUpdate, accountant: Accountant) -> None:
+    def __init__(self, segments: SegmentUpdate, whole: WholeUpdate) -> None:
         self.segments = segments
         self.whole = whole
-        self._accountant = accountant
 
     def _of(self, index: int) -> SegmentUpdate | WholeUpdate:
         return self.whole if index in self.whole.owner else self.segments
@@ -591,9 +569,10 @@ class MixedUpdate:
         """See `Update.bind`."""
         _bind(self.segments.optimizer, [self.segments, self.whole])
 
-    def step(self) -> None:
+    def step(self, optimizer: torch.optim.Optimizer) -> None:
         """See `Update.step`."""
-        _step(self.segments.optimizer, [self.segments, self.whole], self._accountant)
+        with self.whole.around():
+            self.segments.step(optimizer)
 
     def refresh(self, unit: Unit) -> None:
         """See `Update.refresh`."""
