@@ -9,6 +9,7 @@ import torch
 
 from shardwise.config import names
 from shardwise.config.names import canonical_optimizer, optimizer_signature, schedule_signature
+from shardwise.optim import Muon
 from shardwise.optim import build as build_optimizer
 from shardwise.schedules import registry as schedules
 
@@ -42,6 +43,16 @@ def test_adam_is_built_with_the_defaults_of_the_table(name: str) -> None:
     assert torch_arguments <= set(table)
 
 
+@pytest.mark.parametrize("name", ["lamb", "muon"])
+def test_our_own_optimizers_have_the_arguments_of_the_table(name: str) -> None:
+    options = dict(names.NATIVE_OPTIMIZERS[name])
+    built = build_optimizer(name, [torch.zeros(2, 2, requires_grad=True)], options, device="cpu")
+    real = {item.name: item.default for item in inspect.signature(type(built)).parameters.values()}
+    table = {"params": inspect.Parameter.empty, **options}
+    table.pop("per_head_muon", None)  # accepted where it is false
+    assert real == table
+
+
 def test_every_accepted_optimizer_can_be_built() -> None:
     for name in names.torch_optimizers().keys() - names.UNUSABLE_OPTIMIZERS.keys():
         weight = torch.zeros(2, 2, requires_grad=True)
@@ -62,6 +73,7 @@ def test_unusable_and_unbuilt_names_are_refused_by_the_builders_too() -> None:
             schedules.build(name, optimizer, {})
 
 
-def test_muon_by_its_exact_name_is_that_of_torch() -> None:
-    assert canonical_optimizer("Muon") == "Muon" and canonical_optimizer("muon") == "muon"
+def test_muon_is_ours_in_any_case() -> None:
+    assert canonical_optimizer("Muon") == canonical_optimizer("muon") == "muon"
+    assert type(build_optimizer("Muon", [torch.zeros(2, 2, requires_grad=True)], {}, device="cpu")) is Muon
     assert schedule_signature("NoSuchSchedule") is None and optimizer_signature("NoSuchOptimizer") is None

@@ -11,6 +11,7 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from shardwise.memory import Accountant, Category, step_bytes, track_activations
+from shardwise.optim import Muon
 
 CPU, FP32 = torch.device("cpu"), torch.float32
 OPTIMIZERS: dict[str, Callable[[Any], torch.optim.Optimizer]] = {
@@ -64,6 +65,16 @@ def test_muon_steps_matrices() -> None:
     optimizer = torch.optim.Muon([torch.nn.Parameter(torch.ones(40, 24))])
     told = step_bytes(optimizer, 0, [(40, 24)], dtype=FP32, gradient_dtype=FP32, device=CPU)
     assert told.state == 40 * 24 * 4
+
+
+@pytest.mark.parametrize("sides", [(40, 24), (96, 96), (60, 300), (410, 70), (3, 900), (900, 1)])
+@pytest.mark.parametrize("method", ["gram", "standard"])
+def test_products_of_a_matrix_with_itself_are_planned(method: str, sides: tuple[int, int]) -> None:
+    optimizer = Muon([torch.nn.Parameter(torch.ones(sides))], ns_method=method)
+    told = step_bytes(optimizer, 0, [sides], dtype=FP32, gradient_dtype=FP32, device=CPU)
+    state, temporary = really(optimizer)
+    assert told.state == state
+    assert abs(told.temporary - temporary) <= 0.06 * temporary + 512
 
 
 def test_options_of_the_group_are_asked() -> None:

@@ -168,6 +168,6 @@ def test_declarations_count_for_the_class_itself_only() -> None:
     assert sharding_of(LineSearch(weight))[0] is Sharding.REFUSED
     with pytest.raises(
         ConfigError,
-        match=r"Wrong\.shardwise_sharding: expected 'elementwise', 'whole' or 'communicates', found 'shards'",
+        match=r"Wrong\.shardwise_sharding: expected 'elementwise', 'norms', 'whole', 'mixed' or 'communicates', found",
     ):
         sharding_of(Wrong(weight))

@@ -12,7 +12,9 @@ import torch.distributed as dist
 from torch import nn
 
 import shardwise
+from shardwise.config import names as known
 from shardwise.errors import ConfigError, UsageError
+from shardwise.optim import build
 from shardwise.utils import safe_get_full_optimizer_state
 from tests.harness import run_ranks
 from tests.models import CASES, GPT, Case, language, language_loss, regression, regression_loss
@@ -112,6 +114,45 @@ def test_every_kind_of_optimizer(kind: str, world: int) -> None:
     # Orthogonalisation runs in bf16, which turns a difference in the last fp32 bit into one of bf16.
     slack = 1e-3 if kind == "Muon" else 2e-7
     assert_no_worse(outcomes[0][0].masters, loop.masters, exact.masters, kind, slack=slack)
+
+
+WITH_BIASES = Case("with_biases", lambda: nn.Sequential(nn.Linear(5, 9), nn.Tanh(), nn.Linear(9, 3)),
+                   regression(5, 3), regression_loss)  # fmt: skip
+NAMES = sorted({*known.NATIVE_OPTIMIZERS, *known.torch_optimizers()} - known.UNUSABLE_OPTIMIZERS.keys() - {"Muon"})
+
+
+def options_of(name: str) -> dict[str, Any]:
+    return {"lr": 1e-2, "bias_correction": True} if name in ("adam", "adamw") else {"lr": 1e-2}
+
+
+def train_names() -> dict[str, list[Outcome]]:
+    found: dict[str, list[Outcome]] = {}
+    for name in NAMES:
+        for stage in range(4):
+            torch.manual_seed(5)
+            config = {**Setting(stage=stage).config(), "optimizer": {"type": name, "params": options_of(name)}}
+            engine, *_ = shardwise.initialize(model=WITH_BIASES.make(), config=config)
+            seen = steps(engine, WITH_BIASES, 3)
+            outcome = Outcome(masters(engine.module), seen, parameters=parameters_digest(engine.module))
+            found.setdefault(name, []).append(outcome)
+            engine.destroy()
+    return found
+
+
+def test_every_name_trains_at_every_stage() -> None:
+    found = run_ranks(train_names, 2)[0]
+    assert {"lamb", "muon", "Adafactor", "Adagrad", "SGD", "Rprop"} <= found.keys()
+    for name, outcomes in found.items():
+        for stage, outcome in enumerate(outcomes):
+            assert_identical(outcomes[0], outcome, f"{name}, stage {stage}")
+
+        def make(groups: Any, name: str = name) -> torch.optim.Optimizer:
+            return build(name, groups, options_of(name), device="cpu")
+
+        loop, exact = (plain(WITH_BIASES, Setting(), 2, 3, wide=wide, optimizer=make) for wide in (False, True))
+        # Orthogonalisation amplifies rounding of small singular values, in whichever order sums are formed.
+        slack = 5e-5 if name == "muon" else 3e-7
+        assert_no_worse(outcomes[0].masters, loop.masters, exact.masters, name, slack=slack)
 
 
 # -- state that an instance already has --------------------------------------------------------------------------------

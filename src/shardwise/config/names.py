@@ -29,6 +29,33 @@ _ADAM: dict[str, Any] = {
     "differentiable": False,
     "fused": None,
 }
+_LAMB: dict[str, Any] = {
+    "lr": 1e-3,
+    "bias_correction": True,
+    "betas": (0.9, 0.999),
+    "eps": 1e-8,
+    "eps_inside_sqrt": False,
+    "weight_decay": 0.0,
+    "max_grad_norm": 0.0,
+    "max_coeff": 10.0,
+    "min_coeff": 0.01,
+    "amsgrad": False,
+}
+_MUON: dict[str, Any] = {
+    "lr": None,
+    "momentum": 0.95,
+    "weight_decay": 0.0,
+    "muon_lr": None,
+    "adam_lr": None,
+    "betas": (0.9, 0.95),
+    "eps": 1e-10,
+    "nesterov": True,
+    "ns_steps": 5,
+    "ns_method": "gram",
+    "per_head_muon": False,
+    "adam_w_mode": True,
+    "torch_adam": False,
+}
 _ONEBIT: dict[str, Any] = {
     "lr": 1e-3,
     "betas": (0.9, 0.999),
@@ -98,18 +125,20 @@ ONEBIT_WITHOUT_EFFECT = {
 }
 """Arguments of these that change nothing, and why."""
 
-NATIVE_OPTIMIZERS: dict[str, dict[str, Any]] = {"adam": _ADAM, "adamw": _ADAM, **ONEBIT_OPTIMIZERS}
-"""Our own optimizers by configured names, in any case, with the arguments of torch and of the peers."""
+NATIVE_OPTIMIZERS: dict[str, dict[str, Any]] = {
+    "adam": _ADAM,
+    "adamw": _ADAM,
+    "lamb": _LAMB,
+    "muon": _MUON,
+    **ONEBIT_OPTIMIZERS,
+}
+"""Our own, by the names that configurations use, in any case, with the arguments of torch and of the peers."""
 
-_MUP = "optimizers of the package mup are not built by name; pass an instance instead"
+MUP_OPTIMIZERS = frozenset({"muadam", "muadamw", "musgd"})
+"""Names, in lower case, of optimizers that the package mup makes, whose arguments only that package knows."""
+
 UNBUILT_OPTIMIZERS: dict[str, str] = {
-    "lamb": "it is not part of torch.optim; pass an instance of a LAMB class instead",
     "lion": "it is not part of torch.optim; pass an instance of a Lion class instead",
-    "muadam": _MUP,
-    "muadamw": _MUP,
-    "musgd": _MUP,
-    "muon": "elsewhere this name means Muon for matrices with Adam for the rest; write Muon (exactly) for "
-    "torch.optim.Muon, which takes matrices only",
 }
 """Names, in lower case, that configurations use and that this version does not have, with what to do."""
 
@@ -212,7 +241,7 @@ def schedule_signature(name: str) -> Signature | None:
 
 
 def canonical_optimizer(name: str) -> str:
-    """The name under which the code knows an optimizer: in lower case one of our own, else torch's spelling.
+    """The name under which the code knows an optimizer: our own in lower case, else torch's spelling.
 
     A name that matches nothing is returned unchanged.
 
@@ -220,7 +249,7 @@ def canonical_optimizer(name: str) -> str:
     ('adamw', 'Adagrad', 'SGD')
     """
     lower = name.lower()
-    if lower in NATIVE_OPTIMIZERS:
+    if lower in NATIVE_OPTIMIZERS or lower in MUP_OPTIMIZERS:
         return lower
     known = torch_optimizers()
     if name in known:

@@ -6,7 +6,7 @@ import math
 from collections.abc import Callable, Iterator
 from typing import Any
 
-from shardwise.errors import ConflictError, NotBuiltError
+from shardwise.errors import ConfigError, ConflictError, NotBuiltError
 
 from . import names
 from .problems import Problem, dotted
@@ -30,17 +30,49 @@ def check_optimizer(config: Config, found: Scan) -> list[Problem]:
         return [Problem(here, f"this version does not have the optimizer {name}: {reason}", NotBuiltError)]
     if canonical in names.UNUSABLE_OPTIMIZERS:
         return [Problem(here, f"torch.optim.{name} cannot be used: {names.UNUSABLE_OPTIMIZERS[canonical]}")]
+    if canonical in names.MUP_OPTIMIZERS:
+        return []
     signature = names.optimizer_signature(name)
     if signature is None:
-        usable = {*names.NATIVE_OPTIMIZERS, *names.torch_optimizers()} - names.UNUSABLE_OPTIMIZERS.keys()
+        usable = {
+            *names.NATIVE_OPTIMIZERS,
+            *names.MUP_OPTIMIZERS,
+            *names.torch_optimizers(),
+        } - names.UNUSABLE_OPTIMIZERS.keys()
         message = _unknown("optimizer", name, usable, names.UNBUILT_OPTIMIZERS, "torch.optim")
         return [Problem(here, message)]
     problems = _check_arguments("optimizer.params", params, signature)
     if canonical in names.ONEBIT_OPTIMIZERS:
         problems += _check_onebit(name, params)
-    elif canonical in names.NATIVE_OPTIMIZERS:
+    elif canonical in ("adam", "adamw"):
         problems += _check_adam(canonical, params)
+    problems += [
+        Problem(f"optimizer.params.{option}", message, NotBuiltError if option == "per_head_muon" else ConfigError)
+        for option, wrong, message in _REFUSED_VALUES.get(canonical, ())
+        if option in params and wrong(params[option])
+    ]
     return problems
+
+
+_REFUSED_VALUES: dict[str, list[tuple[str, Callable[[Any], bool], str]]] = {
+    "lamb": [
+        (
+            "max_grad_norm",
+            lambda value: _is_number(value) and value > 0,
+            "the engine clips gradients; write `gradient_clipping` at the top level, and 0 here or nothing",
+        ),
+        ("amsgrad", lambda value: value is True, "LAMB has no such variant; remove the key"),
+    ],
+    "muon": [
+        (
+            "per_head_muon",
+            lambda value: value is True,
+            "this version orthogonalises matrices as a whole; remove the key",
+        ),
+        ("ns_method", lambda value: value not in ("gram", "standard"), 'expected "gram" or "standard"'),
+    ],
+}
+"""By optimizer: an option, whether a value of it is refused, and why."""
 
 
 def _check_adam(name: str, params: dict[str, Any]) -> list[Problem]:
@@ -156,6 +188,8 @@ _POSITIVE_RATES = ("lr_range_test_min_lr",)
 _MOMENTA = ("cycle_min_mom", "cycle_max_mom")
 _AT_LEAST_ZERO = (
     "lr",
+    "muon_lr",
+    "adam_lr",
     "eps",
     "weight_decay",
     "momentum",

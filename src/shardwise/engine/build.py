@@ -28,11 +28,12 @@ from shardwise.engine.exhausted import Circumstances, explaining
 from shardwise.engine.facts import facts_of
 from shardwise.engine.plans import Subject
 from shardwise.engine.scaling import scales_loss
+from shardwise.engine.stepping import stepping_of
 from shardwise.engine.zeropp import reduction
 from shardwise.errors import ConfigError, UsageError
 from shardwise.memory import Accountant, Category
-from shardwise.optim import Sharding, is_elementwise_state, sharding_of
 from shardwise.optim import build as build_optimizer
+from shardwise.optim import is_elementwise_state
 from shardwise.precision.autocast import wire_dtypes
 from shardwise.precision.dtypes import policy_from_config
 from shardwise.precision.scaler import LossScaler
@@ -187,12 +188,8 @@ def _build(
 
     # The optimizer is made on the user's own parameters; sharding then edits its groups in place.
     optimizer = _optimizer(settings, client_optimizer, model_parameters, model, device)
-    whole = communicates = False
+    stepping = stepping_of(optimizer)
     if optimizer is not None:
-        kind, reason = sharding_of(optimizer)
-        if kind is Sharding.REFUSED:
-            raise ConfigError(f"optimizer {type(optimizer).__name__} cannot be used: {reason}")
-        whole, communicates = kind is Sharding.WHOLE, kind is Sharding.COMMUNICATES
         _check_momentum(settings, optimizer)
     # It sets the first step's learning rate on the groups, which stay what they are.
     scheduler = _scheduler(settings, client_scheduler, optimizer)
@@ -213,8 +210,7 @@ def _build(
         sharded = ShardedModel(
             model,
             optimizer,
-            whole_tensors=whole,
-            communicates=communicates,
+            stepping=stepping,
             is_elementwise=is_elementwise_state,
             plan=plan,
             policy=policy,
@@ -317,7 +313,10 @@ def _optimizer(
         return made
     if settings.optimizer is None or settings.optimizer.type is None:
         return None
-    return build_optimizer(settings.optimizer.type, chosen, dict(settings.optimizer.params or {}), device=device)
+    options = dict(settings.optimizer.params or {})
+    # Some treat parameters by name; a tied one by all its names.
+    named = model.named_parameters(remove_duplicate=False)
+    return build_optimizer(settings.optimizer.type, chosen, options, device=device, named=named)
 
 
 def _check_momentum(settings: Any, optimizer: torch.optim.Optimizer) -> None:

@@ -20,6 +20,7 @@ from shardwise.comm.ledger import Ledger
 from shardwise.config import Facts, Resolution, resolve
 from shardwise.engine.batch import accumulated
 from shardwise.engine.scaling import computes_norm
+from shardwise.engine.stepping import stepping_of
 from shardwise.engine.zeropp import reduction
 from shardwise.errors import ConfigError, UsageError
 from shardwise.memory import (
@@ -31,7 +32,7 @@ from shardwise.memory import (
     twin_of,
 )
 from shardwise.memory.report import as_text, readable
-from shardwise.optim import Sharding, is_elementwise_state, sharding_of
+from shardwise.optim import is_elementwise_state
 from shardwise.precision.autocast import autocast, autocast_dtype, wire_dtypes
 from shardwise.precision.dtypes import policy_from_config
 from shardwise.trees import tensors_in
@@ -350,8 +351,7 @@ class Planner:
             sharded = ShardedModel(
                 twin,
                 optimizer,
-                whole_tensors=optimizer is not None and sharding_of(optimizer)[0] is Sharding.WHOLE,
-                communicates=optimizer is not None and sharding_of(optimizer)[0] is Sharding.COMMUNICATES,
+                stepping=stepping_of(optimizer),
                 is_elementwise=is_elementwise_state,
                 plan=Plan.of(settings.zero_optimization, setting.ranks),
                 policy=policy_from_config(settings),

@@ -3,12 +3,15 @@
 No table of optimizers: any class, with any options, is asked itself. State and temporaries of a step are sums of
 products of a tensor's sizes (m * n for moments, m + n for factored ones, a constant for step counts), that is,
 multilinear in the sizes. Such a function is known everywhere once it is known at the corners of a small box.
+Temporaries of a matrix may also depend on its shorter side (products of a matrix with itself): where the corners do not
+tell, smaller matrices with the same ratio of sides do.
 """
 
 from __future__ import annotations
 
 import copy
 import itertools
+import math
 from collections import OrderedDict, defaultdict
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
@@ -69,9 +72,7 @@ def step_bytes(
     together = 0
     for shape in shapes:
         state += _interpolate(shape, lambda at: corner(1, at).state)
-        one = _interpolate(shape, lambda at: corner(1, at).temporary)
-        two = _interpolate(shape, lambda at: corner(2, at).temporary)
-        three = _interpolate(shape, lambda at: corner(3, at).temporary)
+        one, two, three = (_temporary(shape, corner, count) for count in (1, 2, 3))
         alone.append(one)
         after.append(two - one)
         together += three - two
@@ -124,6 +125,33 @@ def _corners(
         return known[count, shape]
 
     return corner
+
+
+def _temporary(shape: tuple[int, ...], corner: Callable[[int, tuple[int, ...]], StepBytes], count: int) -> int:
+    """Return the temporaries of stepping `count` tensors of a shape."""
+
+    def at(small: tuple[int, ...]) -> int:
+        return corner(count, small).temporary
+
+    outside = (_LOW + _HIGH, _LOW + _HIGH)
+    if len(shape) != 2 or not all(shape) or _interpolate(outside, at) == at(outside):
+        return _interpolate(shape, at)
+    return _by_ratio(shape, at)
+
+
+def _by_ratio(shape: tuple[int, ...], at: Callable[[tuple[int, ...]], int]) -> int:
+    """Evaluate at a matrix's shape a function that is quadratic in the scale, from smaller ones like it."""
+    short, long = min(shape), max(shape)
+    if long <= _HIGH:
+        return at(shape)
+    # Of the shape of the matrix as nearly as whole numbers can be, and never large.
+    unit = min(_LOW, max(1, _LOW * _LOW * short // long)), min(_LOW * _LOW, max(1, round(_LOW * long / short)))
+    small = unit if shape[0] == short else unit[::-1]
+    scale = math.sqrt(short * long / (unit[0] * unit[1]))
+    first, second, third = (at((small[0] * times, small[1] * times)) for times in (1, 2, 3))
+    curve = (first - 2 * second + third) / 2
+    slope = second - first - 3 * curve
+    return max(0, round(curve * scale**2 + slope * scale + first - slope - curve))
 
 
 def _interpolate(shape: tuple[int, ...], at: Callable[[tuple[int, ...]], int]) -> int:
@@ -185,4 +213,8 @@ def twin_of(optimizer: torch.optim.Optimizer, groups: Sequence[dict[str, Any]]) 
         twin.__dict__[name] = OrderedDict()
     twin.state = defaultdict(dict)
     twin.param_groups = [dict(group) for group in groups]
+    # What an engine has told it about its tensors, which are others here.
+    norms = twin.__dict__.pop("shardwise_norms", None)
+    if norms is not None:
+        twin.__dict__["shardwise_norms"] = norms.alone(twin.param_groups)
     return twin

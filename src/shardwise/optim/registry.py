@@ -1,8 +1,8 @@
 """Building an optimizer from the `type` and `params` of the configuration.
 
-Names are resolved in this order: our own builders (`adam`, `adamw`, `onebitadam` ..., any case); the classes of
-`torch.optim` by exact name; names that other libraries use for optimizers that are not built here (refused with the
-reason); the classes of `torch.optim` in any case.
+Names are resolved in this order: our own builders (`adam`, `lamb`, `muon`, `onebitadam`, those of the package mup ...;
+any case); the classes of `torch.optim` by exact name; names that other libraries use for optimizers that are not built
+here (refused with the reason); the classes of `torch.optim` in any case.
 
 Invariant: every option either changes the optimizer or is refused or logged; none disappears.
 """
@@ -10,6 +10,7 @@ Invariant: every option either changes the optimizer or is refused or logged; no
 from __future__ import annotations
 
 import difflib
+import importlib
 import inspect
 import logging
 from collections.abc import Callable, Iterable, Iterator, Mapping
@@ -19,6 +20,8 @@ import torch
 
 from shardwise.config.names import NATIVE_OPTIMIZERS, UNBUILT_OPTIMIZERS
 from shardwise.errors import ConfigError, NotBuiltError
+from shardwise.optim.lamb import Lamb
+from shardwise.optim.muon import Muon, muon_groups
 from shardwise.optim.onebit import OnebitAdam, OnebitLamb, ZeroOneAdam
 
 _log = logging.getLogger("shardwise")
@@ -28,16 +31,22 @@ Params = Iterable[Any]
 
 
 def build(
-    name: str, params: Params, options: Mapping[str, Any], *, device: torch.device | str
+    name: str,
+    params: Params,
+    options: Mapping[str, Any],
+    *,
+    device: torch.device | str,
+    named: Iterable[tuple[str, torch.Tensor]] = (),
 ) -> torch.optim.Optimizer:
     """Build the optimizer that the configuration names.
 
     Args:
-        name: `optimizer.type`: adam, adamw, onebitadam, onebitlamb or zerooneadam (any case), or the name of a class in
-            torch.optim.
+        name: `optimizer.type`: one of our own (any case), or the name of a class in torch.optim.
         params: what torch.optim accepts as its first argument.
         options: `optimizer.params`; not changed.
         device: where the step will run; decides whether the fused implementation is available.
+        named: (name, parameter) pairs of the model, for optimizers that treat parameters by name (`muon`); `params` may
+            have names of their own.
 
     Returns:
         An instance of a torch.optim class, or of one of our own. `adam` and `adamw` give
@@ -58,6 +67,8 @@ def build(
     """
     params = [_group_with_list(entry) for entry in params]
     device = torch.device(device)
+    if name.lower() == "muon":
+        params = _muon_groups(params, named)
     if (own := _BUILDERS.get(name.lower())) is not None:
         return own(name, params, dict(options), device)
     classes = _torch_classes()
@@ -72,10 +83,10 @@ def build(
 
 
 def names() -> list[str]:
-    """Return the names that `build` accepts, in the spelling that always works."""
+    """Return the names that `build` accepts without further packages, in the spelling that always works."""
     classes = _torch_classes()
     served = {name.lower() for name in classes}
-    return sorted([*classes, *(name for name in _BUILDERS if name not in served)], key=str.lower)
+    return sorted([*classes, *(name for name in _BUILDERS if name not in served and name not in _MUP)], key=str.lower)
 
 
 def _adam(name: str, params: list[Any], options: dict[str, Any], device: torch.device) -> torch.optim.Optimizer:
@@ -119,7 +130,72 @@ _ONEBIT: dict[str, type[torch.optim.Optimizer]] = {
 
 Builder = Callable[[str, list[Any], dict[str, Any], torch.device], torch.optim.Optimizer]
 
-_BUILDERS: dict[str, Builder] = {"adam": _adam, "adamw": _adam, **dict.fromkeys(_ONEBIT, _onebit)}
+
+def _lamb(name: str, params: list[Any], options: dict[str, Any], device: torch.device) -> torch.optim.Optimizer:
+    if options.get("max_grad_norm") == 0:
+        del options["max_grad_norm"]
+    return _construct(Lamb, params, options, device, extra=("max_grad_norm",))
+
+
+def _muon_groups(params: Iterable[Any], named: Iterable[tuple[str, torch.Tensor]]) -> list[Any]:
+    """Divide parameters into those of Muon and of Adam by their names in the model."""
+    known: dict[int, list[str]] = {}
+    for name, parameter in named:
+        known.setdefault(id(parameter), []).append(name)
+    return list(muon_groups(params, known))
+
+
+def _muon(name: str, params: list[Any], options: dict[str, Any], device: torch.device) -> torch.optim.Optimizer:
+    if _pop_flag(options, "per_head_muon", False):
+        raise NotBuiltError(
+            "optimizer.params.per_head_muon: true is not available; matrices are orthogonalised as a whole. Remove "
+            "the key"
+        )
+    plain = _pop_flag(options, "torch_adam", False)
+    if not plain and (reason := _fused_refusal(torch.optim.AdamW, params, device)):
+        _log.warning("the Adam half of Muon runs its plain implementation, because torch says: %s", reason)
+        plain = True
+    return _construct(Muon, params, {**options, "torch_adam": plain}, device, extra=("per_head_muon",))
+
+
+def _from_mup(name: str, params: list[Any], options: dict[str, Any], device: torch.device) -> torch.optim.Optimizer:
+    """Build an optimizer of the package mup (Yang et al., "Tensor Programs V", 2022), which is not ours to install."""
+    maker = _MUP[name.lower()]
+    try:
+        make = getattr(importlib.import_module("mup"), maker)
+    except ImportError as error:
+        raise ConfigError(
+            f"optimizer.type: {name!r} is {maker} of the package mup, which is not installed ({error}); run "
+            "'pip install mup', or pass an instance of another optimizer"
+        ) from error
+    for key, value in options.items():
+        _check_option(key, value)
+    options = {key: tuple(value) if isinstance(value, list) else value for key, value in options.items()}
+    try:
+        made = make(params, **options)
+    except torch.OutOfMemoryError:
+        raise
+    except (TypeError, ValueError, RuntimeError, AssertionError, AttributeError) as error:
+        given = ", ".join(f"{key}={value!r}" for key, value in options.items())
+        raise ConfigError(
+            f"optimizer.params: mup.{maker} refuses ({given}): {error}. Its parameters must have been given shapes by "
+            "mup.set_base_shapes()"
+        ) from error
+    if not isinstance(made, torch.optim.Optimizer):
+        raise ConfigError(f"optimizer.type: mup.{maker} returned {type(made).__name__}, not a torch.optim.Optimizer")
+    return made
+
+
+_MUP = {"muadam": "MuAdam", "muadamw": "MuAdamW", "musgd": "MuSGD"}
+
+_BUILDERS: dict[str, Builder] = {
+    "adam": _adam,
+    "adamw": _adam,
+    "lamb": _lamb,
+    "muon": _muon,
+    **dict.fromkeys(_ONEBIT, _onebit),
+    **dict.fromkeys(_MUP, _from_mup),
+}
 
 
 def _fused_refusal(cls: type[torch.optim.Optimizer], params: list[Any], device: torch.device) -> str | None:
@@ -148,7 +224,7 @@ def _construct(
     """Call the class; turn wrong option names and values into errors that name the key.
 
     Args:
-        cls: class of torch.optim.
+        cls: class of torch.optim, or one of our own.
         params: its first argument.
         options: its keyword arguments.
         device: where the step will run.
@@ -156,16 +232,12 @@ def _construct(
     """
     accepted = [key for key in inspect.signature(cls).parameters if key != "params"]
     for key, value in options.items():
-        where = f"optimizer.params.{key}"
-        if key == "max_grad_norm":
-            raise ConfigError(f"{where}: clipping is not the optimizer's; use the top-level key gradient_clipping")
+        where = _check_option(key, value)
         if key not in accepted:
             raise ConfigError(
                 f"{where}: {cls.__name__} has no such option{_suggestion(key, [*accepted, *extra])} (it has "
                 f"{', '.join(sorted({*accepted, *extra}))})"
             )
-        if isinstance(value, str) and value == "auto":
-            raise ConfigError(f"{where}: 'auto' has to be replaced by a value before the optimizer is built")
         if isinstance(value, list):
             options[key] = tuple(value)
     if options.get("fused") and (reason := _fused_refusal(cls, params, device)):
@@ -176,7 +248,18 @@ def _construct(
         raise
     except (TypeError, ValueError, RuntimeError) as error:
         given = ", ".join(f"{key}={value!r}" for key, value in options.items())
-        raise ConfigError(f"optimizer.params: torch.optim.{cls.__name__} refuses ({given}): {error}") from error
+        origin = "torch.optim" if cls.__module__.startswith("torch.") else "shardwise.optim"
+        raise ConfigError(f"optimizer.params: {origin}.{cls.__name__} refuses ({given}): {error}") from error
+
+
+def _check_option(key: str, value: Any) -> str:
+    """Raise for what is no option of any optimizer; return where it is written."""
+    where = f"optimizer.params.{key}"
+    if key == "max_grad_norm":
+        raise ConfigError(f"{where}: clipping is not the optimizer's; use the top-level key gradient_clipping")
+    if isinstance(value, str) and value == "auto":
+        raise ConfigError(f"{where}: 'auto' has to be replaced by a value before the optimizer is built")
+    return where
 
 
 def _torch_classes() -> dict[str, type[torch.optim.Optimizer]]:

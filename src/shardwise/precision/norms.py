@@ -32,6 +32,38 @@ def scratch_bytes(runs: Iterable[int], device: torch.device) -> int:
     return CHUNK * torch.float64.itemsize if any(widens(elements, device) for elements in runs) else 0
 
 
+class Squares:
+    """Sums of squares of runs of parameters that are cut in one way.
+
+    Args:
+        runs: pairs (index of a parameter, elements of a run of it); a parameter may have several.
+        parameters: number of parameters.
+        device: of the runs and of the result.
+    """
+
+    def __init__(self, runs: Sequence[tuple[int, int]], parameters: int, device: torch.device) -> None:
+        self._parameters = parameters
+        self._device = device
+        self._large = [place for place, (_, size) in enumerate(runs) if size and widens(size, device)]
+        self._small = [place for place, (_, size) in enumerate(runs) if size and not widens(size, device)]
+        # On the device from the beginning: copying indices in every step would wait for it.
+        indices = [runs[place][0] for place in (*self._large, *self._small)]
+        self._places = torch.tensor(indices, dtype=torch.int64, device=device)
+
+    def sums(self, values: Sequence[torch.Tensor]) -> torch.Tensor:
+        """Return the sum of squares of each parameter: an fp64 tensor of one element a parameter.
+
+        Args:
+            values: the runs, in the order in which they were described.
+        """
+        sums = torch.zeros(self._parameters, dtype=torch.float64, device=self._device)
+        squares = [_sum_of_squares([values[place] for place in self._large])] if self._large else []
+        if self._small:
+            small = [values[place] for place in self._small]
+            squares.append(torch.stack(torch._foreach_norm(small, 2, dtype=torch.float64)).square())
+        return sums.index_add_(0, self._places, torch.cat(squares)) if squares else sums
+
+
 class Runs:
     """The runs of gradients whose squares this rank sums.
 
@@ -42,31 +74,12 @@ class Runs:
     """
 
     def __init__(self, runs: Sequence[tuple[int, torch.Tensor]], parameters: int, device: torch.device) -> None:
-        self._parameters = parameters
-        self._device = device
-        filled = [(index, run) for index, run in runs if run.numel()]
-        large = [widens(run.numel(), device) for _, run in filled]
-        self._large = [run for (_, run), is_large in zip(filled, large, strict=True) if is_large]
-        self._small = [run for (_, run), is_large in zip(filled, large, strict=True) if not is_large]
-        # On the device from the beginning: copying indices in every step would wait for it.
-        self._places = torch.tensor(
-            [
-                index
-                for wanted in (True, False)
-                for (index, _), found in zip(filled, large, strict=True)
-                if found is wanted
-            ],
-            dtype=torch.int64,
-            device=device,
-        )
+        self._values = [run for _, run in runs]
+        self._squares = Squares([(index, run.numel()) for index, run in runs], parameters, device)
 
     def sums_of_squares(self) -> torch.Tensor:
         """Return this rank's sum of squares of each parameter: an fp64 tensor of one element a parameter."""
-        sums = torch.zeros(self._parameters, dtype=torch.float64, device=self._device)
-        squares = [_sum_of_squares(self._large)] if self._large else []
-        if self._small:
-            squares.append(torch.stack(torch._foreach_norm(self._small, 2, dtype=torch.float64)).square())
-        return sums.index_add_(0, self._places, torch.cat(squares)) if squares else sums
+        return self._squares.sums(self._values)
 
 
 def _sum_of_squares(runs: Sequence[torch.Tensor]) -> torch.Tensor:
@@ -75,7 +88,7 @@ def _sum_of_squares(runs: Sequence[torch.Tensor]) -> torch.Tensor:
     scratch = torch.empty(CHUNK, dtype=torch.float64)
     for run in runs:
         total = 0.0
-        for chunk in run.split(CHUNK):
+        for chunk in run.reshape(-1).split(CHUNK):
             wide = scratch[: chunk.numel()].copy_(chunk)
             total += torch.dot(wide, wide).item()
         sums.append(total)

@@ -139,9 +139,8 @@ class CommunicatedUpdate(SegmentUpdate):
         is_elementwise: StateKind,
         plan: Plan,
     ) -> None:
-        super().__init__(optimizer, units, registry, accountant, is_elementwise)
+        super().__init__(optimizer, units, registry, comm, accountant, is_elementwise)
         self.asked: Communicating = optimizer  # type: ignore[assignment]
-        self.comm = comm
         self.own_gradient: Callable[[SectionMemory], torch.Tensor] = _none
         self.on_written: Callable[[], None] = _nothing
         self._blocks: list[tuple[SectionMemory, SectionBlock]] = []

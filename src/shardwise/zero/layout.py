@@ -1,10 +1,9 @@
 """Layout arithmetic: where each element of a parameter lies in a unit, and which rank owns it.
 
-A unit's parameters lie in sections (one per dtype, trainable or not, and dtype in
-which gradients travel); inside a section they are grouped in lanes (one
-per optimizer parameter group), each parameter at an aligned boundary. A section is padded to a multiple of the number
-of ranks and split into equal ranges, one a rank. A rank's range is a list of segments, each of one lane: what its
-optimizer steps.
+A unit's parameters lie in sections (one per dtype, trainable or not, dtype in which gradients travel, stepped whole or
+in parts); inside a section they are grouped in lanes (one per optimizer parameter group), each parameter at an aligned
+boundary. A section is padded to a multiple of the number of ranks and split into equal ranges, one a rank. A rank's
+range is a list of segments, each of one lane: what its optimizer steps.
 
 Pure functions of sizes; no tensor is touched. Invariants: every element of every parameter lies in exactly one rank's
 range; every segment starts and ends at an aligned boundary, so that vectorised kernels treat an element the same
@@ -78,7 +77,8 @@ class Section:
     buffer of `numel` elements.
 
     `wire_dtype` is the type in which the gradients travel; None: that in which they were computed. `table` has rows and
-    columns of the only parameter where its gradients may be reduced as rows.
+    columns of the only parameter where its gradients may be reduced as rows. `whole`: the optimizer steps whole tensors
+    of the section, each on one rank; elsewhere it steps the ranges.
     """
 
     dtype: torch.dtype
@@ -89,6 +89,7 @@ class Section:
     world: int
     wire_dtype: torch.dtype | None = None
     table: tuple[int, int] | None = None
+    whole: bool = False
 
     @property
     def shard(self) -> int:
@@ -136,7 +137,11 @@ class Section:
 
 
 def lay_out(
-    tensors: Sequence[LogicalTensor], world: int, device_type: str, tables: Collection[int] = ()
+    tensors: Sequence[LogicalTensor],
+    world: int,
+    device_type: str,
+    whole: Collection[int] = (),
+    tables: Collection[int] = (),
 ) -> tuple[Section, ...]:
     """Lay the parameters of one unit out in sections; trainable sections come first.
 
@@ -144,15 +149,17 @@ def lay_out(
         tensors: the unit's parameters in registration order.
         world: number of ranks that share the unit.
         device_type: `cpu`, `cuda`, ...; decides the alignment.
+        whole: parameter groups whose tensors are stepped whole.
         tables: indices of trainable matrices that get a section each, because their gradients may be reduced as rows.
     """
-    kinds: dict[tuple[bool, str, str, int], list[LogicalTensor]] = {}
+    kinds: dict[tuple[bool, str, str, bool, int], list[LogicalTensor]] = {}
     for tensor in tensors:
         wire = str(tensor.wire_dtype) if tensor.trainable else ""
         alone = tensor.index if tensor.index in tables else -1
-        kinds.setdefault((not tensor.trainable, str(tensor.dtype), wire, alone), []).append(tensor)
+        in_whole = tensor.trainable and tensor.group in whole
+        kinds.setdefault((not tensor.trainable, str(tensor.dtype), wire, in_whole, alone), []).append(tensor)
     sections = []
-    for (frozen, _, _, alone), members in sorted(kinds.items()):
+    for (frozen, _, _, in_whole, alone), members in sorted(kinds.items()):
         align = alignment(members[0].dtype, device_type)
         members = sorted(members, key=lambda t: (-1 if t.group is None else t.group, t.index))
         slots, lanes, offset, lane_start = [], [], 0, 0
@@ -167,5 +174,6 @@ def lay_out(
                 lane_start = offset
         wired = None if frozen else members[0].wire_dtype
         table = None if alone < 0 else (members[0].shape[0], members[0].shape[1])
-        sections.append(Section(members[0].dtype, not frozen, tuple(slots), tuple(lanes), offset, world, wired, table))
+        places = tuple(slots), tuple(lanes), offset, world
+        sections.append(Section(members[0].dtype, not frozen, *places, wired, table, in_whole))
     return tuple(sections)

@@ -24,7 +24,6 @@ from shardwise.precision.norms import scratch_bytes
 from shardwise.zero.communicated import CommunicatedUpdate
 from shardwise.zero.peaks import Job, Pipeline, gathered_together
 from shardwise.zero.unit import SectionMemory, Unit
-from shardwise.zero.update import WholeUpdate
 
 if TYPE_CHECKING:
     from shardwise.zero.model import ShardedModel
@@ -80,7 +79,7 @@ def _planned(
     both = pipeline.most(activations)
     kept, messages = _state(model, communicates=communicates), sizes.messages()
     owned, exchange = sizes.exchange()
-    widened = sizes.widened() if norm else 0
+    widened = sizes.widened() if norm or model.stepping.norms else 0
     scratch = sizes.scratch() + sizes.unsent() + sizes.positions()
     held = sum(resident.values()) + kept.state + scratch
     gradients = resident[Category.GRADIENTS]
@@ -115,7 +114,7 @@ def floor(
     gathered, buffers = sizes.gathered(), sizes.buffers() + unsent
     state = _least_state(model)
     both = sizes.pipeline().most(activations)
-    widened = sizes.widened() if norm else 0
+    widened = sizes.widened() if norm or model.stepping.norms else 0
     peaks = {**resident, Category.OPTIMIZER: state, Category.BUFFERS: buffers, Category.GATHERED: gathered}
     peaks[Category.OTHER] += widened
     held = sum(resident.values()) + state + unsent
@@ -145,7 +144,7 @@ def _least_state(model: ShardedModel) -> int:
     state = 0
     for group in range(len(model.optimizer.param_groups)):
         shapes = [t.shape for t in model.registry if t.trainable and t.group == group]
-        if isinstance(model.update, WholeUpdate):
+        if group in model.stepping.whole:
             state += _ask(model, group, shapes).state // share
         elif shapes:
             numel = sum(t.numel for t in model.registry if t.trainable and t.group == group)
@@ -241,10 +240,14 @@ class _Sizes:
 
     def owned(self, section: SectionMemory) -> int:
         """Elements of the whole tensors that this rank steps, where those are not its range."""
-        update = self.model.update
-        if not isinstance(update, WholeUpdate) or update.replicated:
+        owners = self.model.owners
+        if owners is None or owners.replicated:
             return 0
-        return sum(slot.numel for slot in section.layout.slots if slot.index in update.masters)
+        return sum(slot.numel for slot in section.layout.slots if slot.index in owners.masters)
+
+    def _exchanged(self, section: SectionMemory) -> bool:
+        """Whether the section's tensors are stepped by their owners."""
+        return section.layout.whole and self.model.owners is not None and not self.model.owners.replicated
 
     def blocks(self) -> list[tuple[int, int, int]]:
         """Elements, elements stepped here and parameters of each trained section."""
@@ -266,7 +269,7 @@ class _Sizes:
         for section in self.trained():
             if not self.communicates or not self.model.plan.shard_optimizer:  # then there are only whole sums
                 found[Category.GRADIENTS] += self.updated(section) * section.accumulate_dtype.itemsize
-            if self.padded and self.owned(section):
+            if self.padded and self._exchanged(section):
                 found[Category.MASTER] += self.owned(section) * section.master_dtype.itemsize
             elif not section.master_is_parameter:
                 found[Category.MASTER] += self.updated(section) * section.master_dtype.itemsize
@@ -490,7 +493,7 @@ class _Sizes:
         for section in self.trained():
             owned = self.owned(section)
             gradients += owned * section.accumulate_dtype.itemsize
-            if isinstance(self.model.update, WholeUpdate) and not self.model.update.replicated:
+            if self._exchanged(section):
                 first, last = section.layout.range_of(section.rank)
                 own = sum(piece.stop - piece.start for piece in section.layout.pieces(first, last))
                 cast = 0 if section.master_is_parameter else owned

@@ -22,6 +22,7 @@ from shardwise.errors import ConfigError, DesyncError, UsageError
 from shardwise.memory import Accountant, Category, give_back_freed_memory, module_bytes, resident_bytes, virtual_bytes
 from shardwise.precision.dtypes import PrecisionPolicy
 from shardwise.precision.norms import Runs, clip_coefficient
+from shardwise.precision.tensornorms import NORMS
 from shardwise.registry import Registry
 from shardwise.zero import released
 from shardwise.zero.calls import Use
@@ -41,7 +42,7 @@ from shardwise.zero.reduce import Reducer
 from shardwise.zero.sidechannel import SideChannel
 from shardwise.zero.sparse import find_tables
 from shardwise.zero.unit import SectionMemory, Unit, UnitState
-from shardwise.zero.update import SegmentUpdate, StateKind, Update, WholeUpdate
+from shardwise.zero.update import MixedUpdate, SegmentUpdate, StateKind, Stepping, Update, WholeUpdate
 
 _DESTROYED = (
     "the engine has been destroyed, and its model is a plain one again; pass the model to shardwise.initialize() for a "
@@ -55,8 +56,7 @@ class ShardedModel:
     Args:
         module: the user's model; its parameters keep their identity and become views of unit buffers.
         optimizer: stepped on what this rank owns; None for a model that is only evaluated.
-        whole_tensors: the optimizer needs whole tensors.
-        communicates: the optimizer reduces gradients itself (see `shardwise.zero.communicated`).
+        stepping: what the optimizer has to be given.
         is_elementwise: whether an entry of the optimizer's state (value, elements of its parameter, name) has one value
             per element.
         plan: what is sharded.
@@ -77,6 +77,7 @@ class ShardedModel:
         gradient_factor: what turns accumulated sums into the gradient (all ranks call).
         reduction_scale: what divides a sum over ranks to give the gradient, but for weights of micro-batches.
         on_backward_begin: called when a backward pass begins.
+        owners: the part of `update` that steps whole tensors; None if there is none.
         on_backward_end: called at the end of a backward pass; told whether it has brought gradients.
     """
 
@@ -85,8 +86,7 @@ class ShardedModel:
         module: nn.Module,
         optimizer: torch.optim.Optimizer | None,
         *,
-        whole_tensors: bool,
-        communicates: bool = False,
+        stepping: Stepping,
         is_elementwise: StateKind,
         plan: Plan,
         policy: PrecisionPolicy,
@@ -118,29 +118,19 @@ class ShardedModel:
         self.client_groups = [list(group["params"]) for group in groups]
         self.closed = ""
         self.units: list[Unit] = []
+        self.stepping = stepping
         self.update: Update | None = None
-        if optimizer is not None and communicates:
-            self.update = CommunicatedUpdate(
-                optimizer, self.units, self.registry, comm, accountant, is_elementwise, plan
-            )
-        elif optimizer is not None:
-            replicated = not plan.shard_optimizer
-            self.update = (
-                WholeUpdate(
-                    optimizer, self.units, self.registry, comm, accountant, is_elementwise, replicated=replicated
-                )
-                if whole_tensors
-                else SegmentUpdate(optimizer, self.units, self.registry, accountant, is_elementwise)
-            )
-        self._owns_masters = not whole_tensors or not plan.shard_optimizer or comm.world == 1
+        self.owners: WholeUpdate | None = None
+        if optimizer is not None:
+            self.update, self.owners = self._make_update(optimizer, is_elementwise)
         specs = find_units(module, self.registry, plan.unit_cap, leaves)
-        if sparse_gradients and compressor is not None:
+        if sparse_gradients and (compressor is not None or stepping.communicates):
             raise ConfigError(
                 "sparse_gradients: true cannot be combined with lossy gradient reduction, which keeps what it has not "
                 "sent of whole gradients; switch one of them off"
             )
         tables = self._tables() if sparse_gradients and comm.world > 1 and optimizer is not None else set()
-        layouts = [lay_out(spec.tensors, comm.world, device.type, tables) for spec in specs]
+        layouts = [lay_out(spec.tensors, comm.world, device.type, stepping.whole, tables) for spec in specs]
         # Until a pass has been traced, the order of the modules stands for that of execution.
         forward, backward = list(range(len(specs))), backward_order([spec.modules for spec in specs], module)
         whole = self._stay_whole(specs, layouts, (forward, backward))
@@ -212,6 +202,21 @@ class ShardedModel:
 
     # -- building ----------------------------------------------------------------------------------------------------
 
+    def _make_update(
+        self, optimizer: torch.optim.Optimizer, is_elementwise: StateKind
+    ) -> tuple[Update, WholeUpdate | None]:
+        """Return what steps the parameters, and that part of it which steps whole tensors, if there is one."""
+        stepping, common = self.stepping, (optimizer, self.units, self.registry, self.comm, self.accountant)
+        if stepping.communicates:
+            return CommunicatedUpdate(*common, is_elementwise, self.plan), None
+        segments = SegmentUpdate(*common, is_elementwise, norms=stepping.norms)
+        if not stepping.whole:
+            return segments, None
+        whole = WholeUpdate(*common, is_elementwise, stepping, replicated=not self.plan.shard_optimizer)
+        if len(stepping.whole) == len(optimizer.param_groups):
+            return whole, whole
+        return MixedUpdate(segments, whole), whole
+
     def _check_owners(self, groups: Sequence[dict[str, Any]]) -> None:
         """Raise for parameters that the optimizer has and the model has not: no rank would ever step them."""
         for number, group in enumerate(groups):
@@ -274,7 +279,8 @@ class ShardedModel:
             self._fill(unit, section)
         unit.attach()
         for section in sections:
-            section.settle(keep_master=self._owns_masters and self.update is not None)
+            owned = section.layout.whole and self.owners is not None and not self.owners.replicated
+            section.settle(keep_master=not owned and self.update is not None)
         if self.update is not None:
             self.update.capture(unit)
         for section in sections:
@@ -778,8 +784,9 @@ class ShardedModel:
     def _give_optimizer_back(self) -> None:
         if isinstance(self.update, CommunicatedUpdate):
             self.update.asked.detach()
-        self.update = None
+        self.update = self.owners = None
         if self.optimizer is not None:
+            vars(self.optimizer).pop(NORMS, None)
             self.optimizer.state.clear()
             for group, parameters in zip(self.optimizer.param_groups, self.client_groups, strict=False):
                 group["params"] = parameters

@@ -2,15 +2,17 @@
 
 An elementwise optimizer steps segments: flat runs of master weights, one list per parameter group, each of one lane. An
 optimizer that needs whole tensors gets whole fp32 masters of the parameters that this rank owns; owners are chosen so
-that bytes are balanced, and gradients travel to the owner and updated values back by all-to-all. The client's optimizer
-instance is kept: its parameter groups are edited in place and state that it already has goes with the parameters.
+that elements (or what the optimizer names as cost) are balanced, and gradients travel to the owner and updated values
+back by all-to-all. One optimizer may have groups of both kinds. The client's optimizer instance is kept: its parameter
+groups are edited in place and state that it already has goes with the parameters.
 """
 
 from __future__ import annotations
 
+import contextlib
 import copy
 from collections.abc import Callable, Iterator, Mapping, Sequence
-from dataclasses import replace
+from dataclasses import dataclass, replace
 from typing import Any, Protocol
 
 import torch
@@ -19,12 +21,30 @@ from torch import nn
 from shardwise.comm.communicator import Communicator
 from shardwise.errors import CheckpointError
 from shardwise.memory import Accountant, Category
+from shardwise.precision.tensornorms import NORMS, Run, TensorNorms
 from shardwise.registry import LogicalTensor, Registry
 from shardwise.zero.layout import Lane, Piece
 from shardwise.zero.unit import SectionMemory, Unit
 
 StateKind = Callable[[Any, int, str], bool]
 """Whether an entry of an optimizer's state has one value per element: (value, elements of the parameter, name)."""
+
+
+@dataclass(frozen=True)
+class Stepping:
+    """What an optimizer has to be given.
+
+    Attributes:
+        whole: parameter groups whose tensors are stepped whole; those of the others are stepped in flat segments.
+        norms: the optimizer asks for norms of the tensors that segments are parts of.
+        cost: of stepping a whole tensor of a shape, by which owners are balanced; None: elements.
+        communicates: the optimizer reduces gradients itself (see `shardwise.zero.communicated`).
+    """
+
+    whole: frozenset[int] = frozenset()
+    norms: bool = False
+    cost: Callable[[Sequence[int]], float] | None = None
+    communicates: bool = False
 
 
 class Update(Protocol):
@@ -83,6 +103,15 @@ def _hold(state: Mapping[str, Any], accountant: Accountant) -> None:
             accountant.hold(Category.OPTIMIZER, value)
 
 
+def _bind(optimizer: torch.optim.Optimizer, parts: Sequence[SegmentUpdate | WholeUpdate]) -> None:
+    """Put what all parts step into the optimizer's groups, with the state that their parameters had."""
+    members: list[list[nn.Parameter]] = [[] for _ in optimizer.param_groups]
+    old_state = _take_state(optimizer)
+    for part in parts:
+        part.place(members, old_state)
+    assign_groups(optimizer, members)
+
+
 class SegmentUpdate:
     """Elementwise optimizers: steps segments of master weights.
 
@@ -90,8 +119,10 @@ class SegmentUpdate:
         optimizer: the client's or the configured optimizer; its groups are edited in place.
         units: all units.
         registry: the logical tensors.
+        comm: the data-parallel group.
         accountant: is told about optimizer state.
         is_elementwise: whether a state entry (value, elements of its parameter, name) has one value per element.
+        norms: the optimizer asks for norms of whole tensors.
     """
 
     def __init__(
@@ -99,12 +130,17 @@ class SegmentUpdate:
         optimizer: torch.optim.Optimizer,
         units: Sequence[Unit],
         registry: Registry,
+        comm: Communicator,
         accountant: Accountant,
         is_elementwise: StateKind,
+        *,
+        norms: bool = False,
     ) -> None:
         self.optimizer = optimizer
         self.units = units
         self.registry = registry
+        self.comm = comm
+        self._norms = norms
         self._accountant = accountant
         self._is_elementwise = is_elementwise
         self._segments: list[tuple[SectionMemory, slice, nn.Parameter]] = []
@@ -115,11 +151,14 @@ class SegmentUpdate:
 
     def bind(self) -> None:
         """Put the segments into the optimizer's groups."""
-        optimizer = self.optimizer
-        members: list[list[nn.Parameter]] = [[] for _ in optimizer.param_groups]
-        old_state = _take_state(optimizer)
+        _bind(self.optimizer, [self])
+
+    def place(self, members: list[list[nn.Parameter]], old_state: dict[int, dict[str, Any]]) -> None:
+        """Add the segments to the members of each group, and give them what state their parameters had."""
         for unit in self.units:
             for section, lane in unit.segments():
+                if section.layout.whole:
+                    continue
                 assert section.master is not None and lane.group is not None
                 for start, stop, pieces in self._cut(section, lane, old_state):
                     segment = nn.Parameter(section.master[start:stop], requires_grad=True)
@@ -128,7 +167,46 @@ class SegmentUpdate:
                     for piece in pieces:
                         self._runs.setdefault(piece.index, []).append((section, piece, segment))
                     self._adopt_state(segment, pieces or self._example(lane.group, old_state), old_state)
-        assign_groups(optimizer, members)
+        if self._norms:
+            setattr(self.optimizer, NORMS, self._tensor_norms())
+
+    def _tensor_norms(self) -> TensorNorms:
+        """Say which tensors the segments are made of, and how their norms are formed on all ranks."""
+        stepped = [
+            (section, slot.index)
+            for unit in self.units
+            for section in unit.trainable
+            if not section.layout.whole
+            for slot in section.layout.slots
+        ]
+        numbers = {index: number for number, index in enumerate(sorted(index for _, index in stepped))}
+        groups: list[list[int]] = [[] for _ in self.optimizer.param_groups]
+        for index, number in numbers.items():
+            group = self.registry[index].group
+            assert group is not None
+            groups[group].append(number)
+        runs: dict[torch.Tensor, list[Run]] = {segment: [] for _, _, segment in self._segments}
+        counted: list[tuple[torch.Tensor, Run]] = []
+        for section, place, segment in self._segments:
+            start = section.master_start + place.start
+            first, last = section.layout.range_of(section.rank)
+            for piece in section.layout.pieces(start, section.master_start + place.stop):
+                offset = piece.offset + piece.stop - piece.start
+                run = Run(numbers[piece.index], piece.offset, offset)
+                runs[segment].append(run)
+                # Where every rank steps everything, each counts what would be its own: the same sums at every stage.
+                low, high = max(run.start, first - start), min(run.stop, last - start)
+                if low < high:
+                    counted.append((segment, Run(run.tensor, low, high)))
+        return TensorNorms(
+            groups,
+            runs,
+            counted,
+            wide=[numbers[index] for section, index in stepped if section.master_dtype is torch.float64],
+            device=self.comm.device,
+            add=lambda sums: self.comm.all_reduce(sums, "tensor_norms").wait(),
+            overwrites=True,
+        )
 
     def _cut(
         self, section: SectionMemory, lane: Lane, old_state: dict[int, dict[str, Any]]
@@ -189,14 +267,13 @@ class SegmentUpdate:
             for _, _, segment in self._segments:
                 segment.grad = None
         for unit in self.units:
-            for section in unit.trainable:
-                section.publish()
+            self.publish(unit)
         _hold_state(self.optimizer, self._accountant)
 
     def refresh(self, unit: Unit) -> None:
         """Take over changed parameter values; unchanged elements keep the master's extra digits."""
         for section in unit.trainable:
-            if section.master is not None and not section.master_is_parameter:
+            if section.master is not None and not section.master_is_parameter and not section.layout.whole:
                 _take_changes(section.master, section.wire_view[section.master_start : section.master_stop])
 
     def master_pieces(self, index: int) -> list[tuple[int, int, torch.Tensor]]:
@@ -240,7 +317,25 @@ class SegmentUpdate:
     def publish(self, unit: Unit) -> None:
         """See `Update.publish`."""
         for section in unit.trainable:
-            section.publish()
+            if not section.layout.whole:
+                section.publish()
+
+
+def owners(costs: Sequence[float], world: int) -> list[int]:
+    """Return the rank that each of some things is given to: the dearest first, always to the rank that has least.
+
+    No rank gets more than the mean and the dearest one (Graham, "Bounds on multiprocessing timing anomalies", 1969).
+
+    Example:
+        >>> owners([1, 5, 2, 2], 2)
+        [1, 0, 1, 1]
+    """
+    load = [0.0] * world
+    found = [0] * len(costs)
+    for place in sorted(range(len(costs)), key=lambda place: (-costs[place], place)):
+        found[place] = min(range(world), key=lambda rank: (load[rank], rank))
+        load[found[place]] += costs[place]
+    return found
 
 
 class WholeUpdate:
@@ -253,6 +348,7 @@ class WholeUpdate:
         comm: the data-parallel group.
         accountant: is told about masters and state.
         is_elementwise: whether a state entry (value, elements of its parameter, name) has one value per element.
+        stepping: which groups are stepped whole, and what that costs.
         replicated: every rank steps everything (the optimizer is not sharded).
     """
 
@@ -264,6 +360,7 @@ class WholeUpdate:
         comm: Communicator,
         accountant: Accountant,
         is_elementwise: StateKind,
+        stepping: Stepping,
         *,
         replicated: bool,
     ) -> None:
@@ -274,17 +371,16 @@ class WholeUpdate:
         self.replicated = replicated or comm.world == 1
         self._accountant = accountant
         self._is_elementwise = is_elementwise
-        self.owner: dict[int, int] = {}
-        load = [0] * comm.world
-        for tensor in sorted((t for t in registry if t.trainable), key=lambda t: (-t.numel, t.index)):
-            rank = comm.rank if self.replicated else min(range(comm.world), key=lambda r: (load[r], r))
-            self.owner[tensor.index] = rank
-            load[rank] += tensor.numel
+        stepped = [tensor for tensor in registry if tensor.trainable and tensor.group in stepping.whole]
+        cost = stepping.cost
+        costs = [float(tensor.numel) if cost is None else cost(tensor.shape) for tensor in stepped]
+        ranks = [comm.rank] * len(stepped) if self.replicated else owners(costs, comm.world)
+        self.owner = {tensor.index: rank for tensor, rank in zip(stepped, ranks, strict=True)}
         self.masters: dict[int, nn.Parameter] = {}
 
     def capture(self, unit: Unit) -> None:
         """Copy the masters of the tensors this rank owns (views, where nothing is sharded and the dtype is right)."""
-        for section in unit.trainable:
+        for section in _whole(unit):
             for slot in section.layout.slots:
                 if self.owner[slot.index] != self.comm.rank:
                     continue
@@ -299,8 +395,10 @@ class WholeUpdate:
 
     def bind(self) -> None:
         """Put the owned masters into the optimizer's groups."""
-        members: list[list[nn.Parameter]] = [[] for _ in self.optimizer.param_groups]
-        old_state = _take_state(self.optimizer)
+        _bind(self.optimizer, [self])
+
+    def place(self, members: list[list[nn.Parameter]], old_state: dict[int, dict[str, Any]]) -> None:
+        """Add the owned masters to the members of each group, and give them what state their parameters had."""
         for index in sorted(self.masters):
             group = self.registry[index].group
             assert group is not None
@@ -314,31 +412,36 @@ class WholeUpdate:
                     else value
                     for key, value in state.items()
                 }
-        assign_groups(self.optimizer, members)
 
     def step(self, optimizer: torch.optim.Optimizer) -> None:
         """Bring gradients to their owners, step, and bring the results back."""
+        with self.around():
+            optimizer.step()
+        _hold_state(self.optimizer, self._accountant)
+
+    @contextlib.contextmanager
+    def around(self) -> Iterator[None]:
+        """Bring gradients to their owners, let the optimizer step in the block, and bring the results back."""
         for unit in self.units:
             self._collect(unit)
         try:
-            optimizer.step()
+            yield
         finally:
             for master in self.masters.values():
                 master.grad = None
         for unit in self.units:
             self._distribute(unit)
-        _hold_state(self.optimizer, self._accountant)
 
     def refresh(self, unit: Unit) -> None:
         """Take over changed parameter values; unchanged elements keep the master's extra digits."""
-        for section in unit.trainable:
+        for section in _whole(unit):
             for slot in section.layout.slots:
                 master = self.masters.get(slot.index)
                 if master is not None and not (self.replicated and section.master_is_parameter):
                     _take_changes(_flat(master.detach()), section.wire_view[slot.offset : slot.offset + slot.numel])
 
     def _collect(self, unit: Unit) -> None:
-        for section in unit.trainable:
+        for section in _whole(unit):
             if self.replicated:
                 for slot in section.layout.slots:
                     master = self.masters[slot.index]
@@ -359,7 +462,7 @@ class WholeUpdate:
                 master.grad = _as_gradient(gradient.view(master.shape), master, self._accountant)
 
     def _distribute(self, unit: Unit) -> None:
-        for section in unit.trainable:
+        for section in _whole(unit):
             if self.replicated:
                 section.publish()
                 continue
@@ -443,6 +546,69 @@ class WholeUpdate:
     def publish(self, unit: Unit) -> None:
         """See `Update.publish`."""
         self._distribute(unit)
+
+
+class MixedUpdate:
+    """Optimizers with groups of both kinds: each part serves its own sections, and the optimizer steps once.
+
+    Args:
+        segments: serves the sections whose parameters are cut.
+        whole: serves the others.
+    """
+
+    def __init__(self, segments: SegmentUpdate, whole: WholeUpdate) -> None:
+        self.segments = segments
+        self.whole = whole
+
+    def _of(self, index: int) -> SegmentUpdate | WholeUpdate:
+        return self.whole if index in self.whole.owner else self.segments
+
+    def capture(self, unit: Unit) -> None:
+        """See `Update.capture`."""
+        self.whole.capture(unit)
+
+    def bind(self) -> None:
+        """See `Update.bind`."""
+        _bind(self.segments.optimizer, [self.segments, self.whole])
+
+    def step(self, optimizer: torch.optim.Optimizer) -> None:
+        """See `Update.step`."""
+        with self.whole.around():
+            self.segments.step(optimizer)
+
+    def refresh(self, unit: Unit) -> None:
+        """See `Update.refresh`."""
+        self.segments.refresh(unit)
+        self.whole.refresh(unit)
+
+    def master_pieces(self, index: int) -> list[tuple[int, int, torch.Tensor]]:
+        """See `Update.master_pieces`."""
+        return self._of(index).master_pieces(index)
+
+    def state_pieces(self, index: int, key: str) -> list[tuple[int, int, torch.Tensor]]:
+        """See `Update.state_pieces`."""
+        return self._of(index).state_pieces(index, key)
+
+    def state(self, index: int) -> Mapping[str, Any]:
+        """See `Update.state`."""
+        return self._of(index).state(index)
+
+    def clear_state(self) -> None:
+        """See `Update.clear_state`."""
+        self.segments.clear_state()
+
+    def make_state(self, index: int, elementwise: Mapping[str, torch.dtype], whole: Mapping[str, Any]) -> None:
+        """See `Update.make_state`."""
+        self._of(index).make_state(index, elementwise, whole)
+
+    def publish(self, unit: Unit) -> None:
+        """See `Update.publish`."""
+        self.segments.publish(unit)
+        self.whole.publish(unit)
+
+
+def _whole(unit: Unit) -> list[SectionMemory]:
+    return [section for section in unit.trainable if section.layout.whole]
 
 
 def _as_gradient(values: torch.Tensor, master: torch.Tensor, accountant: Accountant) -> torch.Tensor:

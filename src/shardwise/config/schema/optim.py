@@ -12,8 +12,8 @@ class Optimizer(Section):
 
     type: str | None = key(
         None,
-        "adam, adamw, onebitadam, onebitlamb or zerooneadam (any case), or the exact name of a class in torch.optim. "
-        "null: the caller passes one.",
+        "adam, adamw, lamb, muon, onebitadam, onebitlamb, zerooneadam, or muadam, muadamw, musgd of the package mup "
+        "(any case), or the exact name of a class in torch.optim. null: the caller passes one.",
     )
     params: dict[str, Any] = key({}, "Arguments of the optimizer, such as lr and weight_decay.", free_form=True)
     legacy_fusion: bool = key(

@@ -1,0 +1,124 @@
+"""LAMB: Adam's direction, with the step of each tensor in proportion to the tensor's norm.
+
+You et al., "Large batch optimization for deep learning: training BERT in 76 minutes", ICLR 2020 (arXiv 1904.00962).
+"""
+
+from __future__ import annotations
+
+import math
+from typing import Any
+
+import torch
+
+from shardwise.optim.layerwise import Layerwise
+
+
+class Lamb(Layerwise):
+    """LAMB (You et al., 2020, algorithm 2), for large batches.
+
+    With m and v the moments of Adam, r = m / (sqrt(v) + eps) + weight_decay * w, and
+    w <- w - lr * clamp(norm(w) / norm(r), min_coeff, max_coeff) * r. Norms are of whole tensors: sharded training gives
+    the same numbers. Where one of them is zero (a fresh bias), the factor is 1.
+
+    Args:
+        params: parameters, (name, parameter) pairs, or groups.
+        lr: learning rate.
+        bias_correction: divide the moments by 1 - beta ** step.
+        betas: decay of the moments.
+        eps: keeps the quotient finite.
+        eps_inside_sqrt: sqrt(v + eps) in place of sqrt(v) + eps.
+        weight_decay: decoupled from the moments, part of r.
+        max_grad_norm: 0; clipping is the engine's.
+        max_coeff: largest factor.
+        min_coeff: smallest factor.
+        amsgrad: False; there is no such variant of LAMB.
+
+    Raises:
+        ValueError: a value is out of its range.
+
+    Example:
+        >>> weight = torch.nn.Parameter(torch.tensor([3.0, 4.0]))
+        >>> weight.grad = torch.tensor([1.0, -1.0])
+        >>> optimizer = Lamb([weight], lr=0.1)
+        >>> optimizer.step()
+        >>> weight.data, [round(factor, 3) for factor in optimizer.get_lamb_coeffs()]
+        (tensor([2.6464, 4.3536]), [3.536])
+    """
+
+    shardwise_sharding = "norms"
+
+    def __init__(
+        self,
+        params: Any,
+        lr: float = 1e-3,
+        bias_correction: bool = True,
+        betas: tuple[float, float] = (0.9, 0.999),
+        eps: float = 1e-8,
+        eps_inside_sqrt: bool = False,
+        weight_decay: float = 0.0,
+        max_grad_norm: float = 0.0,
+        max_coeff: float = 10.0,
+        min_coeff: float = 0.01,
+        amsgrad: bool = False,
+    ) -> None:
+        if amsgrad:
+            raise ValueError("amsgrad: LAMB has no such variant; remove it")
+        if max_grad_norm:
+            raise ValueError(
+                f"max_grad_norm: {max_grad_norm}, but clipping is not the optimizer's; use the engine's top-level key "
+                "gradient_clipping, or torch.nn.utils.clip_grad_norm_"
+            )
+        for name, value in (("lr", lr), ("eps", eps), ("weight_decay", weight_decay), ("min_coeff", min_coeff)):
+            if not value >= 0:
+                raise ValueError(f"{name}: expected a number >= 0, found {value!r}")
+        if not min_coeff <= max_coeff:
+            raise ValueError(f"max_coeff: {max_coeff!r} is less than min_coeff = {min_coeff!r}")
+        if len(betas) != 2 or not all(0 <= beta < 1 for beta in betas):
+            raise ValueError(f"betas: expected two numbers in [0, 1), found {betas!r}")
+        defaults = {
+            "lr": lr,
+            "bias_correction": bias_correction,
+            "betas": tuple(betas),
+            "eps": eps,
+            "eps_inside_sqrt": eps_inside_sqrt,
+            "weight_decay": weight_decay,
+            "max_coeff": max_coeff,
+            "min_coeff": min_coeff,
+        }
+        super().__init__(params, defaults)
+
+    def direction(
+        self, parameter: torch.Tensor, gradient: torch.Tensor, state: dict[str, Any], group: dict[str, Any]
+    ) -> torch.Tensor:
+        """See `Layerwise.direction`: Adam's quotient with the decay, in the gradient's memory."""
+        if not state:
+            state["step"] = torch.zeros((), dtype=torch.float32)
+            state["exp_avg"] = torch.zeros_like(parameter)
+            state["exp_avg_sq"] = torch.zeros_like(parameter)
+        state["step"] += 1
+        beta1, beta2 = group["betas"]
+        mean, square = state["exp_avg"], state["exp_avg_sq"]
+        mean.lerp_(gradient, 1 - beta1)
+        square.mul_(beta2).addcmul_(gradient, gradient, value=1 - beta2)
+        step = float(state["step"])
+        corrected = group["bias_correction"]
+        root = gradient.copy_(square)
+        if group["eps_inside_sqrt"]:
+            root.div_(1 - beta2**step if corrected else 1.0).add_(group["eps"]).sqrt_()
+        else:
+            root.sqrt_().div_(math.sqrt(1 - beta2**step) if corrected else 1.0).add_(group["eps"])
+        found = torch.div(mean, root, out=root)
+        if corrected:
+            found.div_(1 - beta1**step)
+        if group["weight_decay"]:
+            found.add_(parameter, alpha=group["weight_decay"])
+        return found
+
+    def coefficient(self, weight: torch.Tensor, direction: torch.Tensor, group: dict[str, Any]) -> torch.Tensor:
+        """See `Layerwise.coefficient`: the trust ratio."""
+        ratio = (weight / direction).clamp(group["min_coeff"], group["max_coeff"])
+        return torch.where((weight > 0) & (direction > 0), ratio, torch.ones_like(ratio))
+
+    def get_lamb_coeffs(self) -> list[float]:
+        """Return the trust ratios of the last step; see `Layerwise.coefficients`."""
+        return self.coefficients()

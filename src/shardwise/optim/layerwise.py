@@ -1,0 +1,137 @@
+"""Layer-wise optimizers: the step of each tensor is scaled by a function of norms of that tensor.
+
+The base of LAMB, and of one's own: LARS and its relatives are a few lines on top of it.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from typing import Any, cast
+
+import torch
+
+from shardwise.precision.tensornorms import TensorNorms
+
+
+class Layerwise(torch.optim.Optimizer):
+    """Base of optimizers that are elementwise but for one number a tensor, made of its norm and its direction's.
+
+    A subclass defines `direction` and `coefficient`, and `move` if parameters are not simply moved by
+    `-lr * coefficient * direction`; it declares `shardwise_sharding = "norms"`. An engine gives it flat parts of
+    tensors, and sets `shardwise_norms`, which knows the norms of whole ones. Without an engine every parameter is a
+    tensor.
+
+    Example:
+        >>> class Normalised(Layerwise):
+        ...     shardwise_sharding = "norms"
+        ...
+        ...     def direction(self, parameter, gradient, state, group):
+        ...         return gradient
+        ...
+        ...     def coefficient(self, weight, direction, group):
+        ...         return 1 / direction
+        >>> weight = torch.nn.Parameter(torch.zeros(2))
+        >>> weight.grad = torch.tensor([3.0, 4.0])
+        >>> Normalised([weight], {"lr": 1.0}).step()
+        >>> weight.data
+        tensor([-0.6000, -0.8000])
+    """
+
+    shardwise_norms: TensorNorms | None = None
+    _coefficients: torch.Tensor | None = None
+    _local: tuple[list[tuple[int, bool]], TensorNorms] | None = None
+
+    def direction(
+        self, parameter: torch.Tensor, gradient: torch.Tensor, state: dict[str, Any], group: dict[str, Any]
+    ) -> torch.Tensor:
+        """Return where to go, element by element; zero where parameter and gradient have always been zero (padding).
+
+        Args:
+            parameter: a tensor, or flat parts of tensors.
+            gradient: its gradient, in memory that may be written over, and returned.
+            state: what is kept for the parameter; empty in the first step.
+            group: its parameter group.
+        """
+        raise NotImplementedError
+
+    def coefficient(self, weight: torch.Tensor, direction: torch.Tensor, group: dict[str, Any]) -> torch.Tensor:
+        """Return the factor of each tensor's direction.
+
+        Args:
+            weight: norms of the tensors of a group before the step (fp64).
+            direction: norms of what `direction` has returned for them.
+            group: the parameter group.
+        """
+        raise NotImplementedError
+
+    def move(
+        self, parameter: torch.Tensor, direction: torch.Tensor, state: dict[str, Any], group: dict[str, Any]
+    ) -> None:
+        """Move a parameter along its direction, which has been multiplied by the coefficients."""
+        parameter.add_(direction, alpha=-group["lr"])
+
+    @torch.no_grad()
+    def step(self, closure: Callable[[], Any] | None = None) -> Any:
+        """Step all parameters that have a gradient.
+
+        Args:
+            closure: computes the loss again and returns it.
+        """
+        loss = None
+        if closure is not None:
+            with torch.enable_grad():
+                loss = closure()
+        norms = self.shardwise_norms or self._local_norms()
+        weights: dict[torch.Tensor, torch.Tensor] = {}
+        directions: dict[torch.Tensor, torch.Tensor] = {}
+        for group in self.param_groups:
+            for parameter in group["params"]:
+                if parameter.grad is not None:
+                    weights[parameter] = parameter.detach()
+                    gradient = self._own_gradient(parameter, norms.overwrites)
+                    directions[parameter] = self.direction(weights[parameter], gradient, self.state[parameter], group)
+        weight, direction = norms.of(weights, directions)
+        coefficients = torch.ones_like(weight)
+        for number, group in enumerate(self.param_groups):
+            members = norms.members(number)
+            coefficients[members] = self.coefficient(weight[members], direction[members], group).to(torch.float64)
+        self._coefficients = coefficients
+        for group in self.param_groups:
+            for parameter in group["params"]:
+                if parameter in directions:
+                    self._scale(parameter, directions[parameter], coefficients, norms)
+                    self.move(weights[parameter], directions[parameter], self.state[parameter], group)
+        return loss
+
+    def coefficients(self) -> list[float]:
+        """Return the coefficients of the last step, in the order of the parameters (under an engine: of the model's
+        trained parameters, on every rank); empty before the first. On a GPU the host waits for them.
+        """
+        return [] if self._coefficients is None else cast("list[float]", self._coefficients.tolist())
+
+    def _local_norms(self) -> TensorNorms:
+        every = [(id(p), p.grad is not None) for group in self.param_groups for p in group["params"]]
+        # Made once: it has indices on the device.
+        if self._local is None or self._local[0] != every:
+            self._local = every, TensorNorms.local(self.param_groups)
+        return self._local[1]
+
+    @staticmethod
+    def _own_gradient(parameter: torch.Tensor, overwrites: bool) -> torch.Tensor:
+        gradient = parameter.grad
+        assert gradient is not None
+        if gradient.is_sparse:
+            raise RuntimeError("norms of tensors need dense gradients; the gradient of a parameter is sparse")
+        if overwrites and gradient.dtype is parameter.dtype:
+            return gradient
+        return gradient.to(parameter.dtype, copy=True)
+
+    @staticmethod
+    def _scale(
+        parameter: torch.Tensor, direction: torch.Tensor, coefficients: torch.Tensor, norms: TensorNorms
+    ) -> None:
+        # A product alone is rounded in one way, wherever a run begins and whichever kernel takes it.
+        own = coefficients[norms.numbers(parameter)].to(direction.dtype)
+        runs = [run.of(direction) for run in norms.runs(parameter)]
+        if runs:
+            torch._foreach_mul_(runs, list(own.unbind()))

@@ -1,0 +1,328 @@
+"""Muon: momentum whose direction is orthogonalised for matrices, with Adam for everything else.
+
+Jordan et al., "Muon: an optimizer for hidden layers in neural networks", 2024 (kellerjordan.github.io/posts/muon). The
+direction of a matrix is replaced by (nearly) the nearest matrix with orthonormal rows or columns, found by a
+Newton-Schulz iteration: products of matrices only. Embeddings, heads, biases and norms are stepped by Adam.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
+from typing import Any
+
+import torch
+from torch.optim.adam import adam
+from torch.optim.adamw import adamw
+
+COEFFICIENTS = (3.4445, -4.7750, 2.0315)
+"""Of the quintic a x + b x^3 + c x^5, which brings singular values near one in few steps (Jordan et al., 2024)."""
+
+METHODS = ("gram", "standard")
+ADAM_NAMES = ("embed", "lm_head")
+"""Matrices with one of these in their name are stepped by Adam."""
+
+MUON_LR, ADAM_LR = 0.02, 3e-4
+
+
+def orthogonalize(matrix: torch.Tensor, steps: int = 5, method: str = "gram") -> torch.Tensor:
+    """Return a matrix with the singular vectors of `matrix` and singular values near one (0.7 to 1.2 in 5 steps).
+
+    The iteration runs in bf16 on GPUs and in fp32 on CPUs (fp64 for fp64): its aim is rough, and only directions count.
+    Singular values below about 1e-3 of the Frobenius norm need more steps.
+
+    Args:
+        matrix: 2-D.
+        steps: of the iteration; more are closer.
+        method: "standard": each step multiplies matrices of the full size. "gram": steps multiply Gram matrices of the
+            shorter side, and the full size is only touched when they are formed and used; cheaper for wide and for tall
+            matrices. Where the sides are nearly the same (less than 1.5 apart) the standard iteration has fewer
+            operations and is run. Both give the same matrix but for rounding.
+
+    Example:
+        >>> found = orthogonalize(torch.tensor([[2.0, 0.0, 0.0], [0.0, 0.0, 2.0]]), steps=5)
+        >>> [[abs(round(value)) for value in row] for row in found.tolist()]
+        [[1, 0, 0], [0, 0, 1]]
+    """
+    return _iterate(_normalize(matrix.clone()), steps, method).to(matrix.dtype)
+
+
+def _normalize(matrix: torch.Tensor) -> torch.Tensor:
+    """Scale a matrix in place to singular values of at most one, where the iteration converges; return it in the dtype
+    of the iteration.
+    """
+    low = torch.bfloat16 if matrix.device.type != "cpu" else torch.float32
+    matrix.div_(torch.linalg.vector_norm(matrix) + 1e-7)
+    return matrix.to(torch.float64 if matrix.dtype is torch.float64 else low)
+
+
+def _iterate(found: torch.Tensor, steps: int, method: str) -> torch.Tensor:
+    tall = found.shape[0] > found.shape[1]
+    if tall:
+        found = found.mT
+    rows, columns = found.shape
+    if method == "gram" and 2 * columns >= 3 * rows:
+        # Rounding of a Gram matrix can make its small eigenvalues negative, which grow; a fresh one begins again.
+        most = 2 if found.dtype is torch.bfloat16 else 3
+        while steps > 0:
+            found = _by_gram_matrices(found, min(most, steps))
+            steps -= most
+    else:
+        for _ in range(steps):
+            found = torch.addmm(found, _polynomial(found @ found.mT), found, beta=COEFFICIENTS[0])
+    return found.mT if tall else found
+
+
+def _polynomial(gram: torch.Tensor) -> torch.Tensor:
+    """Return b G + c G^2."""
+    return torch.addmm(gram, gram, gram, beta=COEFFICIENTS[1], alpha=COEFFICIENTS[2])
+
+
+def _by_gram_matrices(matrix: torch.Tensor, steps: int) -> torch.Tensor:
+    """Take steps of the iteration X <- P(X X^T) X as G <- P(G) G P(G), with the product of all P(G) applied at last.
+
+    P(G) and G have the same eigenvectors: the order of factors does not matter.
+    """
+    gram = matrix @ matrix.mT
+    product: torch.Tensor | None = None
+    for step in range(steps):
+        factor = _polynomial(gram)
+        factor.diagonal().add_(COEFFICIENTS[0])
+        product = factor if product is None else factor @ product
+        if step + 1 < steps:
+            gram = factor @ gram @ factor
+    return matrix if product is None else product @ matrix
+
+
+class Muon(torch.optim.Optimizer):
+    """Muon for hidden matrices with Adam for everything else, under one instance.
+
+    Parameter groups have a flag `use_muon`. Groups without one are divided: parameters with two dimensions or more go
+    to Muon, unless their name contains "embed" or "lm_head", or their attribute `use_muon` is False. Names are known
+    under `optimizer.type: "muon"`, and from `model.named_parameters()`; for nameless parameters dimensions decide
+    alone, and embeddings would get Muon.
+
+    With b the momentum buffer, b <- momentum * b + (1 - momentum) * g, and u = (1 - momentum) * g + momentum * b
+    (nesterov) or b: W <- (1 - lr * weight_decay) W - lr * sqrt(max(1, rows / columns)) * orthogonalize(u). Tensors of
+    more dimensions are matrices of `shape[0]` rows.
+
+    Under an engine whole matrices are owned and stepped by one rank each, balanced by operations; Adam steps flat
+    shards.
+
+    Args:
+        params: parameters, (name, parameter) pairs, or groups.
+        lr: learning rate of both halves; None: 0.02 for Muon, 3e-4 for Adam.
+        momentum: of Muon.
+        weight_decay: of both halves, decoupled.
+        muon_lr: learning rate of Muon, before `lr`.
+        adam_lr: learning rate of Adam, before `lr`.
+        betas: of Adam.
+        eps: of Adam.
+        nesterov: see above.
+        ns_steps: steps of the Newton-Schulz iteration.
+        ns_method: see `orthogonalize`.
+        adam_w_mode: False: Adam's half adds the decay to the gradient.
+        torch_adam: Adam's half runs the implementation that torch picks, not the fused one.
+
+    Raises:
+        ValueError: a value is out of its range, or a group for Muon has a vector.
+
+    Example:
+        >>> model = torch.nn.Linear(3, 2)
+        >>> optimizer = Muon(model.named_parameters(), lr=0.01)
+        >>> [(group["use_muon"], [tuple(p.shape) for p in group["params"]]) for group in optimizer.param_groups]
+        [(True, [(2, 3)]), (False, [(2,)])]
+    """
+
+    shardwise_sharding = "mixed"
+
+    def __init__(
+        self,
+        params: Any,
+        lr: float | None = None,
+        momentum: float = 0.95,
+        weight_decay: float = 0.0,
+        muon_lr: float | None = None,
+        adam_lr: float | None = None,
+        betas: tuple[float, float] = (0.9, 0.95),
+        eps: float = 1e-10,
+        nesterov: bool = True,
+        ns_steps: int = 5,
+        ns_method: str = "gram",
+        adam_w_mode: bool = True,
+        torch_adam: bool = False,
+    ) -> None:
+        self._lrs = {
+            True: next(rate for rate in (muon_lr, lr, MUON_LR) if rate is not None),
+            False: next(rate for rate in (adam_lr, lr, ADAM_LR) if rate is not None),
+        }
+        for name, rate in (("lr", lr), ("muon_lr", muon_lr), ("adam_lr", adam_lr)):
+            if rate is not None and not rate >= 0:
+                raise ValueError(f"{name}: expected a number >= 0, found {rate!r}")
+        defaults = {
+            "lr": None,
+            "momentum": momentum,
+            "weight_decay": weight_decay,
+            "betas": tuple(betas),
+            "eps": eps,
+            "nesterov": nesterov,
+            "ns_steps": ns_steps,
+            "ns_method": ns_method,
+            "adam_w_mode": adam_w_mode,
+            # Torch's own name: state of fused steps has its count on the device.
+            "fused": None if torch_adam else True,
+        }
+        super().__init__(list(muon_groups(params)), defaults)
+
+    def add_param_group(self, param_group: dict[str, Any]) -> None:
+        """Add a group; one without `use_muon` must be of one kind (see `muon_groups`)."""
+        if "use_muon" not in param_group:
+            kinds = list(muon_groups([param_group]))
+            if len(kinds) != 1:
+                raise ValueError("add_param_group: matrices and vectors in one group; set use_muon, and add two groups")
+            param_group["use_muon"] = kinds[0]["use_muon"]
+        flag = bool(param_group["use_muon"])
+        if param_group.get("lr") is None:
+            param_group["lr"] = self._lrs[flag]
+        _check({**self.defaults, **param_group})
+        super().add_param_group(param_group)
+        if flag:
+            for parameter in param_group["params"]:
+                if parameter.dim() < 2:
+                    self.param_groups.pop()
+                    raise ValueError(
+                        f"use_muon: a parameter of shape {tuple(parameter.shape)} is no matrix; put it into a group "
+                        "with use_muon False"
+                    )
+
+    @staticmethod
+    def shardwise_group_sharding(group: Mapping[str, Any]) -> str:
+        """Return how the tensors of a group may be split: matrices not at all."""
+        return "whole" if group["use_muon"] else "elementwise"
+
+    @staticmethod
+    def shardwise_cost(shape: Sequence[int]) -> float:
+        """Return the operations of orthogonalising a tensor, up to a factor: by these owners are balanced."""
+        rows = shape[0]
+        columns = 1
+        for size in shape[1:]:
+            columns *= size
+        short, long = sorted((rows, columns))
+        return float(short * short * (2 * long + short))
+
+    @torch.no_grad()
+    def step(self, closure: Callable[[], Any] | None = None) -> Any:
+        """Step all parameters that have a gradient.
+
+        Args:
+            closure: computes the loss again and returns it.
+        """
+        loss = None
+        if closure is not None:
+            with torch.enable_grad():
+                loss = closure()
+        for group in self.param_groups:
+            if group["use_muon"]:
+                for parameter in group["params"]:
+                    if parameter.grad is not None:
+                        self._step_matrix(parameter, group)
+            else:
+                self._step_adam(group)
+        return loss
+
+    def _step_matrix(self, parameter: torch.Tensor, group: dict[str, Any]) -> None:
+        assert parameter.grad is not None
+        buffer = self.state[parameter].get("momentum_buffer")
+        if buffer is None:
+            buffer = self.state[parameter]["momentum_buffer"] = torch.zeros_like(parameter)
+        if not parameter.numel():
+            return
+        # Nobody here keeps what is handed on, so that it is freed as soon as it has been used.
+        found = _iterate(
+            _normalize(self._direction(parameter.grad.to(parameter.dtype), buffer, group).flatten(1)),
+            group["ns_steps"],
+            group["ns_method"],
+        )
+        if group["weight_decay"]:
+            parameter.mul_(1 - group["lr"] * group["weight_decay"])
+        rows, columns = found.shape
+        found = found.to(parameter.dtype).reshape(parameter.shape)
+        parameter.add_(found, alpha=-group["lr"] * max(1.0, rows / columns) ** 0.5)
+
+    @staticmethod
+    def _direction(gradient: torch.Tensor, buffer: torch.Tensor, group: dict[str, Any]) -> torch.Tensor:
+        """Advance the momentum; return the direction in memory of its own."""
+        buffer.lerp_(gradient, 1 - group["momentum"])
+        return gradient.lerp(buffer, group["momentum"]) if group["nesterov"] else buffer.clone()
+
+    def _step_adam(self, group: dict[str, Any]) -> None:
+        parameters = [parameter for parameter in group["params"] if parameter.grad is not None]
+        if not parameters:
+            return
+        for parameter in parameters:
+            state = self.state[parameter]
+            if not state:
+                on = parameter.device if group["fused"] else "cpu"
+                state["step"] = torch.zeros((), dtype=torch.float32, device=on)
+                state["exp_avg"] = torch.zeros_like(parameter)
+                state["exp_avg_sq"] = torch.zeros_like(parameter)
+        step = adamw if group["adam_w_mode"] else adam
+        beta1, beta2 = group["betas"]
+        step(
+            parameters,
+            [p.grad.to(p.dtype) for p in parameters],
+            [self.state[p]["exp_avg"] for p in parameters],
+            [self.state[p]["exp_avg_sq"] for p in parameters],
+            [],
+            [self.state[p]["step"] for p in parameters],
+            fused=group["fused"],
+            amsgrad=False,
+            beta1=beta1,
+            beta2=beta2,
+            lr=group["lr"],
+            weight_decay=group["weight_decay"],
+            eps=group["eps"],
+            maximize=False,
+        )
+
+
+def muon_groups(params: Iterable[Any], names: Mapping[int, Sequence[str]] | None = None) -> Iterator[dict[str, Any]]:
+    """Yield parameter groups with a flag `use_muon`: groups that have one as they are, others divided in two.
+
+    Args:
+        params: parameters, (name, parameter) pairs, or groups of either.
+        names: further names of parameters, by `id(parameter)`.
+    """
+    entries = list(params)
+    for group in entries if entries and isinstance(entries[0], dict) else [{"params": entries}]:
+        members = group["params"]
+        if "use_muon" in group:
+            yield dict(group)
+            continue
+        kinds: dict[bool, list[Any]] = {True: [], False: []}
+        for entry in [members] if isinstance(members, torch.Tensor) else list(members):
+            name, parameter = entry if isinstance(entry, tuple) else ("", entry)
+            kinds[_is_for_muon(parameter, (name, *(names or {}).get(id(parameter), ())))].append(entry)
+        for flag, found in kinds.items():
+            if found:
+                yield {**group, "params": found, "use_muon": flag}
+
+
+def _is_for_muon(parameter: torch.Tensor, names: Iterable[str]) -> bool:
+    chosen = getattr(parameter, "use_muon", None)
+    if chosen is not None:
+        return bool(chosen)
+    return parameter.dim() >= 2 and not any(word in name.lower() for name in names for word in ADAM_NAMES)
+
+
+def _check(group: Mapping[str, Any]) -> None:
+    for name in ("lr", "weight_decay", "eps"):
+        if not group[name] >= 0:
+            raise ValueError(f"{name}: expected a number >= 0, found {group[name]!r}")
+    if not 0 <= group["momentum"] < 1:
+        raise ValueError(f"momentum: expected a number in [0, 1), found {group['momentum']!r}")
+    if len(group["betas"]) != 2 or not all(0 <= beta < 1 for beta in group["betas"]):
+        raise ValueError(f"betas: expected two numbers in [0, 1), found {group['betas']!r}")
+    if group["ns_method"] not in METHODS:
+        raise ValueError(f"ns_method: expected {' or '.join(map(repr, METHODS))}, found {group['ns_method']!r}")
+    if not (isinstance(group["ns_steps"], int) and group["ns_steps"] >= 1):
+        raise ValueError(f"ns_steps: expected a whole number >= 1, found {group['ns_steps']!r}")

@@ -1,0 +1,149 @@
+"""Norms of whole tensors for optimizers that step parts of them, the same to the fp32 bit however the parts are cut.
+
+Layer-wise optimizers (LARS, You et al., 2017; LAMB, You et al., 2020) are elementwise but for one number a tensor. Here
+that number is formed as the global gradient norm is: squares are summed in fp64, each rank over its own runs of each
+tensor, and added over ranks in rank order in one small all-reduce for all tensors and quantities of a step.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterable, Mapping, Sequence
+from dataclasses import dataclass
+from typing import Any
+
+import torch
+
+from shardwise.precision.norms import Squares
+
+NORMS = "shardwise_norms"
+"""Attribute of an optimizer under which an engine leaves the norms of the tensors that it has cut."""
+
+
+@dataclass(frozen=True)
+class Run:
+    """Elements `[start, stop)` of a flat parameter of the optimizer that belong to one tensor.
+
+    Attributes:
+        tensor: number of the tensor.
+        start: first element.
+        stop: end (exclusive).
+    """
+
+    tensor: int
+    start: int
+    stop: int
+
+    def of(self, values: torch.Tensor) -> torch.Tensor:
+        """Return the view of the run in values that are laid out as the parameter is."""
+        return values if self.stop - self.start == values.numel() else values.view(-1)[self.start : self.stop]
+
+
+class TensorNorms:
+    """Which tensors the parameters of an optimizer are made of, and the norms of these tensors over all ranks.
+
+    Tensors are numbered in registration order, the same on every rank.
+
+    Args:
+        groups: for each parameter group the numbers of all its tensors, wherever they are.
+        runs: what lies in each parameter that the optimizer steps on this rank; what belongs to no run is padding.
+        counted: the runs whose squares this rank contributes: over all ranks each element once.
+        wide: numbers of the tensors whose norms are kept in fp64; the others are rounded to fp32.
+        device: of the parameters.
+        add: adds a small fp64 tensor up over ranks, in place.
+        overwrites: whether gradients are not needed after the step, which may then write over them.
+
+    Example:
+        >>> weight, bias = torch.tensor([[3.0], [4.0]]), torch.zeros(2)
+        >>> norms = TensorNorms.local([{"params": [weight, bias]}])
+        >>> norms.of({weight: weight, bias: bias})
+        [tensor([5., 0.], dtype=torch.float64)]
+    """
+
+    def __init__(
+        self,
+        groups: Sequence[Sequence[int]],
+        runs: Mapping[torch.Tensor, Sequence[Run]],
+        counted: Sequence[tuple[torch.Tensor, Run]],
+        *,
+        wide: Iterable[int] = (),
+        device: torch.device,
+        add: Callable[[torch.Tensor], None] | None = None,
+        overwrites: bool = False,
+    ) -> None:
+        self.count = 1 + max((number for numbers in groups for number in numbers), default=-1)
+        self.overwrites = overwrites
+        self._runs = {parameter: tuple(found) for parameter, found in runs.items()}
+        self._counted = list(counted)
+        self._squares = Squares([(run.tensor, run.stop - run.start) for _, run in counted], self.count, device)
+        self._add = add
+        # On the device from the beginning: copying indices in every step would wait for it.
+        self._members = [_indices(numbers, device) for numbers in groups]
+        self._numbers = {
+            parameter: _indices([run.tensor for run in found], device) for parameter, found in self._runs.items()
+        }
+        wide = sorted(wide)
+        self._wide = _indices(wide, device) if wide else None
+
+    @classmethod
+    def local(cls, groups: Sequence[Mapping[str, Any]], *, overwrites: bool = False) -> TensorNorms:
+        """Return the norms of parameters that nobody has cut: each is a tensor.
+
+        Args:
+            groups: the parameter groups of an optimizer. Parameters without a gradient have a number and no run.
+            overwrites: see above.
+        """
+        every = [parameter for group in groups for parameter in group["params"]]
+        number = {id(parameter): place for place, parameter in enumerate(every)}
+        present = [p for p in every if p.grad is not None or not p.requires_grad]
+        runs = {p: [Run(number[id(p)], 0, p.numel())] for p in present}
+        return cls(
+            [[number[id(p)] for p in group["params"]] for group in groups],
+            runs,
+            [(p, run) for p, found in runs.items() for run in found],
+            wide=[number[id(p)] for p in every if p.dtype is torch.float64],
+            device=every[0].device if every else torch.device("cpu"),
+            overwrites=overwrites,
+        )
+
+    def alone(self, groups: Sequence[Mapping[str, Any]]) -> TensorNorms:
+        """Return norms of other parameters, which nobody has cut, for a step that is only tried."""
+        return TensorNorms.local(groups, overwrites=self.overwrites)
+
+    def members(self, group: int) -> torch.Tensor:
+        """Return the numbers of all tensors of a parameter group."""
+        return self._members[group]
+
+    def runs(self, parameter: torch.Tensor) -> tuple[Run, ...]:
+        """Return what lies in a parameter of the optimizer."""
+        return self._runs[parameter]
+
+    def numbers(self, parameter: torch.Tensor) -> torch.Tensor:
+        """Return the numbers of the tensors of `runs(parameter)`."""
+        return self._numbers[parameter]
+
+    def of(self, *quantities: Mapping[torch.Tensor, torch.Tensor]) -> list[torch.Tensor]:
+        """Return the norms of all tensors for each of some quantities, in fp64; zero for tensors that have no run.
+
+        Every rank calls this once a step, with all that it wants to know: there is one all-reduce a call.
+
+        Args:
+            quantities: by parameter of the optimizer, values that are laid out as it is.
+        """
+        sums = torch.stack(
+            [
+                self._squares.sums([run.of(values[parameter]) for parameter, run in self._counted])
+                for values in quantities
+            ]
+        )
+        if self._add is not None:
+            self._add(sums)
+        norms = sums.sqrt()
+        # What differs in the fp64 bits, because the runs were others, then differs nowhere.
+        rounded = norms.float().double()
+        if self._wide is not None:
+            rounded[:, self._wide] = norms[:, self._wide]
+        return list(rounded)
+
+
+def _indices(numbers: Sequence[int], device: torch.device) -> torch.Tensor:
+    return torch.tensor(numbers, dtype=torch.int64, device=device)

@@ -1,0 +1,90 @@
+"""LAMB and Muon written out on whole tensors, from the papers, without anything of ours."""
+
+from __future__ import annotations
+
+from collections.abc import Iterable
+from typing import Any
+
+import torch
+
+
+class Written:
+    """Parameter groups and state; `step` is the algorithm."""
+
+    def __init__(self, groups: Iterable[dict[str, Any]], **defaults: Any) -> None:
+        self.param_groups = [{**defaults, **group} for group in groups]
+        self.state: dict[torch.Tensor, dict[str, Any]] = {}
+
+    def step(self) -> None:
+        with torch.no_grad():
+            for group in self.param_groups:
+                for weight in group["params"]:
+                    if weight.grad is not None:
+                        self.update(weight, weight.grad, self.state.setdefault(weight, {}), group)
+
+    def update(self, w: torch.Tensor, g: torch.Tensor, s: dict[str, Any], o: dict[str, Any]) -> None:
+        raise NotImplementedError
+
+
+def moments(g: torch.Tensor, s: dict[str, Any], o: dict[str, Any]) -> tuple[torch.Tensor, torch.Tensor, int]:
+    first, second = o["betas"]
+    s["t"] = s.get("t", 0) + 1
+    s["m"] = first * s.get("m", 0 * g) + (1 - first) * g
+    s["v"] = second * s.get("v", 0 * g) + (1 - second) * g * g
+    return s["m"], s["v"], s["t"]
+
+
+class WrittenLamb(Written):
+    """You et al., 2020, algorithm 2."""
+
+    def update(self, w: torch.Tensor, g: torch.Tensor, s: dict[str, Any], o: dict[str, Any]) -> None:
+        m, v, t = moments(g, s, o)
+        if o.get("bias_correction", True):
+            m, v = m / (1 - o["betas"][0] ** t), v / (1 - o["betas"][1] ** t)
+        root = (v + o["eps"]).sqrt() if o.get("eps_inside_sqrt") else v.sqrt() + o["eps"]
+        r = m / root + o["weight_decay"] * w
+        a, b = float(w.norm()), float(r.norm())
+        s["ratio"] = min(max(a / b, o["min_coeff"]), o["max_coeff"]) if a and b else 1.0
+        w -= o["lr"] * s["ratio"] * r
+
+
+class WrittenLars(Written):
+    """You et al., 2017: momentum of steps in proportion to the norm of each tensor."""
+
+    def update(self, w: torch.Tensor, g: torch.Tensor, s: dict[str, Any], o: dict[str, Any]) -> None:
+        d = g + o["weight_decay"] * w
+        a, b = float(w.norm()), float(d.norm())
+        s["b"] = o["momentum"] * s.get("b", 0 * g) + (o["trust"] * a / b if a and b else 1.0) * d
+        w -= o["lr"] * s["b"]
+
+
+def newton_schulz(matrix: torch.Tensor, steps: int) -> torch.Tensor:
+    """Jordan et al., 2024."""
+    x = matrix / (matrix.norm() + 1e-7)
+    if turned := x.shape[0] > x.shape[1]:
+        x = x.T
+    for _ in range(steps):
+        a = x @ x.T
+        x = 3.4445 * x + (-4.7750 * a + 2.0315 * a @ a) @ x
+    return x.T if turned else x
+
+
+class WrittenMuon(Written):
+    """Jordan et al., 2024, for groups with `use_muon`; AdamW for the others."""
+
+    def update(self, w: torch.Tensor, g: torch.Tensor, s: dict[str, Any], o: dict[str, Any]) -> None:
+        if not o["use_muon"]:
+            m, v, t = moments(g, s, o)
+            if o.get("adam_w_mode", True):
+                w *= 1 - o["lr"] * o["weight_decay"]
+            m, v = m / (1 - o["betas"][0] ** t), v / (1 - o["betas"][1] ** t)
+            w -= o["lr"] * m / (v.sqrt() + o["eps"])
+            return
+        s["b"] = o["momentum"] * s.get("b", 0 * g) + (1 - o["momentum"]) * g
+        u = (1 - o["momentum"]) * g + o["momentum"] * s["b"] if o["nesterov"] else s["b"]
+        if not u.numel():
+            return
+        u = u.reshape(len(u), -1)
+        w *= 1 - o["lr"] * o["weight_decay"]
+        scale = max(1.0, u.shape[0] / u.shape[1]) ** 0.5
+        w -= o["lr"] * scale * newton_schulz(u, o["ns_steps"]).reshape(w.shape)

@@ -1,0 +1,173 @@
+"""Muon in one process: orthogonalisation, groups by name, the paper's numbers, bad input."""
+
+from __future__ import annotations
+
+from typing import Any
+
+import pytest
+import torch
+from hypothesis import given, settings
+from hypothesis import strategies as st
+from torch import nn
+
+from shardwise.errors import ConfigError, NotBuiltError
+from shardwise.optim import Muon, Sharding, build, group_shardings
+from shardwise.optim.muon import orthogonalize
+from tests.optim.reference import WrittenMuon, newton_schulz
+
+
+def matrix(rows: int, columns: int, seed: int = 0, dtype: torch.dtype = torch.float32) -> torch.Tensor:
+    return torch.randn(rows, columns, generator=torch.Generator().manual_seed(seed), dtype=torch.float64).to(dtype)
+
+
+@pytest.mark.parametrize("shape", [(8, 8), (5, 12), (12, 5), (16, 64), (1, 7), (7, 1)])
+@pytest.mark.parametrize("method", ["gram", "standard"])
+def test_singular_vectors_are_kept_and_values_become_one(method: str, shape: tuple[int, int]) -> None:
+    given_ = matrix(*shape)
+    left, values, right = torch.linalg.svd(given_, full_matrices=False)
+    # The method's own tolerance: singular values that were not tiny come to lie between 0.68 and 1.13 (Jordan et al.).
+    found = torch.linalg.svdvals(orthogonalize(given_, 5, method))
+    assert values.min() / values.norm() > 1e-2
+    assert found.min() > 0.65 and found.max() < 1.25
+    polar = left @ right
+    assert torch.linalg.matrix_norm(orthogonalize(given_, 5, method) - polar, 2) < 0.35
+    # More steps change nothing in the directions: the product with the polar factor is symmetric and positive.
+    product = (
+        orthogonalize(given_, 9, method) @ polar.T
+        if shape[0] <= shape[1]
+        else polar.T @ orthogonalize(given_, 9, method)
+    )
+    torch.testing.assert_close(product, product.T, rtol=0, atol=1e-4)
+    assert torch.linalg.eigvalsh(product).min() > 0.6
+
+
+@settings(max_examples=40, deadline=None)
+@given(rows=st.integers(1, 24), columns=st.integers(1, 60), steps=st.integers(1, 8), seed=st.integers(0, 999))
+def test_both_methods_are_the_iteration_written_out(rows: int, columns: int, steps: int, seed: int) -> None:
+    given_ = matrix(rows, columns, seed, torch.float64)
+    expected = newton_schulz(given_, steps)
+    for method in ("gram", "standard"):
+        torch.testing.assert_close(orthogonalize(given_, steps, method), expected, rtol=1e-9, atol=1e-9)
+
+
+@pytest.mark.parametrize("method", ["gram", "standard"])
+def test_matrices_without_full_rank_do_no_harm(method: str) -> None:
+    zero = orthogonalize(torch.zeros(4, 9), 5, method)
+    assert torch.equal(zero, torch.zeros(4, 9))
+    thin = matrix(16, 1) @ matrix(1, 64, 1)
+    found = torch.linalg.svdvals(orthogonalize(thin, 5, method))
+    assert 0.6 < found[0] < 1.25 and found[1] < 1e-3
+    half = orthogonalize(matrix(6, 20).to(torch.bfloat16), 5, method)
+    assert half.dtype is torch.bfloat16 and bool(half.isfinite().all())
+
+
+OPTIONS = {"lr": 0.05, "momentum": 0.9, "weight_decay": 0.1, "betas": (0.8, 0.9), "eps": 1e-6, "ns_steps": 5}
+
+
+@pytest.mark.parametrize(("dtype", "tolerance"), [(torch.float64, 1e-9), (torch.float32, 1e-3)])
+@pytest.mark.parametrize("options", [{}, {"nesterov": False, "ns_method": "standard"}, {"torch_adam": True}])
+def test_muon_is_that_of_the_paper(options: dict[str, Any], dtype: torch.dtype, tolerance: float) -> None:
+    shapes = [(6, 4), (4, 12), (3, 2, 2, 2), (5,), ()]
+    ours, theirs = (
+        [torch.nn.Parameter(matrix(1, max(1, torch.Size(s).numel()), dtype=dtype).reshape(s)) for s in shapes]
+        for _ in range(2)
+    )
+    muon = Muon(ours, **OPTIONS, **options)
+    groups = [{"params": theirs[:3], "use_muon": True}, {"params": theirs[3:], "use_muon": False}]
+    written = WrittenMuon(groups, **{"nesterov": True, **OPTIONS, **options})
+    for step in range(3):
+        for number, pair in enumerate(zip(ours, theirs, strict=True)):
+            for p in pair:
+                p.grad = matrix(1, p.numel(), 10 * step + number, dtype).reshape(p.shape)
+        muon.step()
+        written.step()
+    for mine, its in zip(ours, theirs, strict=True):
+        torch.testing.assert_close(mine, its, rtol=tolerance, atol=tolerance)
+
+
+def test_decay_that_is_added_to_the_gradient() -> None:
+    first, second = nn.Parameter(torch.ones(3)), nn.Parameter(torch.ones(3))
+    muon = Muon([first], lr=0.1, weight_decay=0.5, adam_w_mode=False, eps=1e-8)
+    adam = torch.optim.Adam([second], lr=0.1, weight_decay=0.5, betas=(0.9, 0.95), fused=True)
+    for optimizer, p in ((muon, first), (adam, second)):
+        for step in range(3):
+            p.grad = torch.tensor([1.0, -1.0, 0.1]) + step
+            optimizer.step()
+    assert torch.equal(first, second)
+
+
+class Words(nn.Module):
+    def __init__(self) -> None:
+        super().__init__()
+        self.embed_tokens = nn.Embedding(5, 4)
+        self.hidden = nn.Linear(4, 4)
+        self.conv = nn.Conv1d(4, 4, 3)
+        self.head = nn.Linear(4, 5, bias=False)
+        self.tied = nn.Module()
+        self.tied.lm_head = self.head
+
+
+def kinds(optimizer: torch.optim.Optimizer, model: nn.Module) -> dict[str, bool]:
+    names = {id(p): name for name, p in model.named_parameters()}
+    return {names[id(p)]: group["use_muon"] for group in optimizer.param_groups for p in group["params"]}
+
+
+def test_names_and_dimensions_decide() -> None:
+    model = Words()
+    expected = {
+        "embed_tokens.weight": False,
+        "hidden.weight": True,
+        "hidden.bias": False,
+        "conv.weight": True,
+        "conv.bias": False,
+        "head.weight": False,  # its other name is tied.lm_head.weight
+    }
+    named = list(model.named_parameters(remove_duplicate=False))
+    for name in ("muon", "Muon", "MUON"):
+        built = build(name, model.parameters(), {}, device="cpu", named=named)
+        assert type(built) is Muon and kinds(built, model) == expected
+        assert [group["lr"] for group in built.param_groups] == [0.02, 3e-4]
+    assert group_shardings(built) == [Sharding.WHOLE, Sharding.ELEMENTWISE]
+    # By the caller: of the pairs it is told one name each.
+    assert kinds(Muon(model.named_parameters()), model) == {**expected, "head.weight": True}
+    model.hidden.weight.use_muon = False
+    assert kinds(build("muon", model.parameters(), {}, device="cpu", named=named), model)["hidden.weight"] is False
+
+
+def test_groups_are_kept_or_divided() -> None:
+    model = Words()
+    groups = [
+        {"params": [model.hidden.weight, model.hidden.bias], "weight_decay": 0.3, "lr": 0.5},
+        {"params": [model.conv.weight], "use_muon": False},
+        {"params": [model.head.weight], "use_muon": True},
+    ]
+    built = build("muon", groups, {"lr": 0.1, "adam_lr": 0.2}, device="cpu")
+    found = [(group["use_muon"], group["lr"], group["weight_decay"]) for group in built.param_groups]
+    assert found == [(True, 0.5, 0.3), (False, 0.5, 0.3), (False, 0.2, 0.0), (True, 0.1, 0.0)]
+    built.add_param_group({"params": [nn.Parameter(torch.zeros(2))]})
+    assert built.param_groups[-1]["use_muon"] is False and built.param_groups[-1]["lr"] == 0.2
+    with pytest.raises(ValueError, match="two groups"):
+        built.add_param_group({"params": [nn.Parameter(torch.zeros(2)), nn.Parameter(torch.zeros(2, 2))]})
+
+
+@pytest.mark.parametrize(
+    ("options", "message"),
+    [
+        ({"ns_method": "svd"}, "ns_method: expected 'gram' or 'standard', found 'svd'"),
+        ({"ns_steps": 0}, "ns_steps"),
+        ({"momentum": 1.0}, "momentum"),
+        ({"muon_lr": -1.0}, "muon_lr"),
+        ({"max_grad_norm": 1.0}, "gradient_clipping"),
+        ({"ns_stpes": 3}, "did you mean ns_steps"),
+    ],
+)
+def test_wrong_options(options: dict[str, Any], message: str) -> None:
+    with pytest.raises(ConfigError, match=message):
+        build("muon", [nn.Parameter(torch.zeros(2, 2))], options, device="cpu")
+
+
+def test_vectors_and_heads_are_refused() -> None:
+    with pytest.raises(ConfigError, match=r"shape \(2,\) is no matrix"):
+        build("muon", [{"params": [nn.Parameter(torch.zeros(2))], "use_muon": True}], {}, device="cpu")
+    with pytest.raises(NotBuiltError, match="per_head_muon"):
+        build("muon", [nn.Parameter(torch.zeros(2, 2))], {"per_head_muon": True}, device="cpu")
