@@ -16,6 +16,7 @@ from torch import nn
 
 import shardwise
 from shardwise.comm.compression import message_bytes
+from shardwise.config import resolve
 from shardwise.errors import ConfigError, ConflictError, UsageError
 from shardwise.memory import Category, track_activations
 from shardwise.optim import OnebitAdam, OnebitLamb, ZeroOneAdam, build, sharding_of
@@ -804,18 +805,34 @@ def test_bytes_of_compressed_steps_are_those_of_the_closed_form() -> None:
                 assert expected == pytest.approx(exact / 32, rel=0.02)
 
 
-def test_a_whole_training_sends_a_fifth() -> None:
-    """15 % of warm-up, as in the papers of 1-bit Adam and 1-bit LAMB."""
-    steps = 40
-    options = {
-        "OnebitAdam": {"freeze_step": 6},
-        "OnebitLamb": {"freeze_step": 6},
-        "ZeroOneAdam": {"var_freeze_step": 8, "var_update_scaler": 2, "local_step_scaler": 8, "local_step_clipper": 4},
-    }
-    wanted = [("AdamW", 0, steps, {}), *((name, 0, steps, options[name]) for name in CLASSES)]
-    dense, *others = (sum(sum(step.values()) for step in found[0]) for found in run_ranks(all_traffic, 2, wanted)[0])
-    for name, own in zip(CLASSES, others, strict=True):
-        assert dense / own >= 5, f"{name}: {dense / own:.2f}"
+TRAINING: dict[str, dict[str, Any]] = {
+    "AdamW": {},
+    "OnebitAdam": {"freeze_step": 6},
+    "OnebitLamb": {"freeze_step": 6},
+    "ZeroOneAdam": {"var_freeze_step": 8, "var_update_scaler": 2, "local_step_scaler": 8, "local_step_clipper": 4},
+}
+"""40 steps, of which 15 % are warm-up, as in the papers of 1-bit Adam and 1-bit LAMB."""
+
+
+def byte_table() -> tuple[list[str], list[float]]:
+    """The table of docs/onebit.md, and how many times fewer bytes each training sends than AdamW's."""
+    found = run_ranks(all_traffic, 2, [(name, 0, 40, options) for name, options in TRAINING.items()])[0]
+    sent = [[sum(step.values()) for step in steps] for steps, _, _ in found]
+    rows, fewer = [], []
+    for (name, options), own in zip(TRAINING.items(), sent, strict=True):
+        what = ", ".join(f"`{key}` {value}" for key, value in options.items())
+        fewer.append(sum(sent[0]) / sum(own))
+        averaging = min(size for size in own[8:] if size > 1000)  # not in steps of a rank's own
+        rows.append(f"| {name} | {what} | {own[1]:,} | {averaging:,} | {sum(own):,} | {fewer[-1]:.1f} |")
+    return rows, fewer
+
+
+def test_a_whole_training_sends_a_fifth_and_the_table_of_the_docs_says_so() -> None:
+    rows, fewer = byte_table()
+    assert min(fewer[1:]) >= 5
+    page = (Path(__file__).parents[2] / "docs" / "onebit.md").read_text()
+    for row in rows:
+        assert row in page, f"docs/onebit.md should have the row\n{row}"
 
 
 def memory(name: str, stage: int, precision: str, accumulation: int) -> Any:
@@ -980,9 +997,9 @@ def test_bad_options(name: str, options: dict[str, Any], message: str) -> None:
 
 def test_by_configuration_alone() -> None:
     params = {"lr": 0.1, "freeze_step": 1, "cuda_aware": True, "comm_backend_name": "mpi"}
+    section = {"type": "oneBitAdam", "params": params}
     engine, optimizer, *_ = shardwise.initialize(
-        model=nn.Linear(4, 2),
-        config={"train_batch_size": 2, "optimizer": {"type": "oneBitAdam", "params": params}},
+        model=nn.Linear(4, 2), config={"train_batch_size": 2, "optimizer": section}
     )
     assert type(optimizer) is OnebitAdam and optimizer.freeze_step == 1
     engine.backward(engine(torch.ones(2, 4)).sum())
@@ -990,4 +1007,26 @@ def test_by_configuration_alone() -> None:
     with pytest.raises(UsageError, match=r"engine\.step"):
         optimizer.step()
     engine.destroy()
-    assert not optimizer.attached
+    assert not optimizer.attached and optimizer.param_groups[0]["step"] == 0
+    notes = {note.path for note in resolve({"train_batch_size": 2, "optimizer": section}).no_effect}
+    assert notes == {"optimizer.params.cuda_aware", "optimizer.params.comm_backend_name"}
+
+
+def plans_beside() -> list[Any]:
+    run = Run()
+    engine = run.start(maker("OnebitAdam", **QUICK["OnebitAdam"]))
+    for step in range(5):
+        run.step(engine, step)
+    before = everything(engine)
+    plans = engine.memory_plans(CASES[run.case].data(0, 0, 0, torch.float32)["tokens"], stages=[0, 1, 2]).plans
+    same = before == everything(engine)
+    run.step(engine, 5)
+    own = engine.memory_report().total.planned
+    engine.destroy()
+    return [same, [plan.total for plan in plans], plans[-1].note, own]
+
+
+def test_settings_are_planned_beside_a_running_engine() -> None:
+    for same, totals, note, own in run_ranks(plans_beside, 2):
+        assert same and totals[0] and totals[1] < totals[0] and own
+        assert totals[2] is None and "needs stage 0 or 1" in note

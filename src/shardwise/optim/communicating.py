@@ -120,8 +120,10 @@ class Communicating(torch.optim.Optimizer):
         self.forget()
 
     def detach(self) -> None:
-        """Forget the engine."""
+        """Forget the engine, and begin anew: without a variance there is nothing to be frozen."""
         self._attached, self._blocks, self._comm = 0, (), None
+        for group in self.param_groups:
+            group["step"] = group["variance_step"] = 0
 
     def forget(self) -> None:
         """Drop everything that is kept besides `state` and the groups' options."""
