@@ -29,14 +29,33 @@ _ADAM: dict[str, Any] = {
     "differentiable": False,
     "fused": None,
 }
-NATIVE_OPTIMIZERS: dict[str, dict[str, Any]] = {"adam": _ADAM, "adamw": _ADAM}
-"""Adam by the names that configurations use, in any case, with the arguments of torch and of the peers."""
+_ADAGRAD: dict[str, Any] = {
+    "lr": 1e-2,
+    "lr_decay": 0.0,
+    "weight_decay": 0.0,
+    "initial_accumulator_value": 0.0,
+    "eps": 1e-10,
+    "fp32_optimizer_states": True,
+    "set_grad_none": True,
+    "maximize": False,
+    "foreach": None,
+    "differentiable": False,
+    "fused": None,
+}
+_LION: dict[str, Any] = {
+    "lr": 1e-3,
+    "betas": (0.9, 0.999),
+    "weight_decay": 0.0,
+    "fp32_optimizer_states": True,
+    "set_grad_none": True,
+}
+NATIVE_OPTIMIZERS: dict[str, dict[str, Any]] = {"adam": _ADAM, "adamw": _ADAM, "adagrad": _ADAGRAD, "lion": _LION}
+"""Our own optimizers by the names that configurations use, in any case, with the arguments of torch and the peers."""
 
 _COMPRESSED = "compressed optimizers are not available"
 _MUP = "optimizers of the package mup are not built by name; pass an instance instead"
 UNBUILT_OPTIMIZERS: dict[str, str] = {
     "lamb": "it is not part of torch.optim; pass an instance of a LAMB class instead",
-    "lion": "it is not part of torch.optim; pass an instance of a Lion class instead",
     "onebitadam": _COMPRESSED,
     "zerooneadam": _COMPRESSED,
     "onebitlamb": _COMPRESSED,
@@ -131,12 +150,12 @@ def schedule_signature(name: str) -> Signature | None:
 
 
 def canonical_optimizer(name: str) -> str:
-    """The name under which the code knows an optimizer: `adam` and `adamw`, else torch's spelling.
+    """The name under which the code knows an optimizer: ours in lower case, else torch's spelling.
 
     A name that matches nothing is returned unchanged.
 
-    >>> canonical_optimizer("AdamW"), canonical_optimizer("adagrad"), canonical_optimizer("SGD")
-    ('adamw', 'Adagrad', 'SGD')
+    >>> canonical_optimizer("AdamW"), canonical_optimizer("rmsprop"), canonical_optimizer("SGD")
+    ('adamw', 'RMSprop', 'SGD')
     """
     lower = name.lower()
     if lower in NATIVE_OPTIMIZERS:

@@ -34,18 +34,14 @@ def check_optimizer(config: Config, found: Scan) -> list[Problem]:
         message = _unknown("optimizer", name, usable, names.UNBUILT_OPTIMIZERS, "torch.optim")
         return [Problem(here, message)]
     problems = _check_arguments("optimizer.params", params, signature)
-    if canonical in names.NATIVE_OPTIMIZERS:
+    if canonical in ("adam", "adamw"):
         problems += _check_adam(canonical, params)
     return problems
 
 
 def _check_adam(name: str, params: dict[str, Any]) -> list[Problem]:
-    """Options that other libraries' Adam has and that contradict each other or do not exist here."""
-    problems = [
-        Problem(f"optimizer.params.{option}", "this version only has true; remove the key", NotBuiltError)
-        for option in ("bias_correction", "fp32_optimizer_states")
-        if params.get(option) is False
-    ]
+    """Options of Adam that contradict each other."""
+    problems = []
     if name == "adamw" and params.get("adam_w_mode") is False:
         message = "false contradicts `optimizer.type` AdamW; use type Adam for decay added to the gradient"
         problems.append(Problem("optimizer.params.adam_w_mode", message, ConflictError))

@@ -1,6 +1,7 @@
 """Building an optimizer from the `type` and `params` of the configuration.
 
-Names are resolved in this order: our own builders (`adam`, `adamw`, any case); the classes of `torch.optim`
+Names are resolved in this order: our own classes (`adam`, `adamw`, `adagrad`, `lion`, any case), unless an option is
+asked for that only torch's class of that name has; the classes of `torch.optim`
 by exact name; names that other libraries use for optimizers that are not built here (refused with the
 reason); the classes of `torch.optim` in any case.
 
@@ -19,6 +20,10 @@ import torch
 
 from shardwise.config.names import NATIVE_OPTIMIZERS, UNBUILT_OPTIMIZERS
 from shardwise.errors import ConfigError, NotBuiltError
+from shardwise.optim.adagrad import Adagrad
+from shardwise.optim.adam import Adam, AdamW
+from shardwise.optim.elementwise import ElementwiseOptimizer
+from shardwise.optim.lion import Lion
 
 _log = logging.getLogger("shardwise")
 
@@ -27,24 +32,32 @@ Params = Iterable[Any]
 
 
 def build(
-    name: str, params: Params, options: Mapping[str, Any], *, device: torch.device | str
+    name: str,
+    params: Params,
+    options: Mapping[str, Any],
+    *,
+    device: torch.device | str,
+    parameter_dtype: torch.dtype | None = None,
 ) -> torch.optim.Optimizer:
     """Build the optimizer that the configuration names.
 
     Args:
-        name: `optimizer.type`: adam or adamw (any case), or the name of a class in torch.optim.
+        name: `optimizer.type`: adam, adamw, adagrad or lion (any case), or the name of a class in torch.optim.
         params: what torch.optim accepts as its first argument.
         options: `optimizer.params`; not changed.
-        device: where the step will run; decides whether the fused implementation is available.
+        device: where the step will run; decides whether torch's fused implementation is available.
+        parameter_dtype: what the parameters will be in forward and backward, in which `fp32_optimizer_states` false
+            keeps states. None: what they are.
 
     Returns:
-        An instance of a torch.optim class. `adam` and `adamw` give `torch.optim.AdamW(fused=True)`;
-        `adam` with `"adam_w_mode": false` gives `torch.optim.Adam(fused=True)`. Both have weight_decay 0 by
-        default.
+        `adam` and `adamw` give `shardwise.optim.AdamW`, `adam` with `"adam_w_mode": false` gives
+        `shardwise.optim.Adam`, `adagrad` and `lion` the classes of these names; all with weight_decay 0 by default.
+        Options that only torch's Adam, AdamW and Adagrad have (such as amsgrad) give those; other names an instance of
+        the class in torch.optim.
 
     Raises:
         ConfigError: the name or an option is unknown, or a value has no meaning.
-        NotBuiltError: a known name or option asks for something that this version does not have.
+        NotBuiltError: a known name asks for something that this version does not have.
 
     >>> weight = torch.zeros(3, requires_grad=True)
     >>> type(build("Adam", [weight], {"lr": 0.01}, device="cpu")).__name__
@@ -57,7 +70,7 @@ def build(
     params = [_group_with_list(entry) for entry in params]
     device = torch.device(device)
     if (own := _BUILDERS.get(name.lower())) is not None:
-        return own(name, params, dict(options), device)
+        return own(name, params, dict(options), device, parameter_dtype)
     classes = _torch_classes()
     if name in classes:
         return _construct(classes[name], params, dict(options), device)
@@ -76,7 +89,14 @@ def names() -> list[str]:
     return sorted([*classes, *(name for name in _BUILDERS if name not in served)], key=str.lower)
 
 
-def _adam(name: str, params: list[Any], options: dict[str, Any], device: torch.device) -> torch.optim.Optimizer:
+_TORCH_ONLY = {"amsgrad": False, "maximize": False, "foreach": None, "capturable": False, "differentiable": False,
+               "fused": None}  # fmt: skip
+"""Options that our classes do not have, with the values that ask for nothing."""
+
+
+def _adam(
+    name: str, params: list[Any], options: dict[str, Any], device: torch.device, parameter_dtype: torch.dtype | None
+) -> torch.optim.Optimizer:
     """Build Adam from the options that published configurations have; decay is decoupled by default."""
     decoupled = _pop_flag(options, "adam_w_mode", True)
     if name.lower() == "adamw" and not decoupled:
@@ -84,21 +104,24 @@ def _adam(name: str, params: list[Any], options: dict[str, Any], device: torch.d
             f"optimizer.params.adam_w_mode: false contradicts optimizer.type {name}; use type Adam for weight decay "
             "that is added to the gradient"
         )
-    if not _pop_flag(options, "bias_correction", True):
-        raise NotBuiltError("optimizer.params.bias_correction: false is not available; remove the key")
-    if not _pop_flag(options, "fp32_optimizer_states", True):
-        raise NotBuiltError(
-            "optimizer.params.fp32_optimizer_states: false is not available; optimizer state is kept in fp32"
-        )
-    if "set_grad_none" in options:
-        _pop_flag(options, "set_grad_none", True)
-        _log.info("optimizer.params.set_grad_none changes nothing: the engine owns the gradients and frees them")
+    _tell_set_grad_none(options)
     plain = _pop_flag(options, "torch_adam", False)
-    cls = torch.optim.AdamW if decoupled else torch.optim.Adam
     options.setdefault("weight_decay", 0.0)
+    wanted = _torch_only(options)
+    if not plain and not wanted:
+        chosen: type[torch.optim.Optimizer] = AdamW if decoupled else Adam
+        return _own(chosen, params, options, device, parameter_dtype)
+    cls = torch.optim.AdamW if decoupled else torch.optim.Adam
+    cause = "torch_adam" if plain else wanted[0]
+    for key in ("bias_correction", "fp32_optimizer_states"):
+        if not _pop_flag(options, key, True):
+            raise ConfigError(
+                f"optimizer.params.{key}: false contradicts optimizer.params.{cause} {options.get(cause, True)!r}, which "
+                f"asks for torch.optim.{cls.__name__}; that does not have it, so remove one"
+            )
     if plain and options.get("fused"):
         raise ConfigError("optimizer.params.torch_adam: true contradicts optimizer.params.fused true; remove one")
-    if "fused" not in options and not plain and not options.get("foreach") and not options.get("differentiable"):
+    if options.get("fused") is None and not plain and not options.get("foreach") and not options.get("differentiable"):
         reason = _fused_refusal(cls, params, device)
         options["fused"] = None if reason else True
         if reason:
@@ -106,9 +129,81 @@ def _adam(name: str, params: list[Any], options: dict[str, Any], device: torch.d
     return _construct(cls, params, options, device, extra=tuple(NATIVE_OPTIMIZERS["adam"]))
 
 
-Builder = Callable[[str, list[Any], dict[str, Any], torch.device], torch.optim.Optimizer]
+def _adagrad(
+    name: str, params: list[Any], options: dict[str, Any], device: torch.device, parameter_dtype: torch.dtype | None
+) -> torch.optim.Optimizer:
+    """Build Adagrad, torch's if an option asks for it."""
+    wanted = _torch_only(options)
+    if not wanted:
+        return _own(Adagrad, params, options, device, parameter_dtype)
+    if not _pop_flag(options, "fp32_optimizer_states", True):
+        raise ConfigError(
+            f"optimizer.params.fp32_optimizer_states: false contradicts optimizer.params.{wanted[0]}: that asks for "
+            "torch.optim.Adagrad, which does not have it; remove one"
+        )
+    return _construct(torch.optim.Adagrad, params, options, device, extra=tuple(NATIVE_OPTIMIZERS["adagrad"]))
 
-_BUILDERS: dict[str, Builder] = {"adam": _adam, "adamw": _adam}
+
+def _lion(
+    name: str, params: list[Any], options: dict[str, Any], device: torch.device, parameter_dtype: torch.dtype | None
+) -> torch.optim.Optimizer:
+    """Build Lion."""
+    return _own(Lion, params, options, device, parameter_dtype)
+
+
+Builder = Callable[
+    [str, list[Any], dict[str, Any], torch.device, "torch.dtype | None"],
+    torch.optim.Optimizer,
+]
+
+_BUILDERS: dict[str, Builder] = {"adam": _adam, "adamw": _adam, "adagrad": _adagrad, "lion": _lion}
+
+
+def _own(
+    cls: type[torch.optim.Optimizer],
+    params: list[Any],
+    options: dict[str, Any],
+    device: torch.device,
+    parameter_dtype: torch.dtype | None,
+) -> torch.optim.Optimizer:
+    """Build one of our classes from the options that configurations know."""
+    _tell_set_grad_none(options)
+    internal: dict[str, Any] = {"adam_w_mode": False} if cls is Adam else {}
+    if not _pop_flag(options, "fp32_optimizer_states", True):
+        internal["state_dtype"] = _narrow_states(params, parameter_dtype)
+    if "bias_correction" in options:
+        options["bias_correction"] = _pop_flag(options, "bias_correction", True)
+    for key in _torch_only_names(options):
+        del options[key]  # it asks for nothing
+    known = NATIVE_OPTIMIZERS[cls.__name__.lower()]
+    return _construct(cls, params, options, device, known=known, internal=internal)
+
+
+def _narrow_states(params: list[Any], parameter_dtype: torch.dtype | None) -> torch.dtype:
+    """Return the one type of the parameters, in which states are to be kept."""
+    kinds = {parameter_dtype} if parameter_dtype else {tensor.dtype for tensor in _tensors(params)}
+    if len(kinds) == 1 and torch.float16 not in kinds:
+        return kinds.pop()
+    found = "fp16 parameters" if len(kinds) == 1 else "parameters of several types"
+    raise ConfigError(
+        f"optimizer.params.fp32_optimizer_states: false keeps states in the parameters' type, found {found}. "
+        "fp16 has too little range for averages of gradients and of their squares; use bf16, or remove the key"
+    )
+
+
+def _torch_only_names(options: Mapping[str, Any]) -> list[str]:
+    return [key for key in _TORCH_ONLY if key in options]
+
+
+def _torch_only(options: Mapping[str, Any]) -> list[str]:
+    """Return the options that ask for something that only torch's class has."""
+    return [key for key in _torch_only_names(options) if options[key] is not _TORCH_ONLY[key]]
+
+
+def _tell_set_grad_none(options: dict[str, Any]) -> None:
+    if "set_grad_none" in options:
+        _pop_flag(options, "set_grad_none", True)
+        _log.info("optimizer.params.set_grad_none changes nothing: the engine owns the gradients and frees them")
 
 
 def _fused_refusal(cls: type[torch.optim.Optimizer], params: list[Any], device: torch.device) -> str | None:
@@ -133,17 +228,21 @@ def _construct(
     device: torch.device,
     *,
     extra: tuple[str, ...] = (),
+    known: Iterable[str] | None = None,
+    internal: Mapping[str, Any] | None = None,
 ) -> torch.optim.Optimizer:
     """Call the class; turn wrong option names and values into errors that name the key.
 
     Args:
-        cls: class of torch.optim.
+        cls: class of the optimizer.
         params: its first argument.
-        options: its keyword arguments.
+        options: its keyword arguments, as configured.
         device: where the step will run.
         extra: option names that the caller has dealt with, for suggestions only.
+        known: the options that may be configured; None: all that the class has.
+        internal: more keyword arguments.
     """
-    accepted = [key for key in inspect.signature(cls).parameters if key != "params"]
+    accepted = [key for key in known or inspect.signature(cls).parameters if key != "params"]
     for key, value in options.items():
         where = f"optimizer.params.{key}"
         if key == "max_grad_norm":
@@ -160,12 +259,13 @@ def _construct(
     if options.get("fused") and (reason := _fused_refusal(cls, params, device)):
         raise ConfigError(f"optimizer.params.fused: true is not possible, because torch says: {reason}; remove the key")
     try:
-        return cls(params, **options)
+        return cls(params, **options, **(internal or {}))
     except torch.OutOfMemoryError:
         raise
     except (TypeError, ValueError, RuntimeError) as error:
         given = ", ".join(f"{key}={value!r}" for key, value in options.items())
-        raise ConfigError(f"optimizer.params: torch.optim.{cls.__name__} refuses ({given}): {error}") from error
+        owner = "shardwise.optim" if issubclass(cls, ElementwiseOptimizer) else "torch.optim"
+        raise ConfigError(f"optimizer.params: {owner}.{cls.__name__} refuses ({given}): {error}") from error
 
 
 def _torch_classes() -> dict[str, type[torch.optim.Optimizer]]:
