@@ -9,7 +9,7 @@ from __future__ import annotations
 
 import contextlib
 from collections.abc import Callable, Iterator
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from typing import TYPE_CHECKING, Any
 
 import torch
@@ -56,12 +56,23 @@ class StepReport:
 
 @dataclass(frozen=True)
 class _Prepared:
-    """A window whose gradients are ready for the optimizer: what is known of them, and the passes they come from."""
+    """A window whose gradients are ready for the optimizer: what is known of them, and the passes they come from.
+
+    Attributes:
+        norm: see `StepReport.grad_norm`.
+        coefficient: see `StepReport.clip_coefficient`.
+        overflow: they are not finite.
+        passes: number of backward passes so far.
+        factor: what they have to be multiplied by.
+        applied: they have been.
+    """
 
     norm: torch.Tensor | None
     coefficient: torch.Tensor | None
     overflow: bool
     passes: int
+    factor: float | torch.Tensor
+    applied: bool = False
 
 
 class Engine(Attributes, BatchSizes, Checkpointing, ConfigGetters, MemoryReporting, nn.Module):
@@ -324,13 +335,16 @@ class Engine(Attributes, BatchSizes, Checkpointing, ConfigGetters, MemoryReporti
         prepared = self._prepared = self._prepared or self._prepare()
         if sharded.reducer is not None and sharded.reducer.passes != prepared.passes:
             raise UsageError(
-                "engine.step() has raised before, when the gradients were already scaled for the update, and another "
+                "engine.step() has raised before, when the gradients were already prepared for the update, and another "
                 "backward pass has come on top of them. Call engine.zero_grad() and compute the window's gradients anew"
             )
         scale = self.cur_scale
         used = tuple(float(lr) for lr in self.get_lr())
         if not prepared.overflow:
-            sharded.step()
+            if not prepared.applied and not sharded.takes_factor():
+                sharded.scale_gradients(prepared.factor)
+                prepared = self._prepared = replace(prepared, applied=True)
+            sharded.step(1.0 if prepared.applied else prepared.factor)
         self._prepared = None
         self._unscaled = False
         sharded.end_window(not prepared.overflow)
@@ -357,7 +371,7 @@ class Engine(Attributes, BatchSizes, Checkpointing, ConfigGetters, MemoryReporti
             self.optimizer.overflow = overflow  # type: ignore[attr-defined]
 
     def _prepare(self) -> _Prepared:
-        """Make the window's gradients what the optimizer is to see: complete, with the norm known, scaled and clipped.
+        """Find out what the optimizer needs to know of the window's gradients: complete them, compute norm and factor.
 
         Done once a window: if the optimizer then raises, the next `step()` goes on from here.
         """
@@ -382,13 +396,11 @@ class Engine(Attributes, BatchSizes, Checkpointing, ConfigGetters, MemoryReporti
             self._refuse(unused or [])
         overflow = checks and norm is not None and not bool(torch.isfinite(norm))
         coefficient = None
-        if not overflow:
-            multiplier: float | torch.Tensor = factor
-            if clip and norm is not None:
-                coefficient = sharded.clip_factor(norm, clip)
-                multiplier = coefficient * factor
-            sharded.scale_gradients(multiplier)
-        return _Prepared(norm, coefficient, overflow, reducer.passes)
+        multiplier: float | torch.Tensor = factor
+        if not overflow and clip and norm is not None:
+            coefficient = sharded.clip_factor(norm, clip)
+            multiplier = coefficient * factor
+        return _Prepared(norm, coefficient, overflow, reducer.passes, multiplier)
 
     def _refuse(self, unused: list[str]) -> None:
         """Raise on every rank what is wrong with the window's gradients on some rank; `unused`: names on this one."""
@@ -412,8 +424,8 @@ class Engine(Attributes, BatchSizes, Checkpointing, ConfigGetters, MemoryReporti
         """Return what turns accumulated sums into the gradient:
         mean over ranks and micro-batches, loss scale divided out.
         """
-        if self._prepared is not None and not self._prepared.overflow:
-            return 1.0  # it has been applied
+        if self._prepared is not None and self._prepared.applied:
+            return 1.0
         ranks = self.world_size if self._resolution.config.gradient_allreduce_op == "mean" else 1
         prescale = self.sharded.reducer.prescale if self.sharded.reducer is not None else 1.0
         return 1.0 / (ranks * prescale * self.gradient_accumulation_steps() * self.cur_scale)

@@ -32,6 +32,12 @@ CHUNK = 1 << 19
 DEVICE_CHUNK = 1 << 24
 """Elements that an accelerator updates at a time: bounds the scratch, and costs no time."""
 
+SHARE = 16
+"""The scratch of a step has no more than one element for so many that are stepped."""
+
+LEAST_CHUNK = 1 << 12
+"""Fewer elements at a time would cost more time than they save memory."""
+
 ROUNDINGS = ("nearest", "stochastic", "kahan")
 COMPENSATION = "compensation"
 """Name of the state that holds what Kahan summation has left over."""
@@ -314,8 +320,8 @@ class ElementwiseOptimizer(torch.optim.Optimizer):
         dtype: torch.dtype,
         step: float,
     ) -> None:
-        limit = _limit(device)
-        memory = _Memory(min(limit, sum(map(_room, (run.numel for run in runs)))), device)
+        limit = _limit([run.numel for run in runs], device)
+        memory = _Memory(limit, device)
         for parts in _batches(runs, limit):
             self._step_batch(parts, memory, group, dtype, step)
 
@@ -427,7 +433,7 @@ class ElementwiseOptimizer(torch.optim.Optimizer):
             scratch += 4  # counter and hash of two elements
         if rounding == "kahan":
             scratch += 2 * wide.itemsize
-        return kept, min(_limit(device), sum(map(_room, numels))) * scratch
+        return kept, _limit(numels, device) * scratch
 
     def temporaries_of(self, group: Mapping[str, Any], device: torch.device, dtype: torch.dtype) -> int:
         """Return how many temporaries `update` asks for with these options."""
@@ -450,9 +456,11 @@ class ElementwiseOptimizer(torch.optim.Optimizer):
         return {**super().__getstate__(), **kept, "_handed": None}
 
 
-def _limit(device: torch.device) -> int:
-    """Return the elements of a batch."""
-    return CHUNK * torch.get_num_threads() if device.type == "cpu" else DEVICE_CHUNK
+def _limit(numels: Iterable[int], device: torch.device) -> int:
+    """Return the elements of a batch: what is fast, and little beside the tensors of these sizes."""
+    whole = sum(map(_room, numels))
+    most = CHUNK * torch.get_num_threads() if device.type == "cpu" else DEVICE_CHUNK
+    return min(whole, most, max(LEAST_CHUNK, _room(whole // SHARE)))
 
 
 def _room(numel: int) -> int:

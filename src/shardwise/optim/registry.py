@@ -116,8 +116,8 @@ def _adam(
     for key in ("bias_correction", "fp32_optimizer_states"):
         if not _pop_flag(options, key, True):
             raise ConfigError(
-                f"optimizer.params.{key}: false contradicts optimizer.params.{cause} {options.get(cause, True)!r}, which "
-                f"asks for torch.optim.{cls.__name__}; that does not have it, so remove one"
+                f"optimizer.params.{key}: false contradicts optimizer.params.{cause} {options.get(cause, True)!r}: "
+                f"torch.optim.{cls.__name__}, which that asks for, does not have it; remove one"
             )
     if plain and options.get("fused"):
         raise ConfigError("optimizer.params.torch_adam: true contradicts optimizer.params.fused true; remove one")
