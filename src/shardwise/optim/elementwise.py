@@ -35,7 +35,7 @@ DEVICE_CHUNK = 1 << 24
 SHARE = 16
 """The scratch of a step has no more than one element for so many that are stepped."""
 
-LEAST_CHUNK = 1 << 12
+LEAST_CHUNK = 1 << 8
 """Fewer elements at a time would cost more time than they save memory."""
 
 ROUNDINGS = ("nearest", "stochastic", "kahan")
@@ -292,7 +292,11 @@ class ElementwiseOptimizer(torch.optim.Optimizer):
         state = self.state[parameter]
         if "step" not in state:
             state["step"] = torch.zeros((), dtype=torch.float32)
-        for key, dtype in self._states_of(parameter.dtype).items():
+        kinds = self._states_of(parameter.dtype)
+        if COMPENSATION in state and COMPENSATION not in kinds:
+            # Loaded from a run that had it: part of the value.
+            tensors["parameter"].add_(state.pop(COMPENSATION).reshape(-1))
+        for key, dtype in kinds.items():
             found = state.get(key)
             if found is None:
                 value = 0.0 if key == COMPENSATION else self.initial(key, group)

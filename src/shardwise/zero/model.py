@@ -229,7 +229,7 @@ class ShardedModel:
                 accountant=self.accountant,
             )
             sections.append(section)
-            if layout.trainable and any(
+            if not section.master_is_parameter and any(
                 self.registry[slot.index].source_dtype.itemsize > layout.dtype.itemsize for slot in layout.slots
             ):
                 section.widen_source(section.master_dtype)
