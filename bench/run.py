@@ -30,6 +30,7 @@ PARTS: dict[str, list[str]] = {
     "startup": ["startup.py"],
     "growth": ["growth.py"],
     "comm": ["comm_gloo.py"],
+    "optimizer": ["cpu_adam.py"],
     "checkpoint": ["checkpoint_io.py --nproc 1", "checkpoint_io.py --nproc 2"],
     "convergence": ["convergence.py"],
 }

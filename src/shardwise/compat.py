@@ -7,6 +7,8 @@ another way where they are missing.
 
 from __future__ import annotations
 
+import functools
+import sys
 from collections.abc import Callable, Sequence
 from datetime import timedelta
 from typing import Any, TypeVar
@@ -135,3 +137,32 @@ def allow_gradient_dtype(parameter: torch.Tensor, dtype: torch.dtype) -> None:
     """Let a parameter have a gradient of another dtype than its own."""
     if dtype is not parameter.dtype and hasattr(parameter, "grad_dtype"):
         parameter.grad_dtype = dtype
+
+
+def fused_step(algorithm: str, device: torch.device, dtype: torch.dtype) -> Callable[..., None] | None:
+    """Return torch's kernel for a whole step of "adam" or "adamw" on lists of tensors, or None where there is none.
+
+    It takes (parameters, gradients, exp_avgs, exp_avg_sqs, max_exp_avg_sqs, steps) and the options by keyword.
+    """
+    kernel: Callable[..., None] | None = getattr(torch, f"_fused_{algorithm}_", None)
+    return kernel if kernel is not None and _runs_fused(algorithm, device.type, dtype) else None
+
+
+@functools.cache
+def _runs_fused(algorithm: str, device_type: str, dtype: torch.dtype) -> bool:
+    """Try a kernel on nothing: which devices it serves is not public, and changes between versions."""
+    tensors = [[torch.zeros(1, dtype=dtype, device=device_type)] for _ in range(4)]
+    steps = [torch.ones((), dtype=torch.float32, device=device_type)]
+    options = {"lr": 0.0, "beta1": 0.0, "beta2": 0.0, "weight_decay": 0.0, "eps": 1.0}
+    try:
+        getattr(torch, f"_fused_{algorithm}_")(*tensors, [], steps, amsgrad=False, maximize=False, **options)
+    except (NotImplementedError, RuntimeError, TypeError):
+        return False
+    return True
+
+
+def global_step_hooks() -> list[Callable[..., Any]]:
+    """Return the hooks that run around the step of every optimizer; none where torch does not tell."""
+    optimizer_module = sys.modules[torch.optim.Optimizer.__module__]
+    found = (getattr(optimizer_module, f"_global_optimizer_{kind}_hooks", {}) for kind in ("pre", "post"))
+    return [hook for hooks in found for hook in hooks.values()]

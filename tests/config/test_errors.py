@@ -123,7 +123,7 @@ VALUES = [
 
 ARGUMENTS = [
     (optimizer("AdamX"), "optimizer.type", 'did you mean "Adamax"?'),
-    (optimizer("fused_adamw_bnb"), "optimizer.type", "known: Adadelta, Adafactor, Adagrad, Adam, adam, "),
+    (optimizer("fused_adamw_bnb"), "optimizer.type", "known: Adadelta, Adafactor, Adagrad, adagrad, Adam, adam, "),
     (optimizer("LBFGS"), "optimizer.type", "several times per step"),
     (optimizer("SparseAdam"), "optimizer.type", "sparse gradients"),
     (optimizer(3), "optimizer.type", "a string or null, found 3"),

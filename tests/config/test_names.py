@@ -31,16 +31,18 @@ def test_optimizers_that_communicate_have_the_arguments_of_the_table(name: str) 
     assert names.ONEBIT_STAGES[name] == (0 if built.ranks_differ else 1)  # type: ignore[attr-defined]
 
 
-@pytest.mark.parametrize("name", ["adam", "adamw"])
-def test_adam_is_built_with_the_defaults_of_the_table(name: str) -> None:
+@pytest.mark.parametrize("name", ["adam", "adamw", "adagrad", "lion"])
+def test_elementwise_optimizers_are_built_with_the_defaults_of_the_table(name: str) -> None:
     table = names.NATIVE_OPTIMIZERS[name]
     built = build_optimizer(name, [torch.zeros(2, requires_grad=True)], {}, device="cpu").defaults
-    for argument in ("lr", "betas", "eps", "weight_decay", "amsgrad", "maximize", "capturable", "differentiable"):
+    assert built.keys() <= {*table, "decoupled_weight_decay"}
+    for argument in built.keys() & table.keys():
         assert built[argument] == table[argument], argument
     options = {argument: value for argument, value in table.items() if value is not None}
     build_optimizer(name, [torch.zeros(2, requires_grad=True)], options, device="cpu")
-    torch_arguments = set(inspect.signature(torch.optim.AdamW).parameters) - {"params"}
-    assert torch_arguments <= set(table)
+    torch_class = {"adam": torch.optim.AdamW, "adamw": torch.optim.AdamW, "adagrad": torch.optim.Adagrad}.get(name)
+    if torch_class is not None:
+        assert set(inspect.signature(torch_class).parameters) - {"params"} <= set(table)
 
 
 @pytest.mark.parametrize("name", ["lamb", "muon"])
@@ -62,11 +64,8 @@ def test_every_accepted_optimizer_can_be_built() -> None:
         assert canonical_optimizer(name.lower()) in (name, name.lower())
 
 
-def test_unusable_and_unbuilt_names_are_refused_by_the_builders_too() -> None:
+def test_unusable_names_are_refused_by_the_builders_too() -> None:
     weight = torch.zeros(2, requires_grad=True)
-    for name in names.UNBUILT_OPTIMIZERS:
-        with pytest.raises(NotImplementedError):
-            build_optimizer(name, [weight], {}, device="cpu")
     optimizer = torch.optim.SGD([weight], lr=0.1)
     for name in names.UNUSABLE_SCHEDULES:
         with pytest.raises(ValueError, match="cannot be built"):

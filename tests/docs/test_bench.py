@@ -80,3 +80,12 @@ def test_every_part_is_a_command_that_exists() -> None:
     scripts = {line.split()[1] for line in listed.splitlines() if line.startswith("    python bench/")}
     assert len(scripts) >= 6
     assert all((ROOT / script).exists() for script in scripts)
+
+
+def test_the_adam_benchmark_runs(tmp_path: Path) -> None:
+    printed = bench("cpu_adam.py", "--quick", "--results", str(tmp_path))
+    found = {row["system"]: row for row in rows(tmp_path / "cpu_adam.json")}
+    assert "shardwise AdamW, scaled, bf16 copy, one pass" in printed
+    assert found["copy of 30 bytes"]["over_copy"] == 1
+    assert all(row["median_ns"] > 0 for row in found.values())
+    assert "| shardwise AdamW | 28 |" in bench("table.py", "--results", str(tmp_path))

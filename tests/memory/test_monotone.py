@@ -111,7 +111,7 @@ def test_peaks_do_not_rise_from_stage_to_stage(name: str, world: int, accumulati
     if world == 1:
         assert totals[0] == totals[3]
         if name != "1.6k":  # of which padding is a part
-            assert totals[0] <= (18.01 if bf16 else 16.01) * parameters + (1 << 20)  # the norm's scratch
+            assert totals[0] <= (18.01 if bf16 else 16.01) * parameters + (1 << 21)  # the scratch of norm and step
 
 
 def measured(name: str, accumulation: int, bf16: bool) -> list[tuple[int | None, int | None, int]]:

@@ -12,7 +12,8 @@ import torch
 from torch._subclasses.fake_tensor import FakeTensorMode
 
 import shardwise
-from shardwise.errors import ConfigError, NotBuiltError
+from shardwise import optim
+from shardwise.errors import ConfigError
 from shardwise.optim import build, names
 
 
@@ -25,17 +26,16 @@ def make(name: str, options: dict[str, Any] | None = None) -> torch.optim.Optimi
 
 
 @pytest.mark.parametrize("name", ["Adam", "adam", "ADAM", "AdamW", "adamw", "ADAMW"])
-def test_adam_is_fused_and_decoupled_without_decay(name: str) -> None:
+def test_adam_is_decoupled_without_decay(name: str) -> None:
     optimizer = make(name)
-    assert type(optimizer) is torch.optim.AdamW
-    assert optimizer.defaults["fused"] is True
+    assert type(optimizer) is optim.AdamW
     assert optimizer.defaults["weight_decay"] == 0
 
 
 def test_adam_w_mode_false_adds_the_decay_to_the_gradient() -> None:
     optimizer = make("Adam", {"adam_w_mode": False, "weight_decay": 0.1})
-    assert type(optimizer) is torch.optim.Adam
-    assert optimizer.defaults["fused"] is True
+    assert type(optimizer) is optim.Adam
+    assert optimizer.defaults["decoupled_weight_decay"] is False
     with pytest.raises(ConfigError, match=r"adam_w_mode: false contradicts optimizer\.type AdamW"):
         make("AdamW", {"adam_w_mode": False})
 
@@ -51,6 +51,32 @@ def test_steps_equal_plain_torch(options: dict[str, Any]) -> None:
         optimizer.step()
         plain.step()
     torch.testing.assert_close(ours, theirs, rtol=1e-6, atol=1e-6)
+
+
+@pytest.mark.parametrize(("name", "cls"), [("Adagrad", optim.Adagrad), ("LION", optim.Lion)])
+def test_own_classes_of_other_names(name: str, cls: type[torch.optim.Optimizer]) -> None:
+    options = {"lr": 0.5, "weight_decay": 0.1, "set_grad_none": True}
+    optimizer = make(name, options)
+    assert type(optimizer) is cls
+    assert (optimizer.defaults["lr"], optimizer.defaults["weight_decay"]) == (0.5, 0.1)
+    assert make(name).defaults["weight_decay"] == 0
+
+
+def test_options_of_torch_alone_build_torch() -> None:
+    for option in ({"amsgrad": True}, {"maximize": True}, {"foreach": False}, {"fused": True}, {"capturable": True}):
+        assert type(make("adam", option)) is torch.optim.AdamW
+        assert type(make("adam", {**option, "adam_w_mode": False})) is torch.optim.Adam
+    assert make("adam", {"maximize": True}).defaults["fused"] is True
+    assert type(make("adagrad", {"maximize": True})) is torch.optim.Adagrad
+    nothing = {"amsgrad": False, "maximize": False, "foreach": None, "fused": None, "capturable": False}
+    assert type(make("adam", nothing)) is optim.AdamW
+    for key in ("bias_correction", "fp32_optimizer_states"):
+        with pytest.raises(ConfigError, match=rf"{key}: false contradicts optimizer\.params\.amsgrad True"):
+            make("adam", {key: False, "amsgrad": True})
+        with pytest.raises(ConfigError, match="torch_adam True"):
+            make("adam", {key: False, "torch_adam": True})
+    with pytest.raises(ConfigError, match=r"fp32_optimizer_states: false contradicts optimizer\.params\.maximize"):
+        make("adagrad", {"fp32_optimizer_states": False, "maximize": True})
 
 
 def test_torch_adam_and_explicit_choices_are_kept() -> None:
@@ -75,11 +101,19 @@ def test_set_grad_none_is_logged(caplog: pytest.LogCaptureFixture) -> None:
     assert "set_grad_none changes nothing" in caplog.text
 
 
-@pytest.mark.parametrize("key", ["bias_correction", "fp32_optimizer_states"])
-def test_false_is_not_built(key: str) -> None:
-    assert make("adam", {key: True}).defaults["lr"] == 1e-3
-    with pytest.raises(NotBuiltError, match=key):
-        make("adam", {key: False})
+def test_bias_correction_and_narrow_states() -> None:
+    assert make("adam", {"bias_correction": False}).defaults["bias_correction"] is False
+    weight = parameter(torch.bfloat16)
+    narrow = {"fp32_optimizer_states": False}
+    for name in ("adam", "adagrad", "lion"):
+        assert build(name, [weight], narrow, device="cpu").state_dtype is torch.bfloat16
+        assert build(name, [parameter()], narrow, device="cpu").state_dtype is torch.float32
+        optimizer = build(name, [parameter()], narrow, device="cpu", parameter_dtype=torch.bfloat16)
+        assert optimizer.state_dtype is torch.bfloat16
+        with pytest.raises(ConfigError, match=r"fp32_optimizer_states: .* found fp16 parameters"):
+            build(name, [parameter(torch.float16)], narrow, device="cpu")
+        with pytest.raises(ConfigError, match="found parameters of several types"):
+            build(name, [parameter(), weight], narrow, device="cpu")
 
 
 def test_groups_names_and_generators_are_accepted() -> None:
@@ -92,9 +126,7 @@ def test_groups_names_and_generators_are_accepted() -> None:
     assert named.param_groups[0]["param_names"] == ["w"]
 
 
-@pytest.mark.parametrize(
-    ("name", "cls"), [("SGD", "SGD"), ("sgd", "SGD"), ("adagrad", "Adagrad"), ("rmsprop", "RMSprop")]
-)
+@pytest.mark.parametrize(("name", "cls"), [("SGD", "SGD"), ("sgd", "SGD"), ("rmsprop", "RMSprop")])
 def test_torch_names_in_any_case(name: str, cls: str) -> None:
     optimizer = make(name, {"lr": 0.25, "weight_decay": 0.5})
     assert type(optimizer) is getattr(torch.optim, cls)
@@ -105,12 +137,6 @@ def test_every_listed_name_builds() -> None:
     matrix = torch.nn.Parameter(torch.ones(4, 4))
     for name in names():
         assert isinstance(build(name, [matrix], {}, device="cpu"), torch.optim.Optimizer)
-
-
-@pytest.mark.parametrize("name", ["lion"])
-def test_known_names_that_are_not_built(name: str) -> None:
-    with pytest.raises(NotBuiltError, match=f"'{name}' is not available"):
-        make(name)
 
 
 def fake_mup() -> ModuleType:
@@ -176,7 +202,9 @@ def test_unknown_names_and_options_suggest_near_ones() -> None:
     [
         ({"max_grad_norm": 1.0}, "gradient_clipping"),
         ({"lr": "auto"}, "params.lr: 'auto'"),
-        ({"lr": -1.0}, "Invalid learning rate"),
+        ({"lr": -1.0}, r"shardwise\.optim\.AdamW refuses .*expected a number >= 0"),
+        ({"amsgrad": True, "lr": -1.0}, r"torch\.optim\.AdamW refuses .*Invalid learning rate"),
+        ({"rounding": "kahan"}, "no such option"),
         ({"betas": "x"}, "refuses"),
         ({"torch_adam": "yes"}, "expected true or false"),
         ({"fused": True, "foreach": True}, "refuses"),
@@ -190,7 +218,7 @@ def test_wrong_values_name_the_key(options: dict[str, Any], message: str) -> Non
 def test_plain_implementation_only_where_torch_refuses_fused(caplog: pytest.LogCaptureFixture) -> None:
     on_meta = torch.nn.Parameter(torch.empty(4, device="meta"))
     with caplog.at_level(logging.WARNING, "shardwise"):
-        optimizer = build("adam", [on_meta], {}, device="meta")
+        optimizer = build("adam", [on_meta], {"amsgrad": True}, device="meta")
     assert optimizer.defaults["fused"] is None
     assert "AdamW runs its plain implementation, because torch says: `fused=True` requires" in caplog.text
     with pytest.raises(ConfigError, match=r"optimizer\.params\.fused: true is not possible"):
@@ -201,14 +229,15 @@ def test_plain_implementation_only_where_torch_refuses_fused(caplog: pytest.LogC
 
 @pytest.mark.parametrize("dtype", [torch.float32, torch.float64, torch.float16, torch.bfloat16])
 def test_fused_for_every_floating_type_on_the_host(dtype: torch.dtype) -> None:
-    assert build("adam", [parameter(dtype)], {}, device="cpu").defaults["fused"] is True
+    assert build("adam", [parameter(dtype)], {"maximize": True}, device="cpu").defaults["fused"] is True
 
 
-def test_dry_run_makes_the_same_choice() -> None:
+@pytest.mark.parametrize("options", [{}, {"amsgrad": True}])
+def test_dry_run_makes_the_same_choice(options: dict[str, Any]) -> None:
     with FakeTensorMode():
         weight = torch.nn.Parameter(torch.empty(4, device="cuda"))
-        optimizer = build("adam", [weight], {}, device="cuda")
+        optimizer = build("adam", [weight], options, device="cuda")
         weight.grad = torch.empty_like(weight)
         optimizer.step()
-    assert optimizer.defaults["fused"] is True
+    assert optimizer.defaults.get("fused") is (True if options else None)
     assert optimizer.state[weight]["exp_avg"].device.type == "cuda"

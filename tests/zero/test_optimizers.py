@@ -12,6 +12,7 @@ import torch.distributed as dist
 from torch import nn
 
 import shardwise
+from shardwise import optim
 from shardwise.config import names as known
 from shardwise.errors import ConfigError, UsageError
 from shardwise.optim import build
@@ -57,6 +58,10 @@ MAKERS: dict[str, Maker] = {
     "Adagrad": lambda groups: make_optimizer("Adagrad", groups, 1e-2),
     "momentum": lambda groups: make_optimizer("momentum", groups, 1e-2),
     "subclass": lambda groups: OwnAdamW(list(groups), lr=1e-2, betas=(0.8, 0.9), eps=1e-6),
+    "own AdamW": lambda groups: optim.AdamW(list(groups), lr=1e-2, weight_decay=0.05, betas=(0.8, 0.9), eps=1e-6),
+    "own Adam": lambda groups: optim.Adam(list(groups), lr=1e-2, adam_w_mode=False, bias_correction=False),
+    "own Adagrad": lambda groups: optim.Adagrad(list(groups), lr=1e-2, lr_decay=0.1, weight_decay=0.05, eps=1e-6),
+    "Lion": lambda groups: optim.Lion(list(groups), lr=1e-3, weight_decay=0.05, betas=(0.8, 0.9)),
     "norms": lambda groups: NormClipped(list(groups), lr=1e-2, momentum=0.5),
     "Adafactor": lambda groups: torch.optim.Adafactor(list(groups), lr=1e-2),
 }
@@ -182,7 +187,7 @@ def continue_training(kind: str, name: str, settings: list[Setting]) -> list[Ten
     return results
 
 
-@pytest.mark.parametrize("kind", ["AdamW", "Adagrad", "momentum", "subclass"])
+@pytest.mark.parametrize("kind", ["AdamW", "Adagrad", "momentum", "subclass", "own AdamW", "own Adagrad"])
 @pytest.mark.parametrize("name", ["odd_mlp", "gpt_groups"])
 def test_existing_state_is_sharded_with_its_optimizer(kind: str, name: str) -> None:
     settings = [Setting(stage=stage, cap=cap) for stage, cap in ((0, None), (1, 50), (2, None), (3, 50))]

@@ -67,9 +67,7 @@ def _precision(config: Config, found: Scan) -> Iterator[Problem]:
             f"or set {'both to false' if wanted == 'fp32' else f'`{wanted}.enabled` to true'}"
         )
         yield Problem("data_types.param_dtype", message, ConflictError)
-    if config.bf16.bf16_optimizer_states and not config.bf16.bf16_master_weights_and_grads:
-        message = "needs `bf16.bf16_master_weights_and_grads` to be true"
-        yield Problem("bf16.bf16_optimizer_states", message, ConflictError)
+    yield from _masters(config, found)
     cast = config.torch_autocast
     if cast.enabled:
         sixteen = f"{precision_of(config)}.enabled"
@@ -92,6 +90,33 @@ def _precision(config: Config, found: Scan) -> Iterator[Problem]:
     if config.amp.enabled and (config.fp16.enabled or config.bf16.enabled or config.zero_optimization.stage):
         message = f"excludes `fp16.enabled`, `{bf16}` and `zero_optimization.stage` above 0; keep one of them"
         yield Problem("amp.enabled", message, ConflictError)
+
+
+def _masters(config: Config, found: Scan) -> Iterator[Problem]:
+    bf16 = config.bf16
+    without = bf16.bf16_master_weights_and_grads or bf16.master_weights == "none"
+    if (
+        bf16.bf16_master_weights_and_grads
+        and bf16.master_weights == "fp32"
+        and ("bf16", "master_weights") in found.given
+    ):
+        message = 'is "fp32", but `bf16.bf16_master_weights_and_grads` = true means "none"; remove one of them'
+        yield Problem("bf16.master_weights", message, ConflictError)
+    if bf16.rounding is not None and not without:
+        message = (
+            f'is "{bf16.rounding}", but fp32 master weights are not rounded; set `bf16.master_weights` to "none", or '
+            "remove this key"
+        )
+        yield Problem("bf16.rounding", message, ConflictError)
+    if bf16.bf16_optimizer_states and not without:
+        message = (
+            'needs `bf16.bf16_master_weights_and_grads` to be true, or `bf16.master_weights` to be "none"; beside fp32 '
+            "master weights write `optimizer.params.fp32_optimizer_states` = false"
+        )
+        yield Problem("bf16.bf16_optimizer_states", message, ConflictError)
+    elif bf16.bf16_optimizer_states and config.optimizer.params.get("fp32_optimizer_states") is True:
+        message = "is true, but so is `optimizer.params.fp32_optimizer_states`; remove one of them"
+        yield Problem("bf16.bf16_optimizer_states", message, ConflictError)
 
 
 def _zero(config: Config) -> Iterator[Problem]:

@@ -29,6 +29,26 @@ _ADAM: dict[str, Any] = {
     "differentiable": False,
     "fused": None,
 }
+_ADAGRAD: dict[str, Any] = {
+    "lr": 1e-2,
+    "lr_decay": 0.0,
+    "weight_decay": 0.0,
+    "initial_accumulator_value": 0.0,
+    "eps": 1e-10,
+    "fp32_optimizer_states": True,
+    "set_grad_none": True,
+    "maximize": False,
+    "foreach": None,
+    "differentiable": False,
+    "fused": None,
+}
+_LION: dict[str, Any] = {
+    "lr": 1e-3,
+    "betas": (0.9, 0.999),
+    "weight_decay": 0.0,
+    "fp32_optimizer_states": True,
+    "set_grad_none": True,
+}
 _LAMB: dict[str, Any] = {
     "lr": 1e-3,
     "bias_correction": True,
@@ -128,6 +148,8 @@ ONEBIT_WITHOUT_EFFECT = {
 NATIVE_OPTIMIZERS: dict[str, dict[str, Any]] = {
     "adam": _ADAM,
     "adamw": _ADAM,
+    "adagrad": _ADAGRAD,
+    "lion": _LION,
     "lamb": _LAMB,
     "muon": _MUON,
     **ONEBIT_OPTIMIZERS,
@@ -136,11 +158,6 @@ NATIVE_OPTIMIZERS: dict[str, dict[str, Any]] = {
 
 MUP_OPTIMIZERS = frozenset({"muadam", "muadamw", "musgd"})
 """Names, in lower case, of optimizers that the package mup makes, whose arguments only that package knows."""
-
-UNBUILT_OPTIMIZERS: dict[str, str] = {
-    "lion": "it is not part of torch.optim; pass an instance of a Lion class instead",
-}
-"""Names, in lower case, that configurations use and that this version does not have, with what to do."""
 
 UNUSABLE_OPTIMIZERS: dict[str, str] = {
     "LBFGS": "it takes inner products over all parameters and evaluates the loss several times per step; use an "
@@ -245,8 +262,8 @@ def canonical_optimizer(name: str) -> str:
 
     A name that matches nothing is returned unchanged.
 
-    >>> canonical_optimizer("AdamW"), canonical_optimizer("adagrad"), canonical_optimizer("SGD")
-    ('adamw', 'Adagrad', 'SGD')
+    >>> canonical_optimizer("AdamW"), canonical_optimizer("rmsprop"), canonical_optimizer("SGD")
+    ('adamw', 'RMSprop', 'SGD')
     """
     lower = name.lower()
     if lower in NATIVE_OPTIMIZERS or lower in MUP_OPTIMIZERS:
@@ -254,8 +271,6 @@ def canonical_optimizer(name: str) -> str:
     known = torch_optimizers()
     if name in known:
         return name
-    if lower in UNBUILT_OPTIMIZERS:
-        return lower
     return next((spelled for spelled in known if spelled.lower() == lower), name)
 
 

@@ -25,9 +25,6 @@ def check_optimizer(config: Config, found: Scan) -> list[Problem]:
         return []
     here = dotted(found.given.get(("optimizer", "type"), ("optimizer", "type")))
     canonical = names.canonical_optimizer(name)
-    if canonical in names.UNBUILT_OPTIMIZERS:
-        reason = names.UNBUILT_OPTIMIZERS[canonical]
-        return [Problem(here, f"this version does not have the optimizer {name}: {reason}", NotBuiltError)]
     if canonical in names.UNUSABLE_OPTIMIZERS:
         return [Problem(here, f"torch.optim.{name} cannot be used: {names.UNUSABLE_OPTIMIZERS[canonical]}")]
     if canonical in names.MUP_OPTIMIZERS:
@@ -39,7 +36,7 @@ def check_optimizer(config: Config, found: Scan) -> list[Problem]:
             *names.MUP_OPTIMIZERS,
             *names.torch_optimizers(),
         } - names.UNUSABLE_OPTIMIZERS.keys()
-        message = _unknown("optimizer", name, usable, names.UNBUILT_OPTIMIZERS, "torch.optim")
+        message = _unknown("optimizer", name, usable, "torch.optim")
         return [Problem(here, message)]
     problems = _check_arguments("optimizer.params", params, signature)
     if canonical in names.ONEBIT_OPTIMIZERS:
@@ -76,12 +73,8 @@ _REFUSED_VALUES: dict[str, list[tuple[str, Callable[[Any], bool], str]]] = {
 
 
 def _check_adam(name: str, params: dict[str, Any]) -> list[Problem]:
-    """Options that other libraries' Adam has and that contradict each other or do not exist here."""
-    problems = [
-        Problem(f"optimizer.params.{option}", "this version only has true; remove the key", NotBuiltError)
-        for option in ("bias_correction", "fp32_optimizer_states")
-        if params.get(option) is False
-    ]
+    """Options of Adam that contradict each other."""
+    problems = []
     if name == "adamw" and params.get("adam_w_mode") is False:
         message = "false contradicts `optimizer.type` AdamW; use type Adam for decay added to the gradient"
         problems.append(Problem("optimizer.params.adam_w_mode", message, ConflictError))
@@ -128,7 +121,7 @@ def check_scheduler(config: Config, found: Scan) -> list[Problem]:
     signature = names.schedule_signature(name)
     if signature is None:
         usable = {*names.NATIVE_SCHEDULES, *names.torch_schedules()} - names.UNUSABLE_SCHEDULES.keys()
-        message = _unknown("schedule", name, usable, {}, "torch.optim.lr_scheduler")
+        message = _unknown("schedule", name, usable, "torch.optim.lr_scheduler")
         return [Problem(here, message)]
     problems = _check_arguments("scheduler.params", params, signature)
     autos = {path[-1] for path in found.autos if path[:2] == ("scheduler", "params")}
@@ -159,9 +152,9 @@ def _check_bounds(params: dict[str, Any], signature: names.Signature) -> Iterato
             yield Problem(f"scheduler.params.{least}", message)
 
 
-def _unknown(kind: str, name: str, usable: set[str], unbuilt: dict[str, str], module: str) -> str:
+def _unknown(kind: str, name: str, usable: set[str], module: str) -> str:
     ordered = sorted(usable, key=lambda item: (item.lower(), item))
-    close = nearest(name, [*ordered, *unbuilt])
+    close = nearest(name, ordered)
     advice = f'did you mean "{close}"?' if close else f"known: {', '.join(ordered)}"
     return f"there is no {kind} {name!r}, neither here nor in {module}; {advice}"
 

@@ -134,6 +134,15 @@ def _settle(config: Config) -> list[Note]:
     if zero.overlap_comm is None:
         zero.overlap_comm = True
         notes.append(Note("zero_optimization.overlap_comm", True, "overlapping changes neither results nor memory"))
+    bf16 = config.bf16
+    if bf16.enabled and bf16.bf16_master_weights_and_grads:
+        bf16.master_weights = "none"
+        notes.append(Note("bf16.master_weights", "none", "bf16.bf16_master_weights_and_grads is true"))
+    if bf16.enabled and bf16.master_weights == "none" and bf16.rounding is None:
+        alias = bf16.bf16_master_weights_and_grads
+        bf16.rounding = "nearest" if alias else "stochastic"
+        reason = "as in the peers" if alias else "to nearest, small updates would be lost"
+        notes.append(Note("bf16.rounding", bf16.rounding, reason))
     written = config.optimizer.type
     if written is not None:
         config.optimizer.type = names.canonical_optimizer(written)

@@ -18,7 +18,7 @@ from shardwise.comm.communicator import Communicator
 from shardwise.comm.ledger import Ledger
 from shardwise.comm.logger import comms_logger
 from shardwise.comm.setup import init_distributed, local_rank
-from shardwise.config import Facts, config_arguments, config_path, resolve
+from shardwise.config import Facts, Resolution, config_arguments, config_path, resolve
 from shardwise.config.compression import method_parameters
 from shardwise.config.schema.gradients import DGC
 from shardwise.data import EngineDataLoader
@@ -32,8 +32,8 @@ from shardwise.engine.stepping import stepping_of
 from shardwise.engine.zeropp import reduction
 from shardwise.errors import ConfigError, UsageError
 from shardwise.memory import Accountant, Category
+from shardwise.optim import ElementwiseOptimizer, is_elementwise_state
 from shardwise.optim import build as build_optimizer
-from shardwise.optim import is_elementwise_state
 from shardwise.precision.autocast import wire_dtypes
 from shardwise.precision.dtypes import policy_from_config
 from shardwise.precision.scaler import LossScaler
@@ -44,6 +44,7 @@ from shardwise.zero.model import ShardedModel
 from shardwise.zero.plan import Plan
 from shardwise.zero.released import owner_of
 from shardwise.zero.sparse import warnings_about
+from shardwise.zero.update import Stepping
 
 _WRAPPED_AGAIN = (
     "the engine has been destroyed when its model was passed to shardwise.initialize() again; use the engine that this "
@@ -187,10 +188,12 @@ def _build(
         shard_module(model, PartStore(comm))
 
     # The optimizer is made on the user's own parameters; sharding then edits its groups in place.
-    optimizer = _optimizer(settings, client_optimizer, model_parameters, model, device)
+    optimizer = _optimizer(settings, client_optimizer, model_parameters, model, device, policy.compute_dtype)
     stepping = stepping_of(optimizer)
     if optimizer is not None:
         _check_momentum(settings, optimizer)
+        if not policy.masters:
+            _step_parameters(optimizer, resolution, stepping)
     # It sets the first step's learning rate on the groups, which stay what they are.
     scheduler = _scheduler(settings, client_scheduler, optimizer)
     _place_buffers(model, device, policy.buffer_dtype, settings.data_types.keep_in_fp32_modules, accountant)
@@ -292,7 +295,12 @@ def _facts(client_optimizer: Any) -> Facts:
 
 
 def _optimizer(
-    settings: Any, client: Any, parameters: Iterable[Any] | None, model: nn.Module, device: torch.device
+    settings: Any,
+    client: Any,
+    parameters: Iterable[Any] | None,
+    model: nn.Module,
+    device: torch.device,
+    dtype: torch.dtype | None,
 ) -> torch.optim.Optimizer | None:
     if isinstance(client, torch.optim.Optimizer):
         return client
@@ -316,7 +324,45 @@ def _optimizer(
     options = dict(settings.optimizer.params or {})
     # Some treat parameters by name; a tied one by all its names.
     named = model.named_parameters(remove_duplicate=False)
-    return build_optimizer(settings.optimizer.type, chosen, options, device=device, named=named)
+    return build_optimizer(settings.optimizer.type, chosen, options, device=device, named=named, parameter_dtype=dtype)
+
+
+def _step_parameters(optimizer: torch.optim.Optimizer, resolution: Resolution, stepping: Stepping) -> None:
+    """Prepare an optimizer for stepping 16-bit parameters themselves.
+
+    Raises:
+        ConfigError: it cannot step them as the configuration asks.
+    """
+    fp16, bf16 = resolution.config.fp16.enabled, resolution.config.bf16
+    name = type(optimizer).__name__
+    rounding: str = "nearest" if fp16 else bf16.rounding or "nearest"
+    ours = "an optimizer of shardwise.optim (optimizer.type Adam, AdamW, Adagrad or Lion)"
+    if stepping.communicates:
+        raise ConfigError(
+            f"bf16.master_weights: {name} averages fp32 momenta and needs fp32 master weights beside 16-bit parameters. "
+            'Leave the key at "fp32", and `bf16_master_weights_and_grads` and `fp16_master_weights_and_grads` out'
+        )
+    if isinstance(optimizer, ElementwiseOptimizer) and not stepping.whole:
+        if "bf16.rounding" not in resolution.given and optimizer.rounding != "nearest":
+            rounding = optimizer.rounding
+        narrow = bf16.enabled and bf16.bf16_optimizer_states
+        optimizer.set_precision(rounding, torch.bfloat16 if narrow else optimizer.state_dtype)
+    elif fp16:
+        raise ConfigError(
+            f"fp16.fp16_master_weights_and_grads: {name} would keep its state in fp16, like the parameters, which has "
+            f"too little range for averages of gradients and of their squares; use {ours}, or remove the key"
+        )
+    elif rounding != "nearest":
+        raise ConfigError(
+            f'bf16.rounding: {name} writes its parameters itself, rounded to nearest, and "{rounding}" is asked for '
+            f'(it is what `bf16.master_weights` "none" means unless said otherwise). Use {ours}, or write '
+            '`bf16.rounding` "nearest", with which small updates are lost'
+        )
+    elif not bf16.bf16_optimizer_states:
+        raise ConfigError(
+            f"bf16.bf16_optimizer_states: {name} keeps its state in the parameters' type, which is bf16 without master "
+            f"weights. Set the key to true if that is meant; {ours} can keep it in fp32"
+        )
 
 
 def _check_momentum(settings: Any, optimizer: torch.optim.Optimizer) -> None:

@@ -9,7 +9,7 @@ from __future__ import annotations
 
 import contextlib
 from collections.abc import Callable, Iterator
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from typing import TYPE_CHECKING, Any
 
 import torch
@@ -70,13 +70,25 @@ class StepReport:
 
 @dataclass(frozen=True)
 class _Prepared:
-    """A window whose gradients are ready for the optimizer: what is known of them, and the passes they come from."""
+    """A window whose gradients are ready for the optimizer: what is known of them, and the passes they come from.
+
+    Attributes:
+        norm: see `StepReport.grad_norm`.
+        coefficient: see `StepReport.clip_coefficient`.
+        weight: see `StepReport.weight`.
+        overflow: what is not finite; None if all is.
+        passes: number of backward passes so far.
+        factor: what they have to be multiplied by.
+        applied: they have been.
+    """
 
     norm: torch.Tensor | None
     coefficient: torch.Tensor | None
     weight: torch.Tensor | None
     overflow: OverflowReport | None
     passes: int
+    factor: float | torch.Tensor
+    applied: bool = False
 
 
 class Engine(Attributes, BatchSizes, Checkpointing, ConfigGetters, MemoryReporting, nn.Module):
@@ -439,14 +451,17 @@ class Engine(Attributes, BatchSizes, Checkpointing, ConfigGetters, MemoryReporti
         prepared = self._prepared = self._prepared or self._prepare()
         if sharded.reducer is not None and sharded.reducer.passes != prepared.passes:
             raise UsageError(
-                "engine.step() has raised before, when the gradients were already scaled for the update, and another "
+                "engine.step() has raised before, when the gradients were already prepared for the update, and another "
                 "backward pass has come on top of them. Call engine.zero_grad() and compute the window's gradients anew"
             )
         samples = self._samples()
         scale, overflow = self.cur_scale, prepared.overflow
         used = tuple(float(lr) for lr in self.get_lr())
         if overflow is None:
-            sharded.step()
+            if not prepared.applied and not sharded.takes_factor():
+                sharded.scale_gradients(prepared.factor)
+                prepared = self._prepared = replace(prepared, applied=True)
+            sharded.step(1.0 if prepared.applied else prepared.factor)
         self._prepared = None
         self._unscaled = False
         self._window = self._new_window()
@@ -492,7 +507,7 @@ class Engine(Attributes, BatchSizes, Checkpointing, ConfigGetters, MemoryReporti
             self.optimizer.overflow = overflow  # type: ignore[attr-defined]
 
     def _prepare(self) -> _Prepared:
-        """Make the window's gradients what the optimizer is to see: complete, with the norm known, scaled and clipped.
+        """Find out what the optimizer needs to know of the window's gradients: complete them, compute norm and factor.
 
         Done once a window: if the optimizer then raises, the next `step()` goes on from here.
         """
@@ -518,18 +533,16 @@ class Engine(Attributes, BatchSizes, Checkpointing, ConfigGetters, MemoryReporti
         factor = self._gradient_factor(weight)
         norm = None if sums is None else combine(sums, factor)
         overflow = coefficient = None
+        multiplier = factor
         if sums is not None and norm is not None and checks_overflow(config) and not bool(torch.isfinite(norm)):
             overflow = explain_overflow(sharded, sums, abs(float(factor)), self.cur_scale, self._window.lost())
-        else:
-            multiplier = factor
-            if clip and norm is not None:
-                coefficient = sharded.clip_factor(norm, clip)
-                multiplier = coefficient * factor
-            sharded.scale_gradients(multiplier)
+        elif clip and norm is not None:
+            coefficient = sharded.clip_factor(norm, clip)
+            multiplier = coefficient * factor
         if weight is not None and self.loss_scaler is not None and self.loss_scaler.reference_weight is None:
             # The first pass had no weight, or one of zero; the window was counted in units of 1.
             self.loss_scaler.reference_weight = reference_for(float(weight / told[1])) if float(weight) else None
-        return _Prepared(norm, coefficient, weight, overflow, reducer.passes)
+        return _Prepared(norm, coefficient, weight, overflow, reducer.passes, multiplier)
 
     def _listen(self, told: torch.Tensor, *, now: bool) -> bool:
         """Learn what the ranks have said: now, or at the next step where nothing but weights has been asked for and it
@@ -586,8 +599,8 @@ class Engine(Attributes, BatchSizes, Checkpointing, ConfigGetters, MemoryReporti
 
     def _factor_so_far(self) -> float | torch.Tensor:
         """Return what turns the sums held now into the gradient of the micro-batches so far (all ranks call)."""
-        if self._prepared is not None and self._prepared.overflow is None:
-            return 1.0  # it has been applied
+        if self._prepared is not None and self._prepared.applied:
+            return 1.0
         told = self.sharded.sums_of(self._window.facts(), "weights")
         facts = told.tolist()
         check_mixed(facts)

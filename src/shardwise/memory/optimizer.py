@@ -1,10 +1,10 @@
 """What an optimizer will keep and use, found by stepping a copy of it on tiny tensors.
 
-No table of optimizers: any class, with any options, is asked itself. State and temporaries of a step are sums of
-products of a tensor's sizes (m * n for moments, m + n for factored ones, a constant for step counts), that is,
-multilinear in the sizes. Such a function is known everywhere once it is known at the corners of a small box.
-Temporaries of a matrix may also depend on its shorter side (products of a matrix with itself): where the corners do not
-tell, smaller matrices with the same ratio of sides do.
+No table of optimizers: any class, with any options, is asked itself; one that works in chunks says what it takes
+(`shardwise_step_bytes`). State and temporaries of a step are sums of products of a tensor's sizes (m * n for moments,
+m + n for factored ones, a constant for step counts), that is, multilinear in the sizes. Such a function is known
+everywhere once it is known at the corners of a small box. Temporaries of a matrix may also depend on its shorter side
+(products of a matrix with itself): where the corners do not tell, smaller matrices with the same ratio of sides do.
 """
 
 from __future__ import annotations
@@ -65,6 +65,10 @@ def step_bytes(
         >>> step_bytes(adam, 0, [(1000,)], dtype=fp32, gradient_dtype=fp32, device=torch.device("cpu")).state
         8004
     """
+    own = getattr(optimizer, "shardwise_step_bytes", None)
+    if own is not None:
+        # Scratch of bounded size is not multilinear.
+        return StepBytes(*own(group, shapes, dtype=dtype, gradient_dtype=gradient_dtype, device=device))
     corner = _corners(optimizer, group, dtype, gradient_dtype, device)
     state = 0
     alone: list[int] = []

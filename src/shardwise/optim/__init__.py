@@ -1,7 +1,11 @@
-"""Optimizers: building them by name, our own, and knowing which of them can run on a part of a parameter."""
+"""Optimizers: classes of our own, building them by name, and knowing which can run on a part of a parameter."""
 
+from shardwise.optim.adagrad import Adagrad
+from shardwise.optim.adam import Adam, AdamW
+from shardwise.optim.elementwise import ElementwiseOptimizer
 from shardwise.optim.lamb import Lamb
 from shardwise.optim.layerwise import Layerwise
+from shardwise.optim.lion import Lion
 from shardwise.optim.muon import Muon
 from shardwise.optim.onebit import OnebitAdam, OnebitLamb, ZeroOneAdam
 from shardwise.optim.registry import build, names
@@ -9,8 +13,13 @@ from shardwise.optim.sharding import Sharding, group_shardings, sharding_of
 from shardwise.optim.states import is_elementwise_state
 
 __all__ = [
+    "Adagrad",
+    "Adam",
+    "AdamW",
+    "ElementwiseOptimizer",
     "Lamb",
     "Layerwise",
+    "Lion",
     "Muon",
     "OnebitAdam",
     "OnebitLamb",

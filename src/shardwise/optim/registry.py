@@ -1,8 +1,8 @@
 """Building an optimizer from the `type` and `params` of the configuration.
 
-Names are resolved in this order: our own builders (`adam`, `lamb`, `muon`, `onebitadam`, those of the package mup ...;
-any case); the classes of `torch.optim` by exact name; names that other libraries use for optimizers that are not built
-here (refused with the reason); the classes of `torch.optim` in any case.
+Names are resolved in this order: our own (`adam`, `lion`, `lamb`, `muon`, `onebitadam`, those of the package mup and so
+on; any case), unless an option is asked for that only torch's class of that name has; the classes of `torch.optim` by
+exact name; the classes of `torch.optim` in any case.
 
 Invariant: every option either changes the optimizer or is refused or logged; none disappears.
 """
@@ -18,9 +18,12 @@ from typing import Any
 
 import torch
 
-from shardwise.config.names import NATIVE_OPTIMIZERS, UNBUILT_OPTIMIZERS
+from shardwise.config.names import NATIVE_OPTIMIZERS
 from shardwise.errors import ConfigError, NotBuiltError
+from shardwise.optim.adagrad import Adagrad
+from shardwise.optim.adam import Adam, AdamW
 from shardwise.optim.lamb import Lamb
+from shardwise.optim.lion import Lion
 from shardwise.optim.muon import Muon, muon_groups
 from shardwise.optim.onebit import OnebitAdam, OnebitLamb, ZeroOneAdam
 
@@ -37,6 +40,7 @@ def build(
     *,
     device: torch.device | str,
     named: Iterable[tuple[str, torch.Tensor]] = (),
+    parameter_dtype: torch.dtype | None = None,
 ) -> torch.optim.Optimizer:
     """Build the optimizer that the configuration names.
 
@@ -44,18 +48,21 @@ def build(
         name: `optimizer.type`: one of our own (any case), or the name of a class in torch.optim.
         params: what torch.optim accepts as its first argument.
         options: `optimizer.params`; not changed.
-        device: where the step will run; decides whether the fused implementation is available.
+        device: where the step will run; decides whether torch's fused implementation is available.
         named: (name, parameter) pairs of the model, for optimizers that treat parameters by name (`muon`); `params` may
             have names of their own.
+        parameter_dtype: what the parameters will be in forward and backward, in which `fp32_optimizer_states` false
+            keeps states. None: what they are.
 
     Returns:
-        An instance of a torch.optim class, or of one of our own. `adam` and `adamw` give
-        `torch.optim.AdamW(fused=True)`; `adam` with `"adam_w_mode": false` gives `torch.optim.Adam(fused=True)`. Both
-        have weight_decay 0 by default.
+        `adam` and `adamw` give `shardwise.optim.AdamW`, `adam` with `"adam_w_mode": false` gives
+        `shardwise.optim.Adam`, our other names the classes of these names; all with weight_decay 0 by default. Options
+        that only torch's Adam, AdamW and Adagrad have (such as amsgrad) give those; other names give an instance of the
+        class in torch.optim.
 
     Raises:
         ConfigError: the name or an option is unknown, or a value has no meaning.
-        NotBuiltError: a known name or option asks for something that this version does not have.
+        NotBuiltError: a known name asks for something that this version does not have.
 
     >>> weight = torch.zeros(3, requires_grad=True)
     >>> type(build("Adam", [weight], {"lr": 0.01}, device="cpu")).__name__
@@ -70,12 +77,10 @@ def build(
     if name.lower() == "muon":
         params = _muon_groups(params, named)
     if (own := _BUILDERS.get(name.lower())) is not None:
-        return own(name, params, dict(options), device)
+        return own(name, params, dict(options), device, parameter_dtype)
     classes = _torch_classes()
     if name in classes:
         return _construct(classes[name], params, dict(options), device)
-    if reason := UNBUILT_OPTIMIZERS.get(name.lower()):
-        raise NotBuiltError(f"optimizer.type: {name!r} is not available: {reason}")
     by_lower_case = {known.lower(): cls for known, cls in classes.items()}
     if (cls := by_lower_case.get(name.lower())) is not None:
         return _construct(cls, params, dict(options), device)
@@ -89,7 +94,14 @@ def names() -> list[str]:
     return sorted([*classes, *(name for name in _BUILDERS if name not in served and name not in _MUP)], key=str.lower)
 
 
-def _adam(name: str, params: list[Any], options: dict[str, Any], device: torch.device) -> torch.optim.Optimizer:
+_TORCH_ONLY = {"amsgrad": False, "maximize": False, "foreach": None, "capturable": False, "differentiable": False,
+               "fused": None}  # fmt: skip
+"""Options that our classes do not have, with the values that ask for nothing."""
+
+
+def _adam(
+    name: str, params: list[Any], options: dict[str, Any], device: torch.device, parameter_dtype: torch.dtype | None
+) -> torch.optim.Optimizer:
     """Build Adam from the options that published configurations have; decay is decoupled by default."""
     decoupled = _pop_flag(options, "adam_w_mode", True)
     if name.lower() == "adamw" and not decoupled:
@@ -97,21 +109,24 @@ def _adam(name: str, params: list[Any], options: dict[str, Any], device: torch.d
             f"optimizer.params.adam_w_mode: false contradicts optimizer.type {name}; use type Adam for weight decay "
             "that is added to the gradient"
         )
-    if not _pop_flag(options, "bias_correction", True):
-        raise NotBuiltError("optimizer.params.bias_correction: false is not available; remove the key")
-    if not _pop_flag(options, "fp32_optimizer_states", True):
-        raise NotBuiltError(
-            "optimizer.params.fp32_optimizer_states: false is not available; optimizer state is kept in fp32"
-        )
-    if "set_grad_none" in options:
-        _pop_flag(options, "set_grad_none", True)
-        _log.info("optimizer.params.set_grad_none changes nothing: the engine owns the gradients and frees them")
+    _tell_set_grad_none(options)
     plain = _pop_flag(options, "torch_adam", False)
-    cls = torch.optim.AdamW if decoupled else torch.optim.Adam
     options.setdefault("weight_decay", 0.0)
+    wanted = _torch_only(options)
+    if not plain and not wanted:
+        chosen: type[torch.optim.Optimizer] = AdamW if decoupled else Adam
+        return _own(chosen, params, options, device, parameter_dtype)
+    cls = torch.optim.AdamW if decoupled else torch.optim.Adam
+    cause = "torch_adam" if plain else wanted[0]
+    for key in ("bias_correction", "fp32_optimizer_states"):
+        if not _pop_flag(options, key, True):
+            raise ConfigError(
+                f"optimizer.params.{key}: false contradicts optimizer.params.{cause} {options.get(cause, True)!r}: "
+                f"torch.optim.{cls.__name__}, which that asks for, does not have it; remove one"
+            )
     if plain and options.get("fused"):
         raise ConfigError("optimizer.params.torch_adam: true contradicts optimizer.params.fused true; remove one")
-    if "fused" not in options and not plain and not options.get("foreach") and not options.get("differentiable"):
+    if options.get("fused") is None and not plain and not options.get("foreach") and not options.get("differentiable"):
         reason = _fused_refusal(cls, params, device)
         options["fused"] = None if reason else True
         if reason:
@@ -119,7 +134,31 @@ def _adam(name: str, params: list[Any], options: dict[str, Any], device: torch.d
     return _construct(cls, params, options, device, extra=tuple(NATIVE_OPTIMIZERS["adam"]))
 
 
-def _onebit(name: str, params: list[Any], options: dict[str, Any], device: torch.device) -> torch.optim.Optimizer:
+def _adagrad(
+    name: str, params: list[Any], options: dict[str, Any], device: torch.device, parameter_dtype: torch.dtype | None
+) -> torch.optim.Optimizer:
+    """Build Adagrad, torch's if an option asks for it."""
+    wanted = _torch_only(options)
+    if not wanted:
+        return _own(Adagrad, params, options, device, parameter_dtype)
+    if not _pop_flag(options, "fp32_optimizer_states", True):
+        raise ConfigError(
+            f"optimizer.params.fp32_optimizer_states: false contradicts optimizer.params.{wanted[0]}: that asks for "
+            "torch.optim.Adagrad, which does not have it; remove one"
+        )
+    return _construct(torch.optim.Adagrad, params, options, device, extra=tuple(NATIVE_OPTIMIZERS["adagrad"]))
+
+
+def _lion(
+    name: str, params: list[Any], options: dict[str, Any], device: torch.device, parameter_dtype: torch.dtype | None
+) -> torch.optim.Optimizer:
+    """Build Lion."""
+    return _own(Lion, params, options, device, parameter_dtype)
+
+
+def _onebit(
+    name: str, params: list[Any], options: dict[str, Any], device: torch.device, parameter_dtype: torch.dtype | None
+) -> torch.optim.Optimizer:
     """Build one of the optimizers that communicate themselves."""
     return _construct(_ONEBIT[name.lower()], params, options, device)
 
@@ -128,10 +167,10 @@ _ONEBIT: dict[str, type[torch.optim.Optimizer]] = {
     cls.__name__.lower(): cls for cls in (OnebitAdam, OnebitLamb, ZeroOneAdam)
 }
 
-Builder = Callable[[str, list[Any], dict[str, Any], torch.device], torch.optim.Optimizer]
 
-
-def _lamb(name: str, params: list[Any], options: dict[str, Any], device: torch.device) -> torch.optim.Optimizer:
+def _lamb(
+    name: str, params: list[Any], options: dict[str, Any], device: torch.device, parameter_dtype: torch.dtype | None
+) -> torch.optim.Optimizer:
     if options.get("max_grad_norm") == 0:
         del options["max_grad_norm"]
     return _construct(Lamb, params, options, device, extra=("max_grad_norm",))
@@ -145,7 +184,9 @@ def _muon_groups(params: Iterable[Any], named: Iterable[tuple[str, torch.Tensor]
     return list(muon_groups(params, known))
 
 
-def _muon(name: str, params: list[Any], options: dict[str, Any], device: torch.device) -> torch.optim.Optimizer:
+def _muon(
+    name: str, params: list[Any], options: dict[str, Any], device: torch.device, parameter_dtype: torch.dtype | None
+) -> torch.optim.Optimizer:
     if _pop_flag(options, "per_head_muon", False):
         raise NotBuiltError(
             "optimizer.params.per_head_muon: true is not available; matrices are orthogonalised as a whole. Remove "
@@ -158,7 +199,9 @@ def _muon(name: str, params: list[Any], options: dict[str, Any], device: torch.d
     return _construct(Muon, params, {**options, "torch_adam": plain}, device, extra=("per_head_muon",))
 
 
-def _from_mup(name: str, params: list[Any], options: dict[str, Any], device: torch.device) -> torch.optim.Optimizer:
+def _from_mup(
+    name: str, params: list[Any], options: dict[str, Any], device: torch.device, parameter_dtype: torch.dtype | None
+) -> torch.optim.Optimizer:
     """Build an optimizer of the package mup (Yang et al., "Tensor Programs V", 2022), which is not ours to install."""
     maker = _MUP[name.lower()]
     try:
@@ -188,14 +231,68 @@ def _from_mup(name: str, params: list[Any], options: dict[str, Any], device: tor
 
 _MUP = {"muadam": "MuAdam", "muadamw": "MuAdamW", "musgd": "MuSGD"}
 
+Builder = Callable[
+    [str, list[Any], dict[str, Any], torch.device, "torch.dtype | None"],
+    torch.optim.Optimizer,
+]
+
 _BUILDERS: dict[str, Builder] = {
     "adam": _adam,
     "adamw": _adam,
+    "adagrad": _adagrad,
+    "lion": _lion,
     "lamb": _lamb,
     "muon": _muon,
     **dict.fromkeys(_ONEBIT, _onebit),
     **dict.fromkeys(_MUP, _from_mup),
 }
+
+
+def _own(
+    cls: type[torch.optim.Optimizer],
+    params: list[Any],
+    options: dict[str, Any],
+    device: torch.device,
+    parameter_dtype: torch.dtype | None,
+) -> torch.optim.Optimizer:
+    """Build one of our classes from the options that configurations know."""
+    _tell_set_grad_none(options)
+    internal: dict[str, Any] = {"adam_w_mode": False} if cls is Adam else {}
+    if not _pop_flag(options, "fp32_optimizer_states", True):
+        internal["state_dtype"] = _narrow_states(params, parameter_dtype)
+    if "bias_correction" in options:
+        options["bias_correction"] = _pop_flag(options, "bias_correction", True)
+    for key in _torch_only_names(options):
+        del options[key]  # it asks for nothing
+    known = NATIVE_OPTIMIZERS[cls.__name__.lower()]
+    return _construct(cls, params, options, device, known=known, internal=internal)
+
+
+def _narrow_states(params: list[Any], parameter_dtype: torch.dtype | None) -> torch.dtype:
+    """Return the one type of the parameters, in which states are to be kept."""
+    kinds = {parameter_dtype} if parameter_dtype else {tensor.dtype for tensor in _tensors(params)}
+    if len(kinds) == 1 and torch.float16 not in kinds:
+        return kinds.pop()
+    found = "fp16 parameters" if len(kinds) == 1 else "parameters of several types"
+    raise ConfigError(
+        f"optimizer.params.fp32_optimizer_states: false keeps states in the parameters' type, found {found}. "
+        "fp16 has too little range for averages of gradients and of their squares; use bf16, or remove the key"
+    )
+
+
+def _torch_only_names(options: Mapping[str, Any]) -> list[str]:
+    return [key for key in _TORCH_ONLY if key in options]
+
+
+def _torch_only(options: Mapping[str, Any]) -> list[str]:
+    """Return the options that ask for something that only torch's class has."""
+    return [key for key in _torch_only_names(options) if options[key] is not _TORCH_ONLY[key]]
+
+
+def _tell_set_grad_none(options: dict[str, Any]) -> None:
+    if "set_grad_none" in options:
+        _pop_flag(options, "set_grad_none", True)
+        _log.info("optimizer.params.set_grad_none changes nothing: the engine owns the gradients and frees them")
 
 
 def _fused_refusal(cls: type[torch.optim.Optimizer], params: list[Any], device: torch.device) -> str | None:
@@ -220,17 +317,21 @@ def _construct(
     device: torch.device,
     *,
     extra: tuple[str, ...] = (),
+    known: Iterable[str] | None = None,
+    internal: Mapping[str, Any] | None = None,
 ) -> torch.optim.Optimizer:
     """Call the class; turn wrong option names and values into errors that name the key.
 
     Args:
         cls: class of torch.optim, or one of our own.
         params: its first argument.
-        options: its keyword arguments.
+        options: its keyword arguments, as configured.
         device: where the step will run.
         extra: option names that the caller has dealt with, for suggestions only.
+        known: the options that may be configured; None: all that the class has.
+        internal: more keyword arguments.
     """
-    accepted = [key for key in inspect.signature(cls).parameters if key != "params"]
+    accepted = [key for key in known or inspect.signature(cls).parameters if key != "params"]
     for key, value in options.items():
         where = _check_option(key, value)
         if key not in accepted:
@@ -243,7 +344,7 @@ def _construct(
     if options.get("fused") and (reason := _fused_refusal(cls, params, device)):
         raise ConfigError(f"optimizer.params.fused: true is not possible, because torch says: {reason}; remove the key")
     try:
-        return cls(params, **options)
+        return cls(params, **options, **(internal or {}))
     except (torch.OutOfMemoryError, ConfigError):
         raise
     except (TypeError, ValueError, RuntimeError) as error:

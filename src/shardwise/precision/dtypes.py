@@ -1,8 +1,8 @@
 """Which number type is used for what: computing, sending, accumulating, and the weights that are stepped.
 
 Mixed precision (Micikevicius et al., 2018) computes in 16 bits and keeps fp32 master weights. The rule that
-all code asks is here: fp16 and bf16 parameters that are trained have fp32 master weights; gradients are
-accumulated and summed in fp32 unless the user decides otherwise.
+all code asks is here: fp16 and bf16 parameters that are trained have fp32 master weights, and gradients are
+accumulated and summed in fp32, unless the user decides otherwise.
 """
 
 from __future__ import annotations
@@ -64,17 +64,19 @@ class PrecisionPolicy:
         accumulate_dtype: type in which gradients are added up, over micro-batches and over ranks; fp64
             gradients never lose precision there (see `accumulation_dtype`).
         buffer_dtype: type of floating-point buffers. None: each buffer keeps its own.
+        masters: whether fp16 and bf16 parameters have fp32 master weights; else they are stepped themselves.
     """
 
     compute_dtype: torch.dtype | None = None
     wire_dtype: torch.dtype | None = None
     accumulate_dtype: torch.dtype = torch.float32
     buffer_dtype: torch.dtype | None = None
+    masters: bool = True
 
     def master_dtype(self, param_dtype: torch.dtype) -> torch.dtype:
         """Return the type of the weights that the optimizer steps, for a trained parameter of `param_dtype`.
 
-        fp32 for fp16 and bf16; fp32 and fp64 parameters are their own master weights.
+        fp32 for fp16 and bf16, if they have master weights; others are their own.
 
         Raises:
             ConfigError: parameters of this type cannot be trained.
@@ -83,7 +85,7 @@ class PrecisionPolicy:
         torch.float32
         """
         if param_dtype in _LOW_PRECISION:
-            return torch.float32
+            return torch.float32 if self.masters else param_dtype
         if param_dtype in (torch.float32, torch.float64):
             return param_dtype
         trained = ", ".join(str(dtype) for dtype in dict.fromkeys(_NAMES.values()))
@@ -105,22 +107,30 @@ def policy_from_config(config: Config) -> PrecisionPolicy:
     """Return the policy that a validated configuration describes.
 
     fp16.enabled or bf16.enabled sets the compute type; without them data_types.param_dtype does, and
-    without that parameters keep their own.
+    without that parameters keep their own. The peers' keys for master weights and gradients in 16 bits also set the
+    type of the accumulator, unless it is given.
 
     Raises:
         ConfigError: a name is not that of a floating-point type.
     """
     types = config.data_types
     compute = _optional(types.param_dtype, "data_types.param_dtype")
+    accumulate, masters = torch.float32, True
     if config.fp16.enabled:
         compute = torch.float16
+        if config.fp16.fp16_master_weights_and_grads:
+            accumulate, masters = torch.float16, False
     elif config.bf16.enabled:
         compute = torch.bfloat16
+        masters = config.bf16.master_weights == "fp32" and not config.bf16.bf16_master_weights_and_grads
+        if config.bf16.bf16_master_weights_and_grads:
+            accumulate = torch.bfloat16
     return PrecisionPolicy(
         compute_dtype=compute,
         wire_dtype=_optional(config.communication_data_type, "communication_data_type"),
-        accumulate_dtype=_optional(types.grad_accum_dtype, "data_types.grad_accum_dtype") or torch.float32,
+        accumulate_dtype=_optional(types.grad_accum_dtype, "data_types.grad_accum_dtype") or accumulate,
         buffer_dtype=_optional(types.buffer_dtype, "data_types.buffer_dtype"),
+        masters=masters,
     )
 
 

@@ -18,6 +18,9 @@ from shardwise.zero.model import ShardedModel
 
 Run = tuple[int, int, torch.Tensor]
 
+_KINDS = (torch.float32, torch.bfloat16, torch.float16, torch.float64)
+"""Types that optimizer state may have."""
+
 
 def _find(parameter: torch.Tensor) -> tuple[ShardedModel, int] | None:
     owner = released.owner_of(parameter)
@@ -41,7 +44,10 @@ def _assemble(model: ShardedModel, index: int, runs: Iterable[Run], dtype: torch
 
 
 def safe_get_full_fp32_param(parameter: torch.Tensor) -> torch.Tensor | None:
-    """Return a copy of a parameter's whole master weights (fp32, or wider where the parameter is)."""
+    """Return a copy of a parameter's whole master weights (fp32, or wider where the parameter is).
+
+    Of parameters that have none it is the parameter's own value.
+    """
     found = _find(parameter)
     if found is None:
         return None
@@ -50,7 +56,8 @@ def safe_get_full_fp32_param(parameter: torch.Tensor) -> torch.Tensor | None:
     section = model.section_of(index)
     model.take_changes()
     runs = model.update.master_pieces(index)
-    return _assemble(model, index, runs, section.master_dtype, not model.plan.shard_optimizer)
+    dtype = torch.promote_types(section.master_dtype, torch.float32)
+    return _assemble(model, index, runs, dtype, not model.plan.shard_optimizer)
 
 
 def safe_set_full_fp32_param(parameter: torch.Tensor, value: torch.Tensor) -> None:
@@ -133,11 +140,12 @@ def safe_get_full_optimizer_state(parameter: torch.Tensor, optim_state_key: str)
     model, index = found
     assert model.update is not None
     runs = model.update.state_pieces(index, optim_state_key)
-    known = torch.tensor([float(len(runs))], device=model.device)
+    # Ranks that store nothing of it learn its type, too.
+    known = torch.tensor([float(any(run[2].dtype is kind for run in runs)) for kind in _KINDS], device=model.device)
     model.comm.all_reduce(known, "optimizer_state.known").wait()
-    if not known.item():
+    dtype = next((kind for kind, count in zip(_KINDS, known.tolist(), strict=True) if count), None)
+    if dtype is None:
         return None
-    dtype = runs[0][2].dtype if runs else model.section_of(index).master_dtype
     return _assemble(model, index, runs, dtype, not model.plan.shard_optimizer)
 
 

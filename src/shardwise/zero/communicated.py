@@ -218,8 +218,12 @@ class CommunicatedUpdate(SegmentUpdate):
         for tensor in self.asked.kept():
             self._accountant.hold(Category.OPTIMIZER, tensor)
 
-    def step(self, optimizer: torch.optim.Optimizer) -> None:
-        """Step with reduced gradients or this rank's own, and write the results into the parameters' memory."""
+    def takes_factor(self, optimizer: torch.optim.Optimizer) -> bool:
+        """See `Update.takes_factor`: what is communicated is what has been multiplied."""
+        return False
+
+    def step(self, optimizer: torch.optim.Optimizer, factor: float | torch.Tensor) -> None:
+        """Step with reduced gradients or this rank's own, multiplied before, and write into the parameters' memory."""
         local = self.local()
         for section, block in self._blocks:
             given = self.own_gradient(section) if local else section.whole_gradient

@@ -127,10 +127,12 @@ def _state(model: ShardedModel, *, communicates: bool) -> StepBytes:
         return StepBytes(0, 0)
     if isinstance(model.update, CommunicatedUpdate):
         return _communicated_state(model, padded=True, communicates=communicates)
-    asked = [
-        _ask(model, group, [tuple(p.shape) for p in model.optimizer.param_groups[group]["params"]])
-        for group in range(len(model.optimizer.param_groups))
-    ]
+    asked = []
+    for number, group in enumerate(model.optimizer.param_groups):
+        shapes: dict[torch.dtype, list[tuple[int, ...]]] = {}
+        for parameter in group["params"]:
+            shapes.setdefault(parameter.dtype, []).append(tuple(parameter.shape))
+        asked += [_ask(model, number, alike, dtype) for dtype, alike in shapes.items()]
     return StepBytes(sum(a.state for a in asked), max((a.temporary for a in asked), default=0))
 
 
@@ -142,13 +144,16 @@ def _least_state(model: ShardedModel) -> int:
         return _communicated_state(model, padded=False, communicates=True).state
     share = model.comm.world if model.plan.shard_optimizer else 1
     state = 0
-    for group in range(len(model.optimizer.param_groups)):
-        shapes = [t.shape for t in model.registry if t.trainable and t.group == group]
+    alike: dict[tuple[int, torch.dtype], list[tuple[int, ...]]] = {}
+    for tensor in model.registry:
+        if tensor.trainable and tensor.group is not None:
+            alike.setdefault((tensor.group, model.policy.master_dtype(tensor.dtype)), []).append(tensor.shape)
+    for (group, dtype), shapes in alike.items():
         if group in model.stepping.whole:
-            state += _ask(model, group, shapes).state // share
-        elif shapes:
-            numel = sum(t.numel for t in model.registry if t.trainable and t.group == group)
-            state += _ask(model, group, [(-(-numel // share),)]).state
+            state += _ask(model, group, shapes, dtype).state // share
+        else:
+            numel = sum(torch.Size(shape).numel() for shape in shapes)
+            state += _ask(model, group, [(-(-numel // share),)], dtype).state
     return state
 
 
@@ -162,13 +167,10 @@ def _communicated_state(model: ShardedModel, *, padded: bool, communicates: bool
     return StepBytes(kept if communicates else exact, 3 * largest)
 
 
-def _ask(model: ShardedModel, group: int, shapes: Sequence[tuple[int, ...]]) -> StepBytes:
+def _ask(model: ShardedModel, group: int, shapes: Sequence[tuple[int, ...]], dtype: torch.dtype) -> StepBytes:
+    """Ask the optimizer what tensors of a dtype take."""
     assert model.optimizer is not None
-    kinds = {(s.master_dtype, s.accumulate_dtype) for unit in model.units for s in unit.trainable}
-    if not shapes or not kinds:
-        return StepBytes(0, 0)
-    # fp32 wherever there is a choice; fp64 parameters bring their own.
-    dtype, gradient_dtype = min(kinds, key=lambda kind: kind[0].itemsize)
+    gradient_dtype = model.policy.accumulation_dtype(dtype)
     return step_bytes(model.optimizer, group, shapes, dtype=dtype, gradient_dtype=gradient_dtype, device=model.device)
 
 

@@ -270,7 +270,7 @@ class ShardedModel:
                 accountant=self.accountant,
             )
             sections.append(section)
-            if layout.trainable and any(
+            if not section.master_is_parameter and any(
                 self.registry[slot.index].source_dtype.itemsize > layout.dtype.itemsize for slot in layout.slots
             ):
                 section.widen_source(section.master_dtype)
@@ -403,6 +403,10 @@ class ShardedModel:
             self.reducer.wire_dtype = dtype
             self.reducer.alone = reduced_alone(self)
 
+    def takes_factor(self) -> bool:
+        """Whether `step` can multiply the gradients in its own pass now."""
+        return self.update is not None and self.optimizer is not None and self.update.takes_factor(self.optimizer)
+
     def scale_gradients(self, factor: float | torch.Tensor) -> None:
         """Multiply the accumulated gradients."""
         if isinstance(factor, float) and factor == 1.0:
@@ -460,14 +464,18 @@ class ShardedModel:
                 self.update.refresh(unit)
         self.guards.note()
 
-    def step(self) -> None:
-        """Step the optimizer with the accumulated gradients and start bringing the results to all ranks."""
+    def step(self, factor: float | torch.Tensor = 1.0) -> None:
+        """Step the optimizer with the accumulated gradients and start bringing the results to all ranks.
+
+        Args:
+            factor: what they are multiplied by, if `takes_factor`; they stay as they are.
+        """
         assert self.update is not None and self.optimizer is not None
         self.gatherer.let_go()
         self.finish_gathers()
         self.take_changes()
         with self.accountant.owning(Category.OTHER), self.guards.stepping():
-            self.update.step(self.optimizer)
+            self.update.step(self.optimizer, factor)
         if not self._stepped:
             self._stepped = True
             give_back_freed_memory()  # the optimizer's state has come to stay, among buffers that have gone

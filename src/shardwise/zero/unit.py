@@ -232,14 +232,15 @@ class SectionMemory:
         self.free_gradient()
         self.master = self.gradient = self.second = None
 
+    @property
+    def published(self) -> torch.Tensor:
+        """The low-precision parameters' memory that corresponds to `master`."""
+        return self.wire_view if self.master_stop - self.master_start == self.layout.numel else self.shard
+
     def publish(self) -> None:
         """Write the updated master weights into the low-precision parameters' memory."""
-        if self.master is None or self.master_is_parameter:
-            return
-        if self.master.numel() == self.layout.numel:
-            self.wire_view.copy_(self.master)
-        else:
-            self.shard.copy_(self.master)
+        if self.master is not None and not self.master_is_parameter:
+            self.published.copy_(self.master)
 
 
 class Unit:

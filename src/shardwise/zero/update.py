@@ -13,12 +13,13 @@ import contextlib
 import copy
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, replace
-from typing import Any, Protocol
+from typing import Any, Protocol, cast
 
 import torch
 from torch import nn
 
 from shardwise.comm.communicator import Communicator
+from shardwise.compat import allow_gradient_dtype
 from shardwise.errors import CheckpointError
 from shardwise.memory import Accountant, Category
 from shardwise.precision.tensornorms import NORMS, Run, TensorNorms
@@ -47,6 +48,33 @@ class Stepping:
     communicates: bool = False
 
 
+class FlatOptimizer(Protocol):
+    """An elementwise optimizer that scales gradients and writes low-precision copies in the pass of its update.
+
+    Its class has these two methods beside those of an optimizer of PyTorch.
+    """
+
+    def takes_flat(self) -> bool:
+        """Whether `step_flat` may be given gradients now (hooks of `step()` may want them in `.grad`)."""
+
+    def step_flat(
+        self,
+        *,
+        factor: float | torch.Tensor,
+        gradients: Sequence[tuple[nn.Parameter, torch.Tensor]] | None,
+        outputs: Sequence[tuple[nn.Parameter, torch.Tensor]],
+        origins: Sequence[tuple[nn.Parameter, Sequence[tuple[int, int, int, int]]]],
+    ) -> None:
+        """Do `step()`.
+
+        Args:
+            factor: what gradients are to be multiplied by.
+            gradients: of each parameter; not written. None: they are in `.grad`.
+            outputs: flat tensors in the parameters' memory that get a copy of what has been updated.
+            origins: (logical tensor, first element of it, first element of the segment, count), for all pieces of each.
+        """
+
+
 class Update(Protocol):
     """One way of stepping sharded parameters."""
 
@@ -56,8 +84,11 @@ class Update(Protocol):
     def bind(self) -> None:
         """Give the optimizer what it is to step, after all units have been captured."""
 
-    def step(self, optimizer: torch.optim.Optimizer) -> None:
-        """Step with the accumulated gradients and write the results into the parameters' memory."""
+    def takes_factor(self, optimizer: torch.optim.Optimizer) -> bool:
+        """Whether `step` can multiply the gradients now; else they have to be multiplied before."""
+
+    def step(self, optimizer: torch.optim.Optimizer, factor: float | torch.Tensor) -> None:
+        """Step with the accumulated gradients times `factor`; write the results into the parameters' memory."""
 
     def refresh(self, unit: Unit) -> None:
         """Take over parameter values of a gathered unit that somebody has changed."""
@@ -144,6 +175,7 @@ class SegmentUpdate:
         self._accountant = accountant
         self._is_elementwise = is_elementwise
         self._segments: list[tuple[SectionMemory, slice, nn.Parameter]] = []
+        self._origins: list[tuple[nn.Parameter, list[tuple[int, int, int, int]]]] = []
         self._runs: dict[int, list[tuple[SectionMemory, Piece, nn.Parameter]]] = {}
 
     def capture(self, unit: Unit) -> None:
@@ -164,6 +196,7 @@ class SegmentUpdate:
                     segment = nn.Parameter(section.master[start:stop], requires_grad=True)
                     members[lane.group].append(segment)
                     self._segments.append((section, slice(start, stop), segment))
+                    self._origins.append((segment, [(p.index, p.start, p.offset, p.stop - p.start) for p in pieces]))
                     for piece in pieces:
                         self._runs.setdefault(piece.index, []).append((section, piece, segment))
                     self._adopt_state(segment, pieces or self._example(lane.group, old_state), old_state)
@@ -257,17 +290,40 @@ class SegmentUpdate:
         if target:
             self.optimizer.state[segment] = target
 
-    def step(self, optimizer: torch.optim.Optimizer) -> None:
+    def takes_factor(self, optimizer: torch.optim.Optimizer) -> bool:
+        """See `Update.takes_factor`."""
+        flat = _flat_optimizer(optimizer)
+        return flat is not None and flat.takes_flat()
+
+    def step(self, optimizer: torch.optim.Optimizer, factor: float | torch.Tensor) -> None:
         """Step all segments and write the results into the parameters' memory."""
-        for section, place, segment in self._segments:
-            segment.grad = _as_gradient(section.whole_gradient[place], segment, self._accountant)
+        flat = _flat_optimizer(optimizer)
+        gradients = [(segment, section.whole_gradient[place]) for section, place, segment in self._segments]
+        handed = flat is not None and flat.takes_flat()
+        if not handed:
+            for segment, gradient in gradients:
+                if flat is not None:
+                    allow_gradient_dtype(segment, gradient.dtype)
+                fits = gradient.dtype is segment.dtype or getattr(segment, "grad_dtype", None) is gradient.dtype
+                segment.grad = gradient if fits else _as_gradient(gradient, segment, self._accountant)
         try:
-            optimizer.step()
+            if flat is not None:
+                outputs = [
+                    (segment, section.published[place])
+                    for section, place, segment in self._segments
+                    if not section.master_is_parameter
+                ]
+                flat.step_flat(
+                    factor=factor, gradients=gradients if handed else None, outputs=outputs, origins=self._origins
+                )
+            else:
+                optimizer.step()
         finally:
-            for _, _, segment in self._segments:
+            for segment, _ in gradients:
                 segment.grad = None
-        for unit in self.units:
-            self.publish(unit)
+        if flat is None:
+            for unit in self.units:
+                self.publish(unit)
         _hold_state(self.optimizer, self._accountant)
 
     def refresh(self, unit: Unit) -> None:
@@ -413,8 +469,12 @@ class WholeUpdate:
                     for key, value in state.items()
                 }
 
-    def step(self, optimizer: torch.optim.Optimizer) -> None:
-        """Bring gradients to their owners, step, and bring the results back."""
+    def takes_factor(self, optimizer: torch.optim.Optimizer) -> bool:
+        """See `Update.takes_factor`: gradients are sent to their owners as they are."""
+        return False
+
+    def step(self, optimizer: torch.optim.Optimizer, factor: float | torch.Tensor) -> None:
+        """Bring gradients (multiplied before) to their owners, step, and bring the results back."""
         with self.around():
             optimizer.step()
         _hold_state(self.optimizer, self._accountant)
@@ -571,10 +631,14 @@ class MixedUpdate:
         """See `Update.bind`."""
         _bind(self.segments.optimizer, [self.segments, self.whole])
 
-    def step(self, optimizer: torch.optim.Optimizer) -> None:
+    def takes_factor(self, optimizer: torch.optim.Optimizer) -> bool:
+        """See `Update.takes_factor`: gradients are sent to their owners as they are."""
+        return False
+
+    def step(self, optimizer: torch.optim.Optimizer, factor: float | torch.Tensor) -> None:
         """See `Update.step`."""
         with self.whole.around():
-            self.segments.step(optimizer)
+            self.segments.step(optimizer, factor)
 
     def refresh(self, unit: Unit) -> None:
         """See `Update.refresh`."""
@@ -609,6 +673,12 @@ class MixedUpdate:
 
 def _whole(unit: Unit) -> list[SectionMemory]:
     return [section for section in unit.trainable if section.layout.whole]
+
+
+def _flat_optimizer(optimizer: torch.optim.Optimizer) -> FlatOptimizer | None:
+    """Return the optimizer as one that steps flat ranges in one pass, if its class is."""
+    methods = ("takes_flat", "step_flat")
+    return cast(FlatOptimizer, optimizer) if all(callable(getattr(optimizer, m, None)) for m in methods) else None
 
 
 def _as_gradient(values: torch.Tensor, master: torch.Tensor, accountant: Accountant) -> torch.Tensor:

@@ -20,11 +20,15 @@ class FP16(Section):
     hysteresis: Int = key(2, "Overflows tolerated before the dynamic loss scale is halved.", ge=1)
     consecutive_hysteresis: bool = key(False, "Refill the tolerance after each step without overflow.")
     min_loss_scale: float = key(1.0, "Smallest dynamic loss scale; an overflow there ends the run.", gt=0)
-    fp16_master_weights_and_grads: bool = key(False, "Keep master weights and gradients in fp16.")
+    fp16_master_weights_and_grads: bool = key(
+        False,
+        "Keep no fp32 master weights: the optimizer steps the fp16 parameters themselves, rounded to nearest, and "
+        "gradients are accumulated in fp16 unless data_types.grad_accum_dtype says otherwise.",
+    )
 
 
 class BF16(Section):
-    """`bf16`: bfloat16 parameters with fp32 master weights, no loss scaling."""
+    """`bf16`: bfloat16 parameters with or without fp32 master weights, no loss scaling."""
 
     enabled: bool = key(False, "Train in bf16.")
     check_grad_overflow: bool = key(
@@ -38,8 +42,20 @@ class BF16(Section):
         "Add gradients to the fp32 accumulator as soon as they are computed.",
         no_effect="gradients are always accumulated as they are reduced",
     )
-    bf16_master_weights_and_grads: bool = key(False, "Keep master weights and gradients in bf16.")
-    bf16_optimizer_states: bool = key(False, "Keep optimizer state in bf16; needs bf16_master_weights_and_grads.")
+    master_weights: Literal["fp32", "none"] = key(
+        "fp32", "What the optimizer steps: fp32 copies of the parameters, or (none) the bf16 parameters themselves."
+    )
+    rounding: Literal["nearest", "stochastic", "kahan"] | None = key(
+        None,
+        "How updated parameters without master weights are rounded: to nearest, at random without bias, or with the "
+        "rest kept in 2 more bytes a parameter. null: stochastic; nearest under bf16_master_weights_and_grads.",
+    )
+    bf16_master_weights_and_grads: bool = key(
+        False,
+        "The same as master_weights none with rounding nearest; and gradients are accumulated in bf16 unless "
+        "data_types.grad_accum_dtype says otherwise.",
+    )
+    bf16_optimizer_states: bool = key(False, "Keep optimizer state in bf16; needs parameters without master weights.")
 
 
 class AMP(Section):

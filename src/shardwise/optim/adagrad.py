@@ -1,0 +1,90 @@
+"""Adagrad (Duchi, Hazan and Singer, 2011), one pass over memory a step."""
+
+from __future__ import annotations
+
+from collections.abc import Iterable, Mapping
+from typing import Any, ClassVar
+
+import torch
+
+from shardwise.optim.elementwise import Batch, ElementwiseOptimizer
+from shardwise.optim.options import check_not_negative
+
+
+class Adagrad(ElementwiseOptimizer):
+    """Adagrad: each element's learning rate falls with the sum of the squares of its gradients.
+
+    Args:
+        params: as for every optimizer of PyTorch.
+        lr: learning rate.
+        lr_decay: the rate of step t is `lr / (1 + (t - 1) * lr_decay)`.
+        weight_decay: times the parameter, added to the gradient.
+        initial_accumulator_value: with which the sum of squares begins.
+        eps: added to the square root.
+        rounding, state_dtype, seed: see `ElementwiseOptimizer`.
+
+    Raises:
+        ConfigError: an option has no meaning.
+
+    States are those of `torch.optim.Adagrad`: step, sum.
+
+    >>> weight = torch.ones(3, requires_grad=True)
+    >>> optimizer = Adagrad([weight], lr=0.1)
+    >>> weight.sum().backward()
+    >>> optimizer.step()
+    >>> weight.detach()
+    tensor([0.9000, 0.9000, 0.9000])
+    """
+
+    shardwise_sharding = "elementwise"
+    state_names: ClassVar[tuple[str, ...]] = ("sum",)
+
+    def __init__(
+        self,
+        params: Iterable[Any],
+        lr: float | torch.Tensor = 1e-2,
+        lr_decay: float = 0.0,
+        weight_decay: float = 0.0,
+        initial_accumulator_value: float = 0.0,
+        eps: float = 1e-10,
+        *,
+        rounding: str = "nearest",
+        state_dtype: torch.dtype | None = None,
+        seed: int = 0,
+    ) -> None:
+        defaults = {
+            "lr": lr,
+            "lr_decay": lr_decay,
+            "eps": eps,
+            "weight_decay": weight_decay,
+            "initial_accumulator_value": initial_accumulator_value,
+        }
+        check_not_negative(type(self).__name__, **defaults)
+        super().__init__(params, defaults, rounding=rounding, state_dtype=state_dtype, seed=seed)
+
+    def initial(self, name: str, group: Mapping[str, Any]) -> float:
+        """See `ElementwiseOptimizer.initial`."""
+        return float(group["initial_accumulator_value"])
+
+    def update(self, batch: Batch, group: Mapping[str, Any]) -> None:
+        """See `ElementwiseOptimizer.update`."""
+        gradients, scratch = batch.gradients, batch.temporary(0)
+        if group["weight_decay"]:
+            gradients = batch.temporary(1)
+            torch._foreach_copy_(gradients, batch.values)
+            torch._foreach_mul_(gradients, group["weight_decay"])
+            torch._foreach_add_(gradients, batch.gradients)
+        torch._foreach_copy_(scratch, gradients)
+        torch._foreach_mul_(scratch, gradients)
+        torch._foreach_add_(batch.states["sum"], scratch)
+        torch._foreach_copy_(scratch, batch.states["sum"])
+        torch._foreach_sqrt_(scratch)
+        torch._foreach_add_(scratch, group["eps"])
+        torch._foreach_reciprocal_(scratch)
+        torch._foreach_mul_(scratch, gradients)
+        torch._foreach_mul_(scratch, float(group["lr"]) / (1 + (batch.step - 1) * group["lr_decay"]))
+        torch._foreach_sub_(batch.values, scratch)
+
+    def temporaries_of(self, group: Mapping[str, Any], device: torch.device, dtype: torch.dtype) -> int:
+        """See `ElementwiseOptimizer.temporaries_of`."""
+        return 2 if group["weight_decay"] else 1

@@ -1,0 +1,505 @@
+"""Optimizers whose step goes over memory once: scaling, update, and the copy in the parameters' precision.
+
+The step of an elementwise optimizer is bound by memory: it computes little on each of parameter, gradient and
+moments. Separate passes for unscaling and clipping the gradients, and for writing the 16-bit copy of the updated
+master weights, would move a third more. Here a chunk of all of these goes through the step while it lies in the
+cache. An engine hands the factor on its gradients and the place of the copy over (`step_flat`); on its own the class
+is an ordinary optimizer of PyTorch.
+
+Parameters in 16 bits need no wider copy: they are widened, updated and rounded chunk by chunk.
+"""
+
+from __future__ import annotations
+
+import inspect
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
+from dataclasses import dataclass
+from typing import Any, ClassVar
+
+import torch
+from torch import nn
+
+from shardwise.compat import global_step_hooks
+from shardwise.errors import ConfigError, UsageError
+from shardwise.optim.rounding import Origin, compensated, random_bits, round_compensated, round_stochastically
+
+ALIGNMENT = 64
+"""Elements at whose multiples chunks begin: vectorised kernels then treat an element the same wherever cuts fall."""
+
+CHUNK = 1 << 19
+"""Elements that a CPU thread updates at a time: few enough for the cache, enough for the calls not to count."""
+
+DEVICE_CHUNK = 1 << 24
+"""Elements that an accelerator updates at a time: bounds the scratch, and costs no time."""
+
+SHARE = 16
+"""The scratch of a step has no more than one element for so many that are stepped."""
+
+LEAST_CHUNK = 1 << 8
+"""Fewer elements at a time would cost more time than they save memory."""
+
+ROUNDINGS = ("nearest", "stochastic", "kahan")
+COMPENSATION = "compensation"
+"""Name of the state that holds what Kahan summation has left over."""
+
+_STATES_STREAM = 1
+"""Stream of random numbers of the first state; 0 is the parameter's."""
+
+
+@dataclass(frozen=True)
+class Batch:
+    """Runs of elements that are updated at once; the lists correspond to each other.
+
+    Attributes:
+        values: what is updated in place, in fp32 (fp64 for fp64 parameters).
+        gradients: in the same dtype; not to be written.
+        states: lists by name of the state, in the same dtype; updated in place.
+        step: number of this step, from 1.
+        temporary: gives a list of tensors like `values`, of undefined content, by number.
+    """
+
+    values: list[torch.Tensor]
+    gradients: list[torch.Tensor]
+    states: dict[str, list[torch.Tensor]]
+    step: float
+    temporary: Callable[[int], list[torch.Tensor]]
+
+    @property
+    def device(self) -> torch.device:
+        """Where everything lies."""
+        return self.values[0].device
+
+
+@dataclass(frozen=True)
+class _Run:
+    """A flat range of a parameter with all that belongs to it."""
+
+    tensors: dict[str, torch.Tensor]  # "parameter", "gradient", perhaps "output", states by name
+    origins: Sequence[Origin]
+    numel: int
+
+    def cut(self, start: int, stop: int) -> _Run:
+        """Return a part of the run."""
+        if (start, stop) == (0, self.numel):
+            return self
+        origins = []
+        for tensor, first, offset, count in self.origins:
+            low, high = max(offset, start), min(offset + count, stop)
+            if low < high:
+                origins.append((tensor, first + low - offset, low - start, high - low))
+        return _Run({name: t[start:stop] for name, t in self.tensors.items()}, origins, stop - start)
+
+
+@dataclass(frozen=True)
+class _Handed:
+    """What an engine has handed over for one step."""
+
+    factor: float | torch.Tensor
+    gradients: Mapping[int, torch.Tensor] | None
+    outputs: Mapping[int, torch.Tensor]
+    origins: Mapping[int, Sequence[Origin]]
+
+
+class _Memory:
+    """Scratch of one step, taken when it is first needed and used for every batch."""
+
+    def __init__(self, limit: int, device: torch.device) -> None:
+        self._limit = limit
+        self._device = device
+        self._held: dict[tuple[str, torch.dtype], torch.Tensor] = {}
+
+    def get(self, name: str, dtype: torch.dtype, start: int, numel: int) -> torch.Tensor:
+        """Return a range of the scratch of this name."""
+        held = self._held.get((name, dtype))
+        if held is None:
+            held = self._held[name, dtype] = torch.empty(self._limit, dtype=dtype, device=self._device)
+        return held[start : start + numel]
+
+
+class ElementwiseOptimizer(torch.optim.Optimizer):
+    """Base of optimizers that update each element from its own gradient, value and state.
+
+    A subclass gives its options, the names of its states, and `update`, which gets everything in fp32; it declares
+    `shardwise_sharding = "elementwise"` as every class does for itself.
+
+    Args:
+        params: as for every optimizer of PyTorch.
+        defaults: options of parameter groups.
+        rounding: how bf16 parameters are rounded after the update: "nearest"; "stochastic" (needs no memory); "kahan"
+            (two more bytes an element). Parameters in fp32 are not rounded.
+        state_dtype: type of the states; None: fp32, or wider where the parameters are. States in bf16 are rounded
+            stochastically whatever `rounding` says: to nearest, a second moment could not fall (a change of
+            1 - beta2 is less than bf16 resolves).
+        seed: of stochastic rounding; the same on all ranks.
+
+    Raises:
+        ConfigError: unknown `rounding`, or a `state_dtype` in which states have too little range.
+    """
+
+    state_names: ClassVar[tuple[str, ...]] = ()
+    """Names of the states with one value per element, as torch's class of the same algorithm has them."""
+
+    temporaries: ClassVar[int] = 0
+    """Number of temporaries that `update` may ask for."""
+
+    def __init__(
+        self,
+        params: Iterable[Any],
+        defaults: dict[str, Any],
+        *,
+        rounding: str = "nearest",
+        state_dtype: torch.dtype | None = None,
+        seed: int = 0,
+    ) -> None:
+        self._handed: _Handed | None = None
+        self.set_precision(rounding, state_dtype)
+        self.seed = seed
+        super().__init__(params, defaults)
+
+    def set_precision(self, rounding: str, state_dtype: torch.dtype | None) -> None:
+        """Change `rounding` and `state_dtype`; existing states are converted by the next step.
+
+        Raises:
+            ConfigError: see the class.
+        """
+        name = type(self).__name__
+        if rounding not in ROUNDINGS:
+            raise ConfigError(f"{name}(rounding=...): expected one of {', '.join(ROUNDINGS)}, found {rounding!r}")
+        if state_dtype not in (None, torch.bfloat16, torch.float32, torch.float64):
+            raise ConfigError(
+                f"{name}(state_dtype=...): expected torch.bfloat16, torch.float32, torch.float64 or None, found "
+                f"{state_dtype}; fp16 has too little range for averages of gradients and of their squares"
+            )
+        self.rounding = rounding
+        self.state_dtype = state_dtype
+
+    # -- for subclasses ----------------------------------------------------------------------------------------------
+
+    def initial(self, name: str, group: Mapping[str, Any]) -> float:
+        """Return the value with which a state begins."""
+        return 0.0
+
+    def update(self, batch: Batch, group: Mapping[str, Any]) -> None:
+        """Update values and states of a batch with the options of a group.
+
+        Each operation should round once (a product, then a sum; no fused pair), or come from one kernel: then cutting
+        the run elsewhere changes no bit.
+        """
+        raise NotImplementedError
+
+    # -- stepping ----------------------------------------------------------------------------------------------------
+
+    @torch.no_grad()
+    def step(self, closure: Callable[[], Any] | None = None) -> Any:
+        """Update every parameter that has a gradient.
+
+        Args:
+            closure: computes the loss anew, with gradients.
+
+        Returns:
+            What the closure returned.
+
+        Raises:
+            UsageError: a gradient is sparse, or a parameter cannot be rounded as asked.
+        """
+        loss = None
+        if closure is not None:
+            with torch.enable_grad():
+                loss = closure()
+        number = 0
+        for group in self.param_groups:
+            alike: dict[tuple[torch.device, torch.dtype, float], list[_Run]] = {}
+            for parameter in group["params"]:
+                run = self._run_of(parameter, group, number)
+                number += 1
+                if run is not None:
+                    count = self.state[parameter]["step"]
+                    count += 1
+                    dtype = torch.promote_types(parameter.dtype, torch.float32)
+                    # In a dry run it is a fake tensor, which has no value.
+                    now = float(count) if type(count) is torch.Tensor else 1.0
+                    alike.setdefault((parameter.device, dtype, now), []).append(run)
+            for (device, dtype, count), runs in alike.items():
+                self._step_runs(runs, group, device, dtype, count)
+                for run in runs:
+                    _put_back(run)
+        return loss
+
+    def takes_flat(self) -> bool:
+        """Whether nobody would miss gradients in `.grad`: `step_flat` may then be given unscaled ones.
+
+        Hooks and wrappers of `step` may look at gradients, so that they get them (torch's schedulers wrap it to count
+        calls only).
+        """
+        wrapper = vars(self).get("step")
+        if wrapper is not None and not getattr(wrapper, "_wrapped_by_lr_sched", False):
+            return False
+        if inspect.unwrap(type(self).step) is not inspect.unwrap(ElementwiseOptimizer.step):
+            return False
+        own = (*self._optimizer_step_pre_hooks.values(), *self._optimizer_step_post_hooks.values())
+        return all(
+            str(getattr(hook, "__module__", "")).startswith("shardwise.") for hook in (*own, *global_step_hooks())
+        )
+
+    def step_flat(
+        self,
+        *,
+        factor: float | torch.Tensor = 1.0,
+        gradients: Sequence[tuple[nn.Parameter, torch.Tensor]] | None = None,
+        outputs: Sequence[tuple[nn.Parameter, torch.Tensor]] = (),
+        origins: Sequence[tuple[nn.Parameter, Sequence[Origin]]] = (),
+    ) -> None:
+        """Do `step()` on flat ranges of parameters that an engine has put into the groups; hooks and wrappers run.
+
+        Args:
+            factor: what gradients are to be multiplied by (number, or 0-D tensor on their device).
+            gradients: of each parameter; not written. None: they are in `.grad`.
+            outputs: flat tensors, in any dtype, that get a copy of the updated parameter.
+            origins: where each parameter's elements come from, for random numbers that do not depend on the cut.
+        """
+        self._handed = _Handed(
+            factor,
+            None if gradients is None else {id(parameter): gradient for parameter, gradient in gradients},
+            {id(parameter): output for parameter, output in outputs},
+            {id(parameter): found for parameter, found in origins},
+        )
+        try:
+            self.step()
+        finally:
+            self._handed = None
+
+    def _run_of(self, parameter: torch.Tensor, group: Mapping[str, Any], number: int) -> _Run | None:
+        """Return what is to be updated of a parameter, with its state (made at first), or None without a gradient."""
+        handed = self._handed
+        instead = None if handed is None else handed.gradients
+        gradient = parameter.grad if instead is None else instead.get(id(parameter))
+        if gradient is None:
+            return None
+        name = type(self).__name__
+        if gradient.layout is not torch.strided:
+            raise UsageError(f"{name}.step(): a gradient is sparse; it takes dense ones (nn.Embedding(sparse=False))")
+        if self.rounding != "nearest" and parameter.dtype is torch.float16:
+            raise UsageError(f"{name}(rounding={self.rounding!r}): this is for bf16 parameters, found fp16 ones")
+        origins: Sequence[Origin] = [(number, 0, 0, parameter.numel())]
+        tensors = {"parameter": parameter.detach().reshape(-1), "gradient": gradient.detach().reshape(-1)}
+        if handed is not None:
+            origins = handed.origins.get(id(parameter), origins)
+            output = handed.outputs.get(id(parameter))
+            if output is not None:
+                tensors["output"] = output
+        if not parameter.is_contiguous():
+            tensors["original"] = parameter.detach()  # a copy is updated
+        state = self.state[parameter]
+        if "step" not in state:
+            state["step"] = torch.zeros((), dtype=torch.float32)
+        kinds = self._states_of(parameter.dtype)
+        if COMPENSATION in state and COMPENSATION not in kinds:
+            # Loaded from a run that had it: part of the value.
+            tensors["parameter"].add_(state.pop(COMPENSATION).reshape(-1))
+        for key, dtype in kinds.items():
+            found = state.get(key)
+            if found is None:
+                value = 0.0 if key == COMPENSATION else self.initial(key, group)
+                found = torch.full(parameter.shape, value, dtype=dtype, device=parameter.device)
+            state[key] = found.to(dtype).contiguous()
+            tensors[key] = state[key].reshape(-1)
+        return _Run(tensors, origins, parameter.numel())
+
+    def _states_of(self, dtype: torch.dtype) -> dict[str, torch.dtype]:
+        """Return names and dtypes of the states of a parameter of this dtype."""
+        kept = self.state_dtype or torch.promote_types(dtype, torch.float32)
+        names = dict.fromkeys(self.state_names, kept)
+        if self._rounds(dtype) == "kahan":
+            names[COMPENSATION] = dtype
+        return names
+
+    def _rounds(self, dtype: torch.dtype) -> str:
+        return self.rounding if dtype is torch.bfloat16 else "nearest"
+
+    def _step_runs(
+        self,
+        runs: Sequence[_Run],
+        group: Mapping[str, Any],
+        device: torch.device,
+        dtype: torch.dtype,
+        step: float,
+    ) -> None:
+        limit = _limit([run.numel for run in runs], device)
+        memory = _Memory(limit, device)
+        for parts in _batches(runs, limit):
+            self._step_batch(parts, memory, group, dtype, step)
+
+    def _step_batch(
+        self, parts: Sequence[_Run], memory: _Memory, group: Mapping[str, Any], dtype: torch.dtype, step: float
+    ) -> None:
+        starts = _starts(parts)
+
+        def like(name: str) -> list[torch.Tensor]:
+            return [memory.get(name, dtype, start, part.numel) for start, part in zip(starts, parts, strict=True)]
+
+        def scratch(name: str, numel: int, wanted: torch.dtype) -> torch.Tensor:
+            return memory.get(name, wanted, 0, numel)
+
+        def widened(name: str) -> list[torch.Tensor]:
+            found = [part.tensors[name] for part in parts]
+            if all(tensor.dtype is dtype for tensor in found):
+                return found
+            return [wide.copy_(tensor) for wide, tensor in zip(like(name), found, strict=True)]
+
+        values = widened("parameter")
+        for part, value in zip(parts, values, strict=True):
+            if COMPENSATION in part.tensors:
+                compensated(value, part.tensors[COMPENSATION], scratch)
+        states = {name: widened(name) for name in self.state_names}
+        self.update(
+            Batch(values, self._gradients(parts, like, dtype), states, step, lambda i: like(f"temporary {i}")), group
+        )
+        for position, part in enumerate(parts):
+
+            def noise(stream: int, part: _Run = part) -> torch.Tensor:
+                return random_bits(
+                    part.numel,
+                    part.origins,
+                    seed=self.seed,
+                    step=int(step),
+                    stream=stream,
+                    device=part.tensors["parameter"].device,
+                    scratch=scratch,
+                )
+
+            for stream, name in enumerate(self.state_names, _STATES_STREAM):
+                kept, wide = part.tensors[name], states[name][position]
+                if kept is not wide:
+                    if kept.dtype is torch.bfloat16 and dtype is torch.float32:
+                        round_stochastically(wide, noise(stream))
+                    kept.copy_(wide)
+            parameter, value = part.tensors["parameter"], values[position]
+            if "output" in part.tensors:
+                part.tensors["output"].copy_(value)
+            if COMPENSATION in part.tensors:
+                round_compensated(value, parameter, part.tensors[COMPENSATION], scratch)
+            elif parameter is not value:
+                if self._rounds(parameter.dtype) == "stochastic":
+                    round_stochastically(value, noise(0))
+                parameter.copy_(value)
+
+    def _gradients(
+        self, parts: Sequence[_Run], like: Callable[[str], list[torch.Tensor]], dtype: torch.dtype
+    ) -> list[torch.Tensor]:
+        """Return the gradients times the factor, in scratch unless they can be taken as they are."""
+        found = [part.tensors["gradient"] for part in parts]
+        factor = 1.0 if self._handed is None else self._handed.factor
+        scales = isinstance(factor, torch.Tensor) or factor != 1.0
+        if not scales and all(gradient.dtype is dtype for gradient in found):
+            return found
+        scaled = like("gradient")
+        for gradient, target in zip(found, scaled, strict=True):
+            if scales and gradient.dtype is dtype:
+                torch.mul(gradient, factor, out=target)
+            else:
+                # Multiplying 16-bit numbers would round the products to 16 bits.
+                target.copy_(gradient)
+                if scales:
+                    target.mul_(factor)
+        return scaled
+
+    # -- what the engine asks ----------------------------------------------------------------------------------------
+
+    def shardwise_step_bytes(
+        self,
+        group: int,
+        shapes: Sequence[tuple[int, ...]],
+        *,
+        dtype: torch.dtype,
+        gradient_dtype: torch.dtype,
+        device: torch.device,
+    ) -> tuple[int, int]:
+        """Return the bytes of the states of tensors of these shapes, and those of a step's scratch.
+
+        Args:
+            group: index of the parameter group.
+            shapes: of all tensors that are stepped in this group.
+            dtype: of these tensors.
+            gradient_dtype: of their gradients.
+            device: where they live.
+        """
+        states = self._states_of(dtype)
+        numels = [torch.Size(shape).numel() for shape in shapes]
+        kept = sum(numel * sum(kind.itemsize for kind in states.values()) + 4 for numel in numels)
+        wide = torch.promote_types(dtype, torch.float32)
+        scratch = self.temporaries_of(self.param_groups[group], device, wide) * wide.itemsize
+        scratch += wide.itemsize  # the gradient, scaled
+        scratch += sum(wide.itemsize for name in self.state_names if states[name] is not wide)
+        rounding = self._rounds(dtype)
+        if dtype is not wide:
+            scratch += wide.itemsize
+        if rounding == "stochastic" or any(states[name] is torch.bfloat16 for name in self.state_names):
+            scratch += 4  # counter and hash of two elements
+        if rounding == "kahan":
+            scratch += 2 * wide.itemsize
+        return kept, _limit(numels, device) * scratch
+
+    def temporaries_of(self, group: Mapping[str, Any], device: torch.device, dtype: torch.dtype) -> int:
+        """Return how many temporaries `update` asks for with these options."""
+        return self.temporaries
+
+    # -- state -------------------------------------------------------------------------------------------------------
+
+    def load_state_dict(self, state_dict: dict[str, Any]) -> None:
+        """Load groups and states; unlike torch's own method it leaves fp32 states of 16-bit parameters in fp32."""
+        super().load_state_dict(state_dict)
+        numbers = [number for group in state_dict["param_groups"] for number in group["params"]]
+        parameters = [parameter for group in self.param_groups for parameter in group["params"]]
+        for number, parameter in zip(numbers, parameters, strict=True):
+            for name, value in state_dict["state"].get(number, {}).items():
+                if isinstance(value, torch.Tensor) and name in (*self.state_names, COMPENSATION):
+                    self.state[parameter][name] = value.to(parameter.device, copy=True)
+
+    def __getstate__(self) -> dict[str, Any]:
+        kept = {name: getattr(self, name) for name in ("rounding", "state_dtype", "seed")}
+        return {**super().__getstate__(), **kept, "_handed": None}
+
+
+def _limit(numels: Iterable[int], device: torch.device) -> int:
+    """Return the elements of a batch: what is fast, and little beside the tensors of these sizes."""
+    whole = sum(map(_room, numels))
+    most = CHUNK * torch.get_num_threads() if device.type == "cpu" else DEVICE_CHUNK
+    return min(whole, most, max(LEAST_CHUNK, _room(whole // SHARE)))
+
+
+def _room(numel: int) -> int:
+    """Return what a run takes in scratch: the next one begins at an aligned place."""
+    return -(-numel // ALIGNMENT) * ALIGNMENT
+
+
+def _starts(parts: Sequence[_Run]) -> list[int]:
+    starts, end = [], 0
+    for part in parts:
+        starts.append(end)
+        end += _room(part.numel)
+    return starts
+
+
+def _batches(runs: Sequence[_Run], limit: int) -> Iterator[list[_Run]]:
+    """Yield lists of runs of at most `limit` elements together; longer ones are cut at multiples of the alignment."""
+    batch: list[_Run] = []
+    room = limit
+    for run in runs:
+        start = 0
+        while start < run.numel:
+            if not room:
+                yield batch
+                batch, room = [], limit
+            stop = min(run.numel, start + room)
+            batch.append(run.cut(start, stop))
+            room -= _room(stop - start)
+            start = stop
+    if batch:
+        yield batch
+
+
+def _put_back(run: _Run) -> None:
+    """Write what was updated in a copy into the parameter itself."""
+    original = run.tensors.get("original")
+    if original is not None:
+        original.copy_(run.tensors["parameter"].view(original.shape))

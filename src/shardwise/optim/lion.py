@@ -1,0 +1,79 @@
+"""Lion (Chen et al., "Symbolic Discovery of Optimization Algorithms", 2023), one pass over memory a step."""
+
+from __future__ import annotations
+
+from collections.abc import Iterable, Mapping
+from typing import Any, ClassVar
+
+import torch
+
+from shardwise.optim.elementwise import Batch, ElementwiseOptimizer
+from shardwise.optim.options import check_betas, check_not_negative
+
+
+class Lion(ElementwiseOptimizer):
+    """Lion: each element moves by the learning rate, in the direction of an average of its gradients.
+
+    With m the average: the direction is `sign(beta1 * m + (1 - beta1) * g)`, then `m = beta2 * m + (1 - beta2) * g`.
+    It has one state, half of Adam's. The paper uses a third to a tenth of Adam's learning rate, and as many times its
+    weight decay.
+
+    Args:
+        params: as for every optimizer of PyTorch.
+        lr: learning rate.
+        betas: weight of the average in the direction, and its decay.
+        weight_decay: decoupled: parameters shrink by `lr * weight_decay`.
+        rounding, state_dtype, seed: see `ElementwiseOptimizer`.
+
+    Raises:
+        ConfigError: an option has no meaning.
+
+    States: step, exp_avg.
+
+    >>> weight = torch.ones(3, requires_grad=True)
+    >>> optimizer = Lion([weight], lr=0.1)
+    >>> weight.sum().backward()
+    >>> optimizer.step()
+    >>> weight.detach()
+    tensor([0.9000, 0.9000, 0.9000])
+    """
+
+    shardwise_sharding = "elementwise"
+    state_names: ClassVar[tuple[str, ...]] = ("exp_avg",)
+    temporaries: ClassVar[int] = 2
+
+    def __init__(
+        self,
+        params: Iterable[Any],
+        lr: float | torch.Tensor = 1e-3,
+        betas: tuple[float, float] = (0.9, 0.999),
+        weight_decay: float = 0.0,
+        *,
+        rounding: str = "nearest",
+        state_dtype: torch.dtype | None = None,
+        seed: int = 0,
+    ) -> None:
+        check_not_negative(type(self).__name__, lr=lr, weight_decay=weight_decay)
+        check_betas(type(self).__name__, betas)
+        defaults = {"lr": lr, "betas": tuple(betas), "weight_decay": weight_decay}
+        super().__init__(params, defaults, rounding=rounding, state_dtype=state_dtype, seed=seed)
+
+    def update(self, batch: Batch, group: Mapping[str, Any]) -> None:
+        """See `ElementwiseOptimizer.update`."""
+        beta1, beta2 = group["betas"]
+        lr, averages = float(group["lr"]), batch.states["exp_avg"]
+        direction, part = batch.temporary(0), batch.temporary(1)
+        torch._foreach_copy_(direction, averages)
+        torch._foreach_mul_(direction, beta1)
+        torch._foreach_copy_(part, batch.gradients)
+        torch._foreach_mul_(part, 1 - beta1)
+        torch._foreach_add_(direction, part)
+        torch._foreach_sign_(direction)
+        torch._foreach_mul_(direction, lr)
+        if group["weight_decay"]:
+            torch._foreach_mul_(batch.values, 1 - lr * group["weight_decay"])
+        torch._foreach_sub_(batch.values, direction)
+        torch._foreach_copy_(part, batch.gradients)
+        torch._foreach_mul_(part, 1 - beta2)
+        torch._foreach_mul_(averages, beta2)
+        torch._foreach_add_(averages, part)

@@ -1,0 +1,225 @@
+"""Training without fp32 master weights: the same bits in every layout, the bytes, resuming, and what is refused."""
+
+from __future__ import annotations
+
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+import torch.distributed as dist
+from torch import nn
+
+import shardwise
+from shardwise import optim
+from shardwise.errors import ConfigError
+from shardwise.memory import Category
+from shardwise.utils import safe_get_full_fp32_param, safe_get_full_optimizer_state
+from shardwise.zero.memory import planned
+from tests.harness import run_ranks
+from tests.models import CASES
+from tests.zero.training import parameters_digest
+
+LION = {"type": "Lion", "params": {"lr": 1e-3, "weight_decay": 0.1}}
+ADAMW = {"type": "AdamW", "params": {"lr": 1e-2, "weight_decay": 0.1}}
+NONE: dict[str, Any] = {"enabled": True, "master_weights": "none"}
+PEERS: dict[str, Any] = {"enabled": True, "bf16_master_weights_and_grads": True}
+KINDS: dict[str, dict[str, Any]] = {
+    "stochastic": {"bf16": NONE, "optimizer": ADAMW},
+    "kahan": {"bf16": {**NONE, "rounding": "kahan"}, "optimizer": ADAMW},
+    "narrow": {
+        "bf16": {**PEERS, "bf16_optimizer_states": True},
+        "data_types": {"grad_accum_dtype": "fp32"},
+        "optimizer": LION,
+    },
+    "both": {"bf16": {**NONE, "rounding": "kahan", "bf16_optimizer_states": True}, "optimizer": ADAMW},
+}
+
+
+def start(stage: int, more: dict[str, Any], name: str = "odd_mlp", optimizer: Any = None) -> Any:
+    zero = {"stage": stage, "stage3_param_persistence_threshold": 0}
+    config = {"train_micro_batch_size_per_gpu": 2, "zero_optimization": zero, **more}
+    engine, *_ = shardwise.initialize(model=CASES[name].make(), config=config, optimizer=optimizer)
+    return engine
+
+
+def steps(engine: Any, first: int, count: int, dtype: torch.dtype = torch.bfloat16, name: str = "odd_mlp") -> None:
+    """Train on the same data on every rank."""
+    for step in range(first, first + count):
+        engine.backward(CASES[name].loss(engine, CASES[name].data(step, 0, 0, dtype)))
+        engine.step()
+
+
+def whole_state(engine: Any) -> dict[str, torch.Tensor | None]:
+    keys = ("exp_avg", "exp_avg_sq", "compensation")
+    return {
+        f"{name} {key}": safe_get_full_optimizer_state(parameter, key)
+        for name, parameter in engine.module.named_parameters()
+        for key in keys
+    }
+
+
+def layouts(stages: list[int]) -> dict[str, list[tuple[str, dict[str, Any]]]]:
+    found: dict[str, list[tuple[str, dict[str, Any]]]] = {}
+    for kind, more in KINDS.items():
+        for stage in stages:
+            engine = start(stage, more)
+            steps(engine, 0, 3)
+            found.setdefault(kind, []).append((parameters_digest(engine.module), whole_state(engine)))
+            engine.destroy()
+    return found
+
+
+def test_the_same_bits_at_every_stage_and_on_any_number_of_ranks() -> None:
+    outcomes = [run_ranks(layouts, world, [0] if world == 1 else [0, 1, 2, 3])[0] for world in (1, 2, 3)]
+    for kind in KINDS:
+        digest, state = outcomes[0][kind][0]
+        known = [name for name, value in state.items() if value is not None]
+        assert known
+        for world, outcome in enumerate(outcomes, 1):
+            for stage, (other, others) in enumerate(outcome[kind]):
+                assert other == digest, (kind, world, stage)
+                for name in known:
+                    assert torch.equal(state[name], others[name]), (kind, world, stage, name)  # type: ignore[arg-type]
+
+
+def bytes_held(more: dict[str, Any], stage: int) -> dict[str, Any]:
+    engine = start(stage, more, "gpt")
+    plan = planned(engine.sharded, 1).peaks
+    steps(engine, 0, 2, name="gpt")
+    now = engine.accountant.live
+    share = sum(s.master_stop - s.master_start for unit in engine.sharded.units for s in unit.trainable)
+    counts = sum(state["step"].nbytes for state in engine.optimizer.state.values())
+    found = {
+        "share": share,
+        "optimizer": (plan[Category.OPTIMIZER] - counts, now[Category.OPTIMIZER] - counts),
+        "master": (plan[Category.MASTER], now[Category.MASTER]),
+        "gradients": (plan[Category.GRADIENTS], now[Category.GRADIENTS]),
+        "parameters": sum(p.nbytes for p in engine.module.parameters()) if stage == 0 else None,
+    }
+    engine.destroy()
+    return found
+
+
+def bytes_of_all(kinds: list[tuple[dict[str, Any], int]]) -> list[dict[str, Any]]:
+    return [bytes_held(more, stage) for more, stage in kinds]
+
+
+def test_bytes_of_each_way() -> None:
+    """Bytes per parameter of this rank's share: optimizer, masters, gradients."""
+    fp32 = {"bf16": {"enabled": True}, "optimizer": ADAMW}
+    narrow = {"type": "AdamW", "params": {"fp32_optimizer_states": False}}
+    ways = [
+        (fp32, (8, 4, 4)),
+        ({"bf16": {"enabled": True}, "optimizer": narrow}, (4, 4, 4)),
+        ({"bf16": NONE, "optimizer": ADAMW}, (8, 0, 4)),
+        (KINDS["kahan"], (10, 0, 4)),
+        (KINDS["both"], (6, 0, 4)),
+        ({"bf16": PEERS, "optimizer": ADAMW}, (8, 0, 2)),
+        (KINDS["narrow"], (2, 0, 4)),
+        ({"bf16": NONE, "optimizer": LION}, (4, 0, 4)),
+    ]
+    asked = [(more, stage) for more, _ in ways for stage in (0, 2)]
+    found = run_ranks(bytes_of_all, 2, asked)[0]
+    for (more, stage), held in zip(asked, found, strict=True):
+        wanted = next(bytes_ for other, bytes_ in ways if other is more)
+        for each, name in zip(wanted, ("optimizer", "master", "gradients"), strict=True):
+            assert held[name] == (each * held["share"], each * held["share"]), (more, stage, name)
+
+
+def resumed(folder: str, kind: str) -> list[bool]:
+    straight = start(1, KINDS[kind])
+    steps(straight, 0, 4)
+    wanted = parameters_digest(straight.module), whole_state(straight)
+    straight.destroy()
+    first = start(2, KINDS[kind])
+    steps(first, 0, 2)
+    first.save_checkpoint(folder)
+    first.destroy()
+    second = start(3, KINDS[kind])
+    second.load_checkpoint(folder)
+    steps(second, 2, 2)
+    state = whole_state(second)
+    same = [parameters_digest(second.module) == wanted[0]]
+    same += [torch.equal(value, state[name]) for name, value in wanted[1].items() if value is not None]  # type: ignore[arg-type]
+    second.destroy()
+    return same
+
+
+def resumed_all(folder: str) -> list[bool]:
+    return [same for kind in KINDS for same in resumed(f"{folder}/{kind}", kind)]
+
+
+def test_resuming_goes_on_exactly(tmp_path: Path) -> None:
+    for same in run_ranks(resumed_all, 2, str(tmp_path)):
+        assert all(same)
+
+
+def other_ways() -> dict[str, Any]:
+    found: dict[str, Any] = {}
+    # An instance with a wish of its own, and torch's classes, which round to nearest.
+    model = CASES["odd_mlp"].make()
+    config = {"train_micro_batch_size_per_gpu": 2, "bf16": NONE, "zero_optimization": {"stage": 2}}
+    own = optim.AdamW(model.parameters(), lr=1e-2, rounding="kahan")
+    engine, *_ = shardwise.initialize(model=model, optimizer=own, config=config)
+    steps(engine, 0, 1)
+    found["kept"] = own.rounding
+    engine.destroy()
+    narrow = {**PEERS, "bf16_optimizer_states": True}
+    for name, cls in (("AdamW", torch.optim.AdamW), ("Adafactor", torch.optim.Adafactor)):
+        engine = start(3, {"bf16": narrow}, "gpt", optimizer=lambda ps, cls=cls: cls(ps, lr=1e-2))
+        before = parameters_digest(engine.module)
+        steps(engine, 0, 2, name="gpt")
+        kinds = {p.dtype for group in engine.optimizer.param_groups for p in group["params"]}
+        found[name] = parameters_digest(engine.module) != before and kinds <= {torch.bfloat16}
+        engine.destroy()
+    fp16 = {"enabled": True, "loss_scale": 256, "fp16_master_weights_and_grads": True}
+    engine = start(2, {"fp16": fp16, "optimizer": ADAMW})
+    before = parameters_digest(engine.module)
+    steps(engine, 0, 2, torch.float16)
+    state = next(iter(engine.optimizer.state.values()))
+    found["fp16"] = parameters_digest(engine.module) != before
+    found["types"] = {s.gradient.dtype for unit in engine.sharded.units for s in unit.trainable}
+    found["states"] = state["exp_avg"].dtype
+    weight = safe_get_full_fp32_param(next(engine.module.parameters()))
+    found["fp32"] = weight is not None and weight.dtype
+    engine.destroy()
+    found["rank"] = dist.get_rank()
+    return found
+
+
+def test_other_ways() -> None:
+    for found in run_ranks(other_ways, 2):
+        assert found["kept"] == "kahan"
+        assert found["AdamW"] and found["Adafactor"] and found["fp16"]
+        assert found["types"] == {torch.float16}
+        assert found["states"] is found["fp32"] is torch.float32
+
+
+@pytest.mark.parametrize(
+    ("more", "words"),
+    [
+        ({"bf16": {**PEERS, "master_weights": "fp32"}}, r"bf16\.master_weights.*remove one of them"),
+        ({"bf16": {"enabled": True, "rounding": "kahan"}}, r"bf16\.rounding.*fp32 master weights are not rounded"),
+        ({"bf16": {"enabled": True, "bf16_optimizer_states": True}}, r"bf16_optimizer_states.*needs"),
+        (
+            {
+                "bf16": {**NONE, "bf16_optimizer_states": True},
+                "optimizer": {"type": "Adam", "params": {"fp32_optimizer_states": True}},
+            },
+            "remove one of them",
+        ),
+        ({"bf16": NONE, "optimizer": {"type": "SGD"}}, r"bf16\.rounding: SGD .*rounding` \"nearest\""),
+        ({"bf16": {**NONE, "rounding": "kahan"}, "optimizer": {"type": "Adafactor"}}, r"bf16\.rounding: Adafactor"),
+        ({"bf16": PEERS, "optimizer": {"type": "SGD"}}, r"bf16\.bf16_optimizer_states: SGD .*Set the key to true"),
+        (
+            {"fp16": {"enabled": True, "fp16_master_weights_and_grads": True}, "optimizer": {"type": "SGD"}},
+            "fp16_master_weights_and_grads: SGD .* too little range",
+        ),
+        ({"bf16": {**NONE, "rounding": "up"}}, r"bf16\.rounding"),
+    ],
+)
+def test_what_cannot_be_is_refused(more: dict[str, Any], words: str) -> None:
+    optimizer = {"optimizer": ADAMW}
+    with pytest.raises(ConfigError, match=rf"(?s){words}"):
+        shardwise.initialize(model=nn.Linear(3, 2), config={"train_micro_batch_size_per_gpu": 2, **optimizer, **more})

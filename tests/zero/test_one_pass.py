@@ -1,0 +1,119 @@
+"""Our optimizers in the engine: gradients stay as they are, and every way of stepping gives the same bits."""
+
+from __future__ import annotations
+
+from typing import Any
+
+import pytest
+import torch
+
+import shardwise
+from shardwise.utils import safe_get_full_grad
+from tests.harness import run_ranks
+from tests.models import CASES
+from tests.zero.training import DTYPES, Tensors, gradients, masters, parameters_digest
+
+HOWS = ("", "hook", "wrapper", "scheduler", "raises", "hook after raising")
+
+
+def train(stage: int, precision: str, how: str) -> tuple[str, Tensors, list[Any]]:
+    case = CASES["odd_mlp"]
+    config: dict[str, Any] = {
+        "train_micro_batch_size_per_gpu": 2,
+        "gradient_accumulation_steps": 2,
+        "gradient_clipping": 0.3,
+        "zero_optimization": {"stage": stage, "stage3_param_persistence_threshold": 0},
+        "optimizer": {"type": "AdamW", "params": {"lr": 1e-2, "weight_decay": 0.1}},
+    }
+    if precision != "fp32":
+        config[precision] = {"enabled": True, **({"loss_scale": 256} if precision == "fp16" else {})}
+    if how == "scheduler":
+        config["scheduler"] = {"type": "ConstantLR", "params": {"factor": 1.0}}
+    engine, *_ = shardwise.initialize(model=case.make(), config=config)
+    optimizer = engine.optimizer
+    seen: list[Any] = []
+
+    def look(*_: Any) -> None:
+        """Gradients are in `.grad`, unscaled and clipped, for those who look."""
+        grads = [p.grad for group in optimizer.param_groups for p in group["params"]]
+        seen.append(all(grad is not None and float(grad.norm()) < 0.31 for grad in grads))
+
+    if how == "hook":
+        optimizer.register_step_pre_hook(look)
+    if how == "wrapper":
+        inner = optimizer.step
+        optimizer.step = lambda *args: (look(), inner(*args))[1]
+    for step in range(3):
+        for micro in range(2):
+            engine.backward(case.loss(engine, case.data(step, micro, engine.global_rank, DTYPES[precision])))
+            if micro == 1 and "rais" in how and step == 1:
+                seen += interrupt(engine, optimizer)
+                if "hook" in how:
+                    handle = optimizer.register_step_pre_hook(look)
+                    engine.step()
+                    handle.remove()
+                    continue
+            engine.step()
+    result = parameters_digest(engine.module), masters(engine.module), seen
+    engine.destroy()
+    return result
+
+
+def interrupt(engine: Any, optimizer: Any) -> list[bool]:
+    """Let the update fail once; the gradients are what they were."""
+    before = gradients(engine.module)
+
+    def fail(*_: Any) -> None:
+        raise ZeroDivisionError
+
+    optimizer.update = fail
+    with pytest.raises(ZeroDivisionError):
+        engine.step()
+    del optimizer.update
+    for state in optimizer.state.values():
+        state["step"] -= 1  # what had been begun
+    after = gradients(engine.module)
+    return [torch.equal(after[name], value) for name, value in before.items()]
+
+
+def train_all(settings: list[tuple[int, str, str]]) -> list[tuple[str, Tensors, list[Any]]]:
+    return [train(*setting) for setting in settings]
+
+
+@pytest.mark.parametrize("precision", ["fp32", "bf16", "fp16"])
+def test_every_way_of_stepping_gives_the_same_bits(precision: str) -> None:
+    settings = [(stage, precision, how) for stage in (0, 2, 3) for how in HOWS]
+    found = run_ranks(train_all, 2, settings)[0]
+    known: dict[bool, tuple[str, Tensors]] = {}
+    for (stage, _, how), (digest, values, seen) in zip(settings, found, strict=True):
+        # Stages 0 and 2 add micro-batches and ranks in different orders.
+        expected = known.setdefault(stage > 1, (digest, values))
+        assert digest == expected[0], (stage, how)
+        assert all(torch.equal(value, expected[1][name]) for name, value in values.items())
+        assert all(seen)
+        assert bool(seen) == (how not in ("", "scheduler"))
+
+
+def gradient_after_a_failed_step() -> tuple[torch.Tensor | None, torch.Tensor | None]:
+    """It is that before clipping, as `safe_get_full_grad` says."""
+    engine, *_ = shardwise.initialize(
+        model=torch.nn.Linear(3, 2, bias=False),
+        config={
+            "train_micro_batch_size_per_gpu": 2,
+            "gradient_clipping": 1e-3,
+            "optimizer": {"type": "Lion", "params": {"lr": 0.1}},
+        },
+    )
+    engine.backward(engine(torch.ones(2, 3)).sum())
+    before = safe_get_full_grad(engine.module.weight)
+    interrupt(engine, engine.optimizer)
+    after = safe_get_full_grad(engine.module.weight)
+    engine.destroy()
+    return before, after
+
+
+def test_getters_are_right_between_preparing_and_stepping() -> None:
+    before, after = run_ranks(gradient_after_a_failed_step, 1)[0]
+    assert before is not None and after is not None
+    assert torch.equal(before, torch.full((2, 3), 2.0))
+    assert torch.equal(after, before)
