@@ -339,7 +339,7 @@ def _step_parameters(optimizer: torch.optim.Optimizer, resolution: Resolution, s
     ours = "an optimizer of shardwise.optim (optimizer.type Adam, AdamW, Adagrad or Lion)"
     if stepping.communicates:
         raise ConfigError(
-            f"bf16.master_weights: {name} averages fp32 momenta and needs fp32 master weights beside 16-bit parameters. "
+            f"bf16.master_weights: {name} averages fp32 momenta and needs fp32 masters beside 16-bit parameters. "
             'Leave the key at "fp32", and `bf16_master_weights_and_grads` and `fp16_master_weights_and_grads` out'
         )
     if isinstance(optimizer, ElementwiseOptimizer) and not stepping.whole:

@@ -714,25 +714,23 @@ class ShardedModel:
             parameters: those that were asked for.
             gathered: what `gather` returned; released again.
             src: global rank whose values become everybody's, masters included; None discards changes.
+
+        Raises:
+            UsageError: see `Unit.store_shard`.
         """
-        if src is not None:
-            root = self.comm.group_rank(src)
-            for unit in self.units_of(parameters):
-                if unit.rounded:
-                    raise UsageError(
-                        f"GatheredParameters(modifier_rank={src}) inside of a forward or backward pass: under "
-                        f"zero_optimization.zero_quantized_weights unit {unit.name!r} has rounded values there, and "
-                        "storing them would round the weights themselves. Change parameters between passes."
-                    )
-                unit.second_valid = False
-                for section in unit.sections:
-                    self.comm.broadcast(section.wire_view, root, f"{unit.name}.modified").wait()
-                unit.store_shard()
-                if self.update is not None:
-                    self.update.refresh(unit)
-        for unit in gathered:
-            unit.note()  # whatever else has been changed is not to be kept
-        self.let_go(gathered)
+        try:
+            if src is not None:
+                root = self.comm.group_rank(src)
+                for unit in self.units_of(parameters):
+                    for section in unit.sections:
+                        self.comm.broadcast(section.wire_view, root, f"{unit.name}.modified").wait()
+                    unit.store_shard()
+                    if self.update is not None:
+                        self.update.refresh(unit)
+        finally:
+            for unit in gathered:
+                unit.note()  # whatever else has been changed is not to be kept
+            self.let_go(gathered)
 
     @contextlib.contextmanager
     def whole(self) -> Iterator[None]:

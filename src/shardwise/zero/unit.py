@@ -26,6 +26,7 @@ from torch import nn
 from shardwise.comm.communicator import Communicator, Handle
 from shardwise.comm.pieces import Places
 from shardwise.compat import without_overrides
+from shardwise.errors import UsageError
 from shardwise.memory import Accountant, Category
 from shardwise.registry import LogicalTensor, Registry
 from shardwise.zero import released
@@ -455,8 +456,9 @@ class Unit:
                 if before != after
             ]
             return
+        second = self.second_valid
         self.store_shard()
-        if self.second_valid:
+        if second:
             self._store_second()
         if self.take_over is not None:
             self.take_over(self)
@@ -473,7 +475,18 @@ class Unit:
         self.second_valid = True
 
     def store_shard(self) -> None:
-        """Copy this rank's range of the (changed) whole values back into the shard."""
+        """Copy this rank's range of the (changed) whole values back into the shard.
+
+        Raises:
+            UsageError: the whole values are rounded, and so would the shard be.
+        """
+        if self.rounded:
+            raise UsageError(
+                f"parameters of unit {self.name!r} cannot be changed inside of a forward or backward pass: under "
+                "zero_optimization.zero_quantized_weights they have rounded values there, and storing them would round "
+                "the weights themselves. Change parameters between passes."
+            )
+        self.second_valid = False
         for section in self.sections:
             if section.sharded:
                 section.shard.copy_(section.wire_view[slice(*section.layout.range_of(section.rank))])
