@@ -17,9 +17,6 @@ from .schema.root import Config
 from .tree import advise, keys_of, nearest
 from .validate import message
 
-_COMPRESSING_OPTIMIZERS = ("onebitadam", "zerooneadam", "onebitlamb")
-_SENDING_VALUES = ("topk", "dgc")
-
 
 def method_name(config: Config) -> str | None:
     """Return the configured method as `METHODS` spells it, or None if compression is off.
@@ -102,13 +99,6 @@ def _parameters(section: type[Section], params: dict[str, Any], found: Scan) -> 
 def _company(config: Config, name: str) -> Iterator[Problem]:
     """What a method cannot be combined with, and why."""
     zero = config.zero_optimization
-    optimizer = config.optimizer.type
-    if optimizer is not None and optimizer.lower() in _COMPRESSING_OPTIMIZERS:
-        reason = (
-            f'"{name}" excludes `optimizer.type` {optimizer}, which compresses what it sends itself and needs exact '
-            "gradients; remove one of the two"
-        )
-        yield Problem("compression.type", reason, ConflictError)
     if zero.zero_quantized_gradients:
         reason = f'"{name}" excludes `zero_optimization.zero_quantized_gradients`: a gradient is reduced in one way'
         yield Problem("compression.type", reason, ConflictError)
