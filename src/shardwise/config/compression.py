@@ -17,6 +17,8 @@ from .schema.root import Config
 from .tree import advise, keys_of, nearest
 from .validate import message
 
+_SENDING_VALUES = ("topk", "dgc")
+
 
 def method_name(config: Config) -> str | None:
     """Return the configured method as `METHODS` spells it, or None if compression is off.
