@@ -595,3 +595,10 @@ def test_settings_that_cannot_be(config: dict[str, Any], words: list[str]) -> No
     assert all(word in str(caught.value) for word in words), caught.value
     if "params" not in config.get("compression", {}):
         assert caught.type is ConflictError
+
+
+def test_one_rank_has_nothing_to_send() -> None:
+    from shardwise.config import resolve
+
+    found = resolve({"train_batch_size": 4, "zero_optimization": {"stage": 3, **QW}}, world_size=1)
+    assert [note.path for note in found.no_effect] == ["zero_optimization.zero_quantized_weights"]

@@ -18,6 +18,11 @@ from .schema.root import Config
 from .tree import Key, keys_of, walk
 
 _OFFLOAD = ("offload_param", "offload_optimizer")
+_ZEROPP = (
+    ("zero_optimization", "zero_quantized_weights"),
+    ("zero_optimization", "zero_quantized_gradients"),
+    ("zero_optimization", "zeropp_loco_param"),
+)
 
 
 def without_effect(config: Config, found: Scan, world_size: int = 1) -> list[Note]:
@@ -75,8 +80,11 @@ def _other_stage(path: tuple[str, ...], config: Config) -> str:
 
 
 def _nothing_travels(path: tuple[str, ...], config: Config, world_size: int) -> str:
-    compressing = path == ("compression",) and config.compression.type is not None
-    return "there is one rank, so no gradient travels" if compressing and world_size == 1 else ""
+    if world_size > 1:
+        return ""
+    if path == ("compression",) and config.compression.type is not None:
+        return "there is one rank, so no gradient travels"
+    return "there is one rank, so nothing travels" if path in _ZEROPP and value_at(config, ".".join(path)) else ""
 
 
 def _plain(value: Any) -> Any:
