@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import logging
 import math
 from collections.abc import Callable
 from dataclasses import dataclass, replace
@@ -612,10 +613,16 @@ def resume(name: str, run: Run, directory: str, at: int, steps: int) -> list[Any
     engine = run.start(maker(name, **QUICK[name]))
     for step in range(2):
         run.step(engine, 50 + step)  # what is loaded has to replace it
+    said: list[str] = []
+    listener = logging.Handler()
+    listener.emit = lambda record: said.append(record.getMessage())  # type: ignore[method-assign]
+    logging.getLogger("shardwise").addHandler(listener)
     engine.load_checkpoint(directory, tag="here")
+    logging.getLogger("shardwise").removeHandler(listener)
     agreed = digest([safe_get_full_fp32_param(p) for p in engine.module.parameters() if p.requires_grad])
     losses = [run.step(engine, step) for step in range(at, steps)]
     result = [digest(list(engine.module.parameters())), everything(engine), agreed, losses[-1]]
+    result.append(sum("has not sent yet" in message and "is dropped" in message for message in said))
     engine.destroy()
     return result
 
@@ -632,10 +639,12 @@ def test_resuming_is_as_not_having_stopped(name: str, tmp_path: Path) -> None:
         found = run_ranks(resume, 2, name, run, directory, at, 13)
         for mine, theirs in zip(expected, found, strict=True):
             assert mine == theirs[:2], (run, at)
+            assert not theirs[4]
     run, at = wanted[1]
     for world in (1, 3):
         others = run_ranks(resume, world, name, run, str(tmp_path / "1"), at, 13)
         assert all(math.isfinite(other[3]) for other in others)
+        assert [other[4] for other in others] == [1] + [0] * (world - 1)
         assert len({other[2] for other in others}) == 1
         assert len({other[0] for other in others}) == 1 or name == "ZeroOneAdam"
 
@@ -1017,6 +1026,8 @@ def plans_beside() -> list[Any]:
     engine = run.start(maker("OnebitAdam", **QUICK["OnebitAdam"]))
     for step in range(5):
         run.step(engine, step)
+    momenta = [state["exp_avg"].norm() for state in engine.optimizer.state.values()]
+    assert 0 < engine.optimizer.unsaid() < 10 * float(torch.stack(momenta).norm())
     before = everything(engine)
     plans = engine.memory_plans(CASES[run.case].data(0, 0, 0, torch.float32)["tokens"], stages=[0, 1, 2]).plans
     same = before == everything(engine)

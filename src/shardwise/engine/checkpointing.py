@@ -237,11 +237,10 @@ class Checkpointing:
 
     def _take_rank_state(self, loaded: Loaded) -> None:
         """Take over what the optimizer keeps on each rank alone, if there are the same ranks and the same layout."""
-        was = loaded.first.get("optimizer")
+        same = loaded.first is None
         own = None if loaded.rank is None else loaded.rank.get("optimizer")
-        if was is None and own is None:
+        if own is None and (same or loaded.first.get("optimizer") is None):
             return
-        same = len(loaded.manifest.ranks) == self._comm.world
         if not same or not self.sharded.load_rank_state(own):
             self._log(
                 f"{loaded.path}: what each rank has not sent yet (the errors of compressed communication, and steps of "

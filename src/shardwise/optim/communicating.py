@@ -122,6 +122,8 @@ class Communicating(torch.optim.Optimizer):
     def detach(self) -> None:
         """Forget the engine, and begin anew: without a variance there is nothing to be frozen."""
         self._attached, self._blocks, self._comm = 0, (), None
+        self._hold, self._written, self._numbers = _ignore, _ignore, {}
+        self.forget()
         for group in self.param_groups:
             group["step"] = group["variance_step"] = 0
 
@@ -149,6 +151,16 @@ class Communicating(torch.optim.Optimizer):
         yield from self._values.values()
         for reduction in self._reductions.values():
             yield from reduction.state_dict().values()
+
+    def unsaid(self) -> float:
+        """Return the L2 norm of what this rank has still to say of its momentum; 0 as long as all steps are exact.
+
+        It stays of the size of the momentum in a healthy training; growth without end says that the variance has been
+        frozen too early.
+        """
+        if not self.attached or not self._reductions:
+            return 0.0
+        return float(torch.stack([r.worker_error.norm() for r in self._reductions.values()]).norm())
 
     def agreed(self, segment: Segment) -> torch.Tensor:
         """Return the values of a segment that are the same on all ranks: those that are saved."""
@@ -346,6 +358,10 @@ class Communicating(torch.optim.Optimizer):
 
     def _load_block(self, block: Block, saved: Mapping[str, torch.Tensor]) -> None:
         self._reduction(block).load_state_dict(saved)
+
+
+def _ignore(*_: Any) -> None:
+    """Nobody listens."""
 
 
 def parts(tensor: torch.Tensor) -> Iterator[Any]:

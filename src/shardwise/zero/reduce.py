@@ -181,6 +181,7 @@ class Reducer:
         self.compressor = compressor if comm.world > 1 else None
         self._stays_local = stays_local
         self.local = False
+        self._own: dict[int, torch.Tensor] = {}
         self._scale = scale
         self.boundary = True
         self._at_boundary = boundary
@@ -629,19 +630,15 @@ class Reducer:
                     self._fill_gaps(gradients, section, buffer)
                     if self.prescale != 1.0:
                         buffer.mul_(self.prescale)
+                    self._own[id(section)] = buffer
 
     def own_gradient(self, section: SectionMemory) -> torch.Tensor:
         """Return what has been added up locally for all of a section; `complete_window` has to come before."""
-        for gradients in self.gradients.values():
-            if section in gradients.unit.sections:
-                buffer = gradients.buffers[gradients.unit.sections.index(section)]
-                assert isinstance(buffer, torch.Tensor)
-                return buffer
-        raise AssertionError("the section is of no unit")
+        return self._own[id(section)]
 
     def own_gradients(self) -> list[torch.Tensor]:
         """Return all of what `own_gradient` returns."""
-        return [self.own_gradient(section) for g in self.gradients.values() for section in g.unit.trainable]
+        return list(self._own.values())
 
     def unused(self) -> list[str]:
         """Return the names of trainable parameters that have received no gradient on this rank since the last step."""
@@ -656,6 +653,7 @@ class Reducer:
     def clear(self) -> None:
         """Start a new step: the accumulated gradients are given back, and the next reductions bring new ones."""
         self.partial = False
+        self._own = {}
         for gradients in self.gradients.values():
             gradients.accumulated = False
             gradients.extremes = []
