@@ -2,7 +2,7 @@
 
 The step of an elementwise optimizer is bound by memory: it computes little on each of parameter, gradient and
 moments. Separate passes for unscaling and clipping the gradients, and for writing the 16-bit copy of the updated
-master weights, would move a third more. Here a chunk of all of these goes through the step while it lies in the
+master weights, would move 14 bytes an element beside Adam's 30. Here a chunk of all of these goes through the step while it lies in the
 cache. An engine hands the factor on its gradients and the place of the copy over (`step_flat`); on its own the class
 is an ordinary optimizer of PyTorch.
 
