@@ -8,7 +8,7 @@ import jsonschema
 import pytest
 
 from shardwise.comm.compression import registry
-from shardwise.config import resolve
+from shardwise.config import effective, resolve
 from shardwise.config.compression import method_parameters
 from shardwise.config.export import json_schema
 from shardwise.config.schema.gradients import METHODS, PowerSGD
@@ -40,6 +40,13 @@ def test_off(method: str | None) -> None:
 def test_other_names_and_auto() -> None:
     config = resolve(with_compression("powerSGD", {"start_powerSGD_iter": 3, "random_seed": "auto"})).config
     assert method_parameters(config) == PowerSGD(start_compressing_after_step=3)
+
+
+def test_the_effective_configuration_has_all_parameters() -> None:
+    first = effective(resolve(with_compression("TOPK", {"ratio": 0.5})))
+    params = {"ratio": 0.5, "start_compressing_after_step": 0, "use_error_feedback": True}
+    assert first["compression"] == {"type": "topk", "params": params}
+    assert effective(resolve(first)) == first
 
 
 def test_one_rank_is_told_that_nothing_travels() -> None:
@@ -94,6 +101,12 @@ def test_combinations_that_are_refused(keys: dict[str, Any], words: str) -> None
 def test_combinations_that_work(keys: dict[str, Any]) -> None:
     resolve(with_compression("dgc", **keys), world_size=2)
     resolve(with_compression("powerSGD", communication_data_type="fp16"), world_size=2)  # its factors are fp32
+
+
+def test_a_ratio_that_saves_nothing_is_warned_of() -> None:
+    (warning,) = resolve(with_compression("topk", {"ratio": 0.6})).warnings
+    assert "no fewer bytes" in warning
+    assert not resolve(with_compression("topk", {"ratio": 0.2})).warnings
 
 
 def test_editors_know_the_parameters_of_each_method() -> None:

@@ -53,6 +53,20 @@ def test_stages_give_the_same_bits(method: str) -> None:
         assert_identical(outcomes[first], outcomes[other], method)
 
 
+def test_where_gradients_are_divided_does_not_matter() -> None:
+    """Powers of two: the same bits, whether sums are divided before, after or by the learning rate."""
+    ways: list[dict[str, Any]] = [{}, {"prescale_gradients": True}, {"gradient_predivide_factor": 4.0}]
+    settings = [Setting(stage=1, extra=(*compressed(method), *way.items())) for method in METHODS for way in ways]
+    summed = [
+        Setting(stage=1, lr=0.05, extra=(*compressed(method), ("gradient_allreduce_op", "sum")))
+        for method in ("powerSGD", "topk")
+    ]
+    outcomes = ranks_agree(run_ranks(train_all, 2, "odd_mlp", settings + summed, 4))
+    for first, others in ((0, (1, 2, 9)), (3, (4, 5, 10)), (6, (7, 8))):
+        for other in others:
+            assert outcomes[first].parameters == outcomes[other].parameters, (settings + summed)[other]
+
+
 def test_before_the_first_compressed_step_nothing_is_different() -> None:
     wire = (("communication_data_type", "bf16"),)
     settings = []
@@ -359,8 +373,13 @@ def load_others(path: str, settings: list[Setting]) -> list[tuple[list[str], boo
         listener = Messages()
         logging.getLogger("shardwise").addHandler(listener)
         engine = start(CASES["gpt"], setting)
-        engine.load_checkpoint(path)
         compressor = engine.sharded.compressor
+        if compressor is not None:
+            for options in ({"load_optimizer_states": False}, {"load_module_only": True}):
+                advance(engine, "gpt", range(1))
+                engine.load_checkpoint(path, **options)
+                assert not compressor.state_dict()["tensors"]
+        engine.load_checkpoint(path)
         kept = compressor is not None and bool(compressor.state_dict()["tensors"])
         advance(engine, "gpt", range(2, 4))
         logging.getLogger("shardwise").removeHandler(listener)
@@ -379,6 +398,21 @@ def fp16_wire() -> str:
     finally:
         engine.destroy()
     return ""
+
+
+def momentum_warnings() -> list[int]:
+    counts = []
+    for optimizer, extra in (("momentum", compressed("dgc")), ("SGD", compressed("dgc"))):
+        listener = Messages()
+        logging.getLogger("shardwise").addHandler(listener)
+        start(CASES["gpt"], Setting(optimizer=optimizer, extra=extra)).destroy()
+        logging.getLogger("shardwise").removeHandler(listener)
+        counts.append(sum("momentum 0.9) on top" in text for text in listener.texts))
+    return counts
+
+
+def test_momentum_that_would_be_applied_twice_is_warned_of() -> None:
+    assert run_ranks(momentum_warnings, 2)[0] == [1, 0]
 
 
 def test_a_wire_that_cannot_hold_what_is_kept() -> None:
@@ -431,6 +465,15 @@ def overflowing(method: str, stage: int) -> list[tuple[bool, bool]]:
 def test_an_overflow_is_agreed_and_does_not_stay(method: str, stage: int) -> None:
     for found in run_ranks(overflowing, 2, method, stage):
         assert found == [(True, True), (True, True), (False, True), (True, True), (True, True)]
+
+
+def test_what_is_kept_follows_the_loss_scale() -> None:
+    fp16 = {"enabled": True, "loss_scale": 0, "initial_scale_power": 8, "loss_scale_window": 1}
+    still = [Setting(precision="fp16", stage=2, extra=compressed(method)) for method in METHODS]
+    doubling = [Setting(precision="fp16", stage=2, extra=(*s.extra, ("fp16", fp16))) for s in still]
+    outcomes = ranks_agree(run_ranks(train_all, 2, "odd_mlp", still + doubling, 6))
+    for first, other in zip(outcomes[:3], outcomes[3:], strict=True):
+        assert_close(other.masters, first.masters, 1e-3)
 
 
 # -- branches chosen by data -------------------------------------------------------------------------------------------

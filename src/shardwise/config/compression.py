@@ -12,7 +12,7 @@ from shardwise.errors import ConflictError
 from .problems import Problem, dotted
 from .scan import Scan
 from .schema.base import Section
-from .schema.gradients import METHODS, canonical_method
+from .schema.gradients import DGC, METHODS, TopK, canonical_method
 from .schema.root import Config
 from .tree import advise, keys_of, nearest
 from .validate import message
@@ -61,6 +61,17 @@ def check_compression(config: Config, found: Scan) -> list[Problem]:
         advice = f'did you mean "{close}"?' if close else f"known: {', '.join(METHODS)}"
         return [Problem("compression.type", f"there is no method {name!r} of gradient compression; {advice}")]
     return [*_parameters(METHODS[name], params, found), *_company(config, name)]
+
+
+def doubtful_compression(config: Config) -> list[str]:
+    """Return settings that are allowed and probably not meant."""
+    method = method_parameters(config)
+    if isinstance(method, TopK | DGC) and method.ratio >= 0.5:
+        return [
+            f"compression.params.ratio: an entry that is sent takes its value and 4 bytes for its position, so "
+            f"{method.ratio:g} of them are no fewer bytes than the whole gradient"
+        ]
+    return []
 
 
 def _canonical(section: type[Section], params: dict[str, Any]) -> dict[str, Any]:

@@ -5,6 +5,7 @@ from __future__ import annotations
 import math
 from typing import Any, NamedTuple
 
+from .compression import method_parameters
 from .resolve import Resolution
 from .schema.base import AUTO, Section
 from .schema.gradients import METHODS
@@ -106,6 +107,9 @@ def effective(resolution: Resolution) -> dict[str, Any]:
     steps = values.get("steps_per_print")
     if isinstance(steps, float) and math.isinf(steps):
         values["steps_per_print"] = None
+    parameters = method_parameters(resolution.config)
+    if parameters is not None:
+        values["compression"]["params"] = parameters.model_dump()
     return values
 
 

@@ -17,7 +17,7 @@ from .auto import Note, resolve_autos
 from .batch import MICRO, STEPS, TRAIN, Batch, solve
 from .built import check_built, value_at
 from .checks import check_combinations, check_worth_a_warning
-from .compression import check_compression, method_name
+from .compression import check_compression, doubtful_compression, method_name
 from .effects import without_effect
 from .facts import Facts
 from .params import check_optimizer, check_scheduler
@@ -103,7 +103,7 @@ def resolve(source: Any, *, world_size: int = 1, facts: Facts | None = None) -> 
         config=config,
         raw=document.data,
         notes=notes,
-        warnings=[*_deprecations(found), *check_worth_a_warning(config)],
+        warnings=[*_deprecations(found), *check_worth_a_warning(config), *doubtful_compression(config)],
         no_effect=without_effect(config, found, world_size),
         origin=document.origin,
         given=frozenset(dotted(path) for path in found.given),

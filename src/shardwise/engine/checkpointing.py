@@ -183,6 +183,8 @@ class Checkpointing:
             if custom_load_fn is not None:
                 self._load_custom(custom_load_fn, saved.module_values())
         self.drop_gradients()
+        if self.sharded.compressor is not None:
+            self.sharded.compressor.clear()  # it is of gradients at other values
         if not load_module_only:
             with phase(self._comm, self.device, f"loading checkpoint {loaded.path}"):
                 self._take_training_state(loaded, options, load_lr_scheduler_states)
@@ -279,7 +281,6 @@ class Checkpointing:
         """
         compressor = self.sharded.compressor
         if compressor is not None:
-            compressor.clear()
             compressor.steps = self.global_steps
         if saved is None:
             return

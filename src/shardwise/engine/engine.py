@@ -131,7 +131,6 @@ class Engine(Attributes, BatchSizes, Checkpointing, ConfigGetters, MemoryReporti
         self._last_call: Call | None = None
         self._last_signature: tuple[Any, ...] | None = None
         sharded.gradient_factor = self._gradient_factor
-        sharded.loss_scale = lambda: self.cur_scale
         sharded.on_backward_end = self._backward_ended
         self._tell_overflow(False)
 

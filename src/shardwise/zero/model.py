@@ -70,7 +70,6 @@ class ShardedModel:
         closed: why there is nothing here any more ("" while there is).
         client_groups: the parameters that each of the optimizer's groups had before the engine.
         gradient_factor: what turns accumulated sums into the gradient.
-        loss_scale: what losses are multiplied by.
         on_backward_end: called at the end of a backward pass; told whether it has brought gradients.
     """
 
@@ -171,7 +170,6 @@ class ShardedModel:
         self.places = Places(module, self.registry, self.units)
         self._trainable = [p for p, t in zip(self.registry.parameters, self.registry, strict=True) if t.trainable]
         self.gradient_factor: Callable[[], float] = _one
-        self.loss_scale: Callable[[], float] = _one
         self.on_backward_end: Callable[[bool], None] = _ignore
         self._section_of = {
             slot.index: (unit, section)
@@ -707,7 +705,7 @@ class ShardedModel:
         self.reducer = self.hooks.reducer = None
         self.channel = self._runs = None
         self._section_of = {}
-        self.gradient_factor = self.loss_scale = _one
+        self.gradient_factor = _one
         self.on_backward_end = _ignore
 
 

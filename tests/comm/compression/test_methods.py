@@ -335,6 +335,27 @@ def test_going_on_from_a_saved_state(cls: Any) -> None:
     on_threads(2, run)
 
 
+def test_the_plan_of_a_warm_up_covers_every_step() -> None:
+    """At stage 0 small messages go to everybody, which takes more memory than larger ones that do not."""
+    sizes = SectionSizes(NUMEL, SHAPES, torch.float32, True, None)
+
+    def run(comm: Loopback) -> None:
+        held: list[torch.Tensor] = []
+        method = DGC(gradients.DGC(ratio=0.01, warmup_steps=40), comm, held.append)
+        out = torch.zeros(NUMEL)
+        own = out.view(comm.world, -1)[comm.rank]
+        needed = []
+        for _ in range(45):
+            flat = Flat("u", gradient(1), own, out, SHAPES)
+            method.reduce([flat], "u", accumulate=False, scale=1.0, wire_dtype=None).wait()
+            needed.append(sum(tensor.nbytes for tensor in held if tensor.dtype is torch.uint8))
+            held.clear()
+            method.end_step(True)
+        assert needed[0] < max(needed) <= method.scratch_bytes([sizes]) <= 1.3 * max(needed)
+
+    on_threads(4, run)
+
+
 @pytest.mark.parametrize("whole", [False, True])
 @pytest.mark.parametrize("half", [False, True])
 @pytest.mark.parametrize(

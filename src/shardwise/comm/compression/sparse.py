@@ -71,7 +71,13 @@ def _above(values: torch.Tensor, threshold: float) -> torch.Tensor:
 
 @dataclass(frozen=True)
 class _Part:
-    """Place of a section in a message: `count` int32 positions, then as many values, from two first bytes on."""
+    """Place of a section in a message: int32 positions, then values.
+
+    Attributes:
+        count: of each.
+        dtype: of the values.
+        positions, values, stop: where the positions begin, where the values do, and where both are over, in bytes.
+    """
 
     count: int
     dtype: torch.dtype
@@ -122,8 +128,8 @@ class Sparse(Method):
         raise NotImplementedError
 
     @property
-    def largest_ratio(self) -> float:
-        """The most that `ratio` is at any time."""
+    def ratios(self) -> tuple[float, float]:
+        """The most and the least that `ratio` is at any time."""
         raise NotImplementedError
 
     def gather(self, flat: Flat, scale: float, first: bool) -> torch.Tensor:
@@ -196,9 +202,12 @@ class Sparse(Method):
         world = self.comm.world
         shards = [-(-section.numel // world) for section in sections]
         dtypes = [section.wire_dtype or working_dtype(section.dtype) for section in sections]
-        size = _parts(shards, dtypes, self.largest_ratio)[-1].stop
-        everybody = sections[0].whole and _spreads(world, size, shards)
-        return world * size + (world * world * size if everybody else world * size)
+        most, least = (_parts(shards, dtypes, ratio)[-1].stop for ratio in self.ratios)
+        # The largest messages that go to everybody, if they become as small as that.
+        turn = 4 * sum(shards) // (world - 1) if world > 1 else most
+        sizes = [most, *([turn] if least < turn < most else [])]
+        spread = [sections[0].whole and _spreads(world, size, shards) for size in sizes]
+        return max(world * size * (1 + (world if whole else 1)) for size, whole in zip(sizes, spread, strict=True))
 
 
 def _spreads(world: int, size: int, shards: Sequence[int]) -> bool:
@@ -242,9 +251,9 @@ class TopK(Sparse):
         return self._parameters.ratio
 
     @property
-    def largest_ratio(self) -> float:
-        """See `Sparse.largest_ratio`."""
-        return self._parameters.ratio
+    def ratios(self) -> tuple[float, float]:
+        """See `Sparse.ratios`."""
+        return self._parameters.ratio, self._parameters.ratio
 
     def gather(self, flat: Flat, scale: float, first: bool) -> torch.Tensor:
         """See `Sparse.gather`."""
@@ -295,16 +304,14 @@ class DGC(Sparse):
     @property
     def ratio(self) -> float:
         """See `Sparse.ratio`."""
-        done, warmup, last = self.steps - self.start, self._parameters.warmup_steps, self._parameters.ratio
-        if done >= warmup:
-            return last
-        return self.largest_ratio * (last / self.largest_ratio) ** (done / warmup)
+        done, warmup, (first, last) = self.steps - self.start, self._parameters.warmup_steps, self.ratios
+        return last if done >= warmup else first * (last / first) ** (done / warmup)
 
     @property
-    def largest_ratio(self) -> float:
-        """See `Sparse.largest_ratio`."""
+    def ratios(self) -> tuple[float, float]:
+        """See `Sparse.ratios`."""
         ratio = self._parameters.ratio
-        return max(ratio, self._FIRST_RATIO) if self._parameters.warmup_steps else ratio
+        return max(ratio, self._FIRST_RATIO) if self._parameters.warmup_steps else ratio, ratio
 
     def gather(self, flat: Flat, scale: float, first: bool) -> torch.Tensor:
         """See `Sparse.gather`."""
