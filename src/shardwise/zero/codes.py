@@ -147,13 +147,12 @@ class UnitCodes:
         )
 
     def start(self, comm: Communicator, label: str) -> None:
-        """Encode this rank's range and launch the gather."""
-        with self._accountant.owning(Category.BUFFERS):
-            messages = torch.empty(self._world, self._size, dtype=torch.uint8, device=self._parts[0].memory.device)
-            self._accountant.hold(Category.BUFFERS, messages)
-            own = messages[self._rank : self._rank + 1]
-            for part in self._parts:
-                self._encode(part, part.memory.shard, own, self._rank)
+        """Encode this rank's range and launch the gather; may be called by the thread that helps peers."""
+        messages = torch.empty(self._world, self._size, dtype=torch.uint8, device=self._parts[0].memory.device)
+        self._accountant.hold(Category.BUFFERS, messages)
+        own = messages[self._rank : self._rank + 1]
+        for part in self._parts:
+            self._encode(part, part.memory.shard, own, self._rank)
         self._messages = messages
         self._handle = comm.all_gather([(messages.view(-1), own.view(-1))], label)
 
