@@ -2,9 +2,9 @@
 
 The step of an elementwise optimizer is bound by memory: it computes little on each of parameter, gradient and
 moments. Separate passes for unscaling and clipping the gradients, and for writing the 16-bit copy of the updated
-master weights, would move 14 bytes an element beside Adam's 30. Here a chunk of all of these goes through the step while it lies in the
-cache. An engine hands the factor on its gradients and the place of the copy over (`step_flat`); on its own the class
-is an ordinary optimizer of PyTorch.
+master weights, would move 14 bytes an element beside Adam's 30. Here a chunk of all of these goes through the step
+while it lies in the cache. An engine hands the factor on its gradients and the place of the copy over (`step_flat`);
+on its own the class is an ordinary optimizer of PyTorch.
 
 Parameters in 16 bits need no wider copy: they are widened, updated and rounded chunk by chunk.
 """
@@ -200,7 +200,8 @@ class ElementwiseOptimizer(torch.optim.Optimizer):
             What the closure returned.
 
         Raises:
-            UsageError: a gradient is sparse, or a parameter cannot be rounded as asked.
+            UsageError: a gradient is sparse, a parameter cannot be rounded as asked, or a group asks for more than
+                this class has.
         """
         loss = None
         if closure is not None:
@@ -208,6 +209,7 @@ class ElementwiseOptimizer(torch.optim.Optimizer):
                 loss = closure()
         number = 0
         for group in self.param_groups:
+            self._check_group(group)
             alike: dict[tuple[torch.device, torch.dtype, float], list[_Run]] = {}
             for parameter in group["params"]:
                 run = self._run_of(parameter, group, number)
@@ -224,6 +226,16 @@ class ElementwiseOptimizer(torch.optim.Optimizer):
                 for run in runs:
                     _put_back(run)
         return loss
+
+    def _check_group(self, group: Mapping[str, Any]) -> None:
+        """Raise for options of torch's class that a loaded state has brought along."""
+        name = type(self).__name__
+        for option in ("amsgrad", "maximize"):
+            if group.get(option):
+                raise UsageError(
+                    f"{name}.step(): a parameter group has {option}=True, from loaded state; shardwise.optim.{name} "
+                    f"does not have it. Go on with torch.optim.{name} (optimizer.params.{option} true)"
+                )
 
     def takes_flat(self) -> bool:
         """Whether nobody would miss gradients in `.grad`: `step_flat` may then be given unscaled ones.
@@ -448,6 +460,9 @@ class ElementwiseOptimizer(torch.optim.Optimizer):
     def load_state_dict(self, state_dict: dict[str, Any]) -> None:
         """Load groups and states; unlike torch's own method it leaves fp32 states of 16-bit parameters in fp32."""
         super().load_state_dict(state_dict)
+        for group in self.param_groups:
+            for option, value in self.defaults.items():
+                group.setdefault(option, value)  # that torch's class has not saved
         numbers = [number for group in state_dict["param_groups"] for number in group["params"]]
         parameters = [parameter for group in self.param_groups for parameter in group["params"]]
         for number, parameter in zip(numbers, parameters, strict=True):
