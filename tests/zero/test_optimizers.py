@@ -133,7 +133,7 @@ def options_of(name: str) -> dict[str, Any]:
 def train_names() -> dict[str, list[Outcome]]:
     found: dict[str, list[Outcome]] = {}
     for name in NAMES:
-        for stage in range(4):
+        for stage in range(known.ONEBIT_STAGES.get(name, 3) + 1):
             torch.manual_seed(5)
             config = {**Setting(stage=stage).config(), "optimizer": {"type": name, "params": options_of(name)}}
             engine, *_ = shardwise.initialize(model=WITH_BIASES.make(), config=config)

@@ -345,9 +345,11 @@ def _construct(
         raise ConfigError(f"optimizer.params.fused: true is not possible, because torch says: {reason}; remove the key")
     try:
         return cls(params, **options, **(internal or {}))
-    except (torch.OutOfMemoryError, ConfigError):
+    except torch.OutOfMemoryError:
         raise
     except (TypeError, ValueError, RuntimeError) as error:
+        if isinstance(error, ConfigError) and str(error).startswith("optimizer."):
+            raise
         given = ", ".join(f"{key}={value!r}" for key, value in options.items())
         origin = "torch.optim" if cls.__module__.startswith("torch.") else "shardwise.optim"
         raise ConfigError(f"optimizer.params: {origin}.{cls.__name__} refuses ({given}): {error}") from error
