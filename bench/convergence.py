@@ -13,7 +13,6 @@ here, because on one machine there is no network that could be saved.
 
 from __future__ import annotations
 
-import os
 import time
 from collections.abc import Mapping
 from dataclasses import dataclass, field
@@ -44,7 +43,7 @@ class Way:
     group: str
     name: str
     optimizer: str = "AdamW"
-    params: Mapping[str, Any] = field(default_factory=lambda: {"lr": 1e-3})
+    params: Mapping[str, Any] = field(default_factory=lambda: {"lr": 3e-3})
     stage: int = 2
     more: Mapping[str, Any] = field(default_factory=dict)
 
@@ -61,10 +60,13 @@ class Way:
         return found
 
 
-def ways(steps: int) -> list[Way]:
-    """All ways, for runs of so many steps: warm-up phases are parts of them, as in the papers."""
-    warm_up = steps * 15 // 100
-    adam = {"lr": 1e-3, "weight_decay": 0.0}
+def ways(steps: int, nproc: int) -> list[Way]:
+    """All ways, for runs of so many steps: warm-up phases are parts of them, as in the papers.
+
+    Where a method treats neighbours differently, the ranks are two nodes.
+    """
+    warm_up, node = steps * 15 // 100, max(1, nproc // 2)
+    adam = {"lr": 3e-3, "weight_decay": 0.0}
     lamb = {"lr": 1e-2, "weight_decay": 0.01}
     momentum = {"lr": 0.2, "momentum": 0.9}
 
@@ -72,6 +74,7 @@ def ways(steps: int) -> list[Way]:
         return Way("compression", name, more={"compression": {"type": kind, "params": params}})
 
     def zero(name: str, **keys: Any) -> Way:
+        keys = {"stage3_param_persistence_threshold": 0, **keys}  # small as it is, the model is gathered
         return Way("zeropp", name, stage=3, more={"zero_optimization": keys})
 
     def bf16(name: str, **keys: Any) -> Way:
@@ -99,7 +102,7 @@ def ways(steps: int) -> list[Way]:
         compressed("PowerSGD, rank 4", "powerSGD", matrix_approximation_rank=4, start_compressing_after_step=warm_up),
         compressed("top-k, 1 %", "topk", ratio=0.01, start_compressing_after_step=warm_up),
         compressed("int8", "int8"),
-        compressed("int4, error feedback", "int4", error_feedback=True),
+        compressed("int4, error feedback", "int4", use_error_feedback=True),
         Way("compression", "SGD, momentum", "SGD", momentum),
         Way(
             "compression",
@@ -110,9 +113,15 @@ def ways(steps: int) -> list[Way]:
         ),
         zero("stage 3"),
         zero("quantised gathers", zero_quantized_weights=True),
-        zero("secondary shards", zero_hpz_partition_size=2),
-        zero("quantised reduction", zero_quantized_gradients=True),
-        zero("all three", zero_quantized_weights=True, zero_hpz_partition_size=2, zero_quantized_gradients=True),
+        zero("secondary shards", zero_hpz_partition_size=node),
+        zero("quantised reduction", zero_quantized_gradients=True, zero_node_size=node),
+        zero(
+            "all three",
+            zero_quantized_weights=True,
+            zero_hpz_partition_size=node,
+            zero_quantized_gradients=True,
+            zero_node_size=node,
+        ),
         Way("precision", "fp32"),
         bf16("bf16, fp32 masters"),
         bf16("bf16 only, nearest", master_weights="none"),
@@ -217,7 +226,7 @@ def main() -> None:
     steps = 2 * EVERY if options.quick else options.steps
     chosen = [
         way
-        for way in ways(steps)
+        for way in ways(steps, options.nproc)
         if (not options.groups or way.group in options.groups.split(","))
         and (not options.names or way.name in options.names.split(";"))
     ]
@@ -227,8 +236,6 @@ def main() -> None:
         return
     from _machine import save
 
-    # Two "nodes" of half the ranks each, where a method treats neighbours differently.
-    os.environ.setdefault("SHARDWISE_NODE_SIZE", str(max(1, options.nproc // 2)))
     rows = ranks(options.nproc)
     for row in rows:
         per_parameter = row["sent_bytes"][-1] / row["parameters"] / steps
