@@ -95,9 +95,10 @@ KINDS: list[tuple[Callable[[], Exception], int | None]] = [
 @pytest.mark.parametrize("where", ["forward", "backward", "step"])
 @pytest.mark.parametrize("kind", range(3))
 def test_what_is_said(where: str, kind: int, monkeypatch: pytest.MonkeyPatch) -> None:
-    engine, failing = build()
-    x = torch.randn(64, 64)
-    now = engine.memory_plans(x, stages=[0], micro_batches=[64, 32, 16]).plans
+    # Large enough for activations to count: with one micro-batch gradients come when most of those have gone.
+    engine, failing = build(micro=512)
+    x = torch.randn(512, 64)
+    now = engine.memory_plans(x, stages=[0], micro_batches=[512, 256, 128]).plans
     assert now[0].total > now[1].total > now[2].total  # type: ignore[operator]
     room_of(monkeypatch, int(now[2].total * 1.16))  # type: ignore[operator]
     make, asked = KINDS[kind]
@@ -123,12 +124,12 @@ def test_what_is_said(where: str, kind: int, monkeypatch: pytest.MonkeyPatch) ->
     assert error.asked == asked
     assert "Limit: a test" in text and "held now" in text and "optimizer state" in text
     assert error.suggestion == {
-        "train_batch_size": 64,
-        "train_micro_batch_size_per_gpu": 16,
+        "train_batch_size": 512,
+        "train_micro_batch_size_per_gpu": 128,
         "gradient_accumulation_steps": 4,
         "zero_optimization": {"stage": 0},
     }
-    assert "stage 0, micro-batch 16 x 4, 1 rank" in text and json.dumps(error.suggestion) in text
+    assert "stage 0, micro-batch 128 x 4, 1 rank" in text and json.dumps(error.suggestion) in text
     assert failing.large is not None and failing.large() is None  # what the failed pass held is free again
     engine.destroy()
 
