@@ -94,7 +94,7 @@ def bytes_held(more: dict[str, Any], stage: int) -> dict[str, Any]:
         "share": share,
         "optimizer": (plan[Category.OPTIMIZER] - counts, now[Category.OPTIMIZER] - counts),
         "master": (plan[Category.MASTER], now[Category.MASTER]),
-        "gradients": (plan[Category.GRADIENTS], now[Category.GRADIENTS]),
+        "gradients": (plan[Category.GRADIENTS], engine.accountant.peak[Category.GRADIENTS]),
         "parameters": sum(p.nbytes for p in engine.module.parameters()) if stage == 0 else None,
     }
     engine.destroy()
