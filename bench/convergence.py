@@ -1,6 +1,6 @@
 """How well lossy communication, low precision and each optimizer train, and what they send: the same GPT, real text.
 
-    python bench/convergence.py [--nproc 4] [--steps 400] [--groups onebit,compression]
+    python bench/convergence.py [--nproc 4] [--steps 240] [--groups onebit,compression]
 
 A byte-level GPT of 0.9 million parameters learns the Python language reference that comes with the interpreter. Every
 rank draws its own windows of the text, by step and rank, so that all runs see the same data in the same order. Written
@@ -25,7 +25,7 @@ from _jobs import answer, in_job, parser, ranks, read, start_group
 from _systems import GPT, Size
 
 SIZE = Size(width=128, layers=4, heads=4, vocabulary=256, rows=4, length=96)
-STEPS, EVERY = 400, 10
+STEPS, EVERY = 240, 10
 
 
 @dataclass(frozen=True)

@@ -379,7 +379,7 @@ def test_a_dense_embedding_is_trained_with_a_warning(caplog: pytest.LogCaptureFi
 
 class Lossy(ShardedModel):
     def __init__(self, *arguments: Any, **options: Any) -> None:
-        super().__init__(*arguments, **options, compressor=object())  # type: ignore[arg-type]
+        super().__init__(*arguments, **{**options, "compressor": object()})
 
 
 def test_rows_and_lossy_reduction_exclude_each_other(monkeypatch: pytest.MonkeyPatch) -> None:
@@ -444,7 +444,7 @@ class Wires:
 
 def section_of(rows: int, width: int, world: int, rank: int, dtype: torch.dtype, whole: bool) -> SectionMemory:
     tensor = LogicalTensor(0, "table", (), (rows, width), dtype, dtype, True, None)
-    (layout,) = lay_out([tensor], world, "cpu", {0})
+    (layout,) = lay_out([tensor], world, "cpu", tables={0})
     return SectionMemory(
         layout,
         sharded=False,

@@ -11,7 +11,7 @@ consecutive units gathered, and one unit each of gradient, send and receive buff
 from __future__ import annotations
 
 from collections.abc import Iterable, Iterator, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from typing import TYPE_CHECKING
 
 import torch
@@ -113,12 +113,16 @@ def floor(
     unsent = sizes.unsent()
     gathered, buffers = sizes.gathered(), sizes.buffers() + unsent
     state = _least_state(model)
-    both = sizes.pipeline().most(activations)
     widened = sizes.widened() if norm or model.stepping.norms else 0
     peaks = {**resident, Category.OPTIMIZER: state, Category.BUFFERS: buffers, Category.GATHERED: gathered}
     peaks[Category.OTHER] += widened
     held = sum(resident.values()) + state + unsent
-    return MemoryPlan(peaks, max(held - (gradients if accumulation == 1 else 0) + gathered + both, held + widened))
+    pipeline = sizes.pipeline()
+    if accumulation > 1:
+        return MemoryPlan(peaks, held + max(gathered + pipeline.most(activations), widened))
+    # Gradients come one by one: what is gathered with all of them there is what the backward pass ends with.
+    passes = gathered + Pipeline([replace(job, result=0) for job in pipeline.jobs]).most(activations)
+    return MemoryPlan(peaks, max(held - gradients + passes, held + max(sizes.ending(), widened)))
 
 
 def _state(model: ShardedModel, *, communicates: bool) -> StepBytes:
@@ -311,6 +315,15 @@ class _Sizes:
     def gathered(self) -> int:
         """Whole units at once."""
         return max((window.whole for window, _ in self._windows()), default=0)
+
+    def ending(self) -> int:
+        """What comes on top of all gradients when the backward pass ends.
+
+        Either the last unit is being reduced, or it is still whole, and its gradient is not there yet.
+        """
+        jobs = self.pipeline().jobs[-1:]
+        whole = [window.whole for window, _ in self._windows()][-1:]
+        return max(0, *(job.filled + job.extra for job in jobs), sum(whole) - sum(job.result for job in jobs))
 
     def coded(self) -> tuple[_Window, _Window]:
         """Most codes, and most of codes and whole units, while a unit computes, and while it is decoded."""
