@@ -75,6 +75,15 @@ def test_pictures_of_schedules_are_drawn(tmp_path: Path) -> None:
         assert (ROOT / "docs" / "images" / name).exists() and (tmp_path / name).stat().st_size > 10_000
 
 
+def test_convergence_leaves_curves_and_bytes(tmp_path: Path) -> None:
+    options = ["--quick", "--nproc", "2", "--names", "Adam;1-bit Adam", "--results", str(tmp_path)]
+    bench("convergence.py", *options)
+    exact, onebit = rows(tmp_path / "convergence_onebit.json")
+    assert len(exact["loss"]) == len(exact["steps"]) == 2 and exact["loss"][1] < exact["loss"][0]
+    assert onebit["sent_bytes"][-1] < exact["sent_bytes"][-1] / 3
+    assert "convergence_onebit.png\n" in bench("plot.py", "--results", str(tmp_path))
+
+
 def test_every_part_is_a_command_that_exists() -> None:
     listed = bench("run.py", "--list")
     scripts = {line.split()[1] for line in listed.splitlines() if line.startswith("    python bench/")}
