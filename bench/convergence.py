@@ -124,7 +124,7 @@ def ways(steps: int, nproc: int) -> list[Way]:
         ),
         Way("precision", "fp32"),
         bf16("bf16, fp32 masters"),
-        bf16("bf16 only, nearest", master_weights="none"),
+        bf16("bf16 only, nearest", master_weights="none", rounding="nearest"),
         bf16("bf16 only, stochastic", master_weights="none", rounding="stochastic"),
         bf16("bf16 only, Kahan", master_weights="none", rounding="kahan"),
         Way("optimizers", "AdamW"),
