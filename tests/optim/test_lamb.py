@@ -150,7 +150,7 @@ def test_state_dict_goes_on() -> None:
         ({"max_grad_norm": 1.0}, "gradient_clipping"),
         ({"amsgrad": True}, "no such variant"),
         ({"max_coeff": 0.001}, r"max_coeff: 0.001 is less than min_coeff = 0.01"),
-        ({"lr": -1.0}, "lr: expected a number >= 0"),
+        ({"lr": -1.0}, r"lr=\.\.\.\): expected a number >= 0"),
         ({"betas": [0.9, 1.0]}, "betas"),
         ({"weight_deacy": 0.1}, "did you mean weight_decay"),
         ({"lr": "auto"}, "'auto'"),

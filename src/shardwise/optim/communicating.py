@@ -21,6 +21,7 @@ from shardwise.comm.communicator import Communicator
 from shardwise.comm.compression.onebit import OnebitAllReduce, Scale, message_bytes
 from shardwise.config import names
 from shardwise.errors import ConfigError, UsageError
+from shardwise.optim.options import check_betas, check_not_negative
 
 _log = logging.getLogger("shardwise")
 
@@ -388,11 +389,10 @@ def check_options(name: str, options: Mapping[str, Any]) -> None:
     Raises:
         ConfigError: a value has no meaning, or asks for what cannot be.
     """
-    betas = options["betas"]
-    checks = [(key, options[key] >= 0, "a number >= 0") for key in ("lr", "eps", "weight_decay")]
-    checks.append(("betas", len(betas) == 2 and all(0 <= beta < 1 for beta in betas), "two numbers in [0, 1)"))
+    check_not_negative(name, **{key: options[key] for key in ("lr", "eps", "weight_decay")})
+    check_betas(name, options["betas"])
     counts = [key for key in names.ONEBIT_COUNTS if key in options]
-    checks += [(key, options[key] >= 1 and int(options[key]) == options[key], "an integer >= 1") for key in counts]
+    checks = [(key, options[key] >= 1 and int(options[key]) == options[key], "an integer >= 1") for key in counts]
     backends = ", ".join(names.ONEBIT_BACKENDS)
     checks.append(("comm_backend_name", options["comm_backend_name"] in names.ONEBIT_BACKENDS, f"one of {backends}"))
     ordered = [(low, high) for low, high in names.ONEBIT_ORDERED if low in options]

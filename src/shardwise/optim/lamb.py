@@ -10,7 +10,8 @@ from typing import Any
 
 import torch
 
-from shardwise.optim.layerwise import Layerwise
+from shardwise.optim.layerwise import Layerwise, trust_ratio
+from shardwise.optim.options import check_betas, check_not_negative
 
 
 class Lamb(Layerwise):
@@ -68,13 +69,10 @@ class Lamb(Layerwise):
                 f"max_grad_norm: {max_grad_norm}, but clipping is not the optimizer's; use the engine's top-level key "
                 "gradient_clipping, or torch.nn.utils.clip_grad_norm_"
             )
-        for name, value in (("lr", lr), ("eps", eps), ("weight_decay", weight_decay), ("min_coeff", min_coeff)):
-            if not value >= 0:
-                raise ValueError(f"{name}: expected a number >= 0, found {value!r}")
+        check_not_negative("Lamb", lr=lr, eps=eps, weight_decay=weight_decay, min_coeff=min_coeff)
+        check_betas("Lamb", betas)
         if not min_coeff <= max_coeff:
             raise ValueError(f"max_coeff: {max_coeff!r} is less than min_coeff = {min_coeff!r}")
-        if len(betas) != 2 or not all(0 <= beta < 1 for beta in betas):
-            raise ValueError(f"betas: expected two numbers in [0, 1), found {betas!r}")
         defaults = {
             "lr": lr,
             "bias_correction": bias_correction,
@@ -116,8 +114,7 @@ class Lamb(Layerwise):
 
     def coefficient(self, weight: torch.Tensor, direction: torch.Tensor, group: dict[str, Any]) -> torch.Tensor:
         """See `Layerwise.coefficient`: the trust ratio."""
-        ratio = (weight / direction).clamp(group["min_coeff"], group["max_coeff"])
-        return torch.where((weight > 0) & (direction > 0), ratio, torch.ones_like(ratio))
+        return trust_ratio(weight, direction, group["min_coeff"], group["max_coeff"])
 
     def get_lamb_coeffs(self) -> list[float]:
         """Return the trust ratios of the last step; see `Layerwise.coefficients`."""

@@ -135,3 +135,21 @@ class Layerwise(torch.optim.Optimizer):
         runs = [run.of(direction) for run in norms.runs(parameter)]
         if runs:
             torch._foreach_mul_(runs, list(own.unbind()))
+
+
+def trust_ratio(
+    weight_norm: torch.Tensor, update_norm: torch.Tensor, min_coeff: float, max_coeff: float
+) -> torch.Tensor:
+    """Return LAMB's coefficients: |parameter| / |update|, between two limits; 1 where either norm is zero.
+
+    Args:
+        weight_norm: L2 norms of parameters, of any shape.
+        update_norm: L2 norms of their updates.
+        min_coeff: smallest coefficient.
+        max_coeff: largest coefficient.
+
+    >>> trust_ratio(torch.tensor([3.0, 0.0, 8.0]), torch.tensor([2.0, 1.0, 0.1]), 0.01, 10.0).tolist()
+    [1.5, 1.0, 10.0]
+    """
+    ratio = (weight_norm / update_norm).clamp(min_coeff, max_coeff)
+    return torch.where((weight_norm > 0) & (update_norm > 0), ratio, 1.0)

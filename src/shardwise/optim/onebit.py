@@ -24,6 +24,7 @@ import torch
 
 from shardwise.comm.compression.onebit import Scale
 from shardwise.optim.communicating import Block, Communicating, Segment, check_options, decay_rates, parts
+from shardwise.optim.layerwise import trust_ratio
 
 
 class _Adam(Communicating):
@@ -66,6 +67,16 @@ class _Adam(Communicating):
                 own = (1 - beta) * self._ranks.world
                 momentum[start:stop].mul_(beta).add_(block.gradient[start:stop], alpha=own)
         return momenta
+
+    def _step_averaged(self, momenta: list[torch.Tensor]) -> None:
+        """Average the momenta over ranks, and step along them with the frozen variance."""
+        self._mean(momenta)
+        for block in self._blocks:
+            for segment in block.segments:
+                values, (momentum, variance) = segment.parameter, self.moments(segment.parameter)
+                for part in parts(values):
+                    group = self.param_groups[segment.group]
+                    self._descend(values[part], momentum[part], variance[part], group, frozen=True)
 
     def planned_bytes(self, numel: int, share: int, tensors: int, world: int) -> tuple[int, int, int]:
         """See `Communicating.planned_bytes`."""
@@ -136,14 +147,7 @@ class OnebitAdam(_Adam):
         return step < self.freeze_step
 
     def _step_compressed(self) -> None:
-        momenta = self._own_momenta()
-        self._mean(momenta)
-        for block in self._blocks:
-            for segment in block.segments:
-                values, (momentum, variance) = segment.parameter, self.moments(segment.parameter)
-                for part in parts(values):
-                    group = self.param_groups[segment.group]
-                    self._descend(values[part], momentum[part], variance[part], group, frozen=True)
+        self._step_averaged(self._own_momenta())
 
 
 class OnebitLamb(Communicating):
@@ -597,13 +601,7 @@ class ZeroOneAdam(_Adam):
         step = self._steps - 1
         momenta = self._own_momenta()
         if self.interval(step) == 1:
-            self._mean(momenta)
-            for block in self._blocks:
-                for segment in block.segments:
-                    values, (momentum, variance) = segment.parameter, self.moments(segment.parameter)
-                    for part in parts(values):
-                        group = self.param_groups[segment.group]
-                        self._descend(values[part], momentum[part], variance[part], group, frozen=True)
+            self._step_averaged(momenta)
             return
         if not self._apart:
             for block in self._blocks:
@@ -661,24 +659,6 @@ class ZeroOneAdam(_Adam):
         _, kept, messages = super().planned_bytes(numel, share, tensors, world)
         apart = world > 1 and self.local_step_clipper > 1
         return kept, kept + (2 * 4 * numel if apart else 0), messages
-
-
-def trust_ratio(
-    weight_norm: torch.Tensor, update_norm: torch.Tensor, min_coeff: float, max_coeff: float
-) -> torch.Tensor:
-    """Return LAMB's coefficients: |parameter| / |update|, between two limits; 1 where either norm is zero.
-
-    Args:
-        weight_norm: L2 norms of parameters, of any shape.
-        update_norm: L2 norms of their updates.
-        min_coeff: smallest coefficient.
-        max_coeff: largest coefficient.
-
-    >>> trust_ratio(torch.tensor([3.0, 0.0, 8.0]), torch.tensor([2.0, 1.0, 0.1]), 0.01, 10.0).tolist()
-    [1.5, 1.0, 10.0]
-    """
-    ratio = (weight_norm / update_norm).clamp(min_coeff, max_coeff)
-    return torch.where((weight_norm > 0) & (update_norm > 0), ratio, 1.0)
 
 
 def _common(
