@@ -346,7 +346,8 @@ class Engine(Attributes, BatchSizes, Checkpointing, ConfigGetters, MemoryReporti
         if self.loss_scaler.reference_weight is not None:
             return  # it comes from a checkpoint
         facts = [0.0 if weight is None else weight, float(weight is not None)]
-        total, weighted = self.sharded.sums_of(facts, "reference_weight").tolist()
+        assert self.sharded.sums is not None
+        total, weighted = self.sharded.sums.of(facts, "reference_weight").tolist()
         if total:
             self.loss_scaler.reference_weight = reference_for(total / weighted)
 
@@ -513,7 +514,7 @@ class Engine(Attributes, BatchSizes, Checkpointing, ConfigGetters, MemoryReporti
         """
         config, sharded = self._resolution.config, self.sharded
         reducer = sharded.reducer
-        assert reducer is not None
+        assert reducer is not None and sharded.sums is not None
         sharded.hooks.settle()
         reducer.complete_window()
         if config.strict_sync:
@@ -524,9 +525,9 @@ class Engine(Attributes, BatchSizes, Checkpointing, ConfigGetters, MemoryReporti
         facts = [*self._window.facts(), float(bool(unused) or self._unscaled)]
         sums = None
         if computes_norm(config):
-            sums, told = sharded.gradient_sums(facts)
+            sums, told = sharded.sums.squares(facts)
         else:
-            told = sharded.sums_of(facts, "step_facts")
+            told = sharded.sums.of(facts, "step_facts")
         if self._listen(told, now=asked or told.device.type == "cpu"):
             self._refuse(unused or [])
         weight = told[0].clone() if self._window.weighted else None
@@ -601,7 +602,8 @@ class Engine(Attributes, BatchSizes, Checkpointing, ConfigGetters, MemoryReporti
         """Return what turns the sums held now into the gradient of the micro-batches so far (all ranks call)."""
         if self._prepared is not None and self._prepared.applied:
             return 1.0
-        told = self.sharded.sums_of(self._window.facts(), "weights")
+        assert self.sharded.sums is not None
+        told = self.sharded.sums.of(self._window.facts(), "weights")
         facts = told.tolist()
         check_mixed(facts)
         return self._gradient_factor(told[0] if facts[1] else None)

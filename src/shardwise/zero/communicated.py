@@ -22,8 +22,9 @@ from shardwise.errors import ConflictError, UsageError
 from shardwise.memory import Accountant, Category
 from shardwise.registry import Registry
 from shardwise.zero.plan import Plan
+from shardwise.zero.segments import SegmentUpdate
 from shardwise.zero.unit import SectionMemory, Unit
-from shardwise.zero.update import SegmentUpdate, StateKind, _as_gradient, _hold_state
+from shardwise.zero.update import StateKind, as_gradient, hold_state
 
 
 @dataclass
@@ -214,7 +215,7 @@ class CommunicatedUpdate(SegmentUpdate):
         self.on_written()
 
     def _hold_all(self) -> None:
-        _hold_state(self.optimizer, self._accountant)
+        hold_state(self.optimizer, self._accountant)
         for tensor in self.asked.kept():
             self._accountant.hold(Category.OPTIMIZER, tensor)
 
@@ -227,7 +228,7 @@ class CommunicatedUpdate(SegmentUpdate):
         local = self.local()
         for section, block in self._blocks:
             given = self.own_gradient(section) if local else section.whole_gradient
-            block.gradient = _as_gradient(given, block.segments[0].parameter, self._accountant)
+            block.gradient = as_gradient(given, block.segments[0].parameter, self._accountant)
         try:
             optimizer.step()
         finally:

@@ -21,28 +21,29 @@ from shardwise.comm.compression import Compressor
 from shardwise.errors import ConfigError, DesyncError, UsageError
 from shardwise.memory import Accountant, Category, give_back_freed_memory, module_bytes, resident_bytes, virtual_bytes
 from shardwise.precision.dtypes import PrecisionPolicy
-from shardwise.precision.norms import Runs, clip_coefficient
+from shardwise.precision.norms import clip_coefficient
 from shardwise.precision.tensornorms import NORMS
 from shardwise.registry import Registry
 from shardwise.zero import released
+from shardwise.zero.building import UnitBuilder
 from shardwise.zero.calls import Use
-from shardwise.zero.codes import UnitCodes
 from shardwise.zero.communicated import CommunicatedUpdate
 from shardwise.zero.gather import Gatherer, Phase, backward_order
 from shardwise.zero.guards import Guards
 from shardwise.zero.hooks import Hooks
-from shardwise.zero.init import whole_values
-from shardwise.zero.layout import Piece, Section, lay_out
+from shardwise.zero.layout import Piece, lay_out
 from shardwise.zero.memory import reduced_alone
-from shardwise.zero.partition import UnitSpec, find_units
-from shardwise.zero.peaks import Orders, best_whole
+from shardwise.zero.owned import MixedUpdate, WholeUpdate
+from shardwise.zero.partition import find_units
 from shardwise.zero.places import Places
 from shardwise.zero.plan import Plan
 from shardwise.zero.reduce import Reducer
+from shardwise.zero.segments import SegmentUpdate
 from shardwise.zero.sidechannel import SideChannel
 from shardwise.zero.sparse import find_tables
+from shardwise.zero.sums import GradientSums
 from shardwise.zero.unit import SectionMemory, Unit, UnitState
-from shardwise.zero.update import MixedUpdate, SegmentUpdate, StateKind, Stepping, Update, WholeUpdate
+from shardwise.zero.update import StateKind, Stepping, Update
 
 _DESTROYED = (
     "the engine has been destroyed, and its model is a plain one again; pass the model to shardwise.initialize() for a "
@@ -77,6 +78,7 @@ class ShardedModel:
         gradient_factor: what turns accumulated sums into the gradient (all ranks call).
         reduction_scale: what divides a sum over ranks to give the gradient, but for weights of micro-batches.
         on_backward_begin: called when a backward pass begins.
+        sums: forms norms of gradients and sums that travel with them; None for a model that is only evaluated.
         owners: the part of `update` that steps whole tensors; None if there is none.
         on_backward_end: called at the end of a backward pass; told whether it has brought gradients.
     """
@@ -133,11 +135,13 @@ class ShardedModel:
         layouts = [lay_out(spec.tensors, comm.world, device.type, stepping.whole, tables) for spec in specs]
         # Until a pass has been traced, the order of the modules stands for that of execution.
         forward, backward = list(range(len(specs))), backward_order([spec.modules for spec in specs], module)
-        whole = self._stay_whole(specs, layouts, (forward, backward))
+        builder = UnitBuilder(self, self.registry, plan, policy, comm, device, accountant, self.update, self.owners)
+        whole = builder.stay_whole(specs, layouts, (forward, backward))
         for index, (spec, sections) in enumerate(zip(specs, layouts, strict=True)):
-            self.units.append(self._build_unit(spec, sections, sharded=plan.shard_parameters and index not in whole))
+            sharded_unit = plan.shard_parameters and index not in whole
+            self.units.append(builder.build(index, spec, sections, sharded=sharded_unit))
         sharded = [unit for unit in self.units if unit.sharded]
-        self._prepare_gathers(sharded)
+        builder.prepare_gathers(sharded)
         self.channel = SideChannel(comm, sharded) if sharded and not comm.imagined else None
         self.gatherer = Gatherer(
             self.units,
@@ -148,6 +152,7 @@ class ShardedModel:
             backward=self.update is not None,
         )
         self.reducer: Reducer | None = None
+        self.sums: GradientSums | None = None
         if self.update is not None:
             self.update.bind()
             for unit in sharded:
@@ -172,6 +177,7 @@ class ShardedModel:
                 on_complete=self.gatherer.finish_backward,
                 on_end=self._backward_ended,
             )
+            self.sums = GradientSums(self.units, len(self.registry), comm, device, accountant, self.reducer)
             if isinstance(self.update, CommunicatedUpdate):
                 self.update.own_gradient = self.reducer.own_gradient
                 self.update.on_written = self._values_have_changed
@@ -198,7 +204,6 @@ class ShardedModel:
         accountant.reset_peak()
         self._order_agreed = self._stepped = False
         give_back_freed_memory()  # of the whole parameters, between the shards
-        self._runs: Runs | None = None
 
     # -- building ----------------------------------------------------------------------------------------------------
 
@@ -233,85 +238,6 @@ class ShardedModel:
         found = (self.registry.find(parameter) for parameter in find_tables(self.module)[0])
         return {tensor.index for tensor in found if tensor is not None and tensor.trainable and tensor.numel}
 
-    def _stay_whole(self, specs: Sequence[UnitSpec], layouts: Sequence[Sequence[Section]], orders: Orders) -> set[int]:
-        """Return the units that stay gathered: what the configuration asks for, and what saves no memory released."""
-        plan = self.plan
-        if not plan.shard_parameters:
-            return set()
-        stay, elements = set(), 0
-        for index, spec in enumerate(specs):
-            if spec.numel <= plan.persistent_elements and elements + spec.numel <= plan.persistent_total:
-                stay.add(index)
-                elements += spec.numel
-        if plan.keeps_what_saves:
-            whole = {i: sum(s.numel * s.dtype.itemsize for s in sections) for i, sections in enumerate(layouts)}
-            shard = {i: sum(self._kept(s) * s.dtype.itemsize for s in sections) for i, sections in enumerate(layouts)}
-            numels = {i: sum(s.numel for s in sections) for i, sections in enumerate(layouts)}
-            stay |= best_whole(orders, whole, shard, numels, plan.ahead, stay)
-        return stay
-
-    def _kept(self, section: Section) -> int:
-        """Return how many elements of a section a rank keeps if it is sharded."""
-        second = self.plan.secondary if self.update is not None else 1
-        return section.shard + (section.numel // second if second > 1 else 0)
-
-    def _build_unit(self, spec: UnitSpec, layouts: Sequence[Section], *, sharded: bool) -> Unit:
-        sections = []
-        for layout in layouts:
-            section = SectionMemory(
-                layout,
-                sharded=sharded,
-                shard_optimizer=self.plan.shard_optimizer,
-                rank=self.comm.rank,
-                device=self.device,
-                # Frozen parameters have no masters; integers are among them.
-                master_dtype=self.policy.master_dtype(layout.dtype) if layout.trainable else layout.dtype,
-                accumulate_dtype=self.policy.accumulation_dtype(layout.dtype),
-                accountant=self.accountant,
-            )
-            sections.append(section)
-            if not section.master_is_parameter and any(
-                self.registry[slot.index].source_dtype.itemsize > layout.dtype.itemsize for slot in layout.slots
-            ):
-                section.widen_source(section.master_dtype)
-        unit = Unit(len(self.units), spec.name, spec.modules, spec.tensors, self.registry, sections, self.comm)
-        for section in sections:
-            self._fill(unit, section)
-        unit.attach()
-        for section in sections:
-            owned = section.layout.whole and self.owners is not None and not self.owners.replicated
-            section.settle(keep_master=not owned and self.update is not None)
-        if self.update is not None:
-            self.update.capture(unit)
-        for section in sections:
-            section.forget_source()
-        for parameter in unit.parameters:
-            parameter.grad = None  # left by earlier training: the first gradient would be added to it
-            released.adopt(parameter, self)
-        unit.release()
-        return unit
-
-    def _prepare_gathers(self, sharded: Sequence[Unit]) -> None:
-        """Have gathers of passes that are trained go the ways of ZeRO++, if the plan says so."""
-        if self.plan.quantized_weights:
-            for unit in sharded:
-                codes = UnitCodes(unit.sections, self.registry, self.comm.rank, self.accountant)
-                unit.codes = codes if codes.coded else None
-        if self.plan.secondary > 1 and self.update is not None:
-            group = self.comm.run_of(self.plan.secondary, "secondary")
-            for unit in sharded:
-                unit.keep_second(group)
-
-    def _fill(self, unit: Unit, section: SectionMemory) -> None:
-        """Copy the initial values in; rank 0's are everybody's."""
-        agreed = True
-        for slot in section.layout.slots:
-            values, same = whole_values(self.registry.parameters[slot.index])
-            agreed = agreed and same
-            section.source[slot.offset : slot.offset + slot.numel].copy_(values.reshape(-1))
-        if not agreed:
-            self.comm.broadcast(section.source, 0, f"{unit.name}.initial").wait()
-
     def _absent(self, parameter: nn.Parameter) -> bool:
         """Whether the values of a parameter are on other ranks and using it would raise."""
         tensor = self.registry.find(parameter)
@@ -329,72 +255,6 @@ class ShardedModel:
         self.on_backward_end(self.reducer.brought)
 
     # -- stepping ----------------------------------------------------------------------------------------------------
-
-    def gradient_sums(self, facts: Sequence[float | torch.Tensor]) -> tuple[torch.Tensor, torch.Tensor]:
-        """Return the sum of squares of each accumulated gradient over ranks, in one small all-reduce.
-
-        Args:
-            facts: numbers of this rank that travel along. The host does not wait for what a device knows.
-
-        Returns:
-            An fp64 tensor of one element a parameter, and one of the sums of the facts over ranks. Of gradients that
-            are not reduced it is the bound that `_own_runs` tells of.
-        """
-        assert self.reducer is not None
-        runs = self._own_runs() if self.reducer.local else self._reduced_runs()
-        with self.accountant.owning(Category.OTHER):
-            own = runs.sums_of_squares()
-            if self.reducer.local:
-                own *= self.comm.world
-            sums = torch.cat([own, self._on_device(facts)])
-            self.comm.all_reduce(sums, "gradient_norm").wait()
-        return sums[: -len(facts)], sums[-len(facts) :]
-
-    def _reduced_runs(self) -> Runs:
-        """The runs of reduced gradients that lie on this rank; their memory comes and goes."""
-        assert self.reducer is not None
-        if self._runs is None:
-            runs = [
-                (piece.index, section.own_gradient[piece.offset : piece.offset + piece.stop - piece.start])
-                for unit in self.units
-                for section in unit.trainable
-                for piece in section.layout.pieces(*section.layout.range_of(self.comm.rank))
-            ]
-            self._runs = Runs(runs, len(self.registry), self.device)
-        return self._runs
-
-    def _own_runs(self) -> Runs:
-        """This rank's own gradients, where what is stepped is not known before it has been compressed.
-
-        The norm is then the root of the mean over ranks of the squared norms of their own gradients, which is no less
-        than that of the mean gradient. An own gradient counts as the number of ranks times what was added up here, so
-        that the mean over ranks is the sum; hence the factor in `gradient_sums`.
-        """
-        assert self.reducer is not None
-        runs = [
-            (slot.index, self.reducer.own_gradient(section)[slot.offset : slot.offset + slot.numel])
-            for unit in self.units
-            for section in unit.trainable
-            for slot in section.layout.slots
-        ]
-        return Runs(runs, len(self.registry), self.device)
-
-    def sums_of(self, facts: Sequence[float | torch.Tensor], label: str) -> torch.Tensor:
-        """Return the sums over ranks of some numbers, where no norm is needed along which they could travel."""
-        told = self._on_device(facts)
-        self.comm.all_reduce(told, label).wait()
-        return told
-
-    def _on_device(self, facts: Sequence[float | torch.Tensor]) -> torch.Tensor:
-        # Filling launches a kernel; copying from the host would wait for the device.
-        return torch.stack(
-            [
-                fact
-                if isinstance(fact, torch.Tensor)
-                else torch.full((), fact, dtype=torch.float64, device=self.device)
-                for fact in facts
-            ]
-        ).to(self.device)
 
     def set_wire_dtype(self, dtype: torch.dtype) -> None:
         """Send gradients in another dtype from now on (between windows, on all ranks)."""
@@ -803,7 +663,7 @@ class ShardedModel:
         if self.channel is not None:
             self.channel.on_want = _ignore
         self.reducer = self.hooks.reducer = None
-        self.channel = self._runs = None
+        self.channel = self.sums = None
         self._section_of = {}
         self.gradient_factor = self.reduction_scale = _one
         self.on_backward_begin = self.on_backward_end = _ignore

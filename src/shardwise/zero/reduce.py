@@ -24,7 +24,6 @@ from typing import Any
 
 import torch
 from torch import nn
-from torch.autograd.graph import Node, get_gradient_edge
 
 from shardwise.comm.communicator import Communicator
 from shardwise.comm.compression import Compressor, Flat, Reduction, is_active
@@ -33,91 +32,9 @@ from shardwise.compat import never_compiled
 from shardwise.errors import UsageError
 from shardwise.memory import Accountant, Category
 from shardwise.zero.calls import AtEnd
+from shardwise.zero.gradients import UnitGradients
 from shardwise.zero.sparse import DENSE, RowReduction, Rows, Table, Together, affordable, most_rows
 from shardwise.zero.unit import SectionMemory, Unit
-
-
-class UnitGradients:
-    """The gradients of one unit during backward passes.
-
-    Args:
-        unit: the unit.
-        settled: whether all forward calls of the unit that are to be differentiated have been.
-    """
-
-    def __init__(self, unit: Unit, settled: Callable[[Unit], bool]) -> None:
-        self.unit = unit
-        self._settled = settled
-        # Only the graph node is wanted, not values: released parameters need not come back for it.
-        with torch._C.DisableTorchFunctionSubclass():
-            self._nodes = [
-                (slot.index, get_gradient_edge(unit.registry.parameters[slot.index]).node)
-                for section in unit.trainable
-                for slot in section.layout.slots
-            ]
-        self.buffers: dict[int, torch.Tensor | Pieces] = {}
-        self.extremes: list[tuple[torch.Tensor, torch.Tensor]] = []
-        self.rows: dict[int, Rows] = {}  # of tables whose gradient is no buffer yet, by place of the section
-        self.written: set[int] = set()
-        self.seen: set[int] = set()
-        self.expected: set[int] = set()
-        self._tasks: set[int] = set()
-        self.nested = False
-        self.reduced = False
-        self.accumulated = False
-
-    def begin(self, *, used: bool, outside: bool) -> None:
-        """Ask autograd which gradients the pass that has just started will produce.
-
-        Args:
-            used: the unit has computed something that may be differentiated now.
-            outside: the loss does not depend on the model.
-        """
-        self.reduced = False
-        self.expected = set()
-        self._tasks = set()
-        if not outside:
-            self.look_ahead()
-        # What this graph does not know of may be in a nested one, made by a re-entrant checkpoint.
-        self.nested = used and not outside and len(self.expected) < self.parameters
-
-    def look_ahead(self) -> None:
-        """Expect what the backward pass that autograd is in will produce, be it the outer or a nested one."""
-        task = torch._C._current_graph_task_id()
-        if task not in self._tasks:
-            self._tasks.add(task)
-            self.expected |= {index for index, node in self._nodes if _will_accumulate(node)}
-
-    @property
-    def parameters(self) -> int:
-        """Number of trainable parameters."""
-        return len(self._nodes)
-
-    @property
-    def complete(self) -> bool:
-        """Whether no more gradients of this pass can come."""
-        return not self.expected and (not self.nested or self._settled(self.unit))
-
-    def watch(self, values: torch.Tensor) -> None:
-        """Remember the smallest and largest of what is to be sent: one of them is not finite if any value is not.
-
-        A pass over the values as fast as copying them, and no wait for the device.
-        """
-        if values.numel():
-            self.extremes.append(torch.aminmax(values))
-
-    @property
-    def finite(self) -> bool:
-        """Whether all that has been watched since the last step is finite (waits for the device)."""
-        return all(bool(torch.isfinite(value)) for pair in self.extremes for value in pair)
-
-
-def _will_accumulate(node: Node) -> bool:
-    """Whether the backward pass that autograd is in will run the node that accumulates into a parameter."""
-    try:
-        return torch._C._will_engine_execute_node(node)
-    except RuntimeError:
-        return False  # torch.autograd.grad hands the parameter's gradient out, and nothing is accumulated
 
 
 class Reducer:
@@ -621,7 +538,7 @@ class Reducer:
         self.local = self._stays_local is not None and self._stays_local()
 
     def _complete_local(self) -> None:
-        self.partial = self._summed = True
+        self.partial = True
         for gradients in self.gradients.values():
             for place, section in enumerate(gradients.unit.sections):
                 if section.layout.trainable:

@@ -1,0 +1,140 @@
+"""Building the units of a model: which stay whole, and the way of each from plain parameters to released shards."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+
+import torch
+
+from shardwise.comm.communicator import Communicator
+from shardwise.memory import Accountant
+from shardwise.precision.dtypes import PrecisionPolicy
+from shardwise.registry import Registry
+from shardwise.zero import released
+from shardwise.zero.codes import UnitCodes
+from shardwise.zero.init import whole_values
+from shardwise.zero.layout import Section
+from shardwise.zero.owned import WholeUpdate
+from shardwise.zero.partition import UnitSpec
+from shardwise.zero.peaks import Orders, best_whole
+from shardwise.zero.plan import Plan
+from shardwise.zero.unit import SectionMemory, Unit
+from shardwise.zero.update import Update
+
+
+class UnitBuilder:
+    """Builds the units of one engine.
+
+    Args:
+        owner: what the parameters belong to from then on.
+        registry: the logical tensors.
+        plan: what is sharded.
+        policy: dtypes.
+        comm: the data-parallel group.
+        device: where parameters and state live.
+        accountant: counts the bytes.
+        update: takes what it needs while values are whole; None for a model that is only evaluated.
+        owners: the part of `update` that steps whole tensors.
+    """
+
+    def __init__(
+        self,
+        owner: released.Owner,
+        registry: Registry,
+        plan: Plan,
+        policy: PrecisionPolicy,
+        comm: Communicator,
+        device: torch.device,
+        accountant: Accountant,
+        update: Update | None,
+        owners: WholeUpdate | None,
+    ) -> None:
+        self._owner = owner
+        self._registry = registry
+        self._plan = plan
+        self._policy = policy
+        self._comm = comm
+        self._device = device
+        self._accountant = accountant
+        self._update = update
+        self._owners = owners
+
+    def stay_whole(self, specs: Sequence[UnitSpec], layouts: Sequence[Sequence[Section]], orders: Orders) -> set[int]:
+        """Return the units that stay gathered: what the configuration asks for, and what saves no memory released."""
+        plan = self._plan
+        if not plan.shard_parameters:
+            return set()
+        stay, elements = set(), 0
+        for index, spec in enumerate(specs):
+            if spec.numel <= plan.persistent_elements and elements + spec.numel <= plan.persistent_total:
+                stay.add(index)
+                elements += spec.numel
+        if plan.keeps_what_saves:
+            whole = {i: sum(s.numel * s.dtype.itemsize for s in sections) for i, sections in enumerate(layouts)}
+            shard = {i: sum(self._kept(s) * s.dtype.itemsize for s in sections) for i, sections in enumerate(layouts)}
+            numels = {i: sum(s.numel for s in sections) for i, sections in enumerate(layouts)}
+            stay |= best_whole(orders, whole, shard, numels, plan.ahead, stay)
+        return stay
+
+    def _kept(self, section: Section) -> int:
+        """Return how many elements of a section a rank keeps if it is sharded."""
+        second = self._plan.secondary if self._update is not None else 1
+        return section.shard + (section.numel // second if second > 1 else 0)
+
+    def build(self, number: int, spec: UnitSpec, layouts: Sequence[Section], *, sharded: bool) -> Unit:
+        """Lay a unit out in memory, fill it with its parameters' values, and release it."""
+        sections = []
+        for layout in layouts:
+            section = SectionMemory(
+                layout,
+                sharded=sharded,
+                shard_optimizer=self._plan.shard_optimizer,
+                rank=self._comm.rank,
+                device=self._device,
+                # Frozen parameters have no masters; integers are among them.
+                master_dtype=self._policy.master_dtype(layout.dtype) if layout.trainable else layout.dtype,
+                accumulate_dtype=self._policy.accumulation_dtype(layout.dtype),
+                accountant=self._accountant,
+            )
+            sections.append(section)
+            if not section.master_is_parameter and any(
+                self._registry[slot.index].source_dtype.itemsize > layout.dtype.itemsize for slot in layout.slots
+            ):
+                section.widen_source(section.master_dtype)
+        unit = Unit(number, spec.name, spec.modules, spec.tensors, self._registry, sections, self._comm)
+        for section in sections:
+            self._fill(unit, section)
+        unit.attach()
+        for section in sections:
+            owned = section.layout.whole and self._owners is not None and not self._owners.replicated
+            section.settle(keep_master=not owned and self._update is not None)
+        if self._update is not None:
+            self._update.capture(unit)
+        for section in sections:
+            section.forget_source()
+        for parameter in unit.parameters:
+            parameter.grad = None  # left by earlier training: the first gradient would be added to it
+            released.adopt(parameter, self._owner)
+        unit.release()
+        return unit
+
+    def prepare_gathers(self, sharded: Sequence[Unit]) -> None:
+        """Have gathers of passes that are trained go the ways of ZeRO++, if the plan says so."""
+        if self._plan.quantized_weights:
+            for unit in sharded:
+                codes = UnitCodes(unit.sections, self._registry, self._comm.rank, self._accountant)
+                unit.codes = codes if codes.coded else None
+        if self._plan.secondary > 1 and self._update is not None:
+            group = self._comm.run_of(self._plan.secondary, "secondary")
+            for unit in sharded:
+                unit.keep_second(group)
+
+    def _fill(self, unit: Unit, section: SectionMemory) -> None:
+        """Copy the initial values in; rank 0's are everybody's."""
+        agreed = True
+        for slot in section.layout.slots:
+            values, same = whole_values(self._registry.parameters[slot.index])
+            agreed = agreed and same
+            section.source[slot.offset : slot.offset + slot.numel].copy_(values.reshape(-1))
+        if not agreed:
+            self._comm.broadcast(section.source, 0, f"{unit.name}.initial").wait()

@@ -1,0 +1,95 @@
+"""What a rank has of one unit's gradients while backward passes bring them, and which are still to come."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+
+import torch
+from torch.autograd.graph import Node, get_gradient_edge
+
+from shardwise.comm.pieces import Pieces
+from shardwise.zero.sparse import Rows
+from shardwise.zero.unit import Unit
+
+
+class UnitGradients:
+    """The gradients of one unit during backward passes.
+
+    Args:
+        unit: the unit.
+        settled: whether all forward calls of the unit that are to be differentiated have been.
+    """
+
+    def __init__(self, unit: Unit, settled: Callable[[Unit], bool]) -> None:
+        self.unit = unit
+        self._settled = settled
+        # Only the graph node is wanted, not values: released parameters need not come back for it.
+        with torch._C.DisableTorchFunctionSubclass():
+            self._nodes = [
+                (slot.index, get_gradient_edge(unit.registry.parameters[slot.index]).node)
+                for section in unit.trainable
+                for slot in section.layout.slots
+            ]
+        self.buffers: dict[int, torch.Tensor | Pieces] = {}
+        self.extremes: list[tuple[torch.Tensor, torch.Tensor]] = []
+        self.rows: dict[int, Rows] = {}  # of tables whose gradient is no buffer yet, by place of the section
+        self.written: set[int] = set()
+        self.seen: set[int] = set()
+        self.expected: set[int] = set()
+        self._tasks: set[int] = set()
+        self.nested = False
+        self.reduced = False
+        self.accumulated = False
+
+    def begin(self, *, used: bool, outside: bool) -> None:
+        """Ask autograd which gradients the pass that has just started will produce.
+
+        Args:
+            used: the unit has computed something that may be differentiated now.
+            outside: the loss does not depend on the model.
+        """
+        self.reduced = False
+        self.expected = set()
+        self._tasks = set()
+        if not outside:
+            self.look_ahead()
+        # What this graph does not know of may be in a nested one, made by a re-entrant checkpoint.
+        self.nested = used and not outside and len(self.expected) < self.parameters
+
+    def look_ahead(self) -> None:
+        """Expect what the backward pass that autograd is in will produce, be it the outer or a nested one."""
+        task = torch._C._current_graph_task_id()
+        if task not in self._tasks:
+            self._tasks.add(task)
+            self.expected |= {index for index, node in self._nodes if _will_accumulate(node)}
+
+    @property
+    def parameters(self) -> int:
+        """Number of trainable parameters."""
+        return len(self._nodes)
+
+    @property
+    def complete(self) -> bool:
+        """Whether no more gradients of this pass can come."""
+        return not self.expected and (not self.nested or self._settled(self.unit))
+
+    def watch(self, values: torch.Tensor) -> None:
+        """Remember the smallest and largest of what is to be sent: one of them is not finite if any value is not.
+
+        A pass over the values as fast as copying them, and no wait for the device.
+        """
+        if values.numel():
+            self.extremes.append(torch.aminmax(values))
+
+    @property
+    def finite(self) -> bool:
+        """Whether all that has been watched since the last step is finite (waits for the device)."""
+        return all(bool(torch.isfinite(value)) for pair in self.extremes for value in pair)
+
+
+def _will_accumulate(node: Node) -> bool:
+    """Whether the backward pass that autograd is in will run the node that accumulates into a parameter."""
+    try:
+        return torch._C._will_engine_execute_node(node)
+    except RuntimeError:
+        return False  # torch.autograd.grad hands the parameter's gradient out, and nothing is accumulated

@@ -1,0 +1,334 @@
+"""Stepping whole tensors, each on the rank that owns it: optimizers like Muon and Adafactor.
+
+Owners are chosen so that elements (or what the optimizer names as cost) are balanced; gradients travel to the owner and
+updated values back by all-to-all. No rank holds all.
+"""
+
+from __future__ import annotations
+
+import contextlib
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from typing import Any
+
+import torch
+from torch import nn
+
+from shardwise.comm.communicator import Communicator
+from shardwise.memory import Accountant, Category
+from shardwise.registry import Registry
+from shardwise.zero.segments import SegmentUpdate
+from shardwise.zero.unit import SectionMemory, Unit
+from shardwise.zero.update import (
+    StateKind,
+    Stepping,
+    add_state,
+    as_gradient,
+    bind,
+    hold,
+    hold_state,
+    state_dtype,
+    take_changes,
+)
+
+
+def owners(costs: Sequence[float], world: int) -> list[int]:
+    """Return the rank that each of some things is given to: the dearest first, always to the rank that has least.
+
+    No rank gets more than the mean and the dearest one (Graham, "Bounds on multiprocessing timing anomalies", 1969).
+
+    Example:
+        >>> owners([1, 5, 2, 2], 2)
+        [1, 0, 1, 1]
+    """
+    load = [0.0] * world
+    found = [0] * len(costs)
+    for place in sorted(range(len(costs)), key=lambda place: (-costs[place], place)):
+        found[place] = min(range(world), key=lambda rank: (load[rank], rank))
+        load[found[place]] += costs[place]
+    return found
+
+
+class WholeUpdate:
+    """Optimizers that need whole tensors: each tensor is owned and stepped by one rank.
+
+    Args:
+        optimizer: its groups are edited in place to hold the masters of the tensors this rank owns.
+        units: all units.
+        registry: the logical tensors.
+        comm: the data-parallel group.
+        accountant: is told about masters and state.
+        is_elementwise: whether a state entry (value, elements of its parameter, name) has one value per element.
+        stepping: which groups are stepped whole, and what that costs.
+        replicated: every rank steps everything (the optimizer is not sharded).
+    """
+
+    def __init__(
+        self,
+        optimizer: torch.optim.Optimizer,
+        units: Sequence[Unit],
+        registry: Registry,
+        comm: Communicator,
+        accountant: Accountant,
+        is_elementwise: StateKind,
+        stepping: Stepping,
+        *,
+        replicated: bool,
+    ) -> None:
+        self.optimizer = optimizer
+        self.units = units
+        self.registry = registry
+        self.comm = comm
+        self.replicated = replicated or comm.world == 1
+        self._accountant = accountant
+        self._is_elementwise = is_elementwise
+        stepped = [tensor for tensor in registry if tensor.trainable and tensor.group in stepping.whole]
+        cost = stepping.cost
+        costs = [float(tensor.numel) if cost is None else cost(tensor.shape) for tensor in stepped]
+        ranks = [comm.rank] * len(stepped) if self.replicated else owners(costs, comm.world)
+        self.owner = {tensor.index: rank for tensor, rank in zip(stepped, ranks, strict=True)}
+        self.masters: dict[int, nn.Parameter] = {}
+
+    def capture(self, unit: Unit) -> None:
+        """Copy the masters of the tensors this rank owns (views, where nothing is sharded and the dtype is right)."""
+        for section in _whole(unit):
+            for slot in section.layout.slots:
+                if self.owner[slot.index] != self.comm.rank:
+                    continue
+                shape = self.registry[slot.index].shape
+                if self.replicated:
+                    assert section.master is not None
+                    values = section.master[slot.offset : slot.offset + slot.numel]
+                else:
+                    values = section.source[slot.offset : slot.offset + slot.numel].to(section.master_dtype, copy=True)
+                    self._accountant.hold(Category.MASTER, values)
+                self.masters[slot.index] = nn.Parameter(values.detach().view(shape))
+
+    def bind(self) -> None:
+        """Put the owned masters into the optimizer's groups."""
+        bind(self.optimizer, [self])
+
+    def place(self, members: list[list[nn.Parameter]], old_state: dict[int, dict[str, Any]]) -> None:
+        """Add the owned masters to the members of each group, and give them what state their parameters had."""
+        for index in sorted(self.masters):
+            group = self.registry[index].group
+            assert group is not None
+            members[group].append(self.masters[index])
+            state = old_state.get(id(self.registry.parameters[index]))
+            if state:
+                master, tensor = self.masters[index], self.registry[index]
+                self.optimizer.state[master] = {
+                    key: value.to(master.device, state_dtype(value, tensor, master))
+                    if self._is_elementwise(value, tensor.numel, key)
+                    else value
+                    for key, value in state.items()
+                }
+
+    def takes_factor(self, optimizer: torch.optim.Optimizer) -> bool:
+        """See `Update.takes_factor`: gradients are sent to their owners as they are."""
+        return False
+
+    def step(self, optimizer: torch.optim.Optimizer, factor: float | torch.Tensor) -> None:
+        """Bring gradients (multiplied before) to their owners, step, and bring the results back."""
+        with self.around():
+            optimizer.step()
+        hold_state(self.optimizer, self._accountant)
+
+    @contextlib.contextmanager
+    def around(self) -> Iterator[None]:
+        """Bring gradients to their owners, let the optimizer step in the block, and bring the results back."""
+        for unit in self.units:
+            self._collect(unit)
+        try:
+            yield
+        finally:
+            for master in self.masters.values():
+                master.grad = None
+        for unit in self.units:
+            self._distribute(unit)
+
+    def refresh(self, unit: Unit) -> None:
+        """Take over changed parameter values; unchanged elements keep the master's extra digits."""
+        for section in _whole(unit):
+            for slot in section.layout.slots:
+                master = self.masters.get(slot.index)
+                if master is not None and not (self.replicated and section.master_is_parameter):
+                    take_changes(_flat(master.detach()), section.wire_view[slot.offset : slot.offset + slot.numel])
+
+    def _collect(self, unit: Unit) -> None:
+        for section in _whole(unit):
+            if self.replicated:
+                for slot in section.layout.slots:
+                    master = self.masters[slot.index]
+                    gradient = section.whole_gradient[slot.offset : slot.offset + slot.numel].view(master.shape)
+                    master.grad = as_gradient(gradient, master, self._accountant)
+                continue
+            whole = {
+                slot.index: torch.zeros(slot.numel, dtype=section.accumulate_dtype, device=section.device)
+                for slot in section.layout.slots
+                if slot.index in self.masters
+            }
+            for gradient in whole.values():
+                self._accountant.hold(Category.GRADIENTS, gradient)
+            sends, receives = self._routes(section, whole.__getitem__, section.own_gradient)
+            self._exchange(receives, sends, section.accumulate_dtype, section.device, f"{unit.name}.gradients")
+            for index, gradient in whole.items():
+                master = self.masters[index]
+                master.grad = as_gradient(gradient.view(master.shape), master, self._accountant)
+
+    def _distribute(self, unit: Unit) -> None:
+        for section in _whole(unit):
+            if self.replicated:
+                section.publish()
+                continue
+            values = {
+                slot.index: _flat(self.masters[slot.index].detach()).to(section.layout.dtype)
+                for slot in section.layout.slots
+                if slot.index in self.masters
+            }
+            for value in values.values():
+                self._accountant.hold(Category.BUFFERS, value)
+            receives, sends = self._routes(section, values.__getitem__, section.shard)
+            self._exchange(receives, sends, section.layout.dtype, section.device, f"{unit.name}.updates")
+
+    def _exchange(
+        self,
+        receives: list[list[torch.Tensor]],
+        sends: list[list[torch.Tensor]],
+        dtype: torch.dtype,
+        device: torch.device,
+        label: str,
+    ) -> None:
+        """All-to-all of lists of runs; runs of one peer travel as one message."""
+        into, sizes_in = [run for runs in receives for run in runs], [sum(map(torch.numel, runs)) for runs in receives]
+        given, sizes_out = [run for runs in sends for run in runs], [sum(map(torch.numel, runs)) for runs in sends]
+        sent = torch.cat(given) if given else torch.empty(0, dtype=dtype, device=device)
+        received = torch.empty(sum(sizes_in), dtype=dtype, device=device)
+        for message in (sent, received):
+            self._accountant.hold(Category.BUFFERS, message)
+        self.comm.all_to_all(received, sent, sizes_in, sizes_out, label).wait()
+        for run, part in zip(into, received.split([run.numel() for run in into]), strict=True):
+            run.copy_(part)
+
+    def _routes(
+        self, section: SectionMemory, whole: Callable[[int], torch.Tensor], own: torch.Tensor
+    ) -> tuple[list[list[torch.Tensor]], list[list[torch.Tensor]]]:
+        """Return, per peer, the views of this rank's range owned by the peer,
+        and of owned tensors in the peer's range.
+        """
+        world = self.comm.world
+        mine: list[list[torch.Tensor]] = [[] for _ in range(world)]
+        theirs: list[list[torch.Tensor]] = [[] for _ in range(world)]
+        for rank in range(world):
+            for piece in section.layout.pieces(*section.layout.range_of(rank)):
+                owner = self.owner[piece.index]
+                if rank == self.comm.rank:
+                    mine[owner].append(own[piece.offset : piece.offset + piece.stop - piece.start])
+                if owner == self.comm.rank:
+                    theirs[rank].append(whole(piece.index)[piece.start : piece.stop])
+        return mine, theirs
+
+    def master_pieces(self, index: int) -> list[tuple[int, int, torch.Tensor]]:
+        """See `Update.master_pieces`."""
+        master = self.masters.get(index)
+        return [] if master is None else [(0, master.numel(), _flat(master.detach()))]
+
+    def state_pieces(self, index: int, key: str) -> list[tuple[int, int, torch.Tensor]]:
+        """See `Update.state_pieces`."""
+        master = self.masters.get(index)
+        value = None if master is None else self.optimizer.state.get(master, {}).get(key)
+        if master is None or not isinstance(value, torch.Tensor) or value.shape != master.shape:
+            return []
+        return [(0, master.numel(), _flat(value))]
+
+    def state(self, index: int) -> Mapping[str, Any]:
+        """See `Update.state`."""
+        master = self.masters.get(index)
+        return {} if master is None else self.optimizer.state.get(master, {})
+
+    def clear_state(self) -> None:
+        """See `Update.clear_state`."""
+        self.optimizer.state.clear()
+
+    def make_state(self, index: int, elementwise: Mapping[str, torch.dtype], whole: Mapping[str, Any]) -> None:
+        """See `Update.make_state`."""
+        master = self.masters.get(index)
+        if master is not None:
+            tensor, state = self.registry[index], self.optimizer.state[master]
+            add_state(self.optimizer, tensor, master, state, elementwise, whole)
+            hold(state, self._accountant)
+
+    def publish(self, unit: Unit) -> None:
+        """See `Update.publish`."""
+        self._distribute(unit)
+
+
+class MixedUpdate:
+    """Optimizers with groups of both kinds: each part serves its own sections, and the optimizer steps once.
+
+    Args:
+        segments: serves the sections whose parameters are cut.
+        whole: serves the others.
+    """
+
+    def __init__(self, segments: SegmentUpdate, whole: WholeUpdate) -> None:
+        self.segments = segments
+        self.whole = whole
+
+    def _of(self, index: int) -> SegmentUpdate | WholeUpdate:
+        return self.whole if index in self.whole.owner else self.segments
+
+    def capture(self, unit: Unit) -> None:
+        """See `Update.capture`."""
+        self.whole.capture(unit)
+
+    def bind(self) -> None:
+        """See `Update.bind`."""
+        bind(self.segments.optimizer, [self.segments, self.whole])
+
+    def takes_factor(self, optimizer: torch.optim.Optimizer) -> bool:
+        """See `Update.takes_factor`: gradients are sent to their owners as they are."""
+        return False
+
+    def step(self, optimizer: torch.optim.Optimizer, factor: float | torch.Tensor) -> None:
+        """See `Update.step`."""
+        with self.whole.around():
+            self.segments.step(optimizer, factor)
+
+    def refresh(self, unit: Unit) -> None:
+        """See `Update.refresh`."""
+        self.segments.refresh(unit)
+        self.whole.refresh(unit)
+
+    def master_pieces(self, index: int) -> list[tuple[int, int, torch.Tensor]]:
+        """See `Update.master_pieces`."""
+        return self._of(index).master_pieces(index)
+
+    def state_pieces(self, index: int, key: str) -> list[tuple[int, int, torch.Tensor]]:
+        """See `Update.state_pieces`."""
+        return self._of(index).state_pieces(index, key)
+
+    def state(self, index: int) -> Mapping[str, Any]:
+        """See `Update.state`."""
+        return self._of(index).state(index)
+
+    def clear_state(self) -> None:
+        """See `Update.clear_state`."""
+        self.segments.clear_state()
+
+    def make_state(self, index: int, elementwise: Mapping[str, torch.dtype], whole: Mapping[str, Any]) -> None:
+        """See `Update.make_state`."""
+        self._of(index).make_state(index, elementwise, whole)
+
+    def publish(self, unit: Unit) -> None:
+        """See `Update.publish`."""
+        self.segments.publish(unit)
+        self.whole.publish(unit)
+
+
+def _whole(unit: Unit) -> list[SectionMemory]:
+    return [section for section in unit.trainable if section.layout.whole]
+
+
+def _flat(tensor: torch.Tensor | None) -> torch.Tensor:
+    assert tensor is not None
+    return tensor.view(-1)

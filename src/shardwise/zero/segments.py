@@ -1,0 +1,301 @@
+"""Stepping flat runs of master weights: elementwise optimizers.
+
+A segment is one lane of a section's master, or of the part that this rank has of it; there is one list of segments per
+parameter group. An optimizer whose class can (`FlatOptimizer`) scales the gradients and writes the parameters' copy in
+the pass of its update.
+"""
+
+from __future__ import annotations
+
+import copy
+from collections.abc import Iterator, Mapping, Sequence
+from dataclasses import replace
+from typing import Any, Protocol, cast
+
+import torch
+from torch import nn
+
+from shardwise.comm.communicator import Communicator
+from shardwise.compat import allow_gradient_dtype
+from shardwise.memory import Accountant
+from shardwise.precision.tensornorms import NORMS, Run, TensorNorms
+from shardwise.registry import Registry
+from shardwise.zero.layout import Lane, Piece
+from shardwise.zero.unit import SectionMemory, Unit
+from shardwise.zero.update import (
+    StateKind,
+    add_state,
+    as_gradient,
+    bind,
+    hold,
+    hold_state,
+    state_dtype,
+    take_changes,
+)
+
+
+class FlatOptimizer(Protocol):
+    """An elementwise optimizer that scales gradients and writes low-precision copies in the pass of its update.
+
+    Its class has these two methods beside those of an optimizer of PyTorch.
+    """
+
+    def takes_flat(self) -> bool:
+        """Whether `step_flat` may be given gradients now (hooks of `step()` may want them in `.grad`)."""
+
+    def step_flat(
+        self,
+        *,
+        factor: float | torch.Tensor,
+        gradients: Sequence[tuple[nn.Parameter, torch.Tensor]] | None,
+        outputs: Sequence[tuple[nn.Parameter, torch.Tensor]],
+        origins: Sequence[tuple[nn.Parameter, Sequence[tuple[int, int, int, int]]]],
+    ) -> None:
+        """Do `step()`.
+
+        Args:
+            factor: what gradients are to be multiplied by.
+            gradients: of each parameter; not written. None: they are in `.grad`.
+            outputs: flat tensors in the parameters' memory that get a copy of what has been updated.
+            origins: (logical tensor, first element of it, first element of the segment, count), for all pieces of each.
+        """
+
+
+class SegmentUpdate:
+    """Elementwise optimizers: steps segments of master weights.
+
+    Args:
+        optimizer: the client's or the configured optimizer; its groups are edited in place.
+        units: all units.
+        registry: the logical tensors.
+        comm: the data-parallel group.
+        accountant: is told about optimizer state.
+        is_elementwise: whether a state entry (value, elements of its parameter, name) has one value per element.
+        norms: the optimizer asks for norms of whole tensors.
+    """
+
+    def __init__(
+        self,
+        optimizer: torch.optim.Optimizer,
+        units: Sequence[Unit],
+        registry: Registry,
+        comm: Communicator,
+        accountant: Accountant,
+        is_elementwise: StateKind,
+        *,
+        norms: bool = False,
+    ) -> None:
+        self.optimizer = optimizer
+        self.units = units
+        self.registry = registry
+        self.comm = comm
+        self._norms = norms
+        self._accountant = accountant
+        self._is_elementwise = is_elementwise
+        self._segments: list[tuple[SectionMemory, slice, nn.Parameter]] = []
+        self._origins: list[tuple[nn.Parameter, list[tuple[int, int, int, int]]]] = []
+        self._runs: dict[int, list[tuple[SectionMemory, Piece, nn.Parameter]]] = {}
+
+    def capture(self, unit: Unit) -> None:
+        """Nothing: segments are views of the units' own masters."""
+
+    def bind(self) -> None:
+        """Put the segments into the optimizer's groups."""
+        bind(self.optimizer, [self])
+
+    def place(self, members: list[list[nn.Parameter]], old_state: dict[int, dict[str, Any]]) -> None:
+        """Add the segments to the members of each group, and give them what state their parameters had."""
+        for unit in self.units:
+            for section, lane in unit.segments():
+                if section.layout.whole:
+                    continue
+                assert section.master is not None and lane.group is not None
+                for start, stop, pieces in self._cut(section, lane, old_state):
+                    segment = nn.Parameter(section.master[start:stop], requires_grad=True)
+                    members[lane.group].append(segment)
+                    self._segments.append((section, slice(start, stop), segment))
+                    self._origins.append((segment, [(p.index, p.start, p.offset, p.stop - p.start) for p in pieces]))
+                    for piece in pieces:
+                        self._runs.setdefault(piece.index, []).append((section, piece, segment))
+                    self._adopt_state(segment, pieces or self._example(lane.group, old_state), old_state)
+        if self._norms:
+            setattr(self.optimizer, NORMS, self._tensor_norms())
+
+    def _tensor_norms(self) -> TensorNorms:
+        """Say which tensors the segments are made of, and how their norms are formed on all ranks."""
+        stepped = [
+            (section, slot.index)
+            for unit in self.units
+            for section in unit.trainable
+            if not section.layout.whole
+            for slot in section.layout.slots
+        ]
+        numbers = {index: number for number, index in enumerate(sorted(index for _, index in stepped))}
+        groups: list[list[int]] = [[] for _ in self.optimizer.param_groups]
+        for index, number in numbers.items():
+            group = self.registry[index].group
+            assert group is not None
+            groups[group].append(number)
+        runs: dict[torch.Tensor, list[Run]] = {segment: [] for _, _, segment in self._segments}
+        counted: list[tuple[torch.Tensor, Run]] = []
+        for section, place, segment in self._segments:
+            start = section.master_start + place.start
+            first, last = section.layout.range_of(section.rank)
+            for piece in section.layout.pieces(start, section.master_start + place.stop):
+                offset = piece.offset + piece.stop - piece.start
+                run = Run(numbers[piece.index], piece.offset, offset)
+                runs[segment].append(run)
+                # Where every rank steps everything, each counts what would be its own: the same sums at every stage.
+                low, high = max(run.start, first - start), min(run.stop, last - start)
+                if low < high:
+                    counted.append((segment, Run(run.tensor, low, high)))
+        return TensorNorms(
+            groups,
+            runs,
+            counted,
+            wide=[numbers[index] for section, index in stepped if section.master_dtype is torch.float64],
+            device=self.comm.device,
+            add=lambda sums: self.comm.all_reduce(sums, "tensor_norms").wait(),
+            overwrites=True,
+        )
+
+    def _cut(
+        self, section: SectionMemory, lane: Lane, old_state: dict[int, dict[str, Any]]
+    ) -> Iterator[tuple[int, int, list[Piece]]]:
+        """Yield the segments of a lane: start and stop in the master, and pieces counted from the start.
+
+        A segment has one step count. Where parameters of an instance with state have different ones, the lane is cut.
+        """
+        first = section.master_start + lane.start
+        start, counts, pieces = 0, None, []  # type: tuple[int, Any, list[Piece]]
+        for piece in section.layout.pieces(first, section.master_start + lane.stop):
+            state = old_state.get(id(self.registry.parameters[piece.index]), {})
+            found = {
+                key: value.tolist() if isinstance(value, torch.Tensor) else value
+                for key, value in state.items()
+                if not self._is_elementwise(value, self.registry[piece.index].numel, key)
+            }
+            if pieces and found != counts:
+                yield lane.start + start, lane.start + piece.offset, pieces
+                start, pieces = piece.offset, []
+            counts = found
+            pieces.append(replace(piece, offset=piece.offset - start))
+        yield lane.start + start, lane.stop, pieces
+
+    def _example(self, group: int, old_state: dict[int, dict[str, Any]]) -> list[Piece]:
+        """Return an empty piece of a parameter with state: padding alone needs state too (Adagrad makes it early)."""
+        for tensor, parameter in zip(self.registry, self.registry.parameters, strict=True):
+            if tensor.group == group and id(parameter) in old_state:
+                return [Piece(tensor.index, 0, 0, 0)]
+        return []
+
+    def _adopt_state(
+        self, segment: nn.Parameter, pieces: Sequence[Piece], old_state: dict[int, dict[str, Any]]
+    ) -> None:
+        """Cut the state that an instance already had the way its parameters are cut."""
+        target: dict[str, Any] = {}
+        for piece in pieces:
+            tensor = self.registry[piece.index]
+            state = old_state.get(id(self.registry.parameters[piece.index]), {})
+            for key, value in state.items():
+                if not self._is_elementwise(value, tensor.numel, key):
+                    target[key] = copy.deepcopy(value)
+                    continue
+                if key not in target:
+                    target[key] = torch.zeros_like(segment.detach(), dtype=state_dtype(value, tensor, segment))
+                run = value.reshape(-1)[piece.start : piece.stop]
+                target[key][piece.offset : piece.offset + run.numel()] = run
+        if target:
+            self.optimizer.state[segment] = target
+
+    def takes_factor(self, optimizer: torch.optim.Optimizer) -> bool:
+        """See `Update.takes_factor`."""
+        flat = _flat_optimizer(optimizer)
+        return flat is not None and flat.takes_flat()
+
+    def step(self, optimizer: torch.optim.Optimizer, factor: float | torch.Tensor) -> None:
+        """Step all segments and write the results into the parameters' memory."""
+        flat = _flat_optimizer(optimizer)
+        gradients = [(segment, section.whole_gradient[place]) for section, place, segment in self._segments]
+        handed = flat is not None and flat.takes_flat()
+        if not handed:
+            for segment, gradient in gradients:
+                if flat is not None:
+                    allow_gradient_dtype(segment, gradient.dtype)
+                fits = gradient.dtype is segment.dtype or getattr(segment, "grad_dtype", None) is gradient.dtype
+                segment.grad = gradient if fits else as_gradient(gradient, segment, self._accountant)
+        try:
+            if flat is not None:
+                outputs = [
+                    (segment, section.published[place])
+                    for section, place, segment in self._segments
+                    if not section.master_is_parameter
+                ]
+                flat.step_flat(
+                    factor=factor, gradients=gradients if handed else None, outputs=outputs, origins=self._origins
+                )
+            else:
+                optimizer.step()
+        finally:
+            for segment, _ in gradients:
+                segment.grad = None
+        if flat is None:
+            for unit in self.units:
+                self.publish(unit)
+        hold_state(self.optimizer, self._accountant)
+
+    def refresh(self, unit: Unit) -> None:
+        """Take over changed parameter values; unchanged elements keep the master's extra digits."""
+        for section in unit.trainable:
+            if section.master is not None and not section.master_is_parameter and not section.layout.whole:
+                take_changes(section.master, section.wire_view[section.master_start : section.master_stop])
+
+    def master_pieces(self, index: int) -> list[tuple[int, int, torch.Tensor]]:
+        """See `Update.master_pieces`."""
+        return [
+            (
+                piece.start,
+                piece.stop,
+                segment.detach()[piece.offset : piece.offset + piece.stop - piece.start],
+            )
+            for _, piece, segment in self._runs.get(index, ())
+        ]
+
+    def state_pieces(self, index: int, key: str) -> list[tuple[int, int, torch.Tensor]]:
+        """See `Update.state_pieces`."""
+        found = []
+        for _, piece, segment in self._runs.get(index, ()):
+            value = self.optimizer.state.get(segment, {}).get(key)
+            if isinstance(value, torch.Tensor) and value.numel() == segment.numel():
+                view = value[piece.offset : piece.offset + piece.stop - piece.start]
+                found.append((piece.start, piece.stop, view))
+        return found
+
+    def state(self, index: int) -> Mapping[str, Any]:
+        """See `Update.state`."""
+        runs = self._runs.get(index)
+        return self.optimizer.state.get(runs[0][2], {}) if runs else {}
+
+    def clear_state(self) -> None:
+        """See `Update.clear_state`."""
+        self.optimizer.state.clear()
+
+    def make_state(self, index: int, elementwise: Mapping[str, torch.dtype], whole: Mapping[str, Any]) -> None:
+        """See `Update.make_state`."""
+        for _, _, segment in self._runs.get(index, ()):
+            tensor = self.registry[index]
+            state = self.optimizer.state[segment]
+            add_state(self.optimizer, tensor, segment, state, elementwise, whole)
+            hold(state, self._accountant)
+
+    def publish(self, unit: Unit) -> None:
+        """See `Update.publish`."""
+        for section in unit.trainable:
+            if not section.layout.whole:
+                section.publish()
+
+
+def _flat_optimizer(optimizer: torch.optim.Optimizer) -> FlatOptimizer | None:
+    """Return the optimizer as one that steps flat ranges in one pass, if its class is."""
+    methods = ("takes_flat", "step_flat")
+    return cast(FlatOptimizer, optimizer) if all(callable(getattr(optimizer, m, None)) for m in methods) else None

@@ -1,0 +1,106 @@
+"""Sums over ranks of what a step has to know: squares of gradients, and numbers that travel along with them."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+
+import torch
+
+from shardwise.comm.communicator import Communicator
+from shardwise.memory import Accountant, Category
+from shardwise.precision.norms import Runs
+from shardwise.zero.reduce import Reducer
+from shardwise.zero.unit import Unit
+
+
+class GradientSums:
+    """Forms the sums of one engine.
+
+    Args:
+        units: all units.
+        parameters: their number in the registry.
+        comm: the data-parallel group.
+        device: where the gradients are.
+        accountant: counts the bytes.
+        reducer: holds the gradients.
+    """
+
+    def __init__(
+        self,
+        units: Sequence[Unit],
+        parameters: int,
+        comm: Communicator,
+        device: torch.device,
+        accountant: Accountant,
+        reducer: Reducer,
+    ) -> None:
+        self._units = units
+        self._parameters = parameters
+        self._comm = comm
+        self._device = device
+        self._accountant = accountant
+        self._reducer = reducer
+        self._runs: Runs | None = None
+
+    def squares(self, facts: Sequence[float | torch.Tensor]) -> tuple[torch.Tensor, torch.Tensor]:
+        """Return the sum of squares of each accumulated gradient over ranks, in one small all-reduce.
+
+        Args:
+            facts: numbers of this rank that travel along. The host does not wait for what a device knows.
+
+        Returns:
+            An fp64 tensor of one element a parameter, and one of the sums of the facts over ranks. Of gradients that
+            are not reduced it is the bound that `_own_runs` tells of.
+        """
+        runs = self._own_runs() if self._reducer.local else self._reduced_runs()
+        with self._accountant.owning(Category.OTHER):
+            own = runs.sums_of_squares()
+            if self._reducer.local:
+                own *= self._comm.world
+            sums = torch.cat([own, self._on_device(facts)])
+            self._comm.all_reduce(sums, "gradient_norm").wait()
+        return sums[: -len(facts)], sums[-len(facts) :]
+
+    def _reduced_runs(self) -> Runs:
+        """The runs of reduced gradients that lie on this rank; their memory comes and goes."""
+        if self._runs is None:
+            runs = [
+                (piece.index, section.own_gradient[piece.offset : piece.offset + piece.stop - piece.start])
+                for unit in self._units
+                for section in unit.trainable
+                for piece in section.layout.pieces(*section.layout.range_of(self._comm.rank))
+            ]
+            self._runs = Runs(runs, self._parameters, self._device)
+        return self._runs
+
+    def _own_runs(self) -> Runs:
+        """This rank's own gradients, where what is stepped is not known before it has been compressed.
+
+        The norm is then the root of the mean over ranks of the squared norms of their own gradients, which is no less
+        than that of the mean gradient. An own gradient counts as the number of ranks times what was added up here, so
+        that the mean over ranks is the sum; hence the factor in `squares`.
+        """
+        runs = [
+            (slot.index, self._reducer.own_gradient(section)[slot.offset : slot.offset + slot.numel])
+            for unit in self._units
+            for section in unit.trainable
+            for slot in section.layout.slots
+        ]
+        return Runs(runs, self._parameters, self._device)
+
+    def of(self, facts: Sequence[float | torch.Tensor], label: str) -> torch.Tensor:
+        """Return the sums over ranks of some numbers, where no norm is needed along which they could travel."""
+        told = self._on_device(facts)
+        self._comm.all_reduce(told, label).wait()
+        return told
+
+    def _on_device(self, facts: Sequence[float | torch.Tensor]) -> torch.Tensor:
+        # Filling launches a kernel; copying from the host would wait for the device.
+        return torch.stack(
+            [
+                fact
+                if isinstance(fact, torch.Tensor)
+                else torch.full((), fact, dtype=torch.float64, device=self._device)
+                for fact in facts
+            ]
+        ).to(self._device)
