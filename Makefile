@@ -35,7 +35,7 @@ demo: $(STAMP)
 	$(BIN)/shardwise run --nproc 2 examples/pretrain_gpt.py --config examples/pretrain_gpt.json
 
 test: $(STAMP)
-	OMP_NUM_THREADS=1 $(BIN)/python -m pytest -v --durations=10
+	OMP_NUM_THREADS=1 $(BIN)/python -m pytest -v --durations=40
 
 lint: $(STAMP)
 	$(BIN)/ruff check .

@@ -20,13 +20,21 @@ import shardwise
 from shardwise.comm.compression import BlockCode
 from shardwise.errors import ConfigError, ConflictError, UsageError
 from shardwise.memory import Category
-from shardwise.utils import safe_get_full_grad
 from tests.comm.blocks import Simulation, rounded
 from tests.harness import run_ranks
 from tests.memory import test_report as reports
 from tests.models import CASES, Case
 from tests.zero.test_changing import Model as ChangingModel
-from tests.zero.training import DTYPES, Tensors, assert_close, digest, make_optimizer, masters, parameters_digest
+from tests.zero.training import (
+    DTYPES,
+    Tensors,
+    assert_close,
+    digest,
+    gradients,
+    make_optimizer,
+    masters,
+    parameters_digest,
+)
 
 Zero = dict[str, Any]
 
@@ -96,8 +104,7 @@ def recorded(zero: Zero, accumulation: int, precision: str = "fp32", steps: int 
         for micro in range(accumulation):
             backward(engine, case, step, micro, precision)
             if micro == accumulation - 1:
-                found = ((name, safe_get_full_grad(p)) for name, p in engine.module.named_parameters())
-                seen["gradients"].append({name: value for name, value in found if value is not None})
+                seen["gradients"].append(gradients(engine.module))
             engine.step()
     seen["masters"].append(masters(engine.module))
     seen["parameters"] = parameters_digest(engine.module)

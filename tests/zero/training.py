@@ -8,7 +8,7 @@ optimizer.
 from __future__ import annotations
 
 import hashlib
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, field, replace
 from typing import Any
 
@@ -19,11 +19,14 @@ from torch import nn
 
 import shardwise
 from shardwise.utils import safe_get_full_fp32_param, safe_get_full_grad
+from shardwise.zero import released
+from shardwise.zero.model import ShardedModel
 from tests.models import CASES, Case
 
 DTYPES = {"fp32": torch.float32, "bf16": torch.bfloat16, "fp16": torch.float16}
 
 Tensors = dict[str, torch.Tensor]
+Run = tuple[int, int, torch.Tensor]
 
 
 @dataclass(frozen=True)
@@ -115,20 +118,73 @@ def start(case: Case, setting: Setting, model: nn.Module | None = None, optimize
 
 def masters(model: nn.Module) -> Tensors:
     """Whole master weights by name; where nothing is trained, whole parameters."""
-    found = {}
+    sharded = sharded_of(model)
+    update = sharded.update
+    sharded.take_changes()
+    pieces: dict[str, tuple[torch.dtype, Sequence[Run]]] = {}
+    for tensor in sharded.registry:
+        if tensor.trainable and update is not None:
+            dtype = torch.promote_types(sharded.section_of(tensor.index).master_dtype, torch.float32)
+            pieces[tensor.name] = dtype, update.master_pieces(tensor.index)
+    found = _assemble(sharded, pieces, whole=not sharded.plan.shard_optimizer)
     for name, parameter in model.named_parameters():
-        value = safe_get_full_fp32_param(parameter)
-        if value is None:
+        if name not in found:
             with shardwise.zero.GatheredParameters(parameter):
-                value = parameter.detach().clone()
-        found[name] = value
-    return found
+                found[name] = parameter.detach().clone()
+    _compare_one(model, found, safe_get_full_fp32_param)
+    return {name: found[name] for name, _ in model.named_parameters()}
 
 
 def gradients(model: nn.Module) -> Tensors:
     """Whole gradients by name, after backward and before step."""
-    found = ((name, safe_get_full_grad(parameter)) for name, parameter in model.named_parameters())
-    return {name: value for name, value in found if value is not None}
+    sharded = sharded_of(model)
+    sharded.hooks.settle()
+    pieces: dict[str, tuple[torch.dtype, Sequence[Run]]] = {}
+    for tensor in sharded.registry:
+        runs = sharded.gradient_runs(tensor.index) if tensor.trainable and sharded.update is not None else None
+        if runs is not None:
+            pieces[tensor.name] = sharded.section_of(tensor.index).accumulate_dtype, runs
+    found = _assemble(sharded, pieces, whole=False)
+    if found:
+        factor = sharded.gradient_factor()
+        for value in found.values():
+            value.mul_(factor)
+        _compare_one(model, found, safe_get_full_grad)
+    return found
+
+
+def sharded_of(model: nn.Module) -> ShardedModel:
+    """What the engine of a model has made of it."""
+    owner = released.owner_of(next(model.parameters()))
+    assert isinstance(owner, ShardedModel)
+    return owner
+
+
+def _assemble(
+    sharded: ShardedModel, pieces: Mapping[str, tuple[torch.dtype, Sequence[Run]]], *, whole: bool
+) -> Tensors:
+    """Put runs of all ranks together, with one all-reduce where the getters of single parameters need one each."""
+    shapes = {tensor.name: tensor.shape for tensor in sharded.registry}
+    found: Tensors = {}
+    for dtype in dict.fromkeys(dtype for dtype, _ in pieces.values()):
+        names = [name for name, (kind, _) in pieces.items() if kind is dtype]
+        sizes = [torch.Size(shapes[name]).numel() for name in names]
+        flat = torch.zeros(sum(sizes), dtype=dtype)
+        views = dict(zip(names, flat.split(sizes), strict=True))
+        for name, view in views.items():
+            for start, stop, values in pieces[name][1]:
+                view[start:stop] = values
+        if not whole:
+            sharded.comm.all_reduce(flat, "of a test").wait()
+        found.update((name, view.view(shapes[name])) for name, view in views.items())
+    return found
+
+
+def _compare_one(model: nn.Module, found: Tensors, getter: Callable[[torch.Tensor], torch.Tensor | None]) -> None:
+    """Check that the getter of single parameters agrees; on a parameter in the middle, which is cut at odd places."""
+    name = sorted(found)[len(found) // 2]
+    value = getter(model.get_parameter(name))
+    assert value is None or torch.equal(value, found[name]), name
 
 
 def parameters_digest(model: nn.Module) -> str:

@@ -602,8 +602,11 @@ class Engine(Attributes, BatchSizes, Checkpointing, ConfigGetters, MemoryReporti
         """Return what turns the sums held now into the gradient of the micro-batches so far (all ranks call)."""
         if self._prepared is not None and self._prepared.applied:
             return 1.0
-        assert self.sharded.sums is not None
-        told = self.sharded.sums.of(self._window.facts(), "weights")
+        assert self.sharded.sums is not None and self.sharded.reducer is not None
+        window, passes = self._window, self.sharded.reducer.passes
+        if window.agreed is None or window.agreed[0] != passes:
+            window.agreed = passes, self.sharded.sums.of(window.facts(), "weights")
+        told = window.agreed[1]
         facts = told.tolist()
         check_mixed(facts)
         return self._gradient_factor(told[0] if facts[1] else None)

@@ -72,12 +72,15 @@ class Window:
         weighted: passes that had one.
         unweighted: passes that had none.
         losses: losses of `engine.backward()`, kept where overflows are looked for (0-D, not scaled).
+        agreed: number of the backward pass (the same on all ranks) after which somebody has asked for the sums of the
+            facts over ranks, and these sums.
     """
 
     weight: Weight = 0.0
     weighted: int = 0
     unweighted: int = 0
     losses: list[torch.Tensor] | None = None
+    agreed: tuple[int, torch.Tensor] | None = None
 
     def count(self, weight: Weight | None) -> None:
         """A backward pass has been run."""
