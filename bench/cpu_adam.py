@@ -85,6 +85,10 @@ def variants(tensors: Tensors) -> dict[str, tuple[int, Step]]:
     found["torch AdamW, fused, then bf16 copy"] = 30, two_passes
     found["scaled, then torch AdamW, fused, then bf16 copy"] = 30, three_passes
     found["shardwise AdamW"] = 28, lambda: with_gradient(ours)
+    found["shardwise AdamW, bf16 copy, one pass"] = (
+        30,
+        lambda: ours.step_flat(gradients=[(master, gradient)], outputs=[(master, output)]),
+    )
     found["shardwise AdamW, scaled, bf16 copy, one pass"] = (
         30,
         lambda: ours.step_flat(factor=FACTOR, gradients=[(master, gradient)], outputs=[(master, output)]),
@@ -103,8 +107,13 @@ def variants(tensors: Tensors) -> dict[str, tuple[int, Step]]:
             with_gradient(peer)
             output.copy_(master)
 
+        def peer_scaled() -> None:
+            gradient.mul_(1.0)
+            peer_and_copy()
+
         found["DeepSpeedCPUAdam"] = 28, lambda: with_gradient(peer)
         found["DeepSpeedCPUAdam, then bf16 copy"] = 30, peer_and_copy
+        found["scaled, then DeepSpeedCPUAdam, then bf16 copy"] = 30, peer_scaled
     return found
 
 

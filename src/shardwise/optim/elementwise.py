@@ -336,10 +336,29 @@ class ElementwiseOptimizer(torch.optim.Optimizer):
         dtype: torch.dtype,
         step: float,
     ) -> None:
-        limit = _limit([run.numel for run in runs], device)
+        numels = [run.numel for run in runs]
+        # Without scratch and further copies there is nothing that had better stay in the cache.
+        limit = sum(map(_room, numels)) if self._is_plain(runs, group, device, dtype) else _limit(numels, device)
         memory = _Memory(limit, device)
         for parts in _batches(runs, limit):
             self._step_batch(parts, memory, group, dtype, step)
+
+    def _is_plain(
+        self, runs: Sequence[_Run], group: Mapping[str, Any], device: torch.device, dtype: torch.dtype
+    ) -> bool:
+        """Whether the update works on what is there and takes no scratch."""
+        return (
+            not self._scales
+            and not self.temporaries_of(group, device, dtype)
+            and all(tensor.dtype is dtype for run in runs for tensor in run.tensors.values())
+            and not any("output" in run.tensors or COMPENSATION in run.tensors for run in runs)
+        )
+
+    @property
+    def _scales(self) -> bool:
+        """Whether gradients are to be multiplied by something."""
+        factor = 1.0 if self._handed is None else self._handed.factor
+        return isinstance(factor, torch.Tensor) or factor != 1.0
 
     def _step_batch(
         self, parts: Sequence[_Run], memory: _Memory, group: Mapping[str, Any], dtype: torch.dtype, step: float
@@ -401,7 +420,7 @@ class ElementwiseOptimizer(torch.optim.Optimizer):
         """Return the gradients times the factor, in scratch unless they can be taken as they are."""
         found = [part.tensors["gradient"] for part in parts]
         factor = 1.0 if self._handed is None else self._handed.factor
-        scales = isinstance(factor, torch.Tensor) or factor != 1.0
+        scales = self._scales
         if not scales and all(gradient.dtype is dtype for gradient in found):
             return found
         scaled = like("gradient")

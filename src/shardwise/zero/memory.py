@@ -93,7 +93,7 @@ def _planned(
         Category.OTHER: resident[Category.OTHER] + max(kept.temporary, sizes.chunk(), widened),
     }
     # What several micro-batches add up is there in all their passes but the first; else gradients come one by one.
-    passes = held - gradients + (summed if accumulation > 1 else 0) + gathering.total + both
+    passes = held - gradients + (0 if sizes.come_one_by_one else summed) + gathering.total + both
     if decoding.codes:
         results = sum(job.result for job in pipeline.jobs)
         passes = max(passes, passes - gathering.total - both + decoding.total + single + results)
@@ -118,7 +118,7 @@ def floor(
     peaks[Category.OTHER] += widened
     held = sum(resident.values()) + state + unsent
     pipeline = sizes.pipeline()
-    if accumulation > 1:
+    if not sizes.come_one_by_one:
         return MemoryPlan(peaks, held + max(gathered + pipeline.most(activations), widened))
     # Gradients come one by one: what is gathered with all of them there is what the backward pass ends with.
     passes = gathered + Pipeline([replace(job, result=0) for job in pipeline.jobs]).most(activations)
@@ -227,6 +227,11 @@ class _Sizes:
         locally = self.world == 1 or communicates or (accumulation > 1 and not model.plan.shard_gradients)
         self.communicates = communicates
         self.sums_locally = locally if sums_locally is None else sums_locally
+
+    @property
+    def come_one_by_one(self) -> bool:
+        """Whether a backward pass begins without any gradient's memory."""
+        return self.accumulation == 1 and not self.model.keeps_gradients
 
     def numel(self, section: SectionMemory) -> int:
         return section.layout.numel if self.padded else sum(slot.numel for slot in section.layout.slots)
@@ -388,7 +393,7 @@ class _Sizes:
                 alone=unit.index in alone,
                 parameters=frozenset(self._pieces(unit)),
                 pieces=self._pieces(unit) if self._in_pieces(unit) else {},
-                result=self._result(unit) if self.accumulation == 1 else 0,
+                result=self._result(unit) if self.come_one_by_one else 0,
                 summed=self.sums_locally,
             )
             for unit in self.reduced()

@@ -165,6 +165,7 @@ class ShardedModel:
                 wire_dtype=policy.wire_dtype,
                 prescale=prescale,
                 compressor=compressor,
+                keeps_gradients=self.keeps_gradients,
                 stays_local=self.update.local if isinstance(self.update, CommunicatedUpdate) else None,
                 scale=lambda: self.reduction_scale(),
                 boundary=boundary,
@@ -204,6 +205,15 @@ class ShardedModel:
         accountant.reset_peak()
         self._order_agreed = self._stepped = False
         give_back_freed_memory()  # of the whole parameters, between the shards
+
+    @property
+    def keeps_gradients(self) -> bool:
+        """Whether gradients keep their memory from step to step.
+
+        Where it is as large as the parameters, taking it from the system anew costs a CPU more time than anything that
+        this library could save; DDP keeps its buckets, too. An accelerator's allocator has freed memory at hand.
+        """
+        return self.device.type == "cpu" and not self.plan.shard_optimizer
 
     # -- building ----------------------------------------------------------------------------------------------------
 

@@ -47,6 +47,7 @@ class Reducer:
         shard_gradients: reduce every micro-batch instead of once per step.
         wire_dtype: dtype on the wire; None: that of the sections, or else that of the local gradients.
         prescale: factor applied before sending.
+        keeps_gradients: leave accumulators their memory between steps.
         compressor: reduces with loss, once it has started.
         stays_local: whether the gradients of the window that begins now are only added up locally, for an optimizer
             that communicates itself (the same on all ranks).
@@ -77,6 +78,7 @@ class Reducer:
         shard_gradients: bool,
         wire_dtype: torch.dtype | None = None,
         prescale: float = 1.0,
+        keeps_gradients: bool = False,
         compressor: Compressor | None = None,
         stays_local: Callable[[], bool] | None = None,
         scale: Callable[[], float],
@@ -95,6 +97,7 @@ class Reducer:
         self.shard_gradients = shard_gradients
         self.wire_dtype = wire_dtype
         self.prescale = prescale
+        self._keeps_gradients = keeps_gradients
         self.compressor = compressor if comm.world > 1 else None
         self._stays_local = stays_local
         self.local = False
@@ -568,7 +571,7 @@ class Reducer:
         ]
 
     def clear(self) -> None:
-        """Start a new step: the accumulated gradients are given back, and the next reductions bring new ones."""
+        """Start a new step: what is accumulated counts no more, and its memory is given back (or kept, if so asked)."""
         self.partial = False
         self._own = {}
         for gradients in self.gradients.values():
@@ -576,8 +579,9 @@ class Reducer:
             gradients.extremes = []
             gradients.seen = set()
             self._free(gradients)
-            for section in gradients.unit.trainable:
-                section.free_gradient()
+            if not self._keeps_gradients:
+                for section in gradients.unit.trainable:
+                    section.free_gradient()
 
     def remove(self) -> None:
         """Take the hooks off the parameters."""
