@@ -68,7 +68,8 @@ def test_resident_bytes_are_those_of_the_table(
         live = found["live"]
         assert live[Category.PARAMETERS] == size * whole // (world if stage == 3 else 1)
         assert found["gradients"] == 4 * trained // (world if stage >= 1 else 1)
-        assert live[Category.GRADIENTS] == 0  # between steps there are none
+        # Between steps there are none, but for CPU ranks where nothing is sharded.
+        assert live[Category.GRADIENTS] == (0 if stage >= 1 else found["gradients"])
         assert live[Category.MASTER] == (4 * trained // (world if stage >= 1 else 1) if precision == "bf16" else 0)
         # Two moments, and one step count for each segment.
         assert live[Category.OPTIMIZER] == 8 * trained // (world if stage >= 1 else 1) + 4 * found["segments"]
