@@ -270,6 +270,10 @@ class CommunicatedUpdate(SegmentUpdate):
         super().clear_state()
         self.asked.forget()
 
+    def stepped_together(self, key: str) -> list[list[int]]:
+        """See `Update.stepped_together`; what is kept for each parameter as a whole is its own."""
+        return [] if key in self.asked.tensor_keys else super().stepped_together(key)
+
     def make_state(self, index: int, elementwise: Mapping[str, torch.dtype], whole: Mapping[str, Any]) -> None:
         """See `Update.make_state`."""
         keys = self.asked.tensor_keys

@@ -249,6 +249,10 @@ class WholeUpdate:
         """See `Update.clear_state`."""
         self.optimizer.state.clear()
 
+    def stepped_together(self, key: str) -> list[list[int]]:
+        """See `Update.stepped_together`: every tensor has a state of its own."""
+        return []
+
     def make_state(self, index: int, elementwise: Mapping[str, torch.dtype], whole: Mapping[str, Any]) -> None:
         """See `Update.make_state`."""
         master = self.masters.get(index)
@@ -314,6 +318,10 @@ class MixedUpdate:
     def clear_state(self) -> None:
         """See `Update.clear_state`."""
         self.segments.clear_state()
+
+    def stepped_together(self, key: str) -> list[list[int]]:
+        """See `Update.stepped_together`."""
+        return self.segments.stepped_together(key)
 
     def make_state(self, index: int, elementwise: Mapping[str, torch.dtype], whole: Mapping[str, Any]) -> None:
         """See `Update.make_state`."""

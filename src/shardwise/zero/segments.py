@@ -280,6 +280,14 @@ class SegmentUpdate:
         """See `Update.clear_state`."""
         self.optimizer.state.clear()
 
+    def stepped_together(self, key: str) -> list[list[int]]:
+        """See `Update.stepped_together`."""
+        sets: dict[int, list[int]] = {}
+        for index, runs in self._runs.items():
+            for segment in {id(segment) for _, _, segment in runs}:
+                sets.setdefault(segment, []).append(index)
+        return list(sets.values())
+
     def make_state(self, index: int, elementwise: Mapping[str, torch.dtype], whole: Mapping[str, Any]) -> None:
         """See `Update.make_state`."""
         for _, _, segment in self._runs.get(index, ()):

@@ -70,6 +70,9 @@ class Update(Protocol):
     def clear_state(self) -> None:
         """Forget all optimizer state."""
 
+    def stepped_together(self, key: str) -> list[list[int]]:
+        """Return sets of parameters that have, on this rank, one value of an entry that is not elementwise."""
+
     def make_state(self, index: int, elementwise: Mapping[str, torch.dtype], whole: Mapping[str, Any]) -> None:
         """Give a parameter state: zeros for elementwise entries, to be filled through `state_pieces`, and whole values.
 
