@@ -197,7 +197,7 @@ _FRESH = "pass load_optimizer_states=False to start with fresh optimizer state"
 
 def match_optimizer(
     model: ShardedModel, manifest: Manifest, path: str, selection: Selection, *, settings: bool
-) -> dict[int, StateOf]:
+) -> tuple[dict[int, StateOf], list[str]]:
     """Find the saved optimizer state of every trained parameter.
 
     Args:
@@ -206,6 +206,9 @@ def match_optimizer(
         path: for messages.
         selection: what is loaded; it must not leave out trained parameters.
         settings: the settings of parameter groups are loaded too, so that groups must be as they were.
+
+    Returns:
+        (the state, names of parameters that have some in the checkpoint and are not trained here).
 
     Raises:
         CheckpointError: it is of another optimizer or other groups, or there is none for some parameters.
@@ -239,18 +242,19 @@ def match_optimizer(
     for parameter, values in saved["values"].items():
         by_name.setdefault(parameter, StateOf()).values.update(values)
     states: dict[int, StateOf] = {}
-    without = []
+    without, used = [], set()
     for tensor in trained:
         found = next((owner[known].name for known in (tensor.name, *tensor.aliases) if known in owner), tensor.name)
         if found in by_name:
             states[tensor.index] = by_name[found]
+            used.add(found)
         else:
             without.append(tensor.name)
     # No state at all: saved before the first step, or the optimizer has none (SGD without momentum).
     if without and states:
         raise CheckpointError(f"{path}: has no optimizer state for trained parameters: {outline(without)}; {_FRESH}")
     _compare_shared(model, model.update, states, path)
-    return states
+    return states, [name for name in by_name if name not in used]
 
 
 def _compare_groups(

@@ -225,9 +225,9 @@ class Checkpointing:
         if not load_module_only:
             with phase(self._comm, self.device, f"loading checkpoint {loaded.path}"):
                 self._take_training_state(loaded, options, load_lr_scheduler_states)
-        self.last_load = replace(matched.report, notes=self._notes)
-        if self._comm.rank == 0 and matched.report.differs:
+        if self._comm.rank == 0 and (matched.report.differs or matched.report.notes):
             logger.warning("%s", matched.report)
+        self.last_load = replace(matched.report, notes=matched.report.notes + self._notes)
         return loaded.path, loaded.client
 
     def _check_training_state(self, manifest: Manifest, path: str, *, with_scheduler: bool) -> None:
