@@ -168,7 +168,9 @@ def make(path: str) -> None:
     steps(engine, 0, 2)
     engine.save_checkpoint(path, tag="a", client_state={"values": torch.arange(3.0)})
     steps(engine, 2, 2)
-    torch.save(engine.module_state_dict(), f"{path}/end.pt")
+    end = engine.module_state_dict()
+    if rank() == 0:
+        torch.save(end, f"{path}/end.pt")
     engine.destroy()
 
 
@@ -224,7 +226,11 @@ def test_parts_are_loaded_by_patterns(saved: str) -> None:
 
 
 REFUSED: list[tuple[dict[str, Any], type[Exception], str]] = [
-    ({"include": "blocks.*"}, CheckpointError, "include and exclude leave out trained parameters (embedding.weight"),
+    (
+        {"include": "blocks.*"},
+        CheckpointError,
+        "include and exclude leave out trained parameters (temperature, embedding.weight",
+    ),
     ({"include": ["blcks.*"], "load_module_only": True}, CheckpointError, "no name is matched by: include 'blcks.*'"),
     ({"exclude": [3]}, UsageError, "exclude: expected patterns such as 'blocks.*', found 3"),
     ({"rename": {"x": "y"}}, CheckpointError, "no name is matched by: rename 'x'"),
@@ -233,9 +239,9 @@ REFUSED: list[tuple[dict[str, Any], type[Exception], str]] = [
     ({"rename": [("(", "x")]}, UsageError, "rename: '(' is not a regular expression"),
     ({"rename": [("(blocks)", r"\2")]}, UsageError, r"rename: the replacement '\\2' of '(blocks)' is wrong"),
     ({"rename": "blocks"}, UsageError, "a list of (regular expression, replacement), or a function"),
-    ({"rename": lambda name: None}, UsageError, "rename: the function returned None for 'embedding.weight'"),
-    ({"rename": lambda name: 1 / 0}, UsageError, "rename: the function failed on 'embedding.weight': ZeroDivision"),
-    ({"rename": lambda name: "x" + name}, CheckpointError, "missing in the checkpoint: embedding.weight"),
+    ({"rename": lambda name: None}, UsageError, "rename: the function returned None for 'temperature'"),
+    ({"rename": lambda name: 1 / 0}, UsageError, "rename: the function failed on 'temperature': ZeroDivision"),
+    ({"rename": lambda name: "x" + name}, CheckpointError, "missing in the checkpoint: temperature, nothing, embed"),
     ({"rename": {"temperature": "heat"}}, CheckpointError, "not in the model: heat"),
     ({"include": "*", "custom_load_fn": print}, UsageError, "custom_load_fn is given everything"),
 ]
@@ -252,7 +258,8 @@ def refused(path: str) -> None:
     # Ranks that were asked for different things all say so.
     with pytest.raises(UsageError, match="pass the same include, exclude and rename on every rank"):
         engine.load_checkpoint(path, "a", load_module_only=True, include=["blocks.*", "head.*"][rank()])
-    with pytest.raises(CheckpointError, match="on rank 1|function failed" if rank() == 0 else "failed on 'embedding"):
+    told = "failed on rank 1: UsageError: rename" if rank() == 0 else "the function failed on 'temperature'"
+    with pytest.raises((CheckpointError, UsageError), match=told):
         engine.load_checkpoint(path, "a", rename=lambda name: name if rank() == 0 else 1 / 0)
     assert same(before, engine.module_state_dict()) and engine.get_lr() == state
     assert engine.last_load is None
@@ -471,7 +478,7 @@ def test_each_rank_reads_what_it_holds_and_takes_no_other_memory(tmp_path: Path)
         for stage in (0, 1, 3):
             found = run_ranks(read_bytes, world, path, stage, True)
             # Every byte is verified once; besides headers and random numbers, each rank reads what it keeps.
-            assert size <= sum(one["verified"] for one in found) <= size
+            assert sum(one["verified"] for one in found) == size
             for one in found:
                 assert 0 <= one["read"] - one["held"] - one["state"] < 100_000
                 assert one["peak"] - one["state"] < 0.2 * model / world
