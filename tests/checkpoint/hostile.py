@@ -16,15 +16,18 @@ from typing import Any
 
 from shardwise.checkpoint import manifest
 
-Files = dict[str, bytes]
-"""Content of a directory by name."""
+class Files(dict[str, bytes]):
+    """Content of a directory by name."""
+
+    def __repr__(self) -> str:
+        return f"Files({list(self)})"
 
 
 def read_files(directory: Path) -> Files:
-    return {path.name: path.read_bytes() for path in sorted(directory.iterdir())}
+    return Files({path.name: path.read_bytes() for path in sorted(directory.iterdir())})
 
 
-def write_files(directory: Path, files: Files) -> None:
+def write_files(directory: Path, files: dict[str, bytes]) -> None:
     """Make a directory hold these files and nothing else."""
     shutil.rmtree(directory, ignore_errors=True)
     directory.mkdir()
@@ -37,7 +40,9 @@ def write_files(directory: Path, files: Files) -> None:
 
 def damage(directory: Path, rng: random.Random) -> str:
     """Do something to a file of a directory; say what."""
-    names = sorted(os.listdir(directory))
+    names = sorted(path.name for path in directory.iterdir() if path.is_file() and path.stat().st_size)
+    if not names:
+        return "nothing is left"
     name = rng.choice(names)
     path = directory / name
     data = bytearray(path.read_bytes())

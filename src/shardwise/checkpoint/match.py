@@ -284,9 +284,9 @@ def _compare_shared(model: ShardedModel, update: OptimizerShards, states: dict[i
     for key in {key: None for state in states.values() for key in state.values}:
         for together in update.stepped_together(key):
             values = {index: states[index].values.get(key) for index in together if index in states}
-            first = next(iter(values), None)
-            other = next((index for index in values if values[index] != values[first]), None)
-            if other is not None and first is not None:
+            other = next((index for index in values if values[index] != values[next(iter(values))]), None)
+            if other is not None:
+                first = next(iter(values))
                 raise CheckpointError(
                     f"{path}: optimizer state {key!r} of {model.registry[other].name!r} is {values[other]!r}, that of "
                     f"{model.registry[first].name!r} {values[first]!r}; in this engine the two are stepped together. "
