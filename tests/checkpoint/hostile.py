@@ -16,6 +16,7 @@ from typing import Any
 
 from shardwise.checkpoint import manifest
 
+
 class Files(dict[str, bytes]):
     """Content of a directory by name."""
 
