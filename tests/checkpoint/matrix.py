@@ -14,8 +14,8 @@ is loaded into an engine of every stage and number of ranks that has had other v
   values before; there it is an engine that was *built* in the target layout from the state at that step: from a plain
   model with these weights and an optimizer instance with this state, without `load_checkpoint`.
 
-What 1-bit optimizers have not sent yet belongs to the ranks that keep it. On another number of ranks it is dropped, as an
-engine that is built there has none either; on the same ranks they go on exactly, at their other stage too.
+What 1-bit optimizers have not sent yet belongs to the ranks that keep it. On another number of ranks it is dropped (an
+engine that is built there has none either); on the same ranks they go on exactly, at their other stage too.
 
 `test_matrix.py` runs the part in which every pair of layouts occurs once, with alternating optimizers.
 """

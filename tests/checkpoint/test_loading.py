@@ -447,12 +447,17 @@ def read_bytes(path: str, stage: int, load: bool) -> dict[str, int]:
     patch.setattr(tensorfile.TensorFile, "wrong_blocks", counted_verify)
     patch.setattr(tensorfile.TensorFile, "_fill", counted_fill)
     patch.setattr("shardwise.checkpoint.parallel.workers", lambda: 1)  # what is counted is counted in this thread
+    torch.use_deterministic_algorithms(True)  # memory that is not written holds NaN, so that nobody reads it unnoticed
     try:
         with track_activations(Accountant()) as accountant:
             engine.load_checkpoint(path, "a")
             counts["peak"] = accountant.peak_total
     finally:
+        torch.use_deterministic_algorithms(False)
         patch.undo()
+    for state in engine.optimizer.state.values():
+        for key in ("exp_avg", "exp_avg_sq"):
+            assert bool(state[key].isfinite().all()), "between parameters there are zeros"
     sharded = engine.sharded
     runs = sharded.value_runs()
     counts["held"] = sum(view.nbytes for own in runs.values() for _, _, view in own)

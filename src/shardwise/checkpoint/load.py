@@ -308,12 +308,15 @@ def _read_optimizer(model: ShardedModel, saved: Checkpoint, states: dict[int, St
     update.clear_state()
     held = model.value_runs()
     runs = []
+    # Parameters that share memory here may have been saved with different entries; what one has not is zero then.
+    filled = len({frozenset(state.elementwise) for state in states.values()}) == 1
     for index, state in states.items():
         if not held.get(index):
             continue
         whole = {key: saved.decode(tree) for key, tree in state.values.items()}
         whole |= {key: saved.read(stored) for key, stored in state.whole.items()}
-        update.make_state(index, {key: stored.torch_dtype for key, stored in state.elementwise.items()}, whole)
+        dtypes = {key: stored.torch_dtype for key, stored in state.elementwise.items()}
+        update.make_state(index, dtypes, whole, filled=filled)
         for key, stored in state.elementwise.items():
             runs += [(stored, start, view) for start, _, view in update.state_pieces(index, key)]
     saved.read_all(runs)
