@@ -10,9 +10,9 @@ TORCH := $(shell sed -n 's/^\(torch==[0-9.]*\).*/\1/p' constraints.txt)
 # One computing thread a process: tests start several ranks on one machine.
 export OMP_NUM_THREADS ?= 1
 
-.PHONY: help venv demo test lint format bench bench-gpu docs clean
+.PHONY: help venv demo test matrix lint format bench bench-gpu docs clean
 help:
-	@echo "make demo | test | lint | format | bench | bench-gpu | docs | clean"
+	@echo "make demo | test | matrix | lint | format | bench | bench-gpu | docs | clean"
 
 venv: $(STAMP)
 
@@ -36,6 +36,11 @@ demo: $(STAMP)
 
 test: $(STAMP)
 	OMP_NUM_THREADS=1 $(BIN)/python -m pytest -v --durations=40
+
+# Every layout of a checkpoint into every other, with every optimizer (a part of it is in `make test`); the result goes
+# to bench/results.
+matrix: $(STAMP)
+	OMP_NUM_THREADS=1 $(BIN)/python -m tests.checkpoint.matrix
 
 lint: $(STAMP)
 	$(BIN)/ruff check .

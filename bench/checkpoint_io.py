@@ -1,106 +1,268 @@
-"""Saving and loading a checkpoint against torch.save and torch.load of the same tensors.
+"""Saving and loading a checkpoint: shardwise, torch.save, torch.distributed.checkpoint, DeepSpeed, and the bare disk.
 
-    python bench/checkpoint_io.py [--nproc 2] [--layers 24] [--repeat 3] [--directory .]
+    python bench/checkpoint_io.py [--nproc 2] [--layers 24] [--repeat 3] [--directory .] [--only shardwise,disk]
 
-A stage-3 engine with AdamW in fp32 (12 bytes a parameter). GB/s of all ranks together, best of `--repeat` rounds in
-which the candidates take turns. Both ways of saving end with the bytes on disk (fsync). "cold" means that the files
-were dropped from the page cache before. torch.load neither verifies bytes nor can load into another layout.
+The same bytes for all: a model and AdamW's state in fp32, 12 bytes a parameter, sharded at ZeRO stage 3 (DTensors for
+torch.distributed.checkpoint, a list of plain tensors on each rank for torch.save). GB/s of all ranks together: the
+median of `--repeat` rounds in which the systems take turns. Every way of saving ends with the bytes on disk: what a
+system has not flushed itself is flushed in the measured time. *disk* is files of as many bytes, written in blocks of
+4 MiB and flushed, and read into one block over and over: what nothing can be faster than. *cold* means that the files
+were dropped from the page cache before. Memory is the highest resident size during the operation above that before it,
+summed over ranks, over the checkpoint's size; what a load has to make anew (the state of a fresh optimizer) was there
+before. torch.save and torch.load neither verify bytes nor can load into another layout.
 Results: bench/results/checkpoint_io_<ranks>.json.
 """
 
 from __future__ import annotations
 
 import argparse
+import importlib.util
 import os
 import shutil
+import statistics
 import tempfile
 import time
-from collections.abc import Callable, Iterator
+from collections.abc import Iterator
+from typing import Any, Protocol
 
 import torch
 import torch.distributed as dist
-from _jobs import answer, in_job, parser, ranks, read
+from _jobs import answer, forget_peak, in_job, parser, ranks, read, resident, trimmed
 from torch import nn
 
 import shardwise
 
 WIDTH = 2048
-CONFIG = {
+BLOCK = 4 << 20
+CONFIG: dict[str, Any] = {
     "train_micro_batch_size_per_gpu": 1,
     "optimizer": {"type": "AdamW", "params": {"lr": 1e-3}},
     "zero_optimization": {"stage": 3},
 }
+OPERATIONS = ("save", "load", "load cold")
+SYSTEMS = ("disk", "shardwise", "torch.save", "torch DCP", "DeepSpeed")
 
 
-def tensors(engine: shardwise.Engine) -> Iterator[torch.Tensor]:
-    """Yield what this rank holds of master weights and optimizer state."""
-    update = engine.sharded.update
-    for tensor in engine.sharded.registry:
-        yield from (values for _, _, values in update.master_pieces(tensor.index))
-        for key in ("exp_avg", "exp_avg_sq"):
-            yield from (values for _, _, values in update.state_pieces(tensor.index, key))
+class System(Protocol):
+    """Something that saves and loads; each rank calls with the same empty or filled directory."""
+
+    def save(self, path: str) -> None:
+        """Write everything below `path`."""
+
+    def load(self, path: str) -> None:
+        """Read it back into the place that it came from."""
+
+
+def make_model(layers: int) -> nn.Module:
+    """Return the model whose state is saved."""
+    return nn.Sequential(*(nn.Linear(WIDTH, WIDTH) for _ in range(layers)))
+
+
+def step(engine: Any) -> None:
+    """Train one step, so that the optimizer has state."""
+    engine.backward(engine(torch.randn(1, WIDTH)).square().mean())
+    engine.step()
+
+
+class Disk:
+    """As many bytes as the checkpoint has, without anything else."""
+
+    def __init__(self, size: int) -> None:
+        self.block = memoryview(bytearray(os.urandom(1 << 20) * 4))
+        self.count = size // dist.get_world_size() // BLOCK
+
+    def save(self, path: str) -> None:
+        """Write this rank's part."""
+        with open(f"{path}/{dist.get_rank()}", "wb", buffering=0) as file:
+            for _ in range(self.count):
+                file.write(self.block)
+
+    def load(self, path: str) -> None:
+        """Read it."""
+        with open(f"{path}/{dist.get_rank()}", "rb", buffering=0) as file:
+            while file.readinto(self.block):
+                pass
+
+
+class Ours:
+    """An engine of shardwise."""
+
+    def __init__(self, layers: int) -> None:
+        self.engine, *_ = shardwise.initialize(model=make_model(layers), config=CONFIG)
+        step(self.engine)
+
+    def tensors(self) -> Iterator[torch.Tensor]:
+        """Yield what this rank holds of master weights and optimizer state."""
+        update = self.engine.sharded.update
+        for tensor in self.engine.sharded.registry:
+            yield from (values for _, _, values in update.master_pieces(tensor.index))
+            for key in ("exp_avg", "exp_avg_sq"):
+                yield from (values for _, _, values in update.state_pieces(tensor.index, key))
+
+    def save(self, path: str) -> None:
+        """Save a checkpoint."""
+        self.engine.save_checkpoint(path, tag="a")
+
+    def load(self, path: str) -> None:
+        """Load it."""
+        self.engine.load_checkpoint(path, tag="a")
+
+
+class Plain:
+    """torch.save of the tensors that each rank holds."""
+
+    def __init__(self, ours: Ours) -> None:
+        self.ours = ours
+
+    def save(self, path: str) -> None:
+        """Save a list of tensors. Views are cloned: torch.save would write the whole storage behind each."""
+        torch.save([values.clone() for values in self.ours.tensors()], f"{path}/{dist.get_rank()}.pt")
+
+    def load(self, path: str) -> None:
+        """Load them and copy them to their places."""
+        loaded = torch.load(f"{path}/{dist.get_rank()}.pt", weights_only=True)
+        for values, saved in zip(self.ours.tensors(), loaded, strict=True):
+            values.copy_(saved)
+
+
+class Distributed:
+    """torch.distributed.checkpoint of sharded tensors."""
+
+    def __init__(self, layers: int) -> None:
+        from torch.distributed.device_mesh import init_device_mesh
+        from torch.distributed.tensor import Shard, distribute_tensor
+
+        mesh = init_device_mesh("cpu", (dist.get_world_size(),))
+        self.state = {
+            f"{layer}.{name}.{kind}": distribute_tensor(torch.randn(shape), mesh, [Shard(0)])
+            for layer in range(layers)
+            for name, shape in (("weight", (WIDTH, WIDTH)), ("bias", (WIDTH,)))
+            for kind in ("value", "exp_avg", "exp_avg_sq")
+        }
+
+    def save(self, path: str) -> None:
+        """Save with the file system writer and its default settings, by which it flushes."""
+        import torch.distributed.checkpoint as dcp
+
+        dcp.save(self.state, storage_writer=dcp.FileSystemWriter(path))
+
+    def load(self, path: str) -> None:
+        """Load in place."""
+        import torch.distributed.checkpoint as dcp
+
+        dcp.load(self.state, storage_reader=dcp.FileSystemReader(path))
+
+
+class Peer:
+    """An engine of DeepSpeed."""
+
+    def __init__(self, layers: int) -> None:
+        import deepspeed
+
+        model = make_model(layers)
+        config = {**CONFIG, "zero_allow_untested_optimizer": True, "steps_per_print": 10**9}
+        del config["optimizer"]
+        optimizer = torch.optim.AdamW(model.parameters(), lr=1e-3, fused=True)
+        self.engine, *_ = deepspeed.initialize(model=model, optimizer=optimizer, config=config)
+        step(self.engine)
+
+    def save(self, path: str) -> None:
+        """Save a checkpoint."""
+        self.engine.save_checkpoint(path, tag="a")
+
+    def load(self, path: str) -> None:
+        """Load it."""
+        self.engine.load_checkpoint(path, tag="a")
+
+
+def files(path: str) -> Iterator[str]:
+    """Yield all files below a directory."""
+    for directory, _, names in os.walk(path):
+        yield from (os.path.join(directory, name) for name in sorted(names))
+
+
+def flush(path: str) -> None:
+    """Bring this rank's share of the files to disk."""
+    for number, name in enumerate(files(path)):
+        if number % dist.get_world_size() == dist.get_rank():
+            descriptor = os.open(name, os.O_RDONLY)
+            os.fsync(descriptor)
+            os.close(descriptor)
 
 
 def drop_from_cache(path: str) -> None:
     """Forget the file contents that the system has in memory."""
-    for directory, _, names in os.walk(path):
-        for name in names:
-            descriptor = os.open(os.path.join(directory, name), os.O_RDONLY)
-            os.posix_fadvise(descriptor, 0, 0, os.POSIX_FADV_DONTNEED)
-            os.close(descriptor)
+    for name in files(path):
+        descriptor = os.open(name, os.O_RDONLY)
+        os.posix_fadvise(descriptor, 0, 0, os.POSIX_FADV_DONTNEED)
+        os.close(descriptor)
 
 
-def candidates(engine: shardwise.Engine, path: str, rank: int) -> dict[str, Callable[[], object]]:
-    """The actions, in an order in which each finds the files that it reads."""
-    own = f"{path}/rank{rank}.pt"
-
-    def torch_save() -> None:
-        with open(own, "wb") as file:
-            # Views are cloned: torch.save would write the whole storage behind each.
-            torch.save([values.clone() for values in tensors(engine)], file)
-            file.flush()
-            os.fsync(file.fileno())
-
-    def torch_load() -> None:
-        for values, loaded in zip(tensors(engine), torch.load(own, weights_only=True), strict=True):
-            values.copy_(loaded)
-
-    return {
-        "save_checkpoint": lambda: engine.save_checkpoint(path, tag="a"),
-        "torch.save": torch_save,
-        "load_checkpoint, cached": lambda: engine.load_checkpoint(path, tag="a"),
-        "torch.load, cached": torch_load,
-        "load_checkpoint, cold": lambda: engine.load_checkpoint(path, tag="a"),
-        "torch.load, cold": torch_load,
-    }
+def timed(system: System, operation: str, path: str) -> tuple[float, float]:
+    """Do an operation; return seconds, and the bytes of all ranks by which the resident size was higher meanwhile."""
+    if dist.get_rank() == 0 and operation == "save":
+        shutil.rmtree(path, ignore_errors=True)
+        os.mkdir(path)
+    if dist.get_rank() == 0 and operation == "load cold":
+        drop_from_cache(path)
+    before = trimmed()
+    forget_peak()
+    dist.barrier()
+    start = time.perf_counter()
+    if operation == "save":
+        system.save(path)
+        dist.barrier()
+        flush(path)
+    else:
+        system.load(path)
+    dist.barrier()
+    seconds = time.perf_counter() - start
+    grown = torch.tensor(float(max(0, resident("VmHWM") - before)), dtype=torch.float64)
+    dist.all_reduce(grown)
+    return seconds, grown.item()
 
 
 def measure(options: argparse.Namespace) -> None:
-    """Measure on this rank; rank 0 answers with the fastest seconds of each operation."""
-    model = nn.Sequential(*(nn.Linear(WIDTH, WIDTH) for _ in range(options.layers)))
-    size = 12 * sum(parameter.numel() for parameter in model.parameters())
-    engine, *_ = shardwise.initialize(model=model, config=CONFIG)
-    engine.backward(engine(torch.randn(1, WIDTH)).square().mean())
-    engine.step()
-    rank, world = engine.global_rank, engine.world_size
-    box = [tempfile.mkdtemp(dir=options.directory) if rank == 0 else None]
-    if world > 1:
-        dist.broadcast_object_list(box)
-    path = str(box[0])
-    seconds: dict[str, list[float]] = {}
-    for _ in range(options.repeat):
-        for name, action in candidates(engine, path, rank).items():
-            if name.endswith("cold") and rank == 0:
-                drop_from_cache(path)
-            engine._comm.barrier()
-            start = time.perf_counter()
-            action()
-            engine._comm.barrier()
-            seconds.setdefault(name, []).append(time.perf_counter() - start)
-    engine.destroy()
-    if rank == 0:
-        shutil.rmtree(path)
-    answer({"bytes": size, "seconds": {name: min(times) for name, times in seconds.items()}})
+    """Measure on this rank; rank 0 answers with the rows."""
+    torch.manual_seed(0)
+    if not dist.is_initialized():
+        shardwise.init_distributed()
+    ours = Ours(options.layers)
+    size = 12 * options.layers * (WIDTH * WIDTH + WIDTH)
+    makers = {
+        "disk": lambda: Disk(size),
+        "shardwise": lambda: ours,
+        "torch.save": lambda: Plain(ours),
+        "torch DCP": lambda: Distributed(options.layers),
+        "DeepSpeed": lambda: Peer(options.layers),
+    }
+    systems: dict[str, System] = {name: makers[name]() for name in options.chosen}
+    box = [tempfile.mkdtemp(dir=options.directory) if dist.get_rank() == 0 else None]
+    dist.broadcast_object_list(box)
+    seconds: dict[tuple[str, str], list[float]] = {}
+    grown: dict[tuple[str, str], float] = {}
+    for turn in range(options.repeat):
+        # Who comes first changes, so that nobody always finds the disk as the one before has left it.
+        order = options.chosen[turn % len(options.chosen) :] + options.chosen[: turn % len(options.chosen)]
+        for operation in OPERATIONS:
+            for name in order:
+                taken, more = timed(systems[name], operation, f"{box[0]}/{name}")
+                seconds.setdefault((name, operation), []).append(taken)
+                grown[name, operation] = max(more, grown.get((name, operation), 0.0))
+    if dist.get_rank() == 0:
+        shutil.rmtree(str(box[0]))
+    fastest = {key: statistics.median(values) for key, values in seconds.items()}
+    rows = []
+    for name in options.chosen:
+        row: dict[str, Any] = {"system": name}
+        for operation in OPERATIONS:
+            key = operation.replace(" ", "_")
+            row[f"{key}_gb_per_s"] = round(size / fastest[name, operation] / 1e9, 3)
+            row[f"{key}_memory"] = round(grown[name, operation] / size, 3)
+            if "disk" in options.chosen:
+                row[f"{key}_of_disk"] = round(fastest["disk", operation] / fastest[name, operation], 3)
+        rows.append(row)
+    answer({"bytes": size, "rows": rows})
 
 
 def main() -> None:
@@ -110,24 +272,24 @@ def main() -> None:
     found.add_argument("--layers", type=int, default=24)
     found.add_argument("--repeat", type=int, default=3)
     found.add_argument("--directory", default=".")
+    found.add_argument("--only", help=f"systems, separated by commas; default: of {', '.join(SYSTEMS)} those installed")
     options = read(found)
     if options.quick:
         options.layers, options.repeat = 1, 1
+    installed = [name for name in SYSTEMS if name != "DeepSpeed" or importlib.util.find_spec("deepspeed") is not None]
+    options.chosen = options.only.split(",") if options.only else installed
     if in_job():
         measure(options)
         return
     from _machine import save
 
     answered = ranks(options.nproc)
-    size = answered["bytes"]
-    rows = [
-        {"operation": name, "gb_per_s": round(size / seconds / 1e9, 2)} for name, seconds in answered["seconds"].items()
-    ]
-    for row in rows:
-        print(f"{row['operation']:26} {row['gb_per_s']:6.2f} GB/s")
-    name = f"checkpoint_io_{options.nproc}"
-    notes = {"unit": "GB/s of all ranks", "gigabytes": round(size / 1e9, 2), "ranks": options.nproc}
-    save(options.results, name, rows, **notes)
+    for row in answered["rows"]:
+        fields = [operation.replace(" ", "_") for operation in OPERATIONS]
+        speeds = "  ".join(f"{field} {row[f'{field}_gb_per_s']:6.2f}" for field in fields)
+        print(f"{row['system']:12} GB/s: {speeds}   memory {row['save_memory']:.2f}, {row['load_memory']:.2f}")
+    notes = {"unit": "GB/s of all ranks", "gigabytes": round(answered["bytes"] / 1e9, 2), "ranks": options.nproc}
+    save(options.results, f"checkpoint_io_{options.nproc}", answered["rows"], **notes)
 
 
 if __name__ == "__main__":

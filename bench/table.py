@@ -201,16 +201,36 @@ def collectives(results: Results) -> list[str]:
 
 
 def checkpoints(results: Results) -> list[str]:
-    """Return the table of checkpoint speeds."""
-    found = {world: results.find(f"checkpoint_io_{world}") for world in (1, 2)}
-    speeds = {
-        world: {row["operation"]: row["gb_per_s"] for row in record["rows"]}
-        for world, record in found.items()
-        if record
-    }
-    operations = list(dict.fromkeys(operation for by_name in speeds.values() for operation in by_name))
-    rows = [[name, *(shown(by_name.get(name)) for by_name in speeds.values())] for name in operations]
-    return grid(["GB/s", *(f"{world} rank{'s' * (world > 1)}" for world in speeds)], rows)
+    """Return the tables of checkpoint speeds: one for each number of ranks."""
+    lines: list[str] = []
+    for world in (1, 2):
+        name = f"checkpoint_io_{world}"
+        if results.find(name) is None:
+            continue
+        cells = [
+            (f"{title}{unit}", name, f"{field}{ending}")
+            for unit, ending in ((", GB/s", "_gb_per_s"), (", of the disk's", "_of_disk"), (", memory", "_memory"))
+            for title, field in (("save", "save"), ("load", "load"), ("load cold", "load_cold"))
+            if ending != "_memory" or field != "load_cold"
+        ]
+        lines += ["", f"On {world} rank{'s' * (world > 1)}:", "", *compare(*cells)(results)]
+    return lines[1:]
+
+
+def loading_memory(results: Results) -> list[str]:
+    """Return the table of memory while loading, by stage and number of ranks."""
+    record = results.find("checkpoint_memory")
+    rows = record["rows"] if record else []
+    head = ["", "ranks", "held after", "highest", "above what is held"]
+    fields = ("held", "highest", "above")
+    return grid(head, [[f"stage {r['stage']}", str(r["ranks"]), *(shown(r[field]) for field in fields)] for r in rows])
+
+
+def layouts(results: Results) -> list[str]:
+    """Return the table of the matrix of layouts."""
+    record = results.find("checkpoint_matrix")
+    rows = record["rows"] if record else []
+    return grid(["", "pairs", "wrong"], [[r["optimizer"], str(r["pairs"]), str(r["wrong"])] for r in rows])
 
 
 def convergence(group: str) -> Table:
@@ -365,10 +385,27 @@ SECTIONS = [
     ),
     Section(
         "Checkpoints",
-        "Saving and loading 1.2 GB (AdamW in fp32), bytes on disk at the end of a save; *cold*: the files were dropped "
-        "from the page cache before.",
+        "Saving and loading 1.2 GB: a model and AdamW's state in fp32, sharded. GB/s of all ranks together, medians of "
+        "turns, bytes on disk at the end of a save; *cold*: the files were dropped from the page cache before. *disk* "
+        "writes and reads files of as many bytes and does nothing else; *of the disk's* is the share of its speed. "
+        "*memory*: highest resident size above that before, over the size of the checkpoint, all ranks together.",
         ["checkpoint_io_1", "checkpoint_io_2"],
         checkpoints,
+    ),
+    Section(
+        "Memory while a checkpoint is loaded",
+        "A checkpoint of one rank, loaded into fresh engines: resident size above the bare process, of all ranks "
+        "together, over the checkpoint's size (weights and AdamW's state in fp32). *held after* is what the layout "
+        "keeps: at stage 0 every rank has everything. *above* is what loading takes besides.",
+        ["checkpoint_memory"],
+        loading_memory,
+    ),
+    Section(
+        "Layouts of checkpoints",
+        "Every stage on 1 to 4 ranks, saved and loaded at every other: pairs that were compared bit by bit after "
+        "loading and after training on, by optimizer (stages 0 and 1 for 1-bit Adam and LAMB, 0 for 0/1 Adam).",
+        ["checkpoint_matrix"],
+        layouts,
     ),
     Section(
         "Optimizer step on a CPU",

@@ -37,7 +37,13 @@ class ConflictError(ConfigError, AssertionError):
 
 
 class CheckpointError(ShardwiseError, RuntimeError):
-    """A checkpoint is missing, incomplete, damaged, or belongs to another model."""
+    """A checkpoint is missing, incomplete, damaged, or belongs to another model.
+
+    Attributes:
+        report: if names or shapes did not fit: which (a `shardwise.checkpoint.LoadReport`); None otherwise.
+    """
+
+    report: Any = None
 
 
 class CheckpointPathError(CheckpointError, ValueError):

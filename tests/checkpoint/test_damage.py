@@ -247,7 +247,7 @@ def test_a_manifest_cannot_reach_outside_its_directory(runs: Path) -> None:
                     run["file"] = "../secret.safetensors"
 
     rewrite(runs / "three", point_outside)
-    with pytest.raises(CheckpointError, match=r"does not list the file '\.\./secret"):
+    with pytest.raises(CheckpointError, match=r"the name of a file: .*'\.\./secret"):
         verify(str(runs / "three"))
 
 

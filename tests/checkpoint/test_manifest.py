@@ -21,7 +21,7 @@ MANIFEST = Manifest(
     versions={"shardwise": "9.9", "torch": "2", "python": "3"},
     layout={"world": 2, "stage": 3, "dtype": "bfloat16"},
     config={"zero_optimization": {"stage": 3}},
-    files={"f": FileFacts(12, ("0a0b0c0d",))},
+    files={"f": FileFacts(60, ("0a0b0c0d",))},
     tensors=[
         StoredTensor("w", "parameter", (2, 3), "float32", (Slice("f", "k", 0, 6),), ("v",), True, 0, "bfloat16"),
         StoredTensor("w", "optimizer/m", (2, 3), "float32", (Slice("f", "l", 0, 6, ((0, 2), (0, 3))),)),

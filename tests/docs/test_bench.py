@@ -66,6 +66,18 @@ def test_the_other_benchmarks_run(tmp_path: Path) -> None:
     assert row["ratio"] == 1 and row["tokens_per_s"] > 0 and row["step_gb_per_s"] > 0
 
 
+def test_checkpoints_are_measured(tmp_path: Path) -> None:
+    options = ["--quick", "--results", str(tmp_path), "--directory", str(tmp_path)]
+    with ThreadPoolExecutor() as pool:
+        io = pool.submit(bench, "checkpoint_io.py", *options, "--only", "disk,shardwise,torch.save,torch DCP")
+        memory = pool.submit(bench, "checkpoint_memory.py", *options)
+    assert "shardwise" in io.result() and "stage 3, 2 ranks" in memory.result()
+    by_system = {row["system"]: row for row in rows(tmp_path / "checkpoint_io_1.json")}
+    assert by_system["disk"]["load_of_disk"] == 1 and by_system["torch DCP"]["save_gb_per_s"] > 0
+    (row,) = rows(tmp_path / "checkpoint_memory.json")
+    assert row["highest"] >= row["held"]
+
+
 def test_pictures_of_schedules_are_drawn(tmp_path: Path) -> None:
     written = (ROOT / "docs" / "schedules.md").read_text()
     bench("schedules.py", "--images", str(tmp_path))

@@ -6,5 +6,6 @@ checkpoint without an engine.
 
 from shardwise.checkpoint.manifest import Manifest, Slice, StoredTensor
 from shardwise.checkpoint.reader import Checkpoint, verify
+from shardwise.checkpoint.report import LoadReport, WrongShape
 
-__all__ = ["Checkpoint", "Manifest", "Slice", "StoredTensor", "verify"]
+__all__ = ["Checkpoint", "LoadReport", "Manifest", "Slice", "StoredTensor", "WrongShape", "verify"]

@@ -9,10 +9,9 @@ before a byte is written, not changed in silence.
 from __future__ import annotations
 
 import base64
-import binascii
 import collections
 import math
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
 from typing import Any
 
 import torch
@@ -26,6 +25,7 @@ Fetch = Callable[[Any], torch.Tensor]
 """Takes a reference as `PutAside` returned it; returns the tensor."""
 
 _DEEPEST = 100
+_DEEPEST_JSON = 4 * _DEEPEST
 _SCALARS = {
     str(dtype).removeprefix("torch."): dtype
     for dtype in (
@@ -149,37 +149,87 @@ def decode(value: Any, fetch: Fetch) -> Any:
     >>> decode({"best": {"$float": "inf"}, "shape": {"$tuple": [2, 3]}}, torch.tensor)
     {'best': inf, 'shape': (2, 3)}
     """
+    try:
+        return _decode(value, fetch)
+    except RecursionError:
+        raise CheckpointError("a value is nested deeper than any that was written") from None
+
+
+def _decode(value: Any, fetch: Fetch) -> Any:
     if isinstance(value, list):
-        return [decode(item, fetch) for item in value]
+        return [_decode(item, fetch) for item in value]
     if not isinstance(value, dict):
         return value
     tag = next(iter(value), "")
     if not tag.startswith("$"):
-        return {key: decode(item, fetch) for key, item in value.items()}
+        return {key: _decode(item, fetch) for key, item in value.items()}
     try:
         return _decode_tagged(tag, value[tag], fetch)
-    except (TypeError, ValueError, LookupError, binascii.Error) as error:
+    except (CheckpointError, RecursionError):
+        raise
+    except (TypeError, ValueError, LookupError, ArithmeticError, AttributeError, RuntimeError) as error:
         raise CheckpointError(f"the value {value!r:.200} is not as written: {error}") from error
 
 
 def _decode_tagged(tag: str, content: Any, fetch: Fetch) -> Any:
     if tag == "$float":
-        return float(content)
+        return float(_text(content))
     if tag == "$tuple":
-        return tuple(decode(item, fetch) for item in content)
+        return tuple(_decode(item, fetch) for item in content)
     if tag == "$bytes":
-        return base64.b64decode(content, validate=True)
+        return base64.b64decode(_text(content), validate=True)
     if tag == "$tensor":
         return fetch(content)
     if tag == "$numpy":
         return fetch(content).numpy()
     if tag == "$scalar":
-        return torch.tensor(decode(content[1], fetch), dtype=_SCALARS[content[0]], device="cpu")
+        name, number = content
+        return torch.tensor(_number(_decode(number, fetch)), dtype=_SCALARS[name], device="cpu")
     if tag == "$numpy_scalar":
         import numpy
 
-        return numpy.dtype(content[0]).type(decode(content[1], fetch))
+        name, number = content
+        dtype = numpy.dtype(_text(name))
+        if dtype.kind not in "biuf":
+            raise ValueError(f"{name} is not a type of numbers")
+        return dtype.type(_number(_decode(number, fetch)))
     for kind, name in _MAPPINGS.items():
         if tag == name:
-            return kind({decode(k, fetch): decode(v, fetch) for k, v in content})
+            return kind({_decode(k, fetch): _decode(v, fetch) for k, v in content})
     raise ValueError(f"{tag} is not known to this version")
+
+
+def _text(value: Any) -> str:
+    if not isinstance(value, str):
+        raise TypeError(f"expected a string, found {type(value).__name__}")
+    return value
+
+
+def _number(value: Any) -> bool | int | float:
+    if not isinstance(value, (bool, int, float)):
+        raise TypeError(f"expected a number, found {type(value).__name__}")
+    return value
+
+
+def references(value: Any) -> Iterator[Any]:
+    """Yield the references to tensors in JSON as `encode` returned it.
+
+    Raises:
+        CheckpointError: the JSON is nested deeper than `encode` makes it.
+
+    >>> list(references({"a": [{"$tensor": "first"}, {"$tuple": [{"$numpy": "second"}]}]}))
+    ['first', 'second']
+    """
+    waiting = [(value, 0)]
+    while waiting:
+        item, depth = waiting.pop()
+        if depth > _DEEPEST_JSON:
+            raise CheckpointError("a value is nested deeper than any that was written")
+        if isinstance(item, dict):
+            tag = next(iter(item), "")
+            if tag in ("$tensor", "$numpy"):
+                yield item[tag]
+            else:
+                waiting.extend((inner, depth + 1) for inner in reversed(item.values()))
+        elif isinstance(item, list):
+            waiting.extend((inner, depth + 1) for inner in reversed(item))

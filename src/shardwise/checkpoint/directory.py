@@ -18,6 +18,7 @@ import shutil
 from typing import Any
 
 from shardwise.checkpoint import manifest as manifests
+from shardwise.checkpoint.tensorfile import open_to_read
 from shardwise.errors import CheckpointError, CheckpointPathError
 
 LATEST = "latest"
@@ -201,7 +202,7 @@ def read_latest(parent: str) -> str | None:
     """
     path = os.path.join(parent, LATEST)
     try:
-        with open(path, encoding="utf-8") as file:
+        with open(open_to_read(path), encoding="utf-8") as file:
             tag = file.read(1000).strip()
     except FileNotFoundError:
         return None

@@ -1,8 +1,8 @@
 """Loading: the joint action of all ranks that brings a checkpoint back, into any layout.
 
     choose     rank 0 says which checkpoint; all open its manifest and match it with the model by name
-    verify     the ranks share out the blocks of the files and compare them with their checksums
-    read       each rank reads what it holds, by name and range, whatever files that lies in
+    verify     the ranks share out the blocks that will be read and compare them with their checksums
+    read       each rank reads what it holds, by name and range, whatever files that lies in, into its place
     publish    low-precision copies and whole values are brought up to date
 
 Nothing of the engine is changed before the first two have succeeded on every rank, so a checkpoint that is
@@ -11,20 +11,23 @@ damaged or belongs to another model leaves the engine as it was.
 
 from __future__ import annotations
 
+import hashlib
 import os
 from collections.abc import Iterator
-from dataclasses import dataclass
+from dataclasses import dataclass, field, replace
 from typing import Any
 
 import torch
 
 from shardwise.checkpoint import directory, manifest
 from shardwise.checkpoint.agree import phase
-from shardwise.checkpoint.manifest import Manifest
+from shardwise.checkpoint.manifest import BUFFER, Manifest, StoredTensor
 from shardwise.checkpoint.match import Matched, StateOf, match_module, match_optimizer
 from shardwise.checkpoint.protocols import ShardedModel
 from shardwise.checkpoint.reader import Checkpoint
-from shardwise.errors import CheckpointError
+from shardwise.checkpoint.report import LoadReport
+from shardwise.checkpoint.selection import Selection, rename
+from shardwise.errors import CheckpointError, UsageError
 from shardwise.utils.logging import logger
 
 _IMPLEMENTATION = frozenset({"foreach", "fused", "capturable", "differentiable"})
@@ -40,12 +43,21 @@ class Options:
         optimizer: load the optimizer's state and settings.
         module_only: read nothing but parameters and buffers.
         custom: parameters and buffers are loaded by somebody else; they are verified but not matched.
+        settings: load the settings of parameter groups with the optimizer's state.
+        selection: what is loaded, and under which names.
     """
 
     strict: bool = True
     optimizer: bool = True
     module_only: bool = False
     custom: bool = False
+    settings: bool = True
+    selection: Selection = field(default_factory=Selection)
+
+    @property
+    def with_optimizer(self) -> bool:
+        """Whether optimizer state is asked for."""
+        return self.optimizer and not self.module_only
 
 
 @dataclass
@@ -85,6 +97,7 @@ def find(model: ShardedModel, parent: str, tag: str | None, options: Options) ->
 
     Raises:
         CheckpointError: there is no such checkpoint, it is incomplete, damaged, or of another model.
+        UsageError: ranks would load different tensors.
     """
     what = f"loading a checkpoint from {parent}"
     skipped: list[str] = []
@@ -110,6 +123,7 @@ def find(model: ShardedModel, parent: str, tag: str | None, options: Options) ->
         if not isinstance(result, CheckpointError):
             if skipped and model.comm.rank == 0:
                 logger.warning("%s: %s is loaded instead", parent, chosen)
+            result[1].report = replace(result[1].report, passed_over=tuple(skipped))
             return result
         if tag is not None:
             if not os.path.isdir(os.path.join(parent, tag)):
@@ -137,15 +151,17 @@ def _try(model: ShardedModel, path: str, what: str, options: Options) -> tuple[C
                 )
         except CheckpointError as error:
             return error
-        with phase(model.comm, model.device, what):
-            matched = Matched([], [], [])
-            if not options.custom:
-                matched = match_module(model, saved.manifest, path, strict=options.strict)
-            if options.optimizer and not options.module_only and model.optimizer is not None:
-                matched.states = match_optimizer(model, saved.manifest, path)
+        with phase(model.comm, model.device, what) as agreed:
+            matched = _match(model, saved, options)
+            agreed.said = _fingerprint(matched)
+        if len(set(agreed.heard)) > 1:
+            raise UsageError(
+                f"{path}: ranks would load different tensors; pass the same include, exclude and rename on every rank, "
+                "and build the same model"
+            )
         try:
             with phase(model.comm, model.device, what):
-                _verify_share(model, saved, saved.manifest.of_module() if options.module_only else None)
+                _verify_share(model, saved, matched, options)
         except CheckpointError as error:
             return error
         found, saved = saved, None
@@ -153,6 +169,33 @@ def _try(model: ShardedModel, path: str, what: str, options: Options) -> tuple[C
     finally:
         if saved is not None:
             saved.close()
+
+
+def _match(model: ShardedModel, saved: Checkpoint, options: Options) -> Matched:
+    """Find what goes where."""
+    renamed = rename(saved.manifest, options.selection, saved.path)
+    if options.custom:
+        names = [tensor.name for tensor in saved.manifest.of_module() if tensor.rank is None]
+        matched = Matched(LoadReport(saved.path, loaded=tuple(names)))
+    else:
+        matched = match_module(model, renamed, saved.path, options.selection, strict=options.strict)
+    if options.with_optimizer and model.optimizer is not None:
+        matched.states, dropped = match_optimizer(
+            model, renamed.manifest, saved.path, options.selection, settings=options.settings
+        )
+        told = f"optimizer state of parameters that are not trained here is not loaded: {manifest.outline(dropped)}"
+        matched.report = replace(matched.report, optimizer=True, notes=(told,) if dropped else ())
+    return matched
+
+
+def _fingerprint(matched: Matched) -> str:
+    """Return what is the same on ranks that load the same; buffers may be each rank's own."""
+    pairs = [(tensor.name, stored.name, stored.shape) for tensor, stored in matched.parameters]
+    states = [
+        (index, sorted(state.elementwise), sorted(state.whole)) for index, state in (matched.states or {}).items()
+    ]
+    facts = (pairs, sorted(matched.buffer_names), matched.report.loaded, states)
+    return hashlib.blake2b(repr(facts).encode(), digest_size=16).hexdigest()
 
 
 def _candidates(parent: str, tag: str | None) -> Iterator[str]:
@@ -182,12 +225,40 @@ def _candidates(parent: str, tag: str | None) -> Iterator[str]:
         raise damaged
 
 
-def _verify_share(model: ShardedModel, saved: Checkpoint, tensors: list[manifest.StoredTensor] | None) -> None:
+def _verify_share(model: ShardedModel, saved: Checkpoint, matched: Matched, options: Options) -> None:
     """Check this rank's share of the files and blocks."""
     rank, world = model.comm.rank, model.comm.world
     saved.check_sizes(sorted(saved.manifest.files)[rank::world])
-    blocks = saved.blocks(tensors)
+    if options.with_optimizer and options.selection.everything:
+        blocks = saved.blocks()
+    else:
+        blocks = saved.blocks(_wanted(saved.manifest, matched, options), _trees(saved.manifest, options))
     saved.verify(blocks[len(blocks) * rank // world : len(blocks) * (rank + 1) // world])
+
+
+def _wanted(saved: Manifest, matched: Matched, options: Options) -> list[StoredTensor]:
+    """Return the tensors that any rank will read."""
+    if options.custom:
+        wanted = saved.of_module()
+    else:
+        wanted = [stored for _, stored in matched.parameters]
+        # A rank's own buffers have the same name as rank 0's, under the checkpoint's names too.
+        sources = {stored.slices for _, stored in matched.buffers}
+        names = {t.name for t in saved.of_kind(BUFFER) if t.slices in sources}
+        wanted += [t for t in saved.of_kind(BUFFER) if t.name in names]
+    for state in (matched.states or {}).values():
+        wanted += [*state.elementwise.values(), *state.whole.values()]
+    return wanted
+
+
+def _trees(saved: Manifest, options: Options) -> list[Any]:
+    """Return the nested values that any rank will read."""
+    trees = [saved.client, list(saved.extra.values())]
+    if not options.module_only:
+        trees += [saved.scheduler, saved.scaler, saved.ranks]
+    if options.with_optimizer and saved.optimizer is not None:
+        trees += [saved.optimizer["groups"], list(saved.optimizer["values"].values())]
+    return trees
 
 
 def read(model: ShardedModel, saved: Checkpoint, matched: Matched, options: Options) -> Loaded:
@@ -200,18 +271,23 @@ def read(model: ShardedModel, saved: Checkpoint, matched: Matched, options: Opti
     model.finish_gathers()
     with phase(model.comm, model.device, what), torch.no_grad():
         values = model.value_runs()
-        for tensor, stored in matched.parameters:
-            for start, _, view in values.get(tensor.index, ()):
-                saved.read_into(stored, start, view)
+        runs = [
+            (stored, start, view)
+            for tensor, stored in matched.parameters
+            for start, _, view in values.get(tensor.index, ())
+        ]
+        runs += [(stored, 0, buffer.view(-1)) for buffer, stored in matched.buffers if buffer.is_contiguous()]
+        saved.read_all(runs)
         for buffer, stored in matched.buffers:
-            buffer.copy_(saved.read(stored))
+            if not buffer.is_contiguous():
+                buffer.copy_(saved.read(stored))
         for module, tree in matched.extra:
             module.set_extra_state(saved.decode(tree))
     model.publish()
     loaded = Loaded(saved.path, saved.manifest)
     with phase(model.comm, model.device, what):
         if matched.states is not None:
-            _read_optimizer(model, saved, matched.states)
+            _read_optimizer(model, saved, matched.states, options)
         loaded.client = saved.decode(saved.manifest.client)
         if not options.module_only:
             ranks = saved.manifest.ranks
@@ -223,22 +299,27 @@ def read(model: ShardedModel, saved: Checkpoint, matched: Matched, options: Opti
     return loaded
 
 
-def _read_optimizer(model: ShardedModel, saved: Checkpoint, states: dict[int, StateOf]) -> None:
+def _read_optimizer(model: ShardedModel, saved: Checkpoint, states: dict[int, StateOf], options: Options) -> None:
     update, optimizer = model.update, model.optimizer
     assert update is not None and optimizer is not None and saved.manifest.optimizer is not None
-    for group, tree in zip(optimizer.param_groups, saved.manifest.optimizer["groups"], strict=True):
-        _set_group(group, saved.decode(tree))
+    if options.settings:
+        for group, tree in zip(optimizer.param_groups, saved.manifest.optimizer["groups"], strict=True):
+            _set_group(group, saved.decode(tree))
     update.clear_state()
     held = model.value_runs()
+    runs = []
+    # Parameters that share memory here may have been saved with different entries; what one has not is zero then.
+    filled = len({frozenset(state.elementwise) for state in states.values()}) == 1
     for index, state in states.items():
         if not held.get(index):
             continue
         whole = {key: saved.decode(tree) for key, tree in state.values.items()}
         whole |= {key: saved.read(stored) for key, stored in state.whole.items()}
-        update.make_state(index, {key: stored.torch_dtype for key, stored in state.elementwise.items()}, whole)
+        dtypes = {key: stored.torch_dtype for key, stored in state.elementwise.items()}
+        update.make_state(index, dtypes, whole, filled=filled)
         for key, stored in state.elementwise.items():
-            for start, _, view in update.state_pieces(index, key):
-                saved.read_into(stored, start, view)
+            runs += [(stored, start, view) for start, _, view in update.state_pieces(index, key)]
+    saved.read_all(runs)
 
 
 def _set_group(group: dict[str, Any], settings: dict[str, Any]) -> None:

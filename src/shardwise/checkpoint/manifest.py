@@ -22,7 +22,8 @@ from typing import Any
 
 import torch
 
-from shardwise.checkpoint.tensorfile import BLOCK, FileFacts
+from shardwise.checkpoint import validate
+from shardwise.checkpoint.tensorfile import BLOCK, FileFacts, open_to_read
 from shardwise.errors import CheckpointError
 
 FORMAT = 1
@@ -263,7 +264,7 @@ def load(directory: str) -> Manifest:
     """
     path = os.path.join(directory, NAME)
     try:
-        with open(path, "rb") as file:
+        with open(open_to_read(path), "rb") as file:
             data = file.read()
     except FileNotFoundError:
         raise CheckpointError(_absent(directory)) from None
@@ -289,7 +290,7 @@ def from_bytes(data: bytes, path: str) -> Manifest:
             "its tag"
         )
     try:
-        fields = json.loads(data)
+        fields = json.loads(data, parse_constant=_refuse_constant)
         form = fields.pop("format")
         if form["name"] != KIND or form["version"] != FORMAT or form["block"] != BLOCK:
             raise CheckpointError(
@@ -302,9 +303,15 @@ def from_bytes(data: bytes, path: str) -> Manifest:
             name: FileFacts(entry["size"], tuple(entry["checksums"])) for name, entry in fields["files"].items()
         }
         fields["tensors"] = [tensor_from_json(entry) for entry in fields["tensors"]]
-        return Manifest(**fields)
-    except (KeyError, TypeError, ValueError, AttributeError, RecursionError) as error:
+        manifest = Manifest(**fields)
+        validate.check(manifest)
+        return manifest
+    except (LookupError, TypeError, ValueError, ArithmeticError, AttributeError, RecursionError) as error:
         raise CheckpointError(f"{path}: not as shardwise writes it ({type(error).__name__}: {error})") from error
+
+
+def _refuse_constant(name: str) -> None:
+    raise ValueError(f"{name} is not a number of JSON")
 
 
 def tensor_from_json(entry: dict[str, Any]) -> StoredTensor:

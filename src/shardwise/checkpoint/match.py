@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field
 from typing import Any
 
@@ -10,7 +11,9 @@ from torch import nn
 
 from shardwise.checkpoint.collect import buffers, extra_states
 from shardwise.checkpoint.manifest import BUFFER, OPTIMIZER, PARAMETER, Manifest, StoredTensor, by_any_name, outline
-from shardwise.checkpoint.protocols import ShardedModel
+from shardwise.checkpoint.protocols import OptimizerShards, ShardedModel
+from shardwise.checkpoint.report import LoadReport, WrongShape
+from shardwise.checkpoint.selection import Renamed, Selection, extra_name, names_in
 from shardwise.errors import CheckpointError
 from shardwise.registry import LogicalTensor
 
@@ -26,49 +29,102 @@ class StateOf:
 
 @dataclass
 class Matched:
-    """What will be read into what."""
+    """What will be read into what.
 
-    parameters: list[tuple[LogicalTensor, StoredTensor]]
-    buffers: list[tuple[torch.Tensor, StoredTensor]]
-    extra: list[tuple[nn.Module, Any]]
+    Attributes:
+        report: what differed.
+        parameters: parameters with what is stored of them.
+        buffers: buffers with what this rank reads into them.
+        buffer_names: their names.
+        extra: modules with their extra state (trees).
+        states: optimizer state by parameter; None if none is loaded.
+    """
+
+    report: LoadReport
+    parameters: list[tuple[LogicalTensor, StoredTensor]] = field(default_factory=list)
+    buffers: list[tuple[torch.Tensor, StoredTensor]] = field(default_factory=list)
+    buffer_names: set[str] = field(default_factory=set)
+    extra: list[tuple[nn.Module, Any]] = field(default_factory=list)
     states: dict[int, StateOf] | None = None
 
 
-def match_module(model: ShardedModel, manifest: Manifest, path: str, *, strict: bool) -> Matched:
-    """Find the saved tensor of every parameter and buffer.
+@dataclass
+class _Found:
+    """What has been compared so far; see `LoadReport`."""
+
+    loaded: list[str] = field(default_factory=list)
+    missing: list[str] = field(default_factory=list)
+    unexpected: list[str] = field(default_factory=list)
+    wrong: list[WrongShape] = field(default_factory=list)
+    skipped: list[str] = field(default_factory=list)
+    left_out: list[str] = field(default_factory=list)
+
+
+def match_module(model: ShardedModel, renamed: Renamed, path: str, selection: Selection, *, strict: bool) -> Matched:
+    """Find the saved tensor of every parameter and buffer that is wanted.
 
     Raises:
-        CheckpointError: names (if `strict`) or shapes do not fit.
+        CheckpointError: names, patterns or rules (if `strict`) or shapes do not fit; it has the report.
     """
+    found = _Found()
+    matched = Matched(LoadReport(path))
+    _match_parameters(matched, found, model, renamed.manifest, selection)
+    _match_buffers(matched, found, model, renamed.manifest, selection)
+    _match_extra(matched, found, model, renamed.manifest, selection)
+    unused = [*renamed.unused]
+    if not selection.everything:
+        unused += selection.unused_patterns([*names_in(renamed.manifest), *_names_of(model)])
+    matched.report = LoadReport(
+        path,
+        loaded=tuple(found.loaded),
+        missing=tuple(found.missing),
+        unexpected=tuple(found.unexpected),
+        wrong_shape=tuple(found.wrong),
+        skipped=tuple(dict.fromkeys(found.skipped)),
+        left_out=tuple(found.left_out),
+        renamed=renamed.names,
+        unused=tuple(unused),
+    )
+    _check(matched.report, model, renamed.manifest, strict=strict)
+    return matched
+
+
+def _names_of(model: ShardedModel) -> list[str]:
+    names = [name for tensor in model.registry for name in (tensor.name, *tensor.aliases)]
+    names += [name for name, _ in buffers(model.module)]
+    return names + [extra_name(name) for name, _ in extra_states(model.module)]
+
+
+def _match_parameters(
+    matched: Matched, found: _Found, model: ShardedModel, manifest: Manifest, selection: Selection
+) -> None:
     saved = by_any_name(manifest.of_kind(PARAMETER))
+    excluded = set(manifest.excluded)
     used: set[str] = set()
-    missing, wrong = [], []
-    parameters = []
     for tensor in model.registry:
-        stored = next((saved[name] for name in (tensor.name, *tensor.aliases) if name in saved), None)
-        if stored is None:
-            if tensor.trainable or tensor.name not in manifest.excluded:
-                missing.append(tensor.name)
-            continue
-        used.add(stored.name)
-        if stored.shape != tensor.shape:
-            wrong.append(f"{tensor.name} (checkpoint {list(stored.shape)}, model {list(tensor.shape)})")
-        parameters.append((tensor, stored))
-    unexpected = [tensor.name for tensor in manifest.of_kind(PARAMETER) if tensor.name not in used]
-    found = _match_buffers(model, manifest, missing, unexpected, wrong)
-    extra = []
-    for name, module in extra_states(model.module):
-        if name in manifest.extra:
-            extra.append((module, manifest.extra[name]))
+        names = (tensor.name, *tensor.aliases)
+        stored = next((saved[name] for name in names if name in saved), None)
+        if stored is not None:
+            used.add(stored.name)
+        if not selection.wants(names):
+            found.skipped.append(tensor.name)
+        elif stored is None:
+            left_out = not tensor.trainable and not excluded.isdisjoint(names)
+            (found.left_out if left_out else found.missing).append(tensor.name)
+        elif stored.shape != tensor.shape:
+            found.wrong.append(WrongShape(tensor.name, stored.shape, tensor.shape))
         else:
-            missing.append(f"extra state of {name}")
-    _report(path, missing if strict else [], unexpected if strict else [], wrong)
-    return Matched(parameters, found, extra)
+            found.loaded.append(tensor.name)
+            matched.parameters.append((tensor, stored))
+    for stored in manifest.of_kind(PARAMETER):
+        if stored.name not in used:
+            wanted = selection.wants((stored.name, *stored.aliases))
+            (found.unexpected if wanted else found.skipped).append(stored.name)
 
 
 def _match_buffers(
-    model: ShardedModel, manifest: Manifest, missing: list[str], unexpected: list[str], wrong: list[str]
-) -> list[tuple[torch.Tensor, StoredTensor]]:
+    matched: Matched, found: _Found, model: ShardedModel, manifest: Manifest, selection: Selection
+) -> None:
     everybodys: dict[str, StoredTensor] = {}
     own: dict[str, StoredTensor] = {}
     for stored in manifest.of_kind(BUFFER):
@@ -76,57 +132,107 @@ def _match_buffers(
             everybodys[stored.name] = stored
         elif stored.rank == model.comm.rank and manifest.layout["world"] == model.comm.world:
             own[stored.name] = stored
-    found = []
     names = set()
     for name, buffer in buffers(model.module):
         names.add(name)
-        if name not in everybodys:
-            missing.append(name)
-            continue
-        stored = own.get(name, everybodys[name])
-        if stored.shape != tuple(buffer.shape):
-            wrong.append(f"{name} (checkpoint {list(stored.shape)}, model {list(buffer.shape)})")
-        found.append((buffer, stored))
-    unexpected += [name for name in everybodys if name not in names]
-    return found
+        stored_here = own.get(name, everybodys.get(name))
+        if not selection.wants((name,)):
+            found.skipped.append(name)
+        elif name not in everybodys or stored_here is None:
+            found.missing.append(name)
+        elif stored_here.shape != tuple(buffer.shape):
+            found.wrong.append(WrongShape(name, stored_here.shape, tuple(buffer.shape)))
+        else:
+            found.loaded.append(name)
+            matched.buffers.append((buffer, stored_here))
+            matched.buffer_names.add(name)
+    for name in everybodys:
+        if name not in names:
+            (found.unexpected if selection.wants((name,)) else found.skipped).append(name)
 
 
-def _report(path: str, missing: list[str], unexpected: list[str], wrong: list[str]) -> None:
-    problems = []
-    if missing:
-        problems.append(f"missing in the checkpoint: {outline(missing)}")
-    if unexpected:
-        problems.append(f"not in the model: {outline(unexpected)}")
-    if wrong:
-        problems.append(f"of another shape: {outline(wrong)}")
-    if problems:
-        hint = "" if wrong else ", or pass load_module_strict=False to load what fits"
-        raise CheckpointError(
-            f"{path}: saved from another model: {'; '.join(problems)}. Build the model as it was when the checkpoint "
-            f"was saved{hint}"
-        )
+def _match_extra(
+    matched: Matched, found: _Found, model: ShardedModel, manifest: Manifest, selection: Selection
+) -> None:
+    modules = dict(extra_states(model.module))
+    for name in (extra_name(module) for module in manifest.extra if module not in modules):
+        (found.unexpected if selection.wants((name,)) else found.skipped).append(name)
+    for module, child in modules.items():
+        name = extra_name(module)
+        if not selection.wants((name,)):
+            found.skipped.append(name)
+        elif module not in manifest.extra:
+            found.missing.append(name)
+        else:
+            found.loaded.append(name)
+            matched.extra.append((child, manifest.extra[module]))
 
 
-def match_optimizer(model: ShardedModel, manifest: Manifest, path: str) -> dict[int, StateOf]:
+def _check(report: LoadReport, model: ShardedModel, manifest: Manifest, *, strict: bool) -> None:
+    """Raise if the checkpoint does not fit."""
+    problems = report.differences(strict=strict)
+    if not problems:
+        return
+    hints = []
+    if report.wrong_shape:
+        hints.append(f"leave out what has another shape, as with exclude=[{report.wrong_shape[0].name!r}]")
+    elif report.missing or report.unexpected:
+        hints.append("pass load_module_strict=False to load what both have, or rename={...} if names have changed")
+    if strict and report.unused:
+        hints.append("correct or remove the patterns and rules that match nothing")
+    told = ""
+    gone = [tensor.name for tensor in model.registry if tensor.name in set(report.missing) & set(manifest.excluded)]
+    if gone:
+        told = f" ({outline(gone)}: frozen when it was saved with exclude_frozen_parameters, and trained here)"
+    error = CheckpointError(
+        f"{report.path}: saved from another model: {'; '.join(problems)}{told}. Build the model as it was when the "
+        f"checkpoint was saved, or {'; '.join(hints)}"
+    )
+    error.report = report
+    raise error
+
+
+_FRESH = "pass load_optimizer_states=False to start with fresh optimizer state"
+
+
+def match_optimizer(
+    model: ShardedModel, manifest: Manifest, path: str, selection: Selection, *, settings: bool
+) -> tuple[dict[int, StateOf], list[str]]:
     """Find the saved optimizer state of every trained parameter.
 
+    Args:
+        model: the model to be loaded.
+        manifest: under the model's names.
+        path: for messages.
+        selection: what is loaded; it must not leave out trained parameters.
+        settings: the settings of parameter groups are loaded too, so that groups must be as they were.
+
+    Returns:
+        (the state, names of parameters that have some in the checkpoint and are not trained here).
+
     Raises:
-        CheckpointError: it is of another optimizer, or there is none for some parameters.
+        CheckpointError: it is of another optimizer or other groups, or there is none for some parameters.
     """
-    assert model.optimizer is not None
-    fix = "pass load_optimizer_states=False to start with fresh optimizer state"
+    assert model.optimizer is not None and model.update is not None
     saved = manifest.optimizer
     if saved is None:
-        raise CheckpointError(f"{path}: was saved without an optimizer; {fix}")
+        raise CheckpointError(f"{path}: was saved without an optimizer; {_FRESH}")
     name = type(model.optimizer).__name__
     if saved["class"] != name:
-        raise CheckpointError(f"{path}: holds state of the optimizer {saved['class']}, this engine has {name}; {fix}")
-    groups = len(model.optimizer.param_groups)
-    if len(saved["groups"]) != groups:
         raise CheckpointError(
-            f"{path}: its optimizer has {len(saved['groups'])} parameter groups, this engine's has {groups}; {fix}"
+            f"{path}: holds state of the optimizer {saved['class']}, this engine has {name}; {_FRESH}"
+        )
+    trained = [tensor for tensor in model.registry if tensor.trainable and tensor.numel]
+    unwanted = [tensor.name for tensor in trained if not selection.wants((tensor.name, *tensor.aliases))]
+    if unwanted:
+        raise CheckpointError(
+            f"{path}: include and exclude leave out trained parameters ({outline(unwanted)}), and optimizer state is "
+            "loaded for all of them or for none; pass load_module_only=True to load these weights and nothing else, "
+            "or load_optimizer_states=False"
         )
     owner = by_any_name(manifest.of_kind(PARAMETER))
+    if settings:
+        _compare_groups(trained, owner, len(saved["groups"]), len(model.optimizer.param_groups), path)
     by_name: dict[str, StateOf] = {}
     for stored in manifest.of_kind(OPTIMIZER):
         state = by_name.setdefault(stored.name, StateOf())
@@ -136,16 +242,53 @@ def match_optimizer(model: ShardedModel, manifest: Manifest, path: str) -> dict[
     for parameter, values in saved["values"].items():
         by_name.setdefault(parameter, StateOf()).values.update(values)
     states: dict[int, StateOf] = {}
-    without = []
-    for tensor in model.registry:
-        if not tensor.trainable or not tensor.numel:
-            continue
+    without, used = [], set()
+    for tensor in trained:
         found = next((owner[known].name for known in (tensor.name, *tensor.aliases) if known in owner), tensor.name)
         if found in by_name:
             states[tensor.index] = by_name[found]
+            used.add(found)
         else:
             without.append(tensor.name)
     # No state at all: saved before the first step, or the optimizer has none (SGD without momentum).
     if without and states:
-        raise CheckpointError(f"{path}: has no optimizer state for trained parameters: {outline(without)}; {fix}")
-    return states
+        raise CheckpointError(f"{path}: has no optimizer state for trained parameters: {outline(without)}; {_FRESH}")
+    _compare_shared(model, model.update, states, path)
+    return states, [name for name in by_name if name not in used]
+
+
+def _compare_groups(
+    trained: Sequence[LogicalTensor], owner: Mapping[str, StoredTensor], saved: int, groups: int, path: str
+) -> None:
+    """Raise if the settings of a group would become those of other parameters than they were of."""
+    fix = (
+        f"{_FRESH}, or load_param_groups=False to keep this engine's settings of groups (lr, weight_decay, ...) and "
+        "load the state of each parameter"
+    )
+    if saved != groups:
+        raise CheckpointError(f"{path}: its optimizer has {saved} parameter groups, this engine's has {groups}; {fix}")
+    moved = []
+    for tensor in trained:
+        stored = next((owner[name] for name in (tensor.name, *tensor.aliases) if name in owner), None)
+        if stored is not None and stored.trainable and stored.group != tensor.group:
+            moved.append(f"{tensor.name} (group {stored.group} in the checkpoint, {tensor.group} here)")
+    if moved:
+        raise CheckpointError(
+            f"{path}: parameters are in other parameter groups than they were: {outline(moved)}; build the groups as "
+            f"they were, {fix}"
+        )
+
+
+def _compare_shared(model: ShardedModel, update: OptimizerShards, states: dict[int, StateOf], path: str) -> None:
+    """Raise if parameters that have one state here, such as one step count, were saved with different values."""
+    for key in {key: None for state in states.values() for key in state.values}:
+        for together in update.stepped_together(key):
+            values = {index: states[index].values.get(key) for index in together if index in states}
+            other = next((index for index in values if values[index] != values[next(iter(values))]), None)
+            if other is not None:
+                first = next(iter(values))
+                raise CheckpointError(
+                    f"{path}: optimizer state {key!r} of {model.registry[other].name!r} is {values[other]!r}, that of "
+                    f"{model.registry[first].name!r} {values[first]!r}; in this engine the two are stepped together. "
+                    f"Put them into different parameter groups, or {_FRESH}"
+                )

@@ -27,8 +27,16 @@ class OptimizerShards(Protocol):
     def clear_state(self) -> None:
         """Forget all state."""
 
-    def make_state(self, index: int, elementwise: Mapping[str, torch.dtype], whole: Mapping[str, Any]) -> None:
-        """Give a parameter state: zeros for entries with one value per element, and values for it as a whole."""
+    def stepped_together(self, key: str) -> list[list[int]]:
+        """Return sets of parameters that have, on this rank, one value of an entry that is not elementwise."""
+
+    def make_state(
+        self, index: int, elementwise: Mapping[str, torch.dtype], whole: Mapping[str, Any], *, filled: bool = False
+    ) -> None:
+        """Give a parameter state: zeros for entries with one value per element, and values for it as a whole.
+
+        With `filled` the caller writes every element of every parameter, and only what lies between them is zeroed.
+        """
 
 
 class GatheredUnit(Protocol):

@@ -3,7 +3,8 @@
 from __future__ import annotations
 
 import os
-from collections.abc import Iterable
+import threading
+from collections.abc import Iterable, Sequence
 from types import TracebackType
 from typing import Any
 
@@ -11,6 +12,7 @@ import torch
 
 from shardwise.checkpoint import codec, manifest
 from shardwise.checkpoint.manifest import Slice, StoredTensor
+from shardwise.checkpoint.parallel import divided, for_each
 from shardwise.checkpoint.tensorfile import BLOCK, TensorFile
 from shardwise.errors import CheckpointError
 
@@ -35,6 +37,7 @@ class Checkpoint:
         self.path = path
         self.manifest = manifest.load(path)
         self._files: dict[str, TensorFile] = {}
+        self._opening = threading.Lock()
 
     def __enter__(self) -> Checkpoint:
         return self
@@ -64,14 +67,30 @@ class Checkpoint:
     def read_into(self, tensor: StoredTensor, start: int, out: torch.Tensor) -> None:
         """Read elements of the flattened tensor, from `start` on, into a 1-D tensor of any dtype and device.
 
+        No more bytes are read than these elements have. Several threads may read at a time.
+
         Raises:
             CheckpointError: they are not stored, or a file cannot be read.
         """
         for part, first, last in tensor.runs(start, start + out.numel()):
-            self._file(part).read_into(part.key, first - part.start, out[first - start : last - start])
+            self._stored(tensor, part).read_into(part.key, first - part.start, out[first - start : last - start])
+
+    def read_all(self, runs: Sequence[tuple[StoredTensor, int, torch.Tensor]]) -> None:
+        """Do `read_into` for several (tensor, start, out), by several threads if there are cores for them.
+
+        Raises:
+            CheckpointError: as `read_into`.
+        """
+        for_each(lambda run: self.read_into(*run), runs)
 
     def read(self, tensor: StoredTensor) -> torch.Tensor:
-        """Return a whole tensor, on the CPU."""
+        """Return a whole tensor, on the CPU.
+
+        Raises:
+            CheckpointError: as `read_into`.
+        """
+        for part in tensor.slices:
+            self._stored(tensor, part)  # before memory is taken for what may not be there
         values = torch.empty(tensor.shape, dtype=tensor.torch_dtype, device="cpu")
         self.read_into(tensor, 0, values.view(-1))
         return values
@@ -86,15 +105,28 @@ class Checkpoint:
 
     def decode(self, tree: Any) -> Any:
         """Return the Python value of a tree in the manifest."""
-        return codec.decode(tree, lambda ref: self._file(Slice(ref["file"], ref["key"], 0, 0)).read(ref["key"]))
+        return codec.decode(tree, lambda reference: self._file(reference["file"]).read(reference["key"]))
 
-    def _file(self, part: Slice) -> TensorFile:
-        if part.file not in self._files:
-            # Names come from the manifest: only files of the checkpoint's own directory are opened.
-            if part.file not in self.manifest.files or os.path.basename(part.file) != part.file:
-                raise CheckpointError(f"{self.path}: the manifest does not list the file {part.file!r}")
-            self._files[part.file] = TensorFile(os.path.join(self.path, part.file))
-        return self._files[part.file]
+    def _stored(self, tensor: StoredTensor, part: Slice) -> TensorFile:
+        """Return the file of a slice, which must be there as the manifest says."""
+        file = self._file(part.file)
+        spec, count = file.specs.get(part.key), part.stop - part.start
+        if spec is None or spec.dtype is not tensor.torch_dtype or spec.nbytes != count * spec.dtype.itemsize:
+            told = "nothing" if spec is None else f"{spec.dtype} of shape {list(spec.shape)}"
+            raise CheckpointError(
+                f"{file.path}: {part.key!r}: expected {count} elements of {tensor.dtype} ({tensor.kind} "
+                f"{tensor.name!r}), found {told}: the manifest is of another file"
+            )
+        return file
+
+    def _file(self, name: str) -> TensorFile:
+        with self._opening:
+            if name not in self._files:
+                # Names come from the manifest, which lists only files of the checkpoint's own directory.
+                if name not in self.manifest.files:
+                    raise CheckpointError(f"{self.path}: the manifest does not list the file {name!r}")
+                self._files[name] = TensorFile(os.path.join(self.path, name))
+            return self._files[name]
 
     def check_sizes(self, files: Iterable[str]) -> None:
         """Check that files are there and have the size they should have.
@@ -114,37 +146,46 @@ class Checkpoint:
                     f"{path}: expected {expected} bytes, found {found}: the file is truncated or was changed"
                 )
 
-    def blocks(self, tensors: Iterable[StoredTensor] | None = None) -> list[tuple[str, int]]:
-        """Return (file, block) of the blocks that hold some tensors; of all blocks if None."""
+    def blocks(self, tensors: Iterable[StoredTensor] | None = None, trees: Iterable[Any] = ()) -> list[tuple[str, int]]:
+        """Return (file, block) of the blocks that hold some tensors; of all blocks if None.
+
+        Args:
+            tensors: logical tensors.
+            trees: nested values of the manifest, whose tensors are wanted too.
+        """
         if tensors is None:
             return [
                 (name, n)
                 for name in sorted(self.manifest.files)
                 for n in range(len(self.manifest.files[name].checksums))
             ]
+        wanted = [(part.file, part.key) for tensor in tensors for part in tensor.slices]
+        wanted += [(ref["file"], ref["key"]) for tree in trees for ref in codec.references(tree)]
         found: set[tuple[str, int]] = set()
-        for tensor in tensors:
-            for part in tensor.slices:
-                file = self._file(part)
-                if part.key not in file.specs:
-                    raise CheckpointError(f"{file.path}: there is no tensor {part.key!r}")
-                begin, end = file.span(part.key)
-                # The header tells where the tensor lies, so it has to be right as well.
-                found.update((part.file, n) for n in range(-(-file.data // BLOCK)))
-                found.update((part.file, n) for n in range(begin // BLOCK, -(-end // BLOCK)))
+        for name, key in wanted:
+            file = self._file(name)
+            if key not in file.specs:
+                raise CheckpointError(f"{file.path}: there is no tensor {key!r}")
+            begin, end = file.span(key)
+            # The header tells where the tensor lies, so it has to be right as well.
+            found.update((name, n) for n in range(-(-file.data // BLOCK)))
+            found.update((name, n) for n in range(begin // BLOCK, -(-end // BLOCK)))
         return sorted(found)
 
     def verify(self, blocks: Iterable[tuple[str, int]]) -> None:
-        """Compare the bytes of some blocks with their checksums.
+        """Compare the bytes of some blocks with their checksums, by several threads if there are cores for them.
 
         Raises:
             CheckpointError: a file is damaged; the message names the first wrong bytes and what they belong to.
         """
+        for_each(self._verify_run, divided(list(blocks)))
+
+    def _verify_run(self, blocks: Sequence[tuple[str, int]]) -> None:
         by_file: dict[str, list[int]] = {}
         for name, block in blocks:
             by_file.setdefault(name, []).append(block)
         for name, numbers in by_file.items():
-            file = self._file(Slice(name, "", 0, 0))
+            file = self._file(name)
             wrong = file.wrong_blocks(self.manifest.files[name].checksums, numbers)
             if wrong:
                 begin = wrong[0] * BLOCK

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import operator
 import random
 from typing import Any
 
@@ -33,7 +34,7 @@ def restore(state: dict[str, Any], device: torch.device) -> None:
     try:
         version, internal, gauss = state["python"]
         random.setstate((version, tuple(internal.tolist()), gauss))
-        numpy.random.set_state(state["numpy"])
+        numpy.random.set_state(_checked(state["numpy"]))
         torch.set_rng_state(state["torch"])
         if device.type == "cuda" and state["cuda"] is not None:
             torch.cuda.set_rng_state(state["cuda"], device)
@@ -41,3 +42,11 @@ def restore(state: dict[str, Any], device: torch.device) -> None:
         raise CheckpointError(
             f"the saved random number state does not fit this Python, numpy or torch: {error}"
         ) from error
+
+
+def _checked(state: dict[str, Any]) -> dict[str, Any]:
+    """Return numpy's state if its place lies in its table: numpy reads there without looking."""
+    place, size = state["state"]["pos"], len(state["state"]["key"])
+    if state["bit_generator"] != "MT19937" or size != 624 or not 0 <= operator.index(place) <= size:
+        raise ValueError(f"the place {place!r} is not one in a table of 624 numbers")
+    return state

@@ -12,8 +12,9 @@ from __future__ import annotations
 import ctypes
 import json
 import os
+import stat
 import zlib
-from collections.abc import Iterable
+from collections.abc import Iterable, Sequence
 from dataclasses import dataclass
 from types import TracebackType
 
@@ -45,6 +46,48 @@ _NAMES: dict[str, torch.dtype] = {
 }
 DTYPE_NAMES = {dtype: name for name, dtype in _NAMES.items()}
 """Names of dtypes in the format."""
+
+_LONGEST_HEADER = 100_000_000
+"""Bytes; the limit of the safetensors library."""
+
+_STAGE = 16 << 20
+"""Bytes that are on the host at a time where values are converted or go to another device."""
+
+MOST_DIMENSIONS = 64
+MOST_ELEMENTS = 1 << 48
+"""Beyond these a shape is not one of a tensor, whatever a file says."""
+
+
+def check_shape(shape: object) -> tuple[int, ...]:
+    """Return a shape that was read from a file.
+
+    Raises:
+        ValueError: it is none.
+    """
+    if not isinstance(shape, list) or len(shape) > MOST_DIMENSIONS:
+        raise ValueError(f"{shape!r:.100} is not a shape")
+    count = 1
+    for size in shape:
+        if type(size) is not int or not 0 <= size <= MOST_ELEMENTS:
+            raise ValueError(f"{shape!r:.100} is not a shape")
+        count *= size or 1
+    if count > MOST_ELEMENTS:
+        raise ValueError(f"a tensor of shape {shape!r:.100} is too large")
+    return tuple(shape)
+
+
+def open_to_read(path: str) -> int:
+    """Open a file and return its descriptor.
+
+    Raises:
+        OSError: it cannot be opened.
+        CheckpointError: it is something else than a file: reading a pipe would wait for ever.
+    """
+    descriptor = os.open(path, os.O_RDONLY | os.O_CLOEXEC | os.O_NONBLOCK)
+    if not stat.S_ISREG(os.fstat(descriptor).st_mode):
+        os.close(descriptor)
+        raise CheckpointError(f"{path}: expected a file, found something else (a directory, a pipe or a device)")
+    return descriptor
 
 
 @dataclass(frozen=True)
@@ -104,13 +147,13 @@ class TensorFile:
     def __init__(self, path: str) -> None:
         self.path = path
         try:
-            self._file = open(path, "rb", buffering=0)  # noqa: SIM115  (closed by close())
+            self._descriptor = open_to_read(path)
         except OSError as error:
             raise CheckpointError(f"{path}: cannot be opened: {error.strerror}") from error
         try:
             self.specs, self._begins, self.data = self._parse()
         except BaseException:
-            self._file.close()
+            self.close()
             raise
 
     def __enter__(self) -> TensorFile:
@@ -122,29 +165,26 @@ class TensorFile:
         self.close()
 
     def close(self) -> None:
-        """Close the file."""
-        self._file.close()
+        """Close the file; a second call does nothing."""
+        if self._descriptor >= 0:
+            os.close(self._descriptor)
+            self._descriptor = -1
 
     def _parse(self) -> tuple[dict[str, Spec], dict[str, int], int]:
-        size = os.fstat(self._file.fileno()).st_size
-        length = int.from_bytes(self._file.read(8), "little")
+        size = os.fstat(self._descriptor).st_size
+        length = int.from_bytes(self._read(0, min(size, 8)), "little")
         if size < 8 or length > size - 8:
             raise CheckpointError(
                 f"{self.path}: not a safetensors file, or truncated: its header should take {length} bytes, the file "
                 f"has {size}"
             )
-        specs: dict[str, Spec] = {}
-        begins: dict[str, int] = {}
-        end = 0
+        if length > _LONGEST_HEADER:
+            raise CheckpointError(
+                f"{self.path}: the header is damaged: it should take {length} bytes; the format allows "
+                f"{_LONGEST_HEADER}"
+            )
         try:
-            header = json.loads(self._read(8, length))
-            for name, entry in header.items():
-                if name != "__metadata__":
-                    specs[name] = spec = Spec(_NAMES[entry["dtype"]], tuple(int(n) for n in entry["shape"]))
-                    begins[name], stop = (int(n) for n in entry["data_offsets"])
-                    if begins[name] < 0 or stop - begins[name] != spec.nbytes:
-                        raise ValueError(f"{name!r} has wrong offsets")
-                    end = max(end, stop)
+            specs, begins, end = _parse_header(self._read(8, length))
         except (ValueError, KeyError, TypeError, AttributeError, RecursionError) as error:
             raise CheckpointError(f"{self.path}: the header is damaged ({type(error).__name__}: {error})") from error
         if size != 8 + length + end:
@@ -169,16 +209,19 @@ class TensorFile:
         spec = self.specs.get(name)
         if spec is None:
             raise CheckpointError(f"{self.path}: there is no tensor {name!r}")
-        first = start * spec.dtype.itemsize
-        count = out.numel() * spec.dtype.itemsize
-        if start < 0 or first + count > spec.nbytes:
+        size = spec.dtype.itemsize
+        if start < 0 or (start + out.numel()) * size > spec.nbytes:
             raise CheckpointError(f"{self.path}: {name!r} has no elements [{start}, {start + out.numel()})")
-        direct = out.dtype == spec.dtype and out.device.type == "cpu" and out.is_contiguous()
-        target = out.detach() if direct else torch.empty(out.numel(), dtype=spec.dtype, device="cpu")
-        if count:
-            self._fill(bytes_of(target), self.data + self._begins[name] + first)
-        if not direct:
-            out.detach().copy_(target)
+        place, values = self.data + self._begins[name] + start * size, out.detach()
+        if out.dtype == spec.dtype and out.device.type == "cpu" and out.is_contiguous():
+            self._fill(bytes_of(values), place)
+            return
+        step = min(_STAGE // size, out.numel())
+        stage = torch.empty(step, dtype=spec.dtype, device="cpu")
+        for first in range(0, out.numel(), step or 1):
+            part = stage[: min(step, out.numel() - first)]
+            self._fill(bytes_of(part), place + first * size)
+            values[first : first + part.numel()].copy_(part)
 
     def read(self, name: str) -> torch.Tensor:
         """Return a whole tensor on the CPU."""
@@ -189,16 +232,15 @@ class TensorFile:
         self.read_into(name, 0, values.view(-1))
         return values
 
-    def wrong_blocks(self, checksums: Iterable[str], blocks: Iterable[int]) -> list[int]:
+    def wrong_blocks(self, checksums: Sequence[str], blocks: Iterable[int]) -> list[int]:
         """Return those of some blocks whose bytes do not have the checksum that they should have."""
-        expected = list(checksums)
-        size = os.fstat(self._file.fileno()).st_size
+        size = os.fstat(self._descriptor).st_size
         buffer = memoryview(bytearray(BLOCK))
         wrong = []
         for block in blocks:
-            part = buffer[: min(BLOCK, size - block * BLOCK)]
+            part = buffer[: max(0, min(BLOCK, size - block * BLOCK))]
             self._fill(part, block * BLOCK)
-            if f"{zlib.crc32(part):08x}" != expected[block]:
+            if f"{zlib.crc32(part):08x}" != checksums[block]:
                 wrong.append(block)
         return wrong
 
@@ -208,11 +250,11 @@ class TensorFile:
         return bytes(data)
 
     def _fill(self, out: memoryview, offset: int) -> None:
+        # By place and without a position of the file: several threads read at a time.
         try:
-            self._file.seek(offset)
             done = 0
             while done < len(out):
-                count = self._file.readinto(out[done:])
+                count = os.preadv(self._descriptor, [out[done:]], offset + done)
                 if not count:
                     raise CheckpointError(
                         f"{self.path}: ends at byte {offset + done}; expected at least {offset + len(out)} bytes"
@@ -220,3 +262,37 @@ class TensorFile:
                 done += count
         except OSError as error:
             raise CheckpointError(f"{self.path}: cannot be read at byte {offset}: {error.strerror}") from error
+
+
+def _parse_header(text: bytes) -> tuple[dict[str, Spec], dict[str, int], int]:
+    """Return the tensors of a header, where each begins, and where the last one ends.
+
+    As the format demands, tensors follow each other without gaps and do not overlap: reading all of them never takes
+    more memory than the file has bytes.
+
+    Raises:
+        ValueError, KeyError, TypeError, AttributeError, RecursionError: the header is not one.
+    """
+    specs: dict[str, Spec] = {}
+    begins: dict[str, int] = {}
+    for name, entry in json.loads(text, object_pairs_hook=_once).items():
+        if name == "__metadata__":
+            continue
+        begin, stop = entry["data_offsets"]
+        spec = Spec(_NAMES[entry["dtype"]], check_shape(entry["shape"]))
+        if type(begin) is not int or type(stop) is not int or stop - begin != spec.nbytes:
+            raise ValueError(f"{name!r} has wrong offsets")
+        specs[name], begins[name] = spec, begin
+    end = 0
+    for name in sorted(begins, key=lambda name: (begins[name], specs[name].nbytes)):
+        if begins[name] != end:
+            raise ValueError(f"{name!r} begins at byte {begins[name]} of the data, expected {end}")
+        end += specs[name].nbytes
+    return specs, begins, end
+
+
+def _once(pairs: list[tuple[str, object]]) -> dict[str, object]:
+    found = dict(pairs)
+    if len(found) != len(pairs):
+        raise ValueError("a name is there twice")
+    return found

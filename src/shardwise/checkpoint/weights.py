@@ -20,12 +20,11 @@ from shardwise.checkpoint.agree import phase
 from shardwise.checkpoint.collect import buffers, extra_states
 from shardwise.checkpoint.manifest import outline
 from shardwise.checkpoint.protocols import ShardedModel
+from shardwise.checkpoint.selection import EXTRA, extra_name
 from shardwise.checkpoint.tensorfile import Spec
 from shardwise.checkpoint.tensorwriter import TensorWriter
 from shardwise.errors import CheckpointError
 from shardwise.registry import LogicalTensor
-
-EXTRA = "_extra_state"
 
 
 def gathered_parameters(model: ShardedModel, wanted: set[int]) -> Iterator[tuple[LogicalTensor, torch.Tensor]]:
@@ -75,9 +74,7 @@ def state_dict(model: ShardedModel, *, exclude_frozen: bool = False, keep: bool 
     if not keep:
         return {}
     found.update((name, buffer.detach().cpu().clone()) for name, buffer in all_buffers(model.module))
-    found.update(
-        (f"{name}.{EXTRA}" if name else EXTRA, module.get_extra_state()) for name, module in extra_states(model.module)
-    )
+    found.update((extra_name(name), module.get_extra_state()) for name, module in extra_states(model.module))
     # In the order of a plain module's state dict.
     return {name: found[name] for name in _names(model.module) if name in found}
 
@@ -160,7 +157,7 @@ def load_state_dict(model: ShardedModel, values: Mapping[str, Any], *, strict: b
         for buffer, tensor in plain:
             buffer.copy_(tensor)
     for name, module in extra_states(model.module):
-        key = f"{name}.{EXTRA}" if name else EXTRA
+        key = extra_name(name)
         if key in values:
             module.set_extra_state(values[key])
     model.publish()
@@ -169,7 +166,7 @@ def load_state_dict(model: ShardedModel, values: Mapping[str, Any], *, strict: b
 def _match(
     model: ShardedModel, values: Mapping[str, Any], strict: bool
 ) -> tuple[dict[int, torch.Tensor], list[tuple[torch.Tensor, torch.Tensor]]]:
-    used = {f"{name}.{EXTRA}" if name else EXTRA for name, _ in extra_states(model.module)}
+    used = {extra_name(name) for name, _ in extra_states(model.module)}
     missing: list[str] = []
     wrong: list[str] = []
 

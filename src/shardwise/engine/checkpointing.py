@@ -8,6 +8,7 @@ from __future__ import annotations
 
 import os
 from collections.abc import Callable, Mapping, Sequence
+from dataclasses import replace
 from typing import TYPE_CHECKING, Any
 
 import torch
@@ -16,8 +17,10 @@ from shardwise.checkpoint import directory, rng, weights
 from shardwise.checkpoint.agree import phase
 from shardwise.checkpoint.collect import TrainingState
 from shardwise.checkpoint.load import Loaded, Options, find, read
-from shardwise.checkpoint.manifest import name_of
+from shardwise.checkpoint.manifest import Manifest, name_of
+from shardwise.checkpoint.report import LoadReport
 from shardwise.checkpoint.save import Request, save
+from shardwise.checkpoint.selection import Patterns, Rename, Selection
 from shardwise.errors import CheckpointError, CheckpointPathError, UsageError
 from shardwise.utils.logging import logger
 
@@ -33,12 +36,19 @@ CustomLoad = Callable[..., None]
 """Called as `custom_load_fn(src=state_dict, dst=module)`."""
 
 _COUNTERS = ("global_steps", "micro_steps", "skipped_steps", "global_samples")
+_WINDOW = "gradient_accumulation_steps"
 
 
 class Checkpointing:
     """Mixin of `Engine`: saving and loading. Every method is called by all ranks together, and raises a `UsageError`
     once the engine has been destroyed.
+
+    Attributes:
+        last_load: what the last `load_checkpoint` has done, and what differed; None before.
     """
+
+    last_load: LoadReport | None = None
+    _notes: tuple[str, ...] = ()
 
     module: nn.Module
     sharded: ShardedModel
@@ -138,22 +148,37 @@ class Checkpointing:
         load_lr_scheduler_states: bool = True,
         load_module_only: bool = False,
         custom_load_fn: CustomLoad | None = None,
+        *,
+        include: Patterns | None = None,
+        exclude: Patterns | None = None,
+        rename: Rename | None = None,
+        load_param_groups: bool = True,
     ) -> tuple[str | None, dict[str, Any] | None]:
         """Bring a checkpoint back, whatever stage and number of ranks it was saved with.
 
         With the layout it was saved with, training then goes on bit by bit as if it had not stopped. Bytes are checked
-        before anything is changed.
+        before anything is changed. What was loaded and what differed is in `engine.last_load`
+        (`shardwise.checkpoint.LoadReport`), and logged if anything differed.
 
         Args:
             load_dir: directory of the run's checkpoints.
             tag: which one; None: the one that `latest` names, or, if that is incomplete or damaged, the newest that
                 is not (what is skipped and why is logged).
-            load_module_strict: names of parameters and buffers must be the same in model and checkpoint.
+            load_module_strict: names of parameters and buffers must be the same in model and checkpoint, and every
+                pattern and rule must match one. Otherwise what both have is loaded. Shapes must fit in any case.
             load_optimizer_states: also load optimizer state, settings of parameter groups, and the loss scale.
             load_lr_scheduler_states: also load the schedule.
             load_module_only: load parameters and buffers and nothing else.
             custom_load_fn: called as `custom_load_fn(src=state_dict, dst=module)` with all parameters whole, in place
                 of loading parameters by name.
+            include: load only parameters and buffers (names in the model) that match one of these patterns, in which
+                `*` is any text, `?` one character and `[ab]` one of some. Others keep their values.
+            exclude: load none that match one of these.
+            rename: names in the model for names in the checkpoint: a dictionary; a list of (regular expression,
+                replacement), each applied to what those before it have left; or a function of the name.
+            load_param_groups: with optimizer state, also load the settings of parameter groups (lr, weight_decay, ...),
+                for which the groups must be as they were. False: this engine's settings are kept, and parameters may
+                be in any groups.
 
         Returns:
             (path of the checkpoint, client_state), or (None, None) if `tag` is None and there is no `latest`.
@@ -161,24 +186,36 @@ class Checkpointing:
         Raises:
             CheckpointPathError: `load_dir` or `tag` cannot be used.
             CheckpointError: there is no such checkpoint, it is incomplete, damaged, of another format or another model.
+                If names or shapes do not fit, its attribute `report` has all of them.
+            UsageError: an argument is not what it should be, or differs between ranks.
 
         See `save_checkpoint` for an example.
         """
         self.sharded.check_open("engine.load_checkpoint()")
         parent = directory.check_directory(load_dir, "load_dir")
         self.sharded.hooks.settle()
-        options = Options(load_module_strict, load_optimizer_states, load_module_only, custom_load_fn is not None)
+        if custom_load_fn is not None and not (include is exclude is rename is None):
+            raise UsageError(
+                "load_checkpoint(): custom_load_fn is given everything under the checkpoint's names; let it select and "
+                "rename, and remove include, exclude and rename"
+            )
+        options = Options(
+            load_module_strict,
+            load_optimizer_states,
+            load_module_only,
+            custom_load_fn is not None,
+            load_param_groups,
+            Selection.of(include, exclude, rename),
+        )
         found = find(self.sharded, parent, None if tag is None else directory.check_tag(tag), options)
         if found is None:
             return None, None
         saved, matched = found
+        self._notes = ()
         with saved:
             with_scheduler = load_lr_scheduler_states and not load_module_only
-            if with_scheduler and self.lr_scheduler is not None and saved.manifest.scheduler is None:
-                raise CheckpointError(
-                    f"{saved.path}: was saved without a learning-rate scheduler, and this engine has one, which would "
-                    "begin anew; pass load_lr_scheduler_states=False if that is meant"
-                )
+            if not load_module_only:
+                self._check_training_state(saved.manifest, saved.path, with_scheduler=with_scheduler)
             loaded = read(self.sharded, saved, matched, options)
             if custom_load_fn is not None:
                 self._load_custom(custom_load_fn, saved.module_values())
@@ -188,7 +225,25 @@ class Checkpointing:
         if not load_module_only:
             with phase(self._comm, self.device, f"loading checkpoint {loaded.path}"):
                 self._take_training_state(loaded, options, load_lr_scheduler_states)
+        if self._comm.rank == 0 and (matched.report.differs or matched.report.notes):
+            logger.warning("%s", matched.report)
+        self.last_load = replace(matched.report, notes=matched.report.notes + self._notes)
         return loaded.path, loaded.client
+
+    def _check_training_state(self, manifest: Manifest, path: str, *, with_scheduler: bool) -> None:
+        """Raise if a checkpoint cannot bring back the state of this engine's parts."""
+        if with_scheduler and self.lr_scheduler is not None and manifest.scheduler is None:
+            raise CheckpointError(
+                f"{path}: was saved without a learning-rate scheduler, and this engine has one, which would begin "
+                "anew; pass load_lr_scheduler_states=False if that is meant"
+            )
+        absent = [name for name in (*_COUNTERS, _WINDOW) if name not in manifest.counters]
+        if absent or not manifest.ranks:
+            what = f"the counters {', '.join(absent)}" if absent else "the state of any rank"
+            raise CheckpointError(
+                f"{path}: was not saved by an engine: it does not have {what}; pass load_module_only=True to load the "
+                "weights"
+            )
 
     def _check_can_save(self) -> None:
         if self.sharded.holds_gradients:
@@ -231,7 +286,7 @@ class Checkpointing:
             scaler=None if self.loss_scaler is None else self.loss_scaler.state_dict(),
             counters={
                 **{name: getattr(self, name) for name in _COUNTERS},
-                "gradient_accumulation_steps": self.gradient_accumulation_steps(),
+                _WINDOW: self.gradient_accumulation_steps(),
             },
         )
 
@@ -261,7 +316,7 @@ class Checkpointing:
         counters = loaded.manifest.counters
         for name in _COUNTERS:
             setattr(self, name, counters[name])
-        if counters["gradient_accumulation_steps"] != self.gradient_accumulation_steps():
+        if counters[_WINDOW] != self.gradient_accumulation_steps():
             # Windows have another length now; begin one.
             self.micro_steps = self.global_steps * self.gradient_accumulation_steps()
         same = len(loaded.manifest.ranks) == world
@@ -315,6 +370,7 @@ class Checkpointing:
         self._log(f"{loaded.path}: what compression had not sent yet is dropped: {reason}")
 
     def _log(self, message: str) -> None:
+        self._notes += (message,)
         if self._comm.rank == 0:
             logger.warning(message)
 

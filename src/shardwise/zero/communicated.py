@@ -270,10 +270,17 @@ class CommunicatedUpdate(SegmentUpdate):
         super().clear_state()
         self.asked.forget()
 
-    def make_state(self, index: int, elementwise: Mapping[str, torch.dtype], whole: Mapping[str, Any]) -> None:
+    def stepped_together(self, key: str) -> list[list[int]]:
+        """See `Update.stepped_together`; what is kept for each parameter as a whole is its own."""
+        return [] if key in self.asked.tensor_keys else super().stepped_together(key)
+
+    def make_state(
+        self, index: int, elementwise: Mapping[str, torch.dtype], whole: Mapping[str, Any], *, filled: bool = False
+    ) -> None:
         """See `Update.make_state`."""
         keys = self.asked.tensor_keys
-        super().make_state(index, elementwise, {key: value for key, value in whole.items() if key not in keys})
+        shared = {key: value for key, value in whole.items() if key not in keys}
+        super().make_state(index, elementwise, shared, filled=filled)
         self.asked.set_tensor_state(index, {key: value for key, value in whole.items() if key in keys})
 
     def state_was_set(self) -> None:

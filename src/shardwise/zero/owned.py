@@ -249,12 +249,18 @@ class WholeUpdate:
         """See `Update.clear_state`."""
         self.optimizer.state.clear()
 
-    def make_state(self, index: int, elementwise: Mapping[str, torch.dtype], whole: Mapping[str, Any]) -> None:
+    def stepped_together(self, key: str) -> list[list[int]]:
+        """See `Update.stepped_together`: every tensor has a state of its own."""
+        return []
+
+    def make_state(
+        self, index: int, elementwise: Mapping[str, torch.dtype], whole: Mapping[str, Any], *, filled: bool = False
+    ) -> None:
         """See `Update.make_state`."""
         master = self.masters.get(index)
         if master is not None:
             tensor, state = self.registry[index], self.optimizer.state[master]
-            add_state(self.optimizer, tensor, master, state, elementwise, whole)
+            add_state(self.optimizer, tensor, master, state, elementwise, whole, filled=filled)
             hold(state, self._accountant)
 
     def publish(self, unit: Unit) -> None:
@@ -315,9 +321,15 @@ class MixedUpdate:
         """See `Update.clear_state`."""
         self.segments.clear_state()
 
-    def make_state(self, index: int, elementwise: Mapping[str, torch.dtype], whole: Mapping[str, Any]) -> None:
+    def stepped_together(self, key: str) -> list[list[int]]:
+        """See `Update.stepped_together`."""
+        return self.segments.stepped_together(key)
+
+    def make_state(
+        self, index: int, elementwise: Mapping[str, torch.dtype], whole: Mapping[str, Any], *, filled: bool = False
+    ) -> None:
         """See `Update.make_state`."""
-        self._of(index).make_state(index, elementwise, whole)
+        self._of(index).make_state(index, elementwise, whole, filled=filled)
 
     def publish(self, unit: Unit) -> None:
         """See `Update.publish`."""

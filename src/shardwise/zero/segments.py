@@ -280,13 +280,35 @@ class SegmentUpdate:
         """See `Update.clear_state`."""
         self.optimizer.state.clear()
 
-    def make_state(self, index: int, elementwise: Mapping[str, torch.dtype], whole: Mapping[str, Any]) -> None:
+    def stepped_together(self, key: str) -> list[list[int]]:
+        """See `Update.stepped_together`."""
+        sets: dict[int, list[int]] = {}
+        for index, runs in self._runs.items():
+            for segment in {id(segment) for _, _, segment in runs}:
+                sets.setdefault(segment, []).append(index)
+        return list(sets.values())
+
+    def make_state(
+        self, index: int, elementwise: Mapping[str, torch.dtype], whole: Mapping[str, Any], *, filled: bool = False
+    ) -> None:
         """See `Update.make_state`."""
         for _, _, segment in self._runs.get(index, ()):
             tensor = self.registry[index]
             state = self.optimizer.state[segment]
-            add_state(self.optimizer, tensor, segment, state, elementwise, whole)
+            made = [key for key in elementwise if key not in state]
+            add_state(self.optimizer, tensor, segment, state, elementwise, whole, filled=filled)
+            if filled and made:
+                self._zero_padding(segment, [state[key] for key in made])
             hold(state, self._accountant)
+
+    def _zero_padding(self, segment: nn.Parameter, tensors: Sequence[torch.Tensor]) -> None:
+        pieces = next(pieces for other, pieces in self._origins if other is segment)
+        for tensor in tensors:
+            place = 0
+            for _, _, offset, length in sorted(pieces, key=lambda piece: piece[2]):
+                tensor[place:offset].zero_()
+                place = offset + length
+            tensor[place:].zero_()
 
     def publish(self, unit: Unit) -> None:
         """See `Update.publish`."""

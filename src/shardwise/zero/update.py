@@ -70,8 +70,19 @@ class Update(Protocol):
     def clear_state(self) -> None:
         """Forget all optimizer state."""
 
-    def make_state(self, index: int, elementwise: Mapping[str, torch.dtype], whole: Mapping[str, Any]) -> None:
+    def stepped_together(self, key: str) -> list[list[int]]:
+        """Return sets of parameters that have, on this rank, one value of an entry that is not elementwise."""
+
+    def make_state(
+        self, index: int, elementwise: Mapping[str, torch.dtype], whole: Mapping[str, Any], *, filled: bool = False
+    ) -> None:
         """Give a parameter state: zeros for elementwise entries, to be filled through `state_pieces`, and whole values.
+
+        Args:
+            index: the parameter.
+            elementwise: dtype by name of entries that have one value per element.
+            whole: values by name of the other entries.
+            filled: the caller writes these entries of every parameter, so that only padding needs zeros.
 
         Raises:
             CheckpointError: parameters that are stepped together would have different whole values.
@@ -143,13 +154,16 @@ def add_state(
     state: dict[str, Any],
     elementwise: Mapping[str, torch.dtype],
     whole: Mapping[str, Any],
+    *,
+    filled: bool = False,
 ) -> None:
-    """Add entries to the state of a segment or master that `tensor` is part of."""
+    """Add entries to the state of a segment or master that `tensor` is part of; elementwise ones blank if `filled`."""
     settings = optimizer.param_groups[tensor.group or 0]
     on_device = settings.get("capturable") or settings.get("fused")
     for key, dtype in elementwise.items():
         if key not in state:
-            state[key] = torch.zeros_like(stepped.detach(), dtype=dtype)
+            # Zeros that are overwritten at once would cost as much as reading what takes their place.
+            state[key] = (torch.empty_like if filled else torch.zeros_like)(stepped.detach(), dtype=dtype)
     for key, value in whole.items():
         if isinstance(value, torch.Tensor):
             # As in torch: a step count that the host counts stays there.

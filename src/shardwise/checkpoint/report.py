@@ -1,0 +1,81 @@
+"""What a load has done: which tensors, and what differed."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from dataclasses import dataclass, field
+from typing import NamedTuple
+
+from shardwise.checkpoint.manifest import outline
+
+
+class WrongShape(NamedTuple):
+    """A tensor that has one shape in the checkpoint and another in the model."""
+
+    name: str
+    checkpoint: tuple[int, ...]
+    model: tuple[int, ...]
+
+    def __str__(self) -> str:
+        return f"{self.name} (checkpoint {list(self.checkpoint)}, model {list(self.model)})"
+
+
+@dataclass(frozen=True)
+class LoadReport:
+    """What `engine.load_checkpoint` has done, in names of the model; the same on every rank.
+
+    Attributes:
+        path: directory of the checkpoint.
+        loaded: parameters, buffers and extra state that have been read (with `custom_load_fn`: that it was given).
+        missing: in the model, and not in the checkpoint; they have the values that they had.
+        unexpected: in the checkpoint, and not in the model.
+        wrong_shape: in both, with different shapes. Nothing is loaded then: they are in the report of the error.
+        skipped: left alone because of `include` and `exclude`.
+        left_out: frozen parameters without which the checkpoint was saved; they have the values that they had.
+        renamed: name in the model by name in the checkpoint, where they differ.
+        unused: patterns and rules that match no name.
+        optimizer: whether optimizer state was loaded.
+        passed_over: checkpoints that should have been loaded, and why they were not.
+        notes: what else could not be taken over, in words.
+    """
+
+    path: str
+    loaded: tuple[str, ...] = ()
+    missing: tuple[str, ...] = ()
+    unexpected: tuple[str, ...] = ()
+    wrong_shape: tuple[WrongShape, ...] = ()
+    skipped: tuple[str, ...] = ()
+    left_out: tuple[str, ...] = ()
+    renamed: Mapping[str, str] = field(default_factory=dict)
+    unused: tuple[str, ...] = ()
+    optimizer: bool = False
+    passed_over: tuple[str, ...] = ()
+    notes: tuple[str, ...] = ()
+
+    @property
+    def differs(self) -> bool:
+        """Whether model and checkpoint differ in more than was asked for."""
+        return bool(self.missing or self.unexpected or self.wrong_shape or self.unused)
+
+    def differences(self, *, strict: bool = True) -> list[str]:
+        """Return in words what does not fit; without `strict` only what never does."""
+        found = []
+        if strict and self.missing:
+            found.append(f"missing in the checkpoint: {outline(self.missing)}")
+        if strict and self.unexpected:
+            found.append(f"not in the model: {outline(self.unexpected)}")
+        if self.wrong_shape:
+            found.append(f"of another shape: {outline([str(wrong) for wrong in self.wrong_shape])}")
+        if strict and self.unused:
+            found.append(f"no name is matched by: {outline(self.unused)}")
+        return found
+
+    def __str__(self) -> str:
+        parts = [f"{len(self.loaded)} parameters and buffers loaded"]
+        if self.skipped:
+            parts.append(f"{len(self.skipped)} skipped by include and exclude")
+        if self.left_out:
+            parts.append(f"{len(self.left_out)} frozen ones, which the checkpoint was saved without, left as they were")
+        if self.renamed:
+            parts.append(f"{len(self.renamed)} renamed")
+        return f"{self.path}: {'; '.join([', '.join(parts), *self.differences(), *self.notes])}"

@@ -1,0 +1,138 @@
+"""Checks of a manifest that was read: it may have been written by anybody.
+
+The checksum tells damage from intent, not friend from foe. What is checked here is what readers rely on: types, names
+of files that lie in the checkpoint's own directory, slices that cover a tensor once, and sizes that agree with each
+other, so that no number in the file makes a reader allocate more than the files have bytes.
+"""
+
+from __future__ import annotations
+
+import math
+import os
+import re
+from typing import TYPE_CHECKING, Any
+
+from shardwise.checkpoint import codec
+from shardwise.checkpoint.tensorfile import BLOCK, DTYPE_NAMES, FileFacts, check_shape
+
+if TYPE_CHECKING:
+    from shardwise.checkpoint.manifest import Manifest, StoredTensor
+
+_CHECKSUM = re.compile(r"[0-9a-f]{8}")
+_LARGEST_FILE = 1 << 60
+
+
+def check(manifest: Manifest) -> None:
+    """Raise if a manifest is not one that a checkpoint can have.
+
+    Raises:
+        ValueError: it is not; the message says what.
+        CheckpointError: a value in it is nested deeper than any that was written.
+    """
+    _expect(isinstance(manifest.tag, str), "tag", manifest.tag)
+    _expect(type(manifest.created) in (int, float) and math.isfinite(manifest.created), "created", manifest.created)
+    for name in ("versions", "layout", "config", "counters", "extra"):
+        value = getattr(manifest, name)
+        _expect(isinstance(value, dict), name, value)
+    _expect(_natural(manifest.layout.get("world", 0)), "layout.world", manifest.layout)
+    _expect(all(_natural(count) for count in manifest.counters.values()), "counters", manifest.counters)
+    _expect(isinstance(manifest.ranks, list), "ranks", manifest.ranks)
+    _expect(_strings(manifest.excluded), "excluded", manifest.excluded)
+    for name, facts in manifest.files.items():
+        _check_file(name, facts)
+    _check_optimizer(manifest.optimizer)
+    _check_tensors(manifest)
+    _check_trees(manifest)
+
+
+def _check_file(name: str, facts: FileFacts) -> None:
+    plain = os.path.basename(name) == name and name.isprintable() and not name.startswith(".") and len(name) <= 255
+    _expect(plain and bool(name), "the name of a file", name)
+    _expect(_natural(facts.size) and facts.size <= _LARGEST_FILE, f"the size of {name}", facts.size)
+    sums = facts.checksums
+    fit = len(sums) == -(-facts.size // BLOCK) and all(isinstance(s, str) and _CHECKSUM.fullmatch(s) for s in sums)
+    _expect(fit, f"the checksums of {name}", sums)
+
+
+def _check_optimizer(optimizer: dict[str, Any] | None) -> None:
+    if optimizer is None:
+        return
+    _expect(isinstance(optimizer, dict) and isinstance(optimizer.get("class"), str), "optimizer", optimizer)
+    groups, values = optimizer.get("groups"), optimizer.get("values")
+    _expect(isinstance(groups, list), "optimizer.groups", groups)
+    for group in groups or ():
+        plain = isinstance(group, dict) and "params" not in group and not any(key.startswith("$") for key in group)
+        _expect(plain, "a group in optimizer.groups", group)
+    _expect(isinstance(values, dict), "optimizer.values", values)
+    for name, state in (values or {}).items():
+        _expect(isinstance(state, dict), f"optimizer.values of {name}", state)
+
+
+def _check_tensors(manifest: Manifest) -> None:
+    # Manifests of many ranks have millions of slices: no message is put together here before it is needed.
+    seen: set[tuple[str, str, int | None]] = set()
+    stored: dict[str, int] = {}
+    for tensor in manifest.tensors:
+        _check_tensor(tensor)
+        known = (tensor.kind, tensor.name, tensor.rank)
+        _expect(known not in seen, "a second tensor", known)
+        seen.add(known)
+        numel, width, place = tensor.numel, tensor.torch_dtype.itemsize, 0
+        # Slices of boxes are left to the reader, which refuses them.
+        boxes = any(part.box is not None for part in tensor.slices)
+        for part in tensor.slices:
+            if not (isinstance(part.file, str) and part.file in manifest.files and isinstance(part.key, str)):
+                raise ValueError(f"{tensor.name!r}: a slice in the tensor {part.key!r} of {part.file!r:.200}")
+            start, stop = part.start, part.stop
+            if not (_natural(start) and _natural(stop) and start <= stop <= numel and (boxes or start == place)):
+                raise ValueError(f"{tensor.kind} {tensor.name!r}: a slice [{start}, {stop}), expected from {place}")
+            place = stop
+            stored[part.file] = stored.get(part.file, 0) + (stop - start) * width
+        if not boxes and place != numel:
+            raise ValueError(f"{tensor.kind} {tensor.name!r}: slices of {place} elements, expected {numel}")
+    for name, size in stored.items():
+        _expect(size <= manifest.files[name].size, "slices that are larger than their file", name)
+
+
+def _check_tensor(tensor: StoredTensor) -> None:
+    kind = tensor.kind
+    known = isinstance(kind, str) and (kind in ("parameter", "buffer") or kind.startswith("optimizer/"))
+    _expect(known and isinstance(tensor.name, str), "the name and kind of a tensor", (tensor.name, kind))
+    check_shape(list(tensor.shape))
+    _expect(isinstance(tensor.dtype, str) and tensor.torch_dtype in DTYPE_NAMES, "a dtype", tensor.dtype)
+    _expect(_strings(tensor.aliases), "aliases", tensor.aliases)
+    _expect(tensor.trainable is None or isinstance(tensor.trainable, bool), "trainable", tensor.trainable)
+    _expect(all(number is None or _natural(number) for number in (tensor.group, tensor.rank)), "a tensor", tensor)
+
+
+def _check_trees(manifest: Manifest) -> None:
+    """Every tensor belongs to one place: a file's bytes cannot be asked for again and again."""
+    used = {(part.file, part.key) for tensor in manifest.tensors for part in tensor.slices}
+    _expect(len(used) == sum(len(tensor.slices) for tensor in manifest.tensors), "a tensor of a file", "used twice")
+    for reference in codec.references(trees(manifest)):
+        plain = isinstance(reference, dict) and all(isinstance(reference.get(name), str) for name in ("file", "key"))
+        _expect(plain and reference["file"] in manifest.files, "a reference to a tensor", reference)
+        place = (reference["file"], reference["key"])
+        _expect(place not in used, "a reference to a tensor that is used already", reference)
+        used.add(place)
+
+
+def trees(manifest: Manifest) -> list[Any]:
+    """Return all nested values of a manifest that may refer to tensors."""
+    found = [manifest.client, manifest.scheduler, manifest.scaler, manifest.ranks, list(manifest.extra.values())]
+    if manifest.optimizer is not None:
+        found += [manifest.optimizer["groups"], *manifest.optimizer["values"].values()]
+    return found
+
+
+def _natural(value: object) -> bool:
+    return type(value) is int and value >= 0
+
+
+def _strings(values: object) -> bool:
+    return isinstance(values, (list, tuple)) and all(isinstance(value, str) for value in values)
+
+
+def _expect(condition: bool, what: str, found: object) -> None:
+    if not condition:
+        raise ValueError(f"{what}: not as it could have been written: {found!r:.200}")

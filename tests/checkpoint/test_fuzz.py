@@ -1,0 +1,247 @@
+"""Random damage is found or does no harm; hostile files give an error and nothing else."""
+
+from __future__ import annotations
+
+import contextlib
+import json
+import os
+import random
+from pathlib import Path
+from typing import Any
+
+import numpy
+import pytest
+import torch
+from hypothesis import given, settings
+from hypothesis import strategies as st
+
+from shardwise.checkpoint import Checkpoint, verify
+from shardwise.checkpoint.tensorfile import TensorFile
+from shardwise.checkpoint.tensorwriter import write_tensors
+from shardwise.errors import CheckpointError
+from tests.checkpoint import hostile
+from tests.checkpoint.job import Run, config, differences, on_ranks
+
+randoms = st.integers(0, 2**32 - 1).map(random.Random)
+CLIENT = {
+    "epoch": 3,
+    "best": (float("inf"), torch.tensor(1.5), numpy.float32(2.5)),
+    "values": [torch.arange(5.0), numpy.arange(4), b"bytes", {1: None}],
+}
+
+
+def make(path: str) -> None:
+    run = Run(config(2, "bf16"), seed=1)
+    for tag in ("first", "second"):
+        run.step()
+        run.engine.save_checkpoint(path, tag=tag, client_state=CLIENT)
+
+
+@pytest.fixture(scope="module")
+def saved(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    """Two checkpoints of two ranks; `latest` names the second."""
+    path = tmp_path_factory.mktemp("saved")
+    on_ranks(make, 2, str(path))
+    return path
+
+
+@pytest.fixture(scope="module")
+def files(saved: Path) -> hostile.Files:
+    """The second checkpoint; all of it has been read once, so that every module that this needs is imported."""
+    verify(str(saved / "second"))
+    everything(saved / "second")
+    return hostile.read_files(saved / "second")
+
+
+@pytest.fixture(scope="module")
+def scratch(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    return tmp_path_factory.mktemp("scratch") / "a"
+
+
+def everything(path: Path) -> list[Any]:
+    """Return all that a checkpoint holds."""
+    with Checkpoint(str(path)) as saved:
+        held = saved.manifest
+        trees = [held.client, held.scheduler, held.scaler, held.ranks, held.extra, held.optimizer]
+        return [*(saved.read(tensor) for tensor in held.tensors), *(saved.decode(tree) for tree in trees)]
+
+
+def same(one: Any, other: Any) -> bool:
+    if isinstance(one, (torch.Tensor, numpy.ndarray)):
+        return type(one) is type(other) and one.dtype == other.dtype and bool((one == other).all())
+    if isinstance(one, dict):
+        return one.keys() == other.keys() and all(same(one[key], other[key]) for key in one)
+    if isinstance(one, (list, tuple)):
+        return len(one) == len(other) and all(same(a, b) for a, b in zip(one, other, strict=True))
+    return bool(one == other)
+
+
+@settings(max_examples=150)
+@given(rng=randoms)
+def test_damage_is_found_or_does_no_harm(rng: random.Random, files: hostile.Files, scratch: Path) -> None:
+    hostile.write_files(scratch, files)
+    expected = everything(scratch)
+    told = [hostile.damage(scratch, rng) for _ in range(rng.choice([1, 1, 1, 2, 4]))]
+    with hostile.watched(scratch):
+        try:
+            verify(str(scratch))
+        except CheckpointError as error:
+            assert str(scratch) in str(error), told
+        else:
+            assert same(everything(scratch), expected), told
+        # Whoever reads without verifying may get other values, but nothing worse.
+        with contextlib.suppress(CheckpointError):
+            everything(scratch)
+
+
+@settings(max_examples=250)
+@given(rng=randoms)
+def test_a_hostile_manifest_gives_an_error_or_values(rng: random.Random, files: hostile.Files, scratch: Path) -> None:
+    fields = hostile.fields_of(files["manifest.json"])
+    told = hostile.mutate(fields, rng)
+    hostile.write_files(scratch, {**files, "manifest.json": hostile.sealed(fields)})
+    with hostile.watched(scratch):
+        for action in (verify, everything):
+            try:
+                action(str(scratch))  # type: ignore[operator]
+            except CheckpointError as error:
+                assert len(str(error)) < 2000, told
+
+
+@pytest.mark.parametrize(
+    ("change", "message"),
+    [
+        (lambda f: f["tensors"][0].update(shape=[2**40, 2**30]), "is too large"),
+        (lambda f: f["tensors"][0].update(shape=[2**30]), "expected 1073741824"),
+        (lambda f: f["tensors"][0]["slices"].append(dict(f["tensors"][0]["slices"][0])), "a slice"),
+        (lambda f: f["tensors"].append(dict(f["tensors"][0], name="again")), "used twice"),
+        (lambda f: f.update(client=[f["client"], f["client"]]), "used already"),
+        (lambda f: f["optimizer"]["groups"][0].update(params=[]), "a group in optimizer.groups"),
+        (lambda f: f["files"].update({"../x": {"size": 0, "checksums": []}}), "the name of a file"),
+        (lambda f: next(iter(f["files"].values())).update(checksums=[]), "the checksums of"),
+        (lambda f: f.update(created=float("nan")), "NaN is not a number"),
+    ],
+)
+def test_numbers_that_could_not_have_been_written_are_refused(
+    change: Any, message: str, files: hostile.Files, scratch: Path
+) -> None:
+    fields = hostile.fields_of(files["manifest.json"])
+    change(fields)
+    hostile.write_files(scratch, {**files, "manifest.json": hostile.sealed(fields)})
+    with pytest.raises(CheckpointError, match=message):
+        Checkpoint(str(scratch))
+
+
+@settings(max_examples=250)
+@given(rng=randoms)
+def test_a_hostile_header_gives_an_error_or_values(rng: random.Random, scratch: Path) -> None:
+    scratch.mkdir(exist_ok=True)
+    path = scratch / "x.safetensors"
+    path.unlink(missing_ok=True)
+    write_tensors(
+        str(path), {"x": torch.randn(3, 4), "y": torch.arange(7), "z": torch.zeros(0, 2), "w": torch.ones(())}
+    )
+    data = path.read_bytes()
+    end = 8 + int.from_bytes(data[:8], "little")
+    header = json.loads(data[8:end])
+    hostile.mutate(header, rng)
+    text = hostile.sealed({"header": header}).split(b'"header": ', 1)[1].rsplit(b"}", 1)[0]
+    length = len(text) if rng.random() < 0.9 else rng.choice([0, 2**20, 2**40, 2**63])
+    path.write_bytes(length.to_bytes(8, "little") + text + data[end:])
+    with hostile.watched(scratch):
+        try:
+            with TensorFile(str(path)) as file:
+                total = sum(file.read(name).nbytes for name in file.specs)
+            assert total <= len(data) - end
+        except CheckpointError:
+            pass
+
+
+def entry(shape: str, begin: int, end: int) -> str:
+    return f'"x":{{"dtype":"F32","shape":{shape},"data_offsets":[{begin},{end}]}}'
+
+
+@pytest.mark.parametrize(
+    ("header", "message"),
+    [
+        (
+            f"{{{entry('[1]', 0, 4)},{entry('[1]', 0, 4).replace('x', 'y')}}}",
+            "'y' begins at byte 0 of the data, expected 4",
+        ),
+        (f"{{{entry('[1]', 0, 4)},{entry('[1]', 0, 4)}}}", "there twice"),
+        (f"{{{entry('[1]', 4, 8)}}}", "expected 0"),
+        (f"{{{entry('[-1,-1]', 0, 4)}}}", "is not a shape"),
+        (f"{{{entry('[true]', 0, 4)}}}", "is not a shape"),
+        (f"{{{entry('[0,4611686018427387904]', 0, 0)}}}", "is not a shape"),
+        ("[" * 200_000, "RecursionError"),
+    ],
+)
+def test_headers_that_the_format_forbids_are_refused(header: str, message: str, tmp_path: Path) -> None:
+    path = tmp_path / "x"
+    path.write_bytes(len(header).to_bytes(8, "little") + header.encode() + bytes(8))
+    with pytest.raises(CheckpointError, match=f"the header is damaged .*{message}"):
+        TensorFile(str(path))
+
+
+def test_a_pipe_in_place_of_a_file_is_not_waited_for(files: hostile.Files, scratch: Path) -> None:
+    for name in files:
+        hostile.write_files(scratch, files)
+        (scratch / name).unlink()
+        os.mkfifo(scratch / name)
+        with pytest.raises(CheckpointError, match=name):
+            everything(scratch)
+
+
+# -- engines -----------------------------------------------------------------------------------------------------------
+
+
+def fuzzed_loads(original: str, root: str, kind: str, seeds: list[int]) -> list[str]:
+    """Load damaged checkpoints into one engine on all ranks; return what went wrong."""
+    source, parent = Path(original), Path(root)
+    rank, wrong = torch.distributed.get_rank(), []
+    run = Run(config(3, "bf16"), seed=2)
+    run.step()
+    run.load(original, "second")
+    pristine = run.fingerprint()
+    second = hostile.read_files(source / "second")
+    for seed in seeds:
+        rng, told = random.Random(seed), ""
+        if rank == 0:
+            parent.mkdir(exist_ok=True)
+            hostile.write_files(parent / "first", hostile.read_files(source / "first"))
+            hostile.write_files(parent / "second", second)
+            (parent / "latest").write_text("second")
+            if kind == "damage":
+                told = hostile.damage(parent / "second", rng)
+            else:
+                fields = hostile.fields_of(second["manifest.json"])
+                told = hostile.mutate(fields, rng)
+                (parent / "second" / "manifest.json").write_bytes(hostile.sealed(fields))
+        torch.distributed.barrier()
+        before = run.fingerprint() if kind == "damage" else {}
+        what = f"{kind} {seed} ({told})"
+        try:
+            run.load(root, "second")
+            found = run.fingerprint()
+            if kind == "damage" and differences(found, pristine):
+                wrong.append(f"{what}: loaded {differences(found, pristine)}")
+        except CheckpointError:
+            if kind == "damage" and differences(run.fingerprint(), before):
+                wrong.append(f"{what}: an error, and the engine is changed")
+        except Exception as error:
+            wrong.append(f"{what}: {type(error).__name__}: {error}")
+        if kind == "damage":
+            path, _ = run.load(root)
+            if path not in (f"{root}/first", f"{root}/second"):
+                wrong.append(f"{what}: {path} instead of the newest complete one")
+        torch.distributed.barrier()
+    run.load(original, "second")
+    if differences(run.fingerprint(), pristine):
+        wrong.append("at the end: not as saved")
+    return wrong
+
+
+@pytest.mark.parametrize(("kind", "count"), [("damage", 40), ("malice", 80)])
+def test_engines_survive_damaged_and_hostile_checkpoints(kind: str, count: int, saved: Path, tmp_path: Path) -> None:
+    found = on_ranks(fuzzed_loads, 2, str(saved), str(tmp_path / "runs"), kind, list(range(count)), timeout=300)
+    assert found == [[], []]

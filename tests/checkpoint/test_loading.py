@@ -1,0 +1,505 @@
+"""Loading parts of a checkpoint, into models with other names, other groups or another frozen base."""
+
+from __future__ import annotations
+
+import os
+import re
+from collections.abc import Callable
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+from torch import nn
+
+import shardwise
+from shardwise.checkpoint import Checkpoint, LoadReport, StoredTensor, manifest, tensorfile
+from shardwise.checkpoint.manifest import Manifest, Slice
+from shardwise.checkpoint.selection import Selection
+from shardwise.checkpoint.tensorwriter import write_tensors
+from shardwise.errors import CheckpointError, UsageError
+from shardwise.memory import Accountant, track_activations
+from tests.checkpoint.job import Model
+from tests.harness import run_ranks
+from tests.models import CASES
+from tests.zero.training import Setting, start
+
+LORA = CASES["lora"]
+
+
+def rank() -> int:
+    return torch.distributed.get_rank() if torch.distributed.is_initialized() else 0
+
+
+def same(one: dict[str, torch.Tensor], other: dict[str, torch.Tensor], names: Any = None) -> bool:
+    return all(torch.equal(one[name], other[name]) for name in (one if names is None else names))
+
+
+# -- adapters on a frozen base -----------------------------------------------------------------------------------------
+
+
+def adapter_engine(stage: int, seed: int, precision: str = "fp32") -> Any:
+    return start(LORA, Setting(stage=stage, optimizer="AdamW", lr=0.02, precision=precision), LORA.make(seed))
+
+
+def adapter_steps(engine: Any, first: int, count: int, dtype: torch.dtype = torch.float32) -> None:
+    for step in range(first, first + count):
+        engine.backward(LORA.loss(engine, LORA.data(step, 0, rank(), dtype)))
+        engine.step()
+
+
+def adapters(path: str, stage: int, target_stage: int, precision: str) -> None:
+    """A base in one checkpoint, adapters in another; a third engine, with other values, takes each from its own."""
+    dtype = {"fp32": torch.float32, "bf16": torch.bfloat16}[precision]
+    source = adapter_engine(stage, 5, precision)
+    source.save_checkpoint(f"{path}/base", tag="base")
+    adapter_steps(source, 0, 3, dtype)
+    source.save_checkpoint(f"{path}/adapters", exclude_frozen_parameters=True)
+    saved = source.module_state_dict()
+    adapter_steps(source, 3, 2, dtype)
+    end = source.module_state_dict()
+    source.destroy()
+
+    with Checkpoint(f"{path}/adapters/global_step3") as files:
+        assert not any("base" in tensor.name for tensor in files.manifest.tensors)
+        assert sorted(files.manifest.excluded) == sorted(name for name in saved if "base" in name)
+    base = [name for name in saved if "base" in name]
+    trained = [name for name in saved if "base" not in name]
+
+    target = adapter_engine(target_stage, 6, precision)
+    before = target.module_state_dict()
+    assert not any(torch.equal(before[name], saved[name]) for name in saved)
+    target.load_checkpoint(f"{path}/adapters")
+    found = target.module_state_dict()
+    assert same(found, saved, trained) and same(found, before, base)
+    report = target.last_load
+    assert set(report.loaded) == set(trained) and set(report.left_out) == set(base)
+    assert not report.differs and report.optimizer and report.path == f"{path}/adapters/global_step3"
+    # The base comes from elsewhere, before or after.
+    target.load_checkpoint(f"{path}/base", "base", load_module_only=True, include="*.base.*")
+    assert set(target.last_load.loaded) == set(base) and set(target.last_load.skipped) == set(trained)
+    assert same(target.module_state_dict(), saved)
+    adapter_steps(target, 3, 2, dtype)
+    if precision == "fp32" or stage == target_stage:
+        assert same(target.module_state_dict(), end)
+    target.destroy()
+
+
+def all_adapters(path: str) -> None:
+    for stage in range(4):
+        adapters(f"{path}/{stage}", stage, 3 - stage, "fp32")
+        adapters(f"{path}/{stage}b", stage, stage, "bf16")
+
+
+@pytest.mark.parametrize("world", [1, 2])
+def test_adapters_and_their_base_come_from_different_checkpoints(world: int, tmp_path: Path) -> None:
+    run_ranks(all_adapters, world, str(tmp_path))
+
+
+def thawed(path: str) -> str:
+    source = adapter_engine(2, 5)
+    adapter_steps(source, 0, 1)
+    source.save_checkpoint(path, exclude_frozen_parameters=True)
+    source.destroy()
+    model = LORA.make(6)
+    model.requires_grad_(True)
+    engine = start(LORA, Setting(stage=2, optimizer="AdamW"), model)
+    before = engine.module_state_dict()
+    with pytest.raises(CheckpointError) as caught:
+        engine.load_checkpoint(path)
+    assert same(before, engine.module_state_dict())
+    engine.destroy()
+    return str(caught.value)
+
+
+def test_what_was_left_out_and_is_trained_now_is_missing(tmp_path: Path) -> None:
+    for message in run_ranks(thawed, 2, str(tmp_path)):
+        assert "missing in the checkpoint: layers.0.base.weight" in message
+        assert "frozen when it was saved with exclude_frozen_parameters, and trained here" in message
+
+
+# -- parts and names ---------------------------------------------------------------------------------------------------
+
+
+class Wrapped(nn.Module):
+    """The same model one level deeper, as a wrapper that a training script adds."""
+
+    def __init__(self, seed: int) -> None:
+        super().__init__()
+        self.inner = Model(seed, noise=False)
+
+    def forward(self, tokens: torch.Tensor) -> torch.Tensor:
+        return self.inner(tokens)
+
+
+def split(trained: list[nn.Parameter]) -> list[dict[str, Any]]:
+    return [{"params": trained[:4], "weight_decay": 0.1}, {"params": trained[4:], "lr": 0.02}]
+
+
+def one_group(trained: list[nn.Parameter]) -> list[dict[str, Any]]:
+    return [{"params": trained, "lr": 0.03}]
+
+
+def swapped(trained: list[nn.Parameter]) -> list[dict[str, Any]]:
+    return split(trained)[::-1]
+
+
+def engine_of(
+    model: nn.Module, stage: int, groups: Callable[[list[nn.Parameter]], list[dict[str, Any]]] = split
+) -> Any:
+    config = {
+        "train_micro_batch_size_per_gpu": 3,
+        "optimizer": {"type": "AdamW", "params": {"lr": 0.01}},
+        "zero_optimization": {"stage": stage, "stage3_param_persistence_threshold": 0},
+    }
+    parameters = groups([p for p in model.parameters() if p.requires_grad])
+    return shardwise.initialize(model=model, model_parameters=parameters, config=config)[0]
+
+
+def steps(engine: Any, first: int, count: int) -> None:
+    for step in range(first, first + count):
+        generator = torch.Generator().manual_seed(1 + 64 * step + rank())
+        engine.backward(engine(torch.randint(0, 13, (3,), generator=generator)))
+        engine.step()
+
+
+def make(path: str) -> None:
+    engine = engine_of(Model(1, noise=False), 1)
+    steps(engine, 0, 2)
+    engine.save_checkpoint(path, tag="a", client_state={"values": torch.arange(3.0)})
+    steps(engine, 2, 2)
+    end = engine.module_state_dict()
+    if rank() == 0:
+        torch.save(end, f"{path}/end.pt")
+    engine.destroy()
+
+
+@pytest.fixture(scope="module")
+def saved(tmp_path_factory: pytest.TempPathFactory) -> str:
+    """A checkpoint of two ranks after two steps, and the weights after two more."""
+    path = str(tmp_path_factory.mktemp("saved"))
+    run_ranks(make, 2, path)
+    return path
+
+
+def values_in(path: str) -> dict[str, torch.Tensor]:
+    with Checkpoint(f"{path}/a") as files:
+        return files.module_values()
+
+
+def parts(path: str, stage: int) -> None:
+    expected = values_in(path)
+    engine = engine_of(Model(2, noise=False), stage)
+    before = engine.module_state_dict()
+
+    def load(**options: Any) -> tuple[list[str], LoadReport]:
+        """Load into the values of before; return what has changed."""
+        engine.load_module_state_dict(before)
+        engine.load_checkpoint(path, "a", **options)
+        found = engine.module_state_dict()
+        changed = [name for name in found if not torch.equal(found[name], before[name])]
+        assert same(found, expected, changed)
+        return changed, engine.last_load
+
+    only = {"load_module_only": True}
+    blocks = [name for name in before if name.startswith("blocks.")]
+    embedding = ["embedding.weight", "head.weight"]
+    # The norms' values differ from the initial ones because they have been trained.
+    changed, report = load(include="blocks.*", **only)
+    assert changed == blocks and sorted(report.loaded) == sorted(blocks)
+    assert set(report.skipped) == set(before) - set(blocks) - {"head.weight"} and not report.differs
+    changed, _ = load(include=["blocks.0.*", "temperature"], exclude="*.bias", **only)
+    assert set(changed) == {"blocks.0.inner.weight", "blocks.0.norm.weight", "temperature"}
+    # A tied parameter goes by any of its names.
+    changed, _ = load(include="head.*", **only)
+    assert changed == embedding
+    changed, report = load(exclude="head.weight", **only)
+    assert not set(embedding) & set(changed) and "embedding.weight" in report.skipped
+    changed, report = load(include=["blocks.*", "blcks.*"], load_module_strict=False, **only)
+    assert changed == blocks and report.unused == ("include 'blcks.*'",) and "blcks" in str(report)
+    engine.destroy()
+
+
+def test_parts_are_loaded_by_patterns(saved: str) -> None:
+    for stage in (0, 3):
+        run_ranks(parts, 2, saved, stage)
+
+
+REFUSED: list[tuple[dict[str, Any], type[Exception], str]] = [
+    (
+        {"include": "blocks.*"},
+        CheckpointError,
+        "include and exclude leave out trained parameters (temperature, embedding.weight",
+    ),
+    ({"include": ["blcks.*"], "load_module_only": True}, CheckpointError, "no name is matched by: include 'blcks.*'"),
+    ({"exclude": [3]}, UsageError, "exclude: expected patterns such as 'blocks.*', found 3"),
+    ({"rename": {"x": "y"}}, CheckpointError, "no name is matched by: rename 'x'"),
+    ({"rename": {"x": 3}}, UsageError, "rename: expected {name in the checkpoint: name in the model}"),
+    ({"rename": [(r"^blocks\.0\.", "blocks.1.")]}, CheckpointError, "rename gives the name 'blocks.1.inner.weight' to"),
+    ({"rename": [("(", "x")]}, UsageError, "rename: '(' is not a regular expression"),
+    ({"rename": [("(blocks)", r"\2")]}, UsageError, r"rename: the replacement '\\2' of '(blocks)' is wrong"),
+    ({"rename": "blocks"}, UsageError, "a list of (regular expression, replacement), or a function"),
+    ({"rename": lambda name: None}, UsageError, "rename: the function returned None for 'temperature'"),
+    ({"rename": lambda name: 1 / 0}, UsageError, "rename: the function failed on 'temperature': ZeroDivision"),
+    ({"rename": lambda name: "x" + name}, CheckpointError, "missing in the checkpoint: temperature, nothing, embed"),
+    ({"rename": {"temperature": "heat"}}, CheckpointError, "not in the model: heat"),
+    ({"include": "*", "custom_load_fn": print}, UsageError, "custom_load_fn is given everything"),
+]
+
+
+def refused(path: str) -> None:
+    engine = engine_of(Model(2, noise=False), 3)
+    steps(engine, 100, 1)
+    before, state = engine.module_state_dict(), engine.get_lr()
+    for options, kind, message in REFUSED:
+        with pytest.raises(kind) as caught:
+            engine.load_checkpoint(path, "a", **options)
+        assert type(caught.value) is kind and message in str(caught.value), (options, str(caught.value))
+    # Ranks that were asked for different things all say so.
+    with pytest.raises(UsageError, match="pass the same include, exclude and rename on every rank"):
+        engine.load_checkpoint(path, "a", load_module_only=True, include=["blocks.*", "head.*"][rank()])
+    told = "failed on rank 1: UsageError: rename" if rank() == 0 else "the function failed on 'temperature'"
+    with pytest.raises((CheckpointError, UsageError), match=told):
+        engine.load_checkpoint(path, "a", rename=lambda name: name if rank() == 0 else 1 / 0)
+    assert same(before, engine.module_state_dict()) and engine.get_lr() == state
+    assert engine.last_load is None
+    engine.load_checkpoint(path, "a")
+    engine.destroy()
+
+
+def test_what_cannot_be_asked_for_is_refused_on_all_ranks_and_changes_nothing(saved: str) -> None:
+    run_ranks(refused, 2, saved)
+
+
+def differing(path: str) -> None:
+    class Wide(Model):
+        def __init__(self) -> None:
+            super().__init__(2, noise=False)
+            self.temperature = nn.Parameter(torch.ones(2))
+            self.extra = nn.Parameter(torch.ones(3))
+            del self.nothing
+            self.register_buffer("count", torch.zeros(1))
+
+        def forward(self, tokens: torch.Tensor) -> torch.Tensor:
+            return self.head(self.embedding(tokens)).square().mean() * self.temperature.sum()
+
+    engine = engine_of(Wide(), 3)
+    with pytest.raises(CheckpointError, match=r"exclude=\['temperature'\]") as caught:
+        engine.load_checkpoint(path, "a", load_module_only=True)
+    report = caught.value.report
+    assert set(report.missing) == {"extra", "count"} and report.unexpected == ("nothing",)
+    assert report.wrong_shape == (("temperature", (), (2,)),)
+    message = str(caught.value)
+    assert "temperature (checkpoint [], model [2])" in message and "missing in the checkpoint: extra, count" in message
+    with pytest.raises(CheckpointError, match="of another shape"):
+        engine.load_checkpoint(path, "a", load_module_only=True, load_module_strict=False)
+    engine.load_checkpoint(path, "a", load_module_only=True, load_module_strict=False, exclude="temperature")
+    report = engine.last_load
+    assert set(report.missing) == {"extra", "count"} and report.unexpected == ("nothing",)
+    assert report.skipped == ("temperature",) and report.differs
+    assert "missing in the checkpoint: extra, count" in str(report)
+    expected, found = values_in(path), engine.module_state_dict()
+    assert same(found, expected, report.loaded) and torch.equal(found["extra"], torch.ones(3))
+    engine.destroy()
+
+
+def test_a_load_that_is_not_strict_tells_what_differed(saved: str) -> None:
+    run_ranks(differing, 2, saved)
+
+
+def renamed(path: str, stage: int) -> None:
+    expected, end = values_in(path), torch.load(f"{path}/end.pt", weights_only=True)
+    for rules in (
+        [(r"^", "inner.")],
+        [("^blocks", "parts"), ("^(?!parts)", "inner."), ("^parts", "inner.blocks")],
+        {name: f"inner.{name}" for name in expected},
+        lambda name: f"inner.{name}",
+    ):
+        engine = engine_of(Wrapped(2), stage)
+        steps(engine, 100, 1)
+        engine.load_checkpoint(path, "a", rename=rules)
+        report = engine.last_load
+        assert report.renamed["temperature"] == "inner.temperature" and not report.differs
+        found = {name.removeprefix("inner."): value for name, value in engine.module_state_dict().items()}
+        assert same(found, expected)
+        steps(engine, 2, 2)
+        found = {name.removeprefix("inner."): value for name, value in engine.module_state_dict().items()}
+        assert same(found, end), "the optimizer's state has come along"
+        engine.destroy()
+    # One parameter, under its other name; what the rest has is missing.
+    engine = engine_of(Wrapped(2), stage)
+    engine.load_checkpoint(
+        path, "a", rename={"head.weight": "inner.embedding.weight"}, include="inner.embedding.*", load_module_only=True
+    )
+    assert torch.equal(engine.module_state_dict()["inner.head.weight"], expected["embedding.weight"])
+    engine.destroy()
+
+
+def test_names_may_have_changed(saved: str) -> None:
+    for stage in (1, 3):
+        run_ranks(renamed, 2, saved, stage)
+
+
+# -- parameter groups --------------------------------------------------------------------------------------------------
+
+
+def regrouped(path: str) -> None:
+    end = torch.load(f"{path}/end.pt", weights_only=True)
+    for groups, message in (
+        (one_group, "its optimizer has 2 parameter groups, this engine's has 1"),
+        (swapped, "embedding.weight (group 0 in the checkpoint, 1 here)"),
+    ):
+        engine = engine_of(Model(2, noise=False), 2, groups)
+        before, settings = engine.module_state_dict(), [dict(g, params=0) for g in engine.optimizer.param_groups]
+        with pytest.raises(CheckpointError) as caught:
+            engine.load_checkpoint(path, "a")
+        assert message in str(caught.value) and "load_param_groups=False" in str(caught.value)
+        assert same(before, engine.module_state_dict())
+        engine.load_checkpoint(path, "a", load_param_groups=False)
+        assert [dict(g, params=0) for g in engine.optimizer.param_groups] == settings
+        steps(engine, 2, 2)
+        # Swapped groups have the settings that they had, so training goes on as it would have.
+        assert same(engine.module_state_dict(), end) == (groups is swapped)
+        engine.destroy()
+
+
+def test_groups_that_have_changed(saved: str) -> None:
+    run_ranks(regrouped, 2, saved)
+
+
+def step_counts(path: str) -> None:
+    """Parameters of one group that were stepped differently often cannot go on as one segment."""
+    model = nn.Linear(3, 5)
+    optimizer = torch.optim.Adam(model.parameters(), lr=0.1)
+    nn.functional.linear(torch.ones(2, 3), model.weight.detach(), model.bias).square().sum().backward()
+    optimizer.step()
+    settings = Setting(stage=1).config()
+    source = shardwise.initialize(model=model, optimizer=optimizer, config=settings)[0]
+    source.backward(source(torch.ones(2, 3)).square().sum())
+    source.step()
+    source.save_checkpoint(path, tag="a")
+    source.destroy()
+    fresh = nn.Linear(3, 5)
+    target = shardwise.initialize(model=fresh, optimizer=torch.optim.Adam(fresh.parameters()), config=settings)[0]
+    before = target.module_state_dict()
+    with pytest.raises(CheckpointError, match=r"optimizer state 'step' of 'bias' is .* are stepped together"):
+        target.load_checkpoint(path, "a")
+    assert same(before, target.module_state_dict()) and not target.optimizer.state
+    target.destroy()
+
+
+def test_step_counts_that_cannot_be_kept_are_found_before_anything_changes(tmp_path: Path) -> None:
+    run_ranks(step_counts, 1, str(tmp_path))
+
+
+# -- what is read ------------------------------------------------------------------------------------------------------
+
+
+def test_what_is_decoded_is_verified_too(tmp_path: Path) -> None:
+    block = tensorfile.BLOCK
+    tensors = {"p": torch.randn(block // 4), "m": torch.randn(block // 2), "c": torch.randn(16)}
+    facts = write_tensors(str(tmp_path / "f"), tensors)
+    stored = [
+        StoredTensor("w", "parameter", (block // 4,), "float32", (Slice("f", "p", 0, block // 4),)),
+        StoredTensor("w", "optimizer/m", (block // 2,), "float32", (Slice("f", "m", 0, block // 2),)),
+    ]
+    client = {"values": {"$tensor": {"file": "f", "key": "c"}}}
+    made = Manifest("a", 0.0, {}, {}, {}, {"f": facts}, stored, client=client)
+    (tmp_path / "manifest.json").write_bytes(manifest.to_bytes(made))
+    with Checkpoint(str(tmp_path)) as saved:
+        module = saved.blocks(saved.manifest.of_module())
+        both = saved.blocks(saved.manifest.of_module(), [saved.manifest.client])
+        assert len(both) == len(module) + 1 < len(saved.blocks())
+
+
+def read_bytes(path: str, stage: int, load: bool) -> dict[str, int]:
+    """Save; or load into a fresh engine and count the bytes that are read and the memory that is taken meanwhile."""
+    torch.manual_seed(0)
+    model = nn.Sequential(*(nn.Linear(701, 701) for _ in range(4)))
+    config = {
+        "train_micro_batch_size_per_gpu": 1,
+        "optimizer": {"type": "AdamW", "params": {"lr": 0.01}},
+        "zero_optimization": {"stage": stage, "stage3_param_persistence_threshold": 0},
+    }
+    engine = shardwise.initialize(model=model, config=config)[0]
+    if not load:
+        engine.backward(engine(torch.randn(1, 701)).square().mean())
+        engine.step()
+        engine.save_checkpoint(path, tag="a")
+        engine.destroy()
+        return {}
+    counts = {"verified": 0, "read": 0}
+    verify, fill = tensorfile.TensorFile.wrong_blocks, tensorfile.TensorFile._fill
+    inside: list[bool] = []
+
+    def counted_verify(self: Any, checksums: Any, blocks: Any) -> list[int]:
+        inside.append(True)
+        try:
+            return verify(self, checksums, blocks)
+        finally:
+            inside.pop()
+
+    def counted_fill(self: Any, out: memoryview, offset: int) -> None:
+        counts["verified" if inside else "read"] += len(out)
+        fill(self, out, offset)
+
+    patch = pytest.MonkeyPatch()
+    patch.setattr(tensorfile.TensorFile, "wrong_blocks", counted_verify)
+    patch.setattr(tensorfile.TensorFile, "_fill", counted_fill)
+    patch.setattr("shardwise.checkpoint.parallel.workers", lambda: 1)  # what is counted is counted in this thread
+    torch.use_deterministic_algorithms(True)  # memory that is not written holds NaN, so that nobody reads it unnoticed
+    try:
+        with track_activations(Accountant()) as accountant:
+            engine.load_checkpoint(path, "a")
+            counts["peak"] = accountant.peak_total
+    finally:
+        torch.use_deterministic_algorithms(False)
+        patch.undo()
+    for state in engine.optimizer.state.values():
+        for key in ("exp_avg", "exp_avg_sq"):
+            assert bool(state[key].isfinite().all()), "between parameters there are zeros"
+    sharded = engine.sharded
+    runs = sharded.value_runs()
+    counts["held"] = sum(view.nbytes for own in runs.values() for _, _, view in own)
+    counts["state"] = sum(
+        view.nbytes
+        for i in runs
+        for key in ("exp_avg", "exp_avg_sq")
+        for _, _, view in sharded.update.state_pieces(i, key)
+    )
+    engine.destroy()
+    return counts
+
+
+def test_each_rank_reads_what_it_holds_and_takes_no_other_memory(tmp_path: Path) -> None:
+    path = str(tmp_path)
+    run_ranks(read_bytes, 2, path, 1, False)
+    size = sum(
+        os.path.getsize(tmp_path / "a" / name) for name in os.listdir(tmp_path / "a") if name.endswith("tensors")
+    )
+    model = 12 * 4 * (701 * 701 + 701)
+    assert model < size < 1.01 * model
+    for world in (1, 2, 3):
+        for stage in (0, 1, 3):
+            found = run_ranks(read_bytes, world, path, stage, True)
+            # Every byte is verified once; besides headers and random numbers, each rank reads what it keeps.
+            assert sum(one["verified"] for one in found) == size
+            for one in found:
+                assert 0 <= one["read"] - one["held"] - one["state"] < 100_000
+                assert one["peak"] - one["state"] < 0.2 * model / world
+            if stage == 3:
+                assert sum(one["read"] + one["peak"] - one["state"] for one in found) < 1.2 * model
+
+
+def test_names_that_patterns_match() -> None:
+    selection = Selection.of(include=["a.*", "b[12]"], exclude=("*.x",))
+    assert [selection.wants([name]) for name in ("a.b", "a.b.x", "b1", "b3", "A.b")] == [
+        True,
+        False,
+        True,
+        False,
+        False,
+    ]
+    assert Selection.of().wants(["anything"]) and Selection.of().everything
+    assert selection.unused_patterns(["a.q", "b1", "c.x"]) == []
+    assert re.fullmatch(r"include 'b\[12\]'", selection.unused_patterns(["a.x"])[0])
