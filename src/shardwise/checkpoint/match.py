@@ -118,6 +118,8 @@ def match_optimizer(model: ShardedModel, manifest: Manifest, path: str) -> dict[
     saved = manifest.optimizer
     if saved is None:
         raise CheckpointError(f"{path}: was saved without an optimizer; {fix}")
+    if "refused" in saved:
+        raise CheckpointError(f"{path}: {saved['refused']}; {fix}")
     name = type(model.optimizer).__name__
     if saved["class"] != name:
         raise CheckpointError(f"{path}: holds state of the optimizer {saved['class']}, this engine has {name}; {fix}")

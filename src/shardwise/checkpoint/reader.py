@@ -21,6 +21,10 @@ class Checkpoint:
     Args:
         path: its directory.
 
+    Attributes:
+        manifest: what it holds.
+        notes: what it holds and cannot be taken over, for people.
+
     Raises:
         CheckpointError: it is incomplete, or its manifest is damaged or of another format.
 
@@ -34,6 +38,7 @@ class Checkpoint:
     def __init__(self, path: str) -> None:
         self.path = path
         self.manifest = manifest.load(path)
+        self.notes: list[str] = []
         self._files: dict[str, TensorFile] = {}
 
     def __enter__(self) -> Checkpoint:

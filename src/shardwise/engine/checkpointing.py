@@ -18,6 +18,7 @@ from shardwise.checkpoint.collect import TrainingState
 from shardwise.checkpoint.load import Loaded, Options, find, read
 from shardwise.checkpoint.manifest import name_of
 from shardwise.checkpoint.save import Request, save
+from shardwise.engine.importing import check_schedule, opener
 from shardwise.errors import CheckpointError, CheckpointPathError, UsageError
 from shardwise.utils.logging import logger
 
@@ -142,7 +143,8 @@ class Checkpointing:
         """Bring a checkpoint back, whatever stage and number of ranks it was saved with.
 
         With the layout it was saved with, training then goes on bit by bit as if it had not stopped. Bytes are checked
-        before anything is changed.
+        before anything is changed. Checkpoints of DeepSpeed are loaded as well; what they have and this engine cannot take
+        over is logged.
 
         Args:
             load_dir: directory of the run's checkpoints.
@@ -168,7 +170,8 @@ class Checkpointing:
         parent = directory.check_directory(load_dir, "load_dir")
         self.sharded.hooks.settle()
         options = Options(load_module_strict, load_optimizer_states, load_module_only, custom_load_fn is not None)
-        found = find(self.sharded, parent, None if tag is None else directory.check_tag(tag), options)
+        checked = None if tag is None else directory.check_tag(tag)
+        found = find(self.sharded, parent, checked, options, opener(self.sharded))
         if found is None:
             return None, None
         saved, matched = found
@@ -179,6 +182,8 @@ class Checkpointing:
                     f"{saved.path}: was saved without a learning-rate scheduler, and this engine has one, which would "
                     "begin anew; pass load_lr_scheduler_states=False if that is meant"
                 )
+            if with_scheduler and self.lr_scheduler is not None:
+                check_schedule(saved, self.lr_scheduler)
             loaded = read(self.sharded, saved, matched, options)
             if custom_load_fn is not None:
                 self._load_custom(custom_load_fn, saved.module_values())
@@ -186,6 +191,8 @@ class Checkpointing:
         if self.sharded.compressor is not None:
             self.sharded.compressor.clear()  # it is of gradients at other values
         if not load_module_only:
+            if saved.notes:
+                self._log(f"{loaded.path}: not taken over: {'; '.join(saved.notes)}")
             with phase(self._comm, self.device, f"loading checkpoint {loaded.path}"):
                 self._take_training_state(loaded, options, load_lr_scheduler_states)
         return loaded.path, loaded.client
@@ -264,6 +271,10 @@ class Checkpointing:
         if counters["gradient_accumulation_steps"] != self.gradient_accumulation_steps():
             # Windows have another length now; begin one.
             self.micro_steps = self.global_steps * self.gradient_accumulation_steps()
+        if not loaded.manifest.ranks:  # of a library that saves nothing of ranks
+            if self.sharded.compressor is not None:
+                self.sharded.compressor.steps = self.global_steps
+            return
         same = len(loaded.manifest.ranks) == world
         own = loaded.rank if loaded.rank is not None else loaded.first
         self._take_kept(own.get("compression") if options.optimizer else None, loaded)
