@@ -41,7 +41,8 @@ def open_deepspeed(source: str, tag: str | None = None) -> DeepSpeedCheckpoint:
             raise CheckpointPathError(f"{path}: there is no such directory")
         raise CheckpointPathError(
             f"{path}: not a checkpoint of DeepSpeed: expected mp_rank_00_model_states.pt or "
-            "zero_pp_rank_0_mp_rank_00_model_states.pt. Give its directory (as runs/a/global_step100), or the one above it"
+            "zero_pp_rank_0_mp_rank_00_model_states.pt. Give its directory (as runs/a/global_step100), or the one "
+            "above it"
         )
     return DeepSpeedCheckpoint(path)
 
@@ -51,8 +52,8 @@ def convert(
 ) -> str:
     """Write an opened checkpoint in our format, to `<target>/<tag>/`, and let `latest` name it.
 
-    All bytes are compared with their checksums first. Then tensors are copied one after the other: no more than one is in
-    memory. The directory appears whole or not at all.
+    All bytes are compared with their checksums first. Then tensors are copied one after the other: no more than one
+    is in memory. The directory appears whole or not at all.
 
     Args:
         saved: the checkpoint.
@@ -84,8 +85,8 @@ def convert(
         directory.write_latest(target, tag)
     except OSError as error:
         raise CheckpointError(
-            f"{error.filename or path}: cannot be written: {error.strerror} (errno {error.errno}); what was there before is "
-            "unchanged"
+            f"{error.filename or path}: cannot be written: {error.strerror} (errno {error.errno}); what was there "
+            "before is unchanged"
         ) from error
     finally:
         if draft is not None:
@@ -103,8 +104,8 @@ def _optimizer(saved: Checkpoint, name: str | None) -> dict[str, Any] | None:
     if name is None and found["class"] is None:
         entries = sorted({t.kind.removeprefix(OPTIMIZER) for t in saved.manifest.of_kind(OPTIMIZER)})
         raise CheckpointError(
-            f"{saved.path}: the files do not say which optimizer has left the state {entries}; name its class, as AdamW, or "
-            f"{fix}"
+            f"{saved.path}: the files do not say which optimizer has left the state {entries}; name its class, as "
+            f"AdamW, or {fix}"
         )
     return {**found, "class": name or found["class"]}
 

@@ -143,8 +143,8 @@ class Checkpointing:
         """Bring a checkpoint back, whatever stage and number of ranks it was saved with.
 
         With the layout it was saved with, training then goes on bit by bit as if it had not stopped. Bytes are checked
-        before anything is changed. Checkpoints of DeepSpeed are loaded as well; what they have and this engine cannot take
-        over is logged.
+        before anything is changed. Checkpoints of DeepSpeed are loaded as well; what they have and this engine cannot
+        take over is logged.
 
         Args:
             load_dir: directory of the run's checkpoints.

@@ -52,6 +52,6 @@ def check_schedule(saved: Checkpoint, scheduler: Any) -> None:
     if found != expected:
         raise CheckpointError(
             f"{saved.path}: its learning-rate scheduler has the state {sorted(map(str, found))}, and "
-            f"{type(scheduler).__name__}, which this engine has, {sorted(map(str, expected))}: another kind of schedule. "
-            "Configure the one it was saved with, or pass load_lr_scheduler_states=False"
+            f"{type(scheduler).__name__}, which this engine has, {sorted(map(str, expected))}: another kind of "
+            "schedule. Configure the one it was saved with, or pass load_lr_scheduler_states=False"
         )

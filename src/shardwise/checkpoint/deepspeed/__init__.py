@@ -5,8 +5,8 @@
     layout     where in them each parameter and each entry of its optimizer state lies
     checkpoint all of it as a `shardwise.checkpoint.Checkpoint`
 
-The layout of the files was found by saving with DeepSpeed 0.19.8 and looking at what it wrote; `bench/deepspeed_import.py`
-repeats that for every stage and compares all values.
+The layout of the files was found by saving with DeepSpeed 0.19.8 and looking at what it wrote;
+`bench/deepspeed_import.py` repeats that for every stage and compares all values.
 """
 
 from shardwise.checkpoint.deepspeed.checkpoint import DeepSpeedCheckpoint, Target

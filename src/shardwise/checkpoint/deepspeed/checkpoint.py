@@ -47,8 +47,8 @@ class Target:
 class DeepSpeedCheckpoint(Checkpoint):
     """A checkpoint that DeepSpeed has written at ZeRO stage 0, 1, 2 or 3.
 
-    Parameters have their fp32 master values where there are any. Everything is read by name and range from mapped files,
-    on as many ranks as there are.
+    Parameters have their fp32 master values where there are any. Everything is read by name and range from mapped
+    files, on as many ranks as there are.
 
     Args:
         path: its directory, as `save_dir/tag`.
@@ -87,13 +87,14 @@ class DeepSpeedCheckpoint(Checkpoint):
     def _open(self, files: Files) -> None:
         if os.path.isdir(os.path.join(self.path, "zero")):
             raise CheckpointError(
-                f"{self.path}: DeepSpeed's universal format, which is not read; import the checkpoint from which it was made"
+                f"{self.path}: DeepSpeed's universal format, which is not read; import the checkpoint from which it "
+                "was made"
             )
         first = files.shared or (files.model[min(files.model)] if files.model else None)
         if first is None:
             raise CheckpointError(
-                f"{self.path}: the model states (mp_rank_00_model_states.pt, or zero_pp_rank_0_mp_rank_00_model_states.pt "
-                "of stage 3) are missing: the checkpoint is incomplete"
+                f"{self.path}: the model states (mp_rank_00_model_states.pt, or "
+                "zero_pp_rank_0_mp_rank_00_model_states.pt of stage 3) are missing: the checkpoint is incomplete"
             )
         model = self._model_states(first)
         world = self._world(model, files)
@@ -106,8 +107,8 @@ class DeepSpeedCheckpoint(Checkpoint):
             shapes = model["param_shapes"]
             if not isinstance(shapes, (list, tuple)) or (self.stage == 3) != (files.shared is None):
                 raise CheckpointError(
-                    f"{self.path}: model states {first} do not belong to optimizer states of stage {self.stage}: files of "
-                    "two checkpoints, or a layout that is not known"
+                    f"{self.path}: model states {first} do not belong to optimizer states of stage {self.stage}: files "
+                    "of two checkpoints, or a layout that is not known"
                 )
             if self.stage == 3:
                 check_ranks(self.path, files.model, world, "model")
@@ -134,14 +135,15 @@ class DeepSpeedCheckpoint(Checkpoint):
         for key in ("module", "buffer_names", "optimizer", "param_shapes", "dp_world_size", "ds_version"):
             if key not in content:
                 raise CheckpointError(
-                    f"{os.path.join(self.path, name)}: expected the key {key!r}, found {outline(sorted(map(str, content)))}; "
-                    "not a file of model states, or of a version of DeepSpeed whose layout is not known (it was found with "
-                    "0.19)"
+                    f"{os.path.join(self.path, name)}: expected the key {key!r}, found "
+                    f"{outline(sorted(map(str, content)))}; "
+                    "not a file of model states, or of a version of DeepSpeed whose layout is not known (it was found "
+                    "with 0.19)"
                 )
         if not isinstance(content["module"], Mapping):
             raise CheckpointError(
-                f"{os.path.join(self.path, name)}: holds no module state dict, as of pipeline-parallel models, which cannot "
-                "be imported"
+                f"{os.path.join(self.path, name)}: holds no module state dict, as of pipeline-parallel models, which "
+                "cannot be imported"
             )
         return content
 
@@ -191,8 +193,8 @@ class DeepSpeedCheckpoint(Checkpoint):
         if stage == 3 and "fp32_flat_groups" in keys:
             return 3
         raise CheckpointError(
-            f"{ranks[0].file}: stage {stage} with the keys {outline(sorted(map(str, keys)))}: a layout that is not known "
-            f"(written by DeepSpeed {self._opened[os.path.basename(ranks[0].file)].content.get('ds_version')})"
+            f"{ranks[0].file}: stage {stage} with the keys {outline(sorted(map(str, keys)))}: a layout that is not "
+            f"known (written by DeepSpeed {self._opened[os.path.basename(ranks[0].file)].content.get('ds_version')})"
         )
 
     def _compare(self, files: Files, models: Sequence[Mapping[str, Any]]) -> None:
@@ -200,8 +202,8 @@ class DeepSpeedCheckpoint(Checkpoint):
             for key in ("global_steps", "dp_world_size", "ds_version"):
                 if other.get(key) != models[0].get(key):
                     raise CheckpointError(
-                        f"{os.path.join(self.path, files.model[rank])}: {key} is {other.get(key)!r}, in {files.model[0]} "
-                        f"{models[0].get(key)!r}: files of two checkpoints"
+                        f"{os.path.join(self.path, files.model[rank])}: {key} is {other.get(key)!r}, in "
+                        f"{files.model[0]} {models[0].get(key)!r}: files of two checkpoints"
                     )
 
     # -- what it holds -----------------------------------------------------------------------------------------------
@@ -236,7 +238,8 @@ class DeepSpeedCheckpoint(Checkpoint):
                 continue
             if not isinstance(value, torch.Tensor):
                 raise CheckpointError(
-                    f"{os.path.join(self.path, first)}: module: {name!r}: expected a tensor, found {type(value).__name__}"
+                    f"{os.path.join(self.path, first)}: module: {name!r}: expected a tensor, found "
+                    f"{type(value).__name__}"
                 )
             original = shared.get(name) or (seen.setdefault(_identity(value), name) if value.numel() else name)
             if original != name:
@@ -263,7 +266,8 @@ class DeepSpeedCheckpoint(Checkpoint):
         )
         if self.stage in (1, 2) and shape != tuple(value.shape):
             raise CheckpointError(
-                f"{self.path}: parameter {name!r}: shape {list(value.shape)} in the module, {list(shape)} in param_shapes"
+                f"{self.path}: parameter {name!r}: shape {list(value.shape)} in the module, {list(shape)} in "
+                "param_shapes"
             )
         dtype = name_of(value.dtype)
         return StoredTensor(
@@ -337,8 +341,8 @@ class DeepSpeedCheckpoint(Checkpoint):
             found = [[next((n for n in known if n in shapes), known[0]) for known in g] for g in self._target.groups]
             if [len(group) for group in found] != [len(group["params"]) for group in numbered]:
                 raise CheckpointError(
-                    f"the optimizer's state is of groups of {[len(group['params']) for group in numbered]} parameters, this "
-                    f"engine's has {[len(group) for group in found]}"
+                    f"the optimizer's state is of groups of {[len(group['params']) for group in numbered]} parameters, "
+                    f"this engine's has {[len(group) for group in found]}"
                 )
         else:
             sizes = [
@@ -351,8 +355,8 @@ class DeepSpeedCheckpoint(Checkpoint):
                 shape = self._shape(state, masters, g, i, key, shapes.get(name))
                 if name not in shapes or shape != shapes[name]:
                     raise CheckpointError(
-                        f"the optimizer's state number {key} is of shape {list(shape)}, and the parameter in its place, "
-                        f"{name!r}, of {list(shapes.get(name, ()))}"
+                        f"the optimizer's state number {key} is of shape {list(shape)}, and the parameter in its "
+                        f"place, {name!r}, of {list(shapes.get(name, ()))}"
                     )
         return found
 
@@ -431,8 +435,8 @@ class DeepSpeedCheckpoint(Checkpoint):
             decoupled = settings.get("decoupled_weight_decay")
             if settings.get("weight_decay") and (decoupled, name) in ((True, "Adam"), (False, "AdamW")):
                 self.notes.append(
-                    f"parameter group {number} had weight decay that was {'' if decoupled else 'not '}decoupled from the "
-                    f"gradient; that of {name} is {'' if name == 'AdamW' else 'not '}"
+                    f"parameter group {number} had weight decay that was {'' if decoupled else 'not '}decoupled from "
+                    f"the gradient; that of {name} is {'' if name == 'AdamW' else 'not '}"
                 )
         found: dict[str, Any] = {"class": name, "groups": groups, "values": layout.values}
         if refused:
@@ -447,8 +451,8 @@ class DeepSpeedCheckpoint(Checkpoint):
                 name = next((name for name in known if name in layout.group), None)
                 if name is not None and layout.group[name] != number:
                     return (
-                        f"parameter {name!r} was in group {layout.group[name]} of the optimizer and is in group {number} "
-                        "here, so that it would get other settings; form the groups as they were"
+                        f"parameter {name!r} was in group {layout.group[name]} of the optimizer and is in group "
+                        f"{number} here, so that it would get other settings; form the groups as they were"
                     )
         return None
 

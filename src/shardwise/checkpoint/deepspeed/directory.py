@@ -54,8 +54,8 @@ def find_files(path: str) -> Files:
         for pattern, kind in _REFUSED.items():
             if pattern.fullmatch(name):
                 raise CheckpointError(
-                    f"{path}: {name}: a DeepSpeed checkpoint of {kind}, which divides the model in ways of its own, and "
-                    "cannot be imported. Convert it to plain weights with its own tools and load those"
+                    f"{path}: {name}: a DeepSpeed checkpoint of {kind}, which divides the model in ways of its own, "
+                    "and cannot be imported. Convert it to plain weights with its own tools and load those"
                 )
         if (match := _MODEL.fullmatch(name)) is not None:
             parts.add(int(match.group(2)))
@@ -80,8 +80,8 @@ def find_files(path: str) -> Files:
         )
     if found.shared is not None and found.model:
         raise CheckpointError(
-            f"{path}: holds both {found.shared} (stages 0 to 2) and {found.model[min(found.model)]} (stage 3): files of "
-            "two checkpoints. Move those that do not belong to it away"
+            f"{path}: holds both {found.shared} (stages 0 to 2) and {found.model[min(found.model)]} (stage 3): files "
+            "of two checkpoints. Move those that do not belong to it away"
         )
     if os.path.isdir(os.path.join(path, "offloaded_tensors")):
         raise CheckpointError(
@@ -107,8 +107,8 @@ def check_ranks(path: str, files: dict[int, str], world: int, kind: str) -> None
     beyond = sorted(set(files) - set(range(world)))
     if beyond:
         raise CheckpointError(
-            f"{path}: holds {files[beyond[0]]}, but was saved by {world} ranks: a file of another checkpoint. Move files "
-            "that do not belong to it away"
+            f"{path}: holds {files[beyond[0]]}, but was saved by {world} ranks: a file of another checkpoint. Move "
+            "files that do not belong to it away"
         )
 
 

@@ -110,7 +110,7 @@ class TorchFile:
                         "them with torch.serialization.add_safe_globals() before loading"
                     ) from error
                 raise CheckpointError(
-                    f"{self.path}: damaged: cannot be read ({type(error).__name__}: {str(error):.300})"
+                    f"{self.path}: damaged: cannot be read ({type(error).__name__}: {error!s:.300})"
                 ) from error
 
     def _unsafe(self) -> list[str]:

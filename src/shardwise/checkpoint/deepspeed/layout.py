@@ -3,11 +3,11 @@
 Stage 0: the module's state dict holds all parameters whole, and the optimizer's state dict numbers them without names.
 In 16 bits, fp32 masters are beside it, in the same order.
 
-Stages 1 and 2: the trained parameters of a group lie end to end in a flat buffer, padded at its end to a multiple of the
-number of ranks. Each rank has a range of it, so a parameter may begin on one rank and end on the next. The state of the
-optimizer is flat in the same way. A rank's file says which parameters its range holds (`param_slice_mappings`); older
-files do not, and then the order is that of `param_shapes`. The last ranks' masters come without the padding, their
-optimizer state with it.
+Stages 1 and 2: the trained parameters of a group lie end to end in a flat buffer, padded at its end to a multiple of
+the number of ranks. Each rank has a range of it, so a parameter may begin on one rank and end on the next. The state of
+the optimizer is flat in the same way. A rank's file says which parameters its range holds (`param_slice_mappings`);
+older files do not, and then the order is that of `param_shapes`. The last ranks' masters come without the padding,
+their optimizer state with it.
 
 Stage 3: each parameter is divided by itself, padded to a multiple of the number of ranks. A rank's parts of the
 parameters of a (sub-)group lie end to end. Frozen parameters are divided in the same way, each a tensor of its own.
@@ -82,8 +82,8 @@ class Layout:
         value = as_scalar(value)
         if entry in held and not _same(held[entry], value):
             raise CheckpointError(
-                f"{file}: optimizer state {entry!r} of {name!r} is {value!r}, in another rank's file {held[entry]!r}: files "
-                "of several checkpoints"
+                f"{file}: optimizer state {entry!r} of {name!r} is {value!r}, in another rank's file {held[entry]!r}: "
+                "files of several checkpoints"
             )
         held[entry] = value
 
@@ -143,8 +143,8 @@ class Opened:
             if not isinstance(found, Mapping) or key not in found:
                 raise CheckpointError(
                     f"{self.file}: expected the key {'.'.join(keys[: depth + 1])!r}, found "
-                    f"{sorted(map(str, found)) if isinstance(found, Mapping) else type(found).__name__}: a layout that this "
-                    "version does not know"
+                    f"{sorted(map(str, found)) if isinstance(found, Mapping) else type(found).__name__}: a layout that "
+                    "this version does not know"
                 )
             found = found[key]
         return found
@@ -192,8 +192,8 @@ def flat_partitions(shapes: Sequence[Mapping[str, Any]], ranks: Sequence[Opened]
             for name, start, count in _fragments(rank, number, group, place, master.numel()):
                 if name not in place or start + count > master.numel():
                     raise CheckpointError(
-                        f"{rank.file}: the fragment of {name!r} at [{start}, {start + count}) is not in the partition of "
-                        f"{master.numel()} elements of group {number}"
+                        f"{rank.file}: the fragment of {name!r} at [{start}, {start + count}) is not in the partition "
+                        f"of {master.numel()} elements of group {number}"
                     )
                 first = place[name]
                 place[name] += count
@@ -372,8 +372,8 @@ def names_of_numbers(
     """
     if sum(len(group) for group in groups) != len(shapes):
         raise CheckpointError(
-            f"the optimizer has {sum(len(group) for group in groups)} parameters and the model {len(shapes)}, so which of "
-            "them it had cannot be told from the file"
+            f"the optimizer has {sum(len(group) for group in groups)} parameters and the model {len(shapes)}, so which "
+            "of them it had cannot be told from the file"
         )
     names: list[list[str]] = [[] for _ in groups]
     for name, shape in shapes.items():
@@ -384,8 +384,8 @@ def names_of_numbers(
         ]
         if len(fitting) != 1:
             raise CheckpointError(
-                f"parameter {name!r} of shape {list(shape)} may belong to {len(fitting)} of the {len(groups)} parameter "
-                "groups, and the file does not tell"
+                f"parameter {name!r} of shape {list(shape)} may belong to {len(fitting)} of the {len(groups)} "
+                "parameter groups, and the file does not tell"
             )
         names[fitting[0]].append(name)
     return names

@@ -35,8 +35,8 @@ def import_deepspeed(
 ) -> None:
     """Convert the checkpoint SRC of DeepSpeed (ZeRO stages 0 to 3) to DST/<tag>, without running anything in it.
 
-    One process is enough, and memory for one tensor. engine.load_checkpoint(DST) then loads it at any stage on any number
-    of ranks; it also loads SRC itself.
+    One process is enough, and memory for one tensor. engine.load_checkpoint(DST) then loads it at any stage on any
+    number of ranks; it also loads SRC itself.
     """
     from shardwise.checkpoint.convert import convert, open_deepspeed
     from shardwise.errors import CommandLineError
@@ -50,8 +50,8 @@ def import_deepspeed(
         kind = "no optimizer state" if no_optimizer or held.optimizer is None else "optimizer state"
         typer.echo(
             f"{path}: {len(held.of_kind('parameter'))} parameters of {values} elements, {kind}, step "
-            f"{held.counters['global_steps']}; saved by DeepSpeed {held.versions['deepspeed']} at stage {saved.stage} on "
-            f"{held.layout['world']} ranks"
+            f"{held.counters['global_steps']}; saved by DeepSpeed {held.versions['deepspeed']} at stage {saved.stage} "
+            f"on {held.layout['world']} ranks"
         )
         for note in saved.notes:
             typer.echo(f"not taken over: {note}")
