@@ -288,7 +288,7 @@ class DeepSpeedCheckpoint(Checkpoint):
         for rank, model in enumerate(models):
             values = (model.get("frozen_param_fragments") or {}).get(tensor.name)
             first, last = (min(tensor.numel, edge * part) for edge in (rank, rank + 1))
-            if values is None or not tensor.numel:
+            if values is None:
                 return  # left out of the checkpoint; whoever needs it will miss it by name
             if values.numel() < last - first:
                 raise CheckpointError(
