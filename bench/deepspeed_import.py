@@ -41,7 +41,7 @@ class Case:
     Attributes:
         stage: of ZeRO.
         dtype: "fp32" or "bf16".
-        optimizer: "AdamW" or "SGD" of torch; "Adam" or "Lion": DeepSpeed's own, by its configuration.
+        optimizer: "AdamW" or "SGD" of torch; "Adam": DeepSpeed's own, by its configuration.
         more: entries of its configuration.
     """
 
@@ -61,8 +61,8 @@ class Case:
             "scheduler": {"type": "WarmupLR", "params": {"warmup_num_steps": 20, "warmup_max_lr": 0.01}},
             **{key: value for key, value in self.more.items() if key != "zero_optimization"},
         }
-        if self.optimizer in ("Adam", "Lion"):
-            found["optimizer"] = {"type": self.optimizer, "params": {"lr": 0.01, "weight_decay": 0.1}}
+        if self.optimizer == "Adam":
+            found["optimizer"] = {"type": "Adam", "params": {"lr": 0.01, "weight_decay": 0.1}}
         return found
 
 
@@ -147,7 +147,7 @@ def peer_values(engine: Any, model: nn.Module, case: Case) -> Iterator[tuple[str
     """Yield what DeepSpeed says that it holds: `<entry> <parameter>` and the whole value."""
     from deepspeed.utils import safe_get_full_fp32_param, safe_get_full_optimizer_state
 
-    entries = {"SGD": ["momentum_buffer"], "Lion": ["exp_avg"]}.get(case.optimizer, ["exp_avg", "exp_avg_sq"])
+    entries = ["momentum_buffer"] if case.optimizer == "SGD" else ["exp_avg", "exp_avg_sq"]
     for name, parameter in model.named_parameters():
         if not parameter.requires_grad:
             continue

@@ -78,6 +78,11 @@ class DeepSpeedCheckpoint(Checkpoint):
         self.notes: list[str] = []
         try:
             self._open(find_files(path))
+        except (KeyError, TypeError, ValueError, AttributeError, IndexError) as error:
+            self.close()
+            raise CheckpointError(
+                f"{path}: a layout that is not known ({type(error).__name__}: {error}); it was found with DeepSpeed 0.19"
+            ) from error
         except BaseException:
             self.close()
             raise
@@ -130,15 +135,14 @@ class DeepSpeedCheckpoint(Checkpoint):
             self._describe_optimizer(model, layout)
         self._describe_training(model, scaler)
 
-    def _model_states(self, name: str) -> dict[str, Any]:
-        content = self._file_content(name)
+    def _model_states(self, name: str) -> Mapping[str, Any]:
+        content = self._content(name)
         for key in ("module", "buffer_names", "optimizer", "param_shapes", "dp_world_size", "ds_version"):
             if key not in content:
                 raise CheckpointError(
                     f"{os.path.join(self.path, name)}: expected the key {key!r}, found "
-                    f"{outline(sorted(map(str, content)))}; "
-                    "not a file of model states, or of a version of DeepSpeed whose layout is not known (it was found "
-                    "with 0.19)"
+                    f"{outline(sorted(map(str, content)))}; not a file of model states, or of a version of DeepSpeed "
+                    "whose layout is not known (it was found with 0.19)"
                 )
         if not isinstance(content["module"], Mapping):
             raise CheckpointError(
@@ -147,36 +151,40 @@ class DeepSpeedCheckpoint(Checkpoint):
             )
         return content
 
-    def _file_content(self, name: str) -> dict[str, Any]:
-        opened = self._opened[name] = TorchFile(os.path.join(self.path, name))
-        if not isinstance(opened.content, Mapping):
-            raise CheckpointError(f"{opened.path}: expected a dictionary, found {type(opened.content).__name__}")
-        return dict(opened.content)
+    def _content(self, name: str) -> Mapping[str, Any]:
+        if name not in self._opened:
+            self._opened[name] = TorchFile(os.path.join(self.path, name))
+        content = self._opened[name].content
+        if not isinstance(content, Mapping):
+            raise CheckpointError(
+                f"{os.path.join(self.path, name)}: expected a dictionary, found {type(content).__name__}"
+            )
+        return content
 
     def _world(self, model: Mapping[str, Any], files: Files) -> int:
         """Return the number of ranks among which the optimizer was divided."""
         if not files.optimizer:
             return int(model["dp_world_size"])
-        content = Opened(*self._optimizer_file(files.optimizer[min(files.optimizer)]))
+        content = self._optimizer_file(files.optimizer[min(files.optimizer)])
         count = content.get("partition_count")
         counts = set(count) if isinstance(count, (list, tuple)) else {count}
         if len(counts) != 1 or not all(isinstance(number, int) and number > 0 for number in counts):
             raise CheckpointError(f"{content.file}: partition_count: expected one number of ranks, found {count!r}")
         return int(counts.pop())
 
-    def _optimizer_file(self, name: str) -> tuple[str, Mapping[str, Any]]:
-        content = self._opened[name].content if name in self._opened else self._file_content(name)
+    def _optimizer_file(self, name: str) -> Opened:
+        content = self._content(name)
         found = content.get("optimizer_state_dict")
         if not isinstance(found, Mapping):
             raise CheckpointError(
                 f"{os.path.join(self.path, name)}: expected the key 'optimizer_state_dict', found "
                 f"{outline(sorted(map(str, content)))}: a layout that is not known"
             )
-        return os.path.join(self.path, name), found
+        return Opened(os.path.join(self.path, name), found)
 
     def _optimizer_states(self, files: Files, world: int) -> list[Opened]:
         check_ranks(self.path, files.optimizer, world, "optimizer")
-        ranks = [Opened(*self._optimizer_file(files.optimizer[rank])) for rank in range(world)]
+        ranks = [self._optimizer_file(files.optimizer[rank]) for rank in range(world)]
         for other in ranks[1:]:
             for key in ("zero_stage", "partition_count"):
                 if other.content.get(key) != ranks[0].content.get(key):
@@ -415,6 +423,7 @@ class DeepSpeedCheckpoint(Checkpoint):
 
     def _describe_optimizer(self, model: Mapping[str, Any], layout: Layout) -> None:
         """Say what the optimizer was, or why the one here cannot go on with it."""
+        layout.take_steps(self.path)
         refused = (self.manifest.optimizer or {}).get("refused")
         entries = {kind.removeprefix(OPTIMIZER) for _, kind in layout.pieces if kind != PARAMETER}
         config, target = model.get("ds_config"), self._target

@@ -87,6 +87,14 @@ class Layout:
             )
         held[entry] = value
 
+    def take_steps(self, file: str) -> None:
+        """Give parameters the step count of their group, where the optimizer keeps it there and not in its state."""
+        held = {name for name, kind in self.pieces if kind != PARAMETER}
+        for name in held:
+            count = self.settings[self.group[name]].get("step")
+            if isinstance(count, (int, torch.Tensor)) and "step" not in self.values.get(name, {}):
+                self.set_value(name, "step", count, file)
+
     def check(self) -> None:
         """Check that every element of what there is of a parameter is there, once.
 

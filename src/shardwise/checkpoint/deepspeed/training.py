@@ -206,11 +206,17 @@ def fitting_settings(
             continue
         if name in _SETTINGS if known is None else name in known:
             kept[name] = value
-        elif value not in (None, False, 0) and not (name == "bias_correction" and value is True):
+        elif not _asks_for_nothing(name, value):
             left[name] = value
     if known is None and not kept.get("amsgrad"):
         kept.pop("amsgrad", None)
     return kept, left
+
+
+def _asks_for_nothing(name: str, value: Any) -> bool:
+    if name == "bias_correction":
+        return value is True
+    return value is None or (isinstance(value, (bool, int, float)) and not value)
 
 
 def plain_json(value: Any) -> Any:
