@@ -81,7 +81,8 @@ class DeepSpeedCheckpoint(Checkpoint):
         except (KeyError, TypeError, ValueError, AttributeError, IndexError) as error:
             self.close()
             raise CheckpointError(
-                f"{path}: a layout that is not known ({type(error).__name__}: {error}); it was found with DeepSpeed 0.19"
+                f"{path}: a layout that is not known ({type(error).__name__}: {error}); what is known was found with "
+                "DeepSpeed 0.19"
             ) from error
         except BaseException:
             self.close()
