@@ -180,5 +180,6 @@ def _manifest(
         files=files,
         tensors=sorted(tensors, key=lambda t: (t.kind, order.get(t.name, -1), t.name, t.rank or 0)),
         counters=old.counters,
+        ranks=old.ranks,
         **trees,
     )

@@ -61,7 +61,7 @@ class Loaded:
         scheduler: state of the schedule, or None.
         scaler: state of the loss scaler, or None.
         rank: this rank's own state; None if the checkpoint has no such rank.
-        first: rank 0's own state; None if the checkpoint is of as many ranks as there are, or has nothing of ranks.
+        first: rank 0's own state; None if the checkpoint is of as many ranks as there are.
     """
 
     path: str
@@ -237,7 +237,7 @@ def read(model: ShardedModel, saved: Checkpoint, matched: Matched, options: Opti
             loaded.scheduler = saved.decode(saved.manifest.scheduler)
             loaded.scaler = saved.decode(saved.manifest.scaler)
             loaded.rank = saved.decode(ranks[model.comm.rank]) if model.comm.rank < len(ranks) else None
-            if ranks and len(ranks) != model.comm.world:
+            if len(ranks) != model.comm.world:
                 loaded.first = saved.decode(ranks[0])
     return loaded
 

@@ -271,21 +271,17 @@ class Checkpointing:
         if counters["gradient_accumulation_steps"] != self.gradient_accumulation_steps():
             # Windows have another length now; begin one.
             self.micro_steps = self.global_steps * self.gradient_accumulation_steps()
-        if not loaded.manifest.ranks:  # of a library that saves nothing of ranks
-            if self.sharded.compressor is not None:
-                self.sharded.compressor.steps = self.global_steps
-            return
         same = len(loaded.manifest.ranks) == world
         own = loaded.rank if loaded.rank is not None else loaded.first
         self._take_kept(own.get("compression") if options.optimizer else None, loaded)
         if self.training_dataloader is not None and own["loader"] is not None:
             self.training_dataloader.load_state_dict((own if same else loaded.first)["loader"])
-        if not same:
+        if not same and own["rng"] is not None:
             self._log(
                 f"{path}: saved on {len(loaded.manifest.ranks)} ranks and loaded on {world}; random numbers go on on "
                 "the ranks that both have"
             )
-        if loaded.rank is not None:
+        if loaded.rank is not None and loaded.rank["rng"] is not None:
             # Last: nothing after this draws a number.
             rng.restore(loaded.rank["rng"], self.device)
 

@@ -27,6 +27,8 @@ from shardwise.checkpoint.tensorfile import FileFacts
 from shardwise.errors import CheckpointError
 
 _EXTRA = "_extra_state"
+_OF_A_RANK = {"rng": None, "loader": None, "compression": None, "optimizer": None}
+"""What a rank of ours saves and one of DeepSpeed does not."""
 
 
 @dataclass(frozen=True)
@@ -478,6 +480,7 @@ class DeepSpeedCheckpoint(Checkpoint):
                 "scheduler": training.schedule_state(model.get("lr_scheduler")),
                 "scaler": training.scaler_state(scaler),
                 "counters": training.counters(model, self.manifest.layout["world"]),
+                "ranks": [dict(_OF_A_RANK) for _ in range(self.manifest.layout["world"])],
                 "client": {key: value for key, value in model.items() if key not in training.OWN_KEYS},
             }
         )
