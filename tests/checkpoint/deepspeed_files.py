@@ -159,8 +159,11 @@ def write(parent: str, tag: str, content: Content, stage: int, world: int, **opt
         content: what is in it.
         stage: the ZeRO stage to be written.
         world: number of ranks.
-        options: `mappings=False`: as versions did that did not say where parameters lie; `sub_group`: elements of a
-            rank after which stage 3 begins another flat group; `legacy=True`: files that are no zip archives.
+        options: `legacy=True`: files that are no zip archives. Stages 1 and 2: `mappings=False`, as versions did that
+            did not say where parameters lie; `align`: elements at whose multiples parameters begin; `round_robin`,
+            `elastic`: as with these keys of DeepSpeed; `lean=False`: masters with their padding, as in bf16 with
+            gradients accumulated in fp32. Stage 3: `sub_group`: elements of a rank after which another flat group
+            begins.
     """
     path = os.path.join(parent, tag)
     os.makedirs(path, exist_ok=True)
@@ -239,63 +242,86 @@ def _entries(content: Content, group: list[str]) -> tuple[list[str], dict[str, A
 
 
 def _write_flat(
-    path: str, content: Content, stage: int, world: int, mappings: bool = True, legacy: bool = False
+    path: str,
+    content: Content,
+    stage: int,
+    world: int,
+    *,
+    mappings: bool = True,
+    legacy: bool = False,
+    align: int = 1,
+    round_robin: bool = False,
+    elastic: bool = False,
+    lean: bool = True,
 ) -> None:
+    groups = [group[::2] + group[1::2] if round_robin else group for group in content.groups]
     model = model_states(content, world)
-    model.update(param_shapes=_shapes(content, content.groups), shared_params=dict(content.shared))
+    model.update(param_shapes=_shapes(content, groups), shared_params=dict(content.shared))
+    model["ds_config"]["zero_optimization"] = {"stage": stage, "round_robin_gradients": round_robin}
     _save(model, path, "mp_rank_00_model_states.pt", legacy)
     for rank in range(world):
-        masters, paddings, states, found = [], [], {}, []
-        for number, group in enumerate(content.groups):
-            flat = torch.cat([content.masters[name].reshape(-1) for name in group])
+        masters, paddings, states, found, gaps = [], [], {}, [], []
+        for number, group in enumerate(groups):
+            gaps.append([-content.masters[name].numel() % align for name in group[:-1]] + [0])
+            flat = _flat([content.masters[name] for name in group], gaps[-1])
             size = -(-flat.numel() // (2 * world)) * 2
-            low, high = rank * size, min((rank + 1) * size, flat.numel())
-            lean = max(0, high - low)
-            masters.append(flat[low:high].clone() if lean else flat.new_zeros(0))
-            paddings.append(size - lean)
-            found.append(_fragments(content, group, low, low + lean))
+            low, high = rank * size, (rank + 1) * size
+            real = max(0, min(high, flat.numel()) - low)
+            paddings.append(size - real)
+            masters.append(_padded(flat, size * world)[low : low + real if lean else high].clone())
+            found.append(_fragments(content, content.groups[number], gaps[-1], low, low + real))
             cut, values = _entries(content, group)
             states[number] = dict(values)
             for key in cut:
-                whole = torch.cat([content.states[name][key].reshape(-1) for name in group])
-                states[number][key] = torch.nn.functional.pad(whole, (0, size * world - whole.numel()))[
-                    low : low + size
-                ]
+                whole = _padded(_flat([content.states[name][key] for name in group], gaps[-1]), size * world)
+                states[number][key] = whole[low : low + real if elastic else high].clone()
+        settings = [{**s, "params": [n]} for n, s in enumerate(content.settings)]
         inner: dict[str, Any] = {
-            "loss_scaler": _scaler(content),
-            "dynamic_loss_scale": content.scaler["dynamic"],
-            "overflow": False,
             "clip_grad": 1.0,
-            "base_optimizer_state": {
-                "state": states,
-                "param_groups": [{**s, "params": [n]} for n, s in enumerate(content.settings)],
-            },
+            "base_optimizer_state": list(states.values()) if elastic else {"state": states, "param_groups": settings},
             "single_partition_of_fp32_groups": masters,
-            "zero_stage": ZeroStageEnum(stage),
             "group_paddings": paddings,
-            "partition_count": [world] * len(content.groups),
+            "partition_count": [world] * len(groups),
             "ds_version": VERSION,
         }
+        if lean:  # the others come from an optimizer that has neither a scale nor a stage
+            inner.update(
+                loss_scaler=_scaler(content),
+                dynamic_loss_scale=content.scaler["dynamic"],
+                overflow=False,
+                zero_stage=ZeroStageEnum(stage),
+            )
         if mappings:
             inner["param_slice_mappings"] = found
+        if align > 1:
+            inner["param_alignment_paddings"] = gaps
         value = {"optimizer_state_dict": inner, "ds_config": model["ds_config"], "ds_version": VERSION}
         _save(value, path, _optimizer_file(content, rank), legacy)
 
 
-def _fragments(content: Content, group: list[str], low: int, high: int) -> OrderedDict[str, Any]:
+def _flat(values: list[torch.Tensor], gaps: list[int]) -> torch.Tensor:
+    """Return tensors end to end, with gaps behind them."""
+    return torch.cat([_padded(v.reshape(-1), v.numel() + gap) for v, gap in zip(values, gaps, strict=True)])
+
+
+def _padded(flat: torch.Tensor, size: int) -> torch.Tensor:
+    return torch.nn.functional.pad(flat, (0, size - flat.numel()))
+
+
+def _fragments(content: Content, group: list[str], gaps: list[int], low: int, high: int) -> OrderedDict[str, Any]:
     found: OrderedDict[str, Any] = OrderedDict()
     place = 0
-    for name in group:
+    for name, gap in zip(group, gaps, strict=True):
         end = place + content.masters[name].numel()
         first, last = max(place, low), min(end, high)
         if first < last:
             found[name] = _object(fragment_address, numel=last - first, start=first - low)
-        place = end
+        place = end + gap
     return found
 
 
 def _write_divided(
-    path: str, content: Content, stage: int, world: int, sub_group: int = 10**9, legacy: bool = False
+    path: str, content: Content, stage: int, world: int, *, sub_group: int = 10**9, legacy: bool = False
 ) -> None:
     subs: list[tuple[int, list[str]]] = []
     for number, group in enumerate(content.groups):
@@ -349,9 +375,7 @@ def _write_divided(
 def _part(value: torch.Tensor, rank: int, world: int) -> torch.Tensor:
     """Return a rank's part of a tensor that is padded to a multiple of the number of ranks."""
     size = math.ceil(value.numel() / world)
-    return torch.nn.functional.pad(value.reshape(-1), (0, size * world - value.numel()))[
-        rank * size : (rank + 1) * size
-    ].clone()
+    return _padded(value.reshape(-1), size * world)[rank * size : (rank + 1) * size].clone()
 
 
 _WRITERS = {0: _write_0, 1: _write_flat, 2: _write_flat, 3: _write_divided}

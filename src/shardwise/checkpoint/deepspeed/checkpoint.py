@@ -80,6 +80,11 @@ class DeepSpeedCheckpoint(Checkpoint):
         self.notes: list[str] = []
         try:
             self._open(find_files(path))
+        except CheckpointError as error:
+            self.close()
+            if path in str(error):
+                raise
+            raise CheckpointError(f"{path}: {error}") from error
         except (KeyError, TypeError, ValueError, AttributeError, IndexError) as error:
             self.close()
             raise CheckpointError(
@@ -124,7 +129,10 @@ class DeepSpeedCheckpoint(Checkpoint):
                 model = models[0]
                 shapes = model["param_shapes"]
                 self._compare(files, models)
-            layout = (divided_parameters if self.stage == 3 else flat_partitions)(shapes, ranks)
+            if self.stage == 3:
+                layout = divided_parameters(shapes, ranks)
+            else:
+                layout = flat_partitions(shapes, ranks, reordered=training.reordered(model.get("ds_config")))
             layout.check()
             scaler = ranks[0].content.get("loss_scaler")
         else:
@@ -435,6 +443,8 @@ class DeepSpeedCheckpoint(Checkpoint):
             refused = refused or training.refusal(config, entries, target.optimizer) or self._other_groups(layout)
             name = target.optimizer
         groups = []
+        if self.stage and not any(layout.settings):
+            self.notes.append("settings of parameter groups, which elastic checkpoints do not have")
         for number, settings in enumerate(layout.settings):
             here = target.settings[number] if target is not None and number < len(target.settings) else None
             kept, left = training.fitting_settings(settings, here)

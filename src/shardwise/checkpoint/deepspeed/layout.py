@@ -5,9 +5,8 @@ In 16 bits, fp32 masters are beside it, in the same order.
 
 Stages 1 and 2: the trained parameters of a group lie end to end in a flat buffer, padded at its end to a multiple of
 the number of ranks. Each rank has a range of it, so a parameter may begin on one rank and end on the next. The state of
-the optimizer is flat in the same way. A rank's file says which parameters its range holds (`param_slice_mappings`);
-older files do not, and then the order is that of `param_shapes`. The last ranks' masters come without the padding,
-their optimizer state with it.
+the optimizer is flat in the same way. The order is that of `param_shapes`; `param_alignment_paddings` are gaps behind
+single parameters. The last ranks' masters mostly come without the padding, their optimizer state with it.
 
 Stage 3: each parameter is divided by itself, padded to a multiple of the number of ranks. A rank's parts of the
 parameters of a (sub-)group lie end to end. Frozen parameters are divided in the same way, each a tensor of its own.
@@ -16,13 +15,13 @@ parameters of a (sub-)group lie end to end. Frozen parameters are divided in the
 from __future__ import annotations
 
 import math
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field
 from typing import Any
 
 import torch
 
-from shardwise.checkpoint.manifest import OPTIMIZER, PARAMETER
+from shardwise.checkpoint.manifest import OPTIMIZER, PARAMETER, outline
 from shardwise.errors import CheckpointError
 
 _TENSOR_WIDE = frozenset({"step"})
@@ -167,20 +166,21 @@ class Opened:
         return list(found)
 
 
-def flat_partitions(shapes: Sequence[Mapping[str, Any]], ranks: Sequence[Opened]) -> Layout:
+def flat_partitions(shapes: Sequence[Mapping[str, Any]], ranks: Sequence[Opened], *, reordered: bool) -> Layout:
     """Find everything in files of stages 1 and 2.
 
     Args:
         shapes: `param_shapes`: for each group, shapes by name in the order of its flat buffer.
         ranks: files of optimizer states, in rank order.
+        reordered: with `round_robin_gradients` buffers are in the order of `param_shapes`, and `param_slice_mappings`
+            names what would be there without.
 
     Raises:
         CheckpointError: the files do not fit together.
     """
     layout = Layout()
-    base = "base_optimizer_state"
-    states = [rank.get(base, "state") for rank in ranks]
-    settings = ranks[0].get(base, "param_groups")
+    bases = [_base_state(rank) for rank in ranks]
+    settings = bases[0][1]
     masters = [rank.tensors("single_partition_of_fp32_groups") for rank in ranks]
     for rank, own in zip(ranks, masters, strict=True):
         if len(own) != len(shapes) or len(settings) != len(shapes):
@@ -190,47 +190,84 @@ def flat_partitions(shapes: Sequence[Mapping[str, Any]], ranks: Sequence[Opened]
             )
     for number, group in enumerate(shapes):
         layout.settings.append(_settings(settings[number]))
-        place = {name: 0 for name in group}
         for name, shape in group.items():
             layout.shapes[name] = tuple(shape)
             layout.group[name] = number
-        (key,) = settings[number]["params"] if len(settings[number]["params"]) == 1 else (None,)
-        for rank, own, state in zip(ranks, masters, states, strict=True):
-            master = own[number]
-            for name, start, count in _fragments(rank, number, group, place, master.numel()):
-                if name not in place or start + count > master.numel():
+        places = _places(group, ranks[0], number)
+        size = _partition_size([own[number].numel() for own in masters], ranks, number)
+        for index, (rank, own, (states, _)) in enumerate(zip(ranks, masters, bases, strict=True)):
+            master, begin = own[number], index * size
+            found: dict[str, tuple[int, int]] = {}
+            for name, (place, numel) in places.items():
+                first, last = max(place, begin), min(place + numel, begin + size)
+                if first >= last:
+                    continue
+                cut, elements = slice(first - begin, last - begin), (first - place, last - place)
+                found[name] = (cut.start, last - first)
+                if cut.stop > master.numel():
                     raise CheckpointError(
-                        f"{rank.file}: the fragment of {name!r} at [{start}, {start + count}) is not in the partition "
-                        f"of {master.numel()} elements of group {number}"
+                        f"{rank.file}: {name!r} ends at element {cut.stop} of a partition of {master.numel()} elements"
                     )
-                first = place[name]
-                place[name] += count
-                layout.add(name, PARAMETER, Piece(first, first + count, master[start : start + count], rank.file))
-                cut = slice(start, start + count)
-                _add_state(layout, rank.file, name, state.get(key, {}), master.numel(), cut, (first, first + count))
+                layout.add(name, PARAMETER, Piece(*elements, master[cut], rank.file))
+                _add_state(layout, rank.file, name, states.get(number, {}), master.numel(), cut, elements)
+            if not reordered:
+                _compare_mapping(rank, number, found)
     return layout
 
 
-def _fragments(
-    rank: Opened, number: int, group: Mapping[str, Any], place: Mapping[str, int], room: int
-) -> Iterator[tuple[str, int, int]]:
-    """Yield (name, start in the partition, elements) of what a rank has of the parameters of a group."""
+def _base_state(rank: Opened) -> tuple[dict[int, Any], Sequence[Mapping[str, Any]]]:
+    """Return the state of each group's partition, and the settings of each group.
+
+    Elastic checkpoints have a list of states, and no settings.
+    """
+    base = rank.get("base_optimizer_state")
+    if isinstance(base, (list, tuple)):
+        return dict(enumerate(base)), [{} for _ in base]
+    states, settings = rank.get("base_optimizer_state", "state"), rank.get("base_optimizer_state", "param_groups")
+    if any(len(group["params"]) != 1 for group in settings):
+        raise CheckpointError(
+            f"{rank.file}: expected one flat tensor for each parameter group: a layout that is not known"
+        )
+    return {n: states[group["params"][0]] for n, group in enumerate(settings) if group["params"][0] in states}, settings
+
+
+def _places(group: Mapping[str, Any], rank: Opened, number: int) -> dict[str, tuple[int, int]]:
+    """Return the first element and the number of elements of each parameter in the flat buffer of a group."""
+    paddings = rank.content.get("param_alignment_paddings")
+    gaps = [0] * len(group) if paddings is None else paddings[number]
+    places, place = {}, 0
+    for (name, shape), gap in zip(group.items(), gaps, strict=True):
+        places[name] = (place, math.prod(shape))
+        place += places[name][1] + gap
+    return places
+
+
+def _partition_size(held: Sequence[int], ranks: Sequence[Opened], number: int) -> int:
+    """Return the elements of a rank's range of a flat buffer, of which masters may come without the padding."""
+    whole = {count + rank.get("group_paddings")[number] for count, rank in zip(held, ranks, strict=True)}
+    sizes = whole if len(whole) == 1 else set(held)
+    if len(sizes) != 1:
+        raise CheckpointError(
+            f"{ranks[0].file}: partitions of group {number} have {outline([str(count) for count in held])} elements "
+            "and paddings that do not make them equal: files of several checkpoints"
+        )
+    return sizes.pop()
+
+
+def _compare_mapping(rank: Opened, number: int, found: Mapping[str, tuple[int, int]]) -> None:
+    """Check that a rank's file says the same about what lies where; older ones say nothing."""
     mappings = rank.content.get("param_slice_mappings")
-    if mappings is not None:
-        if len(mappings) <= number:
-            raise CheckpointError(f"{rank.file}: param_slice_mappings has no group {number}")
-        for name, fragment in mappings[number].items():
-            start, count = getattr(fragment, "start", None), getattr(fragment, "numel", None)
-            if not isinstance(start, int) or not isinstance(count, int) or start < 0 or count < 0:
-                raise CheckpointError(f"{rank.file}: the fragment of {name!r} has no start and numel")
-            yield name, start, count
+    if mappings is None:
         return
-    offset = 0
-    for name, shape in group.items():
-        count = min(math.prod(shape) - place[name], room - offset)
-        if count > 0:
-            yield name, offset, count
-            offset += count
+    told = {name: (fragment.start, fragment.numel) for name, fragment in mappings[number].items()}
+    if told != found:
+        name = next(name for name in {**found, **told} if found.get(name) != told.get(name))
+        raise CheckpointError(
+            f"{rank.file}: {name!r} should have (start, elements) {found.get(name)} in the partition of group {number} "
+            "by "
+            f"param_shapes, and {told.get(name)} by param_slice_mappings: files of several checkpoints, or a layout "
+            "that is not known"
+        )
 
 
 def _settings(group: Mapping[str, Any]) -> dict[str, Any]:

@@ -146,6 +146,12 @@ def configured_optimizer(config: Any) -> str | None:
     return name if isinstance(name, str) else None
 
 
+def reordered(config: Any) -> bool:
+    """Whether parameters were put into another order for their gradients' sake (`round_robin_gradients`)."""
+    section = config.get("zero_optimization") if isinstance(config, Mapping) else None
+    return isinstance(section, Mapping) and bool(section.get("round_robin_gradients"))
+
+
 def class_of(config: Any, entries: Collection[str], settings: Sequence[Mapping[str, Any]]) -> str | None:
     """Return which of our optimizers goes on with some state; None if several or none would.
 
