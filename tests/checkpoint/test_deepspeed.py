@@ -25,8 +25,8 @@ from tests.checkpoint import deepspeed_files as files
 from tests.checkpoint.job import Run, config, differences, on_ranks
 from tests.checkpoint.test_layouts import content, same
 
-SOURCES = [(0, 2), (1, 1), (1, 3), (2, 2), (2, 3), (3, 1), (3, 2), (3, 3)]
-VARIANTS: list[tuple[int, int, dict[str, Any]]] = [
+SOURCES: list[tuple[int, int, dict[str, Any]]] = [
+    *((stage, world, {}) for stage, world in ((0, 2), (1, 1), (1, 3), (2, 2), (2, 3), (3, 1), (3, 2), (3, 3))),
     (2, 3, {"mappings": False}),
     (2, 2, {"round_robin": True}),
     (1, 3, {"align": 8}),
@@ -34,7 +34,7 @@ VARIANTS: list[tuple[int, int, dict[str, Any]]] = [
     (3, 2, {"sub_group": 30}),
     (1, 2, {"legacy": True}),
 ]
-TARGETS = [(0, 1), (1, 3), (2, 2), (3, 2), (3, 3)]
+TARGETS = [(0, 1), (2, 2), (3, 3)]
 
 
 def train(path: str, stage: int, dtype: str, optimizer: str, more: int = 0) -> list[Any]:
@@ -50,38 +50,42 @@ def train(path: str, stage: int, dtype: str, optimizer: str, more: int = 0) -> l
     return [place, losses, run.fingerprint()]
 
 
-def load_and_save(sources: list[str], targets: list[str], stage: int, dtype: str, optimizer: str) -> list[Any]:
+def load_all(ours: str, sources: list[str], stage: int, dtype: str, optimizer: str) -> list[Any]:
+    """Load what we have saved, and then each of DeepSpeed's; return what is not the same."""
     run = Run(config(stage, dtype, optimizer), seed=2, noise=False)
+    run.load(ours)
+    expected = run.fingerprint()
     found = []
-    for source, target in zip(sources, targets, strict=True):
+    for source in sources:
+        run.step()  # so that nothing is left of what was loaded before
+        assert differences(expected, run.fingerprint())
         path, client = run.load(source)
-        found.append((path, client, run.engine.get_lr(), run.engine.micro_steps))
-        run.engine.save_checkpoint(target, tag="a")
-    run.step()
+        found.append((path, client, differences(expected, run.fingerprint())))
     return found
 
 
-@pytest.mark.parametrize(("dtype", "optimizer"), [("fp32", "AdamW"), ("bf16", "AdamW"), ("fp32", "SGD")])
-def test_every_stage_is_loaded_into_every_layout(dtype: str, optimizer: str, tmp_path: Path) -> None:
-    on_ranks(train, 1, str(tmp_path / "ours"), 1, dtype, optimizer)
-    original = content(str(tmp_path / "ours"))
-    held = files.content_of(str(tmp_path / "ours" / "a"))
+@pytest.mark.parametrize(
+    ("dtype", "optimizer", "targets"),
+    [("fp32", "AdamW", TARGETS), ("bf16", "AdamW", [(3, 2)]), ("fp32", "SGD", [(2, 3)])],
+)
+def test_every_stage_is_loaded_into_every_layout(
+    dtype: str, optimizer: str, targets: list[tuple[int, int]], tmp_path: Path
+) -> None:
+    ours = str(tmp_path / "ours")
+    on_ranks(train, 1, ours, 1, dtype, optimizer)
+    held = files.content_of(os.path.join(ours, "a"))
     held.client = {"epoch": 3, "best": torch.tensor([1.0, 2.0])}
     sources = []
-    for stage, world in SOURCES:
-        sources.append(str(tmp_path / f"s{stage}w{world}"))
-        files.write(sources[-1], "global_step2", held, stage, world)
-    for number, (stage, world, options) in enumerate(VARIANTS):
-        sources.append(str(tmp_path / f"variant{number}"))
+    for number, (stage, world, options) in enumerate(SOURCES):
+        sources.append(str(tmp_path / f"source{number}"))
         files.write(sources[-1], "global_step2", held, stage, world, **options)
-    for stage, world in TARGETS:
-        targets = [str(tmp_path / f"to{stage}{world}-{number}") for number in range(len(sources))]
-        results = on_ranks(load_and_save, world, sources, targets, stage, dtype, optimizer)
-        for source, target, (path, client, rates, micro_steps) in zip(sources, targets, results[-1], strict=True):
-            assert path == os.path.join(source, "global_step2")
-            assert client["epoch"] == 3 and client["best"].tolist() == [1.0, 2.0]
-            assert rates == [group["lr"] for group in held.settings] and micro_steps == 4
-            assert same(content(target), original), f"{source} loaded into {(stage, world)}"
+    for stage, world in targets:
+        for found in on_ranks(load_all, world, ours, sources, stage, dtype, optimizer):
+            for source, (path, client, different) in zip(sources, found, strict=True):
+                assert path == os.path.join(source, "global_step2")
+                assert client["epoch"] == 3 and client["best"].tolist() == [1.0, 2.0]
+                # DeepSpeed saves neither random numbers nor the place in the data.
+                assert set(different) <= {"python", "numpy", "torch", "loader"}, f"{source} into {(stage, world)}"
 
 
 def go_on(source: str, place: Any, stage: int, more: int) -> list[Any]:

@@ -43,7 +43,8 @@ def import_deepspeed(
 
     if optimizer is not None and no_optimizer:
         raise CommandLineError("--optimizer and --no-optimizer contradict each other; leave one out.")
-    with open_deepspeed(source, tag) as saved:
+    saved = open_deepspeed(source, tag)
+    with saved:
         path = convert(saved, target, name or saved.manifest.tag, optimizer=optimizer, with_optimizer=not no_optimizer)
         held = saved.manifest
         values = sum(tensor.numel for tensor in held.of_kind("parameter"))
