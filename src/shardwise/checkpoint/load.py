@@ -11,9 +11,10 @@ damaged or belongs to another model leaves the engine as it was.
 
 from __future__ import annotations
 
+import contextlib
 import hashlib
 import os
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from dataclasses import dataclass, field, replace
 from typing import Any
 
@@ -21,6 +22,7 @@ import torch
 
 from shardwise.checkpoint import directory, manifest
 from shardwise.checkpoint.agree import phase
+from shardwise.checkpoint.deepspeed.directory import recognised
 from shardwise.checkpoint.manifest import BUFFER, Manifest, StoredTensor
 from shardwise.checkpoint.match import Matched, StateOf, match_module, match_optimizer
 from shardwise.checkpoint.protocols import ShardedModel
@@ -83,7 +85,13 @@ class Loaded:
     first: Any = None
 
 
-def find(model: ShardedModel, parent: str, tag: str | None, options: Options) -> tuple[Checkpoint, Matched] | None:
+def find(
+    model: ShardedModel,
+    parent: str,
+    tag: str | None,
+    options: Options,
+    opened: Callable[[str], Checkpoint] = Checkpoint,
+) -> tuple[Checkpoint, Matched] | None:
     """Choose, open, match and verify a checkpoint; all ranks call this together.
 
     Args:
@@ -91,6 +99,7 @@ def find(model: ShardedModel, parent: str, tag: str | None, options: Options) ->
         parent: directory of checkpoints.
         tag: which one; None: the one that `latest` names, or if that is damaged the newest one that is not.
         options: what will be loaded.
+        opened: opens the checkpoint at a path.
 
     Returns:
         The checkpoint, verified, and what goes where; None if `tag` is None and there is no `latest`.
@@ -114,12 +123,12 @@ def find(model: ShardedModel, parent: str, tag: str | None, options: Options) ->
                     "to load it",
                     parent,
                     directory.LATEST,
-                    manifest.outline(directory.other_tags(parent)) or "none",
+                    manifest.outline(_tags(parent)) or "none",
                 )
             return None
         if chosen is None:
             raise CheckpointError(f"{parent}: no checkpoint can be loaded. " + " | ".join(skipped))
-        result = _try(model, os.path.join(parent, chosen), what, options)
+        result = _try(model, os.path.join(parent, chosen), what, options, opened)
         if not isinstance(result, CheckpointError):
             if skipped and model.comm.rank == 0:
                 logger.warning("%s: %s is loaded instead", parent, chosen)
@@ -127,7 +136,7 @@ def find(model: ShardedModel, parent: str, tag: str | None, options: Options) ->
             return result
         if tag is not None:
             if not os.path.isdir(os.path.join(parent, tag)):
-                others = manifest.outline(directory.other_tags(parent)) or "none"
+                others = manifest.outline(_tags(parent)) or "none"
                 raise CheckpointError(f"{result}. Checkpoints in {parent}: {others}") from result
             raise result
         skipped.append(str(result))
@@ -135,18 +144,20 @@ def find(model: ShardedModel, parent: str, tag: str | None, options: Options) ->
             logger.warning("%s: checkpoint %s is skipped: %s", parent, chosen, result)
 
 
-def _try(model: ShardedModel, path: str, what: str, options: Options) -> tuple[Checkpoint, Matched] | CheckpointError:
+def _try(
+    model: ShardedModel, path: str, what: str, options: Options, opened: Callable[[str], Checkpoint]
+) -> tuple[Checkpoint, Matched] | CheckpointError:
     """Open, match and verify one checkpoint; return the error if it is incomplete or damaged."""
     saved: Checkpoint | None = None
     try:
         try:
-            with phase(model.comm, model.device, what) as opened:
-                saved = Checkpoint(path)
-                opened.said = saved.manifest.created
+            with phase(model.comm, model.device, what) as opening:
+                saved = opened(path)
+                opening.said = saved.manifest.created
             assert saved is not None
-            if len(set(opened.heard)) > 1:
+            if len(set(opening.heard)) > 1:
                 raise CheckpointError(
-                    f"{path}: ranks see different checkpoints under this path (saved at {sorted(set(opened.heard))}); "
+                    f"{path}: ranks see different checkpoints under this path (saved at {sorted(set(opening.heard))}); "
                     "it must be on a file system that all ranks share"
                 )
         except CheckpointError as error:
@@ -196,6 +207,14 @@ def _fingerprint(matched: Matched) -> str:
     ]
     facts = (pairs, sorted(matched.buffer_names), matched.report.loaded, states)
     return hashlib.blake2b(repr(facts).encode(), digest_size=16).hexdigest()
+
+
+def _tags(parent: str) -> list[str]:
+    """Return the names of all checkpoints, also of those that another library has written."""
+    with contextlib.suppress(OSError):
+        others = [name for name in os.listdir(parent) if recognised(os.path.join(parent, name))]
+        return sorted({*directory.other_tags(parent), *others})
+    return []
 
 
 def _candidates(parent: str, tag: str | None) -> Iterator[str]:

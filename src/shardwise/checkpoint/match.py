@@ -217,6 +217,8 @@ def match_optimizer(
     saved = manifest.optimizer
     if saved is None:
         raise CheckpointError(f"{path}: was saved without an optimizer; {_FRESH}")
+    if "refused" in saved:
+        raise CheckpointError(f"{path}: {saved['refused']}; {_FRESH}")
     name = type(model.optimizer).__name__
     if saved["class"] != name:
         raise CheckpointError(

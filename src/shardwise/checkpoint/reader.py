@@ -23,6 +23,10 @@ class Checkpoint:
     Args:
         path: its directory.
 
+    Attributes:
+        manifest: what it holds.
+        notes: what it holds and cannot be taken over, for people.
+
     Raises:
         CheckpointError: it is incomplete, or its manifest is damaged or of another format.
 
@@ -36,6 +40,7 @@ class Checkpoint:
     def __init__(self, path: str) -> None:
         self.path = path
         self.manifest = manifest.load(path)
+        self.notes: list[str] = []
         self._files: dict[str, TensorFile] = {}
         self._opening = threading.Lock()
 

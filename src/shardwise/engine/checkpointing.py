@@ -21,6 +21,7 @@ from shardwise.checkpoint.manifest import Manifest, name_of
 from shardwise.checkpoint.report import LoadReport
 from shardwise.checkpoint.save import Request, save
 from shardwise.checkpoint.selection import Patterns, Rename, Selection
+from shardwise.engine.importing import check_schedule, opener
 from shardwise.errors import CheckpointError, CheckpointPathError, UsageError
 from shardwise.utils.logging import logger
 
@@ -158,7 +159,8 @@ class Checkpointing:
 
         With the layout it was saved with, training then goes on bit by bit as if it had not stopped. Bytes are checked
         before anything is changed. What was loaded and what differed is in `engine.last_load`
-        (`shardwise.checkpoint.LoadReport`), and logged if anything differed.
+        (`shardwise.checkpoint.LoadReport`), and logged if anything differed. Checkpoints of DeepSpeed are loaded as
+        well; what they have and this engine cannot take over is logged.
 
         Args:
             load_dir: directory of the run's checkpoints.
@@ -207,7 +209,8 @@ class Checkpointing:
             load_param_groups,
             Selection.of(include, exclude, rename),
         )
-        found = find(self.sharded, parent, None if tag is None else directory.check_tag(tag), options)
+        checked = None if tag is None else directory.check_tag(tag)
+        found = find(self.sharded, parent, checked, options, opener(self.sharded))
         if found is None:
             return None, None
         saved, matched = found
@@ -216,6 +219,8 @@ class Checkpointing:
             with_scheduler = load_lr_scheduler_states and not load_module_only
             if not load_module_only:
                 self._check_training_state(saved.manifest, saved.path, with_scheduler=with_scheduler)
+            if with_scheduler and self.lr_scheduler is not None:
+                check_schedule(saved, self.lr_scheduler)
             loaded = read(self.sharded, saved, matched, options)
             if custom_load_fn is not None:
                 self._load_custom(custom_load_fn, saved.module_values())
@@ -223,6 +228,8 @@ class Checkpointing:
         if self.sharded.compressor is not None:
             self.sharded.compressor.clear()  # it is of gradients at other values
         if not load_module_only:
+            if saved.notes:
+                self._log(f"{loaded.path}: not taken over: {'; '.join(saved.notes)}")
             with phase(self._comm, self.device, f"loading checkpoint {loaded.path}"):
                 self._take_training_state(loaded, options, load_lr_scheduler_states)
         if self._comm.rank == 0 and (matched.report.differs or matched.report.notes):
@@ -324,12 +331,12 @@ class Checkpointing:
         self._take_kept(own.get("compression") if options.optimizer else None, loaded)
         if self.training_dataloader is not None and own["loader"] is not None:
             self.training_dataloader.load_state_dict((own if same else loaded.first)["loader"])
-        if not same:
+        if not same and own["rng"] is not None:
             self._log(
                 f"{path}: saved on {len(loaded.manifest.ranks)} ranks and loaded on {world}; random numbers go on on "
                 "the ranks that both have"
             )
-        if loaded.rank is not None:
+        if loaded.rank is not None and loaded.rank["rng"] is not None:
             # Last: nothing after this draws a number.
             rng.restore(loaded.rank["rng"], self.device)
 

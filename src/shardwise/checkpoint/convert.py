@@ -1,0 +1,185 @@
+"""Writing a checkpoint of another library as one of ours, on one process, without a model."""
+
+from __future__ import annotations
+
+import os
+import platform
+import time
+from typing import Any
+
+import torch
+
+from shardwise._version import __version__
+from shardwise.checkpoint import codec, directory, manifest
+from shardwise.checkpoint.collect import Part
+from shardwise.checkpoint.deepspeed import DeepSpeedCheckpoint, recognised
+from shardwise.checkpoint.manifest import OPTIMIZER, PARAMETER, Manifest, Slice, StoredTensor
+from shardwise.checkpoint.reader import Checkpoint
+from shardwise.checkpoint.tensorfile import FileFacts, Spec
+from shardwise.checkpoint.tensorwriter import TensorWriter, file_order
+from shardwise.errors import CheckpointError, CheckpointPathError
+
+
+def open_deepspeed(source: str, tag: str | None = None) -> DeepSpeedCheckpoint:
+    """Open a checkpoint of DeepSpeed.
+
+    Args:
+        source: directory of the checkpoint, or of checkpoints with a file `latest`.
+        tag: which one of `source`; None: `source` itself, or the one that `latest` names.
+
+    Raises:
+        CheckpointPathError: there is no checkpoint of DeepSpeed.
+        CheckpointError: it is incomplete or damaged, or of a kind that is not read.
+    """
+    if not os.path.isdir(source):
+        raise CheckpointPathError(f"{source}: there is no such directory")
+    if tag is None and not recognised(source):
+        tag = directory.read_latest(source)
+    path = source if tag is None else os.path.join(source, directory.check_tag(tag))
+    if not recognised(path):
+        if not os.path.isdir(path):
+            raise CheckpointPathError(f"{path}: there is no such directory")
+        raise CheckpointPathError(
+            f"{path}: not a checkpoint of DeepSpeed: expected mp_rank_00_model_states.pt or "
+            "zero_pp_rank_0_mp_rank_00_model_states.pt. Give its directory (as runs/a/global_step100), or the one "
+            "above it"
+        )
+    return DeepSpeedCheckpoint(path)
+
+
+def convert(
+    saved: DeepSpeedCheckpoint, target: str, tag: str, *, optimizer: str | None = None, with_optimizer: bool = True
+) -> str:
+    """Write an opened checkpoint in our format, to `<target>/<tag>/`, and let `latest` name it.
+
+    All bytes are compared with their checksums first. Then tensors are copied one after the other: no more than one
+    is in memory. The directory appears whole or not at all.
+
+    Args:
+        saved: the checkpoint.
+        target: directory of checkpoints; created if needed.
+        tag: name of the new one.
+        optimizer: class of the optimizer that goes on with the state, as `AdamW`; None: found from the state.
+        with_optimizer: take the optimizer's state over.
+
+    Returns:
+        Path of the new checkpoint.
+
+    Raises:
+        CheckpointError: the checkpoint is damaged, the optimizer's class cannot be told, or writing failed.
+    """
+    saved.verify(saved.blocks())
+    described = _optimizer(saved, optimizer) if with_optimizer else None
+    tensors = [t for t in saved.manifest.tensors if described is not None or not t.kind.startswith(OPTIMIZER)]
+    path = os.path.join(target, directory.check_tag(tag))
+    draft: directory.Draft | None = None
+    try:
+        draft = directory.Draft(directory.check_directory(target, "target"), tag)
+        part = Part(f"rank00000of00001-{draft.token}.safetensors")
+        trees = _trees(saved, part, described)
+        stored, facts = _write(saved, draft.path, part, tensors)
+        made = _manifest(saved, tag, trees, stored, {part.file: facts})
+        directory.write_file(os.path.join(draft.path, manifest.NAME), manifest.to_bytes(made))
+        draft.publish()
+        draft = None
+        directory.write_latest(target, tag)
+    except OSError as error:
+        raise CheckpointError(
+            f"{error.filename or path}: cannot be written: {error.strerror} (errno {error.errno}); what was there "
+            "before is unchanged"
+        ) from error
+    finally:
+        if draft is not None:
+            draft.discard()
+    return path
+
+
+def _optimizer(saved: Checkpoint, name: str | None) -> dict[str, Any] | None:
+    found = saved.manifest.optimizer
+    if found is None:
+        return None
+    fix = "load it into an engine with load_checkpoint(), which knows the optimizer, or leave the optimizer's state out"
+    if "refused" in found:
+        raise CheckpointError(f"{saved.path}: {found['refused']}; {fix}")
+    if name is None and found["class"] is None:
+        entries = sorted({t.kind.removeprefix(OPTIMIZER) for t in saved.manifest.of_kind(OPTIMIZER)})
+        raise CheckpointError(
+            f"{saved.path}: the files do not say which optimizer has left the state {entries}; name its class, as "
+            f"AdamW, or {fix}"
+        )
+    return {**found, "class": name or found["class"]}
+
+
+def _trees(saved: Checkpoint, part: Part, optimizer: dict[str, Any] | None) -> dict[str, Any]:
+    """Return what the manifest has besides tensors, as JSON; tensors in it are put into the part."""
+    old = saved.manifest
+    if optimizer is not None:
+        optimizer = {
+            "class": optimizer["class"],
+            "groups": [
+                codec.encode(group, f"optimizer.param_groups[{number}]", part.put_aside)
+                for number, group in enumerate(optimizer["groups"])
+            ],
+            "values": {
+                name: {
+                    key: codec.encode(value, f"optimizer state {key!r} of {name!r}", part.put_aside)
+                    for key, value in values.items()
+                }
+                for name, values in optimizer["values"].items()
+            },
+        }
+    return {
+        "optimizer": optimizer,
+        "scheduler": codec.encode(old.scheduler, "state of the learning-rate schedule", part.put_aside),
+        "scaler": codec.encode(old.scaler, "state of the loss scaler", part.put_aside),
+        "extra": {
+            name: codec.encode(value, f"extra state of module {name!r}", part.put_aside)
+            for name, value in old.extra.items()
+        },
+        "client": codec.encode(old.client, "client_state", part.put_aside),
+    }
+
+
+def _write(
+    saved: Checkpoint, folder: str, part: Part, tensors: list[StoredTensor]
+) -> tuple[list[StoredTensor], FileFacts]:
+    """Write the file of tensors; return where each now is, and the facts of the file."""
+    specs = {key: Spec(tensor.dtype, tuple(tensor.shape)) for key, tensor in part.tensors.items()}
+    sources: dict[str, StoredTensor] = {}
+    stored = []
+    for tensor in tensors:
+        key = f"{tensor.kind}/{tensor.name}" + ("" if tensor.rank is None else f"@{tensor.rank}")
+        sources[key] = tensor
+        specs[key] = Spec(tensor.torch_dtype, tensor.shape)
+        slices = (Slice(part.file, key, 0, tensor.numel),) if tensor.numel or tensor.kind != PARAMETER else ()
+        stored.append(StoredTensor(**{**vars(tensor), "slices": slices}))
+    writer = TensorWriter(os.path.join(folder, part.file), specs, checksums=True)
+    try:
+        for key in file_order(specs):
+            writer.write(key, saved.read(sources[key]) if key in sources else part.tensors[key])
+    except BaseException:
+        writer.abandon()
+        raise
+    facts = writer.close()
+    assert facts is not None
+    return stored, facts
+
+
+def _manifest(
+    saved: Checkpoint, tag: str, trees: dict[str, Any], tensors: list[StoredTensor], files: dict[str, FileFacts]
+) -> Manifest:
+    old = saved.manifest
+    order = {tensor.name: number for number, tensor in enumerate(old.of_kind(PARAMETER))}
+    versions = {"shardwise": __version__, "torch": torch.__version__, "python": platform.python_version()}
+    return Manifest(
+        tag=tag,
+        created=time.time(),
+        versions={**versions, **old.versions},
+        layout=old.layout,
+        config=old.config,
+        files=files,
+        tensors=sorted(tensors, key=lambda t: (t.kind, order.get(t.name, -1), t.name, t.rank or 0)),
+        counters=old.counters,
+        ranks=old.ranks,
+        **trees,
+    )

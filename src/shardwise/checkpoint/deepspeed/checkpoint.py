@@ -1,0 +1,554 @@
+"""A checkpoint of DeepSpeed, opened as one of ours: the same names, ranges and matching, whatever is loaded into."""
+
+from __future__ import annotations
+
+import os
+from collections.abc import Iterable, Mapping, Sequence
+from dataclasses import dataclass
+from typing import Any
+
+import torch
+
+from shardwise.checkpoint.deepspeed import training
+from shardwise.checkpoint.deepspeed.directory import Files, check_ranks, find_files
+from shardwise.checkpoint.deepspeed.files import TorchFile
+from shardwise.checkpoint.deepspeed.layout import (
+    Layout,
+    Opened,
+    Piece,
+    divided_parameters,
+    flat_partitions,
+    names_of_numbers,
+    numbered_states,
+)
+from shardwise.checkpoint.manifest import BUFFER, OPTIMIZER, PARAMETER, Manifest, Slice, StoredTensor, name_of, outline
+from shardwise.checkpoint.reader import Checkpoint
+from shardwise.checkpoint.tensorfile import FileFacts
+from shardwise.errors import CheckpointError
+
+_EXTRA = "_extra_state"
+_OF_A_RANK = {"rng": None, "loader": None, "compression": None, "optimizer": None}
+"""What a rank of ours saves and one of DeepSpeed does not."""
+
+
+@dataclass(frozen=True)
+class Target:
+    """The optimizer that a checkpoint will be loaded into. What the files leave open is decided by it.
+
+    Attributes:
+        optimizer: name of its class.
+        groups: for each parameter group the names of its parameters, all names of each, in its order.
+        settings: for each parameter group the names of its settings.
+    """
+
+    optimizer: str
+    groups: Sequence[Sequence[Sequence[str]]]
+    settings: Sequence[frozenset[str]]
+
+
+class DeepSpeedCheckpoint(Checkpoint):
+    """A checkpoint that DeepSpeed has written at ZeRO stage 0, 1, 2 or 3.
+
+    Parameters have their fp32 master values where there are any. Everything is read by name and range from mapped
+    files, on as many ranks as there are.
+
+    Args:
+        path: its directory, as `save_dir/tag`.
+        target: the optimizer that it is for; None: not known.
+
+    Attributes:
+        manifest: what it holds, as in a checkpoint of ours. Trees are plain Python values.
+        stage: the ZeRO stage at which it was saved.
+        notes: what cannot be taken over, for people.
+
+    Raises:
+        CheckpointError: files are missing, damaged, of several checkpoints, of a kind that is not read, or hold objects
+            whose rebuilding would run code.
+
+    Example: one parameter, without DeepSpeed.
+        >>> with DeepSpeedCheckpoint("runs/old/global_step100") as saved:  # doctest: +SKIP
+        ...     weight = saved.read(saved.find("h.0.attn.weight"))
+        ...     moment = saved.read(saved.find("h.0.attn.weight", "optimizer/exp_avg"))
+    """
+
+    def __init__(self, path: str, target: Target | None = None) -> None:
+        self.path = path
+        self._target = target
+        self._files = {}
+        self._opened: dict[str, TorchFile] = {}
+        self._views: dict[tuple[str, str], torch.Tensor] = {}
+        self.notes: list[str] = []
+        try:
+            self._open(find_files(path))
+        except CheckpointError as error:
+            self.close()
+            if path in str(error):
+                raise
+            raise CheckpointError(f"{path}: {error}") from error
+        except (KeyError, TypeError, ValueError, AttributeError, IndexError) as error:
+            self.close()
+            raise CheckpointError(
+                f"{path}: a layout that is not known ({type(error).__name__}: {error}); what is known was found with "
+                "DeepSpeed 0.19"
+            ) from error
+        except BaseException:
+            self.close()
+            raise
+
+    # -- opening -----------------------------------------------------------------------------------------------------
+
+    def _open(self, files: Files) -> None:
+        if os.path.isdir(os.path.join(self.path, "zero")):
+            raise CheckpointError(
+                f"{self.path}: DeepSpeed's universal format, which is not read; import the checkpoint from which it "
+                "was made"
+            )
+        first = files.shared or (files.model[min(files.model)] if files.model else None)
+        if first is None:
+            raise CheckpointError(
+                f"{self.path}: the model states (mp_rank_00_model_states.pt, or "
+                "zero_pp_rank_0_mp_rank_00_model_states.pt of stage 3) are missing: the checkpoint is incomplete"
+            )
+        model = self._model_states(first)
+        world = self._world(model, files)
+        models = [model]
+        layout = Layout()
+        scaler: Any = None
+        if files.optimizer or files.model or model["param_shapes"] is not None:
+            ranks = self._optimizer_states(files, world)
+            self.stage = self._stage(ranks)
+            shapes = model["param_shapes"]
+            if not isinstance(shapes, (list, tuple)) or (self.stage == 3) != (files.shared is None):
+                raise CheckpointError(
+                    f"{self.path}: model states {first} do not belong to optimizer states of stage {self.stage}: files "
+                    "of two checkpoints, or a layout that is not known"
+                )
+            if self.stage == 3:
+                check_ranks(self.path, files.model, world, "model")
+                models = [self._model_states(files.model[rank]) for rank in range(world)]
+                model = models[0]
+                shapes = model["param_shapes"]
+                self._compare(files, models)
+            if self.stage == 3:
+                layout = divided_parameters(shapes, ranks)
+            else:
+                layout = flat_partitions(shapes, ranks, reordered=training.reordered(model.get("ds_config")))
+            layout.check()
+            scaler = ranks[0].content.get("loss_scaler")
+        else:
+            self.stage = 0
+        self.manifest = self._describe(model, world)
+        whole = self._module(model, files, models, layout)
+        if self.stage == 0:
+            layout, scaler = self._stage_0(first, model, whole)
+        self._add(layout, {tensor.name: tensor for tensor in whole})
+        if model["optimizer"] is not None or self.stage > 0:
+            self._describe_optimizer(model, layout)
+        self._describe_training(model, scaler)
+
+    def _model_states(self, name: str) -> Mapping[str, Any]:
+        content = self._content(name)
+        for key in ("module", "buffer_names", "optimizer", "param_shapes", "dp_world_size", "ds_version"):
+            if key not in content:
+                raise CheckpointError(
+                    f"{os.path.join(self.path, name)}: expected the key {key!r}, found "
+                    f"{outline(sorted(map(str, content)))}; not a file of model states, or of a version of DeepSpeed "
+                    "whose layout is not known (it was found with 0.19)"
+                )
+        if not isinstance(content["module"], Mapping):
+            raise CheckpointError(
+                f"{os.path.join(self.path, name)}: holds no module state dict, as of pipeline-parallel models, which "
+                "cannot be imported"
+            )
+        return content
+
+    def _content(self, name: str) -> Mapping[str, Any]:
+        if name not in self._opened:
+            self._opened[name] = TorchFile(os.path.join(self.path, name))
+        content = self._opened[name].content
+        if not isinstance(content, Mapping):
+            raise CheckpointError(
+                f"{os.path.join(self.path, name)}: expected a dictionary, found {type(content).__name__}"
+            )
+        return content
+
+    def _world(self, model: Mapping[str, Any], files: Files) -> int:
+        """Return the number of ranks among which the optimizer was divided."""
+        if not files.optimizer:
+            return int(model["dp_world_size"])
+        content = self._optimizer_file(files.optimizer[min(files.optimizer)])
+        count = content.get("partition_count")
+        counts = set(count) if isinstance(count, (list, tuple)) else {count}
+        if len(counts) != 1 or not all(isinstance(number, int) and number > 0 for number in counts):
+            raise CheckpointError(f"{content.file}: partition_count: expected one number of ranks, found {count!r}")
+        return int(counts.pop())
+
+    def _optimizer_file(self, name: str) -> Opened:
+        content = self._content(name)
+        found = content.get("optimizer_state_dict")
+        if not isinstance(found, Mapping):
+            raise CheckpointError(
+                f"{os.path.join(self.path, name)}: expected the key 'optimizer_state_dict', found "
+                f"{outline(sorted(map(str, content)))}: a layout that is not known"
+            )
+        return Opened(os.path.join(self.path, name), found)
+
+    def _optimizer_states(self, files: Files, world: int) -> list[Opened]:
+        check_ranks(self.path, files.optimizer, world, "optimizer")
+        ranks = [self._optimizer_file(files.optimizer[rank]) for rank in range(world)]
+        for other in ranks[1:]:
+            for key in ("zero_stage", "partition_count"):
+                if other.content.get(key) != ranks[0].content.get(key):
+                    raise CheckpointError(
+                        f"{other.file}: {key} is {other.content.get(key)!r}, in {ranks[0].file} "
+                        f"{ranks[0].content.get(key)!r}: files of two checkpoints"
+                    )
+        return ranks
+
+    def _stage(self, ranks: Sequence[Opened]) -> int:
+        stage, keys = ranks[0].content.get("zero_stage", 1), ranks[0].content
+        if stage in (1, 2) and "single_partition_of_fp32_groups" in keys:
+            return int(stage)
+        if stage == 3 and "fp32_flat_groups" in keys:
+            return 3
+        raise CheckpointError(
+            f"{ranks[0].file}: stage {stage} with the keys {outline(sorted(map(str, keys)))}: a layout that is not "
+            f"known (written by DeepSpeed {self._opened[os.path.basename(ranks[0].file)].content.get('ds_version')})"
+        )
+
+    def _compare(self, files: Files, models: Sequence[Mapping[str, Any]]) -> None:
+        for rank, other in enumerate(models):
+            for key in ("global_steps", "dp_world_size", "ds_version"):
+                if other.get(key) != models[0].get(key):
+                    raise CheckpointError(
+                        f"{os.path.join(self.path, files.model[rank])}: {key} is {other.get(key)!r}, in "
+                        f"{files.model[0]} {models[0].get(key)!r}: files of two checkpoints"
+                    )
+
+    # -- what it holds -----------------------------------------------------------------------------------------------
+
+    def _describe(self, model: Mapping[str, Any], world: int) -> Manifest:
+        config = model.get("ds_config")
+        return Manifest(
+            tag=os.path.basename(os.path.normpath(self.path)),
+            created=max(opened.modified for opened in self._opened.values()),
+            versions={"deepspeed": str(model["ds_version"])},
+            layout={"world": world, "stage": self.stage, "library": "deepspeed"},
+            config=training.plain_json(config) if isinstance(config, Mapping) else {},
+            files={name: FileFacts(opened.size, ()) for name, opened in self._opened.items()},
+            tensors=[],
+        )
+
+    def _module(
+        self, model: Mapping[str, Any], files: Files, models: Sequence[Mapping[str, Any]], layout: Layout
+    ) -> list[StoredTensor]:
+        """Add buffers and frozen parameters; return all parameters, without slices where the values are elsewhere."""
+        first = files.shared or files.model[0]
+        module: Mapping[str, Any] = model["module"]
+        buffer_names = frozenset(model["buffer_names"])
+        frozen: Mapping[str, Any] = model.get("frozen_param_shapes") or {}
+        shared: Mapping[str, str] = model.get("shared_params") or {}
+        parameters: list[StoredTensor] = []
+        seen: dict[Any, str] = {}
+        aliases: dict[str, list[str]] = {}
+        for name, value in module.items():
+            if name.rpartition(".")[2] == _EXTRA:
+                self.manifest.extra[name.removesuffix(_EXTRA).removesuffix(".")] = value
+                continue
+            if not isinstance(value, torch.Tensor):
+                raise CheckpointError(
+                    f"{os.path.join(self.path, first)}: module: {name!r}: expected a tensor, found "
+                    f"{type(value).__name__}"
+                )
+            original = shared.get(name) or (seen.setdefault(_identity(value), name) if value.numel() else name)
+            if original != name:
+                aliases.setdefault(original, []).append(name)
+            elif name in buffer_names:
+                self._add_buffer(name, first, models, files)
+            else:
+                parameters.append(self._parameter(name, value, frozen, layout))
+        parameters = [
+            StoredTensor(**{**vars(tensor), "aliases": tuple(aliases.get(tensor.name, ()))}) for tensor in parameters
+        ]
+        for tensor in parameters:
+            if tensor.name in layout.shapes:
+                continue
+            if self.stage == 3:
+                self._add_divided(tensor, files, models)
+            else:
+                self._add_stored(tensor, [Piece(0, tensor.numel, module[tensor.name].reshape(-1), first)])
+        return parameters
+
+    def _parameter(self, name: str, value: torch.Tensor, frozen: Mapping[str, Any], layout: Layout) -> StoredTensor:
+        shape = layout.shapes.get(
+            name, tuple(frozen[name]) if self.stage == 3 and name in frozen else tuple(value.shape)
+        )
+        if self.stage in (1, 2) and shape != tuple(value.shape):
+            raise CheckpointError(
+                f"{self.path}: parameter {name!r}: shape {list(value.shape)} in the module, {list(shape)} in "
+                "param_shapes"
+            )
+        dtype = name_of(value.dtype)
+        return StoredTensor(
+            name,
+            PARAMETER,
+            shape,
+            dtype,
+            (),
+            trainable=name in layout.shapes,
+            group=layout.group.get(name),
+            compute_dtype=dtype,
+        )
+
+    def _add_divided(self, tensor: StoredTensor, files: Files, models: Sequence[Mapping[str, Any]]) -> None:
+        """Add a frozen parameter of stage 3, of which each rank has a part."""
+        part = -(-tensor.numel // len(models))
+        pieces = []
+        for rank, model in enumerate(models):
+            values = (model.get("frozen_param_fragments") or {}).get(tensor.name)
+            first, last = (min(tensor.numel, edge * part) for edge in (rank, rank + 1))
+            if values is None:
+                return  # left out of the checkpoint; whoever needs it will miss it by name
+            if values.numel() < last - first:
+                raise CheckpointError(
+                    f"{os.path.join(self.path, files.model[rank])}: frozen parameter {tensor.name!r}: expected "
+                    f"{last - first} elements, found {values.numel()}"
+                )
+            pieces.append(Piece(first, last, values.reshape(-1)[: last - first], files.model[rank]))
+        self._add_stored(tensor, [piece for piece in pieces if piece.stop > piece.start])
+
+    def _add_buffer(self, name: str, first: str, models: Sequence[Mapping[str, Any]], files: Files) -> None:
+        """Add a buffer: the first rank's value, and those of others where they differ."""
+        for rank, model in enumerate(models):
+            value = model["module"].get(name)
+            if not isinstance(value, torch.Tensor):
+                raise CheckpointError(f"{os.path.join(self.path, files.model[rank])}: buffer {name!r} is missing")
+            if rank and _equal_bits(value, models[0]["module"][name]):
+                continue
+            described = StoredTensor(name, BUFFER, tuple(value.shape), name_of(value.dtype), (), rank=rank or None)
+            file = files.model[rank] if files.model else first
+            self._add_stored(described, [Piece(0, value.numel(), value.reshape(-1), file)])
+
+    def _stage_0(self, file: str, model: Mapping[str, Any], whole: Sequence[StoredTensor]) -> tuple[Layout, Any]:
+        """Return what the optimizer of stage 0 holds, if its parameters can be told."""
+        wrapped = model["optimizer"]
+        if wrapped is None:
+            return Layout(), None
+        state = wrapped.get("optimizer_state_dict", wrapped) if isinstance(wrapped, Mapping) else None
+        if not isinstance(state, Mapping) or not {"state", "param_groups"} <= set(state):
+            raise CheckpointError(f"{os.path.join(self.path, file)}: optimizer: a layout that is not known")
+        masters = wrapped.get("fp32_groups")
+        if state is not wrapped and masters is None:
+            raise CheckpointError(
+                f"{os.path.join(self.path, file)}: optimizer: expected fp32 values under 'fp32_groups', found "
+                f"{outline(sorted(map(str, wrapped)))}: a layout that is not known"
+            )
+        shapes = {tensor.name: tensor.shape for tensor in whole}
+        try:
+            names = self._names(shapes, state, masters)
+            return numbered_states(os.path.join(self.path, file), shapes, names, state, masters), wrapped
+        except CheckpointError as error:
+            self.manifest = Manifest(**{**vars(self.manifest), "optimizer": {"refused": str(error)}})
+            if masters is not None:
+                self.notes.append("parameters come from the 16-bit values of the module, because " + str(error))
+            return Layout(), wrapped
+
+    def _names(self, shapes: Mapping[str, tuple[int, ...]], state: Mapping[str, Any], masters: Any) -> list[list[str]]:
+        """Return the names of the optimizer's parameters, which the file only numbers."""
+        numbered = state["param_groups"]
+        if self._target is not None:
+            found = [[next((n for n in known if n in shapes), known[0]) for known in g] for g in self._target.groups]
+            if [len(group) for group in found] != [len(group["params"]) for group in numbered]:
+                raise CheckpointError(
+                    f"the optimizer's state is of groups of {[len(group['params']) for group in numbered]} parameters, "
+                    f"this engine's has {[len(group) for group in found]}"
+                )
+        else:
+            sizes = [
+                [self._shape(state, masters, g, i, key) for i, key in enumerate(group["params"])]
+                for g, group in enumerate(numbered)
+            ]
+            found = names_of_numbers(shapes, sizes)
+        for g, (group, members) in enumerate(zip(numbered, found, strict=True)):
+            for i, (key, name) in enumerate(zip(group["params"], members, strict=True)):
+                shape = self._shape(state, masters, g, i, key, shapes.get(name))
+                if name not in shapes or shape != shapes[name]:
+                    raise CheckpointError(
+                        f"the optimizer's state number {key} is of shape {list(shape)}, and the parameter in its "
+                        f"place, {name!r}, of {list(shapes.get(name, ()))}"
+                    )
+        return found
+
+    @staticmethod
+    def _shape(
+        state: Mapping[str, Any],
+        masters: Any,
+        group: int,
+        position: int,
+        key: Any,
+        default: tuple[int, ...] | None = None,
+    ) -> tuple[int, ...]:
+        """Return the shape of one of the optimizer's parameters, by what it holds for it."""
+        if masters is not None:
+            return tuple(masters[group][position].shape)
+        entries = state["state"].get(key, {})
+        found = [value for name, value in entries.items() if isinstance(value, torch.Tensor) and name != "step"]
+        if found:
+            return tuple(found[0].shape)
+        if default is None:
+            raise CheckpointError(f"the optimizer holds nothing for its parameter {key}, so its name cannot be told")
+        return default
+
+    def _add(self, layout: Layout, whole: Mapping[str, StoredTensor]) -> None:
+        """Add the trained parameters and their optimizer state."""
+        missing = [name for name in layout.shapes if name not in whole]
+        if missing:
+            raise CheckpointError(f"{self.path}: parameters of the optimizer are not in the module: {outline(missing)}")
+        tensors = self.manifest.tensors
+        held = {tensor.name: tensor for tensor in tensors if tensor.kind == PARAMETER}
+        tensors[:] = [t for t in tensors if t.kind != PARAMETER or t.name not in layout.shapes]
+        for name in layout.shapes:
+            pieces = layout.pieces.get((name, PARAMETER))
+            trained = {"trainable": True, "group": layout.group[name]}
+            if pieces is None and name in held:  # whole, in the module
+                tensors.append(StoredTensor(**{**vars(held[name]), **trained}))
+                continue
+            pieces = pieces or []
+            dtype = name_of(pieces[0].values.dtype) if pieces else whole[name].dtype
+            self._add_stored(StoredTensor(**{**vars(whole[name]), **trained, "dtype": dtype}), pieces)
+        for (name, kind), pieces in layout.pieces.items():
+            if kind != PARAMETER:
+                dtype = name_of(pieces[0].values.dtype)
+                self._add_stored(StoredTensor(name, kind, layout.shapes[name], dtype, ()), pieces)
+        if layout.dropped:
+            self.notes.append(f"optimizer state that is no value per element: {outline(sorted(layout.dropped))}")
+
+    def _add_stored(self, tensor: StoredTensor, pieces: Sequence[Piece]) -> None:
+        slices = []
+        for piece in pieces:
+            file = os.path.basename(piece.file)
+            key = f"{tensor.kind}/{tensor.name}[{piece.start}:{piece.stop}]"
+            self._views[file, key] = piece.values
+            slices.append(Slice(file, key, piece.start, piece.stop))
+        self.manifest.tensors.append(StoredTensor(**{**vars(tensor), "slices": tuple(slices)}))
+
+    def _describe_optimizer(self, model: Mapping[str, Any], layout: Layout) -> None:
+        """Say what the optimizer was, or why the one here cannot go on with it."""
+        layout.take_steps(self.path)
+        refused = (self.manifest.optimizer or {}).get("refused")
+        entries = {kind.removeprefix(OPTIMIZER) for _, kind in layout.pieces if kind != PARAMETER}
+        config, target = model.get("ds_config"), self._target
+        name = training.class_of(config, entries, layout.settings)
+        if target is not None:
+            refused = refused or training.refusal(config, entries, target.optimizer) or self._other_groups(layout)
+            name = target.optimizer
+        groups = []
+        if self.stage and not any(layout.settings):
+            self.notes.append("settings of parameter groups, which elastic checkpoints do not have")
+        for number, settings in enumerate(layout.settings):
+            here = target.settings[number] if target is not None and number < len(target.settings) else None
+            kept, left = training.fitting_settings(settings, here)
+            groups.append(kept)
+            if left:
+                self.notes.append(
+                    f"settings of parameter group {number} that {name or 'optimizers here'} does not have: "
+                    + ", ".join(f"{key}={value!r}" for key, value in left.items())
+                )
+            decoupled = settings.get("decoupled_weight_decay")
+            if settings.get("weight_decay") and (decoupled, name) in ((True, "Adam"), (False, "AdamW")):
+                self.notes.append(
+                    f"parameter group {number} had weight decay that was {'' if decoupled else 'not '}decoupled from "
+                    f"the gradient; that of {name} is {'' if name == 'AdamW' else 'not '}"
+                )
+        found: dict[str, Any] = {"class": name, "groups": groups, "values": layout.values}
+        if refused:
+            found["refused"] = refused
+        self.manifest = Manifest(**{**vars(self.manifest), "optimizer": found})
+
+    def _other_groups(self, layout: Layout) -> str | None:
+        """Return where the target's parameter groups have other members; None if nowhere."""
+        assert self._target is not None
+        for number, members in enumerate(self._target.groups):
+            for known in members:
+                name = next((name for name in known if name in layout.group), None)
+                if name is not None and layout.group[name] != number:
+                    return (
+                        f"parameter {name!r} was in group {layout.group[name]} of the optimizer and is in group "
+                        f"{number} here, so that it would get other settings; form the groups as they were"
+                    )
+        return None
+
+    def _describe_training(self, model: Mapping[str, Any], scaler: Any) -> None:
+        self.notes.append(
+            "the place in the training data and random numbers, which DeepSpeed does not save"
+            + (", and the state of its curriculum sampler" if model.get("data_sampler") else "")
+            + (", and of its random layer dropping" if model.get("random_ltd") else "")
+        )
+        self.manifest = Manifest(
+            **{
+                **vars(self.manifest),
+                "scheduler": training.schedule_state(model.get("lr_scheduler")),
+                "scaler": training.scaler_state(scaler),
+                "counters": training.counters(model, self.manifest.layout["world"]),
+                "ranks": [dict(_OF_A_RANK) for _ in range(self.manifest.layout["world"])],
+                "client": {key: value for key, value in model.items() if key not in training.OWN_KEYS},
+            }
+        )
+
+    # -- reading, as of a checkpoint of ours -------------------------------------------------------------------------
+
+    def close(self) -> None:
+        """Let go of all files."""
+        self._views = {}
+        self._opened = {}
+
+    def read_into(self, tensor: StoredTensor, start: int, out: torch.Tensor) -> None:
+        """Read elements of the flattened tensor, from `start` on, into a 1-D tensor of any dtype and device.
+
+        Raises:
+            CheckpointError: they are not stored.
+        """
+        for part, first, last in tensor.runs(start, start + out.numel()):
+            view = self._views[part.file, part.key]
+            out[first - start : last - start].copy_(view[first - part.start : last - part.start])
+
+    def decode(self, tree: Any) -> Any:
+        """Return the value itself."""
+        return tree
+
+    def blocks(self, tensors: Iterable[StoredTensor] | None = None, trees: Iterable[Any] = ()) -> list[tuple[str, int]]:
+        """Return (file, record) of the records of the files that hold some tensors; of all files if None.
+
+        Nested values have been read when the files were opened: `trees` add none.
+        """
+        names = set(self._opened) if tensors is None else {part.file for tensor in tensors for part in tensor.slices}
+        return [(name, number) for name in sorted(names) for number in range(self._opened[name].records)]
+
+    def verify(self, blocks: Iterable[tuple[str, int]]) -> None:
+        """Compare records with the checksums that torch has written.
+
+        Raises:
+            CheckpointError: a file is damaged.
+        """
+        by_file: dict[str, list[int]] = {}
+        for name, record in blocks:
+            by_file.setdefault(name, []).append(record)
+        for name, records in by_file.items():
+            self._opened[name].verify(records)
+
+
+def _identity(tensor: torch.Tensor) -> tuple[Any, ...]:
+    """Return what two names of one tensor have in common."""
+    return (
+        tensor.untyped_storage().data_ptr(),
+        tensor.storage_offset(),
+        tuple(tensor.shape),
+        tensor.stride(),
+        tensor.dtype,
+    )
+
+
+def _equal_bits(one: torch.Tensor, other: torch.Tensor) -> bool:
+    if one.shape != other.shape or one.dtype != other.dtype:
+        return False
+    return torch.equal(one.reshape(-1).view(torch.uint8), other.reshape(-1).view(torch.uint8))

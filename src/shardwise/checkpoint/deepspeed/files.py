@@ -1,0 +1,140 @@
+"""One file that `torch.save` has written, read without running anything that is in it.
+
+`torch.load(weights_only=True)` rebuilds tensors, numbers, strings and containers, and refuses every other class before
+it is called. DeepSpeed's files have four small objects of its own in them. They are let in by name, and become objects
+that have attributes and no methods, or a number:
+
+    LossScaler, DynamicLossScaler   the loss scale and its counts
+    fragment_address                where a piece of a parameter lies in a partition
+    ZeroStageEnum                   the number of the stage
+
+The file is mapped, not read: a tensor takes memory only for what is copied out of it.
+"""
+
+from __future__ import annotations
+
+import os
+import zipfile
+from typing import Any
+
+import torch
+from torch.serialization import get_unsafe_globals_in_checkpoint, safe_globals
+
+from shardwise.checkpoint.manifest import outline
+from shardwise.errors import CheckpointError
+
+_CHUNK = 4 << 20
+
+_LEGACY = b"\x80\x02\x8a\x0a\x6c\xfc\x9c\x46\xf9\x20\x6a\xa8\x50\x19\x2e"
+"""First bytes of files that torch wrote before it used zip archives, and writes still if it is asked to."""
+
+
+class Attributes:
+    """What is left of an object of DeepSpeed: its attributes."""
+
+
+class Scaler(Attributes):
+    """Attributes of a loss scaler."""
+
+
+class Fragment(Attributes):
+    """Attributes of the address of a fragment: `start` and `numel`."""
+
+
+_HARMLESS: list[Any] = [
+    (Scaler, "deepspeed.runtime.fp16.loss_scaler.LossScaler"),
+    (Scaler, "deepspeed.runtime.fp16.loss_scaler.DynamicLossScaler"),
+    (Fragment, "deepspeed.utils.tensor_fragment.fragment_address"),
+    (int, "deepspeed.runtime.zero.config.ZeroStageEnum"),
+]
+
+
+class TorchFile:
+    """A file of `torch.save`, opened.
+
+    Args:
+        path: the file.
+
+    Attributes:
+        content: what was saved; tensors are on the CPU and mapped.
+        size: bytes of the file.
+        modified: seconds since 1970.
+        records: number of parts that have a checksum of their own.
+
+    Raises:
+        CheckpointError: it is missing, truncated or damaged, or something is in it that could run code.
+    """
+
+    def __init__(self, path: str) -> None:
+        self.path = path
+        try:
+            facts = os.stat(path)
+            with open(path, "rb") as file:
+                begin = file.read(len(_LEGACY))
+        except OSError as error:
+            raise CheckpointError(f"{path}: cannot be opened: {error.strerror}") from error
+        self.size, self.modified = facts.st_size, facts.st_mtime
+        self._archived = begin != _LEGACY
+        self.records = 0
+        if self._archived:
+            self._check_structure()
+        self.content = self._load()
+
+    def _check_structure(self) -> None:
+        """Find the records, and verify the one that says what the others are."""
+        try:
+            with zipfile.ZipFile(self.path) as archive:
+                entries = archive.infolist()
+                self.records = len(entries)
+                described = [n for n, entry in enumerate(entries) if entry.filename.endswith("/data.pkl")]
+        except (zipfile.BadZipFile, OSError, ValueError, NotImplementedError) as error:
+            raise CheckpointError(
+                f"{self.path}: truncated or damaged, or not written by torch.save ({self.size} bytes; {error})"
+            ) from error
+        if len(described) != 1:
+            raise CheckpointError(f"{self.path}: damaged, or not written by torch.save: it has no data.pkl")
+        self.verify(described)
+
+    def _load(self) -> Any:
+        with safe_globals(_HARMLESS):
+            try:
+                return torch.load(self.path, map_location="cpu", weights_only=True, mmap=self._archived)
+            except Exception as error:
+                # A damaged pickle can fail in any way; none of what it names has been called.
+                strange = self._unsafe()
+                if strange:
+                    raise CheckpointError(
+                        f"{self.path}: holds objects of {outline(strange)}, which are not tensors, numbers, strings or "
+                        "containers of these. Nothing of the file was used, because rebuilding them runs code. Save it "
+                        "again without them (most often they are in client_state); if you trust their classes, name "
+                        "them with torch.serialization.add_safe_globals() before loading"
+                    ) from error
+                raise CheckpointError(
+                    f"{self.path}: damaged: cannot be read ({type(error).__name__}: {error!s:.300})"
+                ) from error
+
+    def _unsafe(self) -> list[str]:
+        if not self._archived:
+            return []
+        try:
+            return sorted(get_unsafe_globals_in_checkpoint(self.path))
+        except Exception:  # of the same damage that is being reported
+            return []
+
+    def verify(self, numbers: list[int]) -> None:
+        """Compare records with the checksums (CRC-32) that `torch.save` has written.
+
+        Raises:
+            CheckpointError: bytes have been changed, or the file cannot be read.
+        """
+        try:
+            with zipfile.ZipFile(self.path) as archive:
+                entries = archive.infolist()
+                for number in numbers:
+                    with archive.open(entries[number]) as record:
+                        while record.read(_CHUNK):
+                            pass
+        except (zipfile.BadZipFile, OSError, ValueError, IndexError, NotImplementedError, EOFError) as error:
+            raise CheckpointError(
+                f"{self.path}: damaged: {error}. Load another checkpoint by its tag, or restore this file from a copy"
+            ) from error

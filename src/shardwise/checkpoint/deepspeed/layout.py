@@ -1,0 +1,436 @@
+"""Where in DeepSpeed's files each parameter and each entry of its optimizer state lies.
+
+Stage 0: the module's state dict holds all parameters whole, and the optimizer's state dict numbers them without names.
+In 16 bits, fp32 masters are beside it, in the same order.
+
+Stages 1 and 2: the trained parameters of a group lie end to end in a flat buffer, padded at its end to a multiple of
+the number of ranks. Each rank has a range of it, so a parameter may begin on one rank and end on the next. The state of
+the optimizer is flat in the same way. The order is that of `param_shapes`; `param_alignment_paddings` are gaps behind
+single parameters. The last ranks' masters mostly come without the padding, their optimizer state with it.
+
+Stage 3: each parameter is divided by itself, padded to a multiple of the number of ranks. A rank's parts of the
+parameters of a (sub-)group lie end to end. Frozen parameters are divided in the same way, each a tensor of its own.
+"""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass, field
+from typing import Any
+
+import torch
+
+from shardwise.checkpoint.manifest import OPTIMIZER, PARAMETER, outline
+from shardwise.errors import CheckpointError
+
+_TENSOR_WIDE = frozenset({"step"})
+"""Entries of optimizer state that are one number even where a partition has one element."""
+
+
+@dataclass(frozen=True)
+class Piece:
+    """Elements `[start, stop)` of a flattened tensor.
+
+    Attributes:
+        start: first element.
+        stop: end (exclusive).
+        values: 1-D, in a mapped file.
+        file: name of that file.
+    """
+
+    start: int
+    stop: int
+    values: torch.Tensor
+    file: str
+
+
+@dataclass
+class Layout:
+    """All trained parameters of a checkpoint with their optimizer state.
+
+    Attributes:
+        shapes: of each parameter.
+        group: parameter group of each parameter.
+        pieces: by name and kind (`parameter`, `optimizer/<entry>`), in order.
+        values: for each parameter the entries of its state that are one value, such as step counts.
+        settings: of each parameter group.
+        dropped: entries of state that have no place, with what they are.
+    """
+
+    shapes: dict[str, tuple[int, ...]] = field(default_factory=dict)
+    group: dict[str, int] = field(default_factory=dict)
+    pieces: dict[tuple[str, str], list[Piece]] = field(default_factory=dict)
+    values: dict[str, dict[str, Any]] = field(default_factory=dict)
+    settings: list[dict[str, Any]] = field(default_factory=list)
+    dropped: set[str] = field(default_factory=set)
+
+    def add(self, name: str, kind: str, piece: Piece) -> None:
+        """Add a piece behind those that are there."""
+        if piece.values.numel() != piece.stop - piece.start:
+            raise CheckpointError(
+                f"{piece.file}: {kind} {name!r}: expected {piece.stop - piece.start} elements, found "
+                f"{piece.values.numel()}"
+            )
+        if piece.stop > piece.start:
+            self.pieces.setdefault((name, kind), []).append(piece)
+
+    def set_value(self, name: str, entry: str, value: Any, file: str) -> None:
+        """Set an entry that is one value; ranks must agree on it."""
+        held = self.values.setdefault(name, {})
+        value = as_scalar(value)
+        if entry in held and not _same(held[entry], value):
+            raise CheckpointError(
+                f"{file}: optimizer state {entry!r} of {name!r} is {value!r}, in another rank's file {held[entry]!r}: "
+                "files of several checkpoints"
+            )
+        held[entry] = value
+
+    def take_steps(self, file: str) -> None:
+        """Give parameters the step count of their group, where the optimizer keeps it there and not in its state."""
+        held = {name for name, kind in self.pieces if kind != PARAMETER}
+        for name in held:
+            count = self.settings[self.group[name]].get("step")
+            if isinstance(count, (int, torch.Tensor)) and "step" not in self.values.get(name, {}):
+                self.set_value(name, "step", count, file)
+
+    def check(self) -> None:
+        """Check that every element of what there is of a parameter is there, once.
+
+        Raises:
+            CheckpointError: some are missing.
+        """
+        for (name, kind), pieces in self.pieces.items():
+            place = 0
+            for piece in pieces:
+                if piece.start != place:
+                    raise CheckpointError(
+                        f"{piece.file}: {kind} {name!r}: expected elements from {place} on, found [{piece.start}, "
+                        f"{piece.stop})"
+                    )
+                place = piece.stop
+            if place != math.prod(self.shapes[name]):
+                raise CheckpointError(
+                    f"{pieces[-1].file}: {kind} {name!r} of shape {list(self.shapes[name])}: {place} of "
+                    f"{math.prod(self.shapes[name])} elements are there"
+                )
+        for name, shape in self.shapes.items():
+            if math.prod(shape) and (name, PARAMETER) not in self.pieces:
+                raise CheckpointError(f"parameter {name!r}: its fp32 values are in no file of the checkpoint")
+
+
+def as_scalar(value: Any) -> Any:
+    """Return a number as the 0-d fp32 tensor that torch's optimizers keep."""
+    if isinstance(value, bool) or not isinstance(value, (int, float)):
+        return value
+    return torch.tensor(float(value), dtype=torch.float32, device="cpu")
+
+
+def _same(one: Any, other: Any) -> bool:
+    if isinstance(one, torch.Tensor) and isinstance(other, torch.Tensor):
+        return torch.equal(one, other)
+    return bool(one == other)
+
+
+@dataclass(frozen=True)
+class Opened:
+    """A file of optimizer states: its name and what is under `optimizer_state_dict`."""
+
+    file: str
+    content: Mapping[str, Any]
+
+    def get(self, *keys: str) -> Any:
+        """Return what is under a path of keys.
+
+        Raises:
+            CheckpointError: there is no such key.
+        """
+        found: Any = self.content
+        for depth, key in enumerate(keys):
+            if not isinstance(found, Mapping) or key not in found:
+                raise CheckpointError(
+                    f"{self.file}: expected the key {'.'.join(keys[: depth + 1])!r}, found "
+                    f"{sorted(map(str, found)) if isinstance(found, Mapping) else type(found).__name__}: a layout that "
+                    "this version does not know"
+                )
+            found = found[key]
+        return found
+
+    def tensors(self, key: str) -> list[torch.Tensor]:
+        """Return a list of flat tensors."""
+        found = self.get(key)
+        if not isinstance(found, (list, tuple)) or not all(
+            isinstance(item, torch.Tensor) and item.dim() == 1 for item in found
+        ):
+            raise CheckpointError(f"{self.file}: {key}: expected a list of flat tensors: a layout that is not known")
+        return list(found)
+
+
+def flat_partitions(shapes: Sequence[Mapping[str, Any]], ranks: Sequence[Opened], *, reordered: bool) -> Layout:
+    """Find everything in files of stages 1 and 2.
+
+    Args:
+        shapes: `param_shapes`: for each group, shapes by name in the order of its flat buffer.
+        ranks: files of optimizer states, in rank order.
+        reordered: with `round_robin_gradients` buffers are in the order of `param_shapes`, and `param_slice_mappings`
+            names what would be there without.
+
+    Raises:
+        CheckpointError: the files do not fit together.
+    """
+    layout = Layout()
+    bases = [_base_state(rank) for rank in ranks]
+    settings = bases[0][1]
+    masters = [rank.tensors("single_partition_of_fp32_groups") for rank in ranks]
+    for rank, own in zip(ranks, masters, strict=True):
+        if len(own) != len(shapes) or len(settings) != len(shapes):
+            raise CheckpointError(
+                f"{rank.file}: expected {len(shapes)} parameter groups as in the model states, found {len(own)} "
+                f"partitions and {len(settings)} groups of settings"
+            )
+    for number, group in enumerate(shapes):
+        layout.settings.append(_settings(settings[number]))
+        for name, shape in group.items():
+            layout.shapes[name] = tuple(shape)
+            layout.group[name] = number
+        places = _places(group, ranks[0], number)
+        size = _partition_size([own[number].numel() for own in masters], ranks, number)
+        for index, (rank, own, (states, _)) in enumerate(zip(ranks, masters, bases, strict=True)):
+            master, begin = own[number], index * size
+            found: dict[str, tuple[int, int]] = {}
+            for name, (place, numel) in places.items():
+                first, last = max(place, begin), min(place + numel, begin + size)
+                if first >= last:
+                    continue
+                cut, elements = slice(first - begin, last - begin), (first - place, last - place)
+                found[name] = (cut.start, last - first)
+                if cut.stop > master.numel():
+                    raise CheckpointError(
+                        f"{rank.file}: {name!r} ends at element {cut.stop} of a partition of {master.numel()} elements"
+                    )
+                layout.add(name, PARAMETER, Piece(*elements, master[cut], rank.file))
+                _add_state(layout, rank.file, name, states.get(number, {}), master.numel(), cut, elements)
+            if not reordered:
+                _compare_mapping(rank, number, found)
+    return layout
+
+
+def _base_state(rank: Opened) -> tuple[dict[int, Any], Sequence[Mapping[str, Any]]]:
+    """Return the state of each group's partition, and the settings of each group.
+
+    Elastic checkpoints have a list of states, and no settings.
+    """
+    base = rank.get("base_optimizer_state")
+    if isinstance(base, (list, tuple)):
+        return dict(enumerate(base)), [{} for _ in base]
+    states, settings = rank.get("base_optimizer_state", "state"), rank.get("base_optimizer_state", "param_groups")
+    if any(len(group["params"]) != 1 for group in settings):
+        raise CheckpointError(
+            f"{rank.file}: expected one flat tensor for each parameter group: a layout that is not known"
+        )
+    return {n: states[group["params"][0]] for n, group in enumerate(settings) if group["params"][0] in states}, settings
+
+
+def _places(group: Mapping[str, Any], rank: Opened, number: int) -> dict[str, tuple[int, int]]:
+    """Return the first element and the number of elements of each parameter in the flat buffer of a group."""
+    paddings = rank.content.get("param_alignment_paddings")
+    gaps = [0] * len(group) if paddings is None else paddings[number]
+    places, place = {}, 0
+    for (name, shape), gap in zip(group.items(), gaps, strict=True):
+        places[name] = (place, math.prod(shape))
+        place += places[name][1] + gap
+    return places
+
+
+def _partition_size(held: Sequence[int], ranks: Sequence[Opened], number: int) -> int:
+    """Return the elements of a rank's range of a flat buffer, of which masters may come without the padding."""
+    whole = {count + rank.get("group_paddings")[number] for count, rank in zip(held, ranks, strict=True)}
+    sizes = whole if len(whole) == 1 else set(held)
+    if len(sizes) != 1:
+        raise CheckpointError(
+            f"{ranks[0].file}: partitions of group {number} have {outline([str(count) for count in held])} elements "
+            "and paddings that do not make them equal: files of several checkpoints"
+        )
+    return sizes.pop()
+
+
+def _compare_mapping(rank: Opened, number: int, found: Mapping[str, tuple[int, int]]) -> None:
+    """Check that a rank's file says the same about what lies where; older ones say nothing."""
+    mappings = rank.content.get("param_slice_mappings")
+    if mappings is None:
+        return
+    told = {name: (fragment.start, fragment.numel) for name, fragment in mappings[number].items()}
+    if told != found:
+        name = next(name for name in {**found, **told} if found.get(name) != told.get(name))
+        raise CheckpointError(
+            f"{rank.file}: {name!r} should have (start, elements) {found.get(name)} in the partition of group {number} "
+            "by "
+            f"param_shapes, and {told.get(name)} by param_slice_mappings: files of several checkpoints, or a layout "
+            "that is not known"
+        )
+
+
+def _settings(group: Mapping[str, Any]) -> dict[str, Any]:
+    return {key: value for key, value in group.items() if key != "params"}
+
+
+def _add_state(
+    layout: Layout,
+    file: str,
+    name: str,
+    state: Mapping[str, Any],
+    least: int,
+    cut: slice,
+    elements: tuple[int, int],
+) -> None:
+    """Add what a rank's optimizer keeps for a fragment.
+
+    Args:
+        layout: what is added to.
+        file: the rank's file.
+        name: of the parameter.
+        state: of the partition that the fragment is in.
+        least: elements of the partition without padding.
+        cut: the fragment's place in the partition.
+        elements: of the parameter, first and end.
+    """
+    for entry, value in state.items():
+        number = (
+            not isinstance(value, torch.Tensor) or value.dim() == 0 or (entry in _TENSOR_WIDE and value.numel() == 1)
+        )
+        if number:
+            if value is not None:
+                layout.set_value(name, entry, value.reshape(()) if isinstance(value, torch.Tensor) else value, file)
+        elif value.dim() == 1 and value.numel() >= least:
+            layout.add(name, OPTIMIZER + entry, Piece(*elements, value[cut], file))
+        else:
+            layout.dropped.add(f"{entry} (of shape {list(value.shape)})")
+
+
+def divided_parameters(shapes: Sequence[Mapping[str, Any]], ranks: Sequence[Opened]) -> Layout:
+    """Find everything in files of stage 3.
+
+    Args:
+        shapes: `param_shapes`: for each (sub-)group, shapes by name in the order of its flat buffer.
+        ranks: files of optimizer states, in rank order.
+
+    Raises:
+        CheckpointError: the files do not fit together.
+    """
+    layout = Layout()
+    world = len(ranks)
+    masters = [rank.tensors("fp32_flat_groups") for rank in ranks]
+    states = [rank.get("optimizer_state_dict", "state") for rank in ranks]
+    settings = ranks[0].get("optimizer_state_dict", "param_groups")
+    owner = {key: number for number, group in enumerate(settings) for key in group["params"]}
+    layout.settings = [_settings(group) for group in settings]
+    for rank, own in zip(ranks, masters, strict=True):
+        if [flat.numel() for flat in own] != [flat.numel() for flat in masters[0]]:
+            raise CheckpointError(f"{rank.file}: its flat groups have other sizes than those of {ranks[0].file}")
+    if set(owner) != set(range(len(masters[0]))):
+        raise CheckpointError(
+            f"{ranks[0].file}: expected {len(owner)} flat groups as in the optimizer's state, found {len(masters[0])}"
+        )
+    number, offset = 0, 0
+    for name, shape in ((name, shape) for group in shapes for name, shape in group.items()):
+        numel = math.prod(shape)
+        part = -(-numel // world)
+        while number < len(masters[0]) and offset == masters[0][number].numel():
+            number, offset = number + 1, 0
+        if part and (number == len(masters[0]) or offset + part > masters[0][number].numel()):
+            raise CheckpointError(
+                f"{ranks[0].file}: {name!r} of shape {list(shape)} does not fit into flat group {number} behind "
+                f"{offset} elements: a layout that is not known"
+            )
+        layout.shapes[name] = tuple(shape)
+        layout.group[name] = owner.get(number, 0)
+        for index, rank in enumerate(ranks):
+            first, last = (min(numel, edge * part) for edge in (index, index + 1))
+            if first == last:
+                continue
+            flat = masters[index][number]
+            cut = slice(offset, offset + last - first)
+            layout.add(name, PARAMETER, Piece(first, last, flat[cut], rank.file))
+            _add_state(layout, rank.file, name, states[index].get(number, {}), flat.numel(), cut, (first, last))
+        offset += part
+    left = sum(flat.numel() for flat in masters[0][number:]) - offset
+    if left:
+        raise CheckpointError(
+            f"{ranks[0].file}: {left} elements of its flat groups belong to no parameter: a layout that is not known"
+        )
+    return layout
+
+
+def numbered_states(
+    file: str,
+    shapes: Mapping[str, tuple[int, ...]],
+    names: Sequence[Sequence[str]],
+    state: Mapping[str, Any],
+    masters: Sequence[Sequence[torch.Tensor]] | None,
+) -> Layout:
+    """Find everything in the optimizer's state dict of stage 0.
+
+    Args:
+        file: where it is, for messages.
+        shapes: of all parameters.
+        names: of the parameters of each group, in the order in which they are numbered.
+        state: the state dict, in torch's form.
+        masters: fp32 values of the parameters of each group, where the module has 16-bit ones.
+
+    Raises:
+        CheckpointError: an entry does not fit its parameter.
+    """
+    layout = Layout(settings=[_settings(group) for group in state["param_groups"]])
+    for number, (group, members) in enumerate(zip(state["param_groups"], names, strict=True)):
+        for position, (key, name) in enumerate(zip(group["params"], members, strict=True)):
+            layout.shapes[name], layout.group[name] = shapes[name], number
+            numel = math.prod(shapes[name])
+            if masters is not None:
+                layout.add(name, PARAMETER, Piece(0, numel, masters[number][position].reshape(-1), file))
+            found = {
+                entry: value.reshape(-1)
+                if isinstance(value, torch.Tensor) and tuple(value.shape) == shapes[name]
+                else value
+                for entry, value in state["state"].get(key, {}).items()
+            }
+            _add_state(layout, file, name, found, numel, slice(0, numel), (0, numel))
+    return layout
+
+
+def names_of_numbers(
+    shapes: Mapping[str, tuple[int, ...]], groups: Sequence[Sequence[tuple[int, ...]]]
+) -> list[list[str]]:
+    """Give names to the parameters of an optimizer by their shapes and order alone.
+
+    It is taken for granted that each group has its parameters in the module's order, as `model.parameters()` and
+    comprehensions over it give them. A name is given only where no other one would do.
+
+    Args:
+        shapes: of all parameters of the module, in its order.
+        groups: for each parameter group the shapes of its parameters.
+
+    Raises:
+        CheckpointError: several ways are possible, or none.
+
+    >>> names_of_numbers({"w": (2, 3), "b": (2,), "v": (3, 3)}, [[(2, 3), (3, 3)], [(2,)]])
+    [['w', 'v'], ['b']]
+    """
+    if sum(len(group) for group in groups) != len(shapes):
+        raise CheckpointError(
+            f"the optimizer has {sum(len(group) for group in groups)} parameters and the model {len(shapes)}, so which "
+            "of them it had cannot be told from the file"
+        )
+    names: list[list[str]] = [[] for _ in groups]
+    for name, shape in shapes.items():
+        fitting = [
+            number
+            for number, group in enumerate(groups)
+            if len(names[number]) < len(group) and group[len(names[number])] == shape
+        ]
+        if len(fitting) != 1:
+            raise CheckpointError(
+                f"parameter {name!r} of shape {list(shape)} may belong to {len(fitting)} of the {len(groups)} "
+                "parameter groups, and the file does not tell"
+            )
+        names[fitting[0]].append(name)
+    return names

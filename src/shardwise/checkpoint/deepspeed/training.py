@@ -1,0 +1,236 @@
+"""What DeepSpeed keeps beside parameters, in our words: loss scale, schedule, counters, the optimizer's class."""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Collection, Mapping, Sequence
+from typing import Any
+
+from shardwise.checkpoint.deepspeed.files import Attributes
+from shardwise.errors import CheckpointError
+
+OWN_KEYS = frozenset(
+    {
+        "module",
+        "buffer_names",
+        "optimizer",
+        "param_shapes",
+        "frozen_param_shapes",
+        "frozen_param_fragments",
+        "shared_params",
+        "lr_scheduler",
+        "data_sampler",
+        "random_ltd",
+        "sparse_tensor_module_names",
+        "csr_tensor_module_names",
+        "skipped_steps",
+        "global_steps",
+        "global_samples",
+        "dp_world_size",
+        "mp_world_size",
+        "checkpoint_parallel_dimensions",
+        "num_experts",
+        "ds_config",
+        "ds_version",
+    }
+)
+"""Keys of the file of model states that are not of the script's `client_state`, which lies between them."""
+
+_ENTRIES: dict[str, frozenset[str]] = {
+    "Adam": frozenset({"exp_avg", "exp_avg_sq"}),
+    "AdamW": frozenset({"exp_avg", "exp_avg_sq"}),
+    "NAdam": frozenset({"exp_avg", "exp_avg_sq"}),
+    "RAdam": frozenset({"exp_avg", "exp_avg_sq"}),
+    "Lamb": frozenset({"exp_avg", "exp_avg_sq"}),
+    "Lion": frozenset({"exp_avg"}),
+    "Adamax": frozenset({"exp_avg", "exp_inf"}),
+    "Adagrad": frozenset({"sum"}),
+    "Adadelta": frozenset({"square_avg", "acc_delta"}),
+    "SGD": frozenset({"momentum_buffer"}),
+}
+"""Entries of state with one value per element, by class of optimizer."""
+
+_ADAM = ("adam", "adamw")
+
+_SETTINGS = frozenset(
+    {"lr", "initial_lr", "betas", "eps", "weight_decay", "momentum", "dampening", "nesterov", "lr_decay", "amsgrad"}
+)
+"""Settings of parameter groups that mean the same for every optimizer that has them."""
+
+_FORM = frozenset(
+    {"foreach", "fused", "capturable", "differentiable", "decoupled_weight_decay", "step", "name", "param_names"}
+)
+"""Entries of parameter groups that say how a step is computed, or what is known otherwise."""
+
+
+def scaler_state(scaler: Any) -> dict[str, Any] | None:
+    """Return the state of a loss scaler in the form of `shardwise.precision.scaler.LossScaler.state_dict`.
+
+    DeepSpeed doubles its scale in the step in which the number of steps since the last overflow is a multiple of the
+    window, ours when so many steps in a row had no overflow.
+
+    Args:
+        scaler: what is left of a scaler object, or a dictionary with the same names.
+
+    Returns:
+        None if there was no scaling.
+
+    >>> scaler_state({"dynamic_loss_scale": True, "cur_scale": 256.0, "cur_iter": 6, "last_overflow_iter": 2,
+    ...               "scale_window": 1000})["clean_steps"]
+    2
+    """
+    found = vars(scaler) if isinstance(scaler, Attributes) else scaler
+    if not isinstance(found, Mapping) or not isinstance(found.get("cur_scale"), (int, float)):
+        return None
+    dynamic = bool(found.get("dynamic", found.get("dynamic_loss_scale", False)))
+    scale = float(found["cur_scale"])
+    if not dynamic and scale == 1.0:
+        return None
+    since = int(found.get("cur_iter", 0)) - int(found.get("last_overflow_iter", -1)) - 1
+    window = max(1, int(found.get("scale_window", 1000)))
+    return {
+        "dynamic": dynamic,
+        "scale": scale,
+        "tolerance": max(1, int(found.get("cur_hysteresis", 1))),
+        "clean_steps": (since - 1) % window if since > 0 else 0,
+        "reference_weight": None,
+    }
+
+
+def schedule_state(state: Any) -> Any:
+    """Return the state of a learning-rate schedule in our form.
+
+    Our schedules and DeepSpeed's count alike: `last_batch_iteration` names the step whose rate is in force, so that
+    rates go on as they would have. Before the first step DeepSpeed has -1 there and the rate of step 0 in force.
+    """
+    if isinstance(state, Mapping) and state.get("last_batch_iteration") == -1:
+        return {**state, "last_batch_iteration": 0}
+    return state
+
+
+def counters(model: Mapping[str, Any], world: int) -> dict[str, int]:
+    """Return the counters; what a window of accumulation was comes from the configuration.
+
+    Raises:
+        CheckpointError: one is missing.
+    """
+    found = {}
+    for name in ("global_steps", "skipped_steps", "global_samples"):
+        value = model.get(name)
+        if not isinstance(value, int) or isinstance(value, bool) or value < 0:
+            raise CheckpointError(
+                f"{name}: expected a number of model states, found {value!r}: a layout that is not known"
+            )
+        found[name] = value
+    window = _accumulation(model.get("ds_config"), world)
+    return {**found, "micro_steps": found["global_steps"] * window, "gradient_accumulation_steps": window}
+
+
+def _accumulation(config: Any, world: int) -> int:
+    if not isinstance(config, Mapping):
+        return 1
+    given, whole, micro = (
+        config.get(key) for key in ("gradient_accumulation_steps", "train_batch_size", "train_micro_batch_size_per_gpu")
+    )
+    if isinstance(given, int) and given > 0:
+        return given
+    if isinstance(whole, int) and isinstance(micro, int) and micro > 0:
+        return max(1, whole // (micro * world))
+    return 1
+
+
+def configured_optimizer(config: Any) -> str | None:
+    """Return `optimizer.type` of a configuration, or None if the script passed an optimizer of its own."""
+    section = config.get("optimizer") if isinstance(config, Mapping) else None
+    name = section.get("type") if isinstance(section, Mapping) else None
+    return name if isinstance(name, str) else None
+
+
+def reordered(config: Any) -> bool:
+    """Whether parameters were put into another order for their gradients' sake (`round_robin_gradients`)."""
+    section = config.get("zero_optimization") if isinstance(config, Mapping) else None
+    return isinstance(section, Mapping) and bool(section.get("round_robin_gradients"))
+
+
+def class_of(config: Any, entries: Collection[str], settings: Sequence[Mapping[str, Any]]) -> str | None:
+    """Return which of our optimizers goes on with some state; None if several or none would.
+
+    Args:
+        config: DeepSpeed's configuration.
+        entries: names of state with one value per element.
+        settings: of each parameter group.
+    """
+    named = configured_optimizer(config)
+    if named is not None and named.lower() in _ADAM:
+        options = config["optimizer"].get("params") or {}
+        return "AdamW" if named.lower() == "adamw" or options.get("adam_w_mode", True) else "Adam"
+    if named is not None:
+        return next((known for known in _ENTRIES if known.lower() == named.lower()), None)
+    decoupled = {group.get("decoupled_weight_decay") for group in settings} - {None}
+    if set(entries) == _ENTRIES["Adam"] and len(decoupled) == 1:
+        return "AdamW" if decoupled == {True} else "Adam"
+    fitting = [name for name, expected in _ENTRIES.items() if set(entries) == expected]
+    return fitting[0] if len(fitting) == 1 else None
+
+
+def refusal(config: Any, entries: Collection[str], target: str) -> str | None:
+    """Return why an optimizer cannot go on with some state, or None if it can.
+
+    Args:
+        config: DeepSpeed's configuration.
+        entries: names of state with one value per element; none if it was saved before the first step.
+        target: class of the optimizer.
+    """
+    named = configured_optimizer(config)
+    if named is not None:
+        same = named.lower() == target.lower() or (named.lower() in _ADAM and target.lower() in _ADAM)
+        if not same and named.lower() in {name.lower() for name in _ENTRIES}:
+            return f"holds state of the optimizer {named}, this engine has {target}"
+    expected = _ENTRIES.get(target)
+    more = {"max_exp_avg_sq"} if target in ("Adam", "AdamW") else set()
+    if entries and expected is not None and not expected <= set(entries) <= expected | more:
+        return (
+            f"holds optimizer state with the entries {sorted(entries)}, and {target}, which this engine has, keeps "
+            f"{sorted(expected)}"
+        )
+    return None
+
+
+def fitting_settings(
+    settings: Mapping[str, Any], known: Collection[str] | None
+) -> tuple[dict[str, Any], dict[str, Any]]:
+    """Return the settings of a parameter group that can be taken over, and those that ask for something else.
+
+    Args:
+        settings: as DeepSpeed saved them.
+        known: names of the settings that the group has here; None: it is not known yet.
+    """
+    kept: dict[str, Any] = {}
+    left: dict[str, Any] = {}
+    for name, value in settings.items():
+        if name in _FORM:
+            continue
+        if name in _SETTINGS if known is None else name in known:
+            kept[name] = value
+        elif not _asks_for_nothing(name, value):
+            left[name] = value
+    if known is None and not kept.get("amsgrad"):
+        kept.pop("amsgrad", None)
+    return kept, left
+
+
+def _asks_for_nothing(name: str, value: Any) -> bool:
+    if name == "bias_correction":
+        return value is True
+    return value is None or (isinstance(value, (bool, int, float)) and not value)
+
+
+def plain_json(value: Any) -> Any:
+    """Return a configuration as JSON can say it: other values as text."""
+    if isinstance(value, Mapping):
+        return {str(key): plain_json(item) for key, item in value.items()}
+    if isinstance(value, (list, tuple)):
+        return [plain_json(item) for item in value]
+    if value is None or isinstance(value, (bool, int, str)) or (isinstance(value, float) and math.isfinite(value)):
+        return value
+    return str(value)

@@ -1,0 +1,57 @@
+"""Checkpoints of DeepSpeed, loaded into an engine by `engine.load_checkpoint`.
+
+Its files leave some things open: at stage 0 the names of the parameters whose state the optimizer holds, and always the
+class of the optimizer. The engine's own optimizer decides them, and what does not fit it is refused before anything is
+changed.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Mapping
+from typing import TYPE_CHECKING, Any
+
+from shardwise.checkpoint.deepspeed import DeepSpeedCheckpoint, Target, recognised
+from shardwise.checkpoint.reader import Checkpoint
+from shardwise.errors import CheckpointError
+
+if TYPE_CHECKING:
+    from shardwise.zero.model import ShardedModel
+
+
+def opener(model: ShardedModel) -> Callable[[str], Checkpoint]:
+    """Return what opens a checkpoint for a model, whichever library has written it."""
+
+    def opened(path: str) -> Checkpoint:
+        return DeepSpeedCheckpoint(path, _target(model)) if recognised(path) else Checkpoint(path)
+
+    return opened
+
+
+def _target(model: ShardedModel) -> Target | None:
+    if model.optimizer is None:
+        return None
+    groups = []
+    for members in model.client_groups:
+        tensors = [model.registry.find(parameter) for parameter in members]
+        groups.append([(tensor.name, *tensor.aliases) for tensor in tensors if tensor is not None])
+    settings = [frozenset(group) - {"params"} for group in model.optimizer.param_groups]
+    return Target(type(model.optimizer).__name__, groups, settings)
+
+
+def check_schedule(saved: Checkpoint, scheduler: Any) -> None:
+    """Raise if a schedule cannot go on from the state of another library's.
+
+    Raises:
+        CheckpointError: it has other entries, so it is of another kind of schedule.
+    """
+    state = saved.manifest.scheduler
+    if not isinstance(saved, DeepSpeedCheckpoint) or not hasattr(scheduler, "state_dict"):
+        return
+    expected = set(scheduler.state_dict())
+    found = set(state) if isinstance(state, Mapping) else {type(state).__name__}
+    if found != expected:
+        raise CheckpointError(
+            f"{saved.path}: its learning-rate scheduler has the state {sorted(map(str, found))}, and "
+            f"{type(scheduler).__name__}, which this engine has, {sorted(map(str, expected))}: another kind of "
+            "schedule. Configure the one it was saved with, or pass load_lr_scheduler_states=False"
+        )

@@ -1,0 +1,58 @@
+"""`shardwise import-deepspeed`: make a checkpoint of ours out of one that DeepSpeed has written."""
+
+from __future__ import annotations
+
+from typing import Annotated, Optional
+
+import typer
+
+
+def register(app: typer.Typer) -> None:
+    """Add the subcommand."""
+    app.command("import-deepspeed", no_args_is_help=True)(import_deepspeed)
+
+
+def import_deepspeed(
+    source: Annotated[
+        str, typer.Argument(metavar="SRC", help="Checkpoint of DeepSpeed, or a directory of some with a file `latest`.")
+    ],
+    target: Annotated[str, typer.Argument(metavar="DST", help="Directory of checkpoints; created if needed.")],
+    tag: Annotated[
+        Optional[str],  # noqa: UP045  (typer reads it at run time)
+        typer.Option(metavar="TAG", help="Which checkpoint of SRC. Default: the one that `latest` names."),
+    ] = None,
+    name: Annotated[
+        Optional[str],  # noqa: UP045
+        typer.Option(metavar="TAG", help="Name of the new checkpoint. Default: that of the old one."),
+    ] = None,
+    optimizer: Annotated[
+        Optional[str],  # noqa: UP045
+        typer.Option(
+            metavar="CLASS", help="Optimizer that goes on with the state, as AdamW. Default: found from the checkpoint."
+        ),
+    ] = None,
+    no_optimizer: Annotated[bool, typer.Option("--no-optimizer", help="Leave the optimizer's state out.")] = False,
+) -> None:
+    """Convert the checkpoint SRC of DeepSpeed (ZeRO stages 0 to 3) to DST/<tag>, without running anything in it.
+
+    One process is enough, and memory for one tensor. engine.load_checkpoint(DST) then loads it at any stage on any
+    number of ranks; it also loads SRC itself.
+    """
+    from shardwise.checkpoint.convert import convert, open_deepspeed
+    from shardwise.errors import CommandLineError
+
+    if optimizer is not None and no_optimizer:
+        raise CommandLineError("--optimizer and --no-optimizer contradict each other; leave one out.")
+    saved = open_deepspeed(source, tag)
+    with saved:
+        path = convert(saved, target, name or saved.manifest.tag, optimizer=optimizer, with_optimizer=not no_optimizer)
+        held = saved.manifest
+        values = sum(tensor.numel for tensor in held.of_kind("parameter"))
+        kind = "no optimizer state" if no_optimizer or held.optimizer is None else "optimizer state"
+        typer.echo(
+            f"{path}: {len(held.of_kind('parameter'))} parameters of {values} elements, {kind}, step "
+            f"{held.counters['global_steps']}; saved by DeepSpeed {held.versions['deepspeed']} at stage {saved.stage} "
+            f"on {held.layout['world']} ranks"
+        )
+        for note in saved.notes:
+            typer.echo(f"not taken over: {note}")

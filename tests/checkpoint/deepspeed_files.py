@@ -1,0 +1,381 @@
+"""Writes checkpoints as DeepSpeed 0.19 lays them out, with torch alone, so that importing can be tested without it.
+
+The layout was read off files that DeepSpeed had written (bench/deepspeed_import.py does so for every stage): keys, flat
+buffers, paddings, and the four classes of its own whose names are in the pickles.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import enum
+import math
+import os
+import sys
+import types
+from collections import OrderedDict
+from collections.abc import Iterator
+from dataclasses import dataclass, field
+from typing import Any
+
+import torch
+
+from shardwise.checkpoint import Checkpoint
+
+VERSION = "0.19.8"
+
+_SCALE = ("cur_scale", "cur_iter", "last_overflow_iter", "scale_factor", "scale_window")
+"""What stage 0 keeps of a loss scaler."""
+
+
+def _class(module: str, name: str) -> type:
+    return type(name, (), {"__module__": module})
+
+
+LossScaler = _class("deepspeed.runtime.fp16.loss_scaler", "LossScaler")
+DynamicLossScaler = _class("deepspeed.runtime.fp16.loss_scaler", "DynamicLossScaler")
+fragment_address = _class("deepspeed.utils.tensor_fragment", "fragment_address")
+ZeroStageEnum = enum.IntEnum(
+    "ZeroStageEnum", {f"stage{n}": n for n in range(4)}, module="deepspeed.runtime.zero.config"
+)
+
+
+@contextlib.contextmanager
+def pretended() -> Iterator[None]:
+    """Let pickle find the classes under the names that DeepSpeed gives them."""
+    made: list[str] = []
+    for found in (LossScaler, DynamicLossScaler, fragment_address, ZeroStageEnum):
+        parts = found.__module__.split(".")
+        for end in range(1, len(parts) + 1):
+            name = ".".join(parts[:end])
+            if name not in sys.modules:
+                sys.modules[name] = types.ModuleType(name)
+                made.append(name)
+        setattr(sys.modules[found.__module__], found.__name__, found)
+    try:
+        yield
+    finally:
+        for name in made:
+            del sys.modules[name]
+
+
+def _object(cls: type, **attributes: Any) -> Any:
+    made = cls()
+    vars(made).update(attributes)
+    return made
+
+
+@dataclass
+class Content:
+    """What a checkpoint is about, whatever the stage.
+
+    Attributes:
+        module: the state dict; tied names have the same tensor.
+        buffers: names of buffers in it.
+        shared: second names of tied parameters, with the first.
+        groups: names of the trained parameters of each group.
+        settings: of each group.
+        masters: fp32 values of trained parameters.
+        states: optimizer state of each of them: tensors of its shape, and numbers.
+        steps, samples, skipped: counters.
+        scheduler: state of the schedule.
+        scaler: attributes of the loss scaler.
+        config: DeepSpeed's configuration.
+        client: what the script added.
+    """
+
+    module: dict[str, torch.Tensor]
+    buffers: list[str]
+    shared: dict[str, str]
+    groups: list[list[str]]
+    settings: list[dict[str, Any]]
+    masters: dict[str, torch.Tensor]
+    states: dict[str, dict[str, Any]]
+    steps: int = 2
+    samples: int = 24
+    skipped: int = 0
+    scheduler: Any = None
+    scaler: dict[str, Any] = field(default_factory=lambda: {"cur_scale": 1.0, "dynamic": False})
+    config: dict[str, Any] = field(default_factory=dict)
+    client: dict[str, Any] = field(default_factory=dict)
+
+    @property
+    def frozen(self) -> list[str]:
+        """Names of parameters that no group has."""
+        trained = {name for group in self.groups for name in group}
+        return [n for n in self.module if n not in trained and n not in self.buffers and n not in self.shared]
+
+    @property
+    def narrow(self) -> bool:
+        """Whether the module has fewer digits than the masters."""
+        return any(self.module[name].dtype != torch.float32 for group in self.groups for name in group)
+
+
+def content_of(path: str) -> Content:
+    """Return what a checkpoint of ours holds."""
+    with Checkpoint(path) as saved:
+        stored = saved.manifest.of_kind("parameter")
+        values = {tensor.name: saved.read(tensor) for tensor in stored}
+        module: dict[str, torch.Tensor] = {}
+        for tensor in stored:
+            inside = values[tensor.name].to(getattr(torch, tensor.compute_dtype or tensor.dtype))
+            module.update(dict.fromkeys((tensor.name, *tensor.aliases), inside))
+        buffers = {t.name: saved.read(t) for t in saved.manifest.of_kind("buffer") if t.rank is None}
+        optimizer = saved.manifest.optimizer
+        assert optimizer is not None
+        groups: list[list[str]] = [[] for _ in optimizer["groups"]]
+        for tensor in stored:
+            if tensor.trainable:
+                assert tensor.group is not None
+                groups[tensor.group].append(tensor.name)
+        states: dict[str, dict[str, Any]] = {
+            name: {key: saved.decode(value) for key, value in entries.items()}
+            for name, entries in optimizer["values"].items()
+        }
+        for tensor in saved.manifest.of_kind("optimizer/"):
+            states.setdefault(tensor.name, {})[tensor.kind.removeprefix("optimizer/")] = saved.read(tensor)
+        counters = saved.manifest.counters
+        return Content(
+            module={**module, **buffers},
+            buffers=list(buffers),
+            shared={alias: t.name for t in stored for alias in t.aliases},
+            groups=groups,
+            settings=[saved.decode(group) for group in optimizer["groups"]],
+            masters={name: values[name].float() for group in groups for name in group},
+            states=states,
+            steps=counters["global_steps"],
+            samples=counters["global_samples"],
+            skipped=counters["skipped_steps"],
+            scheduler=saved.decode(saved.manifest.scheduler),
+            config={"gradient_accumulation_steps": counters["gradient_accumulation_steps"]},
+        )
+
+
+def write(parent: str, tag: str, content: Content, stage: int, world: int, **options: Any) -> str:
+    """Write `<parent>/<tag>/` and `<parent>/latest`; return the path of the checkpoint.
+
+    Args:
+        parent: directory of checkpoints.
+        tag: name of this one.
+        content: what is in it.
+        stage: the ZeRO stage to be written.
+        world: number of ranks.
+        options: `legacy=True`: files that are no zip archives. Stages 1 and 2: `mappings=False`, as versions did that
+            did not say where parameters lie; `align`: elements at whose multiples parameters begin; `round_robin`,
+            `elastic`: as with these keys of DeepSpeed; `lean=False`: masters with their padding, as in bf16 with
+            gradients accumulated in fp32. Stage 3: `sub_group`: elements of a rank after which another flat group
+            begins.
+    """
+    path = os.path.join(parent, tag)
+    os.makedirs(path, exist_ok=True)
+    with open(os.path.join(parent, "latest"), "w") as file:
+        file.write(tag)
+    with pretended():
+        _WRITERS[stage](path, content, stage, world, **options)
+    return path
+
+
+def _save(value: Any, path: str, name: str, legacy: bool = False) -> None:
+    torch.save(value, os.path.join(path, name), _use_new_zipfile_serialization=not legacy)
+
+
+def model_states(content: Content, world: int) -> dict[str, Any]:
+    """Return the file of model states of stage 0; the others change some entries."""
+    return {
+        "module": OrderedDict(content.module),
+        "buffer_names": list(content.buffers),
+        "optimizer": None,
+        "param_shapes": None,
+        "frozen_param_shapes": None,
+        "shared_params": None,
+        "frozen_param_fragments": None,
+        "lr_scheduler": content.scheduler,
+        "data_sampler": None,
+        "random_ltd": None,
+        "skipped_steps": content.skipped,
+        "global_steps": content.steps,
+        "global_samples": content.samples,
+        "dp_world_size": world,
+        "mp_world_size": 1,
+        "checkpoint_parallel_dimensions": {"pp_degree": 1, "tp_degree": 1},
+        "ds_config": {**content.config, "bf16": {"enabled": content.narrow}},
+        "ds_version": VERSION,
+        **content.client,
+    }
+
+
+def _shapes(content: Content, groups: list[list[str]]) -> list[OrderedDict[str, torch.Size]]:
+    return [OrderedDict((name, content.masters[name].shape) for name in group) for group in groups]
+
+
+def _write_0(path: str, content: Content, stage: int, world: int, legacy: bool = False) -> None:
+    state: dict[str, Any] = {"state": {}, "param_groups": []}
+    for group, settings in zip(content.groups, content.settings, strict=True):
+        numbers = list(range(len(state["state"]), len(state["state"]) + len(group)))
+        state["state"].update(zip(numbers, (content.states[name] for name in group), strict=True))
+        state["param_groups"].append({**settings, "params": numbers})
+    if content.narrow:
+        state = {
+            "dynamic_loss_scale": content.scaler["dynamic"],
+            **{key: content.scaler[key] for key in _SCALE if key in content.scaler},
+            "optimizer_state_dict": state,
+            "fp32_groups": [[content.masters[name] for name in group] for group in content.groups],
+        }
+    _save({**model_states(content, world), "optimizer": state}, path, "mp_rank_00_model_states.pt", legacy)
+
+
+def _scaler(content: Content) -> Any:
+    return _object(DynamicLossScaler if content.scaler["dynamic"] else LossScaler, **content.scaler)
+
+
+def _optimizer_file(content: Content, rank: int) -> str:
+    bf16 = any(content.module[name].dtype == torch.bfloat16 for group in content.groups for name in group)
+    return f"{'bf16_' if bf16 else ''}zero_pp_rank_{rank}_mp_rank_00_optim_states.pt"
+
+
+def _entries(content: Content, group: list[str]) -> tuple[list[str], dict[str, Any]]:
+    """Return the names of the entries that have one value per element, and the other ones."""
+    if not group or group[0] not in content.states:
+        return [], {}
+    found = content.states[group[0]]
+    cut = [k for k, v in found.items() if isinstance(v, torch.Tensor) and k != "step"]
+    return cut, {key: value for key, value in found.items() if key not in cut}
+
+
+def _write_flat(
+    path: str,
+    content: Content,
+    stage: int,
+    world: int,
+    *,
+    mappings: bool = True,
+    legacy: bool = False,
+    align: int = 1,
+    round_robin: bool = False,
+    elastic: bool = False,
+    lean: bool = True,
+) -> None:
+    groups = [group[::2] + group[1::2] if round_robin else group for group in content.groups]
+    model = model_states(content, world)
+    model.update(param_shapes=_shapes(content, groups), shared_params=dict(content.shared))
+    model["ds_config"]["zero_optimization"] = {"stage": stage, "round_robin_gradients": round_robin}
+    _save(model, path, "mp_rank_00_model_states.pt", legacy)
+    for rank in range(world):
+        masters, paddings, states, found, gaps = [], [], {}, [], []
+        for number, group in enumerate(groups):
+            gaps.append([-content.masters[name].numel() % align for name in group[:-1]] + [0])
+            flat = _flat([content.masters[name] for name in group], gaps[-1])
+            size = -(-flat.numel() // (2 * world)) * 2
+            low, high = rank * size, (rank + 1) * size
+            real = max(0, min(high, flat.numel()) - low)
+            paddings.append(size - real)
+            masters.append(_padded(flat, size * world)[low : low + real if lean else high].clone())
+            found.append(_fragments(content, content.groups[number], gaps[-1], low, low + real))
+            cut, values = _entries(content, group)
+            states[number] = dict(values)
+            for key in cut:
+                whole = _padded(_flat([content.states[name][key] for name in group], gaps[-1]), size * world)
+                states[number][key] = whole[low : low + real if elastic else high].clone()
+        settings = [{**s, "params": [n]} for n, s in enumerate(content.settings)]
+        inner: dict[str, Any] = {
+            "clip_grad": 1.0,
+            "base_optimizer_state": list(states.values()) if elastic else {"state": states, "param_groups": settings},
+            "single_partition_of_fp32_groups": masters,
+            "group_paddings": paddings,
+            "partition_count": [world] * len(groups),
+            "ds_version": VERSION,
+        }
+        if lean:  # the others come from an optimizer that has neither a scale nor a stage
+            inner.update(
+                loss_scaler=_scaler(content),
+                dynamic_loss_scale=content.scaler["dynamic"],
+                overflow=False,
+                zero_stage=ZeroStageEnum(stage),
+            )
+        if mappings:
+            inner["param_slice_mappings"] = found
+        if align > 1:
+            inner["param_alignment_paddings"] = gaps
+        value = {"optimizer_state_dict": inner, "ds_config": model["ds_config"], "ds_version": VERSION}
+        _save(value, path, _optimizer_file(content, rank), legacy)
+
+
+def _flat(values: list[torch.Tensor], gaps: list[int]) -> torch.Tensor:
+    """Return tensors end to end, with gaps behind them."""
+    return torch.cat([_padded(v.reshape(-1), v.numel() + gap) for v, gap in zip(values, gaps, strict=True)])
+
+
+def _padded(flat: torch.Tensor, size: int) -> torch.Tensor:
+    return torch.nn.functional.pad(flat, (0, size - flat.numel()))
+
+
+def _fragments(content: Content, group: list[str], gaps: list[int], low: int, high: int) -> OrderedDict[str, Any]:
+    found: OrderedDict[str, Any] = OrderedDict()
+    place = 0
+    for name, gap in zip(group, gaps, strict=True):
+        end = place + content.masters[name].numel()
+        first, last = max(place, low), min(end, high)
+        if first < last:
+            found[name] = _object(fragment_address, numel=last - first, start=first - low)
+        place = end + gap
+    return found
+
+
+def _write_divided(
+    path: str, content: Content, stage: int, world: int, *, sub_group: int = 10**9, legacy: bool = False
+) -> None:
+    subs: list[tuple[int, list[str]]] = []
+    for number, group in enumerate(content.groups):
+        held = sub_group
+        for name in group:
+            if held >= sub_group:
+                subs.append((number, []))
+                held = 0
+            subs[-1][1].append(name)
+            held += -(-content.masters[name].numel() // world)
+    frozen = content.frozen
+    for rank in range(world):
+        model = model_states(content, world)
+        empty = {id(value): value.new_zeros(0) for value in content.module.values()}
+        model.update(
+            module=OrderedDict(
+                (name, value if name in content.buffers else empty[id(value)]) for name, value in content.module.items()
+            ),
+            param_shapes=_shapes(content, [names for _, names in subs]),
+            frozen_param_shapes=OrderedDict((name, content.module[name].shape) for name in frozen),
+            frozen_param_fragments=OrderedDict((name, _part(content.module[name], rank, world)) for name in frozen),
+            shared_params=dict(content.shared) if rank == 0 else {},
+        )
+        _save(model, path, f"zero_pp_rank_{rank}_mp_rank_00_model_states.pt", legacy)
+        states: dict[int, dict[str, Any]] = {}
+        flats = []
+        for number, (_, names) in enumerate(subs):
+            flats.append(torch.cat([_part(content.masters[name], rank, world) for name in names]))
+            flats[-1].ds_id = f"{number}_{number}"
+            cut, values = _entries(content, names)
+            states[number] = dict(values)
+            for key in cut:
+                states[number][key] = torch.cat([_part(content.states[name][key], rank, world) for name in names])
+        settings = [
+            {**found, "params": [n for n, (owner, _) in enumerate(subs) if owner == number]}
+            for number, found in enumerate(content.settings)
+        ]
+        inner = {
+            "zero_stage": ZeroStageEnum(3),
+            "loss_scaler": _scaler(content),
+            "dynamic_loss_scale": content.scaler["dynamic"],
+            "overflow": False,
+            "partition_count": world,
+            "optimizer_state_dict": {"state": states, "param_groups": settings},
+            "fp32_flat_groups": flats,
+        }
+        value = {"optimizer_state_dict": inner, "ds_config": model["ds_config"], "ds_version": VERSION}
+        _save(value, path, _optimizer_file(content, rank), legacy)
+
+
+def _part(value: torch.Tensor, rank: int, world: int) -> torch.Tensor:
+    """Return a rank's part of a tensor that is padded to a multiple of the number of ranks."""
+    size = math.ceil(value.numel() / world)
+    return _padded(value.reshape(-1), size * world)[rank * size : (rank + 1) * size].clone()
+
+
+_WRITERS = {0: _write_0, 1: _write_flat, 2: _write_flat, 3: _write_divided}

@@ -1,0 +1,521 @@
+"""Checkpoints as DeepSpeed lays them out are loaded into every stage and number of ranks, and never run."""
+
+from __future__ import annotations
+
+import os
+import pickle
+import re
+import shutil
+import zipfile
+from collections.abc import Callable
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+
+from shardwise.checkpoint.convert import convert, open_deepspeed
+from shardwise.checkpoint.deepspeed import DeepSpeedCheckpoint, Target, recognised
+from shardwise.checkpoint.deepspeed.layout import names_of_numbers
+from shardwise.checkpoint.deepspeed.training import class_of, scaler_state
+from shardwise.errors import CheckpointError
+from shardwise.launch.cli import main
+from shardwise.precision import LossScaler
+from tests.checkpoint import deepspeed_files as files
+from tests.checkpoint.job import Run, config, differences, on_ranks
+from tests.checkpoint.test_layouts import content, same
+
+SOURCES: list[tuple[int, int, dict[str, Any]]] = [
+    *((stage, world, {}) for stage, world in ((0, 2), (1, 1), (1, 3), (2, 2), (2, 3), (3, 1), (3, 2), (3, 3))),
+    (2, 3, {"mappings": False}),
+    (2, 2, {"round_robin": True}),
+    (1, 3, {"align": 8}),
+    (1, 2, {"lean": False}),
+    (3, 2, {"sub_group": 30}),
+    (1, 2, {"legacy": True}),
+]
+TARGETS = [(0, 1), (2, 2), (3, 3)]
+
+
+def train(path: str, stage: int, dtype: str, optimizer: str, more: int = 0) -> list[Any]:
+    run = Run(config(stage, dtype, optimizer), seed=1, noise=False)
+    for _ in range(2):
+        run.step()
+    run.engine.save_checkpoint(path, tag="a")
+    place = run.engine.training_dataloader.state_dict()
+    losses = []
+    for _ in range(more):
+        run.step()
+        losses.append(run.loss)
+    return [place, losses, run.fingerprint()]
+
+
+def load_all(ours: str, sources: list[str], stage: int, dtype: str, optimizer: str) -> list[Any]:
+    """Load what we have saved, and then each of DeepSpeed's; return what is not the same."""
+    run = Run(config(stage, dtype, optimizer), seed=2, noise=False)
+    run.load(ours)
+    expected = run.fingerprint()
+    found = []
+    for source in sources:
+        run.step()  # so that nothing is left of what was loaded before
+        assert differences(expected, run.fingerprint())
+        path, client = run.load(source)
+        found.append((path, client, differences(expected, run.fingerprint())))
+    return found
+
+
+@pytest.mark.parametrize(
+    ("dtype", "optimizer", "targets"),
+    [("fp32", "AdamW", TARGETS), ("bf16", "AdamW", [(3, 2)]), ("fp32", "SGD", [(2, 3)])],
+)
+def test_every_stage_is_loaded_into_every_layout(
+    dtype: str, optimizer: str, targets: list[tuple[int, int]], tmp_path: Path
+) -> None:
+    ours = str(tmp_path / "ours")
+    on_ranks(train, 1, ours, 1, dtype, optimizer)
+    held = files.content_of(os.path.join(ours, "a"))
+    held.client = {"epoch": 3, "best": torch.tensor([1.0, 2.0])}
+    sources = []
+    for number, (stage, world, options) in enumerate(SOURCES):
+        sources.append(str(tmp_path / f"source{number}"))
+        files.write(sources[-1], "global_step2", held, stage, world, **options)
+    for stage, world in targets:
+        for found in on_ranks(load_all, world, ours, sources, stage, dtype, optimizer):
+            for source, (path, client, different) in zip(sources, found, strict=True):
+                assert path == os.path.join(source, "global_step2")
+                assert client["epoch"] == 3 and client["best"].tolist() == [1.0, 2.0]
+                # DeepSpeed saves neither random numbers nor the place in the data.
+                assert set(different) <= {"python", "numpy", "torch", "loader"}, f"{source} into {(stage, world)}"
+
+
+def go_on(source: str, place: Any, stage: int, more: int) -> list[Any]:
+    run = Run(config(stage), seed=2, noise=False)
+    run.load(source)
+    run.engine.training_dataloader.load_state_dict(place)
+    losses = []
+    for _ in range(more):
+        run.step()
+        losses.append(run.loss)
+    return [losses, run.fingerprint()]
+
+
+@pytest.mark.parametrize(("written", "stage"), [(1, 0), (3, 2), (2, 3)])
+def test_training_goes_on_bit_by_bit(written: int, stage: int, tmp_path: Path) -> None:
+    before = on_ranks(train, 2, str(tmp_path / "ours"), stage, "fp32", "AdamW", 4)
+    files.write(str(tmp_path / "theirs"), "x", files.content_of(str(tmp_path / "ours" / "a")), written, 3)
+    after = on_ranks(go_on, 2, str(tmp_path / "theirs"), before[0][0], stage, 4)
+    for (_, losses, state), (losses_again, state_again) in zip(before, after, strict=True):
+        assert losses_again == losses
+        # DeepSpeed saves no random numbers; nothing here draws any.
+        assert set(differences(state, state_again)) <= {"python", "numpy", "torch"}
+
+
+def scaled(path: str) -> dict[str, Any]:
+    run = Run(config(2, "fp16"), seed=1, noise=False)
+    run.load(path)
+    assert run.engine.loss_scaler is not None
+    return run.engine.loss_scaler.state_dict()
+
+
+@pytest.mark.parametrize("stage", [0, 2, 3])
+def test_the_loss_scale_goes_on(stage: int, tmp_path: Path) -> None:
+    on_ranks(train, 1, str(tmp_path / "ours"), 1, "fp16", "AdamW")
+    held = files.content_of(str(tmp_path / "ours" / "a"))
+    held.scaler = {
+        "cur_scale": 512.0,
+        "dynamic": True,
+        "cur_iter": 9,
+        "last_overflow_iter": 6,
+        "scale_factor": 2.0,
+        "scale_window": 1000,
+        "min_scale": 1.0,
+        "delayed_shift": 2,
+        "cur_hysteresis": 2,
+        "consecutive_hysteresis": False,
+        "raise_error_at_min_scale": True,
+        "dtype": torch.float16,
+    }
+    path = str(tmp_path / "theirs")
+    files.write(path, "x", held, stage, 2)
+    for state in on_ranks(scaled, 2, path):
+        # Stage 0 does without a tolerance for overflows.
+        assert (state["scale"], state["clean_steps"], state["tolerance"]) == (512.0, 1, 2 if stage else 1)
+
+
+@pytest.mark.parametrize("window", [1, 3, 4])
+def test_a_scale_is_doubled_in_the_step_in_which_deepspeed_doubles_it(window: int) -> None:
+    """DeepSpeed's rule, as its scaler was seen to follow it."""
+    for since in range(1, 3 * window + 1):
+        state = scaler_state({"dynamic": True, "cur_scale": 8.0, "cur_iter": since, "last_overflow_iter": -1,
+                              "scale_window": window})  # fmt: skip
+        assert state is not None
+        ours = LossScaler(initial_scale_power=3, loss_scale_window=window)
+        ours.load_state_dict(state)
+        theirs, count = 8.0, since
+        for _ in range(2 * window + 2):
+            if count > 0 and count % window == 0:
+                theirs *= 2
+            count += 1
+            ours.update(overflow=False)
+            assert ours.scale == theirs
+
+
+def test_no_scaling_has_no_state() -> None:
+    assert scaler_state({"dynamic": False, "cur_scale": 1.0}) is None
+    assert scaler_state(None) is None
+
+
+# -- without an engine -----------------------------------------------------------------------------------------------
+
+
+@pytest.fixture(scope="module")
+def held(tmp_path_factory: pytest.TempPathFactory) -> files.Content:
+    path = tmp_path_factory.mktemp("ours")
+    on_ranks(train, 1, str(path), 1, "bf16", "AdamW")
+    return files.content_of(str(path / "a"))
+
+
+def test_names_shapes_and_ranges(held: files.Content, tmp_path: Path) -> None:
+    path = files.write(str(tmp_path), "x", held, 3, 3)
+    with DeepSpeedCheckpoint(path) as saved:
+        assert saved.stage == 3 and saved.manifest.layout["world"] == 3
+        assert saved.manifest.versions == {"deepspeed": "0.19.8"}
+        tied = saved.find("head.weight")
+        assert tied.name == "embedding.weight" and tied.shape == (13, 11) and tied.dtype == "float32"
+        assert saved.find("blocks.0.inner.bias").trainable is False
+        out = torch.empty(50)
+        saved.read_into(saved.find("embedding.weight", "optimizer/exp_avg"), 40, out)
+        assert torch.equal(out, held.states["embedding.weight"]["exp_avg"].reshape(-1)[40:90])
+        saved.verify(saved.blocks(saved.manifest.of_module()))
+
+
+def test_parameters_take_memory_only_for_what_is_read(tmp_path: Path) -> None:
+    value = torch.zeros(1 << 24)
+    held = files.Content({"w": value}, [], {}, [["w"]], [{"lr": 0.1}], {"w": value}, {"w": {"exp_avg": value}})
+    path = files.write(str(tmp_path), "x", held, 2, 1)
+
+    def own() -> int:
+        lines = Path("/proc/self/status").read_text().splitlines()
+        return next(int(line.split()[1]) << 10 for line in lines if line.startswith("RssAnon"))
+
+    before = own()
+    with DeepSpeedCheckpoint(path) as saved:
+        out = torch.empty(10)
+        saved.read_into(saved.find("w"), 1 << 23, out)
+        assert own() - before < value.nbytes // 4
+
+
+class Malicious:
+    """Runs a command where it is unpickled."""
+
+    def __init__(self, command: str) -> None:
+        self.command = command
+
+    def __reduce__(self) -> Any:
+        return os.system, (self.command,)
+
+
+@pytest.mark.parametrize("legacy", [False, True])
+@pytest.mark.parametrize("where", ["model", "optimizer", "attribute"])
+def test_code_in_a_file_is_refused_and_not_run(where: str, legacy: bool, held: files.Content, tmp_path: Path) -> None:
+    proof = tmp_path / "proof"
+    evil = Malicious(f"touch {proof}")
+    path = files.write(str(tmp_path), "x", held, 2, 1, legacy=legacy)
+    name = "mp_rank_00_model_states.pt" if where == "model" else "bf16_zero_pp_rank_0_mp_rank_00_optim_states.pt"
+    with files.pretended():
+        value = torch.load(os.path.join(path, name), weights_only=False)
+        if where == "attribute":
+            value["optimizer_state_dict"]["loss_scaler"].cur_scale = evil
+        else:
+            value["evil"] = evil
+        files._save(value, path, name, legacy)
+    with pytest.raises(CheckpointError, match=name) as caught:
+        DeepSpeedCheckpoint(path)
+    assert legacy or "posix.system" in str(caught.value)
+    assert not proof.exists()
+    pickle.loads(pickle.dumps(evil))
+    assert proof.exists()  # so it would have run
+
+
+def change(path: str, pattern: str, edit: Callable[[Any], None]) -> None:
+    (file,) = Path(path).glob(pattern)
+    with files.pretended():
+        value = torch.load(file, weights_only=False)
+        edit(value)
+        torch.save(value, file)
+
+
+def flipped(path: str) -> None:
+    """Change one bit of the largest tensor of rank 1."""
+    (file,) = Path(path).glob("*zero_pp_rank_1_*optim*")
+    with zipfile.ZipFile(file) as archive:
+        largest = max(archive.infolist(), key=lambda entry: entry.file_size)
+    data = bytearray(file.read_bytes())
+    data[largest.header_offset + 200 + largest.file_size // 2] ^= 4
+    file.write_bytes(data)
+
+
+def truncated(path: str) -> None:
+    (file,) = Path(path).glob("*zero_pp_rank_1_*optim*")
+    file.write_bytes(file.read_bytes()[:-100])
+
+
+def one(path: str, pattern: str) -> Path:
+    (found,) = Path(path).glob(pattern)
+    return found
+
+
+def copy_as(name: str) -> Callable[[str], Any]:
+    return lambda path: shutil.copy(one(path, "*rank_1_*optim*"), Path(path) / name)
+
+
+def empty(name: str) -> Callable[[str], Any]:
+    return lambda path: (Path(path) / name).touch()
+
+
+def model(edit: Callable[[Any], Any]) -> Callable[[str], Any]:
+    return lambda path: change(path, "mp_*", edit)
+
+
+def second(edit: Callable[[Any], Any]) -> Callable[[str], Any]:
+    return lambda path: change(path, "*rank_1_*optim*", lambda value: edit(value["optimizer_state_dict"]))
+
+
+def both(edit: Callable[[Any], Any]) -> Callable[[str], Any]:
+    return lambda path: [
+        change(path, f"*rank_{rank}_*optim*", lambda value: edit(value["optimizer_state_dict"])) for rank in (0, 1)
+    ]
+
+
+SHORT = {0: torch.zeros(3)}
+
+DAMAGE: dict[str, tuple[int, Callable[[str], Any], str]] = {
+    "a rank is missing": (2, lambda path: one(path, "*rank_1_*optim*").unlink(), "rank 1 are missing"),
+    "all states are missing": (1, lambda path: [f.unlink() for f in Path(path).glob("*optim*")], "0, 1 are missing"),
+    "no model states": (2, lambda path: one(path, "mp_*").unlink(), "model states .* are missing"),
+    "no model states of a rank": (3, lambda path: one(path, "zero*rank_1_*model*").unlink(), "model states of rank 1"),
+    "a rank too many": (2, copy_as("bf16_zero_pp_rank_2_mp_rank_00_optim_states.pt"), "was saved by 2 ranks"),
+    "two precisions": (2, copy_as("zero_pp_rank_1_mp_rank_00_optim_states.pt"), "files of two checkpoints"),
+    "two stages": (3, empty("mp_rank_00_model_states.pt"), "files of two checkpoints"),
+    "a changed bit": (2, flipped, "rank_1.*damaged"),
+    "a truncated file": (2, truncated, "truncated or damaged"),
+    "an empty file": (2, lambda path: one(path, "*rank_1_*optim*").write_bytes(b""), "truncated or damaged"),
+    "another world": (2, second(lambda v: v.update(partition_count=[4, 4])), "files of two checkpoints"),
+    "another step": (3, lambda path: change(path, "*_1_*model*", lambda v: v.update(global_steps=7)), "steps is 7"),
+    "a short partition": (
+        2,
+        second(lambda v: v["single_partition_of_fp32_groups"].__setitem__(0, SHORT[0])),
+        "do not make them equal",
+    ),
+    "a short flat group": (3, both(lambda v: v["fp32_flat_groups"].__setitem__(0, SHORT[0])), "does not fit"),
+    "a fragment is missing": (2, second(lambda v: v["param_slice_mappings"][0].popitem()), "by param_slice_mappings"),
+    "no known key": (2, both(lambda v: v.pop("single_partition_of_fp32_groups")), "layout that is not known"),
+    "another stage number": (2, both(lambda v: v.update(zero_stage=7)), "stage 7"),
+    "no version": (2, model(lambda v: v.pop("ds_version")), "expected the key 'ds_version'"),
+    "no counters": (2, model(lambda v: v.pop("global_steps")), "global_steps"),
+    "not a dictionary": (2, lambda path: torch.save([1], one(path, "mp_*")), "expected a dictionary"),
+    "another shape": (2, model(lambda v: v["module"].update({"embedding.weight": torch.zeros(2)})), "param_shapes"),
+    "other steps": (
+        2,
+        second(lambda v: v["base_optimizer_state"]["state"][0].update(step=torch.tensor(9.0))),
+        "'step'",
+    ),
+    "model parallel": (1, empty("mp_rank_01_model_states.pt"), "2 model-parallel parts"),
+    "experts": (1, empty("layer_0_expert_3_mp_rank_00_model_states.pt"), "mixture-of-experts"),
+    "pipeline": (1, empty("layer_00-model_00-model_states.pt"), "pipeline-parallel"),
+    "NVMe": (1, lambda path: os.mkdir(Path(path) / "offloaded_tensors"), "NVMe"),
+    "universal": (1, lambda path: os.mkdir(Path(path) / "zero"), "universal format"),
+}
+
+
+@pytest.mark.parametrize("kind", list(DAMAGE))
+def test_damage_is_named(kind: str, held: files.Content, tmp_path: Path) -> None:
+    stage, damage, message = DAMAGE[kind]
+    path = files.write(str(tmp_path), "x", held, stage, 2)
+    damage(path)
+    with pytest.raises(CheckpointError, match=message) as caught, DeepSpeedCheckpoint(path) as saved:
+        saved.verify(saved.blocks())
+    assert path in str(caught.value)
+
+
+def attempts(paths: dict[str, str], expected: dict[str, str]) -> None:
+    """Load each on all ranks; nothing of the engine changes, and every rank hears of it."""
+    run = Run(config(3, "bf16"), seed=2, noise=False)
+    before = run.fingerprint()
+    for kind, path in paths.items():
+        with pytest.raises(CheckpointError, match=expected[kind]):
+            run.engine.load_checkpoint(path, "x")
+        assert not differences(before, run.fingerprint()), kind
+    (first, *_) = paths.values()
+    assert run.engine.load_checkpoint(os.path.dirname(first)) == (None, None)
+    run.step()
+
+
+def test_no_rank_changes_anything_before_all_have_understood(held: files.Content, tmp_path: Path) -> None:
+    paths, expected = {}, {}
+    for kind in ("a rank is missing", "a truncated file", "a changed bit", "other steps"):
+        stage, damage, expected[kind] = DAMAGE[kind]
+        paths[kind] = str(tmp_path / kind.replace(" ", "-"))
+        damage(files.write(paths[kind], "x", held, stage, 2))
+        expected[kind] += "|failed on rank"
+    other = files.Content(**vars(held))
+    other.module = {name: value for name, value in held.module.items() if name != "blocks.0.inner.bias"}
+    paths["another model"], expected["another model"] = str(tmp_path / "model"), "missing in the checkpoint: blocks.0"
+    files.write(paths["another model"], "x", other, 2, 2)
+    on_ranks(attempts, 2, paths, expected)
+
+
+def fits(path: str) -> list[str]:
+    found = []
+    run = Run(config(2, "bf16", "SGD"), seed=2, noise=False)
+    with pytest.raises(CheckpointError) as caught:
+        run.engine.load_checkpoint(path)
+    found.append(str(caught.value))
+    run.engine.load_checkpoint(path, load_optimizer_states=False)
+    found.append(str(run.engine.global_steps))
+    other = Run(config(2, "bf16", scheduler={"type": "StepLR", "params": {"step_size": 3}}), seed=2, noise=False)
+    with pytest.raises(CheckpointError) as caught:
+        other.engine.load_checkpoint(path)
+    found.append(str(caught.value))
+    other.engine.load_checkpoint(path, load_lr_scheduler_states=False)
+    other.engine.load_checkpoint(path, load_module_only=True)
+    seen: dict[str, Any] = {}
+    other.engine.load_checkpoint(path, load_module_only=True, custom_load_fn=lambda src, dst: seen.update(src))
+    assert "embedding.weight" in seen and "head.weight" in seen
+    return found
+
+
+@pytest.mark.parametrize("stage", [0, 3])
+def test_what_does_not_fit_the_engine_is_refused(stage: int, held: files.Content, tmp_path: Path) -> None:
+    files.write(str(tmp_path), "x", held, stage, 2)
+    for wrong_optimizer, steps, wrong_schedule in on_ranks(fits, 2, str(tmp_path)):
+        assert "exp_avg" in wrong_optimizer and "SGD" in wrong_optimizer and "load_optimizer_states" in wrong_optimizer
+        assert steps == "2"
+        assert "last_batch_iteration" in wrong_schedule and "StepLR" in wrong_schedule
+
+
+def groups(held: files.Content) -> Target:
+    named = [[(name,) for name in group] for group in held.groups]
+    return Target("AdamW", named, [frozenset({"lr", "betas", "eps", "weight_decay"})] * len(named))
+
+
+def test_parameters_in_other_groups_are_refused(held: files.Content, tmp_path: Path) -> None:
+    target = groups(held)
+    swapped = Target(target.optimizer, target.groups[::-1], target.settings)
+    for stage, message in ((0, r"groups of \[4, \d+\] parameters"), (2, "was in group 1 .* is in group 0")):
+        path = files.write(str(tmp_path / str(stage)), "x", held, stage, 1)
+        with DeepSpeedCheckpoint(path, swapped) as saved:
+            assert saved.manifest.optimizer is not None
+            assert re.search(message, saved.manifest.optimizer["refused"])
+
+
+def test_settings_that_have_no_place_are_told(held: files.Content, tmp_path: Path) -> None:
+    changed = files.Content(**vars(held))
+    changed.settings = [{**group, "maximize": True, "foreach": True, "weird": 3} for group in held.settings]
+    with DeepSpeedCheckpoint(files.write(str(tmp_path), "x", changed, 2, 1), groups(held)) as saved:
+        assert any("maximize=True, weird=3" in note and "foreach" not in note for note in saved.notes)
+        assert saved.manifest.optimizer is not None
+        assert set(saved.manifest.optimizer["groups"][0]) == {"lr", "betas", "eps", "weight_decay"}
+
+
+def test_elastic_checkpoints_have_no_settings(held: files.Content, tmp_path: Path) -> None:
+    with DeepSpeedCheckpoint(files.write(str(tmp_path), "x", held, 1, 3, elastic=True), groups(held)) as saved:
+        assert saved.manifest.optimizer is not None and saved.manifest.optimizer["groups"] == [{}, {}]
+        assert any("settings of parameter groups" in note for note in saved.notes)
+        moment = saved.read(saved.find("embedding.weight", "optimizer/exp_avg"))
+        assert torch.equal(moment, held.states["embedding.weight"]["exp_avg"])
+
+
+def test_names_are_given_only_where_no_other_would_do() -> None:
+    shapes = {"a": (2, 3), "b": (2,), "c": (3, 3), "d": (3,)}
+    assert names_of_numbers(shapes, [[(2, 3), (2,), (3, 3), (3,)]]) == [["a", "b", "c", "d"]]
+    assert names_of_numbers(shapes, [[(2, 3), (3, 3)], [(2,), (3,)]]) == [["a", "c"], ["b", "d"]]
+    with pytest.raises(CheckpointError, match="may belong to 2 of"):
+        names_of_numbers({"a": (2,), "b": (2,)}, [[(2,)], [(2,)]])
+    with pytest.raises(CheckpointError, match="may belong to 0 of"):
+        names_of_numbers({"a": (2,), "b": (3,)}, [[(3,), (2,)]])
+    with pytest.raises(CheckpointError, match="1 parameters and the model 2"):
+        names_of_numbers({"a": (2,), "b": (2,)}, [[(2,)]])
+
+
+def test_the_class_of_an_optimizer_is_found_from_configuration_or_state() -> None:
+    adam = {"exp_avg", "exp_avg_sq"}
+    assert class_of({"optimizer": {"type": "Adam"}}, adam, []) == "AdamW"
+    assert class_of({"optimizer": {"type": "Adam", "params": {"adam_w_mode": False}}}, adam, []) == "Adam"
+    assert class_of({}, adam, [{"decoupled_weight_decay": True}]) == "AdamW"
+    assert class_of({}, adam, [{}]) is None
+    assert class_of({}, {"momentum_buffer"}, [{}]) == "SGD"
+
+
+# -- conversion ------------------------------------------------------------------------------------------------------
+
+
+def command(*arguments: str) -> int:
+    try:
+        main(["import-deepspeed", *arguments])
+    except SystemExit as end:
+        return int(end.code or 0)
+    return 0
+
+
+def load_converted(path: str) -> list[int]:
+    run = Run(config(3, "bf16"), seed=2, noise=False)
+    run.load(path)
+    run.engine.save_checkpoint(path + "-again", tag="a")
+    return [run.engine.global_steps, run.engine.micro_steps]
+
+
+@pytest.mark.parametrize(("stage", "world"), [(0, 1), (2, 3), (3, 2)])
+def test_a_checkpoint_is_converted_without_a_model(
+    stage: int, world: int, held: files.Content, tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    source, target, plain = (str(tmp_path / name) for name in ("theirs", "ours", "plain"))
+    changed = files.Content(**vars(held))
+    changed.client = {"epoch": 3, "best": torch.tensor([1.0, 2.0])}
+    changed.settings = [{k: v for k, v in group.items() if k != "decoupled_weight_decay"} for group in held.settings]
+    files.write(source, "global_step2", changed, stage, world)
+    options = ["--optimizer", "AdamW"]
+    if stage == 0:  # frozen parameters: which ones were the optimizer's cannot be told
+        assert command(source, target, *options) == 1
+        assert "cannot be told" in capsys.readouterr().err
+        assert command(source, plain, "--no-optimizer") == 0
+        assert "no optimizer state" in capsys.readouterr().out
+        return
+    assert command(source, target) == 1
+    assert "name its class" in capsys.readouterr().err and not os.path.exists(target)
+    assert command(source, target, *options) == 0
+    printed = capsys.readouterr().out
+    assert f"at stage {stage} on {world} ranks" in printed and "not taken over: the place" in printed
+    assert on_ranks(load_converted, 2, target) == [[2, 4]] * 2
+    with DeepSpeedCheckpoint(os.path.join(source, "global_step2")) as saved:
+        directly = content(_converted(saved, str(tmp_path / "direct")))
+    again = content(target + "-again")
+    assert same({**again, "groups": None}, {**directly, "groups": None})
+
+
+def _converted(saved: DeepSpeedCheckpoint, target: str) -> str:
+    convert(saved, target, "a", optimizer="AdamW")
+    return target
+
+
+def test_the_command_says_what_is_wrong(
+    held: files.Content, tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    path = files.write(str(tmp_path / "theirs"), "x", held, 2, 2)
+    (tmp_path / "empty").mkdir()
+    cases = {
+        (str(tmp_path / "none"), "out"): "there is no such directory",
+        (str(tmp_path / "empty"), "out"): "not a checkpoint of DeepSpeed",
+        (str(tmp_path / "theirs"), "out", "--tag", "y"): "there is no such directory",
+        (path, "out", "--no-optimizer", "--optimizer", "SGD"): "contradict",
+        (path, str(tmp_path / "theirs" / "latest"), "--no-optimizer"): "is a file",
+    }
+    for arguments, message in cases.items():
+        assert command(*arguments) in (1, 2)
+        assert message in capsys.readouterr().err
+    assert recognised(path) and not recognised(str(tmp_path))
+    with open_deepspeed(str(tmp_path / "theirs")) as found, open_deepspeed(path) as directly:
+        assert found.path == directly.path == path
+    flipped(path)
+    assert command(path, str(tmp_path / "out"), "--no-optimizer") == 1
+    assert "damaged" in capsys.readouterr().err and not (tmp_path / "out").exists()
