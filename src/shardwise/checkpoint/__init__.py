@@ -4,7 +4,20 @@
 checkpoint without an engine.
 """
 
+from shardwise.checkpoint.exporting import Exported, export
 from shardwise.checkpoint.manifest import Manifest, Slice, StoredTensor
 from shardwise.checkpoint.reader import Checkpoint, verify
+from shardwise.checkpoint.source import Source, SourceTensor, open_source
 
-__all__ = ["Checkpoint", "Manifest", "Slice", "StoredTensor", "verify"]
+__all__ = [
+    "Checkpoint",
+    "Exported",
+    "Manifest",
+    "Slice",
+    "Source",
+    "SourceTensor",
+    "StoredTensor",
+    "export",
+    "open_source",
+    "verify",
+]
