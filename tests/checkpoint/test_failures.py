@@ -183,7 +183,7 @@ def wrong_paths(path: str) -> list[str]:
         lambda: run.engine.load_checkpoint(""),
         lambda: run.engine.load_checkpoint(path, tag=".."),
         lambda: run.engine.save_16bit_model(""),
-        lambda: run.engine.save_16bit_model(path, "pytorch_model.bin"),
+        lambda: run.engine.save_16bit_model(path, "pytorch_model.npz"),
     ):
         with pytest.raises(ValueError, match=r".") as caught:
             call()

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import json
 import os
 from pathlib import Path
 from typing import Any
@@ -57,6 +58,33 @@ def test_plain_torch_loads_the_weights(stage: int, dtype: str, tmp_path: Path) -
     assert {name for name in values if name not in trained} == set(FROZEN)
     with safe_open(tmp_path / "model.safetensors", "pt") as file:
         assert file.metadata() == {"format": "pt"}
+
+
+def in_other_files(path: str, stage: int) -> dict[str, torch.Tensor]:
+    run = Run(config(stage, "bf16"), seed=1)
+    run.step()
+    run.engine.save_16bit_model(f"{path}/one", "pytorch_model.bin")
+    run.engine.save_16bit_model(f"{path}/several", max_shard_size=500)
+    run.engine.save_16bit_model(f"{path}/several", "plain.pt", max_shard_size="500B")
+    with pytest.raises(CheckpointError, match="max_shard_size: expected a size"):
+        run.engine.save_16bit_model(path, max_shard_size="big")
+    return run.engine.module_state_dict()
+
+
+@pytest.mark.parametrize("stage", [1, 3])
+def test_weights_may_be_a_state_dict_of_torch_and_in_several_files(stage: int, tmp_path: Path) -> None:
+    expected = on_ranks(in_other_files, 2, str(tmp_path), stage)[0]
+    one = torch.load(tmp_path / "one" / "pytorch_model.bin", weights_only=True)
+    files = sorted((tmp_path / "several").glob("model-*.safetensors"))
+    several = {name: value for file in files for name, value in load_file(file).items()}
+    index = json.loads((tmp_path / "several" / "model.safetensors.index.json").read_text())
+    parts = sorted((tmp_path / "several").glob("plain-*.pt"))
+    loaded = {name: value for file in parts for name, value in torch.load(file, weights_only=True).items()}
+    assert len(files) > 2 and len(parts) > 2 and index["weight_map"].keys() == expected.keys()
+    for found in (one, several, loaded):
+        assert found.keys() == expected.keys()
+        assert all(torch.equal(value, expected[name]) for name, value in found.items())
+    assert one["head.weight"].data_ptr() == one["embedding.weight"].data_ptr()
 
 
 def consolidated(stage: int) -> list[Any]:

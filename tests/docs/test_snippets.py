@@ -5,6 +5,7 @@ from __future__ import annotations
 import re
 import subprocess
 import sys
+from importlib.util import find_spec
 from pathlib import Path
 
 import pytest
@@ -27,12 +28,17 @@ def program(page):
         ("README.md", r"after 50 steps: loss \d"),
         ("docs/getting-started.md", r"epoch 2: loss \d"),
         ("docs/accumulation.md", r"loss \d.*the mean over 32 tokens"),
+        pytest.param(
+            "docs/export.md",
+            r"\d+ parameters, torch.bfloat16",
+            marks=pytest.mark.skipif(find_spec("transformers") is None, reason="needs transformers"),
+        ),
     ],
 )
 def test_the_printed_program_runs(page, printed, tmp_path):
     script = tmp_path / "train.py"
     script.write_text(program(page))
     command = [sys.executable, "-m", "shardwise.launch", "run", "--nproc", "2", str(script)]
-    done = subprocess.run(command, capture_output=True, text=True, timeout=120)
+    done = subprocess.run(command, capture_output=True, text=True, timeout=120, cwd=tmp_path)
     assert done.returncode == 0, done.stdout + done.stderr
     assert re.search(printed, done.stdout)

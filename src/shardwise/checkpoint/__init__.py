@@ -4,8 +4,23 @@
 checkpoint without an engine.
 """
 
+from shardwise.checkpoint.exporting import Exported, export
 from shardwise.checkpoint.manifest import Manifest, Slice, StoredTensor
 from shardwise.checkpoint.reader import Checkpoint, verify
 from shardwise.checkpoint.report import LoadReport, WrongShape
+from shardwise.checkpoint.source import Source, SourceTensor, open_source
 
-__all__ = ["Checkpoint", "LoadReport", "Manifest", "Slice", "StoredTensor", "WrongShape", "verify"]
+__all__ = [
+    "Checkpoint",
+    "Exported",
+    "LoadReport",
+    "Manifest",
+    "Slice",
+    "Source",
+    "SourceTensor",
+    "StoredTensor",
+    "WrongShape",
+    "export",
+    "open_source",
+    "verify",
+]

@@ -105,7 +105,7 @@ def collect(model: ShardedModel, file: str, state: TrainingState, excluded: froz
         if tensor.index in excluded:
             continue
         own = ranges.get(tensor.index, [])
-        runs = _within(values.get(tensor.index, []), own)
+        runs = within(values.get(tensor.index, []), own)
         if runs:
             part.add_runs(_described(tensor, runs[0][2].dtype), runs)
         elif tensor.numel == 0 and model.comm.rank == 0:
@@ -132,7 +132,7 @@ def _described(tensor: LogicalTensor, dtype: torch.dtype) -> StoredTensor:
     )
 
 
-def _within(runs: list[Run], ranges: list[tuple[int, int]]) -> list[Run]:
+def within(runs: list[Run], ranges: list[tuple[int, int]]) -> list[Run]:
     """Cut runs to some ranges."""
     found = []
     for start, stop, view in runs:
@@ -153,7 +153,7 @@ def _add_optimizer_state(part: Part, model: ShardedModel, tensor: LogicalTensor,
         runs = [] if number else model.update.state_pieces(tensor.index, key)
         if runs:
             described = StoredTensor(tensor.name, kind, tensor.shape, name_of(value.dtype), ())
-            part.add_runs(described, _within(runs, own))
+            part.add_runs(described, within(runs, own))
         elif first and isinstance(value, torch.Tensor) and not number:
             part.add_whole(StoredTensor(tensor.name, kind, tuple(value.shape), name_of(value.dtype), ()), value)
         elif first:
@@ -197,10 +197,12 @@ def add_buffers(part: Part, model: ShardedModel, digests: list[dict[str, str]]) 
         digests: `buffer_digests` of all ranks.
     """
     rank = model.comm.rank
+    names = buffer_names(model.module)
     for name, buffer in buffers(model.module):
         if rank == 0 or digests[0].get(name) != digests[rank][name]:
             shape, dtype = tuple(buffer.shape), name_of(buffer.dtype)
-            part.add_whole(StoredTensor(name, BUFFER, shape, dtype, (), rank=rank or None), buffer)
+            also = tuple(names[id(buffer)][1:])
+            part.add_whole(StoredTensor(name, BUFFER, shape, dtype, (), also, rank=rank or None), buffer)
 
 
 def _digest(tensor: torch.Tensor) -> str:
@@ -216,6 +218,16 @@ def buffers(module: nn.Module) -> Iterator[tuple[str, torch.Tensor]]:
             if buffer is not None and key not in child._non_persistent_buffers_set and id(buffer) not in seen:
                 seen.add(id(buffer))
                 yield (f"{prefix}.{key}" if prefix else key), buffer
+
+
+def buffer_names(module: nn.Module) -> dict[int, list[str]]:
+    """Return all names of each persistent buffer, by its `id`."""
+    found: dict[int, list[str]] = {}
+    for prefix, child in module.named_modules(remove_duplicate=False):
+        for key, buffer in child._buffers.items():
+            if buffer is not None and key not in child._non_persistent_buffers_set:
+                found.setdefault(id(buffer), []).append(f"{prefix}.{key}" if prefix else key)
+    return found
 
 
 def extra_states(module: nn.Module) -> Iterator[tuple[str, nn.Module]]:

@@ -66,6 +66,7 @@ class Draft:
     Args:
         parent: directory that will hold the checkpoint; created if needed.
         tag: its name.
+        tidy: remove what killed writers have left of all tags, not only of this one.
 
     Attributes:
         published: the checkpoint stands under its tag.
@@ -74,12 +75,12 @@ class Draft:
         OSError: the directory cannot be made.
     """
 
-    def __init__(self, parent: str, tag: str) -> None:
+    def __init__(self, parent: str, tag: str, *, tidy: bool = True) -> None:
         self.parent = parent
         self.target = os.path.join(parent, tag)
         self.token = secrets.token_hex(4)
         os.makedirs(parent, exist_ok=True)
-        remove_leftovers(parent)
+        remove_leftovers(parent, None if tidy else tag)
         self.path = os.path.join(parent, f".{tag}.{self.token}{_PARTIAL}")
         os.mkdir(self.path)
         self.published = False
@@ -145,10 +146,12 @@ def _lock(path: str) -> int | None:
     return descriptor
 
 
-def remove_leftovers(parent: str) -> None:
-    """Remove drafts whose writers have been killed."""
+def remove_leftovers(parent: str, tag: str | None = None) -> None:
+    """Remove drafts whose writers have been killed; only those of one tag, if it is given."""
     for name in os.listdir(parent):
         path = os.path.join(parent, name)
+        if tag is not None and not name.startswith(f".{tag}."):
+            continue
         if name.startswith(f".{LATEST}.") and name.endswith(_PARTIAL):
             with contextlib.suppress(OSError):
                 os.unlink(path)

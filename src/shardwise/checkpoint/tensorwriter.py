@@ -120,7 +120,7 @@ class TensorWriter:
         text += b" " * (-len(text) % 8)
         self._data = 8 + len(text)
         self._specs = specs
-        self._left = set(specs)
+        self._left = {name: spec.nbytes for name, spec in specs.items()}
         self._file = open(path, "xb", buffering=1 << 20)  # noqa: SIM115  (closed by close() and abandon())
         self._position = 0
         self._flusher = _Flusher(self._file.fileno()) if end >= _LARGE else None
@@ -138,27 +138,38 @@ class TensorWriter:
         spec = self._specs[name]
         if tensor.dtype != spec.dtype or tensor.nbytes != spec.nbytes:
             raise CheckpointError(f"{name}: announced as {spec}, given {tensor.dtype} of shape {tuple(tensor.shape)}")
-        place = self._data + self._offsets[name]
-        if place != self._position and spec.nbytes:
+        self.write_part(name, 0, tensor)
+
+    def write_part(self, name: str, start: int, part: torch.Tensor) -> None:
+        """Write elements of one tensor, from element `start` on (any device; each element once)."""
+        spec = self._specs[name]
+        first = start * spec.dtype.itemsize
+        if part.dtype != spec.dtype or part.nbytes > self._left[name] or first + part.nbytes > spec.nbytes:
+            raise CheckpointError(
+                f"{name}: announced as {spec}, given {part.numel()} elements {part.dtype} from element {start} on"
+            )
+        place = self._data + self._offsets[name] + first
+        if place != self._position and part.nbytes:
             if self._sums is not None:
                 raise CheckpointError(f"{name}: tensors of a file with checksums are written in file order")
             self._file.seek(place)
             self._position = place
-        self._left.discard(name)
-        whole = tensor.detach().contiguous()
+        self._left[name] -= part.nbytes
+        whole = part.detach().contiguous()
         if whole.device.type == "cpu":
             self._put(bytes_of(whole))
             return
         flat = whole.view(-1).view(torch.uint8)
-        for start in range(0, flat.numel(), _CHUNK):
-            part = flat[start : start + _CHUNK].cpu()
-            self._put(bytes_of(part))
+        for begin in range(0, flat.numel(), _CHUNK):
+            copied = flat[begin : begin + _CHUNK].cpu()
+            self._put(bytes_of(copied))
 
     def close(self) -> FileFacts | None:
         """Finish the file: it is on disk when this returns. Returns its facts if checksums were taken."""
-        if self._left:
+        left = sorted(name for name, count in self._left.items() if count)
+        if left:
             self.abandon()
-            raise CheckpointError(f"tensors announced but not written: {', '.join(sorted(self._left)[:5])}")
+            raise CheckpointError(f"tensors announced but not written: {', '.join(left[:5])}")
         try:
             self._file.flush()
             if self._flusher is not None:

@@ -6,24 +6,21 @@ caller. Every name of a tied parameter appears, because `load_state_dict` of a p
 
 from __future__ import annotations
 
-import contextlib
 import os
-import secrets
 from collections.abc import Iterator, Mapping
 from typing import Any
 
 import torch
 from torch import nn
 
-from shardwise.checkpoint import directory
 from shardwise.checkpoint.agree import phase
 from shardwise.checkpoint.collect import buffers, extra_states
 from shardwise.checkpoint.manifest import outline
 from shardwise.checkpoint.protocols import ShardedModel
 from shardwise.checkpoint.selection import EXTRA, extra_name
 from shardwise.checkpoint.tensorfile import Spec
-from shardwise.checkpoint.tensorwriter import TensorWriter
-from shardwise.errors import CheckpointError
+from shardwise.checkpoint.weightfiles import PICKLED, Entry, WeightFiles
+from shardwise.errors import CheckpointError, CheckpointPathError
 from shardwise.registry import LogicalTensor
 
 
@@ -85,56 +82,80 @@ def _names(module: nn.Module) -> Iterator[str]:
         yield from (dot + key for key in (*child._parameters, *child._buffers, EXTRA))
 
 
-def write_weights(model: ShardedModel, path: str, *, exclude_frozen: bool = False) -> None:
-    """Write one safetensors file of whole weights, in the dtype the module computes with.
+def check_file_name(name: str) -> str:
+    """Return the name of a file of weights.
+
+    Raises:
+        CheckpointPathError: it is not a plain name, or its ending does not say how the file is to be written.
+    """
+    if not name.endswith((".safetensors", *PICKLED)) or os.path.basename(name) != name or name.startswith("."):
+        raise CheckpointPathError(
+            f"save_filename: expected a plain file name that ends in .safetensors (or {', '.join(PICKLED)}: a state "
+            f"dict as torch.save writes it), found {name!r}"
+        )
+    return name
+
+
+def write_weights(
+    model: ShardedModel, parent: str, name: str, *, exclude_frozen: bool = False, max_shard_size: int | None = None
+) -> None:
+    """Write whole weights, in the dtype the module computes with, under all names.
 
     Rank 0 writes while units are gathered one after the other; all ranks call this together. The file appears whole or
-    not at all.
+    not at all; one that is there is replaced.
+
+    Args:
+        model: the sharded model.
+        parent: directory.
+        name: of the file; its ending says how it is written.
+        exclude_frozen: leave out parameters that do not require a gradient.
+        max_shard_size: bytes of tensors in one file (see `WeightFiles`); None: one file.
 
     Raises:
         CheckpointError: it could not be written; raised on every rank.
     """
     rank = model.comm.rank
-    what = f"saving weights to {path}"
+    what = f"saving weights to {os.path.join(parent, name)}"
     wanted = wanted_parameters(model, exclude_frozen=exclude_frozen)
-    specs = {
-        name: Spec(tensor.dtype, tensor.shape)
-        for tensor in model.registry
-        if tensor.index in wanted
-        for name in (tensor.name, *tensor.aliases)
-    }
+    entries: list[Entry] = []
+    for unit in model.units:
+        for tensor in unit.tensors:
+            if tensor.index in wanted:
+                entries += _entries(tensor, once=name.endswith(PICKLED))
     plain = dict(all_buffers(model.module))
-    specs |= {name: Spec(buffer.dtype, tuple(buffer.shape)) for name, buffer in plain.items()}
-    temporary = os.path.join(os.path.dirname(path), f".{os.path.basename(path)}.{secrets.token_hex(4)}")
-    writer: TensorWriter | None = None
+    entries += [Entry(key, Spec(buffer.dtype, tuple(buffer.shape))) for key, buffer in plain.items()]
+    files: WeightFiles | None = None
     failure: Exception | None = None
     try:
         with phase(model.comm, model.device, what):
             if rank == 0:
-                os.makedirs(os.path.dirname(path), exist_ok=True)
-                writer = TensorWriter(temporary, specs, {"format": "pt"}, checksums=False)
+                files = WeightFiles(parent, entries, name, max_shard_size=max_shard_size, overwrite=True)
         for tensor, values in gathered_parameters(model, wanted):
             # A full disk must not end the loop on rank 0 alone: the others gather with it.
-            if writer is not None and failure is None:
+            if files is not None and failure is None:
                 try:
-                    for name in (tensor.name, *tensor.aliases):
-                        writer.write(name, values)
+                    for entry in _entries(tensor, once=name.endswith(PICKLED)):
+                        files.write(entry.name, 0, values)
                 except (OSError, CheckpointError) as error:
                     failure = error
         with phase(model.comm, model.device, what):
             if failure is not None:
                 raise failure
-            if writer is not None:
-                for name, buffer in plain.items():
-                    writer.write(name, buffer)
-                writer.close()
-                os.replace(temporary, path)
-                directory.sync_directory(os.path.dirname(path))
+            if files is not None:
+                for key, buffer in plain.items():
+                    files.write(key, 0, buffer)
+                files.finish()
     finally:
-        if writer is not None:
-            writer.abandon()
-            with contextlib.suppress(FileNotFoundError):
-                os.unlink(temporary)
+        if files is not None:
+            files.abandon()
+
+
+def _entries(tensor: LogicalTensor, *, once: bool) -> list[Entry]:
+    """Return what is written of a parameter: it under each of its names, or once for all."""
+    spec = Spec(tensor.dtype, tensor.shape)
+    if once:
+        return [Entry(tensor.name, spec, tensor.aliases)]
+    return [Entry(name, spec) for name in (tensor.name, *tensor.aliases)]
 
 
 def load_state_dict(model: ShardedModel, values: Mapping[str, Any], *, strict: bool = True) -> None:

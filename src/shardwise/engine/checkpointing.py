@@ -21,6 +21,7 @@ from shardwise.checkpoint.manifest import Manifest, name_of
 from shardwise.checkpoint.report import LoadReport
 from shardwise.checkpoint.save import Request, save
 from shardwise.checkpoint.selection import Patterns, Rename, Selection
+from shardwise.checkpoint.weightfiles import parse_size
 from shardwise.engine.importing import check_schedule, opener
 from shardwise.errors import CheckpointError, CheckpointPathError, UsageError
 from shardwise.utils.logging import logger
@@ -388,24 +389,27 @@ class Checkpointing:
         save_dir: str | os.PathLike[str],
         save_filename: str = "model.safetensors",
         exclude_frozen_parameters: bool = False,
+        max_shard_size: int | str | None = None,
     ) -> bool:
-        """Write whole weights to one safetensors file that plain PyTorch can load.
+        """Write whole weights to one file that plain PyTorch can load.
 
         Values have the dtype that the module computes with (so they are 16-bit where training is). Rank 0 writes
         while units are gathered one by one; no rank ever holds more than one whole unit. All names of tied parameters
-        are in it.
+        are in it. `export` writes master weights, and tied parameters as Hugging Face does.
 
         Args:
             save_dir: directory; created if needed.
-            save_filename: must end in `.safetensors`.
+            save_filename: ends in `.safetensors`, or in `.bin`, `.pt` or `.pth` for a state dict of tensors as
+                `torch.save` writes it (`torch.load(weights_only=True)` reads it).
             exclude_frozen_parameters: leave out parameters that do not require a gradient.
+            max_shard_size: write several files of at most this many bytes, or "5GB", with an index. None: one file.
 
         Returns:
             True.
 
         Raises:
             CheckpointPathError: the directory or the name cannot be used.
-            CheckpointError: writing failed; raised on all ranks.
+            CheckpointError: `max_shard_size` is not a size, or writing failed; raised on all ranks.
 
         Example:
             >>> engine.save_16bit_model("out")  # doctest: +SKIP
@@ -414,13 +418,13 @@ class Checkpointing:
         """
         self.sharded.check_open("engine.save_16bit_model()")
         parent = directory.check_directory(save_dir, "save_dir")
-        if not save_filename.endswith(".safetensors") or os.path.basename(save_filename) != save_filename:
-            raise CheckpointPathError(
-                f"save_filename: expected a plain file name that ends in .safetensors, found {save_filename!r}; "
-                "weights are written in that format (read them with safetensors.torch.load_file), not as pickle"
-            )
-        path = os.path.join(parent, save_filename)
-        weights.write_weights(self.sharded, path, exclude_frozen=exclude_frozen_parameters)
+        weights.write_weights(
+            self.sharded,
+            parent,
+            weights.check_file_name(save_filename),
+            exclude_frozen=exclude_frozen_parameters,
+            max_shard_size=None if max_shard_size is None else parse_size(max_shard_size),
+        )
         return True
 
     save_fp16_model = save_16bit_model

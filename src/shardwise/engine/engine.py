@@ -25,6 +25,7 @@ from shardwise.engine.batch import BatchSizes
 from shardwise.engine.checkpointing import Checkpointing
 from shardwise.engine.exhausted import explained, explaining
 from shardwise.engine.getters import ConfigGetters
+from shardwise.engine.interchange import Interchange
 from shardwise.engine.memory import MemoryReporting
 from shardwise.engine.overflows import explain_overflow
 from shardwise.engine.scaling import cast_floats, checks_overflow, computes_norm, scale_gradients_of
@@ -91,7 +92,7 @@ class _Prepared:
     applied: bool = False
 
 
-class Engine(Attributes, BatchSizes, Checkpointing, ConfigGetters, MemoryReporting, nn.Module):
+class Engine(Attributes, BatchSizes, Checkpointing, Interchange, ConfigGetters, MemoryReporting, nn.Module):
     """A model, its optimizer and its schedule, sharded as the configuration says. Made by `shardwise.initialize`.
 
     Attributes:

@@ -1,0 +1,463 @@
+"""Export: plain weights for other programs, out of any source on disk or out of an engine that trains.
+
+Tensors go from where they are to their file in pieces of 8 MiB, converted on the way, so that no model is too large
+for the machine that exports it. From an engine, each rank sends rank 0 what it holds of a piece, and only that.
+"""
+
+from __future__ import annotations
+
+import os
+from collections.abc import Callable, Iterator, Mapping
+from dataclasses import dataclass, field
+from typing import Any
+
+import torch
+
+from shardwise.checkpoint.agree import phase
+from shardwise.checkpoint.collect import buffer_names, buffers, within
+from shardwise.checkpoint.directory import check_directory
+from shardwise.checkpoint.manifest import dtype_of, name_of, outline
+from shardwise.checkpoint.protocols import Run, ShardedModel
+from shardwise.checkpoint.source import PIECE, Progress, Source, open_source
+from shardwise.checkpoint.tensorfile import Spec
+from shardwise.checkpoint.weightfiles import FORMATS, Entry, WeightFiles, parse_size
+from shardwise.checkpoint.weights import wanted_parameters
+from shardwise.errors import CheckpointError
+from shardwise.registry import LogicalTensor
+from shardwise.utils.logging import logger
+
+KEEP = "keep"
+_DTYPES: dict[Any, torch.dtype | None] = {
+    KEEP: None,
+    **{name: torch.float32 for name in ("float32", "fp32")},
+    **{name: torch.bfloat16 for name in ("bfloat16", "bf16")},
+    **{name: torch.float16 for name in ("float16", "fp16", "half")},
+}
+DISTRIBUTED = "dcp"
+_LIMIT = {"hf": "5GB", "pt": None}
+"""Size of files if nothing is said: Hugging Face's own, and one file."""
+
+_LABEL = "export"
+
+
+def parse_format(format: str, known: tuple[str, ...] = (*FORMATS, DISTRIBUTED)) -> str:
+    """Return the name of a format.
+
+    Raises:
+        CheckpointError: there is no such format.
+    """
+    if format not in known:
+        raise CheckpointError(f"format: expected one of {', '.join(known)}, found {format!r}")
+    return format
+
+
+def parse_export_dtype(dtype: str | torch.dtype) -> torch.dtype | None:
+    """Return the dtype that floating-point tensors will have; None: each its own.
+
+    Raises:
+        CheckpointError: it is none of those that can be chosen.
+    """
+    name = name_of(dtype) if isinstance(dtype, torch.dtype) else dtype
+    if name not in _DTYPES:
+        raise CheckpointError(f"dtype: expected float32, bfloat16, float16 or {KEEP}, found {dtype!r}")
+    return _DTYPES[name]
+
+
+@dataclass
+class Exported:
+    """What has been written.
+
+    Attributes:
+        files: names of the files in the directory (none for `dcp`, whose files have no names of their own).
+        tensors: number of tensors.
+        size: bytes of the tensors.
+        warnings: what a reader of the files should know.
+    """
+
+    files: list[str] = field(default_factory=list)
+    tensors: int = 0
+    size: int = 0
+    warnings: list[str] = field(default_factory=list)
+
+
+class Conversion:
+    """Converts values, and notes which tensors did not fit into the dtype.
+
+    Args:
+        dtype: of floating-point values; None: nothing is changed.
+    """
+
+    def __init__(self, dtype: torch.dtype | None) -> None:
+        self.dtype = dtype
+        self.overflowed: dict[str, int] = {}
+
+    def spec(self, spec: Spec) -> Spec:
+        """Return dtype and shape after the conversion."""
+        return Spec(self._target(spec.dtype), spec.shape)
+
+    def _target(self, dtype: torch.dtype) -> torch.dtype:
+        return self.dtype if self.dtype is not None and dtype.is_floating_point else dtype
+
+    def __call__(self, name: str, values: torch.Tensor) -> torch.Tensor:
+        """Return values of a tensor, converted."""
+        dtype = self._target(values.dtype)
+        if dtype is values.dtype:
+            return values
+        converted = values.to(dtype)
+        if dtype is torch.float16 and values.dtype.itemsize > 1:
+            count = int((converted.isinf() & ~values.isinf()).sum())
+            if count:
+                self.overflowed[name] = self.overflowed.get(name, 0) + count
+        return converted
+
+    def warnings(self) -> list[str]:
+        """Return what has gone wrong, in words."""
+        if not self.overflowed:
+            return []
+        names = outline([f"{name} ({count} values)" for name, count in self.overflowed.items()])
+        return [f"values beyond the range of float16 became infinite in {names}; export as bfloat16 or float32 instead"]
+
+
+def export(
+    path: str | os.PathLike[str],
+    directory: str | os.PathLike[str],
+    *,
+    format: str = "hf",
+    dtype: str | torch.dtype = KEEP,
+    max_shard_size: int | str | None = None,
+    exclude_frozen: bool = False,
+    all_names: bool = False,
+    tag: str | int | None = None,
+    overwrite: bool = False,
+    verify: bool = True,
+    progress: Progress | None = None,
+) -> Exported:
+    """Write the weights of a checkpoint for other programs, in one process and without a device.
+
+    Args:
+        path: a checkpoint or a directory of checkpoints, or any other weights that `open_source` knows.
+        directory: where the files are written; created if needed.
+        format: `hf`: safetensors with an index, as Hugging Face's `from_pretrained` loads it; `pt`: a state dict, as
+            `torch.save` writes it, of tensors only (`torch.load(weights_only=True)` reads it); `dcp`: a directory of
+            torch.distributed.checkpoint.
+        dtype: of floating-point tensors: `float32`, `bfloat16`, `float16`, or `keep` for the one in which each is
+            stored (master weights: float32).
+        max_shard_size: of one file, as "5GB" or a number of bytes; None: 5GB for `hf`, one file for `pt`.
+        exclude_frozen: leave out parameters that were not trained.
+        all_names: `hf`: write a tied tensor under each of its names. As a rule once is right: Hugging Face's models tie
+            it again, and `safetensors.torch.load_model` finds the other names in the header. The other formats have all
+            names in any case.
+        tag: of a checkpoint in a directory of checkpoints; None: the one that `latest` names, or the newest complete.
+        overwrite: replace weights that are in `directory`.
+        verify: compare everything with its checksums before it is written.
+        progress: told of bytes written and of all bytes.
+
+    Returns:
+        What was written.
+
+    Raises:
+        CheckpointPathError: `path` holds no weights, or `directory` holds some already.
+        CheckpointError: the checkpoint is damaged, an argument is wrong, or writing failed. The directory is as it was.
+
+    Example:
+        >>> import shardwise, tempfile
+        >>> engine, *_ = shardwise.initialize(model=torch.nn.Linear(4, 1), config={"train_batch_size": 2})
+        >>> run, out = tempfile.mkdtemp(), tempfile.mkdtemp()
+        >>> engine.save_checkpoint(run)
+        True
+        >>> engine.destroy()
+        >>> export(run, out, dtype="bfloat16").files
+        ['model.safetensors']
+    """
+    parse_format(format)
+    conversion = Conversion(parse_export_dtype(dtype))
+    limit = _limit(format, max_shard_size)
+    parent = check_directory(directory, "directory")
+    with open_source(path, tag) as source:
+        entries = _entries(source, conversion, exclude_frozen, all_names and format == "hf")
+        names = list(dict.fromkeys(entry.source for entry in entries))
+        if verify:
+            source.verify(names)
+        found = Exported(tensors=len(entries), size=sum(entry.spec.nbytes for entry in entries))
+        if source.excluded and not exclude_frozen:
+            found.warnings.append(
+                f"{source.path}: was saved without these frozen parameters, which are therefore missing: "
+                f"{outline(source.excluded)}"
+            )
+        try:
+            if format == DISTRIBUTED:
+                _write_distributed(source, parent, entries, conversion, found.size, progress)
+            else:
+                found.files = _write_files(
+                    source, parent, FORMATS[format], entries, conversion, limit, overwrite, progress
+                )
+        except OSError as error:
+            raise CheckpointError(
+                f"{error.filename or parent}: {error.strerror} (errno {error.errno}); {found.size / 1e6:.1f} MB are "
+                "needed. What was there before is unchanged"
+            ) from error
+    found.warnings += conversion.warnings()
+    return found
+
+
+def _limit(format: str, max_shard_size: int | str | None) -> int | None:
+    if max_shard_size is None:
+        max_shard_size = _LIMIT.get(format)
+    elif format == DISTRIBUTED:
+        raise CheckpointError(f"max_shard_size: format {DISTRIBUTED!r} has a file for each tensor; leave it out")
+    return None if max_shard_size is None else parse_size(max_shard_size)
+
+
+def _entries(source: Source, conversion: Conversion, exclude_frozen: bool, all_names: bool) -> list[Entry]:
+    tensors = list(source.tensors().values())
+    if exclude_frozen:
+        if all(tensor.trainable is None for tensor in tensors):
+            raise CheckpointError(f"{source.path}: {source.what} does not tell which parameters are frozen")
+        tensors = [tensor for tensor in tensors if tensor.trainable is not False]
+    if not tensors:
+        raise CheckpointError(f"{source.path}: holds no tensors to export")
+    entries = []
+    for tensor in tensors:
+        spec = conversion.spec(tensor.spec)
+        entries += _named(tensor.name, tensor.aliases, spec, tensor.name, all_names)
+    return entries
+
+
+def _named(name: str, aliases: tuple[str, ...], spec: Spec, source: str, all_names: bool) -> list[Entry]:
+    """Return the entries of a tensor: one, or one for each name."""
+    if all_names:
+        return [Entry(each, spec, (), source) for each in (name, *aliases)]
+    return [Entry(name, spec, aliases, source)]
+
+
+def _write_files(
+    source: Source,
+    parent: str,
+    name: str,
+    entries: list[Entry],
+    conversion: Conversion,
+    limit: int | None,
+    overwrite: bool,
+    progress: Progress | None,
+) -> list[str]:
+    files = WeightFiles(parent, entries, name, max_shard_size=limit, overwrite=overwrite)
+    done = 0
+    try:
+        for entry in entries:
+            for start, values in source.pieces(entry.source):
+                converted = conversion(entry.name, values)
+                files.write(entry.name, start, converted)
+                done += converted.nbytes
+                if progress is not None:
+                    progress(done, files.size)
+        return files.finish()
+    finally:
+        files.abandon()
+
+
+def _write_distributed(
+    source: Source, path: str, entries: list[Entry], conversion: Conversion, size: int, progress: Progress | None
+) -> None:
+    from shardwise.checkpoint import dcp
+
+    done = 0
+
+    def read(entry: Entry) -> torch.Tensor:
+        nonlocal done
+        values = torch.empty(entry.spec.shape, dtype=entry.spec.dtype, device="cpu")
+        flat = values.view(-1)
+        for start, piece in source.pieces(entry.source):
+            flat[start : start + piece.numel()] = conversion(entry.name, piece)
+        done += values.nbytes
+        if progress is not None:
+            progress(min(done, size), size)
+        return values
+
+    dcp.write(path, entries, read)
+
+
+# -- out of an engine --------------------------------------------------------------------------------------------------
+
+
+@dataclass(frozen=True)
+class Request:
+    """What an engine is to export, and where to; see `export`."""
+
+    directory: str
+    name: str
+    conversion: Conversion
+    limit: int | None = None
+    exclude_frozen: bool = False
+    all_names: bool = False
+    overwrite: bool = False
+
+
+def export_model(model: ShardedModel, request: Request, hold: Callable[[torch.Tensor], None]) -> None:
+    """Write the values that count (master weights where there are any); all ranks call this together.
+
+    Of each piece of a tensor every rank sends what it saves of it to rank 0, which writes. No rank holds more than a
+    few pieces of 8 MiB besides its shards.
+
+    Args:
+        model: the sharded model.
+        request: what to write.
+        hold: told of the memory that is taken.
+
+    Raises:
+        CheckpointError: it could not be written; raised on every rank.
+    """
+    comm, device, rank = model.comm, model.device, model.comm.rank
+    what = f"exporting weights to {request.directory}"
+    wanted = wanted_parameters(model, exclude_frozen=request.exclude_frozen)
+    values, ranges = model.value_runs(), model.saved_ranges()
+    own = {index: within(values.get(index, []), ranges.get(index, [])) for index in sorted(wanted)}
+    with phase(comm, device, what) as known:
+        known.said = {
+            str(index): [name_of(runs[0][2].dtype), [(start, stop) for start, stop, _ in runs]]
+            for index, runs in own.items()
+            if runs
+        }
+    layout = {tensor.index: _spread(tensor, known.heard) for tensor in model.registry if tensor.index in wanted}
+    places = _places(model, layout, request)
+    files: WeightFiles | None = None
+    failure: Exception | None = None
+    try:
+        with phase(comm, device, what):
+            if rank == 0:
+                entries = [entry for entry, _ in places]
+                files = WeightFiles(
+                    request.directory, entries, request.name, max_shard_size=request.limit, overwrite=request.overwrite
+                )
+        for entry, where in places:
+            if isinstance(where, torch.Tensor):
+                pieces: Iterator[tuple[int, torch.Tensor]] = iter([(0, where.detach().reshape(-1))])
+            else:
+                pieces = _gathered(model, entry, layout[where], own[where], request.conversion, hold)
+            for start, piece in pieces:
+                # A full disk must not end the loop on rank 0 alone: the others send to it.
+                if files is not None and failure is None:
+                    try:
+                        files.write(entry.name, start, request.conversion(entry.name, piece))
+                    except (OSError, CheckpointError) as error:
+                        failure = error
+        with phase(comm, device, what) as ended:
+            if failure is not None:
+                raise failure
+            if files is not None:
+                files.finish()
+            ended.said = request.conversion.overflowed
+    finally:
+        if files is not None:
+            files.abandon()
+    if rank == 0:
+        for told in ended.heard[1:]:
+            for name, count in told.items():
+                request.conversion.overflowed[name] = request.conversion.overflowed.get(name, 0) + count
+        for line in request.conversion.warnings():
+            logger.warning("%s: %s", request.directory, line)
+
+
+@dataclass
+class _Spread:
+    """Where the elements of a parameter are: its dtype, and (start, stop, rank) of each run, in order."""
+
+    dtype: torch.dtype
+    runs: list[tuple[int, int, int]] = field(default_factory=list)
+
+
+def _spread(tensor: LogicalTensor, told: list[dict[str, Any]]) -> _Spread:
+    found = _Spread(tensor.dtype)
+    for rank, said in enumerate(told):
+        name, ranges = said.get(str(tensor.index), (None, ()))
+        if name is not None:
+            found.dtype = dtype_of(name)
+        found.runs += [(start, stop, rank) for start, stop in ranges]
+    found.runs.sort()
+    return found
+
+
+def _places(
+    model: ShardedModel, layout: Mapping[int, _Spread], request: Request
+) -> list[tuple[Entry, int | torch.Tensor]]:
+    """Return what is written: each entry with the index of its parameter, or with its buffer."""
+    found: list[tuple[Entry, int | torch.Tensor]] = []
+    for tensor in model.registry:
+        if tensor.index in layout:
+            spec = request.conversion.spec(Spec(layout[tensor.index].dtype, tensor.shape))
+            entries = _named(tensor.name, tensor.aliases, spec, "", request.all_names)
+            found += [(entry, tensor.index) for entry in entries]
+    names = buffer_names(model.module)
+    for name, buffer in sorted(buffers(model.module)):
+        spec = request.conversion.spec(Spec(buffer.dtype, tuple(buffer.shape)))
+        entries = _named(name, tuple(names[id(buffer)][1:]), spec, "", request.all_names)
+        found += [(entry, buffer) for entry in entries]
+    return found
+
+
+def _gathered(
+    model: ShardedModel,
+    entry: Entry,
+    spread: _Spread,
+    own: list[Run],
+    conversion: Conversion,
+    hold: Callable[[torch.Tensor], None],
+) -> Iterator[tuple[int, torch.Tensor]]:
+    """Yield (first element, values) of a parameter on rank 0, piece by piece; the others send, and yield nothing."""
+    comm = model.comm
+    step = PIECE // max(entry.spec.dtype.itemsize, spread.dtype.itemsize)
+    numel = entry.spec.nbytes // entry.spec.dtype.itemsize
+    for low in range(0, numel, step):
+        high = min(numel, low + step)
+        sent = [conversion(entry.name, view) for _, _, view in within(own, [(low, high)])]
+        parts = [
+            (max(start, low), min(stop, high), rank)
+            for start, stop, rank in spread.runs
+            if max(start, low) < min(stop, high)
+        ]
+        counts = [0] * comm.world
+        for start, stop, rank in parts:
+            counts[rank] += stop - start
+        empty = torch.empty(0, dtype=entry.spec.dtype, device=model.device)
+        given = torch.cat(sent) if len(sent) > 1 else (sent[0].contiguous() if sent else empty)
+        output = torch.empty(high - low, dtype=entry.spec.dtype, device=model.device) if comm.rank == 0 else empty
+        hold(given)
+        hold(output)
+        to_first = [given.numel(), *[0] * (comm.world - 1)]
+        comm.all_to_all(output, given, counts if comm.rank == 0 else [0] * comm.world, to_first, _LABEL).wait()
+        if comm.rank == 0:
+            places = [sum(counts[:rank]) for rank in range(comm.world)]
+            for start, stop, rank in parts:
+                yield start, output[places[rank] : places[rank] + stop - start]
+                places[rank] += stop - start
+
+
+def request_of(
+    directory: str | os.PathLike[str],
+    format: str,
+    dtype: str | torch.dtype,
+    max_shard_size: int | str | None,
+    exclude_frozen: bool,
+    all_names: bool,
+    overwrite: bool,
+) -> Request:
+    """Check the arguments of an engine's `export`.
+
+    Raises:
+        CheckpointPathError: the directory cannot be used.
+        CheckpointError: another argument is wrong.
+    """
+    if format == DISTRIBUTED:
+        raise CheckpointError(
+            f"format: {DISTRIBUTED!r} is made from a checkpoint: engine.save_checkpoint(dir), then "
+            "shardwise export dir OUT --format dcp"
+        )
+    parse_format(format, tuple(FORMATS))
+    return Request(
+        directory=check_directory(directory, "directory"),
+        name=FORMATS[format],
+        conversion=Conversion(parse_export_dtype(dtype)),
+        limit=_limit(format, max_shard_size),
+        exclude_frozen=exclude_frozen,
+        all_names=all_names and format == "hf",
+        overwrite=overwrite,
+    )

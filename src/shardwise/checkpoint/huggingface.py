@@ -1,0 +1,229 @@
+"""Weights as the Hugging Face libraries keep them: one file, or several with an index, safetensors or `torch.save`.
+
+Of a safetensors file exactly the bytes that are asked for are read. A file of `torch.save` is mapped into memory and
+loaded with `weights_only=True`, so that it cannot run code and takes no memory of its own.
+"""
+
+from __future__ import annotations
+
+import json
+import os
+import zipfile
+from collections.abc import Mapping
+from typing import Any
+
+import torch
+
+from shardwise.checkpoint.manifest import outline
+from shardwise.checkpoint.source import PIECE, Source, SourceTensor
+from shardwise.checkpoint.tensorfile import TensorFile
+from shardwise.checkpoint.weightfiles import PICKLED
+from shardwise.errors import CheckpointError, CheckpointPathError
+from shardwise.utils.logging import logger
+
+_INDEX = ".index.json"
+_NAMES = (
+    "model.safetensors",
+    "model.safetensors.index.json",
+    "adapter_model.safetensors",
+    "diffusion_pytorch_model.safetensors",
+    "diffusion_pytorch_model.safetensors.index.json",
+    "pytorch_model.bin",
+    "pytorch_model.bin.index.json",
+    "adapter_model.bin",
+)
+"""Files that are looked for in a directory, in this order."""
+
+_WRAPPERS = ("state_dict", "model_state_dict", "model", "module")
+"""Keys under which scripts put a state dict into what they save."""
+
+
+def open_files(path: str) -> Source | None:
+    """Open a file or a directory of weights; None if it is neither.
+
+    Raises:
+        CheckpointError: it is one, but cannot be read.
+    """
+    if not os.path.isdir(path):
+        return _open(path)
+    for name in _NAMES:
+        if os.path.isfile(os.path.join(path, name)):
+            return _open(os.path.join(path, name))
+    only = sorted(name for name in os.listdir(path) if name.endswith(".safetensors") and not name.startswith("."))
+    if len(only) == 1:
+        return _open(os.path.join(path, only[0]))
+    if only:
+        raise CheckpointPathError(
+            f"{path}: holds {len(only)} safetensors files ({outline(only, 3)}) and no model.safetensors.index.json "
+            "that says which of them make up the model; give one file"
+        )
+    return None
+
+
+def _open(path: str) -> Source | None:
+    if path.endswith(_INDEX):
+        files = _listed(path)
+        return _of_files(path, files)
+    return _of_files(path, [path])
+
+
+def _of_files(path: str, files: list[str]) -> Source | None:
+    if all(file.endswith(".safetensors") for file in files):
+        return SafetensorsSource(path, files)
+    if all(file.endswith(PICKLED) for file in files):
+        return StateFileSource(path, files)
+    if path.endswith(_INDEX):
+        raise CheckpointError(f"{path}: expected names of .safetensors or of .bin files, found {outline(files, 3)}")
+    return None
+
+
+def _listed(path: str) -> list[str]:
+    """Return the files that an index names."""
+    try:
+        with open(path, "rb") as file:
+            names = sorted(set(json.load(file)["weight_map"].values()))
+    except OSError as error:
+        raise CheckpointError(f"{path}: cannot be read: {error.strerror}") from error
+    except (ValueError, KeyError, TypeError, AttributeError, RecursionError) as error:
+        raise CheckpointError(f"{path}: not an index of weights ({type(error).__name__}: {error})") from error
+    for name in names:
+        # Only files of the index's own directory are opened.
+        if os.path.basename(name) != name or name in ("", ".", ".."):
+            raise CheckpointError(f"{path}: names the file {name!r}; expected names of files beside it")
+    if not names:
+        raise CheckpointError(f"{path}: names no file")
+    return [os.path.join(os.path.dirname(path), name) for name in names]
+
+
+class SafetensorsSource(Source):
+    """Weights in safetensors files.
+
+    Args:
+        path: what was opened.
+        files: all files.
+
+    Raises:
+        CheckpointError: a file is missing or damaged, or two hold the same tensor.
+    """
+
+    what = "safetensors"
+
+    def __init__(self, path: str, files: list[str]) -> None:
+        super().__init__(path)
+        self._files: list[TensorFile] = []
+        self._holder: dict[str, TensorFile] = {}
+        self._tensors: dict[str, SourceTensor] = {}
+        try:
+            for file in files:
+                self._files.append(TensorFile(file))
+                for name, spec in self._files[-1].specs.items():
+                    _check_new(name, self._tensors, file)
+                    self._holder[name] = self._files[-1]
+                    self._tensors[name] = SourceTensor(name, spec.shape, spec.dtype)
+        except BaseException:
+            self.close()
+            raise
+
+    def tensors(self) -> Mapping[str, SourceTensor]:
+        """See `Source.tensors`."""
+        return self._tensors
+
+    def read_into(self, name: str, start: int, out: torch.Tensor) -> None:
+        """See `Source.read_into`."""
+        step = PIECE // self._tensors[name].dtype.itemsize
+        for first in range(0, out.numel(), step):
+            self._holder[name].read_into(name, start + first, out[first : first + step])
+
+    def close(self) -> None:
+        """See `Source.close`."""
+        for file in self._files:
+            file.close()
+
+
+class StateFileSource(Source):
+    """Weights in files that `torch.save` has written, mapped into memory.
+
+    Raises:
+        CheckpointError: a file is missing or damaged, holds more than tensors, or was written before torch 1.6.
+    """
+
+    what = "torch.save"
+
+    def __init__(self, path: str, files: list[str]) -> None:
+        super().__init__(path)
+        self._values: dict[str, torch.Tensor] = {}
+        self._tensors: dict[str, SourceTensor] = {}
+        for file in files:
+            for name, value in _load(file).items():
+                _check_new(name, self._tensors, file)
+                self._values[name] = value
+                self._tensors[name] = SourceTensor(name, tuple(value.shape), value.dtype)
+
+    def tensors(self) -> Mapping[str, SourceTensor]:
+        """See `Source.tensors`."""
+        return self._tensors
+
+    def read_into(self, name: str, start: int, out: torch.Tensor) -> None:
+        """See `Source.read_into`."""
+        # Of a contiguous tensor this is a view: only the pages that are copied from are read.
+        flat = self._values[name].reshape(-1)
+        if start < 0 or start + out.numel() > flat.numel():
+            raise CheckpointError(f"{self.path}: {name!r} has no elements [{start}, {start + out.numel()})")
+        out.detach().copy_(flat[start : start + out.numel()])
+
+    def close(self) -> None:
+        """See `Source.close`."""
+        self._values = {}
+
+
+def _check_new(name: str, known: Mapping[str, SourceTensor], file: str) -> None:
+    if name in known:
+        raise CheckpointError(f"{file}: tensor {name!r} is in another file of these weights, too")
+
+
+def _load(path: str) -> dict[str, torch.Tensor]:
+    """Return the tensors of a state dict by name, mapped."""
+    try:
+        if not zipfile.is_zipfile(path):
+            with open(path, "rb"):
+                pass  # tells a file that is not there from one of another form
+            raise CheckpointError(
+                f"{path}: not a complete file of torch.save, or from a version before torch 1.6, whose files cannot be "
+                "mapped; in the latter case load it with torch.load(weights_only=True) and save it again"
+            )
+        loaded = torch.load(path, map_location="cpu", weights_only=True, mmap=True)
+    except CheckpointError:
+        raise
+    except OSError as error:
+        raise CheckpointError(f"{path}: cannot be opened: {error.strerror or error}") from error
+    except Exception as error:  # whatever damage makes torch's reader raise
+        reason = str(error).strip().splitlines()
+        raise CheckpointError(
+            f"{path}: cannot be loaded with torch.load(weights_only=True), which takes tensors and plain containers "
+            f"only: {reason[0] if reason else type(error).__name__}"
+        ) from error
+    values = _unwrapped(loaded, path)
+    tensors = {name: value for name, value in values.items() if isinstance(value, torch.Tensor)}
+    others = [name for name in values if name not in tensors]
+    if others:
+        logger.warning("%s: entries that are not tensors are passed over: %s", path, outline(others))
+    strange = [name for name, value in tensors.items() if value.layout is not torch.strided or value.is_quantized]
+    if strange:
+        raise CheckpointError(f"{path}: sparse and quantized tensors cannot be read: {outline(strange)}")
+    return tensors
+
+
+def _unwrapped(loaded: Any, path: str) -> dict[str, Any]:
+    if isinstance(loaded, Mapping) and not any(isinstance(value, torch.Tensor) for value in loaded.values()):
+        loaded = next((loaded[key] for key in _WRAPPERS if isinstance(loaded.get(key), Mapping)), loaded)
+    if (
+        not isinstance(loaded, Mapping)
+        or not all(isinstance(name, str) for name in loaded)
+        or not any(isinstance(value, torch.Tensor) for value in loaded.values())
+    ):
+        raise CheckpointError(
+            f"{path}: expected a state dict (tensors by name), alone or under one of the keys {', '.join(_WRAPPERS)}; "
+            f"found {type(loaded).__name__}"
+            + (f" with keys {outline([str(key) for key in loaded])}" if isinstance(loaded, Mapping) else "")
+        )
+    return dict(loaded)

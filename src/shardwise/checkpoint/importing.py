@@ -1,0 +1,161 @@
+"""Import: weights of other programs straight into the shards of an engine.
+
+Every rank opens the files and reads what it holds, by name and range, into its master weights: nobody has the model as
+a whole, and all ranks together take no more memory than the model itself. Names are matched before anything is changed.
+"""
+
+from __future__ import annotations
+
+import hashlib
+import json
+from collections.abc import Callable, Mapping
+from typing import Any, NamedTuple
+
+import torch
+
+from shardwise.checkpoint.agree import phase
+from shardwise.checkpoint.collect import buffer_names, buffers
+from shardwise.checkpoint.manifest import outline
+from shardwise.checkpoint.protocols import ShardedModel
+from shardwise.checkpoint.source import Source, SourceTensor, open_source
+from shardwise.errors import CheckpointError
+from shardwise.registry import LogicalTensor
+
+Rename = Mapping[str, str | None] | Callable[[str], str | None]
+"""Name in the files -> name in the model; None leaves the tensor out. Names that a mapping does not have stay."""
+
+
+class LoadedWeights(NamedTuple):
+    """What did not fit, by name.
+
+    Attributes:
+        missing: parameters and buffers of the model for which the files have nothing; they keep their values.
+        unexpected: tensors in the files for which the model has no place.
+    """
+
+    missing: list[str]
+    unexpected: list[str]
+
+
+class _Match(NamedTuple):
+    parameters: list[tuple[LogicalTensor, str]]
+    buffers: list[tuple[torch.Tensor, str]]
+    differing: LoadedWeights
+
+
+def load_weights(
+    model: ShardedModel, path: Any, *, tag: str | int | None = None, strict: bool = True, rename: Rename | None = None
+) -> LoadedWeights:
+    """Read weights into the model; all ranks call this together.
+
+    Args:
+        model: the sharded model.
+        path: anything that `open_source` knows; on every rank.
+        tag: of a checkpoint in a directory of checkpoints.
+        strict: every parameter and buffer must be in the files, and everything in the files have a place.
+        rename: see `Rename`.
+
+    Returns:
+        What did not fit.
+
+    Raises:
+        CheckpointError: names (if `strict`) or shapes do not fit, files cannot be read, or ranks see different ones.
+            Unless a file became unreadable after it had been opened, nothing has been changed.
+    """
+    comm, device = model.comm, model.device
+    what = f"loading weights from {path}"
+    source: Source | None = None
+    try:
+        with phase(comm, device, what) as opened:
+            source = open_source(path, tag)
+            opened.said = _digest(source)
+        assert source is not None
+        if len(set(opened.heard)) > 1:
+            raise CheckpointError(f"{what}: ranks see different tensors under this path; all need the same files")
+        with phase(comm, device, what):
+            matched = _match(model, source, strict, rename)
+            _verify_share(model, source, matched)
+        model.finish_gathers()
+        with phase(comm, device, what), torch.no_grad():
+            runs = model.value_runs()
+            for tensor, name in matched.parameters:
+                for start, _, view in runs.get(tensor.index, ()):
+                    source.read_into(name, start, view)
+            for buffer, name in matched.buffers:
+                flat = torch.empty(buffer.numel(), dtype=buffer.dtype, device=buffer.device)
+                source.read_into(name, 0, flat)
+                buffer.copy_(flat.view(buffer.shape))
+    finally:
+        if source is not None:
+            source.close()
+    model.publish()
+    return matched.differing
+
+
+def _digest(source: Source) -> str:
+    """Return what tells the tensors in the files from other ones."""
+    listed = sorted((t.name, list(t.shape), str(t.dtype)) for t in source.tensors().values())
+    return hashlib.blake2b(json.dumps(listed).encode(), digest_size=16).hexdigest()
+
+
+def _renamed(source: Source, rename: Rename | None) -> tuple[dict[str, SourceTensor], set[str]]:
+    """Return the tensors of the files by the names that the model has for them, and the names that are left out."""
+    found: dict[str, SourceTensor] = {}
+    left_out: set[str] = set()
+    for name, tensor in source.by_any_name().items():
+        if rename is None:
+            new: str | None = name
+        elif callable(rename):
+            new = rename(name)
+        else:
+            new = rename.get(name, name)
+        if new is None:
+            left_out.add(tensor.name)
+            continue
+        if not isinstance(new, str):
+            raise CheckpointError(f"rename: expected a name or None for {name!r}, found {new!r}")
+        if new in found and found[new] is not tensor:
+            raise CheckpointError(f"rename: both {found[new].name!r} and {tensor.name!r} become {new!r}")
+        found[new] = tensor
+    return found, left_out
+
+
+def _match(model: ShardedModel, source: Source, strict: bool, rename: Rename | None) -> _Match:
+    known, left_out = _renamed(source, rename)
+    missing: list[str] = []
+    wrong: list[str] = []
+    used: set[str] = set()
+
+    def take(names: tuple[str, ...], shape: tuple[int, ...]) -> str | None:
+        found = next((known[name] for name in names if name in known), None)
+        used.update(known[name].name for name in names if name in known)
+        if found is None:
+            missing.append(names[0])
+            return None
+        if found.shape != shape:
+            wrong.append(f"{names[0]} (files {list(found.shape)}, model {list(shape)})")
+        return found.name
+
+    parameters = [(tensor, take((tensor.name, *tensor.aliases), tensor.shape)) for tensor in model.registry]
+    shared = buffer_names(model.module)
+    held = [(buffer, take(tuple(shared[id(buffer)]), tuple(buffer.shape))) for _, buffer in buffers(model.module)]
+    unexpected = [tensor.name for tensor in source.tensors().values() if tensor.name not in used | left_out]
+    problems = [f"of another shape: {outline(wrong)}"] if wrong else []
+    if strict and missing:
+        problems.append(f"missing in the files: {outline(missing)}")
+    if strict and unexpected:
+        problems.append(f"not in the model: {outline(unexpected)}")
+    if problems:
+        hint = "" if wrong else "; pass rename=... where names differ, or strict=False to load what fits"
+        raise CheckpointError(f"{source.path}: does not fit the model: {'; '.join(problems)}{hint}")
+    return _Match(
+        [(tensor, name) for tensor, name in parameters if name is not None],
+        [(buffer, name) for buffer, name in held if name is not None],
+        LoadedWeights(missing, unexpected),
+    )
+
+
+def _verify_share(model: ShardedModel, source: Source, matched: _Match) -> None:
+    """Compare this rank's share of what will be read with its checksums, if there are any."""
+    names = sorted({name for _, name in (*matched.parameters, *matched.buffers)})
+    source.verify(names[model.comm.rank :: model.comm.world])

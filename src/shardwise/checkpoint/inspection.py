@@ -1,0 +1,223 @@
+"""What is in a checkpoint, a directory of checkpoints, or other weights: plain values, for people and programs."""
+
+from __future__ import annotations
+
+import os
+from collections.abc import Iterable
+from datetime import datetime, timezone
+from typing import Any
+
+from shardwise.checkpoint import directory
+from shardwise.checkpoint.manifest import BUFFER, OPTIMIZER, PARAMETER, Manifest, StoredTensor, name_of
+from shardwise.checkpoint.reader import Checkpoint
+from shardwise.checkpoint.source import (
+    Progress,
+    SourceTensor,
+    holds_checkpoint,
+    looks_interrupted,
+    open_source,
+    verify_blocks,
+)
+from shardwise.errors import CheckpointError
+
+_SCALARS = (bool, int, float, str, type(None))
+
+
+def describe(path: str, *, tag: str | None = None, tensors: bool = False) -> dict[str, Any]:
+    """Return what a path holds, as JSON values.
+
+    Args:
+        path: a checkpoint, a directory of checkpoints, or other weights that `open_source` knows.
+        tag: look at this checkpoint of a directory.
+        tensors: list every tensor.
+
+    Returns:
+        `what` is "checkpoint", "run" (then `checkpoints` has a short description of each) or "weights".
+
+    Raises:
+        CheckpointError: there is nothing of the kind, or it is damaged.
+    """
+    chosen = path if tag is None else os.path.join(path, directory.check_tag(tag))
+    if holds_checkpoint(chosen) or (tag is not None and os.path.isdir(chosen)):
+        return describe_checkpoint(chosen, tensors=tensors)
+    if tag is None and os.path.isdir(path):
+        found = describe_run(path)
+        if found["checkpoints"]:
+            return found
+    with open_source(path, tag) as source:
+        listed = list(source.tensors().values())
+        result: dict[str, Any] = {
+            "what": "weights",
+            "path": source.path,
+            "format": source.what,
+            "bytes": sum(tensor.spec.nbytes for tensor in listed),
+            "kinds": _kinds((t.kind, name_of(t.dtype), t.numel, t.spec.nbytes) for t in listed),
+        }
+        if tensors:
+            result["tensors"] = [_source_tensor(tensor) for tensor in listed]
+        return result
+
+
+def _source_tensor(tensor: SourceTensor) -> dict[str, Any]:
+    return {
+        "name": tensor.name,
+        "kind": tensor.kind,
+        "shape": list(tensor.shape),
+        "dtype": name_of(tensor.dtype),
+        "bytes": tensor.spec.nbytes,
+        "aliases": list(tensor.aliases),
+        "trainable": tensor.trainable,
+    }
+
+
+def describe_checkpoint(path: str, *, tensors: bool = False) -> dict[str, Any]:
+    """Return what one checkpoint holds.
+
+    Raises:
+        CheckpointError: it is incomplete, damaged, or of another format.
+    """
+    with Checkpoint(path) as saved:
+        saved.check_sizes(saved.manifest.files)
+        found = saved.manifest
+    result = {"what": "checkpoint", "path": path, **_facts(found)}
+    if tensors:
+        result["tensors"] = [_tensor(tensor) for tensor in _in_order(found)]
+    return result
+
+
+def _facts(found: Manifest) -> dict[str, Any]:
+    parameters = [tensor for tensor in found.tensors if tensor.kind == PARAMETER]
+    trained = sum(tensor.numel for tensor in parameters if tensor.trainable)
+    return {
+        "tag": found.tag,
+        "created": datetime.fromtimestamp(found.created, timezone.utc).isoformat(timespec="seconds"),
+        "versions": found.versions,
+        "layout": found.layout,
+        "counters": found.counters,
+        "parameters": sum(tensor.numel for tensor in parameters),
+        "trained_parameters": trained,
+        "tied": [[tensor.name, *tensor.aliases] for tensor in found.tensors if tensor.aliases],
+        "excluded": found.excluded,
+        "optimizer": None if found.optimizer is None else _optimizer(found),
+        "scheduler": found.scheduler is not None,
+        "loss_scaler": found.scaler is not None,
+        "ranks": len(found.ranks),
+        "client_state": sorted(found.client) if isinstance(found.client, dict) else [],
+        "bytes": sum(facts.size for facts in found.files.values()),
+        "files": {name: facts.size for name, facts in found.files.items()},
+        "kinds": _kinds((t.kind, t.dtype, t.numel, _nbytes(t)) for t in _in_order(found)),
+    }
+
+
+def _in_order(found: Manifest) -> list[StoredTensor]:
+    """Return all tensors: parameters first, optimizer state last."""
+    return [*found.of_kind(PARAMETER), *found.of_kind(BUFFER), *found.of_kind(OPTIMIZER)]
+
+
+def _nbytes(tensor: StoredTensor) -> int:
+    return tensor.numel * tensor.torch_dtype.itemsize
+
+
+def _optimizer(found: Manifest) -> dict[str, Any]:
+    assert found.optimizer is not None
+    counts: dict[int, int] = {}
+    for tensor in found.tensors:
+        if tensor.kind == PARAMETER and tensor.group is not None:
+            counts[tensor.group] = counts.get(tensor.group, 0) + 1
+    groups = [
+        {"tensors": counts.get(number, 0), "settings": {k: _plain(v) for k, v in group.items()}}
+        for number, group in enumerate(found.optimizer["groups"])
+    ]
+    state = sorted(
+        {tensor.kind.removeprefix(OPTIMIZER) for tensor in found.tensors if tensor.kind.startswith(OPTIMIZER)}
+    )
+    values = sorted({key for held in found.optimizer["values"].values() for key in held})
+    return {"class": found.optimizer["class"], "groups": groups, "state": [*state, *values]}
+
+
+def _plain(value: Any) -> Any:
+    """Return a setting as people write it: what the manifest has for a tuple or a 0-d tensor without its wrapping."""
+    if isinstance(value, dict) and len(value) == 1:
+        (key, inner), *_ = value.items()
+        if key == "$tuple":
+            return [_plain(item) for item in inner]
+        if key == "$scalar":
+            return _plain(inner[1])
+        if key == "$float":
+            return inner
+    return value if isinstance(value, _SCALARS) else str(value)
+
+
+def _kinds(rows: Iterable[tuple[str, str, int, int]]) -> list[dict[str, Any]]:
+    """Return count, elements, bytes and dtypes of the tensors of each kind."""
+    found: dict[str, dict[str, Any]] = {}
+    for kind, dtype, numel, nbytes in rows:
+        row = found.setdefault(kind, {"kind": kind, "tensors": 0, "elements": 0, "bytes": 0, "dtypes": []})
+        row["tensors"] += 1
+        row["elements"] += numel
+        row["bytes"] += nbytes
+        if dtype not in row["dtypes"]:
+            row["dtypes"] = sorted([*row["dtypes"], dtype])
+    return list(found.values())
+
+
+def _tensor(tensor: StoredTensor) -> dict[str, Any]:
+    return {
+        "name": tensor.name,
+        "kind": tensor.kind,
+        "shape": list(tensor.shape),
+        "dtype": tensor.dtype,
+        "bytes": _nbytes(tensor),
+        "aliases": list(tensor.aliases),
+        "trainable": tensor.trainable,
+        "group": tensor.group,
+        "rank": tensor.rank,
+        "slices": [{"file": part.file, "start": part.start, "stop": part.stop} for part in tensor.slices],
+    }
+
+
+def describe_run(path: str) -> dict[str, Any]:
+    """Return what a directory of checkpoints holds: a short description of each, newest last, and which is the latest.
+
+    What cannot be loaded has an `error`. `leftovers` are hidden directories of saves that were interrupted or are going
+    on; the next save removes the former.
+    """
+    found: dict[str, Any] = {"what": "run", "path": path, "latest": None, "checkpoints": [], "leftovers": []}
+    try:
+        found["latest"] = directory.read_latest(path)
+    except CheckpointError as error:
+        found["latest_error"] = str(error)
+    complete, broken = [], []
+    for name in sorted(os.listdir(path)):
+        inside = os.path.join(path, name)
+        if not os.path.isdir(inside):
+            continue
+        if name.startswith("."):
+            if name.endswith(".partial"):
+                found["leftovers"].append(name)
+            continue
+        if not (holds_checkpoint(inside) or looks_interrupted(inside)):
+            continue
+        try:
+            with Checkpoint(inside) as saved:
+                saved.check_sizes(saved.manifest.files)
+                facts = _facts(saved.manifest)
+        except CheckpointError as error:
+            broken.append({"tag": name, "complete": False, "error": str(error)})
+            continue
+        short = {key: facts[key] for key in ("created", "counters", "layout", "parameters", "bytes")}
+        complete.append({"tag": name, "complete": True, **short})
+    found["checkpoints"] = [*broken, *sorted(complete, key=lambda entry: entry["created"])]
+    return found
+
+
+def check(path: str, tag: str | None = None, progress: Progress | None = None) -> None:
+    """Compare every byte of a checkpoint with its checksum.
+
+    Raises:
+        CheckpointError: anything is missing or damaged, or the path is not a checkpoint of ours.
+    """
+    chosen = path if tag is None else os.path.join(path, directory.check_tag(tag))
+    with Checkpoint(chosen) as saved:
+        saved.check_sizes(saved.manifest.files)
+        verify_blocks(saved, saved.blocks(), progress)

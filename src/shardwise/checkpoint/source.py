@@ -1,0 +1,372 @@
+"""Weights on disk, whoever wrote them: tensors by name, read by range.
+
+`open_source` finds out what a path is. A format is a subclass of `Source` and a line in `_OPENERS`; export, import and
+inspection then know it. Nothing that is read can run code.
+"""
+
+from __future__ import annotations
+
+import os
+from abc import ABC, abstractmethod
+from collections.abc import Callable, Iterable, Iterator, Mapping
+from dataclasses import dataclass
+from types import TracebackType
+from typing import Any
+
+import torch
+
+from shardwise.checkpoint import directory, manifest
+from shardwise.checkpoint.manifest import BUFFER, PARAMETER, StoredTensor
+from shardwise.checkpoint.reader import Checkpoint
+from shardwise.checkpoint.tensorfile import Spec
+from shardwise.errors import CheckpointError, CheckpointPathError
+from shardwise.utils.logging import logger
+
+PIECE = 8 << 20
+"""Bytes that are read, converted or sent at a time."""
+
+Progress = Callable[[int, int], None]
+"""Told of bytes that have been dealt with, and of all there are."""
+
+
+@dataclass(frozen=True)
+class SourceTensor:
+    """A tensor of the model on disk.
+
+    Attributes:
+        name: its name in the model.
+        shape: global shape.
+        dtype: dtype of the stored values.
+        aliases: further names of a tied parameter.
+        kind: `parameter` or `buffer`; formats that do not tell say `parameter`.
+        trainable: whether it was trained; None where the format does not tell.
+    """
+
+    name: str
+    shape: tuple[int, ...]
+    dtype: torch.dtype
+    aliases: tuple[str, ...] = ()
+    kind: str = PARAMETER
+    trainable: bool | None = None
+
+    @property
+    def spec(self) -> Spec:
+        """Dtype and shape."""
+        return Spec(self.dtype, self.shape)
+
+    @property
+    def numel(self) -> int:
+        """Number of elements."""
+        return self.spec.nbytes // self.dtype.itemsize
+
+
+class Source(ABC):
+    """Weights opened for reading; a context manager.
+
+    Attributes:
+        path: what was opened.
+        what: the format in words.
+        excluded: names of frozen parameters that were left out when the weights were saved.
+    """
+
+    what: str = ""
+
+    def __init__(self, path: str) -> None:
+        self.path = path
+        self.excluded: list[str] = []
+        self._piece: torch.Tensor | None = None
+
+    @abstractmethod
+    def tensors(self) -> Mapping[str, SourceTensor]:
+        """Return all parameters and buffers by name (aliases are not keys)."""
+
+    @abstractmethod
+    def read_into(self, name: str, start: int, out: torch.Tensor) -> None:
+        """Read elements of a flattened tensor, from `start` on, into a 1-D tensor of any dtype and device.
+
+        Raises:
+            CheckpointError: they cannot be read.
+        """
+
+    def read(self, name: str, start: int = 0, stop: int | None = None) -> torch.Tensor:
+        """Return elements `[start, stop)` of a flattened tensor: 1-D, on the CPU, in the dtype of the file."""
+        tensor = self.tensors()[name]
+        stop = tensor.numel if stop is None else stop
+        out = torch.empty(stop - start, dtype=tensor.dtype, device="cpu")
+        self.read_into(name, start, out)
+        return out
+
+    def pieces(self, name: str) -> Iterator[tuple[int, torch.Tensor]]:
+        """Yield (first element, 1-D values) of a whole tensor, `PIECE` bytes at a time.
+
+        Values are those of the next piece after the next one has been asked for.
+        """
+        tensor = self.tensors()[name]
+        step = PIECE // tensor.dtype.itemsize
+        if self._piece is None:
+            self._piece = torch.empty(PIECE, dtype=torch.uint8, device="cpu")
+        for start in range(0, tensor.numel, step):
+            count = min(step, tensor.numel - start)
+            values = self._piece[: count * tensor.dtype.itemsize].view(tensor.dtype)
+            self.read_into(name, start, values)
+            yield start, values
+
+    def verify(self, names: Iterable[str], progress: Progress | None = None) -> bool:
+        """Compare what will be read of some tensors with its checksums.
+
+        Returns:
+            Whether there are any; most formats have none.
+
+        Raises:
+            CheckpointError: something is damaged.
+        """
+        return False
+
+    def by_any_name(self) -> dict[str, SourceTensor]:
+        """Return all tensors by name and by every alias."""
+        found = dict(self.tensors())
+        for tensor in self.tensors().values():
+            for alias in tensor.aliases:
+                found.setdefault(alias, tensor)
+        return found
+
+    @abstractmethod
+    def close(self) -> None:
+        """Close all files."""
+
+    def __enter__(self) -> Source:
+        return self
+
+    def __exit__(
+        self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None
+    ) -> None:
+        self.close()
+
+
+class CheckpointSource(Source):
+    """The weights of one of our checkpoints: master weights where there are any; rank 0's buffers.
+
+    Raises:
+        CheckpointError: see `Checkpoint`.
+    """
+
+    what = "checkpoint of shardwise"
+
+    def __init__(self, path: str, opened: Callable[[str], Checkpoint] = Checkpoint) -> None:
+        super().__init__(path)
+        self.saved = opened(path)
+        self.excluded = list(self.saved.manifest.excluded)
+        held = [*self.saved.manifest.of_kind(PARAMETER), *self.saved.manifest.of_kind(BUFFER)]
+        self._stored = {tensor.name: tensor for tensor in held if tensor.rank is None}
+        self._tensors = {name: _described(tensor) for name, tensor in self._stored.items()}
+
+    def tensors(self) -> Mapping[str, SourceTensor]:
+        """See `Source.tensors`."""
+        return self._tensors
+
+    def read_into(self, name: str, start: int, out: torch.Tensor) -> None:
+        """See `Source.read_into`."""
+        stored = self._stored[name]
+        step = PIECE // stored.torch_dtype.itemsize
+        for first in range(0, out.numel(), step):
+            self.saved.read_into(stored, start + first, out[first : first + step])
+
+    def verify(self, names: Iterable[str], progress: Progress | None = None) -> bool:
+        """See `Source.verify`."""
+        wanted = [self._stored[name] for name in names]
+        self.saved.check_sizes(sorted({part.file for tensor in wanted for part in tensor.slices}))
+        verify_blocks(self.saved, self.saved.blocks(wanted), progress)
+        return True
+
+    def close(self) -> None:
+        """See `Source.close`."""
+        self.saved.close()
+
+
+class DeepSpeedSource(CheckpointSource):
+    """The weights of a checkpoint that DeepSpeed has written: fp32 masters where it has any."""
+
+    what = "checkpoint of DeepSpeed"
+
+    def __init__(self, path: str) -> None:
+        from shardwise.checkpoint.deepspeed import DeepSpeedCheckpoint
+
+        super().__init__(path, DeepSpeedCheckpoint)
+
+
+def _described(tensor: StoredTensor) -> SourceTensor:
+    trainable = tensor.trainable if tensor.kind != BUFFER else None
+    return SourceTensor(tensor.name, tensor.shape, tensor.torch_dtype, tensor.aliases, tensor.kind, trainable)
+
+
+def verify_blocks(saved: Checkpoint, blocks: list[tuple[str, int]], progress: Progress | None = None) -> None:
+    """Compare blocks of a checkpoint with their checksums, and tell how far that is.
+
+    Raises:
+        CheckpointError: a file is damaged.
+    """
+    for first in range(0, len(blocks), 16):
+        saved.verify(blocks[first : first + 16])
+        if progress is not None:
+            progress(min(len(blocks), first + 16), len(blocks))
+
+
+def holds_checkpoint(path: str) -> bool:
+    """Whether a directory is one of our checkpoints."""
+    return os.path.isfile(os.path.join(path, manifest.NAME))
+
+
+def looks_interrupted(path: str) -> bool:
+    """Whether a directory without a manifest has data files of ours."""
+    try:
+        return any(directory.DATA.fullmatch(name) for name in os.listdir(path)) and not holds_checkpoint(path)
+    except OSError:
+        return False
+
+
+def find_checkpoint(path: str, tag: str | None = None) -> str | None:
+    """Return the directory of the checkpoint that a path means: itself, or one of the checkpoints of a run.
+
+    Args:
+        path: a checkpoint, or a directory of checkpoints.
+        tag: one of these. None: the one that `latest` names; if that is not complete, the newest one that is, and what
+            is passed over is logged.
+
+    Returns:
+        None if there is no checkpoint of ours.
+
+    Raises:
+        CheckpointPathError: a tag is given and the path is a checkpoint itself.
+        CheckpointError: there are checkpoints, but none is complete.
+    """
+    if holds_checkpoint(path):
+        if tag is not None:
+            raise CheckpointPathError(
+                f"{path}: is a checkpoint itself, so there is none of the tag {tag!r} in it; leave the tag out, or "
+                "give the directory that holds the checkpoints"
+            )
+        return path
+    if tag is not None:
+        found = os.path.join(path, directory.check_tag(tag))
+        if looks_interrupted(found):
+            manifest.load(found)  # says that it is incomplete
+        return found if holds_checkpoint(found) else None
+    if looks_interrupted(path):
+        manifest.load(path)
+    tags = directory.other_tags(path)
+    if not tags:
+        return None
+    skipped: list[str] = []
+    latest: str | None = None
+    try:
+        latest = directory.read_latest(path)
+    except CheckpointError as error:
+        skipped.append(str(error))
+    if latest is not None and _saved_at(path, latest, skipped) is not None:
+        return os.path.join(path, latest)
+    ages = {name: _saved_at(path, name, skipped) for name in tags if name != latest}
+    complete = [(age, name) for name, age in ages.items() if age is not None]
+    if not complete:
+        raise CheckpointError(f"{path}: no checkpoint is complete. " + " | ".join(skipped))
+    chosen = max(complete)[1]
+    for line in skipped:
+        logger.warning("%s", line)
+    if latest is not None:
+        logger.warning("%s: %r names %r; %s is taken instead", path, directory.LATEST, latest, chosen)
+    return os.path.join(path, chosen)
+
+
+def _saved_at(parent: str, tag: str, skipped: list[str]) -> float | None:
+    """Return when a checkpoint was saved; if it is not complete, None, with the reason in `skipped`."""
+    try:
+        with Checkpoint(os.path.join(parent, tag)) as saved:
+            saved.check_sizes(saved.manifest.files)
+            return saved.manifest.created
+    except CheckpointError as error:
+        skipped.append(str(error))
+        return None
+
+
+def _open_checkpoint(path: str, tag: str | None) -> Source | None:
+    found = find_checkpoint(path, tag) if os.path.isdir(path) else None
+    return None if found is None else CheckpointSource(found)
+
+
+def _open_deepspeed(path: str, tag: str | None) -> Source | None:
+    from shardwise.checkpoint import deepspeed
+
+    if not os.path.isdir(path):
+        return None
+    chosen = tag
+    if chosen is None and not deepspeed.recognised(path):
+        try:
+            chosen = directory.read_latest(path)
+        except CheckpointError:
+            return None
+    found = path if chosen is None else os.path.join(path, directory.check_tag(chosen))
+    return DeepSpeedSource(found) if deepspeed.recognised(found) else None
+
+
+def _open_distributed(path: str, tag: str | None) -> Source | None:
+    from shardwise.checkpoint import dcp
+
+    return dcp.DcpSource(path) if tag is None and dcp.recognises(path) else None
+
+
+def _open_hugging_face(path: str, tag: str | None) -> Source | None:
+    from shardwise.checkpoint import huggingface
+
+    return huggingface.open_files(path) if tag is None else None
+
+
+_OPENERS: tuple[Callable[[str, str | None], Source | None], ...] = (
+    _open_checkpoint,
+    _open_deepspeed,
+    _open_distributed,
+    _open_hugging_face,
+)
+"""Each returns the opened source, or None if the path is not of its format; the first that knows it is taken."""
+
+
+def open_source(path: Any, tag: str | int | None = None) -> Source:
+    """Open weights on disk.
+
+    Args:
+        path: one of our checkpoints or of DeepSpeed's, or a directory of them, a directory that torch.distributed.checkpoint has written,
+            weights as Hugging Face keeps them (a directory, or a file .safetensors, .index.json, .bin, .pt, .pth).
+        tag: of a checkpoint in a directory of checkpoints; None: see `find_checkpoint`.
+
+    Raises:
+        CheckpointPathError: the path is none of these.
+        CheckpointError: it is one, but cannot be read.
+
+    Example:
+        >>> with open_source("runs/a") as source:  # doctest: +SKIP
+        ...     for name, tensor in source.tensors().items():
+        ...         print(name, tensor.shape, source.read(name, 0, 3))
+    """
+    try:
+        text = os.fspath(path)
+    except TypeError:
+        text = ""
+    if not isinstance(text, str) or not text:
+        raise CheckpointPathError(f"expected the path of a checkpoint or of weights, found {path!r}")
+    if not os.path.exists(text):
+        raise CheckpointPathError(f"{text}: there is no such file or directory")
+    name = None if tag is None else str(tag)
+    for opener in _OPENERS:
+        source = opener(text, name)
+        if source is not None:
+            return source
+    if name is not None:
+        others = manifest.outline(directory.other_tags(text)) or "none"
+        raise CheckpointPathError(f"{text}: there is no checkpoint of the tag {name!r}. Checkpoints there: {others}")
+    if os.path.isfile(text):
+        raise CheckpointPathError(
+            f"{text}: expected a directory, or a file that ends in .safetensors, .index.json, .bin, .pt or .pth"
+        )
+    raise CheckpointPathError(
+        f"{text}: neither a checkpoint ({manifest.NAME}), nor a directory of checkpoints, nor one that "
+        "torch.distributed.checkpoint has written (.metadata), nor weights in files of Hugging Face's names "
+        "(model.safetensors, model.safetensors.index.json, pytorch_model.bin, ...)"
+    )

@@ -1,0 +1,251 @@
+"""Files of plain weights, under the names and in the forms that other programs look for.
+
+    hf   model.safetensors, or model-00001-of-00003.safetensors and so on with model.safetensors.index.json
+    pt   pytorch_model.bin, as `torch.save` writes a state dict; in parts with pytorch_model.bin.index.json
+
+Values come in pieces and go straight to their file. Files are written into a hidden directory in the target and get
+their names when all are complete and on disk, the index last: a reader finds the old weights, the new ones, or (while
+several files are exchanged) no index, but never files of both.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import json
+import os
+import re
+import secrets
+from collections.abc import Iterable, Sequence
+from dataclasses import dataclass, field
+from typing import Protocol
+
+import torch
+
+from shardwise.checkpoint import directory
+from shardwise.checkpoint.statefile import StateFileWriter
+from shardwise.checkpoint.tensorfile import Spec
+from shardwise.checkpoint.tensorwriter import TensorWriter
+from shardwise.errors import CheckpointError, CheckpointPathError
+
+FORMATS = {"hf": "model.safetensors", "pt": "pytorch_model.bin"}
+"""Name of the only file of each format."""
+
+PICKLED = (".bin", ".pt", ".pth")
+"""Endings of files that are written as `torch.save` does."""
+
+_UNITS = {"": 1, "B": 1, "KB": 10**3, "MB": 10**6, "GB": 10**9, "TB": 10**12}
+_UNITS |= {"KIB": 2**10, "MIB": 2**20, "GIB": 2**30, "TIB": 2**40}
+_SIZE = re.compile(r"(\d+(?:\.\d+)?)\s*([A-Za-z]*)")
+
+
+def parse_size(size: int | str, name: str = "max_shard_size") -> int:
+    """Return a number of bytes.
+
+    Args:
+        size: a number of bytes, or text such as "5GB" (10**9) or "512MiB" (2**20).
+        name: what messages call it.
+
+    Raises:
+        CheckpointError: it is neither, or not positive.
+
+    >>> parse_size("1.5KB"), parse_size("2MiB"), parse_size(7)
+    (1500, 2097152, 7)
+    """
+    match = _SIZE.fullmatch(size.strip()) if isinstance(size, str) else None
+    if match is not None and match.group(2).upper() in _UNITS:
+        found = int(float(match.group(1)) * _UNITS[match.group(2).upper()])
+    else:
+        found = size if isinstance(size, int) and not isinstance(size, bool) else 0
+    if found < 1:
+        raise CheckpointError(f"{name}: expected a size such as '5GB', '512MiB' or a number of bytes, found {size!r}")
+    return found
+
+
+@dataclass(frozen=True)
+class Entry:
+    """A tensor to be written.
+
+    Attributes:
+        name: under which it is written.
+        spec: dtype and shape in the file.
+        aliases: further names; `hf` notes them in the header, as `safetensors.torch.save_model` does, `pt` has the
+            tensor under all of them.
+        source: where its values are from, for whoever writes it.
+    """
+
+    name: str
+    spec: Spec
+    aliases: tuple[str, ...] = ()
+    source: str = ""
+
+
+class Writer(Protocol):
+    """Writes one file."""
+
+    def write_part(self, name: str, start: int, part: torch.Tensor) -> None:
+        """Write elements of one tensor."""
+
+    def close(self) -> object:
+        """Finish the file."""
+
+    def abandon(self) -> None:
+        """Close without finishing."""
+
+
+@dataclass
+class _File:
+    name: str
+    entries: list[Entry] = field(default_factory=list)
+    size: int = 0
+
+
+class WeightFiles:
+    """Writes the weights of one model into a directory.
+
+    Args:
+        parent: the directory; created if needed.
+        entries: the tensors, in the order in which they will be written.
+        name: of the file, if it is one; its ending says how it is written. Several have `-00001-of-00002` in it.
+        max_shard_size: bytes of tensors in one file, unless a single tensor is larger; None: one file.
+        overwrite: replace weights of this name that are there.
+
+    Raises:
+        CheckpointPathError: there are such weights, and `overwrite` is false.
+        OSError: files cannot be created.
+    """
+
+    def __init__(
+        self,
+        parent: str,
+        entries: Sequence[Entry],
+        name: str,
+        *,
+        max_shard_size: int | None = None,
+        overwrite: bool = False,
+    ) -> None:
+        self._parent = parent
+        self._stem, self._ending = os.path.splitext(name)
+        self._index = f"{name}.index.json"
+        self._files = self._split(entries, max_shard_size)
+        there = self._existing()
+        if there and not overwrite:
+            raise CheckpointPathError(
+                f"{parent}: holds weights already ({', '.join(there[:3])}); choose another directory, or replace them "
+                "(overwrite=True, --overwrite)"
+            )
+        self._place = {entry.name: number for number, file in enumerate(self._files) for entry in file.entries}
+        # A checkpoint may be on its way into the same directory: what belongs to it is not touched.
+        self._draft = directory.Draft(parent, "weights", tidy=False)
+        self._writer: Writer | None = None
+        self._current = -1
+
+    @property
+    def size(self) -> int:
+        """Bytes of all tensors."""
+        return sum(file.size for file in self._files)
+
+    def _split(self, entries: Sequence[Entry], limit: int | None) -> list[_File]:
+        files = [_File("")]
+        for entry in entries:
+            if files[-1].entries and limit is not None and files[-1].size + entry.spec.nbytes > limit:
+                files.append(_File(""))
+            files[-1].entries.append(entry)
+            files[-1].size += entry.spec.nbytes
+        for number, file in enumerate(files, 1):
+            part = f"-{number:05d}-of-{len(files):05d}" if len(files) > 1 else ""
+            file.name = f"{self._stem}{part}{self._ending}"
+        return files
+
+    def _existing(self) -> list[str]:
+        mine = re.compile(re.escape(self._stem) + r"(-\d{5}-of-\d{5})?" + re.escape(self._ending))
+        names = os.listdir(self._parent) if os.path.isdir(self._parent) else []
+        return sorted(name for name in names if mine.fullmatch(name) or name == self._index)
+
+    def write(self, name: str, start: int, values: torch.Tensor) -> None:
+        """Write elements of one tensor, from element `start` on: tensors and their parts come in order.
+
+        Raises:
+            OSError: they cannot be written.
+        """
+        self._begin(self._place[name])
+        assert self._writer is not None
+        self._writer.write_part(name, start, values)
+
+    def _begin(self, number: int) -> None:
+        """End the files before this one, and open it."""
+        while self._current < number:
+            if self._writer is not None:
+                self._writer.close()
+            self._current += 1
+            self._writer = self._open(self._files[self._current])
+
+    def _open(self, file: _File) -> Writer:
+        path = os.path.join(self._draft.path, file.name)
+        specs = {entry.name: entry.spec for entry in file.entries}
+        if self._ending in PICKLED:
+            return StateFileWriter(path, specs, {entry.name: entry.aliases for entry in file.entries})
+        shared = {alias: entry.name for entry in file.entries for alias in entry.aliases}
+        return TensorWriter(path, specs, {**shared, "format": "pt"}, checksums=False)
+
+    def finish(self) -> list[str]:
+        """End the last file and give all of them their names; return the names.
+
+        Raises:
+            OSError: it could not be done.
+        """
+        self._begin(len(self._files) - 1)
+        assert self._writer is not None
+        self._writer.close()
+        self._writer = None
+        names = [file.name for file in self._files]
+        if len(names) > 1:
+            directory.write_file(os.path.join(self._draft.path, self._index), self._index_text())
+        directory.sync_directory(self._draft.path)
+        old = self._existing()
+        if len(names) > 1 and self._index in old:
+            os.unlink(os.path.join(self._parent, self._index))
+        for name in names:
+            os.replace(os.path.join(self._draft.path, name), os.path.join(self._parent, name))
+        for name in old:
+            if name not in names and name != self._index:
+                os.unlink(os.path.join(self._parent, name))
+        directory.sync_directory(self._parent)
+        if len(names) > 1:
+            os.replace(os.path.join(self._draft.path, self._index), os.path.join(self._parent, self._index))
+            names.append(self._index)
+        elif self._index in old:
+            os.unlink(os.path.join(self._parent, self._index))
+        directory.sync_directory(self._parent)
+        self._draft.discard()
+        return names
+
+    def _index_text(self) -> bytes:
+        held = [(name, file.name) for file in self._files for entry in file.entries for name in self._names(entry)]
+        index = {"metadata": {"total_size": self.size}, "weight_map": dict(held)}
+        return (json.dumps(index, indent=2) + "\n").encode()
+
+    def _names(self, entry: Entry) -> Iterable[str]:
+        return (entry.name, *(entry.aliases if self._ending in PICKLED else ()))
+
+    def abandon(self) -> None:
+        """Remove what has been written; nothing, after `finish`."""
+        if self._writer is not None:
+            self._writer.abandon()
+            self._writer = None
+        self._draft.discard()
+
+
+def replace_file(parent: str, name: str, data: bytes) -> None:
+    """Write a small file into a directory of weights, in one step.
+
+    Raises:
+        CheckpointError: it cannot be written.
+    """
+    temporary = os.path.join(parent, f".{name}.{secrets.token_hex(4)}")
+    try:
+        directory.write_file(temporary, data)
+        os.replace(temporary, os.path.join(parent, name))
+    except OSError as error:
+        with contextlib.suppress(OSError):
+            os.unlink(temporary)
+        raise CheckpointError(f"{os.path.join(parent, name)}: cannot be written: {error.strerror}") from error

@@ -1,0 +1,109 @@
+"""`shardwise export`: weights for other programs out of a checkpoint."""
+
+from __future__ import annotations
+
+from typing import Annotated, Optional
+
+import typer
+
+
+def register(app: typer.Typer) -> None:
+    """Add the subcommand."""
+    app.command("export", no_args_is_help=True)(export)
+
+
+def export(
+    checkpoint: Annotated[
+        str, typer.Argument(help="A checkpoint, a directory of checkpoints, or other weights.", metavar="CKPT")
+    ],
+    directory: Annotated[str, typer.Argument(help="Directory for the files; created if needed.", metavar="DIR")],
+    format: Annotated[
+        str,
+        typer.Option(
+            metavar="hf|pt|dcp",
+            help="hf: safetensors as Hugging Face's from_pretrained loads them; pt: a state dict as torch.save writes "
+            "it; dcp: a directory of torch.distributed.checkpoint.",
+        ),
+    ] = "hf",
+    dtype: Annotated[
+        str,
+        typer.Option(
+            metavar="float32|bfloat16|float16|keep",
+            help="Of floating-point tensors. keep: as stored, which for trained parameters is that of master weights.",
+        ),
+    ] = "keep",
+    max_shard_size: Annotated[
+        Optional[str],  # noqa: UP045  (typer reads it at run time)
+        typer.Option(metavar="SIZE", help="Of one file, as 5GB or 512MiB. Default: 5GB for hf, one file for pt."),
+    ] = None,
+    exclude_frozen: Annotated[
+        bool, typer.Option("--exclude-frozen", help="Leave out parameters that were not trained.")
+    ] = False,
+    all_names: Annotated[
+        bool, typer.Option("--all-names", help="hf: write a tied tensor under each of its names, not once.")
+    ] = False,
+    tag: Annotated[
+        Optional[str],  # noqa: UP045
+        typer.Option("--tag", "-t", help="Checkpoint of a directory of checkpoints. Default: the latest complete one."),
+    ] = None,
+    config: Annotated[
+        Optional[str],  # noqa: UP045
+        typer.Option(metavar="FILE", help="Copy this file to DIR/config.json, where from_pretrained looks for it."),
+    ] = None,
+    overwrite: Annotated[bool, typer.Option("--overwrite", help="Replace weights that are in DIR.")] = False,
+    verify: Annotated[
+        bool, typer.Option("--verify/--no-verify", help="Compare the checkpoint with its checksums first.")
+    ] = True,
+) -> None:
+    """Write the weights of CKPT into DIR, in one process, with little memory and without a GPU."""
+    from shardwise.checkpoint.exporting import export as write
+    from shardwise.checkpoint.exporting import parse_export_dtype, parse_format
+    from shardwise.checkpoint.weightfiles import parse_size, replace_file
+    from shardwise.errors import CheckpointError, CommandLineError
+    from shardwise.launch.console import Bar, in_bytes
+
+    try:
+        parse_format(format)
+        parse_export_dtype(dtype)
+        if max_shard_size is not None:
+            parse_size(max_shard_size, "max-shard-size")
+    except CheckpointError as error:
+        raise CommandLineError(f"--{error}") from None
+    text = _content(config) if config is not None else None
+    with Bar("writing") as bar:
+        done = write(
+            checkpoint,
+            directory,
+            format=format,
+            dtype=dtype,
+            max_shard_size=max_shard_size,
+            exclude_frozen=exclude_frozen,
+            all_names=all_names,
+            tag=tag,
+            overwrite=overwrite,
+            verify=verify,
+            progress=bar.show,
+        )
+    if text is not None:
+        replace_file(directory, "config.json", text)
+    for line in done.warnings:
+        typer.echo(f"warning: {line}", err=True)
+    files = f", {len(done.files)} files" if len(done.files) > 1 else ""
+    typer.echo(f"{directory}: {done.tensors} tensors, {in_bytes(done.size)}{files}")
+
+
+def _content(path: str) -> bytes:
+    """Return the content of a configuration file of a model."""
+    import json
+
+    from shardwise.errors import CommandLineError
+
+    try:
+        with open(path, "rb") as file:
+            data = file.read()
+        json.loads(data)
+    except OSError as error:
+        raise CommandLineError(f"--config {path}: {error.strerror}") from None
+    except ValueError as error:
+        raise CommandLineError(f"--config {path}: not JSON: {error}") from None
+    return data

@@ -1,0 +1,82 @@
+"""Tables on standard output, progress on standard error."""
+
+from __future__ import annotations
+
+import sys
+from typing import TYPE_CHECKING, Any
+
+if TYPE_CHECKING:
+    from rich.console import Console
+    from rich.table import Table
+
+_UNWRAPPED = 10_000
+
+
+def output() -> Console:
+    """Return the console for standard output; for a file or a pipe nothing is wrapped."""
+    from rich.console import Console
+
+    console = Console(highlight=False, markup=False)
+    return console if console.is_terminal else Console(highlight=False, markup=False, width=_UNWRAPPED)
+
+
+def table(*columns: str, numbers: tuple[str, ...] = ()) -> Table:
+    """Return an empty table.
+
+    Args:
+        columns: their titles.
+        numbers: those that are set to the right.
+    """
+    from rich import box
+    from rich.table import Table
+
+    made = Table(box=box.SIMPLE_HEAD, pad_edge=False)
+    for name in columns:
+        made.add_column(name, justify="right" if name in numbers else "left", overflow="fold")
+    return made
+
+
+def in_bytes(size: int) -> str:
+    """Return a number of bytes for people.
+
+    >>> in_bytes(999), in_bytes(1_500_000), in_bytes(14_000_000_000)
+    ('999 B', '1.5 MB', '14.0 GB')
+    """
+    value, unit = float(size), "B"
+    for unit in ("B", "KB", "MB", "GB", "TB"):
+        if value < 1000 or unit == "TB":
+            break
+        value /= 1000
+    return f"{size} B" if unit == "B" else f"{value:.1f} {unit}"
+
+
+class Bar:
+    """A bar on standard error, if that is a terminal.
+
+    Args:
+        what: is being done.
+    """
+
+    def __init__(self, what: str) -> None:
+        self._what = what
+        self._progress: Any = None
+        self._task: Any = None
+
+    def __enter__(self) -> Bar:
+        if sys.stderr.isatty():
+            from rich.console import Console
+            from rich.progress import Progress
+
+            self._progress = Progress(console=Console(stderr=True), transient=True)
+            self._progress.start()
+            self._task = self._progress.add_task(self._what, total=None)
+        return self
+
+    def show(self, done: int, total: int) -> None:
+        """Tell how far it is."""
+        if self._progress is not None:
+            self._progress.update(self._task, completed=done, total=total)
+
+    def __exit__(self, *_: object) -> None:
+        if self._progress is not None:
+            self._progress.stop()

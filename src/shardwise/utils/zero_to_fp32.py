@@ -1,0 +1,226 @@
+"""Plain fp32 weights out of a checkpoint, under the names that scripts written for DeepSpeed call.
+
+    python -m shardwise.utils.zero_to_fp32 runs/a weights
+
+New code uses `shardwise export` or `shardwise.checkpoint.export`, which know more formats and dtypes. Here as there
+nothing is gathered in memory but what is returned, and nothing that is read can run code.
+"""
+
+from __future__ import annotations
+
+import argparse
+import os
+import sys
+from typing import Any, Protocol
+
+import torch
+from torch import nn
+
+from shardwise.checkpoint.exporting import export
+from shardwise.checkpoint.manifest import outline
+from shardwise.checkpoint.source import Source, SourceTensor, open_source
+from shardwise.checkpoint.weightfiles import FORMATS
+from shardwise.errors import CheckpointError, ShardwiseError
+from shardwise.utils.logging import logger
+
+
+class LazyTensor:
+    """A tensor that is still on disk.
+
+    Attributes:
+        shape: its shape.
+        dtype: dtype that `contiguous` returns.
+    """
+
+    def __init__(self, path: str, tensor: SourceTensor) -> None:
+        self._path = path
+        self._tensor = tensor
+        self.shape = torch.Size(tensor.shape)
+        self.dtype = _target(tensor.dtype)
+
+    def numel(self) -> int:
+        """Return the number of elements."""
+        return self._tensor.numel
+
+    def contiguous(self) -> torch.Tensor:
+        """Read the tensor; it is not kept here."""
+        with open_source(self._path) as source:
+            return _read(source, self._tensor)
+
+    def __repr__(self) -> str:
+        return f"LazyTensor({self._tensor.name!r}, shape={tuple(self.shape)}, dtype={self.dtype})"
+
+
+def _target(dtype: torch.dtype) -> torch.dtype:
+    return torch.float32 if dtype.is_floating_point else dtype
+
+
+def _read(source: Source, tensor: SourceTensor) -> torch.Tensor:
+    values = torch.empty(tensor.shape, dtype=_target(tensor.dtype), device="cpu")
+    source.read_into(tensor.name, 0, values.view(-1))
+    return values
+
+
+def _open(checkpoint_dir: str | os.PathLike[str], tag: str | None, frozen: bool) -> tuple[Source, list[SourceTensor]]:
+    source = open_source(checkpoint_dir, tag)
+    try:
+        tensors = [t for t in source.tensors().values() if frozen or t.trainable is not False]
+        source.verify([tensor.name for tensor in tensors])
+    except BaseException:
+        source.close()
+        raise
+    return source, tensors
+
+
+def get_fp32_state_dict_from_zero_checkpoint(
+    checkpoint_dir: str | os.PathLike[str],
+    tag: str | None = None,
+    exclude_frozen_parameters: bool = False,
+    lazy_mode: bool = False,
+) -> dict[str, Any]:
+    """Return the weights of a checkpoint as a state dict on the CPU that a plain module loads.
+
+    Args:
+        checkpoint_dir: directory of checkpoints, as given to `save_checkpoint`, or one checkpoint.
+        tag: which one; None: the one that `latest` names, or the newest complete one.
+        exclude_frozen_parameters: leave out parameters that were not trained.
+        lazy_mode: values are `LazyTensor`; each is read when its `contiguous()` is called.
+
+    Returns:
+        Tensors by name, floating-point ones in fp32; all names of a tied parameter have the same tensor.
+
+    Raises:
+        CheckpointError: there is no such checkpoint, or it is damaged.
+    """
+    source, tensors = _open(checkpoint_dir, tag, not exclude_frozen_parameters)
+    found: dict[str, Any] = {}
+    with source:
+        for tensor in tensors:
+            value = LazyTensor(source.path, tensor) if lazy_mode else _read(source, tensor)
+            found.update(dict.fromkeys((tensor.name, *tensor.aliases), value))
+    return found
+
+
+def convert_zero_checkpoint_to_fp32_state_dict(
+    checkpoint_dir: str | os.PathLike[str],
+    output_dir: str | os.PathLike[str],
+    max_shard_size: int | str | None = "5GB",
+    safe_serialization: bool = False,
+    tag: str | None = None,
+    exclude_frozen_parameters: bool = False,
+) -> None:
+    """Write the weights of a checkpoint in fp32: `pytorch_model.bin`, or several such files with an index.
+
+    Args:
+        checkpoint_dir: directory of checkpoints, or one checkpoint.
+        output_dir: directory; created if needed. Weights that are there are replaced.
+        max_shard_size: of one file; None: one file.
+        safe_serialization: write safetensors files (`model.safetensors`) instead, as Hugging Face prefers them.
+        tag: which checkpoint; None: the one that `latest` names, or the newest complete one.
+        exclude_frozen_parameters: leave out parameters that were not trained.
+
+    Raises:
+        CheckpointError: there is no such checkpoint, it is damaged, or writing failed.
+    """
+    done = export(
+        checkpoint_dir,
+        output_dir,
+        format="hf" if safe_serialization else "pt",
+        dtype="float32",
+        max_shard_size=sys.maxsize if max_shard_size is None else max_shard_size,
+        exclude_frozen=exclude_frozen_parameters,
+        tag=tag,
+        overwrite=True,
+    )
+    for line in done.warnings:
+        logger.warning("%s", line)
+
+
+def load_state_dict_from_zero_checkpoint(
+    model: nn.Module, checkpoint_dir: str | os.PathLike[str], tag: str | None = None
+) -> nn.Module:
+    """Load the weights of a checkpoint into a plain module, one tensor at a time, and return the module on the CPU.
+
+    Names that only one of the two has are logged.
+
+    Raises:
+        CheckpointError: there is no such checkpoint, it is damaged, or a shape differs.
+    """
+    model = model.cpu()
+    targets = {name: value for name, value in model.state_dict().items() if isinstance(value, torch.Tensor)}
+    source, tensors = _open(checkpoint_dir, tag, True)
+    unexpected = []
+    with source:
+        held = [(tensor, [n for n in (tensor.name, *tensor.aliases) if n in targets]) for tensor in tensors]
+        for tensor, names in held:
+            for name in names:
+                if tuple(targets[name].shape) != tensor.shape:
+                    raise CheckpointError(
+                        f"{source.path}: {name!r} has shape {list(tensor.shape)}, in the model "
+                        f"{list(targets[name].shape)}"
+                    )
+        for tensor, names in held:
+            if not names:
+                unexpected.append(tensor.name)
+            for name in names:
+                target = targets.pop(name)
+                if target.is_contiguous():
+                    source.read_into(tensor.name, 0, target.view(-1))
+                else:
+                    target.copy_(_read(source, tensor))
+    for what, names in (("not in the checkpoint", list(targets)), ("not in the model", unexpected)):
+        if names:
+            logger.warning("%s: %s: %s", checkpoint_dir, what, outline(names))
+    return model
+
+
+class _Arguments(Protocol):
+    checkpoint_dir: str
+    output_dir: str
+    max_shard_size: str
+    safe_serialization: bool
+    tag: str | None
+    exclude_frozen_parameters: bool
+    debug: bool
+
+
+def _parser() -> argparse.ArgumentParser:
+    parser = argparse.ArgumentParser(prog="zero_to_fp32", description="Write the weights of a checkpoint in fp32.")
+    parser.add_argument("checkpoint_dir", help="directory of checkpoints, or one checkpoint")
+    parser.add_argument("output_dir", help="directory for the weights")
+    parser.add_argument("--max_shard_size", default="5GB", help="of one file, as 5GB or 512MiB")
+    parser.add_argument(
+        "--safe_serialization", action="store_true", help=f"write {FORMATS['hf']} instead of {FORMATS['pt']}"
+    )
+    parser.add_argument("-t", "--tag", default=None, help="which checkpoint; default: the latest")
+    parser.add_argument(
+        "--exclude_frozen_parameters", action="store_true", help="leave out parameters that were not trained"
+    )
+    parser.add_argument("-d", "--debug", action="store_true", help="list the tensors")
+    return parser
+
+
+def main(arguments: list[str] | None = None) -> int:
+    """Run the script; return its exit code."""
+    given: _Arguments = _parser().parse_args(arguments)
+    try:
+        if given.debug:
+            with open_source(given.checkpoint_dir, given.tag) as source:
+                for tensor in source.tensors().values():
+                    print(tensor.name, list(tensor.shape), tensor.dtype, *tensor.aliases)
+        convert_zero_checkpoint_to_fp32_state_dict(
+            given.checkpoint_dir,
+            given.output_dir,
+            max_shard_size=given.max_shard_size,
+            safe_serialization=given.safe_serialization,
+            tag=given.tag,
+            exclude_frozen_parameters=given.exclude_frozen_parameters,
+        )
+    except ShardwiseError as error:
+        print(f"zero_to_fp32: error: {error}", file=sys.stderr)
+        return 1
+    return 0
+
+
+if __name__ == "__main__":
+    sys.exit(main())

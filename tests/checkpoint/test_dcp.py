@@ -1,0 +1,126 @@
+"""torch.distributed.checkpoint, in and out, without running what is in it."""
+
+from __future__ import annotations
+
+import os
+import pickle
+import random
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+import torch.distributed.checkpoint as dcp
+
+from shardwise.checkpoint import export, open_source
+from shardwise.errors import CheckpointError, CheckpointPathError
+from tests.checkpoint.weights import save_by_hand
+
+
+def values() -> dict[str, torch.Tensor]:
+    generator = torch.Generator().manual_seed(4)
+    return {
+        "rows": torch.randn(7, 3, 5, generator=generator),
+        "columns": torch.randn(5, 9, 2, generator=generator),
+        "line": torch.randn(11, generator=generator).bfloat16(),
+        "short": torch.randn(1, 6, generator=generator),
+        "number": torch.tensor(2.5),
+        "empty": torch.zeros(0, 4),
+    }
+
+
+def save_sharded(path: str) -> None:
+    from torch.distributed.device_mesh import init_device_mesh
+    from torch.distributed.tensor import Replicate, Shard, distribute_tensor
+
+    mesh = init_device_mesh("cpu", (torch.distributed.get_world_size(),))
+    places = {"rows": Shard(0), "columns": Shard(1), "line": Shard(0), "short": Shard(0)}
+    state = {name: distribute_tensor(v, mesh, [places.get(name, Replicate())]) for name, v in values().items()}
+    state["rows"] = state["rows"]
+    dcp.save({"model": state, "step": 3, "note": {"x": [1, "a"]}}, checkpoint_id=path)
+
+
+@pytest.mark.parametrize("world", [1, 3])
+def test_sharded_tensors_are_read_by_any_range(ranks: Any, world: int, tmp_path: Path) -> None:
+    ranks(save_sharded, world, str(tmp_path / "d"))
+    generator = random.Random(world)
+    with open_source(tmp_path / "d") as source:
+        found = source.tensors()
+        assert {name.removeprefix("model.") for name in found} == set(values())
+        for name, value in values().items():
+            tensor = found[f"model.{name}"]
+            assert (tensor.shape, tensor.dtype) == (tuple(value.shape), value.dtype)
+            flat = value.reshape(-1)
+            cuts = [(0, flat.numel())] + [sorted(generator.choices(range(flat.numel() + 1), k=2)) for _ in range(20)]
+            for start, stop in cuts:
+                assert torch.equal(source.read(tensor.name, start, stop), flat[start:stop]), (name, start, stop)
+
+
+def test_tensors_that_are_not_contiguous_are_read(tmp_path: Path) -> None:
+    value = torch.arange(12.0).view(3, 4)
+    dcp.save({"t": value.t(), "part": value[1:]}, checkpoint_id=tmp_path / "d", no_dist=True)
+    with open_source(tmp_path / "d") as source:
+        assert torch.equal(source.read("t").view(4, 3), value.t())
+        assert torch.equal(source.read("t", 4, 9), value.t().reshape(-1)[4:9])
+        assert torch.equal(source.read("part", 2, 7), value[1:].reshape(-1)[2:7])
+
+
+def test_torch_loads_what_is_exported(tmp_path: Path) -> None:
+    given = values()
+    save_by_hand(str(tmp_path / "c"), given, aliases={"short": ["also"]}, cuts=2)
+    done = export(tmp_path / "c", tmp_path / "d", format="dcp", dtype="float32")
+    assert done.files == [] and done.tensors == len(given)
+    target = {name: torch.full_like(value, 7).float() for name, value in given.items()}
+    target["also"] = torch.full_like(given["short"], 7)
+    dcp.load(target, checkpoint_id=tmp_path / "d", no_dist=True)
+    assert all(torch.equal(target[name], value.float()) for name, value in given.items())
+    assert torch.equal(target["also"], given["short"])
+    assert sorted(os.listdir(tmp_path)) == ["c", "d"]
+    with pytest.raises(CheckpointPathError, match="must be new or empty"):
+        export(tmp_path / "c", tmp_path / "d", format="dcp")
+    with open_source(tmp_path / "d") as source:
+        assert torch.equal(source.read("rows").view(7, 3, 5), given["rows"])
+
+
+class Evil:
+    """Leaves a file when it is unpickled."""
+
+    def __init__(self, path: str) -> None:
+        self.path = path
+
+    def __reduce__(self) -> Any:
+        return os.system, (f"touch {self.path}",)
+
+
+def test_metadata_cannot_run_code(tmp_path: Path) -> None:
+    dcp.save({"w": torch.zeros(3)}, checkpoint_id=tmp_path / "d", no_dist=True)
+    meta = tmp_path / "d" / ".metadata"
+    original = pickle.loads(meta.read_bytes())
+    original.planner_data["w"] = Evil(str(tmp_path / "evil"))
+    meta.write_bytes(pickle.dumps(original))
+    with pytest.raises(CheckpointError, match=r"refers to posix.system. Other objects are not made"):
+        open_source(tmp_path / "d")
+    for content in (b"", b"garbage", pickle.dumps([1]), pickle.dumps(Evil(str(tmp_path / "evil"))), pickle.dumps({})):
+        meta.write_bytes(content)
+        with pytest.raises(CheckpointError, match=r"\.metadata"):
+            open_source(tmp_path / "d")
+    assert not (tmp_path / "evil").exists()
+
+
+def test_every_damage_is_an_error_or_harmless(tmp_path: Path) -> None:
+    dcp.save({"w": torch.arange(64.0)}, checkpoint_id=tmp_path / "d", no_dist=True)
+    generator = random.Random(1)
+    for file in ("__0_0.distcp", ".metadata"):
+        path = tmp_path / "d" / file
+        original = path.read_bytes()
+        for _ in range(150):
+            data = bytearray(original)
+            data[generator.randrange(len(data))] ^= 1 << generator.randrange(8)
+            path.write_bytes(data if generator.random() < 0.8 else data[: generator.randrange(len(data))])
+            try:
+                with open_source(tmp_path / "d") as source:
+                    for name in source.tensors():
+                        source.read(name)
+            except CheckpointError:
+                pass
+        path.write_bytes(original)

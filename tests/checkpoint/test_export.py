@@ -1,0 +1,341 @@
+"""Weights for other programs: equal in every bit, in little memory, whole or not at all."""
+
+from __future__ import annotations
+
+import errno
+import json
+import os
+import shutil
+import subprocess
+import sys
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+from safetensors import safe_open
+from safetensors.torch import load_file, load_model
+
+import shardwise
+from shardwise.checkpoint import export
+from shardwise.checkpoint.tensorwriter import TensorWriter
+from shardwise.checkpoint.weightfiles import parse_size
+from shardwise.errors import CheckpointError, CheckpointPathError
+from shardwise.utils.logging import logger
+from tests.checkpoint.job import FROZEN, Model, Run, config, on_ranks
+from tests.checkpoint.weights import save_by_hand
+
+TORCH = {"float32": torch.float32, "bfloat16": torch.bfloat16}
+
+
+def rank() -> int:
+    return torch.distributed.get_rank() if torch.distributed.is_initialized() else 0
+
+
+def same(one: torch.Tensor, other: torch.Tensor) -> bool:
+    return one.dtype == other.dtype and torch.equal(one, other)
+
+
+def masters(run: Run) -> dict[str, torch.Tensor]:
+    """Return what export is to give, through the functions for debugging."""
+    found = dict(run.engine.module_state_dict())
+    for tensor, parameter in zip(run.engine.sharded.registry, run.engine.sharded.registry.parameters, strict=True):
+        whole = shardwise.utils.safe_get_full_fp32_param(parameter)
+        if whole is not None:
+            found.update(dict.fromkeys((tensor.name, *tensor.aliases), whole))
+    return found
+
+
+def exports(path: str, stage: int) -> dict[str, Any]:
+    found = {}
+    for dtype in ("fp32", "bf16"):
+        run = Run(config(stage, dtype), seed=1)
+        run.engine.export(f"{path}/{dtype}/new")
+        run.step()
+        run.engine.save_checkpoint(f"{path}/{dtype}/run")
+        run.engine.export(f"{path}/{dtype}/hf", max_shard_size=700)
+        accountant = run.engine.accountant
+        accountant.reset_peak()
+        before = accountant.total
+        run.engine.export(f"{path}/{dtype}/pt", format="pt", dtype="float32")
+        largest = max(tensor.numel for tensor in run.engine.sharded.registry) * 4
+        assert accountant.peak_total - before <= 2 * largest
+        run.engine.export(f"{path}/{dtype}/narrow", dtype="bfloat16", exclude_frozen_parameters=True, all_names=True)
+        found[dtype] = masters(run)
+        run.step()
+    return found
+
+
+@pytest.mark.parametrize("stage", [0, 1, 2, 3])
+def test_an_engine_and_its_checkpoint_export_the_values_of_the_optimizer(stage: int, tmp_path: Path) -> None:
+    expected = on_ranks(exports, 2, str(tmp_path), stage)[0]
+    for dtype in ("fp32", "bf16"):
+        place = tmp_path / dtype
+        # Before the first step it is the plain model, with all digits of its trained parameters.
+        plain = Model(seed=1).state_dict()
+        new = load_file(place / "new" / "model.safetensors")
+        assert set(plain) - set(new) == {"head.weight"}
+        for name, value in new.items():
+            narrow = dtype == "bf16" and name in FROZEN
+            assert same(value, plain[name].bfloat16() if narrow else plain[name]), name
+        # After it, what the optimizer has.
+        written = {}
+        for file in sorted((place / "hf").glob("model-*-of-*.safetensors")):
+            assert file.stat().st_size < 700 + 4096
+            written.update(load_file(file))
+        assert len(written) == len(expected[dtype]) - 1 and "head.weight" not in written
+        assert all(same(value, expected[dtype][name]) for name, value in written.items())
+        back = torch.load(place / "pt" / "pytorch_model.bin", weights_only=True, mmap=True)
+        assert back.keys() == expected[dtype].keys()
+        for name, value in back.items():
+            wide = expected[dtype][name]
+            assert same(value, wide.float() if wide.is_floating_point() else wide), name
+        narrow = load_file(place / "narrow" / "model.safetensors")
+        assert set(back) - set(narrow) == set(FROZEN)
+        for name, value in narrow.items():
+            wide = expected[dtype][name]
+            assert same(value, wide.bfloat16() if wide.is_floating_point() else wide), name
+        # The checkpoint gives the same files, byte for byte.
+        for directory, options in (
+            ("hf", {"max_shard_size": 700}),
+            ("pt", {"format": "pt", "dtype": "float32"}),
+            ("narrow", {"dtype": torch.bfloat16, "exclude_frozen": True, "all_names": True}),
+        ):
+            again = tmp_path / f"{dtype}-{directory}"
+            export(place / "run", again, **options)
+            names = sorted(file.name for file in (place / directory).iterdir())
+            assert names == sorted(file.name for file in again.iterdir())
+            for name in names:
+                assert (again / name).read_bytes() == (place / directory / name).read_bytes(), name
+
+
+def test_a_plain_module_loads_each_format(tmp_path: Path) -> None:
+    (run,) = on_ranks(exports, 1, str(tmp_path), 1)
+    expected = run["fp32"]
+    plain = Model(seed=9)
+    plain.load_state_dict(torch.load(tmp_path / "fp32" / "pt" / "pytorch_model.bin", weights_only=True), strict=True)
+    assert all(torch.equal(value, expected[name]) for name, value in plain.state_dict().items())
+    export(tmp_path / "fp32" / "run", tmp_path / "one")
+    other = Model(seed=9)
+    assert load_model(other, tmp_path / "one" / "model.safetensors", strict=True) == (set(), [])
+    assert other.head.weight is other.embedding.weight
+    assert all(torch.equal(value, expected[name]) for name, value in other.state_dict().items())
+    with safe_open(tmp_path / "one" / "model.safetensors", "pt") as file:
+        assert file.metadata() == {"format": "pt", "head.weight": "embedding.weight"}
+    index = json.loads((tmp_path / "fp32" / "hf" / "model.safetensors.index.json").read_text())
+    files = {file.name: load_file(file) for file in (tmp_path / "fp32" / "hf").glob("*.safetensors")}
+    assert index["weight_map"] == {name: file for file, held in files.items() for name in held}
+    assert index["metadata"]["total_size"] == sum(t.nbytes for held in files.values() for t in held.values())
+    assert sorted(files) == [f"model-{n:05d}-of-{len(files):05d}.safetensors" for n in range(1, len(files) + 1)]
+
+
+def adapter(path: str) -> dict[str, Any]:
+    """A frozen base with adapters under the names that PEFT gives them."""
+    torch.manual_seed(1)
+    layer = torch.nn.ModuleDict({"base_layer": torch.nn.Linear(5, 7)})
+    layer["lora_A"] = torch.nn.ModuleDict({"default": torch.nn.Linear(5, 3, bias=False)})
+    layer["lora_B"] = torch.nn.ModuleDict({"default": torch.nn.Linear(3, 7, bias=False)})
+    model = torch.nn.ModuleDict({"base_model": torch.nn.ModuleDict({"model": torch.nn.ModuleDict({"q_proj": layer})})})
+    layer["base_layer"].requires_grad_(False)
+    trained = [p for p in model.parameters() if p.requires_grad]
+    settings = {"train_micro_batch_size_per_gpu": 1, "zero_optimization": {"stage": 3}, "bf16": {"enabled": True}}
+    settings["optimizer"] = {"type": "AdamW", "params": {"lr": 1e-3}}
+    engine, *_ = shardwise.initialize(model=model, model_parameters=trained, config=settings)
+    engine.save_checkpoint(f"{path}/run", exclude_frozen_parameters=True)
+    engine.export(f"{path}/adapter", exclude_frozen_parameters=True)
+    engine.export(f"{path}/all")
+    engine.destroy()
+    return {name: value.detach() for name, value in model.named_parameters()} if rank() == 0 else {}
+
+
+def test_adapters_alone(ranks: Any, tmp_path: Path) -> None:
+    ranks(adapter, 2, str(tmp_path))
+    one = load_file(tmp_path / "adapter" / "model.safetensors")
+    prefix = "base_model.model.q_proj"
+    assert sorted(one) == [f"{prefix}.lora_A.default.weight", f"{prefix}.lora_B.default.weight"]
+    assert all(value.dtype == torch.float32 for value in one.values())
+    every = load_file(tmp_path / "all" / "model.safetensors")
+    assert every[f"{prefix}.base_layer.weight"].dtype == torch.bfloat16
+    done = export(tmp_path / "run", tmp_path / "from checkpoint")
+    assert "saved without these frozen parameters" in done.warnings[0] and "base_layer.bias" in done.warnings[0]
+    assert load_file(tmp_path / "from checkpoint" / "model.safetensors").keys() == one.keys()
+    assert export(tmp_path / "run", tmp_path / "meant", exclude_frozen=True).warnings == []
+
+
+# -- the directory -----------------------------------------------------------------------------------------------------
+
+
+def weights(value: float = 0.0) -> dict[str, torch.Tensor]:
+    return {f"w{n}": torch.full((n + 1, 50), float(value + n)) for n in range(4)}
+
+
+def test_old_weights_are_replaced_only_on_request_and_only_as_a_whole(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    for number in range(3):
+        save_by_hand(str(tmp_path / f"c{number}"), weights(number), cuts=3)
+    out = tmp_path / "out"
+    (out / "tokenizer").mkdir(parents=True)
+    export(tmp_path / "c0", out, max_shard_size=700)
+    sharded = sorted(os.listdir(out))
+    assert "model-00001-of-00003.safetensors" in sharded and "model.safetensors.index.json" in sharded
+    with pytest.raises(
+        CheckpointPathError, match=r"holds weights already \(model-00001-of-00003.safetensors, .*overwrite"
+    ):
+        export(tmp_path / "c1", out)
+    # A disk that is full in the midst of it leaves what was there.
+    before = {name: (out / name).read_bytes() for name in sharded if (out / name).is_file()}
+
+    def full(self: TensorWriter, name: str, start: int, part: torch.Tensor) -> None:
+        if name == "w2":
+            raise OSError(errno.ENOSPC, os.strerror(errno.ENOSPC))
+        original(self, name, start, part)
+
+    original = TensorWriter.write_part
+    monkeypatch.setattr(TensorWriter, "write_part", full)
+    with pytest.raises(CheckpointError, match=r"No space left on device.*MB are needed. What was there before is unch"):
+        export(tmp_path / "c1", out, overwrite=True)
+    monkeypatch.undo()
+    assert sorted(os.listdir(out)) == sharded
+    assert all((out / name).read_bytes() == data for name, data in before.items())
+    # From several files to one, and back to as many as before: nothing stale is left.
+    export(tmp_path / "c1", out, overwrite=True)
+    assert sorted(os.listdir(out)) == ["model.safetensors", "tokenizer"]
+    assert torch.equal(load_file(out / "model.safetensors")["w3"], weights(1)["w3"])
+    export(tmp_path / "c2", out, overwrite=True, max_shard_size=700)
+    assert sorted(os.listdir(out)) == sharded
+    values = {name: value for file in out.glob("*.safetensors") for name, value in load_file(file).items()}
+    assert all(torch.equal(values[name], value) for name, value in weights(2).items())
+
+
+def fail_on_rank_0(path: str) -> str:
+    run = Run(config(2), seed=1)
+    if rank() == 0:
+        Path(path).write_text("a file where the directory should be")
+    torch.distributed.barrier()
+    with pytest.raises(CheckpointError) as caught:
+        run.engine.export(f"{path}/below")
+    run.step()
+    return str(caught.value)
+
+
+def test_a_failure_of_the_writer_reaches_all_ranks(tmp_path: Path) -> None:
+    first, second = on_ranks(fail_on_rank_0, 2, str(tmp_path / "file"))
+    assert "Not a directory" in first and "failed on rank 0" in second
+
+
+def shared_buffers(path: str) -> None:
+    norm = torch.nn.BatchNorm1d(3)
+    model = torch.nn.ModuleDict({"one": norm, "two": torch.nn.Sequential(norm)})
+    engine, *_ = shardwise.initialize(model=model, config={"train_batch_size": 2})
+    engine.save_checkpoint(path)
+    engine.export(f"{path}/direct", format="pt")
+    engine.destroy()
+    export(path, f"{path}/saved", format="pt")
+    for name in ("direct", "saved"):
+        values = torch.load(f"{path}/{name}/pytorch_model.bin", weights_only=True)
+        assert values.keys() == model.state_dict().keys()
+        model.load_state_dict(values, strict=True)
+
+
+def test_a_module_that_has_two_names_has_them_in_the_state_dict(tmp_path: Path) -> None:
+    shared_buffers(str(tmp_path))
+
+
+# -- bad input ---------------------------------------------------------------------------------------------------------
+
+
+def test_what_cannot_be_exported_is_refused(tmp_path: Path) -> None:
+    source = tmp_path / "c"
+    save_by_hand(str(source), weights())
+    out = tmp_path / "out"
+    for options, message in (
+        ({"format": "onnx"}, "format: expected one of hf, pt, dcp, found 'onnx'"),
+        ({"dtype": "int8"}, "dtype: expected float32, bfloat16, float16 or keep, found 'int8'"),
+        ({"max_shard_size": "5 apples"}, "max_shard_size: expected a size such as '5GB'"),
+        ({"max_shard_size": "0GB"}, "max_shard_size: expected a size"),
+        ({"format": "dcp", "max_shard_size": "5GB"}, "a file for each tensor"),
+        ({"tag": "a"}, "is a checkpoint itself"),
+    ):
+        with pytest.raises(CheckpointError, match=message):
+            export(source, out, **options)
+    with pytest.raises(CheckpointPathError, match="no such file or directory"):
+        export(tmp_path / "none", out)
+    with pytest.raises(CheckpointPathError, match=r"neither a checkpoint \(manifest.json\), nor"):
+        (tmp_path / "empty").mkdir()
+        export(tmp_path / "empty", out)
+    with pytest.raises(CheckpointPathError, match=r"no checkpoint of the tag 'b'\. Checkpoints there: c"):
+        export(tmp_path, out, tag="b")
+    data = bytearray((source / "rank00001of00002-01234561.safetensors").read_bytes())
+    data[-3] ^= 1
+    (source / "rank00001of00002-01234561.safetensors").write_bytes(data)
+    with pytest.raises(CheckpointError, match=r"the checksum of bytes .* is wrong \(they hold .*w"):
+        export(source, out)
+    assert not out.exists()
+    assert export(source, out, verify=False).tensors == 4
+    assert [parse_size(size) for size in ("1.5 kb", "3MiB", "12", 5)] == [1500, 3 << 20, 12, 5]
+
+
+def test_values_beyond_float16_are_reported(tmp_path: Path) -> None:
+    save_by_hand(str(tmp_path / "c"), {"w": torch.tensor([1.0, 1e6, -1e6, float("inf")]), "v": torch.ones(2)})
+    done = export(tmp_path / "c", tmp_path / "out", dtype="float16")
+    assert done.warnings == [
+        "values beyond the range of float16 became infinite in w (2 values); export as bfloat16 or float32 instead"
+    ]
+
+
+def test_of_a_run_the_latest_complete_checkpoint_is_taken(tmp_path: Path, caplog: pytest.LogCaptureFixture) -> None:
+    for number, name in enumerate(("old", "new", "broken")):
+        save_by_hand(str(tmp_path / name), weights(number), created=number + 1)
+    (tmp_path / "latest").write_text("broken")
+    shutil.rmtree(tmp_path / "broken")
+    logger.propagate = True
+    try:
+        export(tmp_path, tmp_path / "a")
+    finally:
+        logger.propagate = False
+    assert "no such checkpoint directory" in caplog.text
+    assert "'latest' names 'broken'; new is taken instead" in caplog.text
+    assert torch.equal(load_file(tmp_path / "a" / "model.safetensors")["w0"], weights(1)["w0"])
+    export(tmp_path, tmp_path / "b", tag="old")
+    assert torch.equal(load_file(tmp_path / "b" / "model.safetensors")["w0"], weights(0)["w0"])
+    (tmp_path / "new" / "manifest.json").unlink()
+    with pytest.raises(CheckpointError, match="so the checkpoint is incomplete"):
+        export(tmp_path, tmp_path / "d", tag="new")
+    with pytest.raises(CheckpointError, match="so the checkpoint is incomplete"):
+        export(tmp_path / "new", tmp_path / "d")
+
+
+# -- memory ------------------------------------------------------------------------------------------------------------
+
+_MEASURE = """
+import re, sys
+import torch
+import torch.distributed.checkpoint
+from shardwise.checkpoint import export
+
+def status(name):
+    return int(re.search(name + r":\\s+(\\d+)", open("/proc/self/status").read()).group(1)) << 10
+
+path = sys.argv[1]
+for format, dtype in (("hf", "keep"), ("hf", "bfloat16"), ("pt", "keep"), ("dcp", "keep")):
+    out = f"{path}/{format}-{dtype}"
+    export(f"{path}/small", f"{out}-small", format=format, dtype=dtype)  # whatever is loaded on first use
+    open("/proc/self/clear_refs", "w").write("5")
+    before = status("VmRSS")
+    export(f"{path}/large", out, format=format, dtype=dtype)
+    print(status("VmHWM") - before)
+"""
+
+
+@pytest.mark.skipif(not os.access("/proc/self/clear_refs", os.W_OK), reason="the kernel does not tell the peak")
+def test_at_most_two_of_the_largest_tensors_are_in_memory(tmp_path: Path) -> None:
+    largest = 32 << 20
+    save_by_hand(str(tmp_path / "small"), weights())
+    save_by_hand(str(tmp_path / "large"), {f"w{n}": torch.full((4, largest // 16), float(n)) for n in range(5)}, cuts=3)
+    command = [sys.executable, "-c", _MEASURE, str(tmp_path)]
+    done = subprocess.run(command, capture_output=True, text=True, timeout=120)
+    assert done.returncode == 0, done.stderr
+    taken = [int(line) for line in done.stdout.split()]
+    assert max(taken[:3]) < 2 * largest, taken
+    assert taken[3] < 3.3 * largest, taken  # torch's writer holds the last tensor, the next, and its bytes

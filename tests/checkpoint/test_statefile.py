@@ -1,0 +1,101 @@
+"""State dicts that are written piece by piece are files of torch.save."""
+
+from __future__ import annotations
+
+import os
+import zipfile
+from pathlib import Path
+
+import pytest
+import torch
+
+from shardwise.checkpoint.statefile import StateFileWriter
+from shardwise.checkpoint.tensorfile import DTYPE_NAMES, Spec
+from shardwise.errors import CheckpointError
+
+
+def bits(tensor: torch.Tensor) -> bytes:
+    return bytes(tensor.contiguous().reshape(-1).view(torch.uint8).tolist())
+
+
+def random_tensors() -> dict[str, torch.Tensor]:
+    """A tensor of every dtype that safetensors has, and of odd shapes."""
+    generator = torch.Generator().manual_seed(3)
+    found = {}
+    for number, dtype in enumerate(DTYPE_NAMES):
+        count = 3 * (2 * number + 5) * dtype.itemsize
+        raw = torch.randint(0, 2 if dtype is torch.bool else 256, (count,), generator=generator, dtype=torch.uint8)
+        found[f"layer.{number}.{dtype}"] = raw.view(dtype).view(3, -1)
+    found["number"] = torch.tensor(1.5)
+    found["empty"] = torch.zeros(0, 3)
+    found["after the empty one"] = torch.arange(7.0)
+    return found
+
+
+@pytest.mark.parametrize("mmap", [False, True])
+def test_torch_loads_what_was_written(mmap: bool, tmp_path: Path) -> None:
+    tensors = random_tensors()
+    path = str(tmp_path / "a.bin")
+    writer = StateFileWriter(
+        path, {name: Spec(t.dtype, tuple(t.shape)) for name, t in tensors.items()}, {"number": ("other", "third")}
+    )
+    for name, tensor in tensors.items():
+        flat = tensor.reshape(-1)
+        for start in range(0, flat.numel(), 4):
+            writer.write_part(name, start, flat[start : start + 4])
+    writer.close()
+    back = torch.load(path, weights_only=True, mmap=mmap)
+    assert list(back) == [
+        *list(tensors)[: list(tensors).index("number") + 1],
+        "other",
+        "third",
+        "empty",
+        list(tensors)[-1],
+    ]
+    for name, tensor in tensors.items():
+        assert (back[name].dtype, back[name].shape, back[name].stride()) == (
+            tensor.dtype,
+            tensor.shape,
+            tensor.stride(),
+        )
+        assert bits(back[name]) == bits(tensor), name
+    assert back["other"].data_ptr() == back["number"].data_ptr()
+    with zipfile.ZipFile(path) as archive:
+        assert archive.testzip() is None  # every CRC is right
+
+
+def test_storages_are_aligned(tmp_path: Path) -> None:
+    path = str(tmp_path / "a.bin")
+    writer = StateFileWriter(path, {name: Spec(torch.uint8, (n,)) for name, n in (("a", 3), ("b", 64), ("c", 5))})
+    for name, n in (("a", 3), ("b", 64), ("c", 5)):
+        writer.write_part(name, 0, torch.arange(n, dtype=torch.uint8))
+    writer.close()
+    data = Path(path).read_bytes()
+    for n in (64, 5):
+        assert data.index(bytes(range(n))) % 64 == 0
+    # The same tensors make the same file.
+    other = StateFileWriter(f"{path}2", {name: Spec(torch.uint8, (n,)) for name, n in (("a", 3), ("b", 64), ("c", 5))})
+    for name, n in (("a", 3), ("b", 64), ("c", 5)):
+        other.write_part(name, 0, torch.arange(n, dtype=torch.uint8))
+    other.close()
+    assert Path(f"{path}2").read_bytes() == data
+
+
+def test_what_was_not_announced_is_refused(tmp_path: Path) -> None:
+    def writer(name: str) -> StateFileWriter:
+        return StateFileWriter(str(tmp_path / name), {"a": Spec(torch.float32, (3,)), "b": Spec(torch.float32, (2,))})
+
+    one = writer("1")
+    with pytest.raises(CheckpointError, match=r"a: announced as .*given 2 elements torch.float64"):
+        one.write_part("a", 0, torch.zeros(2, dtype=torch.float64))
+    one.write_part("a", 0, torch.zeros(2))
+    with pytest.raises(CheckpointError, match="8 of 12 bytes were written"):
+        one.write_part("b", 0, torch.zeros(2))
+    one.abandon()
+    two = writer("2")
+    two.write_part("a", 0, torch.zeros(3))
+    with pytest.raises(CheckpointError, match="b: 0 of 8 bytes were written"):
+        two.close()
+    with pytest.raises(FileExistsError):
+        writer("2")
+    assert os.path.exists(tmp_path / "2")

@@ -1,0 +1,94 @@
+"""fp32 weights under the names that existing scripts call."""
+
+from __future__ import annotations
+
+import subprocess
+import sys
+from pathlib import Path
+
+import pytest
+import torch
+from safetensors.torch import load_file
+
+from shardwise.errors import CheckpointError
+from shardwise.utils.logging import logger
+from shardwise.utils.zero_to_fp32 import (
+    LazyTensor,
+    convert_zero_checkpoint_to_fp32_state_dict,
+    get_fp32_state_dict_from_zero_checkpoint,
+    load_state_dict_from_zero_checkpoint,
+)
+from tests.checkpoint.job import FROZEN, Model, Run, config, on_ranks
+
+
+def make(path: str) -> dict[str, torch.Tensor]:
+    run = Run(config(3), seed=1)
+    run.step()
+    run.engine.save_checkpoint(path, tag="first")
+    expected = run.engine.module_state_dict()
+    run.step()
+    run.engine.save_checkpoint(path)
+    return expected
+
+
+@pytest.fixture(scope="module")
+def saved(tmp_path_factory: pytest.TempPathFactory) -> tuple[Path, dict[str, torch.Tensor]]:
+    path = tmp_path_factory.mktemp("runs")
+    return path, on_ranks(make, 2, str(path))[0]
+
+
+def test_the_state_dict_is_that_of_the_plain_module(saved: tuple[Path, dict[str, torch.Tensor]]) -> None:
+    path, expected = saved
+    found = get_fp32_state_dict_from_zero_checkpoint(path, "first")
+    assert found.keys() == expected.keys()
+    for name, value in found.items():
+        assert value.dtype in (torch.float32, torch.int64) and torch.equal(value, expected[name]), name
+    assert found["head.weight"] is found["embedding.weight"]
+    Model(seed=5).load_state_dict(found, strict=True)
+    lazy = get_fp32_state_dict_from_zero_checkpoint(path, "first", exclude_frozen_parameters=True, lazy_mode=True)
+    assert set(found) - set(lazy) == set(FROZEN)
+    assert all(isinstance(value, LazyTensor) and value.shape == found[name].shape for name, value in lazy.items())
+    assert all(torch.equal(value.contiguous(), found[name]) for name, value in lazy.items())
+    assert lazy["head.weight"].numel() == 143 and "embedding.weight" in repr(lazy["head.weight"])
+    latest = get_fp32_state_dict_from_zero_checkpoint(str(path))
+    assert not torch.equal(latest["temperature"], found["temperature"])
+
+
+def test_a_module_takes_a_checkpoint(
+    saved: tuple[Path, dict[str, torch.Tensor]], caplog: pytest.LogCaptureFixture
+) -> None:
+    path, expected = saved
+    model = Model(seed=5)
+    model.extra = torch.nn.Parameter(torch.ones(2))
+    logger.propagate = True
+    try:
+        assert load_state_dict_from_zero_checkpoint(model, path, "first") is model
+    finally:
+        logger.propagate = False
+    assert "not in the checkpoint: extra" in caplog.text
+    values = model.state_dict()
+    assert all(torch.equal(values[name], value) for name, value in expected.items())
+    model.temperature = torch.nn.Parameter(torch.zeros(3))
+    with pytest.raises(CheckpointError, match=r"'temperature' has shape \[\], in the model \[3\]"):
+        load_state_dict_from_zero_checkpoint(model, path)
+
+
+def test_files_and_script(saved: tuple[Path, dict[str, torch.Tensor]], tmp_path: Path) -> None:
+    path, expected = saved
+    convert_zero_checkpoint_to_fp32_state_dict(path, tmp_path / "a", tag="first")
+    back = torch.load(tmp_path / "a" / "pytorch_model.bin", weights_only=True)
+    assert back.keys() == expected.keys() and all(torch.equal(back[name], value) for name, value in expected.items())
+    convert_zero_checkpoint_to_fp32_state_dict(path, tmp_path / "a", "1KB", tag="first")
+    names = sorted(file.name for file in (tmp_path / "a").iterdir())
+    assert names[0] == "pytorch_model-00001-of-00004.bin" and names[-1] == "pytorch_model.bin.index.json"
+    assert len(names) == 5  # and not the file from before
+    script = [sys.executable, "-m", "shardwise.utils.zero_to_fp32"]
+    options = ["-t", "first", "--safe_serialization", "--exclude_frozen_parameters", "-d"]
+    done = subprocess.run([*script, path, tmp_path / "b", *options], capture_output=True, text=True, timeout=120)
+    assert done.returncode == 0, done.stderr
+    assert "embedding.weight [13, 11] torch.float32 head.weight" in done.stdout
+    once = load_file(tmp_path / "b" / "model.safetensors")
+    assert set(expected) - set(once) == {*FROZEN, "head.weight"}
+    done = subprocess.run([*script, path / "never", tmp_path / "b"], capture_output=True, text=True, timeout=120)
+    assert done.returncode == 1 and "Traceback" not in done.stderr
+    assert "no such file or directory" in done.stderr
