@@ -14,6 +14,7 @@ from typing import Any
 
 import torch
 
+from shardwise.checkpoint.blocks import in_words
 from shardwise.comm.communicator import Communicator
 from shardwise.errors import CheckpointError, ShardwiseError
 
@@ -71,15 +72,8 @@ def phase(comm: Communicator, device: torch.device, what: str) -> Iterator[Phase
     if failure is not None:
         if isinstance(failure, ShardwiseError):
             raise failure
-        raise CheckpointError(f"{what}: {_in_words(failure)}") from failure
+        raise CheckpointError(f"{what}: {in_words(failure)}") from failure
     for rank, outcome in enumerate(outcomes):
         if outcome["error"] is not None:
             raise CheckpointError(f"{what}: failed on rank {rank}: {outcome['error']}")
     this.heard = [outcome["said"] for outcome in outcomes]
-
-
-def _in_words(error: Exception) -> str:
-    if isinstance(error, OSError) and error.strerror:
-        place = f"{error.filename}: " if error.filename else ""
-        return f"{place}{error.strerror} (errno {error.errno})"
-    return f"{type(error).__name__}: {error}"
