@@ -48,6 +48,7 @@ class Snapshot:
         self._map: mmap.mmap | None = None
         self._bytes = torch.empty(0, dtype=torch.uint8, device="cpu")
         self._pinned = 0
+        self._release: Callable[[], object] = lambda: None
         self.descriptor = -1
         self.size = 0
 

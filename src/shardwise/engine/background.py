@@ -1,4 +1,4 @@
-"""Saves in the background, as the engine's users see them: wait for one, ask whether one is pending, what it has cost."""
+"""Saves in the background, as the engine's users see them: to wait for, to ask about, and what they have cost."""
 
 from __future__ import annotations
 
@@ -121,7 +121,7 @@ class BackgroundSaving:
         return writer is not None and writer.show_statistics
 
     def _finish_save(self) -> CheckpointError | None:
-        """Wait for the save in progress, and give process and memory back; return what has become of it if it failed."""
+        """Wait for the save in progress, and give process and memory back; return the error if it has failed."""
         saving, self._saving = self._saving, None
         if saving is None:
             return None
@@ -160,8 +160,8 @@ def check_same_way(given: list[bool]) -> None:
     other = next((rank for rank, way in enumerate(given) if way != given[0]), None)
     if other is not None:
         raise UsageError(
-            f"save_checkpoint(): asynchronous is {given[0]} on rank 0 and {given[other]} on rank {other}; pass the same "
-            "on every rank"
+            f"save_checkpoint(): asynchronous is {given[0]} on rank 0 and {given[other]} on rank {other}; pass the "
+            "same on every rank"
         )
 
 

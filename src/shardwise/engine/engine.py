@@ -694,7 +694,8 @@ class Engine(Attributes, BatchSizes, Checkpointing, ConfigGetters, MemoryReporti
         raises from then on. Destroying an engine twice does nothing.
 
         Raises:
-            CheckpointError: an asynchronous save, which is waited for, has failed; the engine is destroyed all the same.
+            CheckpointError: an asynchronous save, which is waited for, has failed; the engine is destroyed all the
+                same.
         """
         failure = self._finish_save()
         if not self.sharded.closed and self.optimizer is not None and self.loss_scaler is not None:

@@ -72,12 +72,12 @@ class Checkpoint(Section):
     tag_validation: TagValidation = key("warn", "What to do when ranks name different tags: ignore, warn or fail.")
     async_save: bool = key(
         False,
-        "Save in the background: `save_checkpoint` returns when the state has been copied, and another process writes it.",
+        "Save in the background: `save_checkpoint` returns when the state is copied, and another process writes it.",
     )
     keep_last: Int | None = key(
         None,
-        "Checkpoints that stay when a new one has been saved: the newest so many whose tags differ only in the number of "
-        "steps at their end; null: all.",
+        "Checkpoints that stay when a new one has been saved: the newest so many whose tags differ only in the number "
+        "of steps at their end; null: all.",
         gt=0,
     )
     keep_every: Int | None = key(
