@@ -37,7 +37,7 @@ from shardwise.checkpoint.protocols import ShardedModel
 from shardwise.checkpoint.publish import FAILURE, LOCK, beside, stands
 from shardwise.checkpoint.save import Drafted, Request, drafted, whole_of
 from shardwise.checkpoint.snapshot import Snapshot
-from shardwise.checkpoint.writer import LIMIT, Job, Outcome
+from shardwise.checkpoint.writer import LIMIT, NOT_FOR_US, Job, Outcome
 from shardwise.comm.communicator import Communicator
 from shardwise.errors import CheckpointError
 from shardwise.utils.logging import logger
@@ -122,6 +122,8 @@ class _Process:
         root = str(Path(__file__).parents[2])
         with theirs:
             command = [sys.executable, "-I", "-S", "-c", _PROGRAM, root, str(theirs.fileno()), str(os.getpid())]
+            # The process inherits the mask, so that none of these ends it before it has begun to ignore them.
+            before = signal.pthread_sigmask(signal.SIG_BLOCK, NOT_FOR_US)
             try:
                 self._process = subprocess.Popen(
                     command, stdin=subprocess.DEVNULL, stdout=subprocess.DEVNULL, pass_fds=[theirs.fileno()]
@@ -129,6 +131,8 @@ class _Process:
             except OSError:
                 ours.close()
                 raise
+            finally:
+                signal.pthread_sigmask(signal.SIG_SETMASK, before)
         self._channel = ours
         self._desk = desk
         self._guard = threading.Lock()

@@ -24,7 +24,7 @@ from shardwise.errors import CheckpointError
 from shardwise.memory import memory_limit
 from shardwise.utils.logging import logger
 
-_STEP = 1 << 20
+_STEP = 1 << 16
 """Sizes are multiples of this: what differs by a digit of a counter from save to save does not move the memory."""
 
 

@@ -51,7 +51,7 @@ _BEAT_S = 5.0
 _PARENT_S = 0.1
 _POLL_S = 0.02
 _NICENESS = 5
-_NOT_FOR_US = (signal.SIGINT, signal.SIGTERM, signal.SIGHUP, signal.SIGUSR1, signal.SIGUSR2)
+NOT_FOR_US = (signal.SIGINT, signal.SIGTERM, signal.SIGHUP, signal.SIGUSR1, signal.SIGUSR2)
 """Signals that are sent to a whole group or session and mean the rank, which then waits for what is being written."""
 
 
@@ -283,7 +283,7 @@ def serve(channel: socket.socket, life: Life) -> None:
 def main() -> None:
     """Run as a process: arguments are the descriptor of the socket and the parent's process id."""
     descriptor, parent = int(sys.argv[2]), int(sys.argv[3])
-    for number in _NOT_FOR_US:
+    for number in NOT_FOR_US:
         signal.signal(number, signal.SIG_IGN)
     life = Life(parent)
     life.start()
