@@ -2,12 +2,12 @@
 
 from __future__ import annotations
 
-import atexit
 import contextlib
 import json
 import mmap
 import os
 import random
+import re
 import resource
 import shutil
 import signal
@@ -153,6 +153,7 @@ def overlapping(path: str) -> list[str]:
         action()
         timer.join()
         verify(f"{path}/a")
+        engine.wait_for_checkpoint()
     assert not engine.checkpoint_pending
     engine.save_checkpoint(path, tag="a")
     engine.save_checkpoint(path, tag="c")
@@ -184,7 +185,7 @@ def fail_by_size(run: Run, path: str, victim: int) -> str:
     run.engine._saving.wait()
     if rank() == victim:
         resource.prlimit(process, resource.RLIMIT_FSIZE, limit)
-    return "File too large (errno 27)"
+    return r"File too large \(errno 27\)"
 
 
 def fail_by_kill(run: Run, path: str, victim: int) -> str:
@@ -193,7 +194,8 @@ def fail_by_kill(run: Run, path: str, victim: int) -> str:
         if rank() == victim:
             os.kill(process_of(run), signal.SIGKILL)
         run.engine._saving.wait()
-    return "was ended by signal 9 (SIGKILL)" if victim == 0 else "has ended without finishing it (was it killed?)"
+    # Rank 0's process sees that the lock has gone, or what the other rank has written about its own: whichever is first.
+    return r"was ended by signal 9 \(SIGKILL\)|has ended without finishing it \(was it killed"
 
 
 def fail_by_kill_unseen(run: Run, path: str, victim: int) -> str:
@@ -204,7 +206,7 @@ def fail_by_kill_unseen(run: Run, path: str, victim: int) -> str:
         fail_by_kill(run, path, victim)
     finally:
         directory.is_locked = original  # type: ignore[assignment]
-    return "was ended by signal 9 (SIGKILL)"
+    return r"was ended by signal 9 \(SIGKILL\)"
 
 
 def fail_by_removal(run: Run, path: str, victim: int) -> str:
@@ -238,7 +240,7 @@ def failing(path: str) -> list[str]:
                     engine.destroy()
             message = str(caught.value)
             assert f"{where}/b: writing this checkpoint in the background failed on rank" in message
-            assert expected in message, message
+            assert re.search(expected, message), message
             messages.append(message.replace(path, ""))
             if number % 3 == 2:
                 assert engine.sharded.closed
@@ -314,8 +316,10 @@ def counted(path: str) -> tuple[int, int]:
     import shardwise
 
     engine, *_ = shardwise.initialize(model=torch.nn.Linear(1000, 700), config=settings)
-    planned = engine.memory_report().row(Category.OTHER).planned
-    assert "The snapshot of asynchronous saves takes" in engine.memory_report().notes[-2]
+    planned = engine._snapshot_bytes(700 * 1001 * 8 // 2)
+    report = engine.memory_report()
+    assert report.row(Category.OTHER).planned >= planned
+    assert any("The snapshot of asynchronous saves takes" in note for note in report.notes)
     engine.backward(engine(torch.randn(1, 1000)).sum())
     engine.step()
     before = engine.accountant.live[Category.OTHER]
@@ -333,9 +337,9 @@ def counted(path: str) -> tuple[int, int]:
 
 def test_the_snapshot_is_planned_and_counted(tmp_path: Path) -> None:
     for planned, held in on_ranks(counted, 2, str(tmp_path)):
-        share = 701 * 1000 * 12 // 2  # values and two moments, half of them
+        share = 700 * 1001 * 12 // 2  # values and two moments, half of them
         assert share <= held <= 1.1 * share
-        assert share <= planned <= 1.3 * share  # with what else there is in the row
+        assert abs(planned - share) <= 0.01 * share
 
 
 # -- processes -------------------------------------------------------------------------------------------------------
@@ -387,7 +391,7 @@ def ends(path: str) -> None:
         for number in (signal.SIGTERM, signal.SIGINT, signal.SIGHUP, signal.SIGUSR1):  # as sent to a whole session
             os.kill(process, number)
         os.write(into, str(process).encode())
-        atexit._run_exitfuncs()
+        background._wait_at_exit()
         os._exit(0)
 
     _, status, said = in_child(killed)
@@ -514,11 +518,11 @@ def test_a_run_that_is_killed_while_it_saves_in_the_background_ends_with_the_sam
 
 
 def test_the_process_starts_without_torch() -> None:
-    program = (
-        "import sys; sys.path.append(sys.argv[1]); import shardwise.checkpoint.writer; print('torch' in sys.modules)"
-    )
+    program = "import sys; sys.path.append(sys.argv[1]); import shardwise.checkpoint.writer; print(*sys.modules)"
     command = [sys.executable, "-I", "-S", "-c", program, str(ROOT / "src")]
-    assert subprocess.run(command, capture_output=True, text=True, check=True).stdout == "False\n"
+    loaded = subprocess.run(command, capture_output=True, text=True, check=True).stdout.split()
+    assert "shardwise.checkpoint.writer" in loaded
+    assert not {"torch", "numpy", "pydantic", "shardwise.config"} & set(loaded)
 
 
 def test_bytes_are_written_in_blocks_with_their_checksums(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
@@ -554,8 +558,8 @@ def test_a_process_that_gives_no_sign_of_life_is_given_up(tmp_path: Path, monkey
     monkeypatch.setattr(time, "monotonic", lambda: now[0])
     monkeypatch.setattr(time, "sleep", sleep)
     # The second never shows its file, the first stops giving signs later: the first failure is told.
-    rank, words = writer._await_parts(job) or (0, "")
-    assert rank == 2 and "no sign of life for 180 s" in words
+    failed, words = writer._await_parts(job) or (0, "")
+    assert failed == 2 and "no sign of life for 180 s" in words
     assert now[0] >= 1300.0 + 180.0 - 30.0
     draft.discard()
 
@@ -587,9 +591,8 @@ def test_the_memory_is_reused_grows_and_takes_any_tensor() -> None:
 
         found = load(data[:image])
         assert found.keys() == tensors.keys()
-        assert all(
-            torch.equal(found[name], value) and found[name].dtype is value.dtype for name, value in tensors.items()
-        )
+        assert all(torch.equal(found[name], tensors[name]) for name in found)
+        assert all(found[name].dtype is tensors[name].dtype for name in found)
     assert len(changes) == 2 and sum(changes) == taken.size
     taken.close()
     assert sum(changes) == taken.size == 0
