@@ -194,7 +194,7 @@ def fail_by_kill(run: Run, path: str, victim: int) -> str:
         if rank() == victim:
             os.kill(process_of(run), signal.SIGKILL)
         run.engine._saving.wait()
-    # Rank 0's process sees that the lock has gone, or what the other rank has written about its own: whichever is first.
+    # Rank 0's process sees that the lock has gone, or what the other rank has written: whichever is first.
     return r"was ended by signal 9 \(SIGKILL\)|has ended without finishing it \(was it killed"
 
 
