@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import contextlib
-import json
 import mmap
 import os
 import random
@@ -541,7 +540,7 @@ def test_bytes_are_written_in_blocks_with_their_checksums(tmp_path: Path, monkey
 
 def alone(tmp_path: Path, world: int, unseen: tuple[int, ...]) -> tuple[writer.Job, directory.Draft]:
     draft = directory.Draft(str(tmp_path), "a")
-    job = writer.Job(0, world, str(tmp_path), "a", draft.token, 4, 4, 100, unseen)
+    job = writer.Job(0, world, str(tmp_path), "a", draft.token, (4, 4, 4), 100, unseen)
     return job, draft
 
 
@@ -584,9 +583,9 @@ def test_the_memory_is_reused_grows_and_takes_any_tensor() -> None:
             "number": torch.tensor(3.5, dtype=torch.float64),
             "none": torch.zeros(0, 3),
         }
-        image, stop = taken.take(tensors, {"count": count})
+        image, middle, stop = taken.take(tensors, [b"one", b"two" * count])
         data = os.pread(taken.descriptor, stop, 0)
-        assert json.loads(data[image:]) == {"count": count}
+        assert data[image:middle] == b"one" and data[middle:] == b"two" * count
         from safetensors.torch import load
 
         found = load(data[:image])

@@ -16,6 +16,7 @@ import atexit
 import contextlib
 import json
 import os
+import platform
 import signal
 import socket
 import subprocess
@@ -23,10 +24,9 @@ import sys
 import threading
 import time
 import weakref
-from collections.abc import Callable, Mapping
-from dataclasses import asdict, dataclass
+from collections.abc import Callable, Mapping, Sequence
+from dataclasses import asdict, dataclass, replace
 from pathlib import Path
-from typing import Any
 
 import torch
 
@@ -34,7 +34,7 @@ from shardwise.checkpoint import directory
 from shardwise.checkpoint.agree import exchange, phase
 from shardwise.checkpoint.collect import TrainingState, add_buffers
 from shardwise.checkpoint.protocols import ShardedModel
-from shardwise.checkpoint.publish import FAILURE, LOCK, beside, stands
+from shardwise.checkpoint.publish import FACTS, FAILURE, LOCK, Whole, beside, stands
 from shardwise.checkpoint.save import Drafted, Request, drafted, whole_of
 from shardwise.checkpoint.snapshot import Snapshot
 from shardwise.checkpoint.writer import LIMIT, NOT_FOR_US, Job, Outcome
@@ -126,7 +126,11 @@ class _Process:
             before = signal.pthread_sigmask(signal.SIG_BLOCK, NOT_FOR_US)
             try:
                 self._process = subprocess.Popen(
-                    command, stdin=subprocess.DEVNULL, stdout=subprocess.DEVNULL, pass_fds=[theirs.fileno()]
+                    command,
+                    stdin=subprocess.DEVNULL,
+                    stdout=subprocess.DEVNULL,
+                    pass_fds=[theirs.fileno()],
+                    cwd="/",
                 )
             except OSError:
                 ours.close()
@@ -207,6 +211,8 @@ def _bereaved(job: Job, code: int) -> Outcome:
         else:
             words += "; earlier checkpoints are unchanged"
             draft.discard()
+    elif os.path.exists(job.file(job.rank, FACTS)):
+        return Outcome(job.token, size=job.ends[0])  # it had left all that the others need of it
     else:
         # Rank 0's process sees that the lock is gone; where locks do not reach it, it sees this.
         with contextlib.suppress(OSError):
@@ -254,7 +260,7 @@ class Background:
         self._desk.told = self._told
         self._process: _Process | None = None
         self._lock: int | None = None
-        self._bytes = (0, 0)
+        self._ends: list[int] = []
         self.report: SaveReport | None = None
         self.unsettled = False
 
@@ -273,7 +279,7 @@ class Background:
         """Id of the process that writes, or None if there is none."""
         return None if self._process is None or self._process.ended else self._process.pid
 
-    def prepare(self, made: Drafted, whole: dict[str, Any] | None) -> None:
+    def prepare(self, made: Drafted, whole: Whole | None) -> None:
         """Take the snapshot, have a process, and lock this rank's file in the draft. Nothing may be pending.
 
         Raises:
@@ -288,7 +294,8 @@ class Background:
                 )
             self._process = _Process(self._desk)  # it starts while the snapshot is taken
             weakref.finalize(self, _Process.dismiss, self._process)
-        self._bytes = self._snapshot.take(made.part.tensors, {"part": made.part.to_json(), "whole": whole})
+        known = [made.part.to_json()] if whole is None else [made.part.to_json(), vars(whole)]
+        self._ends = self._snapshot.take(made.part.tensors, [json.dumps(one).encode() for one in known])
         self._lock = directory.lock_file(os.path.join(made.path, beside(made.part.file, LOCK)))
 
     def give_up(self) -> None:
@@ -310,10 +317,10 @@ class Background:
         for lock in locks.values():
             os.close(lock)
 
-    def job(self, made: Drafted, request: Request, rank: int, world: int, unseen: tuple[int, ...]) -> Job:
+    def job(self, made: Drafted, request: Request, rank: int, world: int) -> Job:
         """Return what the process is to do with the snapshot."""
-        image, end = self._bytes
-        return Job(rank, world, request.directory, made.tag, made.token, image, end, self.size, unseen)
+        parent = os.path.abspath(request.directory)  # the process has another working directory
+        return Job(rank, world, parent, made.tag, made.token, self._ends, self.size)
 
     def wait(self) -> Outcome | None:
         """Wait until nothing is being written; return the outcome of the last save, which nobody has settled yet."""
@@ -369,20 +376,31 @@ def save_in_background(
     background.belong()
     with drafted(model, request, state) as made:
         try:
-            with phase(comm, device, what):
+            with phase(comm, device, what) as taken:
                 add_buffers(made.part, model, made.digests)
-                whole = vars(whole_of(model, request)) if comm.rank == 0 else None
+                whole = whole_of(model, request) if comm.rank == 0 else None
+                if whole is not None:
+                    whole = replace(whole, directory=os.path.abspath(whole.directory))
                 background.prepare(made, whole)
+                taken.said = platform.node()
         except BaseException:
             background.give_up()
             raise
-    unseen: tuple[int, ...] = ()
-    if made.draft is not None:
-        job = background.job(made, request, 0, comm.world, ())
-        unseen = tuple(rank for rank in range(1, comm.world) if not directory.is_locked(job.file(rank, LOCK)))
+    job = background.job(made, request, comm.rank, comm.world)
+    if comm.rank == 0:
+        job = replace(job, unseen=_unseen(job, taken.heard))
     report = SaveReport(os.path.join(request.directory, made.tag))
-    background.launch(background.job(made, request, comm.rank, comm.world, unseen), made.draft, report)
+    background.launch(job, made.draft, report)
     return report
+
+
+def _unseen(job: Job, machines: Sequence[str]) -> list[int]:
+    """Return the ranks whose locks cannot be seen from here; one rank speaks for its machine."""
+    seen: dict[str, bool] = {}
+    for rank, machine in enumerate(machines):
+        if rank and machine not in seen:
+            seen[machine] = directory.is_locked(job.file(rank, LOCK))
+    return [rank for rank, machine in enumerate(machines) if rank and not seen[machine]]
 
 
 def settle(comm: Communicator, device: torch.device, background: Background) -> float:

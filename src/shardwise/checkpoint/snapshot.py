@@ -8,12 +8,11 @@ it in use waits.
 
 from __future__ import annotations
 
-import json
+import itertools
 import mmap
 import os
 import weakref
-from collections.abc import Callable, Mapping
-from typing import Any
+from collections.abc import Callable, Mapping, Sequence
 
 import torch
 
@@ -52,23 +51,22 @@ class Snapshot:
         self.descriptor = -1
         self.size = 0
 
-    def take(self, tensors: Mapping[str, torch.Tensor], facts: Mapping[str, Any]) -> tuple[int, int]:
-        """Copy tensors and facts; the values may change as soon as this returns.
+    def take(self, tensors: Mapping[str, torch.Tensor], texts: Sequence[bytes] = ()) -> list[int]:
+        """Copy tensors and texts; the values may change as soon as this returns.
 
         Args:
             tensors: of any device and layout, by name.
-            facts: JSON, laid down behind the tensors.
+            texts: laid down behind the tensors.
 
         Returns:
-            Bytes of the safetensors file that the memory now begins with, and the end of the JSON text behind it.
+            Ends of what the memory now holds: of a safetensors file, and of each text behind it.
 
         Raises:
             CheckpointError: there is not so much memory.
         """
         layout = layout_of({name: Spec(tensor.dtype, tuple(tensor.shape)) for name, tensor in tensors.items()})
-        text = json.dumps(facts).encode()
-        end = layout.size + len(text)
-        self._reserve(end)
+        ends = list(itertools.accumulate(map(len, texts), initial=layout.size))
+        self._reserve(ends[-1])
         assert self._map is not None
         self._map[: len(layout.header)] = layout.header
         with torch.no_grad():
@@ -77,10 +75,11 @@ class Snapshot:
                 if source.nbytes:
                     place = self._bytes[begin : begin + source.nbytes].view(source.dtype).view(source.shape)
                     place.copy_(source, non_blocking=True)
-        self._map[layout.size : end] = text
+        for begin, text in zip(ends, texts, strict=False):
+            self._map[begin : begin + len(text)] = text
         if self._device.type == "cuda":
             torch.cuda.current_stream(self._device).synchronize()
-        return layout.size, end
+        return ends
 
     def _reserve(self, needed: int) -> None:
         if needed <= self.size:

@@ -26,8 +26,8 @@ import sys
 import threading
 import time
 import traceback
+from collections.abc import Sequence
 from dataclasses import asdict, dataclass, field
-from typing import Any
 
 from shardwise.checkpoint import directory
 from shardwise.checkpoint.blocks import in_words, write_bytes
@@ -49,7 +49,7 @@ show a change of another machine a minute late."""
 
 _BEAT_S = 5.0
 _PARENT_S = 0.1
-_POLL_S = 0.02
+_POLL_S, _LONGEST_POLL_S = 0.02, 1.0
 _NICENESS = 5
 NOT_FOR_US = (signal.SIGINT, signal.SIGTERM, signal.SIGHUP, signal.SIGUSR1, signal.SIGUSR2)
 """Signals that are sent to a whole group or session and mean the rank, which then waits for what is being written."""
@@ -63,8 +63,8 @@ class Job:
         rank: the rank.
         world: number of ranks that write.
         parent, tag, token: they name the draft; see `shardwise.checkpoint.directory.Draft`.
-        image: the file is the first so many bytes of the shared memory.
-        end: JSON {"part", "whole"} lies between these and here. `whole` is None but on rank 0.
+        ends: in the shared memory: of this rank's file, with which it begins; of its part as JSON; on rank 0 of what is
+            known of the whole as JSON.
         memory: bytes of the shared memory.
         unseen: ranks whose locks rank 0 does not see.
     """
@@ -74,10 +74,9 @@ class Job:
     parent: str
     tag: str
     token: str
-    image: int
-    end: int
+    ends: Sequence[int]
     memory: int
-    unseen: tuple[int, ...] = ()
+    unseen: Sequence[int] = ()
 
     @property
     def path(self) -> str:
@@ -121,11 +120,10 @@ def perform(job: Job, memory: memoryview, part_lock: int | None, draft_lock: int
         life: gives signs of life.
     """
     begun = time.monotonic()
-    outcome = Outcome(job.token, origin=job.rank, size=job.image)
-    told = json.loads(bytes(memory[job.image : job.end]))
+    outcome = Outcome(job.token, origin=job.rank, size=job.ends[0])
     life.beat_on(job.file(job.rank, LOCK))
     try:
-        _write_part(job, memory, told["part"])
+        _write_part(job, memory)
     except Exception as error:
         outcome.error = _words(error)
         _leave_failure(job, outcome.error)
@@ -140,7 +138,7 @@ def perform(job: Job, memory: memoryview, part_lock: int | None, draft_lock: int
             if outcome.error is None and failed is not None:
                 outcome.origin, outcome.error = failed
             if outcome.error is None:
-                notes = publish(draft, Whole(**told["whole"]))
+                notes = publish(draft, Whole(**json.loads(bytes(memory[job.ends[1] : job.ends[2]]))))
                 outcome.notes = [note[:_MOST_NOTED] for note in notes[:_MOST_NOTES]]
         except Exception as error:
             outcome.error = _words(error)
@@ -150,14 +148,15 @@ def perform(job: Job, memory: memoryview, part_lock: int | None, draft_lock: int
     return outcome
 
 
-def _write_part(job: Job, memory: memoryview, part: dict[str, Any]) -> None:
+def _write_part(job: Job, memory: memoryview) -> None:
     file = file_name(job.rank, job.world, job.token)
     try:
-        facts = write_bytes(os.path.join(job.path, file), memory[: job.image])
-        text = json.dumps({"facts": [facts.size, list(facts.checksums)], **part}).encode()
-        _leave(job.file(job.rank, FACTS), text)
+        facts = write_bytes(os.path.join(job.path, file), memory[: job.ends[0]])
+        # One more entry in the JSON object of the part, which may be large and need not be parsed for it.
+        known = json.dumps({"facts": [facts.size, list(facts.checksums)]}).encode()
+        _leave(job.file(job.rank, FACTS), known[:-1] + b"," + bytes(memory[job.ends[0] + 1 : job.ends[1]]))
     except OSError as error:
-        raise unwritable(error, job.path, file, job.image) from error
+        raise unwritable(error, job.path, file, job.ends[0]) from error
 
 
 def _leave(path: str, text: bytes) -> None:
@@ -203,8 +202,8 @@ def _await_parts(job: Job) -> tuple[int, str] | None:
             if failure is not None:
                 waiting.discard(rank)
                 failed = failed or (rank, failure)
-        if waiting:
-            time.sleep(_POLL_S)
+        if waiting:  # many are asked less often: each costs the file system a few calls
+            time.sleep(min(_LONGEST_POLL_S, _POLL_S * len(waiting)))
     return failed
 
 
@@ -270,7 +269,7 @@ def serve(channel: socket.socket, life: Life) -> None:
             return
         message = json.loads(data)
         given = dict(zip(message["descriptors"], descriptors, strict=True))
-        job = Job(**{**message["job"], "unseen": tuple(message["job"]["unseen"])})
+        job = Job(**message["job"])
         if "memory" in given:
             held = given["memory"]
         if "memory" in given or memory is None or len(memory) != job.memory:
