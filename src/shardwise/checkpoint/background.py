@@ -119,7 +119,7 @@ class _Process:
 
     def __init__(self, desk: _Desk) -> None:
         ours, theirs = socket.socketpair(socket.AF_UNIX, socket.SOCK_SEQPACKET)
-        root = str(Path(__file__).parents[2])
+        root = str(Path(__file__).absolute().parents[2])
         with theirs:
             command = [sys.executable, "-I", "-S", "-c", _PROGRAM, root, str(theirs.fileno()), str(os.getpid())]
             # The process inherits the mask, so that none of these ends it before it has begun to ignore them.
