@@ -351,10 +351,8 @@ _living: weakref.WeakSet[Background] = weakref.WeakSet()
 def _wait_at_exit() -> None:
     """What is being written when the interpreter ends is finished; that an error was logged is all that can be done."""
     for background in list(_living):
-        if background.pending:
-            logger.info(
-                "waiting for the checkpoint that is being written: %s", background.report and background.report.path
-            )
+        if background.pending and background.report is not None:
+            logger.info("%s: waiting until this checkpoint is written", background.report.path)
         background.close()
 
 

@@ -184,10 +184,7 @@ def _await_parts(job: Job) -> tuple[int, str] | None:
         try:
             names = set(os.listdir(job.path))
         except FileNotFoundError:
-            return (
-                0,
-                f"{job.path}: somebody has removed it while it was being written; earlier checkpoints are unchanged",
-            )
+            return 0, f"{job.path}: has been removed while it was being written; earlier checkpoints are unchanged"
         for rank in sorted(waiting):
             failure = None
             if os.path.basename(job.file(rank, FACTS)) in names:
