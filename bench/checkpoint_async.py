@@ -14,6 +14,7 @@ Results: bench/results/checkpoint_async_<ranks>.json.
 from __future__ import annotations
 
 import argparse
+import functools
 import os
 import shutil
 import statistics
@@ -28,6 +29,7 @@ import torch.distributed.checkpoint as dcp
 from _jobs import answer, in_job, parser, ranks, read, worst
 from checkpoint_io import CONFIG, WIDTH, tensors
 from torch import nn
+from torch.distributed.checkpoint.staging import DefaultStager, StagingOptions
 from torch.distributed.checkpoint.state_dict_saver import AsyncCheckpointerType
 
 import shardwise
@@ -88,9 +90,10 @@ def measure(options: argparse.Namespace) -> None:
     path = str(box[0])
     held = list(tensors(engine))
     buffers = [torch.empty_like(values) for values in held]
-    peers = {}
-    for kind in ("thread", "process"):
-        peers[kind] = dcp.FileSystemWriter(f"{path}/{kind}", cache_staged_state_dict=True, overwrite=True)
+    # It keeps its staged copy; pinned memory and asynchronous staging need a GPU.
+    stagers = {
+        kind: DefaultStager(StagingOptions(False, kind == "process", False, False)) for kind in ("thread", "process")
+    }
     group = dist.new_group(backend="gloo")  # DCP's own collectives must not mix with those of training
     rounds: list[dict[str, dict[str, float]]] = []
     for _ in range(options.rounds + 1):
@@ -109,16 +112,20 @@ def measure(options: argparse.Namespace) -> None:
         written = worst(report.written)[0]
         found["background"] = {"blocked": blocked, "written": written, "slowdown": busy / calm, "steps": count}
 
-        for kind, storage in peers.items():
+        for kind, stager in stagers.items():
             state = {f"{rank}.{index}": values for index, values in enumerate(held)}
-            how = AsyncCheckpointerType(kind)
+            storage = dcp.FileSystemWriter(f"{path}/{kind}", overwrite=True)
             calm = training.steps()
             start = time.perf_counter()
-            blocked, future = timed(
-                lambda state=state, storage=storage, how=how: dcp.async_save(
-                    state, storage_writer=storage, async_checkpointer_type=how, process_group=group
-                )
+            save = functools.partial(
+                dcp.async_save,
+                state,
+                storage_writer=storage,
+                async_checkpointer_type=AsyncCheckpointerType(kind),
+                async_stager=stager,
+                process_group=group,
             )
+            blocked, future = timed(save)
             busy, count = training.until(future.done)
             future.result()
             written = worst(time.perf_counter() - start)[0]
@@ -130,6 +137,8 @@ def measure(options: argparse.Namespace) -> None:
             figures["copy"] = copy
         rounds.append(found)
     engine.destroy()
+    for stager in stagers.values():
+        stager.close()
     if rank == 0:
         shutil.rmtree(path)
     answer({"bytes": training.bytes, "rounds": rounds})

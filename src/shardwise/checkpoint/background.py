@@ -353,6 +353,9 @@ def _wait_at_exit() -> None:
     for background in list(_living):
         if background.pending and background.report is not None:
             logger.info("%s: waiting until this checkpoint is written", background.report.path)
+            with contextlib.suppress(ValueError):  # not on the main thread
+                # The launcher asks all ranks to end when one has failed; this one is ending, and is given some seconds.
+                signal.signal(signal.SIGTERM, signal.SIG_IGN)
         background.close()
 
 
