@@ -19,24 +19,30 @@ from shardwise.comm.communicator import Communicator
 from shardwise.errors import CheckpointError, ShardwiseError
 
 _LABEL = "checkpoint"
+_LENGTH, _SHORT = 8, 512
+"""Bytes of a message's length, and of what is exchanged at first: nearly all messages are shorter."""
 
 
 def exchange(comm: Communicator, device: torch.device, value: Any) -> list[Any]:
-    """Return the JSON values that all ranks have passed, in rank order (two small collectives)."""
+    """Return the JSON values that all ranks have passed, in rank order (a small collective, two for long values)."""
     if comm.world == 1:
         return [value]
-    own = torch.frombuffer(bytearray(json.dumps(value).encode()), dtype=torch.uint8).to(device)
-    lengths = torch.zeros(comm.world, dtype=torch.int64, device=device)
-    lengths[comm.rank] = own.numel()
-    comm.all_reduce(lengths, _LABEL).wait()
-    sizes = [int(size) for size in lengths.tolist()]
-    width = max(sizes)
+    own = json.dumps(value).encode()
+    rows = _gather(comm, device, len(own).to_bytes(_LENGTH, "little") + own[: _SHORT - _LENGTH], _SHORT)
+    sizes = [int.from_bytes(row[:_LENGTH], "little") for row in rows]
+    texts = [row[_LENGTH : _LENGTH + size] for row, size in zip(rows, sizes, strict=True)]
+    if max(sizes) > _SHORT - _LENGTH:
+        texts = [row[:size] for row, size in zip(_gather(comm, device, own, max(sizes)), sizes, strict=True)]
+    return [json.loads(text) for text in texts]
+
+
+def _gather(comm: Communicator, device: torch.device, own: bytes, width: int) -> list[bytes]:
+    """Return the bytes of all ranks, each filled up to the same length."""
     everything = torch.zeros(comm.world * width, dtype=torch.uint8, device=device)
     mine = everything[comm.rank * width : (comm.rank + 1) * width]
-    mine[: own.numel()] = own
+    mine[: len(own)] = torch.frombuffer(bytearray(own), dtype=torch.uint8).to(device)
     comm.all_gather([(everything, mine)], _LABEL, kind="explicit").wait()
-    rows = everything.cpu().view(comm.world, width)
-    return [json.loads(bytes(row[:size].tolist())) for row, size in zip(rows, sizes, strict=True)]
+    return [bytes(row.tolist()) for row in everything.cpu().view(comm.world, width)]
 
 
 class Phase:
