@@ -22,6 +22,7 @@ import pytest
 import torch
 
 from shardwise.checkpoint import background, blocks, directory, snapshot, verify, writer
+from shardwise.checkpoint.agree import exchange
 from shardwise.errors import CheckpointError, UsageError
 from shardwise.memory import Category, MemoryLimit
 from tests.checkpoint import test_kill
@@ -339,6 +340,18 @@ def test_the_snapshot_is_planned_and_counted(tmp_path: Path) -> None:
         share = 700 * 1001 * 12 // 2  # values and two moments, half of them
         assert share <= held <= 1.1 * share
         assert abs(planned - share) <= 0.01 * share
+
+
+def agreeing() -> list[Any]:
+    run = Run(config(0))
+    say = [None, "short", "x" * 600, {"long": "\u00e9" * 5000}, "y" * 504]
+    return [exchange(run.engine._comm, run.engine.device, say[(rank() + turn) % len(say)]) for turn in range(len(say))]
+
+
+def test_ranks_exchange_short_and_long_values() -> None:
+    results = on_ranks(agreeing, 3)
+    say = [None, "short", "x" * 600, {"long": "\u00e9" * 5000}, "y" * 504]
+    assert results == [[[say[(rank + turn) % 5] for rank in range(3)] for turn in range(5)]] * 3
 
 
 # -- processes -------------------------------------------------------------------------------------------------------
