@@ -1,14 +1,36 @@
 """Checkpoints on disk: written whole or not at all, read by name and range, without pickle.
 
 `engine.save_checkpoint` and `engine.load_checkpoint` are what training scripts use. The names here look at a
-checkpoint without an engine.
+checkpoint without an engine. They are loaded when they are first used: the process that writes in the background needs
+modules of this package, and not torch.
 """
 
-from shardwise.checkpoint.exporting import Exported, export
-from shardwise.checkpoint.manifest import Manifest, Slice, StoredTensor
-from shardwise.checkpoint.reader import Checkpoint, verify
-from shardwise.checkpoint.report import LoadReport, WrongShape
-from shardwise.checkpoint.source import Source, SourceTensor, open_source
+from __future__ import annotations
+
+import importlib
+from typing import TYPE_CHECKING, Any
+
+if TYPE_CHECKING:
+    from shardwise.checkpoint.exporting import Exported, export
+    from shardwise.checkpoint.manifest import Manifest, Slice, StoredTensor
+    from shardwise.checkpoint.reader import Checkpoint, verify
+    from shardwise.checkpoint.report import LoadReport, WrongShape
+    from shardwise.checkpoint.source import Source, SourceTensor, open_source
+
+_PUBLIC = {
+    "Checkpoint": "shardwise.checkpoint.reader",
+    "Exported": "shardwise.checkpoint.exporting",
+    "LoadReport": "shardwise.checkpoint.report",
+    "Manifest": "shardwise.checkpoint.manifest",
+    "Slice": "shardwise.checkpoint.manifest",
+    "Source": "shardwise.checkpoint.source",
+    "SourceTensor": "shardwise.checkpoint.source",
+    "StoredTensor": "shardwise.checkpoint.manifest",
+    "WrongShape": "shardwise.checkpoint.report",
+    "export": "shardwise.checkpoint.exporting",
+    "open_source": "shardwise.checkpoint.source",
+    "verify": "shardwise.checkpoint.reader",
+}
 
 __all__ = [
     "Checkpoint",
@@ -24,3 +46,9 @@ __all__ = [
     "open_source",
     "verify",
 ]
+
+
+def __getattr__(name: str) -> Any:
+    if name in _PUBLIC:
+        return getattr(importlib.import_module(_PUBLIC[name]), name)
+    raise AttributeError(f"module 'shardwise.checkpoint' has no attribute {name!r}")

@@ -18,13 +18,13 @@ import os
 import re
 from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass, field
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
-import torch
-
-from shardwise.checkpoint import validate
-from shardwise.checkpoint.tensorfile import BLOCK, FileFacts, open_to_read
+from shardwise.checkpoint.blocks import BLOCK, FileFacts, open_to_read
 from shardwise.errors import CheckpointError
+
+if TYPE_CHECKING:  # imported where it is needed: the process that writes in the background does without
+    import torch
 
 FORMAT = 1
 """Number of the format. It changes when a reader of the old one could misread the new one."""
@@ -186,6 +186,8 @@ def dtype_of(name: str) -> torch.dtype:
     Raises:
         CheckpointError: torch has no such dtype.
     """
+    import torch
+
     found = getattr(torch, name, None)
     if not isinstance(found, torch.dtype):
         raise CheckpointError(
@@ -256,8 +258,13 @@ def _digest(body: bytes) -> str:
     return hashlib.blake2b(body, digest_size=16).hexdigest()
 
 
-def load(directory: str) -> Manifest:
+def load(directory: str, *, read_later: bool = True) -> Manifest:
     """Read and check the manifest of a checkpoint.
+
+    Args:
+        directory: the checkpoint.
+        read_later: whether tensors are going to be read by it, so that every place in it has to be possible. The
+            process that writes in the background only asks what there is; this needs no torch.
 
     Raises:
         CheckpointError: there is none, it is damaged, or it has another format number.
@@ -270,11 +277,11 @@ def load(directory: str) -> Manifest:
         raise CheckpointError(_absent(directory)) from None
     except OSError as error:
         raise CheckpointError(f"{path}: cannot be read: {error.strerror}") from error
-    return from_bytes(data, path)
+    return from_bytes(data, path, read_later=read_later)
 
 
-def from_bytes(data: bytes, path: str) -> Manifest:
-    """Return the manifest that the bytes of a file hold; `path` is for messages.
+def from_bytes(data: bytes, path: str, *, read_later: bool = True) -> Manifest:
+    """Return the manifest that the bytes of a file hold; `path` is for messages, `read_later` as of `load`.
 
     Raises:
         CheckpointError: the file is damaged or has another format number.
@@ -304,7 +311,10 @@ def from_bytes(data: bytes, path: str) -> Manifest:
         }
         fields["tensors"] = [tensor_from_json(entry) for entry in fields["tensors"]]
         manifest = Manifest(**fields)
-        validate.check(manifest)
+        if read_later:
+            from shardwise.checkpoint import validate
+
+            validate.check(manifest)
         return manifest
     except (LookupError, TypeError, ValueError, ArithmeticError, AttributeError, RecursionError) as error:
         raise CheckpointError(f"{path}: not as shardwise writes it ({type(error).__name__}: {error})") from error

@@ -332,8 +332,9 @@ def open_source(path: Any, tag: str | int | None = None) -> Source:
     """Open weights on disk.
 
     Args:
-        path: one of our checkpoints or of DeepSpeed's, or a directory of them, a directory that torch.distributed.checkpoint has written,
-            weights as Hugging Face keeps them (a directory, or a file .safetensors, .index.json, .bin, .pt, .pth).
+        path: one of our checkpoints or of DeepSpeed's, or a directory of them; a directory that
+            torch.distributed.checkpoint has written; weights as Hugging Face keeps them (a directory, or a file
+            .safetensors, .index.json, .bin, .pt, .pth).
         tag: of a checkpoint in a directory of checkpoints; None: see `find_checkpoint`.
 
     Raises:

@@ -12,7 +12,6 @@ from __future__ import annotations
 import ctypes
 import json
 import os
-import stat
 import zlib
 from collections.abc import Iterable, Sequence
 from dataclasses import dataclass
@@ -20,11 +19,9 @@ from types import TracebackType
 
 import torch
 
+from shardwise.checkpoint.blocks import BLOCK, open_to_read
+from shardwise.checkpoint.blocks import FileFacts as FileFacts
 from shardwise.errors import CheckpointError
-
-BLOCK = 4 << 20
-"""Bytes that have one checksum. CRC-32 finds every burst of up to 32 wrong bits in a block, and others but for one
-in 2**32."""
 
 _NAMES: dict[str, torch.dtype] = {
     "F64": torch.float64,
@@ -76,20 +73,6 @@ def check_shape(shape: object) -> tuple[int, ...]:
     return tuple(shape)
 
 
-def open_to_read(path: str) -> int:
-    """Open a file and return its descriptor.
-
-    Raises:
-        OSError: it cannot be opened.
-        CheckpointError: it is something else than a file: reading a pipe would wait for ever.
-    """
-    descriptor = os.open(path, os.O_RDONLY | os.O_CLOEXEC | os.O_NONBLOCK)
-    if not stat.S_ISREG(os.fstat(descriptor).st_mode):
-        os.close(descriptor)
-        raise CheckpointError(f"{path}: expected a file, found something else (a directory, a pipe or a device)")
-    return descriptor
-
-
 @dataclass(frozen=True)
 class Spec:
     """Dtype and shape of a tensor in a file."""
@@ -104,14 +87,6 @@ class Spec:
         for size in self.shape:
             count *= size
         return count
-
-
-@dataclass(frozen=True)
-class FileFacts:
-    """What is known of a finished file: its size and the CRC-32 of each of its blocks of `BLOCK` bytes."""
-
-    size: int
-    checksums: tuple[str, ...]
 
 
 def bytes_of(tensor: torch.Tensor) -> memoryview:
