@@ -168,12 +168,23 @@ class Checkpointing:
         parent = directory.check_directory(load_dir, "load_dir")
         self.sharded.hooks.settle()
         options = Options(load_module_strict, load_optimizer_states, load_module_only, custom_load_fn is not None)
-        found = find(self.sharded, parent, None if tag is None else directory.check_tag(tag), options)
+        chosen = None if tag is None else directory.check_tag(tag)
+        return self._load(parent, chosen, options, load_lr_scheduler_states, custom_load_fn)
+
+    def _load(
+        self,
+        parent: str,
+        tag: str | None,
+        options: Options,
+        load_lr_scheduler_states: bool,
+        custom_load_fn: CustomLoad | None,
+    ) -> tuple[str | None, dict[str, Any] | None]:
+        found = find(self.sharded, parent, tag, options)
         if found is None:
             return None, None
         saved, matched = found
         with saved:
-            with_scheduler = load_lr_scheduler_states and not load_module_only
+            with_scheduler = load_lr_scheduler_states and not options.module_only
             if with_scheduler and self.lr_scheduler is not None and saved.manifest.scheduler is None:
                 raise CheckpointError(
                     f"{saved.path}: was saved without a learning-rate scheduler, and this engine has one, which would "
@@ -185,7 +196,7 @@ class Checkpointing:
         self.drop_gradients()
         if self.sharded.compressor is not None:
             self.sharded.compressor.clear()  # it is of gradients at other values
-        if not load_module_only:
+        if not options.module_only:
             with phase(self._comm, self.device, f"loading checkpoint {loaded.path}"):
                 self._take_training_state(loaded, options, load_lr_scheduler_states)
         return loaded.path, loaded.client
@@ -274,9 +285,19 @@ class Checkpointing:
                 f"{path}: saved on {len(loaded.manifest.ranks)} ranks and loaded on {world}; random numbers go on on "
                 "the ranks that both have"
             )
+        self._compare_batches(loaded)
         if loaded.rank is not None:
             # Last: nothing after this draws a number.
             rng.restore(loaded.rank["rng"], self.device)
+
+    def _compare_batches(self, loaded: Loaded) -> None:
+        before, now = loaded.manifest.config.get("train_batch_size"), self._resolution.config.train_batch_size
+        if before is not None and before != now:
+            self._log(
+                f"{loaded.path}: saved with {before} samples in a step (train_batch_size), and now there are {now}; "
+                "learning rate and schedule are left as they are. To keep the batch when the number of ranks changes, "
+                "give train_batch_size and train_micro_batch_size_per_gpu and leave gradient_accumulation_steps out"
+            )
 
     @property
     def _method(self) -> str:

@@ -29,6 +29,7 @@ if TYPE_CHECKING:
     from shardwise.comm.communicator import Communicator
     from shardwise.config import Resolution
     from shardwise.memory import Accountant, ActivationPlan
+    from shardwise.zero.memory import MemoryPlan
     from shardwise.zero.model import ShardedModel
 
 
@@ -52,6 +53,10 @@ class MemoryReporting:
     def train_micro_batch_size_per_gpu(self) -> int:
         """Return the number of samples of one rank in one forward pass."""
         raise NotImplementedError
+
+    if TYPE_CHECKING:  # defined by another mixin
+
+        def _notes_on_copies(self, plan: MemoryPlan | None) -> list[str]: ...
 
     def memory_report(
         self, sample_batch: Any = None, *, loss: Callable[[Any], torch.Tensor] | None = None
@@ -99,6 +104,7 @@ class MemoryReporting:
             floor = zero.floor(sharded, accumulation, activations, norm=norm)
         except Exception as error:  # an optimizer of the user's own, which runs in the dry run
             notes.append(f"Not planned: a dry run of the optimizer failed ({type(error).__name__}: {error}).")
+        notes += self._notes_on_copies(plan)
         if not self.accountant.tracked:
             notes.append("Activations and temporaries are measured under shardwise.memory.track_activations.")
         if any(section.layout.table for unit in sharded.units for section in unit.sections):

@@ -19,14 +19,13 @@ from collections.abc import Mapping
 from dataclasses import dataclass, field
 from pathlib import Path
 
-from shardwise.comm.environment import LOOPBACK, is_loopback
+from shardwise.comm.environment import LOOPBACK, MEMORY_DIRECTORY, RECOVERY_FILE, is_loopback
 from shardwise.errors import CommandLineError, LaunchError
 from shardwise.launch.allocator import allocator_settings
 from shardwise.launch.hosts import is_this_machine
+from shardwise.launch.jobmemory import JobMemory
 from shardwise.launch.output import Tags
 from shardwise.launch.placement import Placement, Resources, find_devices, place
-
-GRACE_S = 5.0
 
 
 @dataclass(frozen=True)
@@ -46,7 +45,7 @@ class Job:
         log_dir: directory that gets every rank's output as files.
         quiet: print nothing but the ranks' output and errors.
         tags: whose lines get `[rank N]` in front; "auto" leaves rank 0 as it is on a terminal.
-        grace: seconds that processes have to end after the first signal.
+        grace: seconds that processes have to end after the first signal; None: 60 s where they handle it, else 5 s.
     """
 
     script: str
@@ -61,7 +60,7 @@ class Job:
     log_dir: str | None = None
     quiet: bool = False
     tags: Tags = "auto"
-    grace: float = GRACE_S
+    grace: float | None = None
 
 
 def run_job(job: Job) -> int:
@@ -90,7 +89,7 @@ def check(job: Job) -> None:
         raise CommandLineError("--module runs a Python module, --no_python no Python at all. Give one of them.")
     if job.max_restarts < 0:
         raise CommandLineError(f"--max-restarts {job.max_restarts}: give 0 or more.")
-    if job.grace < 0:
+    if job.grace is not None and job.grace < 0:
         raise CommandLineError(f"--grace {job.grace}: give 0 or more seconds.")
     if job.tags not in ("auto", "always", "never"):
         raise CommandLineError(f"--tag-output {job.tags}: choose auto, always or never.")
@@ -148,7 +147,8 @@ def command(job: Job, local_rank: int) -> list[str]:
 
 def worker_environment(job: Job, placement: Placement, env: Mapping[str, str] = os.environ) -> dict[str, str]:
     """The launcher's own variables, with the devices, the number of threads, Gloo's interface and the allocator."""
-    variables = dict(env)
+    # What a launcher around this one has said is not meant for these ranks.
+    variables = {name: value for name, value in env.items() if name not in (MEMORY_DIRECTORY, RECOVERY_FILE)}
     if placement.devices is not None:
         variables["CUDA_VISIBLE_DEVICES"] = ",".join(placement.devices)
     # torch takes all cores for each process; together they would take nproc times as many.
@@ -168,7 +168,7 @@ def _supervise(job: Job, placement: Placement) -> int:
     from torch.distributed.elastic.agent.server.api import WorkerSpec
     from torch.distributed.elastic.multiprocessing.api import SignalException
 
-    from shardwise.launch.agent import Agent, OneMachine
+    from shardwise.launch.agent import Agent, EndedOnRequest, OneMachine
     from shardwise.launch.attempt import Attempt, Display
     from shardwise.launch.interrupts import Interrupts
     from shardwise.launch.output import Pump, standard_screens
@@ -191,9 +191,13 @@ def _supervise(job: Job, placement: Placement) -> int:
             log_dir.mkdir(parents=True, exist_ok=True)
         except OSError as error:
             raise LaunchError(f"--log-dir {log_dir}: cannot make the directory: {error.strerror}.") from error
-    with tempfile.TemporaryDirectory(prefix="shardwise-run-") as scratch:
+    with tempfile.TemporaryDirectory(prefix="shardwise-run-") as scratch, JobMemory() as memory:
+        if memory.path is not None:
+            shared[MEMORY_DIRECTORY] = str(memory.path)
         display = Display(Pump(), out, err, job.tags, log_dir)
-        interrupts = Interrupts(lambda sig: SignalException(f"received {sig.name}", sig), hurry)
+        interrupts = Interrupts(
+            lambda sig: SignalException(f"received {sig.name}", sig), hurry, lambda sig: agent.forward(sig)
+        )
 
         def open_attempt(number: int, variables: dict[int, dict[str, str]]) -> Attempt:
             if number == 0:
@@ -211,13 +215,16 @@ def _supervise(job: Job, placement: Placement) -> int:
             max_restarts=job.max_restarts,
             monitor_interval=0.05,
         )
-        agent = Agent(spec, open_attempt, job.grace, say)
+        agent = Agent(spec, open_attempt, job.grace, say, Path(scratch))
         try:
             with interrupts:
                 agent.run()
         except SignalException as stopped:
             code = 128 + int(stopped.sigval)
             last_word = f"shardwise run: received {stopped.sigval.name}; all processes have ended."
+        except EndedOnRequest as ended:
+            code = 128 + int(ended.signal)
+            last_word = f"shardwise run: rank {ended.rank} was sent {ended.signal.name}; all processes have ended."
         else:
             code = agent.failure.exit_code if agent.failure else 0
             last_word = agent.failure.message() if agent.failure else ""

@@ -6,7 +6,7 @@ from typing import Annotated, Optional
 
 import typer
 
-from shardwise.launch.job import GRACE_S, Job, run_job
+from shardwise.launch.job import Job, run_job
 from shardwise.launch.placement import Resources
 
 
@@ -86,8 +86,13 @@ def run(
         ),
     ] = "auto",
     grace: Annotated[
-        float, typer.Option(metavar="SECONDS", help="Time to end after SIGTERM or Ctrl-C, before SIGKILL.")
-    ] = GRACE_S,
+        Optional[float],  # noqa: UP045
+        typer.Option(
+            metavar="SECONDS",
+            help="Time to end after SIGTERM or Ctrl-C, before SIGKILL. Default: 60 where the ranks handle SIGTERM "
+            "(to save a checkpoint), else 5.",
+        ),
+    ] = None,
     quiet: Annotated[
         bool, typer.Option("--quiet", "-q", help="Print nothing but the ranks' output and errors.")
     ] = False,
