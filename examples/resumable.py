@@ -3,8 +3,8 @@
     shardwise run --nproc 2 --max-restarts 3 examples/resumable.py
 
 Kill a rank with `kill -9`, and the job goes on from copies in memory within seconds. Send the launcher SIGTERM, as
-schedulers do, and it saves and ends; start it again, also with another --nproc, and it goes on from there. What makes it
-so are the two sections under "checkpoint" in the JSON file, and the two lines of `main` with a comment.
+schedulers do, and it saves and ends; start it again, also with another --nproc, and it goes on from there. This takes
+the two sections under "checkpoint" in the JSON file, and the two lines of `main` that have a comment.
 """
 
 from __future__ import annotations
