@@ -33,6 +33,8 @@ def folder(tmp_path, monkeypatch):
         (Job("train.py", module=True, no_python=True), "Give one of them"),
         (Job("train.py", max_restarts=-1), "--max-restarts -1"),
         (Job("train.py", grace=-1.0), "--grace -1"),
+        (Job("train.py", max_restarts=1, min_nproc=0), "--min-nproc 0"),
+        (Job("train.py", min_nproc=1), "--max-restarts"),
         (Job("train.py", master_port=0), "--master_port 0"),
         (Job("train.py", master_port=70000), "1 to 65535"),
         (Job("train.py", master_addr="192.0.2.1"), "not an address of this machine"),

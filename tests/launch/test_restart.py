@@ -100,3 +100,31 @@ def test_a_job_survives_a_kill_and_is_preempted(tmp_path: Path) -> None:
     assert again.said.rstrip().endswith("received SIGTERM; all processes have ended.")
     assert "Traceback" not in again.said
     assert memory() == before
+
+
+FAILS_ON_SLOT_1 = """
+import os, sys, time
+print("world", os.environ["WORLD_SIZE"], "attempt", os.environ["TORCHELASTIC_RESTART_COUNT"], flush=True)
+if os.environ["RANK"] == "1" and os.environ["WORLD_SIZE"] == "3":
+    sys.exit(5)
+time.sleep(0.5)
+"""
+
+
+def test_a_slot_that_fails_again_and_again_is_left_out(tmp_path: Path) -> None:
+    script = tmp_path / "script.py"
+    script.write_text(FAILS_ON_SLOT_1)
+    command = [sys.executable, "-m", "shardwise.launch", "run", "--nproc", "3", "--max-restarts", "3"]
+    environment = {**os.environ, "PYTHONPATH": os.pathsep.join(path for path in sys.path if path)}
+
+    def run(*options: str) -> subprocess.CompletedProcess[str]:
+        argv = [*command, *options, str(script)]
+        return subprocess.run(argv, capture_output=True, text=True, timeout=120, env=environment)
+
+    done = run("--min-nproc", "2")
+    assert done.returncode == 0, done.stderr
+    assert done.stdout.count("world 3 attempt 1") == 3 and done.stdout.count("world 2 attempt 2") == 2
+    assert "slot 1 is left out from now on; starting all 2 processes again (restart 2 of 3)" in done.stderr
+    done = run("--min-nproc", "3")
+    assert done.returncode == 5 and "left out" not in done.stderr and "world 3 attempt 3" in done.stdout
+    assert run("--min-nproc", "4").returncode == 2

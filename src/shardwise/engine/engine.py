@@ -22,7 +22,6 @@ from shardwise.config import Resolution
 from shardwise.device import Later
 from shardwise.engine.attributes import Attributes
 from shardwise.engine.batch import BatchSizes
-from shardwise.engine.checkpointing import Checkpointing
 from shardwise.engine.exhausted import explained, explaining
 from shardwise.engine.faults import FaultTolerance
 from shardwise.engine.getters import ConfigGetters
@@ -92,7 +91,7 @@ class _Prepared:
     applied: bool = False
 
 
-class Engine(Attributes, BatchSizes, Checkpointing, ConfigGetters, FaultTolerance, MemoryReporting, nn.Module):
+class Engine(Attributes, BatchSizes, ConfigGetters, FaultTolerance, MemoryReporting, nn.Module):
     """A model, its optimizer and its schedule, sharded as the configuration says. Made by `shardwise.initialize`.
 
     Attributes:

@@ -20,6 +20,7 @@ from shardwise.checkpoint.copies import GENERATIONS, Generation, MemoryCopies, M
 from shardwise.checkpoint.load import Options
 from shardwise.checkpoint.newest import OnDisk, newest
 from shardwise.comm.environment import MEMORY_DIRECTORY
+from shardwise.engine.checkpointing import Checkpointing
 from shardwise.engine.recovery import FirstStep, Resumed
 from shardwise.engine.signals import SignalWatch, signal_named
 from shardwise.errors import CheckpointError, CheckpointPathError, UsageError
@@ -28,11 +29,8 @@ from shardwise.utils.logging import logger
 
 if TYPE_CHECKING:
     from shardwise.checkpoint.collect import TrainingState
-    from shardwise.comm.communicator import Communicator
-    from shardwise.config import Resolution
     from shardwise.memory import Accountant
     from shardwise.zero.memory import MemoryPlan
-    from shardwise.zero.model import ShardedModel
 
 EXIT_BASE = 128
 """A job that ends because of a signal ends with this plus the signal's number, as shells have it: 143 for SIGTERM."""
@@ -41,36 +39,10 @@ _engines = count()
 """Numbers the engines of this process that keep copies, in the same order on all ranks and after every restart."""
 
 
-class FaultTolerance:
+class FaultTolerance(Checkpointing):
     """Mixin of `Engine`: what makes a failure cost seconds. Every method is called by all ranks together."""
 
-    sharded: ShardedModel
     accountant: Accountant
-    device: torch.device
-    global_steps: int
-    _comm: Communicator
-    _resolution: Resolution
-
-    if TYPE_CHECKING:  # defined by other mixins
-
-        def save_checkpoint(self, save_dir: str, client_state: Mapping[str, Any] | None = None) -> bool:
-            """Save everything."""
-
-        def load_checkpoint(self, load_dir: str, tag: str | None = None) -> tuple[str | None, dict[str, Any] | None]:
-            """Bring a checkpoint back."""
-
-        def _load(
-            self, parent: str, tag: str | None, options: Options, with_scheduler: bool, custom: Any
-        ) -> tuple[str | None, dict[str, Any] | None]: ...
-
-        def _check_can_save(self) -> None: ...
-
-        def _training_state(self, client: dict[str, Any]) -> TrainingState: ...
-
-        def _dtype_name(self) -> str: ...
-
-        def train_batch_size(self) -> int:
-            """Return the number of samples in one step."""
 
     def _prepare_for_faults(self, rank: int) -> None:
         """Begin without anything switched on."""
@@ -405,8 +377,8 @@ class FaultTolerance:
 
     def _load_generation(self, copies: MemoryCopies, generation: Generation, name: str) -> dict[str, Any]:
         _, client = self._load(copies.path, name, Options(verify=False), True, None)
-        assert client is not None and self.global_steps == generation.steps
-        return client
+        assert self.global_steps == generation.steps
+        return {} if client is None else client
 
     def _resume_from_disk(self, parent: str, on_disk: OnDisk | None) -> tuple[str, str, dict[str, Any]] | None:
         if on_disk is None:
@@ -423,6 +395,5 @@ class FaultTolerance:
                     logger.warning("%s; what `latest` names is loaded", error)
         if path is None:
             path, client = self.load_checkpoint(parent)
-        if path is None or client is None:
-            return None
-        return "disk", path, client
+        assert path is not None
+        return "disk", path, {} if client is None else client

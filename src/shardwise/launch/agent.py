@@ -130,6 +130,10 @@ class Agent(SimpleElasticAgent):
         grace: seconds between the first signal and SIGKILL; None: what suits the processes.
         say: prints one line for the user.
         scratch: private directory in which a restarted rank tells when training goes on.
+        least: number of workers below which no slot is left out; None: none ever is.
+
+    Attributes:
+        slots: which of the slots that there were at first still have a worker, in rank order.
     """
 
     def __init__(
@@ -139,8 +143,12 @@ class Agent(SimpleElasticAgent):
         grace: float | None,
         say: Callable[[str], None],
         scratch: Path,
+        least: int | None = None,
     ) -> None:
         super().__init__(spec)
+        self.slots = list(range(spec.local_world_size))
+        self._least = spec.local_world_size if least is None else least
+        self._suspect: int | None = None
         self.failure: Failure | None = None
         """Of the last attempt that has failed."""
         self.attempt: Attempt | None = None
@@ -219,8 +227,9 @@ class Agent(SimpleElasticAgent):
                 raise EndedOnRequest(self.failure.exit.rank, asked)
             left = worker_group.spec.max_restarts - self._attempts + 1
             if left > 0:
+                without = self._leave_out(self.failure.exit.rank, worker_group.spec)
                 self._say(
-                    f"rank {self.failure.exit.rank} failed first ({self.failure.cause()}); starting all "
+                    f"rank {self.failure.exit.rank} failed first ({self.failure.cause()}){without}; starting all "
                     f"{worker_group.spec.local_world_size} processes again (restart {self._attempts} of "
                     f"{worker_group.spec.max_restarts})"
                 )
@@ -236,6 +245,20 @@ class Agent(SimpleElasticAgent):
                 return_values=dict.fromkeys(worker.global_rank for worker in worker_group.workers),
             )
         return RunResult(state=WorkerState.HEALTHY)
+
+    def _leave_out(self, rank: int, spec: WorkerSpec) -> str:
+        """Give up the slot of a rank that has now failed first twice in a row; return what there is to say of it.
+
+        One failure may be an accident; two of the same slot point to its device.
+        """
+        slot = self.slots[rank]
+        again, self._suspect = self._suspect == slot, slot
+        if not again or len(self.slots) <= self._least:
+            return ""
+        self._suspect = None
+        self.slots.remove(slot)
+        spec.local_world_size = len(self.slots)
+        return f", as in the attempt before; slot {slot} is left out from now on"
 
     def _stop_workers(self, worker_group: WorkerGroup, is_restart: bool = False) -> None:
         self._shutdown()

@@ -25,7 +25,7 @@ from shardwise.launch.allocator import allocator_settings
 from shardwise.launch.hosts import is_this_machine
 from shardwise.launch.jobmemory import JobMemory
 from shardwise.launch.output import Tags
-from shardwise.launch.placement import Placement, Resources, find_devices, place
+from shardwise.launch.placement import Placement, Resources, find_devices, place, remaining
 
 
 @dataclass(frozen=True)
@@ -42,6 +42,8 @@ class Job:
         no_python: run the script itself, not with Python.
         no_local_rank: do not append --local_rank=N to the arguments.
         max_restarts: how often to start all processes again after a failure.
+        min_nproc: a restart may leave out the slot of a rank that has failed first twice in a row, down to so many
+            processes; None: restarts are always with all.
         log_dir: directory that gets every rank's output as files.
         quiet: print nothing but the ranks' output and errors.
         tags: whose lines get `[rank N]` in front; "auto" leaves rank 0 as it is on a terminal.
@@ -57,6 +59,7 @@ class Job:
     no_python: bool = False
     no_local_rank: bool = False
     max_restarts: int = 0
+    min_nproc: int | None = None
     log_dir: str | None = None
     quiet: bool = False
     tags: Tags = "auto"
@@ -89,6 +92,10 @@ def check(job: Job) -> None:
         raise CommandLineError("--module runs a Python module, --no_python no Python at all. Give one of them.")
     if job.max_restarts < 0:
         raise CommandLineError(f"--max-restarts {job.max_restarts}: give 0 or more.")
+    if job.min_nproc is not None and job.min_nproc < 1:
+        raise CommandLineError(f"--min-nproc {job.min_nproc}: a job has at least one process.")
+    if job.min_nproc is not None and not job.max_restarts:
+        raise CommandLineError(f"--min-nproc {job.min_nproc}: says how restarts may be; give --max-restarts too.")
     if job.grace is not None and job.grace < 0:
         raise CommandLineError(f"--grace {job.grace}: give 0 or more seconds.")
     if job.tags not in ("auto", "always", "never"):
@@ -184,7 +191,8 @@ def _supervise(job: Job, placement: Placement) -> int:
         if agent.attempt is not None:
             agent.attempt.gang.hurry = True
 
-    shared = worker_environment(job, placement)
+    if job.min_nproc is not None and job.min_nproc > placement.nproc:
+        raise CommandLineError(f"--min-nproc {job.min_nproc}: the job has only {placement.nproc} processes.")
     log_dir = None if job.log_dir is None else Path(job.log_dir)
     if log_dir is not None:
         try:
@@ -192,19 +200,19 @@ def _supervise(job: Job, placement: Placement) -> int:
         except OSError as error:
             raise LaunchError(f"--log-dir {log_dir}: cannot make the directory: {error.strerror}.") from error
     with tempfile.TemporaryDirectory(prefix="shardwise-run-") as scratch, JobMemory() as memory:
-        if memory.path is not None:
-            shared[MEMORY_DIRECTORY] = str(memory.path)
+        added = {} if memory.path is None else {MEMORY_DIRECTORY: str(memory.path)}
         display = Display(Pump(), out, err, job.tags, log_dir)
         interrupts = Interrupts(
             lambda sig: SignalException(f"received {sig.name}", sig), hurry, lambda sig: agent.forward(sig)
         )
 
         def open_attempt(number: int, variables: dict[int, dict[str, str]]) -> Attempt:
+            common = {**worker_environment(job, remaining(placement, agent.slots)), **added}
             if number == 0:
                 first = variables[0]
-                say(_summary(placement, shared, f"{first['MASTER_ADDR']}:{first['MASTER_PORT']}"))
+                say(_summary(placement, common, f"{first['MASTER_ADDR']}:{first['MASTER_PORT']}"))
             argv = {rank: command(job, int(own["LOCAL_RANK"])) for rank, own in variables.items()}
-            env = {rank: {**shared, **own} for rank, own in variables.items()}
+            env = {rank: {**common, **own} for rank, own in variables.items()}
             return Attempt(number, argv, env, display, Path(scratch), interrupts.uninterrupted)
 
         spec = WorkerSpec(
@@ -215,7 +223,7 @@ def _supervise(job: Job, placement: Placement) -> int:
             max_restarts=job.max_restarts,
             monitor_interval=0.05,
         )
-        agent = Agent(spec, open_attempt, job.grace, say, Path(scratch))
+        agent = Agent(spec, open_attempt, job.grace, say, Path(scratch), job.min_nproc)
         try:
             with interrupts:
                 agent.run()

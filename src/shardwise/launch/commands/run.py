@@ -69,6 +69,14 @@ def run(
     max_restarts: Annotated[
         int, typer.Option(metavar="K", help="After a failure start all processes again, up to K times.")
     ] = 0,
+    min_nproc: Annotated[
+        Optional[int],  # noqa: UP045
+        typer.Option(
+            metavar="M",
+            help="Let a restart go on without the slot whose process has failed first twice in a row, down to M "
+            "processes. Default: always restart all.",
+        ),
+    ] = None,
     log_dir: Annotated[
         Optional[str],  # noqa: UP045
         typer.Option(
@@ -108,6 +116,7 @@ def run(
         no_python=no_python,
         no_local_rank=no_local_rank,
         max_restarts=max_restarts,
+        min_nproc=min_nproc,
         log_dir=log_dir,
         quiet=quiet,
         tags=tag_output,  # type: ignore[arg-type]  # checked with the rest of the job
