@@ -2,15 +2,18 @@
 
 from __future__ import annotations
 
+import doctest
 import os
 import signal
 from pathlib import Path
+from types import ModuleType
 
 import pytest
 import torch.distributed as dist
 
-from shardwise.checkpoint import Checkpoint
+from shardwise.checkpoint import Checkpoint, newest, shipping
 from shardwise.checkpoint.directory import read_latest
+from shardwise.engine import faults, signals
 from shardwise.errors import CheckpointError, CheckpointPathError, UsageError
 from tests.checkpoint.job import Run, config, differences, on_ranks
 
@@ -123,3 +126,8 @@ def failing_and_mistaken(root: str) -> None:
 
 def test_failures_and_mistakes(tmp_path: Path) -> None:
     on_ranks(failing_and_mistaken, 2, str(tmp_path))
+
+
+@pytest.mark.parametrize("module", [faults, signals, newest, shipping])
+def test_the_examples_in_the_reference_run(module: ModuleType) -> None:
+    assert doctest.testmod(module).failed == 0
