@@ -107,6 +107,7 @@ def check_disk(runs: Path, progress: Path) -> tuple[int | None, list[str]]:
 
 def train(folder: Path) -> None:
     """Train until killed, or to the end."""
+    import numpy
     import torch
     from torch import nn
 
@@ -130,8 +131,11 @@ def train(folder: Path) -> None:
     shardwise.init_distributed(verbose=False)
     first = torch.distributed.get_rank() == 0
     on_disk, wrong = check_disk(runs, progress) if first else (None, [])
-    # Only the first attempts depend on it: what is saved replaces everything else.
-    torch.manual_seed(os.getpid() if (runs / "latest").exists() else 1)
+    # Only a run that begins depends on it: what is saved replaces everything else.
+    seed = os.getpid() if (runs / "latest").exists() else 1
+    torch.manual_seed(seed)
+    numpy.random.seed(seed)
+    random.seed(seed)
     torch.distributed.barrier()
     data = list(torch.randint(0, 64, (400,), generator=torch.Generator().manual_seed(2)))
     engine, _, loader, _ = shardwise.initialize(model=Model(), training_data=data, config=CONFIG)

@@ -64,27 +64,25 @@ def resumed_equal(root: str, nodes: int, cases: list[tuple[int, str, str]]) -> l
         case = f"{stage} {dtype} {optimizer}"
         node = rank * nodes // world
         folder = f"{root}/{case}/node{node}"
-        first = start(folder, copying(stage, dtype, optimizer=optimizer), seed=1)
-        first.step()
-        first.step()
-        expected = first.fingerprint()
-        for _ in range(3):
-            first.step()
-        expected_later = first.fingerprint()
+        settings = copying(stage, dtype, every=5, optimizer=optimizer)
+        first = start(folder, settings, seed=1)
+        losses = [first.step() for _ in range(5)]
         copied = first.engine.last_memory_copy
-        assert copied.steps == 4 and copied.seconds > 0
-        assert first.engine.copy_to_memory().steps == 5  # between the regular times
+        assert copied.steps == 5 and copied.seconds > 0
+        expected = first.fingerprint()
+        losses += [first.step() for _ in range(3)]
+        expected_later = first.fingerprint()
+        assert differences(expected, expected_later)  # the comparison sees something
         barrier()
         if nodes > 1 and rank == 0:
             shutil.rmtree(folder)
         barrier()
-        second = start(folder, copying(stage, dtype, optimizer=optimizer), seed=9)
+        second = start(folder, settings, seed=9)
         state = second.engine.resume(f"{root}/{case}/runs")
         assert state == {} and second.engine.resumed.source == "memory" and second.engine.global_steps == 5
-        wrong += [f"{case}: {name}" for name in differences(expected_later, second.fingerprint())]
-        assert differences(expected, expected_later)  # the comparison sees something
-        wrong += [f"{case}: step {n}" for n in range(3) if first.step() != second.step()]
-        wrong += [f"{case}, later: {name}" for name in differences(first.fingerprint(), second.fingerprint())]
+        wrong += [f"{case}: {name}" for name in differences(expected, second.fingerprint())]
+        wrong += [f"{case}: step {n}" for n in range(5, 8) if second.step() != losses[n]]
+        wrong += [f"{case}, later: {name}" for name in differences(expected_later, second.fingerprint())]
         barrier()
     return wrong
 
@@ -149,11 +147,11 @@ def bounded_checked_and_replaced(root: str) -> None:
     copy = run.engine.last_memory_copy
     assert copy.own_bytes < copy.held_bytes < 3 * copy.own_bytes
     note = next(note for note in run.engine.memory_report().notes if note.startswith("Copies in memory"))
-    assert f"{node}/engine0: 2 x 0.0 MB planned, 2 x 0.0 MB measured" in note
+    assert f"{node}/engine0: 2 x 0." in note and "MB planned, 2 x 0." in note and "MB measured" in note
     with TensorFile(str(next(Path(node).glob(f"engine0/step3-*/{files[2 * rank + 1]}")))) as file:
         state = sum(spec.nbytes for key, spec in file.specs.items() if key.startswith(("parameter/", "optimizer/")))
     planned = run.engine._planned_part(memory.planned(run.engine.sharded, 2))
-    assert state <= planned <= 1.1 * state + 1000  # padding, and step counts
+    assert state <= planned <= 1.1 * state + 2000  # padding, which is much of so small a model
     sent = [record for record in run.engine.ledger.records() if record.label == "copies" and record.op == "all_to_all"]
     assert sum(record.sent for record in sent) >= copy.own_bytes
     barrier()
@@ -164,6 +162,7 @@ def bounded_checked_and_replaced(root: str) -> None:
         assert (None if state is None else other.engine.global_steps) == steps
         if steps is not None:
             assert differences(states[steps], other.fingerprint()) == []
+        barrier()
         assert not [name for name in os.listdir(f"{node}/engine0") if name.startswith("restored")]
         other.engine.destroy()
         barrier()

@@ -20,6 +20,7 @@ def test_both_are_off_unless_asked_for() -> None:
     found = resolved(on_signal={"save_dir": "runs"}, memory_copies={"every": 5})
     assert (found.on_signal.exit_on, found.on_signal.save_on) == (["SIGTERM"], ["SIGUSR1"])
     assert (found.memory_copies.replicas, found.memory_copies.directory) == (1, None)
+    assert resolved(memory_copies={}).memory_copies.every == 10
 
 
 @pytest.mark.parametrize(
@@ -31,7 +32,6 @@ def test_both_are_off_unless_asked_for() -> None:
         ({"on_signal": {"save_dir": "a", "exit_on": ["SIGUSR1"]}}, "cannot both end and go on"),
         ({"on_signal": {"save_dir": "a", "exit_on": [], "save_on": []}}, "names no signal"),
         ({"on_signal": {"save_dir": "a", "exit": []}}, "checkpoint.on_signal.exit"),
-        ({"memory_copies": {}}, "checkpoint.memory_copies.every"),
         ({"memory_copies": {"every": 0}}, "checkpoint.memory_copies.every"),
         ({"memory_copies": {"every": 1, "replicas": -1}}, "checkpoint.memory_copies.replicas"),
         ({"memory_copies": {"every": 1, "directory": ""}}, "checkpoint.memory_copies.directory"),

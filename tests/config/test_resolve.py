@@ -139,6 +139,7 @@ ASKS_BY_PRESENCE = (
     "weight_quantization",
     "datastates_ckpt",
     "checkpoint.writer",
+    "checkpoint.on_signal",
     "zero_optimization.zenflow",
     "zero_optimization.zeropp_loco_param",
 )

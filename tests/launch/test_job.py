@@ -9,8 +9,8 @@ import pytest
 
 from shardwise.errors import CommandLineError
 from shardwise.launch import allocator
-from shardwise.launch.job import Job, check, command, worker_environment
-from shardwise.launch.placement import Placement
+from shardwise.launch.job import Job, check, command, run_job, worker_environment
+from shardwise.launch.placement import Placement, Resources
 
 
 @pytest.fixture
@@ -45,6 +45,12 @@ def folder(tmp_path, monkeypatch):
 def test_wrong_jobs_are_refused(folder, job: Job, message: str) -> None:
     with pytest.raises(CommandLineError, match=message):
         check(job)
+
+
+def test_no_more_processes_than_there_are_can_be_kept(folder, monkeypatch) -> None:
+    monkeypatch.setenv("CUDA_VISIBLE_DEVICES", "")
+    with pytest.raises(CommandLineError, match="has only 2 processes"):
+        run_job(Job("train.py", resources=Resources(nproc=2), max_restarts=1, min_nproc=3))
 
 
 def test_right_jobs_are_not(folder) -> None:

@@ -206,6 +206,9 @@ def _checkpoint(config: Config) -> Iterator[Problem]:
     asked = config.checkpoint.on_signal
     if asked is None:
         return
+    if asked.save_dir is None:
+        message = "is missing; name the directory in which checkpoints are saved when a signal comes"
+        yield Problem("checkpoint.on_signal.save_dir", message)
     both = sorted(set(asked.exit_on) & set(asked.save_on))
     if both:
         message = (

@@ -59,6 +59,7 @@ class FaultTolerance(Checkpointing):
         section = self._resolution.config.checkpoint
         if section.on_signal is not None:
             asked = section.on_signal
+            assert asked.save_dir is not None  # checked with the rest of the configuration
             self.checkpoint_on_signal(asked.save_dir, exit_on=asked.exit_on, save_on=asked.save_on)
         if section.memory_copies is not None:
             wanted = section.memory_copies

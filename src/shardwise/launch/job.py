@@ -79,7 +79,10 @@ def run_job(job: Job) -> int:
         LaunchError: the port is taken, or processes cannot be started.
     """
     check(job)
-    return _supervise(job, place(job.resources, find_devices()))
+    placement = place(job.resources, find_devices())
+    if job.min_nproc is not None and job.min_nproc > placement.nproc:
+        raise CommandLineError(f"--min-nproc {job.min_nproc}: the job has only {placement.nproc} processes.")
+    return _supervise(job, placement)
 
 
 def check(job: Job) -> None:
@@ -191,8 +194,6 @@ def _supervise(job: Job, placement: Placement) -> int:
         if agent.attempt is not None:
             agent.attempt.gang.hurry = True
 
-    if job.min_nproc is not None and job.min_nproc > placement.nproc:
-        raise CommandLineError(f"--min-nproc {job.min_nproc}: the job has only {placement.nproc} processes.")
     log_dir = None if job.log_dir is None else Path(job.log_dir)
     if log_dir is not None:
         try:

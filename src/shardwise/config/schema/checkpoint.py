@@ -54,7 +54,9 @@ class Writer(Section):
 class OnSignal(Section):
     """`checkpoint.on_signal`: a checkpoint when a rank is sent a signal. A section of ours."""
 
-    save_dir: str = key(..., "Directory of the run's checkpoints, as for `save_checkpoint`.", min_length=1)
+    save_dir: str | None = key(
+        None, "Directory of the run's checkpoints, as for `save_checkpoint`; it has to be named.", min_length=1
+    )
     exit_on: Signals = key(["SIGTERM"], "Signals after which the job saves and ends, with the exit code 128 + signal.")
     save_on: Signals = key(["SIGUSR1"], "Signals after which the job saves and goes on.")
 
@@ -62,7 +64,7 @@ class OnSignal(Section):
 class MemoryCopies(Section):
     """`checkpoint.memory_copies`: the training state in memory, outside of the processes. A section of ours."""
 
-    every: Int = key(..., "Steps between two copies.", gt=0)
+    every: Int = key(10, "Steps between two copies.", gt=0)
     replicas: Int = key(1, "Number of other nodes that keep a copy of each rank's part.", ge=0)
     directory: str | None = key(
         None, "Where copies are kept, on a tmpfs of each node; null: where `shardwise run` has made room.", min_length=1
