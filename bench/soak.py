@@ -96,10 +96,10 @@ def check_disk(runs: Path, progress: Path) -> tuple[int | None, list[str]]:
 
     said = [line.split() for line in progress.read_text().splitlines()] if progress.exists() else []
     begun = [int(step) for word, step in said if word == "saving"]
-    done = [int(step) for word, step in said if word == "saved"]
+    done = [0, *(int(step) for word, step in said if word == "saved")]
     tag = directory.read_latest(str(runs)) if runs.exists() else None
     if tag is None:
-        return None, ["a checkpoint had been saved and there is no `latest`"] if done else []
+        return None, ["a checkpoint had been saved and there is no `latest`"] if done[1:] else []
     step = verify(str(runs / tag)).counters["global_steps"]
     allowed = {*done[-1:], *begun[-1:]}
     return step, [] if step in allowed else [f"latest is of step {step}, expected one of {sorted(allowed)}"]
