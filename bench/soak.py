@@ -345,6 +345,7 @@ def main() -> None:
     found.add_argument("--nproc", type=int, default=2)
     found.add_argument("--seed", type=int, default=0)
     found.add_argument("--directory", help="where the job saves; default: the system's for temporary files")
+    found.add_argument("--limit", type=float, default=5.0, help="seconds of recovery beyond the start of processes")
     options = read(found)
     if options.quick:
         options.kills = min(options.kills, 2)
@@ -353,7 +354,7 @@ def main() -> None:
 
     save(options.results, "soak", [result])
     print(json.dumps(result, indent=1))
-    slow = result["recovery_beyond_process_start_s"]["worst"] >= 5
+    slow = result["recovery_beyond_process_start_s"]["worst"] >= options.limit
     if result["wrong"] or result["differ_from_undisturbed"] or result["left_in_memory"] or slow:
         sys.exit("something has been lost, or recovery was too slow")
 
