@@ -10,9 +10,9 @@ TORCH := $(shell sed -n 's/^\(torch==[0-9.]*\).*/\1/p' constraints.txt)
 # One computing thread a process: tests start several ranks on one machine.
 export OMP_NUM_THREADS ?= 1
 
-.PHONY: help venv demo test matrix lint format bench bench-gpu docs clean
+.PHONY: help venv demo test matrix lint format bench bench-gpu soak docs clean
 help:
-	@echo "make demo | test | matrix | lint | format | bench | bench-gpu | docs | clean"
+	@echo "make demo | test | matrix | lint | format | bench | bench-gpu | soak | docs | clean"
 
 venv: $(STAMP)
 
@@ -62,6 +62,11 @@ bench: $(STAMP)
 bench-gpu: $(STAMP)
 	$(BIN)/python bench/one_gpu.py $(BENCH_FLAGS)
 	$(BIN)/python bench/table.py README.md docs/numbers.md docs/convergence.md
+
+# 100 ranks killed while saving and 100 while training; a tenth of it is part of `make test`. About a quarter of an hour.
+SOAK_FLAGS ?= --kills 100
+soak: $(STAMP)
+	$(BIN)/python bench/soak.py $(SOAK_FLAGS)
 
 docs: $(DOCS_STAMP)
 	NO_MKDOCS_2_WARNING=1 $(BIN)/mkdocs build --strict --quiet

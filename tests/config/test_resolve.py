@@ -138,6 +138,7 @@ ASKS_BY_PRESENCE = (
     "sparse_attention",
     "weight_quantization",
     "datastates_ckpt",
+    "checkpoint.on_signal",
     "zero_optimization.zenflow",
     "zero_optimization.zeropp_loco_param",
 )

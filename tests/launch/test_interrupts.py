@@ -17,7 +17,7 @@ class Stop(Exception):
 
 def _interrupts(hurried: list[bool] | None = None) -> Interrupts:
     seen = [] if hurried is None else hurried
-    return Interrupts(lambda sig: Stop(sig.name), lambda: seen.append(True))
+    return Interrupts(lambda sig: Stop(sig.name), lambda: seen.append(True), lambda sig: None)
 
 
 def test_the_first_signal_raises_and_the_next_hurries() -> None:
@@ -42,6 +42,15 @@ def test_a_signal_waits_for_the_end_of_a_section() -> None:
             steps.append("inner")
         steps.append("outer")
     assert steps == ["inner", "outer"]
+
+
+def test_signals_that_do_not_end_a_job_are_passed_on() -> None:
+    passed: list[str] = []
+    with Interrupts(lambda sig: Stop(sig.name), lambda: None, lambda sig: passed.append(sig.name)) as interrupts:
+        for sig in (signal.SIGUSR2, signal.SIGUSR2):
+            os.kill(os.getpid(), sig)
+            time.sleep(0.01)
+        assert passed == ["SIGUSR2", "SIGUSR2"] and interrupts.received is None
 
 
 def test_signals_that_are_switched_off_stay_so() -> None:

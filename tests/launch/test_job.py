@@ -9,8 +9,8 @@ import pytest
 
 from shardwise.errors import CommandLineError
 from shardwise.launch import allocator
-from shardwise.launch.job import Job, check, command, worker_environment
-from shardwise.launch.placement import Placement
+from shardwise.launch.job import Job, check, command, run_job, worker_environment
+from shardwise.launch.placement import Placement, Resources
 
 
 @pytest.fixture
@@ -33,6 +33,8 @@ def folder(tmp_path, monkeypatch):
         (Job("train.py", module=True, no_python=True), "Give one of them"),
         (Job("train.py", max_restarts=-1), "--max-restarts -1"),
         (Job("train.py", grace=-1.0), "--grace -1"),
+        (Job("train.py", max_restarts=1, min_nproc=0), "--min-nproc 0"),
+        (Job("train.py", min_nproc=1), "--max-restarts"),
         (Job("train.py", master_port=0), "--master_port 0"),
         (Job("train.py", master_port=70000), "1 to 65535"),
         (Job("train.py", master_addr="192.0.2.1"), "not an address of this machine"),
@@ -43,6 +45,12 @@ def folder(tmp_path, monkeypatch):
 def test_wrong_jobs_are_refused(folder, job: Job, message: str) -> None:
     with pytest.raises(CommandLineError, match=message):
         check(job)
+
+
+def test_no_more_processes_than_there_are_can_be_kept(folder, monkeypatch) -> None:
+    monkeypatch.setenv("CUDA_VISIBLE_DEVICES", "")
+    with pytest.raises(CommandLineError, match="has only 2 processes"):
+        run_job(Job("train.py", resources=Resources(nproc=2), max_restarts=1, min_nproc=3))
 
 
 def test_right_jobs_are_not(folder) -> None:

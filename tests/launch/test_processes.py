@@ -118,6 +118,35 @@ def test_stop_gives_time_to_end() -> None:
         assert gang.exits[0].code == 0 and gang.exits[0].stopped
 
 
+SAVING = """
+import os, signal, subprocess, sys, time
+child = subprocess.Popen([sys.executable, "-c", "import time; print('up', flush=True); time.sleep(600)"],
+                         stdout=subprocess.PIPE)
+child.stdout.readline()
+def save(*_):
+    time.sleep(0.3)
+    print("child", "lives" if child.poll() is None else "is gone", flush=True)
+    os._exit(0)
+signal.signal(15, save)
+print("ready", child.pid, ".", flush=True)
+time.sleep(600)
+"""
+
+
+def test_children_are_told_after_a_worker_that_handles_the_signal() -> None:
+    with _gang(SAVING, "import time; print('ready', flush=True); time.sleep(600)") as (gang, readers):
+        child = int(_read_until(readers[0], b".").split()[1])
+        _read_until(readers[1], b"ready")
+        assert gang.handles(signal.SIGTERM) and not gang.handles(signal.SIGUSR2)
+        assert not gang.forward(signal.SIGUSR2)  # it would kill them
+        began = time.monotonic()
+        gang.stop(signal.SIGTERM, 60)
+        assert time.monotonic() - began < 30
+        assert _read_until(readers[0], b"\n").strip() == b"child lives"
+        assert not _alive(child)
+        assert (gang.exits[0].code, gang.exits[1].code) == (0, -15)
+
+
 def test_hurry_ends_the_grace_period() -> None:
     with _gang(READY) as (gang, (reader,)):
         _read_until(reader, b"ready")

@@ -30,6 +30,10 @@ from dataclasses import dataclass
 from shardwise.errors import LaunchError
 
 LOOPBACK = "127.0.0.1"
+MEMORY_DIRECTORY = "SHARDWISE_MEMORY_DIRECTORY"
+"""Variable in which `shardwise run` names a directory in memory that lives as long as the job."""
+RECOVERY_FILE = "SHARDWISE_RECOVERY_FILE"
+"""Variable in which `shardwise run` asks the ranks of a restarted job when training has gone on."""
 NO_LAUNCHER = "no launcher"
 
 

@@ -20,6 +20,7 @@ def check_combinations(config: Config, found: Scan, world_size: int) -> list[Pro
         *_zeropp(config, world_size),
         *_gradients(config),
         *_onebit(config),
+        *_checkpoint(config),
         *_ranks(config, world_size),
         *_checkpoints(config, found),
     ]
@@ -200,6 +201,25 @@ def _onebit(config: Config) -> Iterator[Problem]:
     if config.sparse_gradients:
         message = f"is true, but `optimizer.type` = {name} keeps whole gradients on every rank; remove one of them"
         yield Problem("sparse_gradients", message, ConflictError)
+
+
+def _checkpoint(config: Config) -> Iterator[Problem]:
+    asked = config.checkpoint.on_signal
+    if asked is None:
+        return
+    if asked.save_dir is None:
+        message = "is missing; name the directory in which checkpoints are saved when a signal comes"
+        yield Problem("checkpoint.on_signal.save_dir", message)
+    both = sorted(set(asked.exit_on) & set(asked.save_on))
+    if both:
+        message = (
+            f"has {both[0]}, and so has `checkpoint.on_signal.save_on`; the job cannot both end and go on after a "
+            "signal, so leave it in one of them"
+        )
+        yield Problem("checkpoint.on_signal.exit_on", message, ConflictError)
+    if not asked.exit_on and not asked.save_on:
+        message = "names no signal in `exit_on` and none in `save_on`; name one, or remove the section"
+        yield Problem("checkpoint.on_signal", message)
 
 
 def _ranks(config: Config, world_size: int) -> Iterator[Problem]:

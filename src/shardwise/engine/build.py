@@ -255,6 +255,8 @@ def _build(
         mpu=mpu,
     )
     engine_box.append(engine)
+    # Signals that come from here on find a whole engine.
+    engine._guard_against_faults()
     if engine.global_rank == 0 and optimizer is not None:
         logger.info("precision: %s", engine.precision_in_words())
     return engine, optimizer, loader, scheduler

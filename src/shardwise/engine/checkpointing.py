@@ -234,14 +234,24 @@ class Checkpointing(BackgroundSaving):
             Selection.of(include, exclude, rename),
         )
         checked = None if tag is None else directory.check_tag(tag)
-        found = find(self.sharded, parent, checked, options, opener(self.sharded))
+        return self._load(parent, checked, options, load_lr_scheduler_states, custom_load_fn)
+
+    def _load(
+        self,
+        parent: str,
+        tag: str | None,
+        options: Options,
+        load_lr_scheduler_states: bool,
+        custom_load_fn: CustomLoad | None,
+    ) -> tuple[str | None, dict[str, Any] | None]:
+        found = find(self.sharded, parent, tag, options, opener(self.sharded))
         if found is None:
             return None, None
         saved, matched = found
         self._notes = ()
         with saved:
-            with_scheduler = load_lr_scheduler_states and not load_module_only
-            if not load_module_only:
+            with_scheduler = load_lr_scheduler_states and not options.module_only
+            if not options.module_only:
                 self._check_training_state(saved.manifest, saved.path, with_scheduler=with_scheduler)
             if with_scheduler and self.lr_scheduler is not None:
                 check_schedule(saved, self.lr_scheduler)
@@ -251,7 +261,7 @@ class Checkpointing(BackgroundSaving):
         self.drop_gradients()
         if self.sharded.compressor is not None:
             self.sharded.compressor.clear()  # it is of gradients at other values
-        if not load_module_only:
+        if not options.module_only:
             if saved.notes:
                 self._log(f"{loaded.path}: not taken over: {'; '.join(saved.notes)}")
             with phase(self._comm, self.device, f"loading checkpoint {loaded.path}"):
@@ -360,9 +370,19 @@ class Checkpointing(BackgroundSaving):
                 f"{path}: saved on {len(loaded.manifest.ranks)} ranks and loaded on {world}; random numbers go on on "
                 "the ranks that both have"
             )
+        self._compare_batches(loaded)
         if loaded.rank is not None and loaded.rank["rng"] is not None:
             # Last: nothing after this draws a number.
             rng.restore(loaded.rank["rng"], self.device)
+
+    def _compare_batches(self, loaded: Loaded) -> None:
+        before, now = loaded.manifest.config.get("train_batch_size"), self._resolution.config.train_batch_size
+        if before is not None and before != now:
+            self._log(
+                f"{loaded.path}: saved with {before} samples in a step (train_batch_size), and now there are {now}; "
+                "learning rate and schedule are left as they are. To keep the batch when the number of ranks changes, "
+                "give train_batch_size and train_micro_batch_size_per_gpu and leave gradient_accumulation_steps out"
+            )
 
     @property
     def _method(self) -> str:

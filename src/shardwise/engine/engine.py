@@ -22,8 +22,8 @@ from shardwise.config import Resolution
 from shardwise.device import Later
 from shardwise.engine.attributes import Attributes
 from shardwise.engine.batch import BatchSizes
-from shardwise.engine.checkpointing import Checkpointing
 from shardwise.engine.exhausted import explained, explaining
+from shardwise.engine.faults import FaultTolerance
 from shardwise.engine.getters import ConfigGetters
 from shardwise.engine.interchange import Interchange
 from shardwise.engine.memory import MemoryReporting
@@ -92,7 +92,7 @@ class _Prepared:
     applied: bool = False
 
 
-class Engine(Attributes, BatchSizes, Checkpointing, Interchange, ConfigGetters, MemoryReporting, nn.Module):
+class Engine(Attributes, BatchSizes, ConfigGetters, Interchange, FaultTolerance, MemoryReporting, nn.Module):
     """A model, its optimizer and its schedule, sharded as the configuration says. Made by `shardwise.initialize`.
 
     Attributes:
@@ -163,6 +163,7 @@ class Engine(Attributes, BatchSizes, Checkpointing, Interchange, ConfigGetters, 
         self._batch = self.initial_batch()
         self._last_call: Call | None = None
         self._last_signature: tuple[Any, ...] | None = None
+        self._prepare_for_faults(comm.rank)
         sharded.gradient_factor = self._factor_so_far
         sharded.reduction_scale = self._reduction_scale
         sharded.on_backward_begin = self._backward_begins
@@ -431,12 +432,15 @@ class Engine(Attributes, BatchSizes, Checkpointing, Interchange, ConfigGetters, 
         if self.optimizer is None:
             raise UsageError(f"engine.step(): {self._no_optimizer()}")
         self._was_applied = False
-        if not self._managed or self.is_gradient_accumulation_boundary():
+        boundary = not self._managed or self.is_gradient_accumulation_boundary()
+        if boundary:
             with explaining(lambda: self._circumstances("engine.step()", stepping=True)):
                 self._take_step(lr_kwargs)
             if not self._managed:
                 self._boundary = None
         self.micro_steps += 1
+        if boundary:
+            self._after_boundary()
 
     def _no_optimizer(self) -> str:
         section = self._resolution.config.optimizer
@@ -523,7 +527,8 @@ class Engine(Attributes, BatchSizes, Checkpointing, Interchange, ConfigGetters, 
         clip = float(config.gradient_clipping)
         unused = None if config.zero_optimization.ignore_unused_parameters else reducer.unused()
         asked = unused is not None or self.loss_scaler is not None
-        facts = [*self._window.facts(), float(bool(unused) or self._unscaled)]
+        reported = float(bool(unused) or self._unscaled)
+        facts = [*self._window.facts(), reported, *self._signals.facts(self._comm.rank)]
         sums = None
         if computes_norm(config):
             sums, told = sharded.sums.squares(facts)
@@ -547,18 +552,21 @@ class Engine(Attributes, BatchSizes, Checkpointing, Interchange, ConfigGetters, 
         return _Prepared(norm, coefficient, weight, overflow, reducer.passes, multiplier)
 
     def _listen(self, told: torch.Tensor, *, now: bool) -> bool:
-        """Learn what the ranks have said: now, or at the next step where nothing but weights has been asked for and it
-        would mean waiting now. Return whether any rank has reported something.
+        """Learn what the ranks have said: now, or at the next step where nothing but weights and signals has been asked
+        for and it would mean waiting now. Return whether any rank has reported something.
         """
         before, self._told = self._told, None
         if before is not None:
-            check_mixed(before.read())
+            self._hear(before.read())
         if not now:
-            self._told = Later(told[:FACTS])
+            self._told = Later(told)
             return False
-        *facts, reported = told.tolist()
-        check_mixed(facts)
-        return bool(reported)
+        return self._hear(told.tolist())
+
+    def _hear(self, told: list[float]) -> bool:
+        self._signals.hear(told[FACTS + 1 :])
+        check_mixed(told[:FACTS])
+        return bool(told[FACTS])
 
     def _refuse(self, unused: list[str]) -> None:
         """Raise on every rank what is wrong with the window's gradients on some rank; `unused`: names on this one."""
@@ -704,6 +712,7 @@ class Engine(Attributes, BatchSizes, Checkpointing, Interchange, ConfigGetters, 
         failure = self._finish_save()
         if not self.sharded.closed and self.optimizer is not None and self.loss_scaler is not None:
             vars(self.optimizer).pop("overflow", None)
+        self._end_guard()
         self.sharded.close()
         self._comm.destroy()
         if failure is not None:

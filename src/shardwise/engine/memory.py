@@ -30,6 +30,7 @@ if TYPE_CHECKING:
     from shardwise.comm.communicator import Communicator
     from shardwise.config import Resolution
     from shardwise.memory import Accountant, ActivationPlan
+    from shardwise.zero.memory import MemoryPlan
     from shardwise.zero.model import ShardedModel
 
 
@@ -56,6 +57,10 @@ class MemoryReporting:
 
     def _snapshot_bytes(self, state: int) -> int:
         raise NotImplementedError
+
+    if TYPE_CHECKING:  # defined by another mixin
+
+        def _notes_on_copies(self, plan: MemoryPlan | None) -> list[str]: ...
 
     def memory_report(
         self, sample_batch: Any = None, *, loss: Callable[[Any], torch.Tensor] | None = None
@@ -109,6 +114,7 @@ class MemoryReporting:
             notes.append(f"The snapshot of asynchronous saves takes {readable(snapshot)}, {where}.")
         if self.device.type != "cpu":
             snapshot = 0
+        notes += self._notes_on_copies(plan)
         if not self.accountant.tracked:
             notes.append("Activations and temporaries are measured under shardwise.memory.track_activations.")
         if any(section.layout.table for unit in sharded.units for section in unit.sections):

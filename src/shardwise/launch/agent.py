@@ -9,7 +9,9 @@ restarted ranks find those of their dead predecessors and hang or are refused.
 from __future__ import annotations
 
 import signal
+import time
 from collections.abc import Callable
+from pathlib import Path
 from typing import Any
 
 import torch.distributed as dist
@@ -23,11 +25,39 @@ from torch.distributed.elastic.agent.server.api import (
 from torch.distributed.elastic.multiprocessing.errors import ProcessFailure
 from torch.distributed.elastic.rendezvous.api import RendezvousHandler, RendezvousInfo, RendezvousStoreInfo
 
+from shardwise.comm.environment import RECOVERY_FILE
 from shardwise.comm.rendezvous import serve
 from shardwise.comm.setup import DEFAULT_PORT, DEFAULT_TIMEOUT
 from shardwise.errors import LaunchError
 from shardwise.launch.attempt import Attempt
 from shardwise.launch.failure import Failure
+from shardwise.launch.recovery import Recovery
+
+GRACE_S = 5.0
+"""Time to end, for processes that have no handler for the signal, and after a failure for all."""
+
+SAVING_GRACE_S = 60.0
+"""The same for processes that handle the signal themselves, as those do that save a checkpoint on it."""
+
+_ENDED_ON = {
+    128 + int(sig): sig
+    for sig in (signal.SIGHUP, signal.SIGINT, signal.SIGQUIT, signal.SIGTERM, signal.SIGUSR1, signal.SIGUSR2)
+}
+"""Exit codes with which a process says that it was asked to end, and has done so in order."""
+
+
+class EndedOnRequest(Exception):
+    """A rank has ended in order because of a signal: the job is over, and not to be restarted.
+
+    Attributes:
+        rank: which one.
+        signal: what it was sent.
+    """
+
+    def __init__(self, rank: int, asked: signal.Signals) -> None:
+        super().__init__(f"rank {rank} was sent {asked.name}")
+        self.rank = rank
+        self.signal = asked
 
 
 class OneMachine(RendezvousHandler):
@@ -97,25 +127,39 @@ class Agent(SimpleElasticAgent):
     Args:
         spec: number of workers and restarts.
         open_attempt: makes the next attempt from its number and its workers' variables by rank.
-        grace: seconds between the first signal and SIGKILL.
+        grace: seconds between the first signal and SIGKILL; None: what suits the processes.
         say: prints one line for the user.
+        scratch: private directory in which a restarted rank tells when training goes on.
+        least: number of workers below which no slot is left out; None: none ever is.
+
+    Attributes:
+        slots: which of the slots that there were at first still have a worker, in rank order.
     """
 
     def __init__(
         self,
         spec: WorkerSpec,
         open_attempt: Callable[[int, dict[int, dict[str, str]]], Attempt],
-        grace: float,
+        grace: float | None,
         say: Callable[[str], None],
+        scratch: Path,
+        least: int | None = None,
     ) -> None:
         super().__init__(spec)
+        self.slots = list(range(spec.local_world_size))
+        self._least = spec.local_world_size if least is None else least
+        self._suspect: int | None = None
         self.failure: Failure | None = None
         """Of the last attempt that has failed."""
         self.attempt: Attempt | None = None
         self._open_attempt = open_attempt
         self._grace = grace
         self._say = say
+        self._scratch = scratch
         self._attempts = 0
+        self._noticed = 0.0
+        self._recovery: Recovery | None = None
+        self._notices: list[str] = []
 
     def _start_workers(self, worker_group: WorkerGroup) -> dict[int, Any]:
         spec = worker_group.spec
@@ -141,20 +185,51 @@ class Agent(SimpleElasticAgent):
                 "TORCHELASTIC_RUN_ID": spec.rdzv_handler.get_run_id(),
                 "TORCHELASTIC_USE_AGENT_STORE": str(spec.rdzv_handler.use_agent_store),
             }
+            if self.failure is not None:
+                variables[worker.global_rank][RECOVERY_FILE] = str(self._recovery_file())
         self.attempt = self._open_attempt(self._attempts, variables)
-        self._attempts += 1
         pids = self.attempt.start()
+        if self.failure is not None:
+            end = self.failure.exit
+            started = self.attempt.started
+            self._recovery = Recovery(end.rank, end.at, self._noticed, started, self._recovery_file())
+        self._attempts += 1
         return {worker.local_rank: pids[worker.global_rank] for worker in worker_group.workers}
+
+    def _recovery_file(self) -> Path:
+        return self._scratch / f"attempt_{self._attempts}_recovered.json"
+
+    def forward(self, sig: signal.Signals) -> None:
+        """Pass a signal on to the ranks that handle it; called from a signal handler."""
+        if self.attempt is None or not self.attempt.gang.forward(sig):
+            self._notices.append(f"received {sig.name}, for which no rank has a handler; nothing is done")
+
+    def _tell(self) -> None:
+        """Say what has happened meanwhile."""
+        while self._notices:
+            self._say(self._notices.pop(0))
+        told = None if self._recovery is None else self._recovery.told()
+        if told is not None:
+            self._say(told)
+            self._recovery = None
 
     def _monitor_workers(self, worker_group: WorkerGroup) -> RunResult:
         attempt = self.attempt
         assert attempt is not None
+        self._tell()
         if attempt.failed():
-            self.failure = attempt.end_after_failure(self._grace)
+            self._noticed = time.time()
+            self._recovery = None
+            # Without the rank that has failed the others cannot save anything, so there is nothing to wait for.
+            self.failure = attempt.end_after_failure(GRACE_S if self._grace is None else min(self._grace, GRACE_S))
+            asked = _ENDED_ON.get(self.failure.exit.code)
+            if asked is not None:
+                raise EndedOnRequest(self.failure.exit.rank, asked)
             left = worker_group.spec.max_restarts - self._attempts + 1
             if left > 0:
+                without = self._leave_out(self.failure.exit.rank, worker_group.spec)
                 self._say(
-                    f"rank {self.failure.exit.rank} failed first ({self.failure.cause()}); starting all "
+                    f"rank {self.failure.exit.rank} failed first ({self.failure.cause()}){without}; starting all "
                     f"{worker_group.spec.local_world_size} processes again (restart {self._attempts} of "
                     f"{worker_group.spec.max_restarts})"
                 )
@@ -171,10 +246,30 @@ class Agent(SimpleElasticAgent):
             )
         return RunResult(state=WorkerState.HEALTHY)
 
+    def _leave_out(self, rank: int, spec: WorkerSpec) -> str:
+        """Give up the slot of a rank that has now failed first twice in a row; return what there is to say of it.
+
+        One failure may be an accident; two of the same slot point to its device.
+        """
+        slot = self.slots[rank]
+        again, self._suspect = self._suspect == slot, slot
+        if not again or len(self.slots) <= self._least:
+            return ""
+        self._suspect = None
+        self.slots.remove(slot)
+        spec.local_world_size = len(self.slots)
+        return f", as in the attempt before; slot {slot} is left out from now on"
+
     def _stop_workers(self, worker_group: WorkerGroup, is_restart: bool = False) -> None:
         self._shutdown()
 
     def _shutdown(self, death_sig: signal.Signals = signal.SIGTERM, timeout: int | None = None) -> None:
         # torch's own grace period (`timeout`) is 30 s; the user's counts here.
-        if self.attempt is not None:
-            self.attempt.end(death_sig, self._grace)
+        if self.attempt is None:
+            return
+        grace = self._grace
+        if grace is None:
+            # Every Python process handles SIGINT.
+            saves = death_sig is not signal.SIGINT and self.attempt.gang.handles(death_sig)
+            grace = SAVING_GRACE_S if saves else GRACE_S
+        self.attempt.end(death_sig, grace)

@@ -96,6 +96,11 @@ class Attempt:
             self.gang.start(streams)
             return self.gang.pids()
 
+    @property
+    def started(self) -> float:
+        """When the workers were started, in seconds since the epoch."""
+        return self._started
+
     def failed(self) -> bool:
         """Whether a worker has ended badly, or has raised (torch's `@record` tells) and does not come to its
         end.

@@ -17,25 +17,31 @@ class Interrupts:
     """Turns the signals that ask the launcher to end into one orderly end.
 
     The first signal raises `raised(signal)` in the main thread, or as soon as the section that must not be
-    cut ends. Any further one calls `hurry`. Signals that the launcher's parent has switched off stay so.
+    cut ends. Any further one calls `hurry`. Signals that the launcher's parent has switched off stay so. SIGUSR1 and
+    SIGUSR2 do not ask the launcher to end: they are passed to `forward`.
     """
 
     raised: Callable[[signal.Signals], Exception]
     hurry: Callable[[], None]
+    forward: Callable[[signal.Signals], None]
     received: signal.Signals | None = None
     _held: int = 0
     _pending: bool = False
     _before: dict[signal.Signals, object] = field(default_factory=dict)
 
     def __enter__(self) -> Interrupts:
-        for sig in (signal.SIGINT, signal.SIGTERM, signal.SIGHUP, signal.SIGQUIT):
+        for sig in (signal.SIGINT, signal.SIGTERM, signal.SIGHUP, signal.SIGQUIT, signal.SIGUSR1, signal.SIGUSR2):
             if signal.getsignal(sig) is not signal.SIG_IGN:
-                self._before[sig] = signal.signal(sig, self._handle)
+                passes_on = sig in (signal.SIGUSR1, signal.SIGUSR2)
+                self._before[sig] = signal.signal(sig, self._pass_on if passes_on else self._handle)
         return self
 
     def __exit__(self, *error: object) -> None:
         for sig, handler in self._before.items():
             signal.signal(sig, handler)  # type: ignore[arg-type]
+
+    def _pass_on(self, number: int, frame: object) -> None:
+        self.forward(signal.Signals(number))
 
     def _handle(self, number: int, frame: object) -> None:
         if self.received is not None:

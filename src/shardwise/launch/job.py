@@ -19,14 +19,13 @@ from collections.abc import Mapping
 from dataclasses import dataclass, field
 from pathlib import Path
 
-from shardwise.comm.environment import LOOPBACK, is_loopback
+from shardwise.comm.environment import LOOPBACK, MEMORY_DIRECTORY, RECOVERY_FILE, is_loopback
 from shardwise.errors import CommandLineError, LaunchError
 from shardwise.launch.allocator import allocator_settings
 from shardwise.launch.hosts import is_this_machine
+from shardwise.launch.jobmemory import JobMemory
 from shardwise.launch.output import Tags
-from shardwise.launch.placement import Placement, Resources, find_devices, place
-
-GRACE_S = 5.0
+from shardwise.launch.placement import Placement, Resources, find_devices, place, remaining
 
 
 @dataclass(frozen=True)
@@ -43,10 +42,12 @@ class Job:
         no_python: run the script itself, not with Python.
         no_local_rank: do not append --local_rank=N to the arguments.
         max_restarts: how often to start all processes again after a failure.
+        min_nproc: a restart may leave out the slot of a rank that has failed first twice in a row, down to so many
+            processes; None: restarts are always with all.
         log_dir: directory that gets every rank's output as files.
         quiet: print nothing but the ranks' output and errors.
         tags: whose lines get `[rank N]` in front; "auto" leaves rank 0 as it is on a terminal.
-        grace: seconds that processes have to end after the first signal.
+        grace: seconds that processes have to end after the first signal; None: 60 s where they handle it, else 5 s.
     """
 
     script: str
@@ -58,10 +59,11 @@ class Job:
     no_python: bool = False
     no_local_rank: bool = False
     max_restarts: int = 0
+    min_nproc: int | None = None
     log_dir: str | None = None
     quiet: bool = False
     tags: Tags = "auto"
-    grace: float = GRACE_S
+    grace: float | None = None
 
 
 def run_job(job: Job) -> int:
@@ -77,7 +79,10 @@ def run_job(job: Job) -> int:
         LaunchError: the port is taken, or processes cannot be started.
     """
     check(job)
-    return _supervise(job, place(job.resources, find_devices()))
+    placement = place(job.resources, find_devices())
+    if job.min_nproc is not None and job.min_nproc > placement.nproc:
+        raise CommandLineError(f"--min-nproc {job.min_nproc}: the job has only {placement.nproc} processes.")
+    return _supervise(job, placement)
 
 
 def check(job: Job) -> None:
@@ -90,7 +95,11 @@ def check(job: Job) -> None:
         raise CommandLineError("--module runs a Python module, --no_python no Python at all. Give one of them.")
     if job.max_restarts < 0:
         raise CommandLineError(f"--max-restarts {job.max_restarts}: give 0 or more.")
-    if job.grace < 0:
+    if job.min_nproc is not None and job.min_nproc < 1:
+        raise CommandLineError(f"--min-nproc {job.min_nproc}: a job has at least one process.")
+    if job.min_nproc is not None and not job.max_restarts:
+        raise CommandLineError(f"--min-nproc {job.min_nproc}: says how restarts may be; give --max-restarts too.")
+    if job.grace is not None and job.grace < 0:
         raise CommandLineError(f"--grace {job.grace}: give 0 or more seconds.")
     if job.tags not in ("auto", "always", "never"):
         raise CommandLineError(f"--tag-output {job.tags}: choose auto, always or never.")
@@ -148,7 +157,8 @@ def command(job: Job, local_rank: int) -> list[str]:
 
 def worker_environment(job: Job, placement: Placement, env: Mapping[str, str] = os.environ) -> dict[str, str]:
     """The launcher's own variables, with the devices, the number of threads, Gloo's interface and the allocator."""
-    variables = dict(env)
+    # What a launcher around this one has said is not meant for these ranks.
+    variables = {name: value for name, value in env.items() if name not in (MEMORY_DIRECTORY, RECOVERY_FILE)}
     if placement.devices is not None:
         variables["CUDA_VISIBLE_DEVICES"] = ",".join(placement.devices)
     # torch takes all cores for each process; together they would take nproc times as many.
@@ -168,7 +178,7 @@ def _supervise(job: Job, placement: Placement) -> int:
     from torch.distributed.elastic.agent.server.api import WorkerSpec
     from torch.distributed.elastic.multiprocessing.api import SignalException
 
-    from shardwise.launch.agent import Agent, OneMachine
+    from shardwise.launch.agent import Agent, EndedOnRequest, OneMachine
     from shardwise.launch.attempt import Attempt, Display
     from shardwise.launch.interrupts import Interrupts
     from shardwise.launch.output import Pump, standard_screens
@@ -184,23 +194,26 @@ def _supervise(job: Job, placement: Placement) -> int:
         if agent.attempt is not None:
             agent.attempt.gang.hurry = True
 
-    shared = worker_environment(job, placement)
     log_dir = None if job.log_dir is None else Path(job.log_dir)
     if log_dir is not None:
         try:
             log_dir.mkdir(parents=True, exist_ok=True)
         except OSError as error:
             raise LaunchError(f"--log-dir {log_dir}: cannot make the directory: {error.strerror}.") from error
-    with tempfile.TemporaryDirectory(prefix="shardwise-run-") as scratch:
+    with tempfile.TemporaryDirectory(prefix="shardwise-run-") as scratch, JobMemory() as memory:
+        added = {} if memory.path is None else {MEMORY_DIRECTORY: str(memory.path)}
         display = Display(Pump(), out, err, job.tags, log_dir)
-        interrupts = Interrupts(lambda sig: SignalException(f"received {sig.name}", sig), hurry)
+        interrupts = Interrupts(
+            lambda sig: SignalException(f"received {sig.name}", sig), hurry, lambda sig: agent.forward(sig)
+        )
 
         def open_attempt(number: int, variables: dict[int, dict[str, str]]) -> Attempt:
+            common = {**worker_environment(job, remaining(placement, agent.slots)), **added}
             if number == 0:
                 first = variables[0]
-                say(_summary(placement, shared, f"{first['MASTER_ADDR']}:{first['MASTER_PORT']}"))
+                say(_summary(placement, common, f"{first['MASTER_ADDR']}:{first['MASTER_PORT']}"))
             argv = {rank: command(job, int(own["LOCAL_RANK"])) for rank, own in variables.items()}
-            env = {rank: {**shared, **own} for rank, own in variables.items()}
+            env = {rank: {**common, **own} for rank, own in variables.items()}
             return Attempt(number, argv, env, display, Path(scratch), interrupts.uninterrupted)
 
         spec = WorkerSpec(
@@ -211,13 +224,16 @@ def _supervise(job: Job, placement: Placement) -> int:
             max_restarts=job.max_restarts,
             monitor_interval=0.05,
         )
-        agent = Agent(spec, open_attempt, job.grace, say)
+        agent = Agent(spec, open_attempt, job.grace, say, Path(scratch), job.min_nproc)
         try:
             with interrupts:
                 agent.run()
         except SignalException as stopped:
             code = 128 + int(stopped.sigval)
             last_word = f"shardwise run: received {stopped.sigval.name}; all processes have ended."
+        except EndedOnRequest as ended:
+            code = 128 + int(ended.signal)
+            last_word = f"shardwise run: rank {ended.rank} was sent {ended.signal.name}; all processes have ended."
         else:
             code = agent.failure.exit_code if agent.failure else 0
             last_word = agent.failure.message() if agent.failure else ""

@@ -7,7 +7,7 @@ CUDA_VISIBLE_DEVICES is touched, whatever the options say.
 from __future__ import annotations
 
 import os
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 
 from shardwise.errors import CommandLineError, NotBuiltError
@@ -65,6 +65,21 @@ class Placement:
 
     nproc: int
     devices: tuple[str, ...] | None
+
+
+def remaining(placement: Placement, slots: Sequence[int]) -> Placement:
+    """The answer without some of its processes.
+
+    Args:
+        placement: the whole answer.
+        slots: which of its processes are left, from 0, in order.
+
+    Example:
+        >>> remaining(Placement(3, ("4", "5", "6")), [0, 2])
+        Placement(nproc=2, devices=('4', '6'))
+    """
+    devices = None if placement.devices is None else tuple(placement.devices[slot] for slot in slots)
+    return Placement(len(slots), devices)
 
 
 def find_devices(env: Mapping[str, str] = os.environ) -> Devices:

@@ -131,19 +131,28 @@ class Gang:
     def stop(self, first: signal.Signals, grace: float) -> list[int]:
         """End every process of every worker's session: `first`, then SIGKILL after `grace` seconds.
 
+        A worker that handles `first` itself may need its children until it has done so, as one that saves its state
+        needs those that load its data. They are sent `first` after its end.
+
         Returns:
             Process ids that even SIGKILL has not ended (stuck in the kernel); normally empty.
         """
         if self.stop_began is None:
             self.stop_began = time.time()
         sessions = {process.pid: rank for rank, process in self._processes.items()}
-        self._send(first, sessions)
         deadline = time.monotonic() + grace
-        while _members(sessions) and time.monotonic() < deadline and not self.hurry:
+        told: set[int] = set()
+        while members := _members(sessions):
+            waiting = {pid for pid in sessions if pid in members and handles(pid, first)}
+            now = [pid for pid, session in members.items() if pid == session or session not in waiting]
+            self._send(first, sessions, [pid for pid in now if pid not in told])
+            told.update(now)
+            if time.monotonic() >= deadline or self.hurry:
+                break
             time.sleep(POLL_S)
         deadline = time.monotonic() + UNKILLABLE_S
         while (left := _members(sessions)) and time.monotonic() < deadline:
-            self._send(signal.SIGKILL, sessions)
+            self._send(signal.SIGKILL, sessions, list(left))
             time.sleep(POLL_S)
         with self._changed:
             self._changed.wait_for(lambda: len(self.exits) + len(left) >= len(sessions), UNKILLABLE_S)
@@ -153,8 +162,24 @@ class Gang:
         self._processes.clear()
         return sorted(left)
 
-    def _send(self, sig: signal.Signals, sessions: Mapping[int, int]) -> None:
-        for pid in _members(sessions):
+    def handles(self, sig: signal.Signals) -> bool:
+        """Whether a worker has a handler of its own for a signal."""
+        return any(handles(process.pid, sig) for process in list(self._processes.values()))
+
+    def forward(self, sig: signal.Signals) -> bool:
+        """Send a signal to the workers that have a handler for it, and to no others; return whether there are any.
+
+        May be called from a signal handler.
+        """
+        found = [process.pid for process in list(self._processes.values()) if handles(process.pid, sig)]
+        for pid in found:
+            # An ended worker is a zombie until the gang is stopped, so that the number is nobody else's.
+            with contextlib.suppress(ProcessLookupError):
+                os.kill(pid, sig)
+        return bool(found)
+
+    def _send(self, sig: signal.Signals, sessions: Mapping[int, int], pids: Sequence[int]) -> None:
+        for pid in pids:
             if pid in sessions:
                 self._sent[sessions[pid]].add(sig)
             with contextlib.suppress(ProcessLookupError):
@@ -170,6 +195,20 @@ class Gang:
             stopped = self.stop_began is not None and (code >= 0 or -code in self._sent[rank])
             self.exits[rank] = Exit(rank, pid, code, at, stopped)
             self._changed.notify_all()
+
+
+def handles(pid: int, sig: signal.Signals) -> bool:
+    """Whether a process has a handler for a signal.
+
+    >>> handles(os.getpid(), signal.SIGKILL)
+    False
+    """
+    try:
+        text = Path(f"/proc/{pid}/status").read_text(encoding="utf-8", errors="replace")
+    except OSError:
+        return False  # it has ended
+    caught = next((line.split()[1] for line in text.splitlines() if line.startswith("SigCgt:")), "0")
+    return bool(int(caught, 16) >> (sig - 1) & 1)
 
 
 def _members(sessions: Mapping[int, int]) -> dict[int, int]:

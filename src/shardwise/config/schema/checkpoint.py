@@ -6,7 +6,7 @@ from typing import Annotated, Any, Literal
 
 from pydantic import BeforeValidator, ConfigDict, WithJsonSchema
 
-from .base import Int, Section, key, section
+from .base import Int, Section, as_list, key, section
 
 
 def _lower(value: Any) -> Any:
@@ -25,6 +25,10 @@ WriterType = Annotated[
     BeforeValidator(_lower),
     WithJsonSchema({"enum": [w for word in ("mock", "python", "fast") for w in (word, word.upper())]}),
 ]
+Signals = Annotated[
+    list[Literal["SIGTERM", "SIGINT", "SIGHUP", "SIGQUIT", "SIGUSR1", "SIGUSR2", "SIGXCPU"]], BeforeValidator(as_list)
+]
+"""Names of signals that a process can handle."""
 
 
 class ParallelWrite(Section):
@@ -66,6 +70,26 @@ class Writer(Section):
     )
 
 
+class OnSignal(Section):
+    """`checkpoint.on_signal`: a checkpoint when a rank is sent a signal. A section of ours."""
+
+    save_dir: str | None = key(
+        None, "Directory of the run's checkpoints, as for `save_checkpoint`; it has to be named.", min_length=1
+    )
+    exit_on: Signals = key(["SIGTERM"], "Signals after which the job saves and ends, with the exit code 128 + signal.")
+    save_on: Signals = key(["SIGUSR1"], "Signals after which the job saves and goes on.")
+
+
+class MemoryCopies(Section):
+    """`checkpoint.memory_copies`: the training state in memory, outside of the processes. A section of ours."""
+
+    every: Int = key(10, "Steps between two copies.", gt=0)
+    replicas: Int = key(1, "Number of other nodes that keep a copy of each rank's part.", ge=0)
+    directory: str | None = key(
+        None, "Where copies are kept, on a tmpfs of each node; null: where `shardwise run` has made room.", min_length=1
+    )
+
+
 class Checkpoint(Section):
     """`checkpoint`."""
 
@@ -90,6 +114,8 @@ class Checkpoint(Section):
         True, "Write zip archives.", no_effect="checkpoints are safetensors and JSON files"
     )
     writer: Writer | None = key(None, "Engine that writes files.")
+    on_signal: OnSignal | None = key(None, "Checkpoints when a rank is sent a signal.")
+    memory_copies: MemoryCopies | None = key(None, "Copies of the training state in memory.")
 
     @property
     def in_background(self) -> bool:

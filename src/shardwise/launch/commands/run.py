@@ -6,7 +6,7 @@ from typing import Annotated, Optional
 
 import typer
 
-from shardwise.launch.job import GRACE_S, Job, run_job
+from shardwise.launch.job import Job, run_job
 from shardwise.launch.placement import Resources
 
 
@@ -69,6 +69,14 @@ def run(
     max_restarts: Annotated[
         int, typer.Option(metavar="K", help="After a failure start all processes again, up to K times.")
     ] = 0,
+    min_nproc: Annotated[
+        Optional[int],  # noqa: UP045
+        typer.Option(
+            metavar="M",
+            help="Let a restart go on without the slot whose process has failed first twice in a row, down to M "
+            "processes. Default: always restart all.",
+        ),
+    ] = None,
     log_dir: Annotated[
         Optional[str],  # noqa: UP045
         typer.Option(
@@ -86,8 +94,13 @@ def run(
         ),
     ] = "auto",
     grace: Annotated[
-        float, typer.Option(metavar="SECONDS", help="Time to end after SIGTERM or Ctrl-C, before SIGKILL.")
-    ] = GRACE_S,
+        Optional[float],  # noqa: UP045
+        typer.Option(
+            metavar="SECONDS",
+            help="Time to end after SIGTERM or Ctrl-C, before SIGKILL. Default: 60 where the ranks handle SIGTERM "
+            "(to save a checkpoint), else 5.",
+        ),
+    ] = None,
     quiet: Annotated[
         bool, typer.Option("--quiet", "-q", help="Print nothing but the ranks' output and errors.")
     ] = False,
@@ -103,6 +116,7 @@ def run(
         no_python=no_python,
         no_local_rank=no_local_rank,
         max_restarts=max_restarts,
+        min_nproc=min_nproc,
         log_dir=log_dir,
         quiet=quiet,
         tags=tag_output,  # type: ignore[arg-type]  # checked with the rest of the job

@@ -1,0 +1,529 @@
+"""Copies of the whole training state in memory, outside of the processes that train, for going on after a failure.
+
+Each rank writes its part, in the form in which checkpoints have it, into a directory that lives in memory (tmpfs), and
+sends it to a rank of another node if there are several, which keeps it in its own. The copies of all ranks at one step
+are a generation. Two are kept at most: the newest complete one, and the one that is being written.
+
+    begin      every node makes a hidden directory; each has published the generation before
+    collect    every rank finds what it has to write; generations before the newest complete one are removed
+    write      every rank writes its file, and beside it what the manifest needs of it
+    ship       files travel to the next nodes
+    publish    every node renames its directory
+
+Each line ends with all ranks knowing that all have succeeded, so where one node has published a generation, the data of
+all are there. A generation is complete if every rank's part is on some node; which is found out when it is needed, when
+nodes may be gone. Then its parts are put together as a checkpoint, which is loaded as every checkpoint is, into any
+layout. A rank's node gets from others only the files that its ranks will read.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import hashlib
+import json
+import os
+import platform
+import secrets
+import shutil
+import time
+from collections.abc import Callable, Iterator
+from dataclasses import dataclass
+from typing import Any
+
+import torch
+
+from shardwise._version import __version__
+from shardwise.checkpoint import manifest
+from shardwise.checkpoint.agree import phase
+from shardwise.checkpoint.collect import Part, TrainingState, add_buffers, buffer_digests, collect
+from shardwise.checkpoint.protocols import ShardedModel
+from shardwise.checkpoint.reader import Checkpoint
+from shardwise.checkpoint.shipping import Hold, Shipment, ship, tell_all
+from shardwise.checkpoint.tensorwriter import write_tensors
+from shardwise.comm.communicator import Communicator
+from shardwise.errors import CheckpointError
+from shardwise.utils.logging import logger
+
+GENERATIONS = 2
+"""Generations that are there at once at most."""
+
+_FACTS = "generation.json"
+_PARTIAL = ".partial"
+_RESTORED = "restored-"
+
+
+@dataclass(frozen=True)
+class Generation:
+    """The copies of one step.
+
+    Attributes:
+        name: of its directory on every node.
+        steps: `global_steps` at that time.
+        created: seconds since 1970.
+        world: number of ranks that made it.
+        places: for each of these ranks the nodes that have its part.
+    """
+
+    name: str
+    steps: int
+    created: float
+    world: int
+    places: dict[int, set[int]]
+
+    @property
+    def complete(self) -> bool:
+        """Whether the part of every rank is somewhere."""
+        return all(self.places.get(rank) for rank in range(self.world))
+
+
+@dataclass(frozen=True)
+class MemoryCopy:
+    """What the last copy into memory has taken on this rank.
+
+    Attributes:
+        steps: `global_steps` of the state.
+        seconds: how long training was blocked.
+        own_bytes: size of this rank's part.
+        held_bytes: bytes of this generation that this rank has written: its own part and those of other nodes' ranks.
+        directory: where they are.
+    """
+
+    steps: int
+    seconds: float
+    own_bytes: int
+    held_bytes: int
+    directory: str
+
+
+def nodes_of(comm: Communicator, device: torch.device, directory: str) -> list[list[int]]:
+    """Return the ranks that share this directory, for every directory, in the order of their first ranks.
+
+    Ranks are found to share one by what they see in it, not by the names of their machines: containers of one machine
+    may each have their own memory.
+
+    Raises:
+        CheckpointError: the directory cannot be used on some rank.
+    """
+    what = f"checkpoint.memory_copies: meeting in {directory}"
+    sign = os.path.join(directory, f".here-{secrets.token_hex(8)}")
+    try:
+        with phase(comm, device, what) as met:
+            os.makedirs(directory, mode=0o700, exist_ok=True)
+            with open(sign, "xb"):
+                pass
+            met.said = os.path.basename(sign)
+        with phase(comm, device, what) as seen:
+            there = set(os.listdir(directory))
+            seen.said = next(rank for rank, name in enumerate(met.heard) if name in there)
+    finally:
+        with contextlib.suppress(OSError):
+            os.unlink(sign)
+    nodes: dict[int, list[int]] = {}
+    for rank, first in enumerate(seen.heard):
+        nodes.setdefault(first, []).append(rank)
+    return list(nodes.values())
+
+
+class MemoryCopies:
+    """Makes the copies of one engine and puts them together again; made by all ranks together.
+
+    Args:
+        model: the sharded model.
+        directory: where this node keeps its copies; made if need be. No other engine uses it.
+        every: steps between two copies.
+        replicas: number of other nodes that get a rank's part.
+        hold: is told of buffers for sending.
+
+    Attributes:
+        nodes: the ranks of each node.
+        replicas: number of other nodes that do get a rank's part.
+        last: what the last copy has taken, or None.
+
+    Raises:
+        CheckpointError: the directory cannot be used on some rank.
+    """
+
+    def __init__(self, model: ShardedModel, directory: str, every: int, replicas: int, hold: Hold) -> None:
+        self.every = every
+        self.path = directory
+        self.last: MemoryCopy | None = None
+        self._model = model
+        self._comm = model.comm
+        self._hold = hold
+        self.nodes = nodes_of(self._comm, model.device, directory)
+        self.node = next(number for number, ranks in enumerate(self.nodes) if self._comm.rank in ranks)
+        self.replicas = min(replicas, len(self.nodes) - 1)
+        self._leads = self.nodes[self.node][0] == self._comm.rank
+        self._newest: str | None = None
+        self._count = 0
+        with phase(self._comm, model.device, "checkpoint.memory_copies") as named:
+            named.said = secrets.token_hex(4)
+        self._token = named.heard[0]
+
+    # -- copying -----------------------------------------------------------------------------------------------------
+
+    def copy(self, prepare: Callable[[], tuple[TrainingState, dict[str, Any]]]) -> MemoryCopy:
+        """Copy the state; all ranks call this together.
+
+        Args:
+            prepare: gives what is saved besides tensors, and the manifest's fields `layout` and `config`. If it raises,
+                all ranks do.
+
+        Raises:
+            CheckpointError: it could not be done, on all ranks alike; the generation before is still there.
+        """
+        comm, device = self._comm, self._model.device
+        what = f"copying the training state into memory ({self.path})"
+        began = time.perf_counter()
+        file = _file_name(comm.rank, comm.world)
+        draft = name = ""
+        self._count += 1
+        try:
+            with phase(comm, device, what):
+                state, header = prepare()
+                steps = state.counters["global_steps"]
+                name = f"step{steps}-{self._token}-{self._count}"
+                draft = os.path.join(self.path, f".{name}{_PARTIAL}")
+                if self._leads:
+                    os.mkdir(draft)
+            with phase(comm, device, what) as collected:
+                if self._leads:
+                    self._remove(keep=(self._newest, os.path.basename(draft)))
+                part = collect(self._model, file, state, frozenset())
+                collected.said = buffer_digests(self._model)
+            with phase(comm, device, what) as written:
+                add_buffers(part, self._model, collected.heard)
+                written.said = self._write(part, draft, steps, header)
+            sizes: list[list[int]] = written.heard
+            shipments = self._shipments(sizes)
+            if shipments:
+                with phase(comm, device, what):
+                    self._ship(shipments, draft)
+            with phase(comm, device, what):
+                if self._leads:
+                    os.rename(draft, os.path.join(self.path, name))
+            draft = ""
+        finally:
+            if draft and self._leads:
+                shutil.rmtree(draft, ignore_errors=True)
+        self._newest = name
+        own = sum(sizes[comm.rank])
+        held = own + sum(shipment.size for shipment in shipments if shipment.dst == comm.rank)
+        self.last = MemoryCopy(steps, time.perf_counter() - began, own, held, self.path)
+        return self.last
+
+    def _write(self, part: Part, draft: str, steps: int, header: dict[str, Any]) -> list[int]:
+        """Write this rank's part; return the sizes of its two files."""
+        size = sum(tensor.nbytes for tensor in part.tensors.values())
+        created = time.time()
+        try:
+            facts = write_tensors(os.path.join(draft, part.file), part.tensors)
+            told: dict[str, Any] = {"facts": [facts.size, list(facts.checksums)], **part.to_json()}
+            if self._comm.rank == 0:
+                told["header"] = {**header, "optimizer": self._optimizer_name()}
+            body = json.dumps(told).encode()
+            with open(os.path.join(draft, _text_name(part.file)), "xb") as stream:
+                stream.write(_digest(body) + b"\n" + body)
+            if self._leads:
+                found = {"steps": steps, "created": created, "world": self._comm.world}
+                with open(os.path.join(draft, _FACTS), "x", encoding="utf-8") as text:
+                    json.dump(found, text)
+        except OSError as error:
+            here = len(self.nodes[self.node]) * (1 + self.replicas)
+            raise CheckpointError(
+                f"{os.path.join(draft, part.file)}: cannot be written: {error.strerror} (errno {error.errno}). This "
+                f"rank's part takes {size / 1e6:.1f} MB; {GENERATIONS} generations of {here} parts of about that size "
+                f"have to fit there, {_room(self.path)}. Give it more room (docker: --shm-size), name another "
+                "directory in checkpoint.memory_copies.directory, or leave the section out"
+            ) from error
+        return [facts.size, len(body) + len(_digest(body)) + 1]
+
+    def _optimizer_name(self) -> str | None:
+        optimizer = self._model.optimizer
+        return None if optimizer is None else type(optimizer).__name__
+
+    def _shipments(self, sizes: list[list[int]]) -> list[Shipment]:
+        """Return what travels: the part of each rank to as many of the next nodes as there are replicas."""
+        found = []
+        for number, ranks in enumerate(self.nodes):
+            for away in range(1, self.replicas + 1):
+                others = self.nodes[(number + away) % len(self.nodes)]
+                for place, rank in enumerate(ranks):
+                    file = _file_name(rank, self._comm.world)
+                    target = others[place % len(others)]
+                    names = (file, _text_name(file))
+                    found += [Shipment(n, size, rank, target) for n, size in zip(names, sizes[rank], strict=True)]
+        return found
+
+    def _ship(self, shipments: list[Shipment], draft: str) -> None:
+        def path(name: str) -> str:
+            return os.path.join(draft, name)
+
+        ship(self._comm, self._model.device, shipments, path, path, self._hold)
+
+    def _remove(self, keep: tuple[str | None, ...]) -> None:
+        for name in os.listdir(self.path):
+            path = os.path.join(self.path, name)
+            if name not in keep and os.path.isdir(path):
+                shutil.rmtree(path, ignore_errors=True)
+
+    def remove(self) -> None:
+        """Remove everything of this node's; all ranks call this together, when no more copies are made."""
+        if self._leads:
+            shutil.rmtree(self.path, ignore_errors=True)
+        self._newest = None
+
+    # -- finding -----------------------------------------------------------------------------------------------------
+
+    def generations(self) -> list[Generation]:
+        """Return the complete generations, the newest first; all ranks call this together and get the same."""
+        with phase(self._comm, self._model.device, f"looking for copies in memory ({self.path})") as looked:
+            looked.said = list(self._on_this_node()) if self._leads else []
+        found: dict[str, Generation] = {}
+        for number, ranks in enumerate(self.nodes):
+            for name, steps, created, world, there in looked.heard[ranks[0]]:
+                one = found.setdefault(name, Generation(name, steps, created, world, {}))
+                for rank in there:
+                    one.places.setdefault(rank, set()).add(number)
+        complete = [one for one in found.values() if one.complete]
+        return sorted(complete, key=lambda one: (-one.steps, -one.created))
+
+    def _on_this_node(self) -> Iterator[tuple[str, int, float, int, list[int]]]:
+        for name in sorted(os.listdir(self.path)):
+            if name.startswith((".", _RESTORED)):
+                continue
+            try:
+                with open(os.path.join(self.path, name, _FACTS), encoding="utf-8") as text:
+                    facts = json.load(text)
+                steps, created, world = int(facts["steps"]), float(facts["created"]), int(facts["world"])
+                there = set(os.listdir(os.path.join(self.path, name)))
+            except (OSError, ValueError, KeyError, TypeError) as error:
+                logger.warning("%s: passed over: %s", os.path.join(self.path, name), error)
+                continue
+            files = [_file_name(rank, world) for rank in range(world)]
+            ranks = [rank for rank, file in enumerate(files) if file in there and _text_name(file) in there]
+            yield name, steps, created, world, ranks
+
+    # -- putting together --------------------------------------------------------------------------------------------
+
+    @contextlib.contextmanager
+    def assembled(self, generation: Generation) -> Iterator[str | None]:
+        """Put a generation together as a checkpoint for the time of the block; all ranks enter and leave it together.
+
+        Its bytes have been compared with their checksums. A part that is damaged is taken from another node.
+
+        Yields:
+            Name of its directory, which lies in `path`; None if there is a part of which no copy is whole.
+        """
+        places = {rank: set(nodes) for rank, nodes in generation.places.items()}
+        name = f"{_RESTORED}{generation.name}"
+        target = os.path.join(self.path, name)
+        try:
+            while all(places[rank] for rank in range(generation.world)):
+                try:
+                    bad = self._assemble(generation, places, target)
+                except CheckpointError as error:  # on all ranks alike
+                    if self._comm.rank == 0:
+                        logger.warning("the copies of step %d in memory are not used: %s", generation.steps, error)
+                    break
+                if not bad:
+                    self._newest = generation.name
+                    yield name
+                    return
+                for node, rank, reason in bad:
+                    places[rank].discard(node)
+                    if self._comm.rank == 0:
+                        where = f"in the memory of the node of ranks {', '.join(map(str, self.nodes[node]))}"
+                        logger.warning(
+                            "rank %d's part of step %d %s is not used: %s", rank, generation.steps, where, reason
+                        )
+            yield None
+        finally:
+            if self._leads:
+                shutil.rmtree(target, ignore_errors=True)
+
+    def _assemble(self, generation: Generation, places: dict[int, set[int]], target: str) -> list[tuple[int, int, str]]:
+        """Put a generation together; return (node, rank, reason) of copies that turn out to be damaged."""
+        comm, device = self._comm, self._model.device
+        what = f"putting together the copies of step {generation.steps} in memory ({self.path})"
+        parts, bad = self._parts(generation, places)
+        if bad:
+            return bad
+        joined = self._join(generation, parts)
+        with phase(comm, device, what) as asked:
+            numbers = {_file_name(rank, generation.world): rank for rank in range(generation.world)}
+            asked.said = sorted(numbers[file] for file in needed_files(self._model, joined))
+        needed = [sorted(set().union(*(asked.heard[rank] for rank in ranks))) for ranks in self.nodes]
+        shipments, origin = self._fetches(generation, places, parts, needed)
+        with phase(comm, device, what):
+            if self._leads:
+                shutil.rmtree(target, ignore_errors=True)
+                os.mkdir(target)
+                with open(os.path.join(target, manifest.NAME), "xb") as stream:
+                    stream.write(manifest.to_bytes(joined))
+                for rank in needed[self.node]:
+                    if origin[self.node, rank] == self.node:
+                        file = _file_name(rank, generation.world)
+                        os.link(os.path.join(self.path, generation.name, file), os.path.join(target, file))
+        if shipments:
+            with phase(comm, device, what):
+                ship(
+                    comm,
+                    device,
+                    shipments,
+                    lambda file: os.path.join(self.path, generation.name, file),
+                    lambda file: os.path.join(target, file),
+                    self._hold,
+                )
+        with phase(comm, device, what) as checked:
+            checked.said = [
+                (origin[self.node, rank], rank, reason)
+                for rank, reason in self._damaged(target, generation.world, needed[self.node])
+            ]
+        return [(node, rank, reason) for said in checked.heard for node, rank, reason in said]
+
+    def _parts(
+        self, generation: Generation, places: dict[int, set[int]]
+    ) -> tuple[dict[int, dict[str, Any]], list[tuple[int, int, str]]]:
+        """Return what each rank has noted about its part, and the copies of which that is damaged."""
+        texts = {}
+        for rank in range(generation.world):
+            if self._leads and min(places[rank]) == self.node:
+                file = _text_name(_file_name(rank, generation.world))
+                path = os.path.join(self.path, generation.name, file)
+                with contextlib.suppress(OSError, UnicodeDecodeError), open(path, encoding="utf-8") as stream:
+                    texts[rank] = stream.read()
+        parts: dict[int, dict[str, Any]] = {}
+        for said in tell_all(self._comm, self._model.device, json.dumps(texts).encode() if texts else b""):
+            for rank, text in json.loads(said or b"{}").items():
+                digest, _, body = text.encode().partition(b"\n")
+                if digest == _digest(body):
+                    parts[int(rank)] = json.loads(body)
+        lost = [rank for rank in range(generation.world) if rank not in parts]
+        return parts, [(min(places[rank]), rank, "its description is damaged") for rank in lost]
+
+    def _join(self, generation: Generation, parts: dict[int, dict[str, Any]]) -> manifest.Manifest:
+        """Return the manifest of a generation, as saving it would have made it."""
+        ordered = [parts[rank] for rank in range(generation.world)]
+        first, header = ordered[0]["trees"], ordered[0]["header"]
+        optimizer = None
+        if header["optimizer"] is not None:
+            values = {name: value for part in ordered for name, value in part["values"].items()}
+            optimizer = {"class": header["optimizer"], "groups": first["groups"], "values": values}
+        return manifest.Manifest(
+            tag=generation.name,
+            created=generation.created,
+            versions={"shardwise": __version__, "torch": torch.__version__, "python": platform.python_version()},
+            layout={"world": generation.world, **header["layout"]},
+            config=header["config"],
+            files={
+                _file_name(rank, generation.world): manifest.FileFacts(part["facts"][0], tuple(part["facts"][1]))
+                for rank, part in parts.items()
+            },
+            tensors=manifest.combine(manifest.tensor_from_json(entry) for part in ordered for entry in part["stored"]),
+            optimizer=optimizer,
+            scheduler=first["scheduler"],
+            scaler=first["scaler"],
+            counters=first["counters"],
+            ranks=[part["trees"]["rank"] for part in ordered],
+            extra=first["extra"],
+            client=first["client"],
+        )
+
+    def _fetches(
+        self,
+        generation: Generation,
+        places: dict[int, set[int]],
+        parts: dict[int, dict[str, Any]],
+        needed: list[list[int]],
+    ) -> tuple[list[Shipment], dict[tuple[int, int], int]]:
+        """Return the files that nodes get from others, and for (node, part) the node whose copy is used there."""
+        shipments: list[Shipment] = []
+        origin: dict[tuple[int, int], int] = {}
+        for number, ranks in enumerate(self.nodes):
+            for rank in needed[number]:
+                if number in places[rank]:
+                    origin[number, rank] = number
+                    continue
+                origin[number, rank] = giver = min(places[rank])
+                givers = self.nodes[giver]
+                shipments.append(
+                    Shipment(
+                        _file_name(rank, generation.world),
+                        parts[rank]["facts"][0],
+                        givers[rank % len(givers)],
+                        ranks[rank % len(ranks)],
+                    )
+                )
+        return shipments, origin
+
+    def _damaged(self, target: str, world: int, ranks: list[int]) -> list[tuple[int, str]]:
+        """Check this rank's share of the files that its node will read; return parts that are damaged, and how."""
+        members = self.nodes[self.node]
+        place = members.index(self._comm.rank)
+        found = []
+        with Checkpoint(target) as saved:
+            for rank in ranks:
+                file = _file_name(rank, world)
+                count = len(saved.manifest.files[file].checksums)
+                try:
+                    saved.check_sizes([file])
+                    saved.verify([(file, block) for block in range(count)][place :: len(members)])
+                except CheckpointError as error:
+                    found.append((rank, str(error)))
+        return found
+
+
+def needed_files(model: ShardedModel, joined: manifest.Manifest) -> set[str]:
+    """Return the files that this rank reads when it loads a checkpoint into a model."""
+    held = {
+        model.registry[index].name: (model.registry[index].shape, runs) for index, runs in model.value_runs().items()
+    }
+    files: set[str] = set()
+    for stored in joined.tensors:
+        shape, runs = held.get(stored.name, ((), []))
+        if stored.kind != manifest.BUFFER and not runs:
+            continue
+        if stored.kind != manifest.BUFFER and stored.shape == tuple(shape):
+            for start, stop, _ in runs:
+                files.update(part.file for part, _, _ in stored.runs(start, stop))
+        else:
+            files.update(part.file for part in stored.slices)
+    rank = model.comm.rank
+    own = [joined.ranks[0], *joined.ranks[rank : rank + 1]]
+    trees = [joined.optimizer, joined.scheduler, joined.scaler, joined.extra, joined.client, own]
+    files.update(_referred(trees))
+    return files
+
+
+def _referred(tree: Any) -> Iterator[str]:
+    """Yield the files that a tree of the manifest refers to."""
+    if isinstance(tree, dict):
+        if tree.keys() == {"file", "key"} and isinstance(tree["file"], str):
+            yield tree["file"]
+        for value in tree.values():
+            yield from _referred(value)
+    elif isinstance(tree, list):
+        for value in tree:
+            yield from _referred(value)
+
+
+def _file_name(rank: int, world: int) -> str:
+    return f"rank{rank:05d}of{world:05d}.safetensors"
+
+
+def _text_name(file: str) -> str:
+    return file.removesuffix(".safetensors") + ".json"
+
+
+def _digest(body: bytes) -> bytes:
+    return hashlib.blake2b(body, digest_size=16).hexdigest().encode()
+
+
+def _room(path: str) -> str:
+    try:
+        found = os.statvfs(path)
+    except OSError as error:
+        return f"the free space is not known ({error.strerror})"
+    free, size = (blocks * found.f_frsize / 1e6 for blocks in (found.f_bavail, found.f_blocks))
+    return f"and {free:.1f} of {size:.1f} MB are free"

@@ -1,0 +1,247 @@
+"""Bytes that travel between ranks where no file system is shared: whole files, and small texts for everybody."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass
+from typing import BinaryIO
+
+import torch
+
+from shardwise.checkpoint.tensorfile import bytes_of
+from shardwise.comm.communicator import Communicator
+from shardwise.errors import CheckpointError
+
+_LABEL = "copies"
+_LEAST, _MOST = 4 << 10, 16 << 20
+_SHARE = 8
+"""Files travel in pieces of this part of the largest, so that buffers stay below what gradients take, of which none are
+held between steps."""
+
+Hold = Callable[[torch.Tensor], None]
+"""Counts the memory of a buffer as long as it lives."""
+
+
+@dataclass(frozen=True)
+class Shipment:
+    """One file on its way from rank to rank.
+
+    Attributes:
+        name: of the file; it is the same on both sides.
+        size: bytes.
+        src: rank that has it.
+        dst: rank that gets it; another one.
+    """
+
+    name: str
+    size: int
+    src: int
+    dst: int
+
+
+def rounds(shipments: Sequence[Shipment]) -> list[list[Shipment]]:
+    """Divide shipments into rounds in which each rank sends at most one file and receives at most one.
+
+    >>> [len(some) for some in rounds([Shipment("a", 1, 0, 1), Shipment("b", 1, 1, 0), Shipment("c", 1, 0, 1)])]
+    [2, 1]
+    """
+    left, found = list(shipments), []
+    while left:
+        sending: set[int] = set()
+        receiving: set[int] = set()
+        taken = []
+        for shipment in left:
+            if shipment.src not in sending and shipment.dst not in receiving:
+                sending.add(shipment.src)
+                receiving.add(shipment.dst)
+                taken.append(shipment)
+        left = [shipment for shipment in left if shipment not in taken]
+        found.append(taken)
+    return found
+
+
+def ship(
+    comm: Communicator,
+    device: torch.device,
+    shipments: Sequence[Shipment],
+    source: Callable[[str], str],
+    target: Callable[[str], str],
+    hold: Hold,
+) -> None:
+    """Send files; all ranks call this together with the same shipments.
+
+    A rank that cannot read or write goes on taking part, so that nobody waits for it, and raises at the end.
+
+    Args:
+        comm: the ranks.
+        device: where the backend wants its tensors.
+        shipments: what travels.
+        source: gives the path of a file that this rank sends.
+        target: gives the path of a file that this rank receives; it must not exist.
+        hold: is told of the buffers.
+
+    Raises:
+        OSError: a file of this rank cannot be read or written.
+        CheckpointError: a file of this rank is shorter than announced.
+    """
+    failure: Exception | None = None
+    for these in rounds(shipments):
+        sent = next((s for s in these if s.src == comm.rank), None)
+        received = next((s for s in these if s.dst == comm.rank), None)
+        largest = max(shipment.size for shipment in these)
+        piece = min(_MOST, max(_LEAST, -(-largest // _SHARE)))
+        with (
+            _Reading(sent, source, piece, device, hold) as out,
+            _Writing(received, target, piece, device, hold) as into,
+        ):
+            for begin in range(0, largest, piece):
+                given, given_sizes = out.next(begin, comm.world)
+                taken, taken_sizes = into.next(begin, comm.world)
+                comm.all_to_all(taken, given, taken_sizes, given_sizes, _LABEL).wait()
+                into.keep()
+        failure = failure or out.failure or into.failure
+    if failure is not None:
+        raise failure
+
+
+class _End:
+    """This rank's end of a shipment: its file, and a buffer of one piece."""
+
+    def __init__(self, shipment: Shipment | None, piece: int, device: torch.device, hold: Hold) -> None:
+        self.shipment = shipment
+        self.failure: Exception | None = None
+        self._piece = piece
+        self._file: BinaryIO | None = None
+        self._host = torch.empty(piece if shipment else 0, dtype=torch.uint8, device="cpu")
+        self._buffer = self._host if device.type == "cpu" else self._host.to(device)
+        if shipment is not None:
+            hold(self._buffer)
+
+    def _count(self, begin: int) -> int:
+        return 0 if self.shipment is None else max(0, min(self._piece, self.shipment.size - begin))
+
+    def close(self) -> None:
+        if self._file is not None:
+            try:
+                self._file.close()
+            except OSError as error:
+                self.failure = self.failure or error
+
+
+class _Reading(_End):
+    """The sender's end."""
+
+    def __init__(
+        self,
+        shipment: Shipment | None,
+        path: Callable[[str], str],
+        piece: int,
+        device: torch.device,
+        hold: Hold,
+    ) -> None:
+        super().__init__(shipment, piece, device, hold)
+        self._path = path
+
+    def __enter__(self) -> _Reading:
+        if self.shipment is not None:
+            try:
+                self._file = open(self._path(self.shipment.name), "rb", buffering=0)
+            except OSError as error:
+                self.failure = error
+        return self
+
+    def __exit__(self, *error: object) -> None:
+        self.close()
+
+    def next(self, begin: int, world: int) -> tuple[torch.Tensor, list[int]]:
+        """Return the bytes to send now, and how many go to each rank."""
+        sizes, count = [0] * world, self._count(begin)
+        if count:
+            assert self.shipment is not None
+            sizes[self.shipment.dst] = count
+            self._read(count)
+            if self._buffer is not self._host:
+                self._buffer[:count].copy_(self._host[:count])
+        return self._buffer[:count], sizes
+
+    def _read(self, count: int) -> None:
+        if self._file is None or self.failure is not None:
+            return
+        view, done = bytes_of(self._host)[:count], 0
+        try:
+            while done < count:
+                got = self._file.readinto(view[done:])  # type: ignore[attr-defined]
+                if not got:
+                    raise CheckpointError(f"{self._file.name}: ends before the {count} bytes that were announced")
+                done += got
+        except (OSError, CheckpointError) as error:
+            self.failure = error
+
+
+class _Writing(_End):
+    """The receiver's end."""
+
+    def __init__(
+        self,
+        shipment: Shipment | None,
+        path: Callable[[str], str],
+        piece: int,
+        device: torch.device,
+        hold: Hold,
+    ) -> None:
+        super().__init__(shipment, piece, device, hold)
+        self._path = path
+        self._taken = 0
+
+    def __enter__(self) -> _Writing:
+        if self.shipment is not None:
+            try:
+                self._file = open(self._path(self.shipment.name), "xb", buffering=0)
+            except OSError as error:
+                self.failure = error
+        return self
+
+    def __exit__(self, *error: object) -> None:
+        self.close()
+
+    def next(self, begin: int, world: int) -> tuple[torch.Tensor, list[int]]:
+        """Return where the bytes that arrive now go, and how many come from each rank."""
+        sizes, self._taken = [0] * world, self._count(begin)
+        if self._taken:
+            assert self.shipment is not None
+            sizes[self.shipment.src] = self._taken
+        return self._buffer[: self._taken], sizes
+
+    def keep(self) -> None:
+        """Write what has arrived."""
+        if not self._taken or self._file is None or self.failure is not None:
+            return
+        if self._buffer is not self._host:
+            self._host[: self._taken].copy_(self._buffer[: self._taken])
+        view = bytes_of(self._host)[: self._taken]
+        try:
+            done = 0
+            while done < len(view):
+                done += self._file.write(view[done:])
+        except OSError as error:
+            self.failure = error
+
+
+def tell_all(comm: Communicator, device: torch.device, data: bytes) -> list[bytes]:
+    """Return what all ranks have passed, in rank order (two collectives, without a detour over Python numbers)."""
+    if comm.world == 1:
+        return [data]
+    sizes = torch.zeros(comm.world, dtype=torch.int64, device=device)
+    sizes[comm.rank] = len(data)
+    comm.all_reduce(sizes, _LABEL).wait()
+    lengths = [int(size) for size in sizes.tolist()]
+    width = max(lengths)
+    if not width:
+        return [b""] * comm.world
+    everything = torch.zeros(comm.world * width, dtype=torch.uint8, device=device)
+    mine = everything[comm.rank * width : (comm.rank + 1) * width]
+    if data:
+        mine[: len(data)] = torch.frombuffer(bytearray(data), dtype=torch.uint8).to(device)
+    comm.all_gather([(everything, mine)], _LABEL, kind="explicit").wait()
+    rows = everything.cpu().view(comm.world, width)
+    return [bytes(bytes_of(row[:length].contiguous())) for row, length in zip(rows, lengths, strict=True)]

@@ -1,0 +1,400 @@
+"""Surviving failures: checkpoints on signals, copies in memory, and resuming from the newest complete state.
+
+The engine calls `_after_boundary` at the end of each step that ends a window. There the ranks act on signals that have
+come to any of them, and copy their state into memory when it is time. Whether they do is the same on all ranks.
+"""
+
+from __future__ import annotations
+
+import os
+import time
+from collections.abc import Callable, Iterable, Mapping
+from itertools import count
+from typing import TYPE_CHECKING, Any
+
+import torch
+
+from shardwise.checkpoint import directory
+from shardwise.checkpoint.agree import phase
+from shardwise.checkpoint.copies import GENERATIONS, Generation, MemoryCopies, MemoryCopy
+from shardwise.checkpoint.load import Options
+from shardwise.checkpoint.newest import OnDisk, newest
+from shardwise.comm.environment import MEMORY_DIRECTORY
+from shardwise.engine.checkpointing import Checkpointing
+from shardwise.engine.recovery import FirstStep, Resumed
+from shardwise.engine.signals import SignalWatch, signal_named
+from shardwise.errors import CheckpointError, CheckpointPathError, UsageError
+from shardwise.memory import Category
+from shardwise.utils.logging import logger
+
+if TYPE_CHECKING:
+    from shardwise.checkpoint.collect import TrainingState
+    from shardwise.memory import Accountant
+    from shardwise.zero.memory import MemoryPlan
+
+EXIT_BASE = 128
+"""A job that ends because of a signal ends with this plus the signal's number, as shells have it: 143 for SIGTERM."""
+
+_engines = count()
+"""Numbers the engines of this process that keep copies, in the same order on all ranks and after every restart."""
+
+
+class FaultTolerance(Checkpointing):
+    """Mixin of `Engine`: what makes a failure cost seconds. Every method is called by all ranks together."""
+
+    accountant: Accountant
+
+    def _prepare_for_faults(self, rank: int) -> None:
+        """Begin without anything switched on."""
+        self.resumed: Resumed | None = None
+        self._signals = SignalWatch()
+        self._exit_on: frozenset[int] = frozenset()
+        self._save_on_signal_to = ""
+        self._copies: MemoryCopies | None = None
+        self._given_client_state: Callable[[], Mapping[str, Any]] | None = None
+        self._first_step = FirstStep(rank)
+
+    def _guard_against_faults(self) -> None:
+        """Switch on what the configuration asks for (all ranks call)."""
+        section = self._resolution.config.checkpoint
+        if section.on_signal is not None:
+            asked = section.on_signal
+            assert asked.save_dir is not None  # checked with the rest of the configuration
+            self.checkpoint_on_signal(asked.save_dir, exit_on=asked.exit_on, save_on=asked.save_on)
+        if section.memory_copies is not None:
+            wanted = section.memory_copies
+            self._copies = MemoryCopies(
+                self.sharded,
+                os.path.join(self._memory_directory(wanted.directory), f"engine{next(_engines)}"),
+                wanted.every,
+                wanted.replicas,
+                lambda buffer: self.accountant.hold(Category.BUFFERS, buffer),
+            )
+            self._tell_where()
+
+    def _memory_directory(self, given: str | None) -> str:
+        found = given or os.environ.get(MEMORY_DIRECTORY)
+        if not found:
+            raise UsageError(
+                "checkpoint.memory_copies: nobody has made a place for copies that would outlive this process. Start "
+                "the job with `shardwise run`, which makes one in /dev/shm and removes it at the end, or name a "
+                "directory in checkpoint.memory_copies.directory, on a tmpfs such as /dev/shm"
+            )
+        return found
+
+    def _tell_where(self) -> None:
+        copies = self._copies
+        assert copies is not None
+        if self._comm.rank:
+            return
+        if len(copies.nodes) == 1:
+            reach = "all ranks share one memory, so they outlive processes and not the machine"
+        else:
+            reach = f"each of {len(copies.nodes)} nodes also keeps those of {copies.replicas} other(s)"
+        logger.info("copies in memory every %d steps in %s: %s", copies.every, copies.path, reach)
+
+    # -- what the script says ----------------------------------------------------------------------------------------
+
+    def provide_client_state(self, function: Callable[[], Mapping[str, Any]] | None) -> None:
+        """Say what is saved as the script's own state where the engine itself saves: on signals and in memory.
+
+        Args:
+            function: called on every rank at the end of a `step()`, after which counters and the place in the data are
+                already those of the next one; returns what `save_checkpoint` takes as `client_state`. None: nothing.
+        """
+        if function is not None and not callable(function):
+            raise UsageError(
+                f"engine.provide_client_state(function): expected a function without arguments that returns a "
+                f"dictionary, found {type(function).__name__}; pass lambda: {{...}}"
+            )
+        self._given_client_state = function
+
+    def _client_state(self) -> dict[str, Any]:
+        return dict(self._given_client_state()) if self._given_client_state is not None else {}
+
+    # -- signals -----------------------------------------------------------------------------------------------------
+
+    def checkpoint_on_signal(
+        self,
+        save_dir: str | os.PathLike[str],
+        exit_on: Iterable[str] = ("SIGTERM",),
+        save_on: Iterable[str] = ("SIGUSR1",),
+    ) -> None:
+        """Save a checkpoint when this process or that of any other rank is sent a signal.
+
+        At the end of the step in which the signal comes (on a GPU: of that step or the next) all ranks save together:
+        what they have been sent travels along with the all-reduce that every step makes. After `exit_on` every rank
+        then ends by SystemExit with the code 128 + signal (143 for SIGTERM), which `shardwise run` does not take for a
+        failure. The keys `checkpoint.on_signal` of the configuration do the same.
+
+        Args:
+            save_dir: as for `save_checkpoint`.
+            exit_on: names of signals after which the job ends.
+            save_on: names of signals after which it goes on, also if the save fails, which is then logged.
+
+        Raises:
+            CheckpointPathError: `save_dir` cannot be used.
+            UsageError: a name is not that of a signal that can be handled, or is in both lists; ranks give different
+                signals; or this is not the main thread.
+
+        Example:
+            >>> import os, signal, shardwise, tempfile
+            >>> engine, *_ = shardwise.initialize(
+            ...     model=torch.nn.Linear(4, 1),
+            ...     config={"train_batch_size": 2, "optimizer": {"type": "AdamW", "params": {"lr": 1e-2}}},
+            ... )
+            >>> runs = tempfile.mkdtemp()
+            >>> engine.checkpoint_on_signal(runs)
+            >>> os.kill(os.getpid(), signal.SIGUSR1)  # as a scheduler would
+            >>> _ = engine.backward(engine(torch.ones(2, 4)).mean())
+            >>> engine.step()
+            >>> sorted(os.listdir(runs))
+            ['global_step1', 'latest']
+            >>> engine.destroy()
+        """
+        self.sharded.check_open("engine.checkpoint_on_signal()")
+        with phase(self._comm, self.device, "checkpoint_on_signal") as agreed:
+            parent = directory.check_directory(save_dir, "save_dir")
+            ends = {signal_named(name) for name in exit_on}
+            saves = {signal_named(name) for name in save_on}
+            both = sorted(number.name for number in ends & saves)
+            if both:
+                raise UsageError(
+                    f"checkpoint on a signal: {', '.join(both)} cannot both end the job (exit_on) and let it go on "
+                    "(save_on); leave it in one of them"
+                )
+            agreed.said = sorted(int(number) for number in ends | saves)
+        if any(said != agreed.heard[0] for said in agreed.heard):
+            raise UsageError(
+                f"checkpoint on a signal: ranks watch different signals ({agreed.heard}); give the same on every rank"
+            )
+        self._signals.listen(ends | saves)
+        self._exit_on = frozenset(ends)
+        self._save_on_signal_to = parent
+
+    def check_signals(self) -> None:
+        """Act on signals now, where no step does for a long time, as in an evaluation; a small collective.
+
+        Raises:
+            SystemExit: a rank has been sent a signal that ends the job.
+            UsageError: there are gradients of an unfinished window, which checkpoints do not hold.
+        """
+        self.sharded.check_open("engine.check_signals()")
+        facts = self._signals.facts(self._comm.rank)
+        if facts:
+            told = torch.tensor(facts, dtype=torch.float64, device=self.device)
+            self._comm.all_reduce(told, "signals").wait()
+            self._signals.hear(told.tolist())
+        self._act_on_signals()
+
+    def _act_on_signals(self) -> None:
+        due = self._signals.take_due()
+        if not due:
+            return
+        names = " and ".join(sorted(number.name for number in due))
+        ends = sorted(due & self._exit_on)
+        began = time.perf_counter()
+        try:
+            self.save_checkpoint(self._save_on_signal_to, client_state=self._client_state())
+        except CheckpointError as error:
+            if ends:
+                raise
+            if self._comm.rank == 0:
+                logger.error("%s asked for a checkpoint, which could not be saved; training goes on: %s", names, error)
+            return
+        if self._comm.rank == 0:
+            after = f"the job ends with code {EXIT_BASE + ends[0]}" if ends else "training goes on"
+            logger.info(
+                "%s: saved step %d in %s in %.2f s; %s",
+                names,
+                self.global_steps,
+                self._save_on_signal_to,
+                time.perf_counter() - began,
+                after,
+            )
+        if ends:
+            raise SystemExit(EXIT_BASE + ends[0])
+
+    # -- copies in memory --------------------------------------------------------------------------------------------
+
+    @property
+    def last_memory_copy(self) -> MemoryCopy | None:
+        """What the last copy into memory has taken on this rank, or None."""
+        return None if self._copies is None else self._copies.last
+
+    def copy_to_memory(self) -> MemoryCopy:
+        """Copy the training state into memory now, besides the regular times of `checkpoint.memory_copies`.
+
+        Raises:
+            UsageError: there is no such section in the configuration, or gradients of an unfinished window are held.
+            CheckpointError: there is no room, on all ranks alike; the copies made before are still there.
+        """
+        self.sharded.check_open("engine.copy_to_memory()")
+        if self._copies is None:
+            raise UsageError(
+                "engine.copy_to_memory(): the configuration asks for no copies; add "
+                '{"checkpoint": {"memory_copies": {"every": 10}}} to it'
+            )
+        self.sharded.hooks.settle()
+        first = self._copies.last is None
+        made = self._copies.copy(self._to_copy)
+        if first and self._comm.rank == 0:
+            logger.info(
+                "the first copy in memory blocked training for %.3f s; rank 0 keeps up to %d x %.1f MB",
+                made.seconds,
+                GENERATIONS,
+                made.held_bytes / 1e6,
+            )
+        return made
+
+    def _to_copy(self) -> tuple[TrainingState, dict[str, Any]]:
+        self._check_can_save()
+        layout = {"stage": self.sharded.plan.stage, "dtype": self._dtype_name()}
+        config = self._resolution.config.model_dump(mode="json")
+        return self._training_state(self._client_state()), {"layout": layout, "config": config}
+
+    def _notes_on_copies(self, plan: MemoryPlan | None) -> list[str]:
+        """Tell what copies take outside of this process."""
+        copies = self._copies
+        if copies is None:
+            return []
+        parts = 1 + copies.replicas
+        planned = "" if plan is None else f"{GENERATIONS} x {parts * self._planned_part(plan) / 1e6:.1f} MB planned"
+        made = copies.last
+        measured = "" if made is None else f"{GENERATIONS} x {made.held_bytes / 1e6:.1f} MB measured"
+        sizes = ", ".join(text for text in (planned, measured) if text)
+        return [f"Copies in memory are outside of this process, in {copies.path}: {sizes} for this rank."]
+
+    def _planned_part(self, plan: MemoryPlan) -> float:
+        """Return the bytes of this rank's part: the values that it saves, and its share of the optimizer's state."""
+        sharded = self.sharded
+        values = sharded.value_runs()
+        saved = held = size = 0
+        for index, ranges in sharded.saved_ranges().items():
+            runs = values.get(index, [])
+            own = sum(stop - start for start, stop in ranges)
+            size += own * (runs[0][2].element_size() if runs else 0)
+            if sharded.registry[index].trainable:
+                saved += own
+                held += sum(stop - start for start, stop, _ in runs)
+        return size + plan.peaks[Category.OPTIMIZER] * (saved / held if held else 0.0)
+
+    # -- at the end of each step -------------------------------------------------------------------------------------
+
+    def _after_boundary(self) -> None:
+        if self._first_step.awaited:
+            if self.device.type == "cuda":
+                torch.cuda.synchronize(self.device)
+            self._first_step.taken(self.global_steps)
+        self._act_on_signals()
+        copies = self._copies
+        if copies is None or self.global_steps % copies.every:
+            return
+        try:
+            self.copy_to_memory()
+        except CheckpointError as error:
+            if copies.last is None:
+                raise  # it has never worked: the configuration cannot be right
+            if self._comm.rank == 0:
+                logger.error("no copy in memory at step %d; training goes on: %s", self.global_steps, error)
+
+    def _end_guard(self) -> None:
+        """Give signals back, and remove copies that nobody else would."""
+        self._signals.close()
+        section = self._resolution.config.checkpoint.memory_copies
+        if self._copies is not None and section is not None and section.directory:
+            self._copies.remove()
+        self._copies = None
+
+    # -- resuming ----------------------------------------------------------------------------------------------------
+
+    def resume(self, save_dir: str | os.PathLike[str]) -> dict[str, Any] | None:
+        """Go on from the newest complete state there is: copies in memory, or a checkpoint on disk.
+
+        A script that calls this before its loop can be started again after any failure, and goes on by itself; so it
+        does under `shardwise run --max-restarts`. The state with the most steps is taken; of equal ones that in
+        memory. Incomplete and damaged ones are passed over, and the log says why. Stage and number of ranks may have
+        changed; learning rate and schedule go on as they were.
+
+        Args:
+            save_dir: the directory that is passed to `save_checkpoint`. It need not exist yet.
+
+        Returns:
+            The script's own state (`client_state`, or what `provide_client_state` has given), or None if there is
+            nothing to go on from. `engine.resumed` says what was found where, and how long it took.
+
+        Raises:
+            CheckpointPathError: `save_dir` cannot be used, or ranks name different ones.
+            CheckpointError: there is something, and it is of another model, or nothing of it is whole.
+
+        Example:
+            >>> import shardwise, tempfile
+            >>> engine, *_ = shardwise.initialize(
+            ...     model=torch.nn.Linear(4, 1),
+            ...     config={"train_batch_size": 2, "optimizer": {"type": "AdamW", "params": {"lr": 1e-2}}},
+            ... )
+            >>> runs = tempfile.mkdtemp()
+            >>> state = engine.resume(runs) or {"epoch": 0}  # nothing there yet
+            >>> engine.save_checkpoint(runs, client_state={"epoch": 3})
+            True
+            >>> engine.resume(runs), engine.resumed.source
+            ({'epoch': 3}, 'disk')
+            >>> engine.destroy()
+        """
+        self.sharded.check_open("engine.resume()")
+        self.sharded.hooks.settle()
+        began = time.perf_counter()
+        with phase(self._comm, self.device, "resume") as looked:
+            parent = directory.check_directory(save_dir, "save_dir")
+            looked.said = [parent, newest(parent) if self._comm.rank == 0 else None]
+        if any(said[0] != looked.heard[0][0] for said in looked.heard):
+            raise CheckpointPathError(
+                f"engine.resume(save_dir): ranks name different directories "
+                f"({', '.join(sorted({repr(said[0]) for said in looked.heard}))}); pass the same on every rank"
+            )
+        on_disk = None if looked.heard[0][1] is None else OnDisk(*looked.heard[0][1])
+        found = self._resume_from_memory(on_disk) or self._resume_from_disk(parent, on_disk)
+        if found is None:
+            return None
+        source, path, client = found
+        seconds = time.perf_counter() - began
+        self.resumed = Resumed("memory" if source == "memory" else "disk", path, self.global_steps, seconds)
+        self._first_step.restored(self.resumed)
+        if self._comm.rank == 0:
+            logger.info("resumed at step %d from %s (%s) in %.2f s", self.global_steps, source, path, seconds)
+        return client
+
+    def _resume_from_memory(self, on_disk: OnDisk | None) -> tuple[str, str, dict[str, Any]] | None:
+        copies = self._copies
+        if copies is None:
+            return None
+        for generation in copies.generations():
+            if on_disk is not None and generation.steps < on_disk.steps:
+                break
+            with copies.assembled(generation) as name:
+                if name is not None:
+                    return "memory", copies.path, self._load_generation(copies, generation, name)
+        return None
+
+    def _load_generation(self, copies: MemoryCopies, generation: Generation, name: str) -> dict[str, Any]:
+        _, client = self._load(copies.path, name, Options(verify=False), True, None)
+        assert self.global_steps == generation.steps
+        return {} if client is None else client
+
+    def _resume_from_disk(self, parent: str, on_disk: OnDisk | None) -> tuple[str, str, dict[str, Any]] | None:
+        if on_disk is None:
+            return None
+        path = client = None
+        if not on_disk.latest:
+            # Saved completely, but the job ended before `latest` could name it.
+            try:
+                path, client = self.load_checkpoint(parent, on_disk.tag)
+            except CheckpointError as error:
+                if not on_disk.others:
+                    raise
+                if self._comm.rank == 0:
+                    logger.warning("%s; what `latest` names is loaded", error)
+        if path is None:
+            path, client = self.load_checkpoint(parent)
+        assert path is not None
+        return "disk", path, {} if client is None else client

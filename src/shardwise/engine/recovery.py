@@ -1,0 +1,79 @@
+"""How long it takes until training goes on after a restart, told to the log and to the launcher."""
+
+from __future__ import annotations
+
+import contextlib
+import json
+import os
+import time
+from dataclasses import dataclass
+from typing import Literal
+
+from shardwise.comm.environment import RECOVERY_FILE
+from shardwise.utils.logging import logger
+
+READY = time.time()
+"""When this module was loaded: the interpreter has started, torch is there, and the script's own work begins."""
+
+
+@dataclass(frozen=True)
+class Resumed:
+    """What `engine.resume()` has found.
+
+    Attributes:
+        source: "memory" or "disk".
+        path: directory of the copies or of the checkpoint.
+        steps: `global_steps` of the state.
+        seconds: how long it has taken.
+    """
+
+    source: Literal["memory", "disk"]
+    path: str
+    steps: int
+    seconds: float
+
+
+class FirstStep:
+    """Waits for the first step after a restart or after `engine.resume()`.
+
+    Args:
+        rank: global rank; the first one tells.
+    """
+
+    def __init__(self, rank: int) -> None:
+        self._rank = rank
+        self._file = os.environ.get(RECOVERY_FILE) or None
+        self._resumed: Resumed | None = None
+        self._restored: float | None = None
+
+    @property
+    def awaited(self) -> bool:
+        """Whether somebody waits for a step."""
+        return self._file is not None or self._restored is not None
+
+    def restored(self, resumed: Resumed) -> None:
+        """The state is back."""
+        self._resumed = resumed
+        self._restored = time.time()
+
+    def taken(self, steps: int) -> None:
+        """The first step has been taken; `steps`: `global_steps` after it."""
+        now = time.time()
+        if self._rank == 0 and self._restored is not None:
+            logger.info("the first step after resuming ended %.2f s after the state was back", now - self._restored)
+        if self._rank == 0 and self._file is not None:
+            told = {
+                "ready": READY,
+                "restored": self._restored,
+                "source": None if self._resumed is None else self._resumed.source,
+                "steps": steps - 1,
+                "stepped": now,
+            }
+            # Another engine of this process may have told before; a launcher that has gone does not ask any more.
+            temporary = f"{self._file}.{os.getpid()}"
+            with contextlib.suppress(OSError):
+                if not os.path.exists(self._file):
+                    with open(temporary, "w", encoding="utf-8") as stream:
+                        json.dump(told, stream)
+                    os.replace(temporary, self._file)
+        self._file = self._restored = None

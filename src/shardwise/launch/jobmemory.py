@@ -1,0 +1,78 @@
+"""A directory in memory that lives as long as a job: longer than its processes, and no longer than its launcher.
+
+The ranks keep copies of their state there, from which they go on after a restart. Invariant: it is gone when the job is
+over, however that has ended. A launcher that is killed cannot remove its own; the next one of the same user does. The
+lock on a directory tells whether its launcher lives.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import fcntl
+import os
+import shutil
+import tempfile
+from pathlib import Path
+from types import TracebackType
+
+MEMORY = Path("/dev/shm")
+_OWNED = "owned"
+
+
+class JobMemory:
+    """Makes the directory, and removes it at the end of the block.
+
+    Args:
+        root: a tmpfs.
+
+    Attributes:
+        path: the directory; None where there is no tmpfs that can be written.
+    """
+
+    def __init__(self, root: Path = MEMORY) -> None:
+        self._root = root
+        self._prefix = f"shardwise-{os.getuid()}-"
+        self._lock: int | None = None
+        self.path: Path | None = None
+
+    def __enter__(self) -> JobMemory:
+        try:
+            self._remove_abandoned()
+            path = Path(tempfile.mkdtemp(prefix=self._prefix, dir=self._root))
+            self._lock = _lock(path)
+            (path / _OWNED).touch()
+            self.path = path
+        except OSError:
+            self.path = None  # a job that asks for copies in memory says so
+        return self
+
+    def __exit__(
+        self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None
+    ) -> None:
+        if self.path is not None:
+            shutil.rmtree(self.path, ignore_errors=True)
+        if self._lock is not None:
+            os.close(self._lock)
+            self._lock = None
+
+    def _remove_abandoned(self) -> None:
+        for path in self._root.glob(f"{self._prefix}*"):
+            with contextlib.suppress(OSError):
+                # Without the mark its launcher is between making and locking it.
+                if path.stat().st_uid != os.getuid() or not (path / _OWNED).exists():
+                    continue
+                lock = _lock(path)
+                if lock is not None:
+                    shutil.rmtree(path, ignore_errors=True)
+                    os.close(lock)
+
+
+def _lock(path: Path) -> int | None:
+    """Lock a directory until the descriptor is closed or the process ends; None if another process has."""
+    descriptor = os.open(path, os.O_RDONLY | os.O_DIRECTORY)
+    try:
+        fcntl.flock(descriptor, fcntl.LOCK_EX | fcntl.LOCK_NB)
+    except OSError:
+        os.close(descriptor)
+        return None
+    return descriptor

@@ -1,0 +1,46 @@
+"""How long a job needs to go on after a failure: from the end of the rank that failed to the first step after it."""
+
+from __future__ import annotations
+
+import json
+from dataclasses import dataclass
+from pathlib import Path
+
+
+@dataclass(frozen=True)
+class Recovery:
+    """One restart, in seconds since the epoch.
+
+    Attributes:
+        rank: that failed first.
+        failed: when it ended.
+        noticed: when the launcher knew.
+        started: when the new processes were started.
+        file: where their first rank tells when training goes on.
+    """
+
+    rank: int
+    failed: float
+    noticed: float
+    started: float
+    file: Path
+
+    def told(self) -> str | None:
+        """Return what there is to say once the first step has been taken; None before."""
+        try:
+            said = json.loads(self.file.read_text(encoding="utf-8"))
+            ready, restored, stepped = said["ready"], said["restored"], said["stepped"]
+            step, source = int(said["steps"]), said["source"]
+        except (OSError, ValueError, KeyError, TypeError):
+            return None
+        if restored is None:
+            state = f"training went on at step {step} without engine.resume()"
+        else:
+            state = f"state of step {step} back from {source} after {restored - self.failed:.2f} s"
+        beyond = (self.started - self.failed) + (stepped - ready)
+        return (
+            f"recovered from the failure of rank {self.rank} in {stepped - self.failed:.2f} s: noticed after "
+            f"{self.noticed - self.failed:.2f} s, processes started again after {self.started - self.failed:.2f} s and "
+            f"ready (interpreter, imports) after {ready - self.failed:.2f} s, {state}, first step done; "
+            f"{beyond:.2f} s beyond the start of processes"
+        )

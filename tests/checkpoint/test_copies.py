@@ -1,0 +1,388 @@
+"""Copies of the state in memory: restored to the bit, on lost nodes too; bounded, checked, and never in the way."""
+
+from __future__ import annotations
+
+import errno
+import itertools
+import os
+import shutil
+from collections.abc import Iterator
+from contextlib import contextmanager
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+import torch.distributed as dist
+
+from shardwise.checkpoint import copies as module
+from shardwise.checkpoint.shipping import Shipment, ship
+from shardwise.checkpoint.tensorfile import TensorFile
+from shardwise.comm.communicator import Communicator
+from shardwise.comm.environment import MEMORY_DIRECTORY
+from shardwise.comm.ledger import Ledger
+from shardwise.engine import faults
+from shardwise.errors import CheckpointError, CheckpointPathError, UsageError
+from shardwise.zero import memory
+from tests.checkpoint.job import Run, config, differences, on_ranks
+from tests.harness import run_ranks
+
+
+@contextmanager
+def as_node(directory: str) -> Iterator[None]:
+    """Let this rank keep its copies there, as if the launcher of its node had said so, in a job that begins anew."""
+    before = os.environ.get(MEMORY_DIRECTORY)
+    os.environ[MEMORY_DIRECTORY] = directory
+    faults._engines = itertools.count()
+    try:
+        yield
+    finally:
+        del os.environ[MEMORY_DIRECTORY]
+        if before is not None:
+            os.environ[MEMORY_DIRECTORY] = before
+
+
+def copying(stage: int, dtype: str = "fp32", every: int = 2, **more: Any) -> dict[str, Any]:
+    return config(stage, dtype, checkpoint={"memory_copies": {"every": every}}, **more)
+
+
+def start(node: str, settings: dict[str, Any], seed: int) -> Run:
+    with as_node(node):
+        return Run(settings, seed=seed)
+
+
+def barrier() -> None:
+    if dist.is_initialized():
+        dist.barrier()
+
+
+def resumed_equal(root: str, nodes: int, cases: list[tuple[int, str, str]]) -> list[str]:
+    """Train, copy, lose the first node if there are several, resume; tell what is not as it was."""
+    world, rank = dist.get_world_size(), dist.get_rank()
+    wrong = []
+    for stage, dtype, optimizer in cases:
+        case = f"{stage} {dtype} {optimizer}"
+        node = rank * nodes // world
+        folder = f"{root}/{case}/node{node}"
+        settings = copying(stage, dtype, every=5, optimizer=optimizer)
+        first = start(folder, settings, seed=1)
+        losses = [first.step() for _ in range(5)]
+        copied = first.engine.last_memory_copy
+        assert copied.steps == 5 and copied.seconds > 0
+        expected = first.fingerprint()
+        losses += [first.step() for _ in range(3)]
+        expected_later = first.fingerprint()
+        assert differences(expected, expected_later)  # the comparison sees something
+        barrier()
+        if nodes > 1 and rank == 0:
+            shutil.rmtree(folder)
+        barrier()
+        second = start(folder, settings, seed=9)
+        state = second.engine.resume(f"{root}/{case}/runs")
+        assert state == {} and second.engine.resumed.source == "memory" and second.engine.global_steps == 5
+        wrong += [f"{case}: {name}" for name in differences(expected, second.fingerprint())]
+        wrong += [f"{case}: step {n}" for n in range(5, 8) if second.step() != losses[n]]
+        wrong += [f"{case}, later: {name}" for name in differences(expected_later, second.fingerprint())]
+        barrier()
+    return wrong
+
+
+CASES = [(0, "fp32", "AdamW"), (1, "bf16", "SGD"), (2, "fp16", "AdamW"), (3, "bf16", "AdamW"), (3, "fp32", "Muon")]
+
+
+@pytest.mark.parametrize(("world", "nodes"), [(2, 1), (4, 2)])
+def test_a_state_from_memory_goes_on_with_the_same_bits(world: int, nodes: int, tmp_path: Path) -> None:
+    """With two nodes, of which one is lost: its parts have been sent to the other, and are sent back."""
+    for wrong in on_ranks(resumed_equal, world, str(tmp_path), nodes, CASES if nodes == 1 else CASES[::2]):
+        assert wrong == []
+
+
+def in_generations(node: str) -> dict[str, list[str]]:
+    folder = Path(node) / "engine0"
+    return {
+        path.name.split("-")[0]: sorted(entry.name for entry in path.iterdir())
+        for path in folder.iterdir()
+        if not path.name.startswith(".")
+    }
+
+
+def change_a_byte(path: Path) -> None:
+    data = bytearray(path.read_bytes())
+    data[-5] ^= 16
+    path.write_bytes(bytes(data))
+
+
+def the_only(folder: Path, pattern: str) -> Path:
+    (found,) = folder.glob(pattern)
+    return found
+
+
+def bounded_checked_and_replaced(root: str) -> None:
+    rank = dist.get_rank()
+    nodes = [f"{root}/node{number}" for number in range(2)]
+    node, runs = nodes[rank // 2], f"{root}/runs"
+    run = start(node, copying(2, every=1), seed=1)
+    most = 0
+    assert run.engine._copies.nodes == [[0, 1], [2, 3]] and run.engine._copies.replicas == 1
+    states = {}
+    original = module.write_tensors
+
+    def counting(path: str, tensors: Any) -> Any:
+        nonlocal most
+        facts = original(path, tensors)
+        most = max(most, len(os.listdir(f"{node}/engine0")))
+        return facts
+
+    module.write_tensors = counting
+    try:
+        for step in range(1, 4):
+            run.step()
+            states[step] = run.fingerprint()
+    finally:
+        module.write_tensors = original
+    # Two generations, one of which was being written; every node has the parts of all four ranks.
+    assert most == 2
+    files = [f"rank{r:05d}of00004.{kind}" for r in range(4) for kind in ("json", "safetensors")]
+    assert in_generations(node) == {step: sorted([*files, "generation.json"]) for step in ("step2", "step3")}
+    copy = run.engine.last_memory_copy
+    assert copy.own_bytes < copy.held_bytes < 3 * copy.own_bytes
+    note = next(note for note in run.engine.memory_report().notes if note.startswith("Copies in memory"))
+    assert f"{node}/engine0: 2 x 0." in note and "MB planned, 2 x 0." in note and "MB measured" in note
+    with TensorFile(str(next(Path(node).glob(f"engine0/step3-*/{files[2 * rank + 1]}")))) as file:
+        state = sum(spec.nbytes for key, spec in file.specs.items() if key.startswith(("parameter/", "optimizer/")))
+    planned = run.engine._planned_part(memory.planned(run.engine.sharded, 2))
+    assert state <= planned <= 1.1 * state + 2000  # padding, which is much of so small a model
+    sent = [record for record in run.engine.ledger.records() if record.label == "copies" and record.op == "all_to_all"]
+    assert sum(record.sent for record in sent) >= copy.own_bytes
+    barrier()
+
+    def resumed(steps: int | None, seed: int) -> None:
+        other = start(node, copying(2, every=1), seed=seed)
+        state = other.engine.resume(runs)
+        assert (None if state is None else other.engine.global_steps) == steps
+        if steps is not None:
+            assert differences(states[steps], other.fingerprint()) == []
+        barrier()
+        assert not [name for name in os.listdir(f"{node}/engine0") if name.startswith("restored")]
+        other.engine.destroy()
+        barrier()
+
+    def on_rank_0(action: Any, *args: Any) -> None:
+        if rank == 0:
+            action(*args)
+        barrier()
+
+    newest = [the_only(Path(node) / "engine0", "step3-*") for node in nodes]
+    # One of two copies is damaged: the other node's is used.
+    on_rank_0(change_a_byte, newest[0] / files[1])
+    resumed(3, seed=2)
+    # Both are: the generation before.
+    on_rank_0(change_a_byte, newest[1] / files[1])
+    resumed(2, seed=3)
+    # A part that is nowhere; a description that is damaged; nothing left at all.
+    on_rank_0(lambda: [os.unlink(the_only(Path(n) / "engine0", "step3-*") / files[3]) for n in nodes])
+    resumed(2, seed=4)
+    on_rank_0(lambda: [change_a_byte(the_only(Path(n) / "engine0", "step2-*") / files[4]) for n in nodes])
+    resumed(None, seed=5)
+
+
+def test_two_generations_at_most_and_damage_is_found(tmp_path: Path) -> None:
+    on_ranks(bounded_checked_and_replaced, 4, str(tmp_path))
+
+
+def without_accumulation(stage: int) -> dict[str, Any]:
+    """A global batch that is kept whatever the number of ranks: accumulation makes up for it."""
+    settings = copying(stage, train_batch_size=36)
+    del settings["gradient_accumulation_steps"]
+    return settings
+
+
+def plain(run: Run) -> dict[str, Any]:
+    return {name: value for name, value in run.fingerprint().items() if name.startswith("plain")}
+
+
+def copy_without_accumulation(root: str) -> list[Any]:
+    run = start(f"{root}/node{dist.get_rank()}", without_accumulation(3), seed=1)
+    run.step()
+    run.step()
+    return [plain(run), run.engine.get_lr()]
+
+
+def resume_without_accumulation(root: str, stage: int) -> list[Any]:
+    run = start(f"{root}/node{dist.get_rank()}", without_accumulation(stage), seed=7)
+    assert run.engine.resume(f"{root}/runs") == {}
+    assert (run.engine.global_steps, run.engine.train_batch_size()) == (2, 36)
+    return [plain(run), run.engine.get_lr()]
+
+
+def test_another_number_of_ranks_goes_on_from_memory(tmp_path: Path) -> None:
+    """Three nodes of one rank copy, one is lost, two go on, at other stages too."""
+    before = on_ranks(copy_without_accumulation, 3, str(tmp_path))
+    shutil.rmtree(tmp_path / "node2")
+    for stage in (1, 3):
+        root = tmp_path / f"stage{stage}"
+        for node in ("node0", "node1"):
+            shutil.copytree(tmp_path / node, root / node)
+        for values, lr in on_ranks(resume_without_accumulation, 2, str(root), stage):
+            assert differences(before[0][0], values) == []
+            assert lr == before[0][1]
+
+
+def memory_and_disk(root: str) -> None:
+    runs, node = f"{root}/runs", f"{root}/node"
+    run = start(node, copying(1, every=2), seed=1)
+    run.engine.provide_client_state(lambda: {"at": run.engine.global_steps})
+    assert run.engine.resume(runs) is None and run.engine.resumed is None
+
+    def resumed(seed: int) -> tuple[str, int, Any]:
+        other = start(node, copying(1, every=2), seed=seed)
+        state = other.engine.resume(runs)
+        found = other.engine.resumed
+        assert found.steps == other.engine.global_steps and found.seconds > 0
+        other.engine.destroy()
+        barrier()
+        return found.source, found.steps, state
+
+    run.step()
+    run.engine.save_checkpoint(runs, tag="first", client_state={"on": "disk"})
+    assert resumed(2) == ("disk", 1, {"on": "disk"})
+    run.step()
+    assert resumed(3) == ("memory", 2, {"at": 2})
+    run.engine.save_checkpoint(runs, tag="second")
+    assert resumed(4) == ("memory", 2, {"at": 2})  # of equal ones that in memory
+    run.step()
+    run.engine.save_checkpoint(runs, tag="third", client_state={"on": "disk"}, save_latest=False)
+    assert resumed(5) == ("disk", 3, {"on": "disk"})  # complete, though `latest` does not name it
+    barrier()
+    if dist.get_rank() == 0:
+        change_a_byte(next(Path(runs, "third").glob("rank00001*")))
+    barrier()
+    run.step()
+    shutil.rmtree(f"{node}/engine0", ignore_errors=True)
+    barrier()
+    assert resumed(6) == ("disk", 2, {})  # the newest is damaged; `latest` names the one before
+
+
+def test_the_newest_complete_state_is_taken(tmp_path: Path) -> None:
+    on_ranks(memory_and_disk, 2, str(tmp_path))
+
+
+def without_room(root: str) -> None:
+    rank, original = dist.get_rank(), module.write_tensors
+
+    def full(path: str, tensors: Any) -> Any:
+        if rank == 1:
+            raise OSError(errno.ENOSPC, os.strerror(errno.ENOSPC), path)
+        return original(path, tensors)
+
+    module.write_tensors = full
+    try:
+        run = start(f"{root}/a", copying(2, every=1), seed=1)
+        # It has never worked, so something is wrong with the machine or the configuration.
+        with pytest.raises(
+            CheckpointError, match=r"No space left.*2 generations of 2 parts.*--shm-size|failed on rank 1"
+        ):
+            run.step()
+        assert run.engine.global_steps == 1
+        module.write_tensors = original
+        run = start(f"{root}/b", copying(2, every=1), seed=1)
+        run.step()
+        module.write_tensors = full
+        run.step()  # goes on
+        assert run.engine.last_memory_copy.steps == 1
+        with pytest.raises(CheckpointError, match="No space left"):
+            run.engine.copy_to_memory()
+        barrier()
+        module.write_tensors = original
+        assert [name[:5] for name in in_generations(f"{root}/b")] == ["step1"]
+        assert not [name for name in os.listdir(f"{root}/b/engine0") if name.startswith(".")]
+        run.step()
+        assert run.engine.last_memory_copy.steps == 3
+    finally:
+        module.write_tensors = original
+
+
+def test_a_copy_that_fails_leaves_the_one_before(tmp_path: Path) -> None:
+    on_ranks(without_room, 2, str(tmp_path))
+
+
+def bad_input(root: str) -> None:
+    rank = dist.get_rank()
+    run = Run(config(1))
+    with pytest.raises(UsageError, match="memory_copies"):
+        run.engine.copy_to_memory()
+    assert run.engine.last_memory_copy is None
+    with pytest.raises(CheckpointPathError, match="ranks name different directories"):
+        run.engine.resume(f"{root}/{rank}")
+    with pytest.raises(CheckpointPathError, match="save_dir"):
+        run.engine.resume("")
+    with pytest.raises(UsageError, match="without arguments"):
+        run.engine.provide_client_state({"epoch": 1})
+    with pytest.raises(UsageError, match=r"shardwise run.*checkpoint.memory_copies.directory"):
+        Run(copying(1))
+    Path(f"{root}/file").touch()
+    with pytest.raises(CheckpointError, match="memory_copies"):
+        Run(config(1, checkpoint={"memory_copies": {"every": 1, "directory": f"{root}/file"}}))
+    # A directory that the script has named is removed by whoever has made it.
+    own = Run(config(1, checkpoint={"memory_copies": {"every": 1, "directory": f"{root}/own"}}))
+    own.micro_batch()
+    with pytest.raises(UsageError, match="unfinished accumulation window"):
+        own.engine.copy_to_memory()
+    own.micro_batch()
+    assert os.listdir(f"{root}/own")
+    barrier()
+    own.engine.destroy()
+    barrier()
+    assert os.listdir(f"{root}/own") == []
+
+
+def test_mistakes_are_named(tmp_path: Path) -> None:
+    on_ranks(bad_input, 2, str(tmp_path))
+
+
+def shipped(root: str) -> list[str]:
+    comm = Communicator(None, Ledger(), torch.device("cpu"))
+    mine = f"{root}/{comm.rank}"
+    os.makedirs(mine)
+    sizes = [0, 1, 100_000]
+    for name, size in zip("abc", sizes, strict=True):
+        Path(mine, f"{name}{comm.rank}").write_bytes(bytes((comm.rank + n) % 256 for n in range(size)))
+    shipments = [
+        Shipment(f"{name}{src}", size, src, dst)
+        for name, size in zip("abc", sizes, strict=True)
+        for src in range(3)
+        for dst in range(3)
+        if src != dst
+    ]
+    held: list[int] = []
+
+    def send(some: list[Shipment], into: str) -> None:
+        os.makedirs(f"{mine}/{into}")
+        ship(
+            comm,
+            torch.device("cpu"),
+            some,
+            lambda name: f"{mine}/{name}",
+            lambda name: f"{mine}/{into}/{name}",
+            lambda buffer: held.append(buffer.nbytes),
+        )
+
+    send(shipments, "whole")
+    assert max(held) <= 100_000 // 8 + 1
+    for name, src in itertools.product("abc", {0, 1, 2} - {comm.rank}):
+        assert Path(mine, "whole", f"{name}{src}").read_bytes() == Path(root, str(src), f"{name}{src}").read_bytes()
+    # A file that is not there, or shorter than announced, is an error of its rank; nobody waits for it.
+    wrong = {0: Shipment("none0", 10, 0, 1), 1: Shipment("b1", 10, 1, 2)}
+    raised = ""
+    try:
+        send([*wrong.values(), Shipment("c2", sizes[2], 2, 0)], "broken")
+    except (OSError, CheckpointError) as error:
+        raised = type(error).__name__
+    assert comm.rank != 0 or os.path.getsize(f"{mine}/broken/c2") == sizes[2]
+    comm.barrier()
+    comm.destroy()
+    return [raised]
+
+
+def test_files_travel_between_ranks(tmp_path: Path) -> None:
+    assert run_ranks(shipped, 3, str(tmp_path)) == [["FileNotFoundError"], ["CheckpointError"], [""]]

@@ -1,0 +1,128 @@
+"""A job that is killed, preempted and asked for a checkpoint, from outside; it is the example that shows this."""
+
+from __future__ import annotations
+
+import os
+import re
+import signal
+import subprocess
+import sys
+import threading
+import time
+from pathlib import Path
+
+from shardwise.checkpoint import verify
+from shardwise.checkpoint.directory import read_latest
+
+SCRIPT = Path(__file__).parents[2] / "examples" / "resumable.py"
+
+
+class Job:
+    """The example under `shardwise run`, and what it has said so far."""
+
+    def __init__(self, out: Path, *options: str, steps: int = 100_000) -> None:
+        command = [sys.executable, "-m", "shardwise.launch", "run", "--nproc", "2", "--tag-output", "always", *options]
+        command += [str(SCRIPT), "--out", str(out), "--steps", str(steps), "--pause", "0.005"]
+        environment = {**os.environ, "PYTHONPATH": os.pathsep.join(path for path in sys.path if path)}
+        self.process = subprocess.Popen(
+            command, stdout=subprocess.PIPE, stderr=subprocess.STDOUT, text=True, env=environment, cwd=out.parent
+        )
+        self.said = ""
+        self._reader = threading.Thread(target=self._read, daemon=True)
+        self._reader.start()
+
+    def _read(self) -> None:
+        assert self.process.stdout is not None
+        for line in self.process.stdout:
+            self.said += line
+
+    def wait_for(self, pattern: str, after: int = 0) -> re.Match[str]:
+        deadline = time.monotonic() + 60
+        while (found := re.compile(pattern).search(self.said, after)) is None:
+            assert time.monotonic() < deadline and self._reader.is_alive(), f"no {pattern!r} in:\n{self.said}"
+            time.sleep(0.01)
+        return found
+
+    def ranks(self) -> dict[int, int]:
+        """Process ids by rank."""
+        found = {}
+        for path in Path("/proc").iterdir():
+            try:
+                parent = int(path.joinpath("stat").read_text().rpartition(")")[2].split()[1])
+                if parent == self.process.pid:
+                    variables = path.joinpath("environ").read_bytes().split(b"\0")
+                    found[next(int(v[5:]) for v in variables if v.startswith(b"RANK="))] = int(path.name)
+            except (OSError, ValueError, StopIteration):
+                continue
+        return found
+
+    def end(self) -> int:
+        code = self.process.wait(timeout=60)
+        self._reader.join(timeout=10)
+        return code
+
+
+def memory() -> set[str]:
+    return {path.name for path in Path("/dev/shm").glob(f"shardwise-{os.getuid()}-*")}
+
+
+def test_a_job_survives_a_kill_and_is_preempted(tmp_path: Path) -> None:
+    before, out = memory(), tmp_path / "out"
+    job = Job(out, "--max-restarts", "2")
+    job.wait_for(r"\[rank 0\] step 20 ")
+    assert len(memory() - before) == 1
+    os.kill(job.ranks()[1], signal.SIGKILL)
+    recovered = job.wait_for(r"recovered from the failure of rank 1 in .*, state of step (\d+) back from memory")
+    assert int(recovered[1]) >= 20 and int(recovered[1]) % 10 == 0
+    # The launcher passes on what is meant for the ranks; one rank alone is enough as well.
+    job.process.send_signal(signal.SIGUSR1)
+    saved = job.wait_for(rf"SIGUSR1: saved step (\d+) in {out} .*; training goes on")
+    assert int(saved[1]) > int(recovered[1])
+    assert verify(str(out / f"global_step{saved[1]}")).client["best"] < 1
+    job.process.send_signal(signal.SIGUSR2)
+    job.wait_for("received SIGUSR2, for which no rank has a handler")
+    os.kill(job.ranks()[1], signal.SIGTERM)
+    assert job.end() == 128 + signal.SIGTERM
+    ended = job.wait_for(r"SIGTERM: saved step (\d+) .*; the job ends with code 143")
+    assert re.search(r"rank [01] was sent SIGTERM; all processes have ended", job.said)
+    assert job.said.count("starting all 2 processes again") == 1
+    assert read_latest(str(out)) == f"global_step{ended[1]}"
+    assert memory() == before
+
+    again = Job(out)
+    resumed = again.wait_for(r"resumed at step (\d+) from disk")
+    assert resumed[1] == ended[1]
+    again.wait_for(r"\[rank 0\] step")
+    again.process.send_signal(signal.SIGTERM)
+    assert again.end() == 128 + signal.SIGTERM
+    last = again.wait_for(r"SIGTERM: saved step (\d+) ")
+    assert read_latest(str(out)) == f"global_step{last[1]}"
+    assert again.said.rstrip().endswith("received SIGTERM; all processes have ended.")
+    assert "Traceback" not in again.said
+    assert memory() == before
+
+
+FAILS_ON_SLOT_1 = """
+import os, sys, time
+print("world", os.environ["WORLD_SIZE"], "attempt", os.environ["TORCHELASTIC_RESTART_COUNT"], flush=True)
+if os.environ["RANK"] == "1" and os.environ["WORLD_SIZE"] == "3":
+    sys.exit(5)
+time.sleep(0.5)
+"""
+
+
+def test_a_slot_that_fails_again_and_again_is_left_out(tmp_path: Path) -> None:
+    script = tmp_path / "script.py"
+    script.write_text(FAILS_ON_SLOT_1)
+    environment = {**os.environ, "PYTHONPATH": os.pathsep.join(path for path in sys.path if path)}
+
+    def run(*options: str) -> subprocess.CompletedProcess[str]:
+        command = [sys.executable, "-m", "shardwise.launch", "run", "--nproc", "3", *options, str(script)]
+        return subprocess.run(command, capture_output=True, text=True, timeout=120, env=environment)
+
+    done = run("--max-restarts", "3", "--min-nproc", "2")
+    assert done.returncode == 0, done.stderr
+    assert done.stdout.count("world 3 attempt 1") == 3 and done.stdout.count("world 2 attempt 2") == 2
+    assert "slot 1 is left out from now on; starting all 2 processes again (restart 2 of 3)" in done.stderr
+    done = run("--max-restarts", "1", "--min-nproc", "3")
+    assert done.returncode == 5 and "left out" not in done.stderr and "world 3 attempt 1" in done.stdout
