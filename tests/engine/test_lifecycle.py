@@ -48,6 +48,8 @@ def used_after(stage: int, how: str, directory: str) -> tuple[list[str], torch.T
         lambda: engine.save_checkpoint(directory),
         lambda: engine.load_checkpoint(directory),
         lambda: engine.save_16bit_model(directory),
+        lambda: engine.export(directory),
+        lambda: engine.load_weights(directory),
         lambda: engine.load_module_state_dict({}),
         engine._consolidated_16bit_state_dict,
     ):
