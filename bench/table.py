@@ -385,11 +385,11 @@ SECTIONS = [
     ),
     Section(
         "Checkpoints",
-        "Saving and loading a model and AdamW's state in fp32, sharded; 50 MB a layer. GB/s of all ranks together, medians "
-        "of turns, bytes on disk at the end of a save; *cold*: the files were dropped from the page cache before. *disk* "
-        "writes and reads files of as many bytes and does nothing else. *processor*: seconds of all threads and ranks "
-        "for a GB, which a busy machine disturbs less than the time that passes. *memory*: highest resident size above "
-        "that before, over the size of the checkpoint, all ranks together. Other jobs were running.",
+        "Saving and loading a model and AdamW's state in fp32, sharded; 50 MB a layer. GB/s of all ranks together, "
+        "medians of turns, bytes on disk at the end of a save; *cold*: the files were dropped from the page cache "
+        "before. *disk* writes and reads files of as many bytes and does nothing else. *processor*: seconds of all "
+        "threads and ranks for a GB, which a busy machine disturbs less than the time that passes. *memory*: highest "
+        "resident size above that before, over the size of the checkpoint, all ranks together. Other jobs were running.",
         ["checkpoint_io_1", "checkpoint_io_2"],
         checkpoints,
     ),
