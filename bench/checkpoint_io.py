@@ -7,7 +7,8 @@ torch.distributed.checkpoint, a list of plain tensors on each rank for torch.sav
 median of `--repeat` rounds in which the systems take turns. Every way of saving ends with the bytes on disk: what a
 system has not flushed itself is flushed in the measured time. *disk* is files of as many bytes, written in blocks of
 4 MiB and flushed, and read into one block over and over: what nothing can be faster than. *cold* means that the files
-were dropped from the page cache before. Memory is the highest resident size during the operation above that before it,
+were dropped from the page cache before. Processor time is that of all threads and ranks, in seconds a GB, which other
+jobs on the machine disturb less. Memory is the highest resident size during the operation above that before it,
 summed over ranks, over the checkpoint's size; what a load has to make anew (the state of a fresh optimizer) was there
 before. torch.save and torch.load neither verify bytes nor can load into another layout.
 Results: bench/results/checkpoint_io_<ranks>.json.
@@ -198,8 +199,8 @@ def drop_from_cache(path: str) -> None:
         os.close(descriptor)
 
 
-def timed(system: System, operation: str, path: str) -> tuple[float, float]:
-    """Do an operation; return seconds, and the bytes of all ranks by which the resident size was higher meanwhile."""
+def timed(system: System, operation: str, path: str) -> tuple[float, float, float]:
+    """Do an operation; return seconds, and of all ranks together processor seconds and bytes of memory taken."""
     if dist.get_rank() == 0 and operation == "save":
         shutil.rmtree(path, ignore_errors=True)
         os.mkdir(path)
@@ -208,7 +209,7 @@ def timed(system: System, operation: str, path: str) -> tuple[float, float]:
     before = trimmed()
     forget_peak()
     dist.barrier()
-    start = time.perf_counter()
+    start, processor = time.perf_counter(), time.process_time()
     if operation == "save":
         system.save(path)
         dist.barrier()
@@ -217,9 +218,10 @@ def timed(system: System, operation: str, path: str) -> tuple[float, float]:
         system.load(path)
     dist.barrier()
     seconds = time.perf_counter() - start
-    grown = torch.tensor(float(max(0, resident("VmHWM") - before)), dtype=torch.float64)
-    dist.all_reduce(grown)
-    return seconds, grown.item()
+    grown = max(0, resident("VmHWM") - before)
+    together = torch.tensor([time.process_time() - processor, grown], dtype=torch.float64)
+    dist.all_reduce(together)
+    return seconds, together[0].item(), together[1].item()
 
 
 def measure(options: argparse.Namespace) -> None:
@@ -239,28 +241,28 @@ def measure(options: argparse.Namespace) -> None:
     systems: dict[str, System] = {name: makers[name]() for name in options.chosen}
     box = [tempfile.mkdtemp(dir=options.directory) if dist.get_rank() == 0 else None]
     dist.broadcast_object_list(box)
-    seconds: dict[tuple[str, str], list[float]] = {}
-    grown: dict[tuple[str, str], float] = {}
+    figures: dict[tuple[str, str], list[tuple[float, float, float]]] = {}
     for turn in range(options.repeat):
         # Who comes first changes, so that nobody always finds the disk as the one before has left it.
         order = options.chosen[turn % len(options.chosen) :] + options.chosen[: turn % len(options.chosen)]
         for operation in OPERATIONS:
             for name in order:
-                taken, more = timed(systems[name], operation, f"{box[0]}/{name}")
-                seconds.setdefault((name, operation), []).append(taken)
-                grown[name, operation] = max(more, grown.get((name, operation), 0.0))
+                figures.setdefault((name, operation), []).append(timed(systems[name], operation, f"{box[0]}/{name}"))
     if dist.get_rank() == 0:
         shutil.rmtree(str(box[0]))
-    fastest = {key: statistics.median(values) for key, values in seconds.items()}
+    seconds, processor = (
+        {key: statistics.median(turn[column] for turn in turns) for key, turns in figures.items()} for column in (0, 1)
+    )
     rows = []
     for name in options.chosen:
         row: dict[str, Any] = {"system": name}
         for operation in OPERATIONS:
             key = operation.replace(" ", "_")
-            row[f"{key}_gb_per_s"] = round(size / fastest[name, operation] / 1e9, 3)
-            row[f"{key}_memory"] = round(grown[name, operation] / size, 3)
+            row[f"{key}_gb_per_s"] = round(size / seconds[name, operation] / 1e9, 3)
+            row[f"{key}_processor"] = round(processor[name, operation] / size * 1e9, 3)
+            row[f"{key}_memory"] = round(max(turn[2] for turn in figures[name, operation]) / size, 3)
             if "disk" in options.chosen:
-                row[f"{key}_of_disk"] = round(fastest["disk", operation] / fastest[name, operation], 3)
+                row[f"{key}_of_disk"] = round(seconds["disk", operation] / seconds[name, operation], 3)
         rows.append(row)
     answer({"bytes": size, "rows": rows})
 
@@ -287,7 +289,9 @@ def main() -> None:
     for row in answered["rows"]:
         fields = [operation.replace(" ", "_") for operation in OPERATIONS]
         speeds = "  ".join(f"{field} {row[f'{field}_gb_per_s']:6.2f}" for field in fields)
-        print(f"{row['system']:12} GB/s: {speeds}   memory {row['save_memory']:.2f}, {row['load_memory']:.2f}")
+        processor = f"{row['save_processor']:.2f}, {row['load_processor']:.2f}"
+        memory = f"{row['save_memory']:.2f}, {row['load_memory']:.2f}"
+        print(f"{row['system']:12} GB/s: {speeds}   processor s/GB {processor}   memory {memory}")
     notes = {"unit": "GB/s of all ranks", "gigabytes": round(answered["bytes"] / 1e9, 2), "ranks": options.nproc}
     save(options.results, f"checkpoint_io_{options.nproc}", answered["rows"], **notes)
 
