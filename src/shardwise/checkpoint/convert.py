@@ -98,7 +98,10 @@ def _optimizer(saved: Checkpoint, name: str | None) -> dict[str, Any] | None:
     found = saved.manifest.optimizer
     if found is None:
         return None
-    fix = "load it into an engine with load_checkpoint(), which knows the optimizer, or leave its state out (--no-optimizer)"
+    fix = (
+        "load it into an engine with load_checkpoint(), which knows the optimizer, or leave its state out "
+        "(--no-optimizer)"
+    )
     if "refused" in found:
         raise CheckpointError(f"{saved.path}: {found['refused']}; {fix}")
     if name is None and found["class"] is None:
