@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import os
 import pickle
+import random
 import re
 import shutil
 import zipfile
@@ -338,6 +339,29 @@ def test_damage_is_named(kind: str, held: files.Content, tmp_path: Path) -> None
     assert path in str(caught.value)
 
 
+@pytest.mark.parametrize("stage", [2, 3])
+def test_a_changed_byte_is_found_or_harmless(stage: int, held: files.Content, tmp_path: Path) -> None:
+    path = files.write(str(tmp_path), "x", held, stage, 2)
+    generator = random.Random(stage)
+    found = 0
+    for file in sorted(Path(path).iterdir()):
+        original = file.read_bytes()
+        for _ in range(25):
+            changed = bytearray(original)
+            changed[generator.randrange(len(original))] ^= 1 << generator.randrange(8)
+            file.write_bytes(changed)
+            try:
+                with DeepSpeedCheckpoint(path, groups(held)) as saved:
+                    saved.verify(saved.blocks())
+                    for name, value in held.masters.items():
+                        assert torch.equal(saved.read(saved.find(name)), value)
+            except CheckpointError as error:
+                found += 1
+                assert path in str(error)
+        file.write_bytes(original)
+    assert found > 20
+
+
 def attempts(paths: dict[str, str], expected: dict[str, str]) -> None:
     """Load each on all ranks; nothing of the engine changes, and every rank hears of it."""
     run = Run(config(3, "bf16"), seed=2, noise=False)
@@ -416,6 +440,20 @@ def test_settings_that_have_no_place_are_told(held: files.Content, tmp_path: Pat
         assert any("maximize=True, weird=3" in note and "foreach" not in note for note in saved.notes)
         assert saved.manifest.optimizer is not None
         assert set(saved.manifest.optimizer["groups"][0]) == {"lr", "betas", "eps", "weight_decay"}
+
+
+def test_step_counts_may_be_in_the_groups(held: files.Content, tmp_path: Path) -> None:
+    changed = files.Content(**vars(held))
+    changed.settings = [{**group, "step": 7} for group in held.settings]
+    changed.states = {n: {k: v for k, v in state.items() if k != "step"} for n, state in held.states.items()}
+    for stage in (0, 1, 3):
+        with DeepSpeedCheckpoint(
+            files.write(str(tmp_path / str(stage)), "x", changed, stage, 2), groups(held)
+        ) as saved:
+            assert saved.manifest.optimizer is not None
+            counts = [state["step"] for state in saved.manifest.optimizer["values"].values()]
+            assert len(counts) == len(held.masters) and all(torch.equal(c, torch.tensor(7.0)) for c in counts)
+            assert all("step" not in group for group in saved.manifest.optimizer["groups"])
 
 
 def test_elastic_checkpoints_have_no_settings(held: files.Content, tmp_path: Path) -> None:

@@ -98,14 +98,17 @@ def _optimizer(saved: Checkpoint, name: str | None) -> dict[str, Any] | None:
     found = saved.manifest.optimizer
     if found is None:
         return None
-    fix = "load it into an engine with load_checkpoint(), which knows the optimizer, or leave the optimizer's state out"
+    fix = (
+        "load it into an engine with load_checkpoint(), which knows the optimizer, or leave its state out "
+        "(--no-optimizer)"
+    )
     if "refused" in found:
         raise CheckpointError(f"{saved.path}: {found['refused']}; {fix}")
     if name is None and found["class"] is None:
         entries = sorted({t.kind.removeprefix(OPTIMIZER) for t in saved.manifest.of_kind(OPTIMIZER)})
         raise CheckpointError(
-            f"{saved.path}: the files do not say which optimizer has left the state {entries}; name its class, as "
-            f"AdamW, or {fix}"
+            f"{saved.path}: the files do not say which optimizer has left the state {entries}; name its class "
+            f"(--optimizer AdamW), or {fix}"
         )
     return {**found, "class": name or found["class"]}
 
