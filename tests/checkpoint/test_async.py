@@ -27,7 +27,7 @@ from shardwise.errors import CheckpointError, UsageError
 from shardwise.memory import Category, MemoryLimit
 from tests.checkpoint import test_kill
 from tests.checkpoint.job import Run, config, differences, on_ranks
-from tests.checkpoint.test_kill import ROOT, STEPS, Job, end, events, instrument, same, what_is_left
+from tests.checkpoint.test_kill import ROOT, Job, end, events, instrument, same, what_is_left
 
 ASYNC = {"async_save": True}
 
@@ -504,16 +504,17 @@ def test_killed_at_any_moment_there_is_the_old_or_the_new_checkpoint(overwrite: 
 def test_a_run_that_is_killed_while_it_saves_in_the_background_ends_with_the_same_bits(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
+    steps = 10
     whole = tmp_path / "whole"
     whole.mkdir()
-    Job(whole, STEPS, seed=1).finish()
+    Job(whole, steps, seed=1).finish()
     script = test_kill.SCRIPT.replace('config(3, "bf16")', 'config(3, "bf16", checkpoint={"async_save": True})')
     monkeypatch.setattr(test_kill, "SCRIPT", script)
     generator = random.Random(1)
     reached = 0
     for attempt in range(2):
         at = reached + 3
-        job = Job(tmp_path, STEPS, seed=attempt + 1, saving=at)
+        job = Job(tmp_path, steps, seed=attempt + 1, saving=at)
         job.wait_for(f"step {at}")
         time.sleep(generator.uniform(0.0, 0.3))
         job.kill()
@@ -521,7 +522,7 @@ def test_a_run_that_is_killed_while_it_saves_in_the_background_ends_with_the_sam
         found = verify(str(tmp_path / "runs" / "last")).counters["global_steps"]
         assert found in (at - 1, at)  # the step is printed when its save has begun
         reached = found
-    Job(tmp_path, STEPS, seed=9).finish()
+    Job(tmp_path, steps, seed=9).finish()
     assert same(end(tmp_path / "runs"), end(whole / "runs"))
     assert sorted(os.listdir(tmp_path / "runs")) == ["last", "latest"]
 
