@@ -142,6 +142,8 @@ def train(folder: Path) -> None:
     rank = Rank(folder, engine.global_rank)
     engine.resume(runs)
     if first:
+        if on_disk is not None:
+            _say(progress, f"saved {on_disk}")  # by an attempt that was killed before it could say so
         found = engine.resumed
         if on_disk is not None and engine.global_steps < on_disk:
             wrong.append(f"resumed at step {engine.global_steps}, and step {on_disk} is on disk")

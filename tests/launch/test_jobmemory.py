@@ -63,8 +63,8 @@ def test_what_is_said_about_a_recovery(tmp_path: Path) -> None:
     file.write_text(json.dumps(said))
     assert recovery.told() == (
         "recovered from the failure of rank 1 in 2.75 s: noticed after 0.05 s, processes started again after 0.25 s "
-        "and ready (interpreter, imports) after 2.00 s, state of step 40 back from memory after 2.50 s, first step "
-        "done; 1.00 s beyond the start of processes"
+        "and ready (interpreter, imports, data) after 2.00 s, state of step 40 back from memory after 2.50 s, "
+        "first step done; 1.00 s beyond the start of processes"
     )
     file.write_text(json.dumps({**said, "restored": None, "source": None}))
     assert "training went on at step 40 without engine.resume()" in str(recovery.told())

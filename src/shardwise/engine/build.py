@@ -27,6 +27,7 @@ from shardwise.engine.engine import Engine
 from shardwise.engine.exhausted import Circumstances, explaining
 from shardwise.engine.facts import facts_of
 from shardwise.engine.plans import Subject
+from shardwise.engine.recovery import note_ready
 from shardwise.engine.scaling import scales_loss
 from shardwise.engine.stepping import stepping_of
 from shardwise.engine.zeropp import reduction
@@ -109,6 +110,7 @@ def initialize(
         1
         >>> engine.destroy()
     """
+    note_ready()
     if not isinstance(model, nn.Module):
         raise UsageError(f"initialize(model=...) expects an nn.Module, got {type(model).__name__}")
     if mesh_param is not None:

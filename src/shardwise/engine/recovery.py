@@ -12,8 +12,14 @@ from typing import Literal
 from shardwise.comm.environment import RECOVERY_FILE
 from shardwise.utils.logging import logger
 
-READY = time.time()
-"""When this module was loaded: the interpreter has started, torch is there, and the script's own work begins."""
+_ready: float | None = None
+
+
+def note_ready() -> None:
+    """The process has started, imported what it needs and prepared what the script prepares; the first call counts."""
+    global _ready
+    if _ready is None:
+        _ready = time.time()
 
 
 @dataclass(frozen=True)
@@ -63,7 +69,7 @@ class FirstStep:
             logger.info("the first step after resuming ended %.2f s after the state was back", now - self._restored)
         if self._rank == 0 and self._file is not None:
             told = {
-                "ready": READY,
+                "ready": _ready,
                 "restored": self._restored,
                 "source": None if self._resumed is None else self._resumed.source,
                 "steps": steps - 1,

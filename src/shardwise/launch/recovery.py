@@ -41,6 +41,6 @@ class Recovery:
         return (
             f"recovered from the failure of rank {self.rank} in {stepped - self.failed:.2f} s: noticed after "
             f"{self.noticed - self.failed:.2f} s, processes started again after {self.started - self.failed:.2f} s and "
-            f"ready (interpreter, imports) after {ready - self.failed:.2f} s, {state}, first step done; "
+            f"ready (interpreter, imports, data) after {ready - self.failed:.2f} s, {state}, first step done; "
             f"{beyond:.2f} s beyond the start of processes"
         )
