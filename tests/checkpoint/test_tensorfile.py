@@ -176,7 +176,7 @@ def test_large_files_go_to_disk_while_they_are_written(tmp_path: Path, monkeypat
         flushed.append(os.fstat(descriptor).st_size)
         original(descriptor)
 
-    monkeypatch.setattr(tensorwriter, "_LARGE", 1)
+    monkeypatch.setattr(tensorwriter, "LARGE", 1)
     monkeypatch.setattr(os, "fdatasync", fdatasync)
     specs = {"x": Spec(torch.float32, (1 << 20,)), "y": Spec(torch.float32, (3,))}
     writer = TensorWriter(str(tmp_path / "a"), specs, checksums=False)
@@ -197,7 +197,7 @@ def test_a_failure_that_the_system_tells_early_is_not_lost(tmp_path: Path, monke
         told.set()
         raise OSError(5, "Input/output error")
 
-    monkeypatch.setattr(tensorwriter, "_LARGE", 1)
+    monkeypatch.setattr(tensorwriter, "LARGE", 1)
     monkeypatch.setattr(os, "fdatasync", fdatasync)
     writer = TensorWriter(str(tmp_path / "a"), {"x": Spec(torch.float32, (2,))}, checksums=False)
     assert told.wait(20)

@@ -138,7 +138,6 @@ ASKS_BY_PRESENCE = (
     "sparse_attention",
     "weight_quantization",
     "datastates_ckpt",
-    "checkpoint.writer",
     "zero_optimization.zenflow",
     "zero_optimization.zeropp_loco_param",
 )

@@ -80,7 +80,6 @@ ASKING: dict[str, Any] = {
     "tensor_parallel": {"autotp_size": 2},
     "log_level": "debug",
     "timers": {"throughput": {"enabled": False}},
-    "checkpoint.writer": {},
     "datastates_ckpt": {},
     "weight_quantization": {},
     "compile": {"deepcompile": True},

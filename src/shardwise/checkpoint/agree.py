@@ -14,28 +14,35 @@ from typing import Any
 
 import torch
 
+from shardwise.checkpoint.blocks import in_words
 from shardwise.comm.communicator import Communicator
 from shardwise.errors import CheckpointError, ShardwiseError
 
 _LABEL = "checkpoint"
+_LENGTH, _SHORT = 8, 512
+"""Bytes of a message's length, and of what is exchanged at first: nearly all messages are shorter."""
 
 
 def exchange(comm: Communicator, device: torch.device, value: Any) -> list[Any]:
-    """Return the JSON values that all ranks have passed, in rank order (two small collectives)."""
+    """Return the JSON values that all ranks have passed, in rank order (a small collective, two for long values)."""
     if comm.world == 1:
         return [value]
-    own = torch.frombuffer(bytearray(json.dumps(value).encode()), dtype=torch.uint8).to(device)
-    lengths = torch.zeros(comm.world, dtype=torch.int64, device=device)
-    lengths[comm.rank] = own.numel()
-    comm.all_reduce(lengths, _LABEL).wait()
-    sizes = [int(size) for size in lengths.tolist()]
-    width = max(sizes)
+    own = json.dumps(value).encode()
+    rows = _gather(comm, device, len(own).to_bytes(_LENGTH, "little") + own[: _SHORT - _LENGTH], _SHORT)
+    sizes = [int.from_bytes(row[:_LENGTH], "little") for row in rows]
+    texts = [row[_LENGTH : _LENGTH + size] for row, size in zip(rows, sizes, strict=True)]
+    if max(sizes) > _SHORT - _LENGTH:
+        texts = [row[:size] for row, size in zip(_gather(comm, device, own, max(sizes)), sizes, strict=True)]
+    return [json.loads(text) for text in texts]
+
+
+def _gather(comm: Communicator, device: torch.device, own: bytes, width: int) -> list[bytes]:
+    """Return the bytes of all ranks, each filled up to the same length."""
     everything = torch.zeros(comm.world * width, dtype=torch.uint8, device=device)
     mine = everything[comm.rank * width : (comm.rank + 1) * width]
-    mine[: own.numel()] = own
+    mine[: len(own)] = torch.frombuffer(bytearray(own), dtype=torch.uint8).to(device)
     comm.all_gather([(everything, mine)], _LABEL, kind="explicit").wait()
-    rows = everything.cpu().view(comm.world, width)
-    return [json.loads(bytes(row[:size].tolist())) for row, size in zip(rows, sizes, strict=True)]
+    return [bytes(row.tolist()) for row in everything.cpu().view(comm.world, width)]
 
 
 class Phase:
@@ -71,15 +78,8 @@ def phase(comm: Communicator, device: torch.device, what: str) -> Iterator[Phase
     if failure is not None:
         if isinstance(failure, ShardwiseError):
             raise failure
-        raise CheckpointError(f"{what}: {_in_words(failure)}") from failure
+        raise CheckpointError(f"{what}: {in_words(failure)}") from failure
     for rank, outcome in enumerate(outcomes):
         if outcome["error"] is not None:
             raise CheckpointError(f"{what}: failed on rank {rank}: {outcome['error']}")
     this.heard = [outcome["said"] for outcome in outcomes]
-
-
-def _in_words(error: Exception) -> str:
-    if isinstance(error, OSError) and error.strerror:
-        place = f"{error.filename}: " if error.filename else ""
-        return f"{place}{error.strerror} (errno {error.errno})"
-    return f"{type(error).__name__}: {error}"

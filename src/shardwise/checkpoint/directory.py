@@ -15,6 +15,8 @@ import os
 import re
 import secrets
 import shutil
+import weakref
+from collections.abc import Callable
 from typing import Any
 
 from shardwise.checkpoint import manifest as manifests
@@ -85,6 +87,24 @@ class Draft:
         self._lock = _lock(self.path)
         self._moved: list[str] = []
 
+    @classmethod
+    def taken_over(cls, parent: str, tag: str, token: str, lock: int | None) -> Draft:
+        """Return a draft that another process has made and handed over, with the descriptor of its lock."""
+        draft = cls.__new__(cls)
+        draft.parent, draft.token, draft.published = parent, token, False
+        draft.target = os.path.join(parent, tag)
+        draft.path = os.path.join(parent, f".{tag}.{token}{_PARTIAL}")
+        draft._lock, draft._moved = lock, []
+        return draft
+
+    def hand_over(self) -> int | None:
+        """Return the lock's descriptor for another process, and let go of it: from now on it is that one's draft.
+
+        The receiver holds the lock as soon as it has the descriptor, and the caller closes its own.
+        """
+        lock, self._lock = self._lock, None
+        return lock
+
     def publish(self) -> None:
         """Make the checkpoint appear under its tag; the manifest is in `path` already.
 
@@ -142,6 +162,79 @@ def _lock(path: str) -> int | None:
         os.close(descriptor)
         return None
     return descriptor
+
+
+def lock_file(path: str) -> int:
+    """Create a file and lock it; the lock holds until the descriptor returned, and every copy of it, is closed.
+
+    Raises:
+        OSError: the file cannot be created. That the file system has no locks is not an error: see `is_locked`.
+    """
+    descriptor = os.open(path, os.O_RDWR | os.O_CREAT | os.O_EXCL, 0o666)
+    with contextlib.suppress(OSError):
+        fcntl.flock(descriptor, fcntl.LOCK_EX | fcntl.LOCK_NB)
+    return descriptor
+
+
+def is_locked(path: str) -> bool:
+    """Whether a process holds the lock of a file; False also where the file or the file system's locks are not there.
+
+    Where locks do not reach other machines, those of their processes are not seen.
+    """
+    try:
+        descriptor = os.open(path, os.O_RDWR)
+    except OSError:
+        return False
+    try:
+        fcntl.flock(descriptor, fcntl.LOCK_EX | fcntl.LOCK_NB)
+    except OSError as error:
+        return error.errno in (errno.EWOULDBLOCK, errno.EACCES)
+    finally:
+        os.close(descriptor)
+    return False
+
+
+class Hold:
+    """Keeps a checkpoint from being removed by `remove` while it is read: a shared lock on its directory.
+
+    Where the directory is missing or cannot be locked nothing is held. It ends with `release` or the object.
+    """
+
+    def __init__(self, path: str) -> None:
+        self.release: Callable[[], object] = lambda: None
+        with contextlib.suppress(OSError):
+            descriptor = os.open(path, os.O_RDONLY | os.O_DIRECTORY)
+            try:
+                fcntl.flock(descriptor, fcntl.LOCK_SH | fcntl.LOCK_NB)
+            except OSError:
+                os.close(descriptor)
+                return
+            self.release = weakref.finalize(self, os.close, descriptor)
+
+
+def remove(parent: str, tag: str) -> bool:
+    """Remove a checkpoint: it disappears in one step, and its files after that. Return whether it was done.
+
+    It is not where somebody reads it (`Hold`) or writes one of this tag, or where the file system has no locks, so that
+    this cannot be known.
+
+    Raises:
+        OSError: it cannot be renamed.
+    """
+    path = os.path.join(parent, tag)
+    if any(name.startswith(f".{tag}.") and name.endswith(_PARTIAL) for name in os.listdir(parent)):
+        return False
+    lock = _lock(path)
+    if lock is None:
+        return False
+    try:
+        hidden = os.path.join(parent, f".{tag}.{secrets.token_hex(4)}{_PARTIAL}")
+        os.rename(path, hidden)
+        sync_directory(parent)
+        shutil.rmtree(hidden, ignore_errors=True)
+    finally:
+        os.close(lock)
+    return True
 
 
 def remove_leftovers(parent: str) -> None:

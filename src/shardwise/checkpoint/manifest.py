@@ -18,12 +18,13 @@ import os
 import re
 from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass, field
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
-import torch
-
-from shardwise.checkpoint.tensorfile import BLOCK, FileFacts
+from shardwise.checkpoint.blocks import BLOCK, FileFacts
 from shardwise.errors import CheckpointError
+
+if TYPE_CHECKING:  # imported where it is needed: the process that writes in the background does without
+    import torch
 
 FORMAT = 1
 """Number of the format. It changes when a reader of the old one could misread the new one."""
@@ -185,6 +186,8 @@ def dtype_of(name: str) -> torch.dtype:
     Raises:
         CheckpointError: torch has no such dtype.
     """
+    import torch
+
     found = getattr(torch, name, None)
     if not isinstance(found, torch.dtype):
         raise CheckpointError(

@@ -10,6 +10,7 @@ from typing import Any
 import torch
 
 from shardwise.checkpoint import codec, manifest
+from shardwise.checkpoint.directory import Hold
 from shardwise.checkpoint.manifest import Slice, StoredTensor
 from shardwise.checkpoint.tensorfile import BLOCK, TensorFile
 from shardwise.errors import CheckpointError
@@ -33,6 +34,7 @@ class Checkpoint:
 
     def __init__(self, path: str) -> None:
         self.path = path
+        self._hold = Hold(path)  # before it is known to be there: it must not go away in between
         self.manifest = manifest.load(path)
         self._files: dict[str, TensorFile] = {}
 
@@ -45,7 +47,8 @@ class Checkpoint:
         self.close()
 
     def close(self) -> None:
-        """Close all files."""
+        """Close all files, and let the checkpoint be removed."""
+        self._hold.release()
         for file in self._files.values():
             file.close()
         self._files = {}

@@ -15,20 +15,19 @@ from __future__ import annotations
 import json
 import os
 import platform
-import time
-from collections.abc import Sequence
+from collections.abc import Iterator, Sequence
+from contextlib import contextmanager
 from dataclasses import dataclass, field
 from typing import Any
 
 import torch
 
 from shardwise._version import __version__
-from shardwise.checkpoint import directory, manifest
+from shardwise.checkpoint import directory
 from shardwise.checkpoint.agree import phase
 from shardwise.checkpoint.collect import Part, TrainingState, add_buffers, buffer_digests, collect
-from shardwise.checkpoint.manifest import Manifest
 from shardwise.checkpoint.protocols import ShardedModel
-from shardwise.checkpoint.tensorfile import FileFacts
+from shardwise.checkpoint.publish import FACTS, Whole, beside, file_name, publish, unwritable
 from shardwise.checkpoint.tensorwriter import write_tensors
 from shardwise.errors import CheckpointError
 from shardwise.utils.logging import logger
@@ -46,6 +45,7 @@ class Request:
         layout: facts for people: stage, dtype.
         config: the effective configuration.
         tag_validation: what to do when ranks name different tags: `ignore`, `warn` or `fail`.
+        keep_last, keep_every: which older checkpoints stay; see `shardwise.checkpoint.retention.prune`.
     """
 
     directory: str
@@ -55,6 +55,34 @@ class Request:
     layout: dict[str, Any] = field(default_factory=dict)
     config: dict[str, Any] = field(default_factory=dict)
     tag_validation: str = "warn"
+    keep_last: int | None = None
+    keep_every: int | None = None
+
+    @property
+    def what(self) -> str:
+        """The action in words, for messages."""
+        return f"saving checkpoint {self.tag!r} in {self.directory}"
+
+
+@dataclass
+class Drafted:
+    """A checkpoint that is about to be written.
+
+    Attributes:
+        path: directory of the draft.
+        token: what tells its files from those of other saves.
+        tag: name that it will have: rank 0's.
+        draft: the draft itself, on rank 0.
+        part: what this rank writes; the module's buffers are still to be added.
+        digests: what tells the ranks' buffers from each other; see `shardwise.checkpoint.collect.add_buffers`.
+    """
+
+    path: str
+    token: str
+    tag: str
+    draft: directory.Draft | None
+    part: Part
+    digests: list[dict[str, str]]
 
 
 def save(model: ShardedModel, request: Request, state: TrainingState) -> str:
@@ -67,8 +95,26 @@ def save(model: ShardedModel, request: Request, state: TrainingState) -> str:
         CheckpointError: it could not be saved, on all ranks alike. What existed before still does, unless the error
             says that the new checkpoint stands and only `latest` could not be written.
     """
-    comm, device = model.comm, model.device
-    what = f"saving checkpoint {request.tag!r} in {request.directory}"
+    comm, device, what = model.comm, model.device, request.what
+    with drafted(model, request, state) as made:
+        with phase(comm, device, what):
+            add_buffers(made.part, model, made.digests)
+            _write(made.part, made.path, request)
+        with phase(comm, device, what):
+            if made.draft is not None:
+                for note in publish(made.draft, whole_of(model, request)):
+                    logger.info("%s", note)
+    return os.path.join(request.directory, made.tag)
+
+
+@contextmanager
+def drafted(model: ShardedModel, request: Request, state: TrainingState) -> Iterator[Drafted]:
+    """Make a draft, and find what this rank writes into it; if the block raises, the draft is removed again.
+
+    Raises:
+        CheckpointError: the directory cannot be made, or something cannot be saved; on all ranks alike.
+    """
+    comm, device, what = model.comm, model.device, request.what
     draft: directory.Draft | None = None
     try:
         with phase(comm, device, what) as begin:
@@ -78,19 +124,13 @@ def save(model: ShardedModel, request: Request, state: TrainingState) -> str:
         _compare_tags(request, [said["tag"] for said in begin.heard], comm.rank)
         path, token = begin.heard[0]["draft"]
         with phase(comm, device, what) as collected:
-            part = collect(model, _file_name(comm.rank, comm.world, token), state, request.excluded)
+            part = collect(model, file_name(comm.rank, comm.world, token), state, request.excluded)
             collected.said = buffer_digests(model)
-        with phase(comm, device, what):
-            add_buffers(part, model, collected.heard)
-            _write(part, path, request)
-        with phase(comm, device, what):
-            if draft is not None:
-                _publish(draft, model, request)
-        draft = None
-    finally:
+        yield Drafted(path, token, begin.heard[0]["tag"], draft, part, collected.heard)
+    except BaseException:
         if draft is not None:
             draft.discard()
-    return os.path.join(request.directory, begin.heard[0]["tag"])
+        raise
 
 
 def _compare_tags(request: Request, tags: Sequence[str], rank: int) -> None:
@@ -113,96 +153,24 @@ def _write(part: Part, path: str, request: Request) -> None:
     try:
         facts = write_tensors(os.path.join(path, part.file), part.tensors)
         told = {"facts": [facts.size, list(facts.checksums)], **part.to_json()}
-        directory.write_file(os.path.join(path, _facts_name(part.file)), json.dumps(told).encode())
-    except FileNotFoundError as error:
-        raise CheckpointError(
-            f"{path}: not there on this rank, although rank 0 has made it; {request.directory} must be on a file "
-            "system that all ranks share"
-        ) from error
+        directory.write_file(os.path.join(path, beside(part.file, FACTS)), json.dumps(told).encode())
     except OSError as error:
-        raise CheckpointError(
-            f"{os.path.join(path, part.file)}: cannot be written: {error.strerror} (errno {error.errno}); this rank "
-            f"needs {size / 1e6:.1f} MB, {_free(path)}. Free space or choose another directory; earlier checkpoints "
-            "are unchanged"
-        ) from error
+        raise unwritable(error, path, part.file, size) from error
 
 
-def _file_name(rank: int, world: int, token: str) -> str:
-    return f"rank{rank:05d}of{world:05d}-{token}.safetensors"
-
-
-def _facts_name(file: str) -> str:
-    return file.removesuffix(".safetensors") + ".json"
-
-
-def _free(path: str) -> str:
-    try:
-        found = os.statvfs(path)
-    except OSError as error:
-        return f"the free space is not known ({error.strerror})"
-    return f"{found.f_bavail * found.f_frsize / 1e6:.1f} MB are free"
-
-
-def _publish(draft: directory.Draft, model: ShardedModel, request: Request) -> None:
-    """Join the ranks' parts into the manifest and let the checkpoint appear (rank 0)."""
-    parts, files = [], {}
-    for rank in range(model.comm.world):
-        file = _file_name(rank, model.comm.world, draft.token)
-        path = os.path.join(draft.path, _facts_name(file))
-        try:
-            with open(path, "rb") as stream:
-                part = json.load(stream)
-            size = os.path.getsize(os.path.join(draft.path, file))
-        except OSError as error:
-            raise CheckpointError(
-                f"{path}: written by rank {rank}, but not there on rank 0 ({error.strerror}); {request.directory} "
-                "must be on a file system that all ranks share"
-            ) from error
-        files[file] = FileFacts(part["facts"][0], tuple(part["facts"][1]))
-        if size != files[file].size:
-            raise CheckpointError(f"{file}: rank {rank} wrote {files[file].size} bytes, rank 0 finds {size}")
-        os.unlink(path)
-        parts.append(part)
-    joined = _join(model, request, parts, files)
-    directory.write_file(os.path.join(draft.path, manifest.NAME), manifest.to_bytes(joined))
-    try:
-        draft.publish()
-        if request.latest:
-            directory.write_latest(request.directory, request.tag)
-    except OSError as error:
-        if not draft.published:
-            raise
-        raise CheckpointError(
-            f"{draft.target}: this checkpoint is complete and stands, but what follows failed: "
-            f"{error.filename or request.directory}: {error.strerror} (errno {error.errno}). "
-            f"{os.path.join(request.directory, directory.LATEST)} may still name an earlier one; load this one with "
-            f"tag={request.tag!r}"
-        ) from error
-
-
-def _join(model: ShardedModel, request: Request, parts: list[dict[str, Any]], files: dict[str, FileFacts]) -> Manifest:
-    common = parts[0]["trees"]
-    stored = [manifest.tensor_from_json(entry) for part in parts for entry in part["stored"]]
-    order = {tensor.name: tensor.index for tensor in model.registry}
-    tensors = sorted(manifest.combine(stored), key=lambda t: (t.kind, order.get(t.name, -1), t.name, t.rank or 0))
-    optimizer = None
-    if model.optimizer is not None:
-        values = {name: value for part in parts for name, value in part["values"].items()}
-        optimizer = {"class": type(model.optimizer).__name__, "groups": common["groups"], "values": values}
-    return Manifest(
+def whole_of(model: ShardedModel, request: Request) -> Whole:
+    """Return what is known of the checkpoint besides the ranks' parts."""
+    return Whole(
+        directory=request.directory,
         tag=request.tag,
-        created=time.time(),
+        latest=request.latest,
+        world=model.comm.world,
         versions={"shardwise": __version__, "torch": torch.__version__, "python": platform.python_version()},
-        layout={"world": model.comm.world, **request.layout},
+        layout=request.layout,
         config=request.config,
-        files=files,
-        tensors=tensors,
         excluded=sorted(model.registry[index].name for index in request.excluded),
-        optimizer=optimizer,
-        scheduler=common["scheduler"],
-        scaler=common["scaler"],
-        counters=parts[0]["trees"]["counters"],
-        ranks=[part["trees"]["rank"] for part in parts],
-        extra=common["extra"],
-        client=common["client"],
+        order=[tensor.name for tensor in model.registry],
+        optimizer=None if model.optimizer is None else type(model.optimizer).__name__,
+        keep_last=request.keep_last,
+        keep_every=request.keep_every,
     )

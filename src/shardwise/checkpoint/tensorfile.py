@@ -19,11 +19,9 @@ from types import TracebackType
 
 import torch
 
+from shardwise.checkpoint.blocks import BLOCK
+from shardwise.checkpoint.blocks import FileFacts as FileFacts
 from shardwise.errors import CheckpointError
-
-BLOCK = 4 << 20
-"""Bytes that have one checksum. CRC-32 finds every burst of up to 32 wrong bits in a block, and others but for one
-in 2**32."""
 
 _NAMES: dict[str, torch.dtype] = {
     "F64": torch.float64,
@@ -61,14 +59,6 @@ class Spec:
         for size in self.shape:
             count *= size
         return count
-
-
-@dataclass(frozen=True)
-class FileFacts:
-    """What is known of a finished file: its size and the CRC-32 of each of its blocks of `BLOCK` bytes."""
-
-    size: int
-    checksums: tuple[str, ...]
 
 
 def bytes_of(tensor: torch.Tensor) -> memoryview:

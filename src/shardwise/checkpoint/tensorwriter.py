@@ -5,83 +5,69 @@ from __future__ import annotations
 import contextlib
 import json
 import os
-import threading
-import zlib
 from collections.abc import Mapping
+from dataclasses import dataclass
 from typing import Any
 
 import torch
 
-from shardwise.checkpoint.tensorfile import BLOCK, DTYPE_NAMES, FileFacts, Spec, bytes_of
+from shardwise.checkpoint.blocks import LARGE, BlockSums, FileFacts, Flusher
+from shardwise.checkpoint.tensorfile import DTYPE_NAMES, Spec, bytes_of
 from shardwise.errors import CheckpointError
 
 _CHUNK = 16 << 20
 """Bytes copied to the host at a time where a tensor lies elsewhere."""
 
-_LARGE = 64 << 20
-"""Files of at least this many bytes are sent to disk while they are being written, not only at their end."""
-
-
-class BlockSums:
-    """CRC-32 of each block of a stream of bytes."""
-
-    def __init__(self) -> None:
-        self._sums: list[str] = []
-        self._current = 0
-        self._filled = 0
-        self.size = 0
-
-    def feed(self, data: memoryview) -> None:
-        """Add the next bytes of the stream."""
-        start = 0
-        while start < len(data):
-            stop = min(len(data), start + BLOCK - self._filled)
-            self._current = zlib.crc32(data[start:stop], self._current)
-            self._filled += stop - start
-            if self._filled == BLOCK:
-                self._close()
-            start = stop
-        self.size += len(data)
-
-    def facts(self) -> FileFacts:
-        """Return size and checksums of what has been fed; call it once, at the end."""
-        if self._filled:
-            self._close()
-        return FileFacts(self.size, tuple(self._sums))
-
-    def _close(self) -> None:
-        self._sums.append(f"{self._current:08x}")
-        self._current = self._filled = 0
-
-
-class _Flusher(threading.Thread):
-    """Sends what has been written of a file to disk, over and over, so that the disk works from the beginning."""
-
-    def __init__(self, descriptor: int) -> None:
-        super().__init__(name="shardwise-flush", daemon=True)
-        self._descriptor = descriptor
-        self._ended = threading.Event()
-        self.error: OSError | None = None
-
-    def run(self) -> None:
-        """Flush until told to end."""
-        while not self._ended.wait(0.05):
-            try:
-                os.fdatasync(self._descriptor)
-            except OSError as error:
-                # The system tells of a failed write once, to whoever asks first.
-                self.error = error
-                return
-
-    def end(self) -> None:
-        """Stop flushing; the thread is gone when this returns."""
-        self._ended.set()
-        self.join()
-
 
 def file_order(specs: Mapping[str, Spec]) -> list[str]:
     """Return the order in which tensors lie in a file: wide dtypes first, so that every tensor is aligned."""
     return sorted(specs, key=lambda name: -specs[name].dtype.itemsize)
+
+
+@dataclass(frozen=True)
+class Layout:
+    """Where things lie in a file.
+
+    Attributes:
+        header: its first bytes: length and header.
+        begins: first byte of each tensor, in `file_order`.
+        size: bytes of the whole file.
+    """
+
+    header: bytes
+    begins: dict[str, int]
+    size: int
+
+
+def layout_of(specs: Mapping[str, Spec], metadata: Mapping[str, str] | None = None) -> Layout:
+    """Return the layout of a file of some tensors.
+
+    Raises:
+        CheckpointError: a dtype has no name in the format.
+
+    >>> layout = layout_of({"x": Spec(torch.float32, (2, 3))})
+    >>> layout.begins["x"] == len(layout.header), layout.size - layout.begins["x"]
+    (True, 24)
+    """
+    offsets: dict[str, int] = {}
+    header: dict[str, Any] = {"__metadata__": dict(metadata)} if metadata else {}
+    end = 0
+    for name in file_order(specs):
+        spec = specs[name]
+        if spec.dtype not in DTYPE_NAMES:
+            raise CheckpointError(f"{name}: safetensors files have no dtype {spec.dtype}; convert the tensor")
+        offsets[name] = end
+        header[name] = {
+            "dtype": DTYPE_NAMES[spec.dtype],
+            "shape": list(spec.shape),
+            "data_offsets": [end, end + spec.nbytes],
+        }
+        end += spec.nbytes
+    text = json.dumps(header, separators=(",", ":")).encode()
+    text += b" " * (-len(text) % 8)
+    data = 8 + len(text)
+    begins = {name: data + offset for name, offset in offsets.items()}
+    return Layout(len(text).to_bytes(8, "little") + text, begins, data + end)
 
 
 class TensorWriter:
@@ -102,33 +88,17 @@ class TensorWriter:
         self, path: str, specs: Mapping[str, Spec], metadata: Mapping[str, str] | None = None, *, checksums: bool
     ) -> None:
         self._sums = BlockSums() if checksums else None
-        self._offsets: dict[str, int] = {}
-        header: dict[str, Any] = {"__metadata__": dict(metadata)} if metadata else {}
-        end = 0
-        for name in file_order(specs):
-            spec = specs[name]
-            if spec.dtype not in DTYPE_NAMES:
-                raise CheckpointError(f"{name}: safetensors files have no dtype {spec.dtype}; convert the tensor")
-            self._offsets[name] = end
-            header[name] = {
-                "dtype": DTYPE_NAMES[spec.dtype],
-                "shape": list(spec.shape),
-                "data_offsets": [end, end + spec.nbytes],
-            }
-            end += spec.nbytes
-        text = json.dumps(header, separators=(",", ":")).encode()
-        text += b" " * (-len(text) % 8)
-        self._data = 8 + len(text)
+        layout = layout_of(specs, metadata)
+        self._offsets = layout.begins
         self._specs = specs
         self._left = set(specs)
         self._file = open(path, "xb", buffering=1 << 20)  # noqa: SIM115  (closed by close() and abandon())
         self._position = 0
-        self._flusher = _Flusher(self._file.fileno()) if end >= _LARGE else None
+        self._flusher = Flusher(self._file.fileno()) if layout.size >= LARGE else None
         if self._flusher is not None:
             self._flusher.start()
         try:
-            self._put(memoryview(len(text).to_bytes(8, "little")))
-            self._put(memoryview(text))
+            self._put(memoryview(layout.header))
         except BaseException:
             self.abandon()
             raise
@@ -138,7 +108,7 @@ class TensorWriter:
         spec = self._specs[name]
         if tensor.dtype != spec.dtype or tensor.nbytes != spec.nbytes:
             raise CheckpointError(f"{name}: announced as {spec}, given {tensor.dtype} of shape {tuple(tensor.shape)}")
-        place = self._data + self._offsets[name]
+        place = self._offsets[name]
         if place != self._position and spec.nbytes:
             if self._sums is not None:
                 raise CheckpointError(f"{name}: tensors of a file with checksums are written in file order")

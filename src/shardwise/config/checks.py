@@ -21,6 +21,7 @@ def check_combinations(config: Config, found: Scan, world_size: int) -> list[Pro
         *_gradients(config),
         *_onebit(config),
         *_ranks(config, world_size),
+        *_checkpoints(config, found),
     ]
 
 
@@ -206,3 +207,21 @@ def _ranks(config: Config, world_size: int) -> Iterator[Problem]:
     if wanted is not None and wanted != world_size and config.sequence_parallel_size == 1:
         message = f"is {wanted}, but there are {world_size} ranks; remove the key or start {wanted} ranks"
         yield Problem("data_parallel_size", message, ConflictError)
+
+
+def _checkpoints(config: Config, found: Scan) -> Iterator[Problem]:
+    saving = config.checkpoint
+    if saving.keep_every is not None and saving.keep_last is None:
+        message = (
+            f"is {saving.keep_every} and says which checkpoints stay besides the newest, but without "
+            "`checkpoint.keep_last` all stay; add it or remove this key"
+        )
+        yield Problem("checkpoint.keep_every", message, ConflictError)
+    if saving.writer is None:
+        return
+    if saving.writer.type == "mock":
+        message = 'is "mock", which writes nothing; a checkpoint that is not there cannot be loaded, so remove the key'
+        yield Problem("checkpoint.writer.type", message)
+    if saving.writer.decoupled and not saving.async_save and ("checkpoint", "async_save") in found.given:
+        message = "is true, but `checkpoint.async_save` is false; both mean saves in the background, so remove one"
+        yield Problem("checkpoint.writer.decoupled", message, ConflictError)

@@ -7,6 +7,7 @@ handed back: counters, schedule, loss scaler, place in the data, random number g
 from __future__ import annotations
 
 import os
+import time
 from collections.abc import Callable, Mapping, Sequence
 from typing import TYPE_CHECKING, Any
 
@@ -18,6 +19,7 @@ from shardwise.checkpoint.collect import TrainingState
 from shardwise.checkpoint.load import Loaded, Options, find, read
 from shardwise.checkpoint.manifest import name_of
 from shardwise.checkpoint.save import Request, save
+from shardwise.engine.background import BackgroundSaving, check_same_way, size_of, statistics
 from shardwise.errors import CheckpointError, CheckpointPathError, UsageError
 from shardwise.utils.logging import logger
 
@@ -35,7 +37,7 @@ CustomLoad = Callable[..., None]
 _COUNTERS = ("global_steps", "micro_steps", "skipped_steps", "global_samples")
 
 
-class Checkpointing:
+class Checkpointing(BackgroundSaving):
     """Mixin of `Engine`: saving and loading. Every method is called by all ranks together, and raises a `UsageError`
     once the engine has been destroyed.
     """
@@ -70,12 +72,17 @@ class Checkpointing:
         client_state: Mapping[str, Any] | None = None,
         save_latest: bool = True,
         exclude_frozen_parameters: bool = False,
+        *,
+        asynchronous: bool | None = None,
     ) -> bool:
         """Save everything that is needed to go on exactly: `<save_dir>/<tag>/`.
 
         Parameters are saved as master weights. Besides them: optimizer state, buffers, schedule, loss scaler,
         counters, place in the training data, and every rank's random number generators. The directory appears whole
         or not at all, also where one of this name exists.
+
+        An asynchronous save returns when the state has been copied, and another process writes it; see
+        `wait_for_checkpoint`. If the one before is still being written, it is waited for first.
 
         Args:
             save_dir: directory of the run's checkpoints; on a file system that all ranks share.
@@ -84,16 +91,18 @@ class Checkpointing:
                 bytes, tensors and numpy arrays. Rank 0's is saved.
             save_latest: let the file `latest` name this checkpoint.
             exclude_frozen_parameters: leave out parameters that do not require a gradient.
+            asynchronous: write while training goes on; None: as `checkpoint.async_save` says. The same on every rank.
 
         Returns:
             True.
 
         Raises:
             CheckpointPathError: `save_dir` or `tag` cannot be used (a ValueError), or ranks name different directories.
-            UsageError: gradients of an unfinished accumulation window are held.
+            UsageError: gradients of an unfinished accumulation window are held, or ranks differ in `asynchronous`.
             CheckpointError: something in `client_state` cannot be saved, or writing failed on some rank. Raised on all
                 ranks; earlier checkpoints are unchanged, unless the message says that this one is complete and that
-                only `latest` could not be written.
+                only `latest` could not be written. Also if the asynchronous save before has failed, which the message
+                names: this one has then not begun, and may be called again.
 
         Example:
             >>> import shardwise, tempfile
@@ -111,6 +120,9 @@ class Checkpointing:
         """
         self.sharded.check_open("engine.save_checkpoint()")
         parent = directory.check_directory(save_dir, "save_dir")
+        config = self._resolution.config
+        begun_at = time.monotonic()
+        waited = self._settle_save()
         self.sharded.hooks.settle()
         request = Request(
             directory=parent,
@@ -118,15 +130,24 @@ class Checkpointing:
             latest=save_latest,
             excluded=self._excluded(exclude_frozen_parameters),
             layout={"stage": self.sharded.plan.stage, "dtype": self._dtype_name()},
-            config=self._resolution.config.model_dump(mode="json"),
-            tag_validation=self._resolution.config.checkpoint.tag_validation,
+            config=config.model_dump(mode="json"),
+            tag_validation=config.checkpoint.tag_validation,
+            keep_last=config.checkpoint.keep_last,
+            keep_every=config.checkpoint.keep_every,
         )
+        background = config.checkpoint.in_background if asynchronous is None else bool(asynchronous)
         with phase(self._comm, self.device, "save_checkpoint") as begun:
             self._check_can_save()
             state = self._training_state({} if client_state is None else dict(client_state))
-            begun.said = parent
-        _compare_directories(begun.heard)
-        save(self.sharded, request, state)
+            begun.said = [parent, background]
+        _compare_directories([said[0] for said in begun.heard])
+        check_same_way([said[1] for said in begun.heard])
+        if background:
+            self._save_in_background(request, state, begun_at, waited)
+            return True
+        path = save(self.sharded, request, state)
+        if self._comm.rank == 0 and self._shows_statistics():
+            logger.info("%s", statistics(path, size_of(path), time.monotonic() - begun_at - waited))
         return True
 
     def load_checkpoint(
@@ -166,6 +187,8 @@ class Checkpointing:
         """
         self.sharded.check_open("engine.load_checkpoint()")
         parent = directory.check_directory(load_dir, "load_dir")
+        if self._saving is not None:
+            self._saving.wait()  # if it has failed, that is raised where saving is the matter
         self.sharded.hooks.settle()
         options = Options(load_module_strict, load_optimizer_states, load_module_only, custom_load_fn is not None)
         found = find(self.sharded, parent, None if tag is None else directory.check_tag(tag), options)

@@ -692,8 +692,15 @@ class Engine(Attributes, BatchSizes, Checkpointing, ConfigGetters, MemoryReporti
         The parameters are plain, whole and up to date afterwards, in the dtype that the module computes with. The
         optimizer has them in its groups, and no state; save a checkpoint before if it is needed. What computes or saves
         raises from then on. Destroying an engine twice does nothing.
+
+        Raises:
+            CheckpointError: an asynchronous save, which is waited for, has failed; the engine is destroyed all the
+                same.
         """
+        failure = self._finish_save()
         if not self.sharded.closed and self.optimizer is not None and self.loss_scaler is not None:
             vars(self.optimizer).pop("overflow", None)
         self.sharded.close()
         self._comm.destroy()
+        if failure is not None:
+            raise failure

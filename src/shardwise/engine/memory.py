@@ -23,6 +23,7 @@ from shardwise.memory import (
     resident_bytes,
     shapes_of,
 )
+from shardwise.memory.report import readable
 from shardwise.precision.autocast import autocast, autocast_dtype
 
 if TYPE_CHECKING:
@@ -51,6 +52,9 @@ class MemoryReporting:
 
     def train_micro_batch_size_per_gpu(self) -> int:
         """Return the number of samples of one rank in one forward pass."""
+        raise NotImplementedError
+
+    def _snapshot_bytes(self, state: int) -> int:
         raise NotImplementedError
 
     def memory_report(
@@ -99,6 +103,12 @@ class MemoryReporting:
             floor = zero.floor(sharded, accumulation, activations, norm=norm)
         except Exception as error:  # an optimizer of the user's own, which runs in the dry run
             notes.append(f"Not planned: a dry run of the optimizer failed ({type(error).__name__}: {error}).")
+        snapshot = 0 if plan is None else self._snapshot_bytes(plan.peaks[Category.OPTIMIZER])
+        if snapshot:
+            where = "counted under other" if self.device.type == "cpu" else "on the host and not in the table"
+            notes.append(f"The snapshot of asynchronous saves takes {readable(snapshot)}, {where}.")
+        if self.device.type != "cpu":
+            snapshot = 0
         if not self.accountant.tracked:
             notes.append("Activations and temporaries are measured under shardwise.memory.track_activations.")
         if any(section.layout.table for unit in sharded.units for section in unit.sections):
@@ -115,12 +125,14 @@ class MemoryReporting:
             else:
                 at_least = None if floor is None else floor.peaks[category]
                 expected = None if plan is None else plan.peaks[category]
+                if category is Category.OTHER and snapshot:
+                    at_least, expected = (at_least or 0) + snapshot, (expected or 0) + snapshot
                 rows.append(MemoryRow(category.value, expected, measured[category], at_least))
         total = MemoryRow(
             "total",
-            None if plan is None else plan.total,
+            None if plan is None else plan.total + snapshot,
             self.accountant.peak_total,
-            None if floor is None else floor.total,
+            None if floor is None else floor.total + snapshot,
         )
         cuda = self.device.type == "cuda"
         return MemoryReport(
@@ -191,6 +203,8 @@ class MemoryReporting:
         notes = [] if limit is None else [f"Limit: {limit.name}."]
         if sample_batch is None:
             notes.append("Activations are not in it; they are planned if a sample batch is given.")
+        if self._resolution.config.checkpoint.in_background:
+            notes.append("Snapshots of asynchronous saves are not in it: a copy of what each rank saves, on the host.")
         return MemoryPlans(tuple(planner.plan(setting, room) for setting in settings), room, tuple(notes))
 
     def _subject(self) -> Subject:

@@ -39,7 +39,7 @@ class Category(Enum):
     ACTIVATIONS = "activations"
     """Tensors saved by autograd for the backward pass, and temporaries of the modules and of the loss."""
     OTHER = "other"
-    """Module buffers, and temporaries of the optimizer's step."""
+    """Module buffers, temporaries of the optimizer's step, and on a CPU the snapshot of asynchronous saves."""
 
     __hash__ = object.__hash__  # that of Enum is Python code, and every event is looked up by its category
 

@@ -30,27 +30,59 @@ WriterType = Annotated[
 class ParallelWrite(Section):
     """`checkpoint.parallel_write`."""
 
-    pipeline_stage: bool = key(False, "All data-parallel ranks of a pipeline stage write its layers.")
+    pipeline_stage: bool = key(
+        False,
+        "All data-parallel ranks of a pipeline stage write its layers.",
+        no_effect="every rank always writes its own share of everything",
+    )
 
 
 class Writer(Section):
     """`checkpoint.writer`: engine that writes checkpoint files."""
 
-    type: WriterType = key("fast", "Kind of writer.")
-    decoupled: bool = key(False, "Write in another process while training goes on.")
-    io_buffer_size: Int = key(67_108_864, "Bytes per write buffer.", gt=0)
-    io_buffer_double: bool = key(True, "Use two write buffers.")
-    show_statistics: bool = key(False, "Print write speeds.")
-    data_parallel: Literal["replica", "socket", "machine"] | None = key(
-        None, "Ranks among which writing is divided; null: not divided."
+    type: WriterType = key(
+        "fast",
+        'Kind of writer; "mock", which writes nothing, is refused.',
+        no_effect="files are written in one way, from where the values lie",
     )
-    io_multiplier: Int = key(1, "Writers per rank.", gt=0)
+    decoupled: bool = key(False, "Write in another process while training goes on: `checkpoint.async_save`.")
+    io_buffer_size: Int = key(
+        67_108_864,
+        "Bytes per write buffer.",
+        gt=0,
+        no_effect="values are written from where they lie, without a buffer",
+    )
+    io_buffer_double: bool = key(
+        True, "Use two write buffers.", no_effect="values are written from where they lie, without a buffer"
+    )
+    show_statistics: bool = key(False, "Log bytes, seconds and GB/s of each save, on rank 0.")
+    data_parallel: Literal["replica", "socket", "machine"] | None = key(
+        None,
+        "Ranks among which writing is divided; null: not divided.",
+        no_effect="every rank always writes its own share of everything",
+    )
+    io_multiplier: Int = key(
+        1, "Writers per rank.", gt=0, no_effect="each rank writes one file, which one process does"
+    )
 
 
 class Checkpoint(Section):
     """`checkpoint`."""
 
     tag_validation: TagValidation = key("warn", "What to do when ranks name different tags: ignore, warn or fail.")
+    async_save: bool = key(
+        False,
+        "Save in the background: `save_checkpoint` returns when the state is copied, and another process writes it.",
+    )
+    keep_last: Int | None = key(
+        None,
+        "Checkpoints that stay when a new one has been saved: the newest so many whose tags differ only in the number "
+        "of steps at their end; null: all.",
+        gt=0,
+    )
+    keep_every: Int | None = key(
+        None, "With `keep_last`: checkpoints at multiples of so many steps stay as well.", gt=0
+    )
     load_universal: bool = key(False, "Load the universal format.")
     use_node_local_storage: bool = key(False, "Directories are local to a node: its first rank creates them.")
     parallel_write: ParallelWrite = section(ParallelWrite, "Division of writing.")
@@ -58,6 +90,11 @@ class Checkpoint(Section):
         True, "Write zip archives.", no_effect="checkpoints are safetensors and JSON files"
     )
     writer: Writer | None = key(None, "Engine that writes files.")
+
+    @property
+    def in_background(self) -> bool:
+        """Whether saves are asynchronous unless a call says otherwise."""
+        return self.async_save or (self.writer is not None and self.writer.decoupled)
 
 
 class Nebula(Section):

@@ -1,0 +1,427 @@
+"""Saving in the background: training waits for one copy of the state, and another process writes it.
+
+    begin, collect     as in `shardwise.checkpoint.save`
+    snapshot           every rank copies what it has to write into its own shared memory, and locks a file in the draft
+    launch             every rank hands its process the locks; nothing is waited for any more
+
+From there on the processes agree among themselves (`shardwise.checkpoint.writer`): no collective is needed, so ranks
+train on. What has become of it is known to rank 0's process, and through it to rank 0. The ranks exchange that when
+they meet anyway: before the next save, when they wait for it, or when the engine is destroyed. There all raise, or
+none.
+"""
+
+from __future__ import annotations
+
+import atexit
+import contextlib
+import json
+import os
+import platform
+import signal
+import socket
+import subprocess
+import sys
+import threading
+import time
+import weakref
+from collections.abc import Callable, Mapping, Sequence
+from dataclasses import asdict, dataclass, replace
+from pathlib import Path
+
+import torch
+
+from shardwise.checkpoint import directory
+from shardwise.checkpoint.agree import exchange, phase
+from shardwise.checkpoint.collect import TrainingState, add_buffers
+from shardwise.checkpoint.protocols import ShardedModel
+from shardwise.checkpoint.publish import FACTS, FAILURE, LOCK, Whole, beside, stands
+from shardwise.checkpoint.save import Drafted, Request, drafted, whole_of
+from shardwise.checkpoint.snapshot import Snapshot
+from shardwise.checkpoint.writer import LIMIT, NOT_FOR_US, Job, Outcome
+from shardwise.comm.communicator import Communicator
+from shardwise.errors import CheckpointError
+from shardwise.utils.logging import logger
+
+_PROGRAM = "import sys; sys.path.append(sys.argv[1]); from shardwise.checkpoint.writer import main; main()"
+_LEAVE_S = 5.0
+"""How long an idle process may take to leave."""
+
+
+@dataclass
+class SaveReport:
+    """One asynchronous save, as this rank sees it; seconds and bytes.
+
+    Attributes:
+        path: the checkpoint.
+        waited: how long the save waited for the one before (back-pressure).
+        blocked: how long `save_checkpoint` took, without that.
+        size: bytes that this rank writes; 0 until they are written.
+        written: how long writing took after that, on rank 0 until the checkpoint was published; None while it goes on.
+        error: why it failed, or None.
+    """
+
+    path: str
+    waited: float = 0.0
+    blocked: float = 0.0
+    size: int = 0
+    written: float | None = None
+    error: str | None = None
+
+
+class _Desk:
+    """Where the thread that listens to the process leaves what it has heard."""
+
+    def __init__(self) -> None:
+        self.changed = threading.Condition()
+        self.job: Job | None = None
+        self.report: SaveReport | None = None
+        self.outcome: Outcome | None = None
+        self.told: Callable[[SaveReport], None] | None = None
+
+    def begin(self, job: Job, report: SaveReport) -> None:
+        with self.changed:
+            self.job, self.report, self.outcome = job, report, None
+
+    def end(self, outcome: Outcome) -> None:
+        """Take an outcome: log it, and wake whoever waits."""
+        with self.changed:
+            job, report = self.job, self.report
+            if job is None or report is None or outcome.token != job.token:
+                return
+            report.size, report.written, report.error = outcome.size, outcome.seconds, outcome.error
+            self.job, self.outcome = None, outcome
+            self.changed.notify_all()
+        for note in outcome.notes:
+            logger.info("%s", note)
+        if outcome.error is not None:
+            logger.error(
+                "%s: writing it in the background failed on rank %d: %s", report.path, outcome.origin, outcome.error
+            )
+        elif self.told is not None:
+            self.told(report)
+
+    def wait(self) -> Outcome | None:
+        """Wait until nothing is being written; return the outcome of the last save."""
+        with self.changed:
+            self.changed.wait_for(lambda: self.job is None)
+            return self.outcome
+
+
+def _failed(path: str, rank: int, error: str) -> str:
+    return f"{path}: writing this checkpoint in the background failed on rank {rank}: {error}"
+
+
+class _Process:
+    """A process that writes, and the thread that listens to it.
+
+    Neither the thread nor the desk knows the engine, which may therefore be collected while they live.
+    """
+
+    def __init__(self, desk: _Desk) -> None:
+        ours, theirs = socket.socketpair(socket.AF_UNIX, socket.SOCK_SEQPACKET)
+        root = str(Path(__file__).absolute().parents[2])
+        with theirs:
+            command = [sys.executable, "-I", "-S", "-c", _PROGRAM, root, str(theirs.fileno()), str(os.getpid())]
+            # The process inherits the mask, so that none of these ends it before it has begun to ignore them.
+            before = signal.pthread_sigmask(signal.SIG_BLOCK, NOT_FOR_US)
+            try:
+                self._process = subprocess.Popen(
+                    command,
+                    stdin=subprocess.DEVNULL,
+                    stdout=subprocess.DEVNULL,
+                    pass_fds=[theirs.fileno()],
+                    cwd="/",
+                )
+            except OSError:
+                ours.close()
+                raise
+            finally:
+                signal.pthread_sigmask(signal.SIG_SETMASK, before)
+        self._channel = ours
+        self._desk = desk
+        self._guard = threading.Lock()
+        self._job: Job | None = None
+        self.knows_memory = False
+        self.ended = False
+        self._thread = threading.Thread(target=self._listen, name="shardwise-checkpoint", daemon=True)
+        self._thread.start()
+
+    @property
+    def pid(self) -> int:
+        """Its process id."""
+        return self._process.pid
+
+    def launch(self, job: Job, given: Mapping[str, int]) -> None:
+        """Hand over a job, with copies of some descriptors by name."""
+        message = json.dumps({"job": asdict(job), "descriptors": list(given)}).encode()
+        with self._guard:
+            self._job = job
+        # If it has been killed since it was started, that is found out like later deaths: by whoever comes second.
+        with contextlib.suppress(OSError):
+            socket.send_fds(self._channel, [message], list(given.values()))
+        self.knows_memory = True
+        if self.ended:
+            self._bereave()
+
+    def _listen(self) -> None:
+        while True:
+            try:
+                data = self._channel.recv(LIMIT)
+            except OSError:
+                data = b""
+            if not data:
+                break
+            with self._guard:
+                self._job = None
+            self._desk.end(Outcome(**json.loads(data)))
+        self._process.wait()
+        self.ended = True
+        self._bereave()
+
+    def _bereave(self) -> None:
+        """It has ended: tell so of the job that it had, if it had one and nobody has told yet."""
+        with self._guard:
+            job, self._job = self._job, None
+        if job is not None:
+            self._desk.end(_bereaved(job, self._process.wait()))
+
+    def dismiss(self) -> None:
+        """Let it end when it has done what it was given."""
+        with contextlib.suppress(OSError):
+            self._channel.shutdown(socket.SHUT_WR)
+
+    def leave(self) -> None:
+        """Let it end, and wait for that; it has nothing to do when this is called."""
+        self.dismiss()
+        self._thread.join(_LEAVE_S)
+
+
+def _bereaved(job: Job, code: int) -> Outcome:
+    """Return the outcome of a save whose process has ended in the middle of it."""
+    how = f"was ended by signal {-code} ({_name_of(-code)})" if code < 0 else f"ended with exit code {code}"
+    words = f"the process that writes in the background {how}"
+    if job.rank == 0:
+        draft = directory.Draft.taken_over(job.parent, job.tag, job.token, None)
+        if stands(draft):
+            words += (
+                f" at the very end: {draft.target} is complete and stands, but "
+                f"{os.path.join(job.parent, directory.LATEST)} may still name an earlier one, and older ones may still "
+                "be there"
+            )
+        else:
+            words += "; earlier checkpoints are unchanged"
+            draft.discard()
+    elif os.path.exists(job.file(job.rank, FACTS)):
+        return Outcome(job.token, size=job.ends[0])  # it had left all that the others need of it
+    else:
+        # Rank 0's process sees that the lock is gone; where locks do not reach it, it sees this.
+        with contextlib.suppress(OSError):
+            directory.write_file(job.file(job.rank, FAILURE), words.encode())
+    return Outcome(job.token, error=words, origin=job.rank)
+
+
+def _name_of(number: int) -> str:
+    try:
+        return signal.Signals(number).name
+    except ValueError:
+        return "unknown"
+
+
+class Background:
+    """What one rank needs to save in the background: shared memory, and a process that writes from it.
+
+    Both are made by the first save. Attributes and methods are local to the rank, unless they say otherwise.
+
+    Args:
+        device: where the state lives.
+        neighbours: ranks on this machine.
+        resized: called with the bytes by which the shared memory grows or shrinks.
+        told: called on a thread of its own with the report of each save that has succeeded.
+    """
+
+    def __init__(
+        self,
+        device: torch.device,
+        neighbours: int = 1,
+        resized: Callable[[int], None] | None = None,
+        told: Callable[[SaveReport], None] | None = None,
+    ) -> None:
+        self._device = device
+        self._neighbours = neighbours
+        self._resized = resized
+        self._told = told
+        self._begin()
+        _living.add(self)
+
+    def _begin(self) -> None:
+        self._owner = os.getpid()
+        self._snapshot = Snapshot(self._device, self._neighbours, self._resized)
+        self._desk = _Desk()
+        self._desk.told = self._told
+        self._process: _Process | None = None
+        self._lock: int | None = None
+        self._ends: list[int] = []
+        self.report: SaveReport | None = None
+        self.unsettled = False
+
+    @property
+    def pending(self) -> bool:
+        """Whether something is being written (on rank 0: or not published yet)."""
+        return self._desk.job is not None and self._owner == os.getpid()
+
+    @property
+    def size(self) -> int:
+        """Bytes of shared memory held."""
+        return self._snapshot.size
+
+    @property
+    def pid(self) -> int | None:
+        """Id of the process that writes, or None if there is none."""
+        return None if self._process is None or self._process.ended else self._process.pid
+
+    def prepare(self, made: Drafted, whole: Whole | None) -> None:
+        """Take the snapshot, have a process, and lock this rank's file in the draft. Nothing may be pending.
+
+        Raises:
+            CheckpointError: there is too little memory.
+            OSError: the process cannot be started, or the draft is not there.
+        """
+        if self._process is None or self._process.ended:
+            if not sys.executable:
+                raise CheckpointError(
+                    "asynchronous saves start a Python process, and sys.executable does not say which; set "
+                    "checkpoint.async_save to false"
+                )
+            self._process = _Process(self._desk)  # it starts while the snapshot is taken
+            weakref.finalize(self, _Process.dismiss, self._process)
+        known = [made.part.to_json()] if whole is None else [made.part.to_json(), vars(whole)]
+        self._ends = self._snapshot.take(made.part.tensors, [json.dumps(one).encode() for one in known])
+        self._lock = directory.lock_file(os.path.join(made.path, beside(made.part.file, LOCK)))
+
+    def give_up(self) -> None:
+        """Undo `prepare`, if another rank has failed in it."""
+        if self._lock is not None:
+            os.close(self._lock)
+            self._lock = None
+
+    def launch(self, job: Job, draft: directory.Draft | None, report: SaveReport) -> None:
+        """Hand everything to the process; what becomes of it is known later."""
+        assert self._process is not None
+        given = {"part": self._lock, "draft": None if draft is None else draft.hand_over()}
+        locks = {name: lock for name, lock in given.items() if lock is not None}
+        memory = {} if self._process.knows_memory else {"memory": self._snapshot.descriptor}
+        self._lock = None
+        self.report, self.unsettled = report, True
+        self._desk.begin(job, report)
+        self._process.launch(job, {**locks, **memory})
+        for lock in locks.values():
+            os.close(lock)
+
+    def job(self, made: Drafted, request: Request, rank: int, world: int) -> Job:
+        """Return what the process is to do with the snapshot."""
+        parent = os.path.abspath(request.directory)  # the process has another working directory
+        return Job(rank, world, parent, made.tag, made.token, self._ends, self.size)
+
+    def wait(self) -> Outcome | None:
+        """Wait until nothing is being written; return the outcome of the last save, which nobody has settled yet."""
+        self.belong()
+        return self._desk.wait() if self.unsettled else None
+
+    def belong(self) -> None:
+        """Begin anew in a process that was forked from the one that made this: memory and process are the parent's."""
+        if self._owner != os.getpid():
+            self._snapshot.close()
+            self._begin()
+
+    def close(self) -> None:
+        """Wait, let the process leave, and give the memory back."""
+        self.belong()
+        self._desk.wait()
+        if self._process is not None:
+            self._process.leave()
+            self._process = None
+        self._snapshot.close()
+        _living.discard(self)
+
+
+_living: weakref.WeakSet[Background] = weakref.WeakSet()
+
+
+@atexit.register
+def _wait_at_exit() -> None:
+    """What is being written when the interpreter ends is finished; that an error was logged is all that can be done."""
+    for background in list(_living):
+        if background.pending and background.report is not None:
+            logger.info("%s: waiting until this checkpoint is written", background.report.path)
+            with contextlib.suppress(ValueError):  # not on the main thread
+                # The launcher asks all ranks to end when one has failed; this one is ending, and is given some seconds.
+                signal.signal(signal.SIGTERM, signal.SIG_IGN)
+        background.close()
+
+
+def save_in_background(
+    model: ShardedModel, request: Request, state: TrainingState, background: Background
+) -> SaveReport:
+    """Take a snapshot, and let it be written while training goes on; all ranks call this together.
+
+    The one before must have been settled.
+
+    Returns:
+        The report, which is completed when it is written.
+
+    Raises:
+        CheckpointError: the draft cannot be made, something cannot be saved, or there is too little memory; on all
+            ranks alike. Nothing is pending then.
+    """
+    comm, device, what = model.comm, model.device, request.what
+    background.belong()
+    with drafted(model, request, state) as made:
+        try:
+            with phase(comm, device, what) as taken:
+                add_buffers(made.part, model, made.digests)
+                whole = whole_of(model, request) if comm.rank == 0 else None
+                if whole is not None:
+                    whole = replace(whole, directory=os.path.abspath(whole.directory))
+                background.prepare(made, whole)
+                taken.said = platform.node()
+        except BaseException:
+            background.give_up()
+            raise
+    job = background.job(made, request, comm.rank, comm.world)
+    if comm.rank == 0:
+        job = replace(job, unseen=_unseen(job, taken.heard))
+    report = SaveReport(os.path.join(request.directory, made.tag))
+    background.launch(job, made.draft, report)
+    return report
+
+
+def _unseen(job: Job, machines: Sequence[str]) -> list[int]:
+    """Return the ranks whose locks cannot be seen from here; one rank speaks for its machine."""
+    seen: dict[str, bool] = {}
+    for rank, machine in enumerate(machines):
+        if rank and machine not in seen:
+            seen[machine] = directory.is_locked(job.file(rank, LOCK))
+    return [rank for rank, machine in enumerate(machines) if rank and not seen[machine]]
+
+
+def settle(comm: Communicator, device: torch.device, background: Background) -> float:
+    """Wait until the save in the background, if there is one, has ended on all ranks; all ranks call this together.
+
+    Returns:
+        Seconds that this rank has waited.
+
+    Raises:
+        CheckpointError: it has failed, on all ranks alike. It is told once.
+    """
+    if not background.unsettled:
+        return 0.0
+    begun = time.monotonic()
+    outcome = background.wait()
+    # Rank 0 has waited for all others, so what it knows is what has become of the checkpoint.
+    heard = exchange(comm, device, None if outcome is None else [outcome.error, outcome.origin])
+    background.unsettled = False
+    error, origin = heard[0] or (None, 0)
+    if error is not None:
+        path = background.report.path if background.report is not None else "a checkpoint"
+        raise CheckpointError(_failed(path, origin, error))
+    return time.monotonic() - begun

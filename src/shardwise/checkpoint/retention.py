@@ -1,0 +1,121 @@
+"""Retention: older checkpoints of a series are removed when a new one has been published.
+
+A series is what tags with the same words and another number make: `global_step100`, `global_step200`. A tag belongs to
+one if it ends in the number of steps that its checkpoint was saved after. A checkpoint whose tag does not, such as
+`best`, was named by hand: it is never removed, and saving it removes nothing.
+"""
+
+from __future__ import annotations
+
+import os
+import re
+from collections.abc import Mapping
+
+from shardwise.checkpoint import directory, manifest
+from shardwise.errors import CheckpointError
+
+_NUMBERED = re.compile(r"(|.*\D)(\d+)")
+_CREATED = re.compile(rb'^"created": ([0-9.]+),$', re.MULTILINE)
+_HEAD = 4096
+"""Bytes at a manifest's beginning in which it says when it was made; a tag has at most 200 characters."""
+
+
+def series(tag: str) -> tuple[str, int] | None:
+    """Return the words and the number of a tag, or None if it does not end in a number.
+
+    >>> series("global_step100"), series("007"), series("best")
+    (('global_step', 100), ('', 7), None)
+    """
+    match = _NUMBERED.fullmatch(tag)
+    return None if match is None else (match.group(1), int(match.group(2)))
+
+
+def prune(
+    parent: str, tag: str, counters: Mapping[str, int], keep_last: int | None, keep_every: int | None
+) -> list[str]:
+    """Remove checkpoints of a series that are neither among the newest nor at a multiple of some steps.
+
+    Never removed: the checkpoint that `latest` names, one that is being read or written, one that is incomplete or
+    damaged or another directory altogether, and links. What cannot be removed is left for the next time.
+
+    Args:
+        parent: directory of checkpoints.
+        tag: the one that has just been published.
+        counters: its counters.
+        keep_last: how many of the newest stay, this one included; None: all.
+        keep_every: multiples of so many steps stay besides; None: none.
+
+    Returns:
+        What has been removed, and what could not be and why, in words.
+    """
+    own = series(tag)
+    if keep_last is None or own is None or own[1] != counters.get("global_steps"):
+        return []
+    try:
+        latest = directory.read_latest(parent)
+    except CheckpointError as error:
+        return [f"{error}; no older checkpoint is removed as long as it is not known which one `latest` names"]
+    removed: list[str] = []
+    notes: list[str] = []
+    kept = 1
+    for name in _newest_first(parent, own[0]):
+        steps = _steps(name)
+        stays = name in (tag, latest) or (keep_every is not None and steps % keep_every == 0)
+        if name == tag or (stays and kept >= keep_last) or not _is_complete(parent, name, steps):
+            continue
+        if kept < keep_last:
+            kept += 1
+            continue
+        try:
+            if directory.remove(parent, name):
+                removed.append(name)
+            else:
+                notes.append(
+                    f"{os.path.join(parent, name)}: kept for now, because it is being read or written, or its "
+                    "file system has no locks to tell"
+                )
+        except OSError as error:
+            notes.append(f"{os.path.join(parent, name)}: cannot be removed: {error.strerror} (errno {error.errno})")
+    if removed:
+        notes.insert(0, f"{parent}: removed {', '.join(removed)} (checkpoint.keep_last is {keep_last})")
+    return notes
+
+
+def _steps(name: str) -> int:
+    found = series(name)
+    assert found is not None
+    return found[1]
+
+
+def _newest_first(parent: str, words: str) -> list[str]:
+    """Return the tags of a series by the age of their checkpoints."""
+    ages: dict[str, float] = {}
+    for name in directory.other_tags(parent):
+        path = os.path.join(parent, name)
+        found = series(name)
+        created = None if found is None or found[0] != words or os.path.islink(path) else _created(path)
+        if created is not None:
+            ages[name] = created
+    return sorted(ages, key=lambda name: -ages[name])
+
+
+def _created(path: str) -> float | None:
+    """Return when a checkpoint was made, without reading all of its manifest; None if it does not say."""
+    try:
+        with open(os.path.join(path, manifest.NAME), "rb") as file:
+            match = _CREATED.search(file.read(_HEAD))
+    except OSError:
+        return None
+    return None if match is None else float(match.group(1))
+
+
+def _is_complete(parent: str, tag: str, steps: int) -> bool:
+    """Whether a directory holds a whole checkpoint of this tag and number of steps."""
+    path = os.path.join(parent, tag)
+    try:
+        found = manifest.load(path)
+        sizes = {name: os.path.getsize(os.path.join(path, name)) for name in found.files}
+    except (CheckpointError, OSError):
+        return False
+    whole = all(sizes[name] == facts.size for name, facts in found.files.items())
+    return whole and found.tag == tag and found.counters.get("global_steps") == steps
