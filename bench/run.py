@@ -31,7 +31,7 @@ PARTS: dict[str, list[str]] = {
     "growth": ["growth.py"],
     "comm": ["comm_gloo.py"],
     "optimizer": ["cpu_adam.py"],
-    "checkpoint": ["checkpoint_io.py --nproc 1", "checkpoint_io.py --nproc 2"],
+    "checkpoint": ["checkpoint_io.py --nproc 1", "checkpoint_io.py --nproc 2", "checkpoint_async.py --nproc 2"],
     "convergence": ["convergence.py"],
 }
 """Commands by part."""
