@@ -49,6 +49,7 @@ CONFIG = {
     "checkpoint": {"memory_copies": {"every": COPY_EVERY}},
 }
 RECOVERED = re.compile(r"recovered from the failure of rank \d+ in ([\d.]+) s.* ([\d.]+) s beyond the start")
+PLACES = re.compile(r"copies in memory every \d+ steps in (/\S+)/engine")
 
 
 # -- in the job --------------------------------------------------------------------------------------------------------
@@ -300,14 +301,14 @@ def state(path: Path) -> dict[str, Any]:
     return found
 
 
-def in_memory() -> set[str]:
-    """Return the directories of jobs that are in memory."""
-    return {path.name for path in Path("/dev/shm").glob(f"shardwise-{os.getuid()}-*")}
+def left_in_memory(said: str) -> list[str]:
+    """Return the directories in memory that a job has named and that are still there."""
+    return sorted({path for path in PLACES.findall(said) if Path(path).exists()})
 
 
 def soak(options: argparse.Namespace) -> dict[str, Any]:
     """Run the soak; return its figures."""
-    before, began = in_memory(), time.perf_counter()
+    began = time.perf_counter()
     with tempfile.TemporaryDirectory(prefix="shardwise-soak-", dir=options.directory) as place:
         disturbed, whole = Path(place) / "a", Path(place) / "b"
         disturbed.mkdir()
@@ -329,7 +330,7 @@ def soak(options: argparse.Namespace) -> dict[str, Any]:
         "resumed_from": {source: sum(found["source"] == source for found in resumed) for source in ("memory", "disk")},
         "wrong": [line for found in resumed for line in found["wrong"]],
         "differ_from_undisturbed": differ,
-        "left_in_memory": sorted(in_memory() - before),
+        "left_in_memory": left_in_memory(said),
         "recoveries_measured": len(times),
         "recovery_s": {"median": statistics.median(totals), "worst": max(totals)},
         "recovery_beyond_process_start_s": {"median": statistics.median(beyond), "worst": max(beyond)},
