@@ -195,7 +195,8 @@ class FaultTolerance(Checkpointing):
         ends = sorted(due & self._exit_on)
         began = time.perf_counter()
         try:
-            self.save_checkpoint(self._save_on_signal_to, client_state=self._client_state())
+            # Not in the background: the time until the job is killed is short.
+            self.save_checkpoint(self._save_on_signal_to, client_state=self._client_state(), asynchronous=False)
         except CheckpointError as error:
             if ends:
                 raise
