@@ -45,7 +45,7 @@ def train(engine: Any, width: int) -> None:
 
 
 def measure(options: argparse.Namespace) -> None:
-    """Save, or load at one stage, on this rank; rank 0 answers with the resident sizes of all ranks together."""
+    """Save, or load at several stages, on this rank; rank 0 answers with the resident sizes of all ranks together."""
     if not dist.is_initialized():
         shardwise.init_distributed()
     tiny = build(1, 8, 3)
@@ -53,22 +53,27 @@ def measure(options: argparse.Namespace) -> None:
     tiny.save_checkpoint(f"{options.directory}/tiny")
     tiny.load_checkpoint(f"{options.directory}/tiny")
     tiny.destroy()
-    if options.stage is None:
+    if not options.stages:
         engine = build(options.layers, WIDTH, 0)
         train(engine, WIDTH)
         engine.save_checkpoint(options.directory, tag="a")
-        answer({})
+        answer([])
         return
-    bare = trimmed()
-    engine = build(options.layers, WIDTH, options.stage)
-    trimmed()
-    forget_peak()
-    dist.barrier()
-    engine.load_checkpoint(options.directory, tag="a")
-    highest = resident("VmHWM")
-    figures = torch.tensor([highest - bare, trimmed() - bare], dtype=torch.float64)
-    dist.all_reduce(figures)
-    answer({"highest": figures[0].item(), "held": figures[1].item()})
+    figures = []
+    for stage in map(int, options.stages.split(",")):
+        bare = trimmed()
+        engine = build(options.layers, WIDTH, stage)
+        trimmed()
+        forget_peak()
+        dist.barrier()
+        engine.load_checkpoint(options.directory, tag="a")
+        highest = resident("VmHWM")
+        sizes = torch.tensor([highest - bare, trimmed() - bare], dtype=torch.float64)
+        dist.all_reduce(sizes)
+        figures.append({"stage": stage, "highest": sizes[0].item(), "held": sizes[1].item()})
+        engine.destroy()
+        del engine
+    answer(figures)
 
 
 def main() -> None:
@@ -76,7 +81,7 @@ def main() -> None:
     found = parser(__doc__)
     found.add_argument("--layers", type=int, default=5)
     found.add_argument("--directory", default=".")
-    found.add_argument("--stage", type=int, help="of the job that loads; none: it saves")
+    found.add_argument("--stages", default="", help="of the jobs that load; none: the job saves")
     options = read(found)
     if options.quick:
         options.layers = 1
@@ -90,13 +95,12 @@ def main() -> None:
     rows = []
     try:
         ranks(1, "--directory", path)
-        for stage in (3,) if options.quick else range(4):
-            for world in (2,) if options.quick else (1, 2, 4):
-                sizes = ranks(world, "--directory", path, "--stage", str(stage))
-                held, highest = sizes["held"] / size, sizes["highest"] / size
-                rows.append({"stage": stage, "ranks": world, "held": round(held, 3), "highest": round(highest, 3)})
-                rows[-1]["above"] = round(highest - held, 3)
-                print(f"stage {stage}, {world} ranks: held {held:.2f}, highest {highest:.2f}", flush=True)
+        for world in (2,) if options.quick else (1, 2, 4):
+            for figures in ranks(world, "--directory", path, "--stages", "3" if options.quick else "0,1,2,3"):
+                held, highest = figures["held"] / size, figures["highest"] / size
+                row = {"stage": figures["stage"], "ranks": world, "held": round(held, 3), "highest": round(highest, 3)}
+                rows.append({**row, "above": round(highest - held, 3)})
+                print(f"stage {row['stage']}, {world} ranks: held {held:.2f}, highest {highest:.2f}", flush=True)
     finally:
         shutil.rmtree(path)
     save(options.results, "checkpoint_memory", rows, unit="of the checkpoint's size", megabytes=round(size / 1e6))

@@ -389,7 +389,8 @@ SECTIONS = [
         "medians of turns, bytes on disk at the end of a save; *cold*: the files were dropped from the page cache "
         "before. *disk* writes and reads files of as many bytes and does nothing else. *processor*: seconds of all "
         "threads and ranks for a GB, which a busy machine disturbs less than the time that passes. *memory*: highest "
-        "resident size above that before, over the size of the checkpoint, all ranks together. Other jobs ran.",
+        "resident size above that before, over the size of the checkpoint, all ranks together. Other jobs ran: "
+        "below a factor of two, times mean little.",
         ["checkpoint_io_1", "checkpoint_io_2"],
         checkpoints,
     ),
