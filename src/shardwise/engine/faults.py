@@ -195,6 +195,11 @@ class FaultTolerance(Checkpointing):
         ends = sorted(due & self._exit_on)
         began = time.perf_counter()
         try:
+            self.wait_for_checkpoint()
+        except CheckpointError as error:  # of a save in the background, which is no reason not to make another
+            if self._comm.rank == 0:
+                logger.error("%s", error)
+        try:
             # Not in the background: the time until the job is killed is short.
             self.save_checkpoint(self._save_on_signal_to, client_state=self._client_state(), asynchronous=False)
         except CheckpointError as error:
