@@ -34,8 +34,9 @@ $(DOCS_STAMP): $(STAMP)
 demo: $(STAMP)
 	$(BIN)/shardwise run --nproc 2 examples/pretrain_gpt.py --config examples/pretrain_gpt.json
 
+# Two processes, each with a pool of ranks of its own: ranks often wait for one another, and leave cores to the others.
 test: $(STAMP)
-	OMP_NUM_THREADS=1 $(BIN)/python -m pytest -v --durations=40
+	OMP_NUM_THREADS=1 $(BIN)/python -m pytest -v --durations=20 -n 2 --dist worksteal
 
 # Every layout of a checkpoint into every other, with every optimizer (a part of it is in `make test`); the result goes
 # to bench/results.
