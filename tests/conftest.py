@@ -36,6 +36,14 @@ def _rank_pool() -> Iterator[None]:
     close_pool()
 
 
+@pytest.fixture(scope="module", autouse=True)
+def _no_group_left() -> Iterator[None]:
+    """Let no file of tests that makes an engine in this process decide what the next one finds."""
+    yield
+    if torch.distributed.is_initialized():
+        torch.distributed.destroy_process_group()
+
+
 @pytest.fixture(autouse=True)
 def _seed() -> None:
     torch.manual_seed(0)

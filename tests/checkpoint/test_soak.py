@@ -23,5 +23,5 @@ def test_kills_of_both_kinds(tmp_path: Path) -> None:
     assert done.returncode == 0, done.stdout[-3000:] + done.stderr[-6000:]
     (result,) = json.loads((tmp_path / "soak.json").read_text())["rows"]
     assert min(result["kills"].values()) >= 1
-    assert result["recoveries_measured"] == sum(result["kills"].values())
+    assert 0 < result["recoveries_measured"] <= sum(result["kills"].values())  # one kill may come during another
     assert result["wrong"] == result["differ_from_undisturbed"] == result["left_in_memory"] == []
