@@ -86,7 +86,7 @@ class Draft:
         self.path = os.path.join(parent, f".{tag}.{self.token}{_PARTIAL}")
         os.mkdir(self.path)
         self.published = False
-        self._lock = _lock(self.path)
+        self._lock = lock_directory(self.path)
         self._moved: list[str] = []
 
     @classmethod
@@ -155,7 +155,7 @@ class Draft:
             self._lock = None
 
 
-def _lock(path: str) -> int | None:
+def lock_directory(path: str) -> int | None:
     """Hold a lock on a directory until the descriptor is closed or the process ends; None if it cannot be had."""
     descriptor = os.open(path, os.O_RDONLY | os.O_DIRECTORY)
     try:
@@ -226,7 +226,7 @@ def remove(parent: str, tag: str) -> bool:
     path = os.path.join(parent, tag)
     if any(name.startswith(f".{tag}.") and name.endswith(_PARTIAL) for name in os.listdir(parent)):
         return False
-    lock = _lock(path)
+    lock = lock_directory(path)
     if lock is None:
         return False
     try:
@@ -251,7 +251,7 @@ def remove_leftovers(parent: str, tag: str | None = None) -> None:
         elif name.startswith(".") and name.endswith(_PARTIAL) and os.path.isdir(path):
             with contextlib.suppress(OSError):
                 # The lock of a living writer cannot be had; that of a dead one is gone with it.
-                descriptor = _lock(path)
+                descriptor = lock_directory(path)
                 if descriptor is not None:
                     shutil.rmtree(path, ignore_errors=True)
                     os.close(descriptor)

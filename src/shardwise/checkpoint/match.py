@@ -184,10 +184,11 @@ def _check(report: LoadReport, model: ShardedModel, manifest: Manifest, *, stric
     gone = [tensor.name for tensor in model.registry if tensor.name in set(report.missing) & set(manifest.excluded)]
     if gone:
         told = f" ({outline(gone)}: frozen when it was saved with exclude_frozen_parameters, and trained here)"
-    error = CheckpointError(
-        f"{report.path}: saved from another model: {'; '.join(problems)}{told}. Build the model as it was when the "
-        f"checkpoint was saved, or {'; '.join(hints)}"
-    )
+    if report.wrong_shape or report.missing or report.unexpected:
+        what, fix = "saved from another model", "Build the model as it was when the checkpoint was saved, or "
+    else:
+        what, fix = "does not hold what was asked for", "Please "
+    error = CheckpointError(f"{report.path}: {what}: {'; '.join(problems)}{told}. {fix}{'; '.join(hints)}")
     error.report = report
     raise error
 

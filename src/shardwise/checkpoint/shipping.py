@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
-from typing import BinaryIO
+from typing import BinaryIO, ClassVar, TypeVar, cast
 
 import torch
 
@@ -104,12 +104,26 @@ def ship(
         raise failure
 
 
-class _End:
-    """This rank's end of a shipment: its file, and a buffer of one piece."""
+_EndT = TypeVar("_EndT", bound="_End")
 
-    def __init__(self, shipment: Shipment | None, piece: int, device: torch.device, hold: Hold) -> None:
+
+class _End:
+    """This rank's end of a shipment: its file, open while the context lasts, and a buffer of one piece."""
+
+    mode: ClassVar[str]
+    """In which the file is opened."""
+
+    def __init__(
+        self,
+        shipment: Shipment | None,
+        path: Callable[[str], str],
+        piece: int,
+        device: torch.device,
+        hold: Hold,
+    ) -> None:
         self.shipment = shipment
         self.failure: Exception | None = None
+        self._path = path
         self._piece = piece
         self._file: BinaryIO | None = None
         self._host = torch.empty(piece if shipment else 0, dtype=torch.uint8, device="cpu")
@@ -119,6 +133,17 @@ class _End:
 
     def _count(self, begin: int) -> int:
         return 0 if self.shipment is None else max(0, min(self._piece, self.shipment.size - begin))
+
+    def __enter__(self: _EndT) -> _EndT:
+        if self.shipment is not None:
+            try:
+                self._file = cast(BinaryIO, open(self._path(self.shipment.name), self.mode, buffering=0))
+            except OSError as error:
+                self.failure = error
+        return self
+
+    def __exit__(self, *error: object) -> None:
+        self.close()
 
     def close(self) -> None:
         if self._file is not None:
@@ -131,27 +156,7 @@ class _End:
 class _Reading(_End):
     """The sender's end."""
 
-    def __init__(
-        self,
-        shipment: Shipment | None,
-        path: Callable[[str], str],
-        piece: int,
-        device: torch.device,
-        hold: Hold,
-    ) -> None:
-        super().__init__(shipment, piece, device, hold)
-        self._path = path
-
-    def __enter__(self) -> _Reading:
-        if self.shipment is not None:
-            try:
-                self._file = open(self._path(self.shipment.name), "rb", buffering=0)
-            except OSError as error:
-                self.failure = error
-        return self
-
-    def __exit__(self, *error: object) -> None:
-        self.close()
+    mode = "rb"
 
     def next(self, begin: int, world: int) -> tuple[torch.Tensor, list[int]]:
         """Return the bytes to send now, and how many go to each rank."""
@@ -181,28 +186,8 @@ class _Reading(_End):
 class _Writing(_End):
     """The receiver's end."""
 
-    def __init__(
-        self,
-        shipment: Shipment | None,
-        path: Callable[[str], str],
-        piece: int,
-        device: torch.device,
-        hold: Hold,
-    ) -> None:
-        super().__init__(shipment, piece, device, hold)
-        self._path = path
-        self._taken = 0
-
-    def __enter__(self) -> _Writing:
-        if self.shipment is not None:
-            try:
-                self._file = open(self._path(self.shipment.name), "xb", buffering=0)
-            except OSError as error:
-                self.failure = error
-        return self
-
-    def __exit__(self, *error: object) -> None:
-        self.close()
+    mode = "xb"
+    _taken = 0
 
     def next(self, begin: int, world: int) -> tuple[torch.Tensor, list[int]]:
         """Return where the bytes that arrive now go, and how many come from each rank."""

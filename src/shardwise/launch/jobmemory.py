@@ -8,12 +8,13 @@ lock on a directory tells whether its launcher lives.
 from __future__ import annotations
 
 import contextlib
-import fcntl
 import os
 import shutil
 import tempfile
 from pathlib import Path
 from types import TracebackType
+
+from shardwise.checkpoint.directory import lock_directory
 
 MEMORY = Path("/dev/shm")
 _OWNED = "owned"
@@ -39,7 +40,7 @@ class JobMemory:
         try:
             self._remove_abandoned()
             path = Path(tempfile.mkdtemp(prefix=self._prefix, dir=self._root))
-            self._lock = _lock(path)
+            self._lock = lock_directory(str(path))
             (path / _OWNED).touch()
             self.path = path
         except OSError:
@@ -61,18 +62,7 @@ class JobMemory:
                 # Without the mark its launcher is between making and locking it.
                 if path.stat().st_uid != os.getuid() or not (path / _OWNED).exists():
                     continue
-                lock = _lock(path)
+                lock = lock_directory(str(path))
                 if lock is not None:
                     shutil.rmtree(path, ignore_errors=True)
                     os.close(lock)
-
-
-def _lock(path: Path) -> int | None:
-    """Lock a directory until the descriptor is closed or the process ends; None if another process has."""
-    descriptor = os.open(path, os.O_RDONLY | os.O_DIRECTORY)
-    try:
-        fcntl.flock(descriptor, fcntl.LOCK_EX | fcntl.LOCK_NB)
-    except OSError:
-        os.close(descriptor)
-        return None
-    return descriptor
