@@ -85,20 +85,21 @@ class Disk:
                 pass
 
 
+def tensors(engine: Any) -> Iterator[torch.Tensor]:
+    """Yield what this rank holds of master weights and optimizer state."""
+    update = engine.sharded.update
+    for tensor in engine.sharded.registry:
+        yield from (values for _, _, values in update.master_pieces(tensor.index))
+        for key in ("exp_avg", "exp_avg_sq"):
+            yield from (values for _, _, values in update.state_pieces(tensor.index, key))
+
+
 class Ours:
     """An engine of shardwise."""
 
     def __init__(self, layers: int) -> None:
         self.engine, *_ = shardwise.initialize(model=make_model(layers), config=CONFIG)
         step(self.engine)
-
-    def tensors(self) -> Iterator[torch.Tensor]:
-        """Yield what this rank holds of master weights and optimizer state."""
-        update = self.engine.sharded.update
-        for tensor in self.engine.sharded.registry:
-            yield from (values for _, _, values in update.master_pieces(tensor.index))
-            for key in ("exp_avg", "exp_avg_sq"):
-                yield from (values for _, _, values in update.state_pieces(tensor.index, key))
 
     def save(self, path: str) -> None:
         """Save a checkpoint."""
@@ -117,12 +118,12 @@ class Plain:
 
     def save(self, path: str) -> None:
         """Save a list of tensors. Views are cloned: torch.save would write the whole storage behind each."""
-        torch.save([values.clone() for values in self.ours.tensors()], f"{path}/{dist.get_rank()}.pt")
+        torch.save([values.clone() for values in tensors(self.ours.engine)], f"{path}/{dist.get_rank()}.pt")
 
     def load(self, path: str) -> None:
         """Load them and copy them to their places."""
         loaded = torch.load(f"{path}/{dist.get_rank()}.pt", weights_only=True)
-        for values, saved in zip(self.ours.tensors(), loaded, strict=True):
+        for values, saved in zip(tensors(self.ours.engine), loaded, strict=True):
             values.copy_(saved)
 
 

@@ -23,24 +23,16 @@ import shutil
 import statistics
 import tempfile
 import time
-from collections.abc import Callable, Iterator
-from typing import Any
+from collections.abc import Callable
 
 import torch
 import torch.distributed as dist
 from _jobs import answer, in_job, parser, ranks, read, worst
-from torch import nn
+from checkpoint_io import CONFIG, make_model, step, tensors
 
 import shardwise
 from shardwise.comm.environment import MEMORY_DIRECTORY
 from shardwise.engine import faults
-
-WIDTH = 2048
-CONFIG: dict[str, Any] = {
-    "train_micro_batch_size_per_gpu": 1,
-    "optimizer": {"type": "AdamW", "params": {"lr": 1e-3}},
-    "zero_optimization": {"stage": 3},
-}
 
 
 def engine_with_copies(layers: int, directory: str) -> shardwise.Engine:
@@ -48,20 +40,9 @@ def engine_with_copies(layers: int, directory: str) -> shardwise.Engine:
     os.environ[MEMORY_DIRECTORY] = directory
     faults._engines = itertools.count()
     config = {**CONFIG, "checkpoint": {"memory_copies": {"every": 1 << 30}}}
-    model = nn.Sequential(*(nn.Linear(WIDTH, WIDTH) for _ in range(layers)))
-    engine, *_ = shardwise.initialize(model=model, config=config)
-    engine.backward(engine(torch.randn(1, WIDTH)).square().mean())
-    engine.step()
+    engine, *_ = shardwise.initialize(model=make_model(layers), config=config)
+    step(engine)
     return engine
-
-
-def tensors(engine: shardwise.Engine) -> Iterator[torch.Tensor]:
-    """Yield what this rank holds of master weights and optimizer state."""
-    update = engine.sharded.update
-    for tensor in engine.sharded.registry:
-        yield from (values for _, _, values in update.master_pieces(tensor.index))
-        for key in ("exp_avg", "exp_avg_sq"):
-            yield from (values for _, _, values in update.state_pieces(tensor.index, key))
 
 
 def measure(options: argparse.Namespace) -> None:

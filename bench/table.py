@@ -226,6 +226,50 @@ def loading_memory(results: Results) -> list[str]:
     return grid(head, [[f"stage {r['stage']}", str(r["ranks"]), *(shown(r[field]) for field in fields)] for r in rows])
 
 
+def background_saves(results: Results) -> list[str]:
+    """Return the table of how long training stands while it saves."""
+    record = results.find("checkpoint_async_2")
+    head = [
+        "",
+        "stands, s",
+        "in copies",
+        "of a save in the foreground",
+        "a step meanwhile",
+        "GB/s",
+        "first save, in copies",
+    ]
+    fields = ("blocked", "over_copy", "over_foreground", "slowdown", "gb_per_s", "first_over_copy")
+    rows = record["rows"] if record else []
+    return grid(head, [[row["save"], *(shown(row.get(field)) for field in fields)] for row in rows])
+
+
+def memory_copies(results: Results) -> list[str]:
+    """Return the table of copies of the state in memory."""
+    record = results.find("memory_copies_2")
+    rows = record["rows"] if record else []
+    lines = [[row["operation"], shown(row["seconds"]), shown(row["gb_per_s_and_rank"])] for row in rows]
+    return grid(["", "seconds", "GB/s and rank"], lines)
+
+
+def killed(results: Results) -> list[str]:
+    """Return what the soak has shown."""
+    record = results.find("soak")
+    if record is None:
+        return []
+    (row,) = record["rows"]
+    beyond, whole, source = row["recovery_beyond_process_start_s"], row["recovery_s"], row["resumed_from"]
+    lost = len(row["wrong"]) + len(row["differ_from_undisturbed"]) + len(row["left_in_memory"])
+    facts = {
+        "killed while saving, while training": f"{row['kills']['save']}, {row['kills']['train']}",
+        "ranks, steps": f"{row['ranks']}, {row['steps']}",
+        "resumed from memory, from disk": f"{source['memory']}, {source['disk']}",
+        "something lost, different or left behind": str(lost),
+        "recovery, s: median, worst": f"{whole['median']:.2f}, {whole['worst']:.2f}",
+        "of it beyond the start of processes": f"{beyond['median']:.2f}, {beyond['worst']:.2f}",
+    }
+    return grid(["", ""], [[name, value] for name, value in facts.items()])
+
+
 def layouts(results: Results) -> list[str]:
     """Return the table of the matrix of layouts."""
     record = results.find("checkpoint_matrix")
@@ -393,6 +437,31 @@ SECTIONS = [
         "below a factor of two, times mean little.",
         ["checkpoint_io_1", "checkpoint_io_2"],
         checkpoints,
+    ),
+    Section(
+        "Saving in the background",
+        "The same state on 2 ranks: how long training stands at a save, in seconds, in warm copies of the bytes into a "
+        "reused buffer, and over a save in the foreground of the same round; a training step while the bytes are "
+        "written, over one between saves; GB/s until the bytes are on disk, with training going on. Medians of rounds "
+        "in which the ways take turns. torch's staged copy is reused as well; it takes no checksums.",
+        ["checkpoint_async_2"],
+        background_saves,
+    ),
+    Section(
+        "Copies of the state in memory",
+        "What a copy outside of the processes costs, by all ranks at once, and how long going on from it takes "
+        "(checksums compared). *a node for each rank*: each part also travels to another rank.",
+        ["memory_copies_2"],
+        memory_copies,
+    ),
+    Section(
+        "Killed ranks",
+        "A random rank killed with SIGKILL from outside, at random moments of saves and of steps, again and again in "
+        "one job; the launcher starts the ranks again and the script resumes. In the end everything is compared, bit "
+        "by bit, with a run that nobody has disturbed. Times count from the end of the rank to the end of the first step "
+        "afterwards; where the next kill came before that there is none.",
+        ["soak"],
+        killed,
     ),
     Section(
         "Memory while a checkpoint is loaded",
