@@ -144,6 +144,7 @@ class Checkpointing(BackgroundSaving):
             layout={"stage": self.sharded.plan.stage, "dtype": self._dtype_name()},
             config=config.model_dump(mode="json"),
             tag_validation=config.checkpoint.tag_validation,
+            direct=config.checkpoint.writes_directly,
             keep_last=config.checkpoint.keep_last,
             keep_every=config.checkpoint.keep_every,
         )
