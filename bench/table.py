@@ -239,7 +239,7 @@ def background_saves(results: Results) -> list[str]:
     ]
     fields = ("blocked", "over_copy", "over_foreground", "slowdown", "gb_per_s", "first_over_copy")
     lines = []
-    for name, told in (("checkpoint_async_2", ""), ("checkpoint_async_2_direct", ", direct")):
+    for name, told in (("checkpoint_async_2", ""), ("checkpoint_async_2_cached", ", cached")):
         record = results.find(name)
         rows = [row for row in record["rows"] if not (told and row["save"].startswith("DCP"))] if record else []
         lines += [[row["save"] + told, *(shown(row.get(field)) for field in fields)] for row in rows]
@@ -447,9 +447,9 @@ SECTIONS = [
         "The same state on 2 ranks: how long training stands at a save, in seconds, in warm copies of the bytes into a "
         "reused buffer, and over a save in the foreground of the same round; a training step while the bytes are "
         "written, over one between saves; GB/s until the bytes are on disk, with training going on. Medians of rounds "
-        "in which the ways take turns. torch's staged copy is reused as well; it takes no checksums. *direct*: past "
-        'the page cache (`checkpoint.writer.type` "fast").',
-        ["checkpoint_async_2", "checkpoint_async_2_direct"],
+        "in which the ways take turns. torch's staged copy is reused as well; it takes no checksums. *cached*: "
+        'through the page cache (`checkpoint.writer.type` "python"), which the background does not use unless told.',
+        ["checkpoint_async_2", "checkpoint_async_2_cached"],
         background_saves,
     ),
     Section(

@@ -13,8 +13,10 @@ from typing import Any
 
 import pytest
 
-from shardwise.checkpoint import output
+from shardwise.checkpoint import directory, output
 from shardwise.checkpoint.output import CachedFile, DirectFile, create
+from shardwise.checkpoint.writer import Job, _write_part
+from shardwise.config import resolve
 from tests.harness import run_ranks
 
 BUFFER = 8192
@@ -200,16 +202,36 @@ def save(path: str, writer: dict[str, Any] | None, asynchronous: bool) -> bool:
     return bool(seen)
 
 
-@pytest.mark.parametrize("writer", [None, {"type": "python"}, {"type": "fast"}, {}])
-def test_the_key_decides(writer: dict[str, Any] | None, tmp_path: Path) -> None:
+@pytest.mark.parametrize("background", [False, True])
+@pytest.mark.parametrize(
+    ("writer", "expected"),
+    [(None, (False, True)), ({"type": "python"}, (False, False)), ({"type": "fast"}, (True, True)), ({}, (True, True))],
+)
+def test_the_key_or_the_kind_of_save_decides(
+    writer: dict[str, Any] | None, expected: tuple[bool, bool], background: bool
+) -> None:
+    section = {} if writer is None else {"writer": writer}
+    found = resolve({"train_batch_size": 1, "checkpoint": section}).config.checkpoint
+    assert found.writes_directly(background=background) == expected[background]
+
+
+@pytest.mark.parametrize("writer", [None, {"type": "fast"}])
+def test_the_engine_does_what_the_key_says(writer: dict[str, Any] | None, tmp_path: Path) -> None:
     used = run_ranks(save, 2, str(tmp_path), writer, False)
-    # A section without a type means DeepSpeed's default for it.
-    assert used == [writer is not None and writer.get("type") != "python"] * 2
+    assert used == [writer is not None] * 2
 
 
-def test_in_the_background_too(tmp_path: Path) -> None:
-    run_ranks(save, 2, str(tmp_path / "fast"), {"type": "fast"}, True)
-    run_ranks(save, 2, str(tmp_path / "plain"), None, False)
-    fast, plain = (sorted((tmp_path / name / "a").glob("*.safetensors")) for name in ("fast", "plain"))
-    assert len(fast) == 2
-    assert [file.read_bytes() for file in fast] == [file.read_bytes() for file in plain]
+def test_in_the_background_too(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    draft = directory.Draft(str(tmp_path), "a")
+    data = os.urandom(3 * BUFFER + 20)
+    seen: list[str] = []
+    made = DirectFile.__init__
+    monkeypatch.setattr(DirectFile, "__init__", lambda self, path: (seen.append(path), made(self, path))[1])
+    for direct in (False, True):
+        job = Job(0, 1, str(tmp_path), "a", draft.token, (3 * BUFFER, len(data) - 10, len(data)), len(data), (), direct)
+        _write_part(job, memoryview(data))
+        (file,) = Path(draft.path).glob("*.safetensors")
+        assert file.read_bytes() == data[: 3 * BUFFER]
+        assert seen == [str(file)] * direct
+        file.unlink()
+    draft.discard()

@@ -46,8 +46,8 @@ class Writer(Section):
 
     type: WriterType = key(
         "fast",
-        '"fast" writes past the page cache (O_DIRECT), "python" through it, as without this section; "mock", which '
-        "writes nothing, is refused.",
+        '"fast" writes past the page cache (O_DIRECT), "python" through it; without this section saves in the background '
+        'are fast, others not; "mock", which writes nothing, is refused.',
     )
     decoupled: bool = key(False, "Write in another process while training goes on: `checkpoint.async_save`.")
     io_buffer_size: Int = key(
@@ -124,10 +124,12 @@ class Checkpoint(Section):
         """Whether saves are asynchronous unless a call says otherwise."""
         return self.async_save or (self.writer is not None and self.writer.decoupled)
 
-    @property
-    def writes_directly(self) -> bool:
-        """Whether files are written past the page cache where the file system can do that."""
-        return self.writer is not None and self.writer.type == "fast"
+    def writes_directly(self, *, background: bool) -> bool:
+        """Whether files are written past the page cache where the file system can do that.
+
+        In the background that is so without being told: the processor time that it saves is that of training.
+        """
+        return background if self.writer is None else self.writer.type == "fast"
 
 
 class Nebula(Section):
