@@ -46,8 +46,8 @@ class Writer(Section):
 
     type: WriterType = key(
         "fast",
-        '"fast" writes past the page cache (O_DIRECT), "python" through it; without this section saves in the background '
-        'are fast, others not; "mock", which writes nothing, is refused.',
+        '"fast" writes past the page cache (O_DIRECT), "python" through it; without this section saves in the '
+        'background are fast, others not; "mock", which writes nothing, is refused.',
     )
     decoupled: bool = key(False, "Write in another process while training goes on: `checkpoint.async_save`.")
     io_buffer_size: Int = key(
