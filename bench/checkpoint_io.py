@@ -10,7 +10,8 @@ system has not flushed itself is flushed in the measured time. *disk* is files o
 were dropped from the page cache before. Processor time is that of all threads and ranks, in seconds a GB, which other
 jobs on the machine disturb less. Memory is the highest resident size during the operation above that before it,
 summed over ranks, over the checkpoint's size; what a load has to make anew (the state of a fresh optimizer) was there
-before. torch.save and torch.load neither verify bytes nor can load into another layout.
+before. *direct* is `checkpoint.writer.type` "fast": written past the page cache, from where a following load then has
+nothing. torch.save and torch.load neither verify bytes nor can load into another layout.
 Results: bench/results/checkpoint_io_<ranks>.json.
 """
 
@@ -41,7 +42,7 @@ CONFIG: dict[str, Any] = {
     "zero_optimization": {"stage": 3},
 }
 OPERATIONS = ("save", "load", "load cold")
-SYSTEMS = ("disk", "shardwise", "torch.save", "torch DCP", "DeepSpeed")
+SYSTEMS = ("disk", "shardwise", "shardwise direct", "torch.save", "torch DCP", "DeepSpeed")
 
 
 class System(Protocol):
@@ -95,10 +96,11 @@ def tensors(engine: Any) -> Iterator[torch.Tensor]:
 
 
 class Ours:
-    """An engine of shardwise."""
+    """An engine of shardwise, which writes through the page cache or past it."""
 
-    def __init__(self, layers: int) -> None:
-        self.engine, *_ = shardwise.initialize(model=make_model(layers), config=CONFIG)
+    def __init__(self, layers: int, *, direct: bool = False) -> None:
+        config = {**CONFIG, "checkpoint": {"writer": {"type": "fast"}}} if direct else CONFIG
+        self.engine, *_ = shardwise.initialize(model=make_model(layers), config=config)
         step(self.engine)
 
     def save(self, path: str) -> None:
@@ -235,6 +237,7 @@ def measure(options: argparse.Namespace) -> None:
     makers = {
         "disk": lambda: Disk(size),
         "shardwise": lambda: ours,
+        "shardwise direct": lambda: Ours(options.layers, direct=True),
         "torch.save": lambda: Plain(ours),
         "torch DCP": lambda: Distributed(options.layers),
         "DeepSpeed": lambda: Peer(options.layers),

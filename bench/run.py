@@ -35,6 +35,7 @@ PARTS: dict[str, list[str]] = {
         "checkpoint_io.py --nproc 1",
         "checkpoint_io.py --nproc 2",
         "checkpoint_async.py --nproc 2",
+        "checkpoint_async.py --nproc 2 --cached",
         "memory_copies.py --nproc 2",
         "checkpoint_memory.py",
     ],

@@ -228,7 +228,6 @@ def loading_memory(results: Results) -> list[str]:
 
 def background_saves(results: Results) -> list[str]:
     """Return the table of how long training stands while it saves."""
-    record = results.find("checkpoint_async_2")
     head = [
         "",
         "stands, s",
@@ -239,8 +238,12 @@ def background_saves(results: Results) -> list[str]:
         "first save, in copies",
     ]
     fields = ("blocked", "over_copy", "over_foreground", "slowdown", "gb_per_s", "first_over_copy")
-    rows = record["rows"] if record else []
-    return grid(head, [[row["save"], *(shown(row.get(field)) for field in fields)] for row in rows])
+    lines = []
+    for name, told in (("checkpoint_async_2", ""), ("checkpoint_async_2_cached", ", cached")):
+        record = results.find(name)
+        rows = [row for row in record["rows"] if not (told and row["save"].startswith("DCP"))] if record else []
+        lines += [[row["save"] + told, *(shown(row.get(field)) for field in fields)] for row in rows]
+    return grid(head, lines)
 
 
 def memory_copies(results: Results) -> list[str]:
@@ -433,8 +436,9 @@ SECTIONS = [
         "medians of turns, bytes on disk at the end of a save; *cold*: the files were dropped from the page cache "
         "before. *disk* writes and reads files of as many bytes and does nothing else. *processor*: seconds of all "
         "threads and ranks for a GB, which a busy machine disturbs less than the time that passes. *memory*: highest "
-        "resident size above that before, over the size of the checkpoint, all ranks together. Other jobs ran: "
-        "below a factor of two, times mean little.",
+        "resident size above that before, over the size of the checkpoint, all ranks together. *direct*: written past "
+        'the page cache (`checkpoint.writer.type` "fast"), from where a following load then has nothing. How fast a '
+        "virtual machine gets pages for its cache varies by a factor of two from minute to minute.",
         ["checkpoint_io_1", "checkpoint_io_2"],
         checkpoints,
     ),
@@ -443,8 +447,9 @@ SECTIONS = [
         "The same state on 2 ranks: how long training stands at a save, in seconds, in warm copies of the bytes into a "
         "reused buffer, and over a save in the foreground of the same round; a training step while the bytes are "
         "written, over one between saves; GB/s until the bytes are on disk, with training going on. Medians of rounds "
-        "in which the ways take turns. torch's staged copy is reused as well; it takes no checksums.",
-        ["checkpoint_async_2"],
+        "in which the ways take turns. torch's staged copy is reused as well; it takes no checksums. *cached*: "
+        'through the page cache (`checkpoint.writer.type` "python"), which the background does not use unless told.',
+        ["checkpoint_async_2", "checkpoint_async_2_cached"],
         background_saves,
     ),
     Section(
@@ -458,8 +463,8 @@ SECTIONS = [
         "Killed ranks",
         "A random rank killed with SIGKILL from outside, at random moments of saves and of steps, again and again in "
         "one job; the launcher starts the ranks again and the script resumes. In the end everything is compared, bit "
-        "by bit, with a run that nobody has disturbed. Times count from the end of the rank to the end of the first step "
-        "afterwards; where the next kill came before that there is none.",
+        "by bit, with a run that nobody has disturbed. Times count from the end of the rank to the end of the first "
+        "step afterwards; where the next kill came before that there is none.",
         ["soak"],
         killed,
     ),

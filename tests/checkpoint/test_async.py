@@ -21,7 +21,7 @@ from typing import Any
 import pytest
 import torch
 
-from shardwise.checkpoint import background, blocks, directory, snapshot, verify, writer
+from shardwise.checkpoint import background, blocks, directory, output, snapshot, verify, writer
 from shardwise.checkpoint.agree import exchange
 from shardwise.errors import CheckpointError, UsageError
 from shardwise.memory import Category, MemoryLimit
@@ -463,11 +463,11 @@ def killed_anywhere(path: str, overwrite: bool) -> list[str]:
         instrument(event)
         original = blocks.write_bytes
 
-        def in_two(file: str, data: memoryview) -> blocks.FileFacts:
+        def in_two(file: str, data: memoryview, **options: Any) -> blocks.FileFacts:
             Path(file).write_bytes(data[: len(data) // 2])
             event()
             os.unlink(file)
-            return original(file, data)
+            return original(file, data, **options)
 
         writer.write_bytes = in_two  # type: ignore[attr-defined]
         background._Process = Here  # type: ignore[assignment,misc]
@@ -543,7 +543,7 @@ def test_bytes_are_written_in_blocks_with_their_checksums(tmp_path: Path, monkey
     sums = blocks.BlockSums()
     sums.feed(memoryview(data))
     flushed: list[int] = []
-    monkeypatch.setattr(blocks, "LARGE", 1)
+    monkeypatch.setattr(output, "LARGE", 1)
     monkeypatch.setattr(os, "fdatasync", flushed.append)
     facts = blocks.write_bytes(str(tmp_path / "x"), memoryview(data))
     assert facts == sums.facts() and facts.size == len(data) and len(facts.checksums) == 3

@@ -127,9 +127,12 @@ def bounded_checked_and_replaced(root: str) -> None:
     states = {}
     original = module.write_tensors
 
-    def counting(path: str, tensors: Any) -> Any:
+    places = []
+
+    def counting(path: str, tensors: Any, **options: Any) -> Any:
         nonlocal most
-        facts = original(path, tensors)
+        facts = original(path, tensors, **options)
+        places.append(os.stat(path).st_ino)
         most = max(most, len(os.listdir(f"{node}/engine0")))
         return facts
 
@@ -142,6 +145,8 @@ def bounded_checked_and_replaced(root: str) -> None:
         module.write_tensors = original
     # Two generations, one of which was being written; every node has the parts of all four ranks.
     assert most == 2
+    # The third is written over the first: no memory is taken for it.
+    assert places[2] == places[0] != places[1]
     files = [f"rank{r:05d}of00004.{kind}" for r in range(4) for kind in ("json", "safetensors")]
     assert in_generations(node) == {step: sorted([*files, "generation.json"]) for step in ("step2", "step3")}
     copy = run.engine.last_memory_copy
@@ -270,10 +275,10 @@ def test_the_newest_complete_state_is_taken(tmp_path: Path) -> None:
 def without_room(root: str) -> None:
     rank, original = dist.get_rank(), module.write_tensors
 
-    def full(path: str, tensors: Any) -> Any:
+    def full(path: str, tensors: Any, **options: Any) -> Any:
         if rank == 1:
             raise OSError(errno.ENOSPC, os.strerror(errno.ENOSPC), path)
-        return original(path, tensors)
+        return original(path, tensors, **options)
 
     module.write_tensors = full
     try:

@@ -2,7 +2,6 @@ from __future__ import annotations
 
 import os
 import threading
-import time
 import zlib
 from pathlib import Path
 
@@ -12,7 +11,7 @@ import torch
 from safetensors import safe_open
 from safetensors.torch import load_file, save_file
 
-from shardwise.checkpoint import tensorwriter
+from shardwise.checkpoint import output
 from shardwise.checkpoint.tensorfile import BLOCK, Spec, TensorFile
 from shardwise.checkpoint.tensorwriter import BlockSums, TensorWriter, write_tensors
 from shardwise.errors import CheckpointError
@@ -168,28 +167,6 @@ def test_nothing_is_copied_while_writing(tmp_path: Path, monkeypatch: pytest.Mon
     assert tensor.data_ptr() in seen
 
 
-def test_large_files_go_to_disk_while_they_are_written(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    flushed = []
-    original = os.fdatasync
-
-    def fdatasync(descriptor: int) -> None:
-        flushed.append(os.fstat(descriptor).st_size)
-        original(descriptor)
-
-    monkeypatch.setattr(tensorwriter, "LARGE", 1)
-    monkeypatch.setattr(os, "fdatasync", fdatasync)
-    specs = {"x": Spec(torch.float32, (1 << 20,)), "y": Spec(torch.float32, (3,))}
-    writer = TensorWriter(str(tmp_path / "a"), specs, checksums=False)
-    writer.write("x", torch.ones(1 << 20))
-    deadline = time.monotonic() + 20
-    while not flushed and time.monotonic() < deadline:
-        time.sleep(0.01)
-    writer.write("y", torch.zeros(3))
-    writer.close()
-    assert flushed
-    assert torch.equal(load_file(tmp_path / "a")["x"], torch.ones(1 << 20))
-
-
 def test_a_failure_that_the_system_tells_early_is_not_lost(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     told = threading.Event()
 
@@ -197,7 +174,7 @@ def test_a_failure_that_the_system_tells_early_is_not_lost(tmp_path: Path, monke
         told.set()
         raise OSError(5, "Input/output error")
 
-    monkeypatch.setattr(tensorwriter, "LARGE", 1)
+    monkeypatch.setattr(output, "LARGE", 1)
     monkeypatch.setattr(os, "fdatasync", fdatasync)
     writer = TensorWriter(str(tmp_path / "a"), {"x": Spec(torch.float32, (2,))}, checksums=False)
     assert told.wait(20)

@@ -39,7 +39,7 @@ def test_hints_for_other_writers_are_accepted_and_listed() -> None:
         "io_multiplier": 2,
     }
     found = resolve(with_checkpoint(writer=writer, parallel_write={"pipeline_stage": True})).no_effect
-    without = {"type", "io_buffer_size", "io_buffer_double", "data_parallel", "io_multiplier"}
+    without = {"io_buffer_size", "io_buffer_double", "data_parallel", "io_multiplier"}
     expected = {f"checkpoint.writer.{name}" for name in without} | {"checkpoint.parallel_write.pipeline_stage"}
     assert {note.path for note in found} == expected
 

@@ -320,7 +320,7 @@ class Background:
     def job(self, made: Drafted, request: Request, rank: int, world: int) -> Job:
         """Return what the process is to do with the snapshot."""
         parent = os.path.abspath(request.directory)  # the process has another working directory
-        return Job(rank, world, parent, made.tag, made.token, self._ends, self.size)
+        return Job(rank, world, parent, made.tag, made.token, self._ends, self.size, direct=request.direct)
 
     def wait(self) -> Outcome | None:
         """Wait until nothing is being written; return the outcome of the last save, which nobody has settled yet."""

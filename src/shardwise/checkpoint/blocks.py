@@ -7,18 +7,18 @@ from __future__ import annotations
 
 import os
 import stat
-import threading
 import zlib
 from dataclasses import dataclass
 
+from shardwise.checkpoint.output import Output, create
 from shardwise.errors import CheckpointError
 
 BLOCK = 4 << 20
 """Bytes that have one checksum. CRC-32 finds every burst of up to 32 wrong bits in a block, and others but for one
 in 2**32."""
 
-LARGE = 64 << 20
-"""Files of at least this many bytes are sent to disk while they are being written, not only at their end."""
+_STEP = 1 << 20
+"""Bytes that are written and hashed at a time: few enough to be in a cache still when they are hashed."""
 
 
 @dataclass(frozen=True)
@@ -75,59 +75,37 @@ class BlockSums:
         self._current = self._filled = 0
 
 
-class Flusher(threading.Thread):
-    """Sends what has been written of a file to disk, over and over, so that the disk works from the beginning."""
+def put(file: Output, sums: BlockSums | None, data: memoryview) -> None:
+    """Append bytes to a file, and to its checksums if they are wanted.
 
-    def __init__(self, descriptor: int) -> None:
-        super().__init__(name="shardwise-flush", daemon=True)
-        self._descriptor = descriptor
-        self._ended = threading.Event()
-        self.error: OSError | None = None
-
-    def run(self) -> None:
-        """Flush until told to end."""
-        while not self._ended.wait(0.05):
-            try:
-                os.fdatasync(self._descriptor)
-            except OSError as error:
-                # The system tells of a failed write once, to whoever asks first.
-                self.error = error
-                return
-
-    def end(self) -> None:
-        """Stop flushing; the thread is gone when this returns."""
-        self._ended.set()
-        self.join()
+    Raises:
+        OSError: something cannot be written.
+    """
+    for start in range(0, len(data), _STEP):
+        piece = data[start : start + _STEP]
+        file.write(piece)
+        if sums is not None:
+            sums.feed(piece)
 
 
-def write_bytes(path: str, data: memoryview) -> FileFacts:
+def write_bytes(path: str, data: memoryview, *, direct: bool = False) -> FileFacts:
     """Write a file with checksums; it is on disk when this returns.
 
     Args:
         path: file to create; it must not exist.
         data: what it shall hold.
+        direct: write past the page cache if the file system can do that.
 
     Raises:
         OSError: it cannot be created or written.
     """
     sums = BlockSums()
-    with open(path, "xb", buffering=0) as file:
-        flusher = Flusher(file.fileno()) if len(data) >= LARGE else None
-        if flusher is not None:
-            flusher.start()
-        try:
-            for start in range(0, len(data), BLOCK):
-                piece = data[start : start + BLOCK]
-                sums.feed(piece)
-                done = 0
-                while done < len(piece):
-                    done += file.write(piece[done:])
-        finally:
-            if flusher is not None:
-                flusher.end()
-        if flusher is not None and flusher.error is not None:
-            raise flusher.error
-        os.fsync(file.fileno())
+    file = create(path, len(data), direct=direct)
+    try:
+        put(file, sums, data)
+        file.finish()
+    finally:
+        file.abandon()
     return sums.facts()
 
 

@@ -2,10 +2,11 @@
 
 Each rank writes its part, in the form in which checkpoints have it, into a directory that lives in memory (tmpfs), and
 sends it to a rank of another node if there are several, which keeps it in its own. The copies of all ranks at one step
-are a generation. Two are kept at most: the newest complete one, and the one that is being written.
+are a generation. Two are kept at most: the newest complete one, and the one before it, in whose place the next one is
+written. Its pages of memory are taken over: taking new ones and clearing them would cost more than the copy itself.
 
-    begin      every node makes a hidden directory; each has published the generation before
-    collect    every rank finds what it has to write; generations before the newest complete one are removed
+    begin      every node hides the directory of the older generation, or makes one; each has published the newer one
+    collect    every rank finds what it has to write; other generations but the newest complete one are removed
     write      every rank writes its file, and beside it what the manifest needs of it
     ship       files travel to the next nodes
     publish    every node renames its directory
@@ -155,6 +156,7 @@ class MemoryCopies:
         self.replicas = min(replicas, len(self.nodes) - 1)
         self._leads = self.nodes[self.node][0] == self._comm.rank
         self._newest: str | None = None
+        self._made: list[str] = []
         self._count = 0
         with phase(self._comm, model.device, "checkpoint.memory_copies") as named:
             named.said = secrets.token_hex(4)
@@ -185,7 +187,7 @@ class MemoryCopies:
                 name = f"step{steps}-{self._token}-{self._count}"
                 draft = os.path.join(self.path, f".{name}{_PARTIAL}")
                 if self._leads:
-                    os.mkdir(draft)
+                    self._begin(draft)
             with phase(comm, device, what) as collected:
                 if self._leads:
                     self._remove(keep=(self._newest, os.path.basename(draft)))
@@ -207,26 +209,35 @@ class MemoryCopies:
             if draft and self._leads:
                 shutil.rmtree(draft, ignore_errors=True)
         self._newest = name
+        self._made = [*self._made[-1:], name]
         own = sum(sizes[comm.rank])
         held = own + sum(shipment.size for shipment in shipments if shipment.dst == comm.rank)
         self.last = MemoryCopy(steps, time.perf_counter() - began, own, held, self.path)
         return self.last
+
+    def _begin(self, draft: str) -> None:
+        """Make the directory of a draft: that of the older generation, whose files have the same names and sizes."""
+        if len(self._made) == GENERATIONS:
+            with contextlib.suppress(OSError):  # somebody else has removed it
+                os.rename(os.path.join(self.path, self._made[0]), draft)
+                return
+        os.mkdir(draft)
 
     def _write(self, part: Part, draft: str, steps: int, header: dict[str, Any]) -> list[int]:
         """Write this rank's part; return the sizes of its two files."""
         size = sum(tensor.nbytes for tensor in part.tensors.values())
         created = time.time()
         try:
-            facts = write_tensors(os.path.join(draft, part.file), part.tensors)
+            facts = write_tensors(os.path.join(draft, part.file), part.tensors, over=True)
             told: dict[str, Any] = {"facts": [facts.size, list(facts.checksums)], **part.to_json()}
             if self._comm.rank == 0:
                 told["header"] = {**header, "optimizer": self._optimizer_name()}
             body = json.dumps(told).encode()
-            with open(os.path.join(draft, _text_name(part.file)), "xb") as stream:
+            with open(os.path.join(draft, _text_name(part.file)), "wb") as stream:
                 stream.write(_digest(body) + b"\n" + body)
             if self._leads:
                 found = {"steps": steps, "created": created, "world": self._comm.world}
-                with open(os.path.join(draft, _FACTS), "x", encoding="utf-8") as text:
+                with open(os.path.join(draft, _FACTS), "w", encoding="utf-8") as text:
                     json.dump(found, text)
         except OSError as error:
             here = len(self.nodes[self.node]) * (1 + self.replicas)
@@ -259,7 +270,7 @@ class MemoryCopies:
         def path(name: str) -> str:
             return os.path.join(draft, name)
 
-        ship(self._comm, self._model.device, shipments, path, path, self._hold)
+        ship(self._comm, self._model.device, shipments, path, path, self._hold, over=True)
 
     def _remove(self, keep: tuple[str | None, ...]) -> None:
         for name in os.listdir(self.path):
@@ -271,7 +282,7 @@ class MemoryCopies:
         """Remove everything of this node's; all ranks call this together, when no more copies are made."""
         if self._leads:
             shutil.rmtree(self.path, ignore_errors=True)
-        self._newest = None
+        self._newest, self._made = None, []
 
     # -- finding -----------------------------------------------------------------------------------------------------
 

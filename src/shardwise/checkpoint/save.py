@@ -45,6 +45,7 @@ class Request:
         layout: facts for people: stage, dtype.
         config: the effective configuration.
         tag_validation: what to do when ranks name different tags: `ignore`, `warn` or `fail`.
+        direct: write past the page cache where the file system can do that.
         keep_last, keep_every: which older checkpoints stay; see `shardwise.checkpoint.retention.prune`.
     """
 
@@ -55,6 +56,7 @@ class Request:
     layout: dict[str, Any] = field(default_factory=dict)
     config: dict[str, Any] = field(default_factory=dict)
     tag_validation: str = "warn"
+    direct: bool = False
     keep_last: int | None = None
     keep_every: int | None = None
 
@@ -151,7 +153,7 @@ def _compare_tags(request: Request, tags: Sequence[str], rank: int) -> None:
 def _write(part: Part, path: str, request: Request) -> None:
     size = sum(tensor.nbytes for tensor in part.tensors.values())
     try:
-        facts = write_tensors(os.path.join(path, part.file), part.tensors)
+        facts = write_tensors(os.path.join(path, part.file), part.tensors, direct=request.direct)
         told = {"facts": [facts.size, list(facts.checksums)], **part.to_json()}
         directory.write_file(os.path.join(path, beside(part.file, FACTS)), json.dumps(told).encode())
     except OSError as error:

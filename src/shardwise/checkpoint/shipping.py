@@ -2,12 +2,14 @@
 
 from __future__ import annotations
 
+import os
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
-from typing import BinaryIO, ClassVar, TypeVar, cast
+from typing import BinaryIO, TypeVar, cast
 
 import torch
 
+from shardwise.checkpoint.output import open_over
 from shardwise.checkpoint.tensorfile import bytes_of
 from shardwise.comm.communicator import Communicator
 from shardwise.errors import CheckpointError
@@ -67,6 +69,8 @@ def ship(
     source: Callable[[str], str],
     target: Callable[[str], str],
     hold: Hold,
+    *,
+    over: bool = False,
 ) -> None:
     """Send files; all ranks call this together with the same shipments.
 
@@ -79,6 +83,7 @@ def ship(
         source: gives the path of a file that this rank sends.
         target: gives the path of a file that this rank receives; it must not exist.
         hold: is told of the buffers.
+        over: files that are received may exist, and are written over in their place.
 
     Raises:
         OSError: a file of this rank cannot be read or written.
@@ -92,7 +97,7 @@ def ship(
         piece = min(_MOST, max(_LEAST, -(-largest // _SHARE)))
         with (
             _Reading(sent, source, piece, device, hold) as out,
-            _Writing(received, target, piece, device, hold) as into,
+            _Writing(received, target, piece, device, hold, over=over) as into,
         ):
             for begin in range(0, largest, piece):
                 given, given_sizes = out.next(begin, comm.world)
@@ -109,9 +114,6 @@ _EndT = TypeVar("_EndT", bound="_End")
 
 class _End:
     """This rank's end of a shipment: its file, open while the context lasts, and a buffer of one piece."""
-
-    mode: ClassVar[str]
-    """In which the file is opened."""
 
     def __init__(
         self,
@@ -131,13 +133,16 @@ class _End:
         if shipment is not None:
             hold(self._buffer)
 
+    def _open(self, path: str) -> BinaryIO:
+        raise NotImplementedError
+
     def _count(self, begin: int) -> int:
         return 0 if self.shipment is None else max(0, min(self._piece, self.shipment.size - begin))
 
     def __enter__(self: _EndT) -> _EndT:
         if self.shipment is not None:
             try:
-                self._file = cast(BinaryIO, open(self._path(self.shipment.name), self.mode, buffering=0))
+                self._file = self._open(self._path(self.shipment.name))
             except OSError as error:
                 self.failure = error
         return self
@@ -156,7 +161,8 @@ class _End:
 class _Reading(_End):
     """The sender's end."""
 
-    mode = "rb"
+    def _open(self, path: str) -> BinaryIO:
+        return cast(BinaryIO, open(path, "rb", buffering=0))
 
     def next(self, begin: int, world: int) -> tuple[torch.Tensor, list[int]]:
         """Return the bytes to send now, and how many go to each rank."""
@@ -186,8 +192,28 @@ class _Reading(_End):
 class _Writing(_End):
     """The receiver's end."""
 
-    mode = "xb"
     _taken = 0
+
+    def __init__(
+        self,
+        shipment: Shipment | None,
+        path: Callable[[str], str],
+        piece: int,
+        device: torch.device,
+        hold: Hold,
+        *,
+        over: bool,
+    ) -> None:
+        super().__init__(shipment, path, piece, device, hold)
+        self._over = over
+
+    def _open(self, path: str) -> BinaryIO:
+        if not self._over:
+            return cast(BinaryIO, open(path, "xb", buffering=0))
+        assert self.shipment is not None
+        descriptor = open_over(path)
+        os.ftruncate(descriptor, self.shipment.size)
+        return cast(BinaryIO, open(descriptor, "wb", buffering=0))
 
     def next(self, begin: int, world: int) -> tuple[torch.Tensor, list[int]]:
         """Return where the bytes that arrive now go, and how many come from each rank."""

@@ -2,16 +2,15 @@
 
 from __future__ import annotations
 
-import contextlib
 import json
-import os
 from collections.abc import Mapping
 from dataclasses import dataclass
 from typing import Any
 
 import torch
 
-from shardwise.checkpoint.blocks import LARGE, BlockSums, FileFacts, Flusher
+from shardwise.checkpoint.blocks import BlockSums, FileFacts, put
+from shardwise.checkpoint.output import CachedFile, create
 from shardwise.checkpoint.tensorfile import DTYPE_NAMES, Spec, bytes_of
 from shardwise.errors import CheckpointError
 
@@ -78,6 +77,8 @@ class TensorWriter:
         specs: the tensors. They are written in `file_order` when checksums are wanted, and in any order otherwise.
         metadata: strings for the header.
         checksums: take checksums.
+        direct: write past the page cache if the file system can do that and tensors are written in order.
+        over: the file may exist, and is written over in its place.
 
     Raises:
         CheckpointError: a dtype has no name in the format.
@@ -85,18 +86,22 @@ class TensorWriter:
     """
 
     def __init__(
-        self, path: str, specs: Mapping[str, Spec], metadata: Mapping[str, str] | None = None, *, checksums: bool
+        self,
+        path: str,
+        specs: Mapping[str, Spec],
+        metadata: Mapping[str, str] | None = None,
+        *,
+        checksums: bool,
+        direct: bool = False,
+        over: bool = False,
     ) -> None:
         self._sums = BlockSums() if checksums else None
         layout = layout_of(specs, metadata)
         self._offsets = layout.begins
         self._specs = specs
         self._left = {name: spec.nbytes for name, spec in specs.items()}
-        self._file = open(path, "xb", buffering=1 << 20)  # noqa: SIM115  (closed by close() and abandon())
+        self._file = create(path, layout.size, direct=direct and checksums, over=over)
         self._position = 0
-        self._flusher = Flusher(self._file.fileno()) if layout.size >= LARGE else None
-        if self._flusher is not None:
-            self._flusher.start()
         try:
             self._put(memoryview(layout.header))
         except BaseException:
@@ -122,6 +127,7 @@ class TensorWriter:
         if place != self._position and part.nbytes:
             if self._sums is not None:
                 raise CheckpointError(f"{name}: tensors of a file with checksums are written in file order")
+            assert isinstance(self._file, CachedFile)
             self._file.seek(place)
             self._position = place
         self._left[name] -= part.nbytes
@@ -140,35 +146,24 @@ class TensorWriter:
         if left:
             self.abandon()
             raise CheckpointError(f"tensors announced but not written: {', '.join(left[:5])}")
-        try:
-            self._file.flush()
-            if self._flusher is not None:
-                self._flusher.end()
-                if self._flusher.error is not None:
-                    raise self._flusher.error
-            os.fsync(self._file.fileno())
-        finally:
-            self.abandon()
+        self._file.finish()
         return self._sums.facts() if self._sums is not None else None
 
     def abandon(self) -> None:
         """Close without finishing; the file is incomplete."""
-        if self._flusher is not None:
-            self._flusher.end()
-        with contextlib.suppress(OSError):  # of bytes still buffered, which nobody wants any more
-            self._file.close()
+        self._file.abandon()
 
     def _put(self, data: memoryview) -> None:
-        self._file.write(data)
+        put(self._file, self._sums, data)
         self._position += len(data)
-        if self._sums is not None:
-            self._sums.feed(data)
 
 
-def write_tensors(path: str, tensors: Mapping[str, torch.Tensor]) -> FileFacts:
-    """Write a file of tensors with checksums; it is on disk when this returns."""
+def write_tensors(
+    path: str, tensors: Mapping[str, torch.Tensor], *, direct: bool = False, over: bool = False
+) -> FileFacts:
+    """Write a file of tensors with checksums; it is on disk when this returns. See `TensorWriter`."""
     specs = {name: Spec(tensor.dtype, tuple(tensor.shape)) for name, tensor in tensors.items()}
-    writer = TensorWriter(path, specs, checksums=True)
+    writer = TensorWriter(path, specs, checksums=True, direct=direct, over=over)
     try:
         for name in file_order(specs):
             writer.write(name, tensors[name])

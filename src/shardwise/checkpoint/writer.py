@@ -67,6 +67,7 @@ class Job:
             known of the whole as JSON.
         memory: bytes of the shared memory.
         unseen: ranks whose locks rank 0 does not see.
+        direct: write past the page cache where the file system can do that.
     """
 
     rank: int
@@ -77,6 +78,7 @@ class Job:
     ends: Sequence[int]
     memory: int
     unseen: Sequence[int] = ()
+    direct: bool = False
 
     @property
     def path(self) -> str:
@@ -151,7 +153,7 @@ def perform(job: Job, memory: memoryview, part_lock: int | None, draft_lock: int
 def _write_part(job: Job, memory: memoryview) -> None:
     file = file_name(job.rank, job.world, job.token)
     try:
-        facts = write_bytes(os.path.join(job.path, file), memory[: job.ends[0]])
+        facts = write_bytes(os.path.join(job.path, file), memory[: job.ends[0]], direct=job.direct)
         # One more entry in the JSON object of the part, which may be large and need not be parsed for it.
         known = json.dumps({"facts": [facts.size, list(facts.checksums)]}).encode()
         _leave(job.file(job.rank, FACTS), known[:-1] + b"," + bytes(memory[job.ends[0] + 1 : job.ends[1]]))

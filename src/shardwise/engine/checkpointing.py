@@ -136,6 +136,7 @@ class Checkpointing(BackgroundSaving):
         begun_at = time.monotonic()
         waited = self._settle_save()
         self.sharded.hooks.settle()
+        background = config.checkpoint.in_background if asynchronous is None else bool(asynchronous)
         request = Request(
             directory=parent,
             tag=directory.check_tag(f"global_step{self.global_steps}" if tag is None else tag),
@@ -144,10 +145,10 @@ class Checkpointing(BackgroundSaving):
             layout={"stage": self.sharded.plan.stage, "dtype": self._dtype_name()},
             config=config.model_dump(mode="json"),
             tag_validation=config.checkpoint.tag_validation,
+            direct=config.checkpoint.writes_directly(background=background),
             keep_last=config.checkpoint.keep_last,
             keep_every=config.checkpoint.keep_every,
         )
-        background = config.checkpoint.in_background if asynchronous is None else bool(asynchronous)
         with phase(self._comm, self.device, "save_checkpoint") as begun:
             self._check_can_save()
             state = self._training_state({} if client_state is None else dict(client_state))

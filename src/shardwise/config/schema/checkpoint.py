@@ -46,18 +46,20 @@ class Writer(Section):
 
     type: WriterType = key(
         "fast",
-        'Kind of writer; "mock", which writes nothing, is refused.',
-        no_effect="files are written in one way, from where the values lie",
+        '"fast" writes past the page cache (O_DIRECT), "python" through it; without this section saves in the '
+        'background are fast, others not; "mock", which writes nothing, is refused.',
     )
     decoupled: bool = key(False, "Write in another process while training goes on: `checkpoint.async_save`.")
     io_buffer_size: Int = key(
         67_108_864,
         "Bytes per write buffer.",
         gt=0,
-        no_effect="values are written from where they lie, without a buffer",
+        no_effect="values are written from where they lie, or through two buffers of 4 MiB",
     )
     io_buffer_double: bool = key(
-        True, "Use two write buffers.", no_effect="values are written from where they lie, without a buffer"
+        True,
+        "Use two write buffers.",
+        no_effect="values are written from where they lie, or through two buffers of 4 MiB",
     )
     show_statistics: bool = key(False, "Log bytes, seconds and GB/s of each save, on rank 0.")
     data_parallel: Literal["replica", "socket", "machine"] | None = key(
@@ -121,6 +123,13 @@ class Checkpoint(Section):
     def in_background(self) -> bool:
         """Whether saves are asynchronous unless a call says otherwise."""
         return self.async_save or (self.writer is not None and self.writer.decoupled)
+
+    def writes_directly(self, *, background: bool) -> bool:
+        """Whether files are written past the page cache where the file system can do that.
+
+        In the background that is so without being told: the processor time that it saves is that of training.
+        """
+        return background if self.writer is None else self.writer.type == "fast"
 
 
 class Nebula(Section):
