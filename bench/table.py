@@ -241,7 +241,7 @@ def background_saves(results: Results) -> list[str]:
     lines = []
     for name, told in (("checkpoint_async_2", ""), ("checkpoint_async_2_cached", ", cached")):
         record = results.find(name)
-        rows = [row for row in record["rows"] if not (told and row["save"].startswith("DCP"))] if record else []
+        rows = [row for row in record["rows"] if not told or row["save"] == "background"] if record else []
         lines += [[row["save"] + told, *(shown(row.get(field)) for field in fields)] for row in rows]
     return grid(head, lines)
 
