@@ -57,7 +57,7 @@ def instrument(event: Callable[[], None]) -> None:
     def in_two(self: TensorWriter, data: memoryview) -> None:
         half = len(data) // 2
         put(self, data[:half])
-        self._file.flush()
+        self._file._file.flush()  # type: ignore[union-attr]
         event()
         put(self, data[half:])
 
