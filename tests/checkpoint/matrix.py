@@ -431,7 +431,8 @@ def main() -> int:
             print(f"    {line}")
         failed += len(wrong)
         # After each: what there is of a run that was cut short is true as well.
-        save(options.results, "checkpoint_matrix", rows, pairs=sum(one["pairs"] for one in rows), wrong=failed)
+        facts = {"pairs": sum(one["pairs"] for one in rows), "wrong": failed}
+        save(options.results, "checkpoint_matrix", rows, command="python -m tests.checkpoint.matrix", **facts)
     return 1 if failed else 0
 
 
