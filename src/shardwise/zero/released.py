@@ -20,6 +20,7 @@ from torch.autograd.graph import get_gradient_edge
 from torch.utils.weak import WeakTensorKeyDictionary
 
 from shardwise.compat import never_compiled, without_overrides
+from shardwise.zero.status import ZeroParamStatus
 
 
 class Owner(Protocol):
@@ -64,7 +65,31 @@ def _name_of(func: Callable[..., Any]) -> str:
 
 
 class Released(nn.Parameter):
-    """Class of a parameter while its values are not gathered."""
+    """Class of a parameter while its values are not gathered.
+
+    Scripts written for DeepSpeed find such parameters by `hasattr(p, "ds_id")` and `p.ds_status`, and gather them with
+    `GatheredParameters`; the class answers, so that nothing is attached to the parameter.
+    """
+
+    @property
+    def ds_id(self) -> int:
+        """A number that no other parameter has."""
+        return id(self)
+
+    @property
+    def ds_status(self) -> ZeroParamStatus:
+        """Say that the values are not here."""
+        return ZeroParamStatus.NOT_AVAILABLE
+
+    @property
+    def ds_numel(self) -> int:
+        """Number of elements of the whole parameter."""
+        return self.numel()
+
+    @property
+    def ds_shape(self) -> torch.Size:
+        """Shape of the whole parameter."""
+        return self.shape
 
     @classmethod
     @never_compiled
