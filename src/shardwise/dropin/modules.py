@@ -48,15 +48,14 @@ PACKAGES = frozenset(path.rpartition(".")[0] for path in PATHS) - {""}
 
 def absence(path: str, name: str) -> str | None:
     """Say why `path` has no `name`, be it a name or a module; None if nothing is known of it."""
-    entry = TABLE.get(path, {}).get(name)
     whole = f"{path}.{name}"
-    if entry is None and whole not in PATHS:
-        # A module without a single name that is served is there for the sake of what it would serve.
-        below = [key for key in TABLE if key == whole or key.startswith(f"{whole}.")]
-        entry = next((entry for key in below for entry in TABLE[key].values()), None)
-    if not isinstance(entry, Absent):
-        return None
-    return f"{whole} is not in shardwise {__version__} ({ROOT} {VERSION}): {entry.reason}"
+    found = [TABLE[path][name]] if name in TABLE.get(path, {}) else []
+    if not found and whole not in PATHS:
+        # A module is absent with all that it would have.
+        below = (entries for key, entries in TABLE.items() if key == whole or key.startswith(f"{whole}."))
+        found = [entry for entries in below for entry in entries.values()]
+    reasons = dict.fromkeys(entry.reason for entry in found if isinstance(entry, Absent))
+    return f"{whole} is not in shardwise {__version__} ({ROOT} {VERSION}): {'; '.join(reasons)}" if reasons else None
 
 
 def resolve(entry: Served) -> Any:

@@ -5,7 +5,6 @@ from __future__ import annotations
 from enum import Enum, IntEnum
 
 from shardwise.comm.setup import DEFAULT_PORT as TORCH_DISTRIBUTED_DEFAULT_PORT
-from shardwise.comm.setup import DEFAULT_TIMEOUT as default_pg_timeout
 
 __all__ = [
     "ADAGRAD_OPTIMIZER",
@@ -21,14 +20,11 @@ __all__ = [
     "MUSGD_OPTIMIZER",
     "ONEBIT_ADAM_OPTIMIZER",
     "ONEBIT_LAMB_OPTIMIZER",
-    "ROUTE_EVAL",
-    "ROUTE_PREDICT",
     "ROUTE_TRAIN",
     "TORCH_DISTRIBUTED_DEFAULT_PORT",
     "ZERO_ONE_ADAM_OPTIMIZER",
     "OffloadDeviceEnum",
     "ZeroStageEnum",
-    "default_pg_timeout",
 ]
 
 ADAM_OPTIMIZER = "adam"
@@ -60,8 +56,6 @@ DEEPSPEED_OPTIMIZERS = [
 """Names of `optimizer.type` that are not torch's, in lower case."""
 
 ROUTE_TRAIN = "train"
-ROUTE_EVAL = "eval"
-ROUTE_PREDICT = "predict"
 
 HAS_TRITON = False
 """No kernel of Triton's is used."""
