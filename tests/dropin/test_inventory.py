@@ -9,10 +9,14 @@ from types import ModuleType
 from typing import Any
 
 import pytest
+import torch
 
+import shardwise
 from shardwise.dropin.entries import Absent, Served
+from shardwise.dropin.members import MEMBERS, PARAMETER
 from shardwise.dropin.table import MAINS, TABLE
 from shardwise.errors import AbsentNameError
+from shardwise.zero import released
 
 pytestmark = pytest.mark.usefixtures("installed")
 
@@ -108,3 +112,36 @@ def test_what_python_m_runs_can_be_called() -> None:
 
 def test_no_reason_is_left_without_words() -> None:
     assert all(len(e.reason) > 15 and not e.reason.endswith(".") for es in ABSENT.values() for e in es.values())
+
+
+def subject(path: str) -> Any:
+    """Something that has the members of a class."""
+    if path == PARAMETER:
+        parameter = torch.nn.Parameter(torch.zeros(2))
+        released.withhold(parameter)
+        return parameter
+    parent, _, name = path.rpartition(".")
+    if name == "DeepSpeedEngine":
+        model = torch.nn.Linear(2, 1)
+        settings = {"train_batch_size": 2, "optimizer": {"type": "AdamW"}}
+        return importlib.import_module("deepspeed").initialize(model=model, config=settings)[0]
+    if name == "DeepSpeedAccelerator":
+        return importlib.import_module("deepspeed").get_accelerator()
+    cls = getattr(importlib.import_module(parent.replace("deepspeed.zero", "deepspeed.runtime.zero")), name)
+    return cls() if name == "CommsLogger" else cls
+
+
+@pytest.mark.parametrize("path", sorted(MEMBERS))
+def test_members_are_there_or_not(path: str) -> None:
+    holder = subject(path)
+    wrong = []
+    for name, entry in MEMBERS[path].items():
+        if isinstance(entry, Absent):
+            wrong += [f"{name} is there"] if hasattr(holder, name) else []
+        elif not hasattr(holder, name):
+            wrong.append(f"{name} is not there")
+        elif entry.signature is not None and (found := problem(entry.signature, getattr(holder, name))):
+            wrong.append(f"{name}: {found}")
+    assert not wrong
+    if isinstance(holder, shardwise.Engine):
+        holder.destroy()

@@ -5,8 +5,8 @@ from __future__ import annotations
 import argparse
 
 
-def report(args: list[str] | None = None) -> None:
-    """Run the command.
+def report(args: list[str] | None = None) -> int:
+    """Run the command, and return its exit code.
 
     Args:
         args: the arguments after the program's name; None takes those of this process.
@@ -18,4 +18,4 @@ def report(args: list[str] | None = None) -> None:
     parser.add_argument("--hide_operator_status", action="store_true", help=nothing)
     parser.add_argument("--hide_errors_and_warnings", action="store_true", help=nothing)
     parser.parse_args(args)
-    show()
+    return show()

@@ -7,7 +7,7 @@ from collections.abc import Iterable, Mapping
 from dataclasses import dataclass
 from typing import Literal
 
-Kind = Literal["class", "function", "value", "module"]
+Kind = Literal["class", "function", "value", "module", "member"]
 
 
 @dataclass(frozen=True)
@@ -16,7 +16,8 @@ class Served:
 
     Attributes:
         kind: what it is.
-        target: `package.module:attribute` of shardwise; for a module, the drop-in module of which it is another name.
+        target: `package.module:attribute` of shardwise; for a module, the drop-in module of which it is another name;
+            for a member, nothing: it is looked up in its class.
         signature: arguments that scripts may rely on, as in a `def`; "..." for a default stands for any. None: not
             declared. What the target takes beyond them is its own.
     """
@@ -94,4 +95,15 @@ def joined(*parts: Entries) -> dict[str, Entry]:
         if twice:
             raise ValueError(f"in the table twice: {', '.join(sorted(twice))}")
         made.update(part)
+    return made
+
+
+def members(*declarations: str) -> dict[str, Entry]:
+    """Members of a class, several in one string; one with arguments comes last in its string."""
+    made: dict[str, Entry] = {}
+    for declaration in declarations:
+        plain, opened, arguments = declaration.partition("(")
+        *others, last = plain.split()
+        made.update({name: Served("member", "") for name in others})
+        made[last] = Served("member", "", f"({arguments}" if opened else None)
     return made

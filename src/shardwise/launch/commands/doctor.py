@@ -21,15 +21,11 @@ def doctor(
     as_json: Annotated[bool, typer.Option("--json", help="Print everything as one JSON object.")] = False,
 ) -> None:
     """Show versions, devices, and which package `deepspeed` is imported; exit code 1 if that is ambiguous."""
-    show(as_json)
+    raise typer.Exit(show(as_json))
 
 
-def show(as_json: bool = False) -> None:
-    """Print what the command prints.
-
-    Raises:
-        typer.Exit: with code 1, if both the drop-in and DeepSpeed itself are installed.
-    """
+def show(as_json: bool = False) -> int:
+    """Print what the command prints, and return its exit code."""
     from shardwise.dropin.detect import installed
 
     found = installed()
@@ -43,8 +39,7 @@ def show(as_json: bool = False) -> None:
             typer.echo(f"{name:<12}{value}")
         for line in _deepspeed(found):
             typer.echo(f"{'deepspeed':<12}{line}")
-    if both:
-        raise typer.Exit(1)
+    return int(both)
 
 
 def _facts() -> dict[str, Any]:
