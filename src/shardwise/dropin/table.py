@@ -182,9 +182,7 @@ _ZERO = joined(
     absent(TILED, "TiledLinear TiledLinearReturnBias"),
     absent("sharding within groups of ranks is not built yet", "MiCS_Init"),
     absent(INNER, "DeepSpeedZeRoOffload DeepSpeedTensorOverride ZeroParamType"),
-    absent(
-        "gathering for generation is `with engine.gathered():`, which has another form", "unwrap_model_for_generation"
-    ),
+    functions(f"{_ADAPT}.building", "unwrap_model_for_generation"),
 )
 _GROUPS = joined(
     functions(

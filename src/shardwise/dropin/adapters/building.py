@@ -3,12 +3,13 @@
 from __future__ import annotations
 
 import contextlib
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
 from types import TracebackType
 from typing import Any
 
 import torch
 
+from shardwise.engine import Engine
 from shardwise.zero import released
 
 _orig_torch_arange = torch.arange
@@ -28,6 +29,13 @@ def zero_wrapper_for_fp_tensor_constructor(
 def is_zero_param(parameter: Any) -> bool:
     """Whether an engine or `zero.Init` owns a parameter."""
     return isinstance(parameter, torch.Tensor) and released.owner_of(parameter) is not None
+
+
+@contextlib.contextmanager
+def unwrap_model_for_generation(model: Engine) -> Iterator[Any]:
+    """Gather all parameters of an engine (a collective), and give its module for as long (`engine.gathered()`)."""
+    with model.gathered():
+        yield model.module
 
 
 class OnDevice:
