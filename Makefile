@@ -64,7 +64,7 @@ bench-gpu: $(STAMP)
 	$(BIN)/python bench/one_gpu.py $(BENCH_FLAGS)
 	$(BIN)/python bench/table.py README.md docs/numbers.md docs/convergence.md
 
-# 100 ranks killed while saving and 100 while training; `make test` has one of each. About a quarter of an hour.
+# 100 ranks killed while saving and 100 while training; `make test` has ten of each. About a quarter of an hour.
 SOAK_FLAGS ?= --kills 100
 soak: $(STAMP)
 	$(BIN)/python bench/soak.py $(SOAK_FLAGS)

@@ -406,15 +406,17 @@ def main() -> int:
     """Run all pairs and keep the result."""
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("--results", type=Path, default=Path("bench/results"))
-    parser.add_argument("--only", help="labels of optimizers, separated by ;")
+    parser.add_argument("--only", help="labels of optimizers, separated by ;; results of others are kept")
     options = parser.parse_args()
     by_label = {entry.label: entry for entry in entries()}
     chosen = [by_label[label] for label in options.only.split(";")] if options.only else list(by_label.values())
     sys.path.insert(0, str(Path(__file__).parents[2] / "bench"))
     from _machine import save
 
-    rows: list[dict[str, Any]] = []
-    failed = 0
+    file = options.results / "checkpoint_matrix.json"
+    before = json.loads(file.read_text())["rows"] if options.only and file.exists() else []
+    rows: list[dict[str, Any]] = [row for row in before if row["optimizer"] not in {entry.label for entry in chosen}]
+    failed = sum(row["wrong"] for row in rows)
     for entry in chosen:
         root = tempfile.mkdtemp(prefix="matrix-")
         begun = time.perf_counter()

@@ -90,6 +90,7 @@ def test_leftovers_of_killed_writers_are_removed_and_those_of_living_ones_are_no
     write(living, "one")
     (tmp_path / ".b.01234567.partial").mkdir()
     (tmp_path / ".b.01234567.partial" / "x").write_text("")
+    os.utime(tmp_path / ".b.01234567.partial", (0, 0))
     (tmp_path / ".latest.01234567.partial").write_text("")
     (tmp_path / ".mine").mkdir()
     other = directory.Draft(str(tmp_path), "c")
@@ -121,3 +122,32 @@ def test_a_damaged_latest_is_an_error(tmp_path: Path, data: bytes) -> None:
     (tmp_path / "latest").write_bytes(data)
     with pytest.raises(CheckpointError, match="latest"):
         directory.read_latest(str(tmp_path))
+
+
+def test_drafts_of_living_writers_stay(tmp_path: Path) -> None:
+    draft = directory.Draft(str(tmp_path), "a")
+    assert (Path(draft.path) / "writer.lock").is_file()  # a file: network file systems do not know locks of directories
+    directory.remove_leftovers(str(tmp_path))
+    assert Path(draft.path).is_dir()
+    draft._unlock()
+    directory.remove_leftovers(str(tmp_path))
+    assert os.listdir(tmp_path) == []
+
+
+def test_a_draft_without_a_lock_may_be_young(tmp_path: Path) -> None:
+    young, old = tmp_path / ".a.01234567.partial", tmp_path / ".b.01234567.partial"
+    young.mkdir()
+    old.mkdir()
+    os.utime(old, (0, 0))
+    directory.remove_leftovers(str(tmp_path))
+    assert os.listdir(tmp_path) == [young.name]
+
+
+def test_what_is_read_is_not_removed(tmp_path: Path) -> None:
+    (tmp_path / "a").mkdir()
+    (tmp_path / "a" / "manifest.json").write_text("{}")
+    held = directory.Hold(str(tmp_path / "a"))
+    assert not directory.remove(str(tmp_path), "a")
+    held.release()
+    assert directory.remove(str(tmp_path), "a")
+    assert os.listdir(tmp_path) == []

@@ -57,7 +57,7 @@ def instrument(event: Callable[[], None]) -> None:
     def in_two(self: TensorWriter, data: memoryview) -> None:
         half = len(data) // 2
         put(self, data[:half])
-        self._file.flush()
+        self._file._file.flush()  # type: ignore[union-attr]
         event()
         put(self, data[half:])
 
@@ -76,9 +76,13 @@ def kill_at_every_step(path: str, overwrite: bool) -> list[str]:
         shutil.copytree(path, copy)
         child = os.fork()
         if child == 0:
-            instrument(events(number))
-            run.engine.save_checkpoint(copy, tag="a" if overwrite else "b", client_state={"n": "new"})
-            os._exit(0)
+            code = 1  # an error must not go on in this process, which is not the rank
+            try:
+                instrument(events(number))
+                run.engine.save_checkpoint(copy, tag="a" if overwrite else "b", client_state={"n": "new"})
+                code = 0
+            finally:
+                os._exit(code)
         _, status = os.waitpid(child, 0)
         found.append(what_is_left(copy))
         if number % 4 == 1:

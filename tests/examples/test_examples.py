@@ -38,7 +38,7 @@ def test_pretraining_stops_and_goes_on(tmp_path: Path) -> None:
     assert (twice / "latest").read_text().strip() == "global_step4"
 
 
-@pytest.mark.parametrize(("family", "stage"), [("bloom", 3), ("opt", 2), ("gpt2", 1), ("llama", 0)])
+@pytest.mark.parametrize(("family", "stage"), [("bloom", 3), ("llama", 1)])
 def test_finetuning_lowers_the_loss(family: str, stage: int, tmp_path: Path) -> None:
     pytest.importorskip("transformers")
     saved = tmp_path / "saved"

@@ -100,8 +100,13 @@ def test_a_job_survives_a_kill_and_is_preempted(tmp_path: Path) -> None:
 
 FAILS_ON_SLOT_1 = """
 import os, sys, time
-print("world", os.environ["WORLD_SIZE"], "attempt", os.environ["TORCHELASTIC_RESTART_COUNT"], flush=True)
-if os.environ["RANK"] == "1" and os.environ["WORLD_SIZE"] == "3":
+from pathlib import Path
+attempt, rank, here = os.environ["TORCHELASTIC_RESTART_COUNT"], os.environ["RANK"], Path(__file__).parent
+print("world", os.environ["WORLD_SIZE"], "attempt", attempt, flush=True)
+(here / f"{attempt}.{rank}").touch()
+if rank == "1" and os.environ["WORLD_SIZE"] == "3":
+    while len(list(here.glob(f"{attempt}.*"))) < 3:
+        time.sleep(0.01)  # the others are ended by the failure, perhaps before they have said anything
     sys.exit(5)
 time.sleep(0.5)
 """

@@ -5,8 +5,8 @@ sends it to a rank of another node if there are several, which keeps it in its o
 are a generation. Two are kept at most: the newest complete one, and the one before it, in whose place the next one is
 written. Its pages of memory are taken over: taking new ones and clearing them would cost more than the copy itself.
 
-    begin      every node hides the directory of the older generation, or makes one; each has published the newer one
-    collect    every rank finds what it has to write; other generations but the newest complete one are removed
+    collect    every rank finds what it has to write; each node has published the newest generation
+    begin      every node hides the directory of the older generation, or makes one; of others only the newest stays
     write      every rank writes its file, and beside it what the manifest needs of it
     ship       files travel to the next nodes
     publish    every node renames its directory
@@ -60,7 +60,7 @@ class Generation:
     Attributes:
         name: of its directory on every node.
         steps: `global_steps` at that time.
-        created: seconds since 1970.
+        created: when, in seconds since 1970.
         world: number of ranks that made it.
         places: for each of these ranks the nodes that have its part.
     """
@@ -138,6 +138,7 @@ class MemoryCopies:
     Attributes:
         nodes: the ranks of each node.
         replicas: number of other nodes that do get a rank's part.
+        run: names the run that copies are of, so that another one with the same directory does not go on from them.
         last: what the last copy has taken, or None.
 
     Raises:
@@ -148,6 +149,7 @@ class MemoryCopies:
         self.every = every
         self.path = directory
         self.last: MemoryCopy | None = None
+        self.run: str | None = None
         self._model = model
         self._comm = model.comm
         self._hold = hold
@@ -181,18 +183,17 @@ class MemoryCopies:
         draft = name = ""
         self._count += 1
         try:
-            with phase(comm, device, what):
-                state, header = prepare()
-                steps = state.counters["global_steps"]
-                name = f"step{steps}-{self._token}-{self._count}"
-                draft = os.path.join(self.path, f".{name}{_PARTIAL}")
-                if self._leads:
-                    self._begin(draft)
             with phase(comm, device, what) as collected:
-                if self._leads:
-                    self._remove(keep=(self._newest, os.path.basename(draft)))
+                state, header = prepare()
                 part = collect(self._model, file, state, frozenset())
                 collected.said = buffer_digests(self._model)
+            steps = state.counters["global_steps"]
+            name = f"step{steps}-{self._token}-{self._count}"
+            draft = os.path.join(self.path, f".{name}{_PARTIAL}")
+            with phase(comm, device, what):
+                if self._leads:
+                    self._begin(draft)
+                    self._remove(keep=(self._newest, os.path.basename(draft)))
             with phase(comm, device, what) as written:
                 add_buffers(part, self._model, collected.heard)
                 written.said = self._write(part, draft, steps, header)
@@ -217,7 +218,7 @@ class MemoryCopies:
 
     def _begin(self, draft: str) -> None:
         """Make the directory of a draft: that of the older generation, whose files have the same names and sizes."""
-        if len(self._made) == GENERATIONS:
+        if len(self._made) == GENERATIONS and self._made[0] != self._newest:
             with contextlib.suppress(OSError):  # somebody else has removed it
                 os.rename(os.path.join(self.path, self._made[0]), draft)
                 return
@@ -236,7 +237,7 @@ class MemoryCopies:
             with open(os.path.join(draft, _text_name(part.file)), "wb") as stream:
                 stream.write(_digest(body) + b"\n" + body)
             if self._leads:
-                found = {"steps": steps, "created": created, "world": self._comm.world}
+                found = {"steps": steps, "created": created, "world": self._comm.world, "run": self.run}
                 with open(os.path.join(draft, _FACTS), "w", encoding="utf-8") as text:
                     json.dump(found, text)
         except OSError as error:
@@ -297,7 +298,7 @@ class MemoryCopies:
                 for rank in there:
                     one.places.setdefault(rank, set()).add(number)
         complete = [one for one in found.values() if one.complete]
-        return sorted(complete, key=lambda one: (-one.steps, -one.created))
+        return sorted(complete, key=lambda one: -one.created)
 
     def _on_this_node(self) -> Iterator[tuple[str, int, float, int, list[int]]]:
         for name in sorted(os.listdir(self.path)):
@@ -308,8 +309,19 @@ class MemoryCopies:
                     facts = json.load(text)
                 steps, created, world = int(facts["steps"]), float(facts["created"]), int(facts["world"])
                 there = set(os.listdir(os.path.join(self.path, name)))
+                run = facts["run"]
             except (OSError, ValueError, KeyError, TypeError) as error:
                 logger.warning("%s: passed over: %s", os.path.join(self.path, name), error)
+                continue
+            if run is not None and self.run is not None and run != self.run:
+                logger.warning(
+                    "%s: passed over: it is a copy of step %d of the run in %s, and this one is in %s; give each run a "
+                    "directory of its own in checkpoint.memory_copies.directory",
+                    os.path.join(self.path, name),
+                    steps,
+                    run,
+                    self.run,
+                )
                 continue
             files = [_file_name(rank, world) for rank in range(world)]
             ranks = [rank for rank, file in enumerate(files) if file in there and _text_name(file) in there]
@@ -338,7 +350,7 @@ class MemoryCopies:
                         logger.warning("the copies of step %d in memory are not used: %s", generation.steps, error)
                     break
                 if not bad:
-                    self._newest = generation.name
+                    self._newest, self._made = generation.name, []  # what was made after it is not gone on from
                     yield name
                     return
                 for node, rank, reason in bad:

@@ -15,6 +15,7 @@ import os
 import re
 import secrets
 import shutil
+import time
 import weakref
 from collections.abc import Callable
 from typing import Any
@@ -26,6 +27,10 @@ from shardwise.errors import CheckpointError, CheckpointPathError
 LATEST = "latest"
 DATA = re.compile(r"rank\d+of\d+-[0-9a-f]{8}\.safetensors")
 _PARTIAL = ".partial"
+_LOCK = "writer.lock"
+"""File in a draft that its writer has locked. Network file systems know locks of files, and not of directories."""
+_YOUNG_S = 60.0
+"""A draft without such a file may just have been begun."""
 _TAG = re.compile(r"[^/\\\x00-\x1f\x7f]{1,200}")
 
 
@@ -86,7 +91,7 @@ class Draft:
         self.path = os.path.join(parent, f".{tag}.{self.token}{_PARTIAL}")
         os.mkdir(self.path)
         self.published = False
-        self._lock = lock_directory(self.path)
+        self._lock: int | None = lock_file(os.path.join(self.path, _LOCK))
         self._moved: list[str] = []
 
     @classmethod
@@ -117,6 +122,8 @@ class Draft:
         if not os.path.lexists(self.target):
             os.rename(self.path, self.target)
             self.published = True
+            with contextlib.suppress(OSError):  # not before: nobody may take it for abandoned
+                os.unlink(os.path.join(self.target, _LOCK))
         else:
             self._replace()
         sync_directory(self.parent)
@@ -127,7 +134,7 @@ class Draft:
             raise NotADirectoryError(errno.ENOTDIR, os.strerror(errno.ENOTDIR), self.target)
         old = {name for name in os.listdir(self.target) if DATA.fullmatch(name)}
         for name in sorted(os.listdir(self.path)):
-            if name != manifests.NAME:
+            if name not in (manifests.NAME, _LOCK):
                 self._moved.append(os.path.join(self.target, name))
                 os.rename(os.path.join(self.path, name), self._moved[-1])
         sync_directory(self.target)
@@ -139,7 +146,9 @@ class Draft:
         with contextlib.suppress(OSError):
             for name in old:
                 os.unlink(os.path.join(self.target, name))
-            os.rmdir(self.path)
+            shutil.rmtree(self.path)
+        with contextlib.suppress(OSError):  # of a writer that was killed when the old one had just appeared
+            os.unlink(os.path.join(self.target, _LOCK))
 
     def discard(self) -> None:
         """Remove everything that has been written of this checkpoint."""
@@ -156,7 +165,11 @@ class Draft:
 
 
 def lock_directory(path: str) -> int | None:
-    """Hold a lock on a directory until the descriptor is closed or the process ends; None if it cannot be had."""
+    """Hold a lock on a directory of this machine until the descriptor is closed or the process ends.
+
+    Returns:
+        The descriptor, or None if the lock cannot be had.
+    """
     descriptor = os.open(path, os.O_RDONLY | os.O_DIRECTORY)
     try:
         fcntl.flock(descriptor, fcntl.LOCK_EX | fcntl.LOCK_NB)
@@ -175,6 +188,20 @@ def lock_file(path: str) -> int:
     descriptor = os.open(path, os.O_RDWR | os.O_CREAT | os.O_EXCL, 0o666)
     with contextlib.suppress(OSError):
         fcntl.flock(descriptor, fcntl.LOCK_EX | fcntl.LOCK_NB)
+    return descriptor
+
+
+def _lock_alone(path: str) -> int | None:
+    """Lock a file that exists; None if somebody else has, if it cannot be opened, or if there are no locks."""
+    try:
+        descriptor = os.open(path, os.O_RDWR | os.O_NOFOLLOW)
+    except OSError:
+        return None
+    try:
+        fcntl.flock(descriptor, fcntl.LOCK_EX | fcntl.LOCK_NB)
+    except OSError:
+        os.close(descriptor)
+        return None
     return descriptor
 
 
@@ -197,15 +224,15 @@ def is_locked(path: str) -> bool:
 
 
 class Hold:
-    """Keeps a checkpoint from being removed by `remove` while it is read: a shared lock on its directory.
+    """Keeps a checkpoint from being removed by `remove` while it is read: a shared lock on its manifest.
 
-    Where the directory is missing or cannot be locked nothing is held. It ends with `release` or the object.
+    Where that is missing or cannot be locked nothing is held. It ends with `release` or the object.
     """
 
     def __init__(self, path: str) -> None:
         self.release: Callable[[], object] = lambda: None
-        with contextlib.suppress(OSError):
-            descriptor = os.open(path, os.O_RDONLY | os.O_DIRECTORY)
+        with contextlib.suppress(OSError, CheckpointError):
+            descriptor = open_to_read(os.path.join(path, manifests.NAME))
             try:
                 fcntl.flock(descriptor, fcntl.LOCK_SH | fcntl.LOCK_NB)
             except OSError:
@@ -226,7 +253,7 @@ def remove(parent: str, tag: str) -> bool:
     path = os.path.join(parent, tag)
     if any(name.startswith(f".{tag}.") and name.endswith(_PARTIAL) for name in os.listdir(parent)):
         return False
-    lock = lock_directory(path)
+    lock = _lock_alone(os.path.join(path, manifests.NAME))
     if lock is None:
         return False
     try:
@@ -250,8 +277,15 @@ def remove_leftovers(parent: str, tag: str | None = None) -> None:
                 os.unlink(path)
         elif name.startswith(".") and name.endswith(_PARTIAL) and os.path.isdir(path):
             with contextlib.suppress(OSError):
+                lock = os.path.join(path, _LOCK)
+                if not os.path.lexists(lock):
+                    # With a manifest it was a checkpoint, whose removal has not come to its end.
+                    removed = os.path.lexists(os.path.join(path, manifests.NAME))
+                    if removed or time.time() - os.stat(path).st_mtime > _YOUNG_S:
+                        shutil.rmtree(path, ignore_errors=True)
+                    continue
                 # The lock of a living writer cannot be had; that of a dead one is gone with it.
-                descriptor = lock_directory(path)
+                descriptor = _lock_alone(lock)
                 if descriptor is not None:
                     shutil.rmtree(path, ignore_errors=True)
                     os.close(descriptor)
@@ -310,12 +344,21 @@ def read_latest(parent: str) -> str | None:
         raise CheckpointError(f"{path}: damaged: {error}") from error
 
 
+def tags(parent: str) -> list[str]:
+    """Return the names of all directories that may be checkpoints.
+
+    Raises:
+        OSError: it cannot be told which there are.
+    """
+    return sorted(
+        name
+        for name in os.listdir(parent)
+        if not name.startswith(".") and os.path.isfile(os.path.join(parent, name, manifests.NAME))
+    )
+
+
 def other_tags(parent: str) -> list[str]:
-    """Return the names of all directories that may be checkpoints."""
+    """Return the same, and none where it cannot be told."""
     with contextlib.suppress(OSError):
-        return sorted(
-            name
-            for name in os.listdir(parent)
-            if not name.startswith(".") and os.path.isfile(os.path.join(parent, name, manifests.NAME))
-        )
+        return tags(parent)
     return []

@@ -48,6 +48,8 @@ class Options:
         settings: load the settings of parameter groups with the optimizer's state.
         selection: what is loaded, and under which names.
         verify: compare bytes with their checksums; somebody else has if not.
+        order: checkpoints to be tried one after the other, on rank 0, where no tag is given; None: `latest` and then
+            the newest.
     """
 
     strict: bool = True
@@ -57,6 +59,7 @@ class Options:
     settings: bool = True
     selection: Selection = field(default_factory=Selection)
     verify: bool = True
+    order: tuple[str, ...] | None = None
 
     @property
     def with_optimizer(self) -> bool:
@@ -112,7 +115,7 @@ def find(
     """
     what = f"loading a checkpoint from {parent}"
     skipped: list[str] = []
-    candidates = _candidates(parent, tag)
+    candidates = _candidates(parent, tag) if options.order is None else iter(options.order)
     while True:
         with phase(model.comm, model.device, what) as choice:
             if model.comm.rank == 0:

@@ -9,7 +9,6 @@ from __future__ import annotations
 import contextlib
 import json
 import os
-import time
 from dataclasses import dataclass
 from typing import Any
 
@@ -37,6 +36,7 @@ class Whole:
         versions, layout, config, excluded: see `shardwise.checkpoint.manifest.Manifest`.
         order: names of all parameters, in the order of the manifest.
         optimizer: class of the optimizer, or None.
+        created: when the state was taken, in seconds since 1970: what goes on in the background ends later.
         keep_last, keep_every: which checkpoints stay; see `shardwise.checkpoint.retention.prune`.
     """
 
@@ -50,6 +50,7 @@ class Whole:
     excluded: list[str]
     order: list[str]
     optimizer: str | None
+    created: float
     keep_last: int | None = None
     keep_every: int | None = None
 
@@ -149,7 +150,7 @@ def _join(whole: Whole, parts: list[dict[str, Any]], files: dict[str, FileFacts]
         optimizer = {"class": whole.optimizer, "groups": common["groups"], "values": values}
     return Manifest(
         tag=whole.tag,
-        created=time.time(),
+        created=whole.created,
         versions=whole.versions,
         layout={"world": whole.world, **whole.layout},
         config=whole.config,

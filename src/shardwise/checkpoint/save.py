@@ -15,6 +15,7 @@ from __future__ import annotations
 import json
 import os
 import platform
+import time
 from collections.abc import Iterator, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass, field
@@ -173,6 +174,7 @@ def whole_of(model: ShardedModel, request: Request) -> Whole:
         excluded=sorted(model.registry[index].name for index in request.excluded),
         order=[tensor.name for tensor in model.registry],
         optimizer=None if model.optimizer is None else type(model.optimizer).__name__,
+        created=time.time(),
         keep_last=request.keep_last,
         keep_every=request.keep_every,
     )

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import functools
 import os
+import sys
 import time
 from typing import TYPE_CHECKING
 
@@ -127,7 +128,10 @@ class BackgroundSaving:
             return None
         failure = None
         try:
-            settle(self._comm, self.device, saving)
+            if sys.exc_info()[0] is None:
+                settle(self._comm, self.device, saving)
+            else:
+                saving.wait()  # what has gone wrong may be on this rank alone, and the others somewhere else
         except CheckpointError as error:
             failure = error
         finally:

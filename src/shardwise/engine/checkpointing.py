@@ -131,25 +131,25 @@ class Checkpointing(BackgroundSaving):
             >>> engine.destroy()
         """
         self.sharded.check_open("engine.save_checkpoint()")
-        parent = directory.check_directory(save_dir, "save_dir")
         config = self._resolution.config
         begun_at = time.monotonic()
         waited = self._settle_save()
         self.sharded.hooks.settle()
         background = config.checkpoint.in_background if asynchronous is None else bool(asynchronous)
-        request = Request(
-            directory=parent,
-            tag=directory.check_tag(f"global_step{self.global_steps}" if tag is None else tag),
-            latest=save_latest,
-            excluded=self._excluded(exclude_frozen_parameters),
-            layout={"stage": self.sharded.plan.stage, "dtype": self._dtype_name()},
-            config=config.model_dump(mode="json"),
-            tag_validation=config.checkpoint.tag_validation,
-            direct=config.checkpoint.writes_directly(background=background),
-            keep_last=config.checkpoint.keep_last,
-            keep_every=config.checkpoint.keep_every,
-        )
         with phase(self._comm, self.device, "save_checkpoint") as begun:
+            parent = directory.check_directory(save_dir, "save_dir")
+            request = Request(
+                directory=parent,
+                tag=directory.check_tag(f"global_step{self.global_steps}" if tag is None else tag),
+                latest=save_latest,
+                excluded=self._excluded(exclude_frozen_parameters),
+                layout={"stage": self.sharded.plan.stage, "dtype": self._dtype_name()},
+                config=config.model_dump(mode="json"),
+                tag_validation=config.checkpoint.tag_validation,
+                direct=config.checkpoint.writes_directly(background=background),
+                keep_last=config.checkpoint.keep_last,
+                keep_every=config.checkpoint.keep_every,
+            )
             self._check_can_save()
             state = self._training_state({} if client_state is None else dict(client_state))
             begun.said = [parent, background]
@@ -217,24 +217,25 @@ class Checkpointing(BackgroundSaving):
         See `save_checkpoint` for an example.
         """
         self.sharded.check_open("engine.load_checkpoint()")
-        parent = directory.check_directory(load_dir, "load_dir")
         if self._saving is not None:
             self._saving.wait()  # if it has failed, that is raised where saving is the matter
         self.sharded.hooks.settle()
-        if custom_load_fn is not None and not (include is exclude is rename is None):
-            raise UsageError(
-                "load_checkpoint(): custom_load_fn is given everything under the checkpoint's names; let it select and "
-                "rename, and remove include, exclude and rename"
+        with phase(self._comm, self.device, "load_checkpoint"):
+            parent = directory.check_directory(load_dir, "load_dir")
+            if custom_load_fn is not None and not (include is exclude is rename is None):
+                raise UsageError(
+                    "load_checkpoint(): custom_load_fn is given everything under the checkpoint's names; let it select "
+                    "and rename, and remove include, exclude and rename"
+                )
+            options = Options(
+                load_module_strict,
+                load_optimizer_states,
+                load_module_only,
+                custom_load_fn is not None,
+                load_param_groups,
+                Selection.of(include, exclude, rename),
             )
-        options = Options(
-            load_module_strict,
-            load_optimizer_states,
-            load_module_only,
-            custom_load_fn is not None,
-            load_param_groups,
-            Selection.of(include, exclude, rename),
-        )
-        checked = None if tag is None else directory.check_tag(tag)
+            checked = None if tag is None else directory.check_tag(tag)
         return self._load(parent, checked, options, load_lr_scheduler_states, custom_load_fn)
 
     def _load(

@@ -7,6 +7,7 @@ come to any of them, and copy their state into memory when it is time. Whether t
 from __future__ import annotations
 
 import os
+import sys
 import time
 from collections.abc import Callable, Iterable, Mapping
 from itertools import count
@@ -219,6 +220,7 @@ class FaultTolerance(Checkpointing):
                 after,
             )
         if ends:
+            self._remove_copies()  # what is on disk now is newer
             raise SystemExit(EXIT_BASE + ends[0])
 
     # -- copies in memory --------------------------------------------------------------------------------------------
@@ -233,7 +235,7 @@ class FaultTolerance(Checkpointing):
 
         Raises:
             UsageError: there is no such section in the configuration, or gradients of an unfinished window are held.
-            CheckpointError: there is no room, on all ranks alike; the copies made before are still there.
+            CheckpointError: there is no room, on all ranks alike; the newest copy is still there.
         """
         self.sharded.check_open("engine.copy_to_memory()")
         if self._copies is None:
@@ -305,12 +307,16 @@ class FaultTolerance(Checkpointing):
                 logger.error("no copy in memory at step %d; training goes on: %s", self.global_steps, error)
 
     def _end_guard(self) -> None:
-        """Give signals back, and remove copies that nobody else would."""
+        """Give signals back, and remove copies that nobody else would, unless a failure makes them the way to go on."""
         self._signals.close()
+        if sys.exc_info()[0] is None:
+            self._remove_copies()
+        self._copies = None
+
+    def _remove_copies(self) -> None:
         section = self._resolution.config.checkpoint.memory_copies
         if self._copies is not None and section is not None and section.directory:
             self._copies.remove()
-        self._copies = None
 
     # -- resuming ----------------------------------------------------------------------------------------------------
 
@@ -318,9 +324,10 @@ class FaultTolerance(Checkpointing):
         """Go on from the newest complete state there is: copies in memory, or a checkpoint on disk.
 
         A script that calls this before its loop can be started again after any failure, and goes on by itself; so it
-        does under `shardwise run --max-restarts`. The state with the most steps is taken; of equal ones that in
-        memory. Incomplete and damaged ones are passed over, and the log says why. Stage and number of ranks may have
-        changed; learning rate and schedule go on as they were.
+        does under `shardwise run --max-restarts`. The state that was taken last is used, on disk the one that `latest`
+        names unless there is a newer one; of the same step the one in memory. Incomplete and damaged ones are passed
+        over, and the log says why. Stage and number of ranks may have changed; learning rate and schedule go on as
+        they were.
 
         Args:
             save_dir: the directory that is passed to `save_checkpoint`. It need not exist yet.
@@ -331,7 +338,8 @@ class FaultTolerance(Checkpointing):
 
         Raises:
             CheckpointPathError: `save_dir` cannot be used, or ranks name different ones.
-            CheckpointError: there is something, and it is of another model, or nothing of it is whole.
+            CheckpointError: there is something, and it is of another model, or nothing of it is whole, or it cannot be
+                told what there is.
 
         Example:
             >>> import shardwise, tempfile
@@ -359,6 +367,8 @@ class FaultTolerance(Checkpointing):
                 f"({', '.join(sorted({repr(said[0]) for said in looked.heard}))}); pass the same on every rank"
             )
         on_disk = None if looked.heard[0][1] is None else OnDisk(*looked.heard[0][1])
+        if self._copies is not None:
+            self._copies.run = os.path.abspath(parent)
         found = self._resume_from_memory(on_disk) or self._resume_from_disk(parent, on_disk)
         if found is None:
             return None
@@ -375,7 +385,8 @@ class FaultTolerance(Checkpointing):
         if copies is None:
             return None
         for generation in copies.generations():
-            if on_disk is not None and generation.steps < on_disk.steps:
+            # Of the same step, that in memory is as new: it is copied at the end of step(), and then saved.
+            if on_disk is not None and generation.steps != on_disk.steps and generation.created < on_disk.created:
                 break
             with copies.assembled(generation) as name:
                 if name is not None:
@@ -390,17 +401,14 @@ class FaultTolerance(Checkpointing):
     def _resume_from_disk(self, parent: str, on_disk: OnDisk | None) -> tuple[str, str, dict[str, Any]] | None:
         if on_disk is None:
             return None
-        path = client = None
-        if not on_disk.latest:
-            # Saved completely, but the job ended before `latest` could name it.
-            try:
-                path, client = self.load_checkpoint(parent, on_disk.tag)
-            except CheckpointError as error:
-                if not on_disk.others:
-                    raise
-                if self._comm.rank == 0:
-                    logger.warning("%s; what `latest` names is loaded", error)
-        if path is None:
-            path, client = self.load_checkpoint(parent)
+        if on_disk.tags:
+            path, client = self._load(parent, None, Options(order=tuple(on_disk.tags)), True, None)
+        else:
+            path, client = self.load_checkpoint(parent)  # of another library, or damaged, which it says
+            if path is None:
+                raise CheckpointError(
+                    f"{parent}: there are checkpoints, and none of them can be used (the log says why). Remove them to "
+                    "begin anew"
+                )
         assert path is not None
         return "disk", path, {} if client is None else client

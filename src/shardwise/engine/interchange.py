@@ -10,8 +10,10 @@ from typing import TYPE_CHECKING
 
 import torch
 
+from shardwise.checkpoint.agree import phase
 from shardwise.checkpoint.exporting import KEEP, export_model, request_of
 from shardwise.checkpoint.importing import LoadedWeights, Rename, load_weights
+from shardwise.comm.communicator import Communicator
 from shardwise.memory import Accountant, Category
 
 if TYPE_CHECKING:
@@ -24,7 +26,9 @@ class Interchange:
     """
 
     sharded: ShardedModel
+    device: torch.device
     accountant: Accountant
+    _comm: Communicator
 
     if TYPE_CHECKING:  # defined by another mixin
 
@@ -71,7 +75,10 @@ class Interchange:
             >>> engine.destroy()
         """
         self.sharded.check_open("engine.export()")
-        request = request_of(directory, format, dtype, max_shard_size, exclude_frozen_parameters, all_names, overwrite)
+        with phase(self._comm, self.device, "export"):
+            request = request_of(
+                directory, format, dtype, max_shard_size, exclude_frozen_parameters, all_names, overwrite
+            )
         self.sharded.hooks.settle()
         export_model(self.sharded, request, lambda tensor: self.accountant.hold(Category.BUFFERS, tensor))
 

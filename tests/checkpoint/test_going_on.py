@@ -1,0 +1,253 @@
+"""Which state a job goes on from, and what is never lost on the way there."""
+
+from __future__ import annotations
+
+import errno
+import os
+import shutil
+import signal
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch.distributed as dist
+
+from shardwise.checkpoint import directory
+from shardwise.checkpoint.newest import newest
+from shardwise.errors import CheckpointError, CheckpointPathError
+from tests.checkpoint.job import Run, config, differences, on_ranks
+from tests.checkpoint.test_copies import barrier, change_a_byte, copying, start
+
+
+def steps(run: Run, to: int) -> None:
+    while run.engine.global_steps < to:
+        run.step()
+
+
+def fresh(place: str, runs: str, seed: int, **settings: Any) -> tuple[str, int] | None:
+    """Resume in a new engine, as a restarted job does; return from where and at which step."""
+    run = start(place, copying(2, **settings), seed=seed)
+    run.engine.resume(runs)
+    found = run.engine.resumed
+    run.engine.destroy()
+    barrier()
+    return None if found is None else (found.source, found.steps)
+
+
+def first_rank(action: Any, *args: Any) -> None:
+    if dist.get_rank() == 0:
+        action(*args)
+    barrier()
+
+
+# -- nothing is taken for a beginning that is not one ------------------------------------------------------------------
+
+
+def unreadable(root: str) -> None:
+    runs = f"{root}/runs"
+    run = Run(config(2), seed=1)
+    assert run.engine.resume(runs) is None  # nothing there
+    steps(run, 1)
+    run.engine.save_checkpoint(runs)
+    original = os.listdir
+
+    def listdir(path: Any = ".") -> list[str]:
+        if str(path) == runs:
+            raise OSError(errno.ESTALE, os.strerror(errno.ESTALE), path)
+        return original(path)
+
+    os.listdir = listdir  # type: ignore[assignment]
+    try:
+        with pytest.raises(CheckpointError, match=r"cannot be listed.*nothing is begun|failed on rank 0"):
+            run.engine.resume(runs)
+    finally:
+        os.listdir = original
+    barrier()
+    first_rank(lambda: os.truncate(f"{runs}/global_step1/manifest.json", 100))
+    with pytest.raises(CheckpointError, match="global_step1"):
+        run.engine.resume(runs)
+    first_rank(os.unlink, f"{runs}/latest")
+    with pytest.raises(CheckpointError, match="none of them can be used"):
+        run.engine.resume(runs)
+    first_rank(shutil.rmtree, f"{runs}/global_step1")
+    assert run.engine.resume(runs) is None
+    assert run.engine.global_steps == 1
+
+
+def test_what_cannot_be_read_is_an_error_and_not_a_beginning(tmp_path: Path) -> None:
+    on_ranks(unreadable, 2, str(tmp_path))
+
+
+def older_ones(root: str) -> None:
+    runs = f"{root}/runs"
+    run = Run(config(2), seed=1)
+    for step in (1, 2, 3):
+        steps(run, step)
+        run.engine.save_checkpoint(runs, save_latest=False)
+    barrier()
+    for step, left in ((3, 2), (2, 1)):
+        first_rank(change_a_byte, next(Path(runs, f"global_step{step}").glob("rank00001*")))
+        assert Run(config(2), seed=2).engine.resume(runs) == {}
+        other = Run(config(2), seed=2)
+        other.engine.resume(runs)
+        assert other.engine.global_steps == left
+        assert other.engine.last_load.passed_over
+    first_rank(change_a_byte, next(Path(runs, "global_step1").glob("rank00001*")))
+    with pytest.raises(CheckpointError, match=r"global_step3.*global_step2.*global_step1"):
+        other.engine.resume(runs)
+
+
+def test_damaged_ones_are_passed_over_also_without_latest(tmp_path: Path) -> None:
+    on_ranks(older_ones, 2, str(tmp_path))
+
+
+# -- whoever goes back, stays there ------------------------------------------------------------------------------------
+
+
+def going_back(root: str) -> None:
+    runs, place = f"{root}/runs", f"{root}/memory"
+    run = start(place, copying(2, every=4), seed=1)
+    steps(run, 2)
+    run.engine.save_checkpoint(runs)
+    steps(run, 9)  # copies at 4 and 8
+    run.engine.save_checkpoint(runs)
+    run.engine.load_checkpoint(runs, "global_step2")
+    steps(run, 3)
+    run.engine.save_checkpoint(runs)
+    barrier()
+    # Neither the copy of step 8 nor the checkpoint of step 9 is of this way.
+    assert fresh(place, runs, 2, every=4) == ("disk", 3)
+    steps(run, 4)
+    assert fresh(place, runs, 3, every=4) == ("memory", 4)
+    # What `latest` is made to name by hand counts, too.
+    first_rank(directory.write_latest, runs, "global_step9")
+    assert newest(runs).tags == ["global_step9", "global_step3", "global_step2"]  # type: ignore[union-attr]
+    assert fresh(place, runs, 4, every=4) == ("memory", 4)
+    first_rank(shutil.rmtree, f"{place}/engine0")
+    assert fresh(place, runs, 5, every=4) == ("disk", 9)
+
+
+def test_a_run_that_went_back_does_not_go_on_from_where_it_had_been(tmp_path: Path) -> None:
+    on_ranks(going_back, 2, str(tmp_path))
+
+
+def in_process(root: str) -> None:
+    runs, place = f"{root}/runs", f"{root}/memory"
+    run = start(place, copying(2, every=2), seed=1)
+    steps(run, 4)
+    first_rank(change_a_byte, next(Path(place).glob("engine0/step4-*/rank00001*.safetensors")))
+    run.engine.resume(runs)
+    assert run.engine.global_steps == 2
+    copies, seen = run.engine._copies, []
+    original = copies._write
+
+    def write(*args: Any) -> Any:
+        result = original(*args)
+        seen.append(sorted(name[:5] for name in os.listdir(copies.path) if not name.startswith(".")))
+        return result
+
+    copies._write = write  # type: ignore[method-assign]
+    steps(run, 6)
+    # While the copies of steps 4 and 6 are written, there is always one that is whole.
+    assert seen == [["step2"], ["step4"]]
+    assert fresh(place, runs, 2, every=2) == ("memory", 6)
+
+
+def test_the_copy_that_was_gone_on_from_stays_until_there_is_another(tmp_path: Path) -> None:
+    on_ranks(in_process, 2, str(tmp_path))
+
+
+# -- copies in a directory of the job's own ----------------------------------------------------------------------------
+
+
+def own(place: str, **more: Any) -> dict[str, Any]:
+    section = {"memory_copies": {"every": 1, "directory": place}, **more}
+    return config(2, checkpoint=section)
+
+
+def failing(root: str) -> None:
+    place, runs = f"{root}/memory", f"{root}/runs"
+    for error in (None, ValueError("on this rank alone")):
+        run = start("unused", own(place), seed=1)
+        run.engine.resume(runs)
+        steps(run, 2)
+        expected = run.fingerprint()
+        barrier()
+        try:
+            if error is not None and dist.get_rank() == 0:
+                raise error
+        except ValueError:
+            run.engine._end_guard()  # of destroy() in a `finally`; the other rank is somewhere else
+        else:
+            if error is None:
+                run.engine.destroy()
+        barrier()
+        assert os.path.isdir(f"{place}/engine0") == (error is not None)
+    other = start("unused", own(place), seed=2)
+    other.engine.resume(runs)
+    assert differences(expected, other.fingerprint()) == []
+
+
+def test_copies_are_left_after_a_failure_and_removed_after_a_success(tmp_path: Path) -> None:
+    on_ranks(failing, 2, str(tmp_path))
+
+
+def another_run(root: str) -> None:
+    place = f"{root}/memory"
+    run = start("unused", own(place), seed=1)
+    run.engine.resume(f"{root}/a")
+    steps(run, 2)
+    other = start("unused", own(place), seed=2)
+    assert other.engine.resume(f"{root}/b") is None
+    assert other.engine.resume(f"{root}/a") == {}
+
+
+def test_another_run_does_not_go_on_from_them(tmp_path: Path) -> None:
+    on_ranks(another_run, 2, str(tmp_path))
+
+
+def preempted(root: str) -> None:
+    place, runs = f"{root}/memory", f"{root}/runs"
+    run = start("unused", own(place, on_signal={"save_dir": runs}), seed=1)
+    steps(run, 1)
+    os.kill(os.getpid(), signal.SIGTERM)
+    with pytest.raises(SystemExit):
+        steps(run, 2)
+    barrier()
+    assert not os.path.exists(f"{place}/engine0")
+    assert Path(runs, "latest").read_text() == "global_step2"
+    run.engine.destroy()
+
+
+def test_what_was_saved_before_the_end_of_the_job_needs_no_copies(tmp_path: Path) -> None:
+    on_ranks(preempted, 2, str(tmp_path))
+
+
+# -- one rank's mistake is everybody's error ---------------------------------------------------------------------------
+
+
+def mistaken(root: str) -> None:
+    rank = dist.get_rank()
+    run = Run(config(2), seed=1)
+    steps(run, 1)
+    good, bad = f"{root}/runs", f"{root}/file{rank}"
+    if rank == 1:
+        Path(bad).touch()
+    path = bad if rank == 1 else good
+    calls = [
+        lambda: run.engine.save_checkpoint(path),
+        lambda: run.engine.save_checkpoint(good, tag="a/b" if rank == 1 else "ab"),
+        lambda: run.engine.load_checkpoint(path),
+        lambda: run.engine.load_checkpoint(good, tag=".x" if rank == 1 else "x"),
+        lambda: run.engine.export(path),
+    ]
+    for call in calls:
+        with pytest.raises(CheckpointPathError if rank == 1 else CheckpointError) as raised:
+            call()
+        assert rank == 1 or "rank 1" in str(raised.value)
+    run.engine.save_checkpoint(good)
+    assert run.engine.load_checkpoint(good)[0] == f"{good}/global_step1"
+
+
+def test_an_argument_that_is_wrong_on_one_rank_is_an_error_on_all(tmp_path: Path) -> None:
+    on_ranks(mistaken, 2, str(tmp_path))
