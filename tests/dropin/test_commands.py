@@ -121,6 +121,8 @@ def test_a_script_runs_unchanged(tmp_path: Path) -> None:
         "engine, optimizer, _, _ = deepspeed.initialize(args, model=model, config=config,\n"
         "                                               model_parameters=model.parameters())\n"
         "assert isinstance(optimizer, deepspeed.DeepSpeedOptimizer)\n"
+        "group = optimizer.param_groups[0]\n"
+        "assert {'lr', 'betas', 'eps'} <= group.keys() and sum(torch.numel(p) for p in group['params']) > 0\n"
         "assert not isinstance(torch.optim.SGD(model.parameters()), deepspeed.DeepSpeedOptimizer)\n"
         "dist.comms_logger.comms_dict = {}\n"
         "engine.backward(engine(torch.ones(2, 4)).mean())\n"
