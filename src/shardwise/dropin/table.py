@@ -414,7 +414,7 @@ TABLE: dict[str, dict[str, Entry]] = {
             "cycle_second_step_size=None, cycle_first_stair_count=0, cycle_second_stair_count=None, "
             "decay_step_size=0, cycle_momentum=True, cycle_min_mom=0.8, cycle_max_mom=0.9, decay_mom_rate=0.0, "
             "last_batch_iteration=-1)",
-            "WarmupLR(optimizer, warmup_min_lr=0.0, warmup_max_lr=..., warmup_num_steps=1000, warmup_type='log', "
+            "WarmupLR(optimizer, warmup_min_lr=0.0, warmup_max_lr=None, warmup_num_steps=1000, warmup_type='log', "
             "last_batch_iteration=-1)",
             "WarmupDecayLR(optimizer, total_num_steps, warmup_min_lr=0.0, warmup_max_lr=..., warmup_num_steps=1000, "
             "warmup_type='log', last_batch_iteration=-1)",
