@@ -22,8 +22,8 @@ $(STAMP): pyproject.toml constraints.txt
 	@test -x $(BIN)/python || $(PYTHON) -m venv $(VENV)
 	@echo "installing $(TORCH) into $(VENV)"
 	@$(PIP) "$(TORCH)"
-	@echo "installing shardwise[dev,hf] into $(VENV)"
-	@$(PIP) -e ".[dev,hf]"
+	@echo "installing shardwise[dev,hf,clients] into $(VENV)"
+	@$(PIP) -e ".[dev,hf,clients]"
 	@touch $@
 
 $(DOCS_STAMP): $(STAMP)

@@ -17,6 +17,7 @@ _PUBLIC = {
     "add_config_arguments": "shardwise.launch.arguments",
     "add_tuning_arguments": "shardwise.schedules",
     "RepeatingLoader": "shardwise.data",
+    "install_as_deepspeed": "shardwise.dropin",
 }
 _MODULES = ("checkpoint", "comm", "config", "data", "errors", "memory", "optim", "schedules", "utils", "zero")
 
@@ -28,6 +29,7 @@ __all__ = [
     "add_tuning_arguments",
     "init_distributed",
     "initialize",
+    "install_as_deepspeed",
 ]
 
 

@@ -88,3 +88,19 @@ class SyncError(UsageError, AssertionError):
 
 class LossScaleError(ShardwiseError, ArithmeticError):
     """Gradients overflow although the loss scale is as small as it may be."""
+
+
+class AbsentNameError(ShardwiseError, NotImplementedError):
+    """A name of DeepSpeed's whose feature this version does not have was asked of the drop-in.
+
+    What is raised is one of its two subclasses: Python does not let one class be both an ImportError and an
+    AttributeError, `from a import b` needs the former, and `hasattr(a, "b")` is false only for the latter.
+    """
+
+
+class AbsentAttributeError(AbsentNameError, AttributeError):
+    """Such a name was read as an attribute; to `hasattr` and `getattr` with a default it is not there."""
+
+
+class AbsentImportError(AbsentNameError, ModuleNotFoundError):
+    """Such a name was imported."""

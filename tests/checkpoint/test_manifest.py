@@ -9,7 +9,9 @@ from pathlib import Path
 import pytest
 from hypothesis import given
 from hypothesis import strategies as st
+from torch import nn
 
+import shardwise
 from shardwise.checkpoint import manifest
 from shardwise.checkpoint.manifest import Manifest, Slice, StoredTensor
 from shardwise.checkpoint.tensorfile import FileFacts
@@ -115,3 +117,16 @@ def test_absent_manifests_are_explained(tmp_path: Path) -> None:
     (tmp_path / "mp_rank_00_model_states.pt").write_bytes(b"")
     with pytest.raises(CheckpointError, match="another library"):
         manifest.load(str(tmp_path))
+
+
+def test_a_run_that_never_reports_is_saved(tmp_path: Path) -> None:
+    # Accelerate says "never" by infinity, which JSON does not have.
+    config = {
+        "train_batch_size": 1,
+        "steps_per_print": float("inf"),
+        "optimizer": {"type": "SGD", "params": {"lr": 1.0}},
+    }
+    engine = shardwise.initialize(model=nn.Linear(2, 2), config=config)[0]
+    assert engine.save_checkpoint(str(tmp_path), tag="one")
+    assert json.loads((tmp_path / "one" / "manifest.json").read_text())["config"]["steps_per_print"] is None
+    engine.destroy()

@@ -6,6 +6,7 @@ import pytest
 
 from shardwise.comm.ledger import Ledger, user_line
 from shardwise.comm.logger import CommsLogger, bandwidths, readable, trimmed_mean
+from shardwise.errors import UsageError
 
 
 def test_records_are_written_before_launch_and_closed_after_waiting() -> None:
@@ -80,3 +81,27 @@ def test_sizes_are_readable() -> None:
         "2.00 MB",
         "1.24 GB",
     ]
+
+
+def test_what_is_recorded_can_be_chosen_as_it_goes(capsys: pytest.CaptureFixture[str]) -> None:
+    log = CommsLogger()
+    log.start_profiling_comms()
+    log.append("all_gather", 8, 0.001, 2)
+    log.stop_profiling_comms()
+    log.append("all_gather", 8, 0.001, 2)
+    log.start_profiling_op(["all_reduce"])
+    log.start_profiling_op(["all_reduce", "broadcast"])
+    assert log.prof_ops == ["all_reduce", "broadcast"]
+    log.append("all_reduce", 8, 0.002, 2)
+    log.stop_profiling_op(["all_reduce"])
+    log.append("all_reduce", 8, 0.002, 2)
+    raw = log.get_raw_data()
+    assert {name: sizes[8][:2] for name, sizes in raw.items()} == {"all_gather": [1, [1.0]], "all_reduce": [1, [2.0]]}
+    raw["all_gather"][8][1].append(5.0)
+    assert log.comms_dict["all_gather"][8][1] == [1.0]
+    assert log.get_operation_summary("all_reduce")[8]["count"] == 1 and log.get_operation_summary("send") == {}
+    assert log.log_all(print_log=False) == log.summary() and not capsys.readouterr().out
+    log.log_all()
+    assert "all_reduce" in capsys.readouterr().out
+    with pytest.raises(UsageError, match="on every rank"):
+        log.log_all(show_straggler=True)

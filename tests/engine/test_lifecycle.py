@@ -71,3 +71,22 @@ def test_an_engine_that_is_no_more_says_so_and_disturbs_nobody(stage: int, how: 
         assert all(("initialize() again" in message) == (how == "wrapped again") for message in messages)
         assert messages[2].startswith("engine.step(): ")
         assert torch.allclose(after, before - (0.1 if how == "wrapped again" else 0.0))
+
+
+def test_forward_is_compiled_once() -> None:
+    engine = shardwise.initialize(model=nn.Linear(2, 1), config={"train_batch_size": 1})[0]
+    assert not engine.is_compiled
+    graphs = 0
+
+    def backend(graph: Any, inputs: Any) -> Any:
+        nonlocal graphs
+        graphs += 1
+        return graph.forward
+
+    for name in ("schedule", "compiled_autograd_enabled"):
+        with pytest.raises(UsageError, match=f"{name}=...\\) is not available"):
+            engine.compile(**{name: [1]})
+    engine.compile(backend=backend, compile_kwargs={"dynamic": False})
+    engine.compile(backend="nonsense")  # compiled already
+    assert engine.is_compiled and engine(torch.ones(1, 2)).shape == (1, 1) and graphs >= 1
+    engine.destroy()

@@ -313,3 +313,23 @@ def test_nothing_needs_a_process_group_of_one() -> None:
 
 def train_alone() -> list[Any]:
     return [train(CASES["odd_mlp"], Setting(stage=stage), 2) for stage in (0, 3)]
+
+
+def listed() -> list[Any]:
+    """state_dict() of a model that is sharded and not wrapped yet: names and shapes, and values only when gathered."""
+    with shardwise.zero.Init():
+        model = nn.Sequential(nn.Linear(3, 2), nn.Linear(2, 1))
+    state = model.state_dict()
+    assert all(released.is_released(value) and value is not model.get_parameter(name) for name, value in state.items())
+    with pytest.raises(ReleasedParameterError, match="'weight' of a Linear"):
+        state["0.weight"].sum()
+    with shardwise.zero.GatheredParameters(list(model.parameters())), torch.no_grad():
+        values = [parameter.clone() for parameter in model.parameters()]
+    with shardwise.zero.GatheredParameters(list(state.values())), torch.no_grad():
+        same = all(torch.equal(value, given) for value, given in zip(state.values(), values, strict=True))
+    return [[(name, tuple(value.shape)) for name, value in state.items()], same]
+
+
+def test_a_state_dict_has_names_and_shapes() -> None:
+    names = [("0.weight", (2, 3)), ("0.bias", (2,)), ("1.weight", (1, 2)), ("1.bias", (1,))]
+    assert run_ranks(listed, 2) == [[names, True]] * 2

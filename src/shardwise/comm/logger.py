@@ -16,6 +16,8 @@ import threading
 from collections.abc import Sequence
 from typing import Any
 
+from shardwise.errors import UsageError
+
 Entry = list[Any]
 """[count, latencies in ms, algorithm bandwidths, bus bandwidths] of one collective at one size."""
 
@@ -113,6 +115,49 @@ class CommsLogger:
                 f"algbw (Gbps): {algorithm:.2f} | busbw (Gbps): {bus:.2f}",
                 [0],
             )
+
+    def start_profiling_comms(self) -> None:
+        """Record every operation from now on."""
+        self.configure(enabled=True, prof_all=True)
+
+    def stop_profiling_comms(self) -> None:
+        """Record no operation but those of `prof_ops`."""
+        self.prof_all = False
+
+    def start_profiling_op(self, op_name_list: Sequence[str]) -> None:
+        """Record these operations, too."""
+        self.configure(enabled=True, prof_ops=[*dict.fromkeys([*self.prof_ops, *op_name_list])])
+
+    def stop_profiling_op(self, op_name_list: Sequence[str]) -> None:
+        """Take operations off the list of those that are recorded."""
+        self.prof_ops = [name for name in self.prof_ops if name not in op_name_list]
+
+    def get_raw_data(self) -> dict[str, dict[int, Entry]]:
+        """Return a copy of what has been recorded."""
+        return {
+            name: {size: [entry[0], *map(list, entry[1:])] for size, entry in sizes.items()}
+            for name, sizes in self.comms_dict.items()
+        }
+
+    def get_operation_summary(self, operation_name: str) -> dict[int, dict[str, float]]:
+        """Return what `summary` has of one operation; nothing if it has not been recorded."""
+        return self.summary().get(operation_name, {})
+
+    def log_all(self, print_log: bool = True, show_straggler: bool = False) -> dict[str, dict[int, dict[str, float]]]:
+        """Print the summary on this rank, and return it.
+
+        Args:
+            print_log: print at all.
+            show_straggler: has to be False: this is not a collective (`shardwise.comm.log_summary` is).
+
+        Raises:
+            UsageError: `show_straggler` is asked for.
+        """
+        if show_straggler:
+            raise UsageError("log_all(show_straggler=True): call comm.log_summary(show_straggler=True) on every rank")
+        if print_log:
+            print(self.table(), flush=True)
+        return self.summary()
 
     def reset_data(self) -> None:
         """Forget what has been recorded."""

@@ -41,6 +41,7 @@ from shardwise.precision.scaler import LossScaler
 from shardwise.schedules import build as build_schedule
 from shardwise.utils.logging import logger, warn_once
 from shardwise.zero.init import built_for_codes, shard_module, suspended
+from shardwise.zero.leaves import get_z3_leaf_modules
 from shardwise.zero.model import ShardedModel
 from shardwise.zero.plan import Plan
 from shardwise.zero.released import owner_of
@@ -453,11 +454,11 @@ def _place_buffers(
 
 
 def leaves_of(model: nn.Module, section: Any) -> list[nn.Module]:
-    """Return the modules that the configuration wants kept in one unit each."""
+    """Return the modules that the script or the configuration wants kept in one unit each."""
+    found = get_z3_leaf_modules(model)
     if section is None:
-        return []
+        return found
     matched: set[str] = set()
-    found = []
     for name, module in model.named_modules():
         kind = type(module)
         spellings = {f"{kind.__module__}.{kind.__qualname__}", kind.__qualname__}
@@ -466,7 +467,8 @@ def leaves_of(model: nn.Module, section: Any) -> list[nn.Module]:
         wanted |= {entry for entry in section.name_suffixes if name and name.endswith(entry)}
         if wanted:
             matched |= wanted
-            found.append(module)
+            if module not in found:
+                found.append(module)
     # The default list of classes is not the user's.
     asked = [*section.classes, *section.names, *section.name_suffixes]
     idle = [entry for entry in asked if entry not in matched and entry not in type(section)().classes]

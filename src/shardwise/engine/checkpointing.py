@@ -23,6 +23,7 @@ from shardwise.checkpoint.report import LoadReport
 from shardwise.checkpoint.save import Request, save
 from shardwise.checkpoint.selection import Patterns, Rename, Selection
 from shardwise.checkpoint.weightfiles import parse_size
+from shardwise.config import effective
 from shardwise.engine.background import BackgroundSaving, check_same_way, size_of, statistics
 from shardwise.engine.importing import check_schedule, opener
 from shardwise.errors import CheckpointError, CheckpointPathError, UsageError
@@ -144,7 +145,7 @@ class Checkpointing(BackgroundSaving):
                 latest=save_latest,
                 excluded=self._excluded(exclude_frozen_parameters),
                 layout={"stage": self.sharded.plan.stage, "dtype": self._dtype_name()},
-                config=config.model_dump(mode="json"),
+                config=effective(self._resolution),
                 tag_validation=config.checkpoint.tag_validation,
                 direct=config.checkpoint.writes_directly(background=background),
                 keep_last=config.checkpoint.keep_last,

@@ -687,6 +687,37 @@ class Engine(Attributes, BatchSizes, ConfigGetters, Interchange, FaultTolerance,
         self.sharded.check_open("engine.gathered()")
         return self.sharded.whole()
 
+    @property
+    def is_compiled(self) -> bool:
+        """Whether `compile` has been called."""
+        return self._compiled_call_impl is not None
+
+    def compile(
+        self,
+        backend: str | Callable[..., Any] = "inductor",
+        compile_kwargs: dict[str, Any] | None = None,
+        schedule: Any = None,
+        compiled_autograd_enabled: bool = False,
+        **options: Any,
+    ) -> None:
+        """Compile the engine's forward in place with `torch.compile`; a second call does nothing.
+
+        Args:
+            backend: of torch.compile.
+            compile_kwargs: further arguments of torch.compile.
+            schedule: compiler passes by step; not available in this version.
+            compiled_autograd_enabled: not available in this version.
+            options: further arguments of torch.compile, too.
+
+        Raises:
+            UsageError: a schedule of passes, or compiled autograd, is asked for.
+        """
+        for name, asked in (("schedule", schedule), ("compiled_autograd_enabled", compiled_autograd_enabled)):
+            if asked:
+                raise UsageError(f"engine.compile({name}=...) is not available in this version; leave it out")
+        if not self.is_compiled:
+            super().compile(backend=backend, **{**(compile_kwargs or {}), **options})
+
     # -- life cycle --------------------------------------------------------------------------------------------------
 
     def empty_partition_cache(self) -> None:

@@ -14,6 +14,7 @@ from __future__ import annotations
 import contextlib
 from collections.abc import Callable, Iterator
 from typing import Any
+from weakref import WeakSet
 
 import torch
 from torch import nn
@@ -25,6 +26,14 @@ from shardwise.utils.logging import logger
 from shardwise.zero.modulehook import ModuleHook
 
 _SHOWN = 5
+
+_owned: WeakSet[torch.optim.Optimizer] = WeakSet()
+"""Optimizers that engines step now."""
+
+
+def belongs_to_engine(optimizer: torch.optim.Optimizer) -> bool:
+    """Whether an engine steps this optimizer."""
+    return optimizer in _owned
 
 
 class Guards:
@@ -57,7 +66,9 @@ class Guards:
         self._absent = absent
         self._drop_gradients([(t, p) for t, p in pairs if p.requires_grad and not t.trainable])
         self._watch_loading(module, registry)
+        self._optimizer = optimizer
         if optimizer is not None:
+            _owned.add(optimizer)
             self._handles.append(optimizer.register_step_pre_hook(self._before_optimizer))
         self.note()
 
@@ -181,6 +192,9 @@ class Guards:
         for handle in self._handles:
             handle.remove()
         self._handles = []
+        if self._optimizer is not None:
+            _owned.discard(self._optimizer)
+            self._optimizer = None
         self._trained, self._frozen, self._versions, self.loaded = [], [], [], set()
         self._absent = _never
 

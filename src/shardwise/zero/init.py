@@ -103,6 +103,21 @@ class PartStore:
         self._enter(self._home.get(parameter, id(parameter)))
         self._make_whole(parameter)
 
+    def detached(self, parameter: nn.Parameter) -> nn.Parameter | None:
+        """Return another parameter with the same part, so that `state_dict()` gives names and shapes without values.
+
+        A use of its values is refused as one of the parameter's own is; both can be gathered.
+        """
+        if self.open:
+            return None
+        with without_overrides():
+            other = nn.Parameter(_placeholder(parameter.data), requires_grad=False)
+        self._parts[other] = self._parts[parameter]
+        self.names[other] = self.names.get(parameter, "")
+        released.adopt(other, self)
+        released.withhold(other)
+        return other
+
     def _make_whole(self, parameter: nn.Parameter) -> None:
         self._restore(parameter)
         self._whole[id(parameter)] = parameter

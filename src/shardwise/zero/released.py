@@ -12,7 +12,7 @@ from __future__ import annotations
 
 import copy
 from collections.abc import Callable, Iterable
-from typing import Any, Protocol
+from typing import Any, Protocol, runtime_checkable
 
 import torch
 from torch import nn
@@ -20,6 +20,7 @@ from torch.autograd.graph import get_gradient_edge
 from torch.utils.weak import WeakTensorKeyDictionary
 
 from shardwise.compat import never_compiled, without_overrides
+from shardwise.zero.status import ZeroParamStatus
 
 
 class Owner(Protocol):
@@ -36,6 +37,14 @@ class Owner(Protocol):
 
     def put_back(self, parameters: Iterable[nn.Parameter], gathered: Any, src: int | None) -> None:
         """End a `gather`; values of global rank `src`, if given, become everybody's, otherwise changes are lost."""
+
+
+@runtime_checkable
+class Detaching(Protocol):
+    """An owner whose parameters may be listed by `state_dict()` while their values are not here."""
+
+    def detached(self, parameter: nn.Parameter) -> nn.Parameter | None:
+        """Return what `parameter.detach()` is: another parameter without its values. None: bring the values."""
 
 
 _owners: WeakTensorKeyDictionary = WeakTensorKeyDictionary()
@@ -64,7 +73,31 @@ def _name_of(func: Callable[..., Any]) -> str:
 
 
 class Released(nn.Parameter):
-    """Class of a parameter while its values are not gathered."""
+    """Class of a parameter while its values are not gathered.
+
+    Scripts written for DeepSpeed find such parameters by `hasattr(p, "ds_id")` and `p.ds_status`, and gather them with
+    `GatheredParameters`; the class answers, so that nothing is attached to the parameter.
+    """
+
+    @property
+    def ds_id(self) -> int:
+        """A number that no other parameter has."""
+        return id(self)
+
+    @property
+    def ds_status(self) -> ZeroParamStatus:
+        """Say that the values are not here."""
+        return ZeroParamStatus.NOT_AVAILABLE
+
+    @property
+    def ds_numel(self) -> int:
+        """Number of elements of the whole parameter."""
+        return self.numel()
+
+    @property
+    def ds_shape(self) -> torch.Size:
+        """Shape of the whole parameter."""
+        return self.shape
 
     @classmethod
     @never_compiled
@@ -83,6 +116,11 @@ class Released(nn.Parameter):
         if name in _METADATA or (name == "type" and len(args) == 1 and not kwargs):  # with a dtype it converts
             with without_overrides():
                 return func(*args, **kwargs)
+        if name == "detach":
+            keeper = _owners[args[0]]
+            found = keeper.detached(args[0]) if isinstance(keeper, Detaching) else None
+            if found is not None:
+                return found
         touched: list[tuple[nn.Parameter, Owner, Any]] = []
         for value in _flatten((args, kwargs)):
             if type(value) is Released:

@@ -1,0 +1,1 @@
+"""What has another form in DeepSpeed than here: small objects that translate one into the other."""

@@ -1,0 +1,71 @@
+"""Building models: on a device and in a dtype, and what scripts replace around `zero.Init`."""
+
+from __future__ import annotations
+
+import contextlib
+from collections.abc import Callable, Iterator
+from types import TracebackType
+from typing import Any
+
+import torch
+
+from shardwise.engine import Engine
+from shardwise.zero import released
+
+_orig_torch_arange = torch.arange
+
+
+def zero_wrapper_for_fp_tensor_constructor(
+    fn: Callable[..., Any], target_fp_dtype: torch.dtype | None = None, **options: Any
+) -> Callable[..., Any]:
+    """Return `fn` as it is: `zero.Init` leaves the functions that make tensors alone.
+
+    In DeepSpeed this changes their dtype and device inside the context, and scripts replace it where they do not want
+    that.
+    """
+    return fn
+
+
+def is_zero_param(parameter: Any) -> bool:
+    """Whether an engine or `zero.Init` owns a parameter."""
+    return isinstance(parameter, torch.Tensor) and released.owner_of(parameter) is not None
+
+
+@contextlib.contextmanager
+def unwrap_model_for_generation(model: Engine) -> Iterator[Any]:
+    """Gather all parameters of an engine (a collective), and give its module for as long (`engine.gathered()`)."""
+    with model.gathered():
+        yield model.module
+
+
+class OnDevice:
+    """Context in which modules and tensors are made on a device and, if floating, in a dtype.
+
+    Args:
+        dtype: of floating-point tensors without one.
+        device: where they are made; "meta" takes no memory.
+        enabled: False makes the context do nothing.
+
+    >>> with OnDevice(dtype=torch.float16):
+    ...     layer = torch.nn.Linear(2, 2)
+    >>> layer.weight.device, layer.weight.dtype
+    (device(type='meta'), torch.float16)
+    """
+
+    def __init__(self, dtype: torch.dtype, device: str | torch.device = "meta", enabled: bool = True) -> None:
+        self.dtype = dtype
+        self.device = device
+        self.enabled = enabled
+        self._entered = contextlib.ExitStack()
+
+    def __enter__(self) -> OnDevice:
+        if self.enabled:
+            self._entered.callback(torch.set_default_dtype, torch.get_default_dtype())
+            self._entered.enter_context(torch.device(self.device))
+            torch.set_default_dtype(self.dtype)
+        return self
+
+    def __exit__(
+        self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None
+    ) -> None:
+        self._entered.close()

@@ -1,0 +1,152 @@
+"""Collectives and facts of `deepspeed.comm` that `shardwise.comm` spells differently."""
+
+from __future__ import annotations
+
+from typing import Any
+
+import torch
+import torch.distributed as dist
+from torch.distributed import ReduceOp
+
+from shardwise.comm import api
+from shardwise.comm.api import Group, is_initialized
+from shardwise.comm.logger import bandwidths, readable
+
+__all__ = [
+    "all_gather_coalesced",
+    "all_reduce_coalesced",
+    "allgather_fn",
+    "batch_isend_irecv",
+    "calc_bw_log",
+    "convert_size",
+    "has_all_gather_into_tensor",
+    "has_all_reduce_coalesced",
+    "has_coalescing_manager",
+    "has_reduce_scatter_tensor",
+    "inference_all_reduce",
+    "is_initialized",
+    "reduce_scatter_fn",
+]
+
+
+def allgather_fn(
+    output_tensor: torch.Tensor,
+    input_tensor: torch.Tensor,
+    group: Group = None,
+    async_op: bool = False,
+    debug: Any = None,
+) -> Any:
+    """Gather equally shaped tensors of all ranks into one, rank-major (`all_gather_into_tensor`)."""
+    return api.all_gather_into_tensor(output_tensor, input_tensor, group, async_op)
+
+
+def reduce_scatter_fn(
+    output_tensor: torch.Tensor,
+    tensor: torch.Tensor,
+    op: Any = ReduceOp.SUM,
+    group: Group = None,
+    async_op: bool = False,
+    prof: bool = False,
+    debug: Any = None,
+) -> Any:
+    """Reduce a tensor over ranks; rank r keeps its r-th part (`reduce_scatter_tensor`)."""
+    return api.reduce_scatter_tensor(output_tensor, tensor, op, group, async_op, prof=prof)
+
+
+def inference_all_reduce(
+    tensor: torch.Tensor,
+    op: Any = ReduceOp.SUM,
+    group: Group = None,
+    async_op: bool = False,
+    prof: bool = False,
+    log_name: str | None = None,
+    debug: Any = None,
+) -> Any:
+    """Reduce a tensor over ranks, in place (`all_reduce`)."""
+    return api.all_reduce(tensor, op, group, async_op, prof=prof, log_name=log_name or "inference_all_reduce")
+
+
+def has_all_gather_into_tensor() -> bool:
+    """Whether there is that collective."""
+    return True
+
+
+def has_reduce_scatter_tensor() -> bool:
+    """Whether there is that collective."""
+    return True
+
+
+def has_all_reduce_coalesced() -> bool:
+    """Whether there is that collective."""
+    return True
+
+
+def has_coalescing_manager() -> bool:
+    """Whether several collectives are launched as one; the engine does that by itself, scripts cannot ask for it."""
+    return False
+
+
+class _All:
+    """Several collectives that are waited for together."""
+
+    def __init__(self, works: list[Any]) -> None:
+        self._works = works
+
+    def wait(self) -> None:
+        """Wait for all of them."""
+        for work in self._works:
+            work.wait()
+
+
+def _all(works: list[Any], async_op: bool) -> _All | None:
+    together = _All(works)
+    if async_op:
+        return together
+    together.wait()
+    return None
+
+
+def all_gather_coalesced(
+    output_tensors: list[torch.Tensor], input_tensors: list[torch.Tensor], group: Group = None, async_op: bool = False
+) -> Any:
+    """Gather each of several tensors of all ranks into one, rank-major."""
+    pairs = zip(output_tensors, input_tensors, strict=True)
+    return _all([api.all_gather_into_tensor(output, given, group, True) for output, given in pairs], async_op)
+
+
+def all_reduce_coalesced(
+    tensors: list[torch.Tensor], op: Any = ReduceOp.SUM, group: Group = None, async_op: bool = False
+) -> Any:
+    """Reduce each of several tensors over ranks, in place."""
+    return _all([api.all_reduce(tensor, op, group, True) for tensor in tensors], async_op)
+
+
+def batch_isend_irecv(p2p_op_list: list[dist.P2POp]) -> list[Any]:
+    """Launch several messages (`torch.distributed.batch_isend_irecv`); they are not in the communication log."""
+    return dist.batch_isend_irecv(p2p_op_list)
+
+
+def calc_bw_log(comm_op: str, size: int, duration: float) -> tuple[int, float, float]:
+    """Return (size of the whole message, algorithm bandwidth, bus bandwidth) of a collective on all ranks.
+
+    Args:
+        comm_op: its name.
+        size: bytes; of one rank's part for gathers and scatters of whole messages.
+        duration: in milliseconds.
+
+    Returns:
+        Bytes and Gbit/s.
+    """
+    world = api.get_world_size()
+    if comm_op.startswith(("all_gather", "reduce_scatter")):
+        size *= world
+    return (size, *bandwidths(comm_op, size, duration / 1e3, world))
+
+
+def convert_size(size_bytes: int) -> str:
+    """Return a number of bytes for people.
+
+    >>> convert_size(4096)
+    '4.00 KB'
+    """
+    return readable(size_bytes)

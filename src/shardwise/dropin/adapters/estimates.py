@@ -1,0 +1,164 @@
+"""Estimates of the memory that model states need, before there is an engine.
+
+The arithmetic is that of mixed precision with Adam, in bytes per parameter: 2 for the 16-bit weight, 4 for the
+gradient as it is added up in fp32, 12 for the fp32 master weight and two moments (Rajbhandari et al., "ZeRO: Memory
+optimizations toward training trillion parameter models", 2020, section 3). Stage 2 shards the latter two, stage 3 all
+three, and holds the largest layer and the next one whole. A model that is not built under `zero.Init` is built by every
+process in fp32. Activations and buffers are not in it: `engine.memory_report()` and `engine.memory_plans()` are exact,
+and count them.
+
+This version does not offload; figures with offload say what the states would take.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+
+from torch import nn
+
+WEIGHT, GRADIENT, STATES, BUILT = 2, 4, 12, 4
+"""Bytes per parameter; see the module docstring."""
+
+_GB = 2**30
+
+
+def estimate_zero2_model_states_mem_needs(
+    total_params: int,
+    num_gpus_per_node: int = 1,
+    num_nodes: int = 1,
+    cpu_offload: bool = True,
+    additional_buffer_factor: float = 1.5,
+) -> tuple[int, int]:
+    """Return (bytes of host memory per node, bytes per GPU) for the model states of ZeRO stage 2.
+
+    Args:
+        total_params: parameters of the model.
+        num_gpus_per_node: GPUs of a node.
+        num_nodes: number of nodes.
+        cpu_offload: gradients, master weights and optimizer state are on the host.
+        additional_buffer_factor: host memory is multiplied by it, for what else there is.
+    """
+    gpus = num_gpus_per_node * num_nodes
+    built = BUILT * total_params * num_gpus_per_node
+    if cpu_offload:
+        host, gpu = max(built, (GRADIENT + STATES) * total_params / num_nodes), float(WEIGHT * total_params)
+    else:
+        host, gpu = built, WEIGHT * total_params + (GRADIENT + STATES) * total_params / gpus
+    return int(host * additional_buffer_factor), int(gpu)
+
+
+def estimate_zero3_model_states_mem_needs(
+    total_params: int,
+    largest_layer_params: int,
+    num_gpus_per_node: int = 1,
+    num_nodes: int = 1,
+    cpu_offload: bool = True,
+    cpu_offload_params: bool = True,
+    zero_init: bool = True,
+    additional_buffer_factor: float = 1.5,
+) -> tuple[int, int, int]:
+    """Return (bytes of host memory per node, bytes per GPU, of which whole layers) for ZeRO stage 3.
+
+    Args:
+        total_params: parameters of the model.
+        largest_layer_params: of these in the largest layer.
+        num_gpus_per_node: GPUs of a node.
+        num_nodes: number of nodes.
+        cpu_offload: gradients, master weights and optimizer state are on the host.
+        cpu_offload_params: weights are, too; only with `cpu_offload`.
+        zero_init: the model is built under `zero.Init`, a layer at a time.
+        additional_buffer_factor: host memory is multiplied by it, for what else there is.
+    """
+    gpus = num_gpus_per_node * num_nodes
+    layers = 2 * WEIGHT * largest_layer_params
+    built = BUILT * num_gpus_per_node * (largest_layer_params if zero_init else total_params)
+    if not cpu_offload:
+        moved, sharded = 0, WEIGHT + GRADIENT + STATES
+    elif cpu_offload_params:
+        moved, sharded = WEIGHT + GRADIENT + STATES, 0
+    else:
+        moved, sharded = GRADIENT + STATES, WEIGHT
+    host = max(built, moved * total_params / num_nodes)
+    return int(host * additional_buffer_factor), int(layers + sharded * total_params / gpus), layers
+
+
+def _count(model: nn.Module) -> tuple[int, int]:
+    """Return the parameters of a model and of its largest layer (module with parameters of its own)."""
+    total = sum(parameter.numel() for parameter in model.parameters())
+    layers = (sum(p.numel() for p in module.parameters(recurse=False)) for module in model.modules())
+    return total, max(layers, default=0)
+
+
+def _print(
+    title: str, num_gpus_per_node: int, num_nodes: int, rows: list[dict[str, bool]], of: Callable[..., tuple[int, ...]]
+) -> None:
+    print(
+        f"Estimated memory needed for model states on {num_nodes} node{'s' * (num_nodes != 1)} of {num_gpus_per_node} "
+        f"GPU{'s' * (num_gpus_per_node != 1)}, {title}."
+    )
+    print("  per node |   per GPU | settings")
+    for settings in rows:
+        host, gpu = of(**settings)[:2]
+        named = ", ".join(f"{name}={int(value)}" for name, value in settings.items())
+        print(f"{host / _GB:8.2f}GB |{gpu / _GB:8.2f}GB | {named}")
+
+
+def estimate_zero2_model_states_mem_needs_all_cold(
+    total_params: int, num_gpus_per_node: int = 1, num_nodes: int = 1, additional_buffer_factor: float = 1.5
+) -> None:
+    """Print what `estimate_zero2_model_states_mem_needs` gives with and without offload."""
+    _print(
+        f"{total_params / 1e6:.0f}M parameters, ZeRO stage 2",
+        num_gpus_per_node,
+        num_nodes,
+        [{"cpu_offload": True}, {"cpu_offload": False}],
+        lambda **settings: estimate_zero2_model_states_mem_needs(
+            total_params, num_gpus_per_node, num_nodes, additional_buffer_factor=additional_buffer_factor, **settings
+        ),
+    )
+
+
+def estimate_zero2_model_states_mem_needs_all_live(
+    model: nn.Module, num_gpus_per_node: int = 1, num_nodes: int = 1, additional_buffer_factor: float = 1.5
+) -> None:
+    """`estimate_zero2_model_states_mem_needs_all_cold` with the sizes of a model."""
+    total, _ = _count(model)
+    estimate_zero2_model_states_mem_needs_all_cold(total, num_gpus_per_node, num_nodes, additional_buffer_factor)
+
+
+def estimate_zero3_model_states_mem_needs_all_cold(
+    total_params: int,
+    largest_layer_params: int,
+    num_gpus_per_node: int = 1,
+    num_nodes: int = 1,
+    additional_buffer_factor: float = 1.5,
+) -> None:
+    """Print what `estimate_zero3_model_states_mem_needs` gives with each kind of offload."""
+    _print(
+        f"{total_params / 1e6:.0f}M parameters, {largest_layer_params / 1e6:.0f}M in the largest layer, ZeRO stage 3",
+        num_gpus_per_node,
+        num_nodes,
+        [
+            {"cpu_offload": offload, "cpu_offload_params": params, "zero_init": init}
+            for offload, params in ((True, True), (True, False), (False, False))
+            for init in (True, False)
+        ],
+        lambda **settings: estimate_zero3_model_states_mem_needs(
+            total_params,
+            largest_layer_params,
+            num_gpus_per_node,
+            num_nodes,
+            additional_buffer_factor=additional_buffer_factor,
+            **settings,
+        ),
+    )
+
+
+def estimate_zero3_model_states_mem_needs_all_live(
+    model: nn.Module, num_gpus_per_node: int = 1, num_nodes: int = 1, additional_buffer_factor: float = 1.5
+) -> None:
+    """`estimate_zero3_model_states_mem_needs_all_cold` with the sizes of a model."""
+    total, largest = _count(model)
+    estimate_zero3_model_states_mem_needs_all_cold(
+        total, largest, num_gpus_per_node, num_nodes, additional_buffer_factor
+    )

@@ -1,0 +1,93 @@
+"""Process groups and ranks of a script without its engine, by DeepSpeed's getters.
+
+There is one kind of parallelism in this version: over data. So ranks of the others are 0, and there is one of them.
+"""
+
+from __future__ import annotations
+
+from typing import Any
+
+import torch.distributed as dist
+
+from shardwise.comm.api import get_rank, get_world_size
+from shardwise.errors import UsageError
+
+mpu: Any = None
+"""The model-parallel unit whose groups these are; None: data-parallel ranks are all ranks."""
+
+mesh_device: Any = None
+"""The mesh of devices; there is none."""
+
+
+def initialize(ep_size: int = 1, mpu: Any = None) -> None:
+    """Name the model-parallel unit.
+
+    Args:
+        ep_size: ranks over which experts are divided; only 1.
+        mpu: has `get_data_parallel_group()` and so on; None leaves it as it is.
+
+    Raises:
+        UsageError: `ep_size` is not 1.
+    """
+    if ep_size != 1:
+        raise UsageError(f"groups.initialize(ep_size={ep_size}): expert parallelism is not built yet; leave it out")
+    if mpu is not None:
+        globals()["mpu"] = mpu
+
+
+def get_data_parallel_group() -> Any:
+    """Return the group of ranks that share the parameters and have data of their own."""
+    if mpu is not None:
+        return mpu.get_data_parallel_group()
+    return dist.group.WORLD
+
+
+def get_data_parallel_rank() -> int:
+    """Return this process's rank in that group."""
+    return get_rank(get_data_parallel_group())
+
+
+def get_data_parallel_world_size() -> int:
+    """Return the size of that group."""
+    return get_world_size(get_data_parallel_group())
+
+
+def get_model_parallel_group() -> Any:
+    """Return the group of ranks that share a model, or None: every rank has it alone."""
+    return None if mpu is None else mpu.get_model_parallel_group()
+
+
+def get_model_parallel_rank() -> int:
+    """Return this process's rank in that group."""
+    return 0 if mpu is None else int(mpu.get_model_parallel_rank())
+
+
+def get_model_parallel_world_size() -> int:
+    """Return the size of that group."""
+    return 1 if mpu is None else int(mpu.get_model_parallel_world_size())
+
+
+def _get_sequence_parallel_group() -> Any:
+    """Return the group of ranks that share a sequence, or None: every rank has its own."""
+    return None
+
+
+def _get_sequence_parallel_rank() -> int:
+    """Return this process's rank in that group."""
+    return 0
+
+
+def _get_sequence_parallel_world_size() -> int:
+    """Return the size of that group."""
+    return 1
+
+
+get_tensor_parallel_group = get_model_parallel_group
+get_tensor_parallel_rank = get_model_parallel_rank
+get_tensor_parallel_world_size = get_model_parallel_world_size
+_get_data_parallel_group = get_data_parallel_group
+_get_data_parallel_rank = get_data_parallel_rank
+_get_data_parallel_world_size = get_data_parallel_world_size
+_get_sequence_data_parallel_group = get_data_parallel_group
+_get_sequence_data_parallel_rank = get_data_parallel_rank
+_get_sequence_data_parallel_world_size = get_data_parallel_world_size

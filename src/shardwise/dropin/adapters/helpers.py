@@ -1,0 +1,139 @@
+"""Functions of `deepspeed.runtime.utils` and its neighbours that scripts call."""
+
+from __future__ import annotations
+
+import os
+import random
+import re
+from collections.abc import Callable, Iterable
+from typing import Any, TypeVar
+
+import numpy
+import torch
+
+from shardwise.errors import UsageError
+from shardwise.trees import map_tensors
+
+_Value = TypeVar("_Value")
+
+
+def clip_grad_norm_(parameters: Any, max_norm: float, norm_type: float = 2, mpu: Any = None) -> torch.Tensor:
+    """Clip the gradients of parameters that no engine owns, and return their norm (`torch.nn.utils.clip_grad_norm_`).
+
+    An engine clips by itself (`gradient_clipping`).
+
+    Raises:
+        UsageError: `mpu` says that other ranks have parts of the parameters.
+    """
+    if mpu is not None and mpu.get_model_parallel_world_size() > 1:
+        raise UsageError("clip_grad_norm_(mpu=...): parameters that several ranks share are not built yet")
+    return torch.nn.utils.clip_grad_norm_(parameters, max_norm, norm_type)
+
+
+def move_to_device(item: Any, device: Any, criterion_func: Callable[[torch.Tensor], bool] | None = None) -> Any:
+    """Return nested lists, tuples and dictionaries with their tensors on a device.
+
+    Args:
+        item: a tensor or a nest of some; whatever else is in it stays.
+        device: where to.
+        criterion_func: says which tensors are moved; None: all.
+    """
+    return map_tensors(item, lambda t: t.to(device) if criterion_func is None or criterion_func(t) else t)
+
+
+def copy_to_device(item: Any, device: Any, criterion_func: Callable[[torch.Tensor], bool]) -> Any:
+    """`move_to_device` whose tensors are copies, also of those that are there already."""
+    return map_tensors(item, lambda t: t.detach().clone().to(device) if criterion_func(t) else t)
+
+
+def clone_tensors_for_torch_save(item: Any, device: Any = torch.device("cpu")) -> Any:  # noqa: B008  (never changed)
+    """Return a nest of tensors with copies on a device, none of which keeps larger memory alive.
+
+    `torch.save` writes the whole storage of a tensor that is a view of a part of it.
+    """
+    return map_tensors(item, lambda t: t.detach().clone().to(device))
+
+
+def set_random_seed(seed: int) -> None:
+    """Seed Python, numpy and torch."""
+    random.seed(seed)
+    numpy.random.seed(seed)
+    torch.manual_seed(seed)
+
+
+def empty_cache() -> None:
+    """Give the memory that torch has cached on the device back."""
+    if torch.cuda.is_available():
+        torch.cuda.empty_cache()
+
+
+def ensure_directory_exists(filename: str | os.PathLike[str]) -> None:
+    """Make the directory that a file is to be in."""
+    directory = os.path.dirname(os.fspath(filename))
+    if directory:
+        os.makedirs(directory, exist_ok=True)
+
+
+def get_only_unique_item(items: Iterable[_Value]) -> _Value:
+    """Return the value that all items have.
+
+    Raises:
+        RuntimeError: they differ, or there is none.
+    """
+    found = list(dict.fromkeys(items))
+    if len(found) != 1:
+        raise RuntimeError(f"expected items that are all equal, found {found}")
+    return found[0]
+
+
+def call_to_str(base: str, *args: Any, **kwargs: Any) -> str:
+    """Return a call as text.
+
+    >>> call_to_str("f", 1, b="c")
+    "f(1, b='c')"
+    """
+    parts = [repr(value) for value in args] + [f"{name}={value!r}" for name, value in kwargs.items()]
+    return f"{base}({', '.join(parts)})"
+
+
+def noop_decorator(func: _Value) -> _Value:
+    """Return a function as it is."""
+    return func
+
+
+def required_torch_version(min_version: float | str | None = None, max_version: float | str | None = None) -> bool:
+    """Whether the version of torch lies between two, both included.
+
+    >>> required_torch_version(min_version=2.1), required_torch_version(max_version="1.13")
+    (True, False)
+    """
+    have = _numbers(torch.__version__)
+    least, most = (None if version is None else _numbers(str(version)) for version in (min_version, max_version))
+    return (least is None or have >= least) and (most is None or have[: len(most)] <= most)
+
+
+def _numbers(version: str) -> tuple[int, ...]:
+    match = re.match(r"\d+(\.\d+)*", version)
+    if match is None:
+        raise UsageError(f"{version!r} is not a version of torch")
+    return tuple(int(part) for part in match[0].split("."))
+
+
+def get_torch_optimizer(optimizer: Any) -> torch.optim.Optimizer:
+    """Return the torch optimizer that an object is or has (`.optimizer`).
+
+    Raises:
+        TypeError: neither.
+    """
+    for candidate in (optimizer, getattr(optimizer, "optimizer", None)):
+        if isinstance(candidate, torch.optim.Optimizer):
+            return candidate
+    raise TypeError(f"{type(optimizer).__name__} is not a torch.optim.Optimizer and has none")
+
+
+def update_lr(param_groups: list[dict[str, Any]], lrs: Iterable[float]) -> list[float]:
+    """Give each group its learning rate, and return what they have then."""
+    for group, rate in zip(param_groups, lrs, strict=True):
+        # A tensor is filled in place: compiled and graph-captured steps read that very tensor.
+        group["lr"] = group["lr"].fill_(rate) if isinstance(group["lr"], torch.Tensor) else rate
+    return [group["lr"] for group in param_groups]

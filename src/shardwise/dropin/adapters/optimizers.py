@@ -1,0 +1,184 @@
+"""Optimizers of `shardwise.optim` with the arguments of DeepSpeed's classes."""
+
+from __future__ import annotations
+
+from collections.abc import Iterable
+from typing import Any
+
+import torch
+
+from shardwise.errors import ConfigError
+from shardwise.optim import Adagrad, Adam, Lion
+
+Betas = tuple[float, float]
+
+
+def _refuse_amsgrad(name: str, amsgrad: bool) -> None:
+    if amsgrad:
+        raise ConfigError(f"{name}(amsgrad=True): it has no such variant; use torch.optim.AdamW(amsgrad=True)")
+
+
+def _state_dtype(name: str, params: list[Any], fp32: bool) -> torch.dtype | None:
+    """Return the one type of the parameters if states are to be kept in it, else None for the default."""
+    if fp32:
+        return None
+    tensors = [t for entry in params for t in (entry["params"] if isinstance(entry, dict) else [entry])]
+    kinds = {tensor.dtype for tensor in tensors}
+    if len(kinds) != 1 or torch.float16 in kinds:
+        found = ", ".join(sorted(map(str, kinds)))
+        raise ConfigError(
+            f"{name}(fp32_optimizer_states=False): states are kept in the parameters' one type, which cannot be fp16 "
+            f"(its range is too small); found {found}"
+        )
+    return kinds.pop()
+
+
+def _listed(params: Iterable[Any]) -> list[Any]:
+    """Return parameters or groups as lists, which can be gone through twice."""
+    return [{**p, "params": list(p["params"])} if isinstance(p, dict) else p for p in params]
+
+
+class FusedAdam(Adam):
+    """`shardwise.optim.Adam` with the arguments of DeepSpeed's class for GPUs; it runs on any device.
+
+    Args:
+        params: parameters or groups.
+        lr, bias_correction, betas, eps, adam_w_mode, weight_decay: see `shardwise.optim.Adam`.
+        amsgrad: only False.
+        set_grad_none: accepted; an engine owns the gradients, and `zero_grad` has an argument of this kind.
+
+    Raises:
+        ConfigError: amsgrad is asked for, or an option has no meaning.
+    """
+
+    def __init__(
+        self,
+        params: Iterable[Any],
+        lr: float = 1e-3,
+        bias_correction: bool = True,
+        betas: Betas = (0.9, 0.999),
+        eps: float = 1e-8,
+        adam_w_mode: bool = True,
+        weight_decay: float = 0.0,
+        amsgrad: bool = False,
+        set_grad_none: bool = True,
+    ) -> None:
+        _refuse_amsgrad("FusedAdam", amsgrad)
+        super().__init__(params, lr, betas, eps, weight_decay, adam_w_mode=adam_w_mode, bias_correction=bias_correction)
+
+
+class DeepSpeedCPUAdam(Adam):
+    """`shardwise.optim.Adam` with the arguments of DeepSpeed's class for the CPU; it runs on any device.
+
+    Args:
+        model_params: parameters or groups.
+        lr, bias_correction, betas, eps, weight_decay: see `shardwise.optim.Adam`.
+        amsgrad: only False.
+        adamw_mode: decoupled weight decay; `adam_w_mode` of the other class.
+        fp32_optimizer_states: False keeps states in the parameters' type.
+
+    Raises:
+        ConfigError: amsgrad is asked for, or an option has no meaning.
+    """
+
+    def __init__(
+        self,
+        model_params: Iterable[Any],
+        lr: float = 1e-3,
+        bias_correction: bool = True,
+        betas: Betas = (0.9, 0.999),
+        eps: float = 1e-8,
+        weight_decay: float = 0.0,
+        amsgrad: bool = False,
+        adamw_mode: bool = True,
+        fp32_optimizer_states: bool = True,
+    ) -> None:
+        _refuse_amsgrad("DeepSpeedCPUAdam", amsgrad)
+        params = _listed(model_params)
+        super().__init__(
+            params,
+            lr,
+            betas,
+            eps,
+            weight_decay,
+            adam_w_mode=adamw_mode,
+            bias_correction=bias_correction,
+            state_dtype=_state_dtype("DeepSpeedCPUAdam", params, fp32_optimizer_states),
+        )
+
+
+class DeepSpeedCPUAdagrad(Adagrad):
+    """`shardwise.optim.Adagrad` with the arguments of DeepSpeed's class for the CPU; it runs on any device.
+
+    Args:
+        model_params: parameters or groups.
+        lr, eps, weight_decay: see `shardwise.optim.Adagrad`.
+        amsgrad: only False.
+        fp32_optimizer_states: False keeps the state in the parameters' type.
+
+    Raises:
+        ConfigError: amsgrad is asked for, or an option has no meaning.
+    """
+
+    def __init__(
+        self,
+        model_params: Iterable[Any],
+        lr: float = 1e-2,
+        eps: float = 1e-10,
+        weight_decay: float = 0.0,
+        amsgrad: bool = False,
+        fp32_optimizer_states: bool = True,
+    ) -> None:
+        if amsgrad:
+            raise ConfigError("DeepSpeedCPUAdagrad(amsgrad=True): Adagrad has no such variant; leave it out")
+        params = _listed(model_params)
+        state = _state_dtype("DeepSpeedCPUAdagrad", params, fp32_optimizer_states)
+        super().__init__(params, lr, weight_decay=weight_decay, eps=eps, state_dtype=state)
+
+
+class FusedLion(Lion):
+    """`shardwise.optim.Lion` with the arguments of DeepSpeed's class for GPUs; it runs on any device.
+
+    Args:
+        params: parameters or groups.
+        lr, betas, weight_decay: see `shardwise.optim.Lion`.
+        set_grad_none: accepted, as by `FusedAdam`.
+
+    Raises:
+        ConfigError: an option has no meaning.
+    """
+
+    def __init__(
+        self,
+        params: Iterable[Any],
+        lr: float = 1e-3,
+        betas: Betas = (0.9, 0.999),
+        weight_decay: float = 0.0,
+        set_grad_none: bool = True,
+    ) -> None:
+        super().__init__(params, lr, betas, weight_decay)
+
+
+class DeepSpeedCPULion(Lion):
+    """`shardwise.optim.Lion` with the arguments of DeepSpeed's class for the CPU; it runs on any device.
+
+    Args:
+        model_params: parameters or groups.
+        lr, betas, weight_decay: see `shardwise.optim.Lion`.
+        fp32_optimizer_states: False keeps the state in the parameters' type.
+
+    Raises:
+        ConfigError: an option has no meaning.
+    """
+
+    def __init__(
+        self,
+        model_params: Iterable[Any],
+        lr: float = 1e-3,
+        betas: Betas = (0.9, 0.999),
+        weight_decay: float = 0.0,
+        fp32_optimizer_states: bool = True,
+    ) -> None:
+        params = _listed(model_params)
+        state = _state_dtype("DeepSpeedCPULion", params, fp32_optimizer_states)
+        super().__init__(params, lr, betas, weight_decay, state_dtype=state)

@@ -1,0 +1,159 @@
+"""Methods and attributes of DeepSpeed's classes, and which of them their counterparts here have.
+
+The form is that of `table`; a key is the path of a class, and `PARAMETER` stands for a parameter whose values are
+sharded and not here.
+"""
+
+from __future__ import annotations
+
+from shardwise.dropin import table
+from shardwise.dropin.entries import Entry, absent, joined, members
+
+PARAMETER = "a released parameter of ZeRO stage 3"
+
+_LOADERS = "pass training_data to initialize(), or make a shardwise.data.EngineDataLoader"
+_REDUCES = "gradients are reduced while backward() runs, nothing is left to be called"
+_NO_STATE = "nothing is attached to parameters: GatheredParameters and the engine move values"
+
+MEMBERS: dict[str, dict[str, Entry]] = {
+    "deepspeed.DeepSpeedEngine": joined(
+        # attributes
+        members("module optimizer basic_optimizer client_optimizer client_lr_scheduler lr_scheduler config device"),
+        members("training_dataloader local_rank global_rank world_size dp_world_size mp_world_size seq_dp_world_size"),
+        members("sequence_parallel_size global_steps global_samples micro_steps skipped_steps gas_boundary_ctr mpu"),
+        members("data_parallel_group seq_data_parallel_group mesh_device has_moe_layers num_experts param_names"),
+        members("pipeline_parallelism enable_backward_allreduce gradient_average inside_no_sync_ctxt dist_backend"),
+        members("communication_data_type is_compiled"),
+        # training
+        members(
+            "forward(*inputs, **kwargs)",
+            "backward(loss, retain_graph=False, scale_wrt_gas=True)",
+            "scale(loss)",
+            "step(lr_kwargs=None)",
+            "train(mode=True)",
+            "eval()",
+            "zero_grad()",
+            "no_sync()",
+            "is_gradient_accumulation_boundary()",
+            "set_gradient_accumulation_boundary(is_boundary)",
+            "was_step_applied()",
+            "get_global_grad_norm()",
+            "set_train_batch_size(train_batch_size)",
+            "set_train_micro_batch_size(micro_batch_size)",
+            "get_batch_info()",
+            "compile(backend=..., compile_kwargs=None, schedule=None, compiled_autograd_enabled=False)",
+            "empty_partition_cache()",
+            "destroy()",
+        ),
+        # checkpoints
+        members(
+            "save_checkpoint(save_dir, tag=None, client_state=..., save_latest=True, exclude_frozen_parameters=False)",
+            "load_checkpoint(load_dir, tag=None, load_module_strict=True, load_optimizer_states=True, "
+            "load_lr_scheduler_states=True, load_module_only=False, custom_load_fn=None)",
+            "save_16bit_model(save_dir, save_filename=..., exclude_frozen_parameters=False)",
+            "save_fp16_model(save_dir, save_filename=..., exclude_frozen_parameters=False)",
+            "module_state_dict(destination=None, prefix='', keep_vars=False, exclude_frozen_parameters=False)",
+            "load_module_state_dict(checkpoint, strict=True, custom_load_fn=None, fetch_z3_params=False)",
+            "_zero3_consolidated_16bit_state_dict(exclude_frozen_parameters=False)",
+            "_consolidated_16bit_state_dict(exclude_frozen_parameters=False)",
+        ),
+        # what the configuration says: methods without arguments
+        members("train_batch_size train_micro_batch_size_per_gpu gradient_accumulation_steps steps_per_print"),
+        members("managed_gradient_accumulation dataloader_drop_last optimizer_name optimizer_params get_lr get_mom"),
+        members("optimizer_legacy_fusion scheduler_name scheduler_params get_type gradient_clipping fp16_enabled"),
+        members("bfloat16_enabled fp16_auto_cast fp16_master_weights_and_gradients bf16_master_weights_and_gradients"),
+        members("bf16_optimizer_states loss_scale dynamic_loss_scale initial_dynamic_scale dynamic_loss_scale_args"),
+        members("amp_enabled amp_params torch_autocast_enabled torch_autocast_dtype get_data_types"),
+        members("torch_autocast_lower_precision_safe_modules postscale_gradients gradient_predivide_factor"),
+        members("sparse_gradients_enabled graph_harvesting zero_optimization zero_optimization_stage"),
+        members("zero_optimization_partition_gradients zero_optimization_partition_weights zero_reduce_scatter"),
+        members("zero_allow_untested_optimizer zero_force_ds_cpu_optimizer zero_overlap_comm zero_offload_optimizer"),
+        members("zero_offload_param zero_use_cpu_optimizer zero_cpu_offload zero_partial_offload"),
+        members("zero_sub_group_size zero_reduce_bucket_size zero_multi_rank_bucket_allreduce"),
+        members("zero_allgather_bucket_size zero_allgather_partitions zero_contiguous_gradients"),
+        members("zero_load_from_fp32_weights zero_elastic_checkpoint zero_nvme_offload_optimizer"),
+        members("zero_max_live_parameters zero_max_reuse_distance zero_prefetch_bucket_size"),
+        members("zero_module_granularity_threshold zero_param_persistence_threshold"),
+        members("zero_model_persistence_threshold zero_gather_16bit_weights_on_model_save zero_grad_hooks"),
+        members("zero_legacy_stage1 zero_ignore_unused_parameters zero_save_muon_momentum_buffer_in_memory"),
+        members("zero_round_robin_gradients zero_hpz_partition_size zero_quantized_weights"),
+        members("zero_quantized_nontrainable_weights zero_quantized_gradients zeropp_loco_param"),
+        members("zero_log_trace_cache_warnings zero_allgather_sequential mics_shard_size super_offload"),
+        members("cpuadam_cores_perc zenflow_config swap_tensor_config aio_config is_sanity_checks_enabled"),
+        members("zero_compute_grad_norm zero_parameter_alignment get_data_parallel_rank get_tensor_parallel_rank"),
+        members("get_model_parallel_rank tensor_parallel_config autotp_size compile_autosp compile_autotp"),
+        members("use_node_local_storage load_universal_checkpoint checkpoint_serialization_enabled"),
+        members("checkpoint_writer_enabled checkpoint_tag_validation_enabled checkpoint_tag_validation_fail"),
+        members("wall_clock_breakdown memory_breakdown flops_profiler_enabled flops_profiler_recompute_fwd_factor"),
+        members("flops_profiler_profile_step flops_profiler_module_depth flops_profiler_top_modules"),
+        members("flops_profiler_detailed flops_profiler_output_file log_level autotuning_enabled"),
+        members("autotuning_start_profile_step autotuning_end_profile_step autotuning_metric_path"),
+        members("autotuning_model_info_path autotuning_metric autotuning_profile_model_info"),
+        members("data_efficiency_enabled data_efficiency_config data_sampling_enabled data_sampling_config"),
+        members("curriculum_learning_enabled curriculum_learning_config random_ltd_enabled random_ltd_config"),
+        members("curriculum_enabled_legacy curriculum_params_legacy pld_enabled pld_params pld_theta pld_gamma"),
+        members("eigenvalue_enabled eigenvalue_verbose eigenvalue_max_iter eigenvalue_tol eigenvalue_stability"),
+        members("eigenvalue_gas_boundary_resolution eigenvalue_layer_name eigenvalue_layer_num quantize_training"),
+        members("elasticity_enabled is_elastic_model_parallel_supported"),
+        absent("DeepSpeedConfig(engine.config) reads it as a whole", "_config"),
+        absent("engine.last_load says what was loaded", "loaded_checkpoint_dp_world_size"),
+        absent("engine.last_load says what was loaded", "loaded_checkpoint_mp_world_size"),
+        absent(table.MOE, "expert_parallel_group expert_data_parallel_group gate_modules moe_layers"),
+        absent(table.MOE, "load_moe_state_dict"),
+        absent(table.PROFILER, "timers tput_timer flops_profiler get_wall_clock_timers print_forward_breakdown"),
+        absent(table.MONITOR, "monitor summary_events"),
+        absent("checkpoints have no exchangeable engines", "checkpoint_engine"),
+        absent(table.COMPRESS, "compression_scheduler quantizer"),
+        absent(table.DATA, "progressive_layer_drop curriculum_scheduler_legacy random_ltd_scheduler get_pld_theta"),
+        absent(table.DATA, "set_data_post_process_func set_custom_curriculum_learning_schedule random_ltd_initialize"),
+        absent("losses are the script's", "losses"),
+        absent(table.FILES, "save_zero_checkpoint save_non_zero_checkpoint"),
+        absent("several backward passes before one reduction are gradient accumulation", "coalesce_grad_reduction"),
+        absent(_REDUCES, "allreduce_gradients clip_fp32_gradients allreduce_bucket allreduce_and_copy"),
+        absent(_REDUCES, "allreduce_no_retain buffered_allreduce_fallback sparse_allreduce sparse_allreduce_bucket"),
+        absent(_REDUCES, "sparse_allreduce_no_retain sparse_all_gather all_gather_scalar"),
+        absent(_LOADERS, "deepspeed_io is_map_style_dataset is_iterable_style_dataset"),
+        absent(table.COMPILER, "get_compile_time register_compile_pass is_deepcompile_enabled"),
+        absent(table.COMPILER, "is_deepcompile_active get_deepspeed_compile_backend get_deepcompile_backend"),
+        absent(table.COMPILER, "get_autosp_backend get_autotp_backend compile_zero_optimization_stage"),
+        absent(table.COMPILER, "uses_parallelization_pass_only"),
+        absent(table.OFFLOAD, "offload_states reload_states"),
+        absent("printing the engine's state is not built yet (engine.memory_report() has its memory)", "dump_state"),
+        absent("control of garbage collection is not built yet", "collect_python_gc"),
+        absent(table.INNER, "get_optimizer_configuration is_first_weights_partition_group"),
+        absent(table.SEQUENCE, "get_sequence_parallel_group"),
+    ),
+    "deepspeed.accelerator.DeepSpeedAccelerator": joined(
+        members("is_synchronized_device use_host_timers resolves_data_dependency handles_memory_backpressure"),
+        members("device_name(device_index=None)", "device set_device current_device current_device_name device_count"),
+        members("synchronize random set_rng_state get_rng_state manual_seed manual_seed_all initial_seed"),
+        members("default_generator Stream stream current_stream default_stream Event empty_cache memory_allocated"),
+        members("max_memory_allocated reset_max_memory_allocated memory_cached max_memory_cached memory_stats"),
+        members("reset_max_memory_cached reset_peak_memory_stats memory_reserved max_memory_reserved total_memory"),
+        members("available_memory is_bf16_supported is_fp16_supported supported_dtypes is_available range_push"),
+        members("range_pop lazy_call communication_backend_name communication_backend_version is_triton_supported"),
+        members("create_graph capture_to_graph replay_graph BFloat16Tensor ByteTensor DoubleTensor FloatTensor"),
+        members("HalfTensor IntTensor LongTensor pin_memory unpin_memory is_pinned on_accelerator export_envs"),
+        members("visible_devices_envs set_visible_devices_envs get_compile_backend set_compile_backend"),
+        absent(table.OPS, "op_builder_dir create_op_builder get_op_builder build_extension"),
+        absent("there are no kernels of Triton's", "prefer_triton_grouped_mm"),
+    ),
+    "deepspeed.utils.comms_logging.CommsLogger": joined(
+        members("comms_dict configure start_profiling_comms stop_profiling_comms start_profiling_op(op_name_list)"),
+        members("stop_profiling_op(op_name_list)", "append get_raw_data has_data reset_data get_operation_names"),
+        members("get_total_operations get_operation_summary(operation_name)", "log_all"),
+    ),
+    "deepspeed.runtime.lr_schedules.WarmupLR": members("get_lr get_last_lr step state_dict load_state_dict"),
+    "deepspeed.zero.ZeroParamStatus": members("AVAILABLE NOT_AVAILABLE INFLIGHT"),
+    "deepspeed.runtime.zero.config.ZeroStageEnum": members("disabled optimizer_states gradients weights max_stage"),
+    "deepspeed.runtime.zero.offload_config.OffloadDeviceEnum": members("none cpu nvme"),
+    PARAMETER: joined(
+        members("ds_id ds_shape ds_numel ds_status item"),
+        absent(_NO_STATE, "ds_numel_aligned ds_tensor ds_param_type ds_persist ds_active_sub_modules"),
+        absent(_NO_STATE, "ds_process_group ds_secondary_tensor ds_zero_param_process_group"),
+        absent(_NO_STATE, "ds_zero_partition_rank ds_zero_partition_world_size is_external_param nvme_swapper"),
+        absent(_NO_STATE, "all_gather all_gather_coalesced partition reduce_gradients_at_owner partition_gradients"),
+        absent(_NO_STATE, "aligned_size padding_size partition_numel get_available_parameter_numel ds_summary"),
+    ),
+}
+"""Class -> member -> whether it is there."""

@@ -1,0 +1,9 @@
+"""The version that the drop-in answers with: that of the DeepSpeed whose names it has, and who answers."""
+
+VERSION = "0.19.8+shardwise"
+
+version = __version__ = VERSION
+__version_major__, __version_minor__, __version_patch__ = 0, 19, 8
+git_hash = __git_hash__ = "shardwise"
+git_branch = __git_branch__ = "shardwise"
+"""There is no revision of DeepSpeed behind it."""

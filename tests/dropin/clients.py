@@ -1,0 +1,81 @@
+"""What the tests of transformers and Accelerate share: ranks of their own, a tiny model, a clean state.
+
+Both libraries ask when they are imported whether DeepSpeed is there, and remember the answer. So these tests run on a
+pool of ranks of their own, in which shardwise takes DeepSpeed's place before anything imports them.
+"""
+
+from __future__ import annotations
+
+import os
+import warnings
+from collections.abc import Callable, Iterator
+from importlib.util import find_spec
+from typing import Any
+
+import pytest
+import torch
+import torch.distributed as dist
+
+import shardwise
+from tests.harness.pool import Pool
+
+MISSING = [name for name in ("transformers", "accelerate", "peft") if find_spec(name) is None]
+
+Ranks = Callable[..., list[Any]]
+
+
+@pytest.fixture(scope="module")
+def ranks() -> Iterator[Ranks]:
+    """`ranks(fn, world, *args)`, as `run_ranks`, on processes that see shardwise as DeepSpeed."""
+    pool = Pool()
+
+    def run(fn: Callable[..., Any], world: int, *args: Any) -> list[Any]:
+        return pool.run(as_deepspeed, world, (fn, *args), {}, 120, True)
+
+    yield run
+    pool.close()
+
+
+def as_deepspeed(fn: Callable[..., Any], *args: Any) -> Any:
+    """Run a function where `import deepspeed` gives shardwise."""
+    shardwise.install_as_deepspeed()
+    os.environ["HF_HUB_OFFLINE"] = "1"
+    os.environ["TRANSFORMERS_VERBOSITY"] = "error"
+    # What they call of one another's is not the tests' concern.
+    warnings.filterwarnings("default", category=FutureWarning, module=r"(transformers|accelerate|peft)\.")
+    forget()
+    return fn(*args)
+
+
+def forget() -> None:
+    """Let the next Trainer or Accelerator begin without what the one before has left."""
+    from accelerate.state import AcceleratorState, GradientState
+    from transformers.integrations.deepspeed import unset_hf_deepspeed_config
+
+    AcceleratorState._reset_state(reset_partial_state=True)
+    GradientState._reset_state()
+    unset_hf_deepspeed_config()
+    for name in [name for name in os.environ if name.startswith("ACCELERATE_")]:
+        del os.environ[name]
+
+
+def gpt2(seed: int = 0) -> Any:
+    """A GPT-2 of two small blocks without dropout, from its configuration."""
+    from transformers import GPT2Config, GPT2LMHeadModel
+
+    torch.manual_seed(seed)
+    sizes = {"vocab_size": 64, "n_positions": 16, "n_embd": 16, "n_layer": 2, "n_head": 2}
+    dropout = {"resid_pdrop": 0.0, "embd_pdrop": 0.0, "attn_pdrop": 0.0}
+    return GPT2LMHeadModel(GPT2Config(**sizes, **dropout, bos_token_id=0, eos_token_id=0))
+
+
+def tokens(count: int) -> torch.Tensor:
+    """Rows of 16 tokens, always the same."""
+    return torch.randint(0, 64, (count, 16), generator=torch.Generator().manual_seed(1))
+
+
+def mean_over_ranks(value: torch.Tensor) -> float:
+    """Average a number of all ranks."""
+    total = value.detach().double().clone()
+    dist.all_reduce(total)
+    return float(total) / dist.get_world_size()

@@ -1,0 +1,144 @@
+"""Accelerate's Accelerator with a DeepSpeedPlugin, which finds shardwise: the numbers of its own data parallelism."""
+
+from __future__ import annotations
+
+import json
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+
+import shardwise
+from tests.dropin.clients import MISSING, Ranks, forget, gpt2, mean_over_ranks, ranks, tokens
+
+pytestmark = pytest.mark.skipif(bool(MISSING), reason=f"not installed: {', '.join(MISSING)}")
+__all__ = ["ranks"]
+
+
+def accelerator(plugin: dict[str, Any] | None, accumulation: int = 2, **options: Any) -> Any:
+    """An Accelerator on CPU ranks, with a plugin of these arguments or without DeepSpeed."""
+    from accelerate import Accelerator, DeepSpeedPlugin
+    from accelerate.utils import InitProcessGroupKwargs
+
+    forget()
+    if plugin is None:
+        return Accelerator(cpu=True, gradient_accumulation_steps=accumulation, **options)
+    backend = InitProcessGroupKwargs(backend="gloo")
+    return Accelerator(deepspeed_plugin=DeepSpeedPlugin(**plugin), kwargs_handlers=[backend], **options)
+
+
+def train(acc: Any, model: Any, optimizer: Any, loader: Any) -> list[float]:
+    """One pass over the data, as in Accelerate's documentation."""
+    losses = []
+    for batch in loader:
+        with acc.accumulate(model):
+            loss = model(input_ids=batch, labels=batch).loss
+            acc.backward(loss)
+            if acc.sync_gradients:
+                acc.clip_grad_norm_(model.parameters(), 0.5)
+            optimizer.step()
+            optimizer.zero_grad()
+        losses.append(mean_over_ranks(loss))
+    return losses
+
+
+def prepared(acc: Any) -> tuple[Any, Any, Any]:
+    """Model, optimizer and data, prepared."""
+    model = gpt2()
+    optimizer = torch.optim.AdamW(model.parameters(), lr=1e-2)
+    return acc.prepare(model, optimizer, torch.utils.data.DataLoader(tokens(32), batch_size=2))
+
+
+def plugin_of(stage: int) -> dict[str, Any]:
+    return {
+        "zero_stage": stage,
+        "gradient_accumulation_steps": 2,
+        "gradient_clipping": 0.5,
+        "zero3_save_16bit_model": True,
+    }
+
+
+def stages(directory: str) -> tuple[list[float], dict[int, Any]]:
+    """Losses without DeepSpeed, and by stage: losses, those after going on from save_state, and a difference."""
+    plain = accelerator(None)
+    model, optimizer, loader = prepared(plain)
+    without = train(plain, model, optimizer, loader)
+    weights = {name: value.clone() for name, value in plain.unwrap_model(model).state_dict().items()}
+    found = {}
+    for stage in range(4):
+        acc = accelerator(plugin_of(stage))
+        model, optimizer, loader = prepared(acc)
+        assert type(model) is shardwise.Engine and acc.num_processes == 2
+        losses = train(acc, model, optimizer, loader)
+        acc.save_state(f"{directory}/{stage}")
+        state = acc.get_state_dict(model)
+        # Stage 3 gives the state to the first rank.
+        difference = max((float((state[name] - weights[name]).abs().max()) for name in state or ()), default=0.0)
+        assert set(state or weights) == set(weights)
+        after = train(acc, model, optimizer, loader)
+        acc.load_state(f"{directory}/{stage}")
+        again = train(acc, model, optimizer, loader)
+        assert type(acc.unwrap_model(model)).__name__ == "GPT2LMHeadModel"
+        found[stage] = (losses, difference, after, again)
+        model.destroy()
+    return without, found
+
+
+def test_stages(ranks: Ranks, tmp_path: Path) -> None:
+    for without, found in ranks(stages, 2, str(tmp_path)):
+        assert len(without) == 8 and without[-1] < without[0]
+        for losses, difference, after, again in found.values():
+            assert losses == pytest.approx(without, rel=1e-5) and difference < 1e-4
+            assert after == again and after != losses
+        assert found[0][0] == found[1][0] and found[2][0] == found[3][0]
+
+
+def from_file(path: str) -> tuple[list[float], str]:
+    """A configuration from a file with "auto" values and bf16."""
+    acc = accelerator({"hf_ds_config": path}, mixed_precision="bf16")
+    model, optimizer, loader = prepared(acc)
+    losses = train(acc, model, optimizer, loader)
+    dtype = str(next(iter(acc.unwrap_model(model).parameters())).dtype)
+    model.destroy()
+    return losses, dtype
+
+
+def test_a_file(ranks: Ranks, tmp_path: Path) -> None:
+    config = {
+        "train_batch_size": "auto",
+        "train_micro_batch_size_per_gpu": "auto",
+        "gradient_accumulation_steps": 2,
+        "gradient_clipping": 0.5,
+        "bf16": {"enabled": "auto"},
+        "zero_optimization": {"stage": 2},
+    }
+    path = tmp_path / "config.json"
+    path.write_text(json.dumps(config))
+    first, second = ranks(from_file, 2, str(path))
+    assert first == second and first[0][-1] < first[0][0] and first[1] == "torch.bfloat16"
+
+
+def two_models() -> list[list[float]]:
+    """Two engines in one process, of different stages, by two plugins of one Accelerator."""
+    from accelerate import Accelerator, DeepSpeedPlugin
+    from accelerate.utils import InitProcessGroupKwargs
+
+    forget()
+    plugins = {"first": DeepSpeedPlugin(**plugin_of(2)), "second": DeepSpeedPlugin(**plugin_of(3))}
+    acc = Accelerator(deepspeed_plugins=plugins, kwargs_handlers=[InitProcessGroupKwargs(backend="gloo")])
+    one, first, loader = prepared(acc)
+    acc.state.select_deepspeed_plugin("second")
+    # A second Accelerator for the second model, as Accelerate's documentation has it.
+    other = Accelerator()
+    two, second, more = prepared(other)
+    assert (one.zero_optimization_stage(), two.zero_optimization_stage()) == (2, 3)
+    losses = [train(acc, one, first, loader), train(other, two, second, more)]
+    one.destroy()
+    two.destroy()
+    return losses
+
+
+def test_two_models(ranks: Ranks) -> None:
+    for first, second in ranks(two_models, 2):
+        assert first == second and first[-1] < first[0]

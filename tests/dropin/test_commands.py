@@ -1,0 +1,208 @@
+"""The commands of the distribution, and `shardwise doctor`."""
+
+from __future__ import annotations
+
+import importlib
+import json
+import os
+import subprocess
+import sys
+from pathlib import Path
+
+import pytest
+
+from shardwise.dropin.commands import report
+from shardwise.dropin.detect import Found, installed
+from shardwise.dropin.launcher import REFUSED, job_of, main
+from shardwise.dropin.version import VERSION
+from shardwise.errors import CommandLineError, NotBuiltError
+from shardwise.launch.commands import doctor
+from tests.dropin.test_modules import package
+
+if sys.version_info >= (3, 11):
+    import tomllib
+else:
+    tomllib = pytest.importorskip("tomli")
+
+DIRECTORY = Path(__file__).parents[2] / "dropin"
+pytestmark = pytest.mark.usefixtures("plain")
+
+
+def test_the_distribution_is_what_the_library_says() -> None:
+    project = tomllib.loads((DIRECTORY / "pyproject.toml").read_text())["project"]
+    assert (project["name"], project["version"], project["dependencies"]) == ("deepspeed", VERSION, ["shardwise"])
+    assert set(project["scripts"]) == {"deepspeed", "ds", "ds_report", "zero_to_fp32"}
+    for target in project["scripts"].values():
+        home, _, name = target.partition(":")
+        assert callable(getattr(importlib.import_module(home), name))
+
+
+def test_options_become_a_job() -> None:
+    job = job_of(
+        [
+            "--num_gpus",
+            "2",
+            "--master_port",
+            "29600",
+            "--no_local_rank",
+            "--enable_each_rank_log",
+            "logs",
+            "-q",
+            "--launcher",
+            "PDSH",
+            "--ssh_port",
+            "22",
+            "train.py",
+            "--num_gpus",
+            "4",
+            "--deepspeed",
+        ]
+    )
+    assert (job.script, job.args) == ("train.py", ("--num_gpus", "4", "--deepspeed"))
+    assert (job.resources.nproc, job.resources.num_nodes, job.master_port) == (2, None, 29600)
+    assert job.no_local_rank and job.quiet and job.log_dir == "logs" and not job.module
+    plain = job_of(["--num_accelerators=3", "--num_nodes=1", "--node_rank=-1", "--module", "package.train"])
+    assert (plain.resources.nproc, plain.resources.num_nodes, plain.module) == (3, 1, True)
+    assert (plain.master_addr, plain.master_port, plain.log_dir) == ("127.0.0.1", None, None)
+    assert job_of(["-i", "localhost:0,1", "train.py"]).resources.include == "localhost:0,1"
+
+
+def test_a_hostfile_that_is_missing_is_this_machine(tmp_path: Path, caplog: pytest.LogCaptureFixture) -> None:
+    assert job_of(["-H", str(tmp_path / "hosts"), "train.py"]).resources.hostfile is None
+    (tmp_path / "hosts").write_text("a slots=2\n")
+    assert job_of(["-H", str(tmp_path / "hosts"), "train.py"]).resources.hostfile == str(tmp_path / "hosts")
+
+
+@pytest.mark.parametrize("name", sorted(REFUSED))
+def test_what_is_not_built_is_refused(name: str) -> None:
+    flags = ("force_multi", "no_ssh", "elastic_training", "save_pid", "bind_cores_to_rank")
+    with pytest.raises(NotBuiltError, match=f"--{name}: .*not built yet"):
+        job_of([f"--{name}", *([] if name in flags else ["2"]), "train.py"])
+
+
+@pytest.mark.parametrize(
+    ("arguments", "message"),
+    [
+        (["--nope", "train.py"], "nope"),
+        (["--num_gpus", "two", "train.py"], "num_gpus"),
+        ([], "user_script"),
+        (["--launcher", "ssh", "train.py"], "--launcher ssh: expected one of pdsh"),
+        (["--log_level", "loud", "train.py"], "--log_level loud"),
+        (["--num_nodes", "2", __file__], "--num_nodes 2: this version starts processes on the machine"),
+    ],
+)
+def test_wrong_options_are_one_message(
+    arguments: list[str], message: str, capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    with pytest.raises(SystemExit) as end:
+        main(arguments)
+    error = capsys.readouterr().err
+    assert end.value.code == (1 if "machine" in message else 2)
+    assert error.startswith("deepspeed: error: ") and message in error
+
+
+def test_unknown_options_are_the_command_lines_fault() -> None:
+    with pytest.raises(CommandLineError):
+        job_of(["--num_gpu", "2", "train.py"])
+
+
+def test_a_script_runs_unchanged(tmp_path: Path) -> None:
+    script = tmp_path / "train.py"
+    script.write_text(
+        "import argparse, torch, deepspeed, deepspeed.comm as dist\n"
+        "from deepspeed.runtime.utils import memory_status\n"
+        "parser = deepspeed.add_config_arguments(argparse.ArgumentParser())\n"
+        "parser.add_argument('--local_rank', type=int)\n"
+        "args = parser.parse_args()\n"
+        "config = {'train_micro_batch_size_per_gpu': 2, 'optimizer': {'type': 'Adam', 'params': {'lr': 1e-3}},\n"
+        "          'comms_logger': {'enabled': True, 'verbose': False, 'prof_all': True, 'debug': False},\n"
+        "          'zero_optimization': {'stage': 3, 'reduce_bucket_size': 5e6}}\n"
+        "model = torch.nn.Sequential(torch.nn.Linear(4, 8), torch.nn.Linear(8, 1))\n"
+        "engine, optimizer, _, _ = deepspeed.initialize(args, model=model, config=config,\n"
+        "                                               model_parameters=model.parameters())\n"
+        "assert isinstance(optimizer, deepspeed.DeepSpeedOptimizer)\n"
+        "group = optimizer.param_groups[0]\n"
+        "assert {'lr', 'betas', 'eps'} <= group.keys() and sum(torch.numel(p) for p in group['params']) > 0\n"
+        "assert not isinstance(torch.optim.SGD(model.parameters()), deepspeed.DeepSpeedOptimizer)\n"
+        "dist.comms_logger.comms_dict = {}\n"
+        "engine.backward(engine(torch.ones(2, 4)).mean())\n"
+        "engine.step()\n"
+        "if args.local_rank == 0:\n"
+        "    memory_status('after a step')\n"
+        "for sizes in dist.comms_logger.comms_dict.values():\n"
+        "    assert all(len(values[1]) == values[0] for values in sizes.values())\n"
+        "released = [p for p in model.parameters() if hasattr(p, 'ds_id')\n"
+        "            and p.ds_status == deepspeed.zero.ZeroParamStatus.NOT_AVAILABLE]\n"
+        "with deepspeed.zero.GatheredParameters(released):\n"
+        "    assert [tuple(p.data.shape) for p in model.parameters()] == [(8, 4), (8,), (1, 8), (1,)]\n"
+        "dist.log_summary()\n"
+        "print('rank', dist.get_rank(), 'of', dist.get_world_size(), engine.zero_optimization_stage(),\n"
+        "      sorted(dist.comms_logger.comms_dict)[:1])\n"
+        "engine.destroy()\n"
+    )
+    config = tmp_path / "config.json"
+    config.write_text("{}")
+    code = (
+        f"import sys; sys.path.insert(0, {str(DIRECTORY)!r}); from shardwise.dropin.launcher import main; "
+        f"main(['--num_gpus', '2', {str(script)!r}])"
+    )
+    environment = {**os.environ, "CUDA_VISIBLE_DEVICES": ""}
+    environment["PYTHONPATH"] = f"{DIRECTORY}:{environment.get('PYTHONPATH', '')}"
+    done = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, timeout=120, env=environment)
+    assert done.returncode == 0, done.stdout + done.stderr
+    assert "MEMSTATS after a step" in done.stdout and "Comm. Op" in done.stdout
+    assert "rank 0 of 2 3" in done.stdout and "rank 1 of 2 3" in done.stdout
+
+
+def test_python_m_runs_what_is_a_command() -> None:
+    for module in ("deepspeed.launcher.runner", "deepspeed.env_report", "deepspeed.utils.zero_to_fp32"):
+        command = [sys.executable, "-m", module, "--help"]
+        done = subprocess.run(command, capture_output=True, text=True, timeout=60, cwd=DIRECTORY)
+        assert done.returncode == 0 and "usage:" in done.stdout, done.stderr
+
+
+def test_packages_are_told_apart(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    assert installed() == []
+    real = package(tmp_path / "real", "0.16.0")
+    ours = package(tmp_path / "ours", VERSION, (DIRECTORY / "deepspeed" / "__init__.py").read_text())
+    (tmp_path / "other" / "deepspeed").mkdir(parents=True)  # a directory of this name is no package
+    for directory in (tmp_path / "other", ours, real):
+        monkeypatch.syspath_prepend(str(directory))
+    assert installed() == [
+        Found("real", "0.16.0", str(real / "deepspeed")),
+        Found("drop-in", VERSION, str(ours / "deepspeed")),
+    ]
+
+
+REAL, OURS = Found("real", "0.16.0", "/a/deepspeed"), Found("drop-in", VERSION, "/b/deepspeed")
+
+
+@pytest.mark.parametrize(
+    ("found", "said", "code"),
+    [
+        ([], "none; shardwise.install_as_deepspeed()", 0),
+        ([REAL], "DeepSpeed itself, 0.16.0, at /a/deepspeed", 0),
+        ([OURS], f"shardwise's drop-in, {VERSION}, at /b/deepspeed", 0),
+        ([OURS, REAL], "hidden by it: DeepSpeed itself, 0.16.0, at /a/deepspeed", 1),
+    ],
+)
+def test_the_doctor_says_which_one_is_active(
+    found: list[Found],
+    said: str,
+    code: int,
+    capsys: pytest.CaptureFixture[str],
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    monkeypatch.setattr("shardwise.dropin.detect.installed", lambda: found)
+    assert doctor.show() == code
+    shown = capsys.readouterr().out
+    assert said in shown and "torch" in shown
+    assert ("both are on the path" in shown) == bool(code)
+    assert doctor.show(as_json=True) == code
+    told = json.loads(capsys.readouterr().out)
+    assert told["ok"] is (code == 0) and [entry["kind"] for entry in told["deepspeed"]] == [f.kind for f in found]
+
+
+def test_ds_report_is_the_doctor(capsys: pytest.CaptureFixture[str]) -> None:
+    assert report(["--hide_operator_status"]) == 0
+    assert capsys.readouterr().out.startswith("shardwise")

@@ -1,0 +1,225 @@
+"""Modules that are made of the table: identity, laziness, absent names, assignments."""
+
+from __future__ import annotations
+
+import importlib
+import importlib.metadata
+import importlib.util
+import pickle
+import subprocess
+import sys
+from pathlib import Path
+from unittest import mock
+
+import pytest
+import torch
+
+import shardwise
+from shardwise.errors import AbsentNameError, UsageError
+
+
+def run(code: str, *path: Path) -> subprocess.CompletedProcess[str]:
+    """Run a program with directories in front of its path."""
+    lines = "".join(f"sys.path.insert(0, {str(entry)!r})\n" for entry in path)
+    return subprocess.run([sys.executable, "-c", f"import sys\n{lines}{code}"], capture_output=True, text=True)
+
+
+def package(directory: Path, version: str, source: str = "") -> Path:
+    """Make a package `deepspeed` with metadata."""
+    (directory / "deepspeed").mkdir(parents=True)
+    (directory / "deepspeed" / "__init__.py").write_text(source or f"__version__ = {version!r}\n")
+    info = directory / f"deepspeed-{version}.dist-info"
+    info.mkdir()
+    (info / "METADATA").write_text(f"Metadata-Version: 2.1\nName: deepspeed\nVersion: {version}\n")
+    return directory
+
+
+@pytest.mark.usefixtures("installed")
+class TestInstalled:
+    def test_names_are_the_librarys_own(self) -> None:
+        import deepspeed
+        import deepspeed.comm as dist
+        from deepspeed.accelerator import get_accelerator
+        from deepspeed.runtime.engine import DeepSpeedEngine
+        from deepspeed.runtime.utils import memory_status
+        from deepspeed.runtime.zero.partition_parameters import Init
+
+        assert DeepSpeedEngine is deepspeed.DeepSpeedEngine is shardwise.Engine
+        assert deepspeed.initialize is deepspeed.initialize_engine is shardwise.initialize
+        assert Init is deepspeed.zero.Init is shardwise.zero.Init
+        assert memory_status is shardwise.utils.memory_status
+        assert dist is deepspeed.comm is deepspeed.dist
+        assert dist.comms_logger is deepspeed.comm.comm.comms_logger
+        assert get_accelerator() is deepspeed.get_accelerator()
+        assert deepspeed.runtime.lr_schedules.VALID_LR_SCHEDULES[0] == "LRRangeTest"
+
+    def test_classes_are_pickled_by_their_own_names(self) -> None:
+        from deepspeed.ops.adam import FusedAdam
+        from deepspeed.runtime.engine import DeepSpeedEngine
+
+        for cls in (DeepSpeedEngine, FusedAdam):
+            data = pickle.dumps(cls)
+            assert pickle.loads(data) is cls and b"shardwise" in data
+
+    def test_modules_look_like_modules(self) -> None:
+        import deepspeed
+
+        assert deepspeed.__spec__.name == "deepspeed" and deepspeed.__spec__.origin == "shardwise"
+        assert deepspeed.runtime.zero.__name__ == "deepspeed.runtime.zero"
+        assert importlib.util.find_spec("deepspeed.comm.comm").name == "deepspeed.comm.comm"
+        assert {"initialize", "comm", "runtime", "zero"} <= set(dir(deepspeed))
+        assert "PipelineModule" not in dir(deepspeed) and "moe" not in dir(deepspeed)
+        assert "compatibility.md" in deepspeed.__doc__
+        assert importlib.reload(deepspeed) is deepspeed and deepspeed.DeepSpeedEngine is shardwise.Engine
+
+    def test_star_imports_bring_what_is_served(self) -> None:
+        names: dict[str, object] = {}
+        exec("from deepspeed.comm import *", names)
+        assert names["all_reduce"] is shardwise.comm.all_reduce
+        assert "TorchBackend" not in names
+
+    def test_absent_names_are_not_there_and_say_why(self) -> None:
+        import deepspeed
+
+        assert not hasattr(deepspeed, "PipelineModule")
+        assert getattr(deepspeed, "init_inference", None) is None
+        assert not hasattr(deepspeed, "moe") and not hasattr(deepspeed.runtime, "pipe")
+        with pytest.raises(AttributeError, match=r"PipelineModule is not in shardwise .* pipeline parallelism is not"):
+            _ = deepspeed.PipelineModule
+        with pytest.raises(NotImplementedError, match=r"deepspeed\.moe is not in shardwise .* mixture of experts"):
+            _ = deepspeed.moe
+
+    @pytest.mark.parametrize(
+        ("statement", "message"),
+        [
+            ("from deepspeed import PipelineModule", "pipeline parallelism"),
+            ("from deepspeed.moe.layer import MoE", "mixture of experts"),
+            ("import deepspeed.moe.layer", "mixture of experts"),
+            ("from deepspeed import moe", "mixture of experts"),
+            ("from deepspeed import checkpointing", "activation checkpointing"),
+            ("from deepspeed.runtime.utils import partition_uniform", "pipeline parallelism"),
+            ("from deepspeed.ops.op_builder import CPUAdamBuilder", "no operators to build"),
+        ],
+    )
+    def test_importing_an_absent_name_says_why(self, statement: str, message: str) -> None:
+        with pytest.raises(ImportError, match=message) as error:
+            exec(statement)
+        assert isinstance(error.value, AbsentNameError) and isinstance(error.value, NotImplementedError)
+
+    def test_unknown_names_are_ordinary_errors(self) -> None:
+        import deepspeed
+
+        with pytest.raises(ImportError, match="cannot import name 'nonsense'"):
+            from deepspeed import nonsense  # noqa: F401
+        with pytest.raises(ModuleNotFoundError, match=r"No module named 'deepspeed\.nonsense'"):
+            importlib.import_module("deepspeed.nonsense")
+        with pytest.raises(AttributeError, match=r"module 'deepspeed' .* has no attribute 'nonsense'"):
+            _ = deepspeed.nonsense
+
+    def test_find_spec_answers_truthfully(self) -> None:
+        assert importlib.util.find_spec("deepspeed") is not None
+        assert importlib.util.find_spec("deepspeed.moe") is None
+        assert importlib.util.find_spec("deepspeed.nonsense") is None
+        with pytest.raises(ModuleNotFoundError):  # as of any module whose parent is missing
+            importlib.util.find_spec("deepspeed.moe.layer")
+
+    def test_assignments_reach_the_library(self) -> None:
+        from deepspeed.runtime.zero import partition_parameters
+        from deepspeed.utils import groups
+
+        from shardwise.dropin.adapters import building
+
+        original = building.zero_wrapper_for_fp_tensor_constructor
+        partition_parameters.zero_wrapper_for_fp_tensor_constructor = len
+        assert building.zero_wrapper_for_fp_tensor_constructor is len
+        del partition_parameters.zero_wrapper_for_fp_tensor_constructor
+        assert partition_parameters.zero_wrapper_for_fp_tensor_constructor is original
+
+        class Unit:
+            def get_model_parallel_world_size(self) -> int:
+                return 4
+
+        groups.mpu = Unit()
+        assert groups.get_model_parallel_world_size() == groups.get_tensor_parallel_world_size() == 4
+        groups.mpu = None
+        assert groups.get_model_parallel_world_size() == 1
+        with mock.patch("deepspeed.utils.groups.mpu", Unit()):
+            assert groups.get_model_parallel_world_size() == 4
+        assert groups.mpu is None
+
+    def test_names_of_its_own_are_kept_by_a_module(self) -> None:
+        import deepspeed
+
+        deepspeed.mark = 1
+        assert deepspeed.mark == 1
+        del deepspeed.mark
+        assert not hasattr(deepspeed, "mark")
+
+    def test_the_log_of_collectives_can_be_replaced(self) -> None:
+        import deepspeed.comm as dist
+
+        held = shardwise.comm.comms_logger.comms_dict
+        dist.comms_logger.comms_dict = {}
+        assert shardwise.comm.comms_logger.comms_dict is not held
+        shardwise.comm.comms_logger.comms_dict = held
+
+    def test_metadata_answers(self) -> None:
+        import deepspeed
+
+        assert importlib.metadata.version("deepspeed") == deepspeed.__version__ == "0.19.8+shardwise"
+        assert importlib.metadata.metadata("deepspeed")["Name"] == "deepspeed"
+        assert importlib.metadata.packages_distributions()["deepspeed"] == ["deepspeed"]
+        assert importlib.metadata.version("torch") == torch.__version__
+        with pytest.raises(importlib.metadata.PackageNotFoundError):
+            importlib.metadata.version("deepspeed-nonsense")
+
+    def test_installing_twice_is_installing_once(self) -> None:
+        path = list(sys.meta_path)
+        shardwise.install_as_deepspeed()
+        import deepspeed  # noqa: F401
+
+        shardwise.install_as_deepspeed()
+        assert sys.meta_path == path
+
+
+@pytest.mark.usefixtures("plain")
+def test_without_it_there_is_none() -> None:
+    assert importlib.util.find_spec("deepspeed") is None
+
+
+@pytest.mark.usefixtures("plain")
+def test_after_deepspeed_itself_it_refuses(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.syspath_prepend(str(package(tmp_path, "0.16.0")))
+    importlib.import_module("deepspeed")
+    with pytest.raises(UsageError, match=r"DeepSpeed 0\.16\.0 has been imported already, from .*__init__\.py"):
+        shardwise.install_as_deepspeed()
+
+
+def test_what_it_hides_is_said(tmp_path: Path) -> None:
+    directory = package(tmp_path, "0.16.0")
+    done = run(
+        "import shardwise; shardwise.install_as_deepspeed()\n"
+        "import deepspeed, importlib.metadata as m; print(deepspeed.__version__, m.version('deepspeed'))",
+        directory,
+    )
+    assert done.stdout == "0.19.8+shardwise 0.19.8+shardwise\n", done.stderr
+    assert f"DeepSpeed 0.16.0 at {directory / 'deepspeed'} is hidden" in done.stderr
+
+
+def test_the_distribution_turns_itself_into_the_root() -> None:
+    directory = Path(__file__).parents[2] / "dropin"
+    done = run(
+        "import deepspeed, shardwise\n"
+        "from deepspeed.runtime.engine import DeepSpeedEngine\n"
+        "shardwise.install_as_deepspeed()\n"
+        "assert DeepSpeedEngine is deepspeed.DeepSpeedEngine is shardwise.Engine\n"
+        "import importlib; importlib.reload(deepspeed)\n"
+        "print(deepspeed.__file__, [n for n in vars(deepspeed) if not n.startswith('__')])",
+        directory,
+    )
+    assert done.stdout.startswith(f"{directory / 'deepspeed' / '__init__.py'} "), done.stderr
+
+
+def test_importing_costs_no_torch() -> None:
+    code = "import shardwise; shardwise.install_as_deepspeed(); import deepspeed; print('torch' in sys.modules)"
+    assert run(code).stdout == "False\n"

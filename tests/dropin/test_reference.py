@@ -1,0 +1,21 @@
+"""docs/compatibility.md is made from the tables."""
+
+from __future__ import annotations
+
+from pathlib import Path
+
+import pytest
+
+from shardwise.dropin.reference import update
+
+PAGE = Path(__file__).parents[2] / "docs" / "compatibility.md"
+
+
+def test_the_page_is_up_to_date() -> None:
+    text = PAGE.read_text(encoding="utf-8")
+    assert update(text) == text, "run `python -m shardwise.dropin.reference docs/compatibility.md`"
+
+
+def test_a_page_without_marks_is_refused() -> None:
+    with pytest.raises(ValueError, match="needs a line"):
+        update("no marks")

@@ -1,0 +1,202 @@
+"""transformers' Trainer with `deepspeed=` and shardwise behind it: the losses of the same Trainer without it."""
+
+from __future__ import annotations
+
+import os
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+
+import shardwise
+from tests.dropin.clients import MISSING, Ranks, forget, gpt2, ranks, tokens
+
+pytestmark = pytest.mark.skipif(bool(MISSING), reason=f"not installed: {', '.join(MISSING)}")
+__all__ = ["ranks"]
+
+
+def config(stage: int) -> dict[str, Any]:
+    """A configuration that leaves to the Trainer what the Trainer knows."""
+    warmup = {"warmup_min_lr": "auto", "warmup_max_lr": "auto", "warmup_num_steps": "auto", "warmup_type": "linear"}
+    return {
+        "train_batch_size": "auto",
+        "train_micro_batch_size_per_gpu": "auto",
+        "gradient_accumulation_steps": "auto",
+        "gradient_clipping": "auto",
+        "bf16": {"enabled": "auto"},
+        "fp16": {"enabled": "auto"},
+        "zero_optimization": {
+            "stage": stage,
+            "reduce_bucket_size": "auto",
+            "stage3_prefetch_bucket_size": "auto",
+            "stage3_param_persistence_threshold": "auto",
+            "stage3_gather_16bit_weights_on_model_save": True,
+        },
+        "optimizer": {
+            "type": "AdamW",
+            "params": {"lr": "auto", "betas": "auto", "eps": "auto", "weight_decay": "auto"},
+        },
+        "scheduler": {"type": "WarmupLR", "params": warmup},
+    }
+
+
+def trainer(directory: str, deepspeed: dict[str, Any] | None, model: Any) -> Any:
+    """A Trainer on CPU ranks."""
+    from accelerate import PartialState
+    from transformers import Trainer, TrainingArguments
+
+    forget()
+    place: dict[str, Any] = {"use_cpu": True}
+    if deepspeed is not None:
+        # TrainingArguments gives no backend to DeepSpeed's ranks, and Accelerate knows none for a CPU.
+        os.environ["ACCELERATE_USE_DEEPSPEED"] = "true"
+        PartialState(backend="gloo")
+        place = {"accelerator_config": {"use_configured_state": True}, "deepspeed": deepspeed}
+    arguments = TrainingArguments(
+        directory,
+        per_device_train_batch_size=2,
+        gradient_accumulation_steps=2,
+        max_steps=6,
+        learning_rate=1e-2,
+        weight_decay=0.01,
+        max_grad_norm=0.5,
+        warmup_steps=2,
+        lr_scheduler_type="constant_with_warmup",
+        eval_strategy="steps",
+        eval_steps=3,
+        save_steps=3,
+        logging_steps=1,
+        report_to=[],
+        disable_tqdm=True,
+        dataloader_pin_memory=False,
+        **place,
+    )
+    rows = [{"input_ids": row, "labels": row} for row in tokens(48)]
+    return Trainer(model() if callable(model) else model, arguments, train_dataset=rows, eval_dataset=rows[:4])
+
+
+Logged = dict[str, list[float]]
+
+
+def logged(ran: Any) -> Logged:
+    """Losses, norms and evaluations, in order."""
+    history = ran.state.log_history
+    return {key: [float(row[key]) for row in history if key in row] for key in ("loss", "grad_norm", "eval_loss")}
+
+
+def trained(directory: str, stage: int | None) -> tuple[Logged, float, Logged]:
+    """Train, save, load the weights into a plain model and compare, and go on from the checkpoint in the middle."""
+    from transformers import GPT2LMHeadModel
+
+    ran = trainer(directory, None if stage is None else config(stage), gpt2)
+    ran.train()
+    ran.save_model(f"{directory}/final")
+    first = logged(ran)
+    given = tokens(4)
+    ran.model_wrapped.eval()
+    with torch.no_grad():
+        ours = ran.model_wrapped(input_ids=given, labels=given).loss.item()
+    if stage is not None:
+        assert type(ran.deepspeed) is shardwise.Engine and ran.args.world_size == torch.distributed.get_world_size()
+        assert ran.deepspeed.zero_optimization_stage() == stage
+        ran.deepspeed.destroy()
+    forget()
+    torch.distributed.barrier()
+    loaded = GPT2LMHeadModel.from_pretrained(f"{directory}/final").eval()
+    difference = abs(loaded(input_ids=given, labels=given).loss.item() - ours)
+    again = trainer(directory, None if stage is None else config(stage), lambda: gpt2(seed=5))
+    again.train(resume_from_checkpoint=f"{directory}/checkpoint-3")
+    second = logged(again)
+    if stage is not None:
+        again.deepspeed.destroy()
+    return first, difference, second
+
+
+def stages(directory: str) -> dict[int | None, Any]:
+    return {stage: trained(f"{directory}/{stage}", stage) for stage in (None, 0, 1, 2, 3)}
+
+
+@pytest.mark.slow
+def test_stages(ranks: Ranks, tmp_path: Path) -> None:
+    for found in ranks(stages, 2, str(tmp_path)):
+        plain = found[None][0]
+        assert len(plain["loss"]) == 6 and len(plain["eval_loss"]) == 2
+        for stage in range(4):
+            first, difference, second = found[stage]
+            assert first["loss"] == pytest.approx(plain["loss"], rel=1e-4)
+            assert first["eval_loss"] == pytest.approx(plain["eval_loss"], rel=1e-4)
+            assert first["grad_norm"] == pytest.approx(plain["grad_norm"], rel=1e-2)
+            assert difference < 1e-6
+            assert second == first
+        assert found[0][0] == found[1][0] and found[2][0] == found[3][0]
+
+
+def from_weights(directory: str) -> tuple[Logged, Logged]:
+    """Stage 3 from `from_pretrained`, which builds the model sharded, and from the same weights in memory."""
+    from transformers import GPT2LMHeadModel
+
+    from shardwise.zero.released import is_released
+
+    if torch.distributed.get_rank() == 0:
+        gpt2(seed=7).save_pretrained(f"{directory}/given")
+    torch.distributed.barrier()
+    found = []
+    for sharded in (True, False):
+
+        def model(sharded: bool = sharded) -> Any:
+            if not sharded:
+                return gpt2(seed=7)
+            made = GPT2LMHeadModel.from_pretrained(f"{directory}/given")
+            assert all(is_released(parameter) for parameter in made.parameters())
+            return made
+
+        ran = trainer(f"{directory}/{sharded}", config(3), model)
+        ran.train()
+        found.append(logged(ran))
+        ran.deepspeed.destroy()
+    return found[0], found[1]
+
+
+def test_from_pretrained_at_stage_3(ranks: Ranks, tmp_path: Path) -> None:
+    for sharded, whole in ranks(from_weights, 2, str(tmp_path)):
+        assert sharded == whole
+
+
+def adapted(directory: str, stage: int | None) -> tuple[Logged, float]:
+    """LoRA: only adapters are trained and saved, and load into plain transformers and PEFT."""
+    from peft import LoraConfig, PeftModel, get_peft_model
+
+    def model() -> Any:
+        base = gpt2()
+        lora = LoraConfig(r=4, target_modules=["c_attn"], task_type="CAUSAL_LM", fan_in_fan_out=True)
+        torch.manual_seed(3)
+        return get_peft_model(base, lora)
+
+    ran = trainer(directory, None if stage is None else config(stage), model)
+    ran.train()
+    ran.save_model(f"{directory}/final")
+    given = tokens(4)
+    ran.model_wrapped.eval()
+    with torch.no_grad():
+        ours = ran.model_wrapped(input_ids=given, labels=given).loss.item()
+    if stage is not None:
+        ran.deepspeed.destroy()
+    forget()
+    torch.distributed.barrier()
+    assert sorted(name for name in os.listdir(f"{directory}/final") if name.endswith(".safetensors")) == [
+        "adapter_model.safetensors"
+    ]
+    loaded = PeftModel.from_pretrained(gpt2(), f"{directory}/final").eval()
+    return logged(ran), abs(loaded(input_ids=given, labels=given).loss.item() - ours)
+
+
+def adapters(directory: str) -> dict[int | None, Any]:
+    return {stage: adapted(f"{directory}/{stage}", stage) for stage in (None, 2, 3)}
+
+
+def test_lora(ranks: Ranks, tmp_path: Path) -> None:
+    for found in ranks(adapters, 2, str(tmp_path)):
+        for stage in (2, 3):
+            assert found[stage][0]["loss"] == pytest.approx(found[None][0]["loss"], rel=1e-4)
+            assert found[stage][1] < 1e-6
