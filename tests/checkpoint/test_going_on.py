@@ -157,6 +157,33 @@ def test_the_copy_that_was_gone_on_from_stays_until_there_is_another(tmp_path: P
     on_ranks(in_process, 2, str(tmp_path))
 
 
+def refusing(root: str) -> None:
+    place, runs = f"{root}/memory", f"{root}/runs"
+    run = start(place, copying(2, every=1), seed=1)
+    steps(run, 3)
+    before = sorted(os.listdir(f"{place}/engine0"))
+    assert [name[:5] for name in before] == ["step2", "step3"]
+
+    def refuse() -> dict[str, Any]:
+        if dist.get_rank() == 1:
+            raise ValueError("no state today")
+        return {}
+
+    run.engine.provide_client_state(refuse)
+    with pytest.raises(CheckpointError, match="no state today"):
+        run.engine.copy_to_memory()
+    barrier()
+    # It was refused before anything was touched: the copy before the newest is there, too.
+    assert sorted(os.listdir(f"{place}/engine0")) == before
+    barrier()
+    first_rank(change_a_byte, next(Path(place).glob("engine0/step3-*/rank00001*.safetensors")))
+    assert fresh(place, runs, 2, every=1) == ("memory", 2)
+
+
+def test_a_copy_that_is_refused_takes_nothing_away(tmp_path: Path) -> None:
+    on_ranks(refusing, 2, str(tmp_path))
+
+
 # -- copies in a directory of the job's own ----------------------------------------------------------------------------
 
 
