@@ -86,11 +86,20 @@ def update(text: str) -> str:
     Raises:
         ValueError: the page does not have both markers in this order.
     """
-    before, begin, rest = text.partition(BEGIN)
-    _, end, after = rest.partition(END)
-    if not begin or not end:
-        raise ValueError(f"the page needs a line {BEGIN!r} and after it a line {END!r}")
-    return f"{before}{BEGIN}\n\n{table()}\n{END}{after}"
+    return fill(text, table(), BEGIN, END)
+
+
+def fill(text: str, content: str, begin: str, end: str) -> str:
+    """Return a page with what is between two markers replaced.
+
+    Raises:
+        ValueError: the page does not have both markers in this order.
+    """
+    before, first, rest = text.partition(begin)
+    _, second, after = rest.partition(end)
+    if not first or not second:
+        raise ValueError(f"the page needs a line {begin!r} and after it a line {end!r}")
+    return f"{before}{begin}\n\n{content}\n{end}{after}"
 
 
 if __name__ == "__main__":

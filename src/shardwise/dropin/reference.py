@@ -10,6 +10,7 @@ import sys
 from collections.abc import Iterable, Mapping
 from pathlib import Path
 
+from shardwise.config.reference import fill
 from shardwise.dropin.entries import Absent, Entry, Served
 from shardwise.dropin.members import MEMBERS
 from shardwise.dropin.table import TABLE
@@ -92,11 +93,7 @@ def update(text: str) -> str:
     Raises:
         ValueError: the page does not have both markers in this order.
     """
-    before, begin, rest = text.partition(BEGIN)
-    _, end, after = rest.partition(END)
-    if not begin or not end:
-        raise ValueError(f"the page needs a line {BEGIN!r} and after it a line {END!r}")
-    return f"{before}{BEGIN}\n\n{page()}\n{END}{after}"
+    return fill(text, page(), BEGIN, END)
 
 
 if __name__ == "__main__":
