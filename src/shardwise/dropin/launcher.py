@@ -138,3 +138,7 @@ def main(args: list[str] | None = None) -> NoReturn:
     except ShardwiseError as error:
         print(f"deepspeed: error: {error}", file=sys.stderr)
         sys.exit(_USAGE_ERROR if isinstance(error, CommandLineError) else 1)
+
+
+if __name__ == "__main__":
+    main()
