@@ -7,6 +7,7 @@ import importlib
 import logging
 import os
 import pkgutil
+import re
 from pathlib import Path
 from typing import Any
 
@@ -26,9 +27,10 @@ from shardwise.dropin.adapters import (
     groups,
     helpers,
     logs,
+    operators,
     optimizers,
 )
-from shardwise.errors import ConfigError, UsageError
+from shardwise.errors import ConfigError, NotBuiltError, UsageError
 from shardwise.utils.logging import logger as ours
 from shardwise.zero import leaves
 from shardwise.zero.gathered import GatheredParameters
@@ -386,3 +388,23 @@ def test_helpers(tmp_path: Path) -> None:
     assert helpers.get_torch_optimizer(Wrapper()) is made is helpers.get_torch_optimizer(made)
     with pytest.raises(TypeError):
         helpers.get_torch_optimizer(3)
+
+
+def test_builders_say_what_works_here(caplog: pytest.LogCaptureFixture) -> None:
+    working = {name for name, builder in operators.ALL_OPS.items() if builder.is_compatible()}
+    assert working == {"cpu_adam", "cpu_adagrad", "cpu_lion", "fused_adam", "fused_lamb", "fused_lion"}
+    for name, builder in operators.ALL_OPS.items():
+        assert builder.name == builder.NAME == name
+        if name in working:
+            done_by = builder.load()
+            assert done_by.__name__ == builder.home
+            continue
+        with pytest.raises(NotBuiltError, match=re.escape(f"{type(builder).__name__}().load(): {builder.reason}")):
+            builder.load()
+        assert builder.reason and not builder.is_compatible(verbose=True)
+        assert f"{type(builder).__name__}: {builder.reason}" in caplog.text
+    device = accelerator.Accelerator("cpu")
+    assert type(device.create_op_builder("CPUAdamBuilder")) is device.get_op_builder("CPUAdamBuilder")
+    assert device.get_op_builder("Nothing") is None
+    with pytest.raises(UsageError, match="no builder of operators is called 'CPUAdam'; there are AsyncIOBuilder"):
+        device.create_op_builder("CPUAdam")

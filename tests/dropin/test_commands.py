@@ -5,6 +5,7 @@ from __future__ import annotations
 import importlib
 import json
 import os
+import re
 import subprocess
 import sys
 from pathlib import Path
@@ -203,6 +204,11 @@ def test_the_doctor_says_which_one_is_active(
     assert told["ok"] is (code == 0) and [entry["kind"] for entry in told["deepspeed"]] == [f.kind for f in found]
 
 
-def test_ds_report_is_the_doctor(capsys: pytest.CaptureFixture[str]) -> None:
+def test_ds_report_is_the_doctor_and_a_list_of_operators(capsys: pytest.CaptureFixture[str]) -> None:
     assert report(["--hide_operator_status"]) == 0
     assert capsys.readouterr().out.startswith("shardwise")
+    assert report(["--hide_errors_and_warnings"]) == 0
+    shown = capsys.readouterr().out
+    assert re.search(r"^  cpu_adam +\[OKAY\]$", shown, re.M) and re.search(r"^  sparse_attn +\[NO\]$", shown, re.M)
+    assert report([]) == 0
+    assert re.search(r"^  async_io +\[NO\] +\(offload to the host", capsys.readouterr().out, re.M)

@@ -128,7 +128,7 @@ def subject(path: str) -> Any:
     if name == "DeepSpeedAccelerator":
         return importlib.import_module("deepspeed").get_accelerator()
     cls = getattr(importlib.import_module(parent.replace("deepspeed.zero", "deepspeed.runtime.zero")), name)
-    return cls() if name == "CommsLogger" else cls
+    return cls() if name in ("CommsLogger", "CPUAdamBuilder") else cls
 
 
 @pytest.mark.parametrize("path", sorted(MEMBERS))

@@ -6,13 +6,11 @@ sharded and not here.
 
 from __future__ import annotations
 
-from shardwise.dropin import table
-from shardwise.dropin.entries import Entry, absent, joined, members
+from shardwise.absent import ENGINE, OPS
+from shardwise.dropin.entries import Absent, Entry, absent, joined, members
 
 PARAMETER = "a released parameter of ZeRO stage 3"
 
-_LOADERS = "pass training_data to initialize(), or make a shardwise.data.EngineDataLoader"
-_REDUCES = "gradients are reduced while backward() runs, nothing is left to be called"
 _NO_STATE = "nothing is attached to parameters: GatheredParameters and the engine move values"
 
 MEMBERS: dict[str, dict[str, Entry]] = {
@@ -43,6 +41,8 @@ MEMBERS: dict[str, dict[str, Entry]] = {
             "get_batch_info()",
             "compile(backend=..., compile_kwargs=None, schedule=None, compiled_autograd_enabled=False)",
             "empty_partition_cache()",
+            "deepspeed_io(dataset, batch_size=None, route='train', pin_memory=True, data_sampler=None, "
+            "collate_fn=None, num_local_io_workers=None)",
             "destroy()",
         ),
         # checkpoints
@@ -95,33 +95,7 @@ MEMBERS: dict[str, dict[str, Entry]] = {
         members("eigenvalue_enabled eigenvalue_verbose eigenvalue_max_iter eigenvalue_tol eigenvalue_stability"),
         members("eigenvalue_gas_boundary_resolution eigenvalue_layer_name eigenvalue_layer_num quantize_training"),
         members("elasticity_enabled is_elastic_model_parallel_supported"),
-        absent("DeepSpeedConfig(engine.config) reads it as a whole", "_config"),
-        absent("engine.last_load says what was loaded", "loaded_checkpoint_dp_world_size"),
-        absent("engine.last_load says what was loaded", "loaded_checkpoint_mp_world_size"),
-        absent(table.MOE, "expert_parallel_group expert_data_parallel_group gate_modules moe_layers"),
-        absent(table.MOE, "load_moe_state_dict"),
-        absent(table.PROFILER, "timers tput_timer flops_profiler get_wall_clock_timers print_forward_breakdown"),
-        absent(table.MONITOR, "monitor summary_events"),
-        absent("checkpoints have no exchangeable engines", "checkpoint_engine"),
-        absent(table.COMPRESS, "compression_scheduler quantizer"),
-        absent(table.DATA, "progressive_layer_drop curriculum_scheduler_legacy random_ltd_scheduler get_pld_theta"),
-        absent(table.DATA, "set_data_post_process_func set_custom_curriculum_learning_schedule random_ltd_initialize"),
-        absent("losses are the script's", "losses"),
-        absent(table.FILES, "save_zero_checkpoint save_non_zero_checkpoint"),
-        absent("several backward passes before one reduction are gradient accumulation", "coalesce_grad_reduction"),
-        absent(_REDUCES, "allreduce_gradients clip_fp32_gradients allreduce_bucket allreduce_and_copy"),
-        absent(_REDUCES, "allreduce_no_retain buffered_allreduce_fallback sparse_allreduce sparse_allreduce_bucket"),
-        absent(_REDUCES, "sparse_allreduce_no_retain sparse_all_gather all_gather_scalar"),
-        absent(_LOADERS, "deepspeed_io is_map_style_dataset is_iterable_style_dataset"),
-        absent(table.COMPILER, "get_compile_time register_compile_pass is_deepcompile_enabled"),
-        absent(table.COMPILER, "is_deepcompile_active get_deepspeed_compile_backend get_deepcompile_backend"),
-        absent(table.COMPILER, "get_autosp_backend get_autotp_backend compile_zero_optimization_stage"),
-        absent(table.COMPILER, "uses_parallelization_pass_only"),
-        absent(table.OFFLOAD, "offload_states reload_states"),
-        absent("printing the engine's state is not built yet (engine.memory_report() has its memory)", "dump_state"),
-        absent("control of garbage collection is not built yet", "collect_python_gc"),
-        absent(table.INNER, "get_optimizer_configuration is_first_weights_partition_group"),
-        absent(table.SEQUENCE, "get_sequence_parallel_group"),
+        {name: Absent(reason) for name, reason in ENGINE.items()},
     ),
     "deepspeed.accelerator.DeepSpeedAccelerator": joined(
         members("is_synchronized_device use_host_timers resolves_data_dependency handles_memory_backpressure"),
@@ -135,7 +109,8 @@ MEMBERS: dict[str, dict[str, Entry]] = {
         members("create_graph capture_to_graph replay_graph BFloat16Tensor ByteTensor DoubleTensor FloatTensor"),
         members("HalfTensor IntTensor LongTensor pin_memory unpin_memory is_pinned on_accelerator export_envs"),
         members("visible_devices_envs set_visible_devices_envs get_compile_backend set_compile_backend"),
-        absent(table.OPS, "op_builder_dir create_op_builder get_op_builder build_extension"),
+        members("create_op_builder(class_name)", "get_op_builder(class_name)"),
+        absent(OPS, "op_builder_dir build_extension"),
         absent("there are no kernels of Triton's", "prefer_triton_grouped_mm"),
     ),
     "deepspeed.utils.comms_logging.CommsLogger": joined(
@@ -143,6 +118,7 @@ MEMBERS: dict[str, dict[str, Entry]] = {
         members("stop_profiling_op(op_name_list)", "append get_raw_data has_data reset_data get_operation_names"),
         members("get_total_operations get_operation_summary(operation_name)", "log_all"),
     ),
+    "deepspeed.ops.op_builder.CPUAdamBuilder": members("NAME name is_compatible(verbose=False)", "load(verbose=True)"),
     "deepspeed.runtime.lr_schedules.WarmupLR": members("get_lr get_last_lr step state_dict load_state_dict"),
     "deepspeed.zero.ZeroParamStatus": members("AVAILABLE NOT_AVAILABLE INFLIGHT"),
     "deepspeed.runtime.zero.config.ZeroStageEnum": members("disabled optimizer_states gradients weights max_stage"),

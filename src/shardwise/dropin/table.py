@@ -8,36 +8,33 @@ docs/compatibility.md is made from this.
 
 from __future__ import annotations
 
+from shardwise.absent import (
+    AUTOTUNER,
+    COMPILER,
+    COMPRESS,
+    DATA,
+    ELASTIC,
+    FILES,
+    HYBRID,
+    INFERENCE,
+    INNER,
+    LAYERS,
+    LINEAR,
+    MESH,
+    MOE,
+    MONITOR,
+    OFFLOAD,
+    OPS,
+    PIPELINE,
+    PROFILER,
+    RECOMPUTE,
+    SEQUENCE,
+    SPARSE,
+    TENSOR,
+    TILED,
+    UNIVERSAL,
+)
 from shardwise.dropin.entries import Entry, absent, classes, functions, joined, modules, values
-
-# Features that are not built yet.
-PIPELINE = "pipeline parallelism is not built yet"
-RECOMPUTE = "activation checkpointing by configuration is not built yet (use torch.utils.checkpoint)"
-MOE = "mixture of experts is not built yet"
-TENSOR = "tensor parallelism is not built yet"
-SEQUENCE = "sequence parallelism is not built yet"
-INFERENCE = "inference is not built yet"
-MONITOR = "monitors are not built yet"
-PROFILER = "profilers and timers are not built yet"
-AUTOTUNER = "the autotuner is not built yet"
-SPARSE = "sparse attention is not built yet"
-ELASTIC = "elastic batch sizes are not built yet (`shardwise run --max-restarts` restarts a job with fewer processes)"
-COMPRESS = "compression of models (pruning, quantisation) is not built yet"
-OFFLOAD = "offload to the host and to disk is not built yet"
-HYBRID = "the hybrid engine is not built yet"
-DATA = "data efficiency (curriculum, random layer-token dropping, data analysis) is not built yet"
-UNIVERSAL = "the universal checkpoint format is not built yet (checkpoints here fit any layout as they are)"
-LAYERS = "fused layers are not built yet"
-COMPILER = "compiler passes are not built yet"
-LINEAR = "LoRA and quantised linear layers are not built yet"
-MACHINES = "starting processes on other machines is not built yet"
-MESH = "meshes of several dimensions are not built yet"
-LOCAL = "access to one rank's part of a parameter is not built yet (safe_get_full_* give whole values)"
-TILED = "tiled linear layers are not built yet"
-# What will not come.
-OPS = "there are no operators to build: every feature has a way in plain torch"
-INNER = "an inner part of DeepSpeed that has no counterpart: all ZeRO stages are one code path here, without wrappers"
-FILES = "checkpoints here are no pickle files of this form (`shardwise.checkpoint` reads and writes them)"
 
 _API = "shardwise.comm.api"
 _ADAPT = "shardwise.dropin.adapters"
@@ -229,12 +226,14 @@ _DEBUG = joined(
         "safe_set_full_optimizer_state",
         "safe_get_full_grad",
         "safe_set_full_grad",
+        "safe_get_local_fp32_param",
+        "safe_set_local_fp32_param",
+        "safe_get_local_optimizer_state",
+        "safe_set_local_optimizer_state",
+        "safe_get_local_grad",
+        "safe_set_local_grad",
     ),
-    absent(
-        LOCAL,
-        "safe_get_local_fp32_param safe_set_local_fp32_param safe_get_local_grad safe_set_local_grad "
-        "safe_get_local_optimizer_state safe_set_local_optimizer_state safe_update_full_grad_vectorized",
-    ),
+    absent("safe_get_full_grad and safe_set_full_grad change gradients one by one", "safe_update_full_grad_vectorized"),
     absent(
         INNER,
         "get_full_hp_param set_full_hp_param get_full_hp_grad set_full_hp_grad get_hp_fragment_mapping "
@@ -403,7 +402,7 @@ TABLE: dict[str, dict[str, Entry]] = {
         ),
     ),
     "deepspeed.runtime.config_utils": classes("shardwise.config.schema", "DeepSpeedConfigModel = Section"),
-    "deepspeed.runtime.constants": values(f"{_ADAPT}.constants", "ROUTE_TRAIN"),
+    "deepspeed.runtime.constants": values(f"{_ADAPT}.constants", "ROUTE_TRAIN", "ROUTE_EVAL", "ROUTE_PREDICT"),
     "deepspeed.runtime.dataloader": joined(_LOADER, _REPEATING),
     "deepspeed.runtime.lr_schedules": joined(
         classes(
@@ -563,16 +562,24 @@ TABLE: dict[str, dict[str, Entry]] = {
         "FusedLamb(params, lr=1e-3, bias_correction=True, betas=(0.9, 0.999), eps=1e-8, eps_inside_sqrt=False, "
         "weight_decay=0.0, max_grad_norm=0.0, max_coeff=10.0, min_coeff=0.01, amsgrad=False) = Lamb",
     ),
-    "deepspeed.ops.aio": absent(OFFLOAD, "AsyncIOBuilder"),
-    "deepspeed.ops.op_builder": absent(
-        OPS,
-        "AsyncIOBuilder CPUAdagradBuilder CPUAdamBuilder CPULionBuilder DeepCompileBuilder EvoformerAttnBuilder "
-        "FPQuantizerBuilder FusedAdamBuilder FusedLambBuilder FusedLionBuilder GDSBuilder InferenceCoreBuilder "
-        "InferenceCutlassBuilder PinMemoryBuilder QuantizerBuilder RaggedOpsBuilder RaggedUtilsBuilder "
-        "RandomLTDBuilder SparseAttnBuilder SpatialInferenceBuilder StochasticTransformerBuilder TransformerBuilder "
-        "InferenceBuilder UtilsBuilder OpBuilder get_default_compute_capabilities __deepspeed__",
+    "deepspeed.ops.aio": classes(f"{_ADAPT}.operators", "AsyncIOBuilder"),
+    "deepspeed.ops.op_builder": joined(
+        classes(
+            f"{_ADAPT}.operators",
+            "OpBuilder",
+            *(
+                f"{name}Builder"
+                for name in (
+                    *("AsyncIO", "CPUAdagrad", "CPUAdam", "CPULion", "DeepCompile", "EvoformerAttn", "FPQuantizer"),
+                    *("FusedAdam", "FusedLamb", "FusedLion", "GDS", "Inference", "InferenceCore", "InferenceCutlass"),
+                    *("PinMemory", "Quantizer", "RaggedOps", "RaggedUtils", "RandomLTD", "SparseAttn"),
+                    *("SpatialInference", "StochasticTransformer", "Transformer", "Utils"),
+                )
+            ),
+        ),
+        absent(OPS, "get_default_compute_capabilities __deepspeed__"),
     ),
-    "deepspeed.ops.op_builder.all_ops": absent(OPS, "ALL_OPS"),
+    "deepspeed.ops.op_builder.all_ops": values(f"{_ADAPT}.operators", "ALL_OPS"),
     "deepspeed.ops.sparse_attention": absent(
         SPARSE,
         "SparsityConfig DenseSparsityConfig FixedSparsityConfig VariableSparsityConfig BigBirdSparsityConfig "

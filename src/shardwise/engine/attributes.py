@@ -1,13 +1,15 @@
-"""Facts about an engine that existing training scripts and frameworks read."""
+"""Facts about an engine that existing training scripts and frameworks read, and the loader it makes for them."""
 
 from __future__ import annotations
 
+from collections.abc import Callable, Iterable
 from typing import TYPE_CHECKING, Any
 
 import torch
 import torch.distributed as dist
 
 from shardwise.config.compression import sends_values
+from shardwise.data import EngineDataLoader
 from shardwise.errors import UsageError
 from shardwise.precision.autocast import autocast_dtype, described
 from shardwise.precision.dtypes import parse_dtype
@@ -19,6 +21,9 @@ if TYPE_CHECKING:
     from shardwise.zero.model import ShardedModel
 
 
+ROUTES = ("train", "eval", "predict")
+
+
 class Attributes:
     """Mixin of `Engine`: read-only facts, each derived from what the engine is made of."""
 
@@ -27,6 +32,7 @@ class Attributes:
     sharded: ShardedModel
     optimizer: torch.optim.Optimizer | None
     global_steps: int
+    device: torch.device
 
     sequence_parallel_size = 1
     mp_world_size = 1
@@ -35,6 +41,50 @@ class Attributes:
     enable_backward_allreduce = True
     mesh_device = None
     num_experts: tuple[int, ...] = ()
+
+    def deepspeed_io(
+        self,
+        dataset: Any,
+        batch_size: int | None = None,
+        route: str = "train",
+        pin_memory: bool = True,
+        data_sampler: Iterable[Any] | None = None,
+        collate_fn: Callable[[list[Any]], Any] | None = None,
+        num_local_io_workers: int | None = None,
+    ) -> EngineDataLoader:
+        """Return a loader of this rank's share of a data set, as `initialize(training_data=...)` makes one.
+
+        Its position is not a part of checkpoints, other than that of `engine.training_dataloader`.
+
+        Args:
+            dataset: a map-style or iterable dataset.
+            batch_size: samples in a batch of this rank; None: train_micro_batch_size_per_gpu.
+            route: what it is for; "train" shuffles a map-style dataset without a sampler, "eval" and "predict" keep
+                its order.
+            pin_memory: pin batches for a CUDA device; there is nothing to pin for a CPU.
+            data_sampler: gives this rank's indices.
+            collate_fn: makes a batch from a list of samples.
+            num_local_io_workers: processes that fetch ahead; None: none.
+
+        Raises:
+            UsageError: an unknown route.
+            ConfigError: the settings contradict each other or the dataset, or no batch comes out.
+        """
+        if route not in ROUTES:
+            raise UsageError(f"deepspeed_io(route={route!r}): expected one of {', '.join(ROUTES)}")
+        micro = self._resolution.config.train_micro_batch_size_per_gpu
+        return EngineDataLoader(
+            dataset,
+            batch_size=int(micro or 1) if batch_size is None else batch_size,
+            rank=self._comm.rank,
+            world_size=self._comm.world,
+            collate_fn=collate_fn,
+            data_sampler=data_sampler,
+            shuffle=route == "train",
+            drop_last=self._resolution.config.dataloader_drop_last,
+            num_workers=num_local_io_workers or 0,
+            device=self.device if pin_memory else None,
+        )
 
     @property
     def ledger(self) -> Ledger:

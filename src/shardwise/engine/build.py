@@ -231,22 +231,11 @@ def _build(
             wires=wires,
         )
 
-    loader = None
-    if training_data is not None:
-        loader = EngineDataLoader(
-            training_data,
-            batch_size=int(settings.train_micro_batch_size_per_gpu or 1),
-            rank=comm.rank,
-            world_size=comm.world,
-            collate_fn=collate_fn,
-            drop_last=settings.dataloader_drop_last,
-        )
     engine = Engine(
         module=model,
         sharded=sharded,
         optimizer=optimizer,
         lr_scheduler=scheduler,
-        training_dataloader=loader,
         resolution=resolution,
         comm=comm,
         device=device,
@@ -258,11 +247,13 @@ def _build(
         mpu=mpu,
     )
     engine_box.append(engine)
+    if training_data is not None:
+        engine.training_dataloader = engine.deepspeed_io(training_data, collate_fn=collate_fn)
     # Signals that come from here on find a whole engine.
     engine._guard_against_faults()
     if engine.global_rank == 0 and optimizer is not None:
         logger.info("precision: %s", engine.precision_in_words())
-    return engine, optimizer, loader, scheduler
+    return engine, optimizer, engine.training_dataloader, scheduler
 
 
 def _config_source(args: Any, config: Any, config_params: Any) -> Any:

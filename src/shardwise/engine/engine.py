@@ -15,6 +15,8 @@ from typing import TYPE_CHECKING, Any
 import torch
 from torch import nn
 
+from shardwise._version import __version__
+from shardwise.absent import ENGINE
 from shardwise.checkpoint.agree import exchange
 from shardwise.comm.communicator import Communicator
 from shardwise.compat import never_compiled
@@ -30,7 +32,7 @@ from shardwise.engine.memory import MemoryReporting
 from shardwise.engine.overflows import explain_overflow
 from shardwise.engine.scaling import cast_floats, checks_overflow, computes_norm, scale_gradients_of
 from shardwise.engine.window import FACTS, Weight, Window, check_mixed, checked_weight, reference_for
-from shardwise.errors import SyncError, UsageError
+from shardwise.errors import AbsentAttributeError, SyncError, UsageError
 from shardwise.memory import Accountant, Call, is_out_of_memory
 from shardwise.precision.autocast import autocast, autocast_dtype
 from shardwise.precision.norms import combine
@@ -116,7 +118,6 @@ class Engine(Attributes, BatchSizes, ConfigGetters, Interchange, FaultTolerance,
         sharded: ShardedModel,
         optimizer: torch.optim.Optimizer | None,
         lr_scheduler: Any,
-        training_dataloader: EngineDataLoader | None,
         resolution: Resolution,
         comm: Communicator,
         device: torch.device,
@@ -134,7 +135,7 @@ class Engine(Attributes, BatchSizes, ConfigGetters, Interchange, FaultTolerance,
         self.client_optimizer = client_optimizer
         self.client_lr_scheduler = client_lr_scheduler
         self.lr_scheduler = lr_scheduler
-        self.training_dataloader = training_dataloader
+        self.training_dataloader: EngineDataLoader | None = None
         self.accountant = accountant
         self.device = device
         self.local_rank = local_rank
@@ -184,6 +185,9 @@ class Engine(Attributes, BatchSizes, ConfigGetters, Interchange, FaultTolerance,
                     return getattr(module, name)
                 except AttributeError:
                     pass
+            reason = ENGINE.get(name)
+            if reason is not None:
+                raise AbsentAttributeError(f"engine.{name} is not in shardwise {__version__}: {reason}") from None
             raise AttributeError(f"neither the engine nor its module has an attribute {name!r}") from None
 
     def __getstate__(self) -> Any:

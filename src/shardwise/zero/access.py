@@ -1,8 +1,8 @@
 """Whole gradients, master weights and optimizer state of single parameters, for looking and changing between backward
 and step.
 
-Each function is a collective: every rank of the engine calls it, in the same order. A tensor that no engine owns gives
-None.
+Functions of whole tensors (`full`) are collectives: every rank of the engine calls them, in the same order. Those of
+one rank's part (`local`) are not, but for `safe_set_local_fp32_param`. A tensor that no engine owns gives None.
 """
 
 from __future__ import annotations
@@ -165,6 +165,143 @@ def safe_set_full_optimizer_state(parameter: torch.Tensor, value: torch.Tensor, 
         state.copy_(flat[start:stop])
     if isinstance(model.update, CommunicatedUpdate):
         model.update.state_was_set()
+
+
+def safe_get_local_fp32_param(parameter: torch.Tensor) -> torch.Tensor | None:
+    """Return a 1-D copy of this rank's part of a parameter's master weights at stage 3, on its own, without the others.
+
+    It is the part that this rank steps: some consecutive elements, or none, where the whole parameter lies on others.
+
+    Raises:
+        UsageError: parameters are not sharded (stages 0 to 2).
+    """
+    found = _find_local(parameter, "safe_get_local_fp32_param")
+    if found is None:
+        return None
+    model, index = found
+    assert model.update is not None
+    dtype = torch.promote_types(model.section_of(index).master_dtype, torch.float32)
+    return _joined(model, (master.to(dtype) for _, _, master in model.update.master_pieces(index)), dtype)
+
+
+def safe_set_local_fp32_param(parameter: torch.Tensor, value: torch.Tensor) -> None:
+    """Set this rank's part of a parameter's master weights at stage 3, and the parameter with it.
+
+    Every rank calls it, each with its own `value`, of as many elements as `safe_get_local_fp32_param` gives it.
+
+    Raises:
+        UsageError: `value` has another number of elements, or parameters are not sharded.
+    """
+    found = _find_local(parameter, "safe_set_local_fp32_param")
+    if found is None:
+        return
+    model, index = found
+    assert model.update is not None
+    _fill(model, index, [master for _, _, master in model.update.master_pieces(index)], value)
+    model.publish(model.units_of([parameter]))
+
+
+def safe_get_local_grad(parameter: torch.Tensor) -> torch.Tensor | None:
+    """Return a 1-D copy of this rank's part of a gradient at stage 3, as `safe_get_full_grad` has it, or None if there
+    is none yet.
+
+    Raises:
+        UsageError: parameters are not sharded (stages 0 to 2), or gradients have not been reduced yet.
+    """
+    found = _find_local(parameter, "safe_get_local_grad")
+    if found is None:
+        return None
+    model, index = found
+    runs = _local_gradient(model, index, "safe_get_local_grad")
+    if runs is None:
+        return None
+    return _joined(model, runs, model.section_of(index).accumulate_dtype).mul_(model.gradient_factor())
+
+
+def safe_set_local_grad(parameter: torch.Tensor, value: torch.Tensor) -> None:
+    """Set this rank's part of a gradient at stage 3 (as `safe_get_local_grad` gives it); nothing happens before there
+    is one.
+
+    Raises:
+        UsageError: `value` has another number of elements, parameters are not sharded, or gradients have not been
+            reduced yet.
+    """
+    found = _find_local(parameter, "safe_set_local_grad")
+    if found is None:
+        return
+    model, index = found
+    runs = _local_gradient(model, index, "safe_set_local_grad")
+    if runs is not None:
+        _fill(model, index, runs, value / model.gradient_factor())
+
+
+def safe_get_local_optimizer_state(parameter: torch.Tensor, optim_state_key: str) -> torch.Tensor | None:
+    """Return a 1-D copy of this rank's part of an optimizer state at stage 3, or None before the first step.
+
+    Raises:
+        UsageError: parameters are not sharded (stages 0 to 2).
+    """
+    found = _find_local(parameter, "safe_get_local_optimizer_state")
+    if found is None:
+        return None
+    model, index = found
+    assert model.update is not None
+    runs = [state for _, _, state in model.update.state_pieces(index, optim_state_key)]
+    return _joined(model, runs, runs[0].dtype) if runs else None
+
+
+def safe_set_local_optimizer_state(parameter: torch.Tensor, value: torch.Tensor, optim_state_key: str) -> None:
+    """Set this rank's part of an optimizer state at stage 3. Nothing happens before the first step.
+
+    Raises:
+        UsageError: `value` has another number of elements, or parameters are not sharded.
+    """
+    found = _find_local(parameter, "safe_set_local_optimizer_state")
+    if found is None:
+        return
+    model, index = found
+    assert model.update is not None
+    runs = [state for _, _, state in model.update.state_pieces(index, optim_state_key)]
+    if runs:
+        _fill(model, index, runs, value)
+        if isinstance(model.update, CommunicatedUpdate):
+            model.update.state_was_set()
+
+
+def _find_local(parameter: torch.Tensor, what: str) -> tuple[ShardedModel, int] | None:
+    found = _find(parameter)
+    if found is not None and not found[0].plan.shard_parameters:
+        raise UsageError(
+            f"{what}: every rank has whole parameters at stages 0 to 2, and no part of its own; take "
+            f"{what.replace('local', 'full')}"
+        )
+    return found
+
+
+def _local_gradient(model: ShardedModel, index: int, what: str) -> list[torch.Tensor] | None:
+    assert model.reducer is not None
+    if model.reducer.partial:
+        raise UsageError(f"{what}: gradients of this window are not reduced yet; call it after the last micro-batch")
+    runs = model.gradient_runs(index)
+    return None if runs is None else [values for _, _, values in runs]
+
+
+def _joined(model: ShardedModel, runs: Iterable[torch.Tensor], dtype: torch.dtype) -> torch.Tensor:
+    """Copy runs one after the other."""
+    return torch.cat([torch.empty(0, dtype=dtype, device=model.device), *(run.detach() for run in runs)])
+
+
+def _fill(model: ShardedModel, index: int, runs: list[torch.Tensor], value: torch.Tensor) -> None:
+    """Write one value after the other into runs."""
+    held = sum(run.numel() for run in runs)
+    if value.numel() != held:
+        raise UsageError(
+            f"parameter {model.registry[index].name!r}: this rank's part has {held} elements, the given value "
+            f"{value.numel()}"
+        )
+    flat = value.detach().to(model.device).reshape(-1)
+    for run, part in zip(runs, flat.split([run.numel() for run in runs]), strict=True):
+        run.copy_(part)
 
 
 def _checked(model: ShardedModel, index: int, value: torch.Tensor) -> torch.Tensor:

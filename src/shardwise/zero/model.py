@@ -520,10 +520,15 @@ class ShardedModel:
                     found[piece.index][1].append(piece)
         return found
 
-    def publish(self) -> None:
-        """Bring all copies of the values up to date after `value_runs` have been written (all ranks call)."""
+    def publish(self, units: Sequence[Unit] | None = None) -> None:
+        """Bring all copies of the values up to date after `value_runs` have been written (all ranks call).
+
+        Args:
+            units: whose values have been written; None: all.
+        """
         self.gatherer.let_go()
-        for unit in self.units:
+        for unit in self.units if units is None else units:
+            unit.finish_gather()
             if self.update is not None:
                 self.update.publish(unit)
             if unit.state is not UnitState.RELEASED:

@@ -14,6 +14,7 @@ from typing import Any
 
 import torch
 
+from shardwise.dropin.adapters.operators import OpBuilder, create_op_builder, op_builder
 from shardwise.errors import UsageError
 from shardwise.memory import peak_resident_bytes, resident_bytes
 
@@ -304,6 +305,18 @@ class Accelerator:
         if not self._cuda:
             raise UsageError("get_accelerator().replay_graph(): the CPU has no graphs")
         graph.replay()
+
+    def create_op_builder(self, class_name: str) -> OpBuilder:
+        """Return a builder of operators by the name of its class.
+
+        Raises:
+            UsageError: there is no builder of that name.
+        """
+        return create_op_builder(class_name)
+
+    def get_op_builder(self, class_name: str) -> type[OpBuilder] | None:
+        """Return the class of a builder by its name; None if there is no such."""
+        return op_builder(class_name)
 
     def get_compile_backend(self) -> str:
         """Return the backend of torch.compile."""

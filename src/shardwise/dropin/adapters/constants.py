@@ -20,6 +20,8 @@ __all__ = [
     "MUSGD_OPTIMIZER",
     "ONEBIT_ADAM_OPTIMIZER",
     "ONEBIT_LAMB_OPTIMIZER",
+    "ROUTE_EVAL",
+    "ROUTE_PREDICT",
     "ROUTE_TRAIN",
     "TORCH_DISTRIBUTED_DEFAULT_PORT",
     "ZERO_ONE_ADAM_OPTIMIZER",
@@ -56,6 +58,8 @@ DEEPSPEED_OPTIMIZERS = [
 """Names of `optimizer.type` that are not torch's, in lower case."""
 
 ROUTE_TRAIN = "train"
+ROUTE_EVAL = "eval"
+ROUTE_PREDICT = "predict"
 
 HAS_TRITON = False
 """No kernel of Triton's is used."""

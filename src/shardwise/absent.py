@@ -1,0 +1,74 @@
+"""What DeepSpeed has and this version has not, with the reason: the end of a sentence that begins with the name.
+
+The drop-in tells them when such a name is imported, the engine when such a member is used.
+"""
+
+from __future__ import annotations
+
+# Features that are not built yet.
+PIPELINE = "pipeline parallelism is not built yet"
+RECOMPUTE = "activation checkpointing by configuration is not built yet (use torch.utils.checkpoint)"
+MOE = "mixture of experts is not built yet"
+TENSOR = "tensor parallelism is not built yet"
+SEQUENCE = "sequence parallelism is not built yet"
+INFERENCE = "inference is not built yet"
+MONITOR = "monitors are not built yet"
+PROFILER = "profilers and timers are not built yet"
+AUTOTUNER = "the autotuner is not built yet"
+SPARSE = "sparse attention is not built yet"
+ELASTIC = "elastic batch sizes are not built yet (`shardwise run --max-restarts` restarts a job with fewer processes)"
+COMPRESS = "compression of models (pruning, quantisation) is not built yet"
+OFFLOAD = "offload to the host and to disk is not built yet"
+HYBRID = "the hybrid engine is not built yet"
+DATA = "data efficiency (curriculum, random layer-token dropping, data analysis) is not built yet"
+UNIVERSAL = "the universal checkpoint format is not built yet (checkpoints here fit any layout as they are)"
+LAYERS = "fused layers are not built yet"
+COMPILER = "compiler passes are not built yet"
+LINEAR = "LoRA and quantised linear layers are not built yet"
+MACHINES = "starting processes on other machines is not built yet"
+MESH = "meshes of several dimensions are not built yet"
+TILED = "tiled linear layers are not built yet"
+# What will not come.
+OPS = "there are no operators to build: every feature has a way in plain torch"
+INNER = "an inner part of DeepSpeed that has no counterpart: all ZeRO stages are one code path here, without wrappers"
+FILES = "checkpoints here are no pickle files of this form (`shardwise.checkpoint` reads and writes them)"
+
+_LOADERS = "engine.deepspeed_io() takes both kinds of data"
+_REDUCES = "gradients are reduced while backward() runs, nothing is left to be called"
+
+_ENGINE: dict[str, str] = {
+    "DeepSpeedConfig(engine.config) reads it as a whole": "_config",
+    "engine.last_load says what was loaded": "loaded_checkpoint_dp_world_size loaded_checkpoint_mp_world_size",
+    MOE: "expert_parallel_group expert_data_parallel_group gate_modules moe_layers load_moe_state_dict",
+    PROFILER: "timers tput_timer flops_profiler get_wall_clock_timers print_forward_breakdown",
+    MONITOR: "monitor summary_events",
+    "checkpoints have no exchangeable engines": "checkpoint_engine",
+    COMPRESS: "compression_scheduler quantizer",
+    DATA: (
+        "progressive_layer_drop curriculum_scheduler_legacy random_ltd_scheduler get_pld_theta "
+        "set_data_post_process_func set_custom_curriculum_learning_schedule random_ltd_initialize"
+    ),
+    "losses are the script's": "losses",
+    FILES: "save_zero_checkpoint save_non_zero_checkpoint",
+    "several backward passes before one reduction are gradient accumulation": "coalesce_grad_reduction",
+    _REDUCES: (
+        "allreduce_gradients clip_fp32_gradients allreduce_bucket allreduce_and_copy allreduce_no_retain "
+        "buffered_allreduce_fallback sparse_allreduce sparse_allreduce_bucket sparse_allreduce_no_retain "
+        "sparse_all_gather all_gather_scalar"
+    ),
+    _LOADERS: "is_map_style_dataset is_iterable_style_dataset",
+    COMPILER: (
+        "get_compile_time register_compile_pass is_deepcompile_enabled is_deepcompile_active "
+        "get_deepspeed_compile_backend get_deepcompile_backend get_autosp_backend get_autotp_backend "
+        "compile_zero_optimization_stage uses_parallelization_pass_only"
+    ),
+    OFFLOAD: "offload_states reload_states",
+    "printing the engine's state is not built yet (engine.memory_report() has its memory)": "dump_state",
+    "control of garbage collection is not built yet": "collect_python_gc",
+    INNER: "get_optimizer_configuration is_first_weights_partition_group",
+    SEQUENCE: "get_sequence_parallel_group",
+}
+"""Reason -> members of DeepSpeedEngine, separated by spaces."""
+
+ENGINE: dict[str, str] = {name: reason for reason, names in _ENGINE.items() for name in names.split()}
+"""Member of DeepSpeedEngine -> why the engine has none of this name."""

@@ -1,0 +1,120 @@
+"""Builders of operators, which have nothing to build: each says whether the work of its operator is done here, and by
+which module.
+
+Scripts ask `CPUAdamBuilder().is_compatible()` before they use what the operator is for, and call `load()` to have it
+compiled in good time. So a builder is compatible where the feature works, on any machine and without a compiler.
+"""
+
+from __future__ import annotations
+
+import importlib
+import logging
+from types import ModuleType
+from typing import ClassVar
+
+from shardwise import absent
+from shardwise.errors import NotBuiltError, UsageError
+
+_logger = logging.getLogger("shardwise")
+
+
+class OpBuilder:
+    """Base of the builders.
+
+    Attributes:
+        NAME: what the operator is called.
+        home: module of shardwise that does its work; None if none does.
+        reason: why none does.
+    """
+
+    NAME: ClassVar[str] = ""
+    home: ClassVar[str | None] = None
+    reason: ClassVar[str] = "it is the base of the builders"
+
+    @property
+    def name(self) -> str:
+        """What the operator is called."""
+        return self.NAME
+
+    def is_compatible(self, verbose: bool = False) -> bool:
+        """Whether what the operator is for works here.
+
+        Args:
+            verbose: log the reason if it does not.
+        """
+        if self.home is None and verbose:
+            _logger.warning("%s: %s", type(self).__name__, self.reason)
+        return self.home is not None
+
+    def load(self, verbose: bool = True) -> ModuleType:
+        """Return the module of shardwise that does the operator's work; it has its own functions, not the operator's.
+
+        Raises:
+            NotBuiltError: there is none.
+        """
+        if self.home is None:
+            raise NotBuiltError(f"{type(self).__name__}().load(): {self.reason}.")
+        return importlib.import_module(self.home)
+
+
+def _builder(cls: str, name: str, home: str | None, reason: str) -> type[OpBuilder]:
+    text = f"The operator {name!r}: {f'`{home}` does its work' if home else reason}."
+    return type(
+        cls, (OpBuilder,), {"NAME": name, "home": home, "reason": reason, "__doc__": text, "__module__": __name__}
+    )
+
+
+def _done(cls: str, name: str, home: str) -> type[OpBuilder]:
+    return _builder(cls, name, home, "")
+
+
+def _missing(cls: str, name: str, reason: str) -> type[OpBuilder]:
+    return _builder(cls, name, None, reason)
+
+
+CPUAdamBuilder = _done("CPUAdamBuilder", "cpu_adam", "shardwise.optim.adam")
+CPUAdagradBuilder = _done("CPUAdagradBuilder", "cpu_adagrad", "shardwise.optim.adagrad")
+CPULionBuilder = _done("CPULionBuilder", "cpu_lion", "shardwise.optim.lion")
+FusedAdamBuilder = _done("FusedAdamBuilder", "fused_adam", "shardwise.optim.adam")
+FusedLambBuilder = _done("FusedLambBuilder", "fused_lamb", "shardwise.optim.lamb")
+FusedLionBuilder = _done("FusedLionBuilder", "fused_lion", "shardwise.optim.lion")
+AsyncIOBuilder = _missing("AsyncIOBuilder", "async_io", absent.OFFLOAD)
+GDSBuilder = _missing("GDSBuilder", "gds", absent.OFFLOAD)
+PinMemoryBuilder = _missing("PinMemoryBuilder", "pin_memory", absent.OFFLOAD)
+SparseAttnBuilder = _missing("SparseAttnBuilder", "sparse_attn", absent.SPARSE)
+RandomLTDBuilder = _missing("RandomLTDBuilder", "random_ltd", absent.DATA)
+EvoformerAttnBuilder = _missing("EvoformerAttnBuilder", "evoformer_attn", absent.LAYERS)
+TransformerBuilder = _missing("TransformerBuilder", "transformer", absent.LAYERS)
+StochasticTransformerBuilder = _missing("StochasticTransformerBuilder", "stochastic_transformer", absent.LAYERS)
+DeepCompileBuilder = _missing("DeepCompileBuilder", "dc", absent.COMPILER)
+FPQuantizerBuilder = _missing("FPQuantizerBuilder", "fp_quantizer", absent.LINEAR)
+QuantizerBuilder = _missing("QuantizerBuilder", "quantizer", absent.COMPRESS)
+InferenceBuilder = _missing("InferenceBuilder", "transformer_inference", absent.INFERENCE)
+InferenceCoreBuilder = _missing("InferenceCoreBuilder", "inference_core_ops", absent.INFERENCE)
+InferenceCutlassBuilder = _missing("InferenceCutlassBuilder", "cutlass_ops", absent.INFERENCE)
+RaggedOpsBuilder = _missing("RaggedOpsBuilder", "ragged_device_ops", absent.INFERENCE)
+RaggedUtilsBuilder = _missing("RaggedUtilsBuilder", "ragged_ops", absent.INFERENCE)
+SpatialInferenceBuilder = _missing("SpatialInferenceBuilder", "spatial_inference", absent.INFERENCE)
+UtilsBuilder = _missing("UtilsBuilder", "utils", "tensors are flattened by torch itself")
+
+ALL_OPS: dict[str, OpBuilder] = {cls.NAME: cls() for cls in OpBuilder.__subclasses__()}
+"""Name of an operator -> its builder."""
+
+_BY_CLASS = {type(builder).__name__: type(builder) for builder in ALL_OPS.values()}
+
+
+def op_builder(class_name: str) -> type[OpBuilder] | None:
+    """Return the class of a builder by its name; None if there is no such."""
+    return _BY_CLASS.get(class_name)
+
+
+def create_op_builder(class_name: str) -> OpBuilder:
+    """Return a builder by the name of its class.
+
+    Raises:
+        UsageError: there is no builder of that name.
+    """
+    found = op_builder(class_name)
+    if found is None:
+        raise UsageError(f"no builder of operators is called {class_name!r}; there are {', '.join(sorted(_BY_CLASS))}")
+    return found()

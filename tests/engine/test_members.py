@@ -1,0 +1,76 @@
+"""Members that scripts written for DeepSpeed use: loaders, and what is said of those that are not there."""
+
+from __future__ import annotations
+
+import re
+
+import pytest
+import torch
+import torch.distributed as dist
+
+import shardwise
+from shardwise._version import __version__
+from shardwise.absent import ENGINE
+from shardwise.errors import AbsentAttributeError, ConfigError, UsageError
+from tests.harness import run_ranks
+
+SETTINGS = {"train_micro_batch_size_per_gpu": 2, "optimizer": {"type": "AdamW"}}
+
+
+def loaders() -> None:
+    rank, data = dist.get_rank(), torch.arange(12.0).view(12, 1)
+    engine, _, made, _ = shardwise.initialize(model=torch.nn.Linear(1, 1), config=SETTINGS, training_data=data)
+    assert made is engine.training_dataloader
+    given = [batch.flatten().tolist() for batch in engine.deepspeed_io(data)]
+    assert given == [batch.flatten().tolist() for batch in made]  # the same order, this rank's share, two at a time
+    flat = [value for batch in given for value in batch]
+    assert [len(batch) for batch in given] == [2, 2, 2] and flat != sorted(flat)
+    everything: list[list[float]] = [[], []]
+    dist.all_gather_object(everything, flat)
+    assert sorted([*everything[0], *everything[1]]) == data.flatten().tolist()
+    for route in ("eval", "predict"):
+        batches = list(engine.deepspeed_io(data, batch_size=3, route=route))
+        assert [batch.flatten().tolist() for batch in batches] == [
+            [rank, rank + 2, rank + 4],
+            [rank + 6, rank + 8, rank + 10],
+        ]
+    own = engine.deepspeed_io(data, 4, data_sampler=range(rank, 4 + rank), collate_fn=len, num_local_io_workers=0)
+    assert list(own) == [4]
+    with pytest.raises(UsageError, match=r"deepspeed_io\(route='test'\): expected one of train, eval, predict"):
+        engine.deepspeed_io(data, route="test")
+    with pytest.raises(ConfigError, match="iterable"):
+        engine.deepspeed_io(Stream(), data_sampler=range(2))
+    engine.destroy()
+
+
+class Stream(torch.utils.data.IterableDataset[int]):
+    def __iter__(self):  # type: ignore[no-untyped-def]
+        return iter(range(4))
+
+
+def test_loaders() -> None:
+    run_ranks(loaders, 2)
+
+
+def absences() -> None:
+    engine, *_ = shardwise.initialize(model=torch.nn.Linear(1, 1), config=SETTINGS)
+    for name, reason in ENGINE.items():
+        assert not hasattr(engine, name)
+        with pytest.raises(
+            AbsentAttributeError, match=re.escape(f"engine.{name} is not in shardwise {__version__}: {reason}")
+        ):
+            getattr(engine, name)
+    with pytest.raises(AttributeError, match="neither the engine nor its module has an attribute 'nothing'") as error:
+        _ = engine.nothing
+    assert not isinstance(error.value, AbsentAttributeError)
+    engine.destroy()
+    # A module's own attribute of such a name is the module's.
+    module = torch.nn.Linear(1, 1)
+    module.losses = [1.0]  # type: ignore[assignment]
+    engine, *_ = shardwise.initialize(model=module, config=SETTINGS)
+    assert engine.losses == [1.0]
+    engine.destroy()
+
+
+def test_absences() -> None:
+    run_ranks(absences, 1)

@@ -1,0 +1,143 @@
+"""One rank's part of weights, gradients and optimizer state at stage 3: the parts of all ranks are the whole."""
+
+from __future__ import annotations
+
+from typing import Any
+
+import pytest
+import torch
+import torch.distributed as dist
+
+import shardwise
+from shardwise import utils
+from shardwise.errors import UsageError
+from tests.harness import run_ranks
+from tests.models import CASES
+
+CASE = CASES["odd_mlp"]
+ADAM = {"type": "AdamW", "params": {"lr": 1e-2}}
+
+
+def start(stage: int = 3, precision: str = "fp32", keep: int = 0) -> Any:
+    zero = {"stage": stage, "stage3_param_persistence_threshold": keep}
+    config: dict[str, Any] = {"train_micro_batch_size_per_gpu": 2, "optimizer": ADAM, "zero_optimization": zero}
+    if precision == "bf16":
+        config["bf16"] = {"enabled": True}
+    torch.manual_seed(0)
+    return shardwise.initialize(model=CASE.make(), config=config)[0]
+
+
+def backward(engine: Any, step: int) -> None:
+    dtype = next(engine.module.parameters()).dtype
+    engine.backward(CASE.loss(engine, CASE.data(step, dist.get_rank(), 0, dtype)))
+
+
+def joined(part: torch.Tensor) -> torch.Tensor:
+    """Put the parts of all ranks together."""
+    parts: list[Any] = [None] * dist.get_world_size()
+    dist.all_gather_object(parts, part)
+    return torch.cat(parts)
+
+
+def parts_are_the_whole(precision: str) -> None:
+    engine = start(precision=precision)
+    parameters = [p for p in engine.module.parameters() if p.numel()]
+    assert all(utils.safe_get_local_optimizer_state(p, "exp_avg") is None for p in parameters)
+    assert all(utils.safe_get_local_grad(p) is None for p in parameters)
+    for step in range(2):
+        backward(engine, step)
+        seen = 0
+        for parameter in parameters:
+            part, whole = utils.safe_get_local_grad(parameter), utils.safe_get_full_grad(parameter)
+            assert part.dim() == 1 and torch.equal(joined(part), whole.reshape(-1))
+            seen += bool(whole.any())
+        assert seen == len(parameters) - 1  # one is not used
+        engine.step()
+        held = 0
+        for parameter in parameters:
+            part, whole = utils.safe_get_local_fp32_param(parameter), utils.safe_get_full_fp32_param(parameter)
+            assert part.dtype is torch.float32 and torch.equal(joined(part), whole.reshape(-1))
+            held += part.numel()
+            state, whole = (f(parameter, "exp_avg_sq") for f in (get_local_state, utils.safe_get_full_optimizer_state))
+            assert torch.equal(joined(state), whole.reshape(-1))
+        assert held < sum(p.numel() for p in parameters)
+    engine.destroy()
+
+
+def get_local_state(parameter: torch.Tensor, key: str) -> torch.Tensor:
+    found = utils.safe_get_local_optimizer_state(parameter, key)
+    dtypes: list[Any] = [None] * dist.get_world_size()
+    dist.all_gather_object(dtypes, None if found is None else found.dtype)
+    # A rank that steps nothing of a parameter keeps no state for it.
+    return torch.empty(0, dtype=next(d for d in dtypes if d is not None)) if found is None else found
+
+
+@pytest.mark.parametrize("precision", ["fp32", "bf16"])
+@pytest.mark.parametrize("world", [2, 3])
+def test_parts_are_the_whole(world: int, precision: str) -> None:
+    run_ranks(parts_are_the_whole, world, precision)
+
+
+def parts_are_set(precision: str, keep: int) -> None:
+    """An engine whose parts are set trains as one whose whole tensors are set to the same."""
+    engines = [start(precision=precision, keep=keep) for _ in range(2)]
+    for step in range(3):
+        for engine in engines:
+            backward(engine, step)
+        for ours, theirs in zip(*(engine.module.parameters() for engine in engines), strict=True):
+            part = utils.safe_get_local_grad(ours)
+            utils.safe_set_local_grad(ours, part * 0.5 + 0.25)
+            utils.safe_set_full_grad(theirs, utils.safe_get_full_grad(theirs) * 0.5 + 0.25)
+            assert torch.equal(utils.safe_get_full_grad(ours), utils.safe_get_full_grad(theirs))
+        for engine in engines:
+            engine.step()
+        for ours, theirs in zip(*(engine.module.parameters() for engine in engines), strict=True):
+            utils.safe_set_local_fp32_param(ours, utils.safe_get_local_fp32_param(ours) * 1.5)
+            utils.safe_set_full_fp32_param(theirs, utils.safe_get_full_fp32_param(theirs) * 1.5)
+            part = utils.safe_get_local_optimizer_state(ours, "exp_avg")
+            if part is not None:
+                utils.safe_set_local_optimizer_state(ours, part + 0.125, "exp_avg")
+            if theirs.numel():
+                state = utils.safe_get_full_optimizer_state(theirs, "exp_avg")
+                utils.safe_set_full_optimizer_state(theirs, state + 0.125, "exp_avg")
+            with shardwise.zero.GatheredParameters([ours, theirs]):
+                assert torch.equal(ours.data, theirs.data)
+    for engine in engines:
+        engine.destroy()
+
+
+@pytest.mark.parametrize("keep", [0, 10**6])
+@pytest.mark.parametrize("precision", ["fp32", "bf16"])
+def test_parts_are_set(precision: str, keep: int) -> None:
+    run_ranks(parts_are_set, 2, precision, keep)
+
+
+def refusals() -> None:
+    whole = start(stage=2)
+    parameter = next(whole.module.parameters())
+    for function, arguments in (
+        (utils.safe_get_local_fp32_param, ()),
+        (utils.safe_set_local_fp32_param, (torch.zeros(1),)),
+        (utils.safe_get_local_grad, ()),
+        (utils.safe_set_local_grad, (torch.zeros(1),)),
+        (utils.safe_get_local_optimizer_state, ("exp_avg",)),
+        (utils.safe_set_local_optimizer_state, (torch.zeros(1), "exp_avg")),
+    ):
+        with pytest.raises(UsageError, match=f"{function.__name__}: .*whole parameters at stages 0 to 2.*_full_"):
+            function(parameter, *arguments)
+        assert function(torch.nn.Parameter(torch.zeros(1)), *arguments) is None
+    whole.destroy()
+    engine = start()
+    parameter = next(engine.module.parameters())
+    held = utils.safe_get_local_fp32_param(parameter).numel()
+    for value in (torch.zeros(held + 1), torch.zeros(parameter.numel() + 7)):
+        with pytest.raises(UsageError, match=f"this rank's part has {held} elements, the given value {value.numel()}"):
+            utils.safe_set_local_fp32_param(parameter, value)
+    utils.safe_set_local_grad(parameter, torch.zeros(held))  # there is none yet
+    utils.safe_set_local_optimizer_state(parameter, torch.zeros(held), "exp_avg")
+    assert utils.safe_get_local_grad(parameter) is None
+    engine.destroy()
+
+
+def test_refusals() -> None:
+    run_ranks(refusals, 2)
