@@ -32,7 +32,7 @@ pytestmark = pytest.mark.usefixtures("plain")
 def test_the_distribution_is_what_the_library_says() -> None:
     project = tomllib.loads((DIRECTORY / "pyproject.toml").read_text())["project"]
     assert (project["name"], project["version"], project["dependencies"]) == ("deepspeed", VERSION, ["shardwise"])
-    assert set(project["scripts"]) == {"deepspeed", "ds", "ds_report", "zero_to_fp32"}
+    assert set(project["scripts"]) == {"deepspeed", "ds", "ds_report", "dsr", "zero_to_fp32"}
     for target in project["scripts"].values():
         home, _, name = target.partition(":")
         assert callable(getattr(importlib.import_module(home), name))
@@ -76,7 +76,7 @@ def test_a_hostfile_that_is_missing_is_this_machine(tmp_path: Path, caplog: pyte
 
 @pytest.mark.parametrize("name", sorted(REFUSED))
 def test_what_is_not_built_is_refused(name: str) -> None:
-    flags = ("force_multi", "no_ssh", "elastic_training", "save_pid", "bind_cores_to_rank")
+    flags = ("force_multi", "no_ssh", "elastic_training", "save_pid")
     with pytest.raises(NotBuiltError, match=f"--{name}: .*not built yet"):
         job_of([f"--{name}", *([] if name in flags else ["2"]), "train.py"])
 

@@ -50,6 +50,8 @@ def parser() -> argparse.ArgumentParser:
     add("--no_python", action="store_true", help="the script is a program of its own")
     add("--no_local_rank", action="store_true", help="do not append --local_rank=N to the arguments")
     add("--enable_each_rank_log", default="None", metavar="DIR", help="also write each rank's output to a file there")
+    add("--bind_cores_to_rank", action="store_true", help="divide this machine's cores among the processes")
+    add("--bind_core_list", default=None, metavar="LIST", help="divide these CPUs only: 0,4-6")
     add("--log_level", default="info", metavar="LEVEL", help=f"of the launcher: {', '.join(LEVELS)}")
     add("-q", "--quiet", action="store_true", help="print nothing but the ranks' output and errors")
     several = made.add_argument_group("for several machines", "no effect on one machine")
@@ -59,7 +61,7 @@ def parser() -> argparse.ArgumentParser:
     several.add_argument("--no_ssh_check", action="store_true", help="do not try ssh first")
     refused = made.add_argument_group("not built yet", "these are refused")
     for name, why in REFUSED.items():
-        if name in ("force_multi", "no_ssh", "elastic_training", "save_pid", "bind_cores_to_rank"):
+        if name in ("force_multi", "no_ssh", "elastic_training", "save_pid"):
             refused.add_argument(f"--{name}", action="store_true", default=None, help=why)
         else:
             refused.add_argument(f"--{name}", default=None, help=why)
@@ -70,7 +72,6 @@ def parser() -> argparse.ArgumentParser:
 
 _MACHINES = "starts processes on other machines, which is not built yet; run torchrun on each machine instead"
 _ELASTIC = "makes the batch follow the number of ranks, which is not built yet; see `shardwise run --min-nproc`"
-_CORES = "binds processes to cores by numactl, which is not built yet; set OMP_NUM_THREADS, or start with taskset"
 
 REFUSED = {
     "force_multi": _MACHINES,
@@ -80,8 +81,6 @@ REFUSED = {
     "min_elastic_nodes": _ELASTIC,
     "max_elastic_nodes": _ELASTIC,
     "autotuning": "searches settings, which is not built yet; engine.memory_plans() compares some",
-    "bind_cores_to_rank": _CORES,
-    "bind_core_list": _CORES,
     "save_pid": "writes process numbers to a file, which is not built yet",
     "venv_script": "runs a shell script on other machines first, which is not built yet; activate the environment here",
 }
@@ -122,6 +121,8 @@ def job_of(arguments: list[str]) -> Job:
         module=given.module,
         no_python=given.no_python,
         no_local_rank=given.no_local_rank,
+        bind_cores=given.bind_cores_to_rank,
+        core_list=given.bind_core_list,
         log_dir=None if given.enable_each_rank_log == "None" else given.enable_each_rank_log,
         quiet=given.quiet,
     )

@@ -12,6 +12,7 @@ from contextlib import AbstractContextManager
 from dataclasses import dataclass
 from pathlib import Path
 
+from shardwise.launch.cores import Cores
 from shardwise.launch.failure import Failure, first_failure
 from shardwise.launch.output import Channel, Pump, Screen, Tags, is_raw, open_log, open_pipe, prefix
 from shardwise.launch.processes import Gang, Streams, Worker
@@ -50,6 +51,7 @@ class Attempt:
         number: of the attempt, from 0.
         argv: program and arguments by rank.
         env: environment by rank.
+        cores: cores by rank; None: nothing is bound.
         display: where output goes.
         scratch: private directory for error files.
         uninterrupted: context in which no signal may cut in.
@@ -60,6 +62,7 @@ class Attempt:
         number: int,
         argv: Mapping[int, Sequence[str]],
         env: Mapping[int, Mapping[str, str]],
+        cores: Mapping[int, Cores] | None,
         display: Display,
         scratch: Path,
         uninterrupted: Callable[[], AbstractContextManager[None]],
@@ -72,7 +75,7 @@ class Attempt:
         workers = []
         for rank in argv:
             variables = {**env[rank], "TORCHELASTIC_ERROR_FILE": str(self._error_files[rank])}
-            workers.append(Worker(rank, argv[rank], variables))
+            workers.append(Worker(rank, argv[rank], variables, None if cores is None else cores[rank]))
         self.gang = Gang(workers)
 
     def start(self) -> dict[int, int]:

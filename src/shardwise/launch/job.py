@@ -22,6 +22,7 @@ from pathlib import Path
 from shardwise.comm.environment import LOOPBACK, MEMORY_DIRECTORY, RECOVERY_FILE, is_loopback
 from shardwise.errors import CommandLineError, LaunchError
 from shardwise.launch.allocator import allocator_settings
+from shardwise.launch.cores import Cores, available, deal, parse_list
 from shardwise.launch.hosts import is_this_machine
 from shardwise.launch.jobmemory import JobMemory
 from shardwise.launch.output import Tags
@@ -44,6 +45,8 @@ class Job:
         max_restarts: how often to start all processes again after a failure.
         min_nproc: a restart may leave out the slot of a rank that has failed first twice in a row, down to so many
             processes; None: restarts are always with all.
+        bind_cores: divide this machine's cores among the processes, each of which stays on its own.
+        core_list: bind, and to these CPUs only ("0,4-6").
         log_dir: directory that gets every rank's output as files.
         quiet: print nothing but the ranks' output and errors.
         tags: whose lines get `[rank N]` in front; "auto" leaves rank 0 as it is on a terminal.
@@ -60,6 +63,8 @@ class Job:
     no_local_rank: bool = False
     max_restarts: int = 0
     min_nproc: int | None = None
+    bind_cores: bool = False
+    core_list: str | None = None
     log_dir: str | None = None
     quiet: bool = False
     tags: Tags = "auto"
@@ -82,7 +87,12 @@ def run_job(job: Job) -> int:
     placement = place(job.resources, find_devices())
     if job.min_nproc is not None and job.min_nproc > placement.nproc:
         raise CommandLineError(f"--min-nproc {job.min_nproc}: the job has only {placement.nproc} processes.")
-    return _supervise(job, placement)
+    cores = None
+    if job.bind_cores or job.core_list is not None:
+        listed = None if job.core_list is None else parse_list(job.core_list, "--core-list")
+        cores = available(listed, f"--core-list {job.core_list}")
+        deal(cores, placement.nproc)  # before anything is started
+    return _supervise(job, placement, cores)
 
 
 def check(job: Job) -> None:
@@ -155,14 +165,23 @@ def command(job: Job, local_rank: int) -> list[str]:
     return [*program, *job.args, *([] if job.no_local_rank else [f"--local_rank={local_rank}"])]
 
 
-def worker_environment(job: Job, placement: Placement, env: Mapping[str, str] = os.environ) -> dict[str, str]:
-    """The launcher's own variables, with the devices, the number of threads, Gloo's interface and the allocator."""
+def worker_environment(
+    job: Job, placement: Placement, env: Mapping[str, str] = os.environ, cores: int | None = None
+) -> dict[str, str]:
+    """The launcher's own variables, with the devices, the number of threads, Gloo's interface and the allocator.
+
+    Args:
+        job: what is run.
+        placement: on which slots.
+        env: the launcher's own variables.
+        cores: number of cores of each process, if they are bound.
+    """
     # What a launcher around this one has said is not meant for these ranks.
     variables = {name: value for name, value in env.items() if name not in (MEMORY_DIRECTORY, RECOVERY_FILE)}
     if placement.devices is not None:
         variables["CUDA_VISIBLE_DEVICES"] = ",".join(placement.devices)
     # torch takes all cores for each process; together they would take nproc times as many.
-    variables.setdefault("OMP_NUM_THREADS", str(max(1, _cores() // placement.nproc)))
+    variables.setdefault("OMP_NUM_THREADS", str(cores or max(1, _cores() // placement.nproc)))
     if is_loopback(job.master_addr) and any(name == "lo" for _, name in socket.if_nameindex()):
         variables.setdefault("GLOO_SOCKET_IFNAME", "lo")
     if placement.devices is None:
@@ -174,7 +193,7 @@ def _cores() -> int:
     return len(os.sched_getaffinity(0))
 
 
-def _supervise(job: Job, placement: Placement) -> int:
+def _supervise(job: Job, placement: Placement, cores: Cores | None) -> int:
     from torch.distributed.elastic.agent.server.api import WorkerSpec
     from torch.distributed.elastic.multiprocessing.api import SignalException
 
@@ -208,13 +227,16 @@ def _supervise(job: Job, placement: Placement) -> int:
         )
 
         def open_attempt(number: int, variables: dict[int, dict[str, str]]) -> Attempt:
-            common = {**worker_environment(job, remaining(placement, agent.slots)), **added}
+            dealt = None if cores is None else deal(cores, len(variables))
+            each = None if dealt is None else len(dealt[0])
+            common = {**worker_environment(job, remaining(placement, agent.slots), cores=each), **added}
             if number == 0:
                 first = variables[0]
-                say(_summary(placement, common, f"{first['MASTER_ADDR']}:{first['MASTER_PORT']}"))
+                say(_summary(placement, common, f"{first['MASTER_ADDR']}:{first['MASTER_PORT']}", each))
             argv = {rank: command(job, int(own["LOCAL_RANK"])) for rank, own in variables.items()}
             env = {rank: {**common, **own} for rank, own in variables.items()}
-            return Attempt(number, argv, env, display, Path(scratch), interrupts.uninterrupted)
+            own_cores = None if dealt is None else {rank: dealt[int(env[rank]["LOCAL_RANK"])] for rank in argv}
+            return Attempt(number, argv, env, own_cores, display, Path(scratch), interrupts.uninterrupted)
 
         spec = WorkerSpec(
             role="default",
@@ -244,11 +266,12 @@ def _supervise(job: Job, placement: Placement) -> int:
         return code
 
 
-def _summary(placement: Placement, env: Mapping[str, str], address: str) -> str:
+def _summary(placement: Placement, env: Mapping[str, str], address: str, cores: int | None) -> str:
     devices = "the CPU" if placement.devices is None else "CUDA devices " + ", ".join(placement.devices)
     return (
         f"{placement.nproc} process{'es' * (placement.nproc > 1)} on {devices}, meeting at {address}, "
         f"OMP_NUM_THREADS={env['OMP_NUM_THREADS']}"
+        + ("" if cores is None else f", each bound to {cores} core{'s' * (cores > 1)} of its own")
     )
 
 

@@ -20,6 +20,7 @@ from pathlib import Path
 
 from shardwise.errors import LaunchError
 from shardwise.launch import leash
+from shardwise.launch.cores import Cores, bound
 
 POLL_S = 0.02
 UNKILLABLE_S = 5.0
@@ -35,11 +36,13 @@ class Worker:
         rank: global rank.
         argv: program and arguments; no shell is involved.
         env: its whole environment.
+        cores: where it may run; None: wherever the launcher may.
     """
 
     rank: int
     argv: Sequence[str]
     env: Mapping[str, str]
+    cores: Cores | None = None
 
 
 @dataclass(frozen=True)
@@ -100,14 +103,15 @@ class Gang:
             given = streams[worker.rank]
             leashed = [sys.executable, "-I", "-S", str(leash.__file__), str(os.getpid()), *worker.argv]
             try:
-                process = subprocess.Popen(
-                    leashed,
-                    env=dict(worker.env),
-                    stdin=given.stdin,
-                    stdout=given.stdout,
-                    stderr=given.stderr,
-                    start_new_session=True,
-                )
+                with bound(worker.cores):
+                    process = subprocess.Popen(
+                        leashed,
+                        env=dict(worker.env),
+                        stdin=given.stdin,
+                        stdout=given.stdout,
+                        stderr=given.stderr,
+                        start_new_session=True,
+                    )
             except OSError as error:
                 self.stop(signal.SIGKILL, 0.0)
                 raise LaunchError(f"Cannot start rank {worker.rank} ({worker.argv[0]}): {error}.") from error

@@ -77,6 +77,18 @@ def run(
             "processes. Default: always restart all.",
         ),
     ] = None,
+    bind_cores: Annotated[
+        bool,
+        typer.Option(
+            "--bind-cores",
+            "--bind-cores-to-rank",
+            help="Divide this machine's cores among the processes; each stays on its own.",
+        ),
+    ] = False,
+    core_list: Annotated[
+        Optional[str],  # noqa: UP045
+        typer.Option("--core-list", "--bind-core-list", metavar="LIST", help="Bind, and to these CPUs only: 0,4-6."),
+    ] = None,
     log_dir: Annotated[
         Optional[str],  # noqa: UP045
         typer.Option(
@@ -117,6 +129,8 @@ def run(
         no_local_rank=no_local_rank,
         max_restarts=max_restarts,
         min_nproc=min_nproc,
+        bind_cores=bind_cores,
+        core_list=core_list,
         log_dir=log_dir,
         quiet=quiet,
         tags=tag_output,  # type: ignore[arg-type]  # checked with the rest of the job

@@ -1,0 +1,115 @@
+"""Cores of this machine for each process of a job, so that processes do not move about and threads have cores to
+themselves.
+
+A process that is bound keeps its caches, and the memory that it touches first lies on its own NUMA node. Cores are
+dealt out in the order of nodes, so that a process has neighbours unless there are fewer nodes than processes need.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import os
+import re
+from collections.abc import Iterator, Sequence
+from pathlib import Path
+
+from shardwise.errors import CommandLineError, LaunchError
+
+SYSTEM = Path("/sys/devices/system/cpu")
+
+Cores = tuple[tuple[int, ...], ...]
+"""Physical cores, each with the logical CPUs (hyperthreads) that it runs."""
+
+
+def parse_list(text: str, option: str) -> tuple[int, ...]:
+    """Return the numbers that a list of CPUs names.
+
+    Raises:
+        CommandLineError: it is not such a list.
+
+    >>> parse_list("0,4-6", "--core-list")
+    (0, 4, 5, 6)
+    """
+    found: dict[int, None] = {}
+    for part in text.split(","):
+        match = re.fullmatch(r"\s*(\d+)(?:-(\d+))?\s*", part)
+        if match is None or (match[2] is not None and int(match[2]) < int(match[1])):
+            raise CommandLineError(f"{option} {text}: {part!r} is neither a number nor a range. Write it as 0,4-6.")
+        found.update(dict.fromkeys(range(int(match[1]), int(match[2] or match[1]) + 1)))
+    return tuple(found)
+
+
+def available(listed: Sequence[int] | None = None, option: str = "", system: Path = SYSTEM) -> Cores:
+    """Return the physical cores that this process may use, in the order of NUMA nodes.
+
+    Args:
+        listed: use these CPUs only, in their own order.
+        option: what has listed them, for errors.
+        system: where the kernel describes CPUs; where it does not, every CPU counts as a core.
+
+    Raises:
+        CommandLineError: a listed CPU is not there, or this process may not use it.
+        LaunchError: the system cannot bind processes.
+    """
+    if not hasattr(os, "sched_getaffinity"):
+        raise LaunchError("Processes cannot be bound to cores on this system. Leave the option out.")
+    usable = os.sched_getaffinity(0)
+    unknown = [cpu for cpu in listed or () if cpu not in usable]
+    if unknown:
+        raise CommandLineError(
+            f"{option}: this process may not use CPU {unknown[0]}; it has {_shown(sorted(usable))}. Name some of these."
+        )
+    cores: dict[tuple[int, ...], list[int]] = {}
+    for cpu in sorted(usable) if listed is None else listed:
+        place = _place(system / f"cpu{cpu}")
+        cores.setdefault((-1, -1, cpu) if place is None else place, []).append(cpu)
+    ordered = cores.items() if listed is not None else sorted(cores.items())
+    return tuple(tuple(cpus) for _, cpus in ordered)
+
+
+def deal(cores: Cores, processes: int) -> list[Cores]:
+    """Divide cores among processes: equally many for each, one after the other; what is left over stays idle.
+
+    Raises:
+        CommandLineError: there are fewer cores than processes.
+
+    >>> deal(((0,), (1,), (2,), (3,), (4,)), 2)
+    [((0,), (1,)), ((2,), (3,))]
+    """
+    each = len(cores) // processes
+    if each == 0:
+        raise CommandLineError(
+            f"Binding {processes} processes to cores: this machine gives {len(cores)} cores "
+            f"({_shown(sorted(cpu for core in cores for cpu in core))}). Start fewer processes, or do not bind them."
+        )
+    return [cores[rank * each : (rank + 1) * each] for rank in range(processes)]
+
+
+@contextlib.contextmanager
+def bound(cores: Cores | None) -> Iterator[None]:
+    """Let processes that this thread starts in the block run on these cores only; None: wherever this one may."""
+    if cores is None:
+        yield
+        return
+    before = os.sched_getaffinity(0)
+    # Of the calling thread alone; a process that it starts inherits it before its first instruction.
+    os.sched_setaffinity(0, {cpu for core in cores for cpu in core})
+    try:
+        yield
+    finally:
+        os.sched_setaffinity(0, before)
+
+
+def _place(directory: Path) -> tuple[int, int, int] | None:
+    """Return (NUMA node, package, core) of a CPU; None where the kernel does not tell."""
+    try:
+        package = int((directory / "topology" / "physical_package_id").read_text())
+        core = int((directory / "topology" / "core_id").read_text())
+        nodes = [int(entry.name[4:]) for entry in directory.iterdir() if re.fullmatch(r"node\d+", entry.name)]
+    except (OSError, ValueError):
+        return None
+    return (nodes[0] if nodes else 0, package, core)
+
+
+def _shown(cpus: Sequence[int]) -> str:
+    return ", ".join(map(str, cpus[:16])) + (", ..." if len(cpus) > 16 else "")

@@ -1,0 +1,121 @@
+"""Cores of a machine, dealt out to processes that stay on them."""
+
+from __future__ import annotations
+
+import json
+import os
+import subprocess
+import sys
+from pathlib import Path
+
+import pytest
+
+from shardwise.dropin.launcher import job_of
+from shardwise.errors import CommandLineError, LaunchError
+from shardwise.launch import cores
+
+TELL = """
+import json, os, threading
+seen = []
+thread = threading.Thread(target=lambda: seen.append(sorted(os.sched_getaffinity(0))))
+thread.start()
+thread.join()
+print(json.dumps([int(os.environ["RANK"]), sorted(os.sched_getaffinity(0)), seen[0], os.environ["OMP_NUM_THREADS"]]))
+"""
+
+
+def machine(directory: Path, cpus: dict[int, tuple[int, int, int]]) -> Path:
+    """Describe a machine as the kernel does: (NUMA node, package, core) by CPU."""
+    for cpu, (node, package, core) in cpus.items():
+        topology = directory / f"cpu{cpu}" / "topology"
+        topology.mkdir(parents=True)
+        (topology / "physical_package_id").write_text(f"{package}\n")
+        (topology / "core_id").write_text(f"{core}\n")
+        (directory / f"cpu{cpu}" / f"node{node}").mkdir()
+    return directory
+
+
+# Two nodes of two cores with two hyperthreads each, numbered in turn as many machines do.
+TWO_NODES = {cpu: (cpu % 2, cpu % 2, cpu // 2 % 2) for cpu in range(8)}
+
+
+def test_cores_are_those_of_the_machine_node_by_node(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(os, "sched_getaffinity", lambda pid: set(range(8)))
+    system = machine(tmp_path, TWO_NODES)
+    found = cores.available(system=system)
+    assert found == ((0, 4), (2, 6), (1, 5), (3, 7))
+    assert cores.deal(found, 2) == [((0, 4), (2, 6)), ((1, 5), (3, 7))]
+    assert cores.deal(found, 3) == [((0, 4),), ((2, 6),), ((1, 5),)]
+    # What is listed is taken in its own order, and hyperthreads of one core stay together.
+    assert cores.available((3, 0, 7), "--core-list 3,0,7", system) == ((3, 7), (0,))
+    # A process that is confined has fewer; a kernel that says nothing is taken to have plain cores.
+    monkeypatch.setattr(os, "sched_getaffinity", lambda pid: {2, 5})
+    assert cores.available(system=system) == ((2,), (5,))
+    assert cores.available(system=tmp_path / "none") == ((2,), (5,))
+    with pytest.raises(CommandLineError, match="--core-list 5-6: this process may not use CPU 6; it has 2, 5"):
+        cores.available((5, 6), "--core-list 5-6", system)
+
+
+def test_too_few_cores_are_refused() -> None:
+    with pytest.raises(CommandLineError, match=r"Binding 3 processes to cores: this machine gives 2 cores \(0, 1, 5\)"):
+        cores.deal(((0, 5), (1,)), 3)
+
+
+@pytest.mark.parametrize("text", ["", "a", "1-", "3-1", "1;2", "-1", "1,,2"])
+def test_lists_that_are_none_are_refused(text: str) -> None:
+    with pytest.raises(CommandLineError, match="neither a number nor a range"):
+        cores.parse_list(text, "--core-list")
+
+
+def test_lists() -> None:
+    assert cores.parse_list(" 4-6, 0,5", "--core-list") == (4, 5, 6, 0)
+
+
+def test_a_system_without_binding_says_so(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.delattr(os, "sched_getaffinity")
+    with pytest.raises(LaunchError, match="cannot be bound to cores on this system"):
+        cores.available()
+
+
+def test_the_launcher_stays_where_it_was() -> None:
+    before = os.sched_getaffinity(0)
+    one = min(before)
+    with pytest.raises(ZeroDivisionError), cores.bound(((one,),)):
+        assert os.sched_getaffinity(0) == {one}
+        _ = 1 / 0
+    assert os.sched_getaffinity(0) == before
+
+
+def test_processes_and_their_threads_stay_on_their_cores(tmp_path: Path) -> None:
+    usable = cores.available()
+    if len(usable) < 2:
+        pytest.skip("one core cannot be divided")
+    script = tmp_path / "tell.py"
+    script.write_text(TELL)
+    environment = {name: value for name, value in os.environ.items() if name != "OMP_NUM_THREADS"}
+    start = [sys.executable, "-m", "shardwise.launch", "run", "--nproc", "2", "--tag-output", "never"]
+
+    def run(*options: str) -> tuple[list[list[object]], str]:
+        done = subprocess.run(
+            [*start, *options, str(script)], capture_output=True, text=True, timeout=120, env=environment
+        )
+        assert done.returncode == 0, done.stderr
+        return sorted(json.loads(line) for line in done.stdout.splitlines()), done.stderr
+
+    expected = []
+    for rank, own in enumerate(cores.deal(usable, 2)):
+        cpus = sorted(cpu for core in own for cpu in core)
+        expected.append([rank, cpus, cpus, str(len(own))])
+    found, said = run("--bind_cores_to_rank")
+    assert found == expected
+    assert f"each bound to {len(usable) // 2} core" in said
+    first, second = usable[1][0], usable[0][0]
+    found, _ = run("--core-list", f"{first},{second}")
+    assert found == [[0, [first], [first], "1"], [1, [second], [second], "1"]]
+
+
+def test_deepspeeds_options() -> None:
+    job = job_of(["--num_gpus", "2", "--bind_cores_to_rank", "train.py"])
+    assert job.bind_cores and job.core_list is None
+    job = job_of(["--bind_core_list", "0,2-4", "train.py"])
+    assert job.core_list == "0,2-4"
