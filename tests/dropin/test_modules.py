@@ -15,6 +15,7 @@ import pytest
 import torch
 
 import shardwise
+from shardwise.dropin.detect import installed
 from shardwise.errors import AbsentNameError, UsageError
 
 
@@ -183,6 +184,7 @@ class TestInstalled:
 
 
 @pytest.mark.usefixtures("plain")
+@pytest.mark.skipif(bool(installed()), reason="a package deepspeed is installed")
 def test_without_it_there_is_none() -> None:
     assert importlib.util.find_spec("deepspeed") is None
 
@@ -218,6 +220,17 @@ def test_the_distribution_turns_itself_into_the_root() -> None:
         directory,
     )
     assert done.stdout.startswith(f"{directory / 'deepspeed' / '__init__.py'} "), done.stderr
+
+
+def test_it_is_listed_once(tmp_path: Path) -> None:
+    count = (
+        "import shardwise; shardwise.install_as_deepspeed(); import importlib.metadata as m\n"
+        "print([d.version for d in m.distributions() if d.metadata['Name'] == 'deepspeed'])"
+    )
+    assert run(count).stdout == "['0.19.8+shardwise']\n"
+    source = (Path(__file__).parents[2] / "dropin" / "deepspeed" / "__init__.py").read_text()
+    ours = package(tmp_path, "0.19.8+shardwise", source)
+    assert run(count, ours).stdout == "['0.19.8+shardwise']\n"
 
 
 def test_importing_costs_no_torch() -> None:

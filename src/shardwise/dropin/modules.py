@@ -21,12 +21,11 @@ from types import CodeType, ModuleType
 from typing import Any
 
 from shardwise._version import __version__
+from shardwise.dropin.detect import DROP_IN, ROOT, installed
 from shardwise.dropin.entries import Absent, Served
 from shardwise.dropin.table import MAINS, TABLE
 from shardwise.dropin.version import VERSION
 from shardwise.errors import AbsentAttributeError, AbsentImportError
-
-ROOT = "deepspeed"
 
 
 def _paths() -> frozenset[str]:
@@ -175,7 +174,10 @@ class Finder(importlib.abc.MetaPathFinder):
     ) -> Iterable[importlib.metadata.Distribution]:
         """Answer `importlib.metadata` when it asks for `deepspeed` or for everything."""
         name = None if context is None else context.name
-        return [Metadata()] if name is None or name.lower() == ROOT else []
+        if name is not None:
+            return [Metadata()] if name.lower() == ROOT else []
+        # A drop-in that is installed lists itself.
+        return [] if any(found.kind == DROP_IN for found in installed()) else [Metadata()]
 
 
 def _is_question() -> bool:
