@@ -371,3 +371,25 @@ def test_assignment_is_validated() -> None:
     with pytest.raises(ValueError):
         config.gradient_accumulation_stepss = 1  # type: ignore[attr-defined]
     assert config.gradient_accumulation_steps == 2
+
+
+@pytest.mark.parametrize(
+    ("config", "path", "why"),
+    [
+        (
+            {"prescale_gradients": True, "gradient_predivide_factor": 8},
+            "gradient_predivide_factor",
+            "`prescale_gradients`",
+        ),
+        (
+            {"zero_optimization": {"stage": 3, "mics_hierarchical_params_gather": True}},
+            "zero_optimization.mics_hierarchical_params_gather",
+            "`zero_optimization.mics_shard_size`",
+        ),
+        ({"sparse_attention": {"mode": "dense"}}, "sparse_attention", "ordinary attention"),
+        ({"compile": {"deepcompile": False, "passes": ["z3"]}}, "compile", "switched off"),
+    ],
+)
+def test_keys_that_another_overrules_are_listed(config: dict[str, Any], path: str, why: str) -> None:
+    (note,) = resolve({"train_batch_size": 1, **config}).no_effect
+    assert note.path == path and why in note.reason

@@ -176,12 +176,6 @@ def _gradients(config: Config) -> Iterator[Problem]:
         if config.prescale_gradients or factor != 1:
             message = '"sum" divides by nothing; remove `prescale_gradients` and `gradient_predivide_factor`'
             yield Problem("gradient_allreduce_op", message, ConflictError)
-    elif config.prescale_gradients and factor != 1:
-        message = (
-            f"is {factor:g}, but `prescale_gradients` = true already divides by the number of ranks "
-            f"before the sum; keep one of the two"
-        )
-        yield Problem("gradient_predivide_factor", message, ConflictError)
 
 
 def _onebit(config: Config) -> Iterator[Problem]:
