@@ -90,9 +90,9 @@ def _without_offload(config: Config) -> str:
     """What saves device memory where nothing can be moved away from it."""
     if config.zero_optimization.stage < 3:
         more = "`zero_optimization.stage` to 3, which divides parameters, gradients and optimizer state over the ranks"
-        return f'set `device` to "none" and {more}'
+        return f'switch it off (`device` "none") and set {more}'
     return (
-        'set `device` to "none". Stage 3 has divided everything over the ranks already: use more ranks, or less memory '
+        'switch it off (`device` "none"). Stage 3 has divided everything over the ranks already: use more ranks, or less memory '
         'a parameter (`bf16.master_weights` "none", or `optimizer.params.fp32_optimizer_states` false)'
     )
 
@@ -111,14 +111,12 @@ _PRECISION = 'switch it off and write "bf16": {"enabled": true} (or fp16, or tor
 _SAMPLES = "order the samples in the script's own dataset or sampler, and switch this off"
 _COMPRESSED = "train the plain model, or compress it with a library for that (torch.ao); switch this off"
 _GROUPS = (
-    "remove the key, which shards over all ranks; within nodes `zero_optimization.zero_hpz_partition_size` keeps a copy "
-    "to gather from"
+    "remove the key, which shards over all ranks; `zero_optimization.zero_hpz_partition_size` keeps a second copy in "
+    "each node to gather from"
 )
 
 UNBUILT: tuple[Unbuilt, ...] = (
-    Unbuilt(
-        "sequence_parallel_size", "sequence parallelism", _above_one, "set it to 1, and split or shorten sequences"
-    ),
+    Unbuilt("sequence_parallel_size", "sequence parallelism", _above_one, "set it to 1, and shorten sequences"),
     Unbuilt("amp.enabled", "Apex AMP, which torch has replaced", _on, _PRECISION),
     Unbuilt("msamp.enabled", "MS-AMP", _on, _PRECISION),
     Unbuilt("zero_optimization.offload_param", "parameter offload", _moved, _without_offload),
@@ -185,7 +183,7 @@ UNBUILT: tuple[Unbuilt, ...] = (
         "data_efficiency.data_sampling.dynamic_batching.enabled",
         "batches of equal token count",
         _on,
-        "make such batches in the script and weigh their losses (engine.backward(loss, weight=tokens)); switch this off",
+        "switch it off; make such batches in the script and weigh their losses (engine.backward(loss, weight=tokens))",
         within=("data_efficiency.enabled", "data_efficiency.data_sampling.enabled"),
     ),
     Unbuilt(
@@ -240,7 +238,7 @@ UNBUILT: tuple[Unbuilt, ...] = (
         "compile.deepcompile",
         "compiler passes (DeepCompile)",
         _on,
-        "switch it off; engine.compile() compiles the module",
+        "switch it off; engine.compile() uses torch.compile",
     ),
 )
 

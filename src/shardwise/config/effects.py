@@ -1,8 +1,9 @@
 """Which of the user's keys change nothing in this run, and why.
 
 Five kinds: hints for mechanisms that other libraries have and this one does not need; keys of a section that is
-switched off; keys of one ZeRO stage under another; compression where nothing travels; keys that another key overrules. They are accepted, because
-published configurations are full of them, and listed, because a key that does nothing must not look like one that does.
+switched off; keys of one ZeRO stage under another; compression where nothing travels; keys that another key overrules.
+They are accepted, because published configurations are full of them, and listed, because a key that does nothing must
+not look like one that does.
 """
 
 from __future__ import annotations
