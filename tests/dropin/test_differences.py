@@ -598,7 +598,7 @@ def test_one_logger() -> None:
 def test_estimates() -> None:
     from shardwise.dropin.adapters.estimates import estimate_zero2_model_states_mem_needs as estimate
 
-    host, device = estimate(total_params=10**9, num_gpus_per_node=1, num_nodes=1, cpu_offload=False)
+    _, device = estimate(total_params=10**9, num_gpus_per_node=1, num_nodes=1, cpu_offload=False)
     assert device == 18 * 10**9
 
 

@@ -92,8 +92,8 @@ def _without_offload(config: Config) -> str:
         more = "`zero_optimization.stage` to 3, which divides parameters, gradients and optimizer state over the ranks"
         return f'switch it off (`device` "none") and set {more}'
     return (
-        'switch it off (`device` "none"). Stage 3 has divided everything over the ranks already: use more ranks, or less '
-        'memory a parameter (`bf16.master_weights` "none", or `optimizer.params.fp32_optimizer_states` false)'
+        'switch it off (`device` "none"). Stage 3 has divided everything over the ranks already: use more ranks, or '
+        'less memory a parameter (`bf16.master_weights` "none", or `optimizer.params.fp32_optimizer_states` false)'
     )
 
 
