@@ -77,7 +77,6 @@ ASKING: dict[str, Any] = {
     "zero_optimization.zero_hpz_partition_size": 8,
     "zero_optimization.zeropp_loco_param": {},
     "zero_optimization.mics_shard_size": 2,
-    "zero_optimization.override_module_apply": False,
     "sparse_attention": {},
     "pipeline.stages": 2,
     "tensor_parallel": {"autotp_size": 2},

@@ -396,6 +396,14 @@ def test_buckets() -> None:
     elsewhere("memory/test_monotone.py", "test_measured_peaks_do_not_rise_either")
 
 
+def test_tuning_keys() -> None:
+    keys = ("contiguous_gradients", "reduce_scatter", "allgather_partitions", "round_robin_gradients")
+    sizes = ("sub_group_size", "stage3_max_reuse_distance")
+    found = accepted(zero_optimization={"stage": 3, **dict.fromkeys(keys, False), **dict.fromkeys(sizes, 5e8)})
+    assert {note.path for note in found.no_effect} == {f"zero_optimization.{name}" for name in (*keys, *sizes)}
+    assert all(note.reason for note in found.no_effect)
+
+
 def test_persistence() -> None:
     zero = accepted(zero_optimization={"stage": 3}).config.zero_optimization
     assert zero.stage3_param_persistence_threshold is None and zero.stage3_prefetch_bucket_size is None
@@ -600,6 +608,11 @@ def test_estimates() -> None:
 
     _, device = estimate(total_params=10**9, num_gpus_per_node=1, num_nodes=1, cpu_offload=False)
     assert device == 18 * 10**9
+
+
+def test_stuck_ranks() -> None:
+    elsewhere("comm/test_whereabouts.py", "test_ranks_in_different_collectives_are_compared")
+    elsewhere("comm/test_whereabouts.py", "test_a_rank_that_sleeps_is_named")
 
 
 def test_one_machine() -> None:

@@ -22,8 +22,6 @@ from .problems import Problem, dotted
 from .scan import Scan
 from .schema.root import Config
 
-_REMOVE = "remove the key or switch it off"
-
 
 @dataclass(frozen=True)
 class Unbuilt:
@@ -35,7 +33,7 @@ class Unbuilt:
     path: str
     feature: str
     asks: Callable[[Any], bool]
-    instead: str | Callable[[Config], str] = _REMOVE
+    instead: str | Callable[[Config], str]
     within: tuple[str, ...] = ()
 
 
@@ -50,10 +48,6 @@ class Unheard:
 
 def _on(value: Any) -> bool:
     return value is True
-
-
-def _off(value: Any) -> bool:
-    return value is False
 
 
 def _given(value: Any) -> bool:
@@ -134,7 +128,6 @@ UNBUILT: tuple[Unbuilt, ...] = (
         "switch it off; stage 3 divides frozen weights over the ranks as they are",
     ),
     Unbuilt("zero_optimization.mics_shard_size", "sharding within groups of ranks (MiCS)", _above_zero, _GROUPS),
-    Unbuilt("zero_optimization.override_module_apply", "zero.Init without Module.apply", _off),
     Unbuilt(
         "sparse_attention",
         "sparse attention",
