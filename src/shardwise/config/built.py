@@ -27,7 +27,8 @@ from .schema.root import Config
 class Unbuilt:
     """One feature: the key that asks for it, what it is, when a value asks for it, and what to do now.
 
-    `within` are switches that have to be on as well. `instead` may depend on the rest of the configuration.
+    `within` are switches that have to be on as well. `instead` may depend on the rest of the configuration. Where
+    `whole` is true, the number of ranks asks for nothing: one group of all ranks is no division into groups.
     """
 
     path: str
@@ -35,6 +36,7 @@ class Unbuilt:
     asks: Callable[[Any], bool]
     instead: str | Callable[[Config], str]
     within: tuple[str, ...] = ()
+    whole: bool = False
 
 
 @dataclass(frozen=True)
@@ -127,7 +129,9 @@ UNBUILT: tuple[Unbuilt, ...] = (
         _on,
         "switch it off; stage 3 divides frozen weights over the ranks as they are",
     ),
-    Unbuilt("zero_optimization.mics_shard_size", "sharding within groups of ranks (MiCS)", _above_zero, _GROUPS),
+    Unbuilt(
+        "zero_optimization.mics_shard_size", "sharding within groups of ranks (MiCS)", _above_zero, _GROUPS, whole=True
+    ),
     Unbuilt(
         "sparse_attention",
         "sparse attention",
@@ -264,11 +268,14 @@ def value_at(config: Config, path: str) -> Any:
     return place
 
 
-def check_built(config: Config, found: Scan) -> list[Problem]:
+def check_built(config: Config, found: Scan, world_size: int) -> list[Problem]:
     """Return one problem for each requested feature that this version does not have."""
     problems = []
     for entry in UNBUILT:
-        if entry.asks(value_at(config, entry.path)) and all(value_at(config, switch) for switch in entry.within):
+        value = value_at(config, entry.path)
+        if entry.whole and value == world_size:
+            continue
+        if entry.asks(value) and all(value_at(config, switch) for switch in entry.within):
             instead = entry.instead if isinstance(entry.instead, str) else entry.instead(config)
             message = f"this version does not have {entry.feature}; {instead}"
             problems.append(Problem(_as_written(entry.path, found), message, NotBuiltError))

@@ -126,7 +126,7 @@ def _zero(config: Config) -> Iterator[Problem]:
     if zero.legacy_stage1:
         yield Problem("zero_optimization.legacy_stage1", "the old stage 1 no longer exists; remove the key")
     offload = zero.offload_optimizer
-    if offload is not None and offload.ratio < 1 and zero.stage != 3:
+    if offload is not None and offload.device != "none" and offload.ratio < 1 and zero.stage != 3:
         message = f"is {offload.ratio:g}; below 1 it needs `zero_optimization.stage` 3, found {zero.stage}"
         yield Problem("zero_optimization.offload_optimizer.ratio", message, ConflictError)
     if not zero.compute_grad_norm:

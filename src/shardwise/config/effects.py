@@ -35,7 +35,8 @@ def without_effect(config: Config, found: Scan, world_size: int = 1) -> list[Not
             continue
         value = value_at(config, ".".join(path))
         off = "" if _holds_anyway(path, config) else _switched_off(key, value)
-        others = _other_stage(path, config) or _nothing_travels(path, config, world_size) or _overruled(path, config)
+        others = _other_stage(path, config) or _nothing_travels(path, config, world_size)
+        others = others or _overruled(path, config, world_size)
         reason = key.no_effect or off or others
         if reason:
             listed.add(path)
@@ -91,16 +92,15 @@ def _nothing_travels(path: tuple[str, ...], config: Config, world_size: int) -> 
     return "there is one rank, so nothing travels" if path in _ZEROPP and value_at(config, ".".join(path)) else ""
 
 
-def _overruled(path: tuple[str, ...], config: Config) -> str:
+def _overruled(path: tuple[str, ...], config: Config, world_size: int) -> str:
     """Keys that mean nothing beside the value of another."""
+    zero, sparse = config.zero_optimization, config.sparse_attention
     if path == ("gradient_predivide_factor",) and config.prescale_gradients:
         return "`prescale_gradients` divides by the number of ranks before the sum, so nothing is left to divide"
-    if (
-        path == ("zero_optimization", "mics_hierarchical_params_gather")
-        and config.zero_optimization.mics_shard_size < 1
-    ):
+    if path == ("zero_optimization", "mics_hierarchical_params_gather") and zero.mics_shard_size < 1:
         return "it belongs to `zero_optimization.mics_shard_size`, which is not set"
-    sparse = config.sparse_attention
+    if path == ("zero_optimization", "mics_shard_size") and zero.mics_shard_size == world_size:
+        return "it is the number of ranks: one group of all"
     if path == ("sparse_attention",) and sparse is not None and sparse.mode == "dense":
         return 'the mode "dense" is ordinary attention'
     return ""
