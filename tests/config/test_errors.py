@@ -233,11 +233,6 @@ CONFLICTS = [
         f"{ZERO}.compute_grad_norm",
         f"`{ZERO}.stage` 1 and 2",
     ),
-    (
-        with_batch(prescale_gradients=True, gradient_predivide_factor=2.0),
-        "gradient_predivide_factor",
-        "`prescale_gradients`",
-    ),
     (with_batch(gradient_allreduce_op="sum", prescale_gradients=True), "gradient_allreduce_op", "`prescale_gradients`"),
     (
         with_batch(managed_gradient_accumulation=False, gradient_accumulation_steps=4),

@@ -208,13 +208,15 @@ def test_deprecated_form_of_a_feature_that_is_not_built_is_named_as_written() ->
 
 def test_every_spelling_reaches_the_same_key() -> None:
     for path, key in walk():
-        if path[0] != "zero_optimization" or len(path) != 2:
+        if path[0] != "zero_optimization" or len(path) != 2 or key.replacement:
             continue
         for spelling in key.spellings[1:]:
             value = True if isinstance(key.default, bool) else 12_345
             source = {"train_batch_size": 1, "zero_optimization": {"stage": 3, spelling: value}}
             assert getattr(resolve(source).config.zero_optimization, key.name) == value, spelling
     assert resolve({"train_batch_size": 1, "bfloat16": {"enabled": True}}).config.bf16.enabled
+    with pytest.raises(NotBuiltError, match="cpu_offload_params: this version does not have parameter offload"):
+        resolve({"train_batch_size": 1, "zero_optimization": {"stage": 3, "cpu_offload_params": True}})
 
 
 @pytest.mark.parametrize("written", ["bf16", "bfloat16", "BFloat16", "torch.bfloat16"])
@@ -371,3 +373,42 @@ def test_assignment_is_validated() -> None:
     with pytest.raises(ValueError):
         config.gradient_accumulation_stepss = 1  # type: ignore[attr-defined]
     assert config.gradient_accumulation_steps == 2
+
+
+@pytest.mark.parametrize(
+    ("config", "path", "why"),
+    [
+        (
+            {"prescale_gradients": True, "gradient_predivide_factor": 8},
+            "gradient_predivide_factor",
+            "`prescale_gradients`",
+        ),
+        (
+            {"zero_optimization": {"stage": 3, "mics_hierarchical_params_gather": True}},
+            "zero_optimization.mics_hierarchical_params_gather",
+            "`zero_optimization.mics_shard_size`",
+        ),
+        ({"sparse_attention": {"mode": "dense"}}, "sparse_attention", "ordinary attention"),
+        (
+            {"zero_optimization": {"stage": 3, "mics_shard_size": 1}},
+            "zero_optimization.mics_shard_size",
+            "one group of all",
+        ),
+        (
+            {"zero_optimization": {"stage": 2, "offload_optimizer": {"device": "none", "ratio": 0.3}}},
+            "zero_optimization.offload_optimizer",
+            "switched off",
+        ),
+        ({"compile": {"deepcompile": False, "passes": ["z3"]}}, "compile", "switched off"),
+    ],
+)
+def test_keys_that_another_overrules_are_listed(config: dict[str, Any], path: str, why: str) -> None:
+    (note,) = resolve({"train_batch_size": 1, **config}).no_effect
+    assert note.path == path and why in note.reason
+
+
+def test_groups_of_fewer_ranks_than_there_are_are_not_built() -> None:
+    config = {"train_batch_size": 4, "zero_optimization": {"stage": 3, "mics_shard_size": 2}}
+    assert resolve(config, world_size=2).no_effect
+    with pytest.raises(NotBuiltError, match="MiCS"):
+        resolve(config, world_size=4)

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import re
 import subprocess
 import sys
 from typing import Any
@@ -11,7 +12,7 @@ from pydantic import ValidationError
 
 from shardwise.config import Config, json_schema, resolve
 from shardwise.config.auto import RULES
-from shardwise.config.built import UNBUILT, value_at
+from shardwise.config.built import UNBUILT, UNHEARD, Unbuilt, value_at
 from shardwise.config.schema import Section
 from shardwise.config.tree import RETIRED, expected, keys_of, lookup, takes_any_key, walk
 from shardwise.errors import ConfigError, NotBuiltError
@@ -56,6 +57,10 @@ def test_tables_name_existing_keys() -> None:
     for entry in UNBUILT:
         assert lookup(entry.path)
         assert not entry.asks(value_at(config, entry.path)), f"the default of {entry.path} asks for something"
+        assert all(lookup(switch) for switch in entry.within)
+    for entry in UNHEARD:
+        assert lookup(entry.path)
+        assert not entry.asks(value_at(config, entry.path)), f"the default of {entry.path} asks for something"
     for path in RULES:
         assert lookup(path)
     for path in RETIRED:
@@ -72,31 +77,59 @@ ASKING: dict[str, Any] = {
     "zero_optimization.zero_hpz_partition_size": 8,
     "zero_optimization.zeropp_loco_param": {},
     "zero_optimization.mics_shard_size": 2,
-    "zero_optimization.override_module_apply": False,
-    "activation_checkpointing": {"cpu_checkpointing": True},
     "sparse_attention": {},
     "pipeline.stages": 2,
-    "pipeline.activation_checkpoint_interval": 1,
     "tensor_parallel": {"autotp_size": 2},
-    "log_level": "debug",
-    "timers": {"throughput": {"enabled": False}},
     "datastates_ckpt": {},
     "weight_quantization": {},
-    "compile": {"deepcompile": True},
 }
 
 
-@pytest.mark.parametrize("path", [entry.path for entry in UNBUILT])
-def test_asking_for_what_is_not_built_is_refused(path: str) -> None:
-    source: dict[str, Any] = {"train_batch_size": 1}
+def put(source: dict[str, Any], path: str, value: Any) -> None:
     place = source
     *parents, last = path.split(".")
     for name in parents:
         place = place.setdefault(name, {})
-    place[last] = ASKING.get(path, True)
+    place[last] = value
+
+
+@pytest.mark.parametrize("entry", UNBUILT, ids=lambda entry: entry.path)
+def test_asking_for_what_is_not_built_is_refused(entry: Unbuilt) -> None:
+    source: dict[str, Any] = {"train_batch_size": 1}
+    for switch in entry.within:
+        put(source, switch, True)
+    put(source, entry.path, ASKING.get(entry.path, True))
     with pytest.raises(ConfigError) as caught:
         resolve(source)
-    assert path in {problem.path for problem in caught.value.problems if problem.error is NotBuiltError}
+    refused = {problem.path: problem for problem in caught.value.problems if problem.error is NotBuiltError}
+    # It says what is not there and what to do now.
+    assert re.fullmatch(r"this version does not have .+; .{10,}", refused[entry.path].message)
+    for switch in entry.within:
+        put(source, switch, False)
+        assert resolve(source).no_effect
+        put(source, switch, True)
+
+
+UNHEARD_VALUES: dict[str, Any] = {
+    "activation_checkpointing": {"cpu_checkpointing": True},
+    "pipeline.activation_checkpoint_interval": 1,
+    "timers": {"throughput": {"enabled": False}},
+}
+
+
+@pytest.mark.parametrize("path", [entry.path for entry in UNHEARD])
+def test_what_changes_only_the_output_is_accepted_with_a_warning(path: str) -> None:
+    source: dict[str, Any] = {"train_batch_size": 1}
+    put(source, path, UNHEARD_VALUES.get(path, True))
+    (warning,) = resolve(source).warnings
+    assert warning.startswith(f"{path}: accepted, and changes nothing: ")
+
+
+@pytest.mark.parametrize("stage", [2, 3])
+def test_without_offload_it_says_what_saves_memory(stage: int) -> None:
+    zero = {"stage": stage, "offload_optimizer": {"device": "cpu"}}
+    with pytest.raises(NotBuiltError, match="more ranks" if stage == 3 else "`zero_optimization.stage` to 3"):
+        resolve({"train_batch_size": 1, "zero_optimization": zero})
 
 
 @pytest.mark.parametrize("option", ["bias_correction", "fp32_optimizer_states"])

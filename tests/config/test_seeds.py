@@ -109,8 +109,6 @@ CHECKPOINTING = {"partition_activations": True, "contiguous_memory_optimization"
 OFFLOADS = ["zero_optimization.offload_param", "zero_optimization.offload_optimizer"]
 
 REFUSED = {
-    "time breakdown": (small(wall_clock_breakdown=True), ["wall_clock_breakdown"]),
-    "checkpoint timing": (small(activation_checkpointing={"profile": True}), ["activation_checkpointing"]),
     "profiler": (small(flops_profiler=FLOPS_PROFILER), ["flops_profiler.enabled"]),
     "autotuning": (small(autotuning=AUTOTUNING), ["autotuning.enabled"]),
     "sparse attention": (small(sparse_attention=SPARSE_ATTENTION), ["sparse_attention"]),
@@ -121,7 +119,7 @@ REFUSED = {
             activation_checkpointing=CHECKPOINTING,
             fp16={"enabled": True, "loss_scale": 0, "initial_scale_power": 16},
         ),
-        [*OFFLOADS, "activation_checkpointing"],
+        OFFLOADS,
     ),
     "case study": (
         {
@@ -155,6 +153,20 @@ def test_accepted(name: str) -> None:
     config = resolution.config
     assert config.train_batch_size == config.train_micro_batch_size_per_gpu * config.gradient_accumulation_steps
     assert not resolution.warnings
+
+
+WARNED = {
+    "time breakdown": (small(wall_clock_breakdown=True), "wall_clock_breakdown"),
+    "checkpoint timing": (small(activation_checkpointing={"profile": True}), "activation_checkpointing"),
+    "recomputation": (small(activation_checkpointing=CHECKPOINTING), "activation_checkpointing"),
+}
+
+
+@pytest.mark.parametrize("name", WARNED)
+def test_accepted_with_a_warning(name: str) -> None:
+    config, path = WARNED[name]
+    (warning,) = resolve(config).warnings
+    assert warning.startswith(f"{path}: accepted, and changes nothing: ")
 
 
 @pytest.mark.parametrize("name", REFUSED)

@@ -394,3 +394,38 @@ def test_leaf_modules_that_match_nothing_are_named() -> None:
     silent, apart = run_ranks(kept_together, 2, {})[0]
     assert not silent
     assert max(units, more) < apart
+
+
+class Kept(logging.Handler):
+    """Keeps messages."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.messages: list[str] = []
+
+    def emit(self, record: logging.LogRecord) -> None:
+        self.messages.append(record.getMessage())
+
+
+def logging_keys() -> tuple[list[str], int]:
+    """What is logged with dump_state, and the level that log_level sets."""
+    logger, kept = logging.getLogger("shardwise"), Kept()
+    level = logger.level
+    logger.addHandler(kept)
+    try:
+        engine, *_ = shardwise.initialize(model=net(), config={**CONFIG, "dump_state": True, "log_level": "DEBUG"})
+        set_to = logger.level
+        engine.destroy()
+    finally:
+        logger.removeHandler(kept)
+        logger.setLevel(level)
+    return [message for message in kept.messages if message.startswith("configuration: ")], set_to
+
+
+def test_the_log_level_is_set_and_the_configuration_is_logged_on_rank_0() -> None:
+    (first, level), (second, other) = run_ranks(logging_keys, 2)
+    assert level == other == logging.DEBUG and not second
+    effective = json.loads(first[0].removeprefix("configuration: "))
+    assert effective["train_batch_size"] == 4 and effective["optimizer"]["type"] == "adamw"
+    with pytest.raises(ConfigError, match=r'log_level: expected one of .*"debug"'):
+        shardwise.config.resolve({"train_batch_size": 1, "log_level": "loud"})

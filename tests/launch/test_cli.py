@@ -86,6 +86,24 @@ def test_check_explains(call, tmp_path) -> None:
     assert {row["path"]: row["source"] for row in told["values"]}["train_batch_size"] == "given"
 
 
+def test_check_stands_in_for_the_trainer(call, tmp_path) -> None:
+    config = tmp_path / "config.json"
+    schedule = {"type": "WarmupDecayLR", "params": {"total_num_steps": "auto", "warmup_num_steps": 2000}}
+    batch = {"train_batch_size": "auto", "train_micro_batch_size_per_gpu": "auto"}
+    config.write_text(json.dumps({**batch, "scheduler": schedule}))
+    code, shown, _ = call("check", str(config), "--world", "4")
+    assert code == 0
+    assert 'assumed: train_micro_batch_size_per_gpu = "auto": left to the trainer; 1 sample' in shown
+    told = json.loads(call("check", str(config), "--world", "4", "--json")[1])
+    assert told["effective"]["train_batch_size"] == 4
+    assert [(note["path"], note["value"]) for note in told["assumed"]] == [
+        ("train_micro_batch_size_per_gpu", 1),
+        ("scheduler.params.total_num_steps", 2000),
+    ]
+    config.write_text(json.dumps({**batch, "train_batch_size": 8}))
+    assert json.loads(call("check", str(config), "--world", "4", "--json")[1])["assumed"] == []
+
+
 def test_check_refuses(call, tmp_path) -> None:
     config = tmp_path / "config.json"
     config.write_text('{"train_batch_sise": 16}')

@@ -7,6 +7,7 @@ to be looked up.
 """
 
 from .arguments import config_arguments, config_path
+from .assume import assume
 from .auto import Note
 from .export import Row, describe, effective, json_schema
 from .facts import Facts
@@ -20,6 +21,7 @@ __all__ = [
     "Note",
     "Resolution",
     "Row",
+    "assume",
     "config_arguments",
     "config_path",
     "describe",

@@ -1,8 +1,13 @@
-"""What this version does not have: one table of keys whose features are still to be built.
+"""What this version does not have: two tables of keys whose features are still to be built.
 
-A configuration is refused only if it asks for such a feature. A section that is present but switched off, or
-holds only defaults, is accepted. A later version that builds a feature removes its line here and changes
-nothing else.
+`UNBUILT`: the run would be another one without the feature, or would lack what it was started for. A configuration is
+refused if it asks for such a feature, with what to do instead. A section that is present but switched off, or holds
+only defaults, is accepted.
+
+`UNHEARD`: the run is the same without the feature; only less is printed, or it is a matter of speed. Such a key is
+accepted with a warning.
+
+A later version that builds a feature removes its line here and changes nothing else.
 """
 
 from __future__ import annotations
@@ -20,19 +25,31 @@ from .schema.root import Config
 
 @dataclass(frozen=True)
 class Unbuilt:
-    """One feature: the key that asks for it, what it is, and when a value asks for it."""
+    """One feature: the key that asks for it, what it is, when a value asks for it, and what to do now.
+
+    `within` are switches that have to be on as well. `instead` may depend on the rest of the configuration. Where
+    `whole` is true, the number of ranks asks for nothing: one group of all ranks is no division into groups.
+    """
 
     path: str
     feature: str
     asks: Callable[[Any], bool]
+    instead: str | Callable[[Config], str]
+    within: tuple[str, ...] = ()
+    whole: bool = False
+
+
+@dataclass(frozen=True)
+class Unheard:
+    """One key that is accepted and does nothing yet: when a value asks for it, and what is missing."""
+
+    path: str
+    asks: Callable[[Any], bool]
+    missing: str
 
 
 def _on(value: Any) -> bool:
     return value is True
-
-
-def _off(value: Any) -> bool:
-    return value is False
 
 
 def _given(value: Any) -> bool:
@@ -51,6 +68,10 @@ def _moved(value: Any) -> bool:
     return value is not None and value.device != "none"
 
 
+def _sparse(value: Any) -> bool:
+    return value is not None and value.mode != "dense"
+
+
 def _split(value: Any) -> bool:
     sizes = (value.autotp_size, value.tp.tp_size if value.tp is not None else 1)
     return value.enabled is not False and max(sizes) > 1
@@ -61,6 +82,17 @@ def _set(value: Any) -> bool:
     return bool(value.model_dump(exclude_defaults=True))
 
 
+def _without_offload(config: Config) -> str:
+    """What saves device memory where nothing can be moved away from it."""
+    if config.zero_optimization.stage < 3:
+        more = "`zero_optimization.stage` to 3, which divides parameters, gradients and optimizer state over the ranks"
+        return f'switch it off (`device` "none") and set {more}'
+    return (
+        'switch it off (`device` "none"). Stage 3 has divided everything over the ranks already: use more ranks, or '
+        'less memory a parameter (`bf16.master_weights` "none", or `optimizer.params.fp32_optimizer_states` false)'
+    )
+
+
 _COMPRESSION = (
     "weight_quantization",
     "activation_quantization",
@@ -69,60 +101,162 @@ _COMPRESSION = (
     "head_pruning",
     "channel_pruning",
 )
+_SHARD = "`zero_optimization.stage` 3 makes room for large layers on many ranks"
+_LOG = "log from the script: `engine.last_step` has loss scale, norm and learning rate of each step; switch this off"
+_PRECISION = 'switch it off and write "bf16": {"enabled": true} (or fp16, or torch_autocast)'
+_SAMPLES = "order the samples in the script's own dataset or sampler, and switch this off"
+_COMPRESSED = "train the plain model, or compress it with a library for that (torch.ao); switch this off"
+_GROUPS = (
+    "remove the key, which shards over all ranks; `zero_optimization.zero_hpz_partition_size` keeps a second copy in "
+    "each node to gather from"
+)
 
 UNBUILT: tuple[Unbuilt, ...] = (
-    Unbuilt("sequence_parallel_size", "sequence parallelism", _above_one),
-    Unbuilt("use_data_before_expert_parallelism", "expert parallelism", _on),
-    Unbuilt("disable_python_gc", "control of garbage collection", _on),
-    Unbuilt("graph_harvesting", "CUDA graphs of optimizer kernels", _on),
-    Unbuilt("amp.enabled", "Apex AMP, which torch has replaced (use bf16, fp16 or torch_autocast)", _on),
-    Unbuilt("msamp.enabled", "MS-AMP (use bf16, fp16 or torch_autocast)", _on),
-    Unbuilt("zero_optimization.offload_param", "parameter offload", _moved),
-    Unbuilt("zero_optimization.offload_optimizer", "optimizer offload", _moved),
-    Unbuilt("zero_optimization.zenflow", "ZenFlow", _given),
-    Unbuilt("zero_optimization.zero_quantized_nontrainable_weights", "frozen weights stored as integers", _on),
-    Unbuilt("zero_optimization.mics_shard_size", "sharding within groups of ranks", _above_zero),
-    Unbuilt("zero_optimization.mics_hierarchical_params_gather", "sharding within groups of ranks", _on),
-    Unbuilt("zero_optimization.override_module_apply", "zero.Init without Module.apply", _off),
-    Unbuilt("zero_optimization.enable_sanity_checks", "per-step consistency checks", _on),
-    Unbuilt("activation_checkpointing", "activation checkpointing by configuration", _set),
-    Unbuilt("sparse_attention", "sparse attention", _given),
-    Unbuilt("pipeline.enabled", "pipeline parallelism", _on),
-    Unbuilt("pipeline.stages", "pipeline parallelism", _above_one),
-    Unbuilt("pipeline.activation_checkpoint_interval", "pipeline parallelism", _above_zero),
-    Unbuilt("tensor_parallel", "tensor parallelism", _split),
-    Unbuilt("expert_parallel.enabled", "expert parallelism", _on),
-    Unbuilt("wall_clock_breakdown", "timing of phases", _on),
-    Unbuilt("memory_breakdown", "memory of phases", _on),
-    Unbuilt("dump_state", "printing the engine's state", _on),
-    Unbuilt("log_level", "setting the log level by configuration", _given),
-    Unbuilt("timers", "settings of the throughput timer", _set),
-    Unbuilt("flops_profiler.enabled", "the FLOPs profiler", _on),
-    Unbuilt("tensorboard.enabled", "TensorBoard", _on),
-    Unbuilt("wandb.enabled", "Weights & Biases", _on),
-    Unbuilt("csv_monitor.enabled", "CSV monitoring", _on),
-    Unbuilt("comet.enabled", "Comet", _on),
-    Unbuilt("checkpoint.load_universal", "the universal checkpoint format", _on),
-    Unbuilt("checkpoint.use_node_local_storage", "node-local checkpoints", _on),
-    Unbuilt("nebula.enabled", "Nebula (for asynchronous saves set checkpoint.async_save)", _on),
-    Unbuilt("datastates_ckpt", "DataStates (for asynchronous saves set checkpoint.async_save)", _given),
-    Unbuilt("data_efficiency.enabled", "data efficiency", _on),
-    Unbuilt("curriculum_learning.enabled", "curriculum learning", _on),
-    Unbuilt("progressive_layer_drop.enabled", "progressive layer dropping", _on),
+    Unbuilt("sequence_parallel_size", "sequence parallelism", _above_one, "set it to 1, and shorten sequences"),
+    Unbuilt("amp.enabled", "Apex AMP, which torch has replaced", _on, _PRECISION),
+    Unbuilt("msamp.enabled", "MS-AMP", _on, _PRECISION),
+    Unbuilt("zero_optimization.offload_param", "parameter offload", _moved, _without_offload),
+    Unbuilt("zero_optimization.offload_optimizer", "optimizer offload", _moved, _without_offload),
+    Unbuilt(
+        "zero_optimization.zenflow",
+        "ZenFlow, a form of optimizer offload",
+        _given,
+        "remove the section; stage 3 divides optimizer state over the ranks",
+    ),
+    Unbuilt(
+        "zero_optimization.zero_quantized_nontrainable_weights",
+        "frozen weights stored as integers",
+        _on,
+        "switch it off; stage 3 divides frozen weights over the ranks as they are",
+    ),
+    Unbuilt(
+        "zero_optimization.mics_shard_size", "sharding within groups of ranks (MiCS)", _above_zero, _GROUPS, whole=True
+    ),
+    Unbuilt(
+        "sparse_attention",
+        "sparse attention",
+        _sparse,
+        'remove the section, or write the mode "dense"; torch has block masks (torch.nn.attention.flex_attention)',
+    ),
+    Unbuilt("pipeline.enabled", "pipeline parallelism", _on, f"remove the section; {_SHARD}"),
+    Unbuilt("pipeline.stages", "pipeline parallelism", _above_one, f"remove the section; {_SHARD}"),
+    Unbuilt("tensor_parallel", "tensor parallelism", _split, f"remove the section; {_SHARD}"),
+    Unbuilt(
+        "expert_parallel.enabled",
+        "expert parallelism",
+        _on,
+        "switch it off; `zero_optimization.stage` 3 divides the experts over the ranks like other parameters",
+    ),
+    Unbuilt(
+        "flops_profiler.enabled", "the FLOPs profiler", _on, "switch it off, or count with torch.utils.flop_counter"
+    ),
+    Unbuilt("tensorboard.enabled", "TensorBoard", _on, _LOG),
+    Unbuilt("wandb.enabled", "Weights & Biases", _on, _LOG),
+    Unbuilt("csv_monitor.enabled", "CSV monitoring", _on, _LOG),
+    Unbuilt("comet.enabled", "Comet", _on, _LOG),
+    Unbuilt(
+        "checkpoint.load_universal",
+        "the universal checkpoint format",
+        _on,
+        "switch it off: checkpoints here fit any number of ranks and any stage as they are, and DeepSpeed's are read "
+        "before they are made universal",
+    ),
+    Unbuilt(
+        "checkpoint.use_node_local_storage",
+        "node-local checkpoints",
+        _on,
+        "switch it off and save to a directory that all nodes see",
+    ),
+    Unbuilt("nebula.enabled", "Nebula", _on, "switch it off; `checkpoint.async_save` saves in the background"),
+    Unbuilt("datastates_ckpt", "DataStates", _given, "remove it; `checkpoint.async_save` saves in the background"),
+    Unbuilt(
+        "data_efficiency.data_sampling.curriculum_learning.enabled",
+        "curriculum learning",
+        _on,
+        _SAMPLES,
+        within=("data_efficiency.enabled", "data_efficiency.data_sampling.enabled"),
+    ),
+    Unbuilt(
+        "data_efficiency.data_sampling.dynamic_batching.enabled",
+        "batches of equal token count",
+        _on,
+        "switch it off; make such batches in the script and weigh their losses (engine.backward(loss, weight=tokens))",
+        within=("data_efficiency.enabled", "data_efficiency.data_sampling.enabled"),
+    ),
+    Unbuilt(
+        "data_efficiency.data_routing.random_ltd.enabled",
+        "random layer-token dropping",
+        _on,
+        "switch it off; the model then sees all tokens in all layers",
+        within=("data_efficiency.enabled", "data_efficiency.data_routing.enabled"),
+    ),
+    Unbuilt("curriculum_learning.enabled", "curriculum learning", _on, _SAMPLES),
+    Unbuilt(
+        "progressive_layer_drop.enabled",
+        "progressive layer dropping",
+        _on,
+        "switch it off; the model is then not told to skip layers",
+    ),
     *(
-        Unbuilt(f"compression_training.{name}.shared_parameters.enabled", "model compression", _on)
+        Unbuilt(f"compression_training.{name}.shared_parameters.enabled", "model compression", _on, _COMPRESSED)
         for name in _COMPRESSION
     ),
-    Unbuilt("compression_training.layer_reduction.enabled", "layer reduction", _on),
-    Unbuilt("weight_quantization", "quantized weights", lambda value: value is not None and value.enabled),
-    Unbuilt("quantize_training.enabled", "quantization in training", _on),
-    Unbuilt("quantize_training.eigenvalue.enabled", "eigenvalue estimation", _on),
-    Unbuilt("eigenvalue.enabled", "eigenvalue estimation", _on),
-    Unbuilt("elasticity.enabled", "elastic batch sizes", _on),
-    Unbuilt("autotuning.enabled", "autotuning", _on),
-    Unbuilt("autotuning.model_info.profile", "autotuning", _on),
-    Unbuilt("hybrid_engine.enabled", "the hybrid engine", _on),
-    Unbuilt("compile", "compiler passes", _set),
+    Unbuilt("compression_training.layer_reduction.enabled", "layer reduction", _on, _COMPRESSED),
+    Unbuilt(
+        "weight_quantization",
+        "quantized weights",
+        lambda value: value is not None and value.enabled,
+        "remove the section; stage 3 divides weights over the ranks as they are",
+    ),
+    Unbuilt("quantize_training.enabled", "quantization in training", _on, _COMPRESSED),
+    Unbuilt("quantize_training.eigenvalue.enabled", "eigenvalue estimation", _on, _COMPRESSED),
+    Unbuilt("eigenvalue.enabled", "eigenvalue estimation", _on, _COMPRESSED),
+    Unbuilt(
+        "elasticity.enabled",
+        "elastic batch sizes",
+        _on,
+        "switch it off and write `train_batch_size`; `shardwise run --max-restarts` goes on with fewer ranks after a "
+        "failure, and checkpoints fit any number of them",
+    ),
+    Unbuilt(
+        "autotuning.enabled",
+        "autotuning",
+        _on,
+        "switch it off; `shardwise check` shows what is in force, and engine.memory_report() what it takes",
+    ),
+    Unbuilt("autotuning.model_info.profile", "autotuning", _on, "switch it off"),
+    Unbuilt(
+        "hybrid_engine.enabled",
+        "the hybrid engine",
+        _on,
+        "switch it off, and generate with the trained module under `shardwise.zero.GatheredParameters`",
+    ),
+    Unbuilt(
+        "compile.deepcompile",
+        "compiler passes (DeepCompile)",
+        _on,
+        "switch it off; engine.compile() uses torch.compile",
+    ),
+)
+
+UNHEARD: tuple[Unheard, ...] = (
+    Unheard("wall_clock_breakdown", _on, "phases of a step are not timed yet"),
+    Unheard("memory_breakdown", _on, "memory is not printed phase by phase; engine.memory_report() tells it"),
+    Unheard("timers", _set, "there is no throughput timer yet"),
+    Unheard("disable_python_gc", _on, "garbage collection is left to Python; gc.disable() in the script does it"),
+    Unheard("graph_harvesting", _on, "kernels of the optimizer are not recorded as CUDA graphs"),
+    Unheard("zero_optimization.enable_sanity_checks", _on, "there are no further checks to switch on"),
+    Unheard(
+        "activation_checkpointing",
+        _set,
+        "the section recomputes nothing by itself, in DeepSpeed neither: it is read by deepspeed.checkpointing, which "
+        "is not here. Recompute in the model (torch.utils.checkpoint; Trainer: gradient_checkpointing=True)",
+    ),
+    Unheard(
+        "pipeline.activation_checkpoint_interval",
+        _above_zero,
+        "it belongs to a PipelineModule. Recompute in the model (torch.utils.checkpoint)",
+    ),
 )
 
 
@@ -134,14 +268,27 @@ def value_at(config: Config, path: str) -> Any:
     return place
 
 
-def check_built(config: Config, found: Scan) -> list[Problem]:
+def check_built(config: Config, found: Scan, world_size: int) -> list[Problem]:
     """Return one problem for each requested feature that this version does not have."""
     problems = []
     for entry in UNBUILT:
-        if entry.asks(value_at(config, entry.path)):
-            message = f"this version does not have {entry.feature}; remove the key or switch it off"
+        value = value_at(config, entry.path)
+        if entry.whole and value == world_size:
+            continue
+        if entry.asks(value) and all(value_at(config, switch) for switch in entry.within):
+            instead = entry.instead if isinstance(entry.instead, str) else entry.instead(config)
+            message = f"this version does not have {entry.feature}; {instead}"
             problems.append(Problem(_as_written(entry.path, found), message, NotBuiltError))
     return problems
+
+
+def unheard(config: Config, found: Scan) -> list[str]:
+    """Return one warning for each key that asks for something that is not done, and without which all is the same."""
+    return [
+        f"{_as_written(entry.path, found)}: accepted, and changes nothing: {entry.missing}"
+        for entry in UNHEARD
+        if entry.asks(value_at(config, entry.path))
+    ]
 
 
 def _as_written(path: str, found: Scan) -> str:

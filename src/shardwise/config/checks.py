@@ -126,7 +126,7 @@ def _zero(config: Config) -> Iterator[Problem]:
     if zero.legacy_stage1:
         yield Problem("zero_optimization.legacy_stage1", "the old stage 1 no longer exists; remove the key")
     offload = zero.offload_optimizer
-    if offload is not None and offload.ratio < 1 and zero.stage != 3:
+    if offload is not None and offload.device != "none" and offload.ratio < 1 and zero.stage != 3:
         message = f"is {offload.ratio:g}; below 1 it needs `zero_optimization.stage` 3, found {zero.stage}"
         yield Problem("zero_optimization.offload_optimizer.ratio", message, ConflictError)
     if not zero.compute_grad_norm:
@@ -176,12 +176,6 @@ def _gradients(config: Config) -> Iterator[Problem]:
         if config.prescale_gradients or factor != 1:
             message = '"sum" divides by nothing; remove `prescale_gradients` and `gradient_predivide_factor`'
             yield Problem("gradient_allreduce_op", message, ConflictError)
-    elif config.prescale_gradients and factor != 1:
-        message = (
-            f"is {factor:g}, but `prescale_gradients` = true already divides by the number of ranks "
-            f"before the sum; keep one of the two"
-        )
-        yield Problem("gradient_predivide_factor", message, ConflictError)
 
 
 def _onebit(config: Config) -> Iterator[Problem]:

@@ -1,8 +1,9 @@
 """Which of the user's keys change nothing in this run, and why.
 
-Four kinds: hints for mechanisms that other libraries have and this one does not need; keys of a section that is
-switched off; keys of one ZeRO stage under another; compression where nothing travels. They are accepted, because
-published configurations are full of them, and listed, because a key that does nothing must not look like one that does.
+Five kinds: hints for mechanisms that other libraries have and this one does not need; keys of a section that is
+switched off; keys of one ZeRO stage under another; compression where nothing travels; keys that another key overrules.
+They are accepted, because published configurations are full of them, and listed, because a key that does nothing must
+not look like one that does.
 """
 
 from __future__ import annotations
@@ -34,7 +35,9 @@ def without_effect(config: Config, found: Scan, world_size: int = 1) -> list[Not
             continue
         value = value_at(config, ".".join(path))
         off = "" if _holds_anyway(path, config) else _switched_off(key, value)
-        reason = key.no_effect or off or _other_stage(path, config) or _nothing_travels(path, config, world_size)
+        others = _other_stage(path, config) or _nothing_travels(path, config, world_size)
+        others = others or _overruled(path, config, world_size)
+        reason = key.no_effect or off or others
         if reason:
             listed.add(path)
             notes.append(Note(dotted(found.given[path]), _plain(value), reason))
@@ -54,7 +57,9 @@ def _switched_off(key: Key, value: Any) -> str:
     """Why a section that has more than its switch does nothing; empty if it is on."""
     if key.kind != "section" or key.child is None or value is None:
         return ""
-    if "enabled" in keys_of(key.child):
+    if key.name == "compile":
+        on, switch = value.deepcompile, "deepcompile"
+    elif "enabled" in keys_of(key.child):
         on, switch = value.enabled, "enabled"
     elif key.name in _OFFLOAD:
         on, switch = value.device != "none", "device"
@@ -85,6 +90,20 @@ def _nothing_travels(path: tuple[str, ...], config: Config, world_size: int) -> 
     if path == ("compression",) and config.compression.type is not None:
         return "there is one rank, so no gradient travels"
     return "there is one rank, so nothing travels" if path in _ZEROPP and value_at(config, ".".join(path)) else ""
+
+
+def _overruled(path: tuple[str, ...], config: Config, world_size: int) -> str:
+    """Keys that mean nothing beside the value of another."""
+    zero, sparse = config.zero_optimization, config.sparse_attention
+    if path == ("gradient_predivide_factor",) and config.prescale_gradients:
+        return "`prescale_gradients` divides by the number of ranks before the sum, so nothing is left to divide"
+    if path == ("zero_optimization", "mics_hierarchical_params_gather") and zero.mics_shard_size < 1:
+        return "it belongs to `zero_optimization.mics_shard_size`, which is not set"
+    if path == ("zero_optimization", "mics_shard_size") and zero.mics_shard_size == world_size:
+        return "it is the number of ranks: one group of all"
+    if path == ("sparse_attention",) and sparse is not None and sparse.mode == "dense":
+        return 'the mode "dense" is ordinary attention'
+    return ""
 
 
 def _plain(value: Any) -> Any:

@@ -11,7 +11,7 @@ import sys
 from pathlib import Path
 from typing import Any
 
-from .built import UNBUILT
+from .built import UNBUILT, UNHEARD
 from .schema.gradients import METHODS
 from .tree import Key, expected, walk
 
@@ -60,6 +60,8 @@ def _row(path: tuple[str, ...], key: Key, skip: int) -> str:
         meaning.append(f"Default: {note}.")
     if _unbuilt(path):
         meaning.append("*Not in this version.*")
+    elif any(".".join(path).startswith(entry.path) for entry in UNHEARD):
+        meaning.append("*Accepted with a warning, does nothing yet.*")
     cells = [f"`{name}`{names}", expected(key), f"`{_default(key)}`", " ".join(meaning)]
     return "| " + " | ".join(cell.replace("|", "\\|") for cell in cells) + " |"
 
@@ -76,7 +78,7 @@ def _default(key: Key) -> str:
 def _unbuilt(path: tuple[str, ...]) -> bool:
     """Whether the key, or the switch of its section, asks for something that this version does not have."""
     dots = ".".join(path)
-    sections = [entry.path.removesuffix(".enabled") for entry in UNBUILT]
+    sections = [entry.path.removesuffix(".enabled").removesuffix(".deepcompile") for entry in UNBUILT]
     return any(dots == entry.path for entry in UNBUILT) or any(dots.startswith(f"{name}.") for name in sections)
 
 

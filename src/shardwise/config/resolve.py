@@ -15,7 +15,7 @@ from typing import Any
 from . import names
 from .auto import Note, resolve_autos
 from .batch import MICRO, STEPS, TRAIN, Batch, solve
-from .built import check_built, value_at
+from .built import check_built, unheard, value_at
 from .checks import check_combinations, check_worth_a_warning
 from .compression import check_compression, doubtful_compression, method_name
 from .effects import without_effect
@@ -89,7 +89,7 @@ def resolve(source: Any, *, world_size: int = 1, facts: Facts | None = None) -> 
         *check_scheduler(config, found),
         *check_compression(config, found),
         *check_combinations(config, found, world_size),
-        *check_built(config, found),
+        *check_built(config, found, world_size),
     ]
     solved = solve(config, world_size, facts, found, document)
     if isinstance(solved, Batch):
@@ -102,7 +102,12 @@ def resolve(source: Any, *, world_size: int = 1, facts: Facts | None = None) -> 
         config=config,
         raw=document.data,
         notes=notes,
-        warnings=[*_deprecations(found), *check_worth_a_warning(config), *doubtful_compression(config)],
+        warnings=[
+            *_deprecations(found),
+            *unheard(config, found),
+            *check_worth_a_warning(config),
+            *doubtful_compression(config),
+        ],
         no_effect=without_effect(config, found, world_size),
         origin=document.origin,
         given=frozenset(dotted(path) for path in found.given),

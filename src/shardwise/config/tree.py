@@ -20,6 +20,7 @@ RETIRED: dict[str, str] = {
     "compile.enabled": "this old key was removed: call engine.compile() in the script instead",
     "compile.backend": "this old key was removed: pass backend to engine.compile() in the script",
     "compile.kwargs": "this old key was removed: pass compile_kwargs to engine.compile() in the script",
+    "fp32_allreduce": 'this old key was removed: write "communication_data_type": "fp32"; sums are fp32 in any case',
     "bf16.check_overflow": "the key is called `bf16.check_grad_overflow`",
     "zero_optimization.stage3_prefetch_bucket_elements": "the key is called `stage3_prefetch_bucket_size`",
 }

@@ -5,6 +5,7 @@ each step says why it comes where it does.
 from __future__ import annotations
 
 import argparse
+import json
 from collections.abc import Callable, Iterable
 from dataclasses import replace
 from typing import Any
@@ -20,6 +21,7 @@ from shardwise.comm.logger import comms_logger
 from shardwise.comm.setup import init_distributed, local_rank
 from shardwise.config import Facts, Resolution, config_arguments, config_path, resolve
 from shardwise.config.compression import method_parameters
+from shardwise.config.export import effective
 from shardwise.config.schema.gradients import DGC
 from shardwise.data import EngineDataLoader
 from shardwise.device import choose_device
@@ -153,9 +155,11 @@ def _build(
     group = mpu.get_data_parallel_group() if mpu is not None else None
     world = torch.distributed.get_world_size(group) if torch.distributed.is_initialized() else 1
     resolution = resolve(source, world_size=world, facts=_facts(client_optimizer))
+    settings = resolution.config
+    if settings.log_level is not None:
+        logger.setLevel(settings.log_level.upper())
     for warning in resolution.warnings:
         warn_once(str(warning))
-    settings = resolution.config
     # The device before the groups: each backend serves one type of device.
     own_number = local_rank()
     device = choose_device(own_number, getattr(args, "device_rank", None))
@@ -253,6 +257,8 @@ def _build(
     engine._guard_against_faults()
     if engine.global_rank == 0 and optimizer is not None:
         logger.info("precision: %s", engine.precision_in_words())
+    if engine.global_rank == 0 and settings.dump_state:
+        logger.info("configuration: %s", json.dumps(effective(resolution), indent=2, default=str))
     return engine, optimizer, engine.training_dataloader, scheduler
 
 

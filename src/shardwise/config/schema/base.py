@@ -160,3 +160,10 @@ DType = Annotated[
     ),
 ]
 """A floating-point type by any of its usual names; read back as fp32, fp16 or bf16."""
+LEVELS = ("debug", "info", "warning", "error", "critical")
+LogLevel = Annotated[
+    Literal["debug", "info", "warning", "error", "critical"],
+    BeforeValidator(lambda value: value.lower() if isinstance(value, str) else value),
+    WithJsonSchema({"enum": [word for level in LEVELS for word in (level, level.upper())]}),
+]
+"""A level of the `logging` module by name, in any case."""

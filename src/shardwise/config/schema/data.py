@@ -11,6 +11,9 @@ from .base import Int, Ints, Section, as_list, key, section
 _Numbers = Annotated[list[int | float], BeforeValidator(as_list)]
 
 
+_NO_SAMPLER = "it is for samplers that this version does not have; training_data is drawn from in torch's order"
+
+
 class CurriculumScheduleConfig(Section):
     """`schedule_config` of a curriculum."""
 
@@ -74,9 +77,9 @@ class DataSampling(Section):
     """`data_efficiency.data_sampling`."""
 
     enabled: bool = key(False, "Control sampling.")
-    num_epochs: Int = key(1000, "Epochs.", gt=0)
-    num_workers: Int = key(0, "Loader processes.", ge=0)
-    pin_memory: bool = key(False, "Page-lock loaded batches.")
+    num_epochs: Int = key(1000, "Epochs.", gt=0, no_effect=_NO_SAMPLER)
+    num_workers: Int = key(0, "Loader processes.", ge=0, no_effect=_NO_SAMPLER)
+    pin_memory: bool = key(False, "Page-lock loaded batches.", no_effect=_NO_SAMPLER)
     curriculum_learning: SamplingCurriculum = section(SamplingCurriculum, "Choose samples by difficulty.")
     dynamic_batching: DynamicBatching = section(DynamicBatching, "Batches of equal token count.")
 
@@ -131,7 +134,7 @@ class DataEfficiency(Section):
     """`data_efficiency`: master switch of sampling and routing."""
 
     enabled: bool = key(False, "Use the sections below.")
-    seed: Int = key(1234, "Seed of sampling.")
+    seed: Int = key(1234, "Seed of sampling.", no_effect=_NO_SAMPLER)
     data_sampling: DataSampling = section(DataSampling, "Which samples are seen.")
     data_routing: DataRouting = section(DataRouting, "Which tokens layers see.")
 

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from typing import Annotated, Literal
 
-from .base import DType, Int, Section, StepCount, Whole, key, section
+from .base import DType, Int, LogLevel, Section, StepCount, Whole, key, section
 from .checkpoint import Checkpoint, DataStates, Nebula
 from .compress import CompressionTraining, Eigenvalue, QuantizeTraining, WeightQuantization
 from .data import DataEfficiency, LegacyCurriculum, ProgressiveLayerDrop
@@ -47,7 +47,9 @@ class Config(Section):
     dataloader_drop_last: bool = key(False, "The loader that the engine builds drops the last incomplete batch.")
     sequence_parallel_size: Int = key(1, "Ranks that share one sequence.", ge=1)
     data_parallel_size: Int | None = key(None, "Data-parallel ranks; must agree with the number of ranks.", ge=1)
-    use_data_before_expert_parallelism: bool = key(False, "Order of ranks in expert groups.")
+    use_data_before_expert_parallelism: bool = key(
+        False, "Order of ranks in expert groups.", no_effect="there are no expert groups"
+    )
     vocabulary_size: Int | None = key(None, "Size of the vocabulary; a warning is given if 8 does not divide it.", gt=0)
     disable_python_gc: bool = key(False, "The engine switches cyclic garbage collection off and collects by itself.")
 
@@ -121,8 +123,10 @@ class Config(Section):
     )
     wall_clock_breakdown: bool = key(False, "Time the phases of a step.")
     memory_breakdown: bool = key(False, "Print memory at the phases of a step.")
-    dump_state: bool = key(False, "Print the engine's state after it is built.")
-    log_level: str | None = key(None, "Level of the library's logger.")
+    dump_state: bool = key(
+        False, "Log the effective configuration, all defaults included, when the engine is built (rank 0)."
+    )
+    log_level: LogLevel | None = key(None, "Level of the library's logger; null: as it is.")
     timers: Timers = section(Timers, "Timers.")
     flops_profiler: FlopsProfiler = section(FlopsProfiler, "Floating-point operations.")
     tensorboard: TensorBoard = section(TensorBoard, "TensorBoard.")

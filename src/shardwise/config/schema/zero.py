@@ -192,6 +192,7 @@ class ZeroConfig(Section):
     cpu_offload_param: bool | None = key(
         None,
         "Old form of offload_param.device = cpu.",
+        names=("cpu_offload_params",),
         deprecated_for="zero_optimization.offload_param.device",
     )
     cpu_offload_use_pin_memory: bool | None = key(

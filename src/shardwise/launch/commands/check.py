@@ -8,7 +8,7 @@ from typing import TYPE_CHECKING, Annotated, Any
 import typer
 
 if TYPE_CHECKING:
-    from shardwise.config import Resolution
+    from shardwise.config import Note, Resolution
 
 UNWRAPPED = 10_000
 
@@ -26,8 +26,11 @@ def check(
     ] = False,
     as_json: Annotated[bool, typer.Option("--json", help="Print everything as one JSON object.")] = False,
 ) -> None:
-    """Check CONFIG and show each value that is given or chosen, with the reason, and what is questionable."""
-    from shardwise.config import resolve
+    """Check CONFIG and show each value that is given or chosen, with the reason, and what is questionable.
+
+    Where it leaves to a trainer ("auto") what it cannot be judged without, a stand-in is taken, and shown.
+    """
+    from shardwise.config import assume, resolve
     from shardwise.config.export import effective
     from shardwise.errors import CommandLineError, ConfigError
 
@@ -36,7 +39,8 @@ def check(
     if full and as_json:
         raise CommandLineError("--json prints the effective configuration too. Leave --effective out.")
     try:
-        resolution = resolve(config, world_size=world)
+        facts, assumed = assume(config)
+        resolution = resolve(config, world_size=world, facts=facts)
     except ConfigError as error:
         if not as_json:
             raise
@@ -44,14 +48,14 @@ def check(
         typer.echo(json.dumps(refusal, indent=2))
         raise typer.Exit(1) from None
     if as_json:
-        typer.echo(json.dumps(_as_dict(resolution, world), indent=2, default=str))
+        typer.echo(json.dumps(_as_dict(resolution, world, assumed), indent=2, default=str))
     elif full:
         typer.echo(json.dumps(effective(resolution), indent=2, default=str))
     else:
-        _show(resolution, world)
+        _show(resolution, world, assumed)
 
 
-def _as_dict(resolution: Resolution, world: int) -> dict[str, Any]:
+def _as_dict(resolution: Resolution, world: int, assumed: list[Note]) -> dict[str, Any]:
     from shardwise.config.export import describe, effective
 
     return {
@@ -62,10 +66,11 @@ def _as_dict(resolution: Resolution, world: int) -> dict[str, Any]:
         "values": [row._asdict() for row in describe(resolution)],
         "warnings": list(resolution.warnings),
         "no_effect": [note._asdict() for note in resolution.no_effect],
+        "assumed": [note._asdict() for note in assumed],
     }
 
 
-def _show(resolution: Resolution, world: int) -> None:
+def _show(resolution: Resolution, world: int, assumed: list[Note]) -> None:
     from rich import box
     from rich.console import Console
     from rich.table import Table
@@ -85,6 +90,8 @@ def _show(resolution: Resolution, world: int) -> None:
     console.print(table)
     for note in resolution.no_effect:
         console.print(f"no effect: {note.path} = {_text(note.value)}: {note.reason}")
+    for note in assumed:
+        console.print(f'assumed: {note.path} = "auto": {note.reason}')
     for warning in resolution.warnings:
         console.print(f"warning: {warning}")
     console.print(f"{resolution.origin} is valid for {world} rank{'s' * (world > 1)}.")

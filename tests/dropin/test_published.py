@@ -1,0 +1,265 @@
+"""Configurations as people publish them start, or are refused for the keys that the table names. Nothing else."""
+
+from __future__ import annotations
+
+import json
+import os
+import traceback
+from collections.abc import Callable, Iterator
+from pathlib import Path
+from types import SimpleNamespace
+from typing import Any
+
+import pytest
+import torch
+from torch import nn
+from typer.testing import CliRunner
+
+from shardwise.config import resolve
+from shardwise.errors import ConfigError, NotBuiltError
+from shardwise.launch.cli import app
+from shardwise.schedules import build as build_schedule
+from tests.dropin.clients import MISSING, Ranks, forget, mean_over_ranks, ranks
+from tests.dropin.published import DIRECTORY, WORLD, Published, facts_of, published, update
+
+__all__ = ["ranks"]
+PAGE = Path(__file__).parents[2] / "docs" / "published-configs.md"
+FILES = published()
+STEPS = 2
+PLAIN_LR = 1e-3
+
+
+class Tiny(nn.Module):
+    """A model with a table and two layers; `config` is what the Trainer reads sizes from."""
+
+    def __init__(self, sparse: bool) -> None:
+        super().__init__()
+        self.config = SimpleNamespace(hidden_size=16)
+        self.table = nn.Embedding(32, 16, sparse=sparse)
+        self.up, self.down = nn.Linear(16, 32), nn.Linear(32, 1)
+
+    def forward(self, tokens: torch.Tensor) -> torch.Tensor:
+        h = self.table(tokens).mean(1)
+        return self.down(torch.tanh(self.up(h))).float().square().mean()
+
+
+def tiny(sparse: bool = False) -> Tiny:
+    torch.manual_seed(3)
+    return Tiny(sparse)
+
+
+def micro_batch(step: int, micro: int, rank: int, rows: int) -> torch.Tensor:
+    seed = 1 + rank + WORLD * (micro + 1000 * step)
+    return torch.randint(32, (rows, 4), generator=torch.Generator().manual_seed(seed))
+
+
+def prepared(path: str, steps: int) -> Any:
+    """The configuration as the Trainer hands it to the engine, made by the Trainer's own code."""
+    from accelerate import PartialState
+    from transformers import TrainingArguments
+
+    forget()
+    os.environ["ACCELERATE_USE_DEEPSPEED"] = "true"
+    PartialState(backend="gloo")
+    arguments = TrainingArguments(
+        str(Path(path).parent),
+        per_device_train_batch_size=2,
+        gradient_accumulation_steps=2,
+        learning_rate=PLAIN_LR,
+        max_steps=steps,
+        warmup_steps=1,
+        report_to=[],
+        deepspeed=path,
+        accelerator_config={"use_configured_state": True},
+    )
+    filled = arguments.hf_deepspeed_config
+    filled.trainer_config_finalize(arguments, tiny(), steps)
+    forget()
+    return filled.config
+
+
+def outcome(name: str, path: str, through_trainer: bool) -> dict[str, Any]:
+    """Start a file and train two steps; what became of it."""
+    import deepspeed
+
+    found: dict[str, Any] = {"name": name}
+    engine = None
+    try:
+        config = prepared(path, 10) if through_trainer else path
+        found["handed"] = config
+        raw = config if isinstance(config, dict) else resolve(config, world_size=WORLD).raw
+        model = tiny(bool(raw.get("sparse_gradients")))
+        client = None if "optimizer" in raw else torch.optim.AdamW(model.parameters(), lr=PLAIN_LR)
+        engine, *_ = deepspeed.initialize(
+            model=model, model_parameters=model.parameters(), optimizer=client, config=config
+        )
+        found["facts"] = {**facts_of(engine._resolution), "stage": engine.zero_optimization_stage()}
+        found["losses"] = [float(loss) for loss in trained(engine)]
+    except ConfigError as error:
+        found["refused"] = [(problem.path, problem.message) for problem in error.problems]
+        found["built"] = isinstance(error, NotBuiltError) or any(p.error is NotBuiltError for p in error.problems)
+    except Exception:
+        found["failed"] = traceback.format_exc()
+    finally:
+        if engine is not None:
+            engine.destroy()
+    return found
+
+
+def trained(engine: Any) -> Iterator[float]:
+    """Losses of two steps, and one of the model that they have made; means over the ranks."""
+    rank = torch.distributed.get_rank()
+    rows, count = engine.train_micro_batch_size_per_gpu(), engine.gradient_accumulation_steps()
+    for step in range(STEPS):
+        total = torch.zeros(())
+        for micro in range(count):
+            loss = engine(micro_batch(step, micro, rank, rows))
+            total += loss.detach() / count
+            engine.backward(loss)
+            engine.step()
+        assert engine.global_steps == step + 1
+        yield mean_over_ranks(total)
+    with torch.no_grad():
+        yield mean_over_ranks(engine(micro_batch(STEPS, 0, 0, 8)))
+
+
+def outcomes(files: list[tuple[str, str, bool]]) -> list[dict[str, Any]]:
+    return [outcome(*file) for file in files]
+
+
+@pytest.fixture(scope="module")
+def ran(ranks: Ranks) -> dict[str, dict[str, Any]]:
+    """Outcomes of all files by name; both ranks have the same."""
+    files = [(entry.name, str(entry.path), entry.through_trainer) for entry in FILES]
+    if MISSING:
+        files = [file for file in files if not file[2]]
+    found: list[dict[str, Any]] = []
+    for begin in range(0, len(files), 10):
+        first, second = ranks(outcomes, WORLD, files[begin : begin + 10])
+        assert first == second
+        found += first
+    return {each["name"]: each for each in found}
+
+
+def got(ran: dict[str, dict[str, Any]], entry: Published) -> dict[str, Any]:
+    if entry.name not in ran:
+        pytest.skip(f"not installed: {', '.join(MISSING)}")
+    return ran[entry.name]
+
+
+def test_the_table_has_every_file() -> None:
+    assert {entry.name for entry in FILES} == {path.stem for path in DIRECTORY.glob("*.json")} - {"table"}
+    assert all((entry.starts is None) == bool(entry.refused) for entry in FILES)
+
+
+@pytest.mark.parametrize("entry", FILES, ids=lambda entry: entry.name)
+def test_it_starts_or_is_refused_as_the_table_says(entry: Published, ran: dict[str, dict[str, Any]]) -> None:
+    found = got(ran, entry)
+    assert "failed" not in found, found["failed"]
+    if entry.starts is None:
+        assert tuple(path for path, _ in found["refused"]) == entry.refused
+        # The key, what is wrong or not there, and what to do.
+        assert all(len(message.split("; ")) > 1 for _, message in found["refused"])
+        return
+    assert "refused" not in found, found["refused"]
+    assert found["facts"] == entry.starts
+    assert len(found["losses"]) == STEPS + 1 and all(torch.isfinite(torch.tensor(found["losses"])))
+
+
+@pytest.mark.parametrize("entry", FILES, ids=lambda entry: entry.name)
+def test_the_check_says_the_same(entry: Published, ran: dict[str, dict[str, Any]], tmp_path: Path) -> None:
+    found = got(ran, entry)
+    paths = [entry.path]
+    if isinstance(found.get("handed"), dict):
+        filled = tmp_path / "filled.json"
+        filled.write_text(json.dumps(found["handed"]))
+        paths.append(filled)
+    for path in paths:
+        checked = CliRunner().invoke(app, ["check", str(path), "--world", str(WORLD), "--json"])
+        told = json.loads(checked.stdout)
+        assert told["ok"] is (entry.starts is not None) and checked.exit_code == (0 if told["ok"] else 1)
+        if entry.starts is None:
+            assert all(f"{key} (line " in told["error"] or f"{key}: " in told["error"] for key in entry.refused)
+        elif path != entry.path or not entry.through_trainer:
+            assert {
+                name: told["effective"][name] for name in entry.starts if name.startswith(("train", "gradient"))
+            } == {name: value for name, value in entry.starts.items() if name.startswith(("train", "gradient"))}
+
+
+def equivalent(raw: dict[str, Any]) -> Callable[..., torch.optim.Optimizer] | None:
+    """The optimizer of torch that does what the configuration asks for, if there is one."""
+    section = raw.get("optimizer")
+    if section is None:
+        return lambda parameters: torch.optim.AdamW(parameters, lr=PLAIN_LR)
+    params = dict(section["params"])
+    decoupled = params.pop("adam_w_mode", True)
+    params.pop("torch_adam", None)
+    kinds: dict[str, type[torch.optim.Optimizer]] = {
+        "adam": torch.optim.AdamW if decoupled else torch.optim.Adam,
+        "adamw": torch.optim.AdamW,
+        "sgd": torch.optim.SGD,
+    }
+    kind = kinds.get(section["type"].lower())
+    if kind is None or params.pop("bias_correction", True) is False:
+        return None
+    if kind is torch.optim.AdamW:
+        params.setdefault("weight_decay", 0.0)
+    return lambda parameters: kind(parameters, **params)
+
+
+def reference(entry: Published, raw: dict[str, Any]) -> list[float]:
+    """The same steps by plain torch, in one process over the batches of all ranks."""
+    assert entry.starts is not None
+    model = tiny()
+    make = equivalent(raw)
+    assert make is not None
+    optimizer = make(model.parameters())
+    schedule = raw.get("scheduler")
+    scheduler = build_schedule(schedule["type"], optimizer, schedule["params"]) if schedule is not None else None
+    rows, count = (entry.starts[name] for name in ("train_micro_batch_size_per_gpu", "gradient_accumulation_steps"))
+    losses = []
+    for step in range(STEPS):
+        total = 0.0
+        for micro in range(count):
+            for rank in range(WORLD):
+                loss = model(micro_batch(step, micro, rank, rows)) / (count * WORLD)
+                loss.backward()
+                total += loss.item()
+        if raw.get("gradient_clipping"):
+            torch.nn.utils.clip_grad_norm_(model.parameters(), raw["gradient_clipping"])
+        optimizer.step()
+        optimizer.zero_grad()
+        if scheduler is not None:
+            scheduler.step()
+        losses.append(total)
+    with torch.no_grad():
+        losses.append(model(micro_batch(STEPS, 0, 0, 8)).item())
+    return losses
+
+
+def exact(entry: Published) -> bool:
+    """Whether plain torch does the same in fp32."""
+    if entry.starts is None or entry.starts["precision"] != "fp32":
+        return False
+    raw = resolve(entry.path, world_size=WORLD).raw if not entry.through_trainer else json.loads(entry.path.read_text())
+    return equivalent(raw) is not None and not raw.get("torch_autocast", {}).get("enabled")
+
+
+EXACT = [entry for entry in FILES if exact(entry)]
+
+
+def test_many_files_are_compared_with_plain_torch() -> None:
+    assert len(EXACT) >= 15 and {entry.starts["stage"] for entry in EXACT if entry.starts} == {0, 1, 2, 3}
+
+
+@pytest.mark.parametrize("entry", EXACT, ids=lambda entry: entry.name)
+def test_losses_are_those_of_plain_torch(entry: Published, ran: dict[str, dict[str, Any]]) -> None:
+    found = got(ran, entry)
+    handed = found["handed"]
+    raw = handed if isinstance(handed, dict) else resolve(handed, world_size=WORLD).raw
+    assert found["losses"] == pytest.approx(reference(entry, raw), rel=1e-5)
+
+
+def test_the_page_is_up_to_date() -> None:
+    text = PAGE.read_text(encoding="utf-8")
+    assert update(text) == text, "run `python -m tests.dropin.published docs/published-configs.md`"
