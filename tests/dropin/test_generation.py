@@ -11,11 +11,10 @@ import torch
 import torch.distributed as dist
 
 import shardwise
-from tests.dropin.clients import MISSING, Ranks, forget, gpt2, ranks, tokens
+from tests.dropin.clients import MISSING, Ranks, forget, gpt2, tokens
 from tests.dropin.test_trainer import config
 
 pytestmark = pytest.mark.skipif(bool(MISSING), reason=f"not installed: {', '.join(MISSING)}")
-__all__ = ["ranks"]
 
 ENDS = list(range(40, 64))
 """Tokens that end a sequence: so many that ends differ between sequences."""
