@@ -102,7 +102,12 @@ def resolve(source: Any, *, world_size: int = 1, facts: Facts | None = None) -> 
         config=config,
         raw=document.data,
         notes=notes,
-        warnings=[*_deprecations(found), *check_worth_a_warning(config), *doubtful_compression(config)],
+        warnings=[
+            *_deprecations(found),
+            *found.unfolded,
+            *check_worth_a_warning(config),
+            *doubtful_compression(config),
+        ],
         no_effect=without_effect(config, found, world_size),
         origin=document.origin,
         given=frozenset(dotted(path) for path in found.given),
