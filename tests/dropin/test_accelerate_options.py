@@ -36,7 +36,7 @@ def loader(count: int = 32) -> Any:
     return torch.utils.data.DataLoader(tokens(count), batch_size=2)
 
 
-# -- schedules and clipping ----------------------------------------------------------------------------------------------
+# -- schedules and clipping --------------------------------------------------
 
 
 def run(acc: Any, model: Any, optimizer: Any, scheduler: Any, data: Any) -> dict[str, list[float]]:
@@ -126,7 +126,7 @@ def test_schedules_and_norms(ranks: Ranks) -> None:
         assert warmed["loss"][:2] == pytest.approx(plain["loss"][:2], rel=1e-5) and warmed["loss"] != plain["loss"]
 
 
-# -- saving, gathering ----------------------------------------------------------------------------------------------------
+# -- saving, gathering --------------------------------------------------
 
 
 def saved(directory: str, stage: int) -> dict[str, Any]:
@@ -184,7 +184,7 @@ def test_saving_and_gathering(ranks: Ranks, tmp_path: Path) -> None:
         assert found[0]["losses"] == pytest.approx(found[1]["losses"], rel=1e-5)
 
 
-# -- fp16, experts, compilation -------------------------------------------------------------------------------------------
+# -- fp16, experts, compilation --------------------------------------------------
 
 
 def half() -> tuple[list[bool], list[float], list[float]]:

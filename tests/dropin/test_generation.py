@@ -1,4 +1,4 @@
-"""`generate` under engines at stage 3: the tokens of one process, with prompts and lengths that differ between ranks."""
+"""`generate` at stage 3: the tokens of one process, with prompts and lengths that differ between ranks."""
 
 from __future__ import annotations
 
@@ -79,7 +79,7 @@ def seq2seq(directory: str, stage: int) -> Any:
 
 
 def alone(weights: dict[str, torch.Tensor]) -> list[list[int]]:
-    """What one process generates from these weights for the rows of the evaluation, each in the batch that it was in."""
+    """What one process generates from these weights for the rows of the evaluation, in the same batches."""
     model = t5().eval()
     model.load_state_dict(weights)
     given = rows(7, 2)

@@ -40,14 +40,17 @@ def config(stage: int) -> dict[str, Any]:
     }
 
 
-def trainer(directory: str, deepspeed: dict[str, Any] | None, model: Any, optimizers: Any = None, **changes: Any) -> Any:
+def trainer(
+    directory: str, deepspeed: dict[str, Any] | None, model: Any, optimizers: Any = None, **changes: Any
+) -> Any:
     """A Trainer on CPU ranks.
 
     Args:
         directory: for its output.
         deepspeed: its configuration; None: without.
         model: or what makes it when the arguments exist.
-        optimizers: makes optimizer and schedule from the model; None: the Trainer does.
+        optimizers: makes an optimizer from the model, and makes a schedule from it; None: the Trainer does. It drops
+            those that are passed as `optimizers` when DeepSpeed is used, and calls these methods.
         changes: of its arguments.
     """
     from accelerate import PartialState
@@ -80,8 +83,18 @@ def trainer(directory: str, deepspeed: dict[str, Any] | None, model: Any, optimi
     arguments = TrainingArguments(directory, **settings | place | changes)
     rows = [{"input_ids": row, "labels": row} for row in tokens(48)]
     made = model() if callable(model) else model
-    further = {} if optimizers is None else {"optimizers": optimizers(made)}
-    return Trainer(made, arguments, train_dataset=rows, eval_dataset=rows[:4], **further)
+
+    class Own(Trainer):
+        def create_optimizer(self, model: Any = None) -> Any:
+            self.optimizer = self.optimizer or optimizers[0](self.model)
+            return self.optimizer
+
+        def create_scheduler(self, num_training_steps: int, optimizer: Any = None) -> Any:
+            self.lr_scheduler = optimizers[1](optimizer or self.optimizer)
+            return self.lr_scheduler
+
+    kind = Trainer if optimizers is None else Own
+    return kind(made, arguments, train_dataset=rows, eval_dataset=rows[:4])
 
 
 Logged = dict[str, list[float]]

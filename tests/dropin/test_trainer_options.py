@@ -42,18 +42,28 @@ def recomputed(directory: str, stage: int | None) -> Logged:
 def own_optimizer(directory: str, stage: int | None) -> Logged:
     """An optimizer and a schedule of torch."""
 
-    def optimizers(model: Any) -> Any:
+    def optimizer(model: Any) -> Any:
         decayed = [p for p in model.parameters() if p.ndim > 1]
         others = [p for p in model.parameters() if p.ndim <= 1]
         groups = [{"params": decayed, "weight_decay": 0.1}, {"params": others, "lr": 1e-3}]
-        optimizer = torch.optim.RMSprop(groups, lr=1e-3, eps=1e-4)
-        return optimizer, torch.optim.lr_scheduler.LambdaLR(optimizer, lambda step: 1 / (1 + step))
+        return torch.optim.RMSprop(groups, lr=1e-3, eps=1e-4)
 
-    ran = trainer(directory, plainly(stage), gpt2, optimizers, **QUICK)
+    def schedule(made: Any) -> Any:
+        return torch.optim.lr_scheduler.LambdaLR(made, lambda step: 1 / (1 + step))
+
+    ran = trainer(directory, plainly(stage), gpt2, (optimizer, schedule), **QUICK)
     ran.train()
     found = finished(ran)
     found["lr"] = [row["learning_rate"] for row in ran.state.log_history if "learning_rate" in row]
     return found
+
+
+def mixed(directory: str, stage: int | None) -> Logged:
+    """The engine's optimizer with a schedule that the Trainer makes."""
+    given = None if stage is None else {key: value for key, value in config(stage).items() if key != "scheduler"}
+    ran = trainer(directory, given, gpt2, lr_scheduler_type="linear", **QUICK)
+    ran.train()
+    return finished(ran)
 
 
 def by_the_trainer(directory: str, stage: int | None) -> Logged:
@@ -105,7 +115,7 @@ def only_the_model(directory: str, stage: int | None) -> Logged:
     return found
 
 
-CASES = (recomputed, own_optimizer, by_the_trainer, short_window, best, only_the_model)
+CASES = (recomputed, own_optimizer, mixed, by_the_trainer, short_window, best, only_the_model)
 
 
 def at_stages(name: str, directory: str) -> list[Logged]:
@@ -122,7 +132,7 @@ def test_options(name: str, ranks: Ranks, tmp_path: Path) -> None:
         assert second["grad_norm"] == pytest.approx(plain["grad_norm"], rel=1e-2)
 
 
-# -- models that are changed before training -----------------------------------------------------------------------------
+# -- models that are changed before training --------------------------------------------------
 
 
 def resized(directory: str) -> list[Logged]:
