@@ -230,30 +230,38 @@ def mixtral() -> Any:
     return MixtralForCausalLM(MixtralConfig(**sizes, **experts, max_position_embeddings=16))
 
 
-def routed(stage: int | None) -> list[float]:
-    plugin = None if stage is None else plugin_of(stage) | {"transformer_moe_cls_names": "MixtralSparseMoeBlock"}
-    acc = accelerator(plugin)
+def routed(stage: int | None, leaf: str | None = None) -> tuple[list[float], set[tuple[int, int]]]:
+    """Losses where each rank has tokens of its own kind, and its (block, expert) pairs; blocks named as leaves or not."""
+    acc = accelerator(None if stage is None else plugin_of(stage) | {"transformer_moe_cls_names": leaf})
     model = mixtral()
+    used: set[tuple[int, int]] = set()
+    for number, layer in enumerate(model.model.layers):
+        layer.mlp.gate.register_forward_hook(
+            lambda gate, given, found, number=number: used.update((number, i) for i in found[-1].flatten().tolist())
+        )
     optimizer = torch.optim.AdamW(model.parameters(), lr=1e-2)
-    # Each rank has tokens of its own kind, which its experts are not the other's.
     rows = torch.stack([torch.full((16,), 3 + 7 * (i // 2 % 2)) + torch.arange(16) % 3 for i in range(32)])
     data = torch.utils.data.DataLoader(rows, batch_size=2)
     model, optimizer, data = acc.prepare(model, optimizer, data)
     losses = train(acc, model, optimizer, data)
     if stage is not None:
-        leaves = [m for m in model.module.modules() if type(m).__name__ == "MixtralSparseMoeBlock"]
-        assert len(leaves) == 2 and all(leaf._z3_leaf for leaf in leaves)
+        blocks = [m for m in model.module.modules() if type(m).__name__ == "MixtralSparseMoeBlock"]
+        assert [getattr(block, "_z3_leaf", False) for block in blocks] == [leaf is not None] * 2
         model.destroy()
-    return losses
+    return losses, used
 
 
-def experts() -> list[list[float]]:
-    return [routed(stage) for stage in (None, 2, 3)]
+def experts() -> list[tuple[list[float], set[tuple[int, int]]]]:
+    return [routed(None), routed(2), routed(3), routed(3, "MixtralSparseMoeBlock")]
 
 
 def test_experts(ranks: Ranks) -> None:
-    for plain, second, third in ranks(experts, 2):
-        assert second == third == pytest.approx(plain, rel=1e-5)
+    first, second = ranks(experts, 2)
+    for plain, *others in (first, second):
+        assert len({tuple(losses) for losses, _ in others}) == 1
+        assert others[0][0] == pytest.approx(plain[0], rel=1e-5)
+    for (_, by_first), (_, by_second) in zip(first, second, strict=True):
+        assert by_first - by_second and by_second - by_first
 
 
 def compiled(stage: int, backend: str | None) -> list[float]:
