@@ -231,7 +231,7 @@ def mixtral() -> Any:
 
 
 def routed(stage: int | None, leaf: str | None = None) -> tuple[list[float], set[tuple[int, int]]]:
-    """Losses where each rank has tokens of its own kind, and its (block, expert) pairs; blocks named as leaves or not."""
+    """Losses where each rank has tokens of its own kind, and the (block, expert) pairs that it uses."""
     acc = accelerator(None if stage is None else plugin_of(stage) | {"transformer_moe_cls_names": leaf})
     model = mixtral()
     used: set[tuple[int, int]] = set()
