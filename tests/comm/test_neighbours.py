@@ -318,12 +318,13 @@ def test_one_rank_evaluates_while_the_others_wait_elsewhere(stage: int) -> None:
 def abandoned() -> bool:
     comm = communicator()
     reference, thread = weakref.ref(comm._neighbours), comm._neighbours._thread
+    sockets = list(comm._neighbours._sockets.values())
     comm._neighbours = None
     comm.destroy()
     del comm
     gc.collect()
     thread.join(5)
-    return reference() is None and not thread.is_alive()
+    return reference() is None and not thread.is_alive() and [s.fileno() for s in sockets] == [-1]
 
 
 def test_nothing_is_left_of_a_communicator_that_nobody_has_closed() -> None:

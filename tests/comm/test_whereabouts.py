@@ -93,6 +93,7 @@ def test_ranks_in_different_collectives_are_compared(same_kind: bool) -> None:
         assert f"{other} 'blocks.2' #1 at " in message
         assert f"  rank {1 - rank}: waits for rank {rank} in " in message
         assert "wait for each other in different collectives" in message
+        assert "`with engine.gathered():`" in message
 
 
 def many_late(late_s: float) -> Told | None:

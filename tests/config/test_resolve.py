@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import copy
 import json
 import math
 from typing import Any
@@ -412,3 +413,42 @@ def test_groups_of_fewer_ranks_than_there_are_are_not_built() -> None:
     assert resolve(config, world_size=2).no_effect
     with pytest.raises(NotBuiltError, match="MiCS"):
         resolve(config, world_size=4)
+
+
+def test_keys_with_dots_are_taken_to_their_sections() -> None:
+    given = {
+        "train_batch_size": 1,
+        "zero_optimization": {"stage": 3, "reduce_bucket_size": "auto", "stage3_param_persistence_threshold": 7},
+        "zero_optimization.reduce_bucket_size": 256,
+        "zero_optimization.stage3_prefetch_bucket_size": 230.4,
+        "zero_optimization.stage3_param_persistence_threshold": 10,
+        "optimizer.type": "AdamW",
+    }
+    before = copy.deepcopy(given)
+    found = resolve(given)
+    assert given == before and found.raw == before
+    zero = found.config.zero_optimization
+    taken = (zero.reduce_bucket_size, zero.stage3_prefetch_bucket_size, zero.stage3_param_persistence_threshold)
+    assert taken == (256, 230, 7) and found.config.optimizer.type == "adamw"
+    said = [warning for warning in found.warnings if "one key with dots" in warning]
+    assert [("not used" in warning, "where it should be written" in warning) for warning in said] == [
+        (False, True),
+        (False, True),
+        (True, False),
+        (False, True),
+    ]
+    assert "section `zero_optimization` says 7" in said[2]
+
+
+@pytest.mark.parametrize(
+    ("extra", "message"),
+    [
+        ({"zero_optimization.stag": 3}, "zero_optimization.stag: unknown key"),
+        ({"zero_optimization.reduce_bucket_size": "x"}, "expected an integer > 0"),
+        ({"zero_optimization.reduce_bucket_size": 0.5}, "expected an integer > 0, found 0"),
+        ({"zero_optimization": 3, "zero_optimization.stage": 3}, "zero_optimization"),
+    ],
+)
+def test_keys_with_dots_are_checked(extra: dict[str, Any], message: str) -> None:
+    with pytest.raises(ConfigError, match=message):
+        resolve({"train_batch_size": 1} | extra)

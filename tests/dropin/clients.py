@@ -24,9 +24,12 @@ MISSING = [name for name in ("transformers", "accelerate", "peft") if find_spec(
 Ranks = Callable[..., list[Any]]
 
 
-@pytest.fixture(scope="module")
+@pytest.fixture(scope="package")
 def ranks() -> Iterator[Ranks]:
-    """`ranks(fn, world, *args)`, as `run_ranks`, on processes that see shardwise as DeepSpeed."""
+    """`ranks(fn, world, *args)`, as `run_ranks`, on processes that see shardwise as DeepSpeed.
+
+    All modules of this directory share them: importing transformers takes longer than most tests.
+    """
     pool = Pool()
 
     def run(fn: Callable[..., Any], world: int, *args: Any) -> list[Any]:

@@ -9,6 +9,9 @@ from collections.abc import Iterator
 import pytest
 
 from shardwise.dropin.modules import Finder
+from tests.dropin.clients import ranks
+
+__all__ = ["ranks"]
 
 
 @pytest.fixture

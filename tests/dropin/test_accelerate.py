@@ -10,10 +10,9 @@ import pytest
 import torch
 
 import shardwise
-from tests.dropin.clients import MISSING, Ranks, forget, gpt2, mean_over_ranks, ranks, tokens
+from tests.dropin.clients import MISSING, Ranks, forget, gpt2, mean_over_ranks, tokens
 
 pytestmark = pytest.mark.skipif(bool(MISSING), reason=f"not installed: {', '.join(MISSING)}")
-__all__ = ["ranks"]
 
 
 def accelerator(plugin: dict[str, Any] | None, accumulation: int = 2, **options: Any) -> Any:

@@ -10,10 +10,9 @@ import pytest
 import torch
 
 import shardwise
-from tests.dropin.clients import MISSING, Ranks, forget, gpt2, ranks, tokens
+from tests.dropin.clients import MISSING, Ranks, forget, gpt2, tokens
 
 pytestmark = pytest.mark.skipif(bool(MISSING), reason=f"not installed: {', '.join(MISSING)}")
-__all__ = ["ranks"]
 
 
 def config(stage: int) -> dict[str, Any]:
@@ -41,8 +40,19 @@ def config(stage: int) -> dict[str, Any]:
     }
 
 
-def trainer(directory: str, deepspeed: dict[str, Any] | None, model: Any) -> Any:
-    """A Trainer on CPU ranks."""
+def trainer(
+    directory: str, deepspeed: dict[str, Any] | None, model: Any, optimizers: Any = None, **changes: Any
+) -> Any:
+    """A Trainer on CPU ranks.
+
+    Args:
+        directory: for its output.
+        deepspeed: its configuration; None: without.
+        model: or what makes it when the arguments exist.
+        optimizers: makes an optimizer from the model, and makes a schedule from it; None: the Trainer does. It drops
+            those that are passed as `optimizers` when DeepSpeed is used, and calls these methods.
+        changes: of its arguments.
+    """
     from accelerate import PartialState
     from transformers import Trainer, TrainingArguments
 
@@ -53,27 +63,38 @@ def trainer(directory: str, deepspeed: dict[str, Any] | None, model: Any) -> Any
         os.environ["ACCELERATE_USE_DEEPSPEED"] = "true"
         PartialState(backend="gloo")
         place = {"accelerator_config": {"use_configured_state": True}, "deepspeed": deepspeed}
-    arguments = TrainingArguments(
-        directory,
-        per_device_train_batch_size=2,
-        gradient_accumulation_steps=2,
-        max_steps=6,
-        learning_rate=1e-2,
-        weight_decay=0.01,
-        max_grad_norm=0.5,
-        warmup_steps=2,
-        lr_scheduler_type="constant_with_warmup",
-        eval_strategy="steps",
-        eval_steps=3,
-        save_steps=3,
-        logging_steps=1,
-        report_to=[],
-        disable_tqdm=True,
-        dataloader_pin_memory=False,
-        **place,
-    )
+    settings: dict[str, Any] = {
+        "per_device_train_batch_size": 2,
+        "gradient_accumulation_steps": 2,
+        "max_steps": 6,
+        "learning_rate": 1e-2,
+        "weight_decay": 0.01,
+        "max_grad_norm": 0.5,
+        "warmup_steps": 2,
+        "lr_scheduler_type": "constant_with_warmup",
+        "eval_strategy": "steps",
+        "eval_steps": 3,
+        "save_steps": 3,
+        "logging_steps": 1,
+        "report_to": [],
+        "disable_tqdm": True,
+        "dataloader_pin_memory": False,
+    }
+    arguments = TrainingArguments(directory, **settings | place | changes)
     rows = [{"input_ids": row, "labels": row} for row in tokens(48)]
-    return Trainer(model() if callable(model) else model, arguments, train_dataset=rows, eval_dataset=rows[:4])
+    made = model() if callable(model) else model
+
+    class Own(Trainer):
+        def create_optimizer(self, model: Any = None) -> Any:
+            self.optimizer = self.optimizer or optimizers[0](self.model)
+            return self.optimizer
+
+        def create_scheduler(self, num_training_steps: int, optimizer: Any = None) -> Any:
+            self.lr_scheduler = optimizers[1](optimizer or self.optimizer)
+            return self.lr_scheduler
+
+    kind = Trainer if optimizers is None else Own
+    return kind(made, arguments, train_dataset=rows, eval_dataset=rows[:4])
 
 
 Logged = dict[str, list[float]]
@@ -164,12 +185,13 @@ def test_from_pretrained_at_stage_3(ranks: Ranks, tmp_path: Path) -> None:
 
 
 def adapted(directory: str, stage: int | None) -> tuple[Logged, float]:
-    """LoRA: only adapters are trained and saved, and load into plain transformers and PEFT."""
+    """LoRA and a module of its own: they alone are trained and saved, and load into plain transformers and PEFT."""
     from peft import LoraConfig, PeftModel, get_peft_model
 
     def model() -> Any:
         base = gpt2()
-        lora = LoraConfig(r=4, target_modules=["c_attn"], task_type="CAUSAL_LM", fan_in_fan_out=True)
+        what = {"target_modules": ["c_attn"], "modules_to_save": ["ln_f"]}
+        lora = LoraConfig(r=4, task_type="CAUSAL_LM", fan_in_fan_out=True, **what)
         torch.manual_seed(3)
         return get_peft_model(base, lora)
 
@@ -192,11 +214,11 @@ def adapted(directory: str, stage: int | None) -> tuple[Logged, float]:
 
 
 def adapters(directory: str) -> dict[int | None, Any]:
-    return {stage: adapted(f"{directory}/{stage}", stage) for stage in (None, 2, 3)}
+    return {stage: adapted(f"{directory}/{stage}", stage) for stage in (None, 0, 1, 2, 3)}
 
 
 def test_lora(ranks: Ranks, tmp_path: Path) -> None:
     for found in ranks(adapters, 2, str(tmp_path)):
-        for stage in (2, 3):
+        for stage in range(4):
             assert found[stage][0]["loss"] == pytest.approx(found[None][0]["loss"], rel=1e-4)
             assert found[stage][1] < 1e-6

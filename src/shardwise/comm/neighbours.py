@@ -338,6 +338,7 @@ class Neighbours:
         self._scratch = [torch.empty(0, dtype=torch.uint8, device=CPU) for _ in range(2)]
         self._busy = threading.Event()
         weakref.finalize(self, self._busy.set)
+        weakref.finalize(self, _hang_up, sockets).atexit = False  # peers may still be reading then
         self._thread = threading.Thread(
             target=_serve_idle, args=(weakref.ref(self), self._busy), name="shardwise-neighbours", daemon=True
         )
@@ -544,6 +545,12 @@ class Neighbours:
         self._busy.set()  # so that the thread sees it
         self._thread.join()
         _open.discard(self)
+
+
+def _hang_up(sockets: dict[int, socket.socket]) -> None:
+    """Close what is open of the sockets of an owner that has been forgotten without `close`."""
+    while sockets:
+        sockets.popitem()[1].close()
 
 
 def _serve_idle(reference: weakref.ref[Neighbours], busy: threading.Event) -> None:

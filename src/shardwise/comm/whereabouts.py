@@ -33,7 +33,8 @@ _POLL_S = 0.02
 _CHECK = (
     "Check that every rank gets the same number of batches; that no branch (`if rank == 0:`, a condition on data) "
     "leaves out or adds a forward pass, backward(), step() or evaluation on some ranks; and that all ranks call "
-    "save_checkpoint() and other methods that use collectives."
+    "save_checkpoint() and other methods that use collectives. Loops of different length, such as "
+    "generate(synced_gpus=False), belong inside of `with engine.gathered():`."
 )
 
 Word = dict[str, Any]

@@ -104,6 +104,7 @@ def resolve(source: Any, *, world_size: int = 1, facts: Facts | None = None) -> 
         notes=notes,
         warnings=[
             *_deprecations(found),
+            *found.unfolded,
             *unheard(config, found),
             *check_worth_a_warning(config),
             *doubtful_compression(config),

@@ -7,13 +7,14 @@ and remembered, so that what is left can be checked for types and values.
 
 from __future__ import annotations
 
+import math
 from dataclasses import dataclass, field
 from typing import Any
 
 from .problems import Path, Problem, dotted
 from .schema.base import AUTO, Section
 from .schema.root import Config
-from .tree import Key, advise, keys_of, takes_any_key, walk
+from .tree import Key, advise, expected, keys_of, lookup, takes_any_key, walk
 
 _OFFLOAD_FLAGS = ("zero_optimization.cpu_offload", "zero_optimization.cpu_offload_param")
 
@@ -27,6 +28,7 @@ class Scan:
         given: canonical path -> path as the user spelled it, for every key in the source.
         autos: canonical path -> key (None inside free-form dictionaries) of every value that is "auto".
         forwarded: (old path, new path, value) of every deprecated key.
+        unfolded: what to say of keys that were written with dots.
         problems: unknown and doubled keys.
     """
 
@@ -34,6 +36,7 @@ class Scan:
     given: dict[Path, Path] = field(default_factory=dict)
     autos: dict[Path, Key | None] = field(default_factory=dict)
     forwarded: list[tuple[str, str, Any]] = field(default_factory=list)
+    unfolded: list[str] = field(default_factory=list)
     problems: list[Problem] = field(default_factory=list)
 
 
@@ -49,9 +52,45 @@ def scan(raw: dict[str, Any]) -> Scan:
         # The oldest form: a bare true meant stage 1, with the gather size at top level.
         source["zero_optimization"] = {"stage": int(zero)}
         result.forwarded.append(("zero_optimization", "zero_optimization.stage", int(zero)))
+    _unfold(source, result)
     result.data = _scan_section(source, Config, (), (), result)
     _forward_deprecated(result)
     return result
+
+
+def _unfold(source: dict[str, Any], result: Scan) -> None:
+    """Take keys of the top level that are paths (`zero_optimization.reduce_bucket_size`) to their places.
+
+    TRL writes such keys for models that are only evaluated, from the width of the model and without rounding. What the
+    section itself says counts more.
+    """
+    for name in [name for name in source if isinstance(name, str) and "." in name]:
+        try:
+            key = lookup(name)
+        except KeyError:
+            continue
+        *above, last = name.split(".")
+        place = source
+        for part in above:
+            below = place.get(part)
+            if below is not None and not isinstance(below, dict):
+                break  # the oldest form of a section, or a mistake: the key is reported as unknown
+            place[part] = dict(below or {})
+            place = place[part]
+        else:
+            value = source.pop(name)
+            if isinstance(value, float) and math.isfinite(value) and expected(key).startswith("an integer"):
+                value = math.floor(value)
+            said = f"{name} = {value!r}: written at the top level as one key with dots"
+            spellings = [spelling for spelling in key.spellings if place.get(spelling) not in (None, AUTO)]
+            if spellings:
+                said += f", and not used: section `{dotted(tuple(above))}` says {place[spellings[0]]!r}"
+            else:
+                for spelling in key.spellings:
+                    place.pop(spelling, None)
+                place[last] = value
+                said += f"; taken as `{last}` of section `{dotted(tuple(above))}`, where it should be written"
+            result.unfolded.append(said)
 
 
 def _scan_section(

@@ -1,0 +1,290 @@
+"""What else an Accelerator does with a DeepSpeedPlugin: schedules, clipping, saving, fp16, experts, compilation."""
+
+from __future__ import annotations
+
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+import torch.distributed as dist
+
+import shardwise
+from tests.dropin.clients import MISSING, Ranks, forget, gpt2, mean_over_ranks, tokens
+from tests.dropin.test_accelerate import accelerator, plugin_of, train
+
+pytestmark = pytest.mark.skipif(bool(MISSING), reason=f"not installed: {', '.join(MISSING)}")
+
+
+class Net(torch.nn.Module):
+    """Two layers with the calling convention of transformers."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        torch.manual_seed(0)
+        self.embedding = torch.nn.Embedding(64, 8)
+        self.head = torch.nn.Linear(8, 64)
+
+    def forward(self, input_ids: torch.Tensor, labels: torch.Tensor) -> Any:
+        from types import SimpleNamespace
+
+        scores = self.head(torch.tanh(self.embedding(input_ids)))
+        return SimpleNamespace(loss=torch.nn.functional.cross_entropy(scores.flatten(0, 1), labels.flatten()))
+
+
+def loader(count: int = 32) -> Any:
+    return torch.utils.data.DataLoader(tokens(count), batch_size=2)
+
+
+# -- schedules and clipping --------------------------------------------------
+
+
+def run(acc: Any, model: Any, optimizer: Any, scheduler: Any, data: Any) -> dict[str, list[float]]:
+    """One pass over the data with a schedule; what it logs."""
+    found: dict[str, list[float]] = {"loss": [], "lr": [], "norm": []}
+    for batch in data:
+        with acc.accumulate(model):
+            loss = model(input_ids=batch, labels=batch).loss
+            acc.backward(loss)
+            if acc.sync_gradients:
+                found["norm"].append(float(acc.clip_grad_norm_(model.parameters(), 0.5)))
+            optimizer.step()
+            scheduler.step()
+            optimizer.zero_grad()
+        found["loss"].append(mean_over_ranks(loss))
+        found["lr"].append(scheduler.get_last_lr()[0])
+    return found
+
+
+def lambda_schedule(optimizer: Any) -> Any:
+    return torch.optim.lr_scheduler.LambdaLR(optimizer, lambda step: 1 / (1 + step))
+
+
+def as_fast(optimizer: Any) -> Any:
+    """That schedule as an engine steps it: once a step, not once for each of two ranks."""
+    return torch.optim.lr_scheduler.LambdaLR(optimizer, lambda step: 1 / (1 + 2 * step))
+
+
+def with_torch_schedule(stage: int | None) -> dict[str, list[float]]:
+    """A schedule of torch, which Accelerate steps: once for each rank."""
+    from accelerate.scheduler import AcceleratedScheduler
+
+    acc = accelerator(None if stage is None else plugin_of(stage))
+    model = Net()
+    optimizer = torch.optim.AdamW(model.parameters(), lr=1e-2)
+    model, optimizer, data, scheduler = acc.prepare(model, optimizer, loader(), lambda_schedule(optimizer))
+    assert type(scheduler) is AcceleratedScheduler
+    found = run(acc, model, optimizer, scheduler, data)
+    if stage is not None:
+        model.destroy()
+    return found
+
+
+def with_dummies(config: dict[str, Any], own: bool) -> dict[str, list[float]]:
+    """Optimizer and schedule from the configuration, or the schedule from a callable."""
+    from accelerate.utils import DummyOptim, DummyScheduler
+    from accelerate.utils.deepspeed import DeepSpeedSchedulerWrapper
+
+    acc = accelerator({"hf_ds_config": config})
+    model = Net()
+    optimizer = DummyOptim(model.parameters(), lr=1e-2, weight_decay=0.01)
+    if own:
+        scheduler = DummyScheduler(optimizer, lr_scheduler_callable=as_fast)
+    else:
+        scheduler = DummyScheduler(optimizer, total_num_steps=16, warmup_num_steps=4)
+    model, optimizer, data, scheduler = acc.prepare(model, optimizer, loader(), scheduler)
+    assert type(scheduler) is DeepSpeedSchedulerWrapper and type(model) is shardwise.Engine
+    found = run(acc, model, optimizer, scheduler, data)
+    model.destroy()
+    return found
+
+
+def schedules() -> list[Any]:
+    config = {
+        "train_micro_batch_size_per_gpu": "auto",
+        "gradient_accumulation_steps": 2,
+        "gradient_clipping": 0.5,
+        "zero_optimization": {"stage": 2},
+        "optimizer": {"type": "AdamW", "params": {"lr": "auto", "weight_decay": "auto"}},
+    }
+    params = {"warmup_min_lr": "auto", "warmup_max_lr": "auto", "warmup_num_steps": "auto", "warmup_type": "linear"}
+    decay = {"type": "WarmupDecayLR", "params": params | {"total_num_steps": "auto"}}
+    stages = [with_torch_schedule(stage) for stage in (None, 0, 2, 3)]
+    return [*stages, with_dummies(config | {"scheduler": decay}, False), with_dummies(config, True)]
+
+
+def test_schedules_and_norms(ranks: Ranks) -> None:
+    for plain, *by_stage, warmed, own in ranks(schedules, 2):
+        assert plain["lr"] == pytest.approx([0.01 / n for n in (1, 3, 3, 5, 5, 7, 7, 9)])
+        for found in by_stage:
+            assert found["lr"] == plain["lr"]
+        for found in (*by_stage, own):
+            assert found["loss"] == pytest.approx(plain["loss"], rel=1e-5)
+            assert found["norm"] == pytest.approx(plain["norm"], rel=1e-4)
+        # The rates that the engine's schedule gives to the following steps.
+        assert warmed["lr"] == pytest.approx([0.0, 0.0025, 0.0025, 0.005, 0.005, 0.0075, 0.0075, 0.01])
+        assert warmed["loss"][:2] == pytest.approx(plain["loss"][:2], rel=1e-5) and warmed["loss"] != plain["loss"]
+
+
+# -- saving, gathering --------------------------------------------------
+
+
+def saved(directory: str, stage: int) -> dict[str, Any]:
+    """`save_model`, `unwrap_model`, `gather_for_metrics` with a short last batch."""
+    from safetensors.torch import load_file
+    from transformers import GPT2LMHeadModel
+
+    from shardwise.zero.released import is_released
+
+    place = f"{directory}/{stage}"
+    if dist.get_rank() == 0:
+        gpt2(seed=7).save_pretrained(f"{place}/given")
+    dist.barrier()
+    acc = accelerator(plugin_of(stage) | {"zero3_init_flag": True if stage == 3 else None})
+    model = GPT2LMHeadModel.from_pretrained(f"{place}/given")
+    assert is_released(model.transformer.wte.weight) == (stage == 3)
+    optimizer = torch.optim.AdamW(model.parameters(), lr=1e-2)
+    evaluation = loader(7)
+    model, optimizer, data, evaluation = acc.prepare(model, optimizer, loader(), evaluation)
+    losses = train(acc, model, optimizer, data)
+    seen = []
+    model.eval()
+    with torch.no_grad():
+        for batch in evaluation:
+            model(input_ids=batch)
+            seen.append(acc.gather_for_metrics(batch))
+    acc.save_model(model, f"{place}/plain")
+    acc.wait_for_everyone()
+    unwrapped = acc.unwrap_model(model)
+    state = acc.get_state_dict(model)
+    unwrapped.save_pretrained(f"{place}/hf", is_main_process=acc.is_main_process, state_dict=state)
+    acc.wait_for_everyone()
+    given = tokens(4)
+    with torch.no_grad():
+        ours = model(input_ids=given, labels=given).loss.item()
+    model.destroy()
+    forget()
+    loaded = GPT2LMHeadModel.from_pretrained(f"{place}/hf").eval()
+    other = gpt2()
+    missing = other.load_state_dict(load_file(f"{place}/plain/model.safetensors"), strict=False)
+    assert set(missing.missing_keys) <= {"lm_head.weight"} and not missing.unexpected_keys
+    differences = [abs(m.eval()(input_ids=given, labels=given).loss.item() - ours) for m in (loaded, other)]
+    return {"losses": losses, "seen": torch.cat(seen).tolist(), "differences": differences}
+
+
+def saving(directory: str) -> list[Any]:
+    return [saved(directory, stage) for stage in (2, 3)]
+
+
+def test_saving_and_gathering(ranks: Ranks, tmp_path: Path) -> None:
+    for found in ranks(saving, 2, str(tmp_path)):
+        for one in found:
+            assert sorted(one["seen"]) == sorted(tokens(7).tolist())
+            assert max(one["differences"]) < 1e-6
+        assert found[0]["losses"] == pytest.approx(found[1]["losses"], rel=1e-5)
+
+
+# -- fp16, experts, compilation --------------------------------------------------
+
+
+def half() -> tuple[list[bool], list[float], list[float]]:
+    """fp16 with a loss scale that overflows at first."""
+    config = {
+        "train_micro_batch_size_per_gpu": "auto",
+        "gradient_accumulation_steps": 1,
+        "fp16": {"enabled": True, "initial_scale_power": 24, "hysteresis": 1},
+        "zero_optimization": {"stage": 2},
+    }
+    acc = accelerator({"hf_ds_config": config}, mixed_precision="fp16")
+    model = Net()
+    optimizer = torch.optim.AdamW(model.parameters(), lr=1e-2)
+    model, optimizer, data, scheduler = acc.prepare(model, optimizer, loader(64), lambda_schedule(optimizer))
+    skipped, rates, losses = [], [], []
+    for batch in data:
+        loss = model(input_ids=batch, labels=batch).loss
+        acc.backward(loss)
+        optimizer.step()
+        scheduler.step()
+        skipped.append(acc.optimizer_step_was_skipped)
+        rates.append(scheduler.get_last_lr()[0])
+        losses.append(mean_over_ranks(loss))
+    assert sum(skipped) == model.skipped_steps
+    model.destroy()
+    return skipped, rates, losses
+
+
+def test_steps_that_overflow(ranks: Ranks) -> None:
+    for skipped, rates, losses in ranks(half, 2):
+        taken = skipped.index(False)
+        assert skipped == [True] * taken + [False] * (len(skipped) - taken) and 0 < taken < 12
+        assert rates == pytest.approx([0.01] * taken + [0.01 / (1 + 2 * n) for n in range(1, 1 + len(rates) - taken)])
+        assert losses[-1] < losses[0]
+
+
+def mixtral() -> Any:
+    from transformers import MixtralConfig, MixtralForCausalLM
+
+    torch.manual_seed(0)
+    sizes = {"vocab_size": 64, "hidden_size": 16, "intermediate_size": 32, "num_hidden_layers": 2}
+    experts = {"num_attention_heads": 2, "num_key_value_heads": 2, "num_local_experts": 4, "num_experts_per_tok": 1}
+    return MixtralForCausalLM(MixtralConfig(**sizes, **experts, max_position_embeddings=16))
+
+
+def routed(stage: int | None, leaf: str | None = None) -> tuple[list[float], set[tuple[int, int]]]:
+    """Losses where each rank has tokens of its own kind, and the (block, expert) pairs that it uses."""
+    acc = accelerator(None if stage is None else plugin_of(stage) | {"transformer_moe_cls_names": leaf})
+    model = mixtral()
+    used: set[tuple[int, int]] = set()
+    for number, layer in enumerate(model.model.layers):
+        layer.mlp.gate.register_forward_hook(
+            lambda gate, given, found, number=number: used.update((number, i) for i in found[-1].flatten().tolist())
+        )
+    optimizer = torch.optim.AdamW(model.parameters(), lr=1e-2)
+    rows = torch.stack([torch.full((16,), 3 + 7 * (i // 2 % 2)) + torch.arange(16) % 3 for i in range(32)])
+    data = torch.utils.data.DataLoader(rows, batch_size=2)
+    model, optimizer, data = acc.prepare(model, optimizer, data)
+    losses = train(acc, model, optimizer, data)
+    if stage is not None:
+        blocks = [m for m in model.module.modules() if type(m).__name__ == "MixtralSparseMoeBlock"]
+        assert [getattr(block, "_z3_leaf", False) for block in blocks] == [leaf is not None] * 2
+        model.destroy()
+    return losses, used
+
+
+def experts() -> list[tuple[list[float], set[tuple[int, int]]]]:
+    return [routed(None), routed(2), routed(3), routed(3, "MixtralSparseMoeBlock")]
+
+
+def test_experts(ranks: Ranks) -> None:
+    first, second = ranks(experts, 2)
+    for plain, *others in (first, second):
+        assert len({tuple(losses) for losses, _ in others}) == 1
+        assert others[0][0] == pytest.approx(plain[0], rel=1e-5)
+    for (_, by_first), (_, by_second) in zip(first, second, strict=True):
+        assert by_first - by_second and by_second - by_first
+
+
+def compiled(stage: int, backend: str | None) -> list[float]:
+    from accelerate.utils import TorchDynamoPlugin
+
+    options = {} if backend is None else {"dynamo_plugin": TorchDynamoPlugin(backend=backend)}
+    acc = accelerator(plugin_of(stage), **options)
+    model = Net()
+    optimizer = torch.optim.AdamW(model.parameters(), lr=1e-2)
+    model, optimizer, data = acc.prepare(model, optimizer, loader())
+    assert model.is_compiled == (backend is not None) and type(model) is shardwise.Engine
+    losses = train(acc, model, optimizer, data)
+    model.destroy()
+    torch._dynamo.reset()
+    return losses
+
+
+def compilation() -> list[list[float]]:
+    return [compiled(2, None), compiled(2, "eager"), compiled(3, "eager"), compiled(3, "aot_eager")]
+
+
+@pytest.mark.slow
+def test_compilation(ranks: Ranks) -> None:
+    for found in ranks(compilation, 2):
+        for losses in found:
+            assert losses == pytest.approx(found[0], rel=1e-6)

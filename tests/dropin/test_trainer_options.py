@@ -1,0 +1,175 @@
+"""Options of the Trainer under stages 2 and 3, against the Trainer without DeepSpeed."""
+
+from __future__ import annotations
+
+import os
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+import torch.distributed as dist
+
+from tests.dropin.clients import MISSING, Ranks, forget, gpt2, tokens
+from tests.dropin.test_trainer import Logged, config, logged, trainer
+
+pytestmark = pytest.mark.skipif(bool(MISSING), reason=f"not installed: {', '.join(MISSING)}")
+
+QUICK = {"max_steps": 3, "eval_strategy": "no", "save_strategy": "no"}
+
+
+def plainly(stage: int | None) -> dict[str, Any] | None:
+    """The configuration without optimizer and scheduler."""
+    if stage is None:
+        return None
+    return {key: value for key, value in config(stage).items() if key not in ("optimizer", "scheduler")}
+
+
+def finished(ran: Any) -> Logged:
+    """What has been logged; the engine goes."""
+    if ran.is_deepspeed_enabled:
+        ran.deepspeed.destroy()
+    return logged(ran)
+
+
+def recomputed(directory: str, stage: int | None) -> Logged:
+    ran = trainer(directory, stage if stage is None else config(stage), gpt2, activation_checkpointing=True, **QUICK)
+    ran.train()
+    assert ran.model.is_activation_checkpointing
+    return finished(ran)
+
+
+def own_optimizer(directory: str, stage: int | None) -> Logged:
+    """An optimizer and a schedule of torch."""
+
+    def optimizer(model: Any) -> Any:
+        decayed = [p for p in model.parameters() if p.ndim > 1]
+        others = [p for p in model.parameters() if p.ndim <= 1]
+        groups = [{"params": decayed, "weight_decay": 0.1}, {"params": others, "lr": 1e-3}]
+        return torch.optim.RMSprop(groups, lr=1e-3, eps=1e-4)
+
+    def schedule(made: Any) -> Any:
+        return torch.optim.lr_scheduler.LambdaLR(made, lambda step: 1 / (1 + step))
+
+    ran = trainer(directory, plainly(stage), gpt2, (optimizer, schedule), **QUICK)
+    ran.train()
+    found = finished(ran)
+    found["lr"] = [row["learning_rate"] for row in ran.state.log_history if "learning_rate" in row]
+    return found
+
+
+def mixed(directory: str, stage: int | None) -> Logged:
+    """The engine's optimizer with a schedule that the Trainer makes."""
+    given = None if stage is None else {key: value for key, value in config(stage).items() if key != "scheduler"}
+    ran = trainer(directory, given, gpt2, lr_scheduler_type="linear", **QUICK)
+    ran.train()
+    return finished(ran)
+
+
+def by_the_trainer(directory: str, stage: int | None) -> Logged:
+    """An optimizer and a schedule that the Trainer makes."""
+    ran = trainer(directory, plainly(stage), gpt2, **QUICK)
+    ran.train()
+    return finished(ran)
+
+
+def short_window(directory: str, stage: int | None) -> Logged:
+    """One epoch of 12 micro-batches a rank in windows of 5: the last one has two."""
+    changes = QUICK | {"max_steps": -1, "num_train_epochs": 1, "gradient_accumulation_steps": 5}
+    ran = trainer(directory, stage if stage is None else config(stage), gpt2, **changes)
+    ran.train()
+    assert ran.state.global_step == 3
+    ran.evaluate()
+    return finished(ran)
+
+
+def best(directory: str, stage: int | None) -> Logged:
+    """The best model, here that of the first evaluation, is loaded at the end."""
+    ran = trainer(directory, stage if stage is None else config(stage), gpt2, load_best_model_at_end=True)
+    ran.train()
+    assert ran.state.best_model_checkpoint.endswith("checkpoint-3")
+    found = logged(ran)
+    again = ran.evaluate()["eval_loss"]
+    assert again == pytest.approx(found["eval_loss"][0], abs=1e-6)
+    finished(ran)
+    return found
+
+
+def only_the_model(directory: str, stage: int | None) -> Logged:
+    """`save_only_model`: weights for plain transformers and nothing of an engine."""
+    from transformers import GPT2LMHeadModel
+
+    ran = trainer(directory, stage if stage is None else config(stage), gpt2, save_only_model=True, max_steps=3)
+    ran.train()
+    given = tokens(4)
+    ran.model_wrapped.eval()
+    with torch.no_grad():
+        ours = ran.model_wrapped(input_ids=given, labels=given).loss.item()
+    found = finished(ran)
+    forget()
+    dist.barrier()
+    files = os.listdir(f"{directory}/checkpoint-3")
+    assert "model.safetensors" in files and not [name for name in files if name.startswith("global_step")]
+    loaded = GPT2LMHeadModel.from_pretrained(f"{directory}/checkpoint-3").eval()
+    assert loaded(input_ids=given, labels=given).loss.item() == pytest.approx(ours, abs=1e-6)
+    return found
+
+
+CASES = (recomputed, own_optimizer, mixed, by_the_trainer, short_window, best, only_the_model)
+
+
+def at_stages(name: str, directory: str) -> list[Logged]:
+    case = next(case for case in CASES if case.__name__ == name)
+    return [case(f"{directory}/{stage}", stage) for stage in (None, 2, 3)]
+
+
+@pytest.mark.parametrize("name", [case.__name__ for case in CASES])
+def test_options(name: str, ranks: Ranks, tmp_path: Path) -> None:
+    for plain, second, third in ranks(at_stages, 2, name, str(tmp_path)):
+        assert second == third
+        for key in plain.keys() - {"grad_norm"}:
+            assert second[key] == pytest.approx(plain[key], rel=1e-4)
+        assert second["grad_norm"] == pytest.approx(plain["grad_norm"], rel=1e-2)
+
+
+# -- models that are changed before training --------------------------------------------------
+
+
+def resized(directory: str) -> list[Logged]:
+    """A vocabulary that grows before training: of a sharded model, and of a whole one."""
+    from transformers import GPT2LMHeadModel
+    from transformers.trainer_pt_utils import get_model_param_count
+
+    from shardwise.zero.released import is_released
+
+    if dist.get_rank() == 0:
+        gpt2(seed=7).save_pretrained(f"{directory}/given")
+    dist.barrier()
+    found = []
+    for sharded in (True, False):
+
+        def model(sharded: bool = sharded) -> Any:
+            made = GPT2LMHeadModel.from_pretrained(f"{directory}/given") if sharded else gpt2(seed=7)
+            assert is_released(made.transformer.wte.weight) == sharded
+            torch.manual_seed(11)
+            made.resize_token_embeddings(72, mean_resizing=False)
+            assert made.transformer.wte.weight.shape == made.lm_head.weight.shape == (72, 16)
+            assert made.transformer.wte.weight is made.lm_head.weight
+            return made
+
+        ran = trainer(f"{directory}/{sharded}", config(3), model, **QUICK)
+        count = sum(p.numel() for p in gpt2().parameters()) + 8 * 16
+        assert get_model_param_count(ran.model) == count == get_model_param_count(ran.model, trainable_only=True)
+        ran.train()
+        assert get_model_param_count(ran.model_wrapped) == count
+        ran.save_model(f"{directory}/{sharded}/final")
+        found.append(finished(ran))
+        forget()
+        dist.barrier()
+        assert GPT2LMHeadModel.from_pretrained(f"{directory}/{sharded}/final").lm_head.weight.shape == (72, 16)
+    return found
+
+
+def test_resized_embeddings(ranks: Ranks, tmp_path: Path) -> None:
+    for sharded, whole in ranks(resized, 2, str(tmp_path)):
+        assert len(sharded["loss"]) == 3 and sharded == whole
