@@ -110,7 +110,7 @@ OFFLOADS = ["zero_optimization.offload_param", "zero_optimization.offload_optimi
 
 REFUSED = {
     "time breakdown": (small(wall_clock_breakdown=True), ["wall_clock_breakdown"]),
-    "checkpoint timing": (small(activation_checkpointing={"profile": True}), ["activation_checkpointing"]),
+    "checkpoint timing": (small(activation_checkpointing={"profile": True}), ["activation_checkpointing.profile"]),
     "profiler": (small(flops_profiler=FLOPS_PROFILER), ["flops_profiler.enabled"]),
     "autotuning": (small(autotuning=AUTOTUNING), ["autotuning.enabled"]),
     "sparse attention": (small(sparse_attention=SPARSE_ATTENTION), ["sparse_attention"]),
@@ -121,7 +121,7 @@ REFUSED = {
             activation_checkpointing=CHECKPOINTING,
             fp16={"enabled": True, "loss_scale": 0, "initial_scale_power": 16},
         ),
-        [*OFFLOADS, "activation_checkpointing"],
+        [*OFFLOADS, *(f"activation_checkpointing.{name}" for name in CHECKPOINTING)],
     ),
     "case study": (
         {

@@ -12,7 +12,6 @@ from shardwise.dropin.entries import Entry, absent, classes, functions, joined, 
 
 # Features that are not built yet.
 PIPELINE = "pipeline parallelism is not built yet"
-RECOMPUTE = "activation checkpointing by configuration is not built yet (use torch.utils.checkpoint)"
 MOE = "mixture of experts is not built yet"
 TENSOR = "tensor parallelism is not built yet"
 SEQUENCE = "sequence parallelism is not built yet"
@@ -242,12 +241,24 @@ _DEBUG = joined(
     ),
 )
 _TUNING = functions("shardwise.schedules", "add_tuning_arguments(parser)")
-_CHECKPOINTING = absent(
-    RECOMPUTE,
-    "configure is_configured reset set_num_layers partition_activations_in_checkpoint checkpoint "
-    "non_reentrant_checkpoint CheckpointFunction get_cuda_rng_tracker CudaRNGStatesTracker "
-    "model_parallel_cuda_manual_seed model_parallel_reconfigure_tp_seed gather_partitioned_activations "
-    "extract_tensors merge_tensors",
+_CHECKPOINTING = joined(
+    functions(
+        "shardwise.recompute",
+        "configure(mpu_, deepspeed_config=None, partition_activations=None, contiguous_checkpointing=None, "
+        "num_checkpoints=None, checkpoint_in_cpu=None, synchronize=None, profile=None)",
+        "is_configured()",
+        "reset()",
+        "partition_activations_in_checkpoint(partition_activation)",
+        "checkpoint(function, *args, **kwargs)",
+        "non_reentrant_checkpoint(function, *args)",
+    ),
+    absent(
+        TENSOR,
+        "get_cuda_rng_tracker CudaRNGStatesTracker model_parallel_cuda_manual_seed model_parallel_reconfigure_tp_seed "
+        "gather_partitioned_activations extract_tensors merge_tensors",
+    ),
+    absent("saved inputs are in no buffer that would have to be sized", "set_num_layers"),
+    absent("checkpoint() is torch's non-reentrant one, which has no autograd function", "CheckpointFunction"),
 )
 _TRANSFORMER = "DeepSpeedTransformerLayer DeepSpeedTransformerConfig"
 _PIPELINE_MODULE = absent(PIPELINE, "PipelineModule LayerSpec TiedLayerSpec")
@@ -283,7 +294,6 @@ TABLE: dict[str, dict[str, Entry]] = {
             TENSOR, "tp_model_init set_autotp_mode merge_tp_model_init_into_config record_tp_model_init_args domino"
         ),
         absent(LAYERS, f"{_TRANSFORMER} replace_transformer_layer revert_transformer_layer"),
-        absent(RECOMPUTE, "checkpointing"),
         absent(COMPILER, "is_compile_supported"),
         absent("Muon finds the matrices that it steps by itself", "set_optimizer_flags"),
     ),
