@@ -357,9 +357,10 @@ TABLE: dict[str, dict[str, Entry]] = {
             "convert_zero_checkpoint_to_fp32_state_dict(checkpoint_dir, output_dir, max_shard_size='5GB', "
             "safe_serialization=False, tag=None, exclude_frozen_parameters=False)",
             "load_state_dict_from_zero_checkpoint(model, checkpoint_dir, tag=None)",
+            "get_optim_files(checkpoint_dir)",
+            "get_model_state_file(checkpoint_dir, zero_stage)",
         ),
-        absent(FILES, "get_model_state_file get_optim_files get_model_state_files parse_model_states"),
-        absent(FILES, "parse_optim_states"),
+        absent(FILES, "get_model_state_files parse_model_states parse_optim_states"),
     ),
     # -- ZeRO ---------------------------------------------------------------------------------------------------------
     "deepspeed.runtime.zero": _ZERO,
