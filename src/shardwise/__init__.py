@@ -19,7 +19,10 @@ _PUBLIC = {
     "RepeatingLoader": "shardwise.data",
     "install_as_deepspeed": "shardwise.dropin",
 }
-_MODULES = ("checkpoint", "comm", "config", "data", "errors", "memory", "optim", "schedules", "utils", "zero")
+_MODULES = {
+    name: f"shardwise.{name}"
+    for name in ("checkpoint", "comm", "config", "data", "errors", "memory", "optim", "schedules", "utils", "zero")
+} | {"checkpointing": "shardwise.recompute"}
 
 __all__ = [
     "Engine",
@@ -37,7 +40,7 @@ def __getattr__(name: str) -> Any:
     if name in _PUBLIC:
         return getattr(importlib.import_module(_PUBLIC[name]), name)
     if name in _MODULES:
-        return importlib.import_module(f"shardwise.{name}")
+        return importlib.import_module(_MODULES[name])
     raise AttributeError(f"module 'shardwise' has no attribute {name!r}")
 
 

@@ -7,7 +7,6 @@ from __future__ import annotations
 
 # Features that are not built yet.
 PIPELINE = "pipeline parallelism is not built yet"
-RECOMPUTE = "activation checkpointing by configuration is not built yet (use torch.utils.checkpoint)"
 MOE = "mixture of experts is not built yet"
 TENSOR = "tensor parallelism is not built yet"
 SEQUENCE = "sequence parallelism is not built yet"

@@ -503,3 +503,29 @@ def test_names_that_patterns_match() -> None:
     assert Selection.of().wants(["anything"]) and Selection.of().everything
     assert selection.unused_patterns(["a.q", "b1", "c.x"]) == []
     assert re.fullmatch(r"include 'b\[12\]'", selection.unused_patterns(["a.x"])[0])
+
+
+def other_batch(path: str) -> list[Any]:
+    """Notes of an engine that goes on with fewer samples in a step, and of one that only evaluates."""
+    found = []
+    for trained, accumulation in ((True, 2), (True, 1), (False, 1)):
+        model = torch.nn.Linear(2, 1)
+        settings = {"train_micro_batch_size_per_gpu": 1, "gradient_accumulation_steps": accumulation}
+        optimizer = torch.optim.SGD(model.parameters(), lr=0.1) if trained else None
+        parameters = None if trained else []
+        engine = shardwise.initialize(model=model, optimizer=optimizer, model_parameters=parameters, config=settings)[0]
+        if accumulation == 2:
+            engine.save_checkpoint(path)
+        else:
+            engine.load_checkpoint(path, load_optimizer_states=trained)
+            found.append(engine.last_load.notes)
+        engine.destroy()
+    return found
+
+
+def test_another_batch_size_is_of_interest_to_those_who_train(tmp_path: Path) -> None:
+    for trained, evaluated in run_ranks(other_batch, 2, str(tmp_path)):
+        assert (
+            len(trained) == 1 and "saved with 4 samples in a step (train_batch_size), and now there are 2" in trained[0]
+        )
+        assert evaluated == ()

@@ -1,6 +1,6 @@
-"""What the tests of transformers and Accelerate share: ranks of their own, a tiny model, a clean state.
+"""What the tests of transformers, Accelerate and Lightning share: ranks of their own, a tiny model, a clean state.
 
-Both libraries ask when they are imported whether DeepSpeed is there, and remember the answer. So these tests run on a
+These libraries ask when they are imported whether DeepSpeed is there, and remember the answer. So these tests run on a
 pool of ranks of their own, in which shardwise takes DeepSpeed's place before anything imports them.
 """
 
@@ -30,10 +30,15 @@ def ranks() -> Iterator[Ranks]:
 
     All modules of this directory share them: importing transformers takes longer than most tests.
     """
+    yield from own_ranks(as_deepspeed)
+
+
+def own_ranks(prepared: Callable[..., Any]) -> Iterator[Ranks]:
+    """Give a `ranks` whose functions are called by `prepared`, and end its processes afterwards."""
     pool = Pool()
 
     def run(fn: Callable[..., Any], world: int, *args: Any) -> list[Any]:
-        return pool.run(as_deepspeed, world, (fn, *args), {}, 120, True)
+        return pool.run(prepared, world, (fn, *args), {}, 120, True)
 
     yield run
     pool.close()

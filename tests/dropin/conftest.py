@@ -8,6 +8,7 @@ from collections.abc import Iterator
 
 import pytest
 
+from shardwise.dropin.adapters import parameters
 from shardwise.dropin.modules import Finder
 from tests.dropin.clients import ranks
 
@@ -23,6 +24,7 @@ def plain() -> Iterator[None]:
     yield
     sys.meta_path[:] = path
     logging.getLogger("shardwise").setLevel(level)
+    parameters.detach()
     for name in [name for name in sys.modules if name.split(".")[0] == "deepspeed"]:
         del sys.modules[name]
 

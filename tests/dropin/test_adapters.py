@@ -29,8 +29,9 @@ from shardwise.dropin.adapters import (
     logs,
     operators,
     optimizers,
+    parameters,
 )
-from shardwise.errors import ConfigError, NotBuiltError, UsageError
+from shardwise.errors import ConfigError, NotBuiltError, ReleasedParameterError, UsageError
 from shardwise.utils.logging import logger as ours
 from shardwise.zero import leaves
 from shardwise.zero.gathered import GatheredParameters
@@ -188,6 +189,69 @@ def released_and_gathered() -> list[Any]:
 
 def test_released_parameters_are_found_by_scripts() -> None:
     assert run_ranks(released_and_gathered, 2) == [[False, (1, 8), True, False]] * 2
+
+
+def described() -> list[Any]:
+    """What the parameters of an engine say with the drop-in in place, released, gathered and kept whole."""
+    plain = nn.Parameter(torch.ones(2))
+    model = nn.Sequential(nn.Linear(8, 8), nn.Linear(8, 3))
+    found: list[Any] = []
+    parameters.attach()
+    try:
+        for stage, persistent in ((1, 0), (3, 0), (3, 1000)):
+            zero = {"stage": stage, "stage3_param_persistence_threshold": persistent}
+            config = {"train_batch_size": 2, "zero_optimization": zero, "optimizer": {"type": "AdamW"}}
+            engine = shardwise.initialize(model=model, config=config)[0]
+            own = list(model.parameters())
+            if stage == 1:
+                assert not any(hasattr(p, name) for p in own for name in ("ds_id", "ds_numel", "partition_numel"))
+            else:
+                away = [p.ds_status is ZeroParamStatus.NOT_AVAILABLE for p in own]
+                assert all(p.ds_numel == p.numel() and p.ds_shape == p.shape for p in own)
+                assert away == [persistent == 0] * len(own) and len({p.ds_id for p in own}) == len(own)
+                kept = [p.partition_numel() for p in own]
+                with GatheredParameters(own):
+                    assert all(p.ds_status is ZeroParamStatus.AVAILABLE for p in own)
+                    assert [p.partition_numel() for p in own] == kept
+                found.append(kept)
+            engine.destroy()
+            assert not any(hasattr(p, "ds_id") for p in [*own, plain]) and not hasattr(nn.Parameter, "ds_id")
+    finally:
+        parameters.detach()
+    return found
+
+
+def test_parameters_of_stage_3_say_how_large_they_are() -> None:
+    (first, whole), (second, also) = run_ranks(described, 2)
+    sizes = [64, 8, 24, 3]
+    assert [a + b for a, b in zip(first, second, strict=True)] == sizes and whole == also == sizes
+
+
+def moved() -> tuple[bool, list[str]]:
+    """Lightning moves the module, not the engine, when it is done."""
+    model = nn.Sequential(nn.Linear(8, 8), nn.Linear(8, 3))
+    zero = {"stage": 3, "stage3_param_persistence_threshold": 0}
+    config = {"train_batch_size": 2, "zero_optimization": zero, "optimizer": {"type": "AdamW"}}
+    engine = shardwise.initialize(model=model, config=config)[0]
+    warnings: list[str] = []
+    ours.addFilter(lambda record: warnings.append(record.getMessage()) is not None)
+    try:
+        model.to(torch.device("cpu", 0))
+        model.to(torch.device("cpu", 0))
+    finally:
+        ours.filters.clear()
+    with pytest.raises(ReleasedParameterError, match=r"double: the values of parameter '0\.weight'"):
+        model.double()
+    engine.backward(engine(torch.ones(1, 8)).mean())
+    engine.step()
+    engine.destroy()
+    return all(torch.isfinite(p).all() for p in model.parameters()), warnings
+
+
+def test_sharded_parameters_stay_where_they_are() -> None:
+    for finite, warnings in run_ranks(moved, 2):
+        assert finite and len(warnings) == 1
+        assert "Sequential is moved to cpu: parameters that are sharded stay on cpu" in warnings[0]
 
 
 class Inner(nn.Module):

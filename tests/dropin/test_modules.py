@@ -97,7 +97,7 @@ class TestInstalled:
             ("from deepspeed.moe.layer import MoE", "mixture of experts"),
             ("import deepspeed.moe.layer", "mixture of experts"),
             ("from deepspeed import moe", "mixture of experts"),
-            ("from deepspeed import checkpointing", "activation checkpointing"),
+            ("from deepspeed.checkpointing import get_cuda_rng_tracker", "tensor parallelism"),
             ("from deepspeed.runtime.utils import partition_uniform", "pipeline parallelism"),
             ("from deepspeed.ops.op_builder import get_default_compute_capabilities", "no operators to build"),
         ],
@@ -236,3 +236,16 @@ def test_it_is_listed_once(tmp_path: Path) -> None:
 def test_importing_costs_no_torch() -> None:
     code = "import shardwise; shardwise.install_as_deepspeed(); import deepspeed; print('torch' in sys.modules)"
     assert run(code).stdout == "False\n"
+
+
+def test_parameters_get_their_attributes_with_the_first_engine() -> None:
+    code = (
+        "import shardwise; shardwise.install_as_deepspeed(); import deepspeed, torch\n"
+        "before = 'ds_numel' in vars(torch.nn.Parameter)\n"
+        "model = torch.nn.Linear(2, 1)\n"
+        "config = {'train_batch_size': 2, 'zero_optimization': {'stage': 3}}\n"
+        "engine = deepspeed.initialize(model=model, model_parameters=[], config=config)[0]\n"
+        "weight, plain = model.weight, torch.nn.Parameter()\n"
+        "print(before, weight.ds_numel, weight.partition_numel(), hasattr(plain, 'ds_numel'))\n"
+    )
+    assert run(code).stdout == "False 2 2 False\n"

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from typing import Any
+from typing import Any, Protocol, runtime_checkable
 
 import pytest
 import torch
@@ -203,6 +203,50 @@ def facts() -> dict[str, Any]:
     }
     engine.destroy()
     return found
+
+
+@runtime_checkable
+class Stepped(Protocol):
+    """What frameworks ask for before they step something."""
+
+    param_groups: list[dict[Any, Any]]
+    defaults: dict[Any, Any]
+    state: dict[Any, Any]
+
+    def step(self) -> None: ...
+
+    def state_dict(self) -> dict[str, Any]: ...
+
+
+class WithState(nn.Linear):
+    """A module whose attribute has the name of an optimizer's."""
+
+    state = "the module's"
+
+
+def as_optimizer() -> list[Any]:
+    config = {"train_batch_size": 2, "zero_optimization": {"stage": 2}}
+    found: list[Any] = []
+    for model in (nn.Linear(3, 1), WithState(3, 1)):
+        optimizer = torch.optim.AdamW(model.parameters(), lr=0.5)
+        engine = shardwise.initialize(model=model, optimizer=optimizer, config=config)[0]
+        same = engine.param_groups is optimizer.param_groups and engine.defaults is optimizer.defaults
+        found.append(
+            (isinstance(engine, Stepped), same, engine.state if isinstance(model, WithState) else "optimizer's")
+        )
+        engine.state = "the script's"
+        found.append(engine.state)
+        engine.destroy()
+    evaluated = shardwise.initialize(model=nn.Linear(3, 1), model_parameters=[], config=config)[0]
+    found.append(hasattr(evaluated, "param_groups"))
+    evaluated.destroy()
+    return found
+
+
+def test_an_engine_can_stand_where_an_optimizer_is_stepped() -> None:
+    script = "the script's"
+    expected = [(True, True, "optimizer's"), script, (True, True, "the module's"), script, False]
+    assert run_ranks(as_optimizer, 2) == [expected] * 2
 
 
 def test_attributes_that_clients_read() -> None:
@@ -416,10 +460,13 @@ def converted(stage: int) -> list[Any]:
         },
     )
     same = [engine.to(engine.device), engine.cpu(), engine.to("cpu"), engine.bfloat16(), engine.to(torch.bfloat16)]
+    same += [engine.to(torch.device("cpu", 0))]  # another name of the same device
     found: list[Any] = [all(e is engine for e in same), model.shared is model[1].running_mean, model.shared.dtype]
     for convert in (engine.half, engine.double, engine.float, lambda: engine.to(torch.float64)):
         with pytest.raises(UsageError, match=r"before initialize\(\) or after engine.destroy"):
             convert()
+    with pytest.raises(UsageError, match=r"engine.to_empty\(\).*values, which would be lost"):
+        engine.to_empty(device="cpu")
     engine.backward(engine(torch.eye(3, dtype=torch.bfloat16)).float().square().mean())
     engine.step()
     engine.destroy()

@@ -14,17 +14,21 @@ from shardwise.errors import CheckpointError
 from shardwise.utils.logging import logger
 from shardwise.utils.zero_to_fp32 import (
     LazyTensor,
+    StateFile,
     convert_zero_checkpoint_to_fp32_state_dict,
     get_fp32_state_dict_from_zero_checkpoint,
+    get_model_state_file,
+    get_optim_files,
     load_state_dict_from_zero_checkpoint,
 )
+from tests.checkpoint import deepspeed_files
 from tests.checkpoint.job import FROZEN, Model, Run, config, on_ranks
 
 
 def make(path: str) -> dict[str, torch.Tensor]:
     run = Run(config(3), seed=1)
     run.step()
-    run.engine.save_checkpoint(path, tag="first")
+    run.engine.save_checkpoint(path, tag="first", client_state={"epoch": 3, "best": torch.ones(2)})
     expected = run.engine.module_state_dict()
     run.step()
     run.engine.save_checkpoint(path)
@@ -92,3 +96,37 @@ def test_files_and_script(saved: tuple[Path, dict[str, torch.Tensor]], tmp_path:
     done = subprocess.run([*script, path / "never", tmp_path / "b"], capture_output=True, text=True, timeout=120)
     assert done.returncode == 1 and "Traceback" not in done.stderr
     assert "no such file or directory" in done.stderr
+
+
+def test_files_of_states_are_made_of_our_checkpoint(saved: tuple[Path, dict[str, torch.Tensor]]) -> None:
+    path = saved[0] / "first"
+    (file,) = get_optim_files(path)
+    assert isinstance(file, StateFile)
+    assert torch.load(file, weights_only=True) == {"optimizer_state_dict": {"zero_stage": 3}}
+    states = torch.load(get_model_state_file(path, 3), weights_only=True)
+    assert torch.equal(states.pop("best"), torch.ones(2))
+    expected = {"global_steps": 1, "skipped_steps": 0, "dp_world_size": 2, "mp_world_size": 1, "epoch": 3}
+    assert states == expected
+    with pytest.raises(CheckpointError, match="was saved with ZeRO stage 3, not 2"):
+        get_model_state_file(path, 2)
+    with pytest.raises(CheckpointError):
+        get_optim_files(saved[0])
+
+
+@pytest.mark.parametrize("stage", [0, 2, 3])
+def test_files_of_states_of_deepspeed_are_found(
+    saved: tuple[Path, dict[str, torch.Tensor]], stage: int, tmp_path: Path
+) -> None:
+    content = deepspeed_files.content_of(str(saved[0] / "first"))
+    path = deepspeed_files.write(str(tmp_path), "a", content, stage, 2)
+    model = get_model_state_file(path, stage)
+    assert Path(model).is_file() and model.endswith("mp_rank_00_model_states.pt")
+    if stage == 0:
+        with pytest.raises(FileNotFoundError, match="without files of optimizer states"):
+            get_optim_files(path)
+    else:
+        found = [Path(file).name for file in get_optim_files(path)]
+        assert found == [f"zero_pp_rank_{rank}_mp_rank_00_optim_states.pt" for rank in range(2)]
+        (tmp_path / "a" / Path(model).name).unlink()
+        with pytest.raises(FileNotFoundError, match="without the first rank's file"):
+            get_model_state_file(path, stage)

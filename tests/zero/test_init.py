@@ -232,6 +232,42 @@ def contexts_that_do_nothing() -> list[bool]:
     return plain
 
 
+def convert_sharded() -> list[Any]:
+    """`to` and its relatives before there is an engine: each rank converts its part, the plain model all of it."""
+
+    def made() -> nn.Module:
+        torch.manual_seed(2)
+        return Initialised()
+
+    plain = made().to(torch.bfloat16)
+    with shardwise.zero.Init():
+        model = made()
+    counts = [parameter.partition_numel() for parameter in model.parameters()]
+    own = list(model.parameters())
+    same = model.to(torch.float32).cpu().float()
+    unchanged = same is model and [parameter.partition_numel() for parameter in model.parameters()] == counts
+    model.bfloat16().to(torch.device("cpu", 0))
+    kept = all(mine is was and released.is_released(mine) for mine, was in zip(model.parameters(), own, strict=True))
+    kinds = {parameter.dtype for parameter in model.parameters()}
+    with shardwise.zero.GatheredParameters(model.parameters()):
+        equal = all(torch.equal(a, b) for a, b in zip(model.parameters(), plain.parameters(), strict=True))
+    with pytest.raises(ReleasedParameterError, match="to: the values of parameter 'scale'"):
+        model.scale.to(torch.float32, copy=True)
+    engine, *_ = shardwise.initialize(model=model, config={**STAGE3, "optimizer": {"type": "AdamW"}})
+    trained = engine.precision_in_words()
+    engine.destroy()
+    return [counts, unchanged, kept, kinds, equal, trained]
+
+
+def test_a_sharded_model_is_converted_part_by_part() -> None:
+    found = run_ranks(convert_sharded, 3)
+    numels = [parameter.numel() for parameter in Initialised().parameters()]
+    assert [sum(counts) for counts in zip(*(answer[0] for answer in found), strict=True)] == numels
+    for _, unchanged, kept, kinds, equal, trained in found:
+        assert unchanged and kept and equal and kinds == {torch.bfloat16}
+        assert trained.startswith("compute bfloat16") or trained.startswith("compute bf16")
+
+
 def test_switched_off_or_below_stage_3_nothing_is_sharded() -> None:
     assert run_ranks(contexts_that_do_nothing, 2) == [[True, True]] * 2
 

@@ -82,6 +82,11 @@ def _set(value: Any) -> bool:
     return bool(value.model_dump(exclude_defaults=True))
 
 
+def _kept_elsewhere(value: Any) -> bool:
+    """`activation_checkpointing` asks for more than recomputing (a number of checkpoints asks for nothing)."""
+    return bool(value.model_dump(exclude_defaults=True, exclude={"number_checkpoints"}))
+
+
 def _without_offload(config: Config) -> str:
     """What saves device memory where nothing can be moved away from it."""
     if config.zero_optimization.stage < 3:
@@ -248,14 +253,14 @@ UNHEARD: tuple[Unheard, ...] = (
     Unheard("zero_optimization.enable_sanity_checks", _on, "there are no further checks to switch on"),
     Unheard(
         "activation_checkpointing",
-        _set,
-        "the section recomputes nothing by itself, in DeepSpeed neither: it is read by deepspeed.checkpointing, which "
-        "is not here. Recompute in the model (torch.utils.checkpoint; Trainer: gradient_checkpointing=True)",
+        _kept_elsewhere,
+        "saved inputs stay whole, where they are. The section recomputes nothing by itself, in DeepSpeed neither: the "
+        "model calls shardwise.checkpointing.checkpoint (Trainer: gradient_checkpointing=True)",
     ),
     Unheard(
         "pipeline.activation_checkpoint_interval",
         _above_zero,
-        "it belongs to a PipelineModule. Recompute in the model (torch.utils.checkpoint)",
+        "it belongs to a PipelineModule. Recompute in the model (shardwise.checkpointing.checkpoint)",
     ),
 )
 

@@ -124,12 +124,12 @@ MEMBERS: dict[str, dict[str, Entry]] = {
     "deepspeed.runtime.zero.config.ZeroStageEnum": members("disabled optimizer_states gradients weights max_stage"),
     "deepspeed.runtime.zero.offload_config.OffloadDeviceEnum": members("none cpu nvme"),
     PARAMETER: joined(
-        members("ds_id ds_shape ds_numel ds_status item"),
+        members("ds_id ds_shape ds_numel ds_status partition_numel item"),
         absent(_NO_STATE, "ds_numel_aligned ds_tensor ds_param_type ds_persist ds_active_sub_modules"),
         absent(_NO_STATE, "ds_process_group ds_secondary_tensor ds_zero_param_process_group"),
         absent(_NO_STATE, "ds_zero_partition_rank ds_zero_partition_world_size is_external_param nvme_swapper"),
         absent(_NO_STATE, "all_gather all_gather_coalesced partition reduce_gradients_at_owner partition_gradients"),
-        absent(_NO_STATE, "aligned_size padding_size partition_numel get_available_parameter_numel ds_summary"),
+        absent(_NO_STATE, "aligned_size padding_size get_available_parameter_numel ds_summary"),
     ),
 }
 """Class -> member -> whether it is there."""

@@ -62,7 +62,10 @@ def resolve(entry: Served) -> Any:
     if entry.kind == "module":
         return importlib.import_module(entry.target)
     home, _, attribute = entry.target.partition(":")
-    return getattr(importlib.import_module(home), attribute)
+    found = getattr(importlib.import_module(home), attribute)
+    if "shardwise.zero.model" in sys.modules:  # only then can there be engines, and parameters that have attributes
+        importlib.import_module("shardwise.dropin.adapters.parameters").attach()
+    return found
 
 
 class DropInModule(ModuleType):

@@ -27,7 +27,6 @@ from shardwise.absent import (
     OPS,
     PIPELINE,
     PROFILER,
-    RECOMPUTE,
     SEQUENCE,
     SPARSE,
     TENSOR,
@@ -241,12 +240,24 @@ _DEBUG = joined(
     ),
 )
 _TUNING = functions("shardwise.schedules", "add_tuning_arguments(parser)")
-_CHECKPOINTING = absent(
-    RECOMPUTE,
-    "configure is_configured reset set_num_layers partition_activations_in_checkpoint checkpoint "
-    "non_reentrant_checkpoint CheckpointFunction get_cuda_rng_tracker CudaRNGStatesTracker "
-    "model_parallel_cuda_manual_seed model_parallel_reconfigure_tp_seed gather_partitioned_activations "
-    "extract_tensors merge_tensors",
+_CHECKPOINTING = joined(
+    functions(
+        "shardwise.recompute",
+        "configure(mpu_, deepspeed_config=None, partition_activations=None, contiguous_checkpointing=None, "
+        "num_checkpoints=None, checkpoint_in_cpu=None, synchronize=None, profile=None)",
+        "is_configured()",
+        "reset()",
+        "partition_activations_in_checkpoint(partition_activation)",
+        "checkpoint(function, *args, **kwargs)",
+        "non_reentrant_checkpoint(function, *args)",
+    ),
+    absent(
+        TENSOR,
+        "get_cuda_rng_tracker CudaRNGStatesTracker model_parallel_cuda_manual_seed model_parallel_reconfigure_tp_seed "
+        "gather_partitioned_activations extract_tensors merge_tensors",
+    ),
+    absent("saved inputs are in no buffer that would have to be sized", "set_num_layers"),
+    absent("checkpoint() is torch's non-reentrant one, which has no autograd function", "CheckpointFunction"),
 )
 _TRANSFORMER = "DeepSpeedTransformerLayer DeepSpeedTransformerConfig"
 _PIPELINE_MODULE = absent(PIPELINE, "PipelineModule LayerSpec TiedLayerSpec")
@@ -282,7 +293,6 @@ TABLE: dict[str, dict[str, Entry]] = {
             TENSOR, "tp_model_init set_autotp_mode merge_tp_model_init_into_config record_tp_model_init_args domino"
         ),
         absent(LAYERS, f"{_TRANSFORMER} replace_transformer_layer revert_transformer_layer"),
-        absent(RECOMPUTE, "checkpointing"),
         absent(COMPILER, "is_compile_supported"),
         absent("Muon finds the matrices that it steps by itself", "set_optimizer_flags"),
     ),
@@ -346,9 +356,10 @@ TABLE: dict[str, dict[str, Entry]] = {
             "convert_zero_checkpoint_to_fp32_state_dict(checkpoint_dir, output_dir, max_shard_size='5GB', "
             "safe_serialization=False, tag=None, exclude_frozen_parameters=False)",
             "load_state_dict_from_zero_checkpoint(model, checkpoint_dir, tag=None)",
+            "get_optim_files(checkpoint_dir)",
+            "get_model_state_file(checkpoint_dir, zero_stage)",
         ),
-        absent(FILES, "get_model_state_file get_optim_files get_model_state_files parse_model_states"),
-        absent(FILES, "parse_optim_states"),
+        absent(FILES, "get_model_state_files parse_model_states parse_optim_states"),
     ),
     # -- ZeRO ---------------------------------------------------------------------------------------------------------
     "deepspeed.runtime.zero": _ZERO,

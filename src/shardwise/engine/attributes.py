@@ -24,8 +24,35 @@ if TYPE_CHECKING:
 ROUTES = ("train", "eval", "predict")
 
 
+class _OfOptimizer:
+    """An attribute that an engine has from its optimizer, unless its module has one of this name.
+
+    Without a setter, so that a script may still put an attribute of its own there.
+    """
+
+    def __set_name__(self, owner: type, name: str) -> None:
+        self._name = name
+
+    def __get__(self, engine: Any, owner: type | None = None) -> Any:
+        if engine is None:
+            return self
+        holder = engine.module if hasattr(engine.module, self._name) else engine.optimizer
+        return getattr(holder, self._name)  # an AttributeError leads to the engine's own message
+
+
 class Attributes:
-    """Mixin of `Engine`: read-only facts, each derived from what the engine is made of."""
+    """Mixin of `Engine`: read-only facts, each derived from what the engine is made of.
+
+    Attributes:
+        param_groups: the optimizer's. With `defaults` and `state` an engine can stand where a framework steps an
+            optimizer (Lightning Fabric asks for these before it calls `engine.step()`).
+        defaults: the optimizer's.
+        state: the optimizer's.
+    """
+
+    param_groups = _OfOptimizer()
+    defaults = _OfOptimizer()
+    state = _OfOptimizer()
 
     _comm: Communicator
     _resolution: Resolution

@@ -380,7 +380,7 @@ class Checkpointing(BackgroundSaving):
 
     def _compare_batches(self, loaded: Loaded) -> None:
         before, now = loaded.manifest.config.get("train_batch_size"), self._resolution.config.train_batch_size
-        if before is not None and before != now:
+        if self.sharded.update is not None and before is not None and before != now:
             self._log(
                 f"{loaded.path}: saved with {before} samples in a step (train_batch_size), and now there are {now}; "
                 "learning rate and schedule are left as they are. To keep the batch when the number of ranks changes, "

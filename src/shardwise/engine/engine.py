@@ -651,7 +651,7 @@ class Engine(Attributes, BatchSizes, ConfigGetters, Interchange, FaultTolerance,
         for dtype, device in sorted({(p.dtype, p.device) for p in self.sharded.registry.parameters}, key=str):
             probe = torch.empty(0, dtype=dtype, device=device)
             made = fn(probe)
-            if made is not probe:
+            if (made.dtype, made.device) != (dtype, device):
                 raise UsageError(
                     f"the engine's parameters cannot be converted (here from {dtype} on {device} to {made.dtype} on "
                     f"{made.device}): they live in memory that the engine moves and steps. Choose the dtype in the "
@@ -663,6 +663,20 @@ class Engine(Attributes, BatchSizes, ConfigGetters, Interchange, FaultTolerance,
             for name, buffer in module._buffers.items():
                 if buffer is not None:
                     module._buffers[name] = moved.setdefault(id(buffer), (buffer, fn(buffer)))[1]
+        return self
+
+    def to_empty(self, *, device: Any, recurse: bool = True) -> Engine:
+        """Give parameters and buffers new memory without values: not those of an engine.
+
+        Raises:
+            UsageError: the engine has not been destroyed.
+        """
+        if not self.sharded.closed:
+            raise UsageError(
+                "engine.to_empty(): the engine's parameters and buffers have values, which would be lost. Call it on "
+                "the model, before initialize() or after engine.destroy()"
+            )
+        super().to_empty(device=device, recurse=recurse)
         return self
 
     def zero_grad(self, set_to_none: bool = True) -> None:

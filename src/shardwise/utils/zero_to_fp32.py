@@ -9,6 +9,7 @@ nothing is gathered in memory but what is returned, and nothing that is read can
 from __future__ import annotations
 
 import argparse
+import io
 import os
 import sys
 from typing import Any, Protocol
@@ -16,8 +17,10 @@ from typing import Any, Protocol
 import torch
 from torch import nn
 
+from shardwise.checkpoint.deepspeed.directory import find_files, recognised
 from shardwise.checkpoint.exporting import export
-from shardwise.checkpoint.manifest import outline
+from shardwise.checkpoint.manifest import Manifest, outline
+from shardwise.checkpoint.reader import Checkpoint
 from shardwise.checkpoint.source import Source, SourceTensor, open_source
 from shardwise.checkpoint.weightfiles import FORMATS
 from shardwise.errors import CheckpointError, ShardwiseError
@@ -172,6 +175,86 @@ def load_state_dict_from_zero_checkpoint(
         if names:
             logger.warning("%s: %s: %s", checkpoint_dir, what, outline(names))
     return model
+
+
+class StateFile(io.BytesIO):
+    """What a file of a checkpoint of DeepSpeed would say of one of ours: in memory, as `torch.save` writes it.
+
+    `torch.load` takes it in place of a path. Checkpoints here have no such files, and none is written.
+    """
+
+    def __init__(self, content: dict[str, Any]) -> None:
+        super().__init__()
+        torch.save(content, self)
+        self.seek(0)
+
+
+def get_optim_files(checkpoint_dir: str | os.PathLike[str]) -> list[Any]:
+    """Return the files of optimizer states of one checkpoint, each of which `torch.load` reads.
+
+    Args:
+        checkpoint_dir: the checkpoint itself, `<save_dir>/<tag>`.
+
+    Returns:
+        For a checkpoint of DeepSpeed the paths of its files, by rank. For one of ours a single `StateFile` with the
+        stage, `["optimizer_state_dict"]["zero_stage"]`, and nothing else: states are read by
+        `shardwise.checkpoint.Checkpoint`.
+
+    Raises:
+        CheckpointError: it is no checkpoint, or incomplete.
+        FileNotFoundError: a checkpoint of DeepSpeed without optimizer states (stage 0).
+    """
+    path = os.fspath(checkpoint_dir)
+    if recognised(path):
+        found = find_files(path).optimizer
+        if not found:
+            raise FileNotFoundError(f"{path}: a DeepSpeed checkpoint without files of optimizer states")
+        return [os.path.join(path, found[rank]) for rank in sorted(found)]
+    with Checkpoint(path) as saved:
+        return [StateFile({"optimizer_state_dict": {"zero_stage": _stage(path, saved.manifest)}})]
+
+
+def get_model_state_file(checkpoint_dir: str | os.PathLike[str], zero_stage: int) -> Any:
+    """Return the file of the first rank's model states of one checkpoint, which `torch.load` reads.
+
+    Args:
+        checkpoint_dir: the checkpoint itself, `<save_dir>/<tag>`.
+        zero_stage: the stage it was saved with, as `get_optim_files` gives it; not asked of DeepSpeed's.
+
+    Returns:
+        For a checkpoint of DeepSpeed a path. For one of ours a `StateFile` with the client state, beside it
+        `global_steps`, `skipped_steps`, `dp_world_size` and `mp_world_size`, and no weights: for these there is
+        `get_fp32_state_dict_from_zero_checkpoint`.
+
+    Raises:
+        CheckpointError: it is no checkpoint, incomplete or damaged, or was saved with another stage.
+        FileNotFoundError: a checkpoint of DeepSpeed that lacks the file.
+    """
+    path = os.fspath(checkpoint_dir)
+    if recognised(path):
+        files = find_files(path)
+        name = files.model.get(0, files.shared)
+        if name is None:
+            raise FileNotFoundError(f"{path}: a DeepSpeed checkpoint without the first rank's file of model states")
+        return os.path.join(path, name)
+    with Checkpoint(path) as saved:
+        found = saved.manifest
+        if _stage(path, found) != zero_stage:
+            raise CheckpointError(f"{path}: was saved with ZeRO stage {_stage(path, found)}, not {zero_stage}")
+        saved.verify(saved.blocks((), [found.client]))
+        facts: dict[str, Any] = {"dp_world_size": len(found.ranks), "mp_world_size": 1}
+        facts |= {name: found.counters[name] for name in ("global_steps", "skipped_steps") if name in found.counters}
+        return StateFile({**facts, **saved.decode(found.client)})
+
+
+def _stage(path: str, found: Manifest) -> int:
+    stage = found.layout.get("stage")
+    if not isinstance(stage, int):
+        raise CheckpointError(
+            f"{path}: does not say with which ZeRO stage it was saved (layout.stage in its manifest is {stage!r}). "
+            "`shardwise export` writes its weights without being told"
+        )
+    return stage
 
 
 class _Arguments(Protocol):

@@ -108,15 +108,39 @@ class PartStore:
 
         A use of its values is refused as one of the parameter's own is; both can be gathered.
         """
-        if self.open:
-            return None
+        return None if self.open else self._with_part(parameter, self._parts[parameter])
+
+    def _with_part(self, parameter: nn.Parameter, part: torch.Tensor) -> nn.Parameter:
+        """Return another parameter of the same name and shape, of which this rank has this part."""
         with without_overrides():
-            other = nn.Parameter(_placeholder(parameter.data), requires_grad=False)
-        self._parts[other] = self._parts[parameter]
+            values = torch.empty((), dtype=part.dtype, device=part.device).expand(parameter.shape)
+            other = nn.Parameter(values, requires_grad=False)
+        self._parts[other] = part
         self.names[other] = self.names.get(parameter, "")
         released.adopt(other, self)
         released.withhold(other)
         return other
+
+    def kept(self, parameter: nn.Parameter) -> int:
+        """See `released.Owner`: the last ranks may have less, or nothing."""
+        size = self._parts[parameter].numel()
+        return max(0, min(size, parameter.numel() - self.comm.rank * size))
+
+    def converted(self, parameter: nn.Parameter, dtype: torch.dtype, device: torch.device) -> nn.Parameter | None:
+        """See `released.Owner`: each rank converts its part."""
+        if self.open:
+            return None
+        return self._with_part(parameter, self._parts[parameter].to(device=device, dtype=dtype))
+
+    def replace(self, parameter: nn.Parameter, other: nn.Parameter) -> bool:
+        """See `released.Owner`."""
+        if other is not parameter:
+            if released.owner_of(other) is not self:
+                return False
+            self._parts[parameter] = self._parts[other]
+            with without_overrides():
+                parameter.data = other.data
+        return True
 
     def _make_whole(self, parameter: nn.Parameter) -> None:
         self._restore(parameter)

@@ -24,6 +24,7 @@ from shardwise.precision.dtypes import PrecisionPolicy
 from shardwise.precision.norms import clip_coefficient
 from shardwise.precision.tensornorms import NORMS
 from shardwise.registry import Registry
+from shardwise.utils.logging import warn_once
 from shardwise.zero import released
 from shardwise.zero.building import UnitBuilder
 from shardwise.zero.calls import Use
@@ -627,6 +628,30 @@ class ShardedModel:
     def end_touch(self, parameter: nn.Parameter, token: Any, result: object) -> None:
         """See `shardwise.zero.released.Owner`."""
         self.gatherer.end_touch(parameter, token, result)
+
+    def kept(self, parameter: nn.Parameter) -> int:
+        """See `shardwise.zero.released.Owner`."""
+        tensor = self.registry.find(parameter)
+        assert tensor is not None
+        unit, section = self._section_of[tensor.index]
+        if not unit.sharded:
+            return tensor.numel
+        pieces = section.layout.pieces(*section.layout.range_of(self.comm.rank))
+        return sum(piece.stop - piece.start for piece in pieces if piece.index == tensor.index)
+
+    def converted(self, parameter: nn.Parameter, dtype: torch.dtype, device: torch.device) -> nn.Parameter | None:
+        """See `shardwise.zero.released.Owner`: a parameter that is not here is moved nowhere, and says so once."""
+        if dtype != parameter.dtype or not self._absent(parameter):
+            return None
+        warn_once(
+            f"{type(self.module).__name__} is moved to {device}: parameters that are sharded stay on {self.device}, "
+            "with the engine. Call engine.destroy(), which makes the model whole, before moving it"
+        )
+        return parameter
+
+    def replace(self, parameter: nn.Parameter, other: nn.Parameter) -> bool:
+        """See `shardwise.zero.released.Owner`."""
+        return other is parameter
 
     def close(self, why: str = _DESTROYED) -> None:
         """Take everything off the model and the optimizer, and give all memory back that is not theirs.

@@ -38,6 +38,15 @@ class Owner(Protocol):
     def put_back(self, parameters: Iterable[nn.Parameter], gathered: Any, src: int | None) -> None:
         """End a `gather`; values of global rank `src`, if given, become everybody's, otherwise changes are lost."""
 
+    def kept(self, parameter: nn.Parameter) -> int:
+        """Return how many elements of `parameter` this rank keeps while its values are not gathered."""
+
+    def converted(self, parameter: nn.Parameter, dtype: torch.dtype, device: torch.device) -> nn.Parameter | None:
+        """Return what converting `parameter` gives, without its values. None: they are needed."""
+
+    def replace(self, parameter: nn.Parameter, other: nn.Parameter) -> bool:
+        """Let `parameter` have what `converted` has returned for it (`parameter.data = other`); False: it cannot."""
+
 
 @runtime_checkable
 class Detaching(Protocol):
@@ -46,6 +55,9 @@ class Detaching(Protocol):
     def detached(self, parameter: nn.Parameter) -> nn.Parameter | None:
         """Return what `parameter.detach()` is: another parameter without its values. None: bring the values."""
 
+
+_CONVERSIONS = frozenset({"to", "cpu", "cuda", "float", "double", "half", "bfloat16"})
+"""What `module.to(...)` and its relatives call for each parameter, before they assign the result to its `data`."""
 
 _owners: WeakTensorKeyDictionary = WeakTensorKeyDictionary()
 _classes: WeakTensorKeyDictionary = WeakTensorKeyDictionary()
@@ -60,7 +72,7 @@ _METADATA = frozenset(
         "retains_grad", "output_nr", "_base", "register_hook", "register_post_accumulate_grad_hook", "requires_grad_",
         "__hash__", "__len__", "get_device", "is_inference", "zeros_like", "ones_like", "full_like",
         "empty_like", "rand_like", "randn_like", "new_zeros", "new_ones", "new_full", "new_empty", "is_shared",
-        "is_conj", "is_neg", "is_signed", "grad_dtype", "name", "names",
+        "is_conj", "is_neg", "is_signed", "grad_dtype", "name", "names", "_has_compatible_shallow_copy_type",
     }
 )  # fmt: skip
 
@@ -99,6 +111,10 @@ class Released(nn.Parameter):
         """Shape of the whole parameter."""
         return self.shape
 
+    def partition_numel(self) -> int:
+        """Return how many elements of the parameter this rank keeps."""
+        return _owners[self].kept(self)
+
     @classmethod
     @never_compiled
     def __torch_function__(
@@ -121,6 +137,16 @@ class Released(nn.Parameter):
             found = keeper.detached(args[0]) if isinstance(keeper, Detaching) else None
             if found is not None:
                 return found
+        if name in _CONVERSIONS:
+            found = _converted(func, args, kwargs)
+            if found is not None:
+                return found
+        if (
+            name == "data"
+            and [type(value) for value in args] == [Released, Released]
+            and _owners[args[0]].replace(*args)
+        ):
+            return None
         touched: list[tuple[nn.Parameter, Owner, Any]] = []
         for value in _flatten((args, kwargs)):
             if type(value) is Released:
@@ -155,6 +181,22 @@ class Released(nn.Parameter):
         """Describe the parameter without its values."""
         with without_overrides():
             return f"Parameter(released, shape={tuple(self.shape)}, dtype={self.dtype}, device={self.device})"
+
+
+def _converted(func: Callable[..., Any], args: tuple[Any, ...], kwargs: dict[str, Any]) -> nn.Parameter | None:
+    """Convert a released parameter without its values; None: that cannot be done.
+
+    What the conversion asks for is found by doing it to an empty tensor.
+    """
+    parameter = args[0]
+    if type(parameter) is not Released or kwargs.get("copy") or kwargs.get("memory_format") is not None:
+        return None
+    with without_overrides():
+        like = torch.empty(0, dtype=parameter.dtype, device=parameter.device)
+        found = func(like, *args[1:], **kwargs)
+    if found is like:
+        return parameter
+    return _owners[parameter].converted(parameter, found.dtype, found.device)
 
 
 def _gradients_of(

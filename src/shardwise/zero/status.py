@@ -9,7 +9,7 @@ class ZeroParamStatus(Enum):
     """Whether the values of a sharded parameter are here.
 
     A parameter whose values are not here has an attribute `ds_status`, which is `NOT_AVAILABLE`; with its values it
-    loses the attribute.
+    loses the attribute, or, where scripts use `deepspeed`, it is `AVAILABLE`.
     """
 
     AVAILABLE = 1

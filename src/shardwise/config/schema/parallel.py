@@ -141,12 +141,17 @@ class SparseAttention(Section):
 
 
 class ActivationCheckpointing(Section):
-    """`activation_checkpointing`: recomputing activations, and where the saved inputs live."""
+    """`activation_checkpointing`: where the inputs of recomputed functions (`shardwise.checkpointing`) are kept."""
 
     partition_activations: bool = key(False, "Split saved inputs over tensor-parallel ranks.")
     contiguous_memory_optimization: bool = key(False, "Keep saved inputs in one buffer.")
     cpu_checkpointing: bool = key(False, "Move saved inputs to host memory.")
-    number_checkpoints: Int | None = key(None, "Number of checkpoints, for the one buffer.", gt=0)
+    number_checkpoints: Int | None = key(
+        None,
+        "Number of checkpoints, for the one buffer.",
+        gt=0,
+        no_effect="only the buffer of `contiguous_memory_optimization` has a size",
+    )
     synchronize_checkpoint_boundary: bool = key(False, "Synchronize the device at every checkpoint.")
     profile: bool = key(False, "Time every checkpointed function.")
 

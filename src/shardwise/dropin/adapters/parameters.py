@@ -1,0 +1,62 @@
+"""What scripts written for DeepSpeed read of the parameters of ZeRO stage 3, whether their values are here or not.
+
+A parameter whose values are elsewhere has these attributes by its class (`shardwise.zero.released`). One whose values
+are here is a plain one, and nothing is attached to it; where scripts use `deepspeed`, the class of all parameters gets
+descriptors that answer for parameters of stage 3, and for all others say that there is no such attribute.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from typing import Any
+
+from torch import nn
+
+from shardwise.zero import released
+from shardwise.zero.model import ShardedModel
+from shardwise.zero.plan import TABLE
+from shardwise.zero.status import ZeroParamStatus
+
+
+class _OfStage3:
+    """One attribute; without a setter, so that a script may put its own value there."""
+
+    def __init__(self, answer: Callable[[nn.Parameter, released.Owner], Any]) -> None:
+        self._answer = answer
+
+    def __set_name__(self, owner: type, name: str) -> None:
+        self.name = name
+
+    def __get__(self, parameter: nn.Parameter | None, owner: type | None = None) -> Any:
+        keeper = None if parameter is None else released.owner_of(parameter)
+        if parameter is None or keeper is None:
+            raise AttributeError(f"{owner!r} has no attribute {self.name!r}")
+        if isinstance(keeper, ShardedModel) and not TABLE[keeper.plan.stage].parameters:
+            raise AttributeError(f"a parameter of stage {keeper.plan.stage} has no attribute {self.name!r}")
+        return self._answer(parameter, keeper)
+
+
+class Attributes:
+    """The attributes; see the module docstring."""
+
+    ds_id = _OfStage3(lambda parameter, keeper: id(parameter))
+    ds_status = _OfStage3(lambda parameter, keeper: ZeroParamStatus.AVAILABLE)
+    ds_numel = _OfStage3(lambda parameter, keeper: parameter.numel())
+    ds_shape = _OfStage3(lambda parameter, keeper: parameter.shape)
+    partition_numel = _OfStage3(lambda parameter, keeper: lambda: keeper.kept(parameter))
+
+
+_DESCRIPTORS = {name: value for name, value in vars(Attributes).items() if isinstance(value, _OfStage3)}
+
+
+def attach() -> None:
+    """Let every parameter have the attributes; a second call changes nothing."""
+    for name, descriptor in _DESCRIPTORS.items():
+        setattr(nn.Parameter, name, descriptor)
+
+
+def detach() -> None:
+    """Undo `attach`."""
+    for name in _DESCRIPTORS:
+        if name in vars(nn.Parameter):
+            delattr(nn.Parameter, name)
