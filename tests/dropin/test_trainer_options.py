@@ -5,6 +5,7 @@ from __future__ import annotations
 import os
 from pathlib import Path
 from typing import Any
+from unittest import mock
 
 import pytest
 import torch
@@ -173,3 +174,44 @@ def resized(directory: str) -> list[Logged]:
 def test_resized_embeddings(ranks: Ranks, tmp_path: Path) -> None:
     for sharded, whole in ranks(resized, 2, str(tmp_path)):
         assert len(sharded["loss"]) == 3 and sharded == whole
+
+
+# -- bf16 -------------------------------------------------------------------------------------
+
+
+def in_bf16(directory: str) -> dict[int | None, Logged]:
+    """`bf16=True`: 16-bit weights with fp32 masters by the engine; without DeepSpeed, autocast on fp32 weights."""
+    from transformers import GPT2LMHeadModel
+
+    found = {}
+    # transformers asks the graphics card whether it has bf16; the CPU has.
+    with mock.patch("transformers.training_args.is_torch_bf16_gpu_available", return_value=True):
+        for stage in (None, 0, 1, 2, 3):
+            place = f"{directory}/{stage}"
+            changes = {"bf16": True, "eval_steps": 2, "save_steps": 2, "max_steps": 4}
+            given = None if stage is None else config(stage)
+            ran = trainer(place, given, gpt2, **changes)
+            ran.train()
+            if stage is not None:
+                assert ran.deepspeed.bfloat16_enabled() and ran.model.dtype is torch.bfloat16
+                ran.save_model(f"{place}/final")
+            found[stage] = finished(ran)
+            forget()
+            dist.barrier()
+            if stage is not None:
+                saved = GPT2LMHeadModel.from_pretrained(f"{place}/final", dtype="auto")
+                assert saved.dtype is torch.bfloat16
+                again = trainer(place, config(stage), lambda: gpt2(seed=5), **changes)
+                again.train(resume_from_checkpoint=f"{place}/checkpoint-2")
+                assert finished(again) == found[stage]
+    return found
+
+
+def test_bf16(ranks: Ranks, tmp_path: Path) -> None:
+    for found in ranks(in_bf16, 2, str(tmp_path)):
+        plain = found[None]
+        assert len(plain["loss"]) == 4 and len(plain["eval_loss"]) == 2
+        for stage in range(4):
+            assert found[stage]["loss"] == pytest.approx(plain["loss"], rel=1e-2)
+            assert found[stage]["eval_loss"] == pytest.approx(plain["eval_loss"], rel=1e-2)
+        assert found[0] == found[1] and found[2] == found[3]
