@@ -10,9 +10,9 @@ TORCH := $(shell sed -n 's/^\(torch==[0-9.]*\).*/\1/p' constraints.txt)
 # One computing thread a process: tests start several ranks on one machine.
 export OMP_NUM_THREADS ?= 1
 
-.PHONY: help venv demo test matrix lint format bench bench-gpu soak docs clean
+.PHONY: help venv demo test exhaustive matrix lint format bench bench-gpu soak docs clean
 help:
-	@echo "make demo | test | matrix | lint | format | bench | bench-gpu | soak | docs | clean"
+	@echo "make demo | test | exhaustive | matrix | lint | format | bench | bench-gpu | soak | docs | clean"
 
 venv: $(STAMP)
 
@@ -37,6 +37,10 @@ demo: $(STAMP)
 # Two processes, each with a pool of ranks of its own: ranks often wait for one another, and leave cores to the others.
 test: $(STAMP)
 	OMP_NUM_THREADS=1 $(BIN)/python -m pytest -v --durations=20 -n 2 --dist worksteal
+
+# Also the cases that `make test` leaves out of large products (tests/sampling.py).
+exhaustive: $(STAMP)
+	OMP_NUM_THREADS=1 $(BIN)/python -m pytest -v --durations=20 -n 2 --dist worksteal --exhaustive
 
 # Every layout of a checkpoint into every other, with every optimizer (a part of it is in `make test`); the result goes
 # to bench/results.

@@ -239,6 +239,7 @@ def main() -> None:
     parser.add_argument("--config", type=Path, default=Path(__file__).with_suffix(".json"))
     parser.add_argument("--steps", type=int, help="stop after this many; default: the length of the schedule")
     parser.add_argument("--resume", action="store_true", help="go on from the newest checkpoint in the output folder")
+    parser.add_argument("--sample", type=int, default=100, help="tokens of text to write at the end")
     parser.add_argument("--out", type=Path, default=Path("demo_out"))
     parser.add_argument("--local_rank", type=int, help="given by launchers; not needed")
     args = parser.parse_args()
@@ -265,7 +266,7 @@ def main() -> None:
         losses, checks = state["losses"], [tuple(check) for check in state["held_out"]]
     else:
         checks.append((0, held_out_loss(engine, held_out)))
-        before = write(engine, pieces, prompt, 40)
+        before = write(engine, pieces, prompt, min(40, args.sample))
         if main_rank:
             print(f"{len(training):,} tokens, {sum(p.numel() for p in model.parameters()):,} parameters")
             print(f"--- before training (held-out loss {checks[0][1]:.3f}) ---\n{before}\n", flush=True)
@@ -288,7 +289,7 @@ def main() -> None:
 
     report = engine.memory_report(batch)
     checks.append((engine.global_steps, held_out_loss(engine, held_out)))
-    after = write(engine, pieces, prompt, 100)
+    after = write(engine, pieces, prompt, args.sample)
     engine.save_checkpoint(args.out, client_state={"losses": losses, "held_out": checks})
     if main_rank:
         print(f"--- after {engine.global_steps} steps (held-out loss {checks[-1][1]:.3f}) ---\n{after}\n")

@@ -15,6 +15,7 @@ import torch
 from hypothesis import HealthCheck, settings
 
 from tests.harness import close_pool, run_ranks
+from tests.sampling import is_sampled
 
 torch.set_num_threads(1)
 
@@ -27,6 +28,24 @@ settings.register_profile(
 )
 settings.register_profile("search", settings.get_profile("default"), derandomize=False, max_examples=500)
 settings.load_profile(os.environ.get("HYPOTHESIS_PROFILE", "default"))
+
+
+def pytest_addoption(parser: pytest.Parser) -> None:
+    parser.addoption("--exhaustive", action="store_true", help="run every case of the files in tests/sampling.py")
+
+
+def pytest_collection_modifyitems(config: pytest.Config, items: list[pytest.Item]) -> None:
+    """Leave out cases of large products; see `tests.sampling`."""
+    if config.getoption("--exhaustive") or any("::" in argument for argument in config.args):
+        return
+    kept, seen, left_out = [], set(), []
+    for item in items:
+        file, _, case = item.nodeid.removeprefix("tests/").partition("::")
+        function = (file, case.partition("[")[0])
+        (kept if function not in seen or is_sampled(file, case) else left_out).append(item)
+        seen.add(function)
+    config.hook.pytest_deselected(items=left_out)
+    items[:] = kept
 
 
 @pytest.fixture(scope="session", autouse=True)

@@ -15,13 +15,13 @@ ROOT = Path(__file__).parents[2]
 
 @pytest.mark.slow
 def test_kills_of_both_kinds(tmp_path: Path) -> None:
-    command = [sys.executable, str(ROOT / "bench" / "soak.py"), "--kills", "5", "--seed", "1"]
+    command = [sys.executable, str(ROOT / "bench" / "soak.py"), "--kills", "2", "--seed", "1"]
     # How long a recovery takes depends on what else the machine does; `make soak` has a limit.
     command += ["--results", str(tmp_path), "--directory", str(tmp_path), "--limit", "600"]
     environment = {**os.environ, "PYTHONPATH": os.pathsep.join(path for path in sys.path if path)}
     done = subprocess.run(command, capture_output=True, text=True, timeout=900, env=environment)
     assert done.returncode == 0, done.stdout[-3000:] + done.stderr[-6000:]
     (result,) = json.loads((tmp_path / "soak.json").read_text())["rows"]
-    assert min(result["kills"].values()) >= 5
+    assert min(result["kills"].values()) >= 2
     assert 0 < result["recoveries_measured"] <= sum(result["kills"].values())  # one kill may come during another
     assert result["wrong"] == result["differ_from_undisturbed"] == result["left_in_memory"] == []

@@ -26,9 +26,10 @@ def test_pretraining_stops_and_goes_on(tmp_path: Path) -> None:
     file = tmp_path / "config.json"
     file.write_text(json.dumps(config))
     once, twice = tmp_path / "once", tmp_path / "twice"
-    launch("pretrain_gpt.py", "--config", str(file), "--out", str(once))
-    launch("pretrain_gpt.py", "--config", str(file), "--out", str(twice), "--steps", "2")
-    output = launch("pretrain_gpt.py", "--config", str(file), "--out", str(twice), "--resume")
+    options = ("--config", str(file), "--sample", "24", "--out")
+    launch("pretrain_gpt.py", *options, str(once))
+    launch("pretrain_gpt.py", *options, str(twice), "--steps", "2")
+    output = launch("pretrain_gpt.py", *options, str(twice), "--resume")
     assert "after 4 steps" in output
     for word in ("planned", "measured", "floor", "optimizer", "activations"):
         assert word in output

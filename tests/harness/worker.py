@@ -98,6 +98,7 @@ def _run(task: Task, store: dist.TCPStore) -> tuple[bool, bytes]:
                 # Later than the pool's own limit: the pool names ranks and shows stacks, Gloo does not.
                 timeout=timedelta(seconds=task.timeout + 30),
             )
+            _wait_for_all(task, store)
         function, args, kwargs = pickle.loads(task.call)
         return True, pickle.dumps(function(*args, **kwargs))
     except BaseException as error:
@@ -112,6 +113,13 @@ def _run(task: Task, store: dist.TCPStore) -> tuple[bool, bytes]:
         error.__traceback__ = None  # its frames hold the process group
         _leave_group()
         return False, pickle.dumps(failure)
+
+
+def _wait_for_all(task: Task, store: dist.TCPStore) -> None:
+    """Let no rank leave its group again (by failing at once) while another is still connecting to it."""
+    keys = [f"ready{task.number}/{rank}" for rank in range(task.world)]
+    store.set(keys[task.rank], "")
+    store.wait(keys, timedelta(seconds=task.timeout + 30))
 
 
 def _pickle_exception(error: BaseException) -> bytes | None:
