@@ -1,8 +1,8 @@
 """Which files of tests `make test` runs a part of.
 
 They try every case of a large product (models x stages x ranks x precisions ...), most of which would find the same
-mistakes; all of them together take longer than a change should wait. One case in N is run, always the same, and at least
-one of each function. `make exhaustive` runs all; so does naming a case on the command line.
+mistakes; all of them together take longer than a change should wait. One case in N is run, always the same, and at
+least one of each function. `make exhaustive` runs all; so does naming a case on the command line.
 """
 
 from __future__ import annotations
