@@ -27,7 +27,7 @@ from shardwise.errors import CheckpointError, UsageError
 from shardwise.memory import Category, MemoryLimit
 from tests.checkpoint import test_kill
 from tests.checkpoint.job import Run, config, differences, on_ranks
-from tests.checkpoint.test_kill import ROOT, Job, end, events, instrument, same, what_is_left
+from tests.checkpoint.test_kill import ROOT, Job, end, events, instrument, listed_later, same, what_is_left
 
 ASYNC = {"async_save": True}
 
@@ -524,7 +524,7 @@ def test_a_run_that_is_killed_while_it_saves_in_the_background_ends_with_the_sam
         reached = found
     Job(tmp_path, steps, seed=9).finish()
     assert same(end(tmp_path / "runs"), end(whole / "runs"))
-    assert sorted(os.listdir(tmp_path / "runs")) == ["last", "latest"]
+    assert listed_later(tmp_path / "runs") == ["last", "latest"]
 
 
 # -- the process alone -----------------------------------------------------------------------------------------------

@@ -108,6 +108,19 @@ def what_is_left(path: str) -> str:
     return str(manifest.client["n"])
 
 
+def listed_later(runs: Path) -> list[str]:
+    """List a directory as it is when a save begins a minute from now.
+
+    A writer that is killed between making (or emptying) its draft and locking (or removing) it leaves an empty one,
+    which for a minute may be that of a writer who has just begun.
+    """
+    for draft in runs.glob(".*.partial"):
+        assert os.listdir(draft) == []
+        os.utime(draft, (0, 0))
+    directory.remove_leftovers(str(runs))
+    return sorted(os.listdir(runs))
+
+
 @pytest.mark.parametrize("overwrite", [False, True])
 def test_killed_at_any_moment_of_a_save_there_is_the_old_or_the_new_checkpoint(overwrite: bool, tmp_path: Path) -> None:
     (found,) = on_ranks(kill_at_every_step, 1, str(tmp_path / "runs"), overwrite)
@@ -244,4 +257,4 @@ def test_a_run_that_is_killed_while_saving_ends_with_the_same_bits(
         assert verify(str(tmp_path / "runs" / "last")).counters["global_steps"] == reached
     Job(tmp_path, STEPS, seed=9).finish()
     assert same(end(tmp_path / "runs"), uninterrupted)
-    assert sorted(os.listdir(tmp_path / "runs")) == ["last", "latest"]
+    assert listed_later(tmp_path / "runs") == ["last", "latest"]
