@@ -24,7 +24,6 @@ UNIVERSAL = "the universal checkpoint format is not built yet (checkpoints here 
 LAYERS = "fused layers are not built yet"
 COMPILER = "compiler passes are not built yet"
 LINEAR = "LoRA and quantised linear layers are not built yet"
-MACHINES = "starting processes on other machines is not built yet"
 MESH = "meshes of several dimensions are not built yet"
 TILED = "tiled linear layers are not built yet"
 # What will not come.
