@@ -112,6 +112,13 @@ def test_every_valid_place_is_understood(numbers: tuple[int, int, int]) -> None:
     assert place.single_machine is (world == local)
 
 
+def test_local_size_may_be_the_number_of_devices() -> None:
+    """Scripts set it to what the machine has, and start fewer processes."""
+    env = {"RANK": "1", "WORLD_SIZE": "2", "LOCAL_RANK": "1", "MASTER_ADDR": "127.0.0.1", "MASTER_PORT": "29500"}
+    place = discover({**env, "LOCAL_SIZE": "8"})
+    assert place.local_world_size == 2 and place.single_machine
+
+
 @pytest.mark.parametrize("missing", ["RANK", "WORLD_SIZE", "MASTER_ADDR", "MASTER_PORT", "LOCAL_RANK"])
 def test_what_is_missing_is_named(missing: str) -> None:
     env = {name: value for name, value in TORCHRUN.items() if name != missing}

@@ -96,6 +96,38 @@ def test_ranks_in_different_collectives_are_compared(same_kind: bool) -> None:
         assert "`with engine.gathered():`" in message
 
 
+def same_name() -> Told:
+    """A pass gathers a unit on rank 0, and rank 1 gathers it outside of passes."""
+    comm = Communicator(None, Ledger(), CPU)
+    comm.barrier()
+    full, kind = torch.zeros(8), ("gather", "explicit")[comm.rank]
+    with limited():
+        return tell(lambda: comm.all_gather([(full, torch.zeros(4))], "blocks.1", kind=kind).wait())
+
+
+def test_collectives_of_one_name_in_different_places_are_told_apart() -> None:
+    for kind, message, _ in run_ranks(same_name, 2):
+        assert kind == "DesyncError", message
+        assert "wait for each other in different collectives" in message
+
+
+def planted() -> list[str]:
+    """Somebody has written into the store what no rank has."""
+    rank, store = dist.get_rank(), whereabouts.default_store()
+    assert store is not None
+    dist.barrier()
+    found = []
+    words = ["not json", "7", "[]", "{}", "[" * 100_000, '{"state": "waits", "text": 7}', '{"state": [], "text": "x"}']
+    for word in words:
+        store.set(whereabouts._key(rank), word)
+        found += [str(word) for word in whereabouts.read([rank], 0.0).values()]
+    return found
+
+
+def test_what_is_no_word_of_a_rank_is_passed_over() -> None:
+    assert run_ranks(planted, 2) == [[], []]
+
+
 def many_late(late_s: float) -> Told | None:
     """Each of the ranks 1 and 2 is late by less than the limit, but rank 2 only answers after it."""
     comm = Communicator(None, Ledger(), CPU)

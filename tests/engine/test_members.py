@@ -62,7 +62,11 @@ def absences() -> None:
             getattr(engine, name)
     with pytest.raises(AttributeError, match="neither the engine nor its module has an attribute 'nothing'") as error:
         _ = engine.nothing
-    assert not isinstance(error.value, AbsentAttributeError)
+    assert type(error.value) is AttributeError and "did you mean" not in str(error.value)
+    for name, meant in (("store_checkpoint", "save_checkpoint"), ("optimiser_name", "optimizer_name")):
+        with pytest.raises(AttributeError, match=rf"{name}'; did you mean {meant}\?") as error:
+            getattr(engine, name)
+        assert type(error.value) is AttributeError
     engine.destroy()
     # A module's own attribute of such a name is the module's.
     module = torch.nn.Linear(1, 1)

@@ -307,7 +307,10 @@ def under_limit(room: int, width: int, config: dict[str, Any], world: int = 1) -
 
 
 @pytest.mark.slow
-@pytest.mark.parametrize(("room", "where"), [(330, "the engine's forward()"), (400, "engine.backward()")])
+@pytest.mark.parametrize(
+    ("room", "where"),
+    [pytest.param(330, "the engine's forward()", marks=pytest.mark.thorough), (400, "engine.backward()")],
+)
 def test_the_smaller_micro_batch_that_is_suggested_does_fit(room: int, where: str) -> None:
     config: dict[str, Any] = {"train_micro_batch_size_per_gpu": 512, "optimizer": OPTIMIZER}
     (told,) = under_limit(room, 16384, config)

@@ -23,10 +23,12 @@ def test_the_first_parameter_in_registration_order() -> None:
 
 
 def test_reports_in_words() -> None:
-    lost = OverflowReport("forward", (0, 2), "up.weight", "up", 4, 0, 4, 0.0, 1.0)
+    lost = OverflowReport("forward", (0, 2), "up.weight", "up", 4, 1.0, 0, 4, 0.0)
     assert str(lost) == (
         "forward: the loss on ranks 0, 2 was not finite. First parameter: 'up.weight' (unit 'up'), of whose 4 elements "
         "0 are infinite and 4 NaN; the largest other is 0"
     )
-    total = OverflowReport("reduce", (), None, None, 0, 0, 0, 0.0, 1.0)
+    late = OverflowReport("backward", (1,), "up.weight", "up", 4, 1.0)
+    assert str(late).endswith("First parameter: 'up.weight' (unit 'up')")
+    total = OverflowReport("reduce", (), None, None, 0, 1.0, 0, 0, 0.0)
     assert str(total).endswith("Every parameter's gradient is finite, the norm of all is not")

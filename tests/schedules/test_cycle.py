@@ -114,7 +114,7 @@ def test_an_optimizer_without_momentum_keeps_its_settings(
     with caplog.at_level(logging.WARNING, "shardwise"):
         schedule = OneCycle(made, 0.1, 0.5, cycle_first_step_size=2)
     assert f"cycle_momentum: {optimizer.__name__} has neither `betas` nor `momentum`" in caplog.text
-    schedule.step(2)
+    schedule.step(1)
     group = dict(made.param_groups[0])
     assert group.pop("lr") == 0.5
     assert group.pop("initial_lr") is not None
@@ -147,7 +147,7 @@ def test_switched_off_momentum_is_left_alone(caplog: pytest.LogCaptureFixture) -
         ({"cycle_first_step_size": 0}, "cycle_first_step_size: expected an integer > 0, found 0"),
         ({"cycle_first_step_size": 2.5}, "cycle_first_step_size: expected an integer > 0"),
         ({"cycle_first_step_size": float("inf")}, "cycle_first_step_size: expected an integer > 0"),
-        ({"cycle_second_step_size": -1}, "cycle_second_step_size: expected an integer > 0, found -1"),
+        ({"cycle_second_step_size": -1}, "cycle_second_step_size: expected an integer >= 0, found -1"),
         ({"cycle_first_stair_count": -1}, "cycle_first_stair_count: expected an integer >= 0, found -1"),
         ({"cycle_second_stair_count": True}, "cycle_second_stair_count: expected an integer >= 0, found True"),
         ({"decay_step_size": "10"}, "decay_step_size: expected an integer >= 0"),
@@ -192,3 +192,31 @@ def test_a_schedule_that_sets_a_momentum_which_is_not_there() -> None:
     assert Always(adam()).optimizer.param_groups[0]["betas"] == (0.5, 0.99)
     with pytest.raises(ConfigError, match="Always sets the momentum of a parameter group that has neither"):
         Always(torch.optim.Adagrad(groups_of(1)))
+
+
+def test_step_to_a_given_index_names_the_last_finished_step() -> None:
+    """As the constructors' argument does, and as the API has it: the rate of index k has (k + 1) in it."""
+    optimizer = torch.optim.SGD(groups_of(1), lr=0.1)
+    test = LRRangeTest(optimizer)
+    test.step(1)
+    assert test.get_last_lr() == pytest.approx([0.001001]) == LRRangeTest(optimizer, last_batch_iteration=1).lr(2)
+    optimizer = torch.optim.SGD(groups_of(1), lr=0.1, momentum=0.9)
+    cycle = OneCycle(optimizer, 0.01, 0.1, cycle_first_step_size=10)
+    cycle.step(1)
+    assert cycle.get_last_lr() == pytest.approx([0.028])
+    cycle.step()
+    assert cycle.get_last_lr() == cycle.lr(3)
+
+
+def test_what_a_cycle_is_made_of_can_be_read() -> None:
+    cycle = OneCycle(adam(2), [0.01, 0.02], 0.1, cycle_first_step_size=10)
+    assert cycle.min_lrs == [0.01, 0.02] and cycle.max_lrs == [0.1, 0.1]
+    cycle.step(9)
+    assert cycle.get_mom() == pytest.approx([0.8, 0.8])
+    assert OneCycle(adam(), 0.01, 0.1, cycle_momentum=False).get_mom() is None
+    assert LRRangeTest(adam(2), 0.01).min_lr == [0.01, 0.01]
+
+
+def test_a_cycle_without_a_falling_half() -> None:
+    cycle = OneCycle(adam(), 0.1, 0.5, cycle_first_step_size=4, cycle_second_step_size=0)
+    assert [cycle.lr(step)[0] for step in range(6)] == pytest.approx([0.1, 0.2, 0.3, 0.4, 0.1, 0.1])

@@ -187,6 +187,19 @@ def test_step_to_a_given_iteration() -> None:
             schedule.step(wrong)  # type: ignore[arg-type]
 
 
+def test_what_a_schedule_is_made_of_can_be_read() -> None:
+    plain = WarmupLR(optimizer_of(0.5), warmup_min_lr=0.1, warmup_num_steps=1)
+    assert (plain.min_lrs, plain.max_lrs, plain.warmup_num_steps, plain.warmup_type) == ([0.1], [0.5], 2, "log")
+    assert WarmupLR(optimizer_of(0.5), warmup_max_lr=[0.3]).max_lrs == [0.3]
+    decay = WarmupDecayLR(optimizer_of(0.5), 20, warmup_num_steps=4, warmup_type="linear")
+    assert (decay.total_num_steps, decay.warmup_num_steps, decay.warmup_type) == (20, 4, "linear")
+    cosine = WarmupCosineLR(optimizer_of(0.5), 2000, 0.1, cos_min_ratio=0.2)
+    assert (cosine.total_num_steps, cosine.warmup_num_steps, cosine.warmup_type) == (2000, 1000, "log")
+    assert (cosine.warmup_min_ratio, cosine.cos_min_ratio, cosine.get_lr_ratio()) == (0.1, 0.2, 0.1)
+    cosine.step(1999)
+    assert cosine.get_last_lr() == [0.5 * cosine.get_lr_ratio()] == [pytest.approx(0.1)]
+
+
 def test_it_is_a_torch_scheduler() -> None:
     schedule = WarmupLR(optimizer_of(0.5), warmup_num_steps=4, warmup_type="linear")
     assert isinstance(schedule, torch.optim.lr_scheduler.LRScheduler)
@@ -202,16 +215,29 @@ def test_it_is_a_torch_scheduler() -> None:
     assert rates == [0.0, 0.125, 0.25, 0.25]
 
 
-@pytest.mark.parametrize("value", [0, -3, 2.5, "10", None, True])
+@pytest.mark.parametrize("value", [-3, 2.5, "10", None, True])
 @pytest.mark.parametrize("key", ["warmup_num_steps", "total_num_steps"])
-def test_step_counts_are_positive_integers(key: str, value: Any) -> None:
+def test_step_counts_are_integers_from_0(key: str, value: Any) -> None:
     params = {"total_num_steps": 10, "warmup_num_steps": 5, key: value}
     for cls in (WarmupDecayLR, WarmupCosineLR):
-        with pytest.raises(ValueError, match=rf"scheduler\.params\.{key}: expected an integer > 0"):
+        with pytest.raises(ValueError, match=rf"scheduler\.params\.{key}: expected an integer >= 0"):
             cls(optimizer_of(0.5), **params)
     if key == "warmup_num_steps":
-        with pytest.raises(ValueError, match=rf"scheduler\.params\.{key}: expected an integer > 0"):
+        with pytest.raises(ValueError, match=rf"scheduler\.params\.{key}: expected an integer >= 0"):
             WarmupLR(optimizer_of(0.5), warmup_num_steps=value)
+
+
+@pytest.mark.parametrize("few", [0, 1])
+def test_a_warm_up_of_no_steps_counts_as_two(few: int) -> None:
+    """Trainers fill in 0 where none is asked for."""
+    for cls, params in (
+        (WarmupLR, {}),
+        (WarmupDecayLR, {"total_num_steps": 5}),
+        (WarmupCosineLR, {"total_num_steps": 5}),
+    ):
+        short, two = (cls(optimizer_of(0.5), warmup_num_steps=steps, **params) for steps in (few, 2))
+        assert [short.lr(step) for step in range(7)] == [two.lr(step) for step in range(7)]
+    WarmupDecayLR(optimizer_of(0.5), 0)  # the Trainer sends 0 where it only evaluates
 
 
 def test_integral_floats_are_integers() -> None:

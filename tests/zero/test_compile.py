@@ -113,7 +113,7 @@ def counted(stage: int) -> dict[str, tuple[list[float], list[int]]]:
     return {form: losses_of(form, Counting(), stage) for form in ("not compiled", *FORMS)}
 
 
-@pytest.mark.parametrize("stage", [0, 1, 3])
+@pytest.mark.parametrize("stage", [0, pytest.param(1, marks=pytest.mark.thorough), 3])
 def test_every_way_to_compile_trains_as_if_it_were_not_compiled(stage: int) -> None:
     for ways in run_ranks(counted, 2, stage):
         expected, _ = ways.pop("not compiled")

@@ -567,6 +567,7 @@ def losses(runs: list[tuple[Any, dict[str, Any]]], steps: int) -> list[float]:
     return found
 
 
+@pytest.mark.thorough
 def test_training_comes_as_far_as_without_compression() -> None:
     plain, momentum = {"lr": 0.2}, {"lr": 0.05, "momentum": 0.9}
     one = {"matrix_approximation_rank": 1, "min_compression_rate": 1.0}

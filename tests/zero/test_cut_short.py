@@ -124,8 +124,7 @@ def load_checkpoint(engine: Any, directory: str) -> None:
 
 
 def save_checkpoint(engine: Any, directory: str) -> None:
-    with pytest.raises(shardwise.errors.UsageError, match="unfinished accumulation window"):
-        engine.save_checkpoint(directory, "other")
+    engine.save_checkpoint(directory, "other")
 
 
 def destroy(engine: Any, directory: str) -> None:

@@ -354,12 +354,12 @@ def step_without_gradients(stage: int, accumulation: int) -> tuple[bool, list[fl
     case = CASES["odd_mlp"]
     engine = start(case, Setting(stage=stage, accumulation=accumulation))
     standard(engine, case, Setting(accumulation=accumulation))
-    before = masters(engine.module)
+    before, norms = masters(engine.module), [engine.get_global_grad_norm()]
     for _ in range(accumulation):
         case.loss(engine, data(case, 3))
         engine.step()
     after = masters(engine.module)
-    norms = [engine.get_global_grad_norm()]
+    norms.append(engine.get_global_grad_norm())
     engine.destroy()
     return digest(list(before.values())) == digest(list(after.values())), norms
 
@@ -369,7 +369,7 @@ def step_without_gradients(stage: int, accumulation: int) -> tuple[bool, list[fl
 def test_a_step_without_gradients_does_not_repeat_the_last_one(stage: int, accumulation: int) -> None:
     for unchanged, norms in run_ranks(step_without_gradients, 2, stage, accumulation):
         assert unchanged
-        assert norms == [0.0]
+        assert norms[0] == norms[1] > 0
 
 
 def loss_without_model(stage: int) -> tuple[str, Tensors]:

@@ -1,35 +1,32 @@
-"""The side channel: where it listens, how long it waits, what it keeps, and what happens when its thread fails."""
+"""The side channel: shards of real size, who is named in errors, what its thread does, and how engines end together."""
 
 from __future__ import annotations
 
 import contextlib
-import socket
+import os
+import re
 import time
 from datetime import timedelta
 from pathlib import Path
 from typing import Any
+from unittest import mock
 
 import pytest
 import torch
 import torch.distributed as dist
+from torch import nn
 
-from shardwise.comm import rendezvous
+import shardwise
 from shardwise.comm.communicator import Communicator
 from shardwise.comm.ledger import Ledger
-from shardwise.errors import PeerLostError
-from shardwise.zero import sidechannel
+from shardwise.errors import PeerLostError, ShardwiseError, UsageError
 from shardwise.zero.sidechannel import SideChannel
+from shardwise.zero.unit import Unit, UnitState
 from tests.harness import run_ranks
 from tests.models import CASES
-from tests.zero.training import Setting, start
+from tests.zero.training import Setting, digest, masters, start
 
 CPU = torch.device("cpu")
-
-
-def listening(port: int) -> set[str]:
-    """Local addresses (hexadecimal) on which this machine listens at a port."""
-    rows = [line.split() for name in ("tcp", "tcp6") for line in Path(f"/proc/net/{name}").read_text().splitlines()]
-    return {row[1].split(":")[0] for row in rows if row[3] == "0A" and int(row[1].split(":")[1], 16) == port}
 
 
 def step(engine: Any, number: int) -> None:
@@ -38,74 +35,14 @@ def step(engine: Any, number: int) -> None:
     engine.step()
 
 
-# -- where -------------------------------------------------------------------------------------------------------------
-
-
-def address_of_an_engine() -> tuple[tuple[str, int], set[str]]:
-    engine = start(CASES["gpt"], Setting(stage=3))
-    address = engine.sharded.channel._address
-    found = address, listening(address[1])
-    engine.destroy()
-    return found
-
-
-def test_one_machine_listens_on_loopback_only() -> None:
-    for (host, _), addresses in run_ranks(address_of_an_engine, 2):
-        assert host == "127.0.0.1"
-        assert addresses == {"0100007F"}
-
-
-def on_several_machines() -> tuple[str, str]:
-    """Ranks that do not share a loopback interface, as far as they can tell."""
-    sidechannel.machine = lambda: f"machine {dist.get_rank()}"  # type: ignore[assignment]
-    sidechannel.own_address = lambda: f"127.0.0.{2 + dist.get_rank()}"  # type: ignore[assignment]
-    try:
-        comm = Communicator(None, Ledger(), CPU)
-        channel = SideChannel(comm, [])
-        channel.close()
-        comm.destroy()
-    finally:
-        sidechannel.machine, sidechannel.own_address = rendezvous.machine, rendezvous.own_address
-    return channel._address[0]
-
-
-def test_rank_0_announces_its_own_address_to_other_machines() -> None:
-    assert run_ranks(on_several_machines, 2) == ["127.0.0.2"] * 2
-
-
-def test_the_own_address_is_the_near_end_of_the_way_to_the_meeting_place(monkeypatch) -> None:
-    def address(meeting: str | None) -> str:
-        monkeypatch.setattr(rendezvous, "store_host", lambda: meeting)
-        return rendezvous.own_address()
-
-    assert address(None) == address("127.0.0.1") == address("localhost") == socket.gethostname()
-    here = socket.gethostbyname(socket.gethostname())
-    if not here.startswith("127."):
-        assert address(here) == here
-    # A name that leads back to loopback, or nowhere, is still the one that the others know.
-    found = [(socket.AF_INET, socket.SOCK_DGRAM, 0, "", ("127.0.1.1", 9))]
-    monkeypatch.setattr(socket, "getaddrinfo", lambda *_, **__: found)
-    assert address("node0") == "node0"
-
-    def unknown(*_: Any, **__: Any) -> Any:
-        raise socket.gaierror("no such name")
-
-    monkeypatch.setattr(socket, "getaddrinfo", unknown)
-    assert address("node0") == "node0"
-
-
-def test_processes_of_one_machine_know_each_other() -> None:
-    assert len({*run_ranks(rendezvous.machine, 2), rendezvous.machine()}) == 1
-
-
 # -- how long, and what stays ------------------------------------------------------------------------------------------
 
 
 class Silent(SideChannel):
     """Its thread answers nobody."""
 
-    def _answer(self, number: int, message: dict[str, Any]) -> bool:
-        return super()._answer(number, message) if message["kind"] == "stop" else True
+    def _answer(self, peer: Any, kind: int, *more: Any) -> None:
+        """Do nothing."""
 
 
 def fetch_from_nobody() -> tuple[str, float]:
@@ -136,25 +73,59 @@ def test_a_peer_that_does_not_answer_is_named_within_the_groups_limit() -> None:
     assert 0.4 < waited < 30
 
 
-def keys_after_many_messages() -> int:
+def refused() -> tuple[str, str]:
+    """Rank 0 asks for what there is not."""
     comm = Communicator(None, Ledger(), CPU)
     channel = SideChannel(comm, [])
-    for number in range(20):
-        channel.want(number, 0)
+    asked = ""
+    if comm.rank == 0:
+        with pytest.raises(PeerLostError) as caught:
+            channel.fetch(type("Unit", (), {"index": 99999, "name": "nothing", "sections": []})())  # type: ignore[arg-type]
+        asked = f"{caught.value} {caught.value.__cause__}"
     comm.barrier()
+    helped = ""
+    try:
+        channel.attend()
+    except UsageError as error:
+        helped = str(error)
+    channel.close()
+    comm.destroy()
+    return asked, helped
+
+
+def test_what_cannot_be_answered_names_who_has_asked() -> None:
+    (asked, nothing), (unasked, helped) = run_ranks(refused, 2)
+    reason = "rank 0 has asked rank 1 for unit 99999; it has units []"
+    assert reason in asked and "fetch 'nothing'" in asked
+    assert (nothing, unasked) == ("", "")
+    assert reason in helped
+
+
+def garbled() -> str:
+    """A peer that says what is no message."""
+    comm = Communicator(None, Ledger(), CPU)
+    channel = SideChannel(comm, [])
+    if comm.rank == 0:
+        with contextlib.suppress(OSError):
+            for _ in range(100):  # many more bytes than are kept
+                channel._links.asking[1].sendall(b"\xff" * (1 << 16))
+    found = ""
     deadline = time.monotonic() + 10
-    while channel._client.num_keys() > 3 and time.monotonic() < deadline:
+    while comm.rank == 1 and not found and time.monotonic() < deadline:
         time.sleep(0.01)
-    kept = channel._client.num_keys()
+        try:
+            channel.attend()
+        except UsageError as error:
+            found = str(error)
     comm.barrier()
     channel.close()
     comm.destroy()
-    return kept
+    return found
 
 
-def test_messages_that_all_have_read_are_deleted() -> None:
-    # What remains is the number of messages, and what torch itself keeps.
-    assert max(run_ranks(keys_after_many_messages, 3)) <= 3
+def test_what_is_no_message_is_refused_by_its_length() -> None:
+    found = run_ranks(garbled, 2)[1]
+    assert found == "rank 0 has sent a message of 4294967295 bytes; at most 4096 are allowed"
 
 
 # -- failures ----------------------------------------------------------------------------------------------------------
@@ -230,24 +201,268 @@ def test_help_is_given_on_the_stream_of_the_pass(monkeypatch) -> None:
 # -- engines that leave ------------------------------------------------------------------------------------------------
 
 
-def wrap_twice() -> tuple[int, int, list[int]]:
+def wrap_twice() -> tuple[int, int, list[int], list[int]]:
     before = len(dist.distributed_c10d._world.pg_map)
     model = CASES["gpt"].make()
-    counts = []
-    engines = []
-    addresses = []
+    counts, files, engines = [], [], []
     for _ in range(3):
         engines.append(start(CASES["gpt"], Setting(stage=3), model))
         step(engines[-1], 0)
         counts.append(len(dist.distributed_c10d._world.pg_map))
-        addresses.append(engines[-1].sharded.channel._address)
-    ports = [len(listening(port)) for _, port in addresses]
+        files.append(len(os.listdir("/proc/self/fd")))
     for engine in engines:  # the old ones once more
         engine.destroy()
-    return before, len(dist.distributed_c10d._world.pg_map), counts + ports
+    return before, len(dist.distributed_c10d._world.pg_map), counts, files
 
 
-def test_a_model_that_is_wrapped_again_leaves_no_groups_and_no_servers() -> None:
-    for before, after, counts in run_ranks(wrap_twice, 2, timeout=60):
-        assert counts == [before + 1] * 3 + [0, 0, 1]
+def test_a_model_that_is_wrapped_again_leaves_no_groups_and_no_connections() -> None:
+    for before, after, counts, files in run_ranks(wrap_twice, 2, timeout=60):
+        assert counts == [before + 1] * 3
+        assert files[1] == files[2]
         assert after == before
+
+
+# -- real sizes --------------------------------------------------------------------------------------------------------
+
+
+class Wide(nn.Module):
+    """One unit with a shard of so many MiB."""
+
+    def __init__(self, mib: int, world: int) -> None:
+        super().__init__()
+        self.wide = nn.Parameter(torch.arange(mib * world << 18, dtype=torch.float32))
+
+
+def fetch_wide(mib: int) -> tuple[bool, float, float]:
+    """All ranks fetch at once; return whether the values are right, and what a fetch and its answers add to memory."""
+    world = dist.get_world_size()
+    config = {
+        "train_micro_batch_size_per_gpu": 1,
+        "zero_optimization": {"stage": 3, "stage3_param_persistence_threshold": 0},
+    }
+    engine, *_ = shardwise.initialize(model=Wide(mib, world), config=config)
+    unit = next(unit for unit in engine.sharded.units if unit.sharded)
+    dist.barrier()
+    Path("/proc/self/clear_refs").write_text("5")  # the highest size begins anew
+    before = resident("VmRSS")
+    for section in unit.sections:
+        section.allocate()
+    engine.sharded.channel.fetch(unit)
+    unit.fill_done()
+    dist.barrier()
+    added = resident("VmHWM") - before
+    (section,) = unit.sections
+    right = torch.equal(section.full, torch.arange(section.full.numel(), dtype=torch.float32))
+    unit.release()
+    engine.destroy()
+    return right, added / 2**20, unit.nbytes / 2**20
+
+
+def resident(field: str) -> int:
+    lines = Path("/proc/self/status").read_text().splitlines()
+    return int(next(line for line in lines if line.startswith(field)).split()[1]) * 1024
+
+
+@pytest.mark.parametrize(
+    ("mib", "world"),
+    [(64, 2), *(pytest.param(*case, marks=pytest.mark.thorough) for case in [(9, 3), (256, 2), (128, 4)])],
+)
+def test_shards_of_real_size_are_fetched_straight_into_place(mib: int, world: int) -> None:
+    for right, added, whole in run_ranks(fetch_wide, world, mib, timeout=300):
+        assert right
+        assert whole == mib * world
+        assert added < whole + 16
+
+
+class Doubling(nn.Module):
+    """A layer that is called once, or twice, as the data say; with a shard of 8.5 MiB on two ranks."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        torch.manual_seed(3)
+        self.layer = nn.Linear(2112, 2112, bias=False)
+        self.last = nn.Linear(2112, 4)
+
+    def forward(self, x: torch.Tensor, times: int) -> torch.Tensor:
+        for _ in range(times):
+            x = torch.tanh(self.layer(x))
+        return self.last(x).square().mean()
+
+
+def double(stage: int, empty: bool) -> tuple[str, int]:
+    config = {
+        "train_micro_batch_size_per_gpu": 1,
+        "optimizer": {"type": "SGD", "params": {"lr": 0.1}},
+        "zero_optimization": {
+            "stage": stage,
+            "stage3_param_persistence_threshold": 0,
+            "reduce_bucket_size": 2112 * 2112,
+        },
+    }
+    engine, *_ = shardwise.initialize(model=Doubling(), config=config)
+    generator = torch.Generator().manual_seed(dist.get_rank())
+    for number in range(3):
+        # From the second step on one rank needs the layer more often than any has before.
+        times = 1 + (number > 0) * (number + dist.get_rank())
+        loss = engine(torch.randn(2, 2112, generator=generator), times)
+        if empty:
+            engine.empty_partition_cache()
+        engine.backward(loss)
+        engine.step()
+    rescues = engine.sharded.gatherer.rescues
+    values = digest(list(masters(engine.module).values()))
+    engine.destroy()
+    return values, rescues
+
+
+def test_a_layer_that_is_needed_once_more_is_fetched_and_trains_to_the_same_bits() -> None:
+    whole = {values for values, _ in run_ranks(double, 2, 0, False)}
+    for empty in (False, True):
+        found = run_ranks(double, 2, 3, empty)
+        assert {values for values, _ in found} == whole
+        assert all(rescues > 0 for _, rescues in found)
+    assert all(rescues >= 3 for _, rescues in found)
+
+
+# -- modules that are called several times -----------------------------------------------------------------------------
+
+
+class Repeated(nn.Module):
+    """Layers that are shared: one again and again, two in turn."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.first, self.one, self.other, self.last = (nn.Linear(16, 16, bias=False) for _ in range(4))
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        x = self.first(x)
+        for _ in range(3):
+            x = torch.tanh(self.one(x))
+        for _ in range(3):
+            x = torch.tanh(self.other(self.one(x)))
+        return self.last(x).square().mean()
+
+
+def repeat() -> tuple[int, int]:
+    """Return how often values had to be fetched, and the most elements that were whole in the first pass."""
+    config = {
+        "train_micro_batch_size_per_gpu": 1,
+        "optimizer": {"type": "SGD", "params": {"lr": 0.1}},
+        "zero_optimization": {"stage": 3, "stage3_param_persistence_threshold": 0, "reduce_bucket_size": 1},
+    }
+    engine, *_ = shardwise.initialize(model=Repeated(), config=config)
+    sharded = engine.sharded
+    most = 0
+    launch = Unit.start_gather
+
+    def counted(unit: Unit, *purpose: Any) -> None:
+        nonlocal most
+        launch(unit, *purpose)
+        most = max(most, sum(unit.numel for unit in sharded.units if unit.state is not UnitState.RELEASED))
+
+    with mock.patch.object(Unit, "start_gather", counted):
+        loss = engine(torch.randn(2, 16))
+    engine.backward(loss)
+    engine.step()
+    for _ in range(2):
+        engine.backward(engine(torch.randn(2, 16)))
+        engine.step()
+    rescues = sharded.gatherer.rescues
+    engine.destroy()
+    return rescues, most
+
+
+def test_modules_that_are_called_several_times_are_not_fetched_again_not_even_in_the_first_pass() -> None:
+    pair = 2 * 16 * 16
+    for rescues, most in run_ranks(repeat, 2):
+        assert rescues == 0
+        assert most == pair
+
+
+# -- the end -----------------------------------------------------------------------------------------------------------
+
+
+def fewer_batches(first: int, catch: bool) -> str:
+    """Rank 1 destroys its engine while rank 0 trains on; one of them is there first."""
+    engine = start(CASES["gpt"], Setting(stage=3))
+    step(engine, 0)
+    dist.barrier()
+    channel, launched = engine.sharded.channel, engine._comm.launched
+    deadline = time.monotonic() + 10
+    while dist.get_rank() != first and time.monotonic() < deadline:
+        if channel._ended if first else channel._where(0, time.monotonic())["launched"] != launched:
+            break
+    try:
+        if dist.get_rank() == 1:
+            try:
+                if catch:
+                    raise ValueError("no more data")
+            finally:
+                engine.destroy()
+        else:
+            step(engine, 1)
+    except (ShardwiseError, ValueError) as error:
+        said = f"{type(error).__name__}: {error}"
+    with contextlib.suppress(ShardwiseError):
+        engine.destroy()
+    return said
+
+
+@pytest.mark.parametrize(("first", "catch"), [(0, False), (0, True), (1, False), (1, True)])
+def test_a_rank_that_destroys_its_engine_too_early_is_named(first: int, catch: bool) -> None:
+    goes_on, destroys = run_ranks(fewer_batches, 2, first, catch, timeout=60)
+    reason = ", after ValueError: no more data" if catch else ""
+    assert re.search(
+        rf"DesyncError: .*rank 1.* is in destroy\(\) at .*test_sidechannel.py:\d+{reason}", goes_on, re.DOTALL
+    )
+    assert "fewer batches" in goes_on
+    if catch:
+        assert destroys == "ValueError: no more data"
+    elif first == 0:
+        assert re.search(
+            r"DesyncError: rank 1 is in destroy\(\) at .*, and rank 0 is in \w+ .* at .*/models.py", destroys
+        )
+        assert "fewer batches" in destroys
+    else:
+        assert re.search(
+            r"DesyncError: rank 1 is in destroy\(\) at .*, rank 0 is in destroy\(\) at .*same passes", destroys
+        )
+
+
+def lost_peer() -> str:
+    """Rank 1 has gone when rank 0 destroys its engine because of that."""
+    engine = start(CASES["gpt"], Setting(stage=3))
+    step(engine, 0)
+    said = ""
+    if dist.get_rank() == 1:
+        engine.sharded.channel.close()
+        engine._comm.destroy()
+    else:
+        try:
+            try:
+                step(engine, 1)
+            finally:
+                engine.destroy()
+        except ShardwiseError as error:
+            said = f"{type(error).__name__}: {error}"
+    return said
+
+
+def test_destroying_an_engine_for_a_peer_that_has_gone_leaves_the_first_error() -> None:
+    said, _ = run_ranks(lost_peer, 2, timeout=60)
+    assert re.match(r"PeerLostError: rank 0 of 2 has lost rank 1 in \w+ ", said)
+
+
+def all_fail() -> list[bool]:
+    """All ranks destroy their engines because the same has gone wrong on all."""
+    engine = start(CASES["gpt"], Setting(stage=3))
+    try:
+        step(engine, 0)
+        raise ValueError("too large")
+    except ValueError:
+        engine.destroy()
+    return [bool(parameter.isfinite().all()) and parameter.numel() > 0 for parameter in engine.module.parameters()]
+
+
+def test_engines_that_are_destroyed_on_all_ranks_in_an_exception_leave_whole_parameters() -> None:
+    assert all(all(whole) for whole in run_ranks(all_fail, 2))

@@ -127,11 +127,12 @@ def masters(model: nn.Module) -> Tensors:
             dtype = torch.promote_types(sharded.section_of(tensor.index).master_dtype, torch.float32)
             pieces[tensor.name] = dtype, update.master_pieces(tensor.index)
     found = _assemble(sharded, pieces, whole=not sharded.plan.shard_optimizer)
+    if found:
+        _compare_one(model, found, safe_get_full_fp32_param)
     for name, parameter in model.named_parameters():
         if name not in found:
             with shardwise.zero.GatheredParameters(parameter):
                 found[name] = parameter.detach().clone()
-    _compare_one(model, found, safe_get_full_fp32_param)
     return {name: found[name] for name, _ in model.named_parameters()}
 
 
@@ -185,7 +186,8 @@ def _compare_one(model: nn.Module, found: Tensors, getter: Callable[[torch.Tenso
     name = sorted(found)[len(found) // 2]
     value = getter(model.get_parameter(name))
     # Not torch.equal: after an overflow values may be no numbers.
-    assert value is None or torch.allclose(value, found[name], rtol=0, atol=0, equal_nan=True), name
+    assert value is not None, name
+    assert torch.allclose(value, found[name], rtol=0, atol=0, equal_nan=True), name
 
 
 def parameters_digest(model: nn.Module) -> str:

@@ -90,7 +90,8 @@ class Handle:
             if self._whereabouts is None or self._record is None:
                 raise
             waited = time.perf_counter() - start
-            report = self._whereabouts.explain(error, describe(self._record), self._record.line, waited)
+            record = self._record
+            report = self._whereabouts.explain(error, describe(record), record.line, waited, record.kind)
             raise report from error.__cause__
         self._pending = None
         if self._record is not None:
@@ -215,6 +216,9 @@ class Communicator:
                 if full.data_ptr() != shard.data_ptr():
                     full.copy_(shard)
             return self._handle(None, record)
+        return self._gather(pairs, kind, record)
+
+    def _gather(self, pairs: Sequence[tuple[torch.Tensor, torch.Tensor]], kind: str, record: Record) -> Handle:
         group, tag = self._next(kind, record)
         if self._neighbours is not None:
             near = self._neighbours
@@ -337,6 +341,14 @@ class Communicator:
         self._handle(None, record)
         return value
 
+    def exchange(self, data: bytes, label: str) -> list[bytes]:
+        """Return the bytes of all ranks, of which each has given as many (set-up only: it blocks)."""
+        record = self._open("exchange", self.world * len(data), (self.world - 1) * len(data), label)
+        own = torch.tensor(list(data), dtype=torch.uint8, device=self.device)
+        rows = torch.empty(self.world * len(data), dtype=torch.uint8, device=self.device)
+        self._gather([(rows, own)], "explicit", record).wait()
+        return [bytes(row.tolist()) for row in rows.view(self.world, -1)]
+
     def fingerprints(self, text: str, label: str) -> list[int]:
         """Return a number for each rank's text, in rank order, equal where texts are (one small all-reduce)."""
         if self.imagined:
@@ -371,6 +383,11 @@ class Communicator:
 
         return count <= neighbours.MOST_ADDRESSES
 
+    @property
+    def launched(self) -> list[int]:
+        """How many collectives of each kind this rank has launched; two ranks in one place have the same numbers."""
+        return [self._count[kind] for kind in KINDS]
+
     def destroy(self) -> None:
         """Give back the process groups made by this communicator (not the user's), and its parts."""
         for part in self._parts:
@@ -384,6 +401,7 @@ class Communicator:
         self._own_groups, self._groups = [], {}
 
     def _next(self, kind: str, record: Record) -> tuple[dist.ProcessGroup, int]:
+        record.kind = kind
         count = self._count[kind] % (1 << _COUNT_BITS)
         self._count[kind] += 1
         # Ranks that are in different collectives must not take each other's messages: where the sizes differ Gloo
@@ -397,7 +415,8 @@ class Communicator:
             return self._handle(launch(), record)
         except PeerLostError as error:
             assert self._whereabouts is not None  # there are peers
-            raise self._whereabouts.explain(error, describe(record), record.line, 0.0) from error.__cause__
+            report = self._whereabouts.explain(error, describe(record), record.line, 0.0, record.kind)
+            raise report from error.__cause__
 
     def explain(self, error: PeerLostError, what: str, waited: float) -> PeerLostError | DesyncError:
         """Return an error that also says where the other ranks are, for exchanges outside of this class.

@@ -160,6 +160,9 @@ def _from_torch_layout(env: Mapping[str, str]) -> Place | None:
     size_name = "LOCAL_WORLD_SIZE" if "LOCAL_WORLD_SIZE" in env else "LOCAL_SIZE"
     one_machine = world_size == 1 or is_loopback(address)
     local_size = _number(env, size_name) if size_name in env else (world_size if one_machine else None)
+    if size_name == "LOCAL_SIZE" and local_size is not None:
+        # Scripts set it to the number of devices of the machine, of which they may use some.
+        local_size = min(local_size, world_size)
     if "LOCAL_RANK" in env:
         local_rank = _number(env, "LOCAL_RANK")
     elif one_machine:

@@ -61,6 +61,7 @@ class Record:
         launched: `time.perf_counter()` at launch, seconds.
         waited: seconds that the caller was blocked in `wait()`, or None while in flight.
         finished: `time.perf_counter()` at the end of `wait()`, or None while in flight.
+        kind: with which collectives it is in one order, where there are several such sequences.
     """
 
     sequence: int
@@ -73,6 +74,7 @@ class Record:
     launched: float
     waited: float | None = None
     finished: float | None = None
+    kind: str = ""
 
 
 @dataclass

@@ -660,40 +660,45 @@ def _readable(card: dict[str, Any]) -> bool:
 
 
 def _connect(rank: int, cards: Sequence[dict[str, Any]], listener: socket.socket) -> dict[int, socket.socket] | None:
-    """Return a socket to each other rank, or None: it connects to those below and is called by those above."""
+    """Return a socket to each other rank, or None: it connects to those below and is called by those above.
+
+    Anybody on the machine may call. The kernel tells who it is; strangers are sent away before they can say anything.
+    """
     found: dict[int, socket.socket] = {}
+    ranks = {card["process"]: peer for peer, card in enumerate(cards)}
+    deadline = Deadline(_MEETING)
     try:
         for peer in range(rank):
             connection = socket.socket(socket.AF_UNIX, socket.SOCK_SEQPACKET)
             found[peer] = connection
             connection.settimeout(_MEETING.total_seconds())
             connection.connect(cards[peer]["socket"].encode("latin-1"))
-            _vouch(connection, cards[peer]["process"])
-            connection.send(struct.pack("<I", rank))
-        listener.settimeout(_MEETING.total_seconds())
+            if _caller(connection) != cards[peer]["process"]:
+                raise PermissionError(f"rank {peer} does not listen where it said")
         while len(found) < len(cards) - 1:
+            if deadline.over():
+                raise TimeoutError("only strangers have called")
+            listener.settimeout((deadline.left() or _MEETING).total_seconds())
             connection, _ = listener.accept()
-            connection.settimeout(_MEETING.total_seconds())
-            (peer,) = struct.unpack("<I", connection.recv(4))
-            _vouch(connection, cards[peer]["process"])
-            found[peer] = connection
-    except (OSError, struct.error, IndexError):
+            caller = ranks.get(_caller(connection), -1)
+            if caller <= rank or caller in found:
+                connection.close()
+            else:
+                found[caller] = connection
+    except OSError:
         for connection in found.values():
             connection.close()
         return None
     return found
 
 
-def _vouch(connection: socket.socket, process: int) -> None:
-    """Ask the kernel whether a connection leads to the process it should, of this user.
-
-    Raises:
-        OSError: it does not.
-    """
+def _caller(connection: socket.socket) -> int:
+    """Ask the kernel which process of this user is at the other end of a connection; -1: none."""
     credentials = struct.Struct("3i")
-    other, user, _ = credentials.unpack(connection.getsockopt(socket.SOL_SOCKET, socket.SO_PEERCRED, credentials.size))
-    if (other, user) != (process, os.getuid()):
-        raise PermissionError(f"process {other} of user {user} instead of {process} of {os.getuid()}")
+    process, user, _ = credentials.unpack(
+        connection.getsockopt(socket.SOL_SOCKET, socket.SO_PEERCRED, credentials.size)
+    )
+    return int(process) if user == os.getuid() else -1
 
 
 def _settle_all() -> None:

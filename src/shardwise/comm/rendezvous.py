@@ -14,8 +14,11 @@ from __future__ import annotations
 import contextlib
 import errno
 import itertools
+import logging
 import os
+import select
 import socket
+import time
 from collections.abc import Mapping
 from datetime import timedelta
 
@@ -25,7 +28,10 @@ from shardwise.comm.environment import Place, is_loopback
 from shardwise.compat import store_host
 from shardwise.errors import LaunchError
 
+NOTICE_S = 10.0
+"""After so many seconds a process that waits for others says so; then after twice as many, and so on."""
 _groups_opened = itertools.count()
+_log = logging.getLogger("shardwise")
 
 
 def serve(host: str, port: int, timeout: timedelta) -> dist.TCPStore:
@@ -84,8 +90,32 @@ def join(place: Place, port: int, timeout: timedelta, env: Mapping[str, str] = o
     if place.rank == 0 and not agent_serves:
         store = serve(place.master_addr, port, timeout)
     else:
+        _await_server(place.master_addr, port, timeout)
         store = dist.TCPStore(place.master_addr, port, is_master=False, timeout=timeout)
     return private_keys(store, env)
+
+
+def _await_server(host: str, port: int, timeout: timedelta) -> None:
+    """Wait until the store is served: torch, if it has to wait, prints frames of its C++ code."""
+    began = time.monotonic()
+    notice = NOTICE_S
+    while True:
+        try:
+            socket.create_connection((host, port), timeout=5.0).close()
+            return
+        except OSError as error:
+            reason = error.strerror or str(error)
+        waited = time.monotonic() - began
+        if waited >= timeout.total_seconds():
+            raise LaunchError(
+                f"nobody serves the meeting of the ranks at {host}:{port} ({reason}), after {waited:.0f} s. Rank 0 "
+                "does (under torchrun, its agent): it has not been started, has ended, or has another MASTER_ADDR or "
+                "MASTER_PORT."
+            )
+        if waited >= notice:
+            notice = 2 * waited
+            _log.warning("nobody serves the meeting of the ranks at %s:%d yet, after %.0f s", host, port, waited)
+        time.sleep(0.1)
 
 
 def private_keys(store: dist.Store, env: Mapping[str, str] = os.environ) -> dist.Store:
@@ -95,6 +125,26 @@ def private_keys(store: dist.Store, env: Mapping[str, str] = os.environ) -> dist
     """
     attempt = env.get("TORCHELASTIC_RESTART_COUNT", "0")
     return dist.PrefixStore(f"shardwise/attempt{attempt}/group{next(_groups_opened)}", store)
+
+
+def answers(store: dist.Store, patience: float = 0.0) -> bool:
+    """Whether the process that serves a store is still there; asked of a dead one, torch prints frames of C++.
+
+    Args:
+        store: any store.
+        patience: seconds to watch it. The kernel closes the sockets of a process that has just been killed one after
+            the other, so that the store's may still be open.
+    """
+    while isinstance(store, dist.PrefixStore):
+        store = store.underlying_store
+    if not isinstance(store, dist.TCPStore):
+        return True
+    try:
+        with socket.create_connection((store.host, store.port), timeout=1.0) as probe:
+            # A store says nothing as long as it is asked nothing; a lost connection ends.
+            return not patience or not select.select([probe], [], [], patience)[0]
+    except OSError:
+        return False
 
 
 def machine() -> str:

@@ -25,6 +25,7 @@ import torch.distributed as dist
 from torch.distributed.rendezvous import rendezvous
 
 from shardwise.comm.environment import NO_LAUNCHER, TORCH_LAYOUT, Place, discover
+from shardwise.comm.meeting import meet
 from shardwise.comm.rendezvous import join, private_keys
 from shardwise.comm.whereabouts import publish_end
 from shardwise.errors import LaunchError
@@ -99,6 +100,7 @@ def init_distributed(
         store = join(place, place.master_port or distributed_port, timeout)
     else:
         store = private_keys(next(rendezvous(init_method, place.rank, place.world_size, timeout=timeout))[0])
+    meet(store, place.rank, place.world_size, timeout, os.environ.get("TORCHELASTIC_RESTART_COUNT", "0"))
     dist.init_process_group(backend, store=store, rank=place.rank, world_size=place.world_size, timeout=timeout)
     atexit.unregister(_end_with_process)
     atexit.register(_end_with_process)

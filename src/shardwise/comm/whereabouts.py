@@ -21,7 +21,8 @@ from typing import Any
 
 import torch.distributed as dist
 
-from shardwise.comm.ledger import Ledger, Record
+from shardwise.comm.ledger import Ledger, Record, user_line
+from shardwise.comm.rendezvous import answers
 from shardwise.compat import default_store
 from shardwise.errors import DesyncError, PeerLostError
 
@@ -29,6 +30,8 @@ PATIENCE_S = 1.0
 """How long a rank that fails waits for word from the others: they fail within milliseconds of it, or not at all."""
 
 _POLL_S = 0.02
+_DYING_S = 0.1
+"""How long the sockets of a process that has been killed may outlive one another."""
 
 _CHECK = (
     "Check that every rank gets the same number of batches; that no branch (`if rank == 0:`, a condition on data) "
@@ -37,14 +40,26 @@ _CHECK = (
     "generate(synced_gpus=False), belong inside of `with engine.gathered():`."
 )
 
+_FEWER = "Did it get fewer batches than the others?"
+
 Word = dict[str, Any]
-"""What a rank has written: `state` ("waits" or "ended"), `text`, and for "waits" `what` and `peer`."""
+"""What a rank has written: `state` and `text`. State "waits", for a collective: also `what`, `kind`, `line` and `peer`.
+State "ended", of a process: also `failed`, whether by an exception. State "ends": the rank is in `destroy()`."""
+
+_PARTS: dict[str, dict[str, type]] = {
+    "waits": {"text": str, "what": str, "kind": str, "line": str, "peer": int},
+    "ended": {"text": str, "failed": bool},
+    "ends": {"text": str},
+}
+
+Place = tuple[str, str, str]
+"""A collective that a rank waits for: its name, its kind, and the user's line."""
 
 
 def publish(word: Word) -> None:
     """Write this rank's whereabouts; without a store that can still be reached nothing happens."""
     store = default_store()
-    if store is not None:
+    if store is not None and answers(store, _DYING_S if word["state"] == "waits" else 0.0):
         try:
             store.set(_key(dist.get_rank()), json.dumps(word))
         except RuntimeError:
@@ -58,24 +73,45 @@ def publish_end() -> None:
     publish({"state": "ended", "text": text, "failed": error is not None})
 
 
+def being_in(method: str, failure: BaseException | None) -> str:
+    """Return words for a rank that is in one of the engine's methods, perhaps because an exception has led there."""
+    line = user_line()
+    reason = "" if failure is None else f", after {type(failure).__name__}: {str(failure)[:200]}"
+    return f"is in {method}{f' at {line}' if line else ''}{reason}"
+
+
 def read(ranks: Iterable[int], patience: float) -> dict[int, Word]:
     """Return what ranks have written, waiting up to `patience` seconds for those that have not."""
     found: dict[int, Word] = {}
     missing = list(ranks)
     store = default_store()
+    if store is not None and not answers(store, _DYING_S):
+        return found  # it has gone, with the rank that served it
     deadline = time.monotonic() + patience
     try:
         while missing and store is not None:
             for rank in list(missing):
                 if store.check([_key(rank)]):
-                    found[rank] = json.loads(store.get(_key(rank)))
                     missing.remove(rank)
+                    word = _checked(store.get(_key(rank)))
+                    if word is not None:
+                        found[rank] = word
             if time.monotonic() >= deadline:
                 break
             time.sleep(_POLL_S if missing else 0)
     except RuntimeError:
-        pass  # the store has gone, with the rank that served it
+        pass  # it has gone meanwhile
     return found
+
+
+def _checked(data: bytes) -> Word | None:
+    """Return a word if it is one: anybody who reaches the store may have written it."""
+    try:
+        word = json.loads(data)
+        parts = _PARTS[word["state"]]
+        return word if all(isinstance(word[name], kind) for name, kind in parts.items()) else None
+    except (ValueError, KeyError, TypeError, RecursionError):
+        return None
 
 
 def _key(rank: int) -> str:
@@ -99,7 +135,9 @@ class Whereabouts:
         self._first: DesyncError | PeerLostError | None = None
         self._lock = threading.Lock()
 
-    def explain(self, error: PeerLostError, what: str, line: str, waited: float) -> DesyncError | PeerLostError:
+    def explain(
+        self, error: PeerLostError, what: str, line: str, waited: float, kind: str = ""
+    ) -> DesyncError | PeerLostError:
         """Return the error to raise: the first failure of this communicator, with what the other ranks say.
 
         Args:
@@ -107,18 +145,21 @@ class Whereabouts:
             what: the collective, in words that are the same on all ranks.
             line: the user's line that has led to it, or nothing.
             waited: seconds.
+            kind: with which collectives it is in one order.
         """
         with self._lock:
             if self._first is None:
-                self._first = self._compare(error, what, line, waited)
+                self._first = self._compare(error, (what, kind, line), waited)
             return self._first
 
-    def _compare(self, error: PeerLostError, what: str, line: str, waited: float) -> DesyncError | PeerLostError:
+    def _compare(self, error: PeerLostError, place: Place, waited: float) -> DesyncError | PeerLostError:
+        what, kind, line = place
         own = self._ranks[self._rank]
         peer = self._ranks[error.peer]
         at = f" at {line}" if line else ""
         last = self._last_completed()
-        publish({"state": "waits", "text": f"waits for rank {peer} in {what}{at}; {last}", "what": what, "peer": peer})
+        text = f"waits for rank {peer} in {what}{at}; {last}"
+        publish({"state": "waits", "text": text, "what": what, "kind": kind, "line": line, "peer": peer})
         others = read([rank for rank in self._ranks if rank != own], PATIENCE_S)
         who = f"rank {own} of {len(self._ranks)}"
         if error.timed_out:
@@ -130,20 +171,20 @@ class Whereabouts:
             begin = f"{who} has lost rank {peer} in {what}{at}, after {waited:.1f} s; {last}.\n"
             begin += f"Rank {peer}: {_loss(peer, others)}"
         table = [f"  rank {rank}: {self._place(rank, others)}" for rank in self._ranks if rank != own]
-        circle = _circle(own, peer, what, others)
-        desync = len(set(circle.values())) > 1
-        if desync:
+        circle = _circle(own, peer, place, others)
+        differ = len(set(circle.values())) > 1
+        if differ:
             end = f"The ranks wait for each other in different collectives. {_CHECK}"
         elif error.timed_out and circle:
             end = "The ranks are in the same collective: the network between them is too slow, or broken."
-        elif error.timed_out and others.get(peer, {}).get("state") != "ended":
+        elif error.timed_out and others.get(peer, {}).get("state") not in ("ended", "ends"):
             end = f"If rank {peer} is only slow, raise the limit. {_CHECK}"
         elif error.timed_out:
             end = f"Rank {peer}: {_loss(peer, others)}"
         else:
             end = f"The cause is on rank {peer}, or on a rank that it was waiting for: see their output."
-        kind = DesyncError if desync else PeerLostError
-        report = kind("\n".join([begin, *table, end]))
+        desync = differ or others.get(peer, {}).get("state") == "ends"
+        report = (DesyncError if desync else PeerLostError)("\n".join([begin, *table, end]))
         if isinstance(report, PeerLostError):
             report.peer, report.timed_out = peer, error.timed_out
         report.__cause__ = error.__cause__
@@ -171,18 +212,20 @@ def _loss(peer: int, others: dict[int, Word]) -> str:
         return "it has ended or lost its connection. If it ended without an error, did it get fewer batches?"
     if word["state"] == "waits":
         return "it has given up waiting, and with that closed the connection."
+    if word["state"] == "ends":
+        return f"it {word['text']}. {_FEWER}"
     if word["failed"]:
         return f"it {word['text']}."
-    return "it has ended without an exception. Did it get fewer batches than the others?"
+    return f"it has ended without an exception. {_FEWER}"
 
 
-def _circle(own: int, peer: int, what: str, others: dict[int, Word]) -> dict[int, str]:
+def _circle(own: int, peer: int, place: Place, others: dict[int, Word]) -> dict[int, Place]:
     """Return the ranks that wait for each other in a circle, from this one on, and what for; empty if none do."""
-    seen = {own: what}
+    seen = {own: place}
     while peer not in seen:
         word = others.get(peer)
         if word is None or word["state"] != "waits":
             return {}
-        seen[peer] = word["what"]
+        seen[peer] = (word["what"], word["kind"], word["line"])
         peer = word["peer"]
     return seen

@@ -3,4 +3,6 @@
 from shardwise.engine.build import initialize
 from shardwise.engine.engine import Engine, StepReport
 
-__all__ = ["Engine", "StepReport", "initialize"]
+initialize_engine = initialize
+
+__all__ = ["Engine", "StepReport", "initialize", "initialize_engine"]

@@ -58,9 +58,10 @@ class BackgroundSaving:
             Path of the checkpoint, or None if there was nothing to wait for.
 
         Raises:
-            CheckpointError: it could not be written, on all ranks alike; earlier checkpoints are unchanged, unless the
-                message says that this one is complete. Each failure is raised once: here, by the next
-                `save_checkpoint`, or by `destroy`, whichever comes first.
+            CheckpointError: it could not be written, or nothing has been written of it for most of the limit of a
+                collective (a process that is stopped, a disk that does not answer), on all ranks alike; earlier
+                checkpoints are unchanged, unless the message says that this one is complete. Each failure is raised
+                once: here, by the next `save_checkpoint`, or by `destroy`, whichever comes first.
             UsageError: the engine has been destroyed.
 
         Example:
@@ -108,7 +109,9 @@ class BackgroundSaving:
         if self._saving is None:
             ranks = os.environ.get("LOCAL_WORLD_SIZE") or os.environ.get("LOCAL_SIZE") or self._comm.world
             told = _tell if self._comm.rank == 0 and self._shows_statistics() else None
-            self._saving = Background(self.device, int(ranks), self._counter(), told)
+            # Less than a collective may take: ranks whose part is written wait for the others in one.
+            limit = 0.8 * self._comm.timeout.total_seconds()
+            self._saving = Background(self.device, int(ranks), self._counter(), told, limit)
         report = save_in_background(self.sharded, request, state, self._saving)
         report.waited = waited
         report.blocked = time.monotonic() - begun - waited

@@ -43,7 +43,7 @@ from shardwise.precision.scaler import LossScaler
 from shardwise.schedules import build as build_schedule
 from shardwise.utils.logging import logger, warn_once
 from shardwise.zero.init import built_for_codes, shard_module, suspended
-from shardwise.zero.leaves import get_z3_leaf_modules
+from shardwise.zero.leaves import get_z3_leaf_modules, set_z3_leaf_module
 from shardwise.zero.model import ShardedModel
 from shardwise.zero.plan import Plan
 from shardwise.zero.released import owner_of
@@ -87,7 +87,7 @@ def initialize(
         lr_scheduler: a scheduler, or a callable that gets the optimizer. Overrides the `scheduler` section.
         distributed_port: port of the rendezvous where no launcher has set one.
         mpu: model-parallel unit; its `get_data_parallel_group()` gives the ranks to shard over.
-        dist_init_required: False: use the process group as it is; None or True: create it if there is none.
+        dist_init_required: False: use the process group that there is; None or True: create it if there is none.
         collate_fn: makes a batch from a list of samples.
         config: dict, path, or base64 or text JSON.
         mesh_param: not available in this version.
@@ -99,6 +99,7 @@ def initialize(
     Raises:
         ConfigError: the configuration is wrong; the message names every offending key.
         UsageError: arguments that contradict each other.
+        LaunchError: `dist_init_required` is False, and there is no process group.
 
     Example:
         >>> import shardwise, torch
@@ -149,8 +150,7 @@ def _build(
     source: Any,
 ) -> EngineParts:
     # The process group first: batch sizes depend on how many ranks there are.
-    if dist_init_required is not False:
-        init_distributed(distributed_port=port, verbose=False)
+    init_distributed(distributed_port=port, verbose=False, dist_init_required=dist_init_required)
     ledger = Ledger()
     group = mpu.get_data_parallel_group() if mpu is not None else None
     world = torch.distributed.get_world_size(group) if torch.distributed.is_initialized() else 1
@@ -451,7 +451,7 @@ def _place_buffers(
 
 
 def leaves_of(model: nn.Module, section: Any) -> list[nn.Module]:
-    """Return the modules that the script or the configuration wants kept in one unit each."""
+    """Return the modules that the script or the configuration wants kept in one unit each, all of them marked."""
     found = get_z3_leaf_modules(model)
     if section is None:
         return found
@@ -466,6 +466,7 @@ def leaves_of(model: nn.Module, section: Any) -> list[nn.Module]:
             matched |= wanted
             if module not in found:
                 found.append(module)
+                set_z3_leaf_module(module, True)
     # The default list of classes is not the user's.
     asked = [*section.classes, *section.names, *section.name_suffixes]
     idle = [entry for entry in asked if entry not in matched and entry not in type(section)().classes]

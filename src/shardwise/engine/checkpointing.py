@@ -8,7 +8,7 @@ from __future__ import annotations
 
 import os
 import time
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Iterable, Mapping, Sequence
 from dataclasses import replace
 from typing import TYPE_CHECKING, Any
 
@@ -26,8 +26,9 @@ from shardwise.checkpoint.weightfiles import parse_size
 from shardwise.config import effective
 from shardwise.engine.background import BackgroundSaving, check_same_way, size_of, statistics
 from shardwise.engine.importing import check_schedule, opener
-from shardwise.errors import CheckpointError, CheckpointPathError, UsageError
-from shardwise.utils.logging import logger
+from shardwise.engine.scaling import on_non_finite
+from shardwise.errors import CheckpointError, UsageError
+from shardwise.utils.logging import logger, warn_once
 
 if TYPE_CHECKING:
     from torch import nn
@@ -65,6 +66,7 @@ class Checkpointing(BackgroundSaving):
     micro_steps: int
     skipped_steps: int
     global_samples: int
+    _window_began: int
     _comm: Communicator
     _resolution: Resolution
 
@@ -72,6 +74,9 @@ class Checkpointing(BackgroundSaving):
 
         def gradient_accumulation_steps(self) -> int:
             """Return the number of micro-batches in one step."""
+
+        def _hear_before(self) -> None:
+            """Learn what the ranks have said at the last step."""
 
         def drop_gradients(self) -> None:
             """Forget the gradients that the engine has accumulated."""
@@ -94,11 +99,18 @@ class Checkpointing(BackgroundSaving):
         counters, place in the training data, and every rank's random number generators. The directory appears whole
         or not at all, also where one of this name exists.
 
+        Values that are infinite or NaN are said in the log, and the checkpoint is marked: `resume` prefers the last one
+        without, which `checkpoint.keep_last` does not remove. With `non_finite` "skip" or "stop" `latest` goes on
+        naming the one before.
+
+        In the middle of an accumulation window the gradients so far are not saved, which the log says: whoever goes on
+        from the checkpoint begins the window anew, with the micro-batches that follow.
+
         An asynchronous save returns when the state has been copied, and another process writes it; see
         `wait_for_checkpoint`. If the one before is still being written, it is waited for first.
 
         Args:
-            save_dir: directory of the run's checkpoints; on a file system that all ranks share.
+            save_dir: directory of the run's checkpoints; on a file system that all ranks share. Rank 0's counts.
             tag: name of this checkpoint; `global_step<N>` if None.
             client_state: state of the script: nested lists, tuples and dictionaries of None, bool, int, float, str,
                 bytes, tensors and numpy arrays. Rank 0's is saved.
@@ -110,8 +122,8 @@ class Checkpointing(BackgroundSaving):
             True.
 
         Raises:
-            CheckpointPathError: `save_dir` or `tag` cannot be used (a ValueError), or ranks name different directories.
-            UsageError: gradients of an unfinished accumulation window are held, or ranks differ in `asynchronous`.
+            CheckpointPathError: `save_dir` or `tag` cannot be used (a ValueError).
+            UsageError: ranks differ in `asynchronous`, or the engine does not span all processes.
             CheckpointError: something in `client_state` cannot be saved, or writing failed on some rank. Raised on all
                 ranks; earlier checkpoints are unchanged, unless the message says that this one is complete and that
                 only `latest` could not be written. Also if the asynchronous save before has failed, which the message
@@ -136,6 +148,7 @@ class Checkpointing(BackgroundSaving):
         begun_at = time.monotonic()
         waited = self._settle_save()
         self.sharded.hooks.settle()
+        self._hear_before()
         background = config.checkpoint.in_background if asynchronous is None else bool(asynchronous)
         with phase(self._comm, self.device, "save_checkpoint") as begun:
             parent = directory.check_directory(save_dir, "save_dir")
@@ -150,11 +163,14 @@ class Checkpointing(BackgroundSaving):
                 direct=config.checkpoint.writes_directly(background=background),
                 keep_last=config.checkpoint.keep_last,
                 keep_every=config.checkpoint.keep_every,
+                check_finite=config.non_finite != "ignore",
+                latest_if_not_finite=on_non_finite(config) in ("warn", "ignore"),
             )
             self._check_can_save()
+            self._tell_of_window()
             state = self._training_state({} if client_state is None else dict(client_state))
             begun.said = [parent, background]
-        _compare_directories([said[0] for said in begun.heard])
+        request = replace(request, directory=_one_directory([said[0] for said in begun.heard], self._comm.rank))
         check_same_way([said[1] for said in begun.heard])
         if background:
             self._save_in_background(request, state, begun_at, waited)
@@ -264,6 +280,8 @@ class Checkpointing(BackgroundSaving):
         self.drop_gradients()
         if self.sharded.compressor is not None:
             self.sharded.compressor.clear()  # it is of gradients at other values
+        if not loaded.manifest.finite:
+            self._log(f"{loaded.path}: it was saved with values that are infinite or NaN, which are loaded")
         if not options.module_only:
             if saved.notes:
                 self._log(f"{loaded.path}: not taken over: {'; '.join(saved.notes)}")
@@ -290,17 +308,20 @@ class Checkpointing(BackgroundSaving):
             )
 
     def _check_can_save(self) -> None:
-        if self.sharded.holds_gradients:
-            raise UsageError(
-                "save_checkpoint(): gradients of an unfinished accumulation window are held, and checkpoints do not "
-                "hold gradients. Save after the engine.step() that ends a window (every "
-                f"{self.gradient_accumulation_steps()} micro-batches), or drop them with engine.zero_grad()"
-            )
         everyone = torch.distributed.get_world_size() if torch.distributed.is_initialized() else 1
         if self._comm.world != everyone:
             raise UsageError(
                 f"save_checkpoint(): this engine spans {self._comm.world} of {everyone} processes (mpu), and several "
                 "engines cannot share a checkpoint in this version"
+            )
+
+    def _tell_of_window(self) -> None:
+        if self.sharded.holds_gradients and self._comm.rank == 0:
+            warn_once(
+                "save_checkpoint(): in the middle of an accumulation window. Checkpoints hold no gradients: those of "
+                "the window so far are not in it, and going on from it begins the window anew, with the micro-batches "
+                "that follow. Save after the engine.step() that ends a window (every "
+                f"{self.gradient_accumulation_steps()} micro-batches) to lose none"
             )
 
     def _excluded(self, frozen: bool) -> frozenset[int]:
@@ -330,6 +351,8 @@ class Checkpointing(BackgroundSaving):
             scaler=None if self.loss_scaler is None else self.loss_scaler.state_dict(),
             counters={
                 **{name: getattr(self, name) for name in _COUNTERS},
+                # Whoever goes on from the middle of a window begins it anew.
+                "micro_steps": self._window_began if self.sharded.holds_gradients else self.micro_steps,
                 _WINDOW: self.gradient_accumulation_steps(),
             },
         )
@@ -363,6 +386,7 @@ class Checkpointing(BackgroundSaving):
         if counters[_WINDOW] != self.gradient_accumulation_steps():
             # Windows have another length now; begin one.
             self.micro_steps = self.global_steps * self.gradient_accumulation_steps()
+        self._window_began = self.micro_steps
         same = len(loaded.manifest.ranks) == world
         own = loaded.rank if loaded.rank is not None else loaded.first
         self._take_kept(own.get("compression") if options.optimizer else None, loaded)
@@ -507,6 +531,7 @@ class Checkpointing(BackgroundSaving):
         strict: bool = True,
         custom_load_fn: CustomLoad | None = None,
         fetch_z3_params: bool = False,
+        allowed_missing_keys: Iterable[str] | None = None,
     ) -> None:
         """Take over a whole state dict of the module; the same values on every rank. Optimizer state stays.
 
@@ -515,6 +540,7 @@ class Checkpointing(BackgroundSaving):
             strict: names must be the same in module and state dict.
             custom_load_fn: called as `custom_load_fn(src=state_dict, dst=module)` with all parameters whole instead.
             fetch_z3_params: accepted for existing scripts; parameters are always reached.
+            allowed_missing_keys: names that the state dict may lack although `strict` is set; they keep their values.
 
         Raises:
             CheckpointError: names or shapes do not fit; nothing is changed then.
@@ -526,7 +552,7 @@ class Checkpointing(BackgroundSaving):
         if custom_load_fn is not None:
             self._load_custom(custom_load_fn, values)
         else:
-            weights.load_state_dict(self.sharded, values, strict=strict)
+            weights.load_state_dict(self.sharded, values, strict=strict, may_lack=frozenset(allowed_missing_keys or ()))
 
     def _load_custom(self, function: CustomLoad, values: Mapping[str, Any]) -> None:
         parameters = self.sharded.registry.parameters
@@ -550,11 +576,16 @@ class Checkpointing(BackgroundSaving):
     _zero3_consolidated_16bit_state_dict = _consolidated_16bit_state_dict
 
 
-def _compare_directories(given: Sequence[str]) -> None:
-    """Raise, on all ranks alike, if they were given different directories to save to."""
-    other = next((rank for rank, path in enumerate(given) if path != given[0]), None)
-    if other is not None:
-        raise CheckpointPathError(
-            f"save_dir: {given[0]!r} on rank 0, {given[other]!r} on rank {other}; a checkpoint is one directory that "
-            "all ranks share, so pass the same on every rank"
+def _one_directory(given: Sequence[str], rank: int) -> str:
+    """The directory to save to, the same on all ranks: rank 0's; a warning there if others were given others.
+
+    Scripts put the time of day into its name, which differs when ranks do not start within the same second.
+    """
+    other = next((number for number, path in enumerate(given) if path != given[0]), None)
+    if other is not None and rank == 0:
+        warn_once(
+            f"save_checkpoint(save_dir): {given[0]!r} on rank 0, {given[other]!r} on rank {other}. A checkpoint is one "
+            "directory that all ranks share: it is saved to rank 0's. Let rank 0 choose the name and tell the others "
+            "(torch.distributed.broadcast_object_list)"
         )
+    return given[0]

@@ -8,6 +8,8 @@ the accumulation boundary, and what the last step did. Everything that shards, m
 from __future__ import annotations
 
 import contextlib
+import difflib
+import logging
 from collections.abc import Callable, Iterator
 from dataclasses import dataclass, replace
 from typing import TYPE_CHECKING, Any
@@ -19,7 +21,8 @@ from shardwise._version import __version__
 from shardwise.absent import ENGINE
 from shardwise.checkpoint.agree import exchange
 from shardwise.comm.communicator import Communicator
-from shardwise.compat import never_compiled
+from shardwise.comm.ledger import user_line
+from shardwise.compat import never_compiled, transforming
 from shardwise.config import Resolution
 from shardwise.device import Later
 from shardwise.engine.attributes import Attributes
@@ -29,20 +32,31 @@ from shardwise.engine.faults import FaultTolerance
 from shardwise.engine.getters import ConfigGetters
 from shardwise.engine.interchange import Interchange
 from shardwise.engine.memory import MemoryReporting
+from shardwise.engine.nonfinite import Evidence, NonFinite
 from shardwise.engine.overflows import explain_overflow
-from shardwise.engine.scaling import cast_floats, checks_overflow, computes_norm, scale_gradients_of
+from shardwise.engine.scaling import (
+    cast_floats,
+    checks_overflow,
+    computes_norm,
+    on_non_finite,
+    scale_gradients_of,
+)
 from shardwise.engine.window import FACTS, Weight, Window, check_mixed, checked_weight, reference_for
-from shardwise.errors import AbsentAttributeError, SyncError, UsageError
+from shardwise.errors import AbsentAttributeError, NonFiniteError, NotScalarError, SyncError, UsageError
 from shardwise.memory import Accountant, Call, is_out_of_memory
 from shardwise.precision.autocast import autocast, autocast_dtype
 from shardwise.precision.norms import combine
 from shardwise.precision.overflow import OverflowReport
 from shardwise.precision.scaler import LossScaler
-from shardwise.utils.logging import logger
+from shardwise.utils.logging import logger, warn_once
 
 if TYPE_CHECKING:
     from shardwise.data import EngineDataLoader
     from shardwise.zero.model import ShardedModel
+
+
+_LIKE: dict[str, str] = {}
+"""Name that no engine has -> the question whether another one was meant."""
 
 
 @dataclass(frozen=True)
@@ -104,7 +118,7 @@ class Engine(Attributes, BatchSizes, ConfigGetters, Interchange, FaultTolerance,
         training_dataloader: made from `training_data`, or None.
         config: the dictionary that the user passed.
         global_steps: boundaries passed, skipped steps included.
-        micro_steps: calls of `step()`.
+        micro_steps: calls of `step()`, but for those that had nothing to do.
         skipped_steps: steps skipped because of an overflow.
         global_samples: samples of all ranks that have gone into steps.
         accountant: bytes held, by category.
@@ -157,10 +171,15 @@ class Engine(Attributes, BatchSizes, ConfigGetters, Interchange, FaultTolerance,
         self._was_applied = False
         self._prepared: _Prepared | None = None
         self._autocast_dtype = autocast_dtype(resolution.config)
+        self._non_finite = NonFinite(sharded, on_non_finite(resolution.config))
         self._window = self._new_window()
         self._pass_weight: Weight | None = None
         self._reference_asked = False
-        self._told: Later | None = None
+        self._told: tuple[Later, Evidence] | None = None
+        # What a step() is for: whether the model has been run for training since the last one, and where the
+        # accumulation window has begun.
+        self._new_micro_batch = False
+        self._window_began = 0
         self._batch = self.initial_batch()
         self._last_call: Call | None = None
         self._last_signature: tuple[Any, ...] | None = None
@@ -170,7 +189,7 @@ class Engine(Attributes, BatchSizes, ConfigGetters, Interchange, FaultTolerance,
         sharded.on_backward_begin = self._backward_begins
         sharded.on_backward_end = self._backward_ended
         if sharded.reducer is not None:
-            sharded.reducer.watching = checks_overflow(resolution.config)
+            sharded.reducer.watching = on_non_finite(resolution.config) != "ignore"
         self._tell_overflow(False)
 
     # -- what clients read -------------------------------------------------------------------------------------------
@@ -188,7 +207,18 @@ class Engine(Attributes, BatchSizes, ConfigGetters, Interchange, FaultTolerance,
             reason = ENGINE.get(name)
             if reason is not None:
                 raise AbsentAttributeError(f"engine.{name} is not in shardwise {__version__}: {reason}") from None
-            raise AttributeError(f"neither the engine nor its module has an attribute {name!r}") from None
+            raise AttributeError(
+                f"neither the engine nor its module has an attribute {name!r}{self._like(name)}"
+            ) from None
+
+    def _like(self, name: str) -> str:
+        """Return the question whether another member was meant, or nothing. Scripts ask for what is not there again
+        and again (`hasattr`), so what was found is kept."""
+        if name not in _LIKE:
+            known = {*dir(type(self)), *self.__dict__, *self.__dict__.get("_modules", {})}
+            near = difflib.get_close_matches(name, [n for n in known if not n.startswith("_")], n=1, cutoff=0.75)
+            _LIKE[name] = f"; did you mean {near[0]}?" if near and not name.startswith("_") else ""
+        return _LIKE[name]
 
     def __getstate__(self) -> Any:
         raise UsageError(
@@ -215,7 +245,10 @@ class Engine(Attributes, BatchSizes, ConfigGetters, Interchange, FaultTolerance,
             OutOfMemoryError: memory has run out; it says which setting would have fitted. So in `backward` and `step`.
         """
         self.sharded.check_open("the engine's forward()")
-        if torch.is_grad_enabled():
+        # A transform of torch.func differentiates by itself, and accumulates nothing.
+        own = torch.is_grad_enabled() and not transforming()
+        if own:
+            self._new_micro_batch = True
             self.sharded.places.check()
         if self._resolution.config.fp16.enabled and self._resolution.config.fp16.auto_cast:
             inputs, kwargs = cast_floats((inputs, kwargs), torch.float16)
@@ -227,7 +260,7 @@ class Engine(Attributes, BatchSizes, ConfigGetters, Interchange, FaultTolerance,
             if not is_out_of_memory(error):
                 raise
             raise explained(error, self._circumstances("the engine's forward()")) from error
-        if self.loss_scaler is not None and torch.is_grad_enabled():
+        if self.loss_scaler is not None and own:
             outputs = scale_gradients_of(outputs, self._output_scale)
         return outputs
 
@@ -243,6 +276,7 @@ class Engine(Attributes, BatchSizes, ConfigGetters, Interchange, FaultTolerance,
         tells all ranks.
         """
         if brought or self._engine_backward:  # not torch.autograd.grad, which accumulates nothing
+            self._new_micro_batch = True
             self._window.count(self._pass_weight)
         self._unscaled |= brought and not self._scale_entered and self.cur_scale != 1.0
         self._scale_entered = False
@@ -280,18 +314,14 @@ class Engine(Attributes, BatchSizes, ConfigGetters, Interchange, FaultTolerance,
             returned as it is.
 
         Raises:
-            UsageError: the loss is not a scalar tensor that requires a gradient, `weight` cannot be a weight or is
-                given where gradients are summed over ranks (`gradient_allreduce_op` "sum"), or the engine has been
-                destroyed.
+            NotScalarError: the loss is not a scalar.
+            UsageError: it is no tensor that requires a gradient, `weight` cannot be a weight or is given where
+                gradients are summed over ranks (`gradient_allreduce_op` "sum"), or the engine has been destroyed.
         """
         self.sharded.check_open("engine.backward()")
         if not isinstance(loss, torch.Tensor):
             raise UsageError(f"engine.backward(loss) expects a scalar tensor, got {type(loss).__name__}")
-        if loss.numel() != 1:
-            raise UsageError(
-                f"engine.backward(loss) expects a scalar tensor, got a tensor of shape {tuple(loss.shape)}; reduce it "
-                "first (loss.mean())"
-            )
+        _check_scalar(loss, "engine.backward(loss)")
         if not loss.requires_grad:
             raise UsageError(
                 "engine.backward(loss): the loss does not require a gradient; was it computed under no_grad?"
@@ -360,7 +390,11 @@ class Engine(Attributes, BatchSizes, ConfigGetters, Interchange, FaultTolerance,
     def scale(self, loss: torch.Tensor) -> torch.Tensor:
         """Return the loss to call `backward()` on by hand. The scale enters at the model's outputs,
         so it is unchanged.
+
+        Raises:
+            NotScalarError: it is not one number.
         """
+        _check_scalar(loss, "engine.scale(loss)")
         return loss
 
     @contextlib.contextmanager
@@ -423,12 +457,18 @@ class Engine(Attributes, BatchSizes, ConfigGetters, Interchange, FaultTolerance,
 
         Where the script counts micro-batches (`managed_gradient_accumulation` false) every call is a boundary.
 
+        A call that has nothing to do changes nothing, neither parameters nor counters nor the schedule, and the log
+        says so once: the second of two calls without a forward or backward pass between them, and one that ends a
+        window in which no rank has run a backward pass. A micro-batch whose backward pass was left out counts.
+
         Args:
             lr_kwargs: passed to the scheduler's `step`.
 
         Raises:
             UsageError: the engine has no optimizer, or has been destroyed.
             SyncError: inside `no_sync()`.
+            NonFiniteError: a gradient is not finite, and `non_finite` is "stop". Parameters, optimizer and schedule are
+                as they were; the window's gradients are dropped.
         """
         self.sharded.check_open("engine.step()")
         if self.inside_no_sync_ctxt:
@@ -437,14 +477,32 @@ class Engine(Attributes, BatchSizes, ConfigGetters, Interchange, FaultTolerance,
             raise UsageError(f"engine.step(): {self._no_optimizer()}")
         self._was_applied = False
         boundary = not self._managed or self.is_gradient_accumulation_boundary()
+        # Whether a whole window is empty is known to all ranks after their all-reduce, and not before.
+        if not self._new_micro_batch and not (boundary and self._window.passes == 0) and self._prepared is None:
+            self._say_idle("the model has not been run since the last step()")
+            return
         if boundary:
             with explaining(lambda: self._circumstances("engine.step()", stepping=True)):
-                self._take_step(lr_kwargs)
+                taken = self._take_step(lr_kwargs)
+            self._new_micro_batch = False
+            if not taken:
+                self.micro_steps = self._window_began
+                self._say_idle("no rank has run a backward pass since the last update")
+                return
             if not self._managed:
                 self._boundary = None
+        self._new_micro_batch = False
         self.micro_steps += 1
         if boundary:
+            self._window_began = self.micro_steps
             self._after_boundary()
+
+    def _say_idle(self, why: str) -> None:
+        if self.global_rank == 0:
+            warn_once(
+                f"engine.step() at {user_line()}: {why}, so there is nothing to step: parameters, optimizer state, "
+                "schedule and counters stay as they are. Is step() called twice, or backward() left out?"
+            )
 
     def _no_optimizer(self) -> str:
         section = self._resolution.config.optimizer
@@ -455,10 +513,14 @@ class Engine(Attributes, BatchSizes, ConfigGetters, Interchange, FaultTolerance,
             "model_parameters) required a gradient"
         )
 
-    def _take_step(self, lr_kwargs: dict[str, Any] | None) -> None:
+    def _take_step(self, lr_kwargs: dict[str, Any] | None) -> bool:
+        """Take the step that ends a window; return False, and change nothing, if no rank has run a backward pass."""
         sharded = self.sharded
         sharded.check_can_step()
         prepared = self._prepared = self._prepared or self._prepare()
+        if prepared is None:
+            self.drop_gradients()
+            return False
         if sharded.reducer is not None and sharded.reducer.passes != prepared.passes:
             raise UsageError(
                 "engine.step() has raised before, when the gradients were already prepared for the update, and another "
@@ -466,6 +528,13 @@ class Engine(Attributes, BatchSizes, ConfigGetters, Interchange, FaultTolerance,
             )
         samples = self._samples()
         scale, overflow = self.cur_scale, prepared.overflow
+        if overflow is not None and self._non_finite.policy == "stop":
+            self.drop_gradients()
+            self.micro_steps = self._window_began
+            raise NonFiniteError(
+                f'step {self.global_steps}: gradients are not finite, and `non_finite` is "stop": {overflow}. '
+                "Parameters and optimizer state are as they were before this step"
+            )
         used = tuple(float(lr) for lr in self.get_lr())
         if overflow is None:
             if not prepared.applied and not sharded.takes_factor():
@@ -488,7 +557,8 @@ class Engine(Attributes, BatchSizes, ConfigGetters, Interchange, FaultTolerance,
         if overflow is not None and self.global_rank == 0:
             change = f"stays at {scale:g}" if scale == self.cur_scale else f"goes from {scale:g} to {self.cur_scale:g}"
             told = "" if self.loss_scaler is None else f"; the loss scale {change}"
-            logger.info("step %d is skipped: overflow in %s%s", self.global_steps, overflow, told)
+            level = logging.WARNING if self.loss_scaler is None else logging.INFO  # scales are searched in this way
+            logger.log(level, "step %d is skipped: overflow in %s%s", self.global_steps, overflow, told)
         self.global_steps += 1
         self.global_samples += samples
         if overflow is not None:
@@ -496,16 +566,16 @@ class Engine(Attributes, BatchSizes, ConfigGetters, Interchange, FaultTolerance,
         elif self.lr_scheduler is not None:
             self.lr_scheduler.step(**(lr_kwargs or {}))
         self._print_progress()
+        return True
 
     def _samples(self) -> int:
         """Return the samples of all ranks in the window that ends now; they are taken to be as many on each rank."""
         if self._managed:
             return self.train_batch_size()
-        passes = self._window.weighted + self._window.unweighted
-        return self.train_micro_batch_size_per_gpu() * self.world_size * passes
+        return self.train_micro_batch_size_per_gpu() * self.world_size * self._window.passes
 
     def _new_window(self) -> Window:
-        return Window(losses=[] if checks_overflow(self._resolution.config) else None)
+        return Window(losses=None if self._non_finite.policy == "ignore" else [])
 
     def _tell_overflow(self, overflow: bool) -> None:
         """Keep on the optimizer whether its last step was skipped: frameworks ask it, not the engine."""
@@ -516,10 +586,11 @@ class Engine(Attributes, BatchSizes, ConfigGetters, Interchange, FaultTolerance,
         ):
             self.optimizer.overflow = overflow  # type: ignore[attr-defined]
 
-    def _prepare(self) -> _Prepared:
+    def _prepare(self) -> _Prepared | None:
         """Find out what the optimizer needs to know of the window's gradients: complete them, compute norm and factor.
 
-        Done once a window: if the optimizer then raises, the next `step()` goes on from here.
+        Done once a window: if the optimizer then raises, the next `step()` goes on from here. None if there are no
+        gradients: no rank has run a backward pass in the window.
         """
         config, sharded = self._resolution.config, self.sharded
         reducer = sharded.reducer
@@ -532,17 +603,30 @@ class Engine(Attributes, BatchSizes, ConfigGetters, Interchange, FaultTolerance,
         unused = None if config.zero_optimization.ignore_unused_parameters else reducer.unused()
         asked = unused is not None or self.loss_scaler is not None
         reported = float(bool(unused) or self._unscaled)
-        facts = [*self._window.facts(), reported, *self._signals.facts(self._comm.rank)]
-        sums = None
+        probe = None
+        wrong: float | torch.Tensor = 0.0
+        if self._non_finite.policy == "warn" and not computes_norm(config):
+            probe = sharded.sums.probe()
+            wrong = self._non_finite.flag(probe)
+        facts = [*self._window.facts(), reported, wrong, *self._signals.facts(self._comm.rank)]
+        sums = norm = None
         if computes_norm(config):
             sums, told = sharded.sums.squares(facts)
         else:
             told = sharded.sums.of(facts, "step_facts")
-        if self._listen(told, now=asked or told.device.type == "cpu"):
-            self._refuse(unused or [])
+        # The others' passes are looked at, and waited for, where there are none on this rank.
+        if self._window.passes == 0 and not any(told[1:FACTS].tolist()):
+            self._listen(told, None, now=True)
+            return None
         weight = told[0].clone() if self._window.weighted else None
         factor = self._gradient_factor(weight)
-        norm = None if sums is None else combine(sums, factor)
+        if sums is not None:
+            norm = combine(sums, factor)
+            if self._non_finite.policy == "warn":
+                told[FACTS + 1] = self._non_finite.flag(norm)
+        evidence = Evidence(self.global_steps, self._window, factor, sums if probe is None else probe, probe is None)
+        if self._listen(told, evidence, now=asked or told.device.type == "cpu"):
+            self._refuse(unused or [])
         overflow = coefficient = None
         multiplier = factor
         if sums is not None and norm is not None and checks_overflow(config) and not bool(torch.isfinite(norm)):
@@ -555,21 +639,27 @@ class Engine(Attributes, BatchSizes, ConfigGetters, Interchange, FaultTolerance,
             self.loss_scaler.reference_weight = reference_for(float(weight / told[1])) if float(weight) else None
         return _Prepared(norm, coefficient, weight, overflow, reducer.passes, multiplier)
 
-    def _listen(self, told: torch.Tensor, *, now: bool) -> bool:
-        """Learn what the ranks have said: now, or at the next step where nothing but weights and signals has been asked
-        for and it would mean waiting now. Return whether any rank has reported something.
+    def _listen(self, told: torch.Tensor, evidence: Evidence | None, *, now: bool) -> bool:
+        """Learn what the ranks have said: now, or at the next step where nothing but weights, signals and a warning
+        depends on it and it would mean waiting now. Return whether any rank has reported something.
         """
+        self._hear_before()
+        if evidence is not None and not now:
+            self._told = Later(told), evidence
+            return False
+        return self._hear(told.tolist(), evidence, late=False)
+
+    def _hear_before(self) -> None:
+        """Learn what the ranks have said at the last step, if that has not been heard yet (all ranks call)."""
         before, self._told = self._told, None
         if before is not None:
-            self._hear(before.read())
-        if not now:
-            self._told = Later(told)
-            return False
-        return self._hear(told.tolist())
+            self._hear(before[0].read(), before[1], late=True)
 
-    def _hear(self, told: list[float]) -> bool:
-        self._signals.hear(told[FACTS + 1 :])
+    def _hear(self, told: list[float], evidence: Evidence | None, *, late: bool) -> bool:
+        self._signals.hear(told[FACTS + 2 :])
         check_mixed(told[:FACTS])
+        if evidence is not None and self._non_finite.policy == "warn":
+            self._non_finite.hear(bool(told[FACTS + 1]), evidence, late=late)
         return bool(told[FACTS])
 
     def _refuse(self, unused: list[str]) -> None:
@@ -757,12 +847,23 @@ class Engine(Attributes, BatchSizes, ConfigGetters, Interchange, FaultTolerance,
         Raises:
             CheckpointError: an asynchronous save, which is waited for, has failed; the engine is destroyed all the
                 same.
+            DesyncError: other ranks have gone on with training (stage 3); the parameters stay sharded. While an
+                exception is being handled it is a warning instead.
         """
         failure = self._finish_save()
         if not self.sharded.closed and self.optimizer is not None and self.loss_scaler is not None:
             vars(self.optimizer).pop("overflow", None)
         self._end_guard()
-        self.sharded.close()
-        self._comm.destroy()
+        try:
+            self.sharded.close()
+        finally:
+            self._comm.destroy()  # whoever waits for this rank is told
         if failure is not None:
             raise failure
+
+
+def _check_scalar(loss: torch.Tensor, call: str) -> None:
+    if loss.numel() != 1:
+        raise NotScalarError(
+            f"{call} expects a scalar tensor, got a tensor of shape {tuple(loss.shape)}; reduce it first (loss.mean())"
+        )

@@ -24,7 +24,7 @@ from shardwise.comm.environment import MEMORY_DIRECTORY
 from shardwise.engine.checkpointing import Checkpointing
 from shardwise.engine.recovery import FirstStep, Resumed
 from shardwise.engine.signals import SignalWatch, signal_named
-from shardwise.errors import CheckpointError, CheckpointPathError, UsageError
+from shardwise.errors import CheckpointError, CheckpointPathError, NonFiniteStateError, UsageError
 from shardwise.memory import Category
 from shardwise.utils.logging import logger
 
@@ -52,6 +52,7 @@ class FaultTolerance(Checkpointing):
         self._exit_on: frozenset[int] = frozenset()
         self._save_on_signal_to = ""
         self._copies: MemoryCopies | None = None
+        self._copies_wait = False
         self._given_client_state: Callable[[], Mapping[str, Any]] | None = None
         self._first_step = FirstStep(rank)
 
@@ -71,13 +72,14 @@ class FaultTolerance(Checkpointing):
                 wanted.replicas,
                 lambda buffer: self.accountant.hold(Category.BUFFERS, buffer),
             )
+            self._copies.check_finite = self._resolution.config.non_finite != "ignore"
             self._tell_where()
 
     def _memory_directory(self, given: str | None) -> str:
         found = given or os.environ.get(MEMORY_DIRECTORY)
         if not found:
             raise UsageError(
-                "checkpoint.memory_copies: nobody has made a place for copies that would outlive this process. Start "
+                "checkpoint.memory_copies: there is no place for copies that outlive this process. Start "
                 "the job with `shardwise run`, which makes one in /dev/shm and removes it at the end, or name a "
                 "directory in checkpoint.memory_copies.directory, on a tmpfs such as /dev/shm"
             )
@@ -178,7 +180,6 @@ class FaultTolerance(Checkpointing):
 
         Raises:
             SystemExit: a rank has been sent a signal that ends the job.
-            UsageError: there are gradients of an unfinished window, which checkpoints do not hold.
         """
         self.sharded.check_open("engine.check_signals()")
         facts = self._signals.facts(self._comm.rank)
@@ -203,12 +204,16 @@ class FaultTolerance(Checkpointing):
         try:
             # Not in the background: the time until the job is killed is short.
             self.save_checkpoint(self._save_on_signal_to, client_state=self._client_state(), asynchronous=False)
-        except CheckpointError as error:
-            if ends:
-                raise
+        except Exception as error:
+            goes_on = not ends and isinstance(error, CheckpointError)
             if self._comm.rank == 0:
-                logger.error("%s asked for a checkpoint, which could not be saved; training goes on: %s", names, error)
+                after = "training goes on" if goes_on else "the job ends WITHOUT it"
+                logger.error("%s asked for a checkpoint, which could not be saved; %s: %s", names, after, error)
+            self._signals.done()
+            if not goes_on:
+                raise
             return
+        self._signals.done()
         if self._comm.rank == 0:
             after = f"the job ends with code {EXIT_BASE + ends[0]}" if ends else "training goes on"
             logger.info(
@@ -256,6 +261,12 @@ class FaultTolerance(Checkpointing):
         return made
 
     def _to_copy(self) -> tuple[TrainingState, dict[str, Any]]:
+        if self.sharded.holds_gradients:
+            raise UsageError(
+                "copy_to_memory(): gradients of an unfinished accumulation window are held, and copies do not hold "
+                "gradients. Copy after the engine.step() that ends a window (every "
+                f"{self.gradient_accumulation_steps()} micro-batches)"
+            )
         self._check_can_save()
         layout = {"stage": self.sharded.plan.stage, "dtype": self._dtype_name()}
         config = self._resolution.config.model_dump(mode="json")
@@ -300,6 +311,11 @@ class FaultTolerance(Checkpointing):
             return
         try:
             self.copy_to_memory()
+            self._copies_wait = False
+        except NonFiniteStateError as error:
+            if self._comm.rank == 0 and not self._copies_wait:
+                logger.error("step %d: %s", self.global_steps, error)
+            self._copies_wait = True  # said once
         except CheckpointError as error:
             if copies.last is None:
                 raise  # it has never worked: the configuration cannot be right
@@ -371,6 +387,7 @@ class FaultTolerance(Checkpointing):
             self._copies.run = os.path.abspath(parent)
         found = self._resume_from_memory(on_disk) or self._resume_from_disk(parent, on_disk)
         if found is None:
+            self._first_step.found_nothing()
             return None
         source, path, client = found
         seconds = time.perf_counter() - began

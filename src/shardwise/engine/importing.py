@@ -18,6 +18,10 @@ if TYPE_CHECKING:
     from shardwise.zero.model import ShardedModel
 
 
+_STEPS = ("last_batch_iteration", "last_epoch", "_step_count")
+_MOST_STEPS = 1 << 53
+
+
 def opener(model: ShardedModel) -> Callable[[str], Checkpoint]:
     """Return what opens a checkpoint for a model, whichever library has written it."""
 
@@ -39,12 +43,20 @@ def _target(model: ShardedModel) -> Target | None:
 
 
 def check_schedule(saved: Checkpoint, scheduler: Any) -> None:
-    """Raise if a schedule cannot go on from the state of another library's.
+    """Raise if a schedule cannot go on from a saved state.
 
     Raises:
-        CheckpointError: it has other entries, so it is of another kind of schedule.
+        CheckpointError: it has no possible number of steps, or, from another library, other entries, so that it is of
+            another kind of schedule.
     """
     state = saved.manifest.scheduler
+    for name in _STEPS if isinstance(state, Mapping) else ():
+        step = state.get(name, 0)
+        if not (isinstance(step, (int, float)) and -1 <= step <= _MOST_STEPS):
+            raise CheckpointError(
+                f"{saved.path}: the state of its learning-rate scheduler has {name!r} {step!r:.100}, which is no "
+                "number of steps; pass load_lr_scheduler_states=False to begin the schedule anew"
+            )
     if not isinstance(saved, DeepSpeedCheckpoint) or not hasattr(scheduler, "state_dict"):
         return
     expected = set(scheduler.state_dict())

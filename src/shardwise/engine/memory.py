@@ -7,7 +7,7 @@ from typing import TYPE_CHECKING, Any
 
 import torch
 
-from shardwise.compat import never_compiled
+from shardwise.compat import never_compiled, transforming
 from shardwise.engine.batch import accumulated
 from shardwise.engine.exhausted import Circumstances, room_for
 from shardwise.engine.plans import MemoryPlans, Planner, Setting, Subject
@@ -227,6 +227,8 @@ class MemoryReporting:
     @never_compiled
     def _remember_call(self, args: tuple[Any, ...], kwargs: dict[str, Any]) -> None:
         """Keep the shapes of what the module is called with, for plans of its activations if memory runs out."""
+        if transforming():
+            return  # tensors are wrapped, and mean nothing after the transform
         signature = _signature((*args, *kwargs.values()))
         if signature is None or self._last_call is None or (len(args), *kwargs, signature) != self._last_signature:
             self._last_call = shapes_of(Call(args, kwargs))

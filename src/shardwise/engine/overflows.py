@@ -2,8 +2,9 @@
 
 from __future__ import annotations
 
-from dataclasses import astuple
-from typing import TYPE_CHECKING
+from collections.abc import Sequence
+from dataclasses import astuple, replace
+from typing import TYPE_CHECKING, Any
 
 import torch
 
@@ -33,9 +34,40 @@ def explain_overflow(
         found = Found.of([values for _, _, values in sharded.gradient_runs(index) or ()])
         finite = sharded.reducer.gradients[sharded.unit_of(index).index].finite
     told = exchange(sharded.comm, sharded.device, (lost, finite, *astuple(found)))
+    return replace(
+        _report(sharded, index, told),
+        infinite=sum(fact[2] for fact in told),
+        nan=sum(fact[3] for fact in told),
+        largest=max(fact[4] for fact in told) * factor,
+        loss_scale=loss_scale,
+    )
+
+
+def explain_late(sharded: ShardedModel, sums: torch.Tensor, lost: bool) -> OverflowReport:
+    """Return what is still known of the gradients of the window before; all ranks call, and all get the same.
+
+    Args:
+        sharded: its gradients are those of the present window.
+        sums: a number for each parameter that is not finite if its gradient was not; the same on all ranks.
+        lost: whether a loss of this rank was not finite.
+    """
+    assert sharded.reducer is not None
+    index = first_not_finite(sums)
+    finite = index is None or sharded.reducer.gradients[sharded.unit_of(index).index].formerly_finite
+    return _report(sharded, index, exchange(sharded.comm, sharded.device, (lost, finite)))
+
+
+def _report(sharded: ShardedModel, index: int | None, told: Sequence[Sequence[Any]]) -> OverflowReport:
+    """Return where values were not finite first, on which ranks, and in which parameter.
+
+    Args:
+        sharded: the model.
+        index: the first parameter whose gradient is not finite; None if only the norm of all is not.
+        told: of each rank whether a loss was not finite, and whether its gradients of the unit were, and more.
+    """
     without_loss = tuple(rank for rank, fact in enumerate(told) if fact[0])
     local = tuple(rank for rank, fact in enumerate(told) if not fact[1])
-    if not local and sharded.comm.world == 1:
+    if not local and len(told) == 1:
         local = (0,)  # nothing is sent, and nothing has been watched
     return OverflowReport(
         phase="forward" if without_loss else "backward" if local else "reduce",
@@ -43,8 +75,5 @@ def explain_overflow(
         parameter=None if index is None else sharded.registry[index].name,
         unit=None if index is None else sharded.unit_of(index).name,
         numel=0 if index is None else sharded.registry[index].numel,
-        infinite=sum(fact[2] for fact in told),
-        nan=sum(fact[3] for fact in told),
-        largest=max(fact[4] for fact in told) * factor,
-        loss_scale=loss_scale,
+        loss_scale=1.0,
     )

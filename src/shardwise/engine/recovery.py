@@ -51,6 +51,7 @@ class FirstStep:
         self._file = os.environ.get(RECOVERY_FILE) or None
         self._resumed: Resumed | None = None
         self._restored: float | None = None
+        self._asked = False
 
     @property
     def awaited(self) -> bool:
@@ -62,6 +63,10 @@ class FirstStep:
         self._resumed = resumed
         self._restored = time.time()
 
+    def found_nothing(self) -> None:
+        """There was no state to go on from."""
+        self._asked = True
+
     def taken(self, steps: int) -> None:
         """The first step has been taken; `steps`: `global_steps` after it."""
         now = time.time()
@@ -71,6 +76,7 @@ class FirstStep:
             told = {
                 "ready": _ready,
                 "restored": self._restored,
+                "asked": self._asked,
                 "source": None if self._resumed is None else self._resumed.source,
                 "steps": steps - 1,
                 "stepped": now,

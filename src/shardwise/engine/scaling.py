@@ -11,7 +11,7 @@ that no alias has run, and stepping raises.
 from __future__ import annotations
 
 from collections.abc import Callable
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING, Any, Literal
 
 import torch
 
@@ -58,9 +58,18 @@ def scales_loss(config: Config) -> bool:
     return bool(config.fp16.enabled) or autocast_dtype(config) is torch.float16
 
 
+def on_non_finite(config: Config) -> Literal["warn", "skip", "stop", "ignore"]:
+    """Return what a step does about a gradient that is not finite."""
+    if scales_loss(config):
+        return "skip"  # the loss scale is found in this way
+    if config.bf16.check_grad_overflow and config.non_finite in ("warn", "ignore"):
+        return "skip"
+    return config.non_finite
+
+
 def checks_overflow(config: Config) -> bool:
-    """Whether steps look for gradients that are not finite."""
-    return scales_loss(config) or bool(config.bf16.check_grad_overflow)
+    """Whether steps with gradients that are not finite are not taken, which has to be known before the update."""
+    return on_non_finite(config) in ("skip", "stop")
 
 
 def computes_norm(config: Config) -> bool:

@@ -7,9 +7,12 @@ step, and act together.
 
 from __future__ import annotations
 
+import atexit
 import os
 import signal
 import threading
+import time
+import weakref
 from collections.abc import Iterable, Sequence
 from types import FrameType
 from typing import Any
@@ -18,6 +21,9 @@ from shardwise.errors import UsageError
 from shardwise.utils.logging import logger
 
 _NEVER = ("SIGKILL", "SIGSTOP")
+
+TELL_S = 5.0
+"""A signal that has not been acted upon for so many seconds is said; then after four times as many, and so on."""
 
 
 def signal_named(name: str) -> signal.Signals:
@@ -49,6 +55,7 @@ class SignalWatch:
         self._due: set[signal.Signals] = set()
         self._before: dict[signal.Signals, Any] = {}
         self._process = os.getpid()
+        self._waiting: tuple[signal.Signals, float] | None = None
 
     def listen(self, signals: Iterable[signal.Signals]) -> None:
         """Handle these signals from now on, and no others; all ranks watch the same.
@@ -70,6 +77,7 @@ class SignalWatch:
             other.close()
         SignalWatch._listening = self
         self._process = os.getpid()
+        atexit.register(_say_at_exit, weakref.ref(self))
         self._watched = sorted(set(signals))
         for number in self._watched:
             self._before[number] = signal.signal(number, self._note)
@@ -81,6 +89,41 @@ class SignalWatch:
             os.kill(os.getpid(), number)
             return
         self._noted.add(number)
+        if self._waiting is None:
+            self._waiting = signal.Signals(number), time.monotonic()
+            threading.Thread(target=self._tell, name="shardwise-signal", daemon=True).start()
+
+    def _tell(self) -> None:
+        """Say from time to time that nothing is saved yet: it may not come to that before the job is killed."""
+        after = TELL_S
+        while True:
+            time.sleep(after)
+            waiting = self._waiting
+            if waiting is None:
+                return
+            waited = time.monotonic() - waiting[1]
+            logger.warning(
+                "%s was received %.0f s ago, and NO checkpoint is saved yet: that is done at the end of the step, for "
+                "which all ranks are needed. Is a rank stuck, or does the step take that long? "
+                "engine.check_signals() saves where no step is taken",
+                waiting[0].name,
+                waited,
+            )
+            after = 3 * waited
+
+    def done(self) -> None:
+        """What was asked for is done."""
+        self._waiting = None
+
+    def say_undone(self) -> None:
+        """Say that the process ends, and that what was asked for has not been done."""
+        waiting, self._waiting = self._waiting, None
+        if waiting is not None and os.getpid() == self._process:
+            logger.error(
+                "%s was received %.0f s ago, and this process ends without having saved a checkpoint for it",
+                waiting[0].name,
+                time.monotonic() - waiting[1],
+            )
 
     def facts(self, rank: int) -> list[float]:
         """Return for each watched signal whether it has come since the last call; these are added up over ranks."""
@@ -103,6 +146,7 @@ class SignalWatch:
 
     def close(self) -> None:
         """Give the signals back to those who handled them before."""
+        self.say_undone()
         for number, handler in self._before.items():
             # None: a handler that was not installed by Python, and cannot be put back by it.
             if signal.getsignal(number) == self._note and handler is not None:
@@ -110,3 +154,9 @@ class SignalWatch:
         self._watched, self._before, self._noted, self._due = [], {}, set(), set()
         if SignalWatch._listening is self:
             SignalWatch._listening = None
+
+
+def _say_at_exit(watch: weakref.ref[SignalWatch]) -> None:
+    found = watch()
+    if found is not None:
+        found.say_undone()

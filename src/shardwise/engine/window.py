@@ -71,7 +71,7 @@ class Window:
         weight: sum of their weights.
         weighted: passes that had one.
         unweighted: passes that had none.
-        losses: losses of `engine.backward()`, kept where overflows are looked for (0-D, not scaled).
+        losses: losses of `engine.backward()`, kept where gradients that are not finite are (0-D, not scaled).
         agreed: number of the backward pass (the same on all ranks) after which somebody has asked for the sums of the
             facts over ranks, and these sums.
     """
@@ -81,6 +81,11 @@ class Window:
     unweighted: int = 0
     losses: list[torch.Tensor] | None = None
     agreed: tuple[int, torch.Tensor] | None = None
+
+    @property
+    def passes(self) -> int:
+        """Number of backward passes."""
+        return self.weighted + self.unweighted
 
     def count(self, weight: Weight | None) -> None:
         """A backward pass has been run."""

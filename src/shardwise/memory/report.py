@@ -19,7 +19,7 @@ class MemoryRow:
         planned: computed beforehand from sizes, dtypes and dry runs.
         measured: most bytes held at once since peaks were last reset. Peaks of different categories need not coincide,
             so the measured total may be less than the sum of the lines.
-        floor: what the arithmetic of the sharding plan cannot do without.
+        floor: what the arithmetic of the sharding plan cannot do without; never more than a whole tracked step takes.
         live: held when the report was made; in reports on memory that has run out.
     """
 
@@ -112,7 +112,11 @@ class MemoryReport:
         return [row.name, *sizes, *ratios]
 
     def _captions(self) -> list[str]:
-        lines = [f"While the engine was built: at most {readable(self.construction)}."]
+        lines = [
+            "planned: computed beforehand. measured: the most held at once. floor: what the stage cannot do without.",
+            "Lines peak at different moments, so that a total may be less than their sum.",
+            f"While the engine was built: at most {readable(self.construction)}.",
+        ]
         if self.allocated is not None:
             sizes = f"{readable(self.allocated)} allocated, {readable(self.reserved)} reserved"
             lines.append(f"The device's allocator: at most {sizes}.")

@@ -63,6 +63,15 @@ class Squares:
             squares.append(torch.stack(torch._foreach_norm(small, 2, dtype=torch.float64)).square())
         return sums.index_add_(0, self._places, torch.cat(squares)) if squares else sums
 
+    def probe(self, values: Sequence[torch.Tensor]) -> torch.Tensor:
+        """See `Runs.probe`; `values` as of `sums`."""
+        found = torch.zeros(self._parameters, dtype=torch.float64, device=self._device)
+        runs = [values[place] for place in (*self._large, *self._small)]
+        if not runs:
+            return found
+        wide = None if self._device.type == "cpu" else torch.float64
+        return found.index_add_(0, self._places, torch.stack(torch._foreach_norm(runs, 2, dtype=wide)).double())
+
 
 class Runs:
     """The runs of gradients whose squares this rank sums.
@@ -80,6 +89,14 @@ class Runs:
     def sums_of_squares(self) -> torch.Tensor:
         """Return this rank's sum of squares of each parameter: an fp64 tensor of one element a parameter."""
         return self._squares.sums(self._values)
+
+    def probe(self) -> torch.Tensor:
+        """Return a number for each parameter that is not finite if one of its values here is not.
+
+        One pass at the speed of memory, and no wait for a device. On a CPU it may also be infinite for finite values
+        whose norm is beyond the largest number of their type.
+        """
+        return self._squares.probe(self._values)
 
 
 def _sum_of_squares(runs: Sequence[torch.Tensor]) -> torch.Tensor:

@@ -45,7 +45,7 @@ class Found:
 
 @dataclass(frozen=True)
 class OverflowReport:
-    """Why a step was skipped: the same on every rank.
+    """Why gradients of a step are not finite: the same on every rank.
 
     Attributes:
         phase: "forward": a loss was not finite. "backward": the losses were finite, and a rank's own gradient was not,
@@ -57,10 +57,11 @@ class OverflowReport:
             gradient is finite and only the global norm of all is not.
         unit: the unit that it belongs to.
         numel: its elements.
-        infinite: elements of its summed gradient that are infinite.
+        loss_scale: what the losses were multiplied by.
+        infinite: elements of its summed gradient that are infinite. This and the next two are None where the gradient
+            was not there any more when it was looked at.
         nan: elements that are not a number.
         largest: largest finite absolute value of its gradient, as the step would have seen it.
-        loss_scale: what the losses were multiplied by.
     """
 
     phase: Phase
@@ -68,15 +69,15 @@ class OverflowReport:
     parameter: str | None
     unit: str | None
     numel: int
-    infinite: int
-    nan: int
-    largest: float
     loss_scale: float
+    infinite: int | None = None
+    nan: int | None = None
+    largest: float | None = None
 
     def __str__(self) -> str:
         """Return it in words.
 
-        >>> print(OverflowReport("backward", (1,), "up.weight", "blocks.1", 8, 2, 1, 0.5, 256.0))
+        >>> print(OverflowReport("backward", (1,), "up.weight", "blocks.1", 8, 256.0, 2, 1, 0.5))
         backward: gradients on rank 1 were not finite. First parameter: 'up.weight' (unit 'blocks.1'), of whose 8 \
 elements 2 are infinite and 1 NaN; the largest other is 0.5 (128 with the loss scale 256)
         """
@@ -88,11 +89,13 @@ elements 2 are infinite and 1 NaN; the largest other is 0.5 (128 with the loss s
         }[self.phase]
         if self.parameter is None:
             return f"{self.phase}: {how}. Every parameter's gradient is finite, the norm of all is not"
+        first = f"{self.phase}: {how}. First parameter: {self.parameter!r} (unit {self.unit!r})"
+        if self.infinite is None or self.largest is None:
+            return first
         scaled = f" ({self.largest * self.loss_scale:.4g} with the loss scale {self.loss_scale:g})"
         return (
-            f"{self.phase}: {how}. First parameter: {self.parameter!r} (unit {self.unit!r}), of whose {self.numel} "
-            f"elements {self.infinite} are infinite and {self.nan} NaN; the largest other is {self.largest:.4g}"
-            f"{scaled if self.loss_scale != 1 else ''}"
+            f"{first}, of whose {self.numel} elements {self.infinite} are infinite and {self.nan} NaN; the largest "
+            f"other is {self.largest:.4g}{scaled if self.loss_scale != 1 else ''}"
         )
 
 

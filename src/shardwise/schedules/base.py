@@ -11,7 +11,7 @@ from __future__ import annotations
 
 import operator
 from collections.abc import Mapping
-from typing import Any
+from typing import Any, ClassVar
 
 import torch
 from torch.optim.lr_scheduler import LRScheduler
@@ -31,6 +31,9 @@ class StepSchedule(LRScheduler):
         last_batch_iteration: number of the last finished step; -1 before the first. lr(last_batch_iteration
             + 1) is put in force.
     """
+
+    _after: ClassVar[int] = 0
+    """How many steps after the one that `step(k)` names is the one whose rate it puts in force."""
 
     def __init__(self, optimizer: torch.optim.Optimizer, last_batch_iteration: int = -1) -> None:
         # torch's constructor is not called: it would replace optimizer.step to warn about the order of
@@ -81,13 +84,14 @@ class StepSchedule(LRScheduler):
         """Put the next learning rate in force; call it after each update that was not skipped.
 
         Args:
-            last_batch_iteration: put the rate of this step in force instead.
+            last_batch_iteration: put the rate of this step in force instead; `LRRangeTest` and `OneCycle` take it for
+                the last finished step, as their constructors do, and put the rate of the one after it in force.
         """
         self._step_count += 1
         if last_batch_iteration is None:
             self._apply(self.last_epoch + 1)
         else:
-            self._apply(_integer(last_batch_iteration, "last_batch_iteration", 0))
+            self._apply(_integer(last_batch_iteration, "last_batch_iteration", 0) + self._after)
 
     def state_dict(self) -> dict[str, Any]:
         """Return {"last_batch_iteration": the step whose learning rate is in force}."""

@@ -23,6 +23,7 @@ from shardwise.schedules.values import (
     momenta,
     number,
     of_group,
+    of_groups,
     positive_integer,
     positive_rates,
     rates,
@@ -66,7 +67,7 @@ def one_cycle(
     Args:
         step: k, number of updates made before.
         first_step_size: length of the rising half.
-        second_step_size: length of the falling half; None: as long as the rising one.
+        second_step_size: length of the falling half; None: as long as the rising one; 0: there is none.
         first_stair_count: stairs of the rising half; 0: a straight line.
         second_stair_count: stairs of the falling half; None: as many as in the rising one.
 
@@ -129,6 +130,8 @@ class LRRangeTest(StepSchedule):
     [0.01, 0.015, 0.02, 0.03]
     """
 
+    _after = 1
+
     def __init__(
         self,
         optimizer: torch.optim.Optimizer,
@@ -143,6 +146,11 @@ class LRRangeTest(StepSchedule):
         self._step_rate = number(lr_range_test_step_rate, "lr_range_test_step_rate")
         self._staircase = flag(lr_range_test_staircase, "lr_range_test_staircase")
         super().__init__(optimizer, last_batch_iteration)
+
+    @property
+    def min_lr(self) -> list[float]:
+        """Each group's rate in step 0."""
+        return of_groups(self._min_lr, len(self.optimizer.param_groups), "lr_range_test_min_lr")
 
     def group_lr(self, step: int, index: int, own_lr: float) -> float:
         """Return the lowest rate x multiple of the step; the group's own rate plays no part."""
@@ -163,7 +171,7 @@ class OneCycle(StepSchedule):
         decay_lr_rate: after the cycle the rate is `cycle_min_lr` / (1 + decay_lr_rate t / decay_step_size), t steps
             after its end.
         cycle_first_step_size: steps from the lowest rate to the highest.
-        cycle_second_step_size: steps back to the lowest; None: as many.
+        cycle_second_step_size: steps back to the lowest; None: as many; 0: it is lowest again right after the rise.
         cycle_first_stair_count: go up in so many stairs; 0: in a straight line.
         cycle_second_stair_count: go down in so many stairs; None: as many as up.
         decay_step_size: see `decay_lr_rate`; 0: no decay.
@@ -182,10 +190,12 @@ class OneCycle(StepSchedule):
     >>> schedule = OneCycle(optimizer, cycle_min_lr=0.0, cycle_max_lr=0.4, cycle_first_step_size=4)
     >>> [schedule.lr(k)[0] for k in (0, 2, 4, 6, 8)]
     [0.0, 0.2, 0.4, 0.2, 0.0]
-    >>> schedule.step(4)
+    >>> schedule.step(3)
     >>> optimizer.param_groups[0]["betas"]
     (0.8, 0.999)
     """
+
+    _after = 1
 
     def __init__(
         self,
@@ -210,9 +220,7 @@ class OneCycle(StepSchedule):
         check_order(self._min_lr, self._max_lr, groups, "cycle_min_lr", "cycle_max_lr")
         self._first = positive_integer(cycle_first_step_size, "cycle_first_step_size")
         self._second = (
-            self._first
-            if cycle_second_step_size is None
-            else positive_integer(cycle_second_step_size, "cycle_second_step_size")
+            self._first if cycle_second_step_size is None else count(cycle_second_step_size, "cycle_second_step_size")
         )
         self._first_stairs = count(cycle_first_stair_count, "cycle_first_stair_count")
         self._second_stairs = (
@@ -241,6 +249,16 @@ class OneCycle(StepSchedule):
             )
         super().__init__(optimizer, last_batch_iteration)
 
+    @property
+    def min_lrs(self) -> list[float]:
+        """Each group's lowest rate."""
+        return of_groups(self._min_lr, len(self.optimizer.param_groups), "cycle_min_lr")
+
+    @property
+    def max_lrs(self) -> list[float]:
+        """Each group's highest rate."""
+        return of_groups(self._max_lr, len(self.optimizer.param_groups), "cycle_max_lr")
+
     def fraction(self, step: int) -> float:
         """Return how far the rate is from the minimum (0) to the maximum (1) in one step."""
         return one_cycle(step, self._first, self._second, self._first_stairs, self._second_stairs)
@@ -251,6 +269,11 @@ class OneCycle(StepSchedule):
         least = of_group(self._min_lr, index, groups, "cycle_min_lr")
         most = of_group(self._max_lr, index, groups, "cycle_max_lr")
         return _between(least, most, self.fraction(step)) / self._decay(step, self._decay_lr_rate)
+
+    def get_mom(self) -> list[float | None] | None:
+        """Return each group's momentum in force, computed anew (None of groups that have none); None if it is not
+        cycled."""
+        return self.momentum(self.last_epoch) if self._cycle_momentum else None
 
     def group_momentum(self, step: int, index: int) -> float | None:
         """Return the momentum of the cycle or of the decay; None if it is not cycled."""

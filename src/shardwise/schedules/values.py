@@ -75,6 +75,11 @@ def of_group(found: float | list[float], index: int, groups: int, name: str) -> 
     return found[index]
 
 
+def of_groups(found: float | list[float], groups: int, name: str) -> list[float]:
+    """Return the values of all parameter groups."""
+    return [of_group(found, index, groups, name) for index in range(groups)]
+
+
 def check_order(
     low: float | list[float], high: float | list[float], groups: int, low_name: str, high_name: str
 ) -> None:

@@ -18,7 +18,7 @@ import torch
 
 from shardwise.errors import ConfigError
 from shardwise.schedules.base import StepSchedule
-from shardwise.schedules.values import Rates, number, of_group, positive_integer, rates
+from shardwise.schedules.values import Rates, count, number, of_group, of_groups, rates
 
 _log = logging.getLogger("shardwise")
 
@@ -32,7 +32,7 @@ def warmup(step: int, warmup_num_steps: int, warmup_type: str = "log") -> float:
 
     Args:
         step: k, number of updates made before.
-        warmup_num_steps: length of the warm-up; 1 counts as 2.
+        warmup_num_steps: length of the warm-up; 0 and 1 count as 2.
         warmup_type: "log" or "linear".
 
     >>> [warmup(k, 4, "linear") for k in range(6)]
@@ -81,14 +81,31 @@ def warmup_cosine(
     return cos_min_ratio + (1.0 - cos_min_ratio) * (1.0 + math.cos(math.pi * done)) / 2.0
 
 
-class WarmupLR(StepSchedule):
+class _Warmup(StepSchedule):
+    """A schedule that begins with a warm-up."""
+
+    _num_steps: int
+    _type: str
+
+    @property
+    def warmup_num_steps(self) -> int:
+        """Length of the warm-up, at least 2."""
+        return max(2, self._num_steps)
+
+    @property
+    def warmup_type(self) -> str:
+        """Form of the warm-up: "log" or "linear"."""
+        return self._type
+
+
+class WarmupLR(_Warmup):
     """Warm-up from a minimum to a maximum, then constant.
 
     Args:
         optimizer: its groups are given the rates.
         warmup_min_lr: rate of step 0, one for all groups or one each.
         warmup_max_lr: rate after the warm-up, one for all groups or one each. None: each group's own rate.
-        warmup_num_steps: length of the warm-up.
+        warmup_num_steps: length of the warm-up; 0 and 1 count as 2.
         warmup_type: "log" or "linear".
         last_batch_iteration: number of the last finished step; -1 before the first.
 
@@ -116,9 +133,21 @@ class WarmupLR(StepSchedule):
     ) -> None:
         self._min_lr = rates(warmup_min_lr, "warmup_min_lr")
         self._max_lr = None if warmup_max_lr is None else rates(warmup_max_lr, "warmup_max_lr")
-        self._num_steps = positive_integer(warmup_num_steps, "warmup_num_steps")
+        self._num_steps = count(warmup_num_steps, "warmup_num_steps")
         self._type = _known_type(warmup_type)
         super().__init__(optimizer, last_batch_iteration)
+
+    @property
+    def min_lrs(self) -> list[float]:
+        """Each group's rate in step 0."""
+        return of_groups(self._min_lr, len(self.optimizer.param_groups), "warmup_min_lr")
+
+    @property
+    def max_lrs(self) -> list[float]:
+        """Each group's rate after the warm-up."""
+        if self._max_lr is None:
+            return self._own_lrs()
+        return of_groups(self._max_lr, len(self.optimizer.param_groups), "warmup_max_lr")
 
     def fraction(self, step: int) -> float:
         """Return how far the rate is from the minimum (0) to the maximum (1) in one step."""
@@ -161,19 +190,24 @@ class WarmupDecayLR(WarmupLR):
         self._total = _total_steps(total_num_steps, warmup_num_steps)
         super().__init__(optimizer, warmup_min_lr, warmup_max_lr, warmup_num_steps, warmup_type, last_batch_iteration)
 
+    @property
+    def total_num_steps(self) -> int:
+        """Steps until the rate is at the minimum again."""
+        return self._total
+
     def fraction(self, step: int) -> float:
         """Return how far the rate is from the minimum (0) to the maximum (1) in one step."""
         return warmup_decay(step, self._num_steps, self._total, self._type)
 
 
-class WarmupCosineLR(StepSchedule):
+class WarmupCosineLR(_Warmup):
     """Warm-up, then cosine decay, as fractions of each group's own rate.
 
     Args:
         optimizer: its groups are given the rates.
         total_num_steps: steps until the decay has ended.
         warmup_min_ratio: fraction of the own rate in step 0.
-        warmup_num_steps: length of the warm-up.
+        warmup_num_steps: length of the warm-up; 0 and 1 count as 2.
         cos_min_ratio: fraction of the own rate at the end.
         warmup_type: "log" or "linear".
         last_batch_iteration: number of the last finished step; -1 before the first.
@@ -193,17 +227,38 @@ class WarmupCosineLR(StepSchedule):
         last_batch_iteration: int = -1,
     ) -> None:
         self._total = _total_steps(total_num_steps, warmup_num_steps)
-        self._num_steps = positive_integer(warmup_num_steps, "warmup_num_steps")
+        self._num_steps = count(warmup_num_steps, "warmup_num_steps")
         self._min_ratio = number(warmup_min_ratio, "warmup_min_ratio")
         self._cos_min_ratio = number(cos_min_ratio, "cos_min_ratio")
         self._type = _known_type(warmup_type)
         super().__init__(optimizer, last_batch_iteration)
 
+    @property
+    def total_num_steps(self) -> int:
+        """Steps until the decay has ended."""
+        return self._total
+
+    @property
+    def warmup_min_ratio(self) -> float:
+        """Fraction of the own rate in step 0."""
+        return self._min_ratio
+
+    @property
+    def cos_min_ratio(self) -> float:
+        """Fraction of the own rate at the end."""
+        return self._cos_min_ratio
+
+    def fraction(self, step: int) -> float:
+        """Return the fraction of the own rate in one step."""
+        return warmup_cosine(step, self._num_steps, self._total, self._min_ratio, self._cos_min_ratio, self._type)
+
+    def get_lr_ratio(self) -> float:
+        """Return the fraction of the own rate that is in force, computed anew."""
+        return self.fraction(self.last_epoch)
+
     def group_lr(self, step: int, index: int, own_lr: float) -> float:
         """Return own_lr x fraction of the step."""
-        return own_lr * warmup_cosine(
-            step, self._num_steps, self._total, self._min_ratio, self._cos_min_ratio, self._type
-        )
+        return own_lr * self.fraction(step)
 
 
 def _known_type(value: Any) -> str:
@@ -213,8 +268,8 @@ def _known_type(value: Any) -> str:
 
 
 def _total_steps(value: Any, warmup_num_steps: Any) -> int:
-    total = positive_integer(value, "total_num_steps")
-    length = positive_integer(warmup_num_steps, "warmup_num_steps")
+    total = count(value, "total_num_steps")
+    length = count(warmup_num_steps, "warmup_num_steps")
     if total < length:
         _log.warning(
             "scheduler.params: the warm-up (warmup_num_steps %d) is longer than the whole schedule (total_num_steps "

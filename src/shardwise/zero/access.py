@@ -7,7 +7,7 @@ one rank's part (`local`) are not, but for `safe_set_local_fp32_param`. A tensor
 
 from __future__ import annotations
 
-from collections.abc import Iterable
+from collections.abc import Callable, Iterable
 
 import torch
 
@@ -128,9 +128,27 @@ def safe_set_full_grad(parameter: torch.Tensor, value: torch.Tensor) -> None:
             target.copy_(flat[piece.start : piece.stop].to(target.dtype) / factor)
 
 
+def safe_update_full_grad_vectorized(
+    param_list: Iterable[torch.Tensor], update_func: Callable[[torch.Tensor, torch.Tensor], torch.Tensor]
+) -> None:
+    """Set the whole gradients of several parameters to what a function makes of them.
+
+    Args:
+        param_list: the parameters, the same on every rank. Those without a gradient are left alone.
+        update_func: called as (whole gradient, parameter), returns the new whole gradient, the same on every rank.
+
+    Raises:
+        UsageError: a new gradient has another shape, or gradients have not been reduced yet.
+    """
+    for parameter in param_list:
+        gradient = safe_get_full_grad(parameter)
+        if gradient is not None:
+            safe_set_full_grad(parameter, update_func(gradient, parameter))
+
+
 def safe_get_full_optimizer_state(parameter: torch.Tensor, optim_state_key: str) -> torch.Tensor | None:
     """Return a copy of a whole optimizer state tensor (`exp_avg`, `momentum_buffer`, ...), or None before the first
-    step.
+    first step.
 
     Only states of the parameter's own shape are known by this function.
     """
@@ -236,7 +254,8 @@ def safe_set_local_grad(parameter: torch.Tensor, value: torch.Tensor) -> None:
 
 
 def safe_get_local_optimizer_state(parameter: torch.Tensor, optim_state_key: str) -> torch.Tensor | None:
-    """Return a 1-D copy of this rank's part of an optimizer state at stage 3, or None before the first step.
+    """Return a 1-D copy of this rank's part of an optimizer state at stage 3, which may be empty; None before the
+    first step.
 
     Raises:
         UsageError: parameters are not sharded (stages 0 to 2).
@@ -247,7 +266,19 @@ def safe_get_local_optimizer_state(parameter: torch.Tensor, optim_state_key: str
     model, index = found
     assert model.update is not None
     runs = [state for _, _, state in model.update.state_pieces(index, optim_state_key)]
-    return _joined(model, runs, runs[0].dtype) if runs else None
+    if runs:
+        return _joined(model, runs, runs[0].dtype)
+    nothing_here = model.registry[index].trainable and not model.update.master_pieces(index)
+    return _empty_state(model, optim_state_key) if nothing_here else None
+
+
+def _empty_state(model: ShardedModel, key: str) -> torch.Tensor | None:
+    """Return the state of a parameter of which this rank has no part: None before the first step, as on other ranks."""
+    assert model.update is not None
+    for tensor in model.registry:
+        for _, _, state in model.update.state_pieces(tensor.index, key) if tensor.trainable else ():
+            return state.new_empty(0)
+    return torch.empty(0, device=model.device) if model.stepped else None
 
 
 def safe_set_local_optimizer_state(parameter: torch.Tensor, value: torch.Tensor, optim_state_key: str) -> None:

@@ -170,7 +170,7 @@ class UnitCodes:
         with self._accountant.owning(Category.BUFFERS):
             messages = torch.empty(self._world, self._size, dtype=torch.uint8, device=self._parts[0].memory.device)
             for part in self._parts:
-                for rank, values in enumerate(part.memory.wire_view.split(part.memory.layout.shard or 1)):
+                for rank, values in enumerate(part.memory.full.split(part.memory.layout.shard or 1)):
                     self._encode(part, values, messages[rank : rank + 1], rank)
                 self._decode(part, messages)
 
@@ -188,7 +188,7 @@ class UnitCodes:
 
     def _decode(self, part: _Part, messages: torch.Tensor) -> None:
         """Write the values of all ranks into the whole buffer."""
-        exact, values = part.exact_in(messages), part.memory.wire_view
+        exact, values = part.exact_in(messages), part.memory.full
         rows = values.view(self._world, part.memory.layout.shard)
         if part.beside is None:
             rows.copy_(exact)

@@ -10,9 +10,10 @@ The unit that a backward pass needs first is kept from the end of the forward pa
 every rank, because whether a pass follows is the same on all. Whatever comes between the two releases it (`let_go`).
 
 What is free to differ between ranks is how long a unit is kept. A unit is released after as many uses as earlier passes
-on this rank have shown, and at the latest at the end of the pass. If a rank then needs it once more, its values come
-from the peers through `shardwise.zero.sidechannel`, outside the order of collectives, and the unit is kept longer from
-then on.
+on this rank have shown, and at the latest at the end of the pass. In the first pass, before anything is known, nothing
+is gathered ahead; in that room units stay that have been used, and the oldest gives way when another one comes. If a
+rank needs a unit once more after its release, its values come from the peers through `shardwise.zero.sidechannel`,
+outside the order of collectives, and the unit is kept longer from then on.
 
 Gathers and reductions are two sequences, and a rank may wait in either. So that two ranks never wait for each other
 across them, (1) a unit is reduced only after every gather up to its own place has been launched, and (2) a rank that
@@ -26,7 +27,8 @@ import threading
 import weakref
 from collections.abc import Callable, Iterator, Sequence
 from enum import Enum
-from typing import Any, Protocol
+from itertools import zip_longest
+from typing import Any, NamedTuple, Protocol
 
 import torch
 from torch import nn
@@ -51,6 +53,14 @@ class Phase(Enum):
     """Between the first gradient hook and autograd's final callback. Units are gathered in reverse order."""
 
 
+class Touch(NamedTuple):
+    """A use of a parameter outside of its own module that may be differentiated."""
+
+    use: Use
+    watched: bool
+    """Whether what autograd saves is watched on its behalf."""
+
+
 class Channel(Protocol):
     """Help from the peers without a collective."""
 
@@ -59,6 +69,9 @@ class Channel(Protocol):
 
     def want(self, number: int, place: int) -> None:
         """Tell the peers that backward pass `number` waits for the gather at `place`."""
+
+    def check_present(self) -> None:
+        """Raise if a peer will not take part in another gather."""
 
     def attend(self) -> None:
         """Be told that the thread of the pass goes on; raise what has failed while peers were helped."""
@@ -109,6 +122,8 @@ class Gatherer:
         self._visited: dict[int, int] = {}
         self._expected = {unit.index: len(unit.modules) for unit in units}
         self._passes = 0
+        self._resting: dict[int, Unit] = {}
+        self._room = 0
         self._held: set[int] = set()
         self._late: dict[Phase, set[int]] = {phase: set() for phase in Phase}
         self.saved = SavedValues(self._recall)
@@ -237,6 +252,11 @@ class Gatherer:
         self._next = 0
         self._visited = {}
         self._inside = {}
+        self._resting = {}
+        if not self._passes:
+            ahead = self._sequence[1:] if self._prefetch else []
+            pairs = zip_longest(self._sequence, ahead)
+            self._room = max((unit.nbytes + (other.nbytes if other else 0) for unit, other in pairs), default=0)
         # Units that are used outside of their own modules; the memory plan asks for them.
         self.kept |= self._held
         self._held = set(self._late[self.phase])
@@ -284,6 +304,8 @@ class Gatherer:
         launched = 0
         while self._next <= place:
             unit = self._sequence[self._next]
+            if self._channel is not None and unit is not self._waiting:
+                self._channel.check_present()
             self._next += 1
             launched += 1
             if unit is self._waiting:
@@ -341,6 +363,7 @@ class Gatherer:
             if self._channel is not None:
                 self._channel.attend()
             place = self._position.get(unit.index, -1)
+            self._make_room(unit, place)
             with self._lock:
                 self._launch_to(place)
                 released = unit.state is UnitState.RELEASED
@@ -354,8 +377,18 @@ class Gatherer:
         if unit.sharded:
             self.saved.know(unit)
 
+    def _make_room(self, unit: Unit, place: int) -> None:
+        """Release units of the first pass that may be used again, but for as many as fit beside what is needed now."""
+        self._resting.pop(unit.index, None)
+        while self._resting:
+            coming = {other.index for other in self._sequence[self._next : place + 1]} | {unit.index}
+            whole = [u for u in self._sequence if u.index in coming or u.state is not UnitState.RELEASED]
+            if sum(other.nbytes for other in whole) <= self._room:
+                return
+            self._resting.pop(next(iter(self._resting))).release()
+
     def _look_ahead(self, place: int) -> None:
-        if not self._prefetch:
+        if not self._prefetch or not (self._passes or self.phase is Phase.BACKWARD):
             return
         budget = self._prefetch_elements
         ahead = place + 1
@@ -413,7 +446,10 @@ class Gatherer:
         if unit is self._first_back() and self.phase is Phase.FORWARD:
             return
         if count >= self._expected[unit.index] and unit.index not in self._held and not self.suspended:
-            unit.release()
+            if self._passes:
+                unit.release()
+            else:
+                self._resting[unit.index] = unit
 
     # -- backward ----------------------------------------------------------------------------------------------------
 
@@ -516,7 +552,7 @@ class Gatherer:
 
     # -- access by the user (shardwise.zero.released.Owner) -----------------------------------------------------------
 
-    def touch(self, parameter: nn.Parameter, what: str) -> Use | None:
+    def touch(self, parameter: nn.Parameter, what: str) -> Touch | None:
         """Gather on demand inside a pass; outside, wait for updated values or raise."""
         tensor = self.registry.find(parameter)
         assert tensor is not None
@@ -543,10 +579,14 @@ class Gatherer:
             self._untracked.add(unit.index)  # may be a re-entrant checkpoint, which uses it again in the backward pass
         self.need(unit)
         unit.expose()
-        return self.begin_use([unit], self.on_call_done) if self.differentiated(unit) else None
+        if not self.differentiated(unit):
+            return None
+        return Touch(self.begin_use([unit], self.on_call_done), self.saved.open())
 
-    def end_touch(self, parameter: nn.Parameter, use: Use | None, result: Any) -> None:
+    def end_touch(self, parameter: nn.Parameter, touch: Touch | None, result: Any) -> None:
         """A function has used a parameter outside of its own module."""
+        if touch is not None and touch.watched:
+            self.saved.close()
         tensor = self.registry.find(parameter)
         assert tensor is not None
         unit = self._unit_of[tensor.index]
@@ -558,8 +598,8 @@ class Gatherer:
             self._held.add(unit.index)
             if self._with_graph:
                 self._untracked.add(unit.index)
-        elif use is not None:
-            self.end_use([unit], use, result)
+        elif touch is not None:
+            self.end_use([unit], touch.use, result)
         if self.phase is Phase.FORWARD:
             self._conceal(unit)
             self._count_use(unit)

@@ -32,6 +32,7 @@ class UnitGradients:
             ]
         self.buffers: dict[int, torch.Tensor | Pieces] = {}
         self.extremes: list[tuple[torch.Tensor, torch.Tensor]] = []
+        self.former_extremes: list[tuple[torch.Tensor, torch.Tensor]] = []  # of the window before
         self.rows: dict[int, Rows] = {}  # of tables whose gradient is no buffer yet, by place of the section
         self.written: set[int] = set()
         self.seen: set[int] = set()
@@ -84,7 +85,16 @@ class UnitGradients:
     @property
     def finite(self) -> bool:
         """Whether all that has been watched since the last step is finite (waits for the device)."""
-        return all(bool(torch.isfinite(value)) for pair in self.extremes for value in pair)
+        return _finite(self.extremes)
+
+    @property
+    def formerly_finite(self) -> bool:
+        """The same of the window before."""
+        return _finite(self.former_extremes)
+
+
+def _finite(extremes: list[tuple[torch.Tensor, torch.Tensor]]) -> bool:
+    return all(bool(torch.isfinite(value)) for pair in extremes for value in pair)
 
 
 def _will_accumulate(node: Node) -> bool:

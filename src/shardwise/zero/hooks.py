@@ -14,7 +14,7 @@ from typing import Any, NamedTuple
 import torch
 from torch import nn
 
-from shardwise.compat import never_compiled
+from shardwise.compat import never_compiled, transforming
 from shardwise.trees import tensors_in
 from shardwise.zero.calls import AtEnd, Use
 from shardwise.zero.gather import Gatherer, Phase
@@ -51,6 +51,7 @@ class Hooks:
         self._calls: list[_Call] = []
         self._at_end: AtEnd | None = None
         self._handles: list[Any] = []
+        self._sharded = any(unit.sharded for unit in units)
         homes: dict[nn.Module, list[Unit]] = {root: []}
         for unit in units:
             for module in unit.modules:
@@ -62,6 +63,10 @@ class Hooks:
     def _install(self, module: nn.Module, units: list[Unit]) -> None:
         def before(module: nn.Module, args: tuple[Any, ...], kwargs: dict[str, Any]) -> None:
             gatherer = self.gatherer
+            if self._passes_by():
+                for unit in units:
+                    unit.finish_gather()
+                return
             self._open(module)
             for unit in units:
                 gatherer.enter(unit)
@@ -74,6 +79,8 @@ class Hooks:
 
         def after(module: nn.Module, args: Any, kwargs: Any, outputs: Any) -> None:
             gatherer = self.gatherer
+            if self._passes_by():
+                return
             call = self._returned(module)
             outermost = self._outermost is module and not self._calls
             if call.use is not None:
@@ -88,6 +95,12 @@ class Hooks:
 
         self._handles.append(module.register_forward_pre_hook(ModuleHook(before), prepend=True, with_kwargs=True))
         self._handles.append(module.register_forward_hook(ModuleHook(after), with_kwargs=True, always_call=True))
+
+    def _passes_by(self) -> bool:
+        """Whether a call is none of the engine's: a transform of torch.func differentiates by itself, whole parameters
+        are there, and nothing is accumulated into them. Where units are sharded the calls are followed all the same.
+        """
+        return transforming() and not self._sharded
 
     def _open(self, module: nn.Module) -> None:
         gatherer = self.gatherer

@@ -75,7 +75,7 @@ class PartStore:
         mine = flat[self.comm.rank * size : (self.comm.rank + 1) * size]
         part[: mine.numel()] = mine
         self._parts[parameter] = part
-        parameter.data = _placeholder(values)
+        parameter.data = released.blank_of(parameter)
         released.adopt(parameter, self)
         released.withhold(parameter)
 
@@ -113,8 +113,8 @@ class PartStore:
     def _with_part(self, parameter: nn.Parameter, part: torch.Tensor) -> nn.Parameter:
         """Return another parameter of the same name and shape, of which this rank has this part."""
         with without_overrides():
-            values = torch.empty((), dtype=part.dtype, device=part.device).expand(parameter.shape)
-            other = nn.Parameter(values, requires_grad=False)
+            like = torch.empty((), dtype=part.dtype, device=part.device).expand(parameter.shape)
+            other = nn.Parameter(released.blank(like), requires_grad=False)
         self._parts[other] = part
         self.names[other] = self.names.get(parameter, "")
         released.adopt(other, self)
@@ -165,7 +165,7 @@ class PartStore:
         """See `released.Owner`."""
         for parameter in gathered:
             if src is None:
-                parameter.data = _placeholder(parameter.data)
+                parameter.data = released.blank_of(parameter)
                 released.withhold(parameter)
             else:
                 self.split(parameter, self.comm.group_rank(src))
@@ -175,11 +175,6 @@ class PartStore:
         self._parts.pop(parameter, None)
         self._home.pop(parameter, None)
         released.restore(parameter)
-
-
-def _placeholder(values: torch.Tensor) -> torch.Tensor:
-    """Return the true shape on one element of memory: nothing that could be read is a value."""
-    return torch.empty((), dtype=values.dtype, device=values.device).expand(values.shape)
 
 
 def whole_values(parameter: nn.Parameter) -> tuple[torch.Tensor, bool]:

@@ -1,16 +1,16 @@
 """Modules that a script wants kept in one unit each, marked before there is an engine.
 
 The mark is an attribute of the module, as scripts written for DeepSpeed set and read it. In the configuration
-`zero_optimization.leaf_module` names such modules.
+`zero_optimization.leaf_module` names such modules; `initialize` marks them, too.
 """
 
 from __future__ import annotations
 
-from collections.abc import Iterable
+from collections.abc import Callable, Iterable
 
 from torch import nn
 
-from shardwise.errors import UsageError
+from shardwise.errors import NoSuchModuleError, UsageError
 
 MARK = "_z3_leaf"
 
@@ -41,7 +41,8 @@ def set_z3_leaf_modules(
         raise_if_not_found: raise if the model has none of these.
 
     Raises:
-        UsageError: the model has none, or an entry is neither a class nor a name.
+        NoSuchModuleError: the model has none.
+        UsageError: an entry is neither a class nor a name.
     """
     return _set(model, classes_or_names, True, raise_if_not_found)
 
@@ -53,6 +54,54 @@ def unset_z3_leaf_modules(
     return _set(model, classes_or_names, False, raise_if_not_found)
 
 
+def set_z3_leaf_modules_by_name(
+    model: nn.Module, module_names: Iterable[str], flag: bool = True, raise_if_not_found: bool = True
+) -> tuple[list[nn.Module], list[str]]:
+    """Mark modules by their names in `model.named_modules()`, before `initialize`.
+
+    Args:
+        model: the model.
+        module_names: whole names.
+        flag: False takes the marks off.
+        raise_if_not_found: raise if a name is not that of a module.
+
+    Returns:
+        (the modules, the names that no module has).
+
+    Raises:
+        NoSuchModuleError: no module has one of the names.
+    """
+    return _set_named(model, module_names, flag, raise_if_not_found, str.__eq__)
+
+
+def set_z3_leaf_modules_by_suffix(
+    model: nn.Module, module_suffixes: Iterable[str], flag: bool = True, raise_if_not_found: bool = True
+) -> tuple[list[nn.Module], list[str]]:
+    """Mark modules by how their names in `model.named_modules()` end; see `set_z3_leaf_modules_by_name`."""
+    return _set_named(model, module_suffixes, flag, raise_if_not_found, str.endswith)
+
+
+def _set_named(
+    model: nn.Module, wanted: Iterable[str], flag: bool, must_find: bool, fits: Callable[[str, str], bool]
+) -> tuple[list[nn.Module], list[str]]:
+    entries = list(wanted)
+    found: dict[nn.Module, None] = {}
+    missing = []
+    for entry in entries:
+        matches = [module for name, module in model.named_modules() if name and fits(name, entry)]
+        found.update(dict.fromkeys(matches))
+        if not matches:
+            missing.append(entry)
+    if must_find and (missing or not entries):
+        raise NoSuchModuleError(
+            f"leaf modules: {type(model).__name__} has no module named {', '.join(missing) or 'by no name at all'}; "
+            "names are those of model.named_modules()"
+        )
+    for module in found:
+        set_z3_leaf_module(module, flag)
+    return list(found), missing
+
+
 def _set(
     model: nn.Module, classes_or_names: Iterable[type[nn.Module] | str], flag: bool, must_find: bool
 ) -> list[nn.Module]:
@@ -62,7 +111,7 @@ def _set(
             raise UsageError(f"leaf modules: expected classes or their names, found {entry!r}")
     found = [module for module in model.modules() if any(_matches(module, entry) for entry in wanted)]
     if not found and must_find:
-        raise UsageError(
+        raise NoSuchModuleError(
             f"leaf modules: {type(model).__name__} has no module of {', '.join(map(str, wanted)) or 'no class at all'}"
         )
     for module in found:

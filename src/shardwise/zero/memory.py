@@ -5,13 +5,16 @@ optimizations toward training trillion parameter models", 2020, section 3, exten
 reducing). The *plan* counts elements as they are laid out, with padding and alignment, and everything that this
 implementation holds. The *floor* counts the parameters' own elements: resident state by the table, the largest pair of
 consecutive units gathered, and one unit each of gradient, send and receive buffer; units that are used early and late
-(tied ones) are held in between. On a CPU the norm's scratch is in both.
+(tied ones) are held in between. Its total goes through the backward pass and adds what must be there together, so that
+it is not above what is measured. On a CPU the norm's scratch is in both.
 """
 
 from __future__ import annotations
 
+from collections import Counter
 from collections.abc import Iterable, Iterator, Sequence
 from dataclasses import dataclass, replace
+from itertools import groupby, islice
 from typing import TYPE_CHECKING
 
 import torch
@@ -19,7 +22,7 @@ import torch
 from shardwise.comm.compression import Compressor, SectionSizes
 from shardwise.comm.neighbours import CHUNK
 from shardwise.comm.wire import SUM_CHUNK
-from shardwise.memory import ActivationPlan, Category, StepBytes, step_bytes
+from shardwise.memory import ActivationPlan, Category, StepBytes, Stretch, step_bytes
 from shardwise.precision.norms import scratch_bytes
 from shardwise.zero.communicated import CommunicatedUpdate
 from shardwise.zero.peaks import Job, Pipeline, gathered_together
@@ -117,12 +120,20 @@ def floor(
     peaks = {**resident, Category.OPTIMIZER: state, Category.BUFFERS: buffers, Category.GATHERED: gathered}
     peaks[Category.OTHER] += widened
     held = sum(resident.values()) + state + unsent
-    pipeline = sizes.pipeline()
+    pipeline = Pipeline([replace(job, result=0) for job in sizes.pipeline().jobs])
+    # Not the sum of the peaks: what is gathered need not be most when activations or buffers are.
+    order = activations or _in_order(pipeline)
+    passes = max(gathered, pipeline.most(order, sizes.gathered_meanwhile(order)))
     if not sizes.come_one_by_one:
-        return MemoryPlan(peaks, held + max(gathered + pipeline.most(activations), widened))
+        return MemoryPlan(peaks, held + max(passes, widened))
     # Gradients come one by one: what is gathered with all of them there is what the backward pass ends with.
-    passes = gathered + Pipeline([replace(job, result=0) for job in pipeline.jobs]).most(activations)
     return MemoryPlan(peaks, max(held - gradients + passes, held + max(sizes.ending(), widened)))
+
+
+def _in_order(pipeline: Pipeline) -> ActivationPlan:
+    """Return a backward pass without activations, in which gradients come in the order of the reductions."""
+    parameters = [parameter for job in pipeline.jobs for parameter in job.parameters]
+    return ActivationPlan(tuple(Stretch(parameter, 0, 0) for parameter in (None, *parameters)))
 
 
 def _state(model: ShardedModel, *, communicates: bool) -> StepBytes:
@@ -344,11 +355,7 @@ class _Sizes:
 
         What is gathered as codes has no whole buffer until it is needed.
         """
-        sizes = {
-            unit.index: sum(self.numel(s) * s.layout.dtype.itemsize for s in unit.sections)
-            for unit in self.model.units
-            if unit.sharded
-        }
+        sizes = self._sizes_of_units()
         numels = {unit.index: unit.numel for unit in self.model.units}
         kept = self.model.gatherer.kept if self.padded else frozenset()
         sets = gathered_together(self.model.order, sizes, numels, self.model.plan.ahead, kept)
@@ -365,9 +372,42 @@ class _Sizes:
                 decoding = ahead + (own.gathered_bytes + own.work_bytes if own is not None else 0)
                 yield _Window(whole, ahead, whole + ahead), _Window(whole, decoding, whole + decoding)
 
+    def _sizes_of_units(self) -> dict[int, int]:
+        """Bytes of each unit that is gathered, when it is whole."""
+        return {
+            unit.index: sum(self.numel(s) * s.layout.dtype.itemsize for s in unit.sections)
+            for unit in self.model.units
+            if unit.sharded
+        }
+
     def single(self) -> int:
         """The largest reduction that is under way while no other gradients are collected."""
         return max((job.filled + job.extra for job in self.pipeline().jobs), default=0)
+
+    def gathered_meanwhile(self, passes: ActivationPlan) -> list[tuple[int, int]]:
+        """Return the bytes of whole units that cannot be avoided when each stretch of the passes begins, and after it.
+
+        While gradients of one unit come, it is whole, and so is the next one, which is on its way. From the last
+        gradient of a unit to the first of the next it is only sure that the next is whole. Before the first gradient
+        nothing is: activations may be highest in the loss, which no unit computes.
+        """
+        sizes = self._sizes_of_units()
+        numels = {unit.index: unit.numel for unit in self.model.units}
+        forward, backward = self.model.order
+        own, pair = dict.fromkeys(numels, 0), dict.fromkeys(numels, 0)
+        windows = gathered_together((backward, forward), sizes, numels, self.model.plan.ahead)
+        for around, coming in islice(windows, len(sizes)):  # those of the backward pass
+            own[coming[0]] = sum(sizes[unit] for unit in (*around, coming[0]))
+            pair[coming[0]] = own[coming[0]] + sum(sizes[unit] for unit in coming[1:])
+        unit_of = {parameter: unit.index for unit in self.reduced() for parameter in self._pieces(unit)}
+        units = [None if stretch.parameter is None else unit_of.get(stretch.parameter) for stretch in passes.stretches]
+        times = Counter(unit for unit, _ in groupby(units))
+        found = []
+        for unit, after in zip(units, [*units[1:], None], strict=True):
+            begins = 0 if unit is None else (pair if times[unit] == 1 else own)[unit]
+            then = 0 if after is None else (pair if after == unit and times[unit] == 1 else own)[after]
+            found.append((begins, min(begins, then) if unit is not None else 0))
+        return found
 
     def positions(self) -> int:
         """Where values that travel exactly among codes are."""

@@ -9,6 +9,7 @@ from __future__ import annotations
 
 import contextlib
 import hashlib
+import sys
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from dataclasses import replace
 from typing import Any
@@ -18,18 +19,18 @@ from torch import nn
 
 from shardwise.comm.communicator import Communicator
 from shardwise.comm.compression import Compressor
-from shardwise.errors import ConfigError, DesyncError, UsageError
+from shardwise.comm.whereabouts import being_in, publish
+from shardwise.errors import ConfigError, DesyncError, PeerLostError, UsageError
 from shardwise.memory import Accountant, Category, give_back_freed_memory, module_bytes, resident_bytes, virtual_bytes
 from shardwise.precision.dtypes import PrecisionPolicy
 from shardwise.precision.norms import clip_coefficient
 from shardwise.precision.tensornorms import NORMS
 from shardwise.registry import Registry
-from shardwise.utils.logging import warn_once
+from shardwise.utils.logging import logger, warn_once
 from shardwise.zero import released
 from shardwise.zero.building import UnitBuilder
-from shardwise.zero.calls import Use
 from shardwise.zero.communicated import CommunicatedUpdate
-from shardwise.zero.gather import Gatherer, Phase, backward_order
+from shardwise.zero.gather import Gatherer, Phase, Touch, backward_order
 from shardwise.zero.guards import Guards
 from shardwise.zero.hooks import Hooks
 from shardwise.zero.layout import Piece, lay_out
@@ -75,6 +76,7 @@ class ShardedModel:
 
     Attributes:
         closed: why there is nothing here any more ("" while there is).
+        stepped: a step has been taken.
         client_groups: the parameters that each of the optimizer's groups had before the engine.
         gradient_factor: what turns accumulated sums into the gradient (all ranks call).
         reduction_scale: what divides a sum over ranks to give the gradient, but for weights of micro-batches.
@@ -204,7 +206,7 @@ class ShardedModel:
         self._set_order(forward, backward)
         accountant.construction_peak = accountant.peak_total
         accountant.reset_peak()
-        self._order_agreed = self._stepped = False
+        self._order_agreed = self.stepped = False
         give_back_freed_memory()  # of the whole parameters, between the shards
 
     @property
@@ -347,8 +349,8 @@ class ShardedModel:
         self.take_changes()
         with self.accountant.owning(Category.OTHER), self.guards.stepping():
             self.update.step(self.optimizer, factor)
-        if not self._stepped:
-            self._stepped = True
+        if not self.stepped:
+            self.stepped = True
             give_back_freed_memory()  # the optimizer's state has come to stay, among buffers that have gone
         self._values_have_changed()
         if self.plan.shard_optimizer and self.comm.world > 1:
@@ -360,6 +362,8 @@ class ShardedModel:
         """Tell autograd, which may have saved parameters, that the engine has written new values into them."""
         for unit in self.units:
             unit.second_valid = False
+        if self.channel is not None:
+            self.channel.shards_written()
         torch.autograd.graph.increment_version(self._trainable)
         self.guards.note()
 
@@ -422,7 +426,7 @@ class ShardedModel:
         """Return the 1-D view of a gathered parameter in its unit's memory."""
         _, section = self._section_of[index]
         slot = next(slot for slot in section.layout.slots if slot.index == index)
-        return section.wire_view[slot.offset : slot.offset + slot.numel]
+        return section.full[slot.offset : slot.offset + slot.numel]
 
     def gradient_runs(self, index: int) -> list[tuple[int, int, torch.Tensor]] | None:
         """Return (start, stop, values) whose sum over ranks is the accumulated gradient, or None if there is none."""
@@ -533,7 +537,7 @@ class ShardedModel:
             if self.update is not None:
                 self.update.publish(unit)
             if unit.state is not UnitState.RELEASED:
-                pairs = [(s.wire_view, s.shard) for s in unit.sections]
+                pairs = [(s.full, s.shard) for s in unit.sections]
                 self.comm.all_gather(pairs, unit.name, kind="explicit").wait()
                 unit.rounded = False
         self._values_have_changed()
@@ -567,7 +571,7 @@ class ShardedModel:
         for section in unit.sections:
             section.allocate()
         try:
-            pairs = [(s.wire_view, s.shard) for s in unit.sections]
+            pairs = [(s.full, s.shard) for s in unit.sections]
             self.comm.all_gather(pairs, unit.name, kind="explicit").wait()
         except BaseException:
             for section in unit.sections:
@@ -599,11 +603,13 @@ class ShardedModel:
                 root = self.comm.group_rank(src)
                 for unit in self.units_of(parameters):
                     for section in unit.sections:
-                        self.comm.broadcast(section.wire_view, root, f"{unit.name}.modified").wait()
+                        self.comm.broadcast(section.full, root, f"{unit.name}.modified").wait()
                     unit.store_shard()
                     if self.update is not None:
                         self.update.refresh(unit)
         finally:
+            if self.channel is not None:
+                self.channel.shards_written()
             for unit in gathered:
                 unit.note()  # whatever else has been changed is not to be kept
             self.let_go(gathered)
@@ -621,7 +627,7 @@ class ShardedModel:
             self.gatherer.suspended = False
             self.let_go(gathered)
 
-    def touch(self, parameter: nn.Parameter, what: str) -> Use | None:
+    def touch(self, parameter: nn.Parameter, what: str) -> Touch | None:
         """See `shardwise.zero.released.Owner`."""
         return self.gatherer.touch(parameter, what)
 
@@ -661,19 +667,27 @@ class ShardedModel:
 
         Args:
             why: told whoever uses the engine afterwards.
+
+        Raises:
+            DesyncError: ranks have gone on with training; the parameters stay sharded. If an exception is being handled
+                here, that is a warning instead.
         """
         if self.closed:
             return
         self.closed = why
-        self.hooks.settle()
-        self.finish_gathers()
+        try:
+            apart = self._end_together()
+        except BaseException:
+            if self.channel is not None:
+                self.channel.close()  # the peers are told
+            raise
         self.hooks.remove()
         self.guards.remove()
         self._give_optimizer_back()
         if self.reducer is not None:
             self.reducer.remove()
             self.reducer.clear()
-        while self.units:
+        while self.units and not apart:
             unit = self.units[0]
             self.gather(unit.parameters)
             for parameter in unit.parameters:
@@ -686,6 +700,40 @@ class ShardedModel:
         if self.channel is not None:
             self.channel.close()
         self._cut_references()
+        if apart:
+            message = f"{apart} The parameters of {type(self.module).__name__} stay sharded"
+            if sys.exc_info()[1] is None:
+                raise DesyncError(message)
+            logger.warning(message)  # what is on its way through this rank is nearer to the cause
+
+    def _end_together(self) -> str:
+        """End passes and gathers that are under way, once all ranks are here; return why they cannot be ended."""
+        # An exception that is on its way through this rank may have spared the others: then they are elsewhere.
+        failure = sys.exc_info()[1]
+        where = being_in("destroy()", failure)
+        apart = ""
+        if failure is None or self.channel is None:
+            try:
+                self.hooks.settle()
+                self.finish_gathers()
+            except DesyncError as error:
+                if self.channel is None:
+                    raise
+                failure = error  # a peer is here already, and has left out what is to be ended
+        if self.channel is not None:
+            phase = self.gatherer.phase.value
+            try:
+                apart = self.channel.end_together(where, phase, cut_short=failure is not None)
+            except (DesyncError, PeerLostError) as error:
+                if failure is None:
+                    raise
+                apart = str(error)  # a peer has gone; what has led here is nearer to the cause
+            if apart:
+                publish({"state": "ends", "text": where})
+            elif failure is not None:
+                self.hooks.settle()
+                self.finish_gathers()
+        return apart
 
     def _give_optimizer_back(self) -> None:
         if isinstance(self.update, CommunicatedUpdate):

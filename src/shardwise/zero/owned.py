@@ -136,13 +136,18 @@ class WholeUpdate:
     @contextlib.contextmanager
     def around(self) -> Iterator[None]:
         """Bring gradients to their owners, let the optimizer step in the block, and bring the results back."""
-        for unit in self.units:
-            self._collect(unit)
-        try:
-            yield
-        finally:
-            for master in self.masters.values():
-                master.grad = None
+        with contextlib.ExitStack() as lent:
+            if self.replicated:
+                for unit in self.units:
+                    for section in _whole(unit):
+                        lent.enter_context(section.lending_gradient())
+            try:
+                for unit in self.units:
+                    self._collect(unit)
+                yield
+            finally:
+                for master in self.masters.values():
+                    master.grad = None
         for unit in self.units:
             self._distribute(unit)
 
@@ -152,7 +157,7 @@ class WholeUpdate:
             for slot in section.layout.slots:
                 master = self.masters.get(slot.index)
                 if master is not None and not (self.replicated and section.master_is_parameter):
-                    take_changes(_flat(master.detach()), section.wire_view[slot.offset : slot.offset + slot.numel])
+                    take_changes(_flat(master.detach()), section.full[slot.offset : slot.offset + slot.numel])
 
     def _collect(self, unit: Unit) -> None:
         for section in _whole(unit):

@@ -150,10 +150,14 @@ class Pipeline:
     def __init__(self, jobs: Sequence[Job]) -> None:
         self.jobs = jobs
 
-    def most(self, activations: ActivationPlan | None) -> int:
+    def most(self, activations: ActivationPlan | None, gathered: Sequence[tuple[int, int]] = ()) -> int:
         """Return the most bytes of buffers and results, or of buffers, results and activations, at once.
 
         Without activations: at the end, when all results are there.
+
+        Args:
+            activations: what else is there, and in which order gradients come.
+            gathered: for each of its stretches, bytes of whole units when it begins, and after that; counted, too.
         """
         if activations is None:
             pairs = zip(self.jobs, [*self.jobs[1:], None], strict=False)
@@ -167,8 +171,9 @@ class Pipeline:
         under_way = -1  # place of the last reduction that has been launched
         busy = False
         most = results = 0
-        for stretch in activations.stretches:
-            parameter, start = stretch.parameter, stretch.start
+        windows = gathered or [(0, 0)] * len(activations.stretches)
+        for stretch, (whole, whole_after) in zip(activations.stretches, windows, strict=True):
+            parameter, start = stretch.parameter, stretch.start + whole
             place = waiting.pop(parameter, None) if parameter is not None else None
             if place is not None and parameter is not None:
                 job = self.jobs[place]
@@ -186,7 +191,7 @@ class Pipeline:
                 if not self.jobs[under_way].summed:
                     results += self.jobs[under_way].result
                 most = max(most, start + results + self._bytes(collecting, under_way, busy))
-            most = max(most, stretch.peak + results + self._bytes(collecting, under_way, busy))
+            most = max(most, stretch.peak + whole_after + results + self._bytes(collecting, under_way, busy))
         return most
 
     def _bytes(self, collecting: Mapping[int, int], under_way: int, busy: bool) -> int:

@@ -576,7 +576,7 @@ class Reducer:
         self._own = {}
         for gradients in self.gradients.values():
             gradients.accumulated = False
-            gradients.extremes = []
+            gradients.former_extremes, gradients.extremes = gradients.extremes, []
             gradients.seen = set()
             self._free(gradients)
             if not self._keeps_gradients:

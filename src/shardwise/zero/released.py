@@ -11,7 +11,7 @@ backward pass.
 from __future__ import annotations
 
 import copy
-from collections.abc import Callable, Iterable
+from collections.abc import Callable, Iterable, Sequence
 from typing import Any, Protocol, runtime_checkable
 
 import torch
@@ -61,20 +61,27 @@ _CONVERSIONS = frozenset({"to", "cpu", "cuda", "float", "double", "half", "bfloa
 
 _owners: WeakTensorKeyDictionary = WeakTensorKeyDictionary()
 _classes: WeakTensorKeyDictionary = WeakTensorKeyDictionary()
+_blanks: WeakTensorKeyDictionary = WeakTensorKeyDictionary()
 
 # What can be answered without values. Getters arrive as `descriptor.__get__`, so their names are looked up there.
 _METADATA = frozenset(
     {
         "shape", "dtype", "device", "layout", "requires_grad", "is_leaf", "grad", "grad_fn", "ndim", "itemsize",
         "nbytes", "is_meta", "is_cuda", "is_cpu", "is_sparse", "is_quantized", "is_nested", "is_mkldnn", "is_xla",
-        "is_mps", "is_xpu", "is_complex", "is_floating_point", "numel", "nelement", "dim", "size", "stride",
-        "element_size", "is_contiguous", "ndimension", "_version", "_backward_hooks", "_post_accumulate_grad_hooks",
+        "is_mps", "is_xpu", "is_complex", "is_floating_point", "numel", "nelement", "dim", "size",
+        "element_size", "ndimension", "_version", "_backward_hooks", "_post_accumulate_grad_hooks",
         "retains_grad", "output_nr", "_base", "register_hook", "register_post_accumulate_grad_hook", "requires_grad_",
         "__hash__", "__len__", "get_device", "is_inference", "zeros_like", "ones_like", "full_like",
         "empty_like", "rand_like", "randn_like", "new_zeros", "new_ones", "new_full", "new_empty", "is_shared",
         "is_conj", "is_neg", "is_signed", "grad_dtype", "name", "names", "_has_compatible_shallow_copy_type",
     }
 )  # fmt: skip
+
+# Answered for the memory that the parameter refers to while it is released, which is the same each time.
+_ADDRESSES = frozenset({"data_ptr", "untyped_storage", "storage", "_typed_storage", "storage_offset"})
+
+# Answered for the values, wherever they are.
+_ARRANGEMENT = frozenset({"stride", "is_contiguous", "dim_order", "is_non_overlapping_and_dense"})
 
 
 def _name_of(func: Callable[..., Any]) -> str:
@@ -132,6 +139,10 @@ class Released(nn.Parameter):
         if name in _METADATA or (name == "type" and len(args) == 1 and not kwargs):  # with a dtype it converts
             with without_overrides():
                 return func(*args, **kwargs)
+        if name in _ADDRESSES and type(args[0]) is Released:
+            return func(blank_of(args[0]), *args[1:], **kwargs)
+        if name in _ARRANGEMENT and type(args[0]) is Released:
+            return func(_arranged(args[0]), *args[1:], **kwargs)
         if name == "detach":
             keeper = _owners[args[0]]
             found = keeper.detached(args[0]) if isinstance(keeper, Detaching) else None
@@ -197,6 +208,49 @@ def _converted(func: Callable[..., Any], args: tuple[Any, ...], kwargs: dict[str
     if found is like:
         return parameter
     return _owners[parameter].converted(parameter, found.dtype, found.device)
+
+
+def strides_of(shape: Sequence[int]) -> tuple[int, ...]:
+    """Return the strides of a contiguous tensor."""
+    strides, step = [], 1
+    for size in reversed(shape):
+        strides.append(step)
+        step *= max(size, 1)
+    return tuple(reversed(strides))
+
+
+def _arranged(parameter: nn.Parameter) -> torch.Tensor:
+    """Return a tensor without values that lies in memory as the parameter's values do."""
+    with without_overrides():
+        return torch.empty(parameter.shape, dtype=parameter.dtype, device="meta")
+
+
+def blank(like: torch.Tensor) -> torch.Tensor:
+    """Return a tensor of the same shape, dtype and device that shows one element of memory at every place: NaN.
+
+    Released parameters refer to such a tensor, each to one of its own. Code that reads one where nothing can notice it
+    (`torch.tensor(p)`, a kernel that is called directly) gets NaN, or the smallest integer, and never somebody else's
+    memory; torch refuses to write to it.
+    """
+    with without_overrides():
+        element = torch.empty(1, dtype=like.dtype, device=like.device)
+        if like.is_floating_point() or like.is_complex():
+            element.view(torch.uint8).fill_(0xFF)  # NaN in every floating dtype
+        else:
+            element.fill_(False if like.dtype is torch.bool else torch.iinfo(like.dtype).min)
+        return element.reshape(()).expand(like.shape)
+
+
+def blank_of(parameter: nn.Parameter) -> torch.Tensor:
+    """Return what a parameter refers to while it is released: `blank`, always the same one, at an address of its own.
+
+    Addresses therefore tell parameters apart, as scripts that count shared weights by `data_ptr()` expect.
+    """
+    found = _blanks.get(parameter)
+    if found is None or found.dtype is not parameter.dtype or found.device != parameter.device:
+        found = _blanks[parameter] = blank(parameter)
+    assert isinstance(found, torch.Tensor)
+    return found
 
 
 def _gradients_of(

@@ -2,8 +2,9 @@
 
 A call's outputs are not the only way into its graph. A loss kept on the module, an activation caught by a hook, a
 gradient that is differentiated again: each leads to nodes that saved a weight and run before the nodes of any output,
-or without them. So what autograd saves while a unit computes passes through here. A tensor in the memory of a unit is
-kept with the unit's name on it, and reading it gathers the unit; every other tensor is kept as autograd keeps it.
+or without them. So what autograd saves while a unit computes passes through here. Of a tensor in the memory of a
+unit only its place there is kept, and reading it gathers the unit: a graph holds no whole values. Every other tensor is
+kept as autograd keeps it.
 
 Of such hooks autograd calls one pair, the innermost. Pairs around the call (activation checkpointing, offloading) are
 called from here with every tensor. Pairs inside of it (a checkpoint in a block) take the place of this one: what they
@@ -18,8 +19,8 @@ from typing import Any
 import torch
 from torch.autograd.graph import saved_tensors_hooks
 
-from shardwise.compat import never_compiled
-from shardwise.zero.unit import Unit
+from shardwise.compat import never_compiled, without_overrides
+from shardwise.zero.unit import SectionMemory, Unit
 
 Pack = Callable[[torch.Tensor], Any]
 Unpack = Callable[[Any], torch.Tensor]
@@ -38,6 +39,7 @@ class SavedValues:
     def __init__(self, recall: Callable[[Unit], None]) -> None:
         self.recall = recall
         self._units: dict[int, Unit] = {}
+        self._nothing: dict[torch.device, torch.Tensor] = {}
 
     def know(self, unit: Unit) -> None:
         """Note where the whole values of a unit lie until it is released."""
@@ -81,14 +83,29 @@ class SavedValues:
         around = _Around(self, *outer)
         return around.pack, around.unpack
 
-    def unit_at(self, tensor: torch.Tensor) -> Unit | None:
-        """Return the unit in whose memory a tensor lies."""
+    def place_of(self, tensor: torch.Tensor) -> _Place | None:
+        """Return where in the memory of a unit a tensor lies; None: it is not in any, or cannot be found again there.
+
+        The place has the tensor's version, and counts with it.
+        """
         try:
             unit = self._units.get(tensor.untyped_storage().data_ptr())
         except RuntimeError:  # it has no storage (sparse tensors)
             return None
         # The unit may have been released since, and its memory given to somebody else.
-        return unit if unit is not None and unit.owns(tensor) else None
+        section = unit.owner_of(tensor) if unit is not None else None
+        if unit is None or section is None or tensor.is_conj() or tensor.is_neg():
+            return None
+        with without_overrides():
+            counter = tensor.detach()
+            view = (tensor.dtype, tensor.storage_offset(), tensor.size(), tensor.stride())
+            counter.data = self._empty(tensor.device)
+        return _Place(unit, section, view, counter, counter._version)
+
+    def _empty(self, device: torch.device) -> torch.Tensor:
+        if device not in self._nothing:
+            self._nothing[device] = torch.empty(0, device=device)
+        return self._nothing[device]
 
     def cover(self) -> None:
         """Watch what the node that runs now saves, if its graph is to be differentiated again.
@@ -100,39 +117,64 @@ class SavedValues:
 
     @never_compiled
     def _pack(self, tensor: torch.Tensor) -> Any:
-        unit = self.unit_at(tensor)
+        place = self.place_of(tensor)
+        if place is not None:
+            return place
         # Detached, because a node that held its own output would never die. The version goes with it: autograd leaves
         # the check to the hooks.
-        kept = tensor.detach() if unit is not None or tensor.requires_grad else tensor
-        return (kept, kept._version) if unit is None else _Values(unit, kept, kept._version)
+        kept = tensor.detach() if tensor.requires_grad else tensor
+        return kept, kept._version
 
     @never_compiled
     def _unpack(self, packed: Any) -> torch.Tensor:
         if torch.is_grad_enabled():
             self.cover()
-        if type(packed) is _Values:
+        if type(packed) is _Place:
             self.recall(packed.unit)
-            tensor, version = packed.content, packed.version
-        else:
-            tensor, version = packed
-        if tensor._version != version:
-            raise RuntimeError(
-                "one of the variables needed for gradient computation has been modified by an inplace operation: a "
-                f"{tensor.dtype} tensor of shape {tuple(tensor.shape)} is at version {tensor._version}; expected "
-                f"version {version} instead"
-            )
+            return packed.tensor()
+        tensor, version = packed
+        _check_version(tensor, version, tensor)
         return tensor
 
 
-class _Values:
-    """A saved tensor in the memory of a unit: itself, or what an outer pair of hooks has made of it."""
+def _check_version(counter: torch.Tensor, version: int, tensor: torch.Tensor) -> None:
+    if counter._version != version:
+        raise RuntimeError(
+            "one of the variables needed for gradient computation has been modified by an inplace operation: a "
+            f"{tensor.dtype} tensor of shape {tuple(tensor.shape)} is at version {counter._version}; expected "
+            f"version {version} instead"
+        )
 
-    __slots__ = ("content", "unit", "version")
 
-    def __init__(self, unit: Unit, content: Any, version: int = 0) -> None:
+class _Place:
+    """Where in the whole values of a section a saved tensor lies.
+
+    Args:
+        unit: whose.
+        section: which of its sections.
+        view: dtype, offset, size and stride of the tensor.
+        counter: has the version counter of the tensor, and no values.
+        version: what it was.
+    """
+
+    __slots__ = ("counter", "section", "unit", "version", "view")
+
+    def __init__(
+        self, unit: Unit, section: SectionMemory, view: tuple[Any, ...], counter: torch.Tensor, version: int
+    ) -> None:
         self.unit = unit
-        self.content = content
+        self.section = section
+        self.view = view
+        self.counter = counter
         self.version = version
+
+    def tensor(self) -> torch.Tensor:
+        """Return the tensor, as it is in the values that are gathered now."""
+        dtype, offset, size, stride = self.view
+        full = self.section.full
+        found = torch.empty(0, dtype=dtype, device=full.device).set_(full.untyped_storage(), offset, size, stride)
+        _check_version(self.counter, self.version, found)
+        return found
 
 
 class _Around:
@@ -145,16 +187,31 @@ class _Around:
 
     @never_compiled
     def pack(self, tensor: torch.Tensor) -> Any:
-        unit = self.saved.unit_at(tensor)
+        place = self.saved.place_of(tensor)
         packed = self._outer_pack(tensor)
-        return packed if unit is None else _Values(unit, packed)
+        # Where the other pair keeps the tensor itself, its place is kept instead.
+        itself = place is not None and isinstance(packed, torch.Tensor) and place.unit.owns(packed)
+        return place if itself else _Packed(place.unit if place is not None else None, packed)
 
     @never_compiled
     def unpack(self, packed: Any) -> torch.Tensor:
         if torch.is_grad_enabled():
             self.saved.cover()
-        if type(packed) is not _Values:
-            return self._outer_unpack(packed)
-        tensor = self._outer_unpack(packed.content)
-        self.saved.recall(packed.unit)  # after the other pair has done, which may compute with the unit and release it
+        if type(packed) is _Place:
+            self.saved.recall(packed.unit)
+            tensor, unit = self._outer_unpack(packed.tensor()), packed.unit
+        else:
+            tensor, unit = self._outer_unpack(packed.content), packed.unit
+        if unit is not None:
+            self.saved.recall(unit)  # after the other pair has done, which may compute with the unit and release it
         return tensor
+
+
+class _Packed:
+    """What an outer pair of hooks has made of a saved tensor, and the unit in whose memory that lay, if any."""
+
+    __slots__ = ("content", "unit")
+
+    def __init__(self, unit: Unit | None, content: Any) -> None:
+        self.unit = unit
+        self.content = content

@@ -7,6 +7,7 @@ the pass of its update.
 
 from __future__ import annotations
 
+import contextlib
 import copy
 from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import replace
@@ -216,39 +217,53 @@ class SegmentUpdate:
     def step(self, optimizer: torch.optim.Optimizer, factor: float | torch.Tensor) -> None:
         """Step all segments and write the results into the parameters' memory."""
         flat = _flat_optimizer(optimizer)
-        gradients = [(segment, section.whole_gradient[place]) for section, place, segment in self._segments]
-        handed = flat is not None and flat.takes_flat()
-        if not handed:
-            for segment, gradient in gradients:
-                if flat is not None:
-                    allow_gradient_dtype(segment, gradient.dtype)
-                fits = gradient.dtype is segment.dtype or getattr(segment, "grad_dtype", None) is gradient.dtype
-                segment.grad = gradient if fits else as_gradient(gradient, segment, self._accountant)
-        try:
-            if flat is not None:
-                outputs = [
-                    (segment, section.published[place])
-                    for section, place, segment in self._segments
-                    if not section.master_is_parameter
-                ]
-                flat.step_flat(
-                    factor=factor, gradients=gradients if handed else None, outputs=outputs, origins=self._origins
-                )
-            else:
-                optimizer.step()
-        finally:
-            for segment, _ in gradients:
-                segment.grad = None
+        if flat is not None and flat.takes_flat():
+            self._step_flat(flat, factor, [(s, section.whole_gradient[place]) for section, place, s in self._segments])
+        else:
+            with contextlib.ExitStack() as lent:
+                for section in {id(section): section for section, _, _ in self._segments}.values():
+                    lent.enter_context(section.lending_gradient())
+                try:
+                    self._show_gradients(flat is not None)
+                    if flat is not None:
+                        self._step_flat(flat, factor, None)
+                    else:
+                        optimizer.step()
+                finally:
+                    for _, _, segment in self._segments:
+                        segment.grad = None
         if flat is None:
             for unit in self.units:
                 self.publish(unit)
         hold_state(self.optimizer, self._accountant)
 
+    def _show_gradients(self, any_dtype: bool) -> None:
+        """Put the gradients into the segments' `.grad`."""
+        for section, place, segment in self._segments:
+            gradient = section.whole_gradient[place]
+            if any_dtype:
+                allow_gradient_dtype(segment, gradient.dtype)
+            fits = gradient.dtype is segment.dtype or getattr(segment, "grad_dtype", None) is gradient.dtype
+            segment.grad = gradient if fits else as_gradient(gradient, segment, self._accountant)
+
+    def _step_flat(
+        self,
+        flat: FlatOptimizer,
+        factor: float | torch.Tensor,
+        gradients: Sequence[tuple[nn.Parameter, torch.Tensor]] | None,
+    ) -> None:
+        outputs = [
+            (segment, section.published[place])
+            for section, place, segment in self._segments
+            if not section.master_is_parameter
+        ]
+        flat.step_flat(factor=factor, gradients=gradients, outputs=outputs, origins=self._origins)
+
     def refresh(self, unit: Unit) -> None:
         """Take over changed parameter values; unchanged elements keep the master's extra digits."""
         for section in unit.trainable:
             if section.master is not None and not section.master_is_parameter and not section.layout.whole:
-                take_changes(section.master, section.wire_view[section.master_start : section.master_stop])
+                take_changes(section.master, section.full[section.master_start : section.master_stop])
 
     def master_pieces(self, index: int) -> list[tuple[int, int, torch.Tensor]]:
         """See `Update.master_pieces`."""

@@ -1,49 +1,68 @@
 """The side channel: what ranks tell each other outside the order of collectives, when their data makes them differ.
 
-Two messages exist. Both are rare, and neither needs the peer's main thread, which is busy or blocked elsewhere: each
-rank has a small thread that listens on a key-value store, which the group's rank 0 serves.
+Every pair of ranks has two connections of its own (`shardwise.comm.links`). On one this rank asks, on the other a small
+thread answers the peer. It needs nothing of the main thread, which is busy or blocked elsewhere.
 
 *fetch*: a rank needs a released unit once more than ever before in a pass (a shared layer met for the first time, a
 router that picks a layer twice). The peers' threads answer with their shards, which do not change while any rank is
-inside a pass, because no rank can step before all have finished their backward pass.
+inside a pass, because no rank can step before all have finished their backward pass. A shard goes in chunks from where
+it lies to where it belongs; nothing is held twice.
 
 *want*: a rank waits for a gather while reductions that come earlier in the agreed order are still to be launched here.
 A peer that waits for such a reduction would never launch the gather: each would wait for the other. The message lets
 its thread launch the gather on its behalf.
 
-Numbered messages are read by every rank; the last one to read a message deletes it. What goes wrong in the thread is
-raised by the pass that it helps.
+*end*, *where*: a rank is in `destroy()`, which gathers everything once more. It tells the others, and asks those that
+do not come which collectives they have launched: one that it has not launched itself will never be answered.
+
+On CUDA a shard is copied on a stream of its own, behind the event that the shards are written: the stream of the pass
+may wait for a gather that the rank which asks has still to launch. A gather is launched on the stream of the pass.
+
+What goes wrong in the thread is raised by the pass that it helps.
 """
 
 from __future__ import annotations
 
 import atexit
 import contextlib
+import ctypes
 import json
+import selectors
+import socket
+import struct
 import sys
 import threading
 import time
 import weakref
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from contextlib import AbstractContextManager
-from datetime import timedelta
 from typing import Any
 
 import torch
-import torch.distributed as dist
 
+from shardwise.comm import links
 from shardwise.comm.communicator import Communicator
-from shardwise.comm.environment import LOOPBACK
-from shardwise.comm.rendezvous import machine, own_address, serve
-from shardwise.comm.whereabouts import publish_end
-from shardwise.errors import PeerLostError
+from shardwise.comm.whereabouts import describe, publish_end
+from shardwise.errors import DesyncError, PeerLostError, UsageError
 from shardwise.zero.unit import Unit
 
-_PATIENCE = timedelta(days=365)
-"""The thread waits for ever for a message; it is ended by one."""
+CHUNK = 1 << 20
+"""Bytes of a shard that are copied and sent at a time."""
 
+_ASK = struct.Struct("<BIqq")
+"""Kind of a message, bytes of the text after it, and two numbers."""
+_ANSWER = struct.Struct("<BQ")
+"""Whether an answer is what was asked for, and its bytes."""
+_FETCH, _WANT, _END, _WHERE = range(1, 5)
+_REFUSED, _GIVEN = range(2)
+_TEXT_BYTES = 4096
+_SAID = 500
+"""Characters of what a rank says of itself."""
+_POLL_S = 0.1
+_PATIENCE_S = 2.0
+"""How long a rank that an exception has stopped in a pass waits for ranks that may be on their way to `destroy()`."""
 _LEAVING_S = 10.0
-"""When the program ends, rank 0 keeps the store for this long for ranks that end a little later."""
+_CHECK = "Did a rank get fewer batches, or skip a forward pass, backward() or step()?"
 
 _open: weakref.WeakSet[SideChannel] = weakref.WeakSet()
 
@@ -52,7 +71,7 @@ class SideChannel:
     """Serves this rank's shards and wishes of others; see the module docstring.
 
     Args:
-        comm: the group; its rank 0 hosts the store.
+        comm: the group.
         units: the sharded units.
     """
 
@@ -61,76 +80,32 @@ class SideChannel:
         self.on_want: Callable[[int, int], None] = lambda number, place: None
         self._units = {unit.index: unit for unit in units}
         self._error: Exception | None = None
+        self._asking = threading.Lock()
+        self._changed = threading.Condition()
+        self._ended: dict[int, dict[str, Any]] = {}
+        self._own_end: dict[str, Any] | None = None
         self._stream: torch.cuda.Stream | None = None
+        self._copying: torch.cuda.Stream | None = None
+        self._written: dict[int, torch.cuda.Event] = {}
+        self._version = 0
+        if comm.device.type == "cuda":
+            self._copying = torch.cuda.Stream(comm.device)
         self._note_stream()
-        one_machine = len(set(comm.fingerprints(machine(), "side_channel.machines"))) == 1
-        host = ""
-        self._server: dist.TCPStore | None = None  # lives as long as this reference
-        if comm.rank == 0:
-            host = LOOPBACK if one_machine else own_address()
-            self._server = serve(host, 0, comm.timeout)
-        address = comm.share_object([host, self._server.port if self._server else 0], "side_channel.address")
-        assert isinstance(address, list)
-        self._address: tuple[str, int] = (address[0], address[1])
-        self._client = self._connect()
-        self._listener = self._connect()
-        self._listener.set_timeout(_PATIENCE)
+        self.shards_written()
+        self._links = links.connect(comm)
+        self._selector = selectors.DefaultSelector()
+        self._alarm, alarmed = socket.socketpair()
+        self._selector.register(alarmed, selectors.EVENT_READ)
+        for rank, connection in self._links.answering.items():
+            connection.setblocking(False)
+            self._selector.register(connection, selectors.EVENT_READ, _Peer(rank, connection))
         self._thread = threading.Thread(target=self._serve, name="shardwise-side-channel", daemon=True)
         self._thread.start()
         _open.add(self)
         atexit.unregister(_leave_all)
         atexit.register(_leave_all)
 
-    def _connect(self) -> dist.TCPStore:
-        host, port = self._address
-        return dist.TCPStore(host, port, None, False, timeout=self.comm.timeout)
-
-    def _post(self, message: dict[str, Any]) -> int:
-        number = self._client.add("messages", 1) - 1
-        self._client.set(f"message/{number}", json.dumps(message | {"rank": self.comm.rank}))
-        return number
-
-    def _serve(self) -> None:
-        if self.comm.device.type == "cuda":
-            torch.cuda.set_device(self.comm.device)  # the current device is a thread's own
-        number, going_on = 0, True
-        while going_on:
-            try:
-                message = json.loads(self._listener.get(f"message/{number}"))
-            except RuntimeError:
-                return  # the store has gone: the job is over
-            try:
-                with self._on_stream():
-                    going_on = self._answer(number, message)
-            except Exception as error:
-                self._error = self._error or error
-            with contextlib.suppress(RuntimeError):
-                self._forget(number)
-            number += 1
-
-    def _answer(self, number: int, message: dict[str, Any]) -> bool:
-        """Do what a message asks for; return whether there is more to come for this rank."""
-        mine = message["rank"] == self.comm.rank
-        if message["kind"] == "fetch" and not mine:
-            for place, section in enumerate(self._units[message["unit"]].sections):
-                self._listener.set(f"shard/{number}/{place}/{self.comm.rank}", _to_bytes(section.shard))
-        if message["kind"] == "want" and not mine:
-            self.on_want(message["pass"], message["place"])
-        return not (message["kind"] == "stop" and mine)
-
-    def _forget(self, number: int) -> None:
-        """Delete a message that all ranks have read."""
-        if self._listener.add(f"read/{number}", 1) == self.comm.world:
-            self._listener.delete_key(f"message/{number}")
-            self._listener.delete_key(f"read/{number}")
-
-    def _on_stream(self) -> AbstractContextManager[Any]:
-        # A gather is launched behind what the pass has put on its stream, and its memory belongs to that stream.
-        return contextlib.nullcontext() if self._stream is None else torch.cuda.stream(self._stream)
-
-    def _note_stream(self) -> None:
-        if self.comm.device.type == "cuda":
-            self._stream = torch.cuda.current_stream(self.comm.device)
+    # -- the pass --------------------------------------------------------------------------------------------------
 
     def attend(self) -> None:
         """Note the stream of the calling thread, on which help is launched from now on.
@@ -142,6 +117,32 @@ class SideChannel:
         if self._error is not None:
             raise self._error
 
+    def shards_written(self) -> None:
+        """Note that the shards have new values, or will have where the calling thread's stream has got to.
+
+        All ranks call it as often: a fetch names the values that it means by their number.
+        """
+        self._version += 1
+        if self._copying is not None:
+            event = torch.cuda.Event()
+            event.record(torch.cuda.current_stream(self.comm.device))
+            for version in [version for version, earlier in self._written.items() if earlier.query()]:
+                del self._written[version]  # there is nothing to wait for any more
+            self._written[self._version] = event
+
+    def check_present(self) -> None:
+        """Raise if a gather that is to be launched now would not be answered.
+
+        Raises:
+            DesyncError: a peer is in `destroy()`.
+        """
+        if self._ended and self._own_end is None:
+            rank, end = min(self._ended.items())
+            raise DesyncError(
+                f"rank {self.comm.rank} of {self.comm.world} is about to gather parameters for another pass, and rank "
+                f"{rank} {end['text']}. {_CHECK}"
+            )
+
     def fetch(self, unit: Unit) -> None:
         """Fill the whole values of a unit (its memory is allocated) from all shards.
 
@@ -149,55 +150,334 @@ class SideChannel:
             PeerLostError: a peer has gone, or has not answered within the group's limit for a collective.
             DesyncError: the same, and it waits for this rank elsewhere.
         """
-        number = self._post({"kind": "fetch", "unit": unit.index})
         begin = time.monotonic()
-        for place, section in enumerate(unit.sections):
-            for rank in range(self.comm.world):
-                target = section.wire_view[slice(*section.layout.range_of(rank))]
-                if rank == self.comm.rank:
-                    target.copy_(section.shard)
-                else:
-                    _from_bytes(target, self._take(f"shard/{number}/{place}/{rank}", unit, rank, begin))
-
-    def _take(self, key: str, unit: Unit, rank: int, begin: float) -> bytes:
-        """Read and delete a shard; the limit counts from `begin`, for all shards of a fetch together."""
-        left = self.comm.timeout.total_seconds() - (time.monotonic() - begin)
-        try:
-            self._client.wait([key], timedelta(seconds=max(left, 0.001)))
-            data = self._client.get(key)
-            self._client.delete_key(key)
-        except RuntimeError as error:
-            waited = time.monotonic() - begin
-            lost = PeerLostError(f"rank {rank} has not sent its part of unit {unit.name!r}")
-            lost.peer, lost.timed_out = rank, waited >= self.comm.timeout.total_seconds() - 0.005
-            lost.__cause__ = error
-            raise self.comm.explain(lost, f"fetch {unit.name!r}", waited) from error
-        return bytes(data)
+        deadline = begin + self.comm.timeout.total_seconds()
+        peers = [(self.comm.rank + step) % self.comm.world for step in range(1, self.comm.world)]
+        with self._asking:
+            for peer in peers:
+                with self._expecting(peer, f"fetch {unit.name!r}", begin):
+                    self._ask(peer, _FETCH, unit.index, self._version, deadline=deadline)
+            for section in unit.sections:
+                section.full[slice(*section.layout.range_of(self.comm.rank))].copy_(section.shard)
+            for peer in peers:
+                parts = [section.full[slice(*section.layout.range_of(peer))] for section in unit.sections]
+                with self._expecting(peer, f"fetch {unit.name!r}", begin):
+                    self._receive_parts(peer, parts, deadline)
 
     def want(self, number: int, place: int) -> None:
         """Tell the peers that backward pass `number` waits for the gather at `place` of its order."""
-        self._post({"kind": "want", "pass": number, "place": place})
+        self._tell(_WANT, number, place)
+
+    # -- the end ---------------------------------------------------------------------------------------------------
+
+    def end_together(self, where: str, phase: str, *, cut_short: bool) -> str:
+        """Wait until all ranks have called this; return what keeps them from going on together, or nothing.
+
+        Args:
+            where: what this rank is doing, for the others' errors.
+            phase: in which phase of a pass it is.
+            cut_short: an exception is on its way through this rank, which may have left a pass.
+
+        Raises:
+            PeerLostError: a peer has gone, or has not come within the group's limit for a collective.
+        """
+        if self.comm.device.type == "cuda" and not cut_short:
+            torch.cuda.synchronize(self.comm.device)  # what has been launched here has been launched everywhere
+        launched = self.comm.launched
+        own = {"text": where[:_SAID], "launched": launched, "phase": phase}
+        with self._changed:
+            self._own_end = own
+        begin = time.monotonic()
+        self._tell(_END, text=json.dumps(own))
+        ahead: dict[int, float] = {}
+        while True:
+            with self._changed:
+                self._changed.wait_for(lambda: len(self._ended) == self.comm.world - 1, _POLL_S)
+                missing = [rank for rank in self._links.asking if rank not in self._ended]
+            for rank in missing:
+                found = self._where(rank, begin)
+                if found["ended"] or not _is_ahead(found["launched"], launched):
+                    ahead.pop(rank, None)
+                elif time.monotonic() - ahead.setdefault(rank, time.monotonic()) >= (_PATIENCE_S if cut_short else 0.0):
+                    return f"rank {self.comm.rank} {where}, and rank {rank} {found['text']}. {_CHECK}"
+            if not missing:
+                break
+        for rank, end in sorted(self._ended.items()):
+            if (end["launched"], end["phase"]) != (launched, phase):
+                return (
+                    f"rank {self.comm.rank} {where}, rank {rank} {end['text']}, and they have not taken part in the "
+                    f"same passes until there. {_CHECK}"
+                )
+        return ""
 
     def close(self) -> None:
-        """Stop listening (all ranks must call)."""
+        """Stop answering."""
         _open.discard(self)
-        self._post({"kind": "stop"})
-        self._thread.join()
-        # Rank 0 hosts the store; it must outlive the other ranks' threads.
-        self.comm.barrier("side_channel.close")
-        self._server = None
+        self._stop()
+        self._links.close()
+        self._alarm.close()
+        for key in list(self._selector.get_map().values()):
+            assert isinstance(key.fileobj, socket.socket)
+            key.fileobj.close()
+        self._selector.close()
 
     def leave(self) -> None:
-        """Stop listening because this process ends, whatever the others do."""
-        # A thread that is still inside the store's client when the interpreter goes would take the process down.
-        with contextlib.suppress(RuntimeError):  # the store has gone, and with it the thread
-            self._post({"kind": "stop"})
-            left = self._client.add("left", 1)
-            deadline = time.monotonic() + _LEAVING_S
-            while self._server is not None and left < self.comm.world and time.monotonic() < deadline:
-                time.sleep(0.01)
-                left = self._client.add("left", 0)
-        self._thread.join(_LEAVING_S)
+        """Stop answering because this process ends."""
+        # A thread that is still inside of torch when the interpreter goes would take the process down.
+        self._stop()
+
+    def _stop(self) -> None:
+        with contextlib.suppress(OSError):
+            self._alarm.shutdown(socket.SHUT_RDWR)
+        if self._thread is not threading.current_thread():
+            self._thread.join(_LEAVING_S)
+
+    # -- asking ----------------------------------------------------------------------------------------------------
+
+    def _ask(self, peer: int, kind: int, first: int = 0, second: int = 0, text: str = "", *, deadline: float) -> None:
+        data = text.encode()[:_TEXT_BYTES]
+        connection = self._links.asking[peer]
+        connection.settimeout(max(deadline - time.monotonic(), 1e-3))
+        connection.sendall(_ASK.pack(kind, len(data), first, second) + data)
+
+    def _tell(self, kind: int, first: int = 0, second: int = 0, text: str = "") -> None:
+        """Send a message that has no answer to all peers; whoever has gone will be missed by what comes next."""
+        deadline = time.monotonic() + self.comm.timeout.total_seconds()
+        with self._asking:
+            for peer in self._links.asking:
+                with contextlib.suppress(OSError):
+                    self._ask(peer, kind, first, second, text, deadline=deadline)
+
+    @contextlib.contextmanager
+    def _expecting(self, peer: int, what: str, begin: float) -> Iterator[None]:
+        """Turn an error of a connection inside into one that says who has not answered what."""
+        try:
+            yield
+        except OSError as error:
+            self._links.asking[peer].close()  # what may still come on it belongs to nothing
+            waited = time.monotonic() - begin
+            lost = PeerLostError(f"rank {peer} has not answered rank {self.comm.rank}: {what}")
+            lost.peer, lost.timed_out = peer, isinstance(error, TimeoutError)
+            lost.__cause__ = error
+            raise self.comm.explain(lost, what, waited) from error
+
+    def _answered(self, peer: int, most: int, deadline: float) -> int:
+        """Read the head of an answer; return its bytes, at most so many."""
+        connection, head = self._links.asking[peer], bytearray(_ANSWER.size)
+        links.receive(connection, memoryview(head), deadline)
+        given, size = _ANSWER.unpack(head)
+        if given == _REFUSED and size <= _TEXT_BYTES:
+            reason = bytearray(size)
+            links.receive(connection, memoryview(reason), deadline)
+            raise ConnectionAbortedError(f"rank {peer} has answered rank {self.comm.rank}: {reason.decode()}")
+        if given != _GIVEN or size > most:
+            raise ConnectionAbortedError(f"rank {peer} has answered {size} bytes of kind {given}; at most {most} fit")
+        return int(size)
+
+    def _receive_parts(self, peer: int, parts: Sequence[torch.Tensor], deadline: float) -> None:
+        """Receive what follows into tensors, one after the other."""
+        expected = sum(part.nbytes for part in parts)
+        size = self._answered(peer, expected, deadline)
+        if size != expected:
+            raise ConnectionAbortedError(f"rank {peer} has answered {size} bytes; expected {expected}")
+        connection = self._links.asking[peer]
+        for part in parts:
+            if part.device.type == "cpu":
+                links.receive(connection, _bytes_of(part), deadline)
+                continue
+            flat = part.view(torch.uint8)
+            for start in range(0, flat.numel(), CHUNK):
+                chunk = bytearray(min(CHUNK, flat.numel() - start))
+                links.receive(connection, memoryview(chunk), deadline)
+                flat[start : start + len(chunk)].copy_(torch.frombuffer(chunk, dtype=torch.uint8))
+
+    def _where(self, peer: int, begin: float) -> dict[str, Any]:
+        """Ask a peer which collectives it has launched; see `_place`."""
+        deadline = begin + self.comm.timeout.total_seconds()
+        with self._asking, self._expecting(peer, "destroy()", begin):
+            if time.monotonic() >= deadline:
+                raise TimeoutError("the limit is over")
+            self._ask(peer, _WHERE, deadline=deadline)
+            data = bytearray(self._answered(peer, _TEXT_BYTES, deadline))
+            links.receive(self._links.asking[peer], memoryview(data), deadline)
+            found = json.loads(data)
+            assert isinstance(found, dict)
+            return found
+
+    # -- answering -------------------------------------------------------------------------------------------------
+
+    def _serve(self) -> None:
+        if self.comm.device.type == "cuda":
+            torch.cuda.set_device(self.comm.device)  # the current device is a thread's own
+        while True:
+            for key, _ in self._selector.select():
+                if key.data is None:
+                    return  # this rank leaves
+                self._attend_to(key.data)
+
+    def _attend_to(self, peer: _Peer) -> None:
+        """Send what can be sent to a peer, or take what it asks."""
+        try:
+            sent = peer.flush()
+            if sent and not peer.asks():
+                sent = peer.flush()
+            while sent and (asked := peer.asked()) is not None:
+                self._answer(peer, *asked)
+                sent = peer.flush()
+        except OSError:
+            self._selector.unregister(peer.connection)  # it has gone; a pass that needs it will notice
+            return
+        except Exception as error:
+            self._error = self._error or error
+            self._selector.unregister(peer.connection)
+            peer.connection.close()
+            return
+        self._selector.modify(peer.connection, selectors.EVENT_READ if sent else selectors.EVENT_WRITE, peer)
+
+    def _answer(self, peer: _Peer, kind: int, first: int, second: int, text: bytes) -> None:
+        """Do what a message asks for."""
+        try:
+            if kind == _FETCH:
+                unit = self._units.get(first)
+                if unit is None:
+                    raise UsageError(
+                        f"rank {peer.rank} has asked rank {self.comm.rank} for unit {first}; it has units "
+                        f"{sorted(self._units)[:100]}"
+                    )
+                peer.give(sum(section.shard.nbytes for section in unit.sections), self._chunks(unit, second))
+            elif kind == _WANT:
+                with self._on_stream():
+                    self.on_want(first, second)
+            elif kind == _END:
+                with self._changed:
+                    self._ended[peer.rank] = json.loads(text)
+                    self._changed.notify_all()
+            elif kind == _WHERE:
+                data = json.dumps(self._place()).encode()
+                peer.give(len(data), iter([memoryview(data)]))
+            else:
+                raise UsageError(f"rank {peer.rank} has sent rank {self.comm.rank} a message of unknown kind {kind}")
+        except Exception as error:
+            self._error = self._error or error
+            if kind in (_FETCH, _WHERE):
+                peer.refuse(f"{type(error).__name__}: {error}")
+
+    def _place(self) -> dict[str, Any]:
+        """Where this rank is."""
+        with self._changed:
+            if self._own_end is not None:
+                return {**self._own_end, "ended": True}
+        # What has been launched is read first: what is said of a rank must not be older than that.
+        launched = self.comm.launched
+        open_ones = [record for record in self.comm.ledger.records() if record.finished is None]
+        text = "is outside of collectives"
+        if open_ones:
+            text = f"is in {describe(open_ones[-1])}" + (f" at {open_ones[-1].line}" if open_ones[-1].line else "")
+        return {"text": text[:_SAID], "launched": launched, "ended": False}
+
+    def _chunks(self, unit: Unit, version: int) -> Iterator[memoryview]:
+        """Yield a unit's shards in chunks; each is no longer needed when the next one is asked for."""
+        for section in unit.sections:
+            shard = section.shard
+            if self._copying is None:
+                yield _bytes_of(shard)
+                continue
+            with torch.cuda.stream(self._copying):
+                written = self._written.get(version)
+                if written is not None:
+                    self._copying.wait_event(written)
+                flat = shard.view(torch.uint8)
+                chunk = torch.empty(min(CHUNK, flat.numel()), dtype=torch.uint8, pin_memory=True)
+            for part in flat.split(CHUNK):
+                with torch.cuda.stream(self._copying):
+                    chunk[: part.numel()].copy_(part, non_blocking=True)
+                self._copying.synchronize()
+                yield _bytes_of(chunk[: part.numel()])
+
+    def _on_stream(self) -> AbstractContextManager[Any]:
+        # A gather is launched behind what the pass has put on its stream, and its memory belongs to that stream.
+        return contextlib.nullcontext() if self._stream is None else torch.cuda.stream(self._stream)
+
+    def _note_stream(self) -> None:
+        if self.comm.device.type == "cuda":
+            self._stream = torch.cuda.current_stream(self.comm.device)
+
+
+class _Peer:
+    """The connection on which a peer is answered: what has come in and what is still to go out."""
+
+    def __init__(self, rank: int, connection: socket.socket) -> None:
+        self.rank = rank
+        self.connection = connection
+        self._inbox = b""
+        self._outbox = memoryview(b"")
+        self._more: Iterator[memoryview] = iter(())
+
+    def asks(self) -> bool:
+        """Take what has arrived; return whether that is anything.
+
+        Raises:
+            OSError: the peer has gone.
+        """
+        try:
+            data = self.connection.recv(_ASK.size + _TEXT_BYTES)
+        except BlockingIOError:
+            return False
+        if not data:
+            raise ConnectionResetError("closed at the other end")
+        self._inbox += data
+        return True
+
+    def asked(self) -> tuple[int, int, int, bytes] | None:
+        """Take the next message: its kind, two numbers and a text; None if it is not whole yet.
+
+        Raises:
+            UsageError: it is none.
+        """
+        if len(self._inbox) < _ASK.size:
+            return None
+        kind, size, first, second = _ASK.unpack_from(self._inbox)
+        if size > _TEXT_BYTES:
+            raise UsageError(f"rank {self.rank} has sent a message of {size} bytes; at most {_TEXT_BYTES} are allowed")
+        if len(self._inbox) < _ASK.size + size:
+            return None
+        text = self._inbox[_ASK.size : _ASK.size + size]
+        self._inbox = self._inbox[_ASK.size + size :]
+        return kind, first, second, text
+
+    def give(self, size: int, chunks: Iterator[memoryview]) -> None:
+        """Answer with so many bytes."""
+        self._outbox, self._more = memoryview(_ANSWER.pack(_GIVEN, size)), chunks
+
+    def refuse(self, reason: str) -> None:
+        """Answer that there is no answer."""
+        data = reason.encode()[:_TEXT_BYTES]
+        self._outbox, self._more = memoryview(_ANSWER.pack(_REFUSED, len(data)) + data), iter(())
+
+    def flush(self) -> bool:
+        """Send what the connection takes now; return whether that is everything."""
+        while True:
+            if not self._outbox.nbytes:
+                following = next(self._more, None)
+                if following is None:
+                    return True
+                self._outbox = following
+            try:
+                sent = self.connection.send(self._outbox[:CHUNK])
+            except BlockingIOError:
+                return False
+            self._outbox = self._outbox[sent:]
+
+
+def _is_ahead(theirs: Sequence[int], own: Sequence[int]) -> bool:
+    return any(there > here for there, here in zip(theirs, own, strict=True))
+
+
+def _bytes_of(tensor: torch.Tensor) -> memoryview:
+    """Return the memory of a contiguous CPU tensor, which must outlive it. (`Tensor.numpy` would fix its size.)"""
+    if not tensor.nbytes:
+        return memoryview(b"")
+    return memoryview((ctypes.c_char * tensor.nbytes).from_address(tensor.data_ptr())).cast("B")
 
 
 def _leave_all() -> None:
@@ -207,12 +487,3 @@ def _leave_all() -> None:
     if getattr(sys, "last_value", None) is None:
         for channel in list(_open):
             channel.leave()
-
-
-def _to_bytes(shard: torch.Tensor) -> Any:
-    return shard.detach().cpu().view(torch.uint8).numpy().tobytes()
-
-
-def _from_bytes(target: torch.Tensor, data: bytes) -> None:
-    if data:
-        target.copy_(torch.frombuffer(bytearray(data), dtype=target.dtype))

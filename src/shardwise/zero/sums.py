@@ -41,6 +41,7 @@ class GradientSums:
         self._accountant = accountant
         self._reducer = reducer
         self._runs: Runs | None = None
+        self._seen: list[torch.Tensor] = []
 
     def squares(self, facts: Sequence[float | torch.Tensor]) -> tuple[torch.Tensor, torch.Tensor]:
         """Return the sum of squares of each accumulated gradient over ranks, in one small all-reduce.
@@ -61,9 +62,21 @@ class GradientSums:
             self._comm.all_reduce(sums, "gradient_norm").wait()
         return sums[: -len(facts)], sums[-len(facts) :]
 
+    def probe(self) -> torch.Tensor:
+        """Return this rank's `shardwise.precision.norms.Runs.probe` of the accumulated gradients (no collective)."""
+        runs = self._own_runs() if self._reducer.local else self._reduced_runs()
+        with self._accountant.owning(Category.OTHER):
+            return runs.probe()
+
+    def add(self, values: torch.Tensor, label: str) -> None:
+        """Replace what a rank has by the sums over ranks."""
+        self._comm.all_reduce(values, label).wait()
+
     def _reduced_runs(self) -> Runs:
         """The runs of reduced gradients that lie on this rank; their memory comes and goes."""
-        if self._runs is None:
+        gradients = [section.whole_gradient for unit in self._units for section in unit.trainable]
+        if self._runs is None or any(a is not b for a, b in zip(gradients, self._seen, strict=True)):
+            self._seen = gradients
             runs = [
                 (piece.index, section.own_gradient[piece.offset : piece.offset + piece.stop - piece.start])
                 for unit in self._units

@@ -2,9 +2,10 @@
 
 For each of its sections a unit holds
 
-* `full`: one flat buffer whose views are the user's parameters. Sharded parameters give its storage back between uses;
-the views,
-  and whatever autograd saved of them, see the values again when the storage is refilled.
+* `full`: one flat buffer whose views are the user's parameters. Sharded parameters have one only while they are
+  gathered. A release lets go of it and never frees it by force: what else refers to it (a `state_dict()`, a NumPy view,
+  a reference that the script keeps) stays valid, with the values of that time, and keeps the memory. What autograd has
+  saved does not count among these: see `shardwise.zero.saved`.
 * `shard`: this rank's range of it, in the same dtype (a view of `full` where parameters are not sharded).
 * `master`: what the optimizer updates, in fp32 (or wider): this rank's range, or everything where the optimizer is not
   sharded. It is the shard (or `full`) itself where that already has the right dtype.
@@ -15,6 +16,7 @@ the views,
 
 from __future__ import annotations
 
+import contextlib
 from collections.abc import Callable, Iterator, Sequence
 from enum import Enum
 from functools import cached_property
@@ -25,7 +27,7 @@ from torch import nn
 
 from shardwise.comm.communicator import Communicator, Handle
 from shardwise.comm.pieces import Places
-from shardwise.compat import without_overrides
+from shardwise.compat import never_compiled, storage_users, without_overrides
 from shardwise.errors import UsageError
 from shardwise.memory import Accountant, Category
 from shardwise.registry import LogicalTensor, Registry
@@ -37,7 +39,7 @@ class UnitState(Enum):
     """Where a unit's whole values are."""
 
     RELEASED = "released"
-    """Only this rank's range exists; the storage of `full` is empty."""
+    """Only this rank's range exists; `full` is empty."""
     GATHERING = "gathering"
     """`full` has memory and is being filled; the parameters must not be read yet."""
     GATHERED = "gathered"
@@ -78,16 +80,6 @@ class Codes(Protocol):
         """Make exact whole values what they would be had they been gathered so."""
 
 
-def _alias(tensor: torch.Tensor) -> torch.Tensor:
-    """Return a tensor on the same storage with a version counter of its own.
-
-    Refilling a released unit changes no value that autograd may have saved, so it must not count as an in-place change.
-    """
-    return torch.empty(0, dtype=tensor.dtype, device=tensor.device).set_(
-        tensor.untyped_storage(), 0, (tensor.numel(),), (1,)
-    )
-
-
 class SectionMemory:
     """The buffers of one section of a unit; see the module docstring."""
 
@@ -109,18 +101,16 @@ class SectionMemory:
         self.accumulate_dtype = accumulate_dtype
         self._accountant = accountant
         self.full = torch.zeros(layout.numel, dtype=layout.dtype, device=device)
-        self.wire_view = _alias(self.full)
         self.sharded = sharded
         self.master_start, self.master_stop = layout.range_of(rank) if shard_optimizer else (0, layout.numel)
         self.master_dtype = master_dtype
-        self.shard = self.wire_view[slice(*layout.range_of(rank))]
+        self.shard = self.full[slice(*layout.range_of(rank))]
         self.source = self.full
         self.master: torch.Tensor | None = None
         self.gradient: torch.Tensor | None = None
         self.second: torch.Tensor | None = None
         self._second_range = slice(0)
-        accountant.disregard(self.full)  # its storage comes and goes: told by the bytes
-        accountant.add(Category.PARAMETERS, self.full.nbytes)
+        accountant.hold(Category.GATHERED if sharded else Category.PARAMETERS, self.full)
 
     @property
     def own_gradient(self) -> torch.Tensor:
@@ -144,10 +134,22 @@ class SectionMemory:
         return self.gradient
 
     def free_gradient(self) -> None:
-        """Give the gradient's memory back; views of it see the next one."""
+        """Give the gradient's memory back; views of it, which are all the engine's own, see the next one."""
         if self.gradient is not None and self.gradient.untyped_storage().nbytes():
             self.gradient.untyped_storage().resize_(0)
             self._accountant.remove(Category.GRADIENTS, self.gradient.nbytes)
+
+    @contextlib.contextmanager
+    def lending_gradient(self) -> Iterator[None]:
+        """Show the gradient to an optimizer inside the block; memory that is still referred to afterwards is left."""
+        users = storage_users(self.whole_gradient)
+        try:
+            yield
+        finally:
+            gradient = self.whole_gradient
+            if users is None or storage_users(gradient) != users:
+                self.gradient = None
+                self._accountant.remove(Category.GRADIENTS, gradient.nbytes)
 
     @cached_property
     def places(self) -> Places:
@@ -176,12 +178,10 @@ class SectionMemory:
             keep_master: whether the optimizer steps masters kept here (False: somebody else owns them).
         """
         if self.source is not self.full:
-            self.wire_view.copy_(self.source)
+            self.full.copy_(self.source)
         if self.sharded:
             self.shard = self.shard.clone()
             self._accountant.hold(Category.PARAMETERS, self.shard)
-            self._accountant.remove(Category.PARAMETERS, self.full.nbytes)
-            self._accountant.add(Category.GATHERED, self.full.nbytes)
         if self.layout.trainable and keep_master:
             if not self.master_is_parameter:
                 self.master = self.source[self.master_start : self.master_stop].to(self.master_dtype, copy=True)
@@ -194,9 +194,9 @@ class SectionMemory:
         self.source = self.full
 
     def allocate(self) -> None:
-        """Give the whole buffer its memory back."""
-        self.full.untyped_storage().resize_(self.layout.numel * self.full.element_size())
-        self._accountant.add(Category.GATHERED, self.layout.numel * self.full.element_size())
+        """Take memory, of undefined content, for the whole buffer."""
+        self.full = torch.empty(self.layout.numel, dtype=self.layout.dtype, device=self.device)
+        self._accountant.hold(Category.GATHERED, self.full)
 
     def keep_second(self, world: int, rank: int) -> None:
         """Keep a second shard, of the values sharded over `world` ranks of which this is number `rank`."""
@@ -208,35 +208,23 @@ class SectionMemory:
     def store_second(self) -> None:
         """Take the second shard from the whole values."""
         if self.second is not None:
-            self.second.copy_(self.wire_view[self._second_range])
-
-    @property
-    def shared(self) -> bool:
-        """Whether somebody else uses the whole buffer's memory (`Tensor.numpy()`), so that it cannot be given back."""
-        return not self.full.untyped_storage().resizable()
-
-    def renew(self) -> None:
-        """Leave the whole buffer to whoever shares it and take another one, of undefined content."""
-        self.full = torch.empty_like(self.full)
-        self.wire_view = _alias(self.full)
-        self._accountant.disregard(self.full)
+            self.second.copy_(self.full[self._second_range])
 
     def free(self) -> None:
-        """Return the whole buffer's memory."""
-        self.full.untyped_storage().resize_(0)
-        self._accountant.remove(Category.GATHERED, self.layout.numel * self.full.element_size())
+        """Let go of the whole buffer."""
+        self.full = self.source = torch.empty(0, dtype=self.layout.dtype, device=self.device)
 
     def drop(self) -> None:
         """Give all memory back (whole values are there, and nobody's any more)."""
-        self._accountant.remove(Category.GATHERED if self.sharded else Category.PARAMETERS, self.full.nbytes)
-        self.full = self.wire_view = self.shard = self.source = torch.empty(0, dtype=self.layout.dtype)
+        self.free()
         self.free_gradient()
+        self.shard = self.full
         self.master = self.gradient = self.second = None
 
     @property
     def published(self) -> torch.Tensor:
         """The low-precision parameters' memory that corresponds to `master`."""
-        return self.wire_view if self.master_stop - self.master_start == self.layout.numel else self.shard
+        return self.full if self.master_stop - self.master_start == self.layout.numel else self.shard
 
     def publish(self) -> None:
         """Write the updated master weights into the low-precision parameters' memory."""
@@ -290,6 +278,23 @@ class Unit:
     def _classes(self) -> released.Classes:
         return released.classes_of(self.parameters)
 
+    @cached_property
+    def _blanks(self) -> list[tuple[nn.Parameter, torch.Tensor]]:
+        return [(parameter, released.blank_of(parameter)) for parameter in self.parameters]
+
+    @cached_property
+    def _places(self) -> list[tuple[nn.Parameter, int, tuple[torch.Size, tuple[int, ...], int]]]:
+        """Each parameter with the number of its section and the arguments of `as_strided` for its place in it."""
+        return [
+            (
+                self.registry.parameters[slot.index],
+                number,
+                (shape := torch.Size(self.registry[slot.index].shape), released.strides_of(shape), slot.offset),
+            )
+            for number, section in enumerate(self.sections)
+            for slot in section.layout.slots
+        ]
+
     @property
     def parameters(self) -> list[nn.Parameter]:
         """The user's parameter objects."""
@@ -301,6 +306,11 @@ class Unit:
         return sum(section.layout.numel for section in self.sections)
 
     @property
+    def nbytes(self) -> int:
+        """Bytes of the whole values, padding included."""
+        return sum(section.layout.numel * section.layout.dtype.itemsize for section in self.sections)
+
+    @property
     def trainable(self) -> list[SectionMemory]:
         """Sections that receive gradients."""
         return [section for section in self.sections if section.layout.trainable]
@@ -310,18 +320,20 @@ class Unit:
         """Whether the whole values are released between uses."""
         return any(section.sharded for section in self.sections)
 
+    @never_compiled
     def attach(self) -> None:
-        """Make every parameter a view of its place in the flat buffer."""
-        with without_overrides():
-            for tensor, view in self.views():
-                self.registry.parameters[tensor.index].data = view
+        """Make every parameter a view of its place in the flat buffers."""
+        with without_overrides(), torch.no_grad():
+            buffers = [section.full for section in self.sections]
+            for parameter, number, place in self._places:
+                parameter.data = buffers[number].as_strided(*place)
 
-    def views(self) -> Iterator[tuple[LogicalTensor, torch.Tensor]]:
-        """Yield each parameter's place in the flat buffers, in its own shape."""
-        for section in self.sections:
-            for slot in section.layout.slots:
-                tensor = self.registry[slot.index]
-                yield tensor, section.full[slot.offset : slot.offset + slot.numel].view(tensor.shape)
+    @never_compiled
+    def _detach(self) -> None:
+        """Leave the flat buffers: the parameters refer to no value (`shardwise.zero.released.blank_of`)."""
+        with without_overrides():
+            for parameter, blank in self._blanks:
+                parameter.data = blank
 
     def start_gather(self, purpose: Purpose = Purpose.PLAIN) -> None:
         """Launch the gather of all stale sections (one collective); the parameters are withheld until it ends.
@@ -332,7 +344,7 @@ class Unit:
             self._handle = self._launch(purpose)
         else:
             self.conceal()
-            self._handle = self.comm.all_gather([(s.wire_view, s.shard) for s in self.trainable], self.name)
+            self._handle = self.comm.all_gather([(s.full, s.shard) for s in self.trainable], self.name)
         self.state = UnitState.GATHERING
 
     def _launch(self, purpose: Purpose) -> Handle | None:
@@ -347,7 +359,7 @@ class Unit:
         if self.state is UnitState.RELEASED:
             for section in self.sections:
                 section.allocate()
-        pairs = [(s.wire_view, s.shard if near is None or s.second is None else s.second) for s in self.sections]
+        pairs = [(s.full, s.shard if near is None or s.second is None else s.second) for s in self.sections]
         return (near or self.comm).all_gather(pairs, self.name)
 
     def finish_gather(self) -> None:
@@ -381,6 +393,8 @@ class Unit:
     def fill_done(self) -> None:
         """Declare the whole values valid."""
         self._handle = None
+        if self.sharded:
+            self.attach()
         self.state = UnitState.GATHERED
         self.note()
         if not self.sharded:
@@ -398,15 +412,21 @@ class Unit:
             self.exposed = False
             released.withhold_all(self._classes)
 
+    def owner_of(self, tensor: torch.Tensor) -> SectionMemory | None:
+        """Return the section in the memory of whose whole values a tensor lies."""
+        if tensor.layout is not torch.strided:
+            return None
+        storage = tensor.untyped_storage().data_ptr()
+        if not storage:
+            return None
+        return next((s for s in self.sections if s.full.untyped_storage().data_ptr() == storage), None)
+
     def owns(self, tensor: torch.Tensor) -> bool:
         """Whether a tensor lies in the memory of the whole values."""
-        if tensor.layout is not torch.strided:
-            return False
-        storage = tensor.untyped_storage().data_ptr()
-        return storage != 0 and any(s.full.untyped_storage().data_ptr() == storage for s in self.sections)
+        return self.owner_of(tensor) is not None
 
     def release(self) -> None:
-        """Give the memory of the whole values back (sharded units only)."""
+        """Let go of the memory of the whole values (sharded units only)."""
         if not self.sharded or self.state is UnitState.RELEASED or self.pins:
             return
         self.finish_gather()
@@ -414,12 +434,8 @@ class Unit:
         if self._second_follows:
             self._second_follows = False
             self._store_second()
-        shared = [section for section in self.sections if section.shared]
-        for section in shared:
-            section.renew()
-        if shared:
-            self.attach()
         self.conceal()
+        self._detach()
         for section in self.sections:
             section.free()
         self.state = UnitState.RELEASED
@@ -489,7 +505,7 @@ class Unit:
         self.second_valid = False
         for section in self.sections:
             if section.sharded:
-                section.shard.copy_(section.wire_view[slice(*section.layout.range_of(section.rank))])
+                section.shard.copy_(section.full[slice(*section.layout.range_of(section.rank))])
 
     def segments(self) -> Iterator[tuple[SectionMemory, Lane]]:
         """Yield the lanes of the range that this rank's optimizer updates."""

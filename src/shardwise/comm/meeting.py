@@ -1,0 +1,98 @@
+"""The ranks of a job meet before they form a process group, so that one that does not come is named.
+
+torch waits for all ranks without a word, for the whole limit of a collective, and then names a key of its store. Here
+every rank first writes that it has come. The others say after seconds for whom they wait, and an error names who has
+not come. A launcher that sees a rank end before that writes it into the same store, and the others give up at once.
+"""
+
+from __future__ import annotations
+
+import logging
+import time
+from collections.abc import Sequence
+from datetime import timedelta
+
+import torch.distributed as dist
+
+from shardwise.comm.rendezvous import NOTICE_S
+from shardwise.errors import LaunchError
+
+_POLL_S, _SLOWEST_POLL_S = 0.002, 0.25
+
+_log = logging.getLogger("shardwise")
+
+
+def ended_key(attempt: str, rank: int) -> str:
+    """Key of the job's store under which a launcher writes how a rank has ended while others go on."""
+    return f"shardwise/ended/attempt{attempt}/{rank}"
+
+
+def meet(store: dist.Store, rank: int, world_size: int, timeout: timedelta, attempt: str = "0") -> None:
+    """Wait until all ranks have come.
+
+    Args:
+        store: the process group's own store, under a prefix of its own.
+        rank: of this process.
+        world_size: number of ranks.
+        timeout: how long to wait.
+        attempt: of the job, as an elastic agent counts.
+
+    Raises:
+        LaunchError: a rank has ended, or has not come in time, or the process that serves the store has gone.
+    """
+    if world_size == 1:
+        return
+    try:
+        _meet(store, rank, world_size, timeout, attempt)
+    except RuntimeError as error:
+        if isinstance(error, LaunchError):
+            raise
+        # torch's own text has the frames of its C++ code.
+        reason = str(error).partition("\n")[0].partition("Exception raised from")[0].strip()
+        raise LaunchError(
+            f"rank {rank} has lost the store in which the ranks meet, before all had come: the process that serves it "
+            f"(the launcher, or rank 0 without one) has ended. See its output. ({reason})"
+        ) from None
+
+
+def _meet(store: dist.Store, rank: int, world_size: int, timeout: timedelta, attempt: str) -> None:
+    began = time.monotonic()
+    store.set(_came(rank), "")
+    if store.add("meeting/number", 1) == world_size:
+        store.set("meeting/all", "")
+    job = getattr(store, "underlying_store", store)
+    notice, pause = NOTICE_S, _POLL_S
+    # Waiting for the key would have torch print a warning whenever a part of the time is over.
+    while not store.check(["meeting/all"]):
+        time.sleep(pause)
+        pause = min(2 * pause, _SLOWEST_POLL_S)
+        waited = time.monotonic() - began
+        if pause < _SLOWEST_POLL_S and waited < timeout.total_seconds():
+            continue
+        missing = [other for other in range(world_size) if not store.check([_came(other)])]
+        for other in missing:
+            if job.check([ended_key(attempt, other)]):
+                how = job.get(ended_key(attempt, other)).decode()
+                raise LaunchError(
+                    f"rank {other} has not come to the meeting of the ranks (shardwise.initialize or "
+                    f"init_distributed): it has ended with {how}. Every rank has to call it."
+                )
+        if waited >= timeout.total_seconds():
+            raise LaunchError(
+                f"{_who(missing)} not come to the meeting of the ranks (shardwise.initialize or init_distributed) "
+                f"within {waited:.0f} s; {world_size - len(missing)} of {world_size} ranks have. Look at what they do: "
+                "they stand still, load something for long, or take another way through the script. If they are only "
+                "slow, raise the limit (SHARDWISE_TIMEOUT, in minutes)."
+            )
+        if waited >= notice and rank == min(set(range(world_size)) - set(missing), default=rank):
+            notice = 2 * waited
+            _log.warning("%s not come to the meeting of the ranks after %.0f s; the others wait", _who(missing), waited)
+
+
+def _came(rank: int) -> str:
+    return f"meeting/{rank}"
+
+
+def _who(ranks: Sequence[int]) -> str:
+    shown = ", ".join(map(str, ranks[:8])) + (f" and {len(ranks) - 8} more" if len(ranks) > 8 else "")
+    return f"rank {shown} has" if len(ranks) == 1 else f"ranks {shown} have"

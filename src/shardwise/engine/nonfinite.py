@@ -1,0 +1,106 @@
+"""Gradients that are infinite or NaN where no loss scale is searched for: named, and trained on if so configured.
+
+Whether there are any travels with the all-reduce of the step. A CPU knows at once; for a CUDA device the host does not
+wait, and hears of it at the next step. Only then is it looked at more closely, by all ranks together.
+"""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+from typing import TYPE_CHECKING, Literal
+
+import torch
+
+from shardwise.engine.overflows import explain_late, explain_overflow
+from shardwise.engine.window import Window
+from shardwise.precision.overflow import OverflowReport, first_not_finite
+from shardwise.utils.logging import logger
+
+if TYPE_CHECKING:
+    from shardwise.zero.model import ShardedModel
+
+
+@dataclass(frozen=True)
+class Evidence:
+    """What is kept of a step until it is known whether its gradients were finite.
+
+    Attributes:
+        step: its number.
+        window: its micro-batches.
+        factor: what turns the sums of gradients into the gradient.
+        of_parameters: a number for each parameter that is not finite if its gradient is not; None if nobody looks.
+        summed: it is of all ranks; otherwise of what this rank holds.
+    """
+
+    step: int
+    window: Window
+    factor: float | torch.Tensor
+    of_parameters: torch.Tensor | None
+    summed: bool
+
+
+class NonFinite:
+    """What an engine does about gradients that are not finite.
+
+    Args:
+        sharded: the model.
+        policy: "skip" where steps with an overflow are skipped to find a loss scale; otherwise the key `non_finite`.
+
+    Attributes:
+        since: number of the step that began the present series of steps with such gradients; None if the last step
+            whose gradients are known was a good one.
+    """
+
+    def __init__(self, sharded: ShardedModel, policy: Literal["warn", "skip", "stop", "ignore"]) -> None:
+        self._sharded = sharded
+        self.policy = policy
+        self.since: int | None = None
+
+    @staticmethod
+    def flag(values: torch.Tensor) -> torch.Tensor:
+        """Return 1 if a value is not finite, else 0, as a 0-D fp64 tensor; the host does not wait."""
+        return torch.isfinite(values).all().logical_not().double()
+
+    def hear(self, wrong: bool, evidence: Evidence, *, late: bool) -> None:
+        """Say where a series of steps with such gradients begins and ends; all ranks call with the same `wrong`.
+
+        Args:
+            wrong: whether the gradients of the step are not finite.
+            evidence: what is known of it.
+            late: the next step is under way, and the gradients are not there any more.
+        """
+        first = self._sharded.comm.rank == 0
+        if not wrong:
+            if self.since is not None and first:
+                logger.warning(
+                    "step %d: gradients are finite again, after %d steps with gradients that were not",
+                    evidence.step,
+                    evidence.step - self.since,
+                )
+            self.since = None
+        elif self.since is None:
+            report = self._explained(evidence, late)
+            if report is None:
+                return
+            self.since = evidence.step
+            if first:
+                logger.warning(
+                    "step %d: gradients are not finite, and the update makes parameters infinite or NaN. %s. The key "
+                    '"non_finite" says what to do: "warn" (so now), "skip" such steps, "stop" before the update',
+                    evidence.step,
+                    report,
+                )
+
+    def _explained(self, evidence: Evidence, late: bool) -> OverflowReport | None:
+        sharded, values = self._sharded, evidence.of_parameters
+        assert values is not None and sharded.sums is not None
+        if late:
+            if not evidence.summed:
+                values = values.clone()
+                sharded.sums.add(values, "non_finite")
+            return explain_late(sharded, values, evidence.window.lost())
+        if not evidence.summed:
+            values, _ = sharded.sums.squares([0.0])
+            if first_not_finite(values) is None:
+                return None  # finite, and larger together than a number of their type can be
+        return explain_overflow(sharded, values, abs(float(evidence.factor)), 1.0, evidence.window.lost())

@@ -1,0 +1,153 @@
+"""step() without anything to step: nothing changes, on all ranks alike, and the log says so once."""
+
+from __future__ import annotations
+
+import logging
+from typing import Any
+
+import pytest
+import torch
+from torch import nn
+
+import shardwise
+from shardwise.checkpoint.agree import exchange
+from shardwise.utils.logging import logger, warn_once
+from tests.harness import run_ranks
+
+
+class Lines(logging.Handler):
+    """Keeps what is logged."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.lines: list[str] = []
+
+    def emit(self, record: logging.LogRecord) -> None:
+        self.lines.append(record.getMessage())
+
+
+def build(stage: int, config: dict[str, Any], client: bool) -> Any:
+    torch.manual_seed(1)
+    model = nn.Sequential(nn.Linear(4, 6), nn.Linear(6, 1))
+    optimizer = torch.optim.AdamW(model.parameters(), lr=0.1) if client else None
+    own = (
+        {}
+        if client
+        else {
+            "optimizer": {"type": "AdamW", "params": {"lr": 0.1}},
+            "scheduler": {"type": "WarmupLR", "params": {"warmup_num_steps": 10}},
+        }
+    )
+    return shardwise.initialize(
+        model=model,
+        optimizer=optimizer,
+        lr_scheduler=torch.optim.lr_scheduler.StepLR(optimizer, 1) if optimizer else None,
+        config={
+            "train_micro_batch_size_per_gpu": 2,
+            "zero_optimization": {"stage": stage, "stage3_param_persistence_threshold": 0},
+            **own,
+            **config,
+        },
+    )[0]
+
+
+def known(engine: Any) -> list[Any]:
+    """Everything that a step changes."""
+    values = [value.clone() for runs in engine.sharded.value_runs().values() for _, _, value in runs]
+    state = [value.clone() for s in engine.optimizer.state.values() for value in s.values() if torch.is_tensor(value)]
+    counters = [engine.global_steps, engine.micro_steps, engine.skipped_steps, engine.global_samples]
+    return [values, state, counters, engine.get_lr(), engine.lr_scheduler.state_dict(), engine.cur_scale]
+
+
+def same(first: Any, second: Any) -> bool:
+    if isinstance(first, list):
+        return len(first) == len(second) and all(map(same, first, second))
+    return torch.equal(first, second) if isinstance(first, torch.Tensor) else bool(first == second)
+
+
+def doubled(stage: int, config: dict[str, Any], client: bool, plain: bool) -> tuple[int, int]:
+    """Train with every step() called once, and with more calls of it; return warnings and steps."""
+    warn_once.cache_clear()
+    handler = Lines()
+    logger.addHandler(handler)
+    ends = []
+    for often in (1, 3):
+        engine = build(stage, config, client)
+        for number in range(4):
+            x = torch.full((2, 4), 0.1 * (number + 1) + exchange_rank(), dtype=engine.module[0].weight.dtype)
+            loss = engine(x).float().square().mean()
+            if plain:
+                loss.backward()
+            else:
+                engine.backward(loss)
+            engine.step()
+            for _ in range(often - 1):
+                with torch.no_grad():
+                    engine(x)  # an evaluation is no micro-batch
+                before, passes = known(engine), len(list(engine.ledger.records()))
+                engine.step()
+                assert same(before, known(engine)) and not engine.was_step_applied()
+                assert len(list(engine.ledger.records())) - passes <= 1  # nothing but the all-reduce of every step
+        ends.append(known(engine))
+        steps = engine.global_steps
+        comm, device = engine._comm, engine.device
+        assert len({str(said) for said in exchange(comm, device, engine.micro_steps)}) == 1
+        engine.destroy()
+    logger.removeHandler(handler)
+    assert same(*ends)
+    return sum("there is nothing to step" in line and "test_idle_steps.py" in line for line in handler.lines), steps
+
+
+def exchange_rank() -> int:
+    return torch.distributed.get_rank() if torch.distributed.is_initialized() else 0
+
+
+@pytest.mark.parametrize(
+    ("stage", "config", "client", "plain"),
+    [
+        (0, {}, False, False),
+        (1, {"gradient_accumulation_steps": 2, "gradient_clipping": 1.0}, False, True),
+        (2, {"gradient_accumulation_steps": 2, "bf16": {"enabled": True}}, False, False),
+        (3, {"gradient_accumulation_steps": 4}, True, True),
+        (3, {"fp16": {"enabled": True, "initial_scale_power": 4}}, False, False),
+        (1, {"managed_gradient_accumulation": False}, True, False),
+    ],
+)
+def test_a_second_step_changes_nothing(stage: int, config: dict[str, Any], client: bool, plain: bool) -> None:
+    (warnings, steps), *others = run_ranks(doubled, 2, stage, config, client, plain)
+    # Once for the line; the call ends a window, or is in the middle of one.
+    assert warnings in (1, 2) and steps == 4 // config.get("gradient_accumulation_steps", 1)
+    assert [told for told, _ in others] == [0]
+
+
+def without_backward(stage: int) -> list[Any]:
+    """Windows without a backward pass, and with one that was left out."""
+    engine = build(stage, {"gradient_accumulation_steps": 2}, False)
+    x = torch.full((2, 4), 1.0 + exchange_rank())
+    before = known(engine)
+    for _ in range(4):
+        engine(x)
+        engine.step()
+    seen: list[Any] = [same(before, known(engine))]
+    for number in range(4):
+        loss = engine(x).mean()
+        if number != 1:
+            engine.backward(loss)
+        engine.step()
+        seen.append((engine.global_steps, engine.micro_steps))
+    engine.backward(engine(x).mean())
+    engine.zero_grad()
+    engine.step()
+    engine.step()
+    engine(x)
+    before = known(engine)
+    engine.step()
+    seen.append(same(before[:2], known(engine)[:2]))
+    engine.destroy()
+    return seen
+
+
+@pytest.mark.parametrize("stage", [0, 3])
+def test_a_window_without_any_backward_pass_changes_nothing(stage: int) -> None:
+    for seen in run_ranks(without_backward, 2, stage):
+        assert seen == [True, (0, 1), (1, 2), (1, 3), (2, 4), True]

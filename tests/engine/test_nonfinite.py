@@ -1,0 +1,139 @@
+"""Gradients that are infinite or NaN without loss scaling: named by rank, step and parameter, on CPUs and late."""
+
+from __future__ import annotations
+
+from typing import Any
+
+import pytest
+import torch
+from torch import nn
+
+import shardwise
+from shardwise.engine import engine as engines
+from shardwise.errors import NonFiniteError
+from shardwise.utils.logging import logger
+from tests.engine.test_idle_steps import Lines, exchange_rank, known, same
+from tests.harness import run_ranks
+
+
+class Bad(torch.autograd.Function):
+    """Passes values on, and makes their gradient NaN."""
+
+    @staticmethod
+    def forward(ctx: Any, x: torch.Tensor) -> torch.Tensor:
+        return x.clone()
+
+    @staticmethod
+    def backward(ctx: Any, gradient: torch.Tensor) -> torch.Tensor:
+        return gradient * float("nan")
+
+
+class Net(nn.Module):
+    """Two layers, between which gradients can be spoilt."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.low, self.high = nn.Linear(4, 6), nn.Linear(6, 1)
+        self.spoilt = False
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        x = self.low(x)
+        return self.high(Bad.apply(x) if self.spoilt else x)
+
+
+def build(stage: int, **config: Any) -> Any:
+    torch.manual_seed(1)
+    given = {
+        "train_micro_batch_size_per_gpu": 2,
+        "zero_optimization": {"stage": stage, "stage3_param_persistence_threshold": 0},
+        "optimizer": {"type": "Adam", "params": {"lr": 0.01}},
+        "scheduler": {"type": "WarmupLR", "params": {}},
+    }
+    return shardwise.initialize(model=Net(), config={**given, **config})[0]
+
+
+def spoilt_at(stage: int, how: str, late: bool, config: dict[str, Any], steps: int = 3) -> tuple[list[str], list[Any]]:
+    """Train; in the second step rank 1 has a bad loss, or a bad gradient below the second layer."""
+    handler = Lines()
+    logger.addHandler(handler)
+    if late:  # as on a device that the host does not wait for
+        listen = engines.Engine._listen
+        engines.Engine._listen = lambda self, told, evidence, *, now: listen(self, told, evidence, now=False)
+    try:
+        engine = build(stage, **config)
+        seen: list[Any] = []
+        for number in range(steps):
+            bad = number == 1 and exchange_rank() == 1
+            engine.module.spoilt = bad and how == "gradient"
+            x = torch.full((2, 4), float("nan") if bad and how == "loss" else 1.0, dtype=engine.module.low.weight.dtype)
+            before = known(engine)[:3]
+            engine.backward(engine(x).float().mean())
+            try:
+                engine.step()
+            except NonFiniteError as error:
+                seen.append(str(error))
+            values = [v for runs in engine.sharded.value_runs().values() for _, _, v in runs]
+            finite = all(bool(torch.isfinite(value).all()) for value in values)
+            seen.append((engine.was_step_applied(), engine.skipped_steps, finite, same(before, known(engine)[:3])))
+        engine.destroy()
+    finally:
+        logger.removeHandler(handler)
+        if late:
+            engines.Engine._listen = listen
+    return [line for line in handler.lines if "finite" in line or "overflow" in line], seen
+
+
+@pytest.mark.parametrize(
+    ("stage", "how", "config", "late"),
+    [
+        (0, "loss", {}, True),
+        (1, "gradient", {"bf16": {"enabled": True}}, False),
+        (3, "gradient", {}, True),
+        (3, "loss", {"gradient_clipping": 1.0}, False),
+        (2, "gradient", {"gradient_clipping": 1.0, "bf16": {"enabled": True}}, True),
+    ],
+)
+def test_a_warning_names_step_rank_and_parameter(stage: int, how: str, config: dict[str, Any], late: bool) -> None:
+    (told, seen), (others, _) = run_ranks(spoilt_at, 2, stage, how, late, config)
+    assert others == [] and len(told) == 1, told
+    assert told[0].startswith("step 1: gradients are not finite, and the update makes parameters infinite or NaN")
+    cause = "the loss on rank 1 was not finite" if how == "loss" else "gradients on rank 1 were not finite"
+    assert cause in told[0] and "First parameter: 'low.weight'" in told[0]
+    assert ("of whose 24 elements 0 are infinite and 24 NaN" in told[0]) is not late
+    assert [s[:2] for s in seen] == [(True, 0)] * 3  # as it always was
+
+
+@pytest.mark.parametrize("stage", [0, 3])
+def test_steps_are_skipped_or_end_the_run(stage: int) -> None:
+    for config in ({"non_finite": "skip"}, {"bf16": {"check_grad_overflow": True}}):
+        (told, seen), _ = run_ranks(spoilt_at, 2, stage, "gradient", False, config)
+        assert len(told) == 1 and "step 1 is skipped: overflow in backward: gradients on rank 1" in told[0]
+        assert [s[:3] for s in seen] == [(True, 0, True), (False, 1, True), (True, 1, True)]
+    for told, seen in run_ranks(spoilt_at, 2, stage, "gradient", False, {"non_finite": "stop"}):
+        assert told == [] and "step 1: gradients are not finite" in seen[1] and "rank 1" in seen[1]
+        # What the step would have changed is as it was, and training can go on.
+        assert seen[2] == (False, 0, True, True) and seen[3][:3] == (True, 0, True)
+    (told, _), _ = run_ranks(spoilt_at, 2, stage, "gradient", False, {"non_finite": "ignore"})
+    assert told == []
+
+
+def recovers() -> list[str]:
+    """SGD steps on huge, finite gradients, then on one that is not, and the parameters are mended by hand."""
+    handler = Lines()
+    logger.addHandler(handler)
+    engine = build(0, optimizer={"type": "SGD", "params": {"lr": 1e-30}})
+    for value in (1e25, float("inf"), float("inf"), 1.0):
+        engine.backward(engine(torch.ones(2, 4)).mean() * value)
+        engine.step()
+        with torch.no_grad():
+            for parameter in engine.module.parameters():
+                parameter.nan_to_num_(0.5, 0.5, 0.5)
+    engine.destroy()
+    logger.removeHandler(handler)
+    return [line for line in handler.lines if "finite" in line]
+
+
+def test_a_series_is_said_once_and_its_end() -> None:
+    told = run_ranks(recovers, 1)[0]
+    assert len(told) == 2 and "step 1: gradients are not finite" in told[0], told
+    assert "step 3: gradients are finite again, after 2 steps" in told[1]

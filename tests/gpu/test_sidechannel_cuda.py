@@ -1,0 +1,53 @@
+"""The side channel on a CUDA device: what a stream of the pass waits for must not hold up an answer."""
+
+from __future__ import annotations
+
+from typing import Any
+
+import torch
+
+from shardwise.zero.sidechannel import CHUNK, SideChannel
+from tests.comm.test_links import Group
+
+
+class OneUnit:
+    """Stands for a unit with one section, sharded over two ranks."""
+
+    index, name = 0, "unit"
+
+    def __init__(self, rank: int, shard: int) -> None:
+        self.sections = [self]
+        self.wire_view = torch.zeros(2 * shard, device="cuda")
+        self.shard = torch.arange(shard, dtype=torch.float32, device="cuda") + rank * shard
+        self.layout: Any = self
+        self._shard = shard
+
+    def range_of(self, rank: int) -> tuple[int, int]:
+        """See `shardwise.zero.layout.Section`."""
+        return rank * self._shard, (rank + 1) * self._shard
+
+
+def test_a_shard_is_fetched_while_the_peers_stream_waits() -> None:
+    units = [OneUnit(rank, 3 * CHUNK // 4 + 1) for rank in range(2)]  # three chunks and a bit
+    group = Group(2, device=torch.device("cuda", torch.cuda.current_device()))
+    streams = [torch.cuda.Stream() for _ in range(2)]
+    torch.cuda.synchronize()
+
+    def begin(comm: Any) -> SideChannel:
+        with torch.cuda.stream(streams[comm.rank]):
+            channel = SideChannel(comm, [units[comm.rank]])  # type: ignore[list-item]
+            channel.attend()
+            return channel
+
+    asking, answering = group.run(begin)
+    with torch.cuda.stream(streams[1]):
+        torch.cuda._sleep(1 << 34)  # as behind a gather that the rank which asks has still to launch
+        answering.attend()
+    with torch.cuda.stream(streams[0]):
+        asking.fetch(units[0])
+    streams[0].synchronize()
+    assert not streams[1].query()
+    assert torch.equal(units[0].wire_view, torch.arange(units[0].wire_view.numel(), dtype=torch.float32, device="cuda"))
+    streams[1].synchronize()
+    for channel in (asking, answering):
+        channel.close()

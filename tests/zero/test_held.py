@@ -1,0 +1,334 @@
+"""What a script holds on to when a sharded unit is released: it stays valid, with the values it had, or raises."""
+
+from __future__ import annotations
+
+import contextlib
+import random
+from collections.abc import Callable
+from typing import Any
+
+import numpy as np
+import pytest
+import torch
+import torch.distributed as dist
+from torch import nn
+
+import shardwise
+from shardwise.errors import ReleasedParameterError
+from shardwise.memory import Category
+from tests.harness import run_ranks
+from tests.models import CASES
+from tests.zero.training import Setting, start
+
+WAYS: dict[str, Callable[[nn.Parameter], Any]] = {
+    "detached": lambda p: p.detach(),
+    "moved": lambda p: p.detach().cpu(),
+    "data": lambda p: p.data,
+    "row": lambda p: p.detach()[0],
+    "transposed": lambda p: p.detach().t(),
+    "reshaped": lambda p: p.view(-1),
+    "numpy": lambda p: p.detach().numpy(),
+    "dlpack": lambda p: torch.from_dlpack(p.detach()),
+    "parts": lambda p: p.detach().unbind()[-1],
+    "list": lambda p: [p.detach()],
+}
+
+
+def copied(held: Any) -> torch.Tensor:
+    """The values of something held, in memory of their own."""
+    if isinstance(held, list):
+        held = held[0]
+    return torch.from_numpy(held.copy()) if isinstance(held, np.ndarray) else held.detach().clone()
+
+
+class Holder:
+    """A program that trains and holds on to tensors; all ranks do the same.
+
+    Every action is one method; what is held is compared with what it was when it was taken.
+    """
+
+    def __init__(self, seed: int) -> None:
+        self.random = random.Random(seed)
+        self.case = CASES[self.random.choice(["gpt", "gpt_functional_head", "odd_mlp", "two_towers"])]
+        self.engine = start(
+            self.case,
+            Setting(
+                stage=3,
+                precision=self.random.choice(["fp32", "bf16"]),
+                optimizer=self.random.choice(["SGD", "AdamW", "momentum"]),
+                cap=self.random.choice([None, 300]),
+                prefetch=self.random.random() < 0.7,
+            ),
+        )
+        self.module = self.engine.module
+        self.matrices = [p for p in self.module.parameters() if p.dim() == 2 and p.numel()]
+        self.held: list[tuple[Any, torch.Tensor]] = []
+        self.addresses = {id(p): p.data_ptr() for p in self.module.parameters()}
+        self.steps = 0
+
+    def hold(self, value: Any) -> None:
+        self.held.append((value, copied(value)))
+
+    def batch(self) -> Any:
+        self.steps += 1
+        dtype = next(p.dtype for p in self.module.parameters() if p.is_floating_point())
+        return self.case.data(self.steps, 0, dist.get_rank(), dtype)
+
+    def train(self) -> None:
+        self.engine.backward(self.case.loss(self.engine, self.batch()))
+        self.engine.step()
+
+    def evaluate(self) -> None:
+        with torch.no_grad():
+            self.case.loss(self.engine, self.batch())
+
+    def forward_only(self) -> None:
+        loss = self.case.loss(self.engine, self.batch())
+        if self.random.random() < 0.5:
+            self.hold(loss)
+
+    def gather(self) -> None:
+        chosen = self.random.sample(self.matrices, self.random.randint(1, len(self.matrices)))
+        way = WAYS[self.random.choice(list(WAYS))]
+        with shardwise.zero.GatheredParameters(chosen, modifier_rank=self.random.choice([None, 0])):
+            for parameter in chosen:
+                if parameter.dtype is not torch.bfloat16 or way is not WAYS["numpy"]:
+                    self.hold(way(parameter))
+
+    def gather_all(self) -> None:
+        with (
+            self.engine.gathered()
+            if self.random.random() < 0.5
+            else shardwise.zero.GatheredParameters(list(self.module.parameters()))
+        ):
+            for value in self.module.state_dict().values():
+                self.hold(value)
+
+    def watch_forward(self) -> None:
+        way = WAYS[self.random.choice(["detached", "data", "row", "transposed"])]
+        chosen = self.random.choice([m for m in self.module.modules() if isinstance(m, nn.Linear)])
+        hook = chosen.register_forward_hook(lambda module, args, out: self.hold(way(module.weight)))
+        self.random.choice([self.train, self.evaluate])()
+        hook.remove()
+
+    def watch_gradients(self) -> None:
+        hook = self.random.choice(self.matrices).register_hook(lambda gradient: self.hold(gradient))
+        self.train()
+        hook.remove()
+
+    def watch_optimizer(self) -> None:
+        def look(optimizer: torch.optim.Optimizer, *_: Any) -> None:
+            for group in optimizer.param_groups:
+                for parameter in group["params"]:
+                    if parameter.grad is not None:
+                        self.hold(parameter.grad)
+
+        hook = self.engine.optimizer.register_step_pre_hook(look)
+        self.train()
+        hook.remove()
+
+    def retain(self) -> None:
+        """Differentiate a graph twice, with the values of all units released in between."""
+        loss = self.case.loss(self.engine, self.batch())
+        self.engine.backward(loss, retain_graph=True)
+        self.engine.empty_partition_cache()
+        self.engine.backward(loss)
+        self.engine.step()
+
+    def look(self) -> None:
+        """Read released parameters where nothing can notice it, and ask for their addresses."""
+        for parameter in self.random.sample(self.matrices, 1):
+            # NaN, or the values: the unit that a backward pass needs first is kept for it.
+            for value in (torch.tensor(parameter), _read(parameter)):
+                assert bool(value.isnan().all()) or bool(value.isfinite().all())
+            with pytest.raises(ReleasedParameterError):
+                parameter.sum()
+        now = {id(p): p.data_ptr() for p in self.module.parameters()}
+        assert now == self.addresses and len(set(now.values())) == len(now)
+        assert all(p.untyped_storage().nbytes() > 0 and p.is_contiguous() for p in self.module.parameters())
+
+    def read(self) -> None:
+        for value, expected in self.held:
+            assert torch.equal(copied(value), expected) or bool(expected.isnan().any())
+
+    def forget(self) -> None:
+        # Ranks hold different numbers of tensors: what they draw together must not depend on it.
+        self.held = random.Random(self.steps).sample(self.held, len(self.held) // 2)
+
+    def run(self) -> list[str]:
+        actions = [
+            self.train, self.evaluate, self.forward_only, self.gather, self.gather, self.gather_all,
+            self.watch_forward, self.watch_gradients, self.watch_optimizer, self.retain, self.look, self.read,
+            self.forget, self.engine.empty_partition_cache,
+        ]  # fmt: skip
+        done = []
+        for action in self.random.choices(actions, k=6):
+            done.append(action.__name__)
+            action()
+        self.read()
+        self.engine.destroy()
+        self.read()
+        assert all(bool(p.isfinite().all()) for p in self.module.parameters())
+        return done
+
+
+def _read(parameter: nn.Parameter) -> torch.Tensor:
+    """The values of a parameter, as code that knows nothing of overrides reads them."""
+    with torch._C.DisableTorchFunctionSubclass():
+        return parameter.detach() * 1
+
+
+def programs(first: int, count: int) -> int:
+    """Run random programs; return how many actions they took. A failure tells the seed."""
+    actions = 0
+    for seed in range(first, first + count):
+        try:
+            actions += len(Holder(seed).run())
+        except Exception as error:
+            raise AssertionError(f"program {seed}: {type(error).__name__}: {error}") from error
+    return actions
+
+
+@pytest.mark.parametrize("block", [0, 1, *(pytest.param(n, marks=pytest.mark.thorough) for n in range(2, 40))])
+def test_random_programs_that_hold_on_to_tensors(block: int) -> None:
+    assert run_ranks(programs, 2, 25 * block, 25) == [150, 150]
+
+
+def each_way(way: str) -> list[Any]:
+    case = CASES["gpt"]
+    engine = start(case, Setting(stage=3))
+    parameter = engine.module.blocks[1].up.weight
+    with shardwise.zero.GatheredParameters([parameter]):
+        held = WAYS[way](parameter)
+        expected = copied(held)
+    counted = engine.accountant.live[Category.GATHERED]
+    engine.backward(case.loss(engine, case.data(0, 0, dist.get_rank(), torch.float32)))
+    engine.step()
+    same = torch.equal(copied(held), expected)
+    del held
+    left = engine.accountant.live[Category.GATHERED]
+    engine.destroy()
+    return [same, counted > 0, left]
+
+
+@pytest.mark.parametrize("way", WAYS)
+def test_what_was_taken_from_gathered_parameters_stays_valid_and_is_counted(way: str) -> None:
+    assert run_ranks(each_way, 2, way) == [[True, True, 0]] * 2
+
+
+def state_dict_saved(path: str) -> list[bool]:
+    """The pattern "gather everything, take the state_dict, save it after the block"."""
+    engine = start(CASES["gpt"], Setting(stage=3))
+    with shardwise.zero.GatheredParameters(list(engine.module.parameters())):
+        taken = engine.module.state_dict()
+    expected = engine.module_state_dict()
+    torch.save(taken, f"{path}.{dist.get_rank()}")
+    loaded = torch.load(f"{path}.{dist.get_rank()}", weights_only=True)
+    engine.destroy()
+    return [torch.equal(loaded[name], value) for name, value in expected.items()]
+
+
+def test_a_state_dict_is_saved_after_the_block(tmp_path: Any) -> None:
+    assert all(all(found) for found in run_ranks(state_dict_saved, 2, str(tmp_path / "state")))
+
+
+class KeepsGradients(torch.optim.SGD):
+    """An optimizer whose state refers to the last gradients instead of copying them."""
+
+    def step(self, closure: Any = None) -> Any:
+        found = super().step(closure)
+        for group in self.param_groups:
+            for parameter in group["params"]:
+                self.state[parameter]["last"] = parameter.grad
+        return found
+
+
+def gradients_kept(stage: int) -> list[Any]:
+    case = CASES["gpt"]
+    model = case.make()
+    engine = start(case, Setting(stage=stage), model, KeepsGradients(model.parameters(), lr=0.1))
+    found = []
+    for step in range(3):
+        engine.backward(case.loss(engine, case.data(step, 0, dist.get_rank(), torch.float32)))
+        engine.step()
+        kept = [state["last"] for state in engine.optimizer.state.values()]
+        found.append([float(gradient.norm()) for gradient in kept])
+    engine.destroy()
+    return found
+
+
+def test_an_optimizer_may_refer_to_gradients_between_steps() -> None:
+    zero, three = run_ranks(gradients_kept, 1, 0)[0], run_ranks(gradients_kept, 2, 3)
+    assert len(zero) == 3 and all(norm > 0 for rank in three for step in rank for norm in step)
+
+
+def held_by_the_graph(name: str) -> list[Any]:
+    """Bytes of whole values between forward and backward, and those of the unit that waits for the backward pass."""
+    case = CASES[name]
+    engine = start(case, Setting(stage=3))
+    for step in range(2):
+        loss = case.loss(engine, case.data(step, 0, dist.get_rank(), torch.float32))
+        live = engine.accountant.live[Category.GATHERED]
+        waits = [unit for unit in engine.sharded.units if unit.sections[0].full.numel() and unit.sharded]
+        engine.backward(loss)
+        engine.step()
+    expected = sum(section.full.nbytes or section.layout.numel * 4 for unit in waits for section in unit.sections)
+    after = engine.accountant.live[Category.GATHERED]
+    engine.destroy()
+    return [len(waits), live == expected, after]
+
+
+@pytest.mark.parametrize("name", ["gpt", "gpt_functional_head", "two_towers"])
+def test_a_graph_holds_no_whole_values(name: str) -> None:
+    assert run_ranks(held_by_the_graph, 2, name) == [[1, True, 0]] * 2
+
+
+def kept_by_other_hooks() -> list[Any]:
+    """Hooks around the forward pass that keep every tensor as it is do not keep whole values either."""
+    case = CASES["gpt"]
+    engine = start(case, Setting(stage=3))
+    losses = []
+    for hooks in (False, True):
+        around = torch.autograd.graph.saved_tensors_hooks(lambda t: t, lambda t: t) if hooks else _nothing()
+        with around:
+            loss = case.loss(engine, case.data(0, 0, dist.get_rank(), torch.float32))
+        live = engine.accountant.live[Category.GATHERED]
+        engine.backward(loss)
+        norm = float(shardwise.utils.safe_get_full_grad(next(engine.module.parameters())).norm())
+        losses.append([float(loss), live, norm])
+        engine.zero_grad()
+    engine.destroy()
+    return losses
+
+
+def _nothing() -> Any:
+    return contextlib.nullcontext()
+
+
+def test_hooks_that_keep_what_they_are_given_hold_no_whole_values() -> None:
+    for without, with_hooks in run_ranks(kept_by_other_hooks, 2):
+        assert without == with_hooks
+
+
+def addresses(zero_init: bool) -> list[Any]:
+    with shardwise.zero.Init(enabled=zero_init):
+        model = CASES["gpt"].make()
+    before = sum({p.data_ptr(): p.numel() for p in model.parameters()}.values())
+    engine = start(CASES["gpt"], Setting(stage=3), model)
+    first = [p.data_ptr() for p in model.parameters()]
+    counted = sum({p.data_ptr(): p.numel() for p in model.parameters()}.values())
+    case = CASES["gpt"]
+    loss = case.loss(engine, case.data(0, 0, dist.get_rank(), torch.float32))
+    between = [p.data_ptr() for p in model.parameters()]
+    engine.backward(loss)
+    engine.step()
+    stable = first == between == [p.data_ptr() for p in model.parameters()]
+    storages = {p.untyped_storage().data_ptr() for p in model.parameters()}
+    total = sum(p.numel() for p in model.parameters())
+    engine.destroy()
+    return [before == total, counted == total, stable, len(storages) == len(first)]
+
+
+@pytest.mark.parametrize("zero_init", [False, True])
+def test_addresses_of_released_parameters_are_distinct_and_stable(zero_init: bool) -> None:
+    assert run_ranks(addresses, 2, zero_init) == [[True] * 4] * 2
