@@ -500,7 +500,8 @@ def test_killed_at_any_moment_there_is_the_old_or_the_new_checkpoint(overwrite: 
     assert found == ["old"] * change + ["new"] * (len(found) - change)
 
 
-@pytest.mark.slow
+@pytest.mark.thorough
+@pytest.mark.limit(900)
 def test_a_run_that_is_killed_while_it_saves_in_the_background_ends_with_the_same_bits(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:

@@ -542,7 +542,7 @@ def test_the_command_says_what_is_wrong(
     path = files.write(str(tmp_path / "theirs"), "x", held, 2, 2)
     (tmp_path / "empty").mkdir()
     cases = {
-        (str(tmp_path / "none"), "out"): "there is no such directory",
+        (str(tmp_path / "none"), "out"): "there is no such file or directory",
         (str(tmp_path / "empty"), "out"): "not a checkpoint of DeepSpeed",
         (str(tmp_path / "theirs"), "out", "--tag", "y"): "there is no such directory",
         (path, "out", "--no-optimizer", "--optimizer", "SGD"): "contradict",

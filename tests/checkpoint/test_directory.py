@@ -1,6 +1,7 @@
 from __future__ import annotations
 
 import os
+import subprocess
 from pathlib import Path
 
 import pytest
@@ -92,10 +93,15 @@ def test_leftovers_of_killed_writers_are_removed_and_those_of_living_ones_are_no
     (tmp_path / ".b.01234567.partial" / "x").write_text("")
     os.utime(tmp_path / ".b.01234567.partial", (0, 0))
     (tmp_path / ".latest.01234567.partial").write_text("")
+    os.utime(tmp_path / ".latest.01234567.partial", (0, 0))
+    (tmp_path / ".latest.89abcdef.partial").write_text("another job is about to rename it")
+    ended = subprocess.Popen(["true"])
+    ended.wait()
+    (tmp_path / f".latest.01234567-{ended.pid}-{directory._machine()}.partial").write_text("")
     (tmp_path / ".mine").mkdir()
     other = directory.Draft(str(tmp_path), "c")
     found = {name for name in os.listdir(tmp_path)}
-    assert found == {".mine", os.path.basename(living.path), os.path.basename(other.path)}
+    assert found == {".mine", ".latest.89abcdef.partial", os.path.basename(living.path), os.path.basename(other.path)}
     other.discard()
     living.publish()
     assert content(tmp_path, "a") == "one"

@@ -12,8 +12,10 @@ import pytest
 import torch
 
 from shardwise.checkpoint import verify
-from shardwise.errors import CheckpointError, CheckpointPathError, UsageError
+from shardwise.errors import CheckpointError, CheckpointPathError
+from shardwise.utils.logging import logger, warn_once
 from tests.checkpoint.job import Run, config, differences, on_ranks
+from tests.engine.test_idle_steps import Lines
 
 
 def rank() -> int:
@@ -115,7 +117,7 @@ def test_a_failed_rename_is_an_error_on_all_ranks(where: str, left: list[str], t
     for message, found in on_ranks(publish_fails, 2, str(tmp_path), where):
         assert "Read-only file system" in message
         # The replaced file is `latest`: the checkpoint itself had been renamed before.
-        assert ("/b: this checkpoint is complete and stands" in message) is (where == "replace")
+        assert ("/b: this checkpoint is complete, but a later step failed" in message) is (where == "replace")
         assert found == left
     assert (tmp_path / "latest").read_text() == "a"
     verify(str(tmp_path / "a"))
@@ -156,22 +158,35 @@ def test_different_tags_on_different_ranks(validation: str, tmp_path: Path) -> N
         verify(str(tmp_path / "t0"))
 
 
-def unfinished_window(path: str, stage: int) -> tuple[str, bool]:
-    run = Run(config(stage), seed=1)
-    run.step()
-    run.micro_batch()
-    with pytest.raises(UsageError) as caught:
-        run.engine.save_checkpoint(path)
-    run.micro_batch()
-    return str(caught.value), run.engine.save_checkpoint(path)
+def unfinished_window(path: str, stage: int) -> tuple[list[str], bool, tuple[int, ...]]:
+    """Save in the middle of a window; the window goes on, and another run begins it anew."""
+    warn_once.cache_clear()
+    handler = Lines()
+    logger.addHandler(handler)
+    run, undisturbed = Run(config(stage), seed=1, noise=False), Run(config(stage), seed=1, noise=False)
+    for one in (run, undisturbed):
+        one.step()
+        one.micro_batch()
+        if one is run:
+            run.engine.save_checkpoint(path)
+        one.micro_batch()
+    same = differences(run.fingerprint(), undisturbed.fingerprint()) == []
+    again = Run(config(stage), seed=2, noise=False)
+    again.load(path)
+    counted = [(again.engine.micro_steps, again.engine.global_steps)]
+    for _ in range(2):
+        again.micro_batch()
+        counted.append((again.engine.micro_steps, again.engine.global_steps))
+    logger.removeHandler(handler)
+    return [line for line in handler.lines if "in the middle of an accumulation window" in line], same, tuple(counted)
 
 
-@pytest.mark.parametrize("stage", [0, 1, 2, 3])
-def test_inside_an_accumulation_window_saving_is_refused(stage: int, tmp_path: Path) -> None:
-    for message, later in on_ranks(unfinished_window, 2, str(tmp_path), stage):
-        assert "gradients of an unfinished accumulation window" in message
-        assert "every 2 micro-batches" in message
-        assert later is True
+@pytest.mark.parametrize("stage", [1, 3])
+def test_inside_an_accumulation_window_saving_tells_what_is_not_saved(stage: int, tmp_path: Path) -> None:
+    results = on_ranks(unfinished_window, 2, str(tmp_path), stage)
+    assert [len(lines) for lines, _, _ in results] == [1, 0] and "every 2 micro-batches" in results[0][0][0]
+    for _, same, counted in results:
+        assert same and counted == ((2, 1), (3, 1), (4, 2))
 
 
 def wrong_paths(path: str) -> list[str]:
@@ -193,19 +208,41 @@ def wrong_paths(path: str) -> list[str]:
     run.engine.save_checkpoint(path, tag="there")
     with pytest.raises(CheckpointError, match=r"no such checkpoint directory.*Checkpoints in .*: there$"):
         run.engine.load_checkpoint(path, tag="never")
-    with pytest.raises(CheckpointPathError) as caught:
-        run.engine.save_checkpoint(f"{path}/of_rank_{rank()}")
-    torch.distributed.barrier()
-    return [*messages, str(caught.value)]
+    return messages
 
 
 def test_paths_that_cannot_be_used_are_value_errors(tmp_path: Path) -> None:
-    messages, others = on_ranks(wrong_paths, 2, str(tmp_path))
-    assert messages[-1] == others[-1]
-    assert "of_rank_0' on rank 0" in messages[-1] and "of_rank_1' on rank 1" in messages[-1]
+    messages, _ = on_ranks(wrong_paths, 2, str(tmp_path))
     assert "save_dir: expected the path of a directory, found ''" in messages[0]
     assert "ends in .safetensors" in messages[5]
     assert sorted(os.listdir(tmp_path)) == ["latest", "there"]
+
+
+def directories_with_the_time_of_day(path: str, asynchronous: bool) -> tuple[Any, list[str]]:
+    run = Run(config(1), seed=1)
+    run.step()
+    said: list[str] = []
+
+    def note(record: Any) -> bool:
+        said.append(record.getMessage())
+        return True
+
+    logger.addFilter(note)
+    try:
+        run.engine.save_checkpoint(f"{path}/12.00.0{rank()}", client_state={"step": 1}, asynchronous=asynchronous)
+        run.engine.wait_for_checkpoint()
+    finally:
+        logger.removeFilter(note)
+    return run.engine.load_checkpoint(f"{path}/12.00.00"), [message for message in said if "save_dir" in message]
+
+
+@pytest.mark.parametrize("asynchronous", [False, True])
+def test_ranks_that_name_different_directories_save_to_that_of_rank_0(asynchronous: bool, tmp_path: Path) -> None:
+    found = on_ranks(directories_with_the_time_of_day, 2, str(tmp_path), asynchronous)
+    assert [loaded for loaded, _ in found] == [(f"{tmp_path}/12.00.00/global_step1", {"step": 1})] * 2
+    assert os.listdir(tmp_path) == ["12.00.00"]
+    (said,), nothing = (messages for _, messages in found)
+    assert "12.00.00' on rank 0" in said and "12.00.01' on rank 1" in said and not nothing
 
 
 def local_directories(path: str) -> str:

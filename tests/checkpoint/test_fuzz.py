@@ -94,6 +94,13 @@ def test_damage_is_found_or_does_no_harm(rng: random.Random, files: hostile.File
             everything(scratch)
 
 
+def nested(depth: int) -> dict[str, Any]:
+    value: Any = 1
+    for _ in range(depth):
+        value = {"a": value}
+    return value
+
+
 @settings(max_examples=250)
 @given(rng=randoms)
 def test_a_hostile_manifest_gives_an_error_or_values(rng: random.Random, files: hostile.Files, scratch: Path) -> None:
@@ -115,7 +122,12 @@ def test_a_hostile_manifest_gives_an_error_or_values(rng: random.Random, files: 
         (lambda f: f["tensors"][0].update(shape=[2**30]), "expected 1073741824"),
         (lambda f: f["tensors"][0]["slices"].append(dict(f["tensors"][0]["slices"][0])), "a slice"),
         (lambda f: f["tensors"].append(dict(f["tensors"][0], name="again")), "used twice"),
-        (lambda f: f.update(client=[f["client"], f["client"]]), "used already"),
+        (lambda f: f.update(client={"a": f["client"], "b": f["client"]}), "used already"),
+        (lambda f: f.update(client=[f["client"]]), "client: expected a dictionary"),
+        (lambda f: f.update(client="text"), "client: expected a dictionary"),
+        (lambda f: f.update(client=nested(300)), "nested deeper than any"),
+        (lambda f: f["counters"].update(global_steps=2**63), "counters"),
+        (lambda f: f["counters"].update(micro_steps=10**300), "counters"),
         (lambda f: f["optimizer"]["groups"][0].update(params=[]), "a group in optimizer.groups"),
         (lambda f: f["files"].update({"../x": {"size": 0, "checksums": []}}), "the name of a file"),
         (lambda f: next(iter(f["files"].values())).update(checksums=[]), "the checksums of"),
@@ -241,6 +253,7 @@ def fuzzed_loads(original: str, root: str, kind: str, seeds: list[int]) -> list[
     return wrong
 
 
+@pytest.mark.limit(400)
 @pytest.mark.parametrize(("kind", "count"), [("damage", 40), ("malice", 80)])
 def test_engines_survive_damaged_and_hostile_checkpoints(kind: str, count: int, saved: Path, tmp_path: Path) -> None:
     found = on_ranks(fuzzed_loads, 2, str(saved), str(tmp_path / "runs"), kind, list(range(count)), timeout=300)

@@ -58,7 +58,7 @@ def unreadable(root: str) -> None:
 
     os.listdir = listdir  # type: ignore[assignment]
     try:
-        with pytest.raises(CheckpointError, match=r"cannot be listed.*nothing is begun|failed on rank 0"):
+        with pytest.raises(CheckpointError, match=r"cannot be listed.*no new run is started|failed on rank 0"):
             run.engine.resume(runs)
     finally:
         os.listdir = original

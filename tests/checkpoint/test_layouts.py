@@ -74,7 +74,7 @@ def losses(path: str, stage: int, micro: int, steps: int, load: bool) -> list[fl
     return found
 
 
-@pytest.mark.parametrize(("world", "stage"), [(1, 0), (1, 3), (2, 1), (3, 2), (6, 3)])
+@pytest.mark.parametrize(("world", "stage"), [(1, 3), (2, 0), (2, 1), (3, 2), (6, 3)])
 def test_training_goes_on_with_the_same_losses_on_other_numbers_of_ranks(
     world: int, stage: int, tmp_path: Path
 ) -> None:

@@ -61,9 +61,8 @@ def test_resuming_is_exact(stage: int, dtype: str, optimizer: str, tmp_path: Pat
     assert (tmp_path / "latest").read_text() == "global_step3"
 
 
-@pytest.mark.parametrize("stage", [0, 3])
-def test_resuming_on_one_rank_is_exact(stage: int, tmp_path: Path) -> None:
-    (result,) = on_ranks(interrupted, 1, config(stage, "bf16"), str(tmp_path))
+def test_resuming_on_one_rank_is_exact(tmp_path: Path) -> None:
+    (result,) = on_ranks(interrupted, 1, config(3, "bf16"), str(tmp_path))  # every stage is the same there
     assert result["different after loading"] == result["different at the end"] == []
 
 

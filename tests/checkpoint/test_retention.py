@@ -16,12 +16,13 @@ from shardwise.checkpoint.retention import prune
 from tests.checkpoint.job import Run, config, on_ranks
 
 
-def make(parent: Path, tag: str, steps: int, created: float) -> None:
+def make(parent: Path, tag: str, steps: int, created: float, finite: bool = True) -> None:
     """Put down a checkpoint with one small file."""
     path = parent / tag
     path.mkdir(parents=True)
     facts = write_bytes(str(path / "rank00000of00001-01234567.safetensors"), memoryview(b"data"))
-    found = Manifest(tag, created, {}, {}, {}, {"rank00000of00001-01234567.safetensors": facts}, [])
+    layout = {} if finite else {"finite": False}
+    found = Manifest(tag, created, {}, layout, {}, {"rank00000of00001-01234567.safetensors": facts}, [])
     found.counters["global_steps"] = steps
     (path / "manifest.json").write_bytes(manifest.to_bytes(found))
 

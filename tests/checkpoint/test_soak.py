@@ -13,7 +13,8 @@ import pytest
 ROOT = Path(__file__).parents[2]
 
 
-@pytest.mark.slow
+@pytest.mark.thorough
+@pytest.mark.limit(900)
 def test_kills_of_both_kinds(tmp_path: Path) -> None:
     command = [sys.executable, str(ROOT / "bench" / "soak.py"), "--kills", "2", "--seed", "1"]
     # How long a recovery takes depends on what else the machine does; `make soak` has a limit.

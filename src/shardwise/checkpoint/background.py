@@ -15,6 +15,7 @@ from __future__ import annotations
 import atexit
 import contextlib
 import json
+import math
 import os
 import platform
 import signal
@@ -30,9 +31,10 @@ from pathlib import Path
 
 import torch
 
-from shardwise.checkpoint import directory
+from shardwise.checkpoint import directory, patience
 from shardwise.checkpoint.agree import exchange, phase
 from shardwise.checkpoint.collect import TrainingState, add_buffers
+from shardwise.checkpoint.patience import Progress
 from shardwise.checkpoint.protocols import ShardedModel
 from shardwise.checkpoint.publish import FACTS, FAILURE, LOCK, Whole, beside, stands
 from shardwise.checkpoint.save import Drafted, Request, drafted, whole_of
@@ -45,6 +47,8 @@ from shardwise.utils.logging import logger
 _PROGRAM = "import sys; sys.path.append(sys.argv[1]); from shardwise.checkpoint.writer import main; main()"
 _LEAVE_S = 5.0
 """How long an idle process may take to leave."""
+_LOOK_S = 1.0
+"""How often somebody who waits looks at the process."""
 
 
 @dataclass
@@ -100,11 +104,10 @@ class _Desk:
         elif self.told is not None:
             self.told(report)
 
-    def wait(self) -> Outcome | None:
-        """Wait until nothing is being written; return the outcome of the last save."""
+    def wait(self, seconds: float) -> bool:
+        """Wait until nothing is being written, at most so long; return whether that is so."""
         with self.changed:
-            self.changed.wait_for(lambda: self.job is None)
-            return self.outcome
+            return self.changed.wait_for(lambda: self.job is None, seconds)
 
 
 def _failed(path: str, rank: int, error: str) -> str:
@@ -190,6 +193,12 @@ class _Process:
         with contextlib.suppress(OSError):
             self._channel.shutdown(socket.SHUT_WR)
 
+    def give_up(self) -> None:
+        """End it, and count on nothing from it any more: where a disk does not answer, it ends some day."""
+        self.ended = True
+        with contextlib.suppress(OSError):
+            os.kill(self.pid, signal.SIGKILL)
+
     def leave(self) -> None:
         """Let it end, and wait for that; it has nothing to do when this is called."""
         self.dismiss()
@@ -204,7 +213,7 @@ def _bereaved(job: Job, code: int) -> Outcome:
         draft = directory.Draft.taken_over(job.parent, job.tag, job.token, None)
         if stands(draft):
             words += (
-                f" at the very end: {draft.target} is complete and stands, but "
+                f" at the very end: {draft.target} is complete, but "
                 f"{os.path.join(job.parent, directory.LATEST)} may still name an earlier one, and older ones may still "
                 "be there"
             )
@@ -237,6 +246,8 @@ class Background:
         neighbours: ranks on this machine.
         resized: called with the bytes by which the shared memory grows or shrinks.
         told: called on a thread of its own with the report of each save that has succeeded.
+        limit: seconds that a process may write nothing while it is waited for, besides those that writing takes on a
+            very slow disk; then it is ended, and the save has failed.
     """
 
     def __init__(
@@ -245,7 +256,9 @@ class Background:
         neighbours: int = 1,
         resized: Callable[[int], None] | None = None,
         told: Callable[[SaveReport], None] | None = None,
+        limit: float = math.inf,
     ) -> None:
+        self._limit = limit
         self._device = device
         self._neighbours = neighbours
         self._resized = resized
@@ -325,7 +338,39 @@ class Background:
     def wait(self) -> Outcome | None:
         """Wait until nothing is being written; return the outcome of the last save, which nobody has settled yet."""
         self.belong()
-        return self._desk.wait() if self.unsettled else None
+        if not self.unsettled:
+            return None
+        self._wait()
+        return self._desk.outcome
+
+    def _wait(self) -> None:
+        """Wait until nothing is being written: say so when it takes long, and give up when nothing happens."""
+        began = last = time.monotonic()
+        tell, seen = patience.TELL_S, None
+        while not self._desk.wait(min(_LOOK_S, patience.TELL_S)):
+            job, process, now = self._desk.job, self._process, time.monotonic()
+            if job is None or process is None:
+                continue
+            found = Progress.of(process.pid)
+            if seen is None or found.written != seen:
+                seen, last = found.written, now
+            path = os.path.join(job.parent, job.tag)
+            size = f"{job.ends[0] / 1e6:.1f} MB"
+            words = f"process {process.pid}, which writes the part of rank {job.rank} ({size}), {found}"
+            if now - began >= tell:
+                tell *= 4
+                if job.rank == 0 or found.stuck:
+                    logger.warning("%s: waiting for %.0f s until it is written: %s", path, now - began, words)
+            if now - last >= self._limit + job.ends[0] / patience.SLOWEST:
+                process.give_up()
+                self._desk.end(
+                    Outcome(
+                        job.token,
+                        origin=job.rank,
+                        error=f"{words}, and has written nothing for {now - last:.0f} s (the limit follows "
+                        "SHARDWISE_TIMEOUT). It is given up",
+                    )
+                )
 
     def belong(self) -> None:
         """Begin anew in a process that was forked from the one that made this: memory and process are the parent's."""
@@ -336,7 +381,7 @@ class Background:
     def close(self) -> None:
         """Wait, let the process leave, and give the memory back."""
         self.belong()
-        self._desk.wait()
+        self._wait()
         if self._process is not None:
             self._process.leave()
             self._process = None
@@ -379,7 +424,7 @@ def save_in_background(
         try:
             with phase(comm, device, what) as taken:
                 add_buffers(made.part, model, made.digests)
-                whole = whole_of(model, request) if comm.rank == 0 else None
+                whole = whole_of(model, request, made.not_finite) if comm.rank == 0 else None
                 if whole is not None:
                     whole = replace(whole, directory=os.path.abspath(whole.directory))
                 background.prepare(made, whole)
@@ -422,6 +467,8 @@ def settle(comm: Communicator, device: torch.device, background: Background) -> 
     background.unsettled = False
     error, origin = heard[0] or (None, 0)
     if error is not None:
+        others = [f"rank {rank}: {said[0]}" for rank, said in enumerate(heard) if rank and said and said[0]]
+        error = "; ".join([error, *others])
         path = background.report.path if background.report is not None else "a checkpoint"
         raise CheckpointError(_failed(path, origin, error))
     return time.monotonic() - begun

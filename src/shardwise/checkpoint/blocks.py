@@ -5,6 +5,7 @@ Nothing here needs torch, whose import takes seconds: the process that writes in
 
 from __future__ import annotations
 
+import errno
 import os
 import stat
 import zlib
@@ -115,7 +116,10 @@ def in_words(error: BaseException) -> str:
         return str(error)
     if isinstance(error, OSError) and error.strerror:
         place = f"{error.filename}: " if error.filename else ""
-        return f"{place}{error.strerror} (errno {error.errno})"
+        room = ""
+        if error.errno == errno.ENOSPC and isinstance(error.filename, str):
+            room = f"; {free_space(os.path.dirname(error.filename) or '.')}"
+        return f"{place}{error.strerror} (errno {error.errno}){room}"
     return f"{type(error).__name__}: {error}"
 
 
@@ -125,4 +129,7 @@ def free_space(path: str) -> str:
         found = os.statvfs(path)
     except OSError as error:
         return f"the free space is not known ({error.strerror})"
-    return f"{found.f_bavail * found.f_frsize / 1e6:.1f} MB are free"
+    free = f"{found.f_bavail * found.f_frsize / 1e6:.1f} MB are free"
+    if found.f_files and not found.f_favail:
+        return f"{free}, and no inode is: no file can be made, however small, before others are removed"
+    return free

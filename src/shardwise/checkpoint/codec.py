@@ -25,7 +25,6 @@ Fetch = Callable[[Any], torch.Tensor]
 """Takes a reference as `PutAside` returned it; returns the tensor."""
 
 _DEEPEST = 100
-_DEEPEST_JSON = 4 * _DEEPEST
 _SCALARS = {
     str(dtype).removeprefix("torch."): dtype
     for dtype in (
@@ -223,13 +222,29 @@ def references(value: Any) -> Iterator[Any]:
     waiting = [(value, 0)]
     while waiting:
         item, depth = waiting.pop()
-        if depth > _DEEPEST_JSON:
+        if depth > _DEEPEST:
             raise CheckpointError("a value is nested deeper than any that was written")
         if isinstance(item, dict):
             tag = next(iter(item), "")
             if tag in ("$tensor", "$numpy"):
                 yield item[tag]
+            elif tag.startswith("$"):
+                # As deep as the value that it stands for: pairs of keys and values are no level of their own.
+                inside = item[tag] if isinstance(item[tag], list) else []
+                if tag in _MAPPINGS.values():
+                    inside = [part for pair in inside if isinstance(pair, list) for part in pair]
+                waiting.extend((inner, depth + 1) for inner in reversed(inside))
             else:
                 waiting.extend((inner, depth + 1) for inner in reversed(item.values()))
         elif isinstance(item, list):
             waiting.extend((inner, depth + 1) for inner in reversed(item))
+
+
+def is_mapping(value: Any) -> bool:
+    """Whether JSON as `encode` returned it stands for a dictionary.
+
+    >>> is_mapping({"a": 1}), is_mapping({"$dict": []}), is_mapping({"$tuple": []}), is_mapping("a")
+    (True, True, False, False)
+    """
+    tag = next(iter(value), "") if isinstance(value, dict) else "$"
+    return not tag.startswith("$") or tag in _MAPPINGS.values()

@@ -53,6 +53,7 @@ class Part:
         self.stored: list[StoredTensor] = []
         self.values: dict[str, dict[str, Any]] = {}
         self.trees: dict[str, Any] = {}
+        self._trained: list[tuple[str, torch.Tensor]] = []
 
     def to_json(self) -> dict[str, Any]:
         """Return what rank 0 needs of this part."""
@@ -75,16 +76,37 @@ class Part:
         """Store runs of a logical tensor."""
         slices = []
         for start, stop, view in runs:
+            self._watch(tensor, view)
             key = self.put(f"{tensor.kind}/{tensor.name}[{start}:{stop}]", view)
             slices.append(Slice(self.file, key, start, stop))
         self.stored.append(StoredTensor(**{**vars(tensor), "slices": tuple(slices)}))
 
     def add_whole(self, tensor: StoredTensor, values: torch.Tensor) -> None:
         """Store a logical tensor as a whole, in its own shape."""
+        self._watch(tensor, values)
         name = tensor.name if tensor.rank is None else f"{tensor.name}@{tensor.rank}"
         key = self.put(f"{tensor.kind}/{name}", values.detach().contiguous())
         slices = (Slice(self.file, key, 0, tensor.numel),)
         self.stored.append(StoredTensor(**{**vars(tensor), "slices": slices}))
+
+    def _watch(self, tensor: StoredTensor, values: torch.Tensor) -> None:
+        if (tensor.trainable or tensor.kind.startswith(OPTIMIZER)) and values.is_floating_point() and values.numel():
+            self._trained.append((f"{tensor.kind} {tensor.name}", values.detach()))
+
+    def not_finite(self) -> list[str]:
+        """Return the trained parameters and optimizer states of which this rank writes infinite or NaN values.
+
+        One pass over what is written, at the speed of memory. Buffers are not looked at: masks are infinite.
+        """
+        if not self._trained:
+            return []
+        norms = torch.stack([norm.double() for norm in torch._foreach_norm([values for _, values in self._trained])])
+        # A norm may be too large for its type where no value is.
+        return [
+            name
+            for (name, values), finite in zip(self._trained, torch.isfinite(norms).tolist(), strict=True)
+            if not finite and not bool(torch.isfinite(values).all())
+        ]
 
 
 def collect(model: ShardedModel, file: str, state: TrainingState, excluded: frozenset[int]) -> Part:

@@ -42,7 +42,7 @@ from shardwise.checkpoint.reader import Checkpoint
 from shardwise.checkpoint.shipping import Hold, Shipment, ship, tell_all
 from shardwise.checkpoint.tensorwriter import write_tensors
 from shardwise.comm.communicator import Communicator
-from shardwise.errors import CheckpointError
+from shardwise.errors import CheckpointError, NonFiniteStateError
 from shardwise.utils.logging import logger
 
 GENERATIONS = 2
@@ -139,6 +139,7 @@ class MemoryCopies:
         nodes: the ranks of each node.
         replicas: number of other nodes that do get a rank's part.
         run: names the run that copies are of, so that another one with the same directory does not go on from them.
+        check_finite: make no copy of values that are infinite or NaN.
         last: what the last copy has taken, or None.
 
     Raises:
@@ -150,6 +151,7 @@ class MemoryCopies:
         self.path = directory
         self.last: MemoryCopy | None = None
         self.run: str | None = None
+        self.check_finite = True
         self._model = model
         self._comm = model.comm
         self._hold = hold
@@ -164,6 +166,13 @@ class MemoryCopies:
             named.said = secrets.token_hex(4)
         self._token = named.heard[0]
 
+    def _check_finite(self, names: list[str]) -> None:
+        if names:
+            raise NonFiniteStateError(
+                "no copy is made in memory: values are infinite or NaN: "
+                f"{manifest.outline(list(dict.fromkeys(names)))}. The newest copy without such values is still there"
+            )
+
     # -- copying -----------------------------------------------------------------------------------------------------
 
     def copy(self, prepare: Callable[[], tuple[TrainingState, dict[str, Any]]]) -> MemoryCopy:
@@ -175,6 +184,7 @@ class MemoryCopies:
 
         Raises:
             CheckpointError: it could not be done, on all ranks alike; the generation before is still there.
+            NonFiniteStateError: values are infinite or NaN.
         """
         comm, device = self._comm, self._model.device
         what = f"copying the training state into memory ({self.path})"
@@ -186,7 +196,8 @@ class MemoryCopies:
             with phase(comm, device, what) as collected:
                 state, header = prepare()
                 part = collect(self._model, file, state, frozenset())
-                collected.said = buffer_digests(self._model)
+                collected.said = [buffer_digests(self._model), part.not_finite() if self.check_finite else []]
+            self._check_finite([name for said in collected.heard for name in said[1]])
             steps = state.counters["global_steps"]
             name = f"step{steps}-{self._token}-{self._count}"
             draft = os.path.join(self.path, f".{name}{_PARTIAL}")
@@ -195,7 +206,7 @@ class MemoryCopies:
                     self._begin(draft)
                     self._remove(keep=(self._newest, os.path.basename(draft)))
             with phase(comm, device, what) as written:
-                add_buffers(part, self._model, collected.heard)
+                add_buffers(part, self._model, [said[0] for said in collected.heard])
                 written.said = self._write(part, draft, steps, header)
             sizes: list[list[int]] = written.heard
             shipments = self._shipments(sizes)

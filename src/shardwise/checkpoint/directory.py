@@ -11,7 +11,9 @@ from __future__ import annotations
 import contextlib
 import errno
 import fcntl
+import hashlib
 import os
+import platform
 import re
 import secrets
 import shutil
@@ -23,6 +25,7 @@ from typing import Any
 from shardwise.checkpoint import manifest as manifests
 from shardwise.checkpoint.blocks import open_to_read
 from shardwise.errors import CheckpointError, CheckpointPathError
+from shardwise.utils.logging import logger
 
 LATEST = "latest"
 DATA = re.compile(r"rank\d+of\d+-[0-9a-f]{8}\.safetensors")
@@ -30,7 +33,9 @@ _PARTIAL = ".partial"
 _LOCK = "writer.lock"
 """File in a draft that its writer has locked. Network file systems know locks of files, and not of directories."""
 _YOUNG_S = 60.0
-"""A draft without such a file may just have been begun."""
+"""A draft without such a file may just have been begun, and a new `latest` is about to be renamed."""
+_WRITTEN = "user.shardwise.latest"
+"""Extended attribute of `latest`: what was written into it."""
 _TAG = re.compile(r"[^/\\\x00-\x1f\x7f]{1,200}")
 
 
@@ -266,6 +271,25 @@ def remove(parent: str, tag: str) -> bool:
     return True
 
 
+def _machine() -> str:
+    """Return what tells this machine from others, as letters that a file's name may have."""
+    return hashlib.blake2b(platform.node().encode(), digest_size=4).hexdigest()
+
+
+def _is_of_dead(name: str) -> bool:
+    """Whether a new `latest` is of a process of this machine that has ended."""
+    _, pid, machine = [*name.removesuffix(_PARTIAL).split("-"), "", ""][:3]
+    if machine != _machine() or not pid.isdigit():
+        return False
+    try:
+        os.kill(int(pid), 0)
+    except ProcessLookupError:
+        return True
+    except (OSError, OverflowError):
+        return False
+    return False
+
+
 def remove_leftovers(parent: str, tag: str | None = None) -> None:
     """Remove drafts whose writers have been killed; only those of one tag, if it is given."""
     for name in os.listdir(parent):
@@ -274,7 +298,9 @@ def remove_leftovers(parent: str, tag: str | None = None) -> None:
             continue
         if name.startswith(f".{LATEST}.") and name.endswith(_PARTIAL):
             with contextlib.suppress(OSError):
-                os.unlink(path)
+                # Another job may be about to rename it; what a dead process has left is removed at once.
+                if _is_of_dead(name) or time.time() - os.stat(path).st_mtime > _YOUNG_S:
+                    os.unlink(path)
         elif name.startswith(".") and name.endswith(_PARTIAL) and os.path.isdir(path):
             with contextlib.suppress(OSError):
                 lock = os.path.join(path, _LOCK)
@@ -313,9 +339,11 @@ def sync_directory(path: str) -> None:
 
 def write_latest(parent: str, tag: str) -> None:
     """Let `latest` name another checkpoint, in one step."""
-    temporary = os.path.join(parent, f".{LATEST}.{secrets.token_hex(4)}{_PARTIAL}")
+    temporary = os.path.join(parent, f".{LATEST}.{secrets.token_hex(4)}-{os.getpid()}-{_machine()}{_PARTIAL}")
     try:
         write_file(temporary, tag.encode())
+        with contextlib.suppress(OSError, AttributeError):  # where files have no attributes, it is not checked
+            os.setxattr(temporary, _WRITTEN, tag.encode())
         os.replace(temporary, os.path.join(parent, LATEST))
     except OSError:
         with contextlib.suppress(OSError):
@@ -326,6 +354,8 @@ def write_latest(parent: str, tag: str) -> None:
 
 def read_latest(parent: str) -> str | None:
     """Return the tag that `latest` names, or None if there is no such file.
+
+    It is one line of text, which people and other programs may change. That it is not what was written is logged.
 
     Raises:
         CheckpointError: the file cannot be read or does not hold a tag.
@@ -339,9 +369,20 @@ def read_latest(parent: str) -> str | None:
     except (OSError, UnicodeDecodeError) as error:
         raise CheckpointError(f"{path}: cannot be read: {error}") from error
     try:
-        return check_tag(tag)
+        checked = check_tag(tag)
     except CheckpointPathError as error:
         raise CheckpointError(f"{path}: damaged: {error}") from error
+    with contextlib.suppress(OSError, AttributeError, UnicodeDecodeError):
+        written = os.getxattr(path, _WRITTEN).decode()
+        if written != checked:
+            logger.warning(
+                "%s names %r, and was written as %r: it was changed by hand, or is damaged. %r is used",
+                path,
+                checked,
+                written,
+                checked,
+            )
+    return checked
 
 
 def tags(parent: str) -> list[str]:

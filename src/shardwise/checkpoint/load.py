@@ -197,11 +197,10 @@ def _match(model: ShardedModel, saved: Checkpoint, options: Options) -> Matched:
     else:
         matched = match_module(model, renamed, saved.path, options.selection, strict=options.strict)
     if options.with_optimizer and model.optimizer is not None:
-        matched.states, dropped = match_optimizer(
+        matched.states, notes = match_optimizer(
             model, renamed.manifest, saved.path, options.selection, settings=options.settings
         )
-        told = f"optimizer state of parameters that are not trained here is not loaded: {manifest.outline(dropped)}"
-        matched.report = replace(matched.report, optimizer=True, notes=(told,) if dropped else ())
+        matched.report = replace(matched.report, optimizer=True, notes=tuple(notes))
     return matched
 
 

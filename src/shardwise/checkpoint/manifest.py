@@ -26,6 +26,9 @@ from shardwise.errors import CheckpointError
 if TYPE_CHECKING:  # imported where it is needed: the process that writes in the background does without
     import torch
 
+LARGEST = 2 << 30
+"""Bytes of the largest manifest that is read: it is read whole, and one of millions of slices has hundreds of MB."""
+
 FORMAT = 1
 """Number of the format. It changes when a reader of the old one could misread the new one."""
 
@@ -141,7 +144,8 @@ class Manifest:
         tag: name of the checkpoint.
         created: seconds since 1970.
         versions: of shardwise, torch and Python.
-        layout: stage, number of ranks and dtype it was written with; for information.
+        layout: stage, number of ranks and dtype it was written with; for information. "job" is a random name of the
+            job; "finite" is false where values are infinite or NaN, and "not_finite" then names some.
         config: the effective configuration; for information.
         files: size and checksums by file name.
         tensors: every logical tensor.
@@ -170,6 +174,11 @@ class Manifest:
     ranks: list[Any] = field(default_factory=list)
     extra: dict[str, Any] = field(default_factory=dict)
     client: Any = field(default_factory=dict)
+
+    @property
+    def finite(self) -> bool:
+        """Whether trained parameters and optimizer state were finite, or nobody has looked."""
+        return self.layout.get("finite") is not False
 
     def of_kind(self, kind: str) -> list[StoredTensor]:
         """Return the tensors of one kind (`optimizer/` means all optimizer state)."""
@@ -272,7 +281,13 @@ def load(directory: str, *, read_later: bool = True) -> Manifest:
     path = os.path.join(directory, NAME)
     try:
         with open(open_to_read(path), "rb") as file:
-            data = file.read()
+            size = os.fstat(file.fileno()).st_size
+            if size > LARGEST:
+                raise CheckpointError(
+                    f"{path}: damaged, or not a manifest of shardwise: it has {size} bytes, and at most {LARGEST} are "
+                    "read"
+                )
+            data = file.read(size)
     except FileNotFoundError:
         raise CheckpointError(_absent(directory)) from None
     except OSError as error:

@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import math
+from collections import Counter
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field
 from typing import Any
@@ -9,6 +11,7 @@ from typing import Any
 import torch
 from torch import nn
 
+from shardwise.checkpoint import codec
 from shardwise.checkpoint.collect import buffers, extra_states
 from shardwise.checkpoint.manifest import BUFFER, OPTIMIZER, PARAMETER, Manifest, StoredTensor, by_any_name, outline
 from shardwise.checkpoint.protocols import OptimizerShards, ShardedModel
@@ -193,6 +196,9 @@ def _check(report: LoadReport, model: ShardedModel, manifest: Manifest, *, stric
     raise error
 
 
+_MOST_STEPS = 1 << 53
+_MOST_NOTES = 5
+
 _FRESH = "pass load_optimizer_states=False to start with fresh optimizer state"
 
 
@@ -209,7 +215,7 @@ def match_optimizer(
         settings: the settings of parameter groups are loaded too, so that groups must be as they were.
 
     Returns:
-        (the state, names of parameters that have some in the checkpoint and are not trained here).
+        (the state, what there is to tell about it).
 
     Raises:
         CheckpointError: it is of another optimizer or other groups, or there is none for some parameters.
@@ -225,6 +231,8 @@ def match_optimizer(
         raise CheckpointError(
             f"{path}: holds state of the optimizer {saved['class']}, this engine has {name}; {_FRESH}"
         )
+    if settings:
+        _compare_settings(model.optimizer.param_groups, saved["groups"], path)
     trained = [tensor for tensor in model.registry if tensor.trainable and tensor.numel]
     unwanted = [tensor.name for tensor in trained if not selection.wants((tensor.name, *tensor.aliases))]
     if unwanted:
@@ -256,8 +264,13 @@ def match_optimizer(
     # No state at all: saved before the first step, or the optimizer has none (SGD without momentum).
     if without and states:
         raise CheckpointError(f"{path}: has no optimizer state for trained parameters: {outline(without)}; {_FRESH}")
+    _check_steps(model, states, path)
     _compare_shared(model, model.update, states, path)
-    return states, [name for name in by_name if name not in used]
+    notes = _uneven(model, states)
+    dropped = [name for name in by_name if name not in used]
+    if dropped:
+        notes.append(f"optimizer state of parameters that are not trained here is not loaded: {outline(dropped)}")
+    return states, notes
 
 
 def _compare_groups(
@@ -280,6 +293,71 @@ def _compare_groups(
             f"{path}: parameters are in other parameter groups than they were: {outline(moved)}; build the groups as "
             f"they were, {fix}"
         )
+
+
+def _compare_settings(groups: Sequence[Mapping[str, Any]], saved: Sequence[Any], path: str) -> None:
+    """Raise if a setting of a parameter group is of another kind than this engine's."""
+    for number, (group, tree) in enumerate(zip(groups, saved, strict=False)):
+        found = codec.decode(tree, lambda reference: torch.zeros(()))  # tensors are not looked at here
+        for name in found.keys() & group.keys() - {"params"}:
+            if not _alike(group[name], found[name]):
+                raise CheckpointError(
+                    f"{path}: {name!r} of parameter group {number} is {found[name]!r:.100}, which cannot take the "
+                    f"place of {group[name]!r:.100}; {_FRESH}, or load_param_groups=False to keep this engine's"
+                )
+
+
+def _alike(own: Any, other: Any) -> bool:
+    """Whether a value can be the setting that another one is."""
+    if own is None or other is None or isinstance(other, torch.Tensor):
+        return True
+    if isinstance(own, (bool, int, float, torch.Tensor)):
+        return isinstance(other, (bool, int, float)) and (math.isfinite(other) or _is_infinite(own))
+    if isinstance(own, (tuple, list)):
+        return isinstance(other, (tuple, list)) and len(own) == len(other) and all(map(_alike, own, other))
+    return not isinstance(own, str) or isinstance(other, str)
+
+
+def _is_infinite(value: Any) -> bool:
+    return isinstance(value, float) and not math.isfinite(value)
+
+
+def _check_steps(model: ShardedModel, states: Mapping[int, StateOf], path: str) -> None:
+    """Raise for step counts that are none."""
+    for index, state in states.items():
+        if "step" in state.values:
+            step = codec.decode(state.values["step"], lambda reference: torch.zeros(()))
+            step = step.item() if isinstance(step, torch.Tensor) and step.numel() == 1 else step
+            if not (isinstance(step, (int, float)) and 0 <= step <= _MOST_STEPS):
+                raise CheckpointError(
+                    f"{path}: the step count of {model.registry[index].name!r} is {step!r:.100}; expected a number >= "
+                    f"0; {_FRESH}"
+                )
+
+
+def _uneven(model: ShardedModel, states: Mapping[int, StateOf]) -> list[str]:
+    """Tell of parameters that lack optimizer state, or have other than those like them: it then begins anew.
+
+    Parameters of one group and as many dimensions are alike. Optimizers may treat them differently all the same, so
+    this is no error.
+    """
+    alike: dict[tuple[int | None, int], list[int]] = {}
+    for index in states:
+        tensor = model.registry[index]
+        alike.setdefault((tensor.group, len(tensor.shape)), []).append(index)
+    notes = []
+    needed = set(getattr(model.optimizer, "state_names", ()))
+    for members in alike.values():
+        kinds = {index: frozenset({*states[index].elementwise, *states[index].whole}) for index in members}
+        count = Counter(kinds.values())
+        usual = max(count, key=lambda kind: (needed <= kind, count[kind])) | needed if any(kinds.values()) else needed
+        for index, own in kinds.items():
+            lacks, more = sorted(usual - own), sorted(own - usual)
+            if lacks or more:
+                said = [f"lacks {', '.join(map(repr, lacks))}"] if lacks else []
+                said += [f"has {', '.join(map(repr, more))}, which others of its group have not"] if more else []
+                notes.append(f"the optimizer state of {model.registry[index].name!r} {' and '.join(said)}")
+    return notes if len(notes) <= _MOST_NOTES else [*notes[:_MOST_NOTES], f"... ({len(notes)} parameters in all)"]
 
 
 def _compare_shared(model: ShardedModel, update: OptimizerShards, states: dict[int, StateOf], path: str) -> None:

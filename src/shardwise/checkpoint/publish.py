@@ -71,7 +71,7 @@ def unwritable(error: OSError, path: str, file: str, size: int) -> CheckpointErr
         parent = os.path.dirname(path)
         return CheckpointError(
             f"{path}: not there on this rank, although rank 0 has made it; {parent} must be on a file system that all "
-            "ranks share, and nobody may remove what is being written"
+            "ranks share, and files must not be removed while they are written"
         )
     return CheckpointError(
         f"{os.path.join(path, file)}: cannot be written: {error.strerror} (errno {error.errno}); this rank needs "
@@ -122,12 +122,12 @@ def publish(draft: directory.Draft, whole: Whole) -> list[str]:
         if not draft.published:
             raise
         raise CheckpointError(
-            f"{draft.target}: this checkpoint is complete and stands, but what follows failed: "
+            f"{draft.target}: this checkpoint is complete, but a later step failed: "
             f"{error.filename or whole.directory}: {error.strerror} (errno {error.errno}). "
             f"{os.path.join(whole.directory, directory.LATEST)} may still name an earlier one; load this one with "
             f"tag={whole.tag!r}"
         ) from error
-    return prune(whole.directory, whole.tag, joined.counters, whole.keep_last, whole.keep_every)
+    return prune(whole.directory, whole.tag, joined.counters, whole.keep_last, whole.keep_every, finite=joined.finite)
 
 
 def stands(draft: directory.Draft) -> bool:

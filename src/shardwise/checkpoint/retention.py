@@ -12,12 +12,10 @@ import re
 from collections.abc import Mapping
 
 from shardwise.checkpoint import directory, manifest
+from shardwise.checkpoint.newest import head_of
 from shardwise.errors import CheckpointError
 
 _NUMBERED = re.compile(r"(|.*\D)(\d+)")
-_CREATED = re.compile(rb'^"created": ([0-9.]+),$', re.MULTILINE)
-_HEAD = 4096
-"""Bytes at a manifest's beginning in which it says when it was made; a tag has at most 200 characters."""
 
 
 def series(tag: str) -> tuple[str, int] | None:
@@ -31,12 +29,19 @@ def series(tag: str) -> tuple[str, int] | None:
 
 
 def prune(
-    parent: str, tag: str, counters: Mapping[str, int], keep_last: int | None, keep_every: int | None
+    parent: str,
+    tag: str,
+    counters: Mapping[str, int],
+    keep_last: int | None,
+    keep_every: int | None,
+    *,
+    finite: bool = True,
 ) -> list[str]:
     """Remove checkpoints of a series that are neither among the newest nor at a multiple of some steps.
 
-    Never removed: the checkpoint that `latest` names, one that is being read or written, one that is incomplete or
-    damaged or another directory altogether, and links. What cannot be removed is left for the next time.
+    Never removed: the checkpoint that `latest` names, the newest whose values are finite, one that is being read or
+    written, one that is incomplete or damaged or another directory altogether, and links. What cannot be removed is
+    left for the next time.
 
     Args:
         parent: directory of checkpoints.
@@ -44,6 +49,7 @@ def prune(
         counters: its counters.
         keep_last: how many of the newest stay, this one included; None: all.
         keep_every: multiples of so many steps stay besides; None: none.
+        finite: its values are.
 
     Returns:
         What has been removed, and what could not be and why, in words.
@@ -61,10 +67,17 @@ def prune(
     for name in _newest_first(parent, own[0]):
         steps = _steps(name)
         stays = name in (tag, latest) or (keep_every is not None and steps % keep_every == 0)
-        if name == tag or (stays and kept >= keep_last) or not _is_complete(parent, name, steps):
+        if name == tag or (stays and kept >= keep_last and finite):
             continue
+        whole = _complete(parent, name, steps)
+        if whole is None:
+            continue
+        needed = not finite and whole.finite
+        finite = finite or whole.finite
         if kept < keep_last:
             kept += 1
+            continue
+        if stays or needed:
             continue
         try:
             if directory.remove(parent, name):
@@ -93,29 +106,19 @@ def _newest_first(parent: str, words: str) -> list[str]:
     for name in directory.other_tags(parent):
         path = os.path.join(parent, name)
         found = series(name)
-        created = None if found is None or found[0] != words or os.path.islink(path) else _created(path)
-        if created is not None:
-            ages[name] = created
+        head = None if found is None or found[0] != words or os.path.islink(path) else head_of(path)
+        if head is not None:
+            ages[name] = head[0]
     return sorted(ages, key=lambda name: -ages[name])
 
 
-def _created(path: str) -> float | None:
-    """Return when a checkpoint was made, without reading all of its manifest; None if it does not say."""
-    try:
-        with open(os.path.join(path, manifest.NAME), "rb") as file:
-            match = _CREATED.search(file.read(_HEAD))
-    except OSError:
-        return None
-    return None if match is None else float(match.group(1))
-
-
-def _is_complete(parent: str, tag: str, steps: int) -> bool:
-    """Whether a directory holds a whole checkpoint of this tag and number of steps."""
+def _complete(parent: str, tag: str, steps: int) -> manifest.Manifest | None:
+    """Return the manifest of a directory that holds a whole checkpoint of this tag and number of steps."""
     path = os.path.join(parent, tag)
     try:
         found = manifest.load(path, read_later=False)
         sizes = {name: os.path.getsize(os.path.join(path, name)) for name in found.files}
     except (CheckpointError, OSError):
-        return False
+        return None
     whole = all(sizes[name] == facts.size for name, facts in found.files.items())
-    return whole and found.tag == tag and found.counters.get("global_steps") == steps
+    return found if whole and found.tag == tag and found.counters.get("global_steps") == steps else None

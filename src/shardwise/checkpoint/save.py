@@ -15,6 +15,7 @@ from __future__ import annotations
 import json
 import os
 import platform
+import secrets
 import time
 from collections.abc import Iterator, Sequence
 from contextlib import contextmanager
@@ -27,11 +28,21 @@ from shardwise._version import __version__
 from shardwise.checkpoint import directory
 from shardwise.checkpoint.agree import phase
 from shardwise.checkpoint.collect import Part, TrainingState, add_buffers, buffer_digests, collect
+from shardwise.checkpoint.manifest import outline
+from shardwise.checkpoint.newest import made_by
+from shardwise.checkpoint.patience import told_if_long
 from shardwise.checkpoint.protocols import ShardedModel
 from shardwise.checkpoint.publish import FACTS, Whole, beside, file_name, publish, unwritable
 from shardwise.checkpoint.tensorwriter import write_tensors
 from shardwise.errors import CheckpointError
-from shardwise.utils.logging import logger
+from shardwise.utils.logging import logger, warn_once
+
+_JOB = secrets.token_hex(4)
+"""Random name of this job: rank 0's."""
+_BEGAN = time.time()
+
+_MOST_NAMES = 20
+"""Names of values that are not finite in the manifest."""
 
 
 @dataclass(frozen=True)
@@ -48,6 +59,8 @@ class Request:
         tag_validation: what to do when ranks name different tags: `ignore`, `warn` or `fail`.
         direct: write past the page cache where the file system can do that.
         keep_last, keep_every: which older checkpoints stay; see `shardwise.checkpoint.retention.prune`.
+        check_finite: look for values that are infinite or NaN, and mark the checkpoint if there are any.
+        latest_if_not_finite: let `latest` name this one even then.
     """
 
     directory: str
@@ -60,6 +73,8 @@ class Request:
     direct: bool = False
     keep_last: int | None = None
     keep_every: int | None = None
+    check_finite: bool = True
+    latest_if_not_finite: bool = True
 
     @property
     def what(self) -> str:
@@ -78,6 +93,7 @@ class Drafted:
         draft: the draft itself, on rank 0.
         part: what this rank writes; the module's buffers are still to be added.
         digests: what tells the ranks' buffers from each other; see `shardwise.checkpoint.collect.add_buffers`.
+        not_finite: trained parameters and optimizer states with infinite or NaN values.
     """
 
     path: str
@@ -86,6 +102,7 @@ class Drafted:
     draft: directory.Draft | None
     part: Part
     digests: list[dict[str, str]]
+    not_finite: list[str]
 
 
 def save(model: ShardedModel, request: Request, state: TrainingState) -> str:
@@ -100,12 +117,14 @@ def save(model: ShardedModel, request: Request, state: TrainingState) -> str:
     """
     comm, device, what = model.comm, model.device, request.what
     with drafted(model, request, state) as made:
-        with phase(comm, device, what):
+        with phase(comm, device, what), told_if_long(f"{what}: rank {comm.rank} writes its part"):
             add_buffers(made.part, model, made.digests)
             _write(made.part, made.path, request)
         with phase(comm, device, what):
             if made.draft is not None:
-                for note in publish(made.draft, whole_of(model, request)):
+                with told_if_long(f"{what}: the checkpoint is published"):
+                    notes = publish(made.draft, whole_of(model, request, made.not_finite))
+                for note in notes:
                     logger.info("%s", note)
     return os.path.join(request.directory, made.tag)
 
@@ -123,17 +142,44 @@ def drafted(model: ShardedModel, request: Request, state: TrainingState) -> Iter
         with phase(comm, device, what) as begin:
             if comm.rank == 0:
                 draft = directory.Draft(request.directory, request.tag)
+                _tell_of_another_job(request.directory)
             begin.said = {"tag": request.tag, "draft": [draft.path, draft.token] if draft else None}
         _compare_tags(request, [said["tag"] for said in begin.heard], comm.rank)
         path, token = begin.heard[0]["draft"]
         with phase(comm, device, what) as collected:
             part = collect(model, file_name(comm.rank, comm.world, token), state, request.excluded)
-            collected.said = buffer_digests(model)
-        yield Drafted(path, token, begin.heard[0]["tag"], draft, part, collected.heard)
+            collected.said = [buffer_digests(model), part.not_finite() if request.check_finite else []]
+        digests = [said[0] for said in collected.heard]
+        not_finite = list(dict.fromkeys(name for said in collected.heard for name in said[1]))
+        if not_finite and comm.rank == 0:
+            _tell_not_finite(request, not_finite)
+        yield Drafted(path, token, begin.heard[0]["tag"], draft, part, digests, not_finite)
     except BaseException:
         if draft is not None:
             draft.discard()
         raise
+
+
+def _tell_not_finite(request: Request, names: Sequence[str]) -> None:
+    names_it = request.latest and request.latest_if_not_finite
+    logger.warning(
+        "%s: values are infinite or NaN: %s. The checkpoint is marked; engine.resume() prefers the last finite one, "
+        "which checkpoint.keep_last does not remove. %s",
+        request.what,
+        outline(names),
+        f"{directory.LATEST!r} names it" if names_it else f"{directory.LATEST!r} is left as it is",
+    )
+
+
+def _tell_of_another_job(parent: str) -> None:
+    """Say once if another job that runs now saves into the same directory."""
+    found = made_by(parent)
+    if found is not None and found.job not in (None, _JOB) and found.created > _BEGAN:
+        warn_once(
+            f"{os.path.abspath(parent)}: another job saves here, too: it has made {found.tag!r} since this one has "
+            f"begun. {directory.LATEST!r} and checkpoint.keep_last are then of both; give each job a directory of its "
+            "own"
+        )
 
 
 def _compare_tags(request: Request, tags: Sequence[str], rank: int) -> None:
@@ -161,15 +207,16 @@ def _write(part: Part, path: str, request: Request) -> None:
         raise unwritable(error, path, part.file, size) from error
 
 
-def whole_of(model: ShardedModel, request: Request) -> Whole:
+def whole_of(model: ShardedModel, request: Request, not_finite: Sequence[str]) -> Whole:
     """Return what is known of the checkpoint besides the ranks' parts."""
+    marks = {"finite": False, "not_finite": list(not_finite[:_MOST_NAMES])} if not_finite else {}
     return Whole(
         directory=request.directory,
         tag=request.tag,
-        latest=request.latest,
+        latest=request.latest and (request.latest_if_not_finite or not not_finite),
         world=model.comm.world,
         versions={"shardwise": __version__, "torch": torch.__version__, "python": platform.python_version()},
-        layout=request.layout,
+        layout={**request.layout, "job": _JOB, **marks},
         config=request.config,
         excluded=sorted(model.registry[index].name for index in request.excluded),
         order=[tensor.name for tensor in model.registry],

@@ -20,6 +20,8 @@ if TYPE_CHECKING:
 
 _CHECKSUM = re.compile(r"[0-9a-f]{8}")
 _LARGEST_FILE = 1 << 60
+_MOST = 1 << 53
+"""No counter gets there; up to it integers are exact in every type of number that they may be turned into."""
 
 
 def check(manifest: Manifest) -> None:
@@ -35,7 +37,9 @@ def check(manifest: Manifest) -> None:
         value = getattr(manifest, name)
         _expect(isinstance(value, dict), name, value)
     _expect(_natural(manifest.layout.get("world", 0)), "layout.world", manifest.layout)
-    _expect(all(_natural(count) for count in manifest.counters.values()), "counters", manifest.counters)
+    countable = all(_natural(count) and count <= _MOST for count in manifest.counters.values())
+    _expect(countable, "counters", manifest.counters)
+    _expect(codec.is_mapping(manifest.client), "client: expected a dictionary", manifest.client)
     _expect(isinstance(manifest.ranks, list), "ranks", manifest.ranks)
     _expect(_strings(manifest.excluded), "excluded", manifest.excluded)
     for name, facts in manifest.files.items():

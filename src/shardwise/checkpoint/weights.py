@@ -27,7 +27,7 @@ from shardwise.registry import LogicalTensor
 def gathered_parameters(model: ShardedModel, wanted: set[int]) -> Iterator[tuple[LogicalTensor, torch.Tensor]]:
     """Yield parameters with their whole values, unit by unit; all ranks iterate to the end together.
 
-    A value is valid until the next one is asked for.
+    Whoever keeps a value keeps the memory of its whole unit: drop it before the next one is asked for.
     """
     for unit in model.units:
         if not any(tensor.index in wanted for tensor in unit.tensors):
@@ -68,6 +68,7 @@ def state_dict(model: ShardedModel, *, exclude_frozen: bool = False, keep: bool 
         if keep:
             copied = values.cpu() if values.device.type != "cpu" else values.clone()
             found.update(dict.fromkeys((tensor.name, *tensor.aliases), copied))
+        del values
     if not keep:
         return {}
     found.update((name, buffer.detach().cpu().clone()) for name, buffer in all_buffers(model.module))
@@ -138,6 +139,7 @@ def write_weights(
                         files.write(entry.name, 0, values)
                 except (OSError, CheckpointError) as error:
                     failure = error
+            del values
         with phase(model.comm, model.device, what):
             if failure is not None:
                 raise failure
@@ -158,16 +160,24 @@ def _entries(tensor: LogicalTensor, *, once: bool) -> list[Entry]:
     return [Entry(name, spec) for name in (tensor.name, *tensor.aliases)]
 
 
-def load_state_dict(model: ShardedModel, values: Mapping[str, Any], *, strict: bool = True) -> None:
+def load_state_dict(
+    model: ShardedModel, values: Mapping[str, Any], *, strict: bool = True, may_lack: frozenset[str] = frozenset()
+) -> None:
     """Take over a state dict of the plain module; all ranks call this together with the same values.
 
     Master weights are set to the given values, with all their digits.
+
+    Args:
+        model: the model to be loaded.
+        values: the state dict.
+        strict: names must be the same.
+        may_lack: names that may be missing all the same.
 
     Raises:
         CheckpointError: names (if `strict`) or shapes do not fit; nothing has been changed then.
     """
     with phase(model.comm, model.device, "loading a state dict"):
-        found, plain = _match(model, values, strict)
+        found, plain = _match(model, values, strict, may_lack)
     model.finish_gathers()
     runs = model.value_runs()
     with torch.no_grad():
@@ -185,7 +195,7 @@ def load_state_dict(model: ShardedModel, values: Mapping[str, Any], *, strict: b
 
 
 def _match(
-    model: ShardedModel, values: Mapping[str, Any], strict: bool
+    model: ShardedModel, values: Mapping[str, Any], strict: bool, may_lack: frozenset[str]
 ) -> tuple[dict[int, torch.Tensor], list[tuple[torch.Tensor, torch.Tensor]]]:
     used = {extra_name(name) for name, _ in extra_states(model.module)}
     missing: list[str] = []
@@ -195,7 +205,8 @@ def _match(
         used.update(names)
         value = next((values[name] for name in names if name in values), None)
         if not isinstance(value, torch.Tensor):
-            missing.append(names[0])
+            if may_lack.isdisjoint(names):
+                missing.append(names[0])
         elif tuple(value.shape) != shape:
             wrong.append(f"{names[0]} (given {list(value.shape)}, model {list(shape)})")
         return value

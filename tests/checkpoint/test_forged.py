@@ -1,0 +1,182 @@
+"""Well-formed checkpoints that nobody has saved: values that could not have been written are refused, or named."""
+
+from __future__ import annotations
+
+import os
+from collections.abc import Callable
+from concurrent.futures import ThreadPoolExecutor
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+from shardwise.checkpoint import blocks, directory, manifest, newest
+from shardwise.checkpoint import save as saving
+from shardwise.errors import CheckpointError
+from shardwise.utils.logging import logger, warn_once
+from tests.checkpoint import hostile
+from tests.checkpoint.job import Run, config, on_ranks
+from tests.engine.test_idle_steps import Lines
+
+Fields = dict[str, Any]
+
+
+def tensor_of(fields: Fields, kind: str) -> Fields:
+    return next(t for t in fields["tensors"] if t["kind"] == kind and t["name"] == "blocks.1.inner.weight")
+
+
+def without_moment(fields: Fields) -> None:
+    fields["tensors"].remove(tensor_of(fields, "optimizer/exp_avg_sq"))
+
+
+def unknown_kind(fields: Fields) -> None:
+    tensor_of(fields, "optimizer/exp_avg_sq")["kind"] = "optimizer/evil"
+
+
+def step_of(value: Any) -> Callable[[Fields], None]:
+    def change(fields: Fields) -> None:
+        for values in fields["optimizer"]["values"].values():
+            values["step"] = value
+
+    return change
+
+
+def setting(name: str, value: Any) -> Callable[[Fields], None]:
+    return lambda fields: fields["optimizer"]["groups"][0].update({name: value})
+
+
+def place(fields: Fields) -> None:
+    for rank in fields["ranks"]:
+        rank["loader"]["position"] = 10**15
+
+
+REFUSED: dict[str, tuple[Callable[[Fields], None], str]] = {
+    "step of text": (step_of("abc"), "the step count of .* is 'abc'"),
+    "negative step": (step_of({"$scalar": ["float32", -5.0]}), "the step count of .* is -5.0"),
+    "three betas": (setting("betas", {"$tuple": [0.9, 0.99, 0.999]}), "'betas' of parameter group 0"),
+    "lr of text": (setting("lr", "much"), "'lr' of parameter group 0"),
+    "infinite lr": (setting("lr", {"$float": "inf"}), "'lr' of parameter group 0"),
+    "schedule": (lambda f: f["scheduler"].update(last_batch_iteration=10**18), "'last_batch_iteration' 1000000000"),
+    "place in the data": (place, "is beyond its 54 samples"),
+}
+NAMED: dict[str, tuple[Callable[[Fields], None], str]] = {
+    "missing moment": (without_moment, "optimizer state of 'blocks.1.inner.weight' lacks 'exp_avg_sq'"),
+    "unknown kind": (unknown_kind, "lacks 'exp_avg_sq' and has 'evil', which others of its group have not"),
+}
+
+
+def forged(root: str) -> dict[str, str]:
+    run = Run(config(1), seed=1)
+    run.step()
+    run.engine.save_checkpoint(root, tag="a")
+    path = Path(root) / "a"
+    text = (path / "manifest.json").read_bytes()
+    found: dict[str, str] = {}
+    handler = Lines()
+    logger.addHandler(handler)
+    for name, (change, _) in {**REFUSED, **NAMED}.items():
+        fields = hostile.fields_of(text)
+        change(fields)
+        (path / "manifest.json").write_bytes(hostile.sealed(fields))
+        handler.lines.clear()
+        try:
+            run.load(root, "a")
+            found[name] = " ".join(handler.lines)
+        except CheckpointError as error:
+            found[name] = f"refused: {error}"
+    (path / "manifest.json").write_bytes(text)
+    handler.lines.clear()
+    run.load(root, "a")
+    found["nothing"] = " ".join(handler.lines)
+    logger.removeHandler(handler)
+    return found
+
+
+@pytest.fixture(scope="module")
+def found(tmp_path_factory: pytest.TempPathFactory) -> dict[str, str]:
+    return on_ranks(forged, 1, str(tmp_path_factory.mktemp("forged")))[0]
+
+
+@pytest.mark.parametrize("name", [*REFUSED, *NAMED])
+def test_what_could_not_have_been_written_is_refused_or_named(name: str, found: dict[str, str]) -> None:
+    expected = {**REFUSED, **NAMED}[name][1]
+    assert found[name].startswith("refused: ") is (name in REFUSED), found[name]
+    assert pytest.raises(AssertionError, match=expected).matches(AssertionError(found[name])), found[name]
+    assert found["nothing"] == ""
+
+
+def attributes(path: Path) -> bool:
+    try:
+        os.setxattr(path, "user.shardwise.try", b"1")
+    except (OSError, AttributeError):
+        return False
+    return True
+
+
+def test_a_latest_that_was_changed_is_said(tmp_path: Path) -> None:
+    if not attributes(tmp_path):
+        pytest.skip("this file system has no attributes")
+    handler = Lines()
+    logger.addHandler(handler)
+    directory.write_latest(str(tmp_path), "global_step11")
+    assert directory.read_latest(str(tmp_path)) == "global_step11" and handler.lines == []
+    assert (tmp_path / "latest").read_text() == "global_step11"  # as every program reads it
+    (tmp_path / "latest").write_text("global_step10")
+    assert directory.read_latest(str(tmp_path)) == "global_step10"
+    assert "names 'global_step10', and was written as 'global_step11'" in handler.lines[0]
+    (tmp_path / "latest").unlink()
+    (tmp_path / "latest").write_text("theirs\n")  # of another program
+    assert directory.read_latest(str(tmp_path)) == "theirs" and len(handler.lines) == 1
+    logger.removeHandler(handler)
+
+
+def test_a_huge_manifest_is_not_read(tmp_path: Path) -> None:
+    (tmp_path / "a").mkdir()
+    with open(tmp_path / "a" / "manifest.json", "wb") as file:
+        file.truncate(64 << 30)
+    with pytest.raises(CheckpointError, match=r"it has 68719476736 bytes, and at most 2147483648 are read"):
+        manifest.load(str(tmp_path / "a"))
+
+
+def test_a_file_system_without_inodes_is_named(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    real = os.statvfs(tmp_path)
+    fields = {name: getattr(real, name) for name in dir(real) if name.startswith("f_")} | {"f_files": 9, "f_favail": 0}
+    monkeypatch.setattr(blocks.os, "statvfs", lambda path: type("Found", (), fields))
+    error = OSError(28, "No space left on device", str(tmp_path / "x"))
+    assert "MB are free, and no inode is: no file can be made" in blocks.in_words(error)
+
+
+def saves_by_turns(root: str) -> list[str]:
+    """Save as if by another job every second time."""
+    warn_once.cache_clear()
+    handler = Lines()
+    logger.addHandler(handler)
+    run = Run(config(1), seed=1)
+    own = saving._JOB
+    for number in range(6):
+        saving._JOB = own if number % 2 == 0 else "0123abcd"
+        run.engine.save_checkpoint(root, tag=f"t{number % 2}")
+    saving._JOB = own
+    logger.removeHandler(handler)
+    return [line for line in handler.lines if "another job saves here, too" in line]
+
+
+def test_another_job_in_the_same_directory_is_said_once(tmp_path: Path) -> None:
+    told = on_ranks(saves_by_turns, 1, str(tmp_path))[0]
+    # Once about each of the two.
+    assert len(told) == 2 and "it has made 't0'" in told[0] and "it has made 't1'" in told[1]
+    assert newest.made_by(str(tmp_path)).job == "0123abcd"
+
+
+def test_two_jobs_may_save_into_one_directory(tmp_path: Path) -> None:
+    def job(name: str) -> None:
+        for number in range(60):
+            draft = directory.Draft(str(tmp_path), f"{name}{number % 3}")
+            directory.write_file(os.path.join(draft.path, "manifest.json"), b"{}")
+            draft.publish()
+            directory.write_latest(str(tmp_path), f"{name}{number % 3}")
+
+    with ThreadPoolExecutor(2) as pool:
+        for done in [pool.submit(job, name) for name in ("a", "b")]:
+            done.result()
+    assert sorted(os.listdir(tmp_path)) == ["a0", "a1", "a2", "b0", "b1", "b2", "latest"]

@@ -1,0 +1,78 @@
+"""A disk or a process that does not answer: said after seconds, and given up at a limit."""
+
+from __future__ import annotations
+
+import logging
+import os
+import signal
+import time
+from pathlib import Path
+
+import pytest
+import torch
+
+from shardwise.checkpoint import patience, verify
+from shardwise.checkpoint import save as saving
+from shardwise.errors import CheckpointError
+from shardwise.utils.logging import logger
+from tests.checkpoint.job import Run, config, on_ranks
+from tests.checkpoint.test_async import process_of, started
+from tests.engine.test_idle_steps import Lines
+
+
+def frozen(path: str) -> tuple[list[str], list[str]]:
+    handler = Lines()
+    handler.setLevel(logging.WARNING)
+    logger.addHandler(handler)
+    patience.TELL_S, before = 0.3, patience.TELL_S
+    run = started(path, config(2, checkpoint={"async_save": True}))
+    engine = run.engine
+    told = []
+    for tag in ("a", "b"):
+        assert engine._saving is not None
+        engine._saving._limit = 2.0
+        process = process_of(run)
+        if torch.distributed.get_rank() == 1:
+            os.kill(process, signal.SIGSTOP)
+        engine.save_checkpoint(path, tag=tag)
+        with pytest.raises(CheckpointError) as caught:
+            # The next save, or the end of the engine, waits for it.
+            engine.save_checkpoint(path, tag="next") if tag == "a" else engine.destroy()
+        told.append(str(caught.value))
+        if tag == "a":
+            engine.save_checkpoint(path, tag="c")
+            assert engine.wait_for_checkpoint() == f"{path}/c"
+            verify(f"{path}/c")
+    patience.TELL_S = before
+    logger.removeHandler(handler)
+    torch.distributed.barrier()
+    return told, handler.lines
+
+
+def test_a_frozen_process_that_writes_is_said_and_given_up(tmp_path: Path) -> None:
+    for told, lines in on_ranks(frozen, 2, str(tmp_path)):
+        for error in told:
+            assert "which writes the part of rank 1" in error and "is stopped (by SIGSTOP" in error
+            assert "has written nothing for" in error
+        assert any("waiting for" in line and "until it is written" in line for line in lines)
+    assert sorted(name for name in os.listdir(tmp_path) if not name.startswith(".")) == ["c", "first", "latest"]
+
+
+def hung(path: str) -> list[str]:
+    handler = Lines()
+    logger.addHandler(handler)
+    patience.TELL_S, before = 0.1, patience.TELL_S
+    run = Run(config(1), seed=1)
+    write = saving.write_tensors
+    if torch.distributed.get_rank() == 1:
+        saving.write_tensors = lambda *args, **more: (time.sleep(0.7), write(*args, **more))[1]
+    run.engine.save_checkpoint(path)
+    saving.write_tensors = write
+    patience.TELL_S = before
+    logger.removeHandler(handler)
+    return [line for line in handler.lines if "it has taken" in line]
+
+
+def test_a_slow_disk_is_said_while_everybody_waits(tmp_path: Path) -> None:
+    first, second = on_ranks(hung, 2, str(tmp_path))
+    assert first == [] and len(second) == 2 and "rank 1 writes its part: it has taken 0 s so far" in second[0]
