@@ -126,6 +126,18 @@ def test_multiples_are_proposed_when_a_number_is_missing() -> None:
         resolve({TRAIN: 10, STEPS: 4}, world_size=4)
 
 
+def test_numbers_of_one_rank_are_said_to_be_that() -> None:
+    keys = {TRAIN: 2, MICRO: 1, STEPS: 2}
+    with pytest.raises(BatchSizeError, match=r"fit 1 rank: a library that has filled them in.*the data of all 2"):
+        resolve(keys, world_size=2)
+    with pytest.raises(BatchSizeError) as caught:
+        resolve(keys, world_size=4)
+    assert "all 4" in str(caught.value)
+    with pytest.raises(BatchSizeError) as caught:
+        resolve(keys | {TRAIN: 6}, world_size=2)
+    assert "fit 1 rank" not in str(caught.value)
+
+
 def test_one_rank_without_a_launcher_gets_a_hint(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.delenv("WORLD_SIZE", raising=False)
     source = {TRAIN: 32, MICRO: 4, STEPS: 4}

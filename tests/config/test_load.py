@@ -2,7 +2,9 @@
 
 import base64
 import json
+import os
 from pathlib import Path
+from typing import Any
 
 import pytest
 
@@ -84,10 +86,14 @@ def test_reader_agrees_with_the_standard_library(value: object) -> None:
     ("text", "line", "column", "words"),
     [
         ('{"a": 1', 1, 8, '"," or "}"'),
-        ('{\n "a": 1\n "b": 2}', 3, 2, '","'),
+        ('{\n "a": 1 "b": 2}', 2, 9, '","'),
         ('{"a" 1}', 1, 6, '":"'),
-        ("{'a': 1}", 1, 2, "double quotes"),
-        ("{\"a\": 'x'}", 1, 7, "double quotes"),
+        ("{'a: 1}", 1, 2, "not closed"),
+        ('{"a": two}', 1, 7, "double quotes"),
+        ("{a: Adam, b: 2}", 1, 5, "strings need double quotes"),
+        ("{a: x # y\n}", 1, 5, "strings need double quotes"),
+        ("a: '''x'''", 1, 4, "several lines"),
+        ('{"a": ' + "9" * 5000 + "}", 1, 7, "a number of 5000 characters"),
         ('{"a": True}', 1, 7, "true, false, null"),
         ('{"a": }', 1, 7, "expected a value"),
         ('{"a": 1} x', 1, 10, "after the end"),
@@ -110,8 +116,8 @@ def test_syntax_errors_have_line_and_column(text: str, line: int, column: int, w
 
 def test_syntax_error_names_the_file(tmp_path: Path) -> None:
     file = tmp_path / "broken.json"
-    file.write_text('{\n  "train_batch_size": 8\n  "fp16": {}\n}')
-    with pytest.raises(ConfigError, match=r"broken\.json is not JSON: line 3, column 3"):
+    file.write_text('{\n  "train_batch_size": 8,\n  "fp16" {}\n}')
+    with pytest.raises(ConfigError, match=r"broken\.json is not JSON: line 3, column 10"):
         load(file)
 
 
@@ -159,3 +165,60 @@ def test_problems_in_a_file_have_lines(tmp_path: Path) -> None:
     with pytest.raises(ConfigError, match=r"zero_optimization\.stagee \(line 4\): unknown key") as caught:
         resolve(file)
     assert [(problem.path, problem.line) for problem in caught.value.problems] == [("zero_optimization.stagee", 4)]
+
+
+def test_hjson_is_read_as_hjson_reads_it(tmp_path: Path) -> None:
+    file = tmp_path / "config.hjson"
+    file.write_text(
+        "train_micro_batch_size_per_gpu: 2  # samples\n"
+        "optimizer: {\n  type: Adam\n  params: {lr: 0.001, betas: [0.9\n 0.95]}\n}\n"
+        "'fp16': {enabled: false}\nwandb: {\n  project: my project\n  team: it\\'s // no URL\n}\n".replace(
+            " // no URL", ""
+        )
+    )
+    found = resolve(file)
+    assert found.raw["optimizer"] == {"type": "Adam", "params": {"lr": 0.001, "betas": [0.9, 0.95]}}
+    assert found.raw["wandb"]["project"] == "my project"
+    assert found.beyond is not None and "no braces around the whole (line 1)" in found.beyond
+    file.write_text("{\n  train_micro_batch_size_per_gpu: 1\n  fp16: {enabled: 2}\n}")
+    with pytest.raises(ConfigError, match=r"fp16\.enabled \(line 3\): expected true or false"):
+        resolve(file)
+    file.write_text("{type: Adam, params: 3}")  # in Hjson the string "Adam, params: 3}", and no closing brace
+    with pytest.raises(ConfigError, match="line 1, column 8: expected a value, found 'Adam, params"):
+        resolve(file)
+    assert resolve({"train_batch_size": 1}).beyond is None
+
+
+def test_what_no_check_could_go_through_is_an_error_like_any_other(tmp_path: Path) -> None:
+    circle: dict[str, Any] = {"train_batch_size": 1}
+    circle.update({name: circle for name in ("fp16", "bf16", "optimizer", "scheduler")})
+    line: list[Any] = []
+    line.append(line)
+    for source, words in [
+        (circle, "contains itself"),
+        ({"train_batch_size": 1, "optimizer": {"type": "Adam", "params": {"betas": line}}}, "contains itself"),
+        ({"train_batch_size": 1, "optimizer": {"type": "Adam", "params": {"lr": 10**400}}}, "beyond the range"),
+        ({"train_batch_size": 10**5000}, "beyond the range"),
+    ]:
+        with pytest.raises(ConfigError, match=words):
+            resolve(source)
+    os.mkfifo(tmp_path / "pipe")
+    with pytest.raises(ConfigError, match="a pipe or a device"):
+        resolve(tmp_path / "pipe")
+
+
+def test_huge_files_have_messages_of_bounded_size(tmp_path: Path) -> None:
+    file = tmp_path / "huge.json"
+    file.write_text(json.dumps({f"kye_{number}": number for number in range(8_000)}, indent=1))
+    with pytest.raises(ConfigError) as caught:
+        resolve(file)
+    assert "and 7981 more" in str(caught.value) and len(str(caught.value)) < 10_000
+    assert "(line 2)" in str(caught.value)
+    for source in (
+        {"train_batch_size": 1, "log_level": "x" * 10**7},
+        {"train_batch_size": 1, "wandb": {"team": list(range(10**5))}},
+        {"train_batch_size": 1, "x" * 10**6: 1},
+    ):
+        with pytest.raises(ConfigError) as caught:
+            resolve(source)
+        assert len(str(caught.value)) < 2_000

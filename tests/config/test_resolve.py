@@ -277,9 +277,12 @@ def test_what_does_nothing_is_listed_with_the_reason() -> None:
         },
         "aio": {"block_size": 4096},
     }
-    listed = {note.path: note.reason for note in resolve(source).no_effect}
+    resolution = resolve(source)
+    listed = {note.path: note.reason for note in resolution.no_effect}
+    read = {note.path: note.reason for note in resolution.read_by_clients}
+    assert read["zero_allow_untested_optimizer"].startswith("Lightning: ")
+    assert "No effect on the engine: an unknown optimizer gets" in read["zero_allow_untested_optimizer"]
     assert set(listed) == {
-        "zero_allow_untested_optimizer",
         "fp16",
         "zero_optimization.contiguous_gradients",
         "zero_optimization.stage3_max_live_parameters",
@@ -452,3 +455,33 @@ def test_keys_with_dots_are_taken_to_their_sections() -> None:
 def test_keys_with_dots_are_checked(extra: dict[str, Any], message: str) -> None:
     with pytest.raises(ConfigError, match=message):
         resolve({"train_batch_size": 1} | extra)
+
+
+LAX = [
+    ("zero_allow_untested_optimizer", 1, True, "read from 1"),
+    ("zero_optimization.overlap_comm", 0, False, "read from 0"),
+    ("zero_optimization.contiguous_gradients", "true", True, 'read from "true"'),
+    ("prescale_gradients", "False", False, 'read from "False"'),
+    ("zero_optimization.stage", "2", 2, 'read from "2"'),
+    ("zero_optimization.reduce_bucket_size", "5e8", 500_000_000, 'read from "5e8"'),
+    ("gradient_clipping", "1.0", 1.0, 'read from "1.0"'),
+    ("gradient_clipping", None, 0.0, "null: as if the key were left out"),
+    ("train_batch_size", "8", 8, 'read from "8"'),
+]
+
+
+@pytest.mark.parametrize(("path", "written", "value", "reason"), LAX)
+def test_what_is_meant_without_a_doubt_is_read_and_shown(path: str, written: Any, value: Any, reason: str) -> None:
+    source: dict[str, Any] = {"train_batch_size": 8}
+    section, _, name = path.rpartition(".")
+    (source.setdefault(section, {}) if section else source)[name] = written
+    resolution = resolve(source)
+    row = next(row for row in describe(resolution) if row.path == path)
+    assert (row.value, row.source, row.reason) == (value, "given", reason)
+    assert type(row.value) is type(value)
+
+
+def test_numbers_stand_for_booleans_among_arguments_too() -> None:
+    source = {"train_batch_size": 8, "optimizer": {"type": "Adam", "params": {"amsgrad": 0, "adam_w_mode": 1}}}
+    assert resolve(source).config.optimizer.params == {"amsgrad": False, "adam_w_mode": True}
+    assert resolve(source).config.optimizer.params["adam_w_mode"] is True

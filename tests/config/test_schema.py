@@ -167,7 +167,7 @@ EDITOR_REFUSES: list[dict[str, Any]] = [
     {"zero_optimization": {"stagee": 1}},
     {"zero_optimization": {"stage": 4}},
     {"zero_optimization": {"prefetch_bucket_size": -1}},
-    {"fp16": {"enabled": "yes"}},
+    {"fp16": {"enabled": "maybe"}},
     {"steps_per_print": 2.5},
     {"tensor_parallel": {"partition_config": {"layer_specs": [{"pattern": []}]}}},
 ]

@@ -40,10 +40,10 @@ def test_version_and_help(call) -> None:
         (["run", "--nproc", "two", __file__], "--nproc"),
         (["run", "--nope", __file__], "--nope"),
         (["run", "--nproc", "0", __file__], "--nproc 0: a job has at least one"),
-        (["run", "-i", "localhost:0", "-e", "localhost:1", __file__], "exclude each other"),
+        (["run", "-i", "localhost:0", "-e", "localhost:1", __file__], "cannot be combined"),
         (["run", "--num_gpus", "1", "-i", "localhost:0", __file__], "--include chooses the slots itself"),
         (["run", "--num_accelerators=1", "-e", "localhost:0", __file__], "--exclude chooses"),
-        (["run", __file__.replace("cli", "clj")], "did you mean"),
+        (["run", __file__.replace("test_cli", "test_clj")], "Did you mean"),
         (["run", "-H", "/nonexistent", __file__], "Cannot read the hostfile /nonexistent"),
         (["run", "--tag-output", "x", __file__], "choose auto, always or never"),
         (["check", __file__, "--world", "0"], "--world 0"),
@@ -93,15 +93,42 @@ def test_check_stands_in_for_the_trainer(call, tmp_path) -> None:
     config.write_text(json.dumps({**batch, "scheduler": schedule}))
     code, shown, _ = call("check", str(config), "--world", "4")
     assert code == 0
-    assert 'assumed: train_micro_batch_size_per_gpu = "auto": left to the trainer; 1 sample' in shown
+    assumed = next(line for line in shown.splitlines() if line.startswith("assumed: train_micro_batch_size_per_gpu"))
+    assert "filled by the client. Trainer: per_device_train_batch_size" in assumed
+    assert assumed.endswith("1 sample for each rank is assumed here")
     told = json.loads(call("check", str(config), "--world", "4", "--json")[1])
     assert told["effective"]["train_batch_size"] == 4
-    assert [(note["path"], note["value"]) for note in told["assumed"]] == [
-        ("train_micro_batch_size_per_gpu", 1),
-        ("scheduler.params.total_num_steps", 2000),
-    ]
-    config.write_text(json.dumps({**batch, "train_batch_size": 8}))
+    assert {note["path"]: note["value"] for note in told["assumed"]} == {
+        "train_batch_size": None,
+        "train_micro_batch_size_per_gpu": 1,
+        "scheduler.params.total_num_steps": 2000,
+    }
+    config.write_text(json.dumps({"train_batch_size": 8}))
     assert json.loads(call("check", str(config), "--world", "4", "--json")[1])["assumed"] == []
+
+
+def test_check_shows_what_clients_fill_in_and_read(call, tmp_path) -> None:
+    config = tmp_path / "config.json"
+    auto = {"type": "AdamW", "params": {"lr": "auto", "weight_decay": "auto"}}
+    gather = {"stage": 3, "stage3_gather_16bit_weights_on_model_save": False}
+    source = {"train_batch_size": 8, "gradient_clipping": "auto", "optimizer": auto, "zero_optimization": gather}
+    config.write_text(json.dumps(source))
+    code, shown, _ = call("check", str(config))
+    lines = shown.splitlines()
+    row = next(line for line in lines if line.lstrip().startswith("gradient_clipping"))
+    assert code == 0 and " 1.0 " in row and "filled by the client. Trainer: max_grad_norm (default 1.0)" in row
+    assert next(line for line in lines if "optimizer.params.lr" in line).split()[1] == "5e-05"
+    key = "zero_optimization.stage3_gather_16bit_weights_on_model_save"
+    assert not [line for line in lines if line.startswith("no effect")]
+    assert any(line.startswith(f"read by clients: {key} = false: Accelerate (get_state_dict") for line in lines)
+    told = json.loads(call("check", str(config), "--json")[1])
+    assert told["read_by_clients"][0]["path"] == key and told["not_json"] is None
+    config.write_text("{train_batch_size: 8, # samples\n}")
+    code, shown, _ = call("check", str(config))
+    said = (
+        "not plain JSON: a name without quotes (line 1), a comment (line 1), a trailing comma (line 2). It is read here"
+    )
+    assert code == 0 and any(line.startswith(said) for line in shown.splitlines())
 
 
 def test_check_refuses(call, tmp_path) -> None:
@@ -123,15 +150,47 @@ def test_schema(call) -> None:
     assert "train_batch_size" in json.loads(shown)["properties"]
 
 
-def test_usage_errors_do_not_wait_for_torch() -> None:
+def test_usage_errors_do_not_wait_for_torch(tmp_path) -> None:
+    wrong = [
+        "run --nproc 0 THIS",
+        "run --include a:x THIS",
+        "run --hostfile nope THIS",
+        "run nope.py",
+        "run",
+        "check",
+        "check nope.json",
+        "inspect nope",
+        "inspect nope --json",
+        "export nope out",
+        "import-deepspeed nope out",
+    ]
     text = """
 import sys
 from shardwise.launch import cli
-sys.argv = ["shardwise", "run", "--nproc", "0", "x.py"]
-try:
-    cli.main()
-except SystemExit as end:
-    print(end.code, "torch" in sys.modules)
+for line in sys.argv[2:]:
+    try:
+        cli.main(line.replace("THIS", sys.argv[1]).split())
+    except SystemExit as end:
+        print(line, end.code, "torch" in sys.modules, file=sys.stderr)
 """
-    done = subprocess.run([sys.executable, "-c", text], capture_output=True, text=True, check=True)
-    assert done.stdout.split() == ["2", "False"]
+    argv = [sys.executable, "-c", text, __file__, *wrong]
+    done = subprocess.run(argv, capture_output=True, text=True, check=True, cwd=tmp_path)
+    told = [line for line in done.stderr.splitlines() if line.endswith(("True", "False"))]
+    expected = [2, 2, 2, 2, 2, 2, 1, 1, 1, 1, 1]
+    assert told == [f"{line} {code} False" for line, code in zip(wrong, expected, strict=True)]
+
+
+def test_what_is_missing_is_named_and_summaries_are_whole(call) -> None:
+    code, _, error = call("check")
+    assert code == 2 and "Missing argument 'CONFIG'" in error
+    code, shown, _ = call("--help")
+    words = " ".join(shown.split())
+    assert code == 0 and "..." not in words.replace("COMMAND [ARGS]...", "")
+    assert "given or chosen, with the reason, and what is questionable." in words
+
+
+def test_only_a_like_name_is_proposed(call, tmp_path, monkeypatch) -> None:
+    monkeypatch.chdir(tmp_path)
+    (tmp_path / "loop.py").touch()
+    assert call("run", "nope.py")[2] == f"shardwise: error: No such file nope.py in {tmp_path}.\n"
+    assert call("run", "lop.py")[2].endswith(". Did you mean loop.py?\n")

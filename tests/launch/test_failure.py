@@ -10,7 +10,7 @@ from pathlib import Path
 
 import pytest
 
-from shardwise.launch.failure import Failure, first_failure, last_traceback
+from shardwise.launch.failure import Ending, Failure, first_failure, last_traceback
 from shardwise.launch.output import Channel, Screen
 from shardwise.launch.processes import Exit
 
@@ -79,6 +79,30 @@ def test_a_lost_peer_is_a_consequence() -> None:
     assert _first(exits[:1], {0: _error(LOST, 107.9)}).exit.rank == 0
 
 
+WAITED = """Traceback (most recent call last):
+  File "train.py", line 9, in <module>
+shardwise.errors.PeerLostError: rank 0 of 3 has waited 30.0 s for rank 1 in all_gather 'w' #2
+"""
+
+
+def test_the_rank_that_the_others_waited_for_is_named() -> None:
+    waited = {0: _error(WAITED, 107.9)}
+    failed, stopped = Exit(0, 10, 1, 108.0, False), Exit(1, 11, -9, 115.0, True)
+    # Its process was stopped; it had ended without an error; nothing else is known than that it has not answered.
+    found = first_failure(
+        {0: failed, 1: stopped}, {0: waited[0], 1: _error()}, dict.fromkeys((0, 1), Path("/no")), 100.0, 110.0, [1]
+    )
+    assert (found.rank, found.exit.rank, found.exit_code) == (1, 0, 1)
+    assert "rank 1 stands still: its process, pid 11, was stopped" in found.message()
+    assert "For want of it rank 0 failed: exit code 1" in found.message()
+    found = _first([failed, Exit(1, 11, 0, 104.0, False)], waited)
+    assert "rank 1 ended with exit code 0 4.0 s after the start, before the others" in found.message()
+    assert "rank 1 did not answer. For want of it rank 0 failed" in _first([failed, stopped], waited).message()
+    # An exception of its own is its own.
+    found = _first([failed, Exit(1, 11, 0, 104.0, False)], {0: _error(BUG, 107.9)})
+    assert found.message().startswith("shardwise run: rank 0 failed first: ")
+
+
 def test_those_that_the_launcher_stopped_do_not_count() -> None:
     exits = [Exit(0, 10, 1, 109.0, False), Exit(1, 11, -9, 111.0, True), Exit(2, 12, 7, 110.5, True)]
     failure = _first(exits, {0: _error(BUG, 108.0)})
@@ -110,7 +134,7 @@ def test_message_names_the_rank_and_ends_with_the_traceback() -> None:
 def test_message_of_a_killed_rank_has_a_hint_on_memory() -> None:
     message = _first([Exit(0, 10, -9, 109.0, False)], {0: _error("loading\n")}).message()
     assert "killed by SIGKILL (signal 9)" in message
-    assert "memory ran out" in message
+    assert "memory ran out" in message and "disk" not in message
     assert message.endswith("the last lines of its standard error:\nloading")
     assert _first([Exit(0, 10, -9, 109.0, False)], {}).message().endswith("nothing on its standard error.")
 
@@ -139,3 +163,19 @@ def test_without_a_traceback_the_last_lines() -> None:
     crash = "noise\n" * 50 + "Fatal Python error: Segmentation fault\n\nCurrent thread\n" + "  File x\n" * 30
     text, found = last_traceback(crash)
     assert text.startswith("Fatal Python error") and not found
+
+
+def test_the_end_of_a_job_that_was_asked_to_end() -> None:
+    exits = {0: Exit(0, 10, 143, 109.0, True), 1: Exit(1, 11, -15, 109.0, True)}
+    ending = Ending(signal.SIGTERM, exits, {}, 60.0)
+    assert (ending.exit_code, ending.message()) == (143, "received SIGTERM; all processes have ended.")
+    killed = {**exits, 1: Exit(1, 11, -9, 119.0, True)}
+    ending = Ending(signal.SIGTERM, killed, {1: "T"}, 15.0)
+    assert ending.exit_code == 137
+    assert "rank 1 did not end within 15 s and had to be killed, so nothing more was saved there" in ending.message()
+    assert "rank 1 stood still" in ending.message()
+    assert Ending(signal.SIGINT, killed, {1: "S"}, 5.0).exit_code == 130
+    failed = {**exits, 0: Exit(0, 10, 1, 109.0, True)}
+    ending = Ending(signal.SIGTERM, failed, {}, 60.0)
+    assert ending.exit_code == 1 and "not in order ended rank 0 with exit code 1" in ending.message()
+    assert Ending(signal.SIGINT, failed, {}, 5.0).message() == "received SIGINT; all processes have ended."

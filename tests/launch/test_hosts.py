@@ -78,7 +78,7 @@ def test_select(include: str | None, exclude: str | None, chosen: dict[str, tupl
 @pytest.mark.parametrize(
     ("include", "exclude", "message"),
     [
-        ("a", "b", "exclude each other"),
+        ("a", "b", "cannot be combined"),
         ("c", None, "no host 'c' here, only a, b"),
         (None, "b:2", "b has no slot 2, only 0, 1"),
         (None, "a@b", "leaves no slot"),

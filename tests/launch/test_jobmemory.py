@@ -8,14 +8,14 @@ import subprocess
 import sys
 from pathlib import Path
 
-from shardwise.launch.jobmemory import JobMemory
+from shardwise.launch.jobmemory import JobDirectory
 from shardwise.launch.recovery import Recovery
 
 HOLD = """
 import sys, time
 from pathlib import Path
-from shardwise.launch.jobmemory import JobMemory
-with JobMemory(Path(sys.argv[1])) as memory:
+from shardwise.launch.jobmemory import JobDirectory
+with JobDirectory(Path(sys.argv[1])) as memory:
     (memory.path / "copy").write_text("state")
     print(memory.path, flush=True)
     time.sleep(600)
@@ -23,7 +23,7 @@ with JobMemory(Path(sys.argv[1])) as memory:
 
 
 def test_it_is_private_and_gone_at_the_end(tmp_path: Path) -> None:
-    with JobMemory(tmp_path) as memory, JobMemory(tmp_path) as another:
+    with JobDirectory(tmp_path) as memory, JobDirectory(tmp_path) as another:
         assert memory.path is not None and another.path is not None and memory.path != another.path
         assert memory.path.stat().st_mode & 0o777 == 0o700
         (memory.path / "engine0").mkdir()
@@ -39,17 +39,17 @@ def test_what_a_killed_launcher_has_left_is_removed_by_the_next(tmp_path: Path) 
     held = Path(holder.stdout.readline().strip())
     other = tmp_path / f"shardwise-{os.getuid()}-strange"  # not marked: perhaps one that is being made
     other.mkdir()
-    with JobMemory(tmp_path):
+    with JobDirectory(tmp_path):
         assert (held / "copy").exists()
     holder.kill()
     holder.wait()
     holder.stdout.close()
-    with JobMemory(tmp_path):
+    with JobDirectory(tmp_path):
         assert not held.exists() and other.exists()
 
 
 def test_a_machine_without_such_memory(tmp_path: Path) -> None:
-    with JobMemory(tmp_path / "none") as memory:
+    with JobDirectory(tmp_path / "none") as memory:
         assert memory.path is None
 
 
@@ -68,3 +68,5 @@ def test_what_is_said_about_a_recovery(tmp_path: Path) -> None:
     )
     file.write_text(json.dumps({**said, "restored": None, "source": None}))
     assert "training went on at step 40 without engine.resume()" in str(recovery.told())
+    file.write_text(json.dumps({**said, "restored": None, "source": None, "steps": 0, "asked": True}))
+    assert "engine.resume() found no state, and training began at step 0" in str(recovery.told())

@@ -104,7 +104,7 @@ def test_each_rank_is_told_its_place(tmp_path) -> None:
         tag, _, text = line.partition("] ")
         assert tag == f"[rank {rank}"
         told = json.loads(text)
-        assert told["args"] == [*args, f"--local_rank={rank}"]
+        assert told["args"] == args
         env = told["env"]
         own = {"RANK": rank, "LOCAL_RANK": rank, "WORLD_SIZE": 2, "LOCAL_WORLD_SIZE": 2, "LOCAL_SIZE": 2}
         job = {"CROSS_RANK": 0, "CROSS_SIZE": 1, "GROUP_RANK": 0, "TORCHELASTIC_RESTART_COUNT": 0}
@@ -192,7 +192,7 @@ finally:
     assert done.stderr.rstrip().endswith("KeyError: 'recorded'")
 
 
-@pytest.mark.parametrize(("sig", "code"), [(signal.SIGINT, 130), (signal.SIGTERM, 143)])
+@pytest.mark.parametrize(("sig", "code"), [(signal.SIGINT, 130), (signal.SIGTERM, 137)])
 def test_signals_to_the_launcher_leave_nothing_behind(tmp_path, sig: signal.Signals, code: int) -> None:
     argv = [*SHARDWISE, "run", "--nproc", "2", "--grace", "0.5", str(_script(tmp_path, STUBBORN))]
     launcher = subprocess.Popen(
@@ -210,7 +210,92 @@ def test_signals_to_the_launcher_leave_nothing_behind(tmp_path, sig: signal.Sign
     _, errors = launcher.communicate(timeout=20)
     assert launcher.returncode == code
     assert not any(map(_alive, pids))
-    assert errors.splitlines()[-1] == f"shardwise run: received {sig.name}; all processes have ended."
+    killed = "ranks 0 and 1 did not end within 0.5 s and had to be killed, so nothing more was saved there"
+    assert errors.splitlines()[-1] == f"shardwise run: received {sig.name}; {killed}; all processes have ended."
+
+
+NEVER_MEETS = """
+import os, signal, sys
+if os.environ["RANK"] == "1":
+    if sys.argv[1] == "ends":
+        sys.exit(0)
+    os.kill(os.getpid(), signal.SIGSTOP)
+from shardwise.comm.setup import init_distributed
+init_distributed()
+"""
+
+
+@pytest.mark.parametrize(
+    ("what", "headline"),
+    [
+        ("ends", r"rank 1 ended with exit code 0 [\d.]+ s after the start"),
+        ("stops", "rank 1 stands still: its process"),
+    ],
+)
+def test_a_rank_that_does_not_come_to_the_meeting_is_named(tmp_path, monkeypatch, what: str, headline: str) -> None:
+    # One that has ended is noticed at once, whatever the limit is.
+    monkeypatch.setenv("SHARDWISE_TIMEOUT", "10" if what == "ends" else "0.02")
+    done = _run("--nproc", "2", "--grace", "0", _script(tmp_path, NEVER_MEETS), what)
+    assert done.returncode == 1
+    report = done.stderr.partition("shardwise run: rank")
+    assert re.match(headline, "rank" + report[2]), done.stderr
+    assert "For want of it rank 0 failed: exit code 1" in report[2]
+    assert "LaunchError: rank 1 has not come to the meeting of the ranks" in report[2]
+    for word in ("DistStoreError", "frame #", "TCPStore", "socket.cpp"):
+        assert word not in done.stderr
+
+
+LOOP = """
+import os, sys, torch
+import torch.distributed as dist
+from shardwise.comm.setup import init_distributed
+init_distributed()
+while True:
+    dist.all_reduce(torch.ones(1))
+    print("going", flush=True)
+"""
+
+
+def test_an_interruption_takes_a_line_for_each_rank(tmp_path) -> None:
+    script = _script(tmp_path, LOOP)
+    argv = [*SHARDWISE, "run", "--nproc", "2", "--log-dir", str(tmp_path), str(script)]
+    pipes = {"stdout": subprocess.PIPE, "stderr": subprocess.PIPE, "text": True}
+    launcher = subprocess.Popen(argv, env=_environment(), **pipes)
+    assert launcher.stdout is not None
+    launcher.stdout.readline()
+    launcher.send_signal(signal.SIGINT)
+    _, errors = launcher.communicate(timeout=60)
+    assert launcher.returncode == 130
+    *_, one, other, last = errors.splitlines()
+    assert sorted((one[:29], other[:29])) == [f"[rank {rank}] interrupted at {tmp_path}"[:29] for rank in (0, 1)]
+    assert f"{script}:" in one and "Traceback" not in errors
+    assert last == "shardwise run: received SIGINT; all processes have ended."
+    assert "Traceback" in (tmp_path / "rank_0.err").read_text()
+
+
+def test_without_a_launcher_a_lost_rank_0_is_told_shortly(tmp_path) -> None:
+    steps = "for _ in range(3): engine.backward(engine(torch.ones(1, 3)).sum()), engine.step()"
+    text = "import os, signal\n" + NO_DESTROY.replace(
+        "time.sleep(abs(engine.global_rank - int(sys.argv[1])))",
+        f"if engine.global_rank == 0: os.kill(os.getpid(), signal.SIGKILL)\n{steps}",
+    )
+    job = {"WORLD_SIZE": "2", "MASTER_ADDR": "127.0.0.1", "MASTER_PORT": str(_free_port()), "LOCAL_WORLD_SIZE": "2"}
+    ranks = [
+        subprocess.Popen(
+            [sys.executable, str(_script(tmp_path, text))],
+            env={**_environment(), **job, "RANK": str(rank), "LOCAL_RANK": str(rank)},
+            stdout=subprocess.DEVNULL,
+            stderr=subprocess.PIPE,
+            text=True,
+        )
+        for rank in range(2)
+    ]
+    _, errors = ranks[1].communicate(timeout=120)
+    ranks[0].communicate(timeout=10)
+    assert ranks[1].returncode == 1
+    assert "PeerLostError: rank 1 of 2 has lost rank 0" in errors
+    for word in ("frame #", "TCPStore"):
+        assert word not in errors
 
 
 def test_a_taken_port_is_named(tmp_path, taken_port: int) -> None:
@@ -240,7 +325,7 @@ def test_a_program_and_standard_input(tmp_path) -> None:
     program = tmp_path / "program.sh"
     program.write_text('#!/bin/sh\necho "$RANK got $(cat) $*"\n')
     program.chmod(0o755)
-    argv = [*SHARDWISE, "run", "-q", "--nproc", "2", "--no_python", "--no_local_rank", str(program), "a b"]
+    argv = [*SHARDWISE, "run", "-q", "--nproc", "2", "--no_python", str(program), "a b"]
     done = subprocess.run(argv, input="typed", capture_output=True, text=True, timeout=60, env=_environment())
     assert (done.returncode, done.stderr) == (0, "")
     assert sorted(done.stdout.splitlines()) == ["[rank 0] 0 got typed a b", "[rank 1] 1 got  a b"]
@@ -308,7 +393,7 @@ print("done", engine.global_steps)
 
 @pytest.mark.parametrize("first_to_end", [0, 2])
 def test_a_script_may_end_without_destroying_its_engine(tmp_path, first_to_end: int) -> None:
-    done = _run("--nproc", "3", "--no_local_rank", _script(tmp_path, NO_DESTROY), str(first_to_end))
+    done = _run("--nproc", "3", _script(tmp_path, NO_DESTROY), str(first_to_end))
     assert done.returncode == 0, done.stderr
     assert done.stdout.count("done 1") == 3
     for word in ("terminate", "frame #", "Traceback", "recvValue"):

@@ -1,7 +1,8 @@
 """Looking at a configuration without the trainer that fills it in.
 
-Trainers write their own numbers in the place of "auto" before an engine sees the file. Where a configuration cannot be
-judged without such a number, a stand-in is taken, and said.
+Trainers write their own values in the place of "auto" before an engine sees the file. Here those are taken that the
+Trainer writes if it is not told otherwise; where there is no such value and a configuration cannot be judged without
+one, a stand-in. Each is said.
 """
 
 from __future__ import annotations
@@ -10,6 +11,7 @@ from typing import Any
 
 from .auto import Note
 from .batch import MICRO, TRAIN
+from .clients import FILLS, fills
 from .facts import Facts
 from .problems import dotted
 from .read import read
@@ -20,7 +22,9 @@ _STEPS = 1000
 
 
 def assume(source: Any) -> tuple[Facts, list[Note]]:
-    """Return stand-ins for what the file leaves to a trainer and cannot do without, and a note on each.
+    """Return stand-ins for what the file leaves to a trainer, and a note on each "auto" that one fills in.
+
+    The note's value is None where nothing is assumed, because nothing here depends on it.
 
     Args:
         source: anything that `load` accepts.
@@ -28,22 +32,44 @@ def assume(source: Any) -> tuple[Facts, list[Note]]:
     Raises:
         ConfigError: it cannot be read.
 
-    >>> assume({"train_batch_size": "auto"})[1]
-    [Note(path='train_batch_size', value=1, reason='left to the trainer; 1 sample for each rank is assumed here')]
+    >>> facts, (note,) = assume({"train_batch_size": 8, "gradient_clipping": "auto"})
+    >>> note.path, note.value, facts.max_grad_norm
+    ('gradient_clipping', 1.0, 1.0)
     >>> assume({"train_batch_size": 8})[1]
     []
     """
     found = scan(read(source).data)
-    notes = []
+    notes = {note.path: note for note in fills(found)}
+    known = {dotted(path) for path in found.autos}
+
+    def stand_in(path: tuple[str, ...], value: Any, said: str) -> None:
+        written = dotted(found.given[path])
+        before = f"{notes[written].reason}; " if written in notes else ""
+        notes[written] = Note(written, value, f"{before}{said} is assumed here")
+
     micro = total = None
     open_batch = [name for name in (TRAIN, MICRO) if (name,) in found.autos]
     if open_batch and not any(found.data.get(name) for name in (TRAIN, MICRO)):
         micro = _BATCH
-        reason = f"left to the trainer; {_BATCH} sample for each rank is assumed here"
-        notes.append(Note(open_batch[-1], _BATCH, reason))
+        stand_in((open_batch[-1],), _BATCH, f"{_BATCH} sample for each rank")
     steps = ("scheduler", "params", "total_num_steps")
     if steps in found.autos:
         warmup = found.data["scheduler"]["params"].get("warmup_num_steps")
         total = max(_STEPS, int(warmup)) if isinstance(warmup, int | float) else _STEPS
-        notes.append(Note(dotted(found.given[steps]), total, f"left to the trainer; {total} is assumed here"))
-    return Facts(micro_batch_size=micro, total_num_steps=total), notes
+        stand_in(steps, total, str(total))
+
+    def filled(*paths: str) -> Any:
+        return next((FILLS[path].value for path in paths if path in known), None)
+
+    betas = filled("optimizer.params.betas")
+    facts = Facts(
+        micro_batch_size=micro,
+        total_num_steps=total,
+        lr=filled("optimizer.params.lr", "scheduler.params.warmup_max_lr"),
+        betas=None if betas is None else tuple(betas),
+        eps=filled("optimizer.params.eps"),
+        weight_decay=filled("optimizer.params.weight_decay"),
+        max_grad_norm=filled("gradient_clipping"),
+        warmup_num_steps=filled("scheduler.params.warmup_num_steps"),
+    )
+    return facts, list(notes.values())

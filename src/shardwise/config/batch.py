@@ -131,6 +131,11 @@ def _contradiction(train: int | None, micro: int | None, steps: int | None, worl
     lines.append("Fix: " + "; or ".join(_proposals(train, micro, steps, world)) + ".")
     if world == 1 and _world_from_environment() is None:
         lines.append("With 1 rank: was the script started without a launcher (WORLD_SIZE is not set)?")
+    if world > 1 and micro is not None and steps is not None and train == micro * steps:
+        lines.append(
+            'These numbers fit 1 rank: a library that has filled them in for "auto" counts 1 process. Then no number '
+            f"is wrong, but every rank would get the data of all {world}; see docs/frameworks.md, On CPU ranks."
+        )
     return " ".join(lines)
 
 

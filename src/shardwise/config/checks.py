@@ -90,7 +90,9 @@ def _precision(config: Config, found: Scan) -> Iterator[Problem]:
             message = "and `amp.enabled` are both true; keep `torch_autocast`, which needs nothing but torch"
             yield Problem("torch_autocast.enabled", message, ConflictError)
     if config.amp.enabled and (config.fp16.enabled or config.bf16.enabled or config.zero_optimization.stage):
-        message = f"excludes `fp16.enabled`, `{bf16}` and `zero_optimization.stage` above 0; keep one of them"
+        message = (
+            f"cannot be combined with `fp16.enabled`, `{bf16}` and `zero_optimization.stage` above 0; keep one of them"
+        )
         yield Problem("amp.enabled", message, ConflictError)
 
 
@@ -159,7 +161,8 @@ def _zeropp(config: Config, world_size: int) -> Iterator[Problem]:
             )
             yield Problem(f"zero_optimization.{name}", message, ConflictError)
     if zero.zero_quantized_weights and config.torch_autocast.enabled:
-        message = "excludes `torch_autocast.enabled`, which keeps fp32 parameters for exact gathers; keep one of them"
+        reason = "which keeps fp32 parameters for exact gathers"
+        message = f"cannot be combined with `torch_autocast.enabled`, {reason}; keep one of them"
         yield Problem("zero_optimization.zero_quantized_weights", message, ConflictError)
     for name, size in (("zero_hpz_partition_size", second), ("zero_node_size", node or 1)):
         if world_size % size:
@@ -171,7 +174,7 @@ def _gradients(config: Config) -> Iterator[Problem]:
     factor = config.gradient_predivide_factor
     if config.gradient_allreduce_op == "sum":
         if config.zero_optimization.stage == 3:
-            message = '"sum" excludes `zero_optimization.stage` 3; use "mean" or stage 0, 1 or 2'
+            message = '"sum" cannot be combined with `zero_optimization.stage` 3; use "mean" or stage 0, 1 or 2'
             yield Problem("gradient_allreduce_op", message)
         if config.prescale_gradients or factor != 1:
             message = '"sum" divides by nothing; remove `prescale_gradients` and `gradient_predivide_factor`'

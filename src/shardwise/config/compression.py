@@ -102,14 +102,15 @@ def _company(config: Config, name: str) -> Iterator[Problem]:
     """What a method cannot be combined with, and why."""
     zero = config.zero_optimization
     if zero.zero_quantized_gradients:
-        reason = f'"{name}" excludes `zero_optimization.zero_quantized_gradients`: a gradient is reduced in one way'
+        other = "`zero_optimization.zero_quantized_gradients`"
+        reason = f'"{name}" cannot be combined with {other}: a gradient is reduced in one way'
         yield Problem("compression.type", reason, ConflictError)
     if config.sparse_gradients:
-        reason = f'"{name}" excludes `sparse_gradients`: a gradient is reduced in one way'
+        reason = f'"{name}" cannot be combined with `sparse_gradients`: a gradient is reduced in one way'
         yield Problem("compression.type", reason, ConflictError)
     if config.communication_data_type == "fp16" and sends_values(config):
         reason = (
-            f'"fp16" excludes `compression.type` "{name}": what has been kept and is sent later may be larger than '
-            'fp16 can hold; use "bf16" or "fp32"'
+            f'"fp16" cannot be combined with `compression.type` "{name}": what has been kept and is sent later may be '
+            'larger than fp16 can hold; use "bf16" or "fp32"'
         )
         yield Problem("communication_data_type", reason, ConflictError)

@@ -12,6 +12,7 @@ from typing import Any
 
 from .auto import Note
 from .built import value_at
+from .clients import read_by_clients
 from .names import ONEBIT_OPTIMIZERS, ONEBIT_WITHOUT_EFFECT, canonical_optimizer
 from .problems import dotted
 from .scan import Scan
@@ -26,12 +27,20 @@ _ZEROPP = (
 )
 
 
-def without_effect(config: Config, found: Scan, world_size: int = 1) -> list[Note]:
-    """List the keys that the user gave and that change nothing, with the reason; a section is listed as a whole."""
+def without_effect(config: Config, found: Scan, world_size: int = 1) -> tuple[list[Note], list[Note]]:
+    """List the keys that the user gave and that change nothing, with the reason; a section is listed as a whole.
+
+    Returns:
+        Those that nobody acts upon; those that a client library does, whether they change anything here or not.
+    """
     notes: list[Note] = []
+    clients = read_by_clients(found)
+    read: list[Note] = []
     listed: set[tuple[str, ...]] = set()
     for path, key in walk():
-        if path not in found.given or any(path[:depth] in listed for depth in range(1, len(path))):
+        client = clients.get(".".join(path))
+        within = any(path[:depth] in listed for depth in range(1, len(path)))
+        if path not in found.given or (within and client is None):
             continue
         value = value_at(config, ".".join(path))
         off = "" if _holds_anyway(path, config) else _switched_off(key, value)
@@ -40,8 +49,12 @@ def without_effect(config: Config, found: Scan, world_size: int = 1) -> list[Not
         reason = key.no_effect or off or others
         if reason:
             listed.add(path)
+        if client is not None:
+            said = f"{client}. No effect on the engine: {reason}" if reason else client
+            read.append(Note(dotted(found.given[path]), _plain(value), said))
+        elif reason:
             notes.append(Note(dotted(found.given[path]), _plain(value), reason))
-    return [*notes, *_of_optimizer(config, found)]
+    return [*notes, *_of_optimizer(config, found)], read
 
 
 def _of_optimizer(config: Config, found: Scan) -> list[Note]:

@@ -161,4 +161,6 @@ def _source(path: str, resolution: Resolution) -> str:
         return "given"
     if reason.startswith("forwarded"):
         return "forwarded"
+    if reason.startswith(("read from", "null:")):
+        return "given"
     return "auto" if path in resolution.given else "derived"

@@ -1,8 +1,13 @@
 """A reader of JSON as people write it in configuration files.
 
-It accepts standard JSON and, beyond it, comments (`//`, `#`, `/* */`), trailing commas and the numbers
-Infinity and NaN, which Python's own json module writes. It knows the line of every key and refuses a key that
-appears twice in the same object: the standard library keeps the last one in silence.
+It accepts standard JSON, the numbers Infinity and NaN, which Python's own json module writes, and the notation of
+Hjson (hjson.github.io): comments (`//`, `#`, `/* */`), trailing commas, line ends instead of commas, names and strings
+without quotes or with single ones, an object without braces around it. It tells which of these a text has, because
+other readers refuse them. It knows the line of every key and refuses a key that appears twice in the same object: the
+standard library keeps the last one in silence.
+
+A string without quotes goes to the end of its line in Hjson, whatever follows. Here it is refused where that is hardly
+meant: with a comma, a bracket, a double quote or a comment in it. What is accepted is read as Hjson reads it.
 """
 
 from __future__ import annotations
@@ -17,8 +22,14 @@ from .problems import Path, dotted
 _SPACE = re.compile(r"(?:[ \t\r\n\ufeff]+|//[^\n]*|#[^\n]*|/\*.*?\*/)*", re.DOTALL)
 _STRING = re.compile(r'"(?:[^"\\\n]|\\.)*"')
 _NUMBER = re.compile(r"-?(?:Infinity|NaN|(?:0|[1-9]\d*)(?:\.\d+)?(?:[eE][+-]?\d+)?)(?![\w.])")
+_SINGLE = re.compile(r"'(?:[^'\\\n]|\\.)*'")
+_NAME = re.compile(r"[^\s{}\[\],:\"'#/][^\s{}\[\],:]*")
+_LITERAL_END = re.compile(r"[ \t\r]*(?:[,}\]\n#]|//|/\*|\Z)")
+_NOT_MEANT = re.compile(r'[{}\[\]",]|(?:^|\s)(?:#|//)|/\*')
+"""What in a string without quotes shows that it was not meant to go on to the end of its line."""
 _WORDS = {"true": True, "false": False, "null": None}
-_DEEPEST = 64
+DEEPEST = 64
+_LONGEST_NUMBER = 1000
 
 
 class JSONSyntaxError(ValueError):
@@ -27,25 +38,35 @@ class JSONSyntaxError(ValueError):
 
 @dataclass
 class Parsed:
-    """A JSON value with the line of each key and the paths that were given twice."""
+    """A JSON value with the line of each key, the paths that were given twice, and what standard JSON does not have.
+
+    `beyond` has the line in which each such thing is found first.
+    """
 
     value: Any
     lines: dict[Path, int] = field(default_factory=dict)
     duplicates: list[str] = field(default_factory=list)
+    beyond: dict[str, int] = field(default_factory=dict)
 
 
 def parse(text: str) -> Parsed:
-    """Read JSON with comments and trailing commas.
+    """Read JSON or Hjson.
 
     Raises:
         JSONSyntaxError: with line and column of the first place that cannot be read.
 
     >>> parse('{"a": 1,  // one\\n "b": [2, 3,],}').value
     {'a': 1, 'b': [2, 3]}
+    >>> parse("a: 1\\nb: {c: 2}\\n").value
+    {'a': 1, 'b': {'c': 2}}
     """
     reader = _Reader(text)
     reader.skip_space()
-    value = reader.read_value(())
+    if reader.is_member():
+        reader.note("no braces around the whole")
+        value: Any = reader.read_members((), "")
+    else:
+        value = reader.read_value(())
     reader.skip_space()
     if reader.position < len(text):
         raise reader.error("the text goes on after the end of the value")
@@ -58,14 +79,32 @@ class _Reader:
         self.text = text
         self.position = 0
         self.result = Parsed(None)
+        self._lines, self._counted = 1, 0
+        self._value_end = 0
 
     def skip_space(self) -> None:
         match = _SPACE.match(self.text, self.position)
         if match is not None:
+            if "#" in match.group() or "/" in match.group():
+                self.note("a comment")
             self.position = match.end()
 
+    def note(self, what: str) -> None:
+        """Remember where something was found that standard JSON does not have."""
+        if what not in self.result.beyond:
+            self.result.beyond[what] = self.line()
+
+    def is_member(self) -> bool:
+        """Whether the text goes on with a name and a colon."""
+        name = _NAME.match(self.text, self.position) or _STRING.match(self.text, self.position)
+        after = None if name is None else _SPACE.match(self.text, name.end())
+        return after is not None and self.text[after.end() : after.end() + 1] == ":"
+
     def line(self) -> int:
-        return self.text.count("\n", 0, self.position) + 1
+        # The text is read from the beginning to the end, so the last count goes on.
+        self._lines += self.text.count("\n", self._counted, self.position)
+        self._counted = self.position
+        return self._lines
 
     def error(self, message: str) -> JSONSyntaxError:
         column = self.position - (self.text.rfind("\n", 0, self.position) + 1) + 1
@@ -75,8 +114,8 @@ class _Reader:
         return self.text[self.position : self.position + 1]
 
     def read_value(self, path: Path) -> Any:
-        if len(path) > _DEEPEST:
-            raise self.error(f"nested more than {_DEEPEST} deep")
+        if len(path) > DEEPEST:
+            raise self.error(f"nested more than {DEEPEST} deep")
         char = self.peek()
         if char == "{":
             return self.read_object(path)
@@ -84,25 +123,40 @@ class _Reader:
             return self.read_array(path)
         if char == '"':
             return self.read_string()
+        if char == "'":
+            return self.read_single()
         number = _NUMBER.match(self.text, self.position)
+        word = next((word for word in _WORDS if self.text.startswith(word, self.position)), None)
+        end = number.end() if number else self.position + len(word or "")
+        if not ((number or word) and _LITERAL_END.match(self.text, end)):
+            text = self._rest_of_line()
+            if text and char not in "}],:" and not _NOT_MEANT.search(text):
+                self.note("a string without quotes")
+                self.position += len(text)
+                return text
         if number is not None:
-            self.position = number.end()
+            if end - self.position > _LONGEST_NUMBER:
+                raise self.error(f"a number of {end - self.position} characters")
+            self.position = end
             return json.loads(number.group())
-        for word, value in _WORDS.items():
-            if re.compile(rf"{word}\b").match(self.text, self.position):
-                self.position += len(word)
-                return value
+        if word is not None and not re.match(r"\w", self.text[end : end + 1]):
+            self.position = end
+            return _WORDS[word]
         raise self.error(self._what_is_wrong())
+
+    def _rest_of_line(self) -> str:
+        end = self.text.find("\n", self.position)
+        return self.text[self.position : end if end >= 0 else len(self.text)].rstrip()
 
     def _what_is_wrong(self) -> str:
         rest = self.text[self.position : self.position + 20].split("\n")[0]
         if not rest:
             return "a value is missing here (is a closing brace missing?)"
-        if rest.startswith("'"):
-            return f"strings need double quotes, found {rest!r}"
         word = re.match(r"[\w.+-]+", rest)
         if word and word.group() in ("True", "False", "None"):
             return f"{word.group()} is Python; JSON writes true, false, null"
+        if word:
+            return f"expected a value, found {rest!r}; strings need double quotes"
         return f"expected a value, found {rest!r}"
 
     def read_string(self) -> str:
@@ -111,6 +165,19 @@ class _Reader:
             raise self.error("this string is not closed on its line")
         try:
             value: str = json.loads(match.group(), strict=False)
+        except json.JSONDecodeError as problem:
+            raise self.error(f"bad escape in string ({problem.msg})") from None
+        self.position = match.end()
+        return value
+
+    def read_single(self) -> str:
+        match = _SINGLE.match(self.text, self.position)
+        if match is None or self.text.startswith("'''", self.position):
+            raise self.error("a string of several lines, or one that is not closed on its line")
+        self.note("single quotes")
+        inner = re.sub(r'\\(.)|"', lambda found: {"'": "'", None: '\\"'}.get(found[1], found[0]), match.group()[1:-1])
+        try:
+            value: str = json.loads(f'"{inner}"', strict=False)
         except json.JSONDecodeError as problem:
             raise self.error(f"bad escape in string ({problem.msg})") from None
         self.position = match.end()
@@ -129,23 +196,25 @@ class _Reader:
                 if self.peek() == "]":
                     continue
             values.append(self.read_value((*path, len(values))))
+            self._value_end = self.position
 
     def read_object(self, path: Path) -> dict[str, Any]:
         self.position += 1
+        return self.read_members(path, "}")
+
+    def read_members(self, path: Path, closing: str) -> dict[str, Any]:
+        """Read names and values up to the closing brace, or to the end of the text if there is none."""
         values: dict[str, Any] = {}
         while True:
             self.skip_space()
-            if self.peek() == "}":
-                self.position += 1
+            if self.peek() == closing:
+                self.position += len(closing)
                 return values
             if values:
-                self._expect_comma_before("}")
-                if self.peek() == "}":
+                self._expect_comma_before(closing)
+                if self.peek() == closing:
                     continue
-            if self.peek() != '"':
-                raise self.error("expected a key in double quotes")
-            line = self.line()
-            name = self.read_string()
+            name, line = self.read_name(), self.line()
             here = (*path, name)
             if name in values:
                 self.result.duplicates.append(f"{dotted(here)} (lines {self.result.lines[here]} and {line})")
@@ -156,9 +225,28 @@ class _Reader:
             self.position += 1
             self.skip_space()
             values[name] = self.read_value(here)
+            self._value_end = self.position
+
+    def read_name(self) -> str:
+        if self.peek() == '"':
+            return self.read_string()
+        if self.peek() == "'":
+            return self.read_single()
+        match = _NAME.match(self.text, self.position)
+        if match is None or not self.is_member():
+            raise self.error("expected a key in double quotes")
+        self.note("a name without quotes")
+        self.position = match.end()
+        return match.group()
 
     def _expect_comma_before(self, closing: str) -> None:
+        """Go past a comma, or past a line end in its place."""
         if self.peek() != ",":
-            raise self.error(f'expected "," or "{closing}"')
+            if "\n" not in self.text[self._value_end : self.position] or not self.peek():
+                raise self.error(f'expected "," or "{closing}"')
+            self.note("a line end instead of a comma")
+            return
         self.position += 1
         self.skip_space()
+        if self.peek() == closing:
+            self.note("a trailing comma")

@@ -9,7 +9,7 @@ from typing import Any
 from shardwise.errors import ConfigError, ConflictError, NotBuiltError
 
 from . import names
-from .problems import Problem, dotted
+from .problems import LISTED, Problem, dotted
 from .scan import Scan
 from .schema.root import Config
 from .tree import nearest
@@ -156,7 +156,7 @@ def _unknown(kind: str, name: str, usable: set[str], module: str) -> str:
     ordered = sorted(usable, key=lambda item: (item.lower(), item))
     close = nearest(name, ordered)
     advice = f'did you mean "{close}"?' if close else f"known: {', '.join(ordered)}"
-    return f"there is no {kind} {name!r}, neither here nor in {module}; {advice}"
+    return f"there is no {kind} {show(name)}, neither here nor in {module}; {advice}"
 
 
 def _check_arguments(path: str, params: dict[str, Any], signature: names.Signature) -> list[Problem]:
@@ -166,7 +166,8 @@ def _check_arguments(path: str, params: dict[str, Any], signature: names.Signatu
         if name == "max_grad_norm" and name not in signature.arguments:
             problems.append(Problem(here, "the engine clips gradients; write `gradient_clipping` at the top level"))
         elif name not in signature.arguments:
-            close = nearest(str(name), list(signature.arguments))
+            # Looking for what was meant takes long; the message does not show more.
+            close = nearest(str(name), list(signature.arguments)) if len(problems) < LISTED else None
             advice = f"did you mean `{path}.{close}`?" if close else f"known: {', '.join(signature.arguments)}"
             problems.append(Problem(here, f"{signature.name} has no such argument; {advice}"))
         else:
@@ -190,14 +191,15 @@ _AT_LEAST_ZERO = (
     "decay_lr_rate",
     "decay_mom_rate",
 )
-_STEPS = (
+_STEPS = ("lr_range_test_step_size", "cycle_first_step_size")
+_COUNTS = (
     "warmup_num_steps",
     "total_num_steps",
-    "lr_range_test_step_size",
-    "cycle_first_step_size",
     "cycle_second_step_size",
+    "cycle_first_stair_count",
+    "cycle_second_stair_count",
+    "decay_step_size",
 )
-_COUNTS = ("cycle_first_stair_count", "cycle_second_stair_count", "decay_step_size")
 WHOLE_NUMBERS = (*_STEPS, *_COUNTS)
 """Arguments of schedules that are integers; JSON writers produce 1e3, too."""
 
@@ -236,7 +238,7 @@ def _wrong_value(name: str, value: Any, default: Any) -> str:
         fits = pair and all(_is_number(item) and 0 <= item < 1 for item in value)
         return "" if fits else f"expected two numbers in [0, 1), found {show(value)}"
     if isinstance(default, bool):
-        return "" if isinstance(value, bool) else f"expected true or false, found {show(value)}"
+        return "" if isinstance(value, bool) or value in (0, 1) else f"expected true or false, found {show(value)}"
     if name in _AT_LEAST_ZERO or isinstance(default, int | float):
         if (value is None and default is None) or _is_tensor(value):
             return ""

@@ -15,6 +15,12 @@ Path = tuple[str | int, ...]
 """Keys and list indices from the root to a value."""
 
 
+LISTED = 20
+"""Problems that a message describes; a file that is no configuration at all has thousands."""
+_LONGEST = 300
+"""Characters of a name that a message shows."""
+
+
 def dotted(path: Path) -> str:
     """Write a path the way people do.
 
@@ -40,12 +46,13 @@ class Problem:
     line: int | None = None
 
     def __str__(self) -> str:
-        where = self.path if self.line is None else f"{self.path} (line {self.line})"
+        path = self.path if len(self.path) <= _LONGEST else self.path[:_LONGEST] + "..."
+        where = path if self.line is None else f"{path} (line {self.line})"
         return f"{where}: {self.message}"
 
 
 def raise_problems(problems: Iterable[Problem], origin: str) -> None:
-    """Raise one error that lists every problem; do nothing if there is none.
+    """Raise one error that lists the problems, the first `LISTED` of them in words; do nothing if there is none.
 
     The class is that of the problems if they agree, otherwise `ConfigError`.
     """
@@ -57,7 +64,9 @@ def raise_problems(problems: Iterable[Problem], origin: str) -> None:
     if len(found) == 1:
         text = f"in {origin}: {found[0]}"
     else:
-        lines = "\n".join(f"  {number}. {problem}" for number, problem in enumerate(found, 1))
+        lines = "\n".join(f"  {number}. {problem}" for number, problem in enumerate(found[:LISTED], 1))
+        if len(found) > LISTED:
+            lines += f"\n  and {len(found) - LISTED} more"
         text = f"{len(found)} problems in {origin}:\n{lines}"
     raised = error(text)
     raised.problems = tuple(found)

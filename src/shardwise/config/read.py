@@ -8,14 +8,18 @@ from __future__ import annotations
 import base64
 import binascii
 import os
+import stat
 from dataclasses import dataclass, field
 from pathlib import Path as FilePath
 from typing import Any
 
 from shardwise.errors import ConfigError
 
-from .jsonc import JSONSyntaxError, parse
-from .problems import Path, Problem, raise_problems
+from .jsonc import DEEPEST, JSONSyntaxError, parse
+from .problems import Path, Problem, dotted, raise_problems
+
+_MOST_BITS = 1023
+"""Of an integer that can still be converted to a floating-point number."""
 
 
 @dataclass(frozen=True)
@@ -26,23 +30,25 @@ class Document:
         data: the JSON object.
         origin: words for messages, such as `ds_config.json` or `the config dict`.
         lines: line of each key, empty for a dictionary.
+        beyond: what standard JSON does not have and where, in words; None if there is nothing.
     """
 
     data: dict[str, Any]
     origin: str
     lines: dict[Path, int] = field(default_factory=dict)
+    beyond: str | None = None
 
 
 def load(source: Any) -> dict[str, Any]:
     """Read a configuration and return it as a new dictionary, exactly as written.
 
     Args:
-        source: a dictionary; the path of a JSON file (`str` or `os.PathLike`); JSON text; or JSON text
+        source: a dictionary; the path of a JSON or Hjson file (`str` or `os.PathLike`); JSON text; or JSON text
             encoded in URL-safe base64. Files and text may have comments and trailing commas.
 
     Raises:
-        ConfigError: the file is missing, the text is not JSON (with line and column), or a key is given
-            twice.
+        ConfigError: the file is missing or is none, the text is not JSON (with line and column), a key is given
+            twice, a dictionary contains itself, or a number is beyond the range of floating-point numbers.
 
     >>> load('{"train_batch_size": 8, /* samples */}')
     {'train_batch_size': 8}
@@ -55,7 +61,8 @@ def read(source: Any) -> Document:
     if isinstance(source, Document):
         return source
     if isinstance(source, dict):
-        return Document(_copy(source), "the config dict")
+        origin = "the config dict"
+        return Document(_checked(source, origin), origin)
     if isinstance(source, os.PathLike) and isinstance(name := os.fspath(source), str):
         return _from_file(FilePath(name))
     if isinstance(source, str):
@@ -65,12 +72,39 @@ def read(source: Any) -> Document:
     )
 
 
-def _copy(value: Any) -> Any:
-    """Copy the containers and keep the leaves: a dictionary may hold objects that cannot be copied."""
+def _checked(value: Any, origin: str) -> Any:
+    """Return a copy. Raises `ConfigError` for what no later check could go through."""
+    problems: list[Problem] = []
+    copied = _copy(value, (), (), problems)
+    raise_problems(problems, origin)
+    return copied
+
+
+def _copy(value: Any, path: Path, around: tuple[int, ...], problems: list[Problem]) -> Any:
+    """Copy the containers and keep the leaves: a dictionary may hold objects that cannot be copied.
+
+    Args:
+        value: to copy.
+        path: to it.
+        around: the identities of the containers that it is in.
+        problems: what is found is added.
+    """
+    if isinstance(value, dict | list):
+        if id(value) in around:
+            problems.append(Problem(dotted(path), "this contains itself"))
+            return None
+        if len(path) > DEEPEST:
+            problems.append(Problem(dotted(path[:3]), f"nested more than {DEEPEST} deep"))
+            return None
+        around = (*around, id(value))
     if isinstance(value, dict):
-        return {name: _copy(item) for name, item in value.items()}
+        # Keys may be anything in a dictionary; those that are no strings are reported later.
+        return {name: _copy(item, (*path, str(name)), around, problems) for name, item in value.items()}
     if isinstance(value, list):
-        return [_copy(item) for item in value]
+        return [_copy(item, (*path, index), around, problems) for index, item in enumerate(value)]
+    if isinstance(value, int) and value.bit_length() > _MOST_BITS:
+        problems.append(Problem(dotted(path), "this integer is beyond the range of floating-point numbers"))
+        return None
     return value
 
 
@@ -108,6 +142,9 @@ def _decode_base64(text: str) -> str | None:
 
 def _from_file(path: FilePath) -> Document:
     try:
+        if not stat.S_ISREG(os.stat(path).st_mode) and not path.is_dir():
+            # A pipe may never end, or never begin.
+            raise ConfigError(f"{path} is not a file with a configuration, but a pipe or a device")
         text = path.read_text(encoding="utf-8")
     except FileNotFoundError:
         raise ConfigError(f"there is no file {str(path)!r} (looked in {os.getcwd()})") from None
@@ -126,4 +163,5 @@ def _from_text(text: str, origin: str) -> Document:
     raise_problems((Problem(where, "this key is given twice; keep one of them") for where in parsed.duplicates), origin)
     if not isinstance(parsed.value, dict):
         raise ConfigError(f"{origin} must hold a JSON object {{...}}, found {type(parsed.value).__name__}")
-    return Document(parsed.value, origin, parsed.lines)
+    beyond = ", ".join(f"{what} (line {line})" for what, line in parsed.beyond.items())
+    return Document(_checked(parsed.value, origin), origin, parsed.lines, beyond or None)

@@ -1,12 +1,13 @@
-"""The table of all keys, made from the schema, for the documentation.
+"""The tables of all keys, made from the schema, for the documentation.
 
-`python -m shardwise.config.reference docs/configuration.md` replaces what stands between the two marker lines of the
-file. A test compares the file with the schema, so the table cannot go stale.
+`python -m shardwise.config.reference docs/reference/configuration-keys.md` replaces the text between the two marker
+lines of the file. A test compares the file with the schema.
 """
 
 from __future__ import annotations
 
 import json
+import re
 import sys
 from pathlib import Path
 from typing import Any
@@ -17,59 +18,103 @@ from .tree import Key, expected, walk
 
 BEGIN = "<!-- keys: made by python -m shardwise.config.reference -->"
 END = "<!-- end of keys -->"
-_HEAD = "| Key | Values | Default | Meaning |\n|---|---|---|---|"
+_HEAD = "| Key | Value, default | Meaning |\n|---|---|---|"
+_TYPES = (
+    (r" \(other usual names of these types work too\)", ""),
+    (r'one of "fp32", "fp16", "bf16"', "dtype"),
+    (r"one of ", ""),
+    (r"true or false", "bool"),
+    (r"a string that is not empty", "string"),
+    (r"a string or a list of strings", "strings"),
+    (r"\ban? (integer|number|string|list|object)\b", r"\1"),
+    (r" and a multiple of \d+", ", even"),
+    (r"\binteger\b", "int"),
+    (r" ([<>]=?) ", r"\1"),
+    (r" and <", "<"),
+)
 
 
 def table() -> str:
-    """Return Markdown: a heading and a table per section, in the order of the schema."""
-    groups: dict[str, list[tuple[tuple[str, ...], Key]]] = {}
-    for path, key in walk():
-        if key.kind == "section":
-            continue
-        groups.setdefault(_group(path), []).append((path, key))
+    """Return Markdown: keys that act, by section; then the keys of features that this version does not have."""
     parts: list[str] = []
-    for name, keys in groups.items():
+    for name, keys in _groups(unbuilt=False).items():
         parts.append(f"### {f'`{name}`' if name else 'Top level'}\n")
         parts.append(_HEAD)
         parts.extend(_row(path, key, len(name.split(".")) if name else 0) for path, key in keys)
         parts.append("")
         if name == "compression":
-            for method, section in METHODS.items():
-                parts.append(f'#### `compression.params` of "{method}"\n')
+            for section in dict.fromkeys(METHODS.values()):
+                methods = ", ".join(f'"{method}"' for method, other in METHODS.items() if other is section)
+                parts.append(f"#### `compression.params` of {methods}\n")
                 parts.append(_HEAD)
                 rows = [(("compression", "params", *path), key) for path, key in walk(section)]
                 parts.extend(_row(path, key, 2) for path, key in rows)
                 parts.append("")
+    parts.append("## Keys of features that this version does not have\n")
+    parts.append(
+        "Values after the colon, the default after the last `=`. Such a key is accepted with its default and refused "
+        "with a value that asks for the feature. `shardwise schema` describes each, and those without effect.\n"
+    )
+    for name, keys in _groups(unbuilt=True).items():
+        parts.append(f"### Not in this version: {f'`{name}`' if name else 'top level'}\n\n```text")
+        for path, key in keys:
+            dots, skip = _names(path, key, len(name.split(".")) if name else 0)
+            parts.append(f"{'|'.join([dots, *skip])}: {_type(key)}={_default(key)}")
+        parts.append("```\n")
     return "\n".join(parts).rstrip() + "\n"
+
+
+def _groups(unbuilt: bool) -> dict[str, list[tuple[tuple[str, ...], Key]]]:
+    groups: dict[str, list[tuple[tuple[str, ...], Key]]] = {}
+    for path, key in walk():
+        if key.kind != "section" and _unbuilt(path) == unbuilt:
+            groups.setdefault(_group(path), []).append((path, key))
+    return groups
 
 
 def _group(path: tuple[str, ...]) -> str:
     return path[0] if len(path) > 1 else ""
 
 
+def _names(path: tuple[str, ...], key: Key, skip: int) -> tuple[str, list[str]]:
+    """The key's path below its section, and its other spellings."""
+    return ".".join(path[skip:]).replace(".[]", "[]").replace("*", "<name>"), list(key.spellings[1:])
+
+
 def _row(path: tuple[str, ...], key: Key, skip: int) -> str:
-    name = ".".join(path[skip:]).replace(".[]", "[]").replace("*", "<name>")
-    names = "".join(f"<br>also `{spelling}`" for spelling in key.spellings[1:])
+    name, others = _names(path, key, skip)
+    names = "".join(f"<br>`{spelling}`" for spelling in others)
     meaning = [str(key.field.description)]
     if key.replacement:
-        meaning.append(f"Deprecated: moved to `{key.replacement}`.")
+        meaning = [f"Deprecated: write `{key.replacement}`."]
     if key.no_effect:
-        meaning.append(f"*Accepted, no effect*: {key.no_effect}.")
+        meaning = [f"**No effect**: {key.no_effect}."]
     note = key.extra.get("x-default-note")
     if note:
         meaning.append(f"Default: {note}.")
-    if _unbuilt(path):
-        meaning.append("*Not in this version.*")
-    elif any(".".join(path).startswith(entry.path) for entry in UNHEARD):
-        meaning.append("*Accepted with a warning, does nothing yet.*")
-    cells = [f"`{name}`{names}", expected(key), f"`{_default(key)}`", " ".join(meaning)]
+    if any(".".join(path).startswith(entry.path) for entry in UNHEARD):
+        meaning.append("**Warning**.")
+    cells = [f"`{name}`{names}", f"{_type(key)}, `{_default(key)}`", " ".join(meaning)]
     return "| " + " | ".join(cell.replace("|", "\\|") for cell in cells) + " |"
+
+
+def _type(key: Key) -> str:
+    """The values that a key accepts, in short; that a key whose default is null accepts null is not repeated."""
+    text = expected(key)
+    if key.default is None:
+        text = text.removesuffix(" or null")
+    for words, short in _TYPES:
+        text = re.sub(words, short, text)
+    return text
 
 
 def _default(key: Key) -> str:
     default: Any = key.default
-    if isinstance(default, int) and not isinstance(default, bool) and default == sys.maxsize:
-        return "2^63 - 1"
+    if isinstance(default, int) and not isinstance(default, bool):
+        if default == sys.maxsize:
+            return "2^63 - 1"
+        if default >= 10**6 and str(default).strip("0") in map(str, range(1, 10)):
+            return f"{default:.0e}".replace("e+0", "e")
     if isinstance(default, float):
         return f"{default:g}"
     return json.dumps(default)

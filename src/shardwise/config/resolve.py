@@ -40,8 +40,11 @@ class Resolution:
         notes: every value that was chosen, derived or moved from another key, with the reason.
         warnings: deprecated keys and settings that are probably not meant, one sentence each.
         no_effect: keys that were given, are accepted, and change nothing here, with the reason.
+        read_by_clients: keys that were given and that the Trainer, Accelerate or Lightning act upon, with what they
+            do, and with what the engine does if that is nothing.
         origin: where the configuration came from, such as a file name.
         given: dotted paths (canonical names) of the keys that the user wrote.
+        beyond: what the file has that standard JSON has not, and other readers refuse, in words; None if nothing.
     """
 
     config: Config
@@ -49,8 +52,10 @@ class Resolution:
     notes: list[Note] = field(default_factory=list)
     warnings: list[str] = field(default_factory=list)
     no_effect: list[Note] = field(default_factory=list)
+    read_by_clients: list[Note] = field(default_factory=list)
     origin: str = "the config dict"
     given: frozenset[str] = frozenset()
+    beyond: str | None = None
 
 
 def resolve(source: Any, *, world_size: int = 1, facts: Facts | None = None) -> Resolution:
@@ -80,7 +85,8 @@ def resolve(source: Any, *, world_size: int = 1, facts: Facts | None = None) -> 
     auto_notes, auto_problems = resolve_autos(found, facts)
     notes = [Note(new, value, f"forwarded from the deprecated `{old}`") for old, new, value in found.forwarded]
     notes += auto_notes
-    config, value_problems = validate(found)
+    config, value_notes, value_problems = validate(found)
+    notes += value_notes
     problems = [
         *found.problems,
         *auto_problems,
@@ -98,6 +104,7 @@ def resolve(source: Any, *, world_size: int = 1, facts: Facts | None = None) -> 
         problems.append(solved)
     raise_problems(_with_lines(problems, document.lines), document.origin)
     notes += _settle(config)
+    no_effect, read_by_clients = without_effect(config, found, world_size)
     return Resolution(
         config=config,
         raw=document.data,
@@ -109,9 +116,11 @@ def resolve(source: Any, *, world_size: int = 1, facts: Facts | None = None) -> 
             *check_worth_a_warning(config),
             *doubtful_compression(config),
         ],
-        no_effect=without_effect(config, found, world_size),
+        no_effect=no_effect,
+        read_by_clients=read_by_clients,
         origin=document.origin,
         given=frozenset(dotted(path) for path in found.given),
+        beyond=document.beyond,
     )
 
 
@@ -147,7 +156,7 @@ def _settle(config: Config) -> list[Note]:
     if bf16.enabled and bf16.master_weights == "none" and bf16.rounding is None:
         alias = bf16.bf16_master_weights_and_grads
         bf16.rounding = "nearest" if alias else "stochastic"
-        reason = "as in the peers" if alias else "to nearest, small updates would be lost"
+        reason = "as in DeepSpeed" if alias else "to nearest, small updates would be lost"
         notes.append(Note("bf16.rounding", bf16.rounding, reason))
     written = config.optimizer.type
     if written is not None:
@@ -155,6 +164,13 @@ def _settle(config: Config) -> list[Note]:
         if config.optimizer.type not in (written, written.lower()):
             notes.append(Note("optimizer.type", config.optimizer.type, "the name in torch.optim"))
     config.compression.type = method_name(config)
+    for params, signature in (
+        (config.optimizer.params, names.optimizer_signature(written or "")),
+        (config.scheduler.params, names.schedule_signature(config.scheduler.type or "")),
+    ):
+        for name, default in signature.arguments.items() if signature is not None else ():
+            if isinstance(default, bool) and name in params and isinstance(params[name], int | float):
+                params[name] = bool(params[name])
     for name in WHOLE_NUMBERS:
         value = config.scheduler.params.get(name)
         if isinstance(value, float) and math.isfinite(value):

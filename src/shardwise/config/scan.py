@@ -11,7 +11,7 @@ import math
 from dataclasses import dataclass, field
 from typing import Any
 
-from .problems import Path, Problem, dotted
+from .problems import LISTED, Path, Problem, dotted
 from .schema.base import AUTO, Section
 from .schema.root import Config
 from .tree import Key, advise, expected, keys_of, lookup, takes_any_key, walk
@@ -108,7 +108,9 @@ def _scan_section(
                 clean[name] = value
                 result.given[here] = as_written
             else:
-                message = f"unknown key; {advise(section, spelled, str(name))}"
+                # Looking for what was meant takes long; the message does not show more.
+                few = len(result.problems) < LISTED
+                message = f"unknown key; {advise(section, spelled, str(name))}" if few else "unknown key"
                 result.problems.append(Problem(dotted((*spelled, str(name))), message))
             continue
         here = (*path, key.name)

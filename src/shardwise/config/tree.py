@@ -167,8 +167,14 @@ def _comparable(name: str) -> str:
     return name.lower().replace("-", "_")
 
 
+_LONGEST_NAME = 100
+"""Beyond this nothing can be meant, and comparing would take long."""
+
+
 def nearest(name: str, candidates: list[str], cutoff: float = 0.6) -> str | None:
     """The candidate most like a name, compared without regard to case and hyphens, or None."""
+    if len(name) > _LONGEST_NAME:
+        return None
     table = {_comparable(candidate): candidate for candidate in reversed(candidates)}
     found = difflib.get_close_matches(_comparable(name), list(table), n=1, cutoff=cutoff)
     return table[found[0]] if found else None

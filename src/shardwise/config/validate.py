@@ -1,7 +1,12 @@
-"""The second pass over a configuration: types and values, with messages for the people who write it."""
+"""The second pass over a configuration: types and values, with messages for the people who write it.
+
+The schema is strict. A value that it refuses, but that says without a doubt what is meant, is read as that, and noted:
+0 and 1 and words for booleans, numbers in quotes, null for a key that is left out.
+"""
 
 from __future__ import annotations
 
+import itertools
 import json
 import math
 import re
@@ -9,23 +14,29 @@ from typing import Any
 
 from pydantic import ValidationError
 
+from .auto import Note
 from .problems import Path, Problem, dotted
-from .scan import Scan
+from .scan import Scan, put
 from .schema.base import Section
 from .schema.root import Config
 from .tree import Key, expected, keys_of, nearest
 
 
-def validate(found: Scan) -> tuple[Config, list[Problem]]:
+def validate(found: Scan) -> tuple[Config, list[Note], list[Problem]]:
     """Build the `Config`, leaving out and reporting every value that does not fit its key.
 
     Values that are wrong fall back to their default so that the checks after this one can still report more.
+
+    Returns:
+        The configuration; a note on each value that was read as another one; what is wrong.
     """
     problems: list[Problem] = []
     data: Any = found.data
+    read_as: dict[Path, tuple[Any, Any]] = {}
     while True:
         try:
-            return Config.model_validate(data), problems
+            config = Config.model_validate(data)
+            break
         except ValidationError as error:
             wrong: dict[Path, Any] = {}
             for detail in error.errors(include_url=False, include_context=False):
@@ -33,7 +44,47 @@ def validate(found: Scan) -> tuple[Config, list[Problem]]:
             for path in wrong:
                 key = _key(path)
                 value = _take(data, path)
+                if path in read_as:
+                    value, _ = read_as.pop(path)
+                elif isinstance(path[-1], str) and (meant := _meant(key, value)) is not _NOTHING:
+                    read_as[path] = (value, meant)
+                    if meant is not None:
+                        put(data, path, meant)
+                    continue
                 problems.append(Problem(dotted(found.given.get(path, path)), message(key, value)))
+    notes = []
+    for path, (value, meant) in read_as.items():
+        key, where = _key(path), dotted(found.given.get(path, path))
+        if meant is None:
+            notes.append(Note(where, key.default, "null: as if the key were left out"))
+        else:
+            notes.append(Note(where, meant, f"read from {json.dumps(value)}"))
+    return config, notes, problems
+
+
+_NOTHING = object()
+_TRUE = ("true", "t", "yes", "y", "on", "1")
+_FALSE = ("false", "f", "no", "n", "off", "0")
+
+
+def _meant(key: Key, value: Any) -> Any:
+    """What a value of another type stands for: None for a key that is left out, `_NOTHING` if it is not clear."""
+    if value is None:
+        return _NOTHING if key.field.is_required() or key.kind != "value" else None
+    words = expected(key)
+    if "true or false" in words and not isinstance(value, bool):
+        if isinstance(value, int | float) and value in (0, 1):
+            return bool(value)
+        if isinstance(value, str) and value.strip().lower() in (*_TRUE, *_FALSE):
+            return value.strip().lower() in _TRUE
+    if isinstance(value, str) and key.kind == "value" and len(value) <= _LONGEST_NUMBER:
+        try:
+            number = float(value)
+        except ValueError:
+            return _NOTHING
+        if math.isfinite(number):
+            return int(value) if value.strip().lstrip("+-").isdecimal() else number
+    return _NOTHING
 
 
 def _place(loc: tuple[int | str, ...]) -> Path:
@@ -86,6 +137,24 @@ def message(key: Key, value: Any) -> str:
     return f"{text}. {advice}" if advice else text
 
 
+_LONGEST_NUMBER = 100
+_SHOWN = 80
+
+
+def _shortened(value: Any, depth: int = 3) -> Any:
+    """A value with no more of it than can be shown, so that showing a huge one costs nothing."""
+    if isinstance(value, str):
+        return value[:_SHOWN]
+    if isinstance(value, int) and value.bit_length() > 8 * _SHOWN:
+        return "a huge integer"
+    if isinstance(value, list | tuple):
+        return [_shortened(item, depth - 1) if depth else "..." for item in value[:_SHOWN]]
+    if isinstance(value, dict):
+        first = itertools.islice(value.items(), _SHOWN)
+        return {name: _shortened(item, depth - 1) if depth else "..." for name, item in first}
+    return value
+
+
 def show(value: Any) -> str:
     """Print a value as JSON with its type, shortened."""
     kinds = {
@@ -97,10 +166,10 @@ def show(value: Any) -> str:
         dict: "object",
     }
     try:
-        text = json.dumps(value)
+        text = json.dumps(_shortened(value))
     except (TypeError, ValueError):
         text = repr(value)
-    text = text if len(text) <= 80 else text[:77] + "..."
+    text = text if len(text) <= _SHOWN else text[: _SHOWN - 3] + "..."
     if value is None or isinstance(value, bool):
         return text
     return f"{text} ({kinds.get(type(value), type(value).__name__)})"

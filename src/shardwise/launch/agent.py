@@ -26,11 +26,12 @@ from torch.distributed.elastic.multiprocessing.errors import ProcessFailure
 from torch.distributed.elastic.rendezvous.api import RendezvousHandler, RendezvousInfo, RendezvousStoreInfo
 
 from shardwise.comm.environment import RECOVERY_FILE
+from shardwise.comm.meeting import ended_key
 from shardwise.comm.rendezvous import serve
 from shardwise.comm.setup import DEFAULT_PORT, DEFAULT_TIMEOUT
 from shardwise.errors import LaunchError
 from shardwise.launch.attempt import Attempt
-from shardwise.launch.failure import Failure
+from shardwise.launch.failure import Ending, Failure
 from shardwise.launch.recovery import Recovery
 
 GRACE_S = 5.0
@@ -87,6 +88,11 @@ class OneMachine(RendezvousHandler):
         meeting = RendezvousStoreInfo(self._address, self._server.port)
         # The agent's own few keys are nobody else's business.
         return RendezvousInfo(dist.HashStore(), 0, 1, meeting)
+
+    def tell_ended(self, attempt: int, rank: int, how: str) -> None:
+        """Tell ranks that have not met yet that one has ended."""
+        if self._server is not None:
+            self._server.set(ended_key(str(attempt), rank), how)
 
     def _serve(self) -> dist.TCPStore:
         if self._port is not None:
@@ -157,9 +163,11 @@ class Agent(SimpleElasticAgent):
         self._say = say
         self._scratch = scratch
         self._attempts = 0
+        self._given = 0.0
         self._noticed = 0.0
         self._recovery: Recovery | None = None
         self._notices: list[str] = []
+        self._told_of: set[int] = set()
 
     def _start_workers(self, worker_group: WorkerGroup) -> dict[int, Any]:
         spec = worker_group.spec
@@ -192,8 +200,9 @@ class Agent(SimpleElasticAgent):
         if self.failure is not None:
             end = self.failure.exit
             started = self.attempt.started
-            self._recovery = Recovery(end.rank, end.at, self._noticed, started, self._recovery_file())
+            self._recovery = Recovery(self.failure.rank, end.at, self._noticed, started, self._recovery_file())
         self._attempts += 1
+        self._told_of.clear()
         return {worker.local_rank: pids[worker.global_rank] for worker in worker_group.workers}
 
     def _recovery_file(self) -> Path:
@@ -227,9 +236,10 @@ class Agent(SimpleElasticAgent):
                 raise EndedOnRequest(self.failure.exit.rank, asked)
             left = worker_group.spec.max_restarts - self._attempts + 1
             if left > 0:
-                without = self._leave_out(self.failure.exit.rank, worker_group.spec)
+                without = self._leave_out(self.failure.rank, worker_group.spec)
+                what = f"failed first ({self.failure.cause()})" if self.failure.guilty is None else self.failure.guilt
                 self._say(
-                    f"rank {self.failure.exit.rank} failed first ({self.failure.cause()}){without}; starting all "
+                    f"rank {self.failure.rank} {what}{without}; starting all "
                     f"{worker_group.spec.local_world_size} processes again (restart {self._attempts} of "
                     f"{worker_group.spec.max_restarts})"
                 )
@@ -244,6 +254,10 @@ class Agent(SimpleElasticAgent):
                 state=WorkerState.SUCCEEDED,
                 return_values=dict.fromkeys(worker.global_rank for worker in worker_group.workers),
             )
+        for rank in attempt.ended() - self._told_of:
+            # Those that have not met yet would wait for it.
+            worker_group.spec.rdzv_handler.tell_ended(self._attempts - 1, rank, "exit code 0")  # type: ignore[attr-defined]
+            self._told_of.add(rank)
         return RunResult(state=WorkerState.HEALTHY)
 
     def _leave_out(self, rank: int, spec: WorkerSpec) -> str:
@@ -272,4 +286,12 @@ class Agent(SimpleElasticAgent):
             # Every Python process handles SIGINT.
             saves = death_sig is not signal.SIGINT and self.attempt.gang.handles(death_sig)
             grace = SAVING_GRACE_S if saves else GRACE_S
+        if self.attempt.gang.stop_began is None:
+            self._given = grace
         self.attempt.end(death_sig, grace)
+
+    def stopped(self, sig: signal.Signals) -> Ending:
+        """How the ranks ended after the signal that has ended `run`."""
+        if self.attempt is None:
+            return Ending(sig, {}, {}, 0.0)
+        return Ending(sig, self.attempt.gang.exits, self.attempt.gang.killed, self._given)

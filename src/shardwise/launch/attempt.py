@@ -114,8 +114,15 @@ class Attempt:
             rank not in self.gang.exits and _older_than(SETTLE_S, path) for rank, path in self._error_files.items()
         )
 
+    def ended(self) -> set[int]:
+        """The ranks that have ended."""
+        return set(self.gang.exits)
+
     def end(self, first: signal.Signals, grace: float) -> None:
         """Stop all workers and what they have started, and show the rest of their output."""
+        if first is signal.SIGINT:
+            for _, errors in self._channels.values():
+                errors.interrupt()
         stuck = self.gang.stop(first, grace)
         if stuck:
             self._display.err.write(
@@ -129,10 +136,11 @@ class Attempt:
 
     def end_after_failure(self, grace: float) -> Failure:
         """Stop the others after a worker has failed, and tell which one failed first."""
+        frozen = [rank for rank, state in self.gang.states().items() if state in "Tt"]
         self.end(signal.SIGTERM, grace)
         assert self.gang.stop_began is not None
         errors = {rank: err for rank, (_, err) in self._channels.items()}
-        return first_failure(self.gang.exits, errors, self._error_files, self._started, self.gang.stop_began)
+        return first_failure(self.gang.exits, errors, self._error_files, self._started, self.gang.stop_began, frozen)
 
     def _open(self, rank: int, terminal: bool, descriptor: int) -> tuple[int, int]:
         return open_pipe(descriptor if is_raw(self._display.tags, rank, terminal) else None)

@@ -8,6 +8,7 @@ something else was.
 from __future__ import annotations
 
 import importlib
+import inspect
 import pkgutil
 import sys
 from typing import Annotated
@@ -50,6 +51,9 @@ def _options(
 
 for _module in pkgutil.iter_modules(commands.__path__):
     importlib.import_module(f"{commands.__name__}.{_module.name}").register(app)
+for _command in app.registered_commands:
+    # Left alone, the list of commands cuts every summary after a few words.
+    _command.short_help = (inspect.getdoc(_command.callback) or "").partition("\n\n")[0].replace("\n", " ")
 
 
 def main(args: list[str] | None = None) -> None:

@@ -2,8 +2,11 @@
 
 from __future__ import annotations
 
+import os
 import sys
 from typing import TYPE_CHECKING, Any
+
+from shardwise.errors import CheckpointError
 
 if TYPE_CHECKING:
     from rich.console import Console
@@ -48,6 +51,16 @@ def in_bytes(size: int) -> str:
             break
         value /= 1000
     return f"{size} B" if unit == "B" else f"{value:.1f} {unit}"
+
+
+def must_exist(path: str) -> None:
+    """Refuse a path to which nothing leads, before torch is imported to read it.
+
+    Raises:
+        CheckpointError: nothing is there.
+    """
+    if not os.path.lexists(path):
+        raise CheckpointError(f"{path}: there is no such file or directory")
 
 
 class Bar:

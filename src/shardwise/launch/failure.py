@@ -4,7 +4,8 @@ When one rank of a job fails, the others fail too: their collectives lose a peer
 The rank to name is the one whose own trouble began first. Its beginning is the earliest of: the error file
 that torch's `@record` writes, the last traceback on its standard error, its end. Ranks that only report a
 lost peer come after all others, because a dying process closes its connections some time before the system
-reports its end.
+reports its end. And where all that failed did so for want of a rank that has not failed (it stands still, or has ended
+with code 0 too early), that rank is the one to name.
 """
 
 from __future__ import annotations
@@ -13,7 +14,7 @@ import json
 import re
 import signal
 import socket
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, replace
 from pathlib import Path
 
@@ -30,11 +31,19 @@ _LOST_PEER = re.compile(
     r"|failed to recv|recvValue failed",
     re.IGNORECASE,
 )
+_WAITED = re.compile(
+    r"^[\w.]*(PeerLostError|DesyncError|DistStoreError|DistNetworkError)\b|has not come to the meeting"
+    r"|timed out waiting \d+ms for (recv|send)"
+    rf"|{_LOST_PEER.pattern}",
+    re.IGNORECASE | re.MULTILINE,
+)
+"""What a rank raises that has failed for want of another one."""
+_SILENT = re.compile(r"has waited [\d.]+ s for rank (\d+)|rank (\d+) has not come to the meeting")
 _HINTS: dict[int, str] = {
     signal.SIGKILL: (
         "Something outside the job killed it; most often the kernel, because memory ran out. See `dmesg` "
-        "or the memory limit of the container; use fewer processes, a smaller micro-batch, or offload to "
-        "disk."
+        "or the memory limit of the container; use fewer processes, a smaller micro-batch, or a "
+        "higher ZeRO stage."
     ),
     signal.SIGBUS: (
         "Often /dev/shm is full: use fewer data-loader workers, or give more shared memory (docker --shm-size)."
@@ -60,6 +69,8 @@ class Failure:
         has_traceback: whether `report` is a traceback.
         failed: number of ranks that failed by themselves.
         world_size: number of ranks.
+        guilty: the rank for want of which it failed, if that is known.
+        guilt: what is known of that rank.
     """
 
     exit: Exit
@@ -68,6 +79,13 @@ class Failure:
     has_traceback: bool
     failed: int
     world_size: int
+    guilty: int | None = None
+    guilt: str = ""
+
+    @property
+    def rank(self) -> int:
+        """The rank where the trouble began."""
+        return self.exit.rank if self.guilty is None else self.guilty
 
     @property
     def exit_code(self) -> int:
@@ -85,8 +103,12 @@ class Failure:
     def message(self) -> str:
         """What is printed at the end of the job: who, how, where, the hint, and last the traceback."""
         others = f" ({self.failed} of {self.world_size} ranks failed)" if self.failed > 1 else ""
+        if self.guilty is None:
+            begin = f"rank {self.exit.rank} failed first{others}"
+        else:
+            begin = f"rank {self.guilty} {self.guilt}. For want of it rank {self.exit.rank} failed{others}"
         lines = [
-            f"shardwise run: rank {self.exit.rank} failed first{others}: {self.cause()}, pid "
+            f"shardwise run: {begin}: {self.cause()}, pid "
             f"{self.exit.pid} on {socket.gethostname()}, {self.elapsed:.1f} s after the start."
         ]
         hint = _NOT_DESTROYED if _TERMINATE in self.report else _HINTS.get(-self.exit.code)
@@ -107,6 +129,7 @@ def first_failure(
     error_files: Mapping[int, Path],
     started: float,
     stop_began: float,
+    frozen: Sequence[int] = (),
 ) -> Failure:
     """Find the rank that failed first in an attempt of which at least one rank has failed.
 
@@ -116,6 +139,7 @@ def first_failure(
         error_files: where torch's `@record` would have written each rank's exception.
         started: when the attempt began, in seconds since the epoch.
         stop_began: when the launcher began to stop the others.
+        frozen: ranks whose process was stopped then.
     """
     candidates = []
     for rank, end in exits.items():
@@ -137,7 +161,81 @@ def first_failure(
         lost_peer = end.code > 0 and bool(_LOST_PEER.search(_last_exception(report)))
         candidates.append((lost_peer, began, rank, end, report, has_traceback))
     _, began, _, end, report, has_traceback = min(candidates, key=lambda c: c[:3])
-    return Failure(end, max(0.0, began - started), report, has_traceback, len(candidates), len(exits))
+    failure = Failure(end, max(0.0, began - started), report, has_traceback, len(candidates), len(exits))
+    if end.code < 0 or not _WAITED.search(_last_exception(report)):
+        return failure
+    early = [other for other in exits.values() if other.code == 0 and other.at <= end.at]
+    silent = _SILENT.search(report)
+    if frozen:
+        guilt = f"stands still: its process, pid {exits[frozen[0]].pid}, was stopped (SIGSTOP, or a debugger)"
+        return replace(failure, guilty=frozen[0], guilt=guilt)
+    if early:
+        first = min(early, key=lambda other: other.at)
+        guilt = f"ended with exit code 0 {max(0.0, first.at - started):.1f} s after the start, before the others"
+        return replace(failure, guilty=first.rank, guilt=guilt)
+    if silent and int(silent[1] or silent[2]) not in {candidate[2] for candidate in candidates}:
+        return replace(failure, guilty=int(silent[1] or silent[2]), guilt="did not answer")
+    return failure
+
+
+@dataclass(frozen=True)
+class Ending:
+    """How a job ended that was asked to end by a signal.
+
+    Attributes:
+        signal: which one.
+        exits: how every rank ended.
+        killed: ranks that did not end by themselves, with the state of their processes then.
+        grace: seconds that they had.
+    """
+
+    signal: signal.Signals
+    exits: Mapping[int, Exit]
+    killed: Mapping[int, str]
+    grace: float
+
+    @property
+    def exit_code(self) -> int:
+        """128 + the signal if all have ended in order; else 137 if some were killed, or the code of one that failed.
+
+        After Ctrl-C it is always 130: nobody expects anything to be saved then.
+        """
+        if self.signal is not signal.SIGINT:
+            if self.killed:
+                return 128 + signal.SIGKILL
+            if self._failed():
+                return Failure(self._failed()[0], 0.0, "", False, 1, len(self.exits)).exit_code
+        return 128 + int(self.signal)
+
+    def message(self) -> str:
+        """What is printed at the end of the job."""
+        said = [f"received {self.signal.name}"]
+        if self.killed:
+            who = ranks_in_words(list(self.killed))
+            said.append(
+                f"{who} did not end within {self.grace:g} s and had to be killed, so nothing more was saved there"
+            )
+            stopped = [rank for rank, state in self.killed.items() if state in "Tt"]
+            if stopped:
+                said.append(f"{ranks_in_words(stopped)} stood still: stopped by SIGSTOP, or by a debugger")
+        elif self.signal is not signal.SIGINT and self._failed():
+            failed = ", ".join(f"rank {end.rank} with exit code {end.code}" for end in self._failed())
+            said.append(f"not in order ended {failed}, so it is not certain that anything was saved: see the output")
+        return "; ".join([*said, "all processes have ended."])
+
+    def _failed(self) -> list[Exit]:
+        in_order = (0, -int(self.signal), 128 + int(self.signal))
+        return [end for end in self.exits.values() if end.code not in in_order and end.rank not in self.killed]
+
+
+def ranks_in_words(ranks: Sequence[int]) -> str:
+    """Name ranks.
+
+    >>> ranks_in_words([1]), ranks_in_words([0, 2, 1])
+    ('rank 1', 'ranks 0, 1 and 2')
+    """
+    *most, last = sorted(ranks)
+    return f"ranks {', '.join(map(str, most))} and {last}" if most else f"rank {last}"
 
 
 def last_traceback(text: str) -> tuple[str, bool]:

@@ -100,6 +100,12 @@ def parse_filter(text: str, option: str) -> dict[str, tuple[int, ...]]:
     return hosts
 
 
+def check_filters(include: str | None, exclude: str | None) -> None:
+    """Refuse two filters. Raises `CommandLineError`."""
+    if include and exclude:
+        raise CommandLineError("--include and --exclude cannot be combined. Give one of them.")
+
+
 def select(
     available: Mapping[str, tuple[int, ...]], include: str | None, exclude: str | None
 ) -> dict[str, tuple[int, ...]]:
@@ -118,8 +124,7 @@ def select(
         >>> select({"a": (0, 1), "b": (0, 1)}, None, "a@b:0")
         {'b': (1,)}
     """
-    if include and exclude:
-        raise CommandLineError("--include and --exclude exclude each other. Give one of them.")
+    check_filters(include, exclude)
     if not include and not exclude:
         return dict(available)
     option, text = ("--include", include) if include else ("--exclude", exclude)

@@ -11,6 +11,7 @@ import difflib
 import logging
 import os
 import shutil
+import signal
 import socket
 import sys
 import tempfile
@@ -24,9 +25,9 @@ from shardwise.errors import CommandLineError, LaunchError
 from shardwise.launch.allocator import allocator_settings
 from shardwise.launch.cores import Cores, available, deal, parse_list
 from shardwise.launch.hosts import is_this_machine
-from shardwise.launch.jobmemory import JobMemory
+from shardwise.launch.jobmemory import JobDirectory
 from shardwise.launch.output import Tags
-from shardwise.launch.placement import Placement, Resources, find_devices, place, remaining
+from shardwise.launch.placement import Placement, Resources, check_resources, find_devices, place, remaining
 
 
 @dataclass(frozen=True)
@@ -41,7 +42,7 @@ class Job:
         master_port: port to meet on; None takes 29500 if it is free, else any free one.
         module: run as `python -m script`.
         no_python: run the script itself, not with Python.
-        no_local_rank: do not append --local_rank=N to the arguments.
+        local_rank: append --local_rank=N to the script's arguments.
         max_restarts: how often to start all processes again after a failure.
         min_nproc: a restart may leave out the slot of a rank that has failed first twice in a row, down to so many
             processes; None: restarts are always with all.
@@ -60,7 +61,7 @@ class Job:
     master_port: int | None = None
     module: bool = False
     no_python: bool = False
-    no_local_rank: bool = False
+    local_rank: bool = False
     max_restarts: int = 0
     min_nproc: int | None = None
     bind_cores: bool = False
@@ -76,7 +77,8 @@ def run_job(job: Job) -> int:
 
     Returns:
         0, or the exit code of the rank that failed first (128 + signal for one that was killed), or 128 + the
-        signal that ended the launcher.
+        signal that ended the launcher. If that was not SIGINT, and ranks had to be killed instead of ending by
+        themselves, it is 137; if one has failed while it was ending, its code.
 
     Raises:
         CommandLineError: an option or the script's name is wrong.
@@ -84,6 +86,7 @@ def run_job(job: Job) -> int:
         LaunchError: the port is taken, or processes cannot be started.
     """
     check(job)
+    check_resources(job.resources)
     placement = place(job.resources, find_devices())
     if job.min_nproc is not None and job.min_nproc > placement.nproc:
         raise CommandLineError(f"--min-nproc {job.min_nproc}: the job has only {placement.nproc} processes.")
@@ -132,28 +135,30 @@ def _check_script(job: Job) -> None:
     path = Path(job.script)
     if job.no_python:
         if shutil.which(job.script) is None:
-            raise CommandLineError(f"--no_python {job.script}: no executable program of that name{_close_names(path)}.")
+            raise CommandLineError(f"--no_python {job.script}: no executable program of that name{_close_names(path)}")
         return
     if path.is_dir() and not (path / "__main__.py").is_file():
         raise CommandLineError(f"{job.script} is a directory without a __main__.py. Name the script.")
     if not path.exists():
-        raise CommandLineError(f"No such file {job.script}{_close_names(path)}.")
+        raise CommandLineError(f"No such file {job.script}{_close_names(path)}")
 
 
 def _close_names(path: Path) -> str:
     try:
         names = [entry.name for entry in path.parent.iterdir() if entry.is_file()]
     except OSError:
-        return f": the directory {path.parent} does not exist"
-    close = difflib.get_close_matches(path.name, names, n=1)
-    return f", did you mean {path.parent / close[0]}?" if close else f" in {path.parent.resolve()}"
+        return f": the directory {path.parent} does not exist."
+    # nope.py and loop.py are 0.71 alike, train.py and trian.py 0.88.
+    close = difflib.get_close_matches(path.name, names, n=1, cutoff=0.8)
+    found = f" in {path.parent.resolve()}."
+    return f"{found} Did you mean {path.parent / close[0]}?" if close else found
 
 
 def command(job: Job, local_rank: int) -> list[str]:
     """Program and arguments of one process.
 
     Example:
-        >>> command(Job("train.py", ("--lr", "1")), 3)[1:]
+        >>> command(Job("train.py", ("--lr", "1"), local_rank=True), 3)[1:]
         ['-u', 'train.py', '--lr', '1', '--local_rank=3']
     """
     if job.no_python:
@@ -162,7 +167,7 @@ def command(job: Job, local_rank: int) -> list[str]:
     else:
         # Unbuffered, so that output is seen when it is printed and not lost when the process is killed.
         program = [sys.executable, "-u", *(["-m"] if job.module else []), job.script]
-    return [*program, *job.args, *([] if job.no_local_rank else [f"--local_rank={local_rank}"])]
+    return [*program, *job.args, *([f"--local_rank={local_rank}"] if job.local_rank else [])]
 
 
 def worker_environment(
@@ -219,7 +224,11 @@ def _supervise(job: Job, placement: Placement, cores: Cores | None) -> int:
             log_dir.mkdir(parents=True, exist_ok=True)
         except OSError as error:
             raise LaunchError(f"--log-dir {log_dir}: cannot make the directory: {error.strerror}.") from error
-    with tempfile.TemporaryDirectory(prefix="shardwise-run-") as scratch, JobMemory() as memory:
+    with JobDirectory(Path(tempfile.gettempdir()), "shardwise-run-") as temporary, JobDirectory() as memory:
+        scratch = temporary.path
+        if scratch is None:
+            raise LaunchError(f"Cannot make a directory in {tempfile.gettempdir()}. Set TMPDIR to a writable one.")
+        # Without, a job that asks for copies in memory says so.
         added = {} if memory.path is None else {MEMORY_DIRECTORY: str(memory.path)}
         display = Display(Pump(), out, err, job.tags, log_dir)
         interrupts = Interrupts(
@@ -236,7 +245,7 @@ def _supervise(job: Job, placement: Placement, cores: Cores | None) -> int:
             argv = {rank: command(job, int(own["LOCAL_RANK"])) for rank, own in variables.items()}
             env = {rank: {**common, **own} for rank, own in variables.items()}
             own_cores = None if dealt is None else {rank: dealt[int(env[rank]["LOCAL_RANK"])] for rank in argv}
-            return Attempt(number, argv, env, own_cores, display, Path(scratch), interrupts.uninterrupted)
+            return Attempt(number, argv, env, own_cores, display, scratch, interrupts.uninterrupted)
 
         spec = WorkerSpec(
             role="default",
@@ -246,13 +255,14 @@ def _supervise(job: Job, placement: Placement, cores: Cores | None) -> int:
             max_restarts=job.max_restarts,
             monitor_interval=0.05,
         )
-        agent = Agent(spec, open_attempt, job.grace, say, Path(scratch), job.min_nproc)
+        agent = Agent(spec, open_attempt, job.grace, say, scratch, job.min_nproc)
         try:
             with interrupts:
                 agent.run()
         except SignalException as stopped:
-            code = 128 + int(stopped.sigval)
-            last_word = f"shardwise run: received {stopped.sigval.name}; all processes have ended."
+            end = agent.stopped(signal.Signals(stopped.sigval))
+            code = end.exit_code
+            last_word = f"shardwise run: {end.message()}"
         except EndedOnRequest as ended:
             code = 128 + int(ended.signal)
             last_word = f"shardwise run: rank {ended.rank} was sent {ended.signal.name}; all processes have ended."

@@ -1,8 +1,8 @@
-"""A directory in memory that lives as long as a job: longer than its processes, and no longer than its launcher.
+"""Directories that live as long as a job: longer than its processes, and no longer than its launcher.
 
-The ranks keep copies of their state there, from which they go on after a restart. Invariant: it is gone when the job is
-over, however that has ended. A launcher that is killed cannot remove its own; the next one of the same user does. The
-lock on a directory tells whether its launcher lives.
+In the one in memory the ranks keep copies of their state, from which they go on after a restart. Invariant: they are
+gone when the job is over, however that has ended. A launcher that is killed cannot remove its own; the next one of the
+same user does. The lock on a directory tells whether its launcher lives.
 """
 
 from __future__ import annotations
@@ -20,23 +20,24 @@ MEMORY = Path("/dev/shm")
 _OWNED = "owned"
 
 
-class JobMemory:
+class JobDirectory:
     """Makes the directory, and removes it at the end of the block.
 
     Args:
-        root: a tmpfs.
+        root: where it is made: a tmpfs, or the system's place for temporary files.
+        prefix: of its name; the user's number follows.
 
     Attributes:
-        path: the directory; None where there is no tmpfs that can be written.
+        path: the directory; None if `root` cannot be written.
     """
 
-    def __init__(self, root: Path = MEMORY) -> None:
+    def __init__(self, root: Path = MEMORY, prefix: str = "shardwise-") -> None:
         self._root = root
-        self._prefix = f"shardwise-{os.getuid()}-"
+        self._prefix = f"{prefix}{os.getuid()}-"
         self._lock: int | None = None
         self.path: Path | None = None
 
-    def __enter__(self) -> JobMemory:
+    def __enter__(self) -> JobDirectory:
         try:
             self._remove_abandoned()
             path = Path(tempfile.mkdtemp(prefix=self._prefix, dir=self._root))
@@ -44,7 +45,7 @@ class JobMemory:
             (path / _OWNED).touch()
             self.path = path
         except OSError:
-            self.path = None  # a job that asks for copies in memory says so
+            self.path = None
         return self
 
     def __exit__(

@@ -121,17 +121,30 @@ class Channel:
         self._cutter = LineCutter()
         self._kept: deque[bytes] = deque(maxlen=KEPT_LINES)
         self._progress_at = 0.0
+        self._interrupted = False
+        self._held: list[bytes] = []
+
+    def interrupt(self) -> None:
+        """The worker is interrupted: of the tracebacks that it will print for that, one line is shown at its end.
+
+        Log files get them whole.
+        """
+        self._interrupted = True
 
     def feed(self, data: bytes) -> None:
         """Show, log and keep `data`."""
         self._write_log(data)
-        if self._raw:
+        if self._raw and not self._interrupted:
             self._screen.write(data, raw=True)
         self._take(self._cutter.feed(data))
 
     def close(self) -> None:
         """Show what is left."""
         self._take(self._cutter.close())
+        if self._held:
+            place = interrupted_at(b"\n".join(self._held).decode("utf-8", errors="replace"))
+            held = self._held if place is None else [f"interrupted at {place}".encode()]
+            self._screen.write(b"".join(self._prefix + line + b"\n" for line in held))
         if self._log is not None:
             self._log.close()
         self.closed.set()
@@ -153,8 +166,11 @@ class Channel:
                 self._kept.append(text)
                 if text.lstrip().startswith(_TRACEBACK):
                     self.traceback_at = time.time()
+                if self._interrupted and (self._held or text.lstrip().startswith(_TRACEBACK)):
+                    self._held.append(text)
+                    continue
             shown += (self._prefix + text if self._prefix else line) + b"\n"
-        if not self._raw:
+        if not self._raw or self._interrupted:
             self._screen.write(shown)
 
     def _write_log(self, data: bytes) -> None:
@@ -167,6 +183,35 @@ class Channel:
             # A full disk must not end the job or block the worker.
             self._screen.write(f"shardwise run: no longer writing {self._log.name}: {error.strerror}\n".encode())
             self._log = None
+
+
+_FRAME = re.compile(r'^\s*File "(?P<file>[^"]+)", line (?P<line>\d+), in (?P<function>.+)$', re.MULTILINE)
+_LIBRARIES = (f"{os.sep}site-packages{os.sep}", f"{os.sep}lib{os.sep}python", "<frozen", str(Path(__file__).parents[1]))
+
+
+def interrupted_at(tracebacks: str) -> str | None:
+    """Say where in the user's own code a worker was when it was interrupted.
+
+    Args:
+        tracebacks: all that it has printed from the first one on.
+
+    Returns:
+        File, line and function; None if nothing of this comes from an interruption.
+
+    Example:
+        >>> interrupted_at('  File "train.py", line 3, in main\\nKeyboardInterrupt')
+        'train.py:3 in main'
+    """
+    if not re.search(r"^\s*KeyboardInterrupt\b|PeerLostError", tracebacks, re.MULTILINE):
+        return None
+    # The first that is printed is the first that happened; others follow from it.
+    first = re.split(r"(?m)^(?=\S.*\b(?:Interrupt|Error|Exception)\b)", tracebacks)[0]
+    frames = list(_FRAME.finditer(first))
+    own = [frame for frame in frames if not any(part in frame["file"] for part in _LIBRARIES)]
+    if not frames:
+        return "an unknown place"
+    frame = (own or frames)[-1]
+    return f"{frame['file']}:{frame['line']} in {frame['function']}"
 
 
 class Pump:

@@ -11,7 +11,7 @@ from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 
 from shardwise.errors import CommandLineError, NotBuiltError
-from shardwise.launch.hosts import is_this_machine, parse_filter, read_hostfile, select
+from shardwise.launch.hosts import check_filters, is_this_machine, parse_filter, read_hostfile, select
 
 
 @dataclass(frozen=True)
@@ -111,7 +111,7 @@ def place(resources: Resources, devices: Devices) -> Placement:
         >>> place(Resources(nproc=2), Devices(("4", "5", "6"), restricted=True))
         Placement(nproc=2, devices=('4', '5'))
     """
-    _check_options(resources)
+    check_resources(resources)
     hosts = read_hostfile(resources.hostfile)
     if hosts is None:
         available = _this_machine_only(resources, devices)
@@ -132,7 +132,12 @@ def place(resources: Resources, devices: Devices) -> Placement:
     return Placement(len(slots), tuple(name_of[slot] for slot in slots))
 
 
-def _check_options(resources: Resources) -> None:
+def check_resources(resources: Resources) -> None:
+    """Refuse what is wrong whatever devices this machine has, so that nothing has to be asked of torch for it.
+
+    Raises:
+        CommandLineError: naming the option and what to do.
+    """
     for option, value in (("--nproc", resources.nproc), ("--num_nodes", resources.num_nodes)):
         if value is not None and value < 1:
             raise CommandLineError(f"{option} {value}: a job has at least one. Leave the option out for the default.")
@@ -142,6 +147,10 @@ def _check_options(resources: Resources) -> None:
                 f"{option} chooses the slots itself and cannot stand beside --nproc, --num_gpus or "
                 "--num_nodes. Give one or the other."
             )
+        if text:
+            parse_filter(text, option)
+    check_filters(resources.include, resources.exclude)
+    read_hostfile(resources.hostfile)
 
 
 def _this_machine_only(resources: Resources, devices: Devices) -> dict[str, tuple[int, ...]]:

@@ -80,6 +80,8 @@ class Gang:
     workers: Sequence[Worker]
     exits: dict[int, Exit] = field(default_factory=dict)
     stop_began: float | None = None
+    killed: dict[int, str] = field(default_factory=dict)
+    """Workers that did not end on the first signal, with their state then, as /proc spells it (T: stopped)."""
     hurry: bool = False
     """Set from a signal handler to end the grace period at once."""
 
@@ -154,6 +156,7 @@ class Gang:
             if time.monotonic() >= deadline or self.hurry:
                 break
             time.sleep(POLL_S)
+        self.killed.update(self.states() if first is not signal.SIGKILL else {})
         deadline = time.monotonic() + UNKILLABLE_S
         while (left := _members(sessions)) and time.monotonic() < deadline:
             self._send(signal.SIGKILL, sessions, list(left))
@@ -165,6 +168,11 @@ class Gang:
                 process.wait()
         self._processes.clear()
         return sorted(left)
+
+    def states(self) -> dict[int, str]:
+        """The state of each worker that has not ended, as /proc spells it: T if it is stopped."""
+        found = {rank: _stat(process.pid) for rank, process in list(self._processes.items())}
+        return {rank: stat[0] for rank, stat in found.items() if stat and stat[0] not in "ZX"}
 
     def handles(self, sig: signal.Signals) -> bool:
         """Whether a worker has a handler of its own for a signal."""
@@ -221,12 +229,17 @@ def _members(sessions: Mapping[int, int]) -> dict[int, int]:
     for entry in Path("/proc").iterdir():
         if not entry.name.isdigit():
             continue
-        try:
-            text = (entry / "stat").read_text(encoding="utf-8", errors="replace")
-        except OSError:
-            continue  # it has ended meanwhile
-        # pid (name) state parent group session ...; the name may hold spaces and brackets.
-        state, _, _, session = text.rpartition(")")[2].split()[:4]
-        if state not in "ZX" and int(session) in sessions:
-            found[int(entry.name)] = int(session)
+        stat = _stat(int(entry.name))
+        if stat and stat[0] not in "ZX" and int(stat[3]) in sessions:
+            found[int(entry.name)] = int(stat[3])
     return found
+
+
+def _stat(pid: int) -> list[str]:
+    """State, parent, group, session and so on of a process; empty if it has ended."""
+    try:
+        text = Path(f"/proc/{pid}/stat").read_text(encoding="utf-8", errors="replace")
+    except OSError:
+        return []
+    # They follow pid and name; the name may hold spaces and brackets.
+    return text.rpartition(")")[2].split()

@@ -35,6 +35,8 @@ class Recovery:
             return None
         if restored is None:
             state = f"training went on at step {step} without engine.resume()"
+            if said.get("asked"):
+                state = f"engine.resume() found no state, and training began at step {step}"
         else:
             state = f"state of step {step} back from {source} after {restored - self.failed:.2f} s"
         beyond = (self.started - self.failed) + (stepped - ready)

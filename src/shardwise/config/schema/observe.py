@@ -13,7 +13,7 @@ class CommsLogger(Section):
     enabled: bool = key(
         False,
         "Record collectives for comm.log_summary().",
-        default_note="in peers the mere presence of the section switches it on; here enabled means enabled",
+        default_note="in DeepSpeed the presence of the section switches it on",
     )
     verbose: bool = key(False, "Print every collective.")
     prof_all: bool = key(True, "Record all operations.")

@@ -7,7 +7,7 @@ from typing import Literal
 from .base import Int, Section, key
 
 _PIN_NOTE = (
-    "false for years, true in peers since 2026-08; page-locked memory is a scarce resource of the machine, "
+    "false for years, true in DeepSpeed since 2026-08; page-locked memory is a scarce resource of the machine, "
     "so it is taken only when asked for"
 )
 
@@ -18,7 +18,7 @@ class OffloadParam(Section):
     device: Literal["none", "cpu", "nvme"] = key(
         "none",
         "Where parameters live: none (the device), cpu or nvme.",
-        default_note="the peers' documentation says cpu, their code none; none does nothing unasked",
+        default_note="DeepSpeed's documentation says cpu, its code none",
     )
     nvme_path: str | None = key(None, "Directory on a fast disk, for device nvme.")
     buffer_count: Int = key(5, "Number of buffers between host and disk.", gt=0)
@@ -33,7 +33,7 @@ class OffloadOptimizer(Section):
     device: Literal["none", "cpu", "nvme"] = key(
         "none",
         "Where optimizer state lives: none (the device), cpu or nvme.",
-        default_note="the peers' documentation says cpu, their code none; none does nothing unasked",
+        default_note="DeepSpeed's documentation says cpu, its code none",
     )
     nvme_path: str | None = key(None, "Directory on a fast disk, for device nvme.")
     buffer_count: Int = key(4, "Number of buffers between host and disk.", gt=0)

@@ -159,5 +159,5 @@ class ActivationCheckpointing(Section):
 class Compression(Section):
     """`compression`: lossy compression of gradients on the wire."""
 
-    type: str | None = key(None, "powerSGD, topk or dgc, in any case; null or none: off.")
+    type: str | None = key(None, "powerSGD, topk, dgc, int8 or int4, in any case; null or none: off.")
     params: dict[str, Any] = key({}, "Parameters of the method: see below.", free_form=True)

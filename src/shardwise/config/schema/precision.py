@@ -34,7 +34,7 @@ class BF16(Section):
     check_grad_overflow: bool = key(
         False,
         "Skip the step when a gradient is infinite or not a number; also in fp32, with enabled false.",
-        default_note="false for years, true in peers since 2026-06; skipping steps changes a run, so it has "
+        default_note="false for years, true in DeepSpeed since 2026-06; skipping steps changes a run, so it has "
         "to be asked for",
     )
     immediate_grad_update: bool = key(
@@ -94,7 +94,7 @@ class DataTypes(Section):
     grad_accum_dtype: DType | None = key(
         None,
         "Type in which gradients are accumulated and summed; null: fp32.",
-        default_note="peers use the model's type; we sum in fp32 unless asked otherwise",
+        default_note="DeepSpeed uses the model's type; sums are fp32 here unless asked otherwise",
     )
     param_dtype: DType | None = key(None, "Type of the parameters; if given it must agree with fp16 / bf16.")
     buffer_dtype: DType | None = key(None, "Cast floating-point buffers to this type; null: leave them as they are.")

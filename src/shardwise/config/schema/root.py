@@ -63,13 +63,22 @@ class Config(Section):
     zero_force_ds_cpu_optimizer: bool = key(
         True,
         "Refuse a caller's optimizer that is not the library's CPU optimizer when state is offloaded.",
-        no_effect="any optimizer can step on the host",
+        no_effect="no state is offloaded in this version",
     )
     gradient_clipping: float = key(
         0.0,
         "Largest global L2 norm of the gradient; 0: no clipping.",
-        default_note="0 for years, 1.0 in peers since 2026-06-23; clipping changes training, so it has to be asked for",
+        default_note="0 for years, 1.0 in DeepSpeed since 2026-06-23; clipping changes training",
         ge=0,
+    )
+
+    non_finite: Literal["warn", "skip", "stop", "ignore"] = key(
+        "warn",
+        "What to do about a gradient that is infinite or NaN (without loss scaling, which always skips): warn, naming "
+        "step, rank and parameter, and update all the same; skip the step; stop with an error before the update; "
+        "ignore: do not look. Checkpoints of values that are not finite are marked and never replace the last finite "
+        "one in resume() and keep_last; under skip and stop `latest` is not moved to them either. bf16."
+        "check_grad_overflow true is skip.",
     )
 
     communication_data_type: DType | None = key(None, "Type of gradients on the wire; null: the model's type.")
@@ -118,7 +127,7 @@ class Config(Section):
     steps_per_print: StepCount | None = key(
         None,
         "Print progress every so many steps; null, 0 or infinity: never.",
-        default_note="10 for years (their documentation still says so), null in peers since 2024-10; "
+        default_note="10 for years (its documentation still says so), null in DeepSpeed since 2024-10; "
         "printing has to be asked for",
     )
     wall_clock_breakdown: bool = key(False, "Time the phases of a step.")

@@ -54,7 +54,7 @@ class ZeroConfig(Section):
     overlap_comm: bool | None = key(
         None,
         "Reduce gradients while the backward pass goes on. null: the library decides.",
-        default_note="peers overlap by default only when parameters are sharded; here it costs neither "
+        default_note="DeepSpeed overlaps by default only when parameters are sharded; here it costs neither "
         "memory nor accuracy, so it is on for every stage",
         no_effect="communication always overlaps; it changes neither results nor memory here",
     )
@@ -112,7 +112,7 @@ class ZeroConfig(Section):
         "Most elements gathered ahead of the unit that runs (stage 3), but at least the next unit; 0: nothing. "
         "null: the next unit.",
         names=("prefetch_bucket_size",),
-        default_note="peers use 5e7 (their documentation says 5e8); one unit ahead is what the memory floor allows",
+        default_note="DeepSpeed uses 5e7 (its documentation says 5e8); one unit ahead is what the memory floor allows",
         ge=0,
     )
     stage3_param_persistence_threshold: Int | None = key(
@@ -120,7 +120,7 @@ class ZeroConfig(Section):
         "Units of at most this many elements stay gathered (stage 3), beside those that null keeps; 0: none at all. "
         "null: those whose release would not lower the peak.",
         names=("param_persistence_threshold",),
-        default_note="peers keep parameters below 1e5 elements; units are gathered in one piece, so that small "
+        default_note="DeepSpeed keeps parameters below 1e5 elements; units are gathered in one piece, so that small "
         "parameters cost nothing extra here",
         ge=0,
     )

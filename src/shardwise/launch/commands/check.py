@@ -15,11 +15,11 @@ UNWRAPPED = 10_000
 
 def register(app: typer.Typer) -> None:
     """Add the subcommand."""
-    app.command("check", no_args_is_help=True)(check)
+    app.command("check")(check)
 
 
 def check(
-    config: Annotated[str, typer.Argument(help="Configuration file.")],
+    config: Annotated[str, typer.Argument(help="Configuration file.", metavar="CONFIG")],
     world: Annotated[int, typer.Option(metavar="N", help="Data-parallel ranks to check it for.")] = 1,
     full: Annotated[
         bool, typer.Option("--effective", help="Print only the effective configuration, with all defaults.")
@@ -28,7 +28,7 @@ def check(
 ) -> None:
     """Check CONFIG and show each value that is given or chosen, with the reason, and what is questionable.
 
-    Where it leaves to a trainer ("auto") what it cannot be judged without, a stand-in is taken, and shown.
+    For "auto" the values of the Trainer are shown that it fills in if it is not told otherwise, or a stand-in.
     """
     from shardwise.config import assume, resolve
     from shardwise.config.export import effective
@@ -66,7 +66,9 @@ def _as_dict(resolution: Resolution, world: int, assumed: list[Note]) -> dict[st
         "values": [row._asdict() for row in describe(resolution)],
         "warnings": list(resolution.warnings),
         "no_effect": [note._asdict() for note in resolution.no_effect],
+        "read_by_clients": [note._asdict() for note in resolution.read_by_clients],
         "assumed": [note._asdict() for note in assumed],
+        "not_json": resolution.beyond,
     }
 
 
@@ -85,13 +87,20 @@ def _show(resolution: Resolution, world: int, assumed: list[Note]) -> None:
     table.add_column("key", no_wrap=True)
     for name in ("value", "source", "reason"):
         table.add_column(name, overflow="fold")
+    by_client = {note.path: note for note in assumed}
     for row in describe(resolution):
-        table.add_row(row.path, _text(row.value), row.source, row.reason)
+        note = by_client.get(row.path)
+        table.add_row(row.path, _text(row.value), row.source, row.reason if note is None else note.reason)
     console.print(table)
     for note in resolution.no_effect:
         console.print(f"no effect: {note.path} = {_text(note.value)}: {note.reason}")
+    for note in resolution.read_by_clients:
+        console.print(f"read by clients: {note.path} = {_text(note.value)}: {note.reason}")
     for note in assumed:
         console.print(f'assumed: {note.path} = "auto": {note.reason}')
+    if resolution.beyond is not None:
+        said = "other readers of JSON refuse it, such as those of the Trainer, Accelerate and Lightning"
+        console.print(f"not plain JSON: {resolution.beyond}. It is read here and by DeepSpeed, but {said}")
     for warning in resolution.warnings:
         console.print(f"warning: {warning}")
     console.print(f"{resolution.origin} is valid for {world} rank{'s' * (world > 1)}.")

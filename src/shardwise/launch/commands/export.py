@@ -9,7 +9,7 @@ import typer
 
 def register(app: typer.Typer) -> None:
     """Add the subcommand."""
-    app.command("export", no_args_is_help=True)(export)
+    app.command("export")(export)
 
 
 def export(
@@ -56,11 +56,13 @@ def export(
     ] = True,
 ) -> None:
     """Write the weights of CKPT into DIR, in one process, with little memory and without a GPU."""
+    from shardwise.launch.console import Bar, in_bytes, must_exist
+
+    must_exist(checkpoint)
     from shardwise.checkpoint.exporting import export as write
     from shardwise.checkpoint.exporting import parse_export_dtype, parse_format
     from shardwise.checkpoint.weightfiles import parse_size, replace_file
     from shardwise.errors import CheckpointError, CommandLineError
-    from shardwise.launch.console import Bar, in_bytes
 
     try:
         parse_format(format)

@@ -9,7 +9,7 @@ import typer
 
 def register(app: typer.Typer) -> None:
     """Add the subcommand."""
-    app.command("import-deepspeed", no_args_is_help=True)(import_deepspeed)
+    app.command("import-deepspeed")(import_deepspeed)
 
 
 def import_deepspeed(
@@ -38,11 +38,14 @@ def import_deepspeed(
     One process is enough, and memory for one tensor. engine.load_checkpoint(DST) then loads it at any stage on any
     number of ranks; it also loads SRC itself.
     """
-    from shardwise.checkpoint.convert import convert, open_deepspeed
     from shardwise.errors import CommandLineError
+    from shardwise.launch.console import must_exist
 
     if optimizer is not None and no_optimizer:
         raise CommandLineError("--optimizer and --no-optimizer contradict each other; leave one out.")
+    must_exist(source)
+    from shardwise.checkpoint.convert import convert, open_deepspeed
+
     saved = open_deepspeed(source, tag)
     with saved:
         path = convert(saved, target, name or saved.manifest.tag, optimizer=optimizer, with_optimizer=not no_optimizer)

@@ -16,7 +16,7 @@ _SHOWN = 8
 
 def register(app: typer.Typer) -> None:
     """Add the subcommand."""
-    app.command("inspect", no_args_is_help=True)(inspect)
+    app.command("inspect")(inspect)
 
 
 def inspect(
@@ -32,10 +32,13 @@ def inspect(
     as_json: Annotated[bool, typer.Option("--json", help="Print everything as one JSON object.")] = False,
 ) -> None:
     """Show what is in CKPT; exit code 1 if it cannot be loaded, or if --verify finds damage."""
-    from shardwise.checkpoint.inspection import describe
     from shardwise.errors import CheckpointError
+    from shardwise.launch.console import must_exist
 
     try:
+        must_exist(checkpoint)
+        from shardwise.checkpoint.inspection import describe
+
         found = describe(checkpoint, tag=tag, tensors=tensors)
     except CheckpointError as error:
         if not as_json:

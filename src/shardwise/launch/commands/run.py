@@ -14,7 +14,6 @@ def register(app: typer.Typer) -> None:
     """Add the subcommand."""
     app.command(
         "run",
-        no_args_is_help=True,
         context_settings={
             # Everything from the script's name on belongs to the script, whatever it looks like.
             "allow_interspersed_args": False,
@@ -25,10 +24,10 @@ def register(app: typer.Typer) -> None:
 
 
 def run(
-    script: Annotated[str, typer.Argument(help="Script to run.")],
+    script: Annotated[str, typer.Argument(help="Script to run.", metavar="SCRIPT")],
     args: Annotated[
         Optional[list[str]],  # noqa: UP045  (typer reads it at run time)
-        typer.Argument(help="Everything after the script is the script's."),
+        typer.Argument(help="Everything after the script is the script's.", metavar="[ARGS]..."),
     ] = None,
     nproc: Annotated[
         Optional[int],  # noqa: UP045
@@ -63,8 +62,9 @@ def run(
     ] = None,
     module: Annotated[bool, typer.Option("--module", help="SCRIPT is a module: python -m SCRIPT.")] = False,
     no_python: Annotated[bool, typer.Option("--no-python", help="SCRIPT is a program of its own.")] = False,
-    no_local_rank: Annotated[
-        bool, typer.Option("--no-local-rank", help="Do not append --local_rank=N to the arguments.")
+    local_rank: Annotated[
+        bool,
+        typer.Option("--local-rank/--no-local-rank", help="Append --local_rank=N to the script's arguments, or not."),
     ] = False,
     max_restarts: Annotated[
         int, typer.Option(metavar="K", help="After a failure start all processes again, up to K times.")
@@ -126,7 +126,7 @@ def run(
         master_port=master_port,
         module=module,
         no_python=no_python,
-        no_local_rank=no_local_rank,
+        local_rank=local_rank,
         max_restarts=max_restarts,
         min_nproc=min_nproc,
         bind_cores=bind_cores,

@@ -1,0 +1,50 @@
+"""What clients write in the place of "auto", and what they read, goes through."""
+
+from __future__ import annotations
+
+from typing import Any
+
+import pytest
+
+from shardwise.config import resolve
+from shardwise.config.clients import FILLS, READ
+from shardwise.config.tree import lookup
+
+SENT = [(path, value) for path, fill in FILLS.items() for value in fill.sent]
+
+
+def config_with(path: str, value: Any) -> dict[str, Any]:
+    """A configuration of the Trainer's kind in which one value is set."""
+    schedule = {"type": "WarmupDecayLR", "params": {"warmup_min_lr": 0, "warmup_num_steps": 1, "total_num_steps": 9}}
+    source: dict[str, Any] = {
+        "train_batch_size": 8,
+        "optimizer": {"type": "AdamW", "params": {"lr": 1e-3}},
+        "scheduler": schedule,
+        "zero_optimization": {"stage": 3},
+    }
+    place = source
+    *above, last = path.split(".")
+    for name in above:
+        place = place.setdefault(name, {})
+    place[last] = value
+    if path != "train_batch_size" and path in ("train_micro_batch_size_per_gpu", "gradient_accumulation_steps"):
+        del source["train_batch_size"]
+        source.setdefault("train_micro_batch_size_per_gpu", 1)
+    return source
+
+
+@pytest.mark.parametrize(("path", "value"), SENT)
+def test_every_value_that_a_client_sends_is_taken(path: str, value: Any) -> None:
+    config = resolve(config_with(path, value)).config
+    *above, last = path.split(".")
+    place: Any = config
+    for name in above:
+        place = place[name] if isinstance(place, dict) else getattr(place, name)
+    found = place.get(last) if isinstance(place, dict) else getattr(place, last)
+    assert found == (0.0 if (path, value) == ("gradient_clipping", None) else value)
+
+
+def test_the_tables_name_keys_that_there_are() -> None:
+    for path in (*FILLS, *READ):
+        section, _, rest = path.partition(".params.")
+        assert lookup(f"{section}.params" if rest else path)
