@@ -40,8 +40,10 @@ def own_ranks(prepared: Callable[..., Any]) -> Iterator[Ranks]:
     def run(fn: Callable[..., Any], world: int, *args: Any) -> list[Any]:
         return pool.run(prepared, world, (fn, *args), {}, 120, True)
 
-    yield run
-    pool.close()
+    try:
+        yield run
+    finally:
+        pool.close()
 
 
 def as_deepspeed(fn: Callable[..., Any], *args: Any) -> Any:

@@ -4,7 +4,7 @@
 what is expected: it starts (with which stage, batch sizes on two ranks and precision), or it is refused because of
 which keys. A feature that is built moves an expectation.
 
-`python -m tests.dropin.published docs/published-configs.md` writes the page's tables.
+`python -m tests.dropin.published docs/reference/published-configs.md` writes the page's tables.
 """
 
 from __future__ import annotations
@@ -49,7 +49,7 @@ class Published:
     @property
     def through_trainer(self) -> bool:
         """Whether it leaves to a trainer what it cannot be judged without."""
-        return bool(assume(self.path)[1])
+        return any("is assumed here" in note.reason for note in assume(self.path)[1])
 
 
 def published() -> list[Published]:
@@ -79,19 +79,18 @@ def page() -> str:
         try:
             found = resolve(entry.path, world_size=WORLD, facts=facts)
         except ConfigError as error:
-            reasons = "<br>".join(f"`{problem.path}`: {_cell(problem.message)}" for problem in error.problems)
-            refused.append(f"| `{entry.name}` | {_cell(entry.style)} | {reasons} |")
+            refused.append(f"| `{entry.name}` | {_cell(entry.style)} | {_reasons(error)} |")
         else:
             starting.append(f"| `{entry.name}` | {_cell(entry.style)} | {_row(entry, found, assumed)} |")
     return "\n".join(
         [
             f"{len(starting)} start, {len(refused)} are refused.\n",
             "### These start\n",
-            f"| File | As in | Stage | Precision | Batch on {WORLD} ranks | Keys that do nothing | Warnings |",
+            f"| File | As in | Stage | Precision | Batch on {WORLD} ranks | No effect | Warnings |",
             "|---|---|---:|---|---|---:|---|",
             *starting,
             "\n### These are refused\n",
-            "| File | As in | Why, and what to do now |\n|---|---|---|",
+            "| File | As in | Key: what is missing; what to do |\n|---|---|---|",
             *refused,
             "",
         ]
@@ -101,12 +100,28 @@ def page() -> str:
 def _row(entry: Published, found: Resolution, assumed: list[Note]) -> str:
     # The table's numbers, which the tests find at the start: a trainer may fill in another stage than the default.
     facts = entry.starts or {}
-    batch = "{train_batch_size} = {train_micro_batch_size_per_gpu} x {gradient_accumulation_steps} x " + str(WORLD)
+    batch = "{train_batch_size}={train_micro_batch_size_per_gpu}x{gradient_accumulation_steps}x" + str(WORLD)
     batch = batch.format(**facts)
     if any("batch" in note.path for note in assumed):
         batch = "the trainer's"
-    warnings = "<br>".join(_cell(warning) for warning in found.warnings)
+    warnings = ", ".join(_short(warning) for warning in found.warnings)
     return f"{facts['stage']} | {facts['precision']} | {batch} | {len(found.no_effect)} | {warnings}"
+
+
+def _short(warning: str) -> str:
+    """The key of a warning, marked if the key is deprecated."""
+    path, _, text = warning.partition(": ")
+    return f"`{_cell(path)}`{' (deprecated)' if 'deprecated' in text else ''}"
+
+
+def _reasons(error: ConfigError) -> str:
+    """The keys of a refused file by what is said of them."""
+    found: dict[str, list[str]] = {}
+    for problem in error.problems:
+        text = problem.message.removeprefix("this version does not have ")
+        what, _, instead = text.partition("; ")
+        found.setdefault(instead or what, []).append(f"`{problem.path}`{f': {what}' if instead else ''}")
+    return "<br>".join(f"{', '.join(keys)}; {_cell(text)}" for text, keys in found.items())
 
 
 def _cell(text: str) -> str:

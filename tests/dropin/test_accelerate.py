@@ -18,13 +18,11 @@ pytestmark = pytest.mark.skipif(bool(MISSING), reason=f"not installed: {', '.joi
 def accelerator(plugin: dict[str, Any] | None, accumulation: int = 2, **options: Any) -> Any:
     """An Accelerator on CPU ranks, with a plugin of these arguments or without DeepSpeed."""
     from accelerate import Accelerator, DeepSpeedPlugin
-    from accelerate.utils import InitProcessGroupKwargs
 
     forget()
     if plugin is None:
         return Accelerator(cpu=True, gradient_accumulation_steps=accumulation, **options)
-    backend = InitProcessGroupKwargs(backend="gloo")
-    return Accelerator(deepspeed_plugin=DeepSpeedPlugin(**plugin), kwargs_handlers=[backend], **options)
+    return Accelerator(deepspeed_plugin=DeepSpeedPlugin(**plugin), **options)
 
 
 def train(acc: Any, model: Any, optimizer: Any, loader: Any) -> list[float]:
@@ -121,11 +119,10 @@ def test_a_file(ranks: Ranks, tmp_path: Path) -> None:
 def two_models() -> list[list[float]]:
     """Two engines in one process, of different stages, by two plugins of one Accelerator."""
     from accelerate import Accelerator, DeepSpeedPlugin
-    from accelerate.utils import InitProcessGroupKwargs
 
     forget()
     plugins = {"first": DeepSpeedPlugin(**plugin_of(2)), "second": DeepSpeedPlugin(**plugin_of(3))}
-    acc = Accelerator(deepspeed_plugins=plugins, kwargs_handlers=[InitProcessGroupKwargs(backend="gloo")])
+    acc = Accelerator(deepspeed_plugins=plugins)
     one, first, loader = prepared(acc)
     acc.state.select_deepspeed_plugin("second")
     # A second Accelerator for the second model, as Accelerate's documentation has it.

@@ -23,10 +23,10 @@ SCRIPT = """
 import json, sys
 import torch
 from accelerate import Accelerator
-from accelerate.utils import DummyOptim, InitProcessGroupKwargs
+from accelerate.utils import DummyOptim
 
 torch.manual_seed(0)
-accelerator = Accelerator(kwargs_handlers=[InitProcessGroupKwargs(backend="gloo")])
+accelerator = Accelerator()
 model = torch.nn.Sequential(torch.nn.Linear(4, 16), torch.nn.Tanh(), torch.nn.Linear(16, 1))
 given = accelerator.deepspeed_plugin.deepspeed_config
 make = DummyOptim if "optimizer" in given else torch.optim.AdamW
@@ -125,8 +125,8 @@ FLAGS = "--use_deepspeed --zero_stage 2 --gradient_accumulation_steps 2 --gradie
     ("stage", "options"),
     [
         (3, "--config_file accelerate.yaml"),
-        pytest.param(2, FLAGS, marks=pytest.mark.slow),
-        pytest.param(1, "--use_deepspeed --deepspeed_config_file config.json", marks=pytest.mark.slow),
+        pytest.param(2, FLAGS, marks=pytest.mark.thorough),
+        pytest.param(1, "--use_deepspeed --deepspeed_config_file config.json", marks=pytest.mark.thorough),
     ],
 )
 def test_what_is_launched_trains_as_told(stage: int, options: str, tmp_path: Path) -> None:

@@ -61,7 +61,7 @@ def test_options_become_a_job() -> None:
     )
     assert (job.script, job.args) == ("train.py", ("--num_gpus", "4", "--deepspeed"))
     assert (job.resources.nproc, job.resources.num_nodes, job.master_port) == (2, None, 29600)
-    assert job.no_local_rank and job.quiet and job.log_dir == "logs" and not job.module
+    assert not job.local_rank and job.quiet and job.log_dir == "logs" and not job.module
     plain = job_of(["--num_accelerators=3", "--num_nodes=1", "--node_rank=-1", "--module", "package.train"])
     assert (plain.resources.nproc, plain.resources.num_nodes, plain.module) == (3, 1, True)
     assert (plain.master_addr, plain.master_port, plain.log_dir) == ("127.0.0.1", None, None)

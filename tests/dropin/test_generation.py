@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import os
 from pathlib import Path
 from typing import Any
 
@@ -52,12 +51,9 @@ def padded(batch: list[dict[str, Any]]) -> dict[str, torch.Tensor]:
 
 def seq2seq(directory: str, stage: int) -> Any:
     """A Seq2SeqTrainer that generates when it evaluates; 7 rows are uneven for two ranks and batches of two."""
-    from accelerate import PartialState
     from transformers import Seq2SeqTrainer, Seq2SeqTrainingArguments
 
     forget()
-    os.environ["ACCELERATE_USE_DEEPSPEED"] = "true"
-    PartialState(backend="gloo")
     arguments = Seq2SeqTrainingArguments(
         directory,
         per_device_train_batch_size=2,
@@ -72,7 +68,6 @@ def seq2seq(directory: str, stage: int) -> Any:
         report_to=[],
         disable_tqdm=True,
         dataloader_pin_memory=False,
-        accelerator_config={"use_configured_state": True},
         deepspeed=config(stage),
     )
     return Seq2SeqTrainer(t5(), arguments, train_dataset=rows(16, 1), eval_dataset=rows(7, 2), data_collator=padded)

@@ -1,8 +1,11 @@
-"""Every name of the table: served ones are there, of the declared kind and signature; absent ones say why."""
+"""Every name of the table: served ones are there, of the declared kind and signature; others say why there is nothing
+behind them, when they are used or when they are imported."""
 
 from __future__ import annotations
 
+import contextlib
 import importlib
+import importlib.util
 import inspect
 import re
 from types import ModuleType
@@ -12,15 +15,14 @@ import pytest
 import torch
 
 import shardwise
-from shardwise.dropin.entries import Absent, Served
+from shardwise.dropin.entries import Absent, Served, StandIn
 from shardwise.dropin.members import MEMBERS, PARAMETER
+from shardwise.dropin.modules import PATHS
 from shardwise.dropin.table import MAINS, TABLE
 from shardwise.errors import AbsentNameError
 from shardwise.zero import released
 
 pytestmark = pytest.mark.usefixtures("installed")
-
-PATHS = sorted(TABLE)
 
 
 def rows(kind: type) -> dict[str, dict[str, Any]]:
@@ -28,7 +30,7 @@ def rows(kind: type) -> dict[str, dict[str, Any]]:
     return {path: entries for path, entries in found.items() if entries}
 
 
-SERVED, ABSENT = rows(Served), rows(Absent)
+SERVED, RAISING, ABSENT = rows(Served), rows(StandIn), rows(Absent)
 
 
 def problem(declared: str, target: Any) -> str | None:
@@ -72,7 +74,7 @@ def test_served_names_are_there(path: str) -> None:
             assert not isinstance(value, (type, ModuleType)), name
         names: dict[str, Any] = {}
         exec(f"from {path} import {name}", names)
-        assert names[name] is value or names[name] == value
+        assert names[name] is value or names[name] == value, name
         if entry.signature is not None:
             found = problem(entry.signature, value)
             assert found is None, f"{path}.{name}: {found}"
@@ -85,8 +87,45 @@ def test_absent_names_say_why(path: str) -> None:
         with pytest.raises(ImportError, match=re.escape(entry.reason)) as error:
             exec(statement)
         assert isinstance(error.value, AbsentNameError)
-        if path in SERVED:
+        assert entry.asked, f"{path}.{name}: who takes an ImportError for an answer?"
+        if path in PATHS:
             assert not hasattr(importlib.import_module(path), name)
+        else:
+            with contextlib.suppress(ModuleNotFoundError):  # which is the answer where the parent is missing, too
+                assert importlib.util.find_spec(path) is None
+
+
+@pytest.mark.parametrize("path", sorted(RAISING))
+def test_names_that_raise_can_be_imported_and_say_why_when_they_are_used(path: str) -> None:
+    module = importlib.import_module(path)
+    for name, entry in RAISING[path].items():
+        names: dict[str, Any] = {}
+        exec(f"from {path} import {name}", names)
+        found = names[name]
+        assert found is getattr(module, name) and name in dir(module)
+        reason = re.escape(f"{name} is not in shardwise {shardwise.__version__} ") + ".*" + re.escape(entry.reason)
+        with pytest.raises(AbsentNameError, match=reason):
+            found("anything", at="all")
+        if entry.kind == "exception":
+            assert issubclass(found, Exception)
+        if entry.kind in ("class", "exception"):
+            derived = type("Derived", (found, *([] if entry.kind == "exception" else [torch.nn.Module])), {})
+            for cls in (found, derived):
+                assert isinstance(cls, type) and not isinstance(1, cls)
+                with pytest.raises(AbsentNameError, match=reason):
+                    cls()
+                with pytest.raises(AttributeError, match=reason):
+                    _ = cls.from_anything
+            assert getattr(importlib.import_module(found.__module__), name) is found  # so it can be pickled
+        elif entry.kind == "function":
+            assert inspect.isfunction(found) and found.__name__ == name
+        else:
+            assert entry.reason in repr(found)
+            for use in (bool, str, hash, len, list, int, lambda v: v == 1, lambda v: v + "x", lambda v: {}[v]):
+                with pytest.raises(AbsentNameError, match=reason):
+                    use(found)
+            with pytest.raises(AttributeError, match=reason):
+                _ = found.attribute
 
 
 def test_the_check_of_signatures_sees_differences() -> None:
@@ -98,9 +137,14 @@ def test_the_check_of_signatures_sees_differences() -> None:
         assert problem(wrong, target) is not None, wrong
 
 
-def test_no_name_is_that_of_a_module_too() -> None:
-    """The import system would assign the module to it."""
-    assert not [f"{path}.{name}" for path in SERVED for name in SERVED[path] if f"{path}.{name}" in PATHS]
+def test_a_name_comes_before_a_module_of_its_name() -> None:
+    """The import system assigns a module to its parent when it has imported it."""
+    both = {(path, name) for path, entries in TABLE.items() for name in entries if f"{path}.{name}" in PATHS}
+    assert both == {("deepspeed.utils", "z3_leaf_module"), ("deepspeed.utils", "tensor_fragment")}
+    for path, name in both:
+        before = getattr(importlib.import_module(path), name)
+        assert isinstance(importlib.import_module(f"{path}.{name}"), ModuleType)
+        assert getattr(importlib.import_module(path), name) is before and not isinstance(before, ModuleType)
 
 
 def test_what_python_m_runs_can_be_called() -> None:
@@ -111,7 +155,8 @@ def test_what_python_m_runs_can_be_called() -> None:
 
 
 def test_no_reason_is_left_without_words() -> None:
-    assert all(len(e.reason) > 15 and not e.reason.endswith(".") for es in ABSENT.values() for e in es.values())
+    reasons = [e.reason for table in (RAISING, ABSENT) for es in table.values() for e in es.values()]
+    assert all(len(reason) > 15 and not reason.endswith(".") for reason in reasons)
 
 
 def subject(path: str) -> Any:

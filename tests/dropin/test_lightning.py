@@ -147,7 +147,7 @@ def with_fabric(
 
 
 @pytest.mark.slow
-@pytest.mark.parametrize("micro", [1, 2])
+@pytest.mark.parametrize("micro", [pytest.param(1, marks=pytest.mark.thorough), 2])
 def test_fabric(ranks: Ranks, tmp_path: Path, micro: int) -> None:
     """With one backward pass before each step, and with two, as Fabric's scripts accumulate."""
     plain = ranks(with_fabric, 2, str(tmp_path), None, "32-true", micro)

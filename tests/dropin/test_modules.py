@@ -46,7 +46,9 @@ class TestInstalled:
         from deepspeed.runtime.zero.partition_parameters import Init
 
         assert DeepSpeedEngine is deepspeed.DeepSpeedEngine is shardwise.Engine
-        assert deepspeed.initialize is deepspeed.initialize_engine is shardwise.initialize
+        assert deepspeed.initialize is deepspeed.initialize_engine
+        assert shardwise.initialize is shardwise.initialize_engine
+        assert deepspeed.initialize.__wrapped__ is shardwise.initialize
         assert Init is deepspeed.zero.Init is shardwise.zero.Init
         assert memory_status is shardwise.utils.memory_status
         assert dist is deepspeed.comm is deepspeed.dist
@@ -69,37 +71,40 @@ class TestInstalled:
         assert deepspeed.runtime.zero.__name__ == "deepspeed.runtime.zero"
         assert importlib.util.find_spec("deepspeed.comm.comm").name == "deepspeed.comm.comm"
         assert {"initialize", "comm", "runtime", "zero"} <= set(dir(deepspeed))
-        assert "PipelineModule" not in dir(deepspeed) and "moe" not in dir(deepspeed)
+        assert {"PipelineModule", "moe"} <= set(dir(deepspeed)) and "nvme" not in dir(deepspeed)
         assert "compatibility.md" in deepspeed.__doc__
         assert importlib.reload(deepspeed) is deepspeed and deepspeed.DeepSpeedEngine is shardwise.Engine
 
-    def test_star_imports_bring_what_is_served(self) -> None:
+    def test_star_imports_bring_what_can_be_imported(self) -> None:
         names: dict[str, object] = {}
         exec("from deepspeed.comm import *", names)
         assert names["all_reduce"] is shardwise.comm.all_reduce
-        assert "TorchBackend" not in names
+        assert "TorchBackend" in names and "cdb" not in names
+
+    def test_all_paths_to_a_stand_in_lead_to_one_object(self) -> None:
+        import deepspeed
+        from deepspeed.runtime.pipe.module import PipelineModule
+
+        assert deepspeed.PipelineModule is deepspeed.pipe.PipelineModule is PipelineModule
+        assert pickle.loads(pickle.dumps(PipelineModule)) is PipelineModule
 
     def test_absent_names_are_not_there_and_say_why(self) -> None:
         import deepspeed
 
-        assert not hasattr(deepspeed, "PipelineModule")
-        assert getattr(deepspeed, "init_inference", None) is None
-        assert not hasattr(deepspeed, "moe") and not hasattr(deepspeed.runtime, "pipe")
-        with pytest.raises(AttributeError, match=r"PipelineModule is not in shardwise .* pipeline parallelism is not"):
-            _ = deepspeed.PipelineModule
-        with pytest.raises(NotImplementedError, match=r"deepspeed\.moe is not in shardwise .* mixture of experts"):
-            _ = deepspeed.moe
+        assert not hasattr(deepspeed.comm, "cdb") and getattr(deepspeed, "nvme", None) is None
+        assert not hasattr(deepspeed.ops, "deepspeed4science")
+        with pytest.raises(AttributeError, match=r"comm\.cdb is not in shardwise .* one of DeepSpeed's own backends"):
+            _ = deepspeed.comm.cdb
+        with pytest.raises(NotImplementedError, match=r"deepspeed\.nvme is not in shardwise .* offload to the host"):
+            _ = deepspeed.nvme
 
     @pytest.mark.parametrize(
         ("statement", "message"),
         [
-            ("from deepspeed import PipelineModule", "pipeline parallelism"),
-            ("from deepspeed.moe.layer import MoE", "mixture of experts"),
-            ("import deepspeed.moe.layer", "mixture of experts"),
-            ("from deepspeed import moe", "mixture of experts"),
-            ("from deepspeed.checkpointing import get_cuda_rng_tracker", "tensor parallelism"),
-            ("from deepspeed.runtime.utils import partition_uniform", "pipeline parallelism"),
-            ("from deepspeed.ops.op_builder import get_default_compute_capabilities", "no operators to build"),
+            ("from deepspeed.comm import cdb", "DeepSpeed's own backends"),
+            ("from deepspeed.profiling.flops_profiler import get_model_profile", "profilers and timers"),
+            ("import deepspeed.profiling.flops_profiler", "profilers and timers"),
+            ("from deepspeed import nvme", "offload to the host"),
         ],
     )
     def test_importing_an_absent_name_says_why(self, statement: str, message: str) -> None:
@@ -119,10 +124,11 @@ class TestInstalled:
 
     def test_find_spec_answers_truthfully(self) -> None:
         assert importlib.util.find_spec("deepspeed") is not None
-        assert importlib.util.find_spec("deepspeed.moe") is None
+        assert importlib.util.find_spec("deepspeed.moe.layer") is not None
+        assert importlib.util.find_spec("deepspeed.ops.deepspeed4science") is None
         assert importlib.util.find_spec("deepspeed.nonsense") is None
         with pytest.raises(ModuleNotFoundError):  # as of any module whose parent is missing
-            importlib.util.find_spec("deepspeed.moe.layer")
+            importlib.util.find_spec("deepspeed.profiling.flops_profiler")
 
     def test_assignments_reach_the_library(self) -> None:
         from deepspeed.runtime.zero import partition_parameters

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import json
-import os
 import traceback
 from collections.abc import Callable, Iterator
 from pathlib import Path
@@ -23,7 +22,7 @@ from tests.dropin.clients import MISSING, Ranks, forget, mean_over_ranks, ranks
 from tests.dropin.published import DIRECTORY, WORLD, Published, facts_of, published, update
 
 __all__ = ["ranks"]
-PAGE = Path(__file__).parents[2] / "docs" / "published-configs.md"
+PAGE = Path(__file__).parents[2] / "docs" / "reference" / "published-configs.md"
 FILES = published()
 STEPS = 2
 PLAIN_LR = 1e-3
@@ -55,12 +54,9 @@ def micro_batch(step: int, micro: int, rank: int, rows: int) -> torch.Tensor:
 
 def prepared(path: str, steps: int) -> Any:
     """The configuration as the Trainer hands it to the engine, made by the Trainer's own code."""
-    from accelerate import PartialState
     from transformers import TrainingArguments
 
     forget()
-    os.environ["ACCELERATE_USE_DEEPSPEED"] = "true"
-    PartialState(backend="gloo")
     arguments = TrainingArguments(
         str(Path(path).parent),
         per_device_train_batch_size=2,
@@ -70,7 +66,6 @@ def prepared(path: str, steps: int) -> Any:
         warmup_steps=1,
         report_to=[],
         deepspeed=path,
-        accelerator_config={"use_configured_state": True},
     )
     filled = arguments.hf_deepspeed_config
     filled.trainer_config_finalize(arguments, tiny(), steps)
@@ -262,4 +257,4 @@ def test_losses_are_those_of_plain_torch(entry: Published, ran: dict[str, dict[s
 
 def test_the_page_is_up_to_date() -> None:
     text = PAGE.read_text(encoding="utf-8")
-    assert update(text) == text, "run `python -m tests.dropin.published docs/published-configs.md`"
+    assert update(text) == text, "run `python -m tests.dropin.published docs/reference/published-configs.md`"

@@ -1,4 +1,4 @@
-"""docs/compatibility.md is made from the tables."""
+"""docs/reference/deepspeed-names.md is made from the tables."""
 
 from __future__ import annotations
 
@@ -8,12 +8,12 @@ import pytest
 
 from shardwise.dropin.reference import update
 
-PAGE = Path(__file__).parents[2] / "docs" / "compatibility.md"
+PAGE = Path(__file__).parents[2] / "docs" / "reference" / "deepspeed-names.md"
 
 
 def test_the_page_is_up_to_date() -> None:
     text = PAGE.read_text(encoding="utf-8")
-    assert update(text) == text, "run `python -m shardwise.dropin.reference docs/compatibility.md`"
+    assert update(text) == text, "run `python -m shardwise.dropin.reference docs/reference/deepspeed-names.md`"
 
 
 def test_a_page_without_marks_is_refused() -> None:

@@ -53,16 +53,10 @@ def trainer(
             those that are passed as `optimizers` when DeepSpeed is used, and calls these methods.
         changes: of its arguments.
     """
-    from accelerate import PartialState
     from transformers import Trainer, TrainingArguments
 
     forget()
-    place: dict[str, Any] = {"use_cpu": True}
-    if deepspeed is not None:
-        # TrainingArguments gives no backend to DeepSpeed's ranks, and Accelerate knows none for a CPU.
-        os.environ["ACCELERATE_USE_DEEPSPEED"] = "true"
-        PartialState(backend="gloo")
-        place = {"accelerator_config": {"use_configured_state": True}, "deepspeed": deepspeed}
+    place: dict[str, Any] = {"use_cpu": True} if deepspeed is None else {"deepspeed": deepspeed}
     settings: dict[str, Any] = {
         "per_device_train_batch_size": 2,
         "gradient_accumulation_steps": 2,

@@ -55,11 +55,12 @@ def plain() -> tuple[int, list[float]]:
 
 @pytest.mark.slow
 @pytest.mark.usefixtures("installed")
-def test_every_stage(tmp_path: Path) -> None:
+@pytest.mark.parametrize("stages", [(0, 3), pytest.param((1, 2), marks=pytest.mark.thorough)])
+def test_every_stage(stages: tuple[int, int], tmp_path: Path) -> None:
     parameters, expected = plain()
     assert len(expected) == ROWS // RANKS // BATCH
     found = {}
-    for stage in range(4):
+    for stage in stages:
         comms = tmp_path / f"{stage}.json"
         output = run(stage, comms)
         stages = re.findall(r"Device (\d) - ZeRO Stage: (\d)", output)
@@ -76,4 +77,4 @@ def test_every_stage(tmp_path: Path) -> None:
         assert all(taken and min(taken) > 0 for sizes in times.values() for taken in sizes.values())
         table = output[output.index("Comm. Op") :]
         assert {"reduce_scatter", "all_gather", "log_summary_barrier"} <= set(table.split())
-    assert found[0] == found[1] == found[2] == found[3]
+    assert found[stages[0]] == found[stages[1]]

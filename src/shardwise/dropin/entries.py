@@ -7,7 +7,7 @@ from collections.abc import Iterable, Mapping
 from dataclasses import dataclass
 from typing import Literal
 
-Kind = Literal["class", "function", "value", "module", "member"]
+Kind = Literal["class", "exception", "function", "value", "module", "member"]
 
 
 @dataclass(frozen=True)
@@ -28,18 +28,37 @@ class Served:
 
 
 @dataclass(frozen=True)
-class Absent:
-    """A name that is not there.
+class StandIn:
+    """A name that can be imported, passed on and derived from, and raises when it is used.
 
     Attributes:
-        reason: why; the end of a sentence that begins with the name.
+        kind: what stands in for it: a class, an exception, a function or a value.
+        reason: why there is nothing behind it; the end of a sentence that begins with the name.
     """
 
+    kind: Kind
     reason: str
 
 
-Entry = Served | Absent
+@dataclass(frozen=True)
+class Absent:
+    """A name that is not there: importing it is an ImportError, reading it an AttributeError.
+
+    Attributes:
+        reason: why; the end of a sentence that begins with the name.
+        asked: who takes the error for an answer, so that a stand-in would mislead; empty for members of classes, which
+            are always asked for in this way.
+    """
+
+    reason: str
+    asked: str = ""
+
+
+Entry = Served | StandIn | Absent
 Entries = Mapping[str, Entry]
+
+_KINDS: tuple[Kind, ...] = ("class", "exception", "function", "value")
+"""What can be stood in for."""
 
 _DECLARATION = re.compile(r"(?P<name>\w+)(?P<signature>\(.*\))?(?:\s*=\s*(?P<target>[\w.]+))?", re.DOTALL)
 
@@ -78,9 +97,38 @@ def modules(*declarations: str) -> dict[str, Entry]:
     return made
 
 
-def absent(reason: str, names: str) -> dict[str, Entry]:
-    """Names, separated by spaces, that are not there."""
-    return dict.fromkeys(names.split(), Absent(reason))
+def raising(reason: str, names: str) -> dict[str, Entry]:
+    """Names, separated by spaces, that raise when they are used.
+
+    What they are follows from their spelling (`Class`, `SomeError`, `CONSTANT`, `function`), or stands behind a colon
+    (`name:class`).
+    """
+    made: dict[str, Entry] = {}
+    for declaration in names.split():
+        name, _, kind = declaration.partition(":")
+        made[name] = StandIn(_kind(kind) if kind else _spelled(name), reason)
+    return made
+
+
+def _kind(text: str) -> Kind:
+    for kind in _KINDS:
+        if kind == text:
+            return kind
+    raise ValueError(f"a stand-in is one of {', '.join(_KINDS)}, not {text!r}")
+
+
+def _spelled(name: str) -> Kind:
+    bare = name.lstrip("_")
+    if bare.isupper() and len(bare) > 1:
+        return "value"
+    if bare.endswith(("Error", "Exception")):
+        return "exception"
+    return "class" if bare[:1].isupper() else "function"
+
+
+def absent(reason: str, names: str, asked: str = "") -> dict[str, Entry]:
+    """Names, separated by spaces, that are not there, and who asks whether they are ("*": the whole module)."""
+    return dict.fromkeys(names.split(), Absent(reason, asked))
 
 
 def joined(*parts: Entries) -> dict[str, Entry]:

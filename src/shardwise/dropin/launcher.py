@@ -15,6 +15,7 @@ from typing import NoReturn
 from shardwise.comm.environment import LOOPBACK
 from shardwise.dropin.adapters.logs import LEVELS
 from shardwise.errors import CommandLineError, NotBuiltError, ShardwiseError
+from shardwise.launch.hosts import read_hostfile
 from shardwise.launch.job import Job, run_job
 from shardwise.launch.placement import Resources
 
@@ -120,7 +121,7 @@ def job_of(arguments: list[str]) -> Job:
         master_port=given.master_port,
         module=given.module,
         no_python=given.no_python,
-        no_local_rank=given.no_local_rank,
+        local_rank=not given.no_local_rank,
         bind_cores=given.bind_cores_to_rank,
         core_list=given.bind_core_list,
         log_dir=None if given.enable_each_rank_log == "None" else given.enable_each_rank_log,
@@ -139,6 +140,15 @@ def main(args: list[str] | None = None) -> NoReturn:
     except ShardwiseError as error:
         print(f"deepspeed: error: {error}", file=sys.stderr)
         sys.exit(_USAGE_ERROR if isinstance(error, CommandLineError) else 1)
+
+
+def fetch_hostfile(hostfile_path: str) -> dict[str, int] | None:
+    """Return the machines of a hostfile with their numbers of slots, or None if there is no such file.
+
+    Raises:
+        CommandLineError: the file has another form.
+    """
+    return read_hostfile(hostfile_path) if os.path.isfile(hostfile_path) else None
 
 
 if __name__ == "__main__":

@@ -3,12 +3,13 @@
 Each name is looked up where it lives at every access, and an assignment to it is made there, too: what a script puts
 into `deepspeed.utils.groups.mpu` is what the library reads, and two paths to one thing never differ.
 
-Invariant: what is not there looks as if it were not (`hasattr`, `dir`, `importlib.util.find_spec`), and says why when
-it is imported or used.
+Invariant: a name is served, or stands in and raises with the reason when it is used, or looks as if it were not there
+(`hasattr`, `dir`, `importlib.util.find_spec`) and says why when it is imported or read.
 """
 
 from __future__ import annotations
 
+import functools
 import importlib
 import importlib.abc
 import importlib.metadata
@@ -21,18 +22,19 @@ from types import CodeType, ModuleType
 from typing import Any
 
 from shardwise._version import __version__
+from shardwise.dropin import standins
 from shardwise.dropin.detect import DROP_IN, ROOT, installed
-from shardwise.dropin.entries import Absent, Served
+from shardwise.dropin.entries import Absent, Served, StandIn
 from shardwise.dropin.table import MAINS, TABLE
 from shardwise.dropin.version import VERSION
 from shardwise.errors import AbsentAttributeError, AbsentImportError
 
 
 def _paths() -> frozenset[str]:
-    """Modules that exist: those that serve a name or can be run, and the packages above them."""
+    """Modules that exist: those that have a name or can be run, and the packages above them."""
     found: set[str] = {ROOT}
-    serving = (path for path, entries in TABLE.items() if any(isinstance(entry, Served) for entry in entries.values()))
-    for path in (*serving, *MAINS):
+    having = (p for p, entries in TABLE.items() if any(not isinstance(entry, Absent) for entry in entries.values()))
+    for path in (*having, *MAINS):
         parts = path.split(".")
         found.update(".".join(parts[:count]) for count in range(1, len(parts) + 1))
     return frozenset(found)
@@ -54,7 +56,30 @@ def absence(path: str, name: str) -> str | None:
         below = (entries for key, entries in TABLE.items() if key == whole or key.startswith(f"{whole}."))
         found = [entry for entries in below for entry in entries.values()]
     reasons = dict.fromkeys(entry.reason for entry in found if isinstance(entry, Absent))
-    return f"{whole} is not in shardwise {__version__} ({ROOT} {VERSION}): {'; '.join(reasons)}" if reasons else None
+    return _sentence(whole, "; ".join(reasons)) if reasons else None
+
+
+def _sentence(name: str, reason: str) -> str:
+    return f"{name} is not in shardwise {__version__} ({ROOT} {VERSION}): {reason}"
+
+
+def _homes() -> dict[tuple[str, StandIn], str]:
+    """Return the first module of the table that has a name, so that all paths to it lead to one object."""
+    found: dict[tuple[str, StandIn], str] = {}
+    for path, entries in TABLE.items():
+        for name, entry in entries.items():
+            if isinstance(entry, StandIn):
+                found.setdefault((name, entry), path)
+    return found
+
+
+_HOMES = _homes()
+
+
+@functools.cache
+def _standing_in(name: str, entry: StandIn) -> Any:
+    home = _HOMES[name, entry]
+    return standins.make(name, home, entry, _sentence(f"{home}.{name}", entry.reason))
 
 
 def resolve(entry: Served) -> Any:
@@ -76,6 +101,8 @@ class DropInModule(ModuleType):
         entry = TABLE.get(path, {}).get(name)
         if isinstance(entry, Served):
             return resolve(entry)
+        if isinstance(entry, StandIn):
+            return _standing_in(name, entry)
         if f"{path}.{name}" in PATHS:
             return importlib.import_module(f"{path}.{name}")
         if name == "__all__":
@@ -87,6 +114,8 @@ class DropInModule(ModuleType):
 
     def __setattr__(self, name: str, value: Any) -> None:
         entry = TABLE.get(self.__name__, {}).get(name)
+        if entry is not None and isinstance(value, DropInModule) and value.__name__ == f"{self.__name__}.{name}":
+            return  # the import system puts a module into its parent; a name of the table comes first
         if not isinstance(entry, Served) or entry.kind == "module":
             return super().__setattr__(name, value)
         home, _, attribute = entry.target.partition(":")
@@ -105,9 +134,9 @@ class DropInModule(ModuleType):
 
     def __dir__(self) -> list[str]:
         path = self.__name__
-        served = {name for name, entry in TABLE.get(path, {}).items() if isinstance(entry, Served)}
+        had = {name for name, entry in TABLE.get(path, {}).items() if not isinstance(entry, Absent)}
         children = {child.rpartition(".")[2] for child in PATHS if child.rpartition(".")[0] == path}
-        return sorted({*super().__dir__(), *served, *children})
+        return sorted({*super().__dir__(), *had, *children})
 
 
 _originals: dict[tuple[str, str], Any] = {}

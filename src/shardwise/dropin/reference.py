@@ -1,7 +1,7 @@
-"""The tables of docs/compatibility.md, made from those of the drop-in.
+"""The tables of docs/reference/deepspeed-names.md, made from those of the drop-in.
 
-`python -m shardwise.dropin.reference docs/compatibility.md` replaces what stands between the two marker lines of the
-file. A test compares the file with the tables, so that it cannot go stale.
+`python -m shardwise.dropin.reference docs/reference/deepspeed-names.md` replaces the text between the two marker lines
+of the file. A test compares the file with the tables.
 """
 
 from __future__ import annotations
@@ -11,7 +11,7 @@ from collections.abc import Iterable, Mapping
 from pathlib import Path
 
 from shardwise.config.reference import fill
-from shardwise.dropin.entries import Absent, Entry, Served
+from shardwise.dropin.entries import Absent, Entry, Served, StandIn
 from shardwise.dropin.members import MEMBERS
 from shardwise.dropin.table import TABLE
 
@@ -19,42 +19,56 @@ BEGIN = "<!-- names: made by python -m shardwise.dropin.reference -->"
 END = "<!-- end of names -->"
 
 
-def counts(table: Mapping[str, Mapping[str, Entry]]) -> tuple[int, int]:
-    """Return (names that are served, names that are absent)."""
+def counts(table: Mapping[str, Mapping[str, Entry]]) -> tuple[int, int, int]:
+    """Return (names that are served, that raise when they are used, that cannot be imported)."""
     entries = [entry for entries in table.values() for entry in entries.values()]
-    served = sum(isinstance(entry, Served) for entry in entries)
-    return served, len(entries) - served
+    served, raising = (sum(isinstance(entry, kind) for entry in entries) for kind in (Served, StandIn))
+    return served, raising, len(entries) - served - raising
 
 
 def page() -> str:
-    """Return Markdown: counts, what is served and what is absent by module, then the same of classes."""
-    served, absent = counts(TABLE)
-    inside, outside = counts(MEMBERS)
+    """Return Markdown: counts, what each name of a module is, then the same of members of classes."""
+    served, raising, absent = counts(TABLE)
+    inside, _, outside = counts(MEMBERS)
     parts = [
-        f"{len(TABLE)} modules with {served + absent} names: {served} served, {absent} absent. {len(MEMBERS)} classes "
-        f"with {inside + outside} members: {inside} served, {outside} absent.\n",
-        "### Modules\n",
-        "| Module | Served | Absent |\n|---|---:|---:|",
+        f"{len(TABLE)} modules with {served + raising + absent} names: {served} are served, {raising} can be imported "
+        f"and raise when they are used, {absent} cannot be imported. {len(MEMBERS)} classes with {inside + outside} "
+        f"members: {inside} are served, {outside} are absent.\n",
+        "## Served names\n",
+        "Below each module the numbers of names that are served, that raise when used, and that cannot be imported; "
+        "before each colon where the names live. Functions and classes take the arguments of DeepSpeed.\n",
     ]
-    parts.extend(f"| `{path}` | {_numbers({path: entries})} |" for path, entries in sorted(TABLE.items()))
-    parts.append("\n### Served names\n")
+    first: dict[str, str] = {}
     for path, entries in sorted(TABLE.items()):
-        rows = [f"| {_name(name, entry)} | {_target(entry)} |" for name, entry in sorted(entries.items()) if _is(entry)]
-        if rows:
-            parts.append(f"#### `{path}`\n\n| Name | Here |\n|---|---|")
-            parts.extend([*rows, ""])
-    parts.append("### Absent names\n\n| Reason | Names |\n|---|---|")
-    parts.extend(_by_reason(TABLE))
-    parts.append("\n### Members of classes\n")
+        found = {name: entry for name, entry in sorted(entries.items()) if isinstance(entry, Served)}
+        if not found:
+            continue
+        same = first.setdefault(repr(found), path)
+        parts.append(f"### `{path}`\n\n{_numbers({path: entries})}\n")
+        parts.append(f"As `{same}`.\n" if same != path else "\n".join(_by_home(found)) + "\n")
+    parts.append("## Names that raise when they are used\n\n| Reason | Names |\n|---|---|")
+    parts.extend(_by_reason(TABLE, StandIn))
+    parts.append("\n## Names that cannot be imported\n\n| Reason | Why not a name that raises | Names |\n|---|---|---|")
+    parts.extend(_by_reason(TABLE, Absent))
+    parts.append("\n## Members of classes\n")
     for path, entries in MEMBERS.items():
-        inside, outside = counts({path: entries})
+        inside, _, outside = counts({path: entries})
         title = f"`{path}`" if "." in path else path
-        parts.append(f"#### {title[0].upper()}{title[1:]}\n\n{inside} served, {outside} absent.\n")
-        parts.append(", ".join(_name(name, entry) for name, entry in sorted(entries.items()) if _is(entry)) + "\n")
+        parts.append(f"### {title[0].upper()}{title[1:]}\n\n{inside} served, {outside} absent.\n")
+        parts.append(", ".join(f"`{name}`" for name, entry in sorted(entries.items()) if _is(entry)) + "\n")
         if outside:
             parts.append("| Reason | Absent |\n|---|---|")
-            parts.extend([*_by_reason({"": entries}), ""])
+            parts.extend([*_by_reason({"": entries}, Absent), ""])
     return "\n".join(parts).rstrip() + "\n"
+
+
+def _by_home(entries: Mapping[str, Served]) -> Iterable[str]:
+    """Give a line of a list for each module in which names live; a name that has another there says which."""
+    found: dict[str, list[str]] = {}
+    for name, entry in entries.items():
+        home, _, there = entry.target.partition(":")
+        found.setdefault(home, []).append(f"`{name}`" + (f" is `{there}`" if there not in ("", name) else ""))
+    return (f"- `{home}`: {', '.join(names)}" for home, names in found.items())
 
 
 def _is(entry: Entry) -> bool:
@@ -62,28 +76,18 @@ def _is(entry: Entry) -> bool:
 
 
 def _numbers(table: Mapping[str, Mapping[str, Entry]]) -> str:
-    served, absent = counts(table)
-    return f"{served} | {absent}"
+    return " / ".join(map(str, counts(table)))
 
 
-def _name(name: str, entry: Entry) -> str:
-    signature = entry.signature if isinstance(entry, Served) else None
-    return f"`{name}{signature or ''}`".replace("|", "\\|")
-
-
-def _target(entry: Entry) -> str:
-    assert isinstance(entry, Served)
-    return f"`{entry.target.replace(':', '.')}`"
-
-
-def _by_reason(table: Mapping[str, Mapping[str, Entry]]) -> Iterable[str]:
+def _by_reason(table: Mapping[str, Mapping[str, Entry]], kind: type[StandIn] | type[Absent]) -> Iterable[str]:
     """Give rows of reasons, each with its names."""
     found: dict[str, list[str]] = {}
     for path, entries in sorted(table.items()):
         for name, entry in sorted(entries.items()):
-            if isinstance(entry, Absent):
+            if isinstance(entry, (StandIn, Absent)) and isinstance(entry, kind):
+                asked = entry.asked if isinstance(entry, Absent) else ""
                 whole = path if name == "*" else f"{path}.{name}".lstrip(".")
-                found.setdefault(entry.reason, []).append(f"`{whole}`")
+                found.setdefault(f"{entry.reason} | {asked}" if asked else entry.reason, []).append(f"`{whole}`")
     return (f"| {reason} | {', '.join(names)} |" for reason, names in found.items())
 
 

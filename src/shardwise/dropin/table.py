@@ -1,16 +1,16 @@
 """Every module path and public name of DeepSpeed 0.19, and what it is here.
 
 One block a module: names of functions, classes and values under the module of shardwise that has them, with the
-arguments that scripts may rely on; other names of modules; and names that are absent, with the reason ("*": the whole
-module). A feature that is built moves its names from `absent` to the others, and changes nothing else. What stands in
-docs/compatibility.md is made from this.
+arguments that scripts may rely on; other names of modules; names that raise when they are used, with the reason; and
+names that cannot be imported ("*": the whole module), because scripts ask by importing them. A feature that is built
+moves its names from `raising` and `absent` to the others, and changes nothing else. What stands in
+docs/reference/deepspeed-names.md is made from this.
 """
 
 from __future__ import annotations
 
 from shardwise.absent import (
     AUTOTUNER,
-    COMPILER,
     COMPRESS,
     DATA,
     ELASTIC,
@@ -21,6 +21,7 @@ from shardwise.absent import (
     LAYERS,
     LINEAR,
     MESH,
+    MICS,
     MOE,
     MONITOR,
     OFFLOAD,
@@ -31,9 +32,11 @@ from shardwise.absent import (
     SPARSE,
     TENSOR,
     TILED,
+    TILES,
     UNIVERSAL,
+    WRAPPERS,
 )
-from shardwise.dropin.entries import Entry, absent, classes, functions, joined, modules, values
+from shardwise.dropin.entries import Entry, absent, classes, functions, joined, modules, raising, values
 
 _API = "shardwise.comm.api"
 _ADAPT = "shardwise.dropin.adapters"
@@ -57,6 +60,7 @@ _LOGGING = joined(
     values(f"{_ADAPT}.logs", "logger"),
 )
 _ACCELERATOR = functions(f"{_ADAPT}.accelerator", "get_accelerator()")
+_ACCELERATOR_CLASS = classes(f"{_ADAPT}.accelerator", "DeepSpeedAccelerator = Accelerator")
 _ON_DEVICE = classes(f"{_ADAPT}.building", "OnDevice(dtype, device='meta', enabled=True)")
 _LEAVES = functions(
     "shardwise.zero.leaves",
@@ -65,6 +69,8 @@ _LEAVES = functions(
     "get_z3_leaf_modules",
     "set_z3_leaf_module(model, flag)",
     "z3_leaf_module",
+    "set_z3_leaf_modules_by_name(model, module_names, flag=True, raise_if_not_found=True)",
+    "set_z3_leaf_modules_by_suffix(model, module_suffixes, flag=True, raise_if_not_found=True)",
 )
 _REPEATING = classes("shardwise.data", "RepeatingLoader(loader)")
 _CONFIG = joined(
@@ -72,6 +78,9 @@ _CONFIG = joined(
     classes("shardwise.errors", "DeepSpeedConfigError = ConfigError"),
 )
 _OPTIMIZER = classes(f"{_ADAPT}.engine_optimizer", "DeepSpeedOptimizer")
+_ZERO_OPTIMIZER = raising(
+    "optimizers are not wrapped; engine.zero_optimization_stage() says the stage", "ZeROOptimizer"
+)
 _ENGINE = classes("shardwise.engine", "DeepSpeedEngine = Engine")
 _LOADER = classes("shardwise.data", "DeepSpeedDataLoader = EngineDataLoader")
 _GATHERED = classes("shardwise.zero", "GatheredParameters(params, modifier_rank=None, fwd_module=None, enabled=True)")
@@ -103,6 +112,7 @@ _ESTIMATE_3 = functions(
     "estimate_zero3_model_states_mem_needs_all_cold(total_params, largest_layer_params, num_gpus_per_node=1, "
     "num_nodes=1, additional_buffer_factor=1.5)",
 )
+_BACKENDS = "it is one of DeepSpeed's own backends: torch.distributed's process groups are used as they are"
 _COLLECTIVE = "group=None, async_op=False, prof=False, log_name=None, debug=None)"
 _COMM = joined(
     functions(
@@ -127,7 +137,6 @@ _COMM = joined(
         "barrier(group=None, async_op=False, device_ids=None, prof=False, log_name=None, debug=None)",
         "monitored_barrier(group=None, timeout=None, wait_all_ranks=False, prof=False, log_name=None, debug=None)",
         "broadcast_object_list(object_list, src, group=None, device=None)",
-        "is_initialized()",
         "is_available()",
         "get_rank(group=None)",
         "get_world_size(group=None)",
@@ -144,7 +153,7 @@ _COMM = joined(
         "get_comm_operation_count()",
         "get_logged_comm_ops()",
     ),
-    functions("shardwise.comm.setup", _INIT_DISTRIBUTED),
+    functions(f"{_ADAPT}.clients", "is_initialized()", _INIT_DISTRIBUTED),
     functions(
         f"{_ADAPT}.collectives",
         "allgather_fn",
@@ -160,24 +169,23 @@ _COMM = joined(
     ),
     classes("torch.distributed", "ReduceOp", "ProcessGroup", "P2POp"),
     values("shardwise.comm.logger", "comms_logger"),
-    absent(MESH, "initialize_mesh_device"),
-    absent(
-        "it is one of DeepSpeed's own backends: torch.distributed's process groups are used as they are",
-        "set_backend init_deepspeed_backend TorchBackend cdb enable_symm_mem_for_group",
-    ),
-    absent(
-        "init_distributed() finds the place of a process under Open MPI, Slurm and so on by itself",
+    raising(MESH, "initialize_mesh_device"),
+    raising(_BACKENDS, "set_backend init_deepspeed_backend TorchBackend enable_symm_mem_for_group"),
+    absent(_BACKENDS, "cdb", "scripts ask whether it is None, which a stand-in never is"),
+    raising(
+        "init_distributed() finds the place of a process under torchrun, MPI and Slurm by itself",
         "mpi_discovery in_aml in_aws_sm in_dlts",
     ),
 )
+_TILED = raising(TILED, "TiledLinear TiledLinearReturnBias")
 _ZERO = joined(
     _INIT,
     _GATHERED,
     _EXTERNAL,
     _STATUS,
-    absent(TILED, "TiledLinear TiledLinearReturnBias"),
-    absent("sharding within groups of ranks is not built yet", "MiCS_Init"),
-    absent(INNER, "DeepSpeedZeRoOffload DeepSpeedTensorOverride ZeroParamType"),
+    _TILED,
+    raising(MICS, "MiCS_Init"),
+    raising(WRAPPERS, "DeepSpeedZeRoOffload DeepSpeedTensorOverride ZeroParamType"),
     functions(f"{_ADAPT}.building", "unwrap_model_for_generation"),
 )
 _GROUPS = joined(
@@ -195,19 +203,19 @@ _GROUPS = joined(
         ),
     ),
     values(f"{_ADAPT}.groups", "mpu", "mesh_device"),
-    absent(
+    raising(
         MOE,
         "_get_expert_parallel_group _get_expert_parallel_rank _get_expert_parallel_world_size "
         "_get_expert_data_parallel_group _get_expert_data_parallel_rank _get_expert_data_parallel_world_size "
         "_get_max_expert_size _get_max_expert_size_name",
     ),
-    absent(
+    raising(
         "it is set by zero_optimization.zero_hpz_partition_size, and is the engine's own",
         "_get_zero_param_intra_parallel_group _get_zero_param_parallel_group",
     ),
-    absent(TENSOR, "set_tensor_parallel_group set_tensor_parallel_rank set_tensor_parallel_world_size"),
-    absent(TENSOR, "set_model_parallel_group set_model_parallel_rank set_model_parallel_world_size"),
-    absent(
+    raising(TENSOR, "set_tensor_parallel_group set_tensor_parallel_rank set_tensor_parallel_world_size"),
+    raising(TENSOR, "set_model_parallel_group set_model_parallel_rank set_model_parallel_world_size"),
+    raising(
         "the engine's group is that of `mpu`, or all ranks; it is not set",
         "set_data_parallel_group set_data_parallel_rank set_data_parallel_world_size",
     ),
@@ -231,13 +239,22 @@ _DEBUG = joined(
         "safe_set_local_optimizer_state",
         "safe_get_local_grad",
         "safe_set_local_grad",
+        "safe_update_full_grad_vectorized(param_list, update_func)",
     ),
-    absent("safe_get_full_grad and safe_set_full_grad change gradients one by one", "safe_update_full_grad_vectorized"),
-    absent(
+    raising(
         INNER,
         "get_full_hp_param set_full_hp_param get_full_hp_grad set_full_hp_grad get_hp_fragment_mapping "
-        "fragment_address tensor_fragment map_to_flat_opt_states link_hp_params lazy_init_hp_params_optimizer_state",
+        "fragment_address:class tensor_fragment:class map_to_flat_opt_states link_hp_params "
+        "lazy_init_hp_params_optimizer_state",
     ),
+)
+_NVTX = functions(f"{_ADAPT}.helpers", "instrument_w_nvtx(func)")
+_NUMA = "the launcher binds processes to cores by itself (--bind_cores_to_rank), without numactl"
+_MUON = "Muon is `optimizer.type` Muon of the configuration, or `shardwise.optim.Muon`"
+_OFFLOAD_SECTIONS = joined(
+    classes(f"{_ADAPT}.constants", "OffloadDeviceEnum"),
+    classes("shardwise.config.schema.offload", "DeepSpeedZeroOffloadParamConfig = OffloadParam"),
+    classes("shardwise.config.schema.offload", "DeepSpeedZeroOffloadOptimizerConfig = OffloadOptimizer"),
 )
 _TUNING = functions("shardwise.schedules", "add_tuning_arguments(parser)")
 _CHECKPOINTING = joined(
@@ -251,21 +268,70 @@ _CHECKPOINTING = joined(
         "checkpoint(function, *args, **kwargs)",
         "non_reentrant_checkpoint(function, *args)",
     ),
-    absent(
+    raising(
         TENSOR,
         "get_cuda_rng_tracker CudaRNGStatesTracker model_parallel_cuda_manual_seed model_parallel_reconfigure_tp_seed "
         "gather_partitioned_activations extract_tensors merge_tensors",
     ),
-    absent("saved inputs are in no buffer that would have to be sized", "set_num_layers"),
-    absent("checkpoint() is torch's non-reentrant one, which has no autograd function", "CheckpointFunction"),
+    raising("saved inputs are in no buffer that would have to be sized", "set_num_layers"),
+    raising("checkpoint() is torch's non-reentrant one, which has no autograd function", "CheckpointFunction"),
+    absent(
+        "copies without history are torch's business",
+        "detach_variable",
+        "trainers that took Unsloth's offloaded checkpointing define their own when the import fails",
+    ),
 )
 _TRANSFORMER = "DeepSpeedTransformerLayer DeepSpeedTransformerConfig"
-_PIPELINE_MODULE = absent(PIPELINE, "PipelineModule LayerSpec TiedLayerSpec")
+_PIPELINE_MODULE = raising(PIPELINE, "PipelineModule LayerSpec TiedLayerSpec")
+
+_ENGINES = "checkpoints are written by `shardwise.checkpoint`, which has no exchangeable engines"
+_ONEBIT = "1-bit optimizers communicate through torch.distributed's process groups, without backends of their own"
+
+_FUSED_ADAM = classes(
+    f"{_ADAPT}.optimizers",
+    "FusedAdam(params, lr=1e-3, bias_correction=True, betas=(0.9, 0.999), eps=1e-8, adam_w_mode=True, "
+    "weight_decay=0.0, amsgrad=False, set_grad_none=True)",
+)
+_CPU_ADAM = classes(
+    f"{_ADAPT}.optimizers",
+    "DeepSpeedCPUAdam(model_params, lr=1e-3, bias_correction=True, betas=(0.9, 0.999), eps=1e-8, "
+    "weight_decay=0.0, amsgrad=False, adamw_mode=True, fp32_optimizer_states=True)",
+)
+_CPU_ADAGRAD = classes(
+    f"{_ADAPT}.optimizers",
+    "DeepSpeedCPUAdagrad(model_params, lr=1e-2, eps=1e-10, weight_decay=0.0, amsgrad=False, "
+    "fp32_optimizer_states=True)",
+)
+_FUSED_LION = classes(
+    f"{_ADAPT}.optimizers",
+    "FusedLion(params, lr=1e-3, betas=(0.9, 0.999), weight_decay=0.0, set_grad_none=True)",
+)
+_CPU_LION = classes(
+    f"{_ADAPT}.optimizers",
+    "DeepSpeedCPULion(model_params, lr=1e-3, betas=(0.9, 0.999), weight_decay=0.0, fp32_optimizer_states=True)",
+)
+_FUSED_LAMB = classes(
+    "shardwise.optim",
+    "FusedLamb(params, lr=1e-3, bias_correction=True, betas=(0.9, 0.999), eps=1e-8, eps_inside_sqrt=False, "
+    "weight_decay=0.0, max_grad_norm=0.0, max_coeff=10.0, min_coeff=0.01, amsgrad=False) = Lamb",
+)
+_CHECKPOINT_KEYS = values(
+    f"{_ADAPT}.keys",
+    *("OPTIMIZER_STATE_DICT", "FP32_FLAT_GROUPS", "SINGLE_PARTITION_OF_FP32_GROUPS", "BASE_OPTIMIZER_STATE"),
+    *("GROUP_PADDINGS", "PARAM_SLICE_MAPPINGS", "PARTITION_COUNT", "ZERO_STAGE", "LOSS_SCALER", "CLIP_GRAD"),
+    *("DS_VERSION", "BUFFER_NAMES", "PARAM_SHAPES", "FROZEN_PARAM_SHAPES", "FROZEN_PARAM_FRAGMENTS"),
+    "UNIVERSAL_CHECKPOINT_INFO",
+)
+_ONE_MACHINE = "processes are started by `shardwise run`, on one machine"
+_TIMM = "timm's benchmark.py takes another profiler when the import fails"
+_UNKNOWN = "no script is known that imports a name of it"
+_ULYSSES = "Oumi and installers of long-context stacks take a failing import or `find_spec` for an answer"
+_TOPOLOGY = raising(PIPELINE, "ProcessTopology")
 
 TABLE: dict[str, dict[str, Entry]] = {
     "deepspeed": joined(
-        functions("shardwise.engine", f"initialize{_INITIALIZE}", f"initialize_engine{_INITIALIZE} = initialize"),
-        functions("shardwise.comm.setup", _INIT_DISTRIBUTED),
+        functions(f"{_ADAPT}.clients", f"initialize{_INITIALIZE}", f"initialize_engine{_INITIALIZE} = initialize"),
+        functions(f"{_ADAPT}.clients", _INIT_DISTRIBUTED),
         functions("shardwise.launch.arguments", "add_config_arguments(parser)"),
         functions(f"{_ADAPT}.configuration", "load_ds_config"),
         _TUNING,
@@ -286,25 +352,41 @@ TABLE: dict[str, dict[str, Entry]] = {
         values(f"{_ADAPT}.constants", "ADAM_OPTIMIZER", "LAMB_OPTIMIZER", "MUON_OPTIMIZER"),
         values(f"{_ADAPT}.constants", "HAS_TRITON", "TORCH_DISTRIBUTED_DEFAULT_PORT"),
         modules("zero = deepspeed.runtime.zero", "dist = deepspeed.comm"),
-        absent(PIPELINE, "PipelineModule PipelineEngine DualPipeVEngine DualPipeVModule"),
-        absent(INFERENCE, "init_inference default_inference_config InferenceEngine DeepSpeedInferenceConfig"),
-        absent(HYBRID, "DeepSpeedHybridEngine"),
-        absent(
-            TENSOR, "tp_model_init set_autotp_mode merge_tp_model_init_into_config record_tp_model_init_args domino"
-        ),
-        absent(LAYERS, f"{_TRANSFORMER} replace_transformer_layer revert_transformer_layer"),
-        absent(COMPILER, "is_compile_supported"),
-        absent("Muon finds the matrices that it steps by itself", "set_optimizer_flags"),
+        raising(PIPELINE, "PipelineModule PipelineEngine DualPipeVEngine DualPipeVModule"),
+        raising(INFERENCE, "init_inference default_inference_config InferenceEngine DeepSpeedInferenceConfig"),
+        raising(HYBRID, "DeepSpeedHybridEngine"),
+        raising(TENSOR, "tp_model_init set_autotp_mode merge_tp_model_init_into_config record_tp_model_init_args"),
+        raising(LAYERS, f"{_TRANSFORMER} replace_transformer_layer revert_transformer_layer"),
+        functions(f"{_ADAPT}.helpers", "is_compile_supported()"),
+        raising("Muon finds the matrices that it steps by itself", "set_optimizer_flags"),
     ),
-    "deepspeed.git_version_info": values("shardwise.dropin.version", "version", "git_hash", "git_branch"),
-    "deepspeed.constants": values(f"{_ADAPT}.constants", "TORCH_DISTRIBUTED_DEFAULT_PORT"),
+    "deepspeed.git_version_info": joined(
+        values("shardwise.dropin.version", "version", "git_hash", "git_branch"),
+        values(f"{_ADAPT}.build", "torch_info = TORCH_INFO", "accelerator_name = ACCELERATOR_NAME"),
+        values(f"{_ADAPT}.operators", "compatible_ops = COMPATIBLE_OPS", "installed_ops = COMPATIBLE_OPS"),
+    ),
+    "deepspeed.constants": joined(
+        values(f"{_ADAPT}.constants", "TORCH_DISTRIBUTED_DEFAULT_PORT"),
+        values(f"{_ADAPT}.keys", "CROSS_RANK", "CROSS_SIZE"),
+        values("shardwise.comm.setup", "default_pg_timeout = DEFAULT_TIMEOUT"),
+    ),
     # -- communication ------------------------------------------------------------------------------------------------
     "deepspeed.comm": _COMM,
     "deepspeed.comm.comm": _COMM,
+    "deepspeed.comm.torch": raising(_BACKENDS, "TorchBackend get_coalescing_manager"),
+    "deepspeed.comm.constants": raising(
+        INNER,
+        "COMMS_LOGGER_VERBOSE_DEFAULT COMMS_LOGGER_DEBUG_DEFAULT COMMS_LOGGER_PROF_ALL_DEFAULT "
+        "COMMS_LOGGER_PROF_OPS_DEFAULT NCCL_BACKEND CCL_BACKEND MPI_BACKEND GLOO_BACKEND",
+    ),
     "deepspeed.accelerator": joined(
         _ACCELERATOR,
         functions(f"{_ADAPT}.accelerator", "set_accelerator", "is_current_accelerator_supported"),
-        classes(f"{_ADAPT}.accelerator", "DeepSpeedAccelerator = Accelerator"),
+        _ACCELERATOR_CLASS,
+    ),
+    "deepspeed.accelerator.abstract_accelerator": _ACCELERATOR_CLASS,
+    "deepspeed.accelerator.real_accelerator": joined(
+        _ACCELERATOR, functions(f"{_ADAPT}.accelerator", "set_accelerator", "is_current_accelerator_supported")
     ),
     # -- utilities ----------------------------------------------------------------------------------------------------
     "deepspeed.utils": joined(
@@ -315,14 +397,10 @@ TABLE: dict[str, dict[str, Entry]] = {
         _REPEATING,
         _ON_DEVICE,
         functions(f"{_ADAPT}.collectives", "is_initialized()"),
-        absent(PROFILER, "instrument_w_nvtx"),
-        absent(
-            "modules are matched by class or name (set_z3_leaf_modules), or by zero_optimization.leaf_module",
-            "set_z3_leaf_modules_by_name set_z3_leaf_modules_by_suffix",
-        ),
-        absent("leaves are modules here, not parameters", "z3_leaf_parameter"),
-        absent(INNER, "get_caller_func"),
-        absent("binding processes to cores is not built yet", "get_numactl_cmd"),
+        _NVTX,
+        raising("leaves are modules here, not parameters", "z3_leaf_parameter"),
+        raising(INNER, "get_caller_func"),
+        raising(_NUMA, "get_numactl_cmd"),
     ),
     "deepspeed.utils.logging": joined(
         _LOGGING,
@@ -334,7 +412,7 @@ TABLE: dict[str, dict[str, Entry]] = {
             "get_current_level",
         ),
         classes(f"{_ADAPT}.logs", "LoggerFactory"),
-        absent("`shardwise check` prints configurations", "print_configuration"),
+        raising("`shardwise check` prints configurations", "print_configuration"),
     ),
     "deepspeed.utils.groups": _GROUPS,
     "deepspeed.utils.comms_logging": _COMMS_LOGGING,
@@ -342,12 +420,41 @@ TABLE: dict[str, dict[str, Entry]] = {
     "deepspeed.utils.torch": functions(
         f"{_ADAPT}.helpers", "required_torch_version(min_version=None, max_version=None)"
     ),
-    "deepspeed.utils.exceptions": absent("nothing raises it", "DeprecatedException"),
-    "deepspeed.utils.timer": absent(PROFILER, "SynchronizedWallClockTimer ThroughputTimer NoopTimer trim_mean"),
-    "deepspeed.utils.nvtx": absent(PROFILER, "instrument_w_nvtx"),
-    "deepspeed.utils.numa": absent("binding processes to cores is not built yet", "get_numactl_cmd"),
-    "deepspeed.utils.types": absent(INFERENCE, "ActivationFuncType NormType"),
-    "deepspeed.utils.bwc": absent(TENSOR, "*"),
+    "deepspeed.utils.exceptions": raising("nothing raises it", "DeprecatedException"),
+    "deepspeed.utils.timer": raising(
+        PROFILER,
+        "SynchronizedWallClockTimer ThroughputTimer NoopTimer CudaEventTimer trim_mean FORWARD_MICRO_TIMER "
+        "FORWARD_GLOBAL_TIMER BACKWARD_MICRO_TIMER BACKWARD_GLOBAL_TIMER BACKWARD_INNER_MICRO_TIMER "
+        "BACKWARD_INNER_GLOBAL_TIMER BACKWARD_REDUCE_MICRO_TIMER BACKWARD_REDUCE_GLOBAL_TIMER STEP_MICRO_TIMER "
+        "STEP_GLOBAL_TIMER TIME_EPSILON",
+    ),
+    "deepspeed.utils.nvtx": _NVTX,
+    "deepspeed.utils.numa": raising(_NUMA, "get_numactl_cmd"),
+    "deepspeed.utils.distributed": functions("shardwise.comm.setup", _INIT_DISTRIBUTED),
+    "deepspeed.utils.tensor_fragment": _DEBUG,
+    "deepspeed.utils.mixed_precision_linkage": raising(INNER, "link_hp_params lazy_init_hp_params_optimizer_state"),
+    "deepspeed.utils.z3_leaf_module": joined(
+        _LEAVES, raising("leaves are modules here, not parameters", "z3_leaf_parameter")
+    ),
+    "deepspeed.utils.debug": joined(
+        raising(
+            "names of parameters are engine.param_names, and messages carry them",
+            "debug_extract_module_and_param_names debug_clear_module_and_param_names debug_module2name "
+            "debug_module2name_id debug_module2name_class debug_param2name debug_param2name_id "
+            "debug_param2name_id_shape debug_param2name_id_shape_device debug_param2name_id_shape_status "
+            "module_names:value param_names:value",
+        ),
+        raising(INNER, "debug_rank0 log_rank_file print_backward_tensors"),
+    ),
+    "deepspeed.utils.types": raising(INFERENCE, "ActivationFuncType NormType"),
+    "deepspeed.utils.bwc": functions(
+        f"{_ADAPT}.helpers",
+        "bwc_tensor_model_parallel_rank(mpu=None)",
+        "bwc_tensor_model_parallel_world_size(mpu=None)",
+        "bwc_tensor_model_parallel_group(mpu=None)",
+        "bwc_pipeline_parallel_world_size(mpu=None)",
+        "bwc_pipeline_parallel_group(mpu=None)",
+    ),
     "deepspeed.utils.zero_to_fp32": joined(
         functions(
             "shardwise.utils.zero_to_fp32",
@@ -359,7 +466,7 @@ TABLE: dict[str, dict[str, Entry]] = {
             "get_optim_files(checkpoint_dir)",
             "get_model_state_file(checkpoint_dir, zero_stage)",
         ),
-        absent(FILES, "get_model_state_files parse_model_states parse_optim_states"),
+        raising(FILES, "get_model_state_files parse_model_states parse_optim_states"),
     ),
     # -- ZeRO ---------------------------------------------------------------------------------------------------------
     "deepspeed.runtime.zero": _ZERO,
@@ -372,39 +479,82 @@ TABLE: dict[str, dict[str, Entry]] = {
             "zero_wrapper_for_fp_tensor_constructor",
         ),
         values(f"{_ADAPT}.building", "_orig_torch_arange"),
-        absent("initialize() suspends an open zero.Init by itself", "shutdown_init_context restore_init_context"),
+        raising("initialize() suspends an open zero.Init by itself", "shutdown_init_context restore_init_context"),
+        raising(
+            WRAPPERS,
+            "PartitionedParamStatus InsertPostInitMethodToModuleSubClasses AllGatherCoalescedHandle AllGatherHandle "
+            "NoGatherHandle CUDAQuantizer free_param get_all_subclasses",
+        ),
+        functions(f"{_ADAPT}.building", "is_zero_param"),
+        classes("torch.nn", "Parameter"),
+        classes("torch", "Tensor"),
     ),
-    "deepspeed.runtime.zero.parameter_offload": absent(INNER, "DeepSpeedZeRoOffload"),
-    "deepspeed.runtime.zero.stage3": joined(_ESTIMATE_3, absent(INNER, "DeepSpeedZeroOptimizer_Stage3")),
-    "deepspeed.runtime.zero.stage_1_and_2": joined(_ESTIMATE_2, absent(INNER, "DeepSpeedZeroOptimizer")),
+    "deepspeed.runtime.zero.parameter_offload": joined(
+        functions(f"{_ADAPT}.building", "is_zero_param"),
+        raising(WRAPPERS, "DeepSpeedZeRoOffload ZeROOrderedDict FWD_MODULE_STACK"),
+    ),
+    "deepspeed.runtime.zero.partitioned_param_coordinator": raising(
+        WRAPPERS, "PartitionedParameterCoordinator InflightParamRegistry iter_params get_all_parameters"
+    ),
+    "deepspeed.runtime.zero.stage3": joined(
+        _ESTIMATE_3,
+        raising(
+            WRAPPERS,
+            "DeepSpeedZeroOptimizer_Stage3 DeepSpeedZeroOptimizer FWD_MODULE_STACK INIT_OPTIMIZER_TIMER print_rank_0",
+        ),
+    ),
+    "deepspeed.runtime.zero.stage_1_and_2": joined(_ESTIMATE_2, raising(WRAPPERS, "DeepSpeedZeroOptimizer")),
+    "deepspeed.runtime.zero.tiling": _TILED,
+    "deepspeed.runtime.zero.mics": raising(
+        MICS, "MiCS_Init MiCS_Optimizer MiCS_Offload MiCS_AllGatherCoalescedHandle create_mics_comm_groups"
+    ),
+    "deepspeed.runtime.zero.mics_utils": raising(MICS, "MiCS_CommGroups create_mics_comm_groups scale_tensors"),
+    "deepspeed.runtime.zero.muon.muon_optimizer": raising(_MUON, "MuonWithAuxAdam"),
+    "deepspeed.runtime.zero.muon.original_muon": raising(
+        _MUON,
+        "Muon MuonWithAuxAdam SingleDeviceMuon SingleDeviceMuonWithAuxAdam adam_update muon_update "
+        "zeropower_via_newtonschulz5 zeropower_via_gram_newtonschulz",
+    ),
     "deepspeed.runtime.zero.config": joined(
         classes("shardwise.config.schema", "DeepSpeedZeroConfig = ZeroConfig"),
         classes(f"{_ADAPT}.constants", "ZeroStageEnum"),
+        _OFFLOAD_SECTIONS,
+    ),
+    "deepspeed.runtime.zero.leaf_module_config": joined(
+        classes("shardwise.config.schema.zero", "DeepSpeedZeroLeafModuleConfig = LeafModule"),
+        values(
+            f"{_ADAPT}.keys",
+            *("DEFAULT_LEAF_MODULE_CLASSES", "DEFAULT_LEAF_MODULE_NAMES", "DEFAULT_LEAF_MODULE_NAME_SUFFIXES"),
+        ),
     ),
     "deepspeed.runtime.zero.offload_config": joined(
-        classes(f"{_ADAPT}.constants", "OffloadDeviceEnum"),
-        classes("shardwise.config.schema.offload", "DeepSpeedZeroOffloadParamConfig = OffloadParam"),
-        classes("shardwise.config.schema.offload", "DeepSpeedZeroOffloadOptimizerConfig = OffloadOptimizer"),
-        absent(OFFLOAD, "OffloadStateTypeEnum"),
+        _OFFLOAD_SECTIONS,
+        raising(OFFLOAD, "OffloadStateTypeEnum resolve_nvme_path"),
     ),
-    "deepspeed.runtime.zero.offload_states": absent(OFFLOAD, "get_state_devices"),
+    "deepspeed.runtime.zero.offload_states": raising(OFFLOAD, "get_state_devices"),
     "deepspeed.runtime.zero.utils": joined(
         functions(f"{_ADAPT}.building", "is_zero_param"),
         functions(f"{_ADAPT}.engine_optimizer", "is_zero_supported_optimizer"),
         classes("shardwise.errors", "ZeRORuntimeException = ShardwiseError"),
+        raising(WRAPPERS, "apply_to_tensors_only assert_ints_same_as_other_ranks get_lst_from_rank0"),
     ),
-    "deepspeed.runtime.zero.linear": absent(INNER, "LinearModuleForZeroStage3 zero3_linear_wrap"),
+    "deepspeed.runtime.zero.linear": raising(
+        WRAPPERS,
+        "LinearModuleForZeroStage3 LinearFunctionForZeroStage3 zero3_linear_wrap zero3_linear_module_forward "
+        "zero3_gathered_param autocast_custom_fwd autocast_custom_bwd",
+    ),
     # -- the engine and what it is made of ----------------------------------------------------------------------------
     "deepspeed.runtime.engine": joined(
         _ENGINE,
         values(f"{_ADAPT}.engine_optimizer", "DeepSpeedOptimizerCallable", "DeepSpeedSchedulerCallable"),
-        absent(INNER, "MEMORY_OPT_ALLREDUCE_SIZE"),
+        values(f"{_ADAPT}.constants", "ADAM_OPTIMIZER", "LAMB_OPTIMIZER"),
+        raising(INNER, "MEMORY_OPT_ALLREDUCE_SIZE EngineTimers"),
     ),
-    "deepspeed.runtime.base_optimizer": joined(
-        _OPTIMIZER, absent("which stage an optimizer belongs to is its engine's business", "ZeROOptimizer")
-    ),
+    "deepspeed.runtime": joined(_OPTIMIZER, _ZERO_OPTIMIZER),
+    "deepspeed.runtime.base_optimizer": joined(_OPTIMIZER, _ZERO_OPTIMIZER, raising(INNER, "BackwardHookStateManager")),
     "deepspeed.runtime.config": joined(
         _CONFIG,
+        functions(f"{_ADAPT}.configuration", "get_gradient_clipping(param_dict)"),
         values(
             f"{_ADAPT}.constants",
             *("ADAM_OPTIMIZER", "ADAMW_OPTIMIZER", "ADAGRAD_OPTIMIZER", "LAMB_OPTIMIZER", "LION_OPTIMIZER"),
@@ -412,8 +562,32 @@ TABLE: dict[str, dict[str, Entry]] = {
             *("MUADAM_OPTIMIZER", "MUADAMW_OPTIMIZER", "MUSGD_OPTIMIZER", "DEEPSPEED_OPTIMIZERS"),
         ),
     ),
-    "deepspeed.runtime.config_utils": classes("shardwise.config.schema", "DeepSpeedConfigModel = Section"),
-    "deepspeed.runtime.constants": values(f"{_ADAPT}.constants", "ROUTE_TRAIN", "ROUTE_EVAL", "ROUTE_PREDICT"),
+    "deepspeed.runtime.precision_config": functions(
+        f"{_ADAPT}.configuration", "get_bfloat16_config(param_dict)", "get_float16_config(param_dict)"
+    ),
+    "deepspeed.runtime.config_utils": joined(
+        classes("shardwise.config.schema", "DeepSpeedConfigModel = Section"),
+        functions(
+            f"{_ADAPT}.configuration",
+            "get_scalar_param(param_dict, param_name, param_default_value)",
+            "get_list_param(param_dict, param_name, param_default_value)",
+            "get_dict_param(param_dict, param_name, param_default_value)",
+            "dict_raise_error_on_duplicate_keys(ordered_pairs)",
+        ),
+        raising("sections are pydantic models here (DeepSpeedConfigModel)", "DeepSpeedConfigObject"),
+        raising(INNER, "ScientificNotationEncoder pp_int"),
+    ),
+    "deepspeed.runtime.constants": joined(
+        values(f"{_ADAPT}.constants", "ROUTE_TRAIN", "ROUTE_EVAL", "ROUTE_PREDICT"),
+        values(
+            f"{_ADAPT}.keys",
+            *("TRAIN_BATCH_SIZE", "TRAIN_MICRO_BATCH_SIZE_PER_GPU", "GRADIENT_ACCUMULATION_STEPS"),
+            *("GRADIENT_CLIPPING", "GRADIENT_CLIPPING_DEFAULT", "STEPS_PER_PRINT", "OPTIMIZER", "SCHEDULER", "TYPE"),
+            *("OPTIMIZER_TYPE_DEFAULT", "SCHEDULER_TYPE_DEFAULT", "FP16", "BFLOAT16"),
+        ),
+        raising(PIPELINE, "PIPE_REPLICATED"),
+        raising(INNER, "DATA_PARALLEL_GROUP GLOBAL_RANK"),
+    ),
     "deepspeed.runtime.dataloader": joined(_LOADER, _REPEATING),
     "deepspeed.runtime.lr_schedules": joined(
         classes(
@@ -432,6 +606,16 @@ TABLE: dict[str, dict[str, Entry]] = {
             "cos_min_ratio=0.0001, warmup_type='log', last_batch_iteration=-1)",
         ),
         values("shardwise.schedules", "VALID_LR_SCHEDULES"),
+        values(
+            f"{_ADAPT}.keys",
+            *("LR_SCHEDULE", "LR_RANGE_TEST", "ONE_CYCLE", "WARMUP_LR", "WARMUP_DECAY_LR", "WARMUP_COSINE_LR"),
+            *("LR_RANGE_TEST_MIN_LR", "LR_RANGE_TEST_STEP_RATE", "LR_RANGE_TEST_STEP_SIZE", "LR_RANGE_TEST_STAIRCASE"),
+            *("EDGE_VALUE", "MID_VALUE", "CYCLE_FIRST_STEP_SIZE", "CYCLE_FIRST_STAIR_COUNT", "CYCLE_SECOND_STEP_SIZE"),
+            *("CYCLE_SECOND_STAIR_COUNT", "CYCLE_MIN_LR", "CYCLE_MAX_LR", "CYCLE_MIN_MOM", "CYCLE_MAX_MOM"),
+            *("CYCLE_MOMENTUM", "DECAY_STEP_SIZE", "DECAY_LR_RATE", "DECAY_MOM_RATE", "WARMUP_MIN_LR"),
+            *("WARMUP_MAX_LR", "WARMUP_NUM_STEPS", "WARMUP_TYPE", "WARMUP_LOG_RATE", "WARMUP_LINEAR_RATE"),
+            *("WARMUP_MIN_RATIO", "COS_MIN_RATIO", "TOTAL_NUM_STEPS"),
+        ),
         _TUNING,
         functions(
             "shardwise.schedules",
@@ -461,118 +645,229 @@ TABLE: dict[str, dict[str, Entry]] = {
             "noop_decorator",
             "required_torch_version(min_version=None, max_version=None)",
         ),
-        absent(PIPELINE, "partition_uniform partition_balanced PartitionedTensor"),
-        absent(TENSOR, "is_model_parallel_parameter"),
-        absent("see_memory_usage prints what there is", "get_ma_status"),
-        absent("CUDA graphs of optimizer kernels are not built", "graph_process"),
-        absent(
+        functions(f"{_ADAPT}.helpers", "bwc_tensor_model_parallel_rank(mpu=None)"),
+        raising(PIPELINE, "partition_uniform partition_balanced prefix_sum_inc PartitionedTensor"),
+        raising(TENSOR, "is_model_parallel_parameter"),
+        raising("get_accelerator().memory_allocated() says it", "get_ma_status"),
+        raising("CUDA graphs of optimizer kernels are not built yet", "graph_process"),
+        raising(
             INNER,
-            "get_flattened_grad_norm get_global_norm get_weight_norm CheckOverflow DummyOptim align_dense_tensors "
-            "all_gather_dp_groups get_inactive_params",
+            "get_flattened_grad_norm get_global_norm get_grad_norm get_weight_norm "
+            "has_inf_or_nan mask_nan_or_inf_with_val_inplace CheckOverflow DummyOptim align_dense_tensors "
+            "all_gather_dp_groups get_inactive_params compare_tensors_in_structures torch_memory_reserved",
         ),
     ),
-    "deepspeed.runtime.fp16.fused_optimizer": absent(INNER, "FP16_Optimizer"),
-    "deepspeed.runtime.fp16.unfused_optimizer": absent(INNER, "FP16_UnfusedOptimizer"),
-    "deepspeed.runtime.fp16.loss_scaler": absent(
+    "deepspeed.runtime.fp16.fused_optimizer": raising(WRAPPERS, "FP16_Optimizer"),
+    "deepspeed.runtime.fp16.unfused_optimizer": raising(WRAPPERS, "FP16_UnfusedOptimizer"),
+    "deepspeed.runtime.fp16.loss_scaler": raising(
         "the loss scale is the engine's (engine.cur_scale, section fp16)",
-        "LossScaler DynamicLossScaler CreateLossScaler",
+        "LossScaler LossScalerBase LossScaleConfig DynamicLossScaler CreateLossScaler INITIAL_LOSS_SCALE SCALE_WINDOW "
+        "MIN_LOSS_SCALE DELAYED_SHIFT",
     ),
-    "deepspeed.runtime.bf16_optimizer": absent(INNER, "BF16_Optimizer"),
+    "deepspeed.runtime.bf16_optimizer": raising(WRAPPERS, "BF16_Optimizer"),
     "deepspeed.runtime.fp16.onebit": classes("shardwise.optim", "OnebitAdam", "OnebitLamb", "ZeroOneAdam"),
     "deepspeed.runtime.fp16.onebit.adam": classes("shardwise.optim", "OnebitAdam"),
     "deepspeed.runtime.fp16.onebit.lamb": classes("shardwise.optim", "OnebitLamb"),
     "deepspeed.runtime.fp16.onebit.zoadam": classes("shardwise.optim", "ZeroOneAdam"),
-    "deepspeed.runtime.sparse_tensor": absent(
+    "deepspeed.runtime.sparse_tensor": raising(
         "sparse gradients travel as rows inside the reduction (sparse_gradients)", "SparseTensor"
     ),
-    "deepspeed.runtime.hybrid_engine": absent(HYBRID, "DeepSpeedHybridEngine"),
-    "deepspeed.runtime.compiler": absent(COMPILER, "is_compile_supported"),
-    "deepspeed.runtime.eigenvalue": absent(COMPRESS, "Eigenvalue"),
-    "deepspeed.runtime.progressive_layer_drop": absent(DATA, "ProgressiveLayerDrop"),
-    "deepspeed.runtime.quantize": absent(COMPRESS, "*"),
-    "deepspeed.runtime.weight_quantizer": absent(COMPRESS, "*"),
-    "deepspeed.runtime.state_dict_factory": absent(INFERENCE, "SDLoaderFactory"),
-    "deepspeed.runtime.domino.transformer": absent(TENSOR, "DominoTransformer"),
-    "deepspeed.runtime.checkpoint_engine": absent(
-        "checkpoints are written by `shardwise.checkpoint`, which has no exchangeable engines",
+    "deepspeed.runtime.hybrid_engine": raising(HYBRID, "DeepSpeedHybridEngine"),
+    "deepspeed.runtime.compiler": joined(
+        functions(f"{_ADAPT}.helpers", "is_compile_supported()"),
+        functions("torch.compiler", "disable", "is_compiling"),
+    ),
+    "deepspeed.runtime.eigenvalue": raising(COMPRESS, "Eigenvalue"),
+    "deepspeed.runtime.progressive_layer_drop": raising(DATA, "ProgressiveLayerDrop"),
+    "deepspeed.runtime.quantize": raising(COMPRESS, "Quantizer"),
+    "deepspeed.runtime.weight_quantizer": raising(COMPRESS, "WeightQuantization"),
+    "deepspeed.runtime.state_dict_factory": raising(INFERENCE, "SDLoaderFactory SDLoaderBase MegatronSDLoader"),
+    "deepspeed.runtime.domino.transformer": raising(
+        TENSOR,
+        "DominoTransformer DominoTransformerLayer TransformerModelParallel TransformerModuleParallel DominoBatching "
+        "DominoUtil  LayerType ModelType AttnType AttnMaskType CoreAttention",
+    ),
+    "deepspeed.runtime.checkpoint_engine": raising(
+        _ENGINES,
         "CheckpointEngine TorchCheckpointEngine FastCheckpointEngine DecoupledCheckpointEngine "
         "create_checkpoint_engine CheckpointCommitInfo",
     ),
-    "deepspeed.runtime.data_pipeline.data_sampling.data_analyzer": absent(DATA, "DataAnalyzer DistributedDataAnalyzer"),
-    "deepspeed.runtime.data_pipeline.data_sampling.data_sampler": absent(DATA, "DeepSpeedDataSampler"),
-    "deepspeed.runtime.data_pipeline.data_sampling.indexed_dataset": absent(DATA, "*"),
-    "deepspeed.runtime.data_pipeline.data_sampling.variable_batch_size_and_lr": absent(
-        DATA, "get_dataloader_and_lr_scheduler_for_variable_batch_size_deepspeed"
+    "deepspeed.runtime.checkpoint_engine.checkpoint_engine": raising(_ENGINES, "CheckpointEngine CheckpointCommitInfo"),
+    "deepspeed.runtime.checkpoint_engine.torch_checkpoint_engine": raising(
+        _ENGINES, "TorchCheckpointEngine CheckpointEngine"
     ),
-    "deepspeed.runtime.data_pipeline.data_routing.basic_layer": absent(DATA, "RandomLayerTokenDrop"),
-    "deepspeed.runtime.data_pipeline.data_routing.helper": absent(
+    "deepspeed.runtime.checkpoint_engine.fast_checkpoint_engine": raising(_ENGINES, "FastCheckpointEngine"),
+    "deepspeed.runtime.checkpoint_engine.decoupled_checkpoint_engine": raising(_ENGINES, "DecoupledCheckpointEngine"),
+    "deepspeed.runtime.checkpoint_engine.nebula_checkpoint_engine": raising(_ENGINES, "NebulaCheckpointEngine"),
+    "deepspeed.nebula.config": raising(_ENGINES, "DeepSpeedNebulaConfig"),
+    "deepspeed.runtime.comm.nccl": raising(_ONEBIT, "NcclBackend"),
+    "deepspeed.runtime.comm.mpi": raising(_ONEBIT, "MpiBackend"),
+    "deepspeed.runtime.comm.compressed": raising(_ONEBIT, "CompressedBackend"),
+    "deepspeed.runtime.comm.coalesced_collectives": raising(
+        INNER, "reduce_scatter_coalesced all_to_all_quant_reduce all_to_all_loco_quant_reduce"
+    ),
+    "deepspeed.runtime.swap_tensor": raising(OFFLOAD, "MIN_SWAPPABLE_BYTES"),
+    "deepspeed.runtime.swap_tensor.utils": raising(
+        OFFLOAD,
+        "MIN_SWAPPABLE_BYTES MIN_AIO_BYTES AIO_ALIGNED_BYTES SwapBuffer SwapBufferPool SwapBufferManager "
+        "swap_in_tensors swap_out_tensors get_sized_buffer get_sized_buffers print_object",
+    ),
+    "deepspeed.runtime.swap_tensor.constants": raising(
+        OFFLOAD,
+        "AIO AIO_BLOCK_SIZE AIO_QUEUE_DEPTH AIO_THREAD_COUNT AIO_INTRA_OP_PARALLELISM AIO_SINGLE_SUBMIT "
+        "AIO_OVERLAP_EVENTS AIO_USE_GDS",
+    ),
+    "deepspeed.runtime.swap_tensor.partitioned_param_swapper": raising(
+        OFFLOAD, "AsyncPartitionedParameterSwapper PartitionedParamStatus"
+    ),
+    "deepspeed.runtime.swap_tensor.partitioned_optimizer_swapper": raising(OFFLOAD, "PartitionedOptimizerSwapper"),
+    "deepspeed.runtime.swap_tensor.pipelined_optimizer_swapper": raising(OFFLOAD, "PipelinedOptimizerSwapper"),
+    "deepspeed.runtime.tensor_parallel": raising(TENSOR, "AUTOTP_MODE:class TpTrainingManager TPTrainingConfig"),
+    "deepspeed.runtime.tensor_parallel.config": raising(
+        TENSOR, "AUTOTP_MODE:class TPConfig TPTrainingConfig resolve_tp_config _get_hf_tp_plan"
+    ),
+    "deepspeed.runtime.tensor_parallel.layers": raising(TENSOR, "ColumnParallelLinear RowParallelLinear"),
+    "deepspeed.runtime.data_pipeline.data_sampling.data_analyzer": raising(
+        DATA, "DataAnalyzer DistributedDataAnalyzer"
+    ),
+    "deepspeed.runtime.data_pipeline.constants": raising(
+        DATA,
+        "DATA_EFFICIENCY DATA_SAMPLING DATA_SAMPLING_ENABLED DATA_ROUTING CURRICULUM_LEARNING "
+        "CURRICULUM_LEARNING_ENABLED CURRICULUM_LEARNING_CLUSTER_PATH DATA_SAMPLING_NUM_WORKERS RANDOM_LTD "
+        "RANDOM_LTD_ENABLED",
+    ),
+    "deepspeed.runtime.data_pipeline.data_sampling.data_sampler": raising(DATA, "DeepSpeedDataSampler"),
+    "deepspeed.runtime.data_pipeline.data_sampling.indexed_dataset": raising(
+        DATA,
+        "IndexedDataset IndexedCachedDataset IndexedDatasetBuilder MMapIndexedDataset MMapIndexedDatasetBuilder "
+        "make_builder make_dataset data_file_path index_file_path best_fitting_dtype valid_dtypes:value",
+    ),
+    "deepspeed.runtime.data_pipeline.data_sampling.utils": raising(
+        DATA, "split_index split_dataset find_fit_int_dtype"
+    ),
+    "deepspeed.runtime.data_pipeline.data_sampling.variable_batch_size_and_lr": raising(
+        DATA,
+        "get_dataloader_and_lr_scheduler_for_variable_batch_size_deepspeed batch_by_seqlens scale_lr "
+        "dataloader_for_variable_batch_size lr_scheduler_for_variable_batch_size VariableBatchSizeLR",
+    ),
+    "deepspeed.runtime.data_pipeline.data_routing.basic_layer": raising(DATA, "RandomLayerTokenDrop"),
+    "deepspeed.runtime.data_pipeline.data_routing.helper": raising(
         DATA, "convert_to_random_ltd save_without_random_ltd remove_random_ltd_state_dict"
     ),
-    "deepspeed.runtime.data_pipeline.data_routing.scheduler": absent(DATA, "RandomLTDScheduler"),
-    "deepspeed.runtime.data_pipeline.curriculum_scheduler": absent(DATA, "CurriculumScheduler"),
+    "deepspeed.runtime.data_pipeline.data_routing.scheduler": raising(DATA, "RandomLTDScheduler"),
+    "deepspeed.runtime.data_pipeline.curriculum_scheduler": raising(DATA, "CurriculumScheduler"),
     # -- activation checkpointing and parallelism ---------------------------------------------------------------------
     "deepspeed.checkpointing": _CHECKPOINTING,
     "deepspeed.runtime.activation_checkpointing.checkpointing": _CHECKPOINTING,
-    "deepspeed.pipe": _PIPELINE_MODULE,
-    "deepspeed.runtime.pipe": _PIPELINE_MODULE,
-    "deepspeed.runtime.pipe.module": _PIPELINE_MODULE,
-    "deepspeed.runtime.pipe.engine": absent(PIPELINE, "PipelineEngine"),
-    "deepspeed.runtime.pipe.topology": absent(
-        PIPELINE, "ProcessTopology PipeDataParallelTopology PipeModelDataParallelTopology PipelineParallelGrid"
+    "deepspeed.runtime.activation_checkpointing.offload_activations": raising(
+        OFFLOAD, "CheckpointHiddenStatesOffload get_checkpoint_hidden_states_offloading_ctx_manager"
     ),
-    "deepspeed.runtime.pipe.schedule": absent(
+    "deepspeed.pipe": joined(_PIPELINE_MODULE, _TOPOLOGY),
+    "deepspeed.runtime.pipe": joined(_PIPELINE_MODULE, _TOPOLOGY),
+    "deepspeed.runtime.pipe.module": joined(_PIPELINE_MODULE, raising(PIPELINE, "PipelineError")),
+    "deepspeed.runtime.pipe.engine": joined(
+        _ENGINE,
+        raising(
+            PIPELINE,
+            "PipelineEngine TRAIN_BATCH_TIMER BATCH_INPUT_TIMER PIPE_SEND_OUTPUT_TIMER PIPE_RECV_INPUT_TIMER "
+            "PIPE_SEND_GRAD_TIMER PIPE_RECV_GRAD_TIMER _tensor_bytes",
+        ),
+    ),
+    "deepspeed.runtime.pipe.topology": joined(
+        _TOPOLOGY,
+        raising(PIPELINE, "PipeDataParallelTopology PipeModelDataParallelTopology PipelineParallelGrid"),
+    ),
+    "deepspeed.runtime.pipe.schedule": raising(
         PIPELINE,
-        "PipeSchedule TrainSchedule InferenceSchedule DataParallelSchedule OptimizerStep ReduceGrads ReduceTiedGrads "
-        "LoadMicroBatch ForwardPass BackwardPass SendActivation RecvActivation SendGrad RecvGrad",
+        "PipeSchedule TrainSchedule InferenceSchedule DataParallelSchedule PipeInstruction BufferOpInstruction "
+        "OptimizerStep ReduceGrads ReduceTiedGrads LoadMicroBatch ForwardPass BackwardPass SendActivation "
+        "RecvActivation SendGrad RecvGrad",
     ),
-    "deepspeed.runtime.sequence_parallel.ulysses_sp": absent(
+    "deepspeed.runtime.pipe.p2p": raising(
+        PIPELINE,
+        "init_process_groups can_send_recv send recv wait send_obj recv_obj _is_valid_send_recv _get_send_recv_group",
+    ),
+    "deepspeed.runtime.sequence_parallel.ulysses_sp": joined(
+        absent(SEQUENCE, "UlyssesSPAttentionHF UlyssesSPDataLoaderAdapter", _ULYSSES),
+        absent(TILES, "sequence_tiled_compute SequenceTiledCompute TiledMLP TiledFusedLogitsLoss", _ULYSSES),
+    ),
+    "deepspeed.runtime.sequence_parallel.parallel_state_sp": absent(SEQUENCE, "*", _ULYSSES),
+    "deepspeed.sequence.layer": raising(
+        SEQUENCE, "DistributedAttention _SeqAllToAll _DimZeroAllToAll apply_rotary_pos_emb _rotate_half"
+    ),
+    "deepspeed.sequence.cross_entropy": raising(SEQUENCE, "vocab_sequence_parallel_cross_entropy"),
+    "deepspeed.sequence.fpdt_layer": raising(
         SEQUENCE,
-        "UlyssesSPAttentionHF UlyssesSPDataLoaderAdapter sequence_tiled_compute SequenceTiledCompute TiledMLP "
-        "TiledFusedLogitsLoss",
+        "FPDT_InputConstruct FPDT_Attention FPDT_FFN FPDT_LogitsLoss SequenceChunk "
+        "_FPDTGPUOffloadingAttentionImpl_:class",
     ),
-    "deepspeed.runtime.sequence_parallel.parallel_state_sp": absent(SEQUENCE, "*"),
-    "deepspeed.sequence.layer": absent(SEQUENCE, "DistributedAttention"),
-    "deepspeed.sequence.cross_entropy": absent(SEQUENCE, "vocab_sequence_parallel_cross_entropy"),
-    "deepspeed.sequence.fpdt_layer": absent(SEQUENCE, "*"),
-    "deepspeed.moe.layer": absent(MOE, "MoE"),
-    "deepspeed.moe.sharded_moe": absent(MOE, "MOELayer TopKGate top1gating top2gating topkgating"),
-    "deepspeed.moe.experts": absent(MOE, "Experts"),
-    "deepspeed.moe.mappings": absent(MOE, "gather_tokens drop_tokens"),
-    "deepspeed.moe.utils": absent(
+    "deepspeed.sequence.vocab_parallel_ops": raising(
+        SEQUENCE, "vocab_parallel_entropy vocab_parallel_kl_div vocab_parallel_logprobs"
+    ),
+    "deepspeed.moe": raising(MOE, "MoE"),
+    "deepspeed.moe.layer": raising(MOE, "MoE"),
+    "deepspeed.moe.sharded_moe": raising(
         MOE,
-        "has_moe_layers is_moe_param split_params_into_shared_and_expert_params "
-        "split_params_grads_into_shared_and_expert_params split_params_into_different_moe_groups_for_optimizer "
-        "is_moe_param_group configure_moe_param_groups",
+        "MOELayer TopKGate top1gating top2gating topkgating gumbel_rsample einsum get_selected_experts _AllToAll "
+        "_capacity _one_hot_to_float _top_idx MOE_TIMER TOPK_GATE_TIMER FIRST_ALLTOALL_TIMER SECOND_ALLTOALL_TIMER",
     ),
-    "deepspeed.module_inject": absent(
-        TENSOR, "replace_module replace_transformer_layer auto_tp layers policy tp_shard"
+    "deepspeed.moe.experts": raising(MOE, "Experts"),
+    "deepspeed.moe.mappings": raising(MOE, "gather_tokens drop_tokens"),
+    "deepspeed.moe.utils": functions(
+        f"{_ADAPT}.experts",
+        "has_moe_layers(m)",
+        "is_moe_param(param)",
+        "split_params_into_shared_and_expert_params(params)",
+        "split_params_grads_into_shared_and_expert_params(group)",
+        "split_params_into_different_moe_groups_for_optimizer(param_groups, max_group_size=178956971)",
+        "is_moe_param_group(param_group)",
+        "configure_moe_param_groups(model_parameters)",
+    ),
+    "deepspeed.module_inject": raising(
+        TENSOR,
+        "replace_transformer_layer revert_transformer_layer ReplaceWithTensorSlicing GroupQuantizer LinearLayer "
+        "LinearAllreduce EmbeddingLayer Normalize DSPolicy HFBertLayerPolicy",
+    ),
+    "deepspeed.module_inject.layers": raising(
+        TENSOR,
+        "LinearLayer LinearAllreduce LmHeadLinearAllreduce EmbeddingLayer Normalize OPTEmbedding DepthwiseConv1dLayer "
+        "SubParamLinearLayer GatherReplacedLayerParams TensorParallel_Layer set_autotp_mode is_autotp_training_mode",
+    ),
+    "deepspeed.module_inject.auto_tp": raising(TENSOR, "AutoTP Loading ReplaceWithTensorSlicing"),
+    "deepspeed.module_inject.policy": raising(TENSOR, "DSPolicy TransformerPolicy transpose"),
+    "deepspeed.module_inject.replace_module": raising(
+        TENSOR,
+        "replace_transformer_layer revert_transformer_layer replace_module ReplaceWithTensorSlicing GroupQuantizer "
+        "generic_injection",
+    ),
+    "deepspeed.module_inject.replace_policy": raising(
+        TENSOR,
+        "DSPolicy HFBertLayerPolicy HFGPT2LayerPolicy HFGPTNEOLayerPolicy HFGPTJLayerPolicy HFOPTLayerPolicy "
+        "BLOOMLayerPolicy GPTNEOXLayerPolicy MegatronLayerPolicy LLAMALayerPolicy",
+    ),
+    "deepspeed.module_inject.tp_shard": raising(
+        TENSOR,
+        "set_num_kv_heads set_num_attention_heads set_n_embd set_tp_grain_size get_num_kv_heads "
+        "get_num_attention_heads get_n_embd get_shard_size get_shard_size_list AutoTPMeta",
     ),
     # -- optimizers and operators -------------------------------------------------------------------------------------
+    "deepspeed.ops": values(
+        f"{_ADAPT}.operators", "__compatible_ops__ = COMPATIBLE_OPS", "__installed_ops__ = COMPATIBLE_OPS"
+    ),
     "deepspeed.ops.adam": joined(
-        classes(
-            f"{_ADAPT}.optimizers",
-            "FusedAdam(params, lr=1e-3, bias_correction=True, betas=(0.9, 0.999), eps=1e-8, adam_w_mode=True, "
-            "weight_decay=0.0, amsgrad=False, set_grad_none=True)",
-            "DeepSpeedCPUAdam(model_params, lr=1e-3, bias_correction=True, betas=(0.9, 0.999), eps=1e-8, "
-            "weight_decay=0.0, amsgrad=False, adamw_mode=True, fp32_optimizer_states=True)",
-        ),
-        absent(OFFLOAD, "ZenFlowCPUAdam ZenFlowSelectiveAdamW ZenFlowSelectiveAdamW_stage3"),
+        _FUSED_ADAM,
+        _CPU_ADAM,
+        raising(OFFLOAD, "ZenFlowCPUAdam ZenFlowSelectiveAdamW ZenFlowSelectiveAdamW_stage3"),
     ),
-    "deepspeed.ops.adagrad": classes(
-        f"{_ADAPT}.optimizers",
-        "DeepSpeedCPUAdagrad(model_params, lr=1e-2, eps=1e-10, weight_decay=0.0, amsgrad=False, "
-        "fp32_optimizer_states=True)",
-    ),
-    "deepspeed.ops.lion": classes(
-        f"{_ADAPT}.optimizers",
-        "FusedLion(params, lr=1e-3, betas=(0.9, 0.999), weight_decay=0.0, set_grad_none=True)",
-        "DeepSpeedCPULion(model_params, lr=1e-3, betas=(0.9, 0.999), weight_decay=0.0, fp32_optimizer_states=True)",
-    ),
-    "deepspeed.ops.lamb": classes(
-        "shardwise.optim",
-        "FusedLamb(params, lr=1e-3, bias_correction=True, betas=(0.9, 0.999), eps=1e-8, eps_inside_sqrt=False, "
-        "weight_decay=0.0, max_grad_norm=0.0, max_coeff=10.0, min_coeff=0.01, amsgrad=False) = Lamb",
-    ),
+    "deepspeed.ops.adam.fused_adam": _FUSED_ADAM,
+    "deepspeed.ops.adam.cpu_adam": _CPU_ADAM,
+    "deepspeed.ops.adagrad": _CPU_ADAGRAD,
+    "deepspeed.ops.adagrad.cpu_adagrad": _CPU_ADAGRAD,
+    "deepspeed.ops.lion": joined(_FUSED_LION, _CPU_LION),
+    "deepspeed.ops.lion.fused_lion": _FUSED_LION,
+    "deepspeed.ops.lion.cpu_lion": _CPU_LION,
+    "deepspeed.ops.lamb": _FUSED_LAMB,
+    "deepspeed.ops.lamb.fused_lamb": _FUSED_LAMB,
     "deepspeed.ops.aio": classes(f"{_ADAPT}.operators", "AsyncIOBuilder"),
     "deepspeed.ops.op_builder": joined(
         classes(
@@ -588,64 +883,142 @@ TABLE: dict[str, dict[str, Entry]] = {
                 )
             ),
         ),
-        absent(OPS, "get_default_compute_capabilities __deepspeed__"),
+        raising(OPS, "get_default_compute_capabilities __deepspeed__:value"),
     ),
+    "deepspeed.ops.op_builder.builder": classes(f"{_ADAPT}.operators", "OpBuilder"),
+    "deepspeed.ops.op_builder.async_io": classes(f"{_ADAPT}.operators", "AsyncIOBuilder"),
     "deepspeed.ops.op_builder.all_ops": values(f"{_ADAPT}.operators", "ALL_OPS"),
-    "deepspeed.ops.sparse_attention": absent(
+    "deepspeed.ops.sparse_attention": raising(
         SPARSE,
         "SparsityConfig DenseSparsityConfig FixedSparsityConfig VariableSparsityConfig BigBirdSparsityConfig "
         "BSLongformerSparsityConfig LocalSlidingWindowSparsityConfig SparseSelfAttention BertSparseSelfAttention "
         "SparseAttentionUtils MatMul Softmax",
     ),
     "deepspeed.ops.transformer": joined(
-        absent(LAYERS, _TRANSFORMER),
-        absent(INFERENCE, "DeepSpeedTransformerInference DeepSpeedInferenceConfig DeepSpeedMoEInference"),
+        raising(LAYERS, _TRANSFORMER),
+        raising(INFERENCE, "DeepSpeedTransformerInference DeepSpeedInferenceConfig DeepSpeedMoEInference"),
     ),
-    "deepspeed.ops.fp_quantizer": absent(LINEAR, "FP_Quantize Quantizer"),
-    "deepspeed.ops.quantizer": absent(COMPRESS, "ds_quantizer"),
-    "deepspeed.ops.random_ltd": absent(DATA, "*"),
-    "deepspeed.ops.deepspeed4science": absent(LAYERS, "DS4Sci_EvoformerAttention"),
-    "deepspeed.linear": absent(
-        LINEAR, "OptimizedLinear LoRAConfig QuantizationConfig QuantizedParameter QuantizedLinear Init"
+    "deepspeed.ops.transformer.inference": raising(
+        INFERENCE, "DeepSpeedTransformerInference DeepSpeedInferenceConfig DeepSpeedMoEInference"
     ),
+    "deepspeed.ops.transformer.inference.config": raising(INFERENCE, "DeepSpeedInferenceConfig"),
+    "deepspeed.ops.transformer.inference.diffusers_attention": raising(INFERENCE, "DeepSpeedDiffusersAttention"),
+    "deepspeed.ops.transformer.inference.diffusers_transformer_block": raising(
+        INFERENCE, "DeepSpeedDiffusersTransformerBlock"
+    ),
+    "deepspeed.model_implementations": raising(INFERENCE, "DeepSpeedTransformerInference DeepSpeedInferenceConfig"),
+    "deepspeed.model_implementations.transformers.ds_transformer": raising(INFERENCE, "DeepSpeedTransformerInference"),
+    "deepspeed.model_implementations.transformers.ds_gpt": raising(INFERENCE, "DeepSpeedGPTInference"),
+    "deepspeed.model_implementations.transformers.ds_opt": raising(INFERENCE, "DeepSpeedOPTInference"),
+    "deepspeed.model_implementations.transformers.ds_bloom": raising(INFERENCE, "DeepSpeedBloomInference"),
+    "deepspeed.model_implementations.transformers.ds_llama2": raising(INFERENCE, "DeepSpeedLlama2Inference"),
+    "deepspeed.ops.fp_quantizer": raising(LINEAR, "FP_Quantize Quantizer matmul_fp8"),
+    "deepspeed.ops.quantizer": raising(COMPRESS, "ds_quantizer"),
+    "deepspeed.ops.random_ltd": absent(DATA, "*", _UNKNOWN),
+    "deepspeed.ops.deepspeed4science": absent(
+        LAYERS,
+        "DS4Sci_EvoformerAttention",
+        "OpenFold and Protenix ask with `find_spec`, others by importing it, and have attention of their own",
+    ),
+    "deepspeed.linear": raising(
+        LINEAR, "OptimizedLinear LoRAConfig QuantizationConfig QuantizedParameter QuantizedLinear Init init_lora"
+    ),
+    "deepspeed.linear.config": raising(LINEAR, "LoRAConfig QuantizationConfig"),
+    "deepspeed.linear.optimized_linear": raising(LINEAR, "OptimizedLinear LoRAOptimizedLinear"),
+    "deepspeed.linear.quantization": raising(LINEAR, "QuantizedParameter QuantizedLinear"),
     # -- checkpoints --------------------------------------------------------------------------------------------------
-    "deepspeed.checkpoint": absent(
-        UNIVERSAL,
-        "DeepSpeedCheckpoint ZeROCheckpoint enable_universal_checkpoint SubparamShape model_3d_desc "
-        "reshape_meg_2d_parallel",
+    "deepspeed.checkpoint": joined(
+        raising(
+            UNIVERSAL,
+            "DeepSpeedCheckpoint ZeROCheckpoint enable_universal_checkpoint SubparamShape model_3d_desc:class "
+            "reshape_meg_2d_parallel load_hp_checkpoint_state WHOLE_PARAM_OPTIMIZER_STATES",
+        ),
+        _CHECKPOINT_KEYS,
     ),
-    "deepspeed.checkpoint.utils": functions(f"{_ADAPT}.helpers", "clone_tensors_for_torch_save(item, device=...)"),
-    "deepspeed.checkpoint.ds_to_universal": absent(UNIVERSAL, "main"),
+    "deepspeed.checkpoint.constants": _CHECKPOINT_KEYS,
+    "deepspeed.checkpoint.utils": joined(
+        functions(f"{_ADAPT}.helpers", "clone_tensors_for_torch_save(item, device=...)"),
+        raising(FILES, "get_model_ckpt_name_for_rank get_layer_ckpt_name_for_rank get_zero_ckpt_name_for_rank"),
+    ),
+    "deepspeed.checkpoint.deepspeed_checkpoint": raising(UNIVERSAL, "DeepSpeedCheckpoint"),
+    "deepspeed.checkpoint.universal_checkpoint": raising(
+        UNIVERSAL, "enable_universal_checkpoint load_hp_checkpoint_state SubparamShape"
+    ),
+    "deepspeed.checkpoint.ds_to_universal": raising(UNIVERSAL, "main dp_index_to_str"),
     # -- everything else ----------------------------------------------------------------------------------------------
-    "deepspeed.monitor.monitor": absent(MONITOR, "MonitorMaster"),
-    "deepspeed.monitor.config": absent(MONITOR, "get_monitor_config DeepSpeedMonitorConfig"),
+    "deepspeed.monitor.monitor": raising(
+        MONITOR, "MonitorMaster Monitor TensorBoardMonitor WandbMonitor csvMonitor:class CometMonitor"
+    ),
+    "deepspeed.monitor.config": raising(
+        MONITOR, "get_monitor_config DeepSpeedMonitorConfig TensorBoardConfig WandbConfig CSVConfig CometConfig"
+    ),
+    "deepspeed.monitor.tensorboard": raising(MONITOR, "TensorBoardMonitor"),
+    "deepspeed.monitor.wandb": raising(MONITOR, "WandbMonitor"),
+    "deepspeed.monitor.csv_monitor": raising(MONITOR, "csvMonitor:class"),
+    "deepspeed.monitor.comet": raising(MONITOR, "CometMonitor"),
     "deepspeed.profiling.flops_profiler": absent(
         PROFILER,
         "FlopsProfiler get_model_profile number_to_string macs_to_string flops_to_string bytes_to_string "
         "params_to_string duration_to_string get_module_flops get_module_macs get_module_duration",
+        _TIMM,
     ),
-    "deepspeed.compression.compress": absent(COMPRESS, "init_compression redundancy_clean student_initialization"),
-    "deepspeed.compression.helper": absent(
-        COMPRESS, "recursive_getattr recursive_setattr convert_conv1d_to_linear module_replacement"
+    "deepspeed.profiling.flops_profiler.profiler": absent(PROFILER, "FlopsProfiler get_model_profile", _TIMM),
+    "deepspeed.compression": raising(COMPRESS, "compression_scheduler"),
+    "deepspeed.compression.compress": raising(COMPRESS, "init_compression redundancy_clean student_initialization"),
+    "deepspeed.compression.helper": joined(
+        functions(
+            f"{_ADAPT}.helpers",
+            "recursive_getattr(model, module_name)",
+            "recursive_setattr(model, module_name, module)",
+        ),
+        raising(COMPRESS, "convert_conv1d_to_linear module_replacement"),
     ),
-    "deepspeed.elasticity": absent(
+    "deepspeed.elasticity": raising(
         ELASTIC, "compute_elastic_config elasticity_enabled ensure_immutable_elastic_config DSElasticAgent"
     ),
-    "deepspeed.autotuning": absent(AUTOTUNER, "Autotuner"),
-    "deepspeed.inference": absent(
+    "deepspeed.elasticity.elastic_agent": raising(ELASTIC, "DSElasticAgent"),
+    "deepspeed.elasticity.elasticity": raising(ELASTIC, "compute_elastic_config elasticity_enabled"),
+    "deepspeed.elasticity.config": raising(
+        ELASTIC,
+        "ElasticityConfig ElasticityError ElasticityConfigError ElasticityIncompatibleWorldSize:exception",
+    ),
+    "deepspeed.autotuning": raising(AUTOTUNER, "Autotuner"),
+    "deepspeed.autotuning.autotuner": raising(AUTOTUNER, "Autotuner"),
+    "deepspeed.autotuning.scheduler": raising(AUTOTUNER, "ResourceManager"),
+    "deepspeed.autotuning.config": raising(AUTOTUNER, "DeepSpeedAutotuningConfig"),
+    "deepspeed.autotuning.utils": raising(AUTOTUNER, "write_experiments"),
+    "deepspeed.inference": raising(
         INFERENCE,
         "InferenceEngine build_hf_engine build_engine_from_ds_checkpoint InferenceEngineV2 "
         "RaggedInferenceEngineConfig DeepSpeedTPConfig",
     ),
-    "deepspeed.inference.engine": absent(INFERENCE, "InferenceEngine"),
-    "deepspeed.inference.config": absent(INFERENCE, "DeepSpeedInferenceConfig DeepSpeedTPConfig"),
-    "deepspeed.io": absent(OFFLOAD, "MockFileWriter PyFileWriter FastFileWriter FastFileWriterConfig"),
-    "deepspeed.nvme": absent(OFFLOAD, "*"),
-    "deepspeed.launcher.runner": joined(
-        functions("shardwise.dropin.launcher", "main(args=None)"),
-        values("shardwise.dropin.launcher", "DEEPSPEED_ENVIRONMENT_NAME"),
+    "deepspeed.inference.engine": raising(INFERENCE, "InferenceEngine"),
+    "deepspeed.inference.config": raising(INFERENCE, "DeepSpeedInferenceConfig DeepSpeedTPConfig DtypeEnum"),
+    "deepspeed.inference.v2": raising(
+        INFERENCE, "InferenceEngineV2 RaggedInferenceEngineConfig build_hf_engine build_engine_from_ds_checkpoint"
     ),
-    "deepspeed.launcher.launch": absent("`shardwise run` starts the processes itself", "main"),
+    "deepspeed.inference.v2.ragged": raising(INFERENCE, "DSStateManager DSStateManagerConfig RaggedBatchWrapper"),
+    "deepspeed.inference.v2.inference_utils": raising(INFERENCE, "ActivationType DtypeEnum NormTypeEnum ceil_div"),
+    "deepspeed.io": raising(OFFLOAD, "MockFileWriter PyFileWriter FastFileWriter FastFileWriterConfig"),
+    "deepspeed.nvme": absent(OFFLOAD, "*", _UNKNOWN),
+    "deepspeed.launcher.runner": joined(
+        functions("shardwise.dropin.launcher", "main(args=None)", "fetch_hostfile(hostfile_path)"),
+        values("shardwise.dropin.launcher", "DEEPSPEED_ENVIRONMENT_NAME"),
+        values(f"{_ADAPT}.keys", "DLTS_HOSTFILE"),
+        raising(
+            _ONE_MACHINE, "EXPORT_ENVS parse_args parse_inclusion_exclusion parse_resource_filter encode_world_info"
+        ),
+    ),
+    "deepspeed.launcher.constants": values(
+        f"{_ADAPT}.keys",
+        *("PDSH_LAUNCHER", "OPENMPI_LAUNCHER", "MVAPICH_LAUNCHER", "SLURM_LAUNCHER", "MPICH_LAUNCHER"),
+        "IMPI_LAUNCHER",
+    ),
+    "deepspeed.launcher.multinode_runner": raising(
+        _ONE_MACHINE,
+        "MultiNodeRunner PDSHRunner OpenMPIRunner MVAPICHRunner SlurmRunner MPICHRunner IMPIRunner",
+    ),
+    "deepspeed.launcher.launch": raising("`shardwise run` starts the processes itself", "main"),
     "deepspeed.env_report": functions("shardwise.dropin.commands", "main(args=None) = report"),
 }
 """Module path -> name -> what it is. A module without a served name does not exist; its reason is told on import."""

@@ -80,8 +80,11 @@ class Accelerator:
             torch.cuda.set_device(device_index)
 
     def device_count(self) -> int:
-        """Return the number of devices: of CPUs one for each process of this machine, as the launcher says."""
-        return torch.cuda.device_count() if self._cuda else int(os.environ.get("LOCAL_WORLD_SIZE", "1"))
+        """Return the number of devices: of CPUs one for each process of this machine, as LOCAL_SIZE or
+        LOCAL_WORLD_SIZE says."""
+        if self._cuda:
+            return torch.cuda.device_count()
+        return int(os.environ.get("LOCAL_SIZE") or os.environ.get("LOCAL_WORLD_SIZE") or 1)
 
     def is_available(self) -> bool:
         """Whether there is such a device."""

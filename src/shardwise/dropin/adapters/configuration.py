@@ -1,11 +1,14 @@
-"""DeepSpeedConfig: a configuration outside of an engine."""
+"""DeepSpeedConfig: a configuration outside of an engine; and functions that read single keys of one."""
 
 from __future__ import annotations
 
+from collections.abc import Iterable, Mapping
 from typing import Any
 
 from shardwise.comm.api import get_world_size
 from shardwise.config import Config, load, resolve
+from shardwise.config.schema.precision import BF16, FP16
+from shardwise.dropin.adapters.keys import GRADIENT_CLIPPING, GRADIENT_CLIPPING_DEFAULT
 from shardwise.errors import UsageError
 from shardwise.utils.logging import logger
 from shardwise.zero.plan import TABLE
@@ -58,3 +61,41 @@ class DeepSpeedConfig:
 def load_ds_config(config: Any) -> dict[str, Any]:
     """Return a configuration as a dictionary; a path is read."""
     return load(config)
+
+
+def get_gradient_clipping(param_dict: Mapping[str, Any]) -> float:
+    """Return `gradient_clipping` of a configuration."""
+    return param_dict.get(GRADIENT_CLIPPING, GRADIENT_CLIPPING_DEFAULT)
+
+
+def get_bfloat16_config(param_dict: Mapping[str, Any]) -> BF16:
+    """Return section `bf16` (or `bfloat16`, as it was called) of a configuration."""
+    return BF16.model_validate(param_dict.get("bf16") or param_dict.get("bfloat16") or {})
+
+
+def get_float16_config(param_dict: Mapping[str, Any]) -> FP16:
+    """Return section `fp16` of a configuration."""
+    return FP16.model_validate(param_dict.get("fp16") or {})
+
+
+def get_scalar_param(param_dict: Mapping[str, Any], param_name: str, param_default_value: Any) -> Any:
+    """Return a value of a dictionary, or a default."""
+    return param_dict.get(param_name, param_default_value)
+
+
+get_list_param = get_dict_param = get_scalar_param
+
+
+def dict_raise_error_on_duplicate_keys(ordered_pairs: Iterable[tuple[Any, Any]]) -> dict[Any, Any]:
+    """Return key-value pairs as a dictionary; an `object_pairs_hook` of `json.load`.
+
+    Raises:
+        ValueError: a key occurs twice.
+    """
+    pairs = list(ordered_pairs)
+    made = dict(pairs)
+    if len(made) < len(pairs):
+        keys = [key for key, _ in pairs]
+        twice = dict.fromkeys(key for key in keys if keys.count(key) > 1)
+        raise ValueError(f"keys that occur twice: {', '.join(map(str, twice))}")
+    return made

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import functools
 import os
 import random
 import re
@@ -137,3 +138,76 @@ def update_lr(param_groups: list[dict[str, Any]], lrs: Iterable[float]) -> list[
         # A tensor is filled in place: compiled and graph-captured steps read that very tensor.
         group["lr"] = group["lr"].fill_(rate) if isinstance(group["lr"], torch.Tensor) else rate
     return [group["lr"] for group in param_groups]
+
+
+def recursive_getattr(model: torch.nn.Module, module_name: str) -> Any:
+    """Return what a dotted name leads to from a module.
+
+    >>> recursive_getattr(torch.nn.Sequential(torch.nn.Linear(2, 3)), "0.out_features")
+    3
+    """
+    return functools.reduce(getattr, module_name.split("."), model)
+
+
+def recursive_setattr(model: torch.nn.Module, module_name: str, module: Any) -> None:
+    """Put something in the place that a dotted name leads to from a module.
+
+    >>> model = torch.nn.Sequential(torch.nn.Linear(2, 3))
+    >>> recursive_setattr(model, "0", torch.nn.ReLU())
+    >>> model[0]
+    ReLU()
+    """
+    parent, _, name = module_name.rpartition(".")
+    setattr(recursive_getattr(model, parent) if parent else model, name, module)
+
+
+def instrument_w_nvtx(func: Callable[..., _Value]) -> Callable[..., _Value]:
+    """Return a function that shows its calls in NVIDIA's profilers, where there is CUDA."""
+
+    @functools.wraps(func)
+    def call(*args: Any, **kwargs: Any) -> _Value:
+        if not torch.cuda.is_available():
+            return func(*args, **kwargs)
+        with torch.cuda.nvtx.range(getattr(func, "__qualname__", repr(func))):
+            return func(*args, **kwargs)
+
+    return call
+
+
+def is_compile_supported() -> bool:
+    """Whether torch has torch.compile: every version that is supported has it."""
+    return True
+
+
+def bwc_tensor_model_parallel_rank(mpu: Any = None) -> int:
+    """Return this process's rank among those that share a model."""
+    return 0 if mpu is None else int(_first(mpu, "get_tensor_model_parallel_rank", "get_model_parallel_rank")())
+
+
+def bwc_tensor_model_parallel_world_size(mpu: Any = None) -> int:
+    """Return how many ranks share a model."""
+    if mpu is None:
+        return 1
+    return int(_first(mpu, "get_tensor_model_parallel_world_size", "get_model_parallel_world_size")())
+
+
+def bwc_tensor_model_parallel_group(mpu: Any = None) -> Any:
+    """Return the group of ranks that share a model, or None: every rank has it alone."""
+    return None if mpu is None else _first(mpu, "get_tensor_model_parallel_group", "get_model_parallel_group")()
+
+
+def bwc_pipeline_parallel_world_size(mpu: Any = None) -> int:
+    """Return into how many stages a model is divided."""
+    asked = _first(mpu, "get_pipeline_model_parallel_world_size", "get_pipe_parallel_world_size")
+    return 1 if asked is None else int(asked())
+
+
+def bwc_pipeline_parallel_group(mpu: Any = None) -> Any:
+    """Return the group of ranks that have the stages of a model, or None: every rank has all."""
+    asked = _first(mpu, "get_pipeline_model_parallel_group", "get_pipe_parallel_group")
+    return None if asked is None else asked()
+
+
+def _first(unit: Any, *names: str) -> Any:
+    """Return the first method that a model-parallel unit has, or None."""
+    return next((getattr(unit, name) for name in names if hasattr(unit, name)), None)

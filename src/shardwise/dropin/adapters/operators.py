@@ -100,6 +100,9 @@ UtilsBuilder = _missing("UtilsBuilder", "utils", "tensors are flattened by torch
 ALL_OPS: dict[str, OpBuilder] = {cls.NAME: cls() for cls in OpBuilder.__subclasses__()}
 """Name of an operator -> its builder."""
 
+COMPATIBLE_OPS: dict[str, bool] = {name: builder.is_compatible() for name, builder in ALL_OPS.items()}
+"""Name of an operator -> whether what it is for works here. Nothing has to be built for it, so it is installed, too."""
+
 _BY_CLASS = {type(builder).__name__: type(builder) for builder in ALL_OPS.values()}
 
 

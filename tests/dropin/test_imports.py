@@ -1,0 +1,48 @@
+"""Every statement that public scripts and libraries import with: it works, or fails because its author asks."""
+
+from __future__ import annotations
+
+from typing import Any
+
+import pytest
+
+from tests.dropin.imports import ASKED, IMPORTS
+
+pytestmark = pytest.mark.usefixtures("installed")
+
+
+@pytest.mark.parametrize("who", IMPORTS)
+def test_statements_work(who: str) -> None:
+    for statement in IMPORTS[who]:
+        names: dict[str, Any] = {}
+        exec(statement, names)  # this project's own list
+        assert len(names) > 1, statement
+
+
+@pytest.mark.parametrize("who", ASKED)
+def test_statements_that_ask_get_an_answer(who: str) -> None:
+    for statement in ASKED[who]:
+        with pytest.raises(ImportError):
+            exec(statement, {})
+
+
+def test_what_is_imported_in_vain_is_refused_when_it_is_used() -> None:
+    """A script of several features starts, and says at the place of use which one is missing."""
+    import deepspeed
+    from deepspeed.compression.compress import init_compression
+    from deepspeed.moe.layer import MoE
+    from deepspeed.pipe import LayerSpec, PipelineModule
+
+    class Pipe(PipelineModule):  # type: ignore[misc, valid-type]
+        def __init__(self) -> None:
+            super().__init__(layers=[LayerSpec])
+
+    assert not isinstance(deepspeed, (PipelineModule, MoE))
+    for use, reason in (
+        (Pipe, "pipeline parallelism"),
+        (lambda: MoE(hidden_size=84), "mixture of experts"),
+        (lambda: init_compression(None, {}), "compression of models"),
+        (lambda: deepspeed.init_inference(None), "inference"),
+    ):
+        with pytest.raises(NotImplementedError, match=f"{reason} .*not built yet"):
+            use()

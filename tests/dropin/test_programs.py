@@ -1,0 +1,80 @@
+"""Well-known programs, unchanged, with shardwise in DeepSpeed's place: the losses of the same programs without it.
+
+`make test` runs each once, each launcher several; `make exhaustive` all stages, precisions and launchers.
+"""
+
+from __future__ import annotations
+
+import json
+import runpy
+from collections.abc import Iterator
+from pathlib import Path
+
+import pytest
+
+from shardwise.checkpoint import verify
+from tests.dropin.clients import MISSING, Ranks
+from tests.dropin.launching import ALL, LAUNCHERS, PRECISIONS, RTOL, STAGES, Place, differences, plainly
+
+ROOT = Path(__file__).parents[2]
+
+TELLING = {
+    "CIFAR tutorial": ("deepspeed", 2, "bf16"),
+    "HelloDeepSpeed": ("torchrun", 1, "bf16"),
+    "nanoGPT": ("deepspeed", 3, "fp32"),
+    "run_clm, from scratch": ("deepspeed", 3, "fp32"),
+    "run_clm, from a checkpoint": ("torchrun", 2, "bf16"),
+    "deepspeed_with_config_support": ("accelerate", 3, "fp32"),
+    "nlp_example": ("accelerate", 2, "fp32"),
+    "TRL SFT, LoRA": ("torchrun", 3, "fp32"),
+}
+"""The setting of each program that `make test` runs."""
+
+ALIKE = ("nanoGPT", "run_clm, from a checkpoint", "deepspeed_with_config_support")
+"""Programs whose ways another one takes, too: `make exhaustive` runs them."""
+
+# Every program by every launcher, with stages and precisions in turn; bench/programs.py has the whole product.
+CASES = [
+    pytest.param(name, *setting, marks=[pytest.mark.thorough] if name in ALIKE else [])
+    for name, setting in TELLING.items()
+] + [
+    pytest.param(
+        name, launcher, STAGES[number % len(STAGES)], PRECISIONS[number % len(PRECISIONS)], marks=pytest.mark.thorough
+    )
+    for row, name in enumerate(ALL)
+    for number, launcher in enumerate(LAUNCHERS, row)
+    if launcher != TELLING[name][0]
+]
+
+
+@pytest.fixture(scope="module")
+def place(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Place]:
+    yield Place(tmp_path_factory.mktemp("programs"))
+
+
+@pytest.mark.slow
+@pytest.mark.skipif(bool(MISSING), reason=f"not installed: {', '.join(MISSING)}")
+@pytest.mark.parametrize(("name", "launcher", "stage", "precision"), CASES)
+def test_losses_are_those_without(
+    name: str, launcher: str, stage: int, precision: str, place: Place, ranks: Ranks
+) -> None:
+    for package in ALL[name].needs:
+        pytest.importorskip(package)
+    without = ranks(plainly, 2, *place.without(name, stage, precision))[0]
+    told = place.run(name, launcher, stage, precision)
+    assert max(differences(told, without)) <= RTOL[precision], f"{told}\n{without}"
+    if name == "HelloDeepSpeed":
+        # Each rank names a folder of its own, with the time of day in it; all have saved to that of rank 0.
+        (folder,) = (path for path in place.last.iterdir() if path.is_dir())
+        assert (folder / "hparams.json").exists() and (folder / "latest").read_text().strip() == "global_step6"
+        verify(str(folder / "global_step6"))
+
+
+def test_the_page_shows_what_was_measured(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.syspath_prepend(str(ROOT / "bench"))
+    script = runpy.run_path(str(ROOT / "bench" / "programs.py"))
+    rows = json.loads((ROOT / "bench" / "results" / "programs.json").read_text())["rows"]
+    text = (ROOT / "docs" / "frameworks.md").read_text()
+    assert script["page"](text, rows) == text, "run python bench/programs.py --write"
+    assert {row["program"] for row in rows} == set(ALL) and {row["launcher"] for row in rows} == set(LAUNCHERS)
+    assert all(row["difference"] <= RTOL[row["precision"]] for row in rows)
