@@ -12,6 +12,7 @@ import json
 import re
 import shutil
 import textwrap
+from collections import Counter
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from pathlib import Path
@@ -21,13 +22,7 @@ from _jobs import parser, read
 
 BEGIN, END = "<!-- numbers -->", "<!-- /numbers -->"
 NAMES = {"alone": "no communication"}
-README_SYSTEMS = (
-    "alone",
-    "DDP",
-    "FSDP2",
-    *(f"DeepSpeed {stage}" for stage in range(4)),
-    *(f"shardwise {stage}" for stage in range(4)),
-)
+README_SYSTEMS = ("DDP", "FSDP2", "DeepSpeed 2", "DeepSpeed 3", *(f"shardwise {stage}" for stage in range(4)))
 PLOTS = {
     "time_and_memory": "Step time and peak memory of each system",
     "communication": "Step time over DDP's, and the part of it blocked in collectives, on 1 to 8 ranks",
@@ -109,43 +104,36 @@ def where(record: Record) -> str:
 # -- the README --------------------------------------------------------------------------------------------------------
 
 README_CELLS: list[Cell] = [
-    ("step, fp32", "step_time_27M_fp32_2", "ratio"),
-    ("processor, fp32", "step_time_27M_fp32_2", "processor_ratio"),
-    ("step, bf16", "step_time_27M_bf16_2", "ratio"),
-    ("processor, bf16", "step_time_27M_bf16_2", "processor_ratio"),
-    ("step, accumulation 4", "step_time_27M_fp32_2_accumulation4", "ratio"),
-    ("step, 8 ranks", "step_time_7M_fp32_8", "ratio"),
-    ("peak memory", "memory_98M_bf16_4", "peak"),
+    ("step time, fp32", "step_time_27M_fp32_2", "ratio"),
+    ("step time, bf16", "step_time_27M_bf16_2", "ratio"),
+    ("peak memory, bytes per parameter", "memory_98M_bf16_4", "peak"),
 ]
+README_PLOT = "time_and_memory"
 
 
 def short(results: Results) -> str:
-    """Return the README's table with what it was measured on."""
+    """Return the README's table and plot with what they were measured on."""
     lines = []
     for system in README_SYSTEMS:
         values = [results.value(name, system, field) for _, name, field in README_CELLS]
         lines.append([NAMES.get(system, system), *map(shown, values)])
     table = grid(["", *(head for head, _, _ in README_CELLS)], lines)
-    times = {dtype: results.find(f"step_time_27M_{dtype}_2") for dtype in ("fp32", "bf16")}
-    spread = []
-    for dtype, record in times.items():
-        rows = record["rows"] if record else []
-        spread += [
-            f"{row['lowest_ms']:.0f} to {row['highest_ms']:.0f} ms in {dtype}" for row in rows if row["system"] == "DDP"
-        ]
+    record = results.find("step_time_27M_fp32_2")
+    spread = [
+        f"single steps of DDP took {row['lowest_ms']:.0f} to {row['highest_ms']:.0f} ms, so a few per cent mean nothing"
+        for row in (record["rows"] if record else [])
+        if row["system"] == "DDP"
+    ]
     about = (
-        "Times of a training step are over those of DistributedDataParallel: GPT of 26 million parameters, AdamW, "
-        "batch 4 x 128, 2 ranks over Gloo (8 ranks: 7 million, 2 x 128), medians of alternating turns in one job. "
-        "Processor time is that of all threads, which a busy machine disturbs less. DDP computes bf16 by autocast on "
-        "fp32 weights. Numbers after a name are ZeRO stages. Memory is the highest resident size above the bare "
-        "process in bytes per parameter: GPT of 98 million parameters, AdamW in bf16, batch 1 x 64, 4 ranks, the model "
-        "built in fp32 on every rank first."
+        "Numbers after a name are ZeRO stages. Step times are relative to DistributedDataParallel (GPT of 26 million "
+        "parameters, AdamW, 2 ranks); memory is the highest resident size above the bare process (GPT of 98 million "
+        "parameters, AdamW in bf16, 4 ranks, batch 1 x 64)."
     )
-    record = times["fp32"]
-    place = f"Machine: {where(record)}. " if record else ""
-    end = f"Single steps of DDP took {', '.join(spread)}, so a few per cent mean nothing." if spread else ""
-    no_gpu = [] if results.find("one_gpu") else ["Nothing has been measured on GPUs yet."]
-    return "\n".join(table + paragraphs(about, place + end, *no_gpu))
+    place = f"Measured on CPU ranks over Gloo: {'; '.join([where(record), *spread])}." if record else ""
+    no_gpu = "" if results.find("one_gpu") else " Nothing has been measured on GPUs."
+    plot = (results.folder / f"{README_PLOT}.png").exists()
+    picture = ["", f"![{PLOTS[README_PLOT]}](docs/images/{README_PLOT}.png)"] if plot else []
+    return "\n".join(table + paragraphs(about, place + no_gpu) + picture)
 
 
 # -- the page of all numbers -------------------------------------------------------------------------------------------
@@ -157,6 +145,7 @@ STEP_FILES = {
 }
 RANK_FILES = {world: f"step_time_7M_fp32_{world}" for world in (1, 2, 4, 8)}
 STARTUP = "startup_27M_fp32_2"
+COLLECTIVE_BYTES = (64 * 1024, 32 * 1024 * 1024)
 Table = Callable[[Results], list[str]]
 
 
@@ -194,6 +183,8 @@ def collectives(results: Results) -> list[str]:
     record = results.find("comm_gloo")
     rows = []
     for row in record["rows"] if record else []:
+        if row["bytes"] not in COLLECTIVE_BYTES:
+            continue
         own = row["ms"].get("own") or row["ms"]["chosen"]
         size = f"{row['bytes'] // 1024} KiB"
         rows.append([row["op"], str(row["ranks"]), size, shown(row["ms"]["torch"]["min"]), shown(own["min"])])
@@ -230,7 +221,7 @@ def background_saves(results: Results) -> list[str]:
     """Return the table of how long training stands while it saves."""
     head = [
         "",
-        "stands, s",
+        "training stops, s",
         "in copies",
         "of a save in the foreground",
         "a step meanwhile",
@@ -266,18 +257,39 @@ def killed(results: Results) -> list[str]:
         "killed while saving, while training": f"{row['kills']['save']}, {row['kills']['train']}",
         "ranks, steps": f"{row['ranks']}, {row['steps']}",
         "resumed from memory, from disk": f"{source['memory']}, {source['disk']}",
-        "something lost, different or left behind": str(lost),
+        "states lost, different or left behind": str(lost),
         "recovery, s: median, worst": f"{whole['median']:.2f}, {whole['worst']:.2f}",
         "of it beyond the start of processes": f"{beyond['median']:.2f}, {beyond['worst']:.2f}",
     }
     return grid(["", ""], [[name, value] for name, value in facts.items()])
 
 
+def strangers(results: Results) -> list[str]:
+    """Return what the training among strangers has shown."""
+    record = results.find("hostile")
+    if record is None:
+        return []
+    (row,) = record["rows"]
+    calls = row["strangers"]["calls"]
+    facts = {
+        "minutes": shown(row["minutes"]),
+        "runs of training, steps": f"{row['episodes']}, {row['steps']}",
+        "calls by strangers, kinds, ports": f"{sum(calls.values())}, {len(calls)}, {row['strangers']['ports']}",
+        "units fetched over the side channel": str(row["rescues"]),
+        "runs that differ from the undisturbed one": str(row["episodes_that_differ"]),
+        "resident size, first and last, MiB": f"{row['resident_mib'][0]}, {row['resident_mib'][-1]}",
+    }
+    return grid(["", ""], [[name, value] for name, value in facts.items()])
+
+
 def layouts(results: Results) -> list[str]:
-    """Return the table of the matrix of layouts."""
+    """Return the table of the matrix of layouts: optimizers with as many pairs share a row."""
     record = results.find("checkpoint_matrix")
-    rows = record["rows"] if record else []
-    return grid(["", "pairs", "wrong"], [[r["optimizer"], str(r["pairs"]), str(r["wrong"])] for r in rows])
+    found: dict[tuple[int, int], list[str]] = {}
+    for row in record["rows"] if record else []:
+        found.setdefault((row["pairs"], row["wrong"]), []).append(row["optimizer"])
+    rows = [["; ".join(sorted(names)), str(pairs), str(wrong)] for (pairs, wrong), names in found.items()]
+    return grid(["optimizers", "pairs, each", "wrong"], rows)
 
 
 def convergence(group: str) -> Table:
@@ -325,8 +337,8 @@ class Section:
     table: Table
     plot: str | None = None
 
-    def lines(self, results: Results) -> list[str]:
-        """Return the section."""
+    def lines(self, results: Results, usual: str = "") -> list[str]:
+        """Return the section; what was measured on the `usual` machine does not say so again."""
         lines = ["", f"## {self.title}", *paragraphs(self.about)]
         records = [record for name in self.files if (record := results.find(name))]
         if not records:
@@ -335,18 +347,24 @@ class Section:
         if self.plot and (results.folder / f"{self.plot}.png").exists():
             lines += ["", f"![{PLOTS[self.plot]}](images/{self.plot}.png)"]
         for place in dict.fromkeys(where(record) for record in records):
-            commands = [record["command"] for record in records if where(record) == place and "command" in record]
-            lines += paragraphs(f"Measured on {place}{':' if commands else '.'}")
-            lines += ["", "```sh", *commands, "```"] if commands else []
+            if not usual.startswith(place):
+                lines += paragraphs(f"Measured on {place}.")
         return lines
+
+
+def common(results: Results, names: Sequence[str]) -> str:
+    """Return on what most results were measured, with the version of DeepSpeed."""
+    places = Counter(where(record) for name in names if (record := results.find(name)))
+    return max(places, key=lambda place: (place.count(","), places[place]), default="no machine yet")
 
 
 MEMORY, LARGEST, LENGTHS = "memory_98M_bf16_4", "largest_batch_27M_fp32_2", "growth_lengths_2"
 SECTIONS = [
     Section(
         "Step time",
-        "GPT of 26 million parameters, batch 4 x 128 a rank, 2 ranks. All systems are built in one job and take turns "
-        "(a b b a); medians, and ratios to those of DDP. Processor time is that of all threads of a rank.",
+        "GPT of 26 million parameters, batch 4 x 128 per rank, 2 ranks. All systems run in one job and take turns; "
+        "medians, and ratios to DDP. Processor time is that of all threads of a rank. DDP computes bf16 by autocast "
+        "on fp32 weights.",
         list(STEP_FILES.values()),
         compare(
             *((f"{title}, ms", name, "median_ms") for title, name in STEP_FILES.items()),
@@ -357,14 +375,12 @@ SECTIONS = [
     ),
     Section(
         "Time and communication by number of ranks",
-        "GPT of 7 million parameters, fp32, batch 2 x 128 a rank. *ratio*: step time over DDP's with as many ranks. "
-        "*over alone*: over that of the same model without communication, trained on as many ranks at a time. "
-        "*blocked*: part of the step in which the program stood still in a collective's wait, from the ledger; waiting "
-        "for slower ranks is included, and with more ranks than cores that is most of it.",
+        "GPT of 7 million parameters, fp32, batch 2 x 128 per rank. *ratio*: step time over DDP's with as many ranks. "
+        "*blocked*: part of the step spent waiting in collectives, slower ranks included (with more ranks than cores, "
+        "most of it).",
         list(RANK_FILES.values()),
         compare(
             *((f"ratio, {world}", name, "ratio") for world, name in RANK_FILES.items()),
-            *((f"over alone, {world}", name, "over_alone") for world, name in RANK_FILES.items()),
             *((f"blocked, {world}", name, "blocked_share") for world, name in RANK_FILES.items() if world > 1),
         ),
         "communication",
@@ -373,7 +389,7 @@ SECTIONS = [
         "Memory",
         "Bytes per parameter above the bare process, of the worst rank: GPT of 98 million parameters, AdamW in bf16, "
         "batch 1 x 64, 4 ranks. *resident* is what the system counts, *tensors* what shardwise's accountant counts. "
-        "The model is built in fp32 on every rank first, but for *Init*, where it is divided while it is built.",
+        "The model is built in fp32 on every rank first; with *Init* it is divided while it is built.",
         [MEMORY],
         compare(
             ("resident peak", MEMORY, "peak"),
@@ -402,14 +418,14 @@ SECTIONS = [
         "Start",
         "Import: medians of new processes, taking turns. *build* is the time of `initialize` (of the wrapper and the "
         "optimizer) for a model of 26 million parameters that is there already, on 2 ranks that have formed their "
-        "group; most of it is torch loading its compiler for the first optimizer of the process.",
+        "group; most of it is torch loading its compiler.",
         [STARTUP],
         startup,
     ),
     Section(
         "Growth with layers",
-        "Processor time of a step over the number of layers: GPT of width 8, batch 1 x 4, 2 ranks. Computing costs "
-        "next to nothing; a line that stays level means host time per unit that does not grow.",
+        "Processor time of a step over the number of layers: GPT of width 8, batch 1 x 4, 2 ranks, which measures the "
+        "host's work per unit.",
         ["growth_layers_2"],
         layers,
         "growth",
@@ -426,68 +442,72 @@ SECTIONS = [
     ),
     Section(
         "Collectives on Gloo",
-        "Milliseconds of the slowest rank on loopback, the fastest of alternating rounds.",
+        "Milliseconds of the slowest rank on loopback, the fastest of alternating rounds (more sizes in "
+        "`comm_gloo.json`).",
         ["comm_gloo"],
         collectives,
     ),
     Section(
         "Checkpoints",
-        "Saving and loading a model and AdamW's state in fp32, sharded; 50 MB a layer. GB/s of all ranks together, "
-        "medians of turns, bytes on disk at the end of a save; *cold*: the files were dropped from the page cache "
-        "before. *disk* writes and reads files of as many bytes and does nothing else. *processor*: seconds of all "
-        "threads and ranks for a GB, which a busy machine disturbs less than the time that passes. *memory*: highest "
-        "resident size above that before, over the size of the checkpoint, all ranks together. *direct*: written past "
-        'the page cache (`checkpoint.writer.type` "fast"), from where a following load then has nothing. How fast a '
-        "virtual machine gets pages for its cache varies by a factor of two from minute to minute.",
+        "Saving and loading a model and AdamW's state in fp32, sharded; 50 MB per layer. GB/s of all ranks together, "
+        "medians, bytes on disk at the end of a save; *cold*: the files were dropped from the page cache before. "
+        "*disk* writes and reads files of as many bytes. *processor*: seconds of all threads and ranks for a GB. "
+        "*memory*: highest resident size above that before, over the size of the checkpoint, all ranks together. "
+        '*direct*: written past the page cache (`checkpoint.writer.type` "fast"). Speeds of a virtual machine\'s page '
+        "cache vary by a factor of two from minute to minute.",
         ["checkpoint_io_1", "checkpoint_io_2"],
         checkpoints,
     ),
     Section(
         "Saving in the background",
-        "The same state on 2 ranks: how long training stands at a save, in seconds, in warm copies of the bytes into a "
-        "reused buffer, and over a save in the foreground of the same round; a training step while the bytes are "
-        "written, over one between saves; GB/s until the bytes are on disk, with training going on. Medians of rounds "
-        "in which the ways take turns. torch's staged copy is reused as well; it takes no checksums. *cached*: "
-        'through the page cache (`checkpoint.writer.type` "python"), which the background does not use unless told.',
+        "The same state on 2 ranks: how long training stops for a save, in seconds, relative to a plain copy of the "
+        "bytes, and relative to a save in the foreground; a training step while bytes are written, over one between "
+        "saves; GB/s until the bytes are on disk. Medians of alternating rounds. torch's staged copy is reused as "
+        'well; it has no checksums. *cached*: through the page cache (`checkpoint.writer.type` "python").',
         ["checkpoint_async_2", "checkpoint_async_2_cached"],
         background_saves,
     ),
     Section(
         "Copies of the state in memory",
-        "What a copy outside of the processes costs, by all ranks at once, and how long going on from it takes "
-        "(checksums compared). *a node for each rank*: each part also travels to another rank.",
+        "What a [copy in memory](fault-tolerance.md#copies-in-memory) costs, by all ranks at once, and how long "
+        "resuming from it takes. *a node for each rank*: each part also travels to another rank.",
         ["memory_copies_2"],
         memory_copies,
     ),
     Section(
         "Killed ranks",
-        "A random rank killed with SIGKILL from outside, at random moments of saves and of steps, again and again in "
-        "one job; the launcher starts the ranks again and the script resumes. In the end everything is compared, bit "
-        "by bit, with a run that nobody has disturbed. Times count from the end of the rank to the end of the first "
-        "step afterwards; where the next kill came before that there is none.",
+        "A random rank is killed with SIGKILL at random moments of saves and of steps; the launcher starts the ranks "
+        "again and the script resumes. In the end everything is compared, bit by bit, with an undisturbed run. Times "
+        "count from the end of the rank to the end of the first step afterwards.",
         ["soak"],
         killed,
+    ),
+    Section(
+        "Among strangers",
+        "Two ranks train at stage 3 while other processes call every port with garbage, forged and replayed messages. "
+        "Parameters, optimizer state and losses are compared with an undisturbed run, bit by bit.",
+        ["hostile"],
+        strangers,
     ),
     Section(
         "Memory while a checkpoint is loaded",
         "A checkpoint of one rank, loaded into fresh engines: resident size above the bare process, of all ranks "
         "together, over the checkpoint's size (weights and AdamW's state in fp32). *held after* is what the layout "
-        "keeps: at stage 0 every rank has everything. *above* is what loading takes besides.",
+        "keeps; *above* is what loading takes besides.",
         ["checkpoint_memory"],
         loading_memory,
     ),
     Section(
         "Layouts of checkpoints",
-        "Every stage on 1 to 4 ranks, saved and loaded at every other: pairs that were compared bit by bit after "
-        "loading and after training on, by optimizer (stages 0 and 1 for 1-bit Adam and LAMB, 0 for 0/1 Adam).",
+        "Every stage on 1 to 4 ranks, saved and loaded at every other: pairs compared bit by bit after loading and "
+        "after more training (stages 0 and 1 for 1-bit Adam and LAMB, 0 for 0/1 Adam).",
         ["checkpoint_matrix"],
         layouts,
     ),
     Section(
         "Optimizer step on a CPU",
-        "Nanoseconds an element of one AdamW step on 50 million elements, one thread: medians of turns, and over the "
-        "time of a plain copy that reads and writes as many bytes together. *scaled*: the gradients are multiplied by "
-        "a factor as well.",
+        "Nanoseconds per element of one AdamW step on 50 million elements, one thread: medians, and over the time of "
+        "a plain copy of as many bytes. *scaled*: the gradients are multiplied by a factor as well.",
         ["cpu_adam"],
         compare(
             ("bytes", "cpu_adam", "bytes"),
@@ -550,7 +570,9 @@ def fill(text: str, tables: str) -> str:
 def page(path: Path, results: Results) -> str:
     """Return what a page should be."""
     sections = CONVERGENCE if path.name == "convergence.md" else SECTIONS
-    long = "\n".join(line for section in sections for line in section.lines(results))
+    usual = common(results, [name for section in sections for name in section.files])
+    place = paragraphs(f"Unless a section says otherwise, measured on {usual}.")
+    long = "\n".join([*place, *(line for section in sections for line in section.lines(results, usual))])
     return fill(path.read_text(), short(results) if path.name == "README.md" else long)
 
 
