@@ -2,28 +2,38 @@
 PYTHON ?= python3
 VENV := .venv
 BIN := $(VENV)/bin
-PIP := $(BIN)/python -m pip install --quiet --disable-pip-version-check -c constraints.txt
+PIP := $(BIN)/python -m pip install -qq --disable-pip-version-check -c constraints.txt
+# What `make demo` needs, what everything else needs, and what `make docs` needs besides.
+DEMO_STAMP := $(VENV)/.installed-demo
 STAMP := $(VENV)/.installed
 DOCS_STAMP := $(VENV)/.installed-docs
+# Builds of torch without CUDA, several GB smaller, are taken where this index can be reached; TORCH_INDEX= for others.
+TORCH_INDEX ?= https://download.pytorch.org/whl/cpu
 TORCH := $(shell sed -n 's/^\(torch==[0-9.]*\).*/\1/p' constraints.txt)
 
 # One computing thread a process: tests start several ranks on one machine.
 export OMP_NUM_THREADS ?= 1
 
-.PHONY: help venv demo test exhaustive matrix lint format bench bench-gpu soak docs clean
+.PHONY: help venv demo demo-again test exhaustive matrix versions lint format bench bench-gpu soak hostile docs clean
 help:
-	@echo "make demo | test | exhaustive | matrix | lint | format | bench | bench-gpu | soak | docs | clean"
+	@echo "make demo | demo-again | test | exhaustive | matrix | versions | lint | format | bench | bench-gpu | soak | hostile | docs | clean"
 
 venv: $(STAMP)
 
 # torch first, by its pinned version, so that a failed download is not mistaken for anything else.
-$(STAMP): pyproject.toml constraints.txt
+$(DEMO_STAMP): pyproject.toml constraints.txt
 	@$(PYTHON) -c 'import sys; sys.exit(0 if sys.version_info >= (3, 10) else "shardwise needs Python 3.10 or newer, found " + sys.version)'
 	@test -x $(BIN)/python || $(PYTHON) -m venv $(VENV)
-	@echo "installing $(TORCH) into $(VENV)"
-	@$(PIP) "$(TORCH)"
+	@echo "installing $(TORCH) into $(VENV) (once; some minutes)"
+	@index=$$($(PYTHON) -c 'import urllib.request as u; u.urlopen("$(TORCH_INDEX)/torch/", timeout=10)' 2>/dev/null \
+		&& echo --extra-index-url $(TORCH_INDEX)); $(PIP) $$index "$(TORCH)"
+	@echo "installing shardwise[demo] into $(VENV)"
+	@$(PIP) -e ".[demo]"
+	@touch $@
+
+$(STAMP): $(DEMO_STAMP)
 	@echo "installing shardwise[dev,hf,clients] into $(VENV)"
-	@$(PIP) -e ".[dev,hf,clients]"
+	@$(PIP) -e ".[demo,dev,hf,clients]"
 	@touch $@
 
 $(DOCS_STAMP): $(STAMP)
@@ -31,21 +41,34 @@ $(DOCS_STAMP): $(STAMP)
 	@$(PIP) -e ".[docs]"
 	@touch $@
 
-demo: $(STAMP)
-	$(BIN)/shardwise run --nproc 2 examples/pretrain_gpt.py --config examples/pretrain_gpt.json
+# Ctrl-C saves and stops, and the next `make demo` goes on from there; `make demo-again` begins anew.
+demo: $(DEMO_STAMP)
+	@echo "pretraining a GPT of 11 million parameters on two processes of the CPU, 3 to 10 minutes on two cores"
+	@$(BIN)/shardwise run --nproc 2 --grace 60 examples/pretrain_gpt.py
+
+demo-again:
+	rm -rf demo_out
+	@$(MAKE) --no-print-directory demo
 
 # Two processes, each with a pool of ranks of its own: ranks often wait for one another, and leave cores to the others.
+# After so many failures the run ends: if ranks hang, each test takes until its limit.
 test: $(STAMP)
-	OMP_NUM_THREADS=1 $(BIN)/python -m pytest -v --durations=20 -n 2 --dist worksteal
+	OMP_NUM_THREADS=1 $(BIN)/python -m pytest -q --progress --durations=20 -n 2 --dist worksteal --maxfail 20
 
-# Also the cases that `make test` leaves out of large products (tests/sampling.py).
+# Also what `make test` leaves out: most of large products, and repetitions (tests/sampling.py). About 40 minutes on two
+# cores.
 exhaustive: $(STAMP)
-	OMP_NUM_THREADS=1 $(BIN)/python -m pytest -v --durations=20 -n 2 --dist worksteal --exhaustive
+	OMP_NUM_THREADS=1 $(BIN)/python -m pytest -q --progress --durations=20 -n 2 --dist worksteal --exhaustive
 
 # Every layout of a checkpoint into every other, with every optimizer (a part of it is in `make test`); the result goes
 # to bench/results.
 matrix: $(STAMP)
 	OMP_NUM_THREADS=1 $(BIN)/python -m tests.checkpoint.matrix
+
+# A fresh environment for each version of Python and torch, and the tests that meet torch most closely; the result goes to
+# bench/results. Builds of torch for CUDA (several GB each) only with VERSIONS_FLAGS=--allow-gpu-wheels.
+versions: $(STAMP)
+	$(BIN)/python bench/versions.py $(VERSIONS_FLAGS)
 
 lint: $(STAMP)
 	$(BIN)/ruff check .
@@ -68,10 +91,15 @@ bench-gpu: $(STAMP)
 	$(BIN)/python bench/one_gpu.py $(BENCH_FLAGS)
 	$(BIN)/python bench/table.py README.md docs/numbers.md docs/convergence.md
 
-# 100 ranks killed while saving and 100 while training; `make test` has ten of each. About a quarter of an hour.
+# 100 ranks killed while saving and 100 while training; `make test` has two of each. About a quarter of an hour.
 SOAK_FLAGS ?= --kills 100
 soak: $(STAMP)
 	$(BIN)/python bench/soak.py $(SOAK_FLAGS)
+
+# Trains among strangers that call every port, and compares bits.
+HOSTILE_FLAGS ?= --minutes 20
+hostile: $(STAMP)
+	$(BIN)/python bench/hostile.py $(HOSTILE_FLAGS)
 
 docs: $(DOCS_STAMP)
 	NO_MKDOCS_2_WARNING=1 $(BIN)/mkdocs build --strict --quiet

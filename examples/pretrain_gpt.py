@@ -2,10 +2,10 @@
 
     shardwise run --nproc 2 examples/pretrain_gpt.py --config examples/pretrain_gpt.json
 
-Everything that concerns sharding is in the JSON file and in five lines of `main`: `zero.Init`, `initialize`, and
-`backward`, `step` and `save_checkpoint` of the engine. The rest is an ordinary training script. It writes text that the
-model makes before and after training, a loss curve, a table of where the memory went, and a checkpoint from which
-`--resume` goes on bit by bit as if it had never stopped.
+Everything that concerns sharding is in the JSON file and in a few lines of `main`: `zero.Init`, `initialize`, and
+`backward`, `step`, `resume` and `save_checkpoint` of the engine. The rest is an ordinary training script. It writes
+text that the model makes before and after training, a loss curve, a table of where the memory went, and checkpoints.
+Ctrl-C saves and stops; the same command then goes on, bit by bit as if it had never stopped.
 """
 
 from __future__ import annotations
@@ -209,28 +209,54 @@ def draw(losses: list[float], held_out: list[tuple[int, float]], path: Path) -> 
 class Display:
     """Progress on rank 0: a bar on a terminal, a line now and then elsewhere."""
 
+    MEASURED = 5
+    """Steps after which it says how long the rest will take; the one before them is slower."""
+
     def __init__(self, engine: Any, steps: int) -> None:
         from rich.console import Console
-        from rich.progress import BarColumn, MofNCompleteColumn, Progress, TextColumn, TimeRemainingColumn
+        from rich.progress import BarColumn, MofNCompleteColumn, Progress, TextColumn
 
-        self.engine, self.steps, self.begun = engine, steps, time.perf_counter()
-        self.first, self.console = engine.global_steps, Console()
-        columns = BarColumn(), MofNCompleteColumn(), TextColumn("{task.fields[state]}"), TimeRemainingColumn()
+        self.engine, self.steps = engine, steps
+        self.begun, self.first = 0.0, 0  # set by the first step
+        self.console = Console()
+        columns = BarColumn(bar_width=10), MofNCompleteColumn(), TextColumn("{task.fields[state]}")
         self.bar = Progress(*columns, console=self.console, disable=engine.global_rank != 0)
-        self.task = self.bar.add_task("", total=steps, completed=self.first, state="")
+        self.task = self.bar.add_task("", total=steps, completed=engine.global_steps, state="")
 
     def show(self, loss: float) -> None:
+        """Tell of a step that has been taken."""
         engine, step = self.engine, self.engine.global_steps
-        speed = (step - self.first) * engine.train_batch_size() * CONTEXT / (time.perf_counter() - self.begun)
+        if not self.begun:
+            self.begun, self.first = time.perf_counter(), step
+            return
+        seconds = (time.perf_counter() - self.begun) / (step - self.first)
+        left = spoken((self.steps - step) * seconds)
+        if step - self.first == self.MEASURED and engine.global_rank == 0:
+            self.bar.console.print(
+                f"{self.steps - step} steps left, about {left}; Ctrl-C pauses. Memory is that of the engine's tensors "
+                "on rank 0, of all that its process takes"
+            )
+        speed = engine.train_batch_size() * CONTEXT / seconds
         held, resident = engine.accountant.total / 2**20, (resident_bytes() or 0) / 2**20
-        memory = f"{held:.0f} MiB (resident {resident:.0f})"
-        state = f"loss {loss:.3f}  {speed:,.0f} tokens/s  lr {engine.get_lr()[0]:.1e}  {memory}"
+        state = f"loss {loss:.3f}  {speed:,.0f} tokens/s  {left} left  memory {held:.0f} of {resident:.0f} MiB"
         self.bar.update(self.task, completed=step, state=state)
         if engine.global_rank == 0 and not self.console.is_terminal and (step % 20 == 0 or step == self.steps):
             print(f"step {step}/{self.steps}  {state}", flush=True)
 
 
+def spoken(seconds: float) -> str:
+    """Return a time in words: seconds below a minute and a half, minutes above."""
+    return f"{seconds:.0f} s" if seconds < 90 else f"{seconds / 60:.0f} min"
+
+
 # -- training ----------------------------------------------------------------------------------------------------------
+
+
+def finished(out: Path, steps: int) -> bool:
+    """Whether a run with this output folder has come to its end."""
+    latest = out / "latest"
+    tag = latest.read_text().strip() if latest.is_file() else ""
+    return (out / "sample.txt").is_file() and int(tag.removeprefix("global_step") or 0) >= steps
 
 
 def main() -> None:
@@ -238,66 +264,85 @@ def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__.splitlines()[0])
     parser.add_argument("--config", type=Path, default=Path(__file__).with_suffix(".json"))
     parser.add_argument("--steps", type=int, help="stop after this many; default: the length of the schedule")
-    parser.add_argument("--resume", action="store_true", help="go on from the newest checkpoint in the output folder")
+    parser.add_argument("--save-every", type=int, default=100, help="steps from one checkpoint to the next")
     parser.add_argument("--sample", type=int, default=100, help="tokens of text to write at the end")
     parser.add_argument("--out", type=Path, default=Path("demo_out"))
     parser.add_argument("--local_rank", type=int, help="given by launchers; not needed")
     args = parser.parse_args()
-    steps = args.steps or json.loads(args.config.read_text())["scheduler"]["params"]["total_num_steps"]
+    config = json.loads(args.config.read_text())
+    config["checkpoint"]["on_signal"]["save_dir"] = str(args.out)
+    steps = args.steps or config["scheduler"]["params"]["total_num_steps"]
+    main_rank = os.environ.get("RANK", "0") == "0"
 
+    def say(text: str) -> None:
+        if main_rank:
+            print(text, flush=True)
+
+    if finished(args.out, steps):
+        say(f"all {steps} steps have been taken; results are in {args.out}. Remove it to begin anew (make demo-again)")
+        return
+    say(f"everything is written to {args.out.resolve()}; first the text is cut into tokens")
     text, rest = manual()
     pieces = Pieces(text, VOCABULARY)
     training, held_out = torch.tensor(pieces.encode(text)), Windows(torch.tensor(pieces.encode(rest)))
 
     torch.manual_seed(0)
-    with shardwise.zero.Init(config_dict_or_path=str(args.config)):
+    with shardwise.zero.Init(config_dict_or_path=config):
         model = GPT()
-    engine, _, loader, _ = shardwise.initialize(model=model, training_data=Windows(training), config=str(args.config))
-    main_rank = engine.global_rank == 0
-    losses: list[float] = []
-    checks: list[tuple[int, float]] = []
-    prompt = 'The "with" statement'
-    if args.resume:
-        _, state = engine.load_checkpoint(args.out)
-        if state is None:
-            raise SystemExit(f"--resume: there is no checkpoint in {args.out}")
-        if engine.global_steps >= steps:
-            raise SystemExit(f"--resume: all {steps} steps have been taken; ask for more with --steps")
-        losses, checks = state["losses"], [tuple(check) for check in state["held_out"]]
-    else:
+    engine, _, loader, _ = shardwise.initialize(model=model, training_data=Windows(training), config=config)
+    state: dict[str, Any] = engine.resume(args.out) or {"losses": [], "held_out": []}
+    engine.provide_client_state(lambda: state)  # saved when Ctrl-C comes
+    losses, checks, prompt = state["losses"], state["held_out"], 'The "with" statement'
+    if not checks:
         checks.append((0, held_out_loss(engine, held_out)))
         before = write(engine, pieces, prompt, min(40, args.sample))
-        if main_rank:
-            print(f"{len(training):,} tokens, {sum(p.numel() for p in model.parameters()):,} parameters")
-            print(f"--- before training (held-out loss {checks[0][1]:.3f}) ---\n{before}\n", flush=True)
+        say(f"{len(training):,} tokens, {sum(p.numel() for p in model.parameters()):,} parameters")
+        say(f"--- before training (held-out loss {checks[0][1]:.3f}) ---\n{before}\n")
+    elif engine.global_steps:
+        say(f"going on after step {engine.global_steps} of {steps}")
 
     batches = iter(shardwise.RepeatingLoader(loader))
+    batch = next(batches) if engine.global_steps >= steps else None  # stopped after the last step
     engine.accountant.reset_peak()  # what was evaluated so far had the whole model gathered
     display = Display(engine, steps)
-    with display.bar:
-        while engine.global_steps < steps:
-            last = engine.global_steps == steps - 1
-            with track_activations(engine.accountant) if last else nullcontext():
-                batch = next(batches)
-                loss = engine(batch)
-                engine.backward(loss)
-                engine.step()
-            mean = loss.detach().clone()
-            dist.all_reduce(mean)
-            losses.append(float(mean) / engine.world_size)
-            display.show(losses[-1])
+    try:
+        with display.bar:
+            while engine.global_steps < steps:
+                last = engine.global_steps == steps - 1
+                with track_activations(engine.accountant) if last else nullcontext():
+                    batch = next(batches)
+                    loss = engine(batch)
+                    engine.backward(loss)
+                    mean = loss.detach().clone()
+                    dist.all_reduce(mean)
+                    losses.append(float(mean) / engine.world_size)
+                    engine.step()  # after Ctrl-C it saves and raises SystemExit
+                display.show(losses[-1])
+                if engine.global_steps % args.save_every == 0 and not last:
+                    engine.save_checkpoint(args.out, client_state=state)
+    except SystemExit:
+        say(
+            f"paused after step {engine.global_steps} of {steps}, saved in {args.out}. The same command goes on from "
+            "there; to begin anew remove that folder (make demo-again)"
+        )
+        raise
 
     report = engine.memory_report(batch)
     checks.append((engine.global_steps, held_out_loss(engine, held_out)))
     after = write(engine, pieces, prompt, args.sample)
-    engine.save_checkpoint(args.out, client_state={"losses": losses, "held_out": checks})
+    engine.save_checkpoint(args.out, client_state=state, asynchronous=False)
     if main_rank:
         print(f"--- after {engine.global_steps} steps (held-out loss {checks[-1][1]:.3f}) ---\n{after}\n")
         report.print()
-        (args.out / "sample.txt").write_text(after)
         (args.out / "memory.json").write_text(json.dumps(report.as_dict(), indent=2))
         draw(losses, checks, args.out / "loss.png")
-        print(f"checkpoint, loss.png, sample.txt and memory.json are in {os.path.relpath(args.out)}")
+        (args.out / "sample.txt").write_text(after)
+        first, last_ones = losses[0], losses[-10:]
+        print(f"training loss {first:.3f} -> {sum(last_ones) / len(last_ones):.3f} (mean of the last {len(last_ones)})")
+        print(f"held-out loss {checks[0][1]:.3f} -> {checks[-1][1]:.3f}")
+        print(f"in {os.path.relpath(args.out)}: the checkpoint global_step{engine.global_steps}, ", end="")
+        print("loss.png, sample.txt, memory.json")
+    engine.destroy()
 
 
 if __name__ == "__main__":

@@ -1,4 +1,4 @@
-"""A tutorial script written for DeepSpeed, with nothing of shardwise in it: what each ZeRO stage holds and sends.
+"""A script in the style of a DeepSpeed tutorial, with nothing of shardwise in it: what each ZeRO stage holds and sends.
 
     pip install ./dropin
     deepspeed --num_gpus=2 examples/zero_dp_training.py --stage=2

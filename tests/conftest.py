@@ -8,14 +8,19 @@ import signal
 os.environ["OMP_NUM_THREADS"] = "1"  # before torch is imported
 os.environ["GLOO_SOCKET_IFNAME"] = "lo"
 
+import faulthandler
+import sys
+import traceback
 from collections.abc import Iterator
+from types import FrameType
 
 import pytest
 import torch
 from hypothesis import HealthCheck, settings
 
+from tests import sampling
 from tests.harness import close_pool, run_ranks
-from tests.sampling import is_sampled
+from tests.progress import Progress
 
 torch.set_num_threads(1)
 
@@ -24,28 +29,78 @@ if signal.getsignal(signal.SIGINT) is signal.SIG_IGN:
     signal.signal(signal.SIGINT, signal.default_int_handler)
 
 settings.register_profile(
-    "default", deadline=None, derandomize=True, suppress_health_check=[HealthCheck.too_slow], max_examples=25
+    "default", deadline=None, derandomize=True, suppress_health_check=[HealthCheck.too_slow], max_examples=10
 )
+settings.register_profile("thorough", settings.get_profile("default"), max_examples=40)
 settings.register_profile("search", settings.get_profile("default"), derandomize=False, max_examples=500)
 settings.load_profile(os.environ.get("HYPOTHESIS_PROFILE", "default"))
 
 
+LIMIT_S = 300
+"""Seconds until a test is ended; `@pytest.mark.limit(seconds)` sets another limit. Calls of ranks have their own."""
+
+
 def pytest_addoption(parser: pytest.Parser) -> None:
-    parser.addoption("--exhaustive", action="store_true", help="run every case of the files in tests/sampling.py")
+    parser.addoption("--exhaustive", action="store_true", help="run every case of large products (tests/sampling.py)")
+    parser.addoption("--progress", action="store_true", help="say now and then how far the run is (tests/progress.py)")
+
+
+def pytest_configure(config: pytest.Config) -> None:
+    if config.getoption("--exhaustive") and "HYPOTHESIS_PROFILE" not in os.environ:
+        settings.load_profile("thorough")
+    if config.getoption("--progress") and not hasattr(config, "workerinput"):
+        config.pluginmanager.register(Progress())
 
 
 def pytest_collection_modifyitems(config: pytest.Config, items: list[pytest.Item]) -> None:
     """Leave out cases of large products; see `tests.sampling`."""
     if config.getoption("--exhaustive") or any("::" in argument for argument in config.args):
         return
-    kept, seen, left_out = [], set(), []
+    functions: dict[str, list[pytest.Item]] = {}
     for item in items:
-        file, _, case = item.nodeid.removeprefix("tests/").partition("::")
-        function = (file, case.partition("[")[0])
-        (kept if function not in seen or is_sampled(file, case) else left_out).append(item)
-        seen.add(function)
-    config.hook.pytest_deselected(items=left_out)
-    items[:] = kept
+        functions.setdefault(item.nodeid.partition("[")[0], []).append(item)
+    kept = set()
+    for name, cases in functions.items():
+        file = name.removeprefix("tests/").partition("::")[0]
+        kept.update(id(cases[place]) for place in sampling.sample(file, [_entries(case) for case in cases]))
+    kept -= {id(item) for item in items if item.get_closest_marker("thorough")}
+    config.hook.pytest_deselected(items=[item for item in items if id(item) not in kept])
+    items[:] = [item for item in items if id(item) in kept]
+
+
+def _entries(item: pytest.Item) -> sampling.Case:
+    """Return the entry of each `parametrize` that a case has."""
+    found = []
+    for mark in item.iter_markers("parametrize"):
+        names = mark.args[0].split(",") if isinstance(mark.args[0], str) else mark.args[0]
+        found.append(repr([item.callspec.params[name.strip()] for name in names]))  # type: ignore[attr-defined]
+    return tuple(found)
+
+
+class TestTooLongError(Exception):
+    """A test has not ended within its limit."""
+
+
+@pytest.hookimpl(wrapper=True)
+def pytest_runtest_protocol(item: pytest.Item) -> Iterator[None]:
+    """End a test that hangs in Python code; one that hangs outside of it takes its process with it."""
+    mark = item.get_closest_marker("limit")
+    limit = mark.args[0] if mark else LIMIT_S
+
+    def end(number: int, frame: FrameType | None) -> None:
+        raise TestTooLongError(
+            f"not over after {limit} s; the process was here:\n{''.join(traceback.format_stack(frame))}"
+        )
+
+    before = signal.signal(signal.SIGALRM, end)
+    signal.alarm(limit)
+    faulthandler.dump_traceback_later(limit + 60, exit=True, file=sys.__stderr__)
+    try:
+        return (yield)
+    finally:
+        faulthandler.cancel_dump_traceback_later()
+        signal.alarm(0)
+        signal.signal(signal.SIGALRM, before)
 
 
 @pytest.fixture(scope="session", autouse=True)

@@ -12,6 +12,7 @@ from shardwise._version import __version__
 
 _PUBLIC = {
     "initialize": "shardwise.engine",
+    "initialize_engine": "shardwise.engine",
     "Engine": "shardwise.engine",
     "init_distributed": "shardwise.comm.setup",
     "add_config_arguments": "shardwise.launch.arguments",
@@ -32,6 +33,7 @@ __all__ = [
     "add_tuning_arguments",
     "init_distributed",
     "initialize",
+    "initialize_engine",
     "install_as_deepspeed",
 ]
 

@@ -15,24 +15,37 @@ MONITOR = "monitors are not built yet"
 PROFILER = "profilers and timers are not built yet"
 AUTOTUNER = "the autotuner is not built yet"
 SPARSE = "sparse attention is not built yet"
-ELASTIC = "elastic batch sizes are not built yet (`shardwise run --max-restarts` restarts a job with fewer processes)"
-COMPRESS = "compression of models (pruning, quantisation) is not built yet"
+ELASTIC = (
+    "elastic batch sizes are not built yet (`shardwise run --max-restarts N --min-nproc M` restarts a job with fewer "
+    "processes)"
+)
+COMPRESS = "compression of models (pruning, quantisation, eigenvalues of layers) is not built yet"
 OFFLOAD = "offload to the host and to disk is not built yet"
 HYBRID = "the hybrid engine is not built yet"
-DATA = "data efficiency (curriculum, random layer-token dropping, data analysis) is not built yet"
+DATA = "data efficiency (curriculum, dropping of layers or of their tokens, data analysis) is not built yet"
 UNIVERSAL = "the universal checkpoint format is not built yet (checkpoints here fit any layout as they are)"
 LAYERS = "fused layers are not built yet"
 COMPILER = "compiler passes are not built yet"
+MICS = (
+    "sharding within groups of ranks (MiCS) is not built yet; zero_optimization.zero_hpz_partition_size keeps a second "
+    "copy in each group"
+)
 LINEAR = "LoRA and quantised linear layers are not built yet"
 MESH = "meshes of several dimensions are not built yet"
 TILED = "tiled linear layers are not built yet"
+TILES = "computing in tiles of the sequence is not built yet"
 # What will not come.
-OPS = "there are no operators to build: every feature has a way in plain torch"
-INNER = "an inner part of DeepSpeed that has no counterpart: all ZeRO stages are one code path here, without wrappers"
-FILES = "checkpoints here are no pickle files of this form (`shardwise.checkpoint` reads and writes them)"
+OPS = "there are no operators to build: everything runs in plain torch"
+INNER = "it is an inner part of DeepSpeed, which has no counterpart here"
+WRAPPERS = "it is an inner part of DeepSpeed: here all ZeRO stages are one code path, without wrappers of optimizers"
+FILES = "checkpoints here are safetensors and JSON, which `shardwise.checkpoint` writes, and no files of this form"
 
+_COALESCED = (
+    "stages 0 and 1 reduce the gradients of several backward passes together (gradient_accumulation_steps, "
+    "engine.no_sync()); stages 2 and 3 reduce those of each, so that no whole gradient is kept"
+)
 _LOADERS = "engine.deepspeed_io() takes both kinds of data"
-_REDUCES = "gradients are reduced while backward() runs, nothing is left to be called"
+_REDUCES = "gradients are reduced while backward() runs and clipped in step(), so that nothing is left to be called"
 
 _ENGINE: dict[str, str] = {
     "DeepSpeedConfig(engine.config) reads it as a whole": "_config",
@@ -48,7 +61,7 @@ _ENGINE: dict[str, str] = {
     ),
     "losses are the script's": "losses",
     FILES: "save_zero_checkpoint save_non_zero_checkpoint",
-    "several backward passes before one reduction are gradient accumulation": "coalesce_grad_reduction",
+    _COALESCED: "coalesce_grad_reduction",
     _REDUCES: (
         "allreduce_gradients clip_fp32_gradients allreduce_bucket allreduce_and_copy allreduce_no_retain "
         "buffered_allreduce_fallback sparse_allreduce sparse_allreduce_bucket sparse_allreduce_no_retain "
@@ -62,7 +75,7 @@ _ENGINE: dict[str, str] = {
     ),
     OFFLOAD: "offload_states reload_states",
     "printing the engine's state is not built yet (engine.memory_report() has its memory)": "dump_state",
-    "control of garbage collection is not built yet": "collect_python_gc",
+    "garbage collection is left to Python (gc.collect())": "collect_python_gc",
     INNER: "get_optimizer_configuration is_first_weights_partition_group",
     SEQUENCE: "get_sequence_parallel_group",
 }

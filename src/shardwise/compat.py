@@ -129,8 +129,25 @@ def never_compiled(function: _Function) -> _Function:
     return function
 
 
+_peek_transform: Callable[[], Any] = getattr(
+    getattr(torch._C, "_functorch", None), "peek_interpreter_stack", lambda: None
+)
+
+
+@never_compiled
+def transforming() -> bool:
+    """Whether a transform of torch.func (grad, vjp, jacrev, vmap, ...) runs; False where torch does not tell."""
+    return _peek_transform() is not None
+
+
 without_overrides = torch._C.DisableTorchFunctionSubclass
 """Context in which `__torch_function__` of tensor subclasses is not asked."""
+
+
+def storage_users(tensor: torch.Tensor) -> int | None:
+    """Return how many tensors and other objects refer to the memory behind a tensor; None where torch does not tell."""
+    count: Callable[[int], int] | None = getattr(torch._C, "_storage_Use_Count", None)
+    return None if count is None else count(tensor.untyped_storage()._cdata)
 
 
 def allow_gradient_dtype(parameter: torch.Tensor, dtype: torch.dtype) -> None:

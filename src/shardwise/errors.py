@@ -33,7 +33,7 @@ class BatchSizeError(ConfigError, AssertionError):
 
 
 class ConflictError(ConfigError, AssertionError):
-    """Two configuration keys, each valid alone, exclude each other."""
+    """Two configuration keys, each valid alone, contradict each other."""
 
 
 class CheckpointError(ShardwiseError, RuntimeError):
@@ -50,6 +50,10 @@ class CheckpointPathError(CheckpointError, ValueError):
     """A checkpoint directory or tag is not one that can be used."""
 
 
+class NonFiniteStateError(CheckpointError):
+    """The training state has values that are infinite or NaN, and was not copied."""
+
+
 class LaunchError(ShardwiseError, RuntimeError):
     """The launcher cannot start or has lost its processes."""
 
@@ -63,7 +67,15 @@ class ReleasedParameterError(ShardwiseError, RuntimeError):
 
 
 class UsageError(ShardwiseError, RuntimeError):
-    """The engine's methods were called in an order or place that has no meaning."""
+    """The engine's methods were called in a wrong order or place."""
+
+
+class NoSuchModuleError(UsageError, ValueError):
+    """A model has none of the modules that were named."""
+
+
+class NotScalarError(UsageError, AssertionError):
+    """A loss is not one number."""
 
 
 class DesyncError(ShardwiseError, RuntimeError):
@@ -86,15 +98,20 @@ class SyncError(UsageError, AssertionError):
     """Gradients would be stepped without having been reduced."""
 
 
+class NonFiniteError(ShardwiseError, ArithmeticError):
+    """A gradient is infinite or not a number, and the configuration asks to stop then."""
+
+
 class LossScaleError(ShardwiseError, ArithmeticError):
     """Gradients overflow although the loss scale is as small as it may be."""
 
 
 class AbsentNameError(ShardwiseError, NotImplementedError):
-    """A name of DeepSpeed's whose feature this version does not have was asked of the drop-in.
+    """A name of DeepSpeed's whose feature this version does not have was used.
 
-    What is raised is one of its two subclasses: Python does not let one class be both an ImportError and an
-    AttributeError, `from a import b` needs the former, and `hasattr(a, "b")` is false only for the latter.
+    Where it is imported or read, one of the two subclasses is raised: Python does not let one class be both an
+    ImportError and an AttributeError, `from a import b` needs the former, and `hasattr(a, "b")` is false only for the
+    latter.
     """
 
 

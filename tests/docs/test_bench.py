@@ -12,6 +12,8 @@ from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
 from typing import Any
 
+import pytest
+
 ROOT = Path(__file__).parents[2]
 
 
@@ -23,6 +25,7 @@ def bench(script: str, *options: str) -> str:
     return done.stdout
 
 
+@pytest.mark.thorough
 def test_systems_take_turns_and_the_figures_reach_the_table(tmp_path: Path) -> None:
     bench("step_time.py", "--quick", "--results", str(tmp_path))
     shutil.copy(tmp_path / "step_time_27M_fp32_2.json", tmp_path / "step_time_27M_bf16_2.json")
@@ -37,13 +40,14 @@ def test_systems_take_turns_and_the_figures_reach_the_table(tmp_path: Path) -> N
     assert "time_and_memory.png\n" in bench("plot.py", "--results", str(tmp_path))
     assert (tmp_path / "time_and_memory.png").stat().st_size > 10_000
     row = next(line for line in bench("table.py", "--results", str(tmp_path)).splitlines() if "| shardwise 3 |" in line)
-    assert row.split("|")[3].strip() == f"{rows['shardwise 3']['processor_ratio']:.2f}"
+    assert row.split("|")[2].strip() == f"{rows['shardwise 3']['ratio']:.2f}"
 
 
 def rows(file: Path) -> list[dict[str, Any]]:
     return json.loads(file.read_text())["rows"]
 
 
+@pytest.mark.thorough
 def test_the_other_benchmarks_run(tmp_path: Path) -> None:
     scripts = {
         "growth.py": ["--nproc", "1"],
@@ -66,6 +70,7 @@ def test_the_other_benchmarks_run(tmp_path: Path) -> None:
     assert row["ratio"] == 1 and row["tokens_per_s"] > 0 and row["step_gb_per_s"] > 0
 
 
+@pytest.mark.thorough
 def test_checkpoints_are_measured(tmp_path: Path) -> None:
     options = ["--quick", "--results", str(tmp_path), "--directory", str(tmp_path)]
     with ThreadPoolExecutor() as pool:
@@ -91,6 +96,7 @@ def test_pictures_of_schedules_are_drawn(tmp_path: Path) -> None:
         assert (ROOT / "docs" / "images" / name).exists() and (tmp_path / name).stat().st_size > 10_000
 
 
+@pytest.mark.thorough
 def test_convergence_leaves_curves_and_bytes(tmp_path: Path) -> None:
     options = ["--quick", "--nproc", "2", "--names", "Adam;1-bit Adam", "--results", str(tmp_path)]
     bench("convergence.py", *options)

@@ -3,12 +3,17 @@
 from __future__ import annotations
 
 import json
+import os
 import re
+import signal
 import subprocess
 import sys
 from pathlib import Path
 
 import pytest
+import torch
+
+from shardwise.utils.zero_to_fp32 import get_fp32_state_dict_from_zero_checkpoint
 
 EXAMPLES = Path(__file__).parents[2] / "examples"
 
@@ -20,26 +25,50 @@ def launch(script: str, *options: str) -> str:
     return done.stdout
 
 
-def test_pretraining_stops_and_goes_on(tmp_path: Path) -> None:
+def pretraining(directory: Path, steps: int) -> tuple[str, ...]:
+    """Options of a short run that writes to a directory."""
     config = json.loads((EXAMPLES / "pretrain_gpt.json").read_text())
-    config["scheduler"]["params"] |= {"total_num_steps": 4, "warmup_num_steps": 2}
-    file = tmp_path / "config.json"
-    file.write_text(json.dumps(config))
-    once, twice = tmp_path / "once", tmp_path / "twice"
-    options = ("--config", str(file), "--sample", "24", "--out")
-    launch("pretrain_gpt.py", *options, str(once))
-    launch("pretrain_gpt.py", *options, str(twice), "--steps", "2")
-    output = launch("pretrain_gpt.py", *options, str(twice), "--resume")
-    assert "after 4 steps" in output
+    config["scheduler"]["params"] |= {"total_num_steps": steps, "warmup_num_steps": 2}
+    directory.mkdir()
+    (directory / "config.json").write_text(json.dumps(config))
+    return "--config", str(directory / "config.json"), "--sample", "8", "--out", str(directory / "out")
+
+
+@pytest.mark.limit(600)
+def test_pretraining_pauses_at_ctrl_c_and_goes_on_with_the_same_bits(tmp_path: Path) -> None:
+    steps = 6
+    whole, paused = pretraining(tmp_path / "whole", steps), pretraining(tmp_path / "paused", steps)
+    output = launch("pretrain_gpt.py", *whole, "--save-every", "4")
+    assert f"after {steps} steps" in output and "training loss" in output
     for word in ("planned", "measured", "floor", "optimizer", "activations"):
         assert word in output
-    # The second run ends in the same text, and so in the same parameters.
-    assert (once / "sample.txt").read_text() == (twice / "sample.txt").read_text()
-    assert (once / "loss.png").stat().st_size > 10_000
-    assert (twice / "latest").read_text().strip() == "global_step4"
+
+    command = [sys.executable, "-m", "shardwise.launch", "run", "--nproc", "2", "--grace", "60"]
+    command += [str(EXAMPLES / "pretrain_gpt.py"), *paused]
+    job = subprocess.Popen(command, stdout=subprocess.PIPE, stderr=subprocess.STDOUT, text=True, start_new_session=True)
+    assert job.stdout is not None
+    said = ""
+    for line in job.stdout:
+        said += line
+        if "before training" in line:  # the first step comes next
+            os.killpg(job.pid, signal.SIGINT)
+    assert job.wait(timeout=200) == 130, said
+    assert "paused after step" in said and "The same command goes on" in said
+    tag = (tmp_path / "paused" / "out" / "latest").read_text().strip()
+    assert tag in [f"global_step{step}" for step in range(1, steps)]
+
+    output = launch("pretrain_gpt.py", *paused)
+    assert f"going on after step {tag.removeprefix('global_step')} of {steps}" in output
+    assert "before training" not in output
+    first, second = (
+        get_fp32_state_dict_from_zero_checkpoint(str(tmp_path / name / "out")) for name in ("whole", "paused")
+    )
+    assert first and all(torch.equal(value, second[name]) for name, value in first.items())
+    assert (tmp_path / "paused" / "out" / "loss.png").stat().st_size > 10_000
+    assert f"all {steps} steps have been taken" in launch("pretrain_gpt.py", *paused)
 
 
-@pytest.mark.parametrize(("family", "stage"), [("bloom", 3), ("llama", 1)])
+@pytest.mark.parametrize(("family", "stage"), [("bloom", 3), pytest.param("llama", 1, marks=pytest.mark.thorough)])
 def test_finetuning_lowers_the_loss(family: str, stage: int, tmp_path: Path) -> None:
     pytest.importorskip("transformers")
     saved = tmp_path / "saved"

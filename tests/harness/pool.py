@@ -179,7 +179,7 @@ def _stacks(w: _Worker) -> str:
         return "(the process has ended)"
     os.kill(w.process.pid, signal.SIGUSR1)
     size = -1
-    for _ in range(20):  # the dump is complete when it has stopped growing
+    for _ in range(100):  # the dump is complete when it has stopped growing
         time.sleep(0.05)
         previous, size = size, w.stack_file.stat().st_size
         if size == previous and size > 0:

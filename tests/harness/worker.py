@@ -62,7 +62,6 @@ def main(conn: Connection, store_port: int, stack_file: str) -> None:
     """Serve tasks until the connection closes. SIGUSR1 writes the stacks of all threads to `stack_file`."""
     signal.signal(signal.SIGINT, signal.SIG_IGN)
     with open(stack_file, "w") as stacks:
-        faulthandler.register(signal.SIGUSR1, file=stacks, all_threads=True)
         store = dist.TCPStore("127.0.0.1", store_port, is_master=False)
         clean_env, clean_dir = dict(os.environ), os.getcwd()
         gc.collect()
@@ -76,6 +75,8 @@ def main(conn: Connection, store_port: int, stack_file: str) -> None:
                 _leave_group()
                 _reset(clean_env, clean_dir)
             else:
+                # Each time: tests of signals take it, and Python cannot give back a handler that is not its own.
+                faulthandler.register(signal.SIGUSR1, file=stacks, all_threads=True)
                 _answer(conn, _run(pickle.loads(message), store))
 
 

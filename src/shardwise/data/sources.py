@@ -163,6 +163,10 @@ class Indexed(Source):
                     f"one has {len(self._dataset)}, so the order cannot be continued; use the same dataset, or begin a "
                     f"new epoch with set_epoch({state['epoch'] + 1}) instead of restoring the position"
                 )
+            if state["position"] > len(self._dataset):
+                raise CheckpointError(
+                    f"position in the training data: {state['position']} is beyond its {len(self._dataset)} samples"
+                )
             self.sampler.seed = state["seed"]
             self.sampler.shuffle = state["shuffle"]
         elif state["position"] and not _repeats(self.sampler):

@@ -18,6 +18,7 @@ _PUBLIC = {
     "safe_set_local_fp32_param": "shardwise.zero.access",
     "safe_set_local_grad": "shardwise.zero.access",
     "safe_set_local_optimizer_state": "shardwise.zero.access",
+    "safe_update_full_grad_vectorized": "shardwise.zero.access",
     "memory_status": "shardwise.memory",
     "see_memory_usage": "shardwise.memory",
     "RepeatingLoader": "shardwise.data",

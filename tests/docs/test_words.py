@@ -1,0 +1,40 @@
+"""What the pages say exists, and what they say is missing is missing."""
+
+from __future__ import annotations
+
+import re
+from pathlib import Path
+
+import pytest
+
+import shardwise
+from shardwise.config.built import UNBUILT
+
+ROOT = Path(__file__).parents[2]
+PAGES = [ROOT / "README.md", *sorted((ROOT / "docs").rglob("*.md"))]
+OF_AN_INSTANCE = {"accountant", "device", "global_steps", "last_load", "last_step", "module", "optimizer", "resumed"}
+OF_AN_INSTANCE |= {"global_samples", "micro_steps", "skipped_steps"}
+ELSEWHERE = {"offload_states", "coalesce_grad_reduction", "safetensors"}  # named because they are not there
+
+
+@pytest.mark.parametrize("page", PAGES, ids=lambda page: str(page.relative_to(ROOT)))
+def test_members_of_the_engine_that_a_page_names_exist(page: Path) -> None:
+    for name in set(re.findall(r"`engine\.(\w+)", page.read_text(encoding="utf-8"))) - ELSEWHERE:
+        assert name in OF_AN_INSTANCE or hasattr(shardwise.Engine, name), f"engine.{name}"
+
+
+@pytest.mark.parametrize("page", ["README.md", "docs/index.md"])
+def test_what_is_called_missing_is_refused(page: str) -> None:
+    text = (ROOT / page).read_text(encoding="utf-8").partition("not there yet")[2].partition("\n## ")[0]
+    keys = {
+        "Offload of parameters": "zero_optimization.offload_param",
+        "expert parallelism": "expert_parallel.enabled",
+        "Tensor, pipeline and sequence parallelism": "tensor_parallel",
+        "pipeline": "pipeline.enabled",
+        "sequence": "sequence_parallel_size",
+        "Monitors": "tensorboard.enabled",
+        "profilers": "flops_profiler.enabled",
+        "autotuner": "autotuning.enabled",
+    }
+    for words, key in keys.items():
+        assert words in text and any(entry.path == key for entry in UNBUILT), words

@@ -1,0 +1,56 @@
+"""What `make test` leaves out: every entry of every list stays, and tests that hang end."""
+
+from __future__ import annotations
+
+import itertools
+import subprocess
+import sys
+from pathlib import Path
+
+from tests.sampling import covering, sample
+
+ROOT = Path(__file__).parents[2]
+
+
+def test_every_entry_of_every_list_occurs() -> None:
+    for sizes in ((5,), (3, 4), (2, 3, 4), (2, 2, 2, 7)):
+        cases = list(itertools.product(*map(range, sizes)))
+        chosen = [cases[place] for place in covering(cases)]
+        assert len(chosen) == max(sizes)
+        for place, size in enumerate(sizes):
+            assert {case[place] for case in chosen} == set(range(size))
+    ragged = [("a", 1), ("a", 2), ("b", 2), ("c", 2)]
+    assert [ragged[place] for place in covering(ragged)] == [("a", 1), ("b", 2), ("c", 2)]
+
+
+def test_short_lists_and_files_of_quick_tests_are_run_whole() -> None:
+    assert sample("zero/test_loops.py", [()]) == [0]
+    assert sample("zero/test_loops.py", [(place,) for place in range(9)]) == [2, 5, 8]
+    assert sample("zero/test_loops.py", [(0,), (1,), (2,)]) == [0, 1, 2]
+    assert sample("config/test_load.py", list(itertools.product(range(3), range(3)))) == list(range(9))
+
+
+HANGS = """
+import subprocess, time
+import pytest
+
+@pytest.mark.limit(1)
+def test_hangs():
+    time.sleep(60)
+
+@pytest.mark.limit(1)
+def test_waits():
+    subprocess.run(["sleep", "60"])
+
+def test_is_quick():
+    pass
+"""
+
+
+def test_a_test_that_hangs_fails_and_the_rest_goes_on(tmp_path: Path) -> None:
+    (tmp_path / "test_it.py").write_text(HANGS)
+    command = [sys.executable, "-m", "pytest", "-q", "-p", "tests.conftest", "--progress", "-c", "/dev/null"]
+    done = subprocess.run([*command, str(tmp_path)], cwd=ROOT, capture_output=True, text=True, timeout=100)
+    assert "2 failed, 1 passed" in done.stdout, done.stdout
+    assert "TestTooLongError: not over after 1 s" in done.stdout
+    assert "tests: FAILED" in done.stdout and "tests: 3 of 3 tests (100 %)" in done.stdout
