@@ -63,8 +63,8 @@ def test_every_stage(stages: tuple[int, int], tmp_path: Path) -> None:
     for stage in stages:
         comms = tmp_path / f"{stage}.json"
         output = run(stage, comms)
-        stages = re.findall(r"Device (\d) - ZeRO Stage: (\d)", output)
-        assert sorted(stages) == [("0", str(stage)), ("1", str(stage))]
+        logged = re.findall(r"Device (\d) - ZeRO Stage: (\d)", output)
+        assert sorted(logged) == [("0", str(stage)), ("1", str(stage))]
         held = [int(count.replace(",", "")) for count in re.findall(r"parameter count=([\d,]+)", output)]
         assert held == [parameters] * RANKS if stage == 0 else sum(held) == parameters and max(held) < 0.6 * parameters
         assert "lr=0.00015; betas=(0.9, 0.999); eps=1e-08" in output

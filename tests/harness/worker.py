@@ -75,7 +75,9 @@ def main(conn: Connection, store_port: int, stack_file: str) -> None:
                 _leave_group()
                 _reset(clean_env, clean_dir)
             else:
-                # Each time: tests of signals take it, and Python cannot give back a handler that is not its own.
+                # Each time: tests of signals take it, and Python cannot give back a handler that is not its own. It is
+                # given up first, because what is registered already is not installed again.
+                faulthandler.unregister(signal.SIGUSR1)
                 faulthandler.register(signal.SIGUSR1, file=stacks, all_threads=True)
                 _answer(conn, _run(pickle.loads(message), store))
 

@@ -30,6 +30,8 @@ from shardwise.utils.logging import logger
 LATEST = "latest"
 DATA = re.compile(r"rank\d+of\d+-[0-9a-f]{8}\.safetensors")
 _PARTIAL = ".partial"
+_GONE = f".gone{_PARTIAL}"
+"""Ending of what is being removed."""
 _LOCK = "writer.lock"
 """File in a draft that its writer has locked. Network file systems know locks of files, and not of directories."""
 _YOUNG_S = 60.0
@@ -151,7 +153,7 @@ class Draft:
         with contextlib.suppress(OSError):
             for name in old:
                 os.unlink(os.path.join(self.target, name))
-            shutil.rmtree(self.path)
+            _vanish(self.path)
         with contextlib.suppress(OSError):  # of a writer that was killed when the old one had just appeared
             os.unlink(os.path.join(self.target, _LOCK))
 
@@ -160,7 +162,8 @@ class Draft:
         for path in self._moved:
             with contextlib.suppress(OSError):
                 os.unlink(path)
-        shutil.rmtree(self.path, ignore_errors=True)
+        with contextlib.suppress(OSError):
+            _vanish(self.path)
         self._unlock()
 
     def _unlock(self) -> None:
@@ -256,19 +259,32 @@ def remove(parent: str, tag: str) -> bool:
         OSError: it cannot be renamed.
     """
     path = os.path.join(parent, tag)
-    if any(name.startswith(f".{tag}.") and name.endswith(_PARTIAL) for name in os.listdir(parent)):
+    drafts = (name for name in os.listdir(parent) if name.endswith(_PARTIAL) and not name.endswith(_GONE))
+    if any(name.startswith(f".{tag}.") for name in drafts):
         return False
     lock = _lock_alone(os.path.join(path, manifests.NAME))
     if lock is None:
         return False
     try:
-        hidden = os.path.join(parent, f".{tag}.{secrets.token_hex(4)}{_PARTIAL}")
-        os.rename(path, hidden)
-        sync_directory(parent)
-        shutil.rmtree(hidden, ignore_errors=True)
+        _vanish(path, sync=True)
     finally:
         os.close(lock)
     return True
+
+
+def _vanish(path: str, *, sync: bool = False) -> None:
+    """Remove a draft or a checkpoint: its name in one step, so that nobody adds files to it, and its files after that.
+
+    Raises:
+        OSError: it cannot be renamed.
+    """
+    parent, name = os.path.split(path)
+    draft = name.removesuffix(_PARTIAL) if name.endswith(_PARTIAL) else f".{name}.{secrets.token_hex(4)}"
+    hidden = os.path.join(parent, draft + _GONE)
+    os.rename(path, hidden)
+    if sync:
+        sync_directory(parent)
+    shutil.rmtree(hidden, ignore_errors=True)
 
 
 def _machine() -> str:
@@ -301,20 +317,22 @@ def remove_leftovers(parent: str, tag: str | None = None) -> None:
                 # Another job may be about to rename it; what a dead process has left is removed at once.
                 if _is_of_dead(name) or time.time() - os.stat(path).st_mtime > _YOUNG_S:
                     os.unlink(path)
+        elif name.startswith(".") and name.endswith(_GONE):
+            shutil.rmtree(path, ignore_errors=True)
         elif name.startswith(".") and name.endswith(_PARTIAL) and os.path.isdir(path):
             with contextlib.suppress(OSError):
                 lock = os.path.join(path, _LOCK)
                 if not os.path.lexists(lock):
-                    # With a manifest it was a checkpoint, whose removal has not come to its end.
-                    removed = os.path.lexists(os.path.join(path, manifests.NAME))
-                    if removed or time.time() - os.stat(path).st_mtime > _YOUNG_S:
-                        shutil.rmtree(path, ignore_errors=True)
+                    if time.time() - os.stat(path).st_mtime > _YOUNG_S:
+                        _vanish(path)
                     continue
                 # The lock of a living writer cannot be had; that of a dead one is gone with it.
                 descriptor = _lock_alone(lock)
                 if descriptor is not None:
-                    shutil.rmtree(path, ignore_errors=True)
-                    os.close(descriptor)
+                    try:
+                        _vanish(path)
+                    finally:
+                        os.close(descriptor)
 
 
 def write_file(path: str, data: bytes) -> None:
