@@ -153,7 +153,7 @@ class Draft:
         with contextlib.suppress(OSError):
             for name in old:
                 os.unlink(os.path.join(self.target, name))
-            _vanish(self.path)
+            _remove_draft(self.path)
         with contextlib.suppress(OSError):  # of a writer that was killed when the old one had just appeared
             os.unlink(os.path.join(self.target, _LOCK))
 
@@ -162,8 +162,7 @@ class Draft:
         for path in self._moved:
             with contextlib.suppress(OSError):
                 os.unlink(path)
-        with contextlib.suppress(OSError):
-            _vanish(self.path)
+        _remove_draft(self.path)
         self._unlock()
 
     def _unlock(self) -> None:
@@ -266,24 +265,29 @@ def remove(parent: str, tag: str) -> bool:
     if lock is None:
         return False
     try:
-        _vanish(path, sync=True)
+        hidden = _hidden(path)
+        os.rename(path, hidden)
+        sync_directory(parent)
+        shutil.rmtree(hidden, ignore_errors=True)
     finally:
         os.close(lock)
     return True
 
 
-def _vanish(path: str, *, sync: bool = False) -> None:
-    """Remove a draft or a checkpoint: its name in one step, so that nobody adds files to it, and its files after that.
-
-    Raises:
-        OSError: it cannot be renamed.
-    """
+def _hidden(path: str) -> str:
+    """Return a name for a draft or a checkpoint that is being removed."""
     parent, name = os.path.split(path)
     draft = name.removesuffix(_PARTIAL) if name.endswith(_PARTIAL) else f".{name}.{secrets.token_hex(4)}"
-    hidden = os.path.join(parent, draft + _GONE)
-    os.rename(path, hidden)
-    if sync:
-        sync_directory(parent)
+    return os.path.join(parent, draft + _GONE)
+
+
+def _remove_draft(path: str) -> None:
+    """Remove a draft as far as it can be: first its name, so that nobody adds files to it."""
+    hidden = _hidden(path)
+    try:
+        os.rename(path, hidden)
+    except OSError:
+        hidden = path
     shutil.rmtree(hidden, ignore_errors=True)
 
 
@@ -324,15 +328,13 @@ def remove_leftovers(parent: str, tag: str | None = None) -> None:
                 lock = os.path.join(path, _LOCK)
                 if not os.path.lexists(lock):
                     if time.time() - os.stat(path).st_mtime > _YOUNG_S:
-                        _vanish(path)
+                        _remove_draft(path)
                     continue
                 # The lock of a living writer cannot be had; that of a dead one is gone with it.
                 descriptor = _lock_alone(lock)
                 if descriptor is not None:
-                    try:
-                        _vanish(path)
-                    finally:
-                        os.close(descriptor)
+                    _remove_draft(path)
+                    os.close(descriptor)
 
 
 def write_file(path: str, data: bytes) -> None:

@@ -231,6 +231,7 @@ def _build(
             compressor=reduction(settings, comm, lambda tensor: accountant.hold(Category.BUFFERS, tensor)),
             sparse_gradients=settings.sparse_gradients,
             boundary=lambda: engine_box[0].reduces_now(),
+            single=lambda: engine_box[0].begins_window(),
             leaves=leaves_of(model, settings.zero_optimization.leaf_module),
             wires=wires,
         )

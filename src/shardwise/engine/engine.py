@@ -449,6 +449,13 @@ class Engine(Attributes, BatchSizes, ConfigGetters, Interchange, FaultTolerance,
             return False
         return self.is_gradient_accumulation_boundary() if self._managed else self._boundary is True
 
+    def begins_window(self) -> bool:
+        """Whether no rank has had a micro-batch of this accumulation window before.
+
+        A rank may have left out its backward pass. Where the script counts micro-batches this is not known, and False.
+        """
+        return self._managed and self.micro_steps == self._window_began
+
     # -- step --------------------------------------------------------------------------------------------------------
 
     @never_compiled

@@ -71,6 +71,7 @@ class ShardedModel:
         compressor: reduces gradients with loss; None: exactly.
         sparse_gradients: reduce the gradients of embeddings that give rows as rows.
         boundary: whether the backward pass that starts now ends an accumulation window.
+        single: whether that window has at most one on every rank.
         leaves: modules to be kept in one unit each.
         wires: `id(parameter)` to the dtype in which its gradient travels, where neither its own nor the policy's.
 
@@ -102,6 +103,7 @@ class ShardedModel:
         compressor: Compressor | None = None,
         sparse_gradients: bool = False,
         boundary: Callable[[], bool],
+        single: Callable[[], bool],
         leaves: Iterable[nn.Module] = (),
         wires: Mapping[int, torch.dtype] | None = None,
     ) -> None:
@@ -172,6 +174,7 @@ class ShardedModel:
                 stays_local=self.update.local if isinstance(self.update, CommunicatedUpdate) else None,
                 scale=lambda: self.reduction_scale(),
                 boundary=boundary,
+                single=single,
                 used=self.gatherer.used,
                 settled=self.gatherer.settled,
                 on_nested=self.gatherer.watch_from_now_on,

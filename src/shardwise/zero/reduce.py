@@ -53,6 +53,7 @@ class Reducer:
             that communicates itself (the same on all ranks).
         scale: what divides sums of gradients over ranks and micro-batches to give the gradient that is stepped.
         boundary: whether the backward pass that starts now is the last one before a step.
+        single: whether it is the only one before a step, or none at all is run, on every rank.
         used: whether a unit has computed something that may be differentiated.
         settled: whether all calls of a unit that are to be differentiated have been.
         on_nested: called at the end of a pass with the units whose gradients may come from nested passes.
@@ -83,6 +84,7 @@ class Reducer:
         stays_local: Callable[[], bool] | None = None,
         scale: Callable[[], float],
         boundary: Callable[[], bool],
+        single: Callable[[], bool],
         used: Callable[[Unit], bool],
         settled: Callable[[Unit], bool],
         on_nested: Callable[[set[int]], None],
@@ -104,7 +106,7 @@ class Reducer:
         self._own: dict[int, torch.Tensor] = {}
         self._scale = scale
         self.boundary = True
-        self._at_boundary = boundary
+        self._at_boundary, self._is_single = boundary, single
         self.partial = False
         self.active = False
         self._at_end: AtEnd | None = None
@@ -293,7 +295,8 @@ class Reducer:
         """Return whether the gradients of one pass are reduced by themselves, and the dtype in which they are kept."""
         # Sums over micro-batches are formed in the accumulator's dtype; a gradient that is alone travels as it is, and
         # without peers nothing travels. The choice depends on nothing that could differ between ranks.
-        together = self.local or not (self.shard_gradients or (self.boundary and not self.partial))
+        single = self.boundary and not self.partial and self._is_single()
+        together = self.local or not (self.shard_gradients or single)
         alone = self.comm.world > 1 and not together
         return alone, (self._cast_to(section) or section.layout.dtype) if alone else section.accumulate_dtype
 
