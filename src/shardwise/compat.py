@@ -11,6 +11,7 @@ import functools
 import sys
 from collections.abc import Callable, Sequence
 from datetime import timedelta
+from types import FunctionType
 from typing import Any, TypeVar
 
 import torch
@@ -176,6 +177,18 @@ def _runs_fused(algorithm: str, device_type: str, dtype: torch.dtype) -> bool:
     except (NotImplementedError, RuntimeError, TypeError):
         return False
     return True
+
+
+def forget_groups() -> None:
+    """Let go of process groups that torch has taken as default values of arguments.
+
+    `torch.distributed.nn.functional`, which the first optimizer imports, otherwise keeps the default group of that
+    moment for ever, and the threads of a Gloo group that has been destroyed run on. None means the default group too.
+    """
+    for function in vars(sys.modules.get("torch.distributed.nn.functional", sys)).values():
+        defaults = getattr(function, "__defaults__", None)
+        if isinstance(function, FunctionType) and defaults:
+            function.__defaults__ = tuple(None if isinstance(value, dist.ProcessGroup) else value for value in defaults)
 
 
 def global_step_hooks() -> list[Callable[..., Any]]:

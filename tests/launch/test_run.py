@@ -379,6 +379,30 @@ else:
     assert report.rstrip().endswith(b"stopped on purpose")
 
 
+THREADS_AT_THE_END = """
+import atexit, pathlib, sys
+def tell():
+    names = [path.read_text().strip() for path in pathlib.Path("/proc/self/task").glob("*/comm")]
+    print("end", [name for name in names if "gloo" in name])
+atexit.register(tell)
+import torch, torch.distributed as dist, shardwise
+if sys.argv[1] == "adopted":
+    dist.init_process_group("gloo")
+config = {"train_micro_batch_size_per_gpu": 1, "optimizer": {"type": "SGD", "params": {"lr": 0.1}}}
+engine, *_ = shardwise.initialize(model=torch.nn.Linear(3, 3), config=config)
+engine.destroy()
+dist.destroy_process_group()
+"""
+
+
+@pytest.mark.parametrize("group", ["adopted", pytest.param("own", marks=pytest.mark.thorough)])
+def test_no_thread_of_gloo_outlives_the_groups(tmp_path, group: str) -> None:
+    """Where one does, a process aborts now and then when it ends."""
+    done = _run("--nproc", "2", _script(tmp_path, THREADS_AT_THE_END), group)
+    assert done.returncode == 0, done.stderr
+    assert done.stdout.count("end []") == 2, done.stdout
+
+
 NO_DESTROY = """
 import sys, time, torch, shardwise
 config = {"train_micro_batch_size_per_gpu": 1, "optimizer": {"type": "SGD", "params": {"lr": 0.1}},

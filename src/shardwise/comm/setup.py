@@ -2,11 +2,12 @@
 
 Invariant: nothing process-wide is changed but torch's own default process group, its end together with the
 process, and, for jobs on one machine, the variable that keeps Gloo on the loopback interface. A process group
-that exists already is adopted as it is.
+that exists already is adopted as it is; if it is of Gloo it ends with the process too.
 
-Why the end matters: with torch 2.13, a process that ends without destroying its Gloo group may abort in the
-very last moment, after all its work, and a process that raises while a collective is in flight waits in its
-own end for the peers, which wait for it in turn: until the limit for a collective instead of at once.
+Why the end matters: with torch 2.13, a process that ends while threads of a Gloo group still run may abort in
+the very last moment, after all its work (one in twenty did), and a process that raises while a collective is in
+flight waits in its own end for the peers, which wait for it in turn: until the limit for a collective instead
+of at once. Destroying the group is not enough, because torch keeps it (`compat.forget_groups`).
 """
 
 from __future__ import annotations
@@ -16,7 +17,7 @@ import logging
 import os
 import socket
 import sys
-from collections.abc import Mapping
+from collections.abc import Callable, Mapping
 from datetime import timedelta
 from urllib.parse import urlsplit
 
@@ -28,6 +29,7 @@ from shardwise.comm.environment import NO_LAUNCHER, TORCH_LAYOUT, Place, discove
 from shardwise.comm.meeting import meet
 from shardwise.comm.rendezvous import join, private_keys
 from shardwise.comm.whereabouts import publish_end
+from shardwise.compat import forget_groups
 from shardwise.errors import LaunchError
 
 DEFAULT_PORT = 29500
@@ -35,6 +37,7 @@ DEFAULT_TIMEOUT = timedelta(minutes=10)
 TIMEOUT_VARIABLES = ("SHARDWISE_TIMEOUT", "DEEPSPEED_TIMEOUT")
 
 _log = logging.getLogger("shardwise")
+_ends: list[Callable[[], None]] = []
 
 
 def init_distributed(
@@ -83,6 +86,7 @@ def init_distributed(
         raise LaunchError(f"rank={rank} and world_size={world_size}: give both or neither.")
     if is_initialized():
         _check_adopted(rank, world_size)
+        _at_exit(_end_adopted)
         return
     if dist_init_required is False:
         raise LaunchError(
@@ -102,8 +106,7 @@ def init_distributed(
         store = private_keys(next(rendezvous(init_method, place.rank, place.world_size, timeout=timeout))[0])
     meet(store, place.rank, place.world_size, timeout, os.environ.get("TORCHELASTIC_RESTART_COUNT", "0"))
     dist.init_process_group(backend, store=store, rank=place.rank, world_size=place.world_size, timeout=timeout)
-    atexit.unregister(_end_with_process)
-    atexit.register(_end_with_process)
+    _at_exit(_end_with_process)
     if verbose and place.rank == 0:
         _log.info("%d ranks on %s, found through %s", place.world_size, backend, place.source)
 
@@ -140,8 +143,16 @@ def destroy() -> None:
         dist.destroy_process_group()
 
 
+def _at_exit(end: Callable[[], None]) -> None:
+    """Let the process end in this way; the first that is asked for stays, as later ones adopt what it has started."""
+    if not _ends:
+        _ends.append(end)
+        atexit.register(end)
+
+
 def _end_with_process() -> None:
     """End what `init_distributed` has started when the interpreter ends."""
+    forget_groups()
     if not is_initialized():
         return
     if dist.get_world_size() > 1:
@@ -155,6 +166,13 @@ def _end_with_process() -> None:
         sys.stderr.flush()
         os._exit(1)
     destroy()
+
+
+def _end_adopted() -> None:
+    """End a Gloo group that the script has started and not ended, unless an exception ends the process."""
+    forget_groups()
+    if is_initialized() and dist.get_backend() == "gloo" and getattr(sys, "last_value", None) is None:
+        destroy()
 
 
 def timeout_from_environment(env: Mapping[str, str] = os.environ) -> timedelta:
