@@ -19,7 +19,7 @@ from .tree import Key, expected, walk
 BEGIN = "<!-- keys: made by python -m shardwise.config.reference -->"
 END = "<!-- end of keys -->"
 _HEAD = "| Key | Value, default | Meaning |\n|---|---|---|"
-_PARAMETERS = ("aio", "compression_training")  # sections whose keys matter to such features only
+_PARAMETERS = ("aio", "compression_training", "data_efficiency")  # sections whose keys matter to such features only
 _TYPES = (
     (r" \(other usual names of these types work too\)", ""),
     (r'one of "fp32", "fp16", "bf16"', "dtype"),
@@ -53,8 +53,8 @@ def table() -> str:
                 parts.append("")
     parts.append("## Keys of features that this version does not have\n")
     parts.append(
-        "Values after the colon, the default after the last `=`. Such a key is accepted with its default and refused "
-        "with a value that asks for the feature. `shardwise schema` describes each, and those without effect.\n"
+        "Values after the colon, the default after the last `=`. A value that asks for the feature is refused. "
+        "`shardwise schema` describes each key.\n"
     )
     parts.append("```text")
     for keys in _groups(unbuilt=True).values():

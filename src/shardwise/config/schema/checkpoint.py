@@ -82,7 +82,7 @@ class MemoryCopies(Section):
     """`checkpoint.memory_copies`: the training state in memory, outside of the processes. A section of ours."""
 
     every: Int = key(10, "Steps between two copies.", gt=0)
-    replicas: Int = key(1, "Number of other nodes that keep a copy of each rank's part.", ge=0)
+    replicas: Int = key(1, "Other nodes that keep a copy of each part.", ge=0)
     directory: str | None = key(
         None, "Where copies are kept, on a tmpfs of each node; null: where `shardwise run` says.", min_length=1
     )
@@ -102,9 +102,7 @@ class Checkpoint(Section):
         "null: all.",
         gt=0,
     )
-    keep_every: Int | None = key(
-        None, "With `keep_last`: checkpoints at multiples of so many steps stay as well.", gt=0
-    )
+    keep_every: Int | None = key(None, "With `keep_last`: those at multiples of so many steps stay as well.", gt=0)
     load_universal: bool = key(False, "Load the universal format.")
     use_node_local_storage: bool = key(False, "Directories are local to a node: its first rank creates them.")
     parallel_write: ParallelWrite = section(ParallelWrite, "Division of writing.")

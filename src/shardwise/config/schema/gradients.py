@@ -4,13 +4,13 @@ from __future__ import annotations
 
 from .base import Int, Section, key
 
-_START = "Steps at the beginning that are reduced exactly."
+_START = "First steps, reduced exactly."
 
 
 class PowerSGD(Section):
     """`compression.params` of powerSGD (Vogels et al. 2019), with the names of torch's DDP hook."""
 
-    matrix_approximation_rank: Int = key(1, "Rank of the approximation of each matrix of gradients.", ge=1)
+    matrix_approximation_rank: Int = key(1, "Rank of the approximation of each matrix.", ge=1)
     start_compressing_after_step: Int = key(1000, _START, names=("start_powerSGD_iter",), ge=0)
     use_error_feedback: bool = key(True, "Add what has not been sent to the next gradient.")
     warm_start: bool = key(True, "Start from the factors of the last step; false: from random ones.")

@@ -42,7 +42,7 @@ class BF16(Section):
         no_effect="gradients are always accumulated as they are reduced",
     )
     master_weights: Literal["fp32", "none"] = key(
-        "fp32", "What the optimizer steps: fp32 copies of the parameters, or (none) the bf16 parameters themselves."
+        "fp32", "What the optimizer steps: fp32 copies, or (none) the bf16 parameters themselves."
     )
     rounding: Literal["nearest", "stochastic", "kahan"] | None = key(
         None,
@@ -92,11 +92,11 @@ class DataTypes(Section):
 
     grad_accum_dtype: DType | None = key(
         None,
-        "Type in which gradients are accumulated and summed; null: fp32.",
+        "Type of gradient sums; null: fp32.",
         default_note="the model's type in DeepSpeed",
     )
-    param_dtype: DType | None = key(None, "Type of the parameters; if given it must agree with fp16 / bf16.")
-    buffer_dtype: DType | None = key(None, "Cast floating-point buffers to this type; null: leave them as they are.")
+    param_dtype: DType | None = key(None, "Must agree with fp16 / bf16.")
+    buffer_dtype: DType | None = key(None, "Cast floating-point buffers to this type.")
     keep_in_fp32_modules: Literal["auto"] | Strings = key(
         "auto", "Modules whose buffers stay fp32; auto: those that the model itself names."
     )

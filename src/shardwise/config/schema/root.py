@@ -44,9 +44,9 @@ class Config(Section):
         "The engine counts micro-batches and takes their mean; false: every step() updates, with the sum of the "
         "gradients (gradient_accumulation_steps is 1 then).",
     )
-    dataloader_drop_last: bool = key(False, "The loader that the engine builds drops the last incomplete batch.")
+    dataloader_drop_last: bool = key(False, "The engine's loader drops the last incomplete batch.")
     sequence_parallel_size: Int = key(1, "Ranks that share one sequence.", ge=1)
-    data_parallel_size: Int | None = key(None, "Data-parallel ranks; must agree with the number of ranks.", ge=1)
+    data_parallel_size: Int | None = key(None, "Must be the number of ranks.", ge=1)
     use_data_before_expert_parallelism: bool = key(
         False, "Order of ranks in expert groups.", no_effect="there are no expert groups"
     )
@@ -74,9 +74,8 @@ class Config(Section):
 
     non_finite: Literal["warn", "skip", "stop", "ignore"] = key(
         "warn",
-        "What to do about an infinite or NaN gradient (without loss scaling, which always skips): warn, and update; "
-        "skip the step; stop with an error before the update; ignore: do not look. bf16.check_grad_overflow true is "
-        "skip.",
+        "An infinite or NaN gradient (without loss scaling, which always skips): warn, and update; skip the step; "
+        "stop before the update; do not look. bf16.check_grad_overflow true is skip.",
     )
 
     communication_data_type: DType | None = key(None, "Type of gradients on the wire; null: the model's type.")
@@ -89,7 +88,7 @@ class Config(Section):
     deterministic_reduce: bool = key(
         False, "Sum gradients in rank order on NCCL too, which makes runs repeatable bit by bit."
     )
-    strict_sync: bool = key(False, "Report ranks that take different branches of the model instead of following them.")
+    strict_sync: bool = key(False, "Report ranks that take different branches of the model.")
     sparse_gradients: bool = key(False, "Reduce gradients of embeddings with sparse=True as row numbers and rows.")
     disable_allgather: bool = key(
         False, "Old switch of the all-gather.", no_effect="parameters could not be updated without it"

@@ -77,9 +77,7 @@ class ZeroConfig(Section):
         no_effect="every rank holds an equal slice of every unit",
     )
     ignore_unused_parameters: bool = key(True, "false: a parameter without a gradient is an error.")
-    compute_grad_norm: bool = key(
-        True, "false: skip the global gradient norm (stages 1 and 2, and only without gradient_clipping)."
-    )
+    compute_grad_norm: bool = key(True, "false: skip the gradient norm (stages 1 and 2, without gradient_clipping).")
     load_from_fp32_weights: bool = key(
         True,
         "Restore master weights from the checkpoint's fp32 copy rather than from its 16-bit weights.",
@@ -119,7 +117,7 @@ class ZeroConfig(Section):
     )
     stage3_model_persistence_threshold: Int = key(
         sys.maxsize,
-        "Most elements that stay gathered because of the previous key (stage 3).",
+        "Most elements that the previous key keeps gathered (stage 3).",
         names=("model_persistence_threshold",),
         ge=0,
     )
