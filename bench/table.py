@@ -362,9 +362,8 @@ MEMORY, LARGEST, LENGTHS = "memory_98M_bf16_4", "largest_batch_27M_fp32_2", "gro
 SECTIONS = [
     Section(
         "Step time",
-        "GPT of 26 million parameters, batch 4 x 128 per rank, 2 ranks. All systems run in one job and take turns; "
-        "medians, and ratios to DDP. Processor time is that of all threads of a rank. DDP computes bf16 by autocast "
-        "on fp32 weights.",
+        "GPT of 26 million parameters, batch 4 x 128 per rank, 2 ranks; medians, and ratios to DDP, which computes "
+        "bf16 by autocast. Processor time is that of all threads of a rank.",
         list(STEP_FILES.values()),
         compare(
             *((f"{title}, ms", name, "median_ms") for title, name in STEP_FILES.items()),
@@ -376,8 +375,7 @@ SECTIONS = [
     Section(
         "Time and communication by number of ranks",
         "GPT of 7 million parameters, fp32, batch 2 x 128 per rank. *ratio*: step time over DDP's with as many ranks. "
-        "*blocked*: part of the step spent waiting in collectives, slower ranks included (with more ranks than cores, "
-        "most of it).",
+        "*blocked*: part of the step spent waiting in collectives, also for slower ranks.",
         list(RANK_FILES.values()),
         compare(
             *((f"ratio, {world}", name, "ratio") for world, name in RANK_FILES.items()),
@@ -388,8 +386,8 @@ SECTIONS = [
     Section(
         "Memory",
         "Bytes per parameter above the bare process, of the worst rank: GPT of 98 million parameters, AdamW in bf16, "
-        "batch 1 x 64, 4 ranks. *resident* is what the system counts, *tensors* what shardwise's accountant counts. "
-        "The model is built in fp32 on every rank first; with *Init* it is divided while it is built.",
+        "batch 1 x 64, 4 ranks. *tensors* is what shardwise's accountant counts. The model is built in fp32 on every "
+        "rank; with *Init* it is divided while it is built.",
         [MEMORY],
         compare(
             ("resident peak", MEMORY, "peak"),
@@ -401,8 +399,8 @@ SECTIONS = [
     Section(
         "Largest batch",
         "GPT of 26 million parameters, fp32, sequences of 32 tokens, 2 ranks. The largest batch of a rank with which "
-        "the highest resident size of a training step stays within 640 MiB above the bare process, and the times of a "
-        "training step and of an evaluation with that batch. 0: not even one sequence fits.",
+        "a training step stays within 640 MiB above the bare process, and times with that batch. 0: not even one "
+        "sequence fits.",
         [LARGEST],
         compare(
             ("batch", LARGEST, "batch_per_rank"),
@@ -416,16 +414,14 @@ SECTIONS = [
     ),
     Section(
         "Start",
-        "Import: medians of new processes, taking turns. *build* is the time of `initialize` (of the wrapper and the "
-        "optimizer) for a model of 26 million parameters that is there already, on 2 ranks that have formed their "
-        "group; most of it is torch loading its compiler.",
+        "Import: medians of new processes. *build* is the time of `initialize` (of the wrapper and the optimizer) for "
+        "a model of 26 million parameters, on 2 ranks; most of it is torch loading its compiler.",
         [STARTUP],
         startup,
     ),
     Section(
         "Growth with layers",
-        "Processor time of a step over the number of layers: GPT of width 8, batch 1 x 4, 2 ranks, which measures the "
-        "host's work per unit.",
+        "Processor time of a step over the number of layers: GPT of width 8, batch 1 x 4, 2 ranks.",
         ["growth_layers_2"],
         layers,
         "growth",
@@ -442,72 +438,69 @@ SECTIONS = [
     ),
     Section(
         "Collectives on Gloo",
-        "Milliseconds of the slowest rank on loopback, the fastest of alternating rounds (more sizes in "
-        "`comm_gloo.json`).",
+        "Milliseconds of the slowest rank on loopback, fastest round (more sizes in `comm_gloo.json`).",
         ["comm_gloo"],
         collectives,
     ),
     Section(
         "Checkpoints",
-        "Saving and loading a model and AdamW's state in fp32, sharded; 50 MB per layer. GB/s of all ranks together, "
-        "medians, bytes on disk at the end of a save; *cold*: the files were dropped from the page cache before. "
-        "*disk* writes and reads files of as many bytes. *processor*: seconds of all threads and ranks for a GB. "
-        "*memory*: highest resident size above that before, over the size of the checkpoint, all ranks together. "
-        '*direct*: written past the page cache (`checkpoint.writer.type` "fast"). Speeds of a virtual machine\'s page '
-        "cache vary by a factor of two from minute to minute.",
+        "A model and AdamW's state in fp32, sharded; 50 MB per layer. GB/s of all ranks together, medians, bytes on "
+        "disk at the end of a save; *cold*: dropped from the page cache before. *disk*: files of as many bytes. "
+        "*processor*: all threads and ranks. *memory*: highest resident size above that before, over the size of the "
+        'checkpoint. *direct*: past the page cache (`checkpoint.writer.type` "fast"). Speeds of a virtual machine\'s '
+        "page cache vary by a factor of two from minute to minute.",
         ["checkpoint_io_1", "checkpoint_io_2"],
         checkpoints,
     ),
     Section(
         "Saving in the background",
         "The same state on 2 ranks: how long training stops for a save, in seconds, relative to a plain copy of the "
-        "bytes, and relative to a save in the foreground; a training step while bytes are written, over one between "
-        "saves; GB/s until the bytes are on disk. Medians of alternating rounds. torch's staged copy is reused as "
-        'well; it has no checksums. *cached*: through the page cache (`checkpoint.writer.type` "python").',
+        "bytes, and to a save in the foreground; a training step while bytes are written, over one between saves; GB/s "
+        "until the bytes are on disk. Medians. torch's DCP has no checksums. *cached*: through the page cache "
+        '(`checkpoint.writer.type` "python").',
         ["checkpoint_async_2", "checkpoint_async_2_cached"],
         background_saves,
     ),
     Section(
         "Copies of the state in memory",
-        "What a [copy in memory](fault-tolerance.md#copies-in-memory) costs, by all ranks at once, and how long "
-        "resuming from it takes. *a node for each rank*: each part also travels to another rank.",
+        "[Copies in memory](fault-tolerance.md#copies-in-memory), by all ranks at once. *a node for each rank*: each "
+        "part also travels to another rank.",
         ["memory_copies_2"],
         memory_copies,
     ),
     Section(
         "Killed ranks",
-        "A random rank is killed with SIGKILL at random moments of saves and of steps; the launcher starts the ranks "
-        "again and the script resumes. In the end everything is compared, bit by bit, with an undisturbed run. Times "
-        "count from the end of the rank to the end of the first step afterwards.",
+        "A random rank is killed at random moments of saves and of steps; the launcher starts the ranks again and the "
+        "script resumes. In the end everything is compared, bit by bit, with an undisturbed run. Times count from the "
+        "end of the rank to the end of the first step afterwards.",
         ["soak"],
         killed,
     ),
     Section(
         "Among strangers",
         "Two ranks train at stage 3 while other processes call every port with garbage, forged and replayed messages. "
-        "Parameters, optimizer state and losses are compared with an undisturbed run, bit by bit.",
+        "The result is compared with an undisturbed run, bit by bit.",
         ["hostile"],
         strangers,
     ),
     Section(
         "Memory while a checkpoint is loaded",
-        "A checkpoint of one rank, loaded into fresh engines: resident size above the bare process, of all ranks "
-        "together, over the checkpoint's size (weights and AdamW's state in fp32). *held after* is what the layout "
-        "keeps; *above* is what loading takes besides.",
+        "A checkpoint of one rank (weights and AdamW's state in fp32), loaded into fresh engines: resident size above "
+        "the bare process, of all ranks together, over the checkpoint's size.",
         ["checkpoint_memory"],
         loading_memory,
     ),
     Section(
         "Layouts of checkpoints",
         "Every stage on 1 to 4 ranks, saved and loaded at every other: pairs compared bit by bit after loading and "
-        "after more training (stages 0 and 1 for 1-bit Adam and LAMB, 0 for 0/1 Adam).",
+        "after more training.",
         ["checkpoint_matrix"],
         layouts,
     ),
     Section(
         "Optimizer step on a CPU",
-        "Nanoseconds per element of one AdamW step on 50 million elements, one thread: medians, and over the time of "
-        "a plain copy of as many bytes. *scaled*: the gradients are multiplied by a factor as well.",
+        "Nanoseconds per element of one AdamW step on 50 million elements, one thread, and over the time of a plain "
+        "copy of as many bytes. *scaled*: the gradients are multiplied by a factor as well.",
         ["cpu_adam"],
         compare(
             ("bytes", "cpu_adam", "bytes"),
@@ -531,30 +524,29 @@ CONVERGENCE = [
         (
             "onebit",
             "1-bit optimizers",
-            "ZeRO stage 0. The first 15 % of the steps are the warm-up of 1-bit Adam and 1-bit LAMB, as in the papers; "
-            "0/1 Adam freezes its variance after 40 % and then takes up to 4 local steps.",
+            "ZeRO stage 0. 1-bit Adam and 1-bit LAMB freeze after 15 % of the steps; 0/1 Adam after 40 %, and then "
+            "takes up to 4 local steps.",
         ),
         (
             "compression",
             "Gradient compression",
-            "ZeRO stage 2: gradients are reduced to the rank that steps them, compressed; parameters are gathered as "
-            "they are, which is 3 of the bytes in every row. PowerSGD and top-k begin after 15 % of the steps.",
+            "ZeRO stage 2: gradients are compressed; parameters are gathered as they are, which is 3 of the bytes in "
+            "every row. PowerSGD and top-k begin after 15 % of the steps.",
         ),
         (
             "zeropp",
             "ZeRO++",
-            "ZeRO stage 3, the four ranks taken for two nodes of two. Bytes are those of all links; what stays within "
-            "a node is part of them.",
+            "ZeRO stage 3, the four ranks taken for two nodes of two. Bytes are those of all links.",
         ),
         (
             "precision",
             "bf16 with and without fp32 masters",
-            "ZeRO stage 2. Without masters the parameters that are stepped are bf16 themselves.",
+            "ZeRO stage 2.",
         ),
         (
             "optimizers",
             "Optimizers",
-            "ZeRO stage 2. Step sizes were chosen by hand: places in this table mean little.",
+            "ZeRO stage 2. Step sizes were chosen by hand: places mean little.",
         ),
     )
 ]

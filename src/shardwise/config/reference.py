@@ -19,6 +19,7 @@ from .tree import Key, expected, walk
 BEGIN = "<!-- keys: made by python -m shardwise.config.reference -->"
 END = "<!-- end of keys -->"
 _HEAD = "| Key | Value, default | Meaning |\n|---|---|---|"
+_PARAMETERS = ("aio", "compression_training", "data_efficiency")  # sections whose keys matter to such features only
 _TYPES = (
     (r" \(other usual names of these types work too\)", ""),
     (r'one of "fp32", "fp16", "bf16"', "dtype"),
@@ -52,15 +53,15 @@ def table() -> str:
                 parts.append("")
     parts.append("## Keys of features that this version does not have\n")
     parts.append(
-        "Values after the colon, the default after the last `=`. Such a key is accepted with its default and refused "
-        "with a value that asks for the feature. `shardwise schema` describes each, and those without effect.\n"
+        "Values after the colon, the default after the last `=`. A value that asks for the feature is refused. "
+        "`shardwise schema` describes each key.\n"
     )
-    for name, keys in _groups(unbuilt=True).items():
-        parts.append(f"### Not in this version: {f'`{name}`' if name else 'top level'}\n\n```text")
+    parts.append("```text")
+    for keys in _groups(unbuilt=True).values():
         for path, key in keys:
-            dots, skip = _names(path, key, len(name.split(".")) if name else 0)
+            dots, skip = _names(path, key, 0)
             parts.append(f"{'|'.join([dots, *skip])}: {_type(key)}={_default(key)}")
-        parts.append("```\n")
+    parts.append("```")
     return "\n".join(parts).rstrip() + "\n"
 
 
@@ -124,6 +125,7 @@ def _unbuilt(path: tuple[str, ...]) -> bool:
     """Whether the key, or the switch of its section, asks for something that this version does not have."""
     dots = ".".join(path)
     sections = [entry.path.removesuffix(".enabled").removesuffix(".deepcompile") for entry in UNBUILT]
+    sections += _PARAMETERS
     return any(dots == entry.path for entry in UNBUILT) or any(dots.startswith(f"{name}.") for name in sections)
 
 

@@ -37,7 +37,7 @@ class ParallelWrite(Section):
     pipeline_stage: bool = key(
         False,
         "All data-parallel ranks of a pipeline stage write its layers.",
-        no_effect="every rank always writes its own share of everything",
+        no_effect="every rank writes its own share",
     )
 
 
@@ -46,39 +46,35 @@ class Writer(Section):
 
     type: WriterType = key(
         "fast",
-        '"fast" writes past the page cache (O_DIRECT), "python" through it; without this section saves in the '
-        'background are fast, others not; "mock", which writes nothing, is refused.',
+        '"fast" writes past the page cache (O_DIRECT), "python" through it; without this section background saves '
+        'are fast, others not; "mock" is refused.',
     )
-    decoupled: bool = key(False, "Write in another process while training goes on: `checkpoint.async_save`.")
+    decoupled: bool = key(False, "The same as `checkpoint.async_save`.")
     io_buffer_size: Int = key(
         67_108_864,
         "Bytes per write buffer.",
         gt=0,
-        no_effect="values are written from where they lie, or through two buffers of 4 MiB",
+        no_effect="files are written with at most two buffers of 4 MiB",
     )
     io_buffer_double: bool = key(
         True,
         "Use two write buffers.",
-        no_effect="values are written from where they lie, or through two buffers of 4 MiB",
+        no_effect="files are written with at most two buffers of 4 MiB",
     )
     show_statistics: bool = key(False, "Log bytes, seconds and GB/s of each save, on rank 0.")
     data_parallel: Literal["replica", "socket", "machine"] | None = key(
         None,
         "Ranks among which writing is divided; null: not divided.",
-        no_effect="every rank always writes its own share of everything",
+        no_effect="every rank writes its own share",
     )
-    io_multiplier: Int = key(
-        1, "Writers per rank.", gt=0, no_effect="each rank writes one file, which one process does"
-    )
+    io_multiplier: Int = key(1, "Writers per rank.", gt=0, no_effect="each rank writes one file")
 
 
 class OnSignal(Section):
     """`checkpoint.on_signal`: a checkpoint when a rank is sent a signal. A section of ours."""
 
-    save_dir: str | None = key(
-        None, "Directory of the run's checkpoints, as for `save_checkpoint`; it has to be named.", min_length=1
-    )
-    exit_on: Signals = key(["SIGTERM"], "Signals after which the job saves and ends, with the exit code 128 + signal.")
+    save_dir: str | None = key(None, "Directory as for `save_checkpoint`; required.", min_length=1)
+    exit_on: Signals = key(["SIGTERM"], "Signals after which the job saves and ends with 128 + signal.")
     save_on: Signals = key(["SIGUSR1"], "Signals after which the job saves and goes on.")
 
 
@@ -86,29 +82,27 @@ class MemoryCopies(Section):
     """`checkpoint.memory_copies`: the training state in memory, outside of the processes. A section of ours."""
 
     every: Int = key(10, "Steps between two copies.", gt=0)
-    replicas: Int = key(1, "Number of other nodes that keep a copy of each rank's part.", ge=0)
+    replicas: Int = key(1, "Other nodes that keep a copy of each part.", ge=0)
     directory: str | None = key(
-        None, "Where copies are kept, on a tmpfs of each node; null: where `shardwise run` has made room.", min_length=1
+        None, "Where copies are kept, on a tmpfs of each node; null: where `shardwise run` says.", min_length=1
     )
 
 
 class Checkpoint(Section):
     """`checkpoint`."""
 
-    tag_validation: TagValidation = key("warn", "What to do when ranks name different tags: ignore, warn or fail.")
+    tag_validation: TagValidation = key("warn", "What to do when ranks name different tags.")
     async_save: bool = key(
         False,
-        "Save in the background: `save_checkpoint` returns when the state is copied, and another process writes it.",
+        "Save in the background, by another process.",
     )
     keep_last: Int | None = key(
         None,
-        "Checkpoints that stay when a new one has been saved: the newest so many whose tags differ only in the number "
-        "of steps at their end; null: all.",
+        "The newest so many checkpoints stay, of those whose tags differ only in the number of steps at their end; "
+        "null: all.",
         gt=0,
     )
-    keep_every: Int | None = key(
-        None, "With `keep_last`: checkpoints at multiples of so many steps stay as well.", gt=0
-    )
+    keep_every: Int | None = key(None, "With `keep_last`: those at multiples of so many steps stay as well.", gt=0)
     load_universal: bool = key(False, "Load the universal format.")
     use_node_local_storage: bool = key(False, "Directories are local to a node: its first rank creates them.")
     parallel_write: ParallelWrite = section(ParallelWrite, "Division of writing.")

@@ -11,7 +11,7 @@ from .base import Int, Ints, Section, as_list, key, section
 _Numbers = Annotated[list[int | float], BeforeValidator(as_list)]
 
 
-_NO_SAMPLER = "it is for samplers that this version does not have; training_data is drawn from in torch's order"
+_NO_SAMPLER = "training_data is drawn from in torch's order"
 
 
 class CurriculumScheduleConfig(Section):

@@ -4,22 +4,20 @@ from __future__ import annotations
 
 from .base import Int, Section, key
 
-_START = "Steps at the beginning that are reduced exactly."
+_START = "First steps, reduced exactly."
 
 
 class PowerSGD(Section):
     """`compression.params` of powerSGD (Vogels et al. 2019), with the names of torch's DDP hook."""
 
-    matrix_approximation_rank: Int = key(1, "Rank of the approximation of each matrix of gradients.", ge=1)
+    matrix_approximation_rank: Int = key(1, "Rank of the approximation of each matrix.", ge=1)
     start_compressing_after_step: Int = key(1000, _START, names=("start_powerSGD_iter",), ge=0)
-    use_error_feedback: bool = key(True, "Keep what has not been sent and add it to the next gradient.")
+    use_error_feedback: bool = key(True, "Add what has not been sent to the next gradient.")
     warm_start: bool = key(True, "Start from the factors of the last step; false: from random ones.")
     orthogonalization_epsilon: float = key(
         0.0, "0: orthogonalize by QR; above: by Gram-Schmidt, with this added to the norms.", ge=0
     )
-    min_compression_rate: float = key(
-        2.0, "Send a matrix exactly if its factors are not this many times smaller than it is.", gt=0
-    )
+    min_compression_rate: float = key(2.0, "Send a matrix exactly if its factors are not so many times smaller.", gt=0)
     random_seed: Int = key(0, "Seed of the first factors.", ge=0)
 
 
@@ -28,7 +26,7 @@ class TopK(Section):
 
     ratio: float = key(0.01, "Part of the gradient's entries that is sent.", gt=0, le=1)
     start_compressing_after_step: Int = key(0, _START, ge=0)
-    use_error_feedback: bool = key(True, "Keep what has not been sent and add it to the next gradient.")
+    use_error_feedback: bool = key(True, "Add what has not been sent to the next gradient.")
 
 
 class DGC(Section):
@@ -40,12 +38,12 @@ class DGC(Section):
     momentum_factor_masking: bool = key(True, "Forget the momentum of entries that have been sent.")
     local_clipping: float = key(
         0.0,
-        "Largest L2 norm of each parameter's gradient, divided by the root of the number of ranks, before it is added "
-        "to what is kept; 0: no clipping.",
+        "Largest L2 norm of each parameter's gradient, divided by the root of the number of ranks, before it is "
+        "added; 0: no clipping.",
         ge=0,
     )
     warmup_steps: Int = key(
-        0, "Compressed steps over which the part that is sent falls exponentially from a quarter to `ratio`.", ge=0
+        0, "Compressed steps in which the part that is sent falls exponentially from 1/4 to `ratio`.", ge=0
     )
 
 
@@ -55,16 +53,12 @@ class Blocks(Section):
     block_size: Int = key(256, "Values to a scale; even.", ge=2, multiple_of=2)
     start_compressing_after_step: Int = key(0, _START, ge=0)
     use_error_feedback: bool = key(
-        False, "Keep what rounding has cut off and add it to the next gradient.", names=("error_feedback",)
+        False, "Add what rounding has cut off to the next gradient.", names=("error_feedback",)
     )
-    err_beta: float = key(
-        0.0, "Part of what is kept that stays kept (LoCo); the rest is what rounding has cut off last.", ge=0, lt=1
-    )
+    err_beta: float = key(0.0, "Part of what is kept that stays kept (LoCo); the rest is the newest error.", ge=0, lt=1)
     reset_T: Int | None = key(None, "Steps after which what is kept is forgotten; null: never.", gt=0)
     stochastic_rounding: bool = key(False, "Round at random, so that errors are zero on average.")
-    quantize_copies: bool = key(
-        False, "Where all ranks keep the whole gradient (stage 0), send the sums as integers, too."
-    )
+    quantize_copies: bool = key(False, "At stage 0, send the sums as integers, too.")
 
 
 METHODS: dict[str, type[Section]] = {"powerSGD": PowerSGD, "topk": TopK, "dgc": DGC, "int8": Blocks, "int4": Blocks}

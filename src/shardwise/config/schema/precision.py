@@ -22,8 +22,8 @@ class FP16(Section):
     min_loss_scale: float = key(1.0, "Smallest dynamic loss scale; an overflow there ends the run.", gt=0)
     fp16_master_weights_and_grads: bool = key(
         False,
-        "Keep no fp32 master weights: the optimizer steps the fp16 parameters themselves, rounded to nearest, and "
-        "gradients are accumulated in fp16 unless data_types.grad_accum_dtype says otherwise.",
+        "The optimizer steps the fp16 parameters themselves, rounded to nearest, and gradients are accumulated in "
+        "fp16 unless data_types.grad_accum_dtype says otherwise.",
     )
 
 
@@ -33,9 +33,8 @@ class BF16(Section):
     enabled: bool = key(False, "Train in bf16.")
     check_grad_overflow: bool = key(
         False,
-        "Skip the step when a gradient is infinite or not a number; also in fp32, with enabled false.",
-        default_note="false for years, true in DeepSpeed since 2026-06; skipping steps changes a run, so it has "
-        "to be asked for",
+        "Skip the step when a gradient is infinite or NaN; also in fp32, with enabled false.",
+        default_note="true in DeepSpeed since 2026-06, false before",
     )
     immediate_grad_update: bool = key(
         False,
@@ -43,16 +42,16 @@ class BF16(Section):
         no_effect="gradients are always accumulated as they are reduced",
     )
     master_weights: Literal["fp32", "none"] = key(
-        "fp32", "What the optimizer steps: fp32 copies of the parameters, or (none) the bf16 parameters themselves."
+        "fp32", "What the optimizer steps: fp32 copies, or (none) the bf16 parameters themselves."
     )
     rounding: Literal["nearest", "stochastic", "kahan"] | None = key(
         None,
-        "How updated parameters without master weights are rounded: to nearest, at random without bias, or with the "
-        "rest kept in 2 more bytes a parameter. null: stochastic; nearest under bf16_master_weights_and_grads.",
+        "Rounding of updated parameters without master weights: to nearest, at random without bias, or with the "
+        "rest kept in 2 more bytes. null: stochastic; nearest under bf16_master_weights_and_grads.",
     )
     bf16_master_weights_and_grads: bool = key(
         False,
-        "The same as master_weights none with rounding nearest; and gradients are accumulated in bf16 unless "
+        "master_weights none with rounding nearest; gradients are accumulated in bf16 unless "
         "data_types.grad_accum_dtype says otherwise.",
     )
     bf16_optimizer_states: bool = key(False, "Keep optimizer state in bf16; needs parameters without master weights.")
@@ -79,12 +78,12 @@ class TorchAutocast(Section):
     enabled: bool = key(False, "Run the engine's forward under torch.autocast; parameters stay fp32.")
     dtype: DType | None = key(
         None,
-        "bf16 or fp16; null: bf16. fp16 needs a loss scale, for which the other keys of the fp16 section hold.",
+        "bf16 or fp16; null: bf16. With fp16 the other keys of the fp16 section hold.",
     )
     lower_precision_safe_modules: Strings | None = key(
         None,
-        "Dotted names of module classes whose parameters' gradients are sent in dtype; null: Linear, Conv1d, Conv2d "
-        "and Conv3d of torch.nn. The sums are fp32. communication_data_type overrides it.",
+        "Dotted names of module classes whose gradients are sent in dtype; null: Linear, Conv1d, Conv2d and Conv3d "
+        "of torch.nn. communication_data_type overrides it.",
     )
 
 
@@ -93,11 +92,11 @@ class DataTypes(Section):
 
     grad_accum_dtype: DType | None = key(
         None,
-        "Type in which gradients are accumulated and summed; null: fp32.",
-        default_note="DeepSpeed uses the model's type; sums are fp32 here unless asked otherwise",
+        "Type of gradient sums; null: fp32.",
+        default_note="the model's type in DeepSpeed",
     )
-    param_dtype: DType | None = key(None, "Type of the parameters; if given it must agree with fp16 / bf16.")
-    buffer_dtype: DType | None = key(None, "Cast floating-point buffers to this type; null: leave them as they are.")
+    param_dtype: DType | None = key(None, "Must agree with fp16 / bf16.")
+    buffer_dtype: DType | None = key(None, "Cast floating-point buffers to this type.")
     keep_in_fp32_modules: Literal["auto"] | Strings = key(
         "auto", "Modules whose buffers stay fp32; auto: those that the model itself names."
     )

@@ -33,7 +33,7 @@ class Config(Section):
 
     schema_version: Annotated[Literal[1], Whole] = key(
         1,
-        "Version of the defaults. A default changes only with this number, so old files keep their meaning.",
+        "Version of the defaults, which change only with this number.",
     )
 
     train_batch_size: Int | None = key(None, "Samples per optimizer step over all ranks.", gt=0)
@@ -41,44 +41,41 @@ class Config(Section):
     gradient_accumulation_steps: Int | None = key(None, "Micro-batches per optimizer step.", gt=0)
     managed_gradient_accumulation: bool = key(
         True,
-        "The engine counts micro-batches and takes the mean over them; false: every step() updates, with the sum of "
-        "the gradients since the last one (gradient_accumulation_steps is 1 then).",
+        "The engine counts micro-batches and takes their mean; false: every step() updates, with the sum of the "
+        "gradients (gradient_accumulation_steps is 1 then).",
     )
-    dataloader_drop_last: bool = key(False, "The loader that the engine builds drops the last incomplete batch.")
+    dataloader_drop_last: bool = key(False, "The engine's loader drops the last incomplete batch.")
     sequence_parallel_size: Int = key(1, "Ranks that share one sequence.", ge=1)
-    data_parallel_size: Int | None = key(None, "Data-parallel ranks; must agree with the number of ranks.", ge=1)
+    data_parallel_size: Int | None = key(None, "Must be the number of ranks.", ge=1)
     use_data_before_expert_parallelism: bool = key(
         False, "Order of ranks in expert groups.", no_effect="there are no expert groups"
     )
-    vocabulary_size: Int | None = key(None, "Size of the vocabulary; a warning is given if 8 does not divide it.", gt=0)
-    disable_python_gc: bool = key(False, "The engine switches cyclic garbage collection off and collects by itself.")
+    vocabulary_size: Int | None = key(None, "Size of the vocabulary; warns if 8 does not divide it.", gt=0)
+    disable_python_gc: bool = key(False, "The engine collects cyclic garbage by itself.")
 
     optimizer: Optimizer = section(Optimizer, "The optimizer that the engine builds.")
     scheduler: Scheduler = section(Scheduler, "The learning-rate schedule that the engine builds.")
     zero_allow_untested_optimizer: bool = key(
         False,
         "Allow sharding with an optimizer class that was not tested with it.",
-        no_effect="an unknown optimizer gets whole tensors, so its result does not depend on sharding",
+        no_effect="an unknown optimizer gets whole tensors",
     )
     zero_force_ds_cpu_optimizer: bool = key(
         True,
         "Refuse a caller's optimizer that is not the library's CPU optimizer when state is offloaded.",
-        no_effect="no state is offloaded in this version",
+        no_effect="no state is offloaded",
     )
     gradient_clipping: float = key(
         0.0,
         "Largest global L2 norm of the gradient; 0: no clipping.",
-        default_note="0 for years, 1.0 in DeepSpeed since 2026-06-23; clipping changes training",
+        default_note="1.0 in DeepSpeed since 2026-06-23, 0 before",
         ge=0,
     )
 
     non_finite: Literal["warn", "skip", "stop", "ignore"] = key(
         "warn",
-        "What to do about a gradient that is infinite or NaN (without loss scaling, which always skips): warn, naming "
-        "step, rank and parameter, and update all the same; skip the step; stop with an error before the update; "
-        "ignore: do not look. Checkpoints of values that are not finite are marked and never replace the last finite "
-        "one in resume() and keep_last; under skip and stop `latest` is not moved to them either. bf16."
-        "check_grad_overflow true is skip.",
+        "An infinite or NaN gradient (without loss scaling, which always skips): warn, and update; skip the step; "
+        "stop before the update; do not look. bf16.check_grad_overflow true is skip.",
     )
 
     communication_data_type: DType | None = key(None, "Type of gradients on the wire; null: the model's type.")
@@ -89,12 +86,10 @@ class Config(Section):
     gradient_predivide_factor: float = key(1.0, "Divide by this before summing over ranks and by the rest after.", gt=0)
     gradient_allreduce_op: Literal["mean", "sum"] = key("mean", "Combine gradients of ranks by mean or sum.")
     deterministic_reduce: bool = key(
-        False, "Sum gradients over ranks in rank order on NCCL too, which makes runs repeatable bit by bit."
+        False, "Sum gradients in rank order on NCCL too, which makes runs repeatable bit by bit."
     )
-    strict_sync: bool = key(False, "Report ranks that take different branches of the model instead of following them.")
-    sparse_gradients: bool = key(
-        False, "Reduce the gradients of embeddings that are built with sparse=True as row numbers and rows."
-    )
+    strict_sync: bool = key(False, "Report ranks that take different branches of the model.")
+    sparse_gradients: bool = key(False, "Reduce gradients of embeddings with sparse=True as row numbers and rows.")
     disable_allgather: bool = key(
         False, "Old switch of the all-gather.", no_effect="parameters could not be updated without it"
     )
@@ -127,14 +122,11 @@ class Config(Section):
     steps_per_print: StepCount | None = key(
         None,
         "Print progress every so many steps; null, 0 or infinity: never.",
-        default_note="10 for years (its documentation still says so), null in DeepSpeed since 2024-10; "
-        "printing has to be asked for",
+        default_note="null in DeepSpeed since 2024-10, 10 before (and in its documentation)",
     )
     wall_clock_breakdown: bool = key(False, "Time the phases of a step.")
     memory_breakdown: bool = key(False, "Print memory at the phases of a step.")
-    dump_state: bool = key(
-        False, "Log the effective configuration, all defaults included, when the engine is built (rank 0)."
-    )
+    dump_state: bool = key(False, "Log the effective configuration, with all defaults (rank 0).")
     log_level: LogLevel | None = key(None, "Level of the library's logger; null: as it is.")
     timers: Timers = section(Timers, "Timers.")
     flops_profiler: FlopsProfiler = section(FlopsProfiler, "Floating-point operations.")

@@ -8,7 +8,7 @@ from typing import Annotated, Literal
 from .base import Int, Names, Section, Whole, key, section
 from .offload import OffloadOptimizer, OffloadParam, ZenFlow
 
-_SAME_RESULT = "every setting runs the same collectives here and gives the same bits"
+_SAME_RESULT = "every setting runs the same collectives"
 
 
 Stage = Annotated[Literal[0, 1, 2, 3], Whole]
@@ -33,9 +33,7 @@ class LeafModule(Section):
 class LoCo(Section):
     """`zero_optimization.zeropp_loco_param`: error feedback for quantized gradient reduction."""
 
-    err_beta: float = key(
-        0.8, "Part of the stored error that stays in it; the rest is what rounding has cut off last.", ge=0, lt=1
-    )
+    err_beta: float = key(0.8, "Part of the stored error that stays in it; the rest is the newest error.", ge=0, lt=1)
     reset_T: Int = key(1024, "Steps after which the stored error is forgotten.", gt=0)
 
 
@@ -45,18 +43,17 @@ class ZeroConfig(Section):
     stage: Stage = key(0, "0: nothing is sharded; 1: optimizer state; 2: also gradients; 3: also parameters.")
     reduce_bucket_size: Int = key(
         500_000_000,
-        "Most elements that one gradient reduction carries. A cap: buffers are sized from the model.",
+        "Most elements of one gradient reduction: an upper limit.",
         gt=0,
     )
     allgather_bucket_size: Int = key(
-        500_000_000, "Largest number of elements that one gather of updated parameters carries (a cap).", gt=0
+        500_000_000, "Most elements of one gather of updated parameters: an upper limit.", gt=0
     )
     overlap_comm: bool | None = key(
         None,
         "Reduce gradients while the backward pass goes on. null: the library decides.",
-        default_note="DeepSpeed overlaps by default only when parameters are sharded; here it costs neither "
-        "memory nor accuracy, so it is on for every stage",
-        no_effect="communication always overlaps; it changes neither results nor memory here",
+        default_note="on at stage 3 only in DeepSpeed",
+        no_effect="communication always overlaps, with the same results and memory",
     )
     reduce_scatter: bool = key(
         True, "Reduce gradients by reduce-scatter rather than all-reduce.", no_effect=_SAME_RESULT
@@ -67,40 +64,36 @@ class ZeroConfig(Section):
     contiguous_gradients: bool = key(
         True,
         "Copy gradients into one buffer as they are produced.",
-        no_effect="the gradients of a unit are always packed into one buffer for the reduction",
+        no_effect="gradients of a unit are reduced in one buffer",
     )
     use_multi_rank_bucket_allreduce: bool = key(
         True,
         "Reduce a bucket that spans the shards of several ranks in one call.",
-        no_effect="a reduce-scatter of a unit always serves all ranks in one call",
+        no_effect="one reduce-scatter of a unit serves all ranks",
     )
     round_robin_gradients: bool = key(
         False,
         "Interleave shards over the ranks so that copies to the host run in parallel.",
-        no_effect="every rank holds an equal slice of every unit, so the copies are parallel in any case",
+        no_effect="every rank holds an equal slice of every unit",
     )
-    ignore_unused_parameters: bool = key(
-        True, "false: a parameter that gets no gradient in the backward pass is an error."
-    )
-    compute_grad_norm: bool = key(
-        True, "false: skip the global gradient norm (stages 1 and 2, and only without gradient_clipping)."
-    )
+    ignore_unused_parameters: bool = key(True, "false: a parameter without a gradient is an error.")
+    compute_grad_norm: bool = key(True, "false: skip the gradient norm (stages 1 and 2, without gradient_clipping).")
     load_from_fp32_weights: bool = key(
         True,
         "Restore master weights from the checkpoint's fp32 copy rather than from its 16-bit weights.",
-        no_effect="checkpoints hold master weights only; there is no 16-bit copy to restore from",
+        no_effect="checkpoints hold master weights only",
     )
     elastic_checkpoint: bool = key(
         False,
         "Write checkpoints that another number of ranks can load.",
-        no_effect="every checkpoint can be loaded on any number of ranks",
+        no_effect="any number of ranks loads every checkpoint",
     )
     parameter_alignment: bool = key(
         False,
         "Pad parameters in flat buffers to 16-byte boundaries.",
         no_effect="every parameter starts at a 64-byte boundary (256 on CUDA)",
     )
-    legacy_stage1: bool = key(False, "Old implementation of stage 1. It no longer exists: only false is accepted.")
+    legacy_stage1: bool = key(False, "Only false is accepted.")
     grad_hooks: bool = key(
         True,
         "Reduce gradients from hooks during backward.",
@@ -109,24 +102,22 @@ class ZeroConfig(Section):
 
     stage3_prefetch_bucket_size: Int | None = key(
         None,
-        "Most elements gathered ahead of the unit that runs (stage 3), but at least the next unit; 0: nothing. "
-        "null: the next unit.",
+        "Most elements gathered ahead (stage 3), but at least the next unit; 0: nothing; null: the next unit.",
         names=("prefetch_bucket_size",),
-        default_note="DeepSpeed uses 5e7 (its documentation says 5e8); one unit ahead is what the memory floor allows",
+        default_note="5e7 in DeepSpeed (5e8 in its documentation)",
         ge=0,
     )
     stage3_param_persistence_threshold: Int | None = key(
         None,
-        "Units of at most this many elements stay gathered (stage 3), beside those that null keeps; 0: none at all. "
-        "null: those whose release would not lower the peak.",
+        "Units of at most this many elements stay gathered (stage 3), beside those that null keeps; 0: none. null: "
+        "those whose release would not lower the peak.",
         names=("param_persistence_threshold",),
-        default_note="DeepSpeed keeps parameters below 1e5 elements; units are gathered in one piece, so that small "
-        "parameters cost nothing extra here",
+        default_note="1e5 elements of a parameter in DeepSpeed",
         ge=0,
     )
     stage3_model_persistence_threshold: Int = key(
         sys.maxsize,
-        "Most elements that may stay gathered in all because of the previous key (stage 3).",
+        "Most elements that the previous key keeps gathered (stage 3).",
         names=("model_persistence_threshold",),
         ge=0,
     )
@@ -140,14 +131,14 @@ class ZeroConfig(Section):
         1_000_000_000,
         "Keep a parameter gathered if it is used again within this many elements (stage 3).",
         names=("max_reuse_distance",),
-        no_effect="a unit is kept for as many uses as earlier passes have shown",
+        no_effect="a unit is kept for as many uses as before",
         ge=0,
     )
     stage3_gather_16bit_weights_on_model_save: bool = key(
         False,
         "Let save_16bit_model and state-dict helpers consolidate the sharded weights (stage 3).",
         names=("gather_16bit_weights_on_model_save",),
-        no_effect="they always do: saving streams unit by unit",
+        no_effect="they always do",
     )
     stage3_gather_fp16_weights_on_model_save: bool = key(
         False,
@@ -158,26 +149,26 @@ class ZeroConfig(Section):
         0,
         "Modules with fewer elements per submodule than this are fetched as one unit (stage 3).",
         names=("module_granularity_threshold",),
-        no_effect="units are blocks of the model already",
+        no_effect="units are blocks of the model",
         ge=0,
     )
     stage3_use_all_reduce_for_fetch_params: bool = key(
         False,
         "Fetch parameters by all-reduce (stage 3).",
         names=("use_all_reduce_for_fetch_params",),
-        no_effect="parameters are always fetched by all-gather, which sends less",
+        no_effect="all-gather sends less",
     )
     stage3_allgather_sequential: bool = key(
         False,
         "Fetch parameters one after another without a bucket copy (stage 3).",
         names=("allgather_sequential",),
-        no_effect="a unit is gathered straight into its place, so there is no bucket copy to avoid",
+        no_effect="a unit is gathered straight into its place",
     )
     sub_group_size: Int = key(
         1_000_000_000,
         "Elements per optimizer step tile (stage 3).",
         gt=0,
-        no_effect="the optimizer is stepped once, on all that this rank owns",
+        no_effect="the optimizer is stepped once",
     )
     leaf_module: LeafModule = section(LeafModule, "Modules that are fetched as one unit (stage 3).")
 
@@ -203,23 +194,21 @@ class ZeroConfig(Section):
 
     zero_hpz_partition_size: Int = key(
         1,
-        "Ranks, next to each other, over which a second copy of the parameters is sharded, from which backward passes "
-        "gather; 1: there is none (stage 3).",
+        "Neighbouring ranks that share a second copy of the parameters, from which backward passes gather; 1: none "
+        "(stage 3).",
         ge=1,
     )
     zero_quantized_weights: bool = key(
         False, "Gather parameters for training as 8-bit integers; masters stay exact (stage 3)."
     )
     zero_quantized_nontrainable_weights: bool = key(False, "Store frozen parameters as 8-bit integers.")
-    zero_quantized_gradients: bool = key(
-        False, "Reduce gradients as 4-bit integers, first within nodes and then between them (stage 3)."
-    )
+    zero_quantized_gradients: bool = key(False, "Reduce gradients as 4-bit integers, first within nodes (stage 3).")
     zeropp_loco_param: LoCo | None = key(
         None, "Error feedback for zero_quantized_gradients; null: what rounding cuts off is lost."
     )
     zero_node_size: Int | None = key(
         None,
-        "Ranks of a node, for zero_quantized_gradients. null: as many as the launcher says, else as share a machine.",
+        "Ranks of a node, for zero_quantized_gradients; null: as the launcher says, else as share a machine.",
         ge=1,
     )
     mics_shard_size: Int = key(-1, "Ranks over which parameters are sharded; replicated beyond. -1: all ranks.")
@@ -228,22 +217,22 @@ class ZeroConfig(Section):
     memory_efficient_linear: bool = key(
         True,
         "Do not keep gathered weights of linear layers for the backward pass (stage 3).",
-        no_effect="no gathered weight outlives its unit, whatever the layer",
+        no_effect="no gathered weight outlives its unit",
     )
     pipeline_loading_checkpoint: bool = key(
         False,
         "Load checkpoint shards one rank at a time.",
-        no_effect="a rank reads only its own slices, so ranks need not take turns",
+        no_effect="a rank reads only its own slices",
     )
     override_module_apply: bool = key(
         True,
         "Inside zero.Init, Module.apply sees gathered parameters.",
-        no_effect="inside zero.Init, whoever touches a parameter sees it gathered",
+        no_effect="whoever touches a parameter sees it gathered",
     )
     log_trace_cache_warnings: bool = key(
         False,
         "Warn when the recorded fetch order is found wrong.",
-        no_effect="ranks agree on one fetch order, which cannot become invalid",
+        no_effect="the fetch order cannot become invalid",
     )
     enable_sanity_checks: bool = key(False, "Run internal consistency checks in every step.")
     save_muon_momentum_buffer_in_memory: bool = key(
