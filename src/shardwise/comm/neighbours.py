@@ -703,7 +703,8 @@ def _caller(connection: socket.socket) -> int:
 
 def _settle_all() -> None:
     # After an exception that nobody has caught the peers must see this process gone, and it does not linger.
-    if getattr(sys, "last_value", None) is None:
-        for neighbours in list(_open):
+    failed = getattr(sys, "last_value", None) is not None
+    for neighbours in list(_open):
+        if not failed:
             neighbours.settle(_LEAVING)
-            neighbours.close()
+        neighbours.close()  # its thread, still inside of torch when the interpreter goes, would take the process down

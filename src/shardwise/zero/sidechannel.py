@@ -61,7 +61,7 @@ _SAID = 500
 _POLL_S = 0.1
 _PATIENCE_S = 2.0
 """How long a rank that an exception has stopped in a pass waits for ranks that may be on their way to `destroy()`."""
-_LEAVING_S = 10.0
+_LEAVING_S, _LEAVING_FAILED_S = 10.0, 0.5
 _CHECK = "Did a rank get fewer batches, or skip a forward pass, backward() or step()?"
 
 _open: weakref.WeakSet[SideChannel] = weakref.WeakSet()
@@ -221,16 +221,16 @@ class SideChannel:
             key.fileobj.close()
         self._selector.close()
 
-    def leave(self) -> None:
-        """Stop answering because this process ends."""
+    def leave(self, limit: float) -> None:
+        """Stop answering because this process ends, which waits for that at most so many seconds."""
         # A thread that is still inside of torch when the interpreter goes would take the process down.
-        self._stop()
+        self._stop(limit)
 
-    def _stop(self) -> None:
+    def _stop(self, limit: float = _LEAVING_S) -> None:
         with contextlib.suppress(OSError):
             self._alarm.shutdown(socket.SHUT_RDWR)
         if self._thread is not threading.current_thread():
-            self._thread.join(_LEAVING_S)
+            self._thread.join(limit)
 
     # -- asking ----------------------------------------------------------------------------------------------------
 
@@ -484,6 +484,6 @@ def _leave_all() -> None:
     # Leaving may take a while, in which peers may give up waiting for this rank.
     publish_end()
     # After an exception that nobody has caught the peers must see this process gone, and it does not linger.
-    if getattr(sys, "last_value", None) is None:
-        for channel in list(_open):
-            channel.leave()
+    limit = _LEAVING_S if getattr(sys, "last_value", None) is None else _LEAVING_FAILED_S
+    for channel in list(_open):
+        channel.leave(limit)
