@@ -231,7 +231,7 @@ def uninterrupted(tmp_path_factory: pytest.TempPathFactory) -> list[dict[str, to
     return end(path / "runs")
 
 
-@pytest.mark.slow
+@pytest.mark.thorough
 def test_a_run_that_is_killed_while_training_ends_with_the_same_bits(
     uninterrupted: list[dict[str, torch.Tensor]], tmp_path: Path
 ) -> None:

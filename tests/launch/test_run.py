@@ -419,7 +419,7 @@ print("done", engine.global_steps)
 """
 
 
-@pytest.mark.parametrize("first_to_end", [0, 2])
+@pytest.mark.parametrize("first_to_end", [0, pytest.param(2, marks=pytest.mark.thorough)])
 def test_a_script_may_end_without_destroying_its_engine(tmp_path, first_to_end: int) -> None:
     done = _run("--nproc", "3", _script(tmp_path, NO_DESTROY), str(first_to_end))
     assert done.returncode == 0, done.stderr
