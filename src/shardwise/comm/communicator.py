@@ -20,13 +20,12 @@ import logging
 import time
 import zlib
 from collections.abc import Callable, Sequence
-from datetime import timedelta
 from typing import TYPE_CHECKING, Protocol
 
 import torch
 import torch.distributed as dist
 
-from shardwise.comm import native
+from shardwise.comm import groups, native
 from shardwise.comm.ledger import Ledger, Record, user_line
 from shardwise.comm.setup import timeout_from_environment
 from shardwise.comm.whereabouts import Whereabouts, describe
@@ -164,7 +163,7 @@ class Communicator:
             self._whereabouts = Whereabouts(ledger, ranks, self.rank)
             # On Gloo tags keep kinds apart, so one extra group is enough to keep clear of the user's own traffic.
             for kind in KINDS[:1] if self._gloo else KINDS[:4]:
-                self._own_groups.append(_new_group(partition or [ranks], self.timeout, backend))
+                self._own_groups.append(groups.new_group(partition or [ranks], self.timeout, backend))
                 self._groups[kind] = self._own_groups[-1]
             for kind in KINDS:
                 self._groups.setdefault(kind, self._own_groups[-1])
@@ -196,7 +195,7 @@ class Communicator:
             return Communicator(None, self.ledger, self.device, name=name, imagined=len(parts[0]))
         everybody = dist.get_process_group_ranks(self.user_group if self.user_group is not None else dist.group.WORLD)
         partition = [[everybody[member] for member in members] for members in parts]
-        group = _new_group(partition, self.timeout, _backend(self.user_group, self.device))
+        group = groups.new_group(partition, self.timeout, _backend(self.user_group, self.device))
         part = Communicator(group, self.ledger, self.device, name=name, ordered=self._ordered, partition=partition)
         part._own_groups.append(group)
         self._parts.append(part)
@@ -397,7 +396,7 @@ class Communicator:
             self._neighbours.close()
             self._neighbours = None
         for group in self._own_groups:
-            _give_back(group)
+            groups.give_back(group)
         self._own_groups, self._groups = [], {}
 
     def _next(self, kind: str, record: Record) -> tuple[dist.ProcessGroup, int]:
@@ -438,58 +437,6 @@ class Communicator:
             self.ledger.close(record, 0.0)
             return Handle(None, None, self.ledger)
         return Handle(pending, record, self.ledger, self._whereabouts)
-
-
-class _Shelf:
-    """Groups that some ranks of the job have made by themselves, to be used again by later engines.
-
-    torch names such a group by its ranks and by how many groups there are. After one has been destroyed, another may
-    get its name, and meets addresses that nobody listens at any more. So they are kept as long as the default group.
-    """
-
-    def __init__(self) -> None:
-        self._default: object = None
-        self._made: dict[dist.ProcessGroup, tuple[object, ...]] = {}
-        self._free: dict[tuple[object, ...], list[dist.ProcessGroup]] = {}
-
-    def take(self, ranks: Sequence[int], timeout: timedelta, backend: str) -> dist.ProcessGroup:
-        """Return a group of these ranks that nobody uses (the same on all of them, if all have done the same)."""
-        if self._default is not dist.group.WORLD:
-            self._default, self._made, self._free = dist.group.WORLD, {}, {}
-        kind = (*ranks, timeout, backend)
-        if self._free.get(kind):
-            return self._free[kind].pop(0)
-        group = dist.new_group(list(ranks), timeout, backend=backend, use_local_synchronization=True)
-        self._made[group] = kind
-        return group
-
-    def put(self, group: dist.ProcessGroup) -> bool:
-        """Take a group back; return whether it came from here."""
-        kind = self._made.get(group)
-        if kind is not None:
-            self._free.setdefault(kind, []).append(group)
-        return kind is not None
-
-
-_shelf = _Shelf()
-
-
-def _new_group(partition: Sequence[Sequence[int]], timeout: timedelta, backend: str) -> dist.ProcessGroup:
-    """Return the one of several groups that this rank is in, for its caller alone.
-
-    All ranks make all groups if the job has no others. Otherwise each list makes its own: ranks that are in none are
-    elsewhere, and must not be needed.
-    """
-    rank = dist.get_rank()
-    if sum(map(len, partition)) < dist.get_world_size():
-        return _shelf.take(next(ranks for ranks in partition if rank in ranks), timeout, backend)
-    made = [dist.new_group(list(ranks), timeout, backend=backend) for ranks in partition]
-    return next(group for group, ranks in zip(made, partition, strict=True) if rank in ranks)
-
-
-def _give_back(group: dist.ProcessGroup) -> None:
-    if not _shelf.put(group):
-        dist.destroy_process_group(group)
 
 
 def _backend(group: dist.ProcessGroup | None, device: torch.device) -> str:

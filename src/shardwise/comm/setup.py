@@ -26,6 +26,7 @@ import torch.distributed as dist
 from torch.distributed.rendezvous import rendezvous
 
 from shardwise.comm.environment import NO_LAUNCHER, TORCH_LAYOUT, Place, discover
+from shardwise.comm.groups import made_well
 from shardwise.comm.meeting import meet
 from shardwise.comm.rendezvous import join, private_keys
 from shardwise.comm.whereabouts import publish_end
@@ -105,7 +106,14 @@ def init_distributed(
     else:
         store = private_keys(next(rendezvous(init_method, place.rank, place.world_size, timeout=timeout))[0])
     meet(store, place.rank, place.world_size, timeout, os.environ.get("TORCHELASTIC_RESTART_COUNT", "0"))
-    dist.init_process_group(backend, store=store, rank=place.rank, world_size=place.world_size, timeout=timeout)
+
+    def start(attempt: int) -> dist.ProcessGroup:
+        own = dist.PrefixStore(f"attempt{attempt}", store)
+        dist.init_process_group(backend, store=own, rank=place.rank, world_size=place.world_size, timeout=timeout)
+        assert dist.group.WORLD is not None
+        return dist.group.WORLD
+
+    made_well(start, lambda _: destroy(), lambda made: made, store, place.world_size, "default")
     _at_exit(_end_with_process)
     if verbose and place.rank == 0:
         _log.info("%d ranks on %s, found through %s", place.world_size, backend, place.source)

@@ -1,0 +1,122 @@
+"""New process groups: what is done when a rank cannot be heard in one, and against strangers who take its place."""
+
+from __future__ import annotations
+
+import os
+import socket
+import struct
+import threading
+from datetime import timedelta
+from pathlib import Path
+
+import pytest
+import torch
+import torch.distributed as dist
+
+from shardwise.comm import groups
+from shardwise.comm.communicator import Communicator
+from shardwise.comm.ledger import Ledger
+from shardwise.errors import PeerLostError
+from tests.harness import run_ranks
+
+CPU = torch.device("cpu")
+
+
+def works(comm: Communicator) -> bool:
+    total = torch.ones(8)
+    comm.all_reduce(total, "total").wait()
+    return bool((total == comm.world).all())
+
+
+def with_deaf_ranks(attempts: int, part: bool) -> tuple[bool | str, int]:
+    """Make a group in which the last rank hears nobody for so many attempts."""
+    seen, original = [], groups._missing
+
+    def missing(group: dist.ProcessGroup, key: str) -> int | None:
+        seen.append(group.group_name)
+        found = original(group, key)
+        assert found is None
+        return 0 if dist.get_rank() == dist.get_world_size() - 1 and len(seen) <= attempts else None
+
+    comm = Communicator(None, Ledger(), CPU) if part else None
+    groups._missing = missing
+    try:
+        made = comm.run_of(2, "part") if comm is not None else Communicator(None, Ledger(), CPU)
+        found: bool | str = works(made)
+        made.destroy()
+    except PeerLostError as error:
+        found = str(error)
+    finally:
+        groups._missing = original
+        if comm is not None:
+            comm.destroy()
+    assert len(set(seen)) == len(seen)
+    return found, len(seen)
+
+
+@pytest.mark.parametrize(("world", "part"), [(2, False), (4, True)])
+def test_a_group_in_which_a_rank_is_not_heard_is_made_again_by_all(world: int, part: bool) -> None:
+    assert run_ranks(with_deaf_ranks, world, 2, part) == [(True, 4 if part else 3)] * world  # a part has a group of its own besides
+
+
+def test_after_some_attempts_it_is_an_error_on_all_ranks() -> None:
+    for found, attempts in run_ranks(with_deaf_ranks, 2, 9, False):
+        assert "a process group of 2 ranks was made 5 times" in str(found) and attempts == 5
+
+
+def listening(pids: list[int]) -> set[int]:
+    """Return the TCP ports on which processes listen."""
+    inodes = set()
+    for pid in pids:
+        for entry in Path(f"/proc/{pid}/fd").iterdir():
+            try:
+                inodes.add(os.readlink(entry).removeprefix("socket:[").removesuffix("]"))
+            except OSError:
+                continue
+    rows = [row.split() for row in Path("/proc/net/tcp").read_text().splitlines()[1:]]
+    return {int(row[1].partition(":")[2], 16) for row in rows if row[3] == "0A" and row[9] in inodes}
+
+
+def process_id() -> int:
+    return os.getpid()
+
+
+def many_groups(count: int) -> int:
+    groups._LIMIT, before = timedelta(seconds=1), groups._LIMIT
+    try:
+        for _ in range(count):
+            comm = Communicator(None, Ledger(), CPU)
+            assert works(comm)
+            comm.destroy()
+    finally:
+        groups._LIMIT = before
+    return os.getpid()
+
+
+@pytest.mark.thorough
+def test_a_stranger_who_says_a_ranks_number_first_is_not_taken_for_it() -> None:
+    pids, held, stop = run_ranks(process_id, 2), [], threading.Event()
+
+    def call() -> None:
+        known = listening(pids)
+        while not stop.is_set():
+            ports = listening(pids)
+            for port in ports - known:
+                for number in (0, 1):
+                    try:
+                        held.append(socket.create_connection(("127.0.0.1", port), 1))
+                        held[-1].sendall(struct.pack("<Q", number))
+                    except OSError:
+                        continue
+            known = ports
+
+    thread = threading.Thread(target=call)
+    thread.start()
+    try:
+        assert run_ranks(many_groups, 2, 40) == pids
+    finally:
+        stop.set()
+        thread.join()
+        for connection in held:
+            connection.close()
+    assert held
