@@ -56,7 +56,8 @@ def with_deaf_ranks(attempts: int, part: bool) -> tuple[bool | str, int]:
 
 @pytest.mark.parametrize(("world", "part"), [(2, False), (4, True)])
 def test_a_group_in_which_a_rank_is_not_heard_is_made_again_by_all(world: int, part: bool) -> None:
-    assert run_ranks(with_deaf_ranks, world, 2, part) == [(True, 4 if part else 3)] * world  # a part has a group of its own besides
+    # A part has a group of its own besides.
+    assert run_ranks(with_deaf_ranks, world, 2, part) == [(True, 4 if part else 3)] * world
 
 
 def test_after_some_attempts_it_is_an_error_on_all_ranks() -> None:
