@@ -24,7 +24,8 @@ PROGRAMS = Path(__file__).parent / "programs"
 LAUNCHERS = ("deepspeed", "torchrun", "accelerate")
 STAGES = (1, 2, 3)
 PRECISIONS = ("fp32", "bf16")
-RTOL = {"fp32": 1e-5, "bf16": 1e-2}
+RTOL = {"fp32": 1e-5, "bf16": 2**-6}
+"""A loss in bf16 has 8 bits: two roundings. Without DeepSpeed these programs report it in fp32."""
 
 _CLM = "--train_file {here}/text.txt --output_dir {out}"
 _TRAINER = (
