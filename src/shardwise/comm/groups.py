@@ -122,24 +122,6 @@ def _all_agree(store: dist.Store, key: str, ranks: int, here: bool) -> bool:
     return bool(store.get(f"{key}/all") == b"good")
 
 
-class _Made:
-    """How many groups of the same ranks the ranks of this default group have made; the same on all of these."""
-
-    def __init__(self) -> None:
-        self._default: object = None
-        self._count: Counter[str] = Counter()
-
-    def next(self, ranks: str) -> str:
-        """Return a name for the next one."""
-        if self._default is not dist.group.WORLD:
-            self._default, self._count = dist.group.WORLD, Counter()
-        self._count[ranks] += 1
-        return f"{ranks}/{self._count[ranks]}"
-
-
-_made = _Made()
-
-
 class _Shelf:
     """Groups that some ranks of the job have made by themselves, to be used again by later engines.
 
@@ -148,14 +130,29 @@ class _Shelf:
     """
 
     def __init__(self) -> None:
+        self.clear()
+
+    def clear(self) -> None:
+        """Let go of all groups."""
         self._default: object = None
         self._made: dict[dist.ProcessGroup, tuple[object, ...]] = {}
         self._free: dict[tuple[object, ...], list[dist.ProcessGroup]] = {}
+        self._count: Counter[str] = Counter()
+
+    def _settle(self) -> None:
+        if self._default is not dist.group.WORLD:
+            self.clear()
+            self._default = dist.group.WORLD
+
+    def name(self, ranks: str) -> str:
+        """Return a name for the next group of some ranks; the same on all of them, if all have done the same."""
+        self._settle()
+        self._count[ranks] += 1
+        return f"{ranks}/{self._count[ranks]}"
 
     def take(self, ranks: Sequence[int], timeout: timedelta, backend: str) -> dist.ProcessGroup:
         """Return a group of these ranks that nobody uses (the same on all of them, if all have done the same)."""
-        if self._default is not dist.group.WORLD:
-            self._default, self._made, self._free = dist.group.WORLD, {}, {}
+        self._settle()
         kind = (*ranks, timeout, backend)
         if self._free.get(kind):
             return self._free[kind].pop(0)
@@ -165,7 +162,7 @@ class _Shelf:
             lambda made: made,
             compat.default_store(),
             len(ranks),
-            _made.next(hashlib.sha256(repr(list(ranks)).encode()).hexdigest()),
+            self.name(hashlib.sha256(repr(list(ranks)).encode()).hexdigest()),
         )
         self._made[group] = kind
         return group
@@ -201,7 +198,7 @@ def new_group(partition: Sequence[Sequence[int]], timeout: timedelta, backend: s
         lambda made: made[place],
         compat.default_store(),
         dist.get_world_size(),
-        _made.next("job"),
+        _shelf.name("job"),
     )[place]
 
 
@@ -209,3 +206,9 @@ def give_back(group: dist.ProcessGroup) -> None:
     """Take a group back from the caller of `new_group`."""
     if not _shelf.put(group):
         dist.destroy_process_group(group)
+
+
+def forget() -> None:
+    """Let go of all groups, so that none outlives its destruction: none is made or given back any more."""
+    _shelf.clear()
+    compat.forget_groups()

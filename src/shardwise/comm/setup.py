@@ -7,7 +7,7 @@ that exists already is adopted as it is; if it is of Gloo it ends with the proce
 Why the end matters: with torch 2.13, a process that ends while threads of a Gloo group still run may abort in
 the very last moment, after all its work (one in twenty did), and a process that raises while a collective is in
 flight waits in its own end for the peers, which wait for it in turn: until the limit for a collective instead
-of at once. Destroying the group is not enough, because torch keeps it (`compat.forget_groups`).
+of at once. Destroying the group is not enough, because others keep it (`groups.forget`).
 """
 
 from __future__ import annotations
@@ -26,11 +26,10 @@ import torch.distributed as dist
 from torch.distributed.rendezvous import rendezvous
 
 from shardwise.comm.environment import NO_LAUNCHER, TORCH_LAYOUT, Place, discover
-from shardwise.comm.groups import made_well
+from shardwise.comm.groups import forget, made_well
 from shardwise.comm.meeting import meet
 from shardwise.comm.rendezvous import join, private_keys
 from shardwise.comm.whereabouts import publish_end
-from shardwise.compat import forget_groups
 from shardwise.errors import LaunchError
 
 DEFAULT_PORT = 29500
@@ -160,7 +159,7 @@ def _at_exit(end: Callable[[], None]) -> None:
 
 def _end_with_process() -> None:
     """End what `init_distributed` has started when the interpreter ends."""
-    forget_groups()
+    forget()
     if not is_initialized():
         return
     if dist.get_world_size() > 1:
@@ -178,7 +177,7 @@ def _end_with_process() -> None:
 
 def _end_adopted() -> None:
     """End a Gloo group that the script has started and not ended, unless an exception ends the process."""
-    forget_groups()
+    forget()
     if is_initialized() and dist.get_backend() == "gloo" and getattr(sys, "last_value", None) is None:
         destroy()
 
