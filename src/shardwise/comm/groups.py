@@ -82,9 +82,8 @@ def made_well(
 def _missing(group: dist.ProcessGroup, key: str) -> int | None:
     """Exchange one message with each other rank of a group; return one whose message has not come, or None."""
     rank, world = dist.get_rank(group), dist.get_world_size(group)
-    cards = torch.stack(
-        [torch.tensor(list(hashlib.sha256(f"{key}/{r}".encode()).digest()), dtype=torch.uint8) for r in range(world)]
-    )
+    said = [list(hashlib.sha256(f"{key}/{member}".encode()).digest()) for member in range(world)]
+    cards = torch.tensor(said, dtype=torch.uint8, device=CPU)
     heard = torch.zeros_like(cards)
     limit = compat.timeout_of(group, CPU)
     deadline = Deadline(_LIMIT if limit is None else min(limit, _LIMIT))
