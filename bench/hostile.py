@@ -322,12 +322,15 @@ def attack(minutes: float, seed: int) -> dict[str, Any]:
         end(start(whole), whole)
         job = start(disturbed)
         strangers = strangers_process(disturbed, job.pid, seed)  # they are there before the ranks
-        limit = time.monotonic() + 60 * minutes
-        while time.monotonic() < limit and job.poll() is None:
-            time.sleep(0.5)
-        (disturbed / "stop").touch()
-        end(job, disturbed)
-        told, _ = strangers.communicate()
+        try:
+            limit = time.monotonic() + 60 * minutes
+            while time.monotonic() < limit and job.poll() is None:
+                time.sleep(0.5)
+            (disturbed / "stop").touch()
+            end(job, disturbed)
+            told, _ = strangers.communicate(timeout=60)
+        finally:
+            strangers.kill()
         expected, found = episodes(whole), episodes(disturbed)
     bits = [{episode["bits"] for episode in rank} for rank in expected]
     wrong = sum(episode["bits"] not in bits[rank] for rank in range(2) for episode in found[rank])
