@@ -99,7 +99,7 @@ def publish_fails(path: str, where: str) -> tuple[str, list[str]]:
     original = getattr(os, where)
 
     def fail(source: str, target: str) -> None:
-        if "partial" in str(source):
+        if str(source).endswith(".partial"):
             raise OSError(30, "Read-only file system", target)
         original(source, target)
 

@@ -192,9 +192,15 @@ def lock_file(path: str) -> int:
     Raises:
         OSError: the file cannot be created. That the file system has no locks is not an error: see `is_locked`.
     """
-    descriptor = os.open(path, os.O_RDWR | os.O_CREAT | os.O_EXCL, 0o666)
+    new = f"{path}.new"
+    descriptor = os.open(new, os.O_RDWR | os.O_CREAT | os.O_EXCL, 0o666)
     with contextlib.suppress(OSError):
         fcntl.flock(descriptor, fcntl.LOCK_EX | fcntl.LOCK_NB)
+    try:
+        os.rename(new, path)  # who sees it sees it locked
+    except OSError:
+        os.close(descriptor)
+        raise
     return descriptor
 
 
