@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import os
 import socket
+import time
 from datetime import timedelta
 from pathlib import Path
 from types import SimpleNamespace
@@ -113,6 +114,8 @@ def _start_anew(env: dict[str, str], arguments: dict[str, object]) -> tuple[list
         backend = dist.get_backend()
         dist.barrier()
         destroy()
+        if rank:
+            time.sleep(1.0)  # rank 0 serves the store: whoever is back before it has left finds the old one
     return seen, backend
 
 
