@@ -18,9 +18,9 @@ from shardwise.utils.zero_to_fp32 import get_fp32_state_dict_from_zero_checkpoin
 EXAMPLES = Path(__file__).parents[2] / "examples"
 
 
-def launch(script: str, *options: str) -> str:
+def launch(script: str, *options: str, environment: dict[str, str] | None = None) -> str:
     command = [sys.executable, "-m", "shardwise.launch", "run", "--nproc", "2", str(EXAMPLES / script), *options]
-    done = subprocess.run(command, capture_output=True, text=True, timeout=300)
+    done = subprocess.run(command, capture_output=True, text=True, timeout=300, env=environment)
     assert done.returncode == 0, done.stdout[-3000:] + done.stderr[-3000:]
     return done.stdout
 
@@ -34,18 +34,36 @@ def pretraining(directory: Path, steps: int) -> tuple[str, ...]:
     return "--config", str(directory / "config.json"), "--sample", "8", "--out", str(directory / "out")
 
 
+def part_of_the_manual(directory: Path) -> dict[str, str]:
+    """Return an environment in which the text to train on is a tenth as long; cutting all of it takes most of a run."""
+    from pydoc_data.topics import topics
+
+    names = sorted(topics)[::10]
+    (directory / "pydoc_data").mkdir()
+    (directory / "pydoc_data" / "__init__.py").touch()
+    (directory / "pydoc_data" / "topics.py").write_text(f"topics = { {name: topics[name] for name in names}!r}")
+    return {**os.environ, "PYTHONPATH": f"{directory}:{os.environ.get('PYTHONPATH', '')}"}
+
+
 @pytest.mark.limit(600)
 def test_pretraining_pauses_at_ctrl_c_and_goes_on_with_the_same_bits(tmp_path: Path) -> None:
-    steps = 6
+    steps, environment = 6, part_of_the_manual(tmp_path)
     whole, paused = pretraining(tmp_path / "whole", steps), pretraining(tmp_path / "paused", steps)
-    output = launch("pretrain_gpt.py", *whole, "--save-every", "4")
+    output = launch("pretrain_gpt.py", *whole, "--save-every", "4", environment=environment)
     assert f"after {steps} steps" in output and "training loss" in output
     for word in ("planned", "measured", "floor", "optimizer", "activations"):
         assert word in output
 
     command = [sys.executable, "-m", "shardwise.launch", "run", "--nproc", "2", "--grace", "60"]
     command += [str(EXAMPLES / "pretrain_gpt.py"), *paused]
-    job = subprocess.Popen(command, stdout=subprocess.PIPE, stderr=subprocess.STDOUT, text=True, start_new_session=True)
+    job = subprocess.Popen(
+        command,
+        stdout=subprocess.PIPE,
+        stderr=subprocess.STDOUT,
+        text=True,
+        start_new_session=True,
+        env=environment,
+    )
     assert job.stdout is not None
     said = ""
     for line in job.stdout:
@@ -57,7 +75,7 @@ def test_pretraining_pauses_at_ctrl_c_and_goes_on_with_the_same_bits(tmp_path: P
     tag = (tmp_path / "paused" / "out" / "latest").read_text().strip()
     assert tag in [f"global_step{step}" for step in range(1, steps)]
 
-    output = launch("pretrain_gpt.py", *paused)
+    output = launch("pretrain_gpt.py", *paused, environment=environment)
     assert f"going on after step {tag.removeprefix('global_step')} of {steps}" in output
     assert "before training" not in output
     first, second = (

@@ -419,10 +419,12 @@ print("done", engine.global_steps)
 """
 
 
-@pytest.mark.parametrize("first_to_end", [0, pytest.param(2, marks=pytest.mark.thorough)])
-def test_a_script_may_end_without_destroying_its_engine(tmp_path, first_to_end: int) -> None:
-    done = _run("--nproc", "3", _script(tmp_path, NO_DESTROY), str(first_to_end))
+@pytest.mark.parametrize(
+    ("ranks", "first_to_end"), [(2, 0), *(pytest.param(3, first, marks=pytest.mark.thorough) for first in (0, 2))]
+)
+def test_a_script_may_end_without_destroying_its_engine(tmp_path, ranks: int, first_to_end: int) -> None:
+    done = _run("--nproc", str(ranks), _script(tmp_path, NO_DESTROY), str(first_to_end))
     assert done.returncode == 0, done.stderr
-    assert done.stdout.count("done 1") == 3
+    assert done.stdout.count("done 1") == ranks
     for word in ("terminate", "frame #", "Traceback", "recvValue"):
         assert word not in done.stdout + done.stderr
