@@ -391,6 +391,11 @@ class Communicator:
         sign.cpu()  # on CUDA only the stream has waited so far
 
     @property
+    def waits_on_host(self) -> bool:
+        """Whether `Handle.wait` returns when the result is there; NCCL's only makes the current stream wait."""
+        return self._gloo or self.world == 1
+
+    @property
     def reads_peers(self) -> bool:
         """Whether gathers and reductions read the peers' memory, and so need no buffers for what arrives."""
         return self._neighbours is not None or self._imagined_reads

@@ -114,8 +114,10 @@ def _sum_of_squares(runs: Sequence[torch.Tensor]) -> torch.Tensor:
 
 def combine(sums: torch.Tensor, scale: float | torch.Tensor) -> torch.Tensor:
     """Return the global norm of gradients whose true value is `scale` times what was summed (0-D fp64 tensor)."""
-    # cumsum adds one after the other, in registration order; sum() would pick its own tree.
-    total = sums.cumsum(0)[-1] if sums.numel() else sums.new_zeros(())
+    if sums.device.type == "cpu" and sums.numel():
+        total = sums.cumsum(0)[-1]  # one after the other, in registration order; sum() would pick its own tree
+    else:
+        total = sums.sum()  # CUDA's cumsum may differ from run to run; its sum() has one tree for each length
     return total.sqrt() * scale
 
 
