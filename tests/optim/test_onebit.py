@@ -24,9 +24,9 @@ from shardwise.optim import OnebitAdam, OnebitLamb, ZeroOneAdam, build, sharding
 from shardwise.optim.sharding import Sharding
 from shardwise.utils import (
     safe_get_full_fp32_param,
-    safe_set_full_fp32_param,
     safe_get_full_grad,
     safe_get_full_optimizer_state,
+    safe_set_full_fp32_param,
     safe_set_full_grad,
     safe_set_full_optimizer_state,
 )
