@@ -18,6 +18,7 @@ from shardwise.comm.api import get_local_rank
 from shardwise.comm.environment import Place
 from shardwise.comm.rendezvous import private_keys, serve
 from shardwise.comm.setup import destroy, init_distributed, is_initialized, local_rank, timeout_from_environment
+from shardwise.device import choose_device
 from shardwise.errors import LaunchError
 from tests.harness import run_ranks
 
@@ -210,10 +211,27 @@ def test_backend_follows_the_devices(monkeypatch) -> None:
     assert setup._backend(None, place) == "gloo"
     monkeypatch.setattr(torch, "cuda", SimpleNamespace(is_available=lambda: True, device_count=lambda: 2))
     assert setup._backend(None, place) == "nccl"
-    monkeypatch.setattr(torch, "cuda", SimpleNamespace(is_available=lambda: True, device_count=lambda: 1))
-    with pytest.raises(LaunchError, match=r"Rank 1 is process 1 of its machine, which has 1 CUDA"):
+    place = Place(3, 4, 3, 4, "node0", 1, "torchrun")
+    with pytest.raises(LaunchError, match=r"Rank 3 is process 3 of its machine, which has 2 CUDA"):
         setup._backend(None, place)
     assert setup._backend("gloo", place) == "gloo"
+
+
+def test_a_single_visible_device_is_the_process_s_own(monkeypatch) -> None:
+    """As Slurm's --gpus-per-task=1 gives them; the same device for two processes is a mistake of who starts them."""
+    given = SimpleNamespace(name="H100", uuid="GPU-1")
+    cuda = SimpleNamespace(
+        is_available=lambda: True, device_count=lambda: 1, get_device_properties=lambda _: given, set_device=lambda _: 0
+    )
+    monkeypatch.setattr(torch, "cuda", cuda)
+    place, store = Place(3, 4, 3, 4, "node0", 1, "Slurm"), dist.HashStore()
+    assert setup._backend(None, place) == "nccl"
+    assert choose_device(3) == torch.device("cuda", 0)
+    setup._check_own_device(store, place)
+    given.uuid = "GPU-2"
+    setup._check_own_device(store, place)
+    with pytest.raises(LaunchError, match=r"Rank 3 .* sees one CUDA device \(H100, GPU-2\), which another rank has"):
+        setup._check_own_device(store, place)
 
 
 def test_timeouts() -> None:

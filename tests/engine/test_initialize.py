@@ -7,6 +7,7 @@ import json
 import logging
 from functools import partial
 from pathlib import Path
+from types import SimpleNamespace
 from typing import Any
 
 import pytest
@@ -16,7 +17,7 @@ from torch import nn
 from torch.optim.lr_scheduler import StepLR
 
 import shardwise
-from shardwise.errors import ConfigError, UsageError
+from shardwise.errors import ConfigError, NotBuiltError, UsageError
 from tests.harness import run_ranks
 
 CONFIG = {"train_micro_batch_size_per_gpu": 2, "optimizer": {"type": "AdamW", "params": {"lr": 1e-2}}}
@@ -157,6 +158,16 @@ def test_an_mpu_names_the_ranks_that_share_the_data() -> None:
     assert results[0] == results[1]
     assert results[2] == results[3]
     assert results[0] != results[2]
+
+
+@pytest.mark.parametrize("method", ["get_model_parallel_world_size", "get_pipeline_model_parallel_world_size"])
+def test_an_mpu_that_divides_the_model_is_refused(method: str) -> None:
+    unit = SimpleNamespace(get_data_parallel_group=lambda: None, **{method: lambda: 2})
+    with pytest.raises(NotBuiltError, match=rf"mpu\.{method}\(\) is 2"):
+        shardwise.initialize(model=net(), config=CONFIG, mpu=unit)
+    setattr(unit, method, lambda: 1)
+    engine, *_ = shardwise.initialize(model=net(), config=CONFIG, mpu=unit)
+    engine.destroy()
 
 
 def wrapped_twice() -> tuple[bool, float, float]:

@@ -26,6 +26,7 @@ from shardwise.utils import (
     safe_get_full_fp32_param,
     safe_get_full_grad,
     safe_get_full_optimizer_state,
+    safe_set_full_fp32_param,
     safe_set_full_grad,
     safe_set_full_optimizer_state,
 )
@@ -660,6 +661,8 @@ def apart(directory: str) -> list[Any]:
     weight = next(model.parameters())
     result.append(digest([safe_get_full_fp32_param(p) for p in model.parameters()]))
     engine.save_checkpoint(directory, tag="apart")
+    with pytest.raises(UsageError, match=r"parameter '.*' changed while every rank has its own: ZeroOneAdam"):
+        safe_set_full_fp32_param(weight, torch.zeros(weight.shape))
     with torch.no_grad():
         weight[0, 0] += 1
     try:

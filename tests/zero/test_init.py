@@ -25,6 +25,24 @@ STAGE3 = {
 }
 
 
+def built_again() -> list[int]:
+    """Process groups before, and after each of three models that were built, wrapped and ended."""
+    counts = [len(dist.distributed_c10d._world.pg_map)]
+    for _ in range(3):
+        with shardwise.zero.Init(config_dict_or_path=STAGE3):
+            model = nn.Sequential(nn.Linear(4, 4), nn.Linear(4, 4))
+        engine, *_ = shardwise.initialize(model=model, config=STAGE3)
+        engine(torch.ones(1, 4))
+        engine.destroy()
+        counts.append(len(dist.distributed_c10d._world.pg_map))
+    return counts
+
+
+def test_no_groups_are_left_behind() -> None:
+    for counts in run_ranks(built_again, 2):
+        assert len(set(counts)) == 1
+
+
 class Initialised(nn.Module):
     """Initialises in every way that scripts use: nn.init, .data, apply, indexing, tying, buffers from parameters."""
 

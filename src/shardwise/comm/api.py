@@ -2,7 +2,7 @@
 
 They act on `torch.distributed`'s process groups directly, take its arguments, and in addition `prof` (record this call
 even if the log would not), `log_name` (name in the log) and `debug` (accepted for existing code). In a process without
-any process group they act as a group of one.
+any process group `get_rank` and `get_world_size` answer for a group of one, and a collective raises UsageError.
 """
 
 from __future__ import annotations
@@ -120,7 +120,9 @@ class _Recorded:
         result = self._work.wait(*args)
         if self._record is not None:
             name, size, start, world, line = self._record
-            comms_logger.append(name, size, time.perf_counter() - start, world, line)
+            # On a device only the stream has waited.
+            seconds = None if torch.cuda.is_initialized() else time.perf_counter() - start
+            comms_logger.append(name, size, seconds, world, line)
             self._record = None
         return result
 

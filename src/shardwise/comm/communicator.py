@@ -234,6 +234,7 @@ class Communicator:
         label: str,
         *,
         accumulate: bool = False,
+        kind: str = "reduce",
     ) -> Handle:
         """Reduce each `full` over ranks, in rank order, and keep this rank's range in `out`, without blocking.
 
@@ -243,11 +244,12 @@ class Communicator:
             pairs: `out` and `full` of each reduction; `full` may lie in pieces where `takes_pieces` says so.
             label: for the record.
             accumulate: add to `out` instead of replacing it.
+            kind: with which collectives it is in one order.
         """
         size = sum(full.numel() * full.element_size() for _, full in pairs)
         record = self._open("reduce_scatter", size, size * (self.world - 1) // self.world, label)
         if self._neighbours is not None:
-            _, tag = self._next("reduce", record)
+            _, tag = self._next(kind, record)
             near = self._neighbours
             return self._launch(lambda: near.reduce_scatter(pairs, tag, accumulate), record)
         flat = [(out, full) for out, full in pairs if isinstance(full, torch.Tensor)]
@@ -259,7 +261,7 @@ class Communicator:
                 elif out.data_ptr() != full.data_ptr():
                     out.copy_(full)
             return self._handle(None, record)
-        group, tag = self._next("reduce", record)
+        group, tag = self._next(kind, record)
         if self._gloo:
             from shardwise.comm import gloo
 
@@ -267,7 +269,10 @@ class Communicator:
         return self._handle(native.reduce_scatter(flat, group, accumulate=accumulate, ordered=self._ordered), record)
 
     def all_reduce(self, tensor: torch.Tensor, label: str, kind: str = "small") -> Handle:
-        """Sum a small tensor over ranks in place, in rank order: the same bits on every rank."""
+        """Sum a small tensor over ranks in place, in rank order: the same bits on every rank.
+
+        Every rank receives those of all; `sum_large` needs no more memory with more ranks.
+        """
         size = tensor.numel() * tensor.element_size()
         record = self._open("all_reduce", size, size * (self.world - 1), label)
         if self.world == 1:
@@ -278,6 +283,22 @@ class Communicator:
 
             return self._launch(lambda: gloo.all_reduce_ordered(tensor, group, tag), record)
         return self._handle(native.all_reduce(tensor, group), record)
+
+    def sum_large(self, flat: torch.Tensor, label: str) -> None:
+        """Sum a 1-D tensor over ranks in place, in rank order: the same bits on every rank (it blocks).
+
+        Each rank adds up a range and sends the result to the others, as a stage 0 reduction does: twice the tensor is
+        sent and it is held once more, on any number of ranks. Half precision is summed in fp32 and rounded once.
+
+        Args:
+            flat: its length is a multiple of the number of ranks.
+            label: for the record.
+        """
+        length = flat.numel() // self.world
+        half = flat.dtype in (torch.bfloat16, torch.float16)
+        own = torch.empty(length, dtype=torch.float32 if half else flat.dtype, device=flat.device)
+        self.reduce_scatter([(own, flat)], label, kind="explicit").wait()
+        self.all_gather([(flat, own.to(flat.dtype))], label, kind="explicit").wait()
 
     def broadcast(self, tensor: torch.Tensor, src: int, label: str) -> Handle:
         """Copy a tensor from group rank `src` to all ranks, in place."""
@@ -368,6 +389,11 @@ class Communicator:
         sign = torch.zeros(1, device=self.device)
         self.all_reduce(sign, label).wait()
         sign.cpu()  # on CUDA only the stream has waited so far
+
+    @property
+    def waits_on_host(self) -> bool:
+        """Whether `Handle.wait` returns when the result is there; NCCL's only makes the current stream wait."""
+        return self._gloo or self.world == 1
 
     @property
     def reads_peers(self) -> bool:

@@ -19,7 +19,10 @@ from typing import Any
 from shardwise.errors import UsageError
 
 Entry = list[Any]
-"""[count, latencies in ms, algorithm bandwidths, bus bandwidths] of one collective at one size."""
+"""[count, latencies in ms, algorithm bandwidths, bus bandwidths] of one collective at one size; see `append`."""
+
+UNKNOWN = "-"
+"""What is printed for a time that was not measured."""
 
 _WHOLE = ("all_gather", "reduce_scatter")
 
@@ -95,24 +98,27 @@ class CommsLogger:
         """Whether an operation would be recorded."""
         return self.enabled and (self.prof_all or op in self.prof_ops)
 
-    def append(self, op: str, size: int, seconds: float, world: int, line: str = "") -> None:
-        """Record one call: `size` bytes of the whole message in `seconds` over `world` ranks."""
+    def append(self, op: str, size: int, seconds: float | None, world: int, line: str = "") -> None:
+        """Record one call: `size` bytes of the whole message in `seconds` over `world` ranks.
+
+        `seconds` is None where the host does not know: waiting for NCCL, it only tells the device to wait.
+        """
         if not self.wants(op):
             return
         name = f"{op} | {line}" if self.debug and line else op
-        algorithm, bus = bandwidths(op, size, seconds, world)
+        measured = () if seconds is None else (seconds * 1e3, *bandwidths(op, size, seconds, world))
         with self._lock:
             entry = self.comms_dict.setdefault(name, {}).setdefault(size, [0, [], [], []])
             entry[0] += 1
-            entry[1].append(seconds * 1e3)
-            entry[2].append(algorithm)
-            entry[3].append(bus)
+            for column, value in zip(entry[1:], measured, strict=False):
+                column.append(value)
         if self.verbose:
             from shardwise.utils.logging import log_dist
 
+            texts = [f"{value:.2f}" for value in measured] or [UNKNOWN] * 3
             log_dist(
-                f"comm op: {name} | time (ms): {seconds * 1e3:.2f} | msg size: {readable(size)} | "
-                f"algbw (Gbps): {algorithm:.2f} | busbw (Gbps): {bus:.2f}",
+                f"comm op: {name} | time (ms): {texts[0]} | msg size: {readable(size)} | "
+                f"algbw (Gbps): {texts[1]} | busbw (Gbps): {texts[2]}",
                 [0],
             )
 
@@ -176,7 +182,10 @@ class CommsLogger:
         return sum(entry[0] for sizes in self.comms_dict.values() for entry in sizes.values())
 
     def summary(self) -> dict[str, dict[int, dict[str, float]]]:
-        """Return count, total and mean latency (ms) and mean bandwidths (Gbit/s) by operation and size."""
+        """Return count, total and mean latency (ms) and mean bandwidths (Gbit/s) by operation and size.
+
+        The last four are 0 where no time was measured (see `append`).
+        """
         return {
             name: {
                 size: {
@@ -206,8 +215,9 @@ class CommsLogger:
         for name, sizes in self.summary().items():
             lines.append(name)
             for size, row in sizes.items():
+                measured = bool(self.comms_dict[name][size][1])
                 cells = ["", readable(size), str(int(row["count"]))] + [
-                    f"{row[key]:.2f}"
+                    f"{row[key]:.2f}" if measured else UNKNOWN
                     for key in ("total_latency_ms", "avg_latency_ms", "tput_avg_gbps", "busbw_avg_gbps")
                 ]
                 lines.append("".join(f"{cell:<20}" for cell in cells))

@@ -30,6 +30,7 @@ from shardwise.comm.groups import forget, made_well
 from shardwise.comm.meeting import meet
 from shardwise.comm.rendezvous import join, private_keys
 from shardwise.comm.whereabouts import publish_end
+from shardwise.device.choice import device_index
 from shardwise.errors import LaunchError
 
 DEFAULT_PORT = 29500
@@ -105,6 +106,8 @@ def init_distributed(
     else:
         store = private_keys(next(rendezvous(init_method, place.rank, place.world_size, timeout=timeout))[0])
     meet(store, place.rank, place.world_size, timeout, os.environ.get("TORCHELASTIC_RESTART_COUNT", "0"))
+    if backend == "nccl" and torch.cuda.device_count() == 1:
+        _check_own_device(dist.PrefixStore(os.environ.get("TORCHELASTIC_RESTART_COUNT", "0"), store), place)
 
     def start(attempt: int) -> dist.ProcessGroup:
         own = dist.PrefixStore(f"attempt{attempt}", store)
@@ -235,7 +238,7 @@ def _backend(asked: str | None, place: Place) -> str:
     if asked is None:
         if not torch.cuda.is_available():
             return "gloo"
-        if place.local_rank >= torch.cuda.device_count():
+        if device_index(place.local_rank) >= torch.cuda.device_count():
             raise LaunchError(
                 f"Rank {place.rank} is process {place.local_rank} of its machine, which has "
                 f"{torch.cuda.device_count()} CUDA devices: NCCL needs one per process. Start fewer "
@@ -250,6 +253,17 @@ def _backend(asked: str | None, place: Place) -> str:
                 'Leave dist_backend out to take "nccl" on CUDA and "gloo" elsewhere.'
             )
     return asked
+
+
+def _check_own_device(store: dist.Store, place: Place) -> None:
+    """Refuse a process that sees one CUDA device, as if it were its own, which another process of the job has too."""
+    device = torch.cuda.get_device_properties(0)
+    if store.add(f"device/{socket.gethostname()}/{device.uuid}", 1) > 1:
+        raise LaunchError(
+            f"Rank {place.rank} is process {place.local_rank} of its machine and sees one CUDA device ({device.name}, "
+            f"{device.uuid}), which another rank has taken: NCCL needs one per process. Start fewer processes, make "
+            'more devices visible (CUDA_VISIBLE_DEVICES), or pass dist_backend="gloo".'
+        )
 
 
 def _keep_gloo_on_loopback() -> None:

@@ -82,9 +82,9 @@ def _set(value: Any) -> bool:
     return bool(value.model_dump(exclude_defaults=True))
 
 
-def _kept_elsewhere(value: Any) -> bool:
-    """`activation_checkpointing` asks for more than recomputing (a number of checkpoints asks for nothing)."""
-    return bool(value.model_dump(exclude_defaults=True, exclude={"number_checkpoints"}))
+def _watched(value: Any) -> bool:
+    """`activation_checkpointing` asks for what changes no memory (a number of checkpoints asks for nothing)."""
+    return bool(value.model_dump(exclude_defaults=True, exclude={"number_checkpoints", *_MEMORY_OF_CHECKPOINTS}))
 
 
 def _without_offload(config: Config) -> str:
@@ -97,6 +97,12 @@ def _without_offload(config: Config) -> str:
         'less memory a parameter (`bf16.master_weights` "none", or `optimizer.params.fp32_optimizer_states` false)'
     )
 
+
+_MEMORY_OF_CHECKPOINTS = {
+    "cpu_checkpointing": "a way to move the saved inputs of recomputed functions to host memory",
+    "contiguous_memory_optimization": "a common buffer for the saved inputs of recomputed functions",
+}
+"""Key of `activation_checkpointing` that asks for another use of memory -> what it asks for."""
 
 _COMPRESSION = (
     "weight_quantization",
@@ -242,6 +248,16 @@ UNBUILT: tuple[Unbuilt, ...] = (
         _on,
         "switch it off; engine.compile() uses torch.compile",
     ),
+    *(
+        Unbuilt(
+            f"activation_checkpointing.{key}",
+            feature,
+            _on,
+            "leave it out. The section recomputes nothing by itself, in DeepSpeed neither: the model calls "
+            "shardwise.checkpointing.checkpoint (Trainer: gradient_checkpointing=True)",
+        )
+        for key, feature in _MEMORY_OF_CHECKPOINTS.items()
+    ),
 )
 
 UNHEARD: tuple[Unheard, ...] = (
@@ -253,9 +269,10 @@ UNHEARD: tuple[Unheard, ...] = (
     Unheard("zero_optimization.enable_sanity_checks", _on, "there are no further checks to switch on"),
     Unheard(
         "activation_checkpointing",
-        _kept_elsewhere,
-        "saved inputs stay whole, where they are. The section recomputes nothing by itself, in DeepSpeed neither: the "
-        "model calls shardwise.checkpointing.checkpoint (Trainer: gradient_checkpointing=True)",
+        _watched,
+        "checkpoints are not timed, they synchronize nothing, and there is one tensor-parallel rank to split their "
+        "inputs over. The section recomputes nothing by itself, in DeepSpeed neither: the model calls "
+        "shardwise.checkpointing.checkpoint (Trainer: gradient_checkpointing=True)",
     ),
     Unheard(
         "pipeline.activation_checkpoint_interval",

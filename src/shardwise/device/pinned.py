@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import contextlib
 from typing import Any
 
 import torch
@@ -24,6 +25,11 @@ def unpin(address: int) -> None:
 
 def _succeeds(function: Any, *arguments: int) -> bool:
     try:
-        return int(function(*arguments)) == 0
+        if int(function(*arguments)) == 0:
+            return True
     except RuntimeError:
-        return False
+        pass
+    # CUDA keeps the failure for the next kernel launch, which would raise it in an operation that has no part in it.
+    with contextlib.suppress(RuntimeError):
+        torch.empty(1, device="cuda").fill_(0)
+    return False

@@ -33,7 +33,7 @@ from shardwise.engine.recovery import note_ready
 from shardwise.engine.scaling import scales_loss
 from shardwise.engine.stepping import stepping_of
 from shardwise.engine.zeropp import reduction
-from shardwise.errors import ConfigError, UsageError
+from shardwise.errors import ConfigError, NotBuiltError, UsageError
 from shardwise.memory import Accountant, Category
 from shardwise.optim import ElementwiseOptimizer, is_elementwise_state
 from shardwise.optim import build as build_optimizer
@@ -136,6 +136,26 @@ def initialize(
         )
 
 
+_MODEL_PARALLEL_SIZES = (
+    "get_model_parallel_world_size",
+    "get_tensor_model_parallel_world_size",
+    "get_slice_parallel_world_size",
+    "get_pipe_parallel_world_size",
+    "get_pipeline_model_parallel_world_size",
+)
+
+
+def _check_mpu(mpu: Any) -> None:
+    """Refuse ranks that divide a model: norm, clipping and overflow would be those of each rank's part."""
+    for name in _MODEL_PARALLEL_SIZES if mpu is not None else ():
+        size = getattr(mpu, name, lambda: 1)()
+        if size > 1:
+            raise NotBuiltError(
+                f"initialize(mpu=...): mpu.{name}() is {size}: this version does not have model parallelism. Pass an "
+                "mpu of model-parallel size 1, or none; ZeRO stage 3 divides large layers over all ranks"
+            )
+
+
 def _build(
     args: argparse.Namespace | None,
     model: nn.Module,
@@ -152,6 +172,7 @@ def _build(
     # The process group first: batch sizes depend on how many ranks there are.
     init_distributed(distributed_port=port, verbose=False, dist_init_required=dist_init_required)
     ledger = Ledger()
+    _check_mpu(mpu)
     group = mpu.get_data_parallel_group() if mpu is not None else None
     world = torch.distributed.get_world_size(group) if torch.distributed.is_initialized() else 1
     resolution = resolve(source, world_size=world, facts=_facts(client_optimizer))
@@ -169,7 +190,7 @@ def _build(
         ledger.listener = lambda record: comms_logger.append(
             record.op,
             record.size,
-            (record.finished or record.launched) - record.launched,
+            (record.finished or record.launched) - record.launched if comm.waits_on_host else None,
             comm.world,
             record.line,
         )

@@ -27,6 +27,9 @@ _A_RANKS_OWN = frozenset(
 )
 """Sections of the configuration that say what a rank reports, not what it computes."""
 
+_A_MACHINES_OWN = frozenset({"checkpoint.memory_copies.directory"})
+"""Paths that machines may have each of its own."""
+
 
 def facts_of(model: nn.Module, optimizer: torch.optim.Optimizer | None, resolution: Resolution) -> dict[str, str]:
     """Return the configuration's values, the optimizer's settings and the parameters by name."""
@@ -50,7 +53,7 @@ def facts_of(model: nn.Module, optimizer: torch.optim.Optimizer | None, resoluti
 
 def _leaves(values: Mapping[str, Any], prefix: str = "") -> Iterator[tuple[str, Any]]:
     for name, value in values.items():
-        if not prefix and name in _A_RANKS_OWN:
+        if (not prefix and name in _A_RANKS_OWN) or f"{prefix}{name}" in _A_MACHINES_OWN:
             continue
         if isinstance(value, Mapping):
             yield from _leaves(value, f"{prefix}{name}.")

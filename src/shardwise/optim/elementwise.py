@@ -303,7 +303,7 @@ class ElementwiseOptimizer(torch.optim.Optimizer):
             tensors["original"] = parameter.detach()  # a copy is updated
         state = self.state[parameter]
         if "step" not in state:
-            state["step"] = torch.zeros((), dtype=torch.float32)
+            state["step"] = torch.zeros((), dtype=torch.float32, device="cpu")
         kinds = self._states_of(parameter.dtype)
         if COMPENSATION in state and COMPENSATION not in kinds:
             # Loaded from a run that had it: part of the value.

@@ -90,7 +90,7 @@ class Lamb(Layerwise):
     ) -> torch.Tensor:
         """See `Layerwise.direction`: Adam's quotient with the decay, in the gradient's memory."""
         if not state:
-            state["step"] = torch.zeros((), dtype=torch.float32)
+            state["step"] = torch.zeros((), dtype=torch.float32, device="cpu")
             state["exp_avg"] = torch.zeros_like(parameter)
             state["exp_avg_sq"] = torch.zeros_like(parameter)
         state["step"] += 1

@@ -114,8 +114,10 @@ def _sum_of_squares(runs: Sequence[torch.Tensor]) -> torch.Tensor:
 
 def combine(sums: torch.Tensor, scale: float | torch.Tensor) -> torch.Tensor:
     """Return the global norm of gradients whose true value is `scale` times what was summed (0-D fp64 tensor)."""
-    # cumsum adds one after the other, in registration order; sum() would pick its own tree.
-    total = sums.cumsum(0)[-1] if sums.numel() else sums.new_zeros(())
+    # On a CPU cumsum adds one after the other, in registration order; sum() would pick its own tree. On CUDA cumsum may
+    # differ from run to run, and sum() has one tree for each length.
+    one_by_one = sums.device.type == "cpu" and sums.numel()
+    total = sums.cumsum(0)[-1] if one_by_one else sums.sum()
     return total.sqrt() * scale
 
 

@@ -15,6 +15,7 @@ from shardwise.errors import UsageError
 from shardwise.zero import released
 from shardwise.zero.communicated import CommunicatedUpdate
 from shardwise.zero.model import ShardedModel
+from shardwise.zero.unit import UnitState
 
 Run = tuple[int, int, torch.Tensor]
 
@@ -33,14 +34,14 @@ def _find(parameter: torch.Tensor) -> tuple[ShardedModel, int] | None:
 
 def _assemble(model: ShardedModel, index: int, runs: Iterable[Run], dtype: torch.dtype, whole: bool) -> torch.Tensor:
     """Put runs of all ranks together; each element is stored on exactly one rank, or on all (`whole`)."""
-    tensor = model.registry[index]
-    flat = torch.zeros(tensor.numel, dtype=dtype, device=model.device)
+    tensor, world = model.registry[index], model.comm.world
+    flat = torch.zeros(tensor.numel + -tensor.numel % world, dtype=dtype, device=model.device)
     for start, stop, values in runs:
         flat[start:stop] = values
     if not whole:
         # Every element is zero on all ranks but one, so that the sum is exact.
-        model.comm.all_reduce(flat, tensor.name).wait()
-    return flat.view(tensor.shape)
+        model.comm.sum_large(flat, tensor.name)
+    return flat[: tensor.numel].view(tensor.shape)
 
 
 def safe_get_full_fp32_param(parameter: torch.Tensor) -> torch.Tensor | None:
@@ -64,7 +65,8 @@ def safe_set_full_fp32_param(parameter: torch.Tensor, value: torch.Tensor) -> No
     """Set a parameter's whole master weights, and the parameter with them; the same `value` on every rank.
 
     Raises:
-        UsageError: `value` has another shape.
+        UsageError: `value` has another shape, or ranks have parameters of their own at the moment, between the averages
+            of 0/1 Adam.
     """
     found = _find(parameter)
     if found is None:
@@ -72,14 +74,19 @@ def safe_set_full_fp32_param(parameter: torch.Tensor, value: torch.Tensor) -> No
     model, index = found
     assert model.update is not None
     flat = _checked(model, index, value)
-    registered = model.registry.parameters[index]
-    gathered = model.gather([registered])
-    model.values_of(index).copy_(flat)
-    for unit in model.units_of([registered]):
+    if isinstance(model.update, CommunicatedUpdate):
+        model.update.check_agreed(f"parameter {model.registry[index].name!r}")
+    model.take_changes()
+    (unit,) = model.units_of([model.registry.parameters[index]])
+    model.gatherer.let_go([unit])
+    unit.finish_gather()
+    if unit.state is not UnitState.RELEASED:
+        model.values_of(index).copy_(flat)
         unit.store_shard()
     for start, stop, master in model.update.master_pieces(index):
         master.copy_(flat[start:stop])
-    model.let_go(gathered)
+    if unit.state is UnitState.RELEASED:
+        model.publish([unit])
 
 
 def safe_get_full_grad(parameter: torch.Tensor) -> torch.Tensor | None:
@@ -215,6 +222,7 @@ def safe_set_local_fp32_param(parameter: torch.Tensor, value: torch.Tensor) -> N
         return
     model, index = found
     assert model.update is not None
+    model.take_changes()
     _fill(model, index, [master for _, _, master in model.update.master_pieces(index)], value)
     model.publish(model.units_of([parameter]))
 

@@ -244,13 +244,20 @@ class CommunicatedUpdate(SegmentUpdate):
         Raises:
             UsageError: ranks have parameters of their own at the moment.
         """
+        self.check_agreed(f"parameters of unit {unit.name!r}")
+        super().refresh(unit)
+
+    def check_agreed(self, what: str) -> None:
+        """Refuse to change parameters of which every rank has its own.
+
+        Raises:
+            UsageError: it has; see `refresh`.
+        """
         if self.asked.apart:
             raise UsageError(
-                f"parameters of unit {unit.name!r} have been changed while every rank has its own: "
-                f"{type(self.optimizer).__name__} has made local steps since it last averaged them. Call "
-                "engine.optimizer.synchronize() on all ranks before changing them"
+                f"{what} changed while every rank has its own: {type(self.optimizer).__name__} has made local steps "
+                "since it last averaged them. Call engine.optimizer.synchronize() on all ranks before changing them"
             )
-        super().refresh(unit)
 
     def master_pieces(self, index: int) -> list[tuple[int, int, torch.Tensor]]:
         """See `Update.master_pieces`; the values on which all ranks agree."""

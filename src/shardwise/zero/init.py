@@ -33,10 +33,12 @@ class PartStore:
     Args:
         comm: the ranks.
         quantized_weights: the engine that adopts the parameters is to gather them as codes.
+        owns_comm: give the groups of `comm` back when no part is left.
     """
 
-    def __init__(self, comm: Communicator, *, quantized_weights: bool = False) -> None:
+    def __init__(self, comm: Communicator, *, quantized_weights: bool = False, owns_comm: bool = False) -> None:
         self.comm = comm
+        self._owns_comm = owns_comm
         self.quantized_weights = quantized_weights
         self.open = False
         self._parts = WeakTensorKeyDictionary()
@@ -171,10 +173,12 @@ class PartStore:
                 self.split(parameter, self.comm.group_rank(src))
 
     def forget(self, parameter: nn.Parameter) -> None:
-        """Drop the part of a parameter that has been adopted into a unit."""
+        """Drop the part of a parameter that has been adopted into a unit; with the last one the process groups go."""
         self._parts.pop(parameter, None)
         self._home.pop(parameter, None)
         released.restore(parameter)
+        if self._owns_comm and not self._parts and not self.open:
+            self.comm.destroy()
 
 
 def whole_values(parameter: nn.Parameter) -> tuple[torch.Tensor, bool]:
@@ -271,7 +275,7 @@ class Init:
         if group is None and mpu is not None:
             group = mpu.get_data_parallel_group()
         comm = Communicator(group, Ledger(), choose_device(local_rank()), name="zero.Init")
-        self._store = PartStore(comm, quantized_weights=zero_quantized_weights)
+        self._store = PartStore(comm, quantized_weights=zero_quantized_weights, owns_comm=True)
         if module is not None:
             shard_module(module, self._store, dtype)
 

@@ -1,0 +1,102 @@
+"""Whole tensors of single parameters: what reading and setting them costs, and what stays as it was."""
+
+from __future__ import annotations
+
+from typing import Any
+
+import pytest
+import torch
+import torch.distributed as dist
+from torch import nn
+
+import shardwise
+from shardwise import utils
+from shardwise.memory import Accountant, track_activations
+from tests.harness import run_ranks
+
+LARGE = (1024, 4096)
+
+
+def start(stage: int, model: nn.Module, **more: Any) -> Any:
+    config = {
+        "train_micro_batch_size_per_gpu": 1,
+        "optimizer": {"type": "AdamW", "params": {"lr": 1e-2}},
+        "zero_optimization": {"stage": stage, "stage3_param_persistence_threshold": 0},
+        **more,
+    }
+    return shardwise.initialize(model=model, config=config)[0]
+
+
+def costs(stage: int) -> dict[str, tuple[float, float]]:
+    """Bytes sent, and bytes held at the same time, over those of a parameter (fp32), for each function."""
+    torch.manual_seed(0)
+    engine = start(stage, nn.Sequential(nn.Linear(LARGE[1], LARGE[0]), nn.Linear(LARGE[0], LARGE[1], bias=False)))
+    engine.backward(engine(torch.ones(1, LARGE[1])).sum())
+    weight = engine.module[0].weight
+    value, found = torch.full(LARGE, 0.5), {}
+    size = 4 * value.numel()
+
+    def call(name: str, *arguments: Any) -> None:
+        first, meter = engine.ledger.sequence, Accountant()
+        with track_activations(meter):
+            result = getattr(utils, name)(weight, *arguments)
+        del result
+        sent = sum(record.sent for record in engine.ledger.records(since=first))
+        found[name] = sent / size, meter.peak_total / size
+
+    call("safe_get_full_grad")
+    call("safe_set_full_grad", value)
+    engine.step()
+    engine.sharded.finish_gathers()
+    call("safe_get_full_fp32_param")
+    call("safe_set_full_fp32_param", value)
+    call("safe_get_full_optimizer_state", "exp_avg")
+    call("safe_set_full_optimizer_state", value, "exp_avg")
+    assert torch.equal(utils.safe_get_full_fp32_param(weight), value)
+    engine.destroy()
+    return found
+
+
+@pytest.mark.parametrize("stage", [1, 3])
+def test_whole_tensors_cost_one_parameter_on_any_number_of_ranks(stage: int) -> None:
+    for found in run_ranks(costs, 4, stage):
+        for name, (sent, held) in found.items():
+            # Each rank sends its values to those that add them up, and what it has added up to all: 3/4 each.
+            assert sent <= (0.01 if "set" in name else 1.51), (name, sent)
+            assert held <= 2.6, (name, held)
+
+
+def kept(stage: int) -> bool:
+    """Setting one parameter leaves what the script has changed in another of the same unit."""
+    engine = start(stage, nn.Linear(3, 5))
+    weight, bias = engine.module.weight, engine.module.bias
+    with torch.no_grad():
+        bias.fill_(7.0)
+    utils.safe_set_full_fp32_param(weight, torch.full((5, 3), 2.0))
+    same = bool((utils.safe_get_full_fp32_param(bias) == 7).all() and (bias == 7).all() and (weight == 2).all())
+    engine.destroy()
+    return same
+
+
+@pytest.mark.parametrize("stage", [0, 2])
+def test_changes_of_others_are_kept(stage: int) -> None:
+    assert run_ranks(kept, 2, stage) == [True] * 2
+
+
+def sums(dtype: torch.dtype) -> list[float]:
+    """What `sum_large` makes of 1, 2, 3 ... ranks' values; the last elements are the largest."""
+    from shardwise.comm.communicator import Communicator
+    from shardwise.comm.ledger import Ledger
+
+    ranks = Communicator(None, Ledger(), torch.device("cpu"))
+    flat = (torch.arange(5 * dist.get_world_size()) * (dist.get_rank() + 1)).to(dtype)
+    ranks.sum_large(flat, "sum")
+    ranks.destroy()
+    return flat.tolist()
+
+
+@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16, torch.float64])
+@pytest.mark.parametrize("world", [1, 3])
+def test_a_large_sum_is_that_of_all_ranks(world: int, dtype: torch.dtype) -> None:
+    expected = [float(i * sum(range(1, world + 1))) for i in range(5 * world)]
+    assert run_ranks(sums, world, dtype) == [expected] * world
