@@ -30,7 +30,7 @@ TELLING = {
 }
 """The setting of each program that `make test` runs."""
 
-ALIKE = ("CIFAR tutorial", "nanoGPT", "run_clm, from a checkpoint", "deepspeed_with_config_support")
+ALIKE = ("CIFAR tutorial", "HelloDeepSpeed", "nanoGPT", "run_clm, from a checkpoint", "deepspeed_with_config_support")
 """Programs whose ways another one takes, too: `make exhaustive` runs them."""
 
 # Every program by every launcher, with stages and precisions in turn; bench/programs.py has the whole product.
