@@ -60,7 +60,7 @@ def train(settings: list[dict[str, Any]]) -> list[Any]:
                 engine.step()
             assert engine.was_step_applied()
         assert {p.dtype for p in module.parameters()} == {torch.float32}
-        sent = engine.ledger.totals["reduce_scatter"].sent
+        sent = sum(record.sent for record in engine.ledger.records() if record.kind == "reduce")
         wires = {
             engine.sharded.registry[slot.index].name: (section.layout.wire_dtype, section.layout.numel)
             for unit in engine.sharded.units

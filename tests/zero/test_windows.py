@@ -214,7 +214,7 @@ COUNTS = (1, 3, 2)
 
 
 def sent(engine: Any) -> int:
-    return int(engine.ledger.totals["reduce_scatter"].sent) if "reduce_scatter" in engine.ledger.totals else 0
+    return sum(record.sent for record in engine.ledger.records() if record.kind == "reduce")
 
 
 def script_windows(settings: list[tuple[int, bool, bool]]) -> list[Any]:
