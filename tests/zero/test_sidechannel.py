@@ -420,8 +420,9 @@ def test_a_rank_that_destroys_its_engine_too_early_is_named(first: int, catch: b
         assert destroys == "ValueError: no more data"
     elif first == 0:
         assert re.search(
-            r"DesyncError: rank 1 is in destroy\(\) at .*, (and )?rank 0 is in (\w+ .* at .*/models.py|destroy\(\) at )",
-            destroys,  # it may have heard of it, and be there by now
+            r"DesyncError: rank 1 is in destroy\(\) at .*, (and )?rank 0 is in "
+            r"(\w+ .* at .*/models.py|destroy\(\) at )",  # it may have heard of it, and be there by now
+            destroys,
         )
         assert "fewer batches" in destroys
     else:
