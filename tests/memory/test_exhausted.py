@@ -286,6 +286,7 @@ def under_limit(room: int, width: int, config: dict[str, Any], world: int = 1) -
             **os.environ,
             "OMP_NUM_THREADS": "1",
             "MALLOC_ARENA_MAX": "1",  # otherwise the C library reserves addresses for each thread
+            "MALLOC_MMAP_THRESHOLD_": "4194304",  # as under `shardwise run`: otherwise its heap breaks up, by chance
             "GLOO_SOCKET_IFNAME": "lo",
             "MASTER_ADDR": "127.0.0.1",
             "MASTER_PORT": port,
@@ -297,13 +298,9 @@ def under_limit(room: int, width: int, config: dict[str, Any], world: int = 1) -
         }
         command = [sys.executable, str(Path(__file__).parent / "limited.py"), asked]
         processes.append(subprocess.Popen(command, env=env, stdout=subprocess.PIPE, stderr=subprocess.PIPE, text=True))
-    told = []
-    for process in processes:
-        out, err = process.communicate(timeout=240)
-        lines = out.strip().splitlines()
-        assert lines, err[-3000:]
-        told.append(json.loads(lines[-1]))
-    return told
+    said = [process.communicate(timeout=240) for process in processes]
+    assert all(out.strip() for out, _ in said), "\n".join(f"{out}\n{err[-3000:]}" for out, err in said)
+    return [json.loads(out.strip().splitlines()[-1]) for out, _ in said]
 
 
 @pytest.mark.slow
