@@ -17,6 +17,8 @@ from torch import nn
 from torch.optim.lr_scheduler import StepLR
 
 import shardwise
+from shardwise.config import resolve
+from shardwise.engine.facts import facts_of
 from shardwise.errors import ConfigError, NotBuiltError, UsageError
 from tests.harness import run_ranks
 
@@ -168,6 +170,14 @@ def test_an_mpu_that_divides_the_model_is_refused(method: str) -> None:
     setattr(unit, method, lambda: 1)
     engine, *_ = shardwise.initialize(model=net(), config=CONFIG, mpu=unit)
     engine.destroy()
+
+
+def test_machines_may_keep_copies_in_directories_of_their_own() -> None:
+    def facts(directory: str, every: int = 10) -> dict[str, str]:
+        copies = {"every": every, "directory": directory}
+        return facts_of(net(), None, resolve({**CONFIG, "checkpoint": {"memory_copies": copies}}))
+
+    assert facts("/dev/shm") == facts("/run/user/1000") != facts("/dev/shm", 11)
 
 
 def wrapped_twice() -> tuple[bool, float, float]:
