@@ -228,9 +228,10 @@ def test_a_single_visible_device_is_the_process_s_own(monkeypatch) -> None:
     assert setup._backend(None, place) == "nccl"
     assert choose_device(3) == torch.device("cuda", 0)
     setup._check_own_device(store, place)
+    setup._check_own_device(store, place)  # the script has started its group anew
     given.uuid = "GPU-2"
-    setup._check_own_device(store, place)
-    with pytest.raises(LaunchError, match=r"Rank 3 .* sees one CUDA device \(H100, GPU-2\), which another rank has"):
+    setup._check_own_device(store, Place(2, 4, 2, 4, "node0", 1, "Slurm"))
+    with pytest.raises(LaunchError, match=r"Rank 3 .* sees one CUDA device \(H100, GPU-2\), which rank 2 has taken"):
         setup._check_own_device(store, place)
 
 

@@ -258,10 +258,12 @@ def _backend(asked: str | None, place: Place) -> str:
 def _check_own_device(store: dist.Store, place: Place) -> None:
     """Refuse a process that sees one CUDA device, as if it were its own, which another process of the job has too."""
     device = torch.cuda.get_device_properties(0)
-    if store.add(f"device/{socket.gethostname()}/{device.uuid}", 1) > 1:
+    # Not a count: a script may end its process group and start another, on a store that goes on.
+    owner = store.compare_set(f"device/{socket.gethostname()}/{device.uuid}", "", str(place.rank)).decode()
+    if owner != str(place.rank):
         raise LaunchError(
             f"Rank {place.rank} is process {place.local_rank} of its machine and sees one CUDA device ({device.name}, "
-            f"{device.uuid}), which another rank has taken: NCCL needs one per process. Start fewer processes, make "
+            f"{device.uuid}), which rank {owner} has taken: NCCL needs one per process. Start fewer processes, make "
             'more devices visible (CUDA_VISIBLE_DEVICES), or pass dist_backend="gloo".'
         )
 
