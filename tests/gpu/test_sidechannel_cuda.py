@@ -17,14 +17,25 @@ class OneUnit:
 
     def __init__(self, rank: int, shard: int) -> None:
         self.sections = [self]
-        self.wire_view = torch.zeros(2 * shard, device="cuda")
+        self.full = torch.zeros(2 * shard, device="cuda")
         self.shard = torch.arange(shard, dtype=torch.float32, device="cuda") + rank * shard
         self.layout: Any = self
-        self._shard = shard
+        self.domain: Any = self
+        self.level = 1
+        self._rank, self._shard = rank, shard
 
-    def range_of(self, rank: int) -> tuple[int, int]:
+    def range_of(self, place: int, level: int | None = None) -> tuple[int, int]:
         """See `shardwise.zero.layout.Section`."""
-        return rank * self._shard, (rank + 1) * self._shard
+        return place * self._shard, (place + 1) * self._shard
+
+    @property
+    def shard_range(self) -> slice:
+        """See `shardwise.zero.unit.SectionMemory`."""
+        return slice(*self.range_of(self._rank))
+
+    def holders(self, level: int) -> list[tuple[int, int]]:
+        """See `shardwise.comm.domain.Domain`."""
+        return [(self._rank, self._rank), (1 - self._rank, 1 - self._rank)]
 
 
 def test_a_shard_is_fetched_while_the_peers_stream_waits() -> None:
@@ -47,7 +58,7 @@ def test_a_shard_is_fetched_while_the_peers_stream_waits() -> None:
         asking.fetch(units[0])
     streams[0].synchronize()
     assert not streams[1].query()
-    assert torch.equal(units[0].wire_view, torch.arange(units[0].wire_view.numel(), dtype=torch.float32, device="cuda"))
+    assert torch.equal(units[0].full, torch.arange(units[0].full.numel(), dtype=torch.float32, device="cuda"))
     streams[1].synchronize()
     for channel in (asking, answering):
         channel.close()

@@ -25,7 +25,7 @@ def parameters(draw: st.DrawFn) -> list[LogicalTensor]:
 
 
 def sections_of(tensors: list[LogicalTensor], world: int, device: str) -> tuple[Section, ...]:
-    return lay_out(tensors, world, device)
+    return lay_out(tensors, [world], device)
 
 
 @given(parameters(), st.integers(1, 9), st.sampled_from(["cpu", "cuda"]))

@@ -8,6 +8,7 @@ import re
 import time
 from datetime import timedelta
 from pathlib import Path
+from types import SimpleNamespace
 from typing import Any
 from unittest import mock
 
@@ -18,6 +19,7 @@ from torch import nn
 
 import shardwise
 from shardwise.comm.communicator import Communicator
+from shardwise.comm.domain import Domain
 from shardwise.comm.ledger import Ledger
 from shardwise.errors import PeerLostError, ShardwiseError, UsageError
 from shardwise.zero.sidechannel import SideChannel
@@ -73,6 +75,11 @@ def test_a_peer_that_does_not_answer_is_named_within_the_groups_limit() -> None:
     assert 0.4 < waited < 30
 
 
+def unit_of(domain: Domain) -> Any:
+    """A unit that nobody has."""
+    return SimpleNamespace(index=99999, name="nothing", sections=[], domain=domain, level=1)
+
+
 def refused() -> tuple[str, str]:
     """Rank 0 asks for what there is not."""
     comm = Communicator(None, Ledger(), CPU)
@@ -80,7 +87,7 @@ def refused() -> tuple[str, str]:
     asked = ""
     if comm.rank == 0:
         with pytest.raises(PeerLostError) as caught:
-            channel.fetch(type("Unit", (), {"index": 99999, "name": "nothing", "sections": []})())  # type: ignore[arg-type]
+            channel.fetch(unit_of(Domain(comm)))  # type: ignore[arg-type]
         asked = f"{caught.value} {caught.value.__cause__}"
     comm.barrier()
     helped = ""

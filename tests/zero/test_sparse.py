@@ -18,6 +18,9 @@ from torch import nn
 
 import shardwise
 from shardwise.comm import neighbours
+from shardwise.comm.communicator import Communicator
+from shardwise.comm.domain import Domain
+from shardwise.comm.ledger import Ledger
 from shardwise.engine import build
 from shardwise.errors import ConfigError
 from shardwise.memory import Accountant
@@ -25,6 +28,7 @@ from shardwise.registry import LogicalTensor
 from shardwise.utils import safe_get_full_grad
 from shardwise.zero.layout import lay_out
 from shardwise.zero.model import ShardedModel
+from shardwise.zero.plan import Levels
 from shardwise.zero.sparse import DENSE, RowReduction, Rows, Table, affordable, find_tables, warnings_about
 from shardwise.zero.unit import SectionMemory
 from tests.harness import run_ranks
@@ -444,12 +448,13 @@ class Wires:
 
 def section_of(rows: int, width: int, world: int, rank: int, dtype: torch.dtype, whole: bool) -> SectionMemory:
     tensor = LogicalTensor(0, "table", (), (rows, width), dtype, dtype, True, None)
-    (layout,) = lay_out([tensor], world, "cpu", tables={0})
+    (layout,) = lay_out([tensor], [world], "cpu", tables={0})
+    domain = Domain(Communicator(None, Ledger(), torch.device("cpu"), imagined=world))
+    domain.place = rank
     return SectionMemory(
         layout,
-        sharded=False,
-        shard_optimizer=not whole,
-        rank=rank,
+        domain=domain,
+        levels=Levels(optimizer=0 if whole else 1, gradients=0, parameters=0),
         device=torch.device("cpu"),
         master_dtype=torch.float32,
         accumulate_dtype=torch.float32,
@@ -491,7 +496,14 @@ def test_sums_of_rows_are_those_of_whole_tables(
         given_part = part if used[rank] else None
         reductions.append(
             RowReduction(
-                wires.rank(rank), section, table, given_part, counts, "table", accumulate=accumulate, dtype=dtype
+                wires.rank(rank),
+                section.whole_gradient,
+                table,
+                given_part,
+                counts,
+                "table",
+                accumulate=accumulate,
+                dtype=dtype,
             )
         )
     total = torch.zeros(sections[0].layout.numel)

@@ -43,6 +43,7 @@ class Setting:
     lr: float = 0.1
     scale: float = 256.0
     keep: int | None = 0  # by default small models on few ranks have nothing to release at stage 3
+    zero: tuple[tuple[str, Any], ...] = ()
     extra: tuple[tuple[str, Any], ...] = ()
 
     def config(self) -> dict[str, Any]:
@@ -53,6 +54,7 @@ class Setting:
             zero["reduce_bucket_size"] = self.cap
         if not self.prefetch:
             zero["stage3_prefetch_bucket_size"] = 0
+        zero.update(self.zero)
         config: dict[str, Any] = {
             "train_micro_batch_size_per_gpu": 2,
             "gradient_accumulation_steps": self.accumulation,
@@ -125,7 +127,7 @@ def masters(model: nn.Module) -> Tensors:
     for tensor in sharded.registry:
         if tensor.trainable and update is not None:
             dtype = torch.promote_types(sharded.section_of(tensor.index).master_dtype, torch.float32)
-            pieces[tensor.name] = dtype, update.master_pieces(tensor.index)
+            pieces[tensor.name] = dtype, sharded.own_runs(tensor.index, update.master_pieces(tensor.index))
     found = _assemble(sharded, pieces, whole=not sharded.plan.shard_optimizer)
     if found:
         _compare_one(model, found, safe_get_full_fp32_param)
@@ -174,7 +176,7 @@ def _assemble(
         views = dict(zip(names, flat.split(sizes), strict=True))
         for name, view in views.items():
             for start, stop, values in pieces[name][1]:
-                view[start:stop] = values
+                view[start:stop] += values
         if not whole:
             sharded.comm.all_reduce(flat, "of a test").wait()
         found.update((name, view.view(shapes[name])) for name, view in views.items())

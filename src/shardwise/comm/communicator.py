@@ -38,13 +38,16 @@ if TYPE_CHECKING:
 
 _log = logging.getLogger("shardwise")
 
-KINDS = ("gather", "reduce", "replicate", "small", "explicit")
-"""Independent sequences:
-parameter gathers, gradient reductions, gathers of reduced gradients, small sums, and the rest.
+KINDS = ("gather", "reduce", "replicate", "small", "explicit", "gather_on", "reduce_on")
+"""Independent sequences: parameter gathers, gradient reductions, gathers of reduced gradients, small sums, the rest,
+and what follows a gather or a reduction in its chain (`shardwise.comm.chain`).
 """
 
+_SHARED = {"explicit": "small", "gather_on": "gather", "reduce_on": "reduce"}
+"""Kinds that use the groups of others, where each kind has its own."""
+
 _COUNT_BITS, _NAME_BITS = 12, 16
-"""Parts of a tag, which has 31 bits: the kind, how many of the kind came before, and what is exchanged."""
+"""Parts of a tag, which has 31 bits: the kind (3), how many of the kind came before, and what is exchanged."""
 
 
 class Pending(Protocol):
@@ -166,7 +169,7 @@ class Communicator:
                 self._own_groups.append(groups.new_group(partition or [ranks], self.timeout, backend))
                 self._groups[kind] = self._own_groups[-1]
             for kind in KINDS:
-                self._groups.setdefault(kind, self._own_groups[-1])
+                self._groups.setdefault(kind, self._groups.get(_SHARED.get(kind, ""), self._own_groups[-1]))
             if self._gloo and partition is None:
                 from shardwise.comm import neighbours
 
@@ -184,13 +187,19 @@ class Communicator:
             size: divides the number of ranks.
             name: name of the group in records.
         """
-        return self._part([range(first, first + size) for first in range(0, self.world, size)], name)
+        return self.part([range(first, first + size) for first in range(0, self.world, size)], name)
 
     def across_runs(self, size: int, name: str) -> Communicator:
         """Return a communicator of the ranks at this rank's place in all runs of `size` ranks; see `run_of`."""
-        return self._part([range(place, self.world, size) for place in range(size)], name)
+        return self.part([range(place, self.world, size) for place in range(size)], name)
 
-    def _part(self, parts: Sequence[Sequence[int]], name: str) -> Communicator:
+    def part(self, parts: Sequence[Sequence[int]], name: str) -> Communicator:
+        """Return a communicator of the ranks of that list which this rank is in; see `run_of`.
+
+        Args:
+            parts: ranks of this communicator; each is in one list.
+            name: name of the group in records.
+        """
         if self._nobody_there:
             return Communicator(None, self.ledger, self.device, name=name, imagined=len(parts[0]))
         everybody = dist.get_process_group_ranks(self.user_group if self.user_group is not None else dist.group.WORLD)
@@ -410,8 +419,12 @@ class Communicator:
 
     @property
     def launched(self) -> list[int]:
-        """How many collectives of each kind this rank has launched; two ranks in one place have the same numbers."""
-        return [self._count[kind] for kind in KINDS]
+        """How many collectives of each kind this rank has launched; two ranks in one place have the same numbers.
+
+        Those of its parts are among them, but not what threads launch that go on with chains.
+        """
+        own = [self._count[kind] for kind in KINDS if not kind.endswith("_on")]
+        return own + [number for part in self._parts for number in part.launched]
 
     def destroy(self) -> None:
         """Give back the process groups made by this communicator (not the user's), and its parts."""

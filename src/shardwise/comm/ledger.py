@@ -10,8 +10,10 @@ it is stuck in. The ledger is a ring buffer (totals are kept for ever, records o
 
 from __future__ import annotations
 
+import contextlib
 import os
 import sys
+import threading
 import time
 from collections import deque
 from collections.abc import Callable, Iterator
@@ -21,6 +23,17 @@ from types import FrameType
 _PACKAGE = os.path.dirname(os.path.dirname(os.path.abspath(__file__)))
 _ours: dict[str, bool] = {}
 """Whether frames of a file are passed over: there are few files, and every collective walks the stack."""
+_here = threading.local()
+
+
+@contextlib.contextmanager
+def on_behalf_of(line: str) -> Iterator[None]:
+    """Have what this thread launches in the block recorded as led to by another thread's line of the script."""
+    _here.line = line
+    try:
+        yield
+    finally:
+        del _here.line
 
 
 def user_line(limit: int = 64) -> str:
@@ -28,6 +41,8 @@ def user_line(limit: int = 64) -> str:
 
     Frames of the Python standard library and of installed torch are passed over; at most `limit` frames are looked at.
     """
+    if (line := getattr(_here, "line", None)) is not None:
+        return str(line)
     frame: FrameType | None = sys._getframe(1)
     for _ in range(limit):
         if frame is None:
@@ -104,6 +119,7 @@ class Ledger:
     totals: dict[str, Totals] = field(default_factory=dict)
     listener: Callable[[Record], None] | None = None
     _records: deque[Record] = field(init=False)
+    _lock: threading.Lock = field(default_factory=threading.Lock, init=False, repr=False)
 
     def __post_init__(self) -> None:
         self._records = deque(maxlen=self.capacity)
@@ -111,13 +127,14 @@ class Ledger:
     def open(self, op: str, group: str, size: int, sent: int, label: str) -> Record:
         """Append and return a record; called immediately before the collective is launched."""
         line = user_line() if self.record_lines else ""
-        record = Record(self.sequence, op, group, size, sent, label, line, time.perf_counter())
-        self.sequence += 1
-        self._records.append(record)
-        totals = self.totals.setdefault(op, Totals())
-        totals.count += 1
-        totals.size += size
-        totals.sent += sent
+        with self._lock:  # chains are continued by threads of their own
+            record = Record(self.sequence, op, group, size, sent, label, line, time.perf_counter())
+            self.sequence += 1
+            self._records.append(record)
+            totals = self.totals.setdefault(op, Totals())
+            totals.count += 1
+            totals.size += size
+            totals.sent += sent
         return record
 
     def close(self, record: Record, waited: float) -> None:

@@ -27,8 +27,7 @@ from .schema.root import Config
 class Unbuilt:
     """One feature: the key that asks for it, what it is, when a value asks for it, and what to do now.
 
-    `within` are switches that have to be on as well. `instead` may depend on the rest of the configuration. Where
-    `whole` is true, the number of ranks asks for nothing: one group of all ranks is no division into groups.
+    `within` are switches that have to be on as well. `instead` may depend on the rest of the configuration.
     """
 
     path: str
@@ -36,7 +35,6 @@ class Unbuilt:
     asks: Callable[[Any], bool]
     instead: str | Callable[[Config], str]
     within: tuple[str, ...] = ()
-    whole: bool = False
 
 
 @dataclass(frozen=True)
@@ -117,10 +115,6 @@ _LOG = "log from the script: `engine.last_step` has loss scale, norm and learnin
 _PRECISION = 'switch it off and write "bf16": {"enabled": true} (or fp16, or torch_autocast)'
 _SAMPLES = "order the samples in the script's own dataset or sampler, and switch this off"
 _COMPRESSED = "train the plain model, or compress it with a library for that (torch.ao); switch this off"
-_GROUPS = (
-    "remove the key, which shards over all ranks; `zero_optimization.zero_hpz_partition_size` keeps a second copy in "
-    "each node to gather from"
-)
 
 UNBUILT: tuple[Unbuilt, ...] = (
     Unbuilt("sequence_parallel_size", "sequence parallelism", _above_one, "set it to 1, and shorten sequences"),
@@ -139,9 +133,6 @@ UNBUILT: tuple[Unbuilt, ...] = (
         "frozen weights stored as integers",
         _on,
         "switch it off; stage 3 divides frozen weights over the ranks as they are",
-    ),
-    Unbuilt(
-        "zero_optimization.mics_shard_size", "sharding within groups of ranks (MiCS)", _above_zero, _GROUPS, whole=True
     ),
     Unbuilt(
         "sparse_attention",
@@ -290,13 +281,11 @@ def value_at(config: Config, path: str) -> Any:
     return place
 
 
-def check_built(config: Config, found: Scan, world_size: int) -> list[Problem]:
+def check_built(config: Config, found: Scan) -> list[Problem]:
     """Return one problem for each requested feature that this version does not have."""
     problems = []
     for entry in UNBUILT:
         value = value_at(config, entry.path)
-        if entry.whole and value == world_size:
-            continue
         if entry.asks(value) and all(value_at(config, switch) for switch in entry.within):
             instead = entry.instead if isinstance(entry.instead, str) else entry.instead(config)
             message = f"this version does not have {entry.feature}; {instead}"

@@ -18,6 +18,7 @@ def check_combinations(config: Config, found: Scan, world_size: int) -> list[Pro
         *_precision(config, found),
         *_zero(config),
         *_zeropp(config, world_size),
+        *_groups(config, world_size),
         *_gradients(config),
         *_onebit(config),
         *_checkpoint(config),
@@ -154,11 +155,13 @@ def _zeropp(config: Config, world_size: int) -> Iterator[Problem]:
         if asked and zero.stage != 3:
             message = f"is for `zero_optimization.stage` 3 ({what}), found {zero.stage}; remove the key or use stage 3"
             yield Problem(f"zero_optimization.{name}", message, ConflictError)
-    for name, given in (("zeropp_loco_param", zero.zeropp_loco_param), ("zero_node_size", node)):
-        if given is not None and not zero.zero_quantized_gradients:
-            message = (
-                "is for `zero_optimization.zero_quantized_gradients`, which is off; remove the key or switch it on"
-            )
+    hops = zero.zero_quantized_gradients or zero.mics_hierarchical_params_gather
+    for name, given, on, what in (
+        ("zeropp_loco_param", zero.zeropp_loco_param, zero.zero_quantized_gradients, "which is off"),
+        ("zero_node_size", node, hops, "and `mics_hierarchical_params_gather`, which are off"),
+    ):
+        if given is not None and not on:
+            message = f"is for `zero_optimization.zero_quantized_gradients`, {what}; remove the key or switch it on"
             yield Problem(f"zero_optimization.{name}", message, ConflictError)
     if zero.zero_quantized_weights and config.torch_autocast.enabled:
         reason = "which keeps fp32 parameters for exact gathers"
@@ -168,6 +171,34 @@ def _zeropp(config: Config, world_size: int) -> Iterator[Problem]:
         if world_size % size:
             message = f"is {size}, which does not divide the number of ranks, {world_size}"
             yield Problem(f"zero_optimization.{name}", message, ConflictError)
+
+
+def _groups(config: Config, world_size: int) -> Iterator[Problem]:
+    size = config.zero_optimization.mics_shard_size
+    if size < 1 or size == world_size:
+        return
+    if world_size % size:
+        message = f"is {size}, which does not divide the number of ranks, {world_size}"
+        yield Problem("zero_optimization.mics_shard_size", message, ConflictError)
+    for path, reason in not_in_groups(config):
+        message = f"cannot be combined with `zero_optimization.mics_shard_size` = {size}: {reason}. Keep one of them"
+        yield Problem(path, message, ConflictError)
+
+
+def not_in_groups(config: Config) -> Iterator[tuple[str, str]]:
+    """Yield the keys that cannot be had where state is replicated over groups of ranks, each with the reason."""
+    zero = config.zero_optimization
+    exchange = "it exchanges gradients among all ranks at once"
+    if zero.zero_hpz_partition_size > 1:
+        yield "zero_optimization.zero_hpz_partition_size", "groups of ranks have whole copies of the parameters already"
+    if zero.zero_quantized_gradients:
+        yield "zero_optimization.zero_quantized_gradients", exchange
+    if zero.zero_quantized_weights and zero.mics_hierarchical_params_gather:
+        yield "zero_optimization.zero_quantized_weights", "codes are gathered in one level"
+    if (config.compression.type or "none").lower() != "none":
+        yield "compression.type", exchange
+    if (config.optimizer.type or "").lower() in names.ONEBIT_OPTIMIZERS:
+        yield "optimizer.type", exchange
 
 
 def _gradients(config: Config) -> Iterator[Problem]:

@@ -114,6 +114,8 @@ def _overruled(path: tuple[str, ...], config: Config, world_size: int) -> str:
         return "it belongs to `zero_optimization.mics_shard_size`, which is not set"
     if path == ("zero_optimization", "mics_shard_size") and zero.mics_shard_size == world_size:
         return "it is the number of ranks: one group of all"
+    if path == ("zero_optimization", "optimizer_over_replicas") and zero.stage == 0:
+        return "stage 0 divides no optimizer state"
     if path == ("sparse_attention",) and sparse is not None and sparse.mode == "dense":
         return 'the mode "dense" is ordinary attention'
     return ""

@@ -95,7 +95,7 @@ def resolve(source: Any, *, world_size: int = 1, facts: Facts | None = None) -> 
         *check_scheduler(config, found),
         *check_compression(config, found),
         *check_combinations(config, found, world_size),
-        *check_built(config, found, world_size),
+        *check_built(config, found),
     ]
     solved = solve(config, world_size, facts, found, document)
     if isinstance(solved, Batch):

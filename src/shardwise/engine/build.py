@@ -16,6 +16,7 @@ from torch import nn
 from shardwise.comm.agreement import check_agreement
 from shardwise.comm.api import configure as configure_log
 from shardwise.comm.communicator import Communicator
+from shardwise.comm.domain import REPLICATE
 from shardwise.comm.ledger import Ledger
 from shardwise.comm.logger import comms_logger
 from shardwise.comm.setup import init_distributed, local_rank
@@ -28,6 +29,7 @@ from shardwise.device import choose_device
 from shardwise.engine.engine import Engine
 from shardwise.engine.exhausted import Circumstances, explaining
 from shardwise.engine.facts import facts_of
+from shardwise.engine.mesh import arrangement_of, domain_of
 from shardwise.engine.plans import Subject
 from shardwise.engine.recovery import note_ready
 from shardwise.engine.scaling import scales_loss
@@ -90,7 +92,8 @@ def initialize(
         dist_init_required: False: use the process group that there is; None or True: create it if there is none.
         collate_fn: makes a batch from a list of samples.
         config: dict, path, or base64 or text JSON.
-        mesh_param: not available in this version.
+        mesh_param: a DeviceMesh of all ranks with a dimension `shard`, or with `replicate` and `shard`: state is
+            divided over the one and replicated over the other (HSDP; also the key `zero_optimization.mics_shard_size`).
         config_params: older name of `config`.
 
     Returns:
@@ -117,8 +120,6 @@ def initialize(
     note_ready()
     if not isinstance(model, nn.Module):
         raise UsageError(f"initialize(model=...) expects an nn.Module, got {type(model).__name__}")
-    if mesh_param is not None:
-        raise UsageError("initialize(mesh_param=...) is not available in this version; leave it out")
     _check_lazy(model)
     with suspended():
         return _build(
@@ -133,6 +134,7 @@ def initialize(
             dist_init_required,
             collate_fn,
             _config_source(args, config, config_params),
+            mesh_param,
         )
 
 
@@ -168,6 +170,7 @@ def _build(
     dist_init_required: bool | None,
     collate_fn: Callable[[list[Any]], Any] | None,
     source: Any,
+    mesh: Any,
 ) -> EngineParts:
     # The process group first: batch sizes depend on how many ranks there are.
     init_distributed(distributed_port=port, verbose=False, dist_init_required=dist_init_required)
@@ -185,6 +188,8 @@ def _build(
     own_number = local_rank()
     device = choose_device(own_number, getattr(args, "device_rank", None))
     comm = Communicator(group, ledger, device, ordered=settings.deterministic_reduce)
+    grid = arrangement_of(mesh, settings.zero_optimization, world) if mesh is not None else None
+    domain = domain_of(settings, comm, grid)
     if settings.comms_logger.enabled:
         configure_log(settings)
         ledger.listener = lambda record: comms_logger.append(
@@ -195,7 +200,12 @@ def _build(
             record.line,
         )
     policy = policy_from_config(settings)
-    plan = Plan.of(settings.zero_optimization, world)
+    plan = Plan.of(settings.zero_optimization, domain)
+    if settings.zero_optimization.optimizer_over_replicas and REPLICATE not in domain.names:
+        warn_once(
+            "zero_optimization.optimizer_over_replicas has no effect: there are no replicas. Set "
+            "zero_optimization.mics_shard_size, or pass a mesh with a dimension named replicate to initialize()"
+        )
     if plan.shard_parameters and built_for_codes(model):
         plan = replace(plan, quantized_weights=True)
     accountant = Accountant()
@@ -236,7 +246,7 @@ def _build(
 
     # Sharding frees the model unit by unit, so it must be the last one to hold whole parameters.
     engine_box: list[Engine] = []
-    subject = Subject.of(model, optimizer, resolution, comm)
+    subject = Subject.of(model, optimizer, resolution, domain)
     with explaining(lambda: Circumstances("initialize()", subject, accountant, comm.rank)):
         sharded = ShardedModel(
             model,
@@ -245,7 +255,7 @@ def _build(
             is_elementwise=is_elementwise_state,
             plan=plan,
             policy=policy,
-            comm=comm,
+            domain=domain,
             device=device,
             accountant=accountant,
             prescale=_prescale(settings, world),

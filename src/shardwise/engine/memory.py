@@ -222,6 +222,7 @@ class MemoryReporting:
             self._resolution,
             self._comm,
             Setting(self.sharded.plan.stage, micro, steps, self._comm.world),
+            self.sharded.domain.arrangement,
         )
 
     @never_compiled

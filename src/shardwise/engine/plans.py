@@ -16,9 +16,11 @@ import torch
 from torch import nn
 
 from shardwise.comm.communicator import Communicator
+from shardwise.comm.domain import Arrangement, Domain
 from shardwise.comm.ledger import Ledger
 from shardwise.config import Facts, Resolution, resolve
 from shardwise.engine.batch import accumulated
+from shardwise.engine.mesh import domain_of
 from shardwise.engine.scaling import computes_norm
 from shardwise.engine.stepping import stepping_of
 from shardwise.engine.zeropp import reduction
@@ -195,6 +197,7 @@ class Subject:
         resolution: the configuration.
         comm: the engine's; only asked.
         setting: the one in force.
+        grid: in which its ranks lie; settings with other numbers of ranks have the configuration's.
     """
 
     module: nn.Module
@@ -203,6 +206,7 @@ class Subject:
     resolution: Resolution
     comm: Communicator
     setting: Setting
+    grid: Arrangement
 
     @property
     def device(self) -> torch.device:
@@ -215,14 +219,14 @@ class Subject:
         module: nn.Module,
         optimizer: torch.optim.Optimizer | None,
         resolution: Resolution,
-        comm: Communicator,
+        domain: Domain,
     ) -> Subject:
         """Return what is configured to be trained, before there is an engine."""
         config = resolution.config
         micro, steps = int(config.train_micro_batch_size_per_gpu or 1), int(config.gradient_accumulation_steps or 1)
         groups = [list(group["params"]) for group in optimizer.param_groups] if optimizer is not None else []
-        setting = Setting(config.zero_optimization.stage, micro, steps, comm.world)
-        return cls(module, optimizer, groups, resolution, comm, setting)
+        setting = Setting(config.zero_optimization.stage, micro, steps, domain.world)
+        return cls(module, optimizer, groups, resolution, domain.ranks, setting, domain.arrangement)
 
 
 class Planner:
@@ -345,6 +349,7 @@ class Planner:
         # More ranks may be on other machines.
         like = subject.comm if setting.ranks == subject.setting.ranks else None
         comm = Communicator(None, Ledger(), subject.device, imagined=setting.ranks, like=like)
+        domain = domain_of(settings, comm) if like is None else Domain(comm, subject.grid)
         with mode, warnings.catch_warnings():
             # The engine compares addresses, of which fake tensors have none.
             warnings.filterwarnings("ignore", message="Accessing the data pointer of FakeTensor")
@@ -353,9 +358,9 @@ class Planner:
                 optimizer,
                 stepping=stepping_of(optimizer),
                 is_elementwise=is_elementwise_state,
-                plan=Plan.of(settings.zero_optimization, setting.ranks),
+                plan=Plan.of(settings.zero_optimization, domain),
                 policy=policy_from_config(settings),
-                comm=comm,
+                domain=domain,
                 device=subject.device,
                 accountant=Accountant(),
                 compressor=reduction(settings, comm, lambda _: None),

@@ -33,15 +33,21 @@ def _find(parameter: torch.Tensor) -> tuple[ShardedModel, int] | None:
 
 
 def _assemble(model: ShardedModel, index: int, runs: Iterable[Run], dtype: torch.dtype, whole: bool) -> torch.Tensor:
-    """Put runs of all ranks together; each element is stored on exactly one rank, or on all (`whole`)."""
+    """Put runs of all ranks together: sums of what ranks store of an element, which all do if it is `whole`."""
     tensor, world = model.registry[index], model.comm.world
     flat = torch.zeros(tensor.numel + -tensor.numel % world, dtype=dtype, device=model.device)
     for start, stop, values in runs:
-        flat[start:stop] = values
+        flat[start:stop] = values if whole else flat[start:stop] + values
     if not whole:
-        # Every element is zero on all ranks but one, so that the sum is exact.
+        # Of masters and state every element is zero on all ranks but one, so that the sum is exact.
         model.comm.sum_large(flat, tensor.name)
     return flat[: tensor.numel].view(tensor.shape)
+
+
+def _assemble_state(model: ShardedModel, index: int, runs: Iterable[Run], dtype: torch.dtype) -> torch.Tensor:
+    """Put together what the optimizer has of a parameter, of which ranks may have the same."""
+    whole = model.section_of(index).levels.optimizer == 0
+    return _assemble(model, index, model.own_runs(index, runs), dtype, whole)
 
 
 def safe_get_full_fp32_param(parameter: torch.Tensor) -> torch.Tensor | None:
@@ -58,7 +64,7 @@ def safe_get_full_fp32_param(parameter: torch.Tensor) -> torch.Tensor | None:
     model.take_changes()
     runs = model.update.master_pieces(index)
     dtype = torch.promote_types(section.master_dtype, torch.float32)
-    return _assemble(model, index, runs, dtype, not model.plan.shard_optimizer)
+    return _assemble_state(model, index, runs, dtype)
 
 
 def safe_set_full_fp32_param(parameter: torch.Tensor, value: torch.Tensor) -> None:
@@ -124,7 +130,7 @@ def safe_set_full_grad(parameter: torch.Tensor, value: torch.Tensor) -> None:
             f"safe_set_full_grad: {type(model.optimizer).__name__} takes each rank's own gradient in this step and "
             "compresses what it makes of it, so there is no whole gradient that could be set"
         )
-    if model.reducer.partial:
+    if model.reducer.unfinished:
         raise UsageError(
             "safe_set_full_grad: gradients of this window are not reduced yet; call it after the last micro-batch"
         )
@@ -171,7 +177,7 @@ def safe_get_full_optimizer_state(parameter: torch.Tensor, optim_state_key: str)
     dtype = next((kind for kind, count in zip(_KINDS, known.tolist(), strict=True) if count), None)
     if dtype is None:
         return None
-    return _assemble(model, index, runs, dtype, not model.plan.shard_optimizer)
+    return _assemble_state(model, index, runs, dtype)
 
 
 def safe_set_full_optimizer_state(parameter: torch.Tensor, value: torch.Tensor, optim_state_key: str) -> None:
@@ -319,7 +325,7 @@ def _find_local(parameter: torch.Tensor, what: str) -> tuple[ShardedModel, int] 
 
 def _local_gradient(model: ShardedModel, index: int, what: str) -> list[torch.Tensor] | None:
     assert model.reducer is not None
-    if model.reducer.partial:
+    if model.reducer.unfinished:
         raise UsageError(f"{what}: gradients of this window are not reduced yet; call it after the last micro-batch")
     runs = model.gradient_runs(index)
     return None if runs is None else [values for _, _, values in runs]

@@ -3,10 +3,11 @@
 from __future__ import annotations
 
 from collections.abc import Sequence
+from dataclasses import replace
 
 import torch
 
-from shardwise.comm.communicator import Communicator
+from shardwise.comm.domain import Domain
 from shardwise.memory import Accountant
 from shardwise.precision.dtypes import PrecisionPolicy
 from shardwise.registry import Registry
@@ -30,7 +31,7 @@ class UnitBuilder:
         registry: the logical tensors.
         plan: what is sharded.
         policy: dtypes.
-        comm: the data-parallel group.
+        domain: the ranks that share the parameters.
         device: where parameters and state live.
         accountant: counts the bytes.
         update: takes what it needs while values are whole; None for a model that is only evaluated.
@@ -43,7 +44,7 @@ class UnitBuilder:
         registry: Registry,
         plan: Plan,
         policy: PrecisionPolicy,
-        comm: Communicator,
+        domain: Domain,
         device: torch.device,
         accountant: Accountant,
         update: Update | None,
@@ -53,7 +54,8 @@ class UnitBuilder:
         self._registry = registry
         self._plan = plan
         self._policy = policy
-        self._comm = comm
+        self._domain = domain
+        self._levels = plan.levels(domain)
         self._device = device
         self._accountant = accountant
         self._update = update
@@ -79,17 +81,20 @@ class UnitBuilder:
     def _kept(self, section: Section) -> int:
         """Return how many elements of a section a rank keeps if it is sharded."""
         second = self._plan.secondary if self._update is not None else 1
-        return section.shard + (section.numel // second if second > 1 else 0)
+        return section.size(self._levels.parameters) + (section.numel // second if second > 1 else 0)
 
     def build(self, number: int, spec: UnitSpec, layouts: Sequence[Section], *, sharded: bool) -> Unit:
         """Lay a unit out in memory, fill it with its parameters' values, and release it."""
         sections = []
         for layout in layouts:
+            levels = self._levels if sharded else replace(self._levels, parameters=0)
+            if self._owned(layout):
+                levels = replace(levels, optimizer=self._domain.depth)
             section = SectionMemory(
                 layout,
-                sharded=sharded,
-                shard_optimizer=self._plan.shard_optimizer,
-                rank=self._comm.rank,
+                domain=self._domain,
+                levels=levels,
+                stepped=self._update is not None,
                 device=self._device,
                 # Frozen parameters have no masters; integers are among them.
                 master_dtype=self._policy.master_dtype(layout.dtype) if layout.trainable else layout.dtype,
@@ -101,13 +106,12 @@ class UnitBuilder:
                 self._registry[slot.index].source_dtype.itemsize > layout.dtype.itemsize for slot in layout.slots
             ):
                 section.widen_source(section.master_dtype)
-        unit = Unit(number, spec.name, spec.modules, spec.tensors, self._registry, sections, self._comm)
+        unit = Unit(number, spec.name, spec.modules, spec.tensors, self._registry, sections, self._domain)
         for section in sections:
             self._fill(unit, section)
         unit.attach()
         for section in sections:
-            owned = section.layout.whole and self._owners is not None and not self._owners.replicated
-            section.settle(keep_master=not owned and self._update is not None)
+            section.settle(keep_master=not self._owned(section.layout) and self._update is not None)
         if self._update is not None:
             self._update.capture(unit)
         for section in sections:
@@ -122,12 +126,16 @@ class UnitBuilder:
         """Have gathers of passes that are trained go the ways of ZeRO++, if the plan says so."""
         if self._plan.quantized_weights:
             for unit in sharded:
-                codes = UnitCodes(unit.sections, self._registry, self._comm.rank, self._accountant)
+                codes = UnitCodes(unit.sections, self._registry, self._accountant)
                 unit.codes = codes if codes.coded else None
         if self._plan.secondary > 1 and self._update is not None:
-            group = self._comm.run_of(self._plan.secondary, "secondary")
+            group = self._domain.ranks.run_of(self._plan.secondary, "secondary")
             for unit in sharded:
                 unit.keep_second(group)
+
+    def _owned(self, layout: Section) -> bool:
+        """Whether the section's tensors are stepped whole, each by the rank that owns it."""
+        return layout.whole and self._owners is not None and not self._owners.replicated
 
     def _fill(self, unit: Unit, section: SectionMemory) -> None:
         """Copy the initial values in; rank 0's are everybody's."""
@@ -137,4 +145,4 @@ class UnitBuilder:
             agreed = agreed and same
             section.source[slot.offset : slot.offset + slot.numel].copy_(values.reshape(-1))
         if not agreed:
-            self._comm.broadcast(section.source, 0, f"{unit.name}.initial").wait()
+            self._domain.ranks.broadcast(section.source, 0, f"{unit.name}.initial").wait()

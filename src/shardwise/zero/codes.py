@@ -1,6 +1,6 @@
 """How a unit's parameters travel as 8-bit codes (qwZ of Wang et al., "ZeRO++", 2023, arXiv 2306.10209, section 3.1).
 
-Every rank quantises its range in blocks, codes and scales are gathered in one collective, and every rank computes with
+Every rank quantises its shard in blocks, codes and scales are gathered in one collective, and every rank computes with
 what comes out of them, its own range included: all ranks have the same values. Shards and masters stay exact.
 
 Parameters with fewer than two dimensions (biases, gains of normalisations) travel exactly behind the codes: they are
@@ -66,8 +66,8 @@ class Exact:
         if section.dtype not in CODED or all(small):
             return None
         counts, runs = [], [torch.zeros(0, dtype=torch.int64, device=CPU)]
-        for rank in range(section.world):
-            start, stop = section.range_of(rank)
+        for rank in range(section.sizes[0]):
+            start, stop = _range(section, rank)
             pieces = [p for p in section.pieces(start, stop) if travels_exactly(registry[p.index].shape)]
             runs += [torch.arange(start + p.offset, start + p.offset + p.stop - p.start, device=CPU) for p in pieces]
             counts.append(sum(p.stop - p.start for p in pieces))
@@ -78,7 +78,12 @@ class Exact:
     def within(self, section: Section, rank: int) -> torch.Tensor:
         """Return the positions in a rank's range, counted from its start."""
         before = sum(self.counts[:rank])
-        return self.positions[before : before + self.counts[rank]] - section.range_of(rank)[0]
+        return self.positions[before : before + self.counts[rank]] - _range(section, rank)[0]
+
+
+def _range(section: Section, rank: int) -> tuple[int, int]:
+    """Return the range of a rank of the innermost dimension, over which codes are gathered."""
+    return rank * section.size(1), (rank + 1) * section.size(1)
 
 
 @dataclass(frozen=True)
@@ -93,12 +98,12 @@ class _Part:
 
     def codes_in(self, messages: torch.Tensor) -> torch.Tensor:
         """Return the codes in rows of messages."""
-        return messages[:, self.begin : self.begin + CODE.nbytes(self.memory.layout.shard)]
+        return messages[:, self.begin : self.begin + CODE.nbytes(self.memory.layout.size(1))]
 
     def exact_in(self, messages: torch.Tensor) -> torch.Tensor:
         """Return the exact values in rows of messages."""
         layout = self.memory.layout
-        count = layout.shard if self.beside is None else self.beside.most
+        count = layout.size(1) if self.beside is None else self.beside.most
         return messages[:, self.exact : self.end].view(layout.dtype)[:, :count]
 
 
@@ -108,7 +113,6 @@ class UnitCodes:
     Args:
         sections: the unit's.
         registry: knows the shapes.
-        rank: this rank.
         accountant: is told of the buffers.
 
     Attributes:
@@ -116,11 +120,9 @@ class UnitCodes:
         gathered_bytes, kept_bytes, work_bytes: see `shardwise.zero.unit.Codes`.
     """
 
-    def __init__(
-        self, sections: Sequence[SectionMemory], registry: Registry, rank: int, accountant: Accountant
-    ) -> None:
-        self._rank = rank
-        self._world = sections[0].layout.world
+    def __init__(self, sections: Sequence[SectionMemory], registry: Registry, accountant: Accountant) -> None:
+        ranks = sections[0].domain.dimensions[0]
+        self._rank, self._world = ranks.rank, ranks.world
         self._accountant = accountant
         self._parts: list[_Part] = []
         self._handle: Handle | None = None
@@ -131,10 +133,10 @@ class UnitCodes:
             beside = Exact.of(layout, registry, memory.device)
             exact = begin
             if beside is not None:
-                exact += round_up(CODE.nbytes(layout.shard), _ALIGNMENT)
+                exact += round_up(CODE.nbytes(layout.size(1)), _ALIGNMENT)
                 accountant.hold(Category.BUFFERS, beside.positions)
                 accountant.hold(Category.BUFFERS, beside.places)
-            count = layout.shard if beside is None else beside.most
+            count = layout.size(1) if beside is None else beside.most
             end = exact + round_up(count * layout.dtype.itemsize, _ALIGNMENT)
             self._parts.append(_Part(memory, beside, begin, exact, end))
         self._size = end
@@ -143,7 +145,7 @@ class UnitCodes:
         self.gathered_bytes = self._world * end
         self.kept_bytes = sum(beside.positions.nbytes + beside.places.nbytes for beside in found)
         self.work_bytes = max(
-            CODE.scratch_bytes(self._world, memory.layout.shard, memory.device) // 2 for memory in sections
+            CODE.scratch_bytes(self._world, memory.layout.size(1), memory.device) // 2 for memory in sections
         )
 
     def start(self, comm: Communicator, label: str) -> None:
@@ -170,7 +172,7 @@ class UnitCodes:
         with self._accountant.owning(Category.BUFFERS):
             messages = torch.empty(self._world, self._size, dtype=torch.uint8, device=self._parts[0].memory.device)
             for part in self._parts:
-                for rank, values in enumerate(part.memory.full.split(part.memory.layout.shard or 1)):
+                for rank, values in enumerate(part.memory.full.split(part.memory.layout.size(1) or 1)):
                     self._encode(part, values, messages[rank : rank + 1], rank)
                 self._decode(part, messages)
 
@@ -189,7 +191,7 @@ class UnitCodes:
     def _decode(self, part: _Part, messages: torch.Tensor) -> None:
         """Write the values of all ranks into the whole buffer."""
         exact, values = part.exact_in(messages), part.memory.full
-        rows = values.view(self._world, part.memory.layout.shard)
+        rows = values.view(self._world, part.memory.layout.size(1))
         if part.beside is None:
             rows.copy_(exact)
             return

@@ -17,6 +17,7 @@ import torch
 from torch import nn
 
 from shardwise.comm.communicator import Communicator
+from shardwise.comm.domain import Domain
 from shardwise.config.names import ONEBIT_STAGE_REASONS
 from shardwise.errors import ConflictError, UsageError
 from shardwise.memory import Accountant, Category
@@ -117,7 +118,7 @@ class CommunicatedUpdate(SegmentUpdate):
         optimizer: its groups are edited in place.
         units: all units.
         registry: the logical tensors.
-        comm: the data-parallel group.
+        domain: the ranks that share the parameters, in one dimension.
         accountant: is told about optimizer state and messages.
         is_elementwise: whether a state entry (value, elements of its parameter, name) has one value per element.
         plan: what is sharded.
@@ -135,12 +136,12 @@ class CommunicatedUpdate(SegmentUpdate):
         optimizer: torch.optim.Optimizer,
         units: Sequence[Unit],
         registry: Registry,
-        comm: Communicator,
+        domain: Domain,
         accountant: Accountant,
         is_elementwise: StateKind,
         plan: Plan,
     ) -> None:
-        super().__init__(optimizer, units, registry, comm, accountant, is_elementwise)
+        super().__init__(optimizer, units, registry, domain, accountant, is_elementwise)
         self.asked: Communicating = optimizer  # type: ignore[assignment]
         self.own_gradient: Callable[[SectionMemory], torch.Tensor] = _none
         self.on_written: Callable[[], None] = _nothing

@@ -33,6 +33,7 @@ class UnitGradients:
         self.buffers: dict[int, torch.Tensor | Pieces] = {}
         self.extremes: list[tuple[torch.Tensor, torch.Tensor]] = []
         self.former_extremes: list[tuple[torch.Tensor, torch.Tensor]] = []  # of the window before
+        self.sums: dict[int, torch.Tensor] = {}  # over some of the ranks, by place of the section
         self.rows: dict[int, Rows] = {}  # of tables whose gradient is no buffer yet, by place of the section
         self.written: set[int] = set()
         self.seen: set[int] = set()

@@ -330,7 +330,7 @@ def _shards_parameters(source: Any) -> bool:
 
     zero = load(source).get("zero_optimization", {})
     stage = zero.get("stage", 0) if isinstance(zero, dict) else int(bool(zero))
-    return stage in TABLE and TABLE[stage].parameters
+    return stage in TABLE and bool(TABLE[stage].parameters)
 
 
 def shard_module(module: nn.Module, store: PartStore, dtype: torch.dtype | None = None) -> None:

@@ -2,8 +2,9 @@
 
 A unit's parameters lie in sections (one per dtype, trainable or not, dtype in which gradients travel, stepped whole or
 in parts); inside a section they are grouped in lanes (one per optimizer parameter group), each parameter at an aligned
-boundary. A section is padded to a multiple of the number of ranks and split into equal ranges, one a rank. A rank's
-range is a list of segments, each of one lane: what its optimizer steps.
+boundary. A section is padded to a multiple of the number of ranks and split into equal ranges, one a rank; where ranks
+lie in a grid of several dimensions, ranges of several ranks make one of a coarser level (`shardwise.comm.domain`). A
+range is a list of segments, each of one lane: what an optimizer steps.
 
 Pure functions of sizes; no tensor is touched. Invariants: every element of every parameter lies in exactly one rank's
 range; every segment starts and ends at an aligned boundary, so that vectorised kernels treat an element the same
@@ -13,6 +14,7 @@ wherever the cuts between ranks and units fall.
 from __future__ import annotations
 
 import bisect
+import math
 from collections.abc import Collection, Sequence
 from dataclasses import dataclass
 from functools import cached_property
@@ -76,9 +78,10 @@ class Section:
     """Parameters of one dtype and one dtype of gradients on the wire, all trainable or all frozen, laid out in one flat
     buffer of `numel` elements.
 
-    `wire_dtype` is the type in which the gradients travel; None: that in which they were computed. `table` has rows and
-    columns of the only parameter where its gradients may be reduced as rows. `whole`: the optimizer steps whole tensors
-    of the section, each on one rank; elsewhere it steps the ranges.
+    `sizes` are those of the dimensions of the ranks' grid, innermost first. `wire_dtype` is the type in which the
+    gradients travel; None: that in which they were computed. `table` has rows and columns of the only parameter where
+    its gradients may be reduced as rows. `whole`: the optimizer steps whole tensors of the section, each on one rank;
+    elsewhere it steps the ranges.
     """
 
     dtype: torch.dtype
@@ -86,19 +89,30 @@ class Section:
     slots: tuple[Slot, ...]
     lanes: tuple[Lane, ...]
     numel: int
-    world: int
+    sizes: tuple[int, ...]
     wire_dtype: torch.dtype | None = None
     table: tuple[int, int] | None = None
     whole: bool = False
 
     @property
+    def world(self) -> int:
+        """Number of ranks."""
+        return math.prod(self.sizes)
+
+    @property
     def shard(self) -> int:
-        """Number of elements in each rank's range."""
+        """Number of elements in each rank's range at the finest level."""
         return self.numel // self.world
 
-    def range_of(self, rank: int) -> tuple[int, int]:
-        """Return this rank's range `[start, stop)` of the flat buffer."""
-        return rank * self.shard, (rank + 1) * self.shard
+    def size(self, level: int) -> int:
+        """Return the number of elements in each range at a level."""
+        return self.numel // math.prod(self.sizes[:level])
+
+    def range_of(self, place: int, level: int | None = None) -> tuple[int, int]:
+        """Return the range `[start, stop)` of the flat buffer that a place has at a level (None: the finest)."""
+        level = len(self.sizes) if level is None else level
+        number = place // math.prod(self.sizes[level:])
+        return number * self.size(level), (number + 1) * self.size(level)
 
     def segments(self, start: int, stop: int) -> list[Lane]:
         """Return the lanes that meet `[start, stop)`, cut to it, with positions counted from `start`.
@@ -138,7 +152,7 @@ class Section:
 
 def lay_out(
     tensors: Sequence[LogicalTensor],
-    world: int,
+    sizes: Sequence[int],
     device_type: str,
     whole: Collection[int] = (),
     tables: Collection[int] = (),
@@ -147,7 +161,7 @@ def lay_out(
 
     Args:
         tensors: the unit's parameters in registration order.
-        world: number of ranks that share the unit.
+        sizes: of the dimensions of the grid of ranks that share the unit, innermost first.
         device_type: `cpu`, `cuda`, ...; decides the alignment.
         whole: parameter groups whose tensors are stepped whole.
         tables: indices of trainable matrices that get a section each, because their gradients may be reduced as rows.
@@ -168,12 +182,12 @@ def lay_out(
             offset += round_up(tensor.numel, align)
             last = position + 1 == len(members)
             if last:
-                offset = round_up(offset, align * world)
+                offset = round_up(offset, align * math.prod(sizes))
             if last or members[position + 1].group != tensor.group:
                 lanes.append(Lane(tensor.group, lane_start, offset))
                 lane_start = offset
         wired = None if frozen else members[0].wire_dtype
         table = None if alone < 0 else (members[0].shape[0], members[0].shape[1])
-        places = tuple(slots), tuple(lanes), offset, world
+        places = tuple(slots), tuple(lanes), offset, tuple(sizes)
         sections.append(Section(members[0].dtype, not frozen, *places, wired, table, in_whole))
     return tuple(sections)

@@ -157,7 +157,7 @@ def _least_state(model: ShardedModel) -> int:
         return 0
     if isinstance(model.update, CommunicatedUpdate):
         return _communicated_state(model, padded=False, communicates=True).state
-    share = model.comm.world if model.plan.shard_optimizer else 1
+    share = model.domain.parts(model.plan.levels(model.domain).optimizer)
     state = 0
     alike: dict[tuple[int, torch.dtype], list[tuple[int, ...]]] = {}
     for tensor in model.registry:
@@ -231,7 +231,9 @@ class _Sizes:
         communicates: bool = False,
     ) -> None:
         self.model = model
-        self.world = model.comm.world
+        self.domain = model.domain
+        self.world = model.domain.world
+        self.level = model.plan.levels(model.domain).gradients
         self.padded = padded
         self.accumulation = accumulation
         # Where gradients are not sharded, micro-batches are first added up in whole buffers; without peers always.
@@ -247,13 +249,13 @@ class _Sizes:
     def numel(self, section: SectionMemory) -> int:
         return section.layout.numel if self.padded else sum(slot.numel for slot in section.layout.slots)
 
-    def share(self, section: SectionMemory) -> int:
-        """Elements of one rank's range."""
-        return -(-self.numel(section) // self.world)
+    def share(self, section: SectionMemory, level: int | None = None) -> int:
+        """Elements of one rank's range at a level (None: the finest)."""
+        return -(-self.numel(section) // self.domain.parts(self.domain.depth if level is None else level))
 
     def updated(self, section: SectionMemory) -> int:
         """Elements that the optimizer of this rank updates."""
-        return self.share(section) if self.model.plan.shard_optimizer else self.numel(section)
+        return self.share(section, section.levels.optimizer)
 
     def trained(self) -> Iterable[SectionMemory]:
         if self.model.update is None:
@@ -284,7 +286,7 @@ class _Sizes:
         found = dict.fromkeys((Category.PARAMETERS, Category.GRADIENTS, Category.MASTER, Category.OTHER), 0)
         for unit in self.model.units:
             for section in unit.sections:
-                numel = self.share(section) if section.sharded else self.numel(section)
+                numel = self.share(section, section.levels.parameters)
                 if unit.second is not None:
                     numel += -(-self.numel(section) // unit.second.world)
                 found[Category.PARAMETERS] += numel * section.layout.dtype.itemsize
@@ -306,7 +308,7 @@ class _Sizes:
             reducing: count what reductions need meanwhile.
         """
         if not self.sums_locally:
-            return 0
+            return self._sums_over_ranks()
         whole = sum(self._collected(section) * section.accumulate_dtype.itemsize for section in self.trained())
         if not self.padded or self.communicates:
             return whole
@@ -319,6 +321,23 @@ class _Sizes:
             held += sum(self.share(section) * section.accumulate_dtype.itemsize for section in unit.trainable)
             most = max(most, held + (self._received(unit) + self._cast(unit) if reducing else 0))
             held -= sum(self.numel(section) * section.accumulate_dtype.itemsize for section in unit.trainable)
+        return most
+
+    def _sums_over_ranks(self) -> int:
+        """Sums over inner ranks that micro-batches are added up in, while they are reduced over the others."""
+        if not 0 < self.level < self.domain.depth or self.accumulation == 1:
+            return 0
+
+        def size(unit: Unit, level: int | None) -> int:
+            levels = [section.levels.optimizer if level is None else level for section in unit.trainable]
+            pairs = zip(unit.trainable, levels, strict=True)
+            return sum(self.share(section, at) * section.accumulate_dtype.itemsize for section, at in pairs)
+
+        most = held = sum(size(unit, self.level) for unit in self.reduced())
+        for unit in self.reduced():
+            held += size(unit, None)
+            most = max(most, held)
+            held -= size(unit, self.level)
         return most
 
     def reduced(self) -> list[Unit]:
@@ -498,11 +517,17 @@ class _Sizes:
         )
 
     def _received(self, unit: Unit) -> int:
-        exact = 0 if self.model.comm.reads_peers else self._sent(unit) * (self.world - 1) // self.world
+        inner = self.domain.sizes[0]
+        exact = 0 if self.domain.dimensions[0].reads_peers else self._sent(unit) * (inner - 1) // inner
+        exact += sum(
+            self.share(section, level) * section.accumulate_dtype.itemsize * (2 * size - 1) // size
+            for level, size in enumerate(self.domain.sizes[1:], start=1)
+            for section in unit.trainable
+        )
         if self._compressor is not None:
             lossy = self._compressor.scratch_bytes([self._section_sizes(section) for section in unit.trainable])
             return lossy if self._always_lossy else max(lossy, exact)
-        if not self.model.comm.reads_peers or self.sums_locally or not self.padded:
+        if not self.domain.dimensions[0].reads_peers or self.sums_locally or not self.padded:
             return exact
         # Rows are given up for a dense gradient when they are half of it.
         return sum(self._table(section) * self._wire(section).itemsize for section in unit.trainable) // 2
@@ -534,7 +559,7 @@ class _Sizes:
 
     def scratch(self) -> int:
         """Chunks in which gradients are read from the peers' memory and added up."""
-        if not self.model.comm.reads_peers or self._always_lossy:
+        if not self.domain.dimensions[0].reads_peers or self._always_lossy:
             return 0
         plan, sections = self.model.plan, list(self.trained())
         pieces = max((min(CHUNK, self.share(s)) * self._wire(s).itemsize for s in sections), default=0)
@@ -554,7 +579,7 @@ class _Sizes:
             owned = self.owned(section)
             gradients += owned * section.accumulate_dtype.itemsize
             if self._exchanged(section):
-                first, last = section.layout.range_of(section.rank)
+                first, last = section.own_range
                 own = sum(piece.stop - piece.start for piece in section.layout.pieces(first, last))
                 cast = 0 if section.master_is_parameter else owned
                 largest = max(
@@ -569,7 +594,7 @@ class _Sizes:
         return max(map(self._chunk, self.reduced()), default=0)
 
     def _chunk(self, unit: Unit) -> int:
-        reads = self.model.comm.reads_peers  # then the chunks are kept: see `scratch`
+        reads = self.domain.dimensions[0].reads_peers  # then the chunks are kept: see `scratch`
         if self.world == 1 or self.accumulation == 1 or not self.model.plan.shard_gradients or reads:
             return 0
         return max(
@@ -586,6 +611,6 @@ class _Sizes:
         runs = [
             piece.stop - piece.start
             for section in self.trained()
-            for piece in section.layout.pieces(*section.layout.range_of(section.rank))
+            for piece in section.layout.pieces(*section.own_range)
         ]
         return scratch_bytes(runs, self.model.device)

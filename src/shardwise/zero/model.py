@@ -19,6 +19,7 @@ from torch import nn
 
 from shardwise.comm.communicator import Communicator
 from shardwise.comm.compression import Compressor
+from shardwise.comm.domain import Domain
 from shardwise.comm.whereabouts import being_in, publish
 from shardwise.errors import ConfigError, DesyncError, PeerLostError, UsageError
 from shardwise.memory import Accountant, Category, give_back_freed_memory, module_bytes, resident_bytes, virtual_bytes
@@ -64,7 +65,7 @@ class ShardedModel:
             per element.
         plan: what is sharded.
         policy: dtypes.
-        comm: the data-parallel group.
+        domain: the ranks that share the parameters.
         device: where parameters and state live.
         accountant: counts the bytes.
         prescale: factor on gradients before they are sent.
@@ -76,6 +77,7 @@ class ShardedModel:
         wires: `id(parameter)` to the dtype in which its gradient travels, where neither its own nor the policy's.
 
     Attributes:
+        comm: all ranks that step together.
         closed: why there is nothing here any more ("" while there is).
         stepped: a step has been taken.
         client_groups: the parameters that each of the optimizer's groups had before the engine.
@@ -96,7 +98,7 @@ class ShardedModel:
         is_elementwise: StateKind,
         plan: Plan,
         policy: PrecisionPolicy,
-        comm: Communicator,
+        domain: Domain,
         device: torch.device,
         accountant: Accountant,
         prescale: float = 1.0,
@@ -111,7 +113,8 @@ class ShardedModel:
         self.optimizer = optimizer
         self.plan = plan
         self.policy = policy
-        self.comm = comm
+        self.domain = domain
+        self.comm: Communicator = domain.ranks
         self.device = device
         self.accountant = accountant
         resident, addresses = resident_bytes(), virtual_bytes()
@@ -136,18 +139,18 @@ class ShardedModel:
                 "sparse_gradients: true cannot be combined with lossy gradient reduction, which keeps what it has not "
                 "sent of whole gradients; switch one of them off"
             )
-        tables = self._tables() if sparse_gradients and comm.world > 1 and optimizer is not None else set()
-        layouts = [lay_out(spec.tensors, comm.world, device.type, stepping.whole, tables) for spec in specs]
+        tables = self._tables() if sparse_gradients and domain.world > 1 and optimizer is not None else set()
+        layouts = [lay_out(spec.tensors, domain.sizes, device.type, stepping.whole, tables) for spec in specs]
         # Until a pass has been traced, the order of the modules stands for that of execution.
         forward, backward = list(range(len(specs))), backward_order([spec.modules for spec in specs], module)
-        builder = UnitBuilder(self, self.registry, plan, policy, comm, device, accountant, self.update, self.owners)
+        builder = UnitBuilder(self, self.registry, plan, policy, domain, device, accountant, self.update, self.owners)
         whole = builder.stay_whole(specs, layouts, (forward, backward))
         for index, (spec, sections) in enumerate(zip(specs, layouts, strict=True)):
             sharded_unit = plan.shard_parameters and index not in whole
             self.units.append(builder.build(index, spec, sections, sharded=sharded_unit))
         sharded = [unit for unit in self.units if unit.sharded]
         builder.prepare_gathers(sharded)
-        self.channel = SideChannel(comm, sharded) if sharded and not comm.imagined else None
+        self.channel = SideChannel(self.comm, sharded) if sharded and not self.comm.imagined else None
         self.gatherer = Gatherer(
             self.units,
             self.registry,
@@ -164,9 +167,9 @@ class ShardedModel:
                 unit.take_over = self.update.refresh
             self.reducer = Reducer(
                 self.units,
-                comm,
+                domain,
                 accountant,
-                shard_gradients=plan.shard_gradients,
+                level=plan.levels(domain).gradients,
                 wire_dtype=policy.wire_dtype,
                 prescale=prescale,
                 compressor=compressor,
@@ -184,7 +187,7 @@ class ShardedModel:
                 on_complete=self.gatherer.finish_backward,
                 on_end=self._backward_ended,
             )
-            self.sums = GradientSums(self.units, len(self.registry), comm, device, accountant, self.reducer)
+            self.sums = GradientSums(self.units, len(self.registry), self.comm, device, accountant, self.reducer)
             if isinstance(self.update, CommunicatedUpdate):
                 self.update.own_gradient = self.reducer.own_gradient
                 self.update.on_written = self._values_have_changed
@@ -227,7 +230,7 @@ class ShardedModel:
         self, optimizer: torch.optim.Optimizer, is_elementwise: StateKind
     ) -> tuple[Update, WholeUpdate | None]:
         """Return what steps the parameters, and that part of it which steps whole tensors, if there is one."""
-        stepping, common = self.stepping, (optimizer, self.units, self.registry, self.comm, self.accountant)
+        stepping, common = self.stepping, (optimizer, self.units, self.registry, self.domain, self.accountant)
         if stepping.communicates:
             return CommunicatedUpdate(*common, is_elementwise, self.plan), None
         segments = SegmentUpdate(*common, is_elementwise, norms=stepping.norms)
@@ -358,8 +361,7 @@ class ShardedModel:
         self._values_have_changed()
         if self.plan.shard_optimizer and self.comm.world > 1:
             for unit in self.units:
-                if not unit.sharded and unit.trainable:
-                    unit.start_gather()
+                unit.spread()
 
     def _values_have_changed(self) -> None:
         """Tell autograd, which may have saved parameters, that the engine has written new values into them."""
@@ -449,13 +451,36 @@ class ShardedModel:
                 if not isinstance(held, torch.Tensor) or index not in gradients.written  # sums are never in pieces
                 else [(0, slot.numel, held[slot.offset : slot.offset + slot.numel])]
             )
-        if not gradients.accumulated:
+        parts: list[tuple[tuple[int, int], torch.Tensor]] = []
+        if gradients.accumulated:
+            parts.append((section.own_range, section.own_gradient))
+        if gradients.sums:  # over ranks of the inner dimensions
+            ends = section.layout.range_of(self.domain.place, self.reducer.level)
+            parts.append((ends, gradients.sums[unit.sections.index(section)]))
+        if not parts:
             return None
         return [
-            (p.start, p.stop, section.own_gradient[p.offset : p.offset + p.stop - p.start])
-            for p in section.layout.pieces(*section.layout.range_of(self.comm.rank))
+            (p.start, p.stop, values[p.offset : p.offset + p.stop - p.start])
+            for ends, values in parts
+            for p in section.layout.pieces(*ends)
             if p.index == index
         ]
+
+    def own_runs(
+        self, index: int, runs: Iterable[tuple[int, int, torch.Tensor]]
+    ) -> list[tuple[int, int, torch.Tensor]]:
+        """Return the parts of what the optimizer has of a parameter that no other rank has (all, if each has all).
+
+        Args:
+            index: the parameter.
+            runs: start, stop and values of each.
+        """
+        section = self.section_of(index)
+        if section.levels.optimizer in (0, self.domain.depth):
+            return list(runs)
+        own = [p for p in section.layout.pieces(*section.own_range) if p.index == index]
+        cuts = [(max(p.start, start), min(p.stop, stop), start, v) for start, stop, v in runs for p in own]
+        return [(low, high, v[low - start : high - start]) for low, high, start, v in cuts if low < high]
 
     # -- what a lossy reduction keeps ----------------------------------------------------------------------------------
 
@@ -471,7 +496,7 @@ class ShardedModel:
             for unit in self.units
             for section in unit.trainable
         ]
-        return hashlib.sha256(repr((self.comm.world, sections)).encode()).hexdigest()
+        return hashlib.sha256(repr((self.domain.sizes, sections)).encode()).hexdigest()
 
     def unit_of(self, index: int) -> Unit:
         """Return the unit that a parameter belongs to."""
@@ -484,7 +509,7 @@ class ShardedModel:
         """Whether gradients of an unfinished accumulation window are held."""
         reducer = self.reducer
         return reducer is not None and (
-            reducer.partial or any(g.accumulated or g.buffers or g.rows for g in reducer.gradients.values())
+            reducer.partial or any(g.accumulated or g.sums or g.buffers or g.rows for g in reducer.gradients.values())
         )
 
     def rank_state(self) -> dict[str, Any] | None:
@@ -506,14 +531,17 @@ class ShardedModel:
             if section.layout.trainable and self.update is not None:
                 runs[index] = self.update.master_pieces(index)
             else:
-                runs[index] = [(p.start, p.stop, section.shard[p.offset : p.offset + p.stop - p.start]) for p in own]
+                runs[index] = [
+                    (p.start, p.stop, section.own_values[p.offset : p.offset + p.stop - p.start]) for p in own
+                ]
         return runs
 
     def saved_ranges(self) -> dict[int, list[tuple[int, int]]]:
         """Return the elements of each parameter that this rank saves; over all ranks each exactly once."""
         ranges = {}
         for index, (section, own) in self._own_pieces().items():
-            if section.layout.trainable and self.update is not None and self.plan.shard_optimizer:
+            alone = section.levels.optimizer == self.domain.depth
+            if section.layout.trainable and self.update is not None and alone:
                 ranges[index] = [(start, stop) for start, stop, _ in self.update.master_pieces(index)]
             else:
                 ranges[index] = [(piece.start, piece.stop) for piece in own]
@@ -524,7 +552,7 @@ class ShardedModel:
         for unit in self.units:
             for section in unit.sections:
                 found.update((slot.index, (section, [])) for slot in section.layout.slots)
-                for piece in section.layout.pieces(*section.layout.range_of(self.comm.rank)):
+                for piece in section.layout.pieces(*section.own_range):
                     found[piece.index][1].append(piece)
         return found
 
@@ -539,9 +567,10 @@ class ShardedModel:
             unit.finish_gather()
             if self.update is not None:
                 self.update.publish(unit)
-            if unit.state is not UnitState.RELEASED:
-                pairs = [(s.full, s.shard) for s in unit.sections]
-                self.comm.all_gather(pairs, unit.name, kind="explicit").wait()
+            unit.spread("explicit", everything=True)
+            unit.finish_gather()
+            if unit.sharded and unit.state is not UnitState.RELEASED:
+                unit.gather_whole("explicit").wait()
                 unit.rounded = False
         self._values_have_changed()
 
@@ -574,8 +603,7 @@ class ShardedModel:
         for section in unit.sections:
             section.allocate()
         try:
-            pairs = [(s.full, s.shard) for s in unit.sections]
-            self.comm.all_gather(pairs, unit.name, kind="explicit").wait()
+            unit.gather_whole("explicit").wait()
         except BaseException:
             for section in unit.sections:
                 section.free()
@@ -645,7 +673,7 @@ class ShardedModel:
         unit, section = self._section_of[tensor.index]
         if not unit.sharded:
             return tensor.numel
-        pieces = section.layout.pieces(*section.layout.range_of(self.comm.rank))
+        pieces = section.layout.pieces(section.shard_range.start, section.shard_range.stop)
         return sum(piece.stop - piece.start for piece in pieces if piece.index == tensor.index)
 
     def converted(self, parameter: nn.Parameter, dtype: torch.dtype, device: torch.device) -> nn.Parameter | None:
@@ -702,6 +730,7 @@ class ShardedModel:
             del self.units[0]
         if self.channel is not None:
             self.channel.close()
+        self.domain.close()
         self._cut_references()
         if apart:
             message = f"{apart} The parameters of {type(self.module).__name__} stay sharded"

@@ -13,7 +13,7 @@ from typing import Any
 import torch
 from torch import nn
 
-from shardwise.comm.communicator import Communicator
+from shardwise.comm.domain import Domain
 from shardwise.memory import Accountant, Category
 from shardwise.registry import Registry
 from shardwise.zero.segments import SegmentUpdate
@@ -55,7 +55,7 @@ class WholeUpdate:
         optimizer: its groups are edited in place to hold the masters of the tensors this rank owns.
         units: all units.
         registry: the logical tensors.
-        comm: the data-parallel group.
+        domain: the ranks that share the parameters.
         accountant: is told about masters and state.
         is_elementwise: whether a state entry (value, elements of its parameter, name) has one value per element.
         stepping: which groups are stepped whole, and what that costs.
@@ -67,7 +67,7 @@ class WholeUpdate:
         optimizer: torch.optim.Optimizer,
         units: Sequence[Unit],
         registry: Registry,
-        comm: Communicator,
+        domain: Domain,
         accountant: Accountant,
         is_elementwise: StateKind,
         stepping: Stepping,
@@ -77,7 +77,8 @@ class WholeUpdate:
         self.optimizer = optimizer
         self.units = units
         self.registry = registry
-        self.comm = comm
+        self.domain = domain
+        self.comm = comm = domain.ranks
         self.replicated = replicated or comm.world == 1
         self._accountant = accountant
         self._is_elementwise = is_elementwise
@@ -192,7 +193,7 @@ class WholeUpdate:
             }
             for value in values.values():
                 self._accountant.hold(Category.BUFFERS, value)
-            receives, sends = self._routes(section, values.__getitem__, section.shard)
+            receives, sends = self._routes(section, values.__getitem__, section.own_values)
             self._exchange(receives, sends, section.layout.dtype, section.device, f"{unit.name}.updates")
 
     def _exchange(
@@ -224,7 +225,7 @@ class WholeUpdate:
         mine: list[list[torch.Tensor]] = [[] for _ in range(world)]
         theirs: list[list[torch.Tensor]] = [[] for _ in range(world)]
         for rank in range(world):
-            for piece in section.layout.pieces(*section.layout.range_of(rank)):
+            for piece in section.layout.pieces(*section.layout.range_of(self.domain.place_of(rank))):
                 owner = self.owner[piece.index]
                 if rank == self.comm.rank:
                     mine[owner].append(own[piece.offset : piece.offset + piece.stop - piece.start])

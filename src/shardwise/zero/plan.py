@@ -1,14 +1,18 @@
 """The plan table: what a ZeRO stage means.
 
-A stage is a row that says what is sharded over the data-parallel ranks (Rajbhandari et al., "ZeRO: Memory optimizations
-toward training trillion parameter models", 2020). All other code reads the columns; stage numbers occur in the
+A stage is a row that says over which dimensions of the mesh optimizer state, gradients and parameters are divided
+(Rajbhandari et al., "ZeRO: Memory optimizations toward training trillion parameter models", 2020). Over the others they
+are replicated: with a dimension beyond "shard" a row is HSDP, or MiCS (Zhang et al., "MiCS: Near-linear scaling for
+training gigantic model on public cloud", 2022). All other code reads the columns; stage numbers occur in the
 configuration and here, nowhere else.
 """
 
 from __future__ import annotations
 
-from dataclasses import dataclass
+from dataclasses import astuple, dataclass, replace
 from typing import TYPE_CHECKING
+
+from shardwise.comm.domain import REPLICATE, SHARD, Domain
 
 if TYPE_CHECKING:
     from shardwise.config.schema import ZeroConfig
@@ -16,19 +20,33 @@ if TYPE_CHECKING:
 
 @dataclass(frozen=True)
 class Row:
-    """What one stage shards."""
+    """Over which dimensions of the mesh each kind of state is divided.
 
-    optimizer: bool
-    gradients: bool
-    parameters: bool
+    Whoever divides gradients divides optimizer state over at least as many dimensions, and parameters over at most.
+    """
 
+    optimizer: tuple[str, ...] = ()
+    gradients: tuple[str, ...] = ()
+    parameters: tuple[str, ...] = ()
+
+
+_OVER = (SHARD,)
 
 TABLE: dict[int, Row] = {
-    0: Row(optimizer=False, gradients=False, parameters=False),
-    1: Row(optimizer=True, gradients=False, parameters=False),
-    2: Row(optimizer=True, gradients=True, parameters=False),
-    3: Row(optimizer=True, gradients=True, parameters=True),
+    0: Row(),
+    1: Row(optimizer=_OVER),
+    2: Row(optimizer=_OVER, gradients=_OVER),
+    3: Row(optimizer=_OVER, gradients=_OVER, parameters=_OVER),
 }
+
+
+@dataclass(frozen=True)
+class Levels:
+    """At which level of a domain (`shardwise.comm.domain`) each kind of state lies."""
+
+    optimizer: int
+    gradients: int
+    parameters: int
 
 
 @dataclass(frozen=True)
@@ -39,10 +57,7 @@ class Plan:
         stage: the number the user wrote; for messages only.
         reduces_micro_batches: whether the row of that stage reduces every micro-batch. One rank has nothing to shard,
             but a script must not find that out only when it gets a second one.
-        shard_optimizer: optimizer state and master weights cover only this rank's range.
-        shard_gradients: each micro-batch is reduced into this rank's range, instead of being added up locally and
-            reduced once at the accumulation boundary.
-        shard_parameters: parameters are gathered before use and released after it.
+        over: over which dimensions of the mesh state is divided.
         unit_cap: largest number of elements in a unit (a larger parameter is a unit of its own).
         prefetch: whether the next unit is gathered while the current one computes.
         prefetch_elements: how many elements may be on their way beyond the next unit.
@@ -56,9 +71,7 @@ class Plan:
 
     stage: int
     reduces_micro_batches: bool
-    shard_optimizer: bool
-    shard_gradients: bool
-    shard_parameters: bool
+    over: Row
     unit_cap: int
     prefetch: bool = True
     prefetch_elements: int = 0
@@ -69,14 +82,38 @@ class Plan:
     secondary: int = 1
 
     @property
+    def shard_optimizer(self) -> bool:
+        """Whether optimizer state and master weights cover only a part of the parameters on each rank."""
+        return bool(self.over.optimizer)
+
+    @property
+    def shard_gradients(self) -> bool:
+        """Whether each micro-batch is reduced, instead of being added up locally until the accumulation boundary."""
+        return bool(self.over.gradients)
+
+    @property
+    def shard_parameters(self) -> bool:
+        """Whether parameters are gathered before use and released after it."""
+        return bool(self.over.parameters)
+
+    def levels(self, domain: Domain) -> Levels:
+        """Return the levels of a domain that the row comes to."""
+        over = self.over
+        return Levels(domain.level(over.optimizer), domain.level(over.gradients), domain.level(over.parameters))
+
+    @property
     def ahead(self) -> int | None:
         """Elements that may be gathered beyond the next unit; None if not even that is."""
         return self.prefetch_elements if self.prefetch else None
 
     @classmethod
-    def of(cls, zero: ZeroConfig, world: int) -> Plan:
-        """Derive the plan from the `zero_optimization` section for `world` ranks; one rank has nothing to shard."""
-        row = TABLE[zero.stage if world > 1 else 0]
+    def of(cls, zero: ZeroConfig, domain: Domain) -> Plan:
+        """Derive the plan from the `zero_optimization` section; nothing is divided over dimensions of one rank."""
+        row = TABLE[zero.stage]
+        if row.optimizer and zero.optimizer_over_replicas:
+            row = replace(row, optimizer=(*row.optimizer, REPLICATE))
+        there = {name for name, size in zip(domain.names, domain.sizes, strict=True) if size > 1}
+        row = Row(*(tuple(name for name in over if name in there) for over in astuple(row)))
         caps = [int(zero.reduce_bucket_size)]
         if row.optimizer and not row.parameters:
             caps.append(int(zero.allgather_bucket_size))
@@ -87,16 +124,14 @@ class Plan:
         small = zero.stage3_param_persistence_threshold
         return cls(
             stage=zero.stage,
-            reduces_micro_batches=TABLE[zero.stage].gradients,
-            shard_optimizer=row.optimizer,
-            shard_gradients=row.gradients,
-            shard_parameters=row.parameters,
+            reduces_micro_batches=bool(TABLE[zero.stage].gradients),
+            over=row,
             unit_cap=max(1, min(caps)),
             prefetch=ahead != 0,
             prefetch_elements=int(ahead or 0),
             keeps_what_saves=small != 0,
             persistent_elements=int(small or 0),
             persistent_total=int(zero.stage3_model_persistence_threshold),
-            quantized_weights=row.parameters and zero.zero_quantized_weights,
+            quantized_weights=bool(row.parameters) and zero.zero_quantized_weights,
             secondary=int(zero.zero_hpz_partition_size) if row.parameters else 1,
         )

@@ -7,6 +7,11 @@ reduce-scatter in rank order, in fp32, added to the accumulator. Units are reduc
 pass, in the reverse of the agreed forward order; what a rank has not used contributes zeros. One reduction is in flight
 at a time, so the buffers held are one unit's gradient being filled, one being sent and the pieces being received.
 
+Where ranks lie in a grid of several dimensions (`shardwise.comm.domain`), a unit is reduced over one after the other.
+Over those that gradients are divided over it is in every reducing pass; what has been summed so is added up over
+micro-batches, and is reduced over the rest at the accumulation boundary. The reduction of the next unit begins when
+that over the first dimension has ended.
+
 Where gradients are not sharded and several micro-batches make a step, gradients are first added up locally in fp32 and
 reduced once, in the backward pass of the last micro-batch. Where the optimizer communicates itself, they may stay as
 they are.
@@ -25,8 +30,9 @@ from typing import Any
 import torch
 from torch import nn
 
-from shardwise.comm.communicator import Communicator
+from shardwise.comm.chain import Chain, Launch, Link
 from shardwise.comm.compression import Compressor, Flat, Reduction, is_active
+from shardwise.comm.domain import Domain
 from shardwise.comm.pieces import Pieces
 from shardwise.compat import never_compiled
 from shardwise.errors import UsageError
@@ -42,9 +48,9 @@ class Reducer:
 
     Args:
         units: all units.
-        comm: the data-parallel group.
+        domain: the ranks that share the parameters.
         accountant: is told about the buffers.
-        shard_gradients: reduce every micro-batch instead of once per step.
+        level: of the domain, to which every micro-batch is reduced; 0: gradients are reduced once per step.
         wire_dtype: dtype on the wire; None: that of the sections, or else that of the local gradients.
         prescale: factor applied before sending.
         keeps_gradients: leave accumulators their memory between steps.
@@ -73,10 +79,10 @@ class Reducer:
     def __init__(
         self,
         units: Sequence[Unit],
-        comm: Communicator,
+        domain: Domain,
         accountant: Accountant,
         *,
-        shard_gradients: bool,
+        level: int,
         wire_dtype: torch.dtype | None = None,
         prescale: float = 1.0,
         keeps_gradients: bool = False,
@@ -94,13 +100,14 @@ class Reducer:
         on_complete: Callable[[Unit], None],
         on_end: Callable[[], None],
     ) -> None:
-        self.comm = comm
+        self.domain = domain
+        self.comm = domain.dimensions[0]
         self.accountant = accountant
-        self.shard_gradients = shard_gradients
+        self.level = level
         self.wire_dtype = wire_dtype
         self.prescale = prescale
         self._keeps_gradients = keeps_gradients
-        self.compressor = compressor if comm.world > 1 else None
+        self.compressor = compressor if domain.world > 1 else None
         self._stays_local = stays_local
         self.local = False
         self._own: dict[int, torch.Tensor] = {}
@@ -124,8 +131,9 @@ class Reducer:
         order = [unit.index for unit in units]
         self.set_order(order, order[::-1])
         self._next = 0
-        self._in_flight: tuple[UnitGradients, Reduction, list[SectionMemory]] | None = None
-        self._replicating: list[Reduction] = []
+        self._in_flight: tuple[UnitGradients, Link, list[SectionMemory]] | None = None
+        self._onward: tuple[UnitGradients, Chain, list[SectionMemory]] | None = None
+        self._replicating: list[Link] = []
         self._hooks: list[Any] = []
         for gradients in self.gradients.values():
             unit = gradients.unit
@@ -145,7 +153,12 @@ class Reducer:
     @property
     def reducing(self) -> bool:
         """Whether backward passes reduce now, or only add up locally."""
-        return (self.shard_gradients or self.boundary) and not self.local
+        return (self.level > 0 or self.boundary) and not self.local
+
+    @property
+    def unfinished(self) -> bool:
+        """Whether gradients of this window are not reduced over all ranks yet."""
+        return self.partial or any(gradients.sums for gradients in self.gradients.values())
 
     def lags_behind(self, index: int) -> bool:
         """Whether a peer may wait for a reduction still to come here without having launched the gather of a unit."""
@@ -200,8 +213,10 @@ class Reducer:
         while self._next < len(self._order):
             self._launch(self._order[self._next])
         self._finish()
-        for handle in self._replicating:
-            handle.wait()
+        self._finish_onward()
+        with self._waiting():
+            for handle in self._replicating:
+                handle.wait()
         self._replicating = []
         self.partial = False
 
@@ -259,7 +274,7 @@ class Reducer:
     def _collect_rows(self, gradients: UnitGradients, place: int, section: SectionMemory, grad: torch.Tensor) -> bool:
         """Add the gradient of a table to the rows that are there; return False where it has to become dense."""
         table = section.layout.table
-        if table is None or self.comm.world == 1 or place in gradients.buffers or grad.sparse_dim() != 1:
+        if table is None or self.domain.world == 1 or place in gradients.buffers or grad.sparse_dim() != 1:
             return False
         alone, dtype = self._collected_as(section)
         most = most_rows(table, dtype.itemsize)
@@ -296,8 +311,8 @@ class Reducer:
         # Sums over micro-batches are formed in the accumulator's dtype; a gradient that is alone travels as it is, and
         # without peers nothing travels. The choice depends on nothing that could differ between ranks.
         single = self.boundary and not self.partial and self._is_single()
-        together = self.local or not (self.shard_gradients or single)
-        alone = self.comm.world > 1 and not together
+        together = self.local or not (self.level > 0 or single)
+        alone = self.domain.world > 1 and not together
         return alone, (self._cast_to(section) or section.layout.dtype) if alone else section.accumulate_dtype
 
     def _buffer(self, gradients: UnitGradients, place: int, section: SectionMemory) -> torch.Tensor | Pieces:
@@ -344,7 +359,7 @@ class Reducer:
 
     @property
     def _watches(self) -> bool:
-        return self.watching and self.comm.world > 1  # alone, whatever is not finite was so before it was added up
+        return self.watching and self.domain.world > 1  # alone, whatever is not finite was so before it was added up
 
     def _in_flight_alone(self) -> bool:
         return self._in_flight is not None and self._in_flight[0].unit.index in self.alone
@@ -355,7 +370,7 @@ class Reducer:
         if self.prescale != 1.0:
             buffer.mul_(self.prescale)
         wire = self._cast_to(section)
-        if wire is not None and buffer.dtype != wire and self.comm.world > 1:
+        if wire is not None and buffer.dtype != wire and self.domain.world > 1:
             buffer = buffer.to(wire)
             self.accountant.hold(Category.BUFFERS, buffer)
         if self._watches:
@@ -398,7 +413,7 @@ class Reducer:
         gradients.reduced = True
         unit = gradients.unit
         counts = self._agree_on_rows(gradients)
-        pairs: list[tuple[torch.Tensor, torch.Tensor | Pieces]] = []
+        buffers: dict[int, torch.Tensor | Pieces] = {}
         for place, section in enumerate(unit.sections):
             if section.layout.trainable and place not in counts:
                 if place in gradients.rows:
@@ -410,48 +425,110 @@ class Reducer:
                     for piece in buffer.tensors:
                         if piece is not None:
                             gradients.watch(piece)
-                pairs.append((section.own_gradient, buffer))
-        compressor = self.compressor if is_active(self.compressor) else None
-        handle: Reduction
+                buffers[place] = buffer
+        handle: Link
         with self.accountant.owning(Category.BUFFERS):
-            if compressor is not None:
-                flats = [
-                    _flat(unit, section, buffer)
-                    for section, (_, buffer) in zip(unit.trainable, pairs, strict=True)
-                    if isinstance(buffer, torch.Tensor)
-                ]
-                handle = compressor.reduce(
-                    flats,
-                    unit.name,
-                    accumulate=gradients.accumulated,
-                    scale=self._scale(),
-                    wire_dtype=self.wire_dtype,
-                )
+            if self.compressor is not None and is_active(self.compressor):
+                handle, own_only = self._reduce_lossily(self.compressor, gradients, buffers), []
             else:
-                handle = self._reduce_exactly(gradients, pairs, counts)
+                handle = self.domain.reduce(self._exactly(gradients, buffers, counts))
+                # What rows are summed to is whole at once, where every rank needs everything.
+                whole = counts if self.domain.depth == 1 else {}
+                own_only = [section for section in unit.trainable if unit.sections.index(section) not in whole]
         for scratch in handle.scratch:
             self.accountant.hold(Category.BUFFERS, scratch)
-        gradients.accumulated = True
-        own_only = [
-            section
-            for place, section in enumerate(unit.sections)
-            if section.layout.trainable and compressor is None and place not in counts
-        ]
         self._in_flight = (gradients, handle, own_only)
 
-    def _reduce_exactly(
+    def _reduce_lossily(
+        self, compressor: Compressor, gradients: UnitGradients, buffers: Mapping[int, torch.Tensor | Pieces]
+    ) -> Reduction:
+        unit = gradients.unit
+        flats = [
+            _flat(unit, unit.sections[place], buffer)
+            for place, buffer in buffers.items()
+            if isinstance(buffer, torch.Tensor)
+        ]
+        before, gradients.accumulated = gradients.accumulated, True
+        return compressor.reduce(flats, unit.name, accumulate=before, scale=self._scale(), wire_dtype=self.wire_dtype)
+
+    def _exactly(
         self,
         gradients: UnitGradients,
-        pairs: Sequence[tuple[torch.Tensor, torch.Tensor | Pieces]],
+        buffers: Mapping[int, torch.Tensor | Pieces],
         counts: Mapping[int, Sequence[Sequence[int]]],
+    ) -> list[Launch]:
+        """Return the launches that reduce a unit's buffers, and the rows of the tables on which ranks have agreed."""
+        unit, depth = gradients.unit, self.domain.depth
+        places = [place for place, section in enumerate(unit.sections) if section.layout.trainable]
+        sections = [unit.sections[place] for place in places]
+        inside = 0 < self.level < depth
+        ends = self.boundary or not inside  # goes on to this rank's own range
+        adds = bool(gradients.sums) if inside else gradients.accumulated
+
+        def first(outputs: Sequence[torch.Tensor]) -> Reduction:
+            given = dict(zip(places, outputs, strict=True))
+            return self._reduce_first(gradients, buffers, counts, given, accumulate=adds and fine == 1)
+
+        if inside:
+            fine, outputs = self.level, [self._sum_of(gradients, place, kept=not ends) for place in places]
+        else:
+            fine, outputs = depth, [section.own_gradient for section in sections]
+        launches = self.domain.reducing(
+            outputs, first, 0, fine, unit.name, accumulate=adds, wire=self.wire_dtype, made=self._hold
+        )
+        if inside and ends:
+            launches += self._beyond(gradients)
+        elif not inside:
+            gradients.accumulated = True
+        return launches
+
+    def _sum_of(self, gradients: UnitGradients, place: int, *, kept: bool) -> torch.Tensor:
+        """Return what a section is reduced to in every micro-batch, where more ranks have gradients to add to it."""
+        known = gradients.sums.get(place)
+        if known is None:
+            section = gradients.unit.sections[place]
+            size = section.layout.size(self.level)
+            known = torch.empty(size, dtype=section.accumulate_dtype, device=section.device)
+            self.accountant.hold(Category.GRADIENTS if kept else Category.BUFFERS, known)
+            gradients.sums[place] = known
+        return known
+
+    def _beyond(self, gradients: UnitGradients) -> list[Launch]:
+        """Return the launches that reduce `gradients.sums` over the ranks that have not been summed over yet."""
+        pairs = [(gradients.unit.sections[place].own_gradient, total) for place, total in gradients.sums.items()]
+        before, gradients.accumulated, gradients.sums = gradients.accumulated, True, {}
+        return self.domain.onward(
+            pairs, self.level, gradients.unit.name, accumulate=before, wire=self.wire_dtype, made=self._hold
+        )
+
+    def _hold(self, buffer: torch.Tensor) -> None:
+        self.accountant.hold(Category.BUFFERS, buffer)
+
+    def _reduce_first(
+        self,
+        gradients: UnitGradients,
+        buffers: Mapping[int, torch.Tensor | Pieces],
+        counts: Mapping[int, Sequence[Sequence[int]]],
+        outputs: Mapping[int, torch.Tensor],
+        *,
+        accumulate: bool,
     ) -> Reduction:
-        """Launch the reduction of a unit's buffers, and of the rows of those tables on which the ranks have agreed."""
+        """Launch the reduction over the innermost dimension.
+
+        Args:
+            gradients: of the unit.
+            buffers: what is reduced, by place of the section.
+            counts: rows that ranks have, by place of the sections that are reduced as rows.
+            outputs: what receives the sums, by place.
+            accumulate: add to them.
+        """
         unit = gradients.unit
+        pairs = [(outputs[place], buffer) for place, buffer in buffers.items()]
         if not counts:
-            return self.comm.reduce_scatter(pairs, unit.name, accumulate=gradients.accumulated)
+            return self.comm.reduce_scatter(pairs, unit.name, accumulate=accumulate)
         handles: list[Reduction] = []
         if pairs:
-            handles.append(self.comm.reduce_scatter(pairs, unit.name, accumulate=gradients.accumulated))
+            handles.append(self.comm.reduce_scatter(pairs, unit.name, accumulate=accumulate))
         for place, numbers in counts.items():
             section = unit.sections[place]
             rows = gradients.rows.pop(place, None)
@@ -460,14 +537,15 @@ class Reducer:
                 rows = Rows(rows.index, rows.values * self.prescale)
             if rows is not None and self._watches:
                 gradients.watch(rows.values)
+            table = Table.of(section)
             reduction = RowReduction(
                 self.comm,
-                section,
-                Table.of(section),
+                section.whole_gradient if table.whole else outputs[place],
+                table,
                 rows,
                 numbers,
                 unit.name,
-                accumulate=gradients.accumulated,
+                accumulate=accumulate,
                 dtype=self.wire_of(section) or dtype,
             )
             for scratch in reduction.scratch if not alone else ():
@@ -476,7 +554,7 @@ class Reducer:
         return Together(handles)
 
     def _agree_on_rows(self, gradients: UnitGradients) -> dict[int, list[list[int]]]:
-        """Return how many rows each rank has for each rank, by place of the tables that are reduced as rows."""
+        """Return how many rows each inner rank has for each, by place of the tables that are reduced as rows."""
         unit, world = gradients.unit, self.comm.world
         places = [place for place, section in enumerate(unit.sections) if section.layout.table is not None]
         if not places or self.comm.imagined:
@@ -504,20 +582,42 @@ class Reducer:
         return [0] * self.comm.world if rows is None else [last - first for first, last in rows.spans(table.ranges)]
 
     def _finish(self) -> None:
+        """Wait until what is in flight has been sent, and go on with what was before it."""
         if self._in_flight is None:
             return
         gradients, handle, own_only = self._in_flight
         self._in_flight = None
         with self._waiting(), self.accountant.owning(Category.OTHER if own_only else Category.BUFFERS):
-            handle.wait()
+            if isinstance(handle, Chain):
+                handle.wait_first()
+            else:
+                handle.wait()
         self._free(gradients)
-        pairs = [
-            (section.whole_gradient, section.own_gradient)
-            for section in own_only
-            if section.whole_gradient.numel() != section.layout.shard
-        ]
-        if pairs:
-            self._replicating.append(self.comm.all_gather(pairs, gradients.unit.name, kind="replicate"))
+        self._finish_onward()
+        if isinstance(handle, Chain):
+            self._onward = (gradients, handle, own_only)
+        else:
+            self._replicate(gradients, own_only)
+
+    def _finish_onward(self) -> None:
+        """Wait for the rest of the last unit's reduction but one."""
+        if self._onward is None:
+            return
+        gradients, chain, own_only = self._onward
+        self._onward = None
+        with self._waiting():
+            chain.wait()
+        self._replicate(gradients, own_only)
+
+    def _replicate(self, gradients: UnitGradients, own_only: Sequence[SectionMemory]) -> None:
+        """Bring the reduced gradients to the ranks that step the same as this one does."""
+        if not gradients.accumulated:
+            return  # it is reduced over more ranks at the accumulation boundary
+        depth = self.domain.depth
+        for level in sorted({section.levels.optimizer for section in own_only} - {depth}):
+            moves = [(s.whole_gradient, s.own_gradient, depth) for s in own_only if s.levels.optimizer == level]
+            launches = self.domain.gathering(moves, level, gradients.unit.name, kind="replicate")
+            self._replicating.append(self.domain.reduce(launches))
 
     def complete_window(self) -> None:
         """Make the accumulators hold the window's gradients, before they are stepped.
@@ -534,6 +634,11 @@ class Reducer:
             for gradients in self.gradients.values():
                 gradients.reduced = False
             self._next = 0
+            self._sweep()
+        if any(gradients.sums for gradients in self.gradients.values()):
+            for gradients in self._order:
+                self._finish()
+                self._in_flight = (gradients, self.domain.reduce(self._beyond(gradients)), gradients.unit.trainable)
             self._sweep()
         for gradients in self.gradients.values():
             if not gradients.accumulated:
@@ -579,6 +684,7 @@ class Reducer:
         self._own = {}
         for gradients in self.gradients.values():
             gradients.accumulated = False
+            gradients.sums = {}
             gradients.former_extremes, gradients.extremes = gradients.extremes, []
             gradients.seen = set()
             self._free(gradients)

@@ -16,7 +16,7 @@ from typing import Any, Protocol, cast
 import torch
 from torch import nn
 
-from shardwise.comm.communicator import Communicator
+from shardwise.comm.domain import Domain
 from shardwise.compat import allow_gradient_dtype
 from shardwise.memory import Accountant
 from shardwise.precision.tensornorms import NORMS, Run, TensorNorms
@@ -69,7 +69,7 @@ class SegmentUpdate:
         optimizer: the client's or the configured optimizer; its groups are edited in place.
         units: all units.
         registry: the logical tensors.
-        comm: the data-parallel group.
+        domain: the ranks that share the parameters.
         accountant: is told about optimizer state.
         is_elementwise: whether a state entry (value, elements of its parameter, name) has one value per element.
         norms: the optimizer asks for norms of whole tensors.
@@ -80,7 +80,7 @@ class SegmentUpdate:
         optimizer: torch.optim.Optimizer,
         units: Sequence[Unit],
         registry: Registry,
-        comm: Communicator,
+        domain: Domain,
         accountant: Accountant,
         is_elementwise: StateKind,
         *,
@@ -89,7 +89,7 @@ class SegmentUpdate:
         self.optimizer = optimizer
         self.units = units
         self.registry = registry
-        self.comm = comm
+        self.comm = domain.ranks
         self._norms = norms
         self._accountant = accountant
         self._is_elementwise = is_elementwise
@@ -141,7 +141,7 @@ class SegmentUpdate:
         counted: list[tuple[torch.Tensor, Run]] = []
         for section, place, segment in self._segments:
             start = section.master_start + place.start
-            first, last = section.layout.range_of(section.rank)
+            first, last = section.own_range
             for piece in section.layout.pieces(start, section.master_start + place.stop):
                 offset = piece.offset + piece.stop - piece.start
                 run = Run(numbers[piece.index], piece.offset, offset)

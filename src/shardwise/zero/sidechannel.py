@@ -71,7 +71,7 @@ class SideChannel:
     """Serves this rank's shards and wishes of others; see the module docstring.
 
     Args:
-        comm: the group.
+        comm: all ranks that step together.
         units: the sharded units.
     """
 
@@ -152,15 +152,16 @@ class SideChannel:
         """
         begin = time.monotonic()
         deadline = begin + self.comm.timeout.total_seconds()
-        peers = [(self.comm.rank + step) % self.comm.world for step in range(1, self.comm.world)]
+        holders = unit.domain.holders(unit.level)[1:]
         with self._asking:
-            for peer in peers:
+            for peer, _ in holders:
                 with self._expecting(peer, f"fetch {unit.name!r}", begin):
                     self._ask(peer, _FETCH, unit.index, self._version, deadline=deadline)
             for section in unit.sections:
-                section.full[slice(*section.layout.range_of(self.comm.rank))].copy_(section.shard)
-            for peer in peers:
-                parts = [section.full[slice(*section.layout.range_of(peer))] for section in unit.sections]
+                section.full[section.shard_range].copy_(section.shard)
+            for peer, place in holders:
+                ranges = [section.layout.range_of(place, unit.level) for section in unit.sections]
+                parts = [section.full[slice(*ends)] for section, ends in zip(unit.sections, ranges, strict=True)]
                 with self._expecting(peer, f"fetch {unit.name!r}", begin):
                     self._receive_parts(peer, parts, deadline)
 

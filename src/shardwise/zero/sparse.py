@@ -154,13 +154,14 @@ class Table:
 
     @classmethod
     def of(cls, section: SectionMemory) -> Table:
-        """Describe a section."""
-        assert section.layout.table is not None
-        rows, width = section.layout.table
-        world = section.layout.world
-        if section.keeps_whole_gradient:
+        """Describe a section, which is divided over the ranks of its domain's innermost dimension."""
+        layout = section.layout
+        assert layout.table is not None
+        rows, width = layout.table
+        world = layout.sizes[0]
+        if section.keeps_whole_gradient and len(layout.sizes) == 1:
             return cls(rows, width, ((0, rows),) * world, True)
-        cuts = (section.layout.range_of(rank) for rank in range(world))
+        cuts = ((rank * layout.size(1), (rank + 1) * layout.size(1)) for rank in range(world))
         return cls(rows, width, tuple((min(rows, a // width), min(rows, -(-b // width))) for a, b in cuts), False)
 
 
@@ -197,12 +198,12 @@ def affordable(counts: Sequence[Sequence[int]], table: Table, itemsize: int, sum
 
 
 class RowReduction:
-    """A reduction of rows under way: `out` = (itself if `accumulate` else 0) + sum over ranks of this rank's rows.
+    """A reduction of rows under way: `target` = (itself if `accumulate` else 0) + sum over ranks of this rank's rows.
 
     Args:
         comm: the ranks.
-        section: what is reduced; its gradient receives the sum, whole where every rank needs everything.
-        table: the section's table.
+        target: receives the sum: of the whole table where every rank needs everything, or of this rank's range.
+        table: what is reduced.
         rows: this rank's, in the dtype of the wire; None if it has none.
         counts: rows that each rank has for each rank.
         label: for records.
@@ -216,7 +217,7 @@ class RowReduction:
     def __init__(
         self,
         comm: Communicator,
-        section: SectionMemory,
+        target: torch.Tensor,
         table: Table,
         rows: Rows | None,
         counts: Sequence[Sequence[int]],
@@ -225,15 +226,14 @@ class RowReduction:
         accumulate: bool,
         dtype: torch.dtype,
     ) -> None:
-        self._section, self._table, self._accumulate = section, table, accumulate
-        self._target = section.whole_gradient if table.whole else section.own_gradient
-        self._first = 0 if table.whole else section.layout.range_of(comm.rank)[0]
+        self._table, self._accumulate, self._target = table, accumulate, target
+        self._first = 0 if table.whole else comm.rank * target.numel()
         self._counts = [row[comm.rank] for row in counts]
         self._handles: list[Handle] = []
         self.scratch: Sequence[torch.Tensor] = ()
         self._padded = 0
-        self._index = torch.empty(0, dtype=torch.int64, device=section.device)
-        self._values = torch.empty(0, dtype=dtype, device=section.device)
+        self._index = torch.empty(0, dtype=torch.int64, device=target.device)
+        self._values = torch.empty(0, dtype=dtype, device=target.device)
         if not any(map(any, counts)):
             return
         if rows is None:

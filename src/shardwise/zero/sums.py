@@ -19,7 +19,7 @@ class GradientSums:
     Args:
         units: all units.
         parameters: their number in the registry.
-        comm: the data-parallel group.
+        comm: all ranks that step together.
         device: where the gradients are.
         accountant: counts the bytes.
         reducer: holds the gradients.
@@ -81,7 +81,7 @@ class GradientSums:
                 (piece.index, section.own_gradient[piece.offset : piece.offset + piece.stop - piece.start])
                 for unit in self._units
                 for section in unit.trainable
-                for piece in section.layout.pieces(*section.layout.range_of(self._comm.rank))
+                for piece in section.layout.pieces(*section.own_range)
             ]
             self._runs = Runs(runs, self._parameters, self._device)
         return self._runs

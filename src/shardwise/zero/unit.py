@@ -6,9 +6,10 @@ For each of its sections a unit holds
   gathered. A release lets go of it and never frees it by force: what else refers to it (a `state_dict()`, a NumPy view,
   a reference that the script keeps) stays valid, with the values of that time, and keeps the memory. What autograd has
   saved does not count among these: see `shardwise.zero.saved`.
-* `shard`: this rank's range of it, in the same dtype (a view of `full` where parameters are not sharded).
-* `master`: what the optimizer updates, in fp32 (or wider): this rank's range, or everything where the optimizer is not
-  sharded. It is the shard (or `full`) itself where that already has the right dtype.
+* `shard`: this rank's range of it, in the same dtype (`full` itself where parameters are not sharded).
+* `master`: what the optimizer updates, in fp32 (or wider): this rank's range, which is everything where the optimizer
+  is not sharded, and may be a part of the shard. It is a view of the shard (or of `full`) where that already has the
+  right dtype.
 * `gradient`: the accumulated gradient for `master`, from the backward pass that brings it to the end of the step.
 * `second`: this rank's range of `full` where it is sharded over a few ranks only: what the forward pass has computed
   with, for the gather of the backward pass.
@@ -25,7 +26,9 @@ from typing import Protocol
 import torch
 from torch import nn
 
-from shardwise.comm.communicator import Communicator, Handle
+from shardwise.comm.chain import Link
+from shardwise.comm.communicator import Communicator
+from shardwise.comm.domain import Domain
 from shardwise.comm.pieces import Places
 from shardwise.compat import never_compiled, storage_users, without_overrides
 from shardwise.errors import UsageError
@@ -33,6 +36,7 @@ from shardwise.memory import Accountant, Category
 from shardwise.registry import LogicalTensor, Registry
 from shardwise.zero import released
 from shardwise.zero.layout import Lane, Section
+from shardwise.zero.plan import Levels
 
 
 class UnitState(Enum):
@@ -81,44 +85,77 @@ class Codes(Protocol):
 
 
 class SectionMemory:
-    """The buffers of one section of a unit; see the module docstring."""
+    """The buffers of one section of a unit; see the module docstring.
+
+    Args:
+        layout: what lies where.
+        domain: the ranks that have it.
+        levels: over how many of their dimensions its state is divided.
+        stepped: whether the optimizer steps the master here; elsewhere ranges at the finest level get new values.
+        device: where it lies.
+        master_dtype: of the master weights.
+        accumulate_dtype: of the gradient.
+        accountant: is told about the buffers.
+
+    Attributes:
+        written_level: at which level this rank's range is that gets new values here.
+    """
 
     def __init__(
         self,
         layout: Section,
         *,
-        sharded: bool,
-        shard_optimizer: bool,
-        rank: int,
+        domain: Domain,
+        levels: Levels,
+        stepped: bool = True,
         device: torch.device,
         master_dtype: torch.dtype,
         accumulate_dtype: torch.dtype,
         accountant: Accountant,
     ) -> None:
         self.layout = layout
-        self.rank = rank
+        self.domain = domain
+        self.levels = levels
+        self.written_level = levels.optimizer if stepped and layout.trainable else domain.depth
         self.device = device
         self.accumulate_dtype = accumulate_dtype
         self._accountant = accountant
         self.full = torch.zeros(layout.numel, dtype=layout.dtype, device=device)
-        self.sharded = sharded
-        self.master_start, self.master_stop = layout.range_of(rank) if shard_optimizer else (0, layout.numel)
+        self.sharded = levels.parameters > 0
+        self.master_start, self.master_stop = layout.range_of(domain.place, levels.optimizer)
         self.master_dtype = master_dtype
-        self.shard = self.full[slice(*layout.range_of(rank))]
+        self.shard = self.full[self.shard_range]
         self.source = self.full
         self.master: torch.Tensor | None = None
         self.gradient: torch.Tensor | None = None
         self.second: torch.Tensor | None = None
         self._second_range = slice(0)
-        accountant.hold(Category.GATHERED if sharded else Category.PARAMETERS, self.full)
+        accountant.hold(Category.GATHERED if self.sharded else Category.PARAMETERS, self.full)
+
+    @property
+    def own_range(self) -> tuple[int, int]:
+        """This rank's range at the finest level, of which no other rank has a part."""
+        return self.layout.range_of(self.domain.place)
+
+    @property
+    def shard_range(self) -> slice:
+        """Where the shard lies in `full`."""
+        return slice(*self.layout.range_of(self.domain.place, self.levels.parameters))
+
+    @property
+    def written(self) -> torch.Tensor:
+        """The view of the shard (or of `full`) that gets new values on this rank."""
+        return self.domain.within(self.shard, self.levels.parameters, self.written_level)
+
+    @property
+    def own_values(self) -> torch.Tensor:
+        """The view of the shard (or of `full`) at `own_range`."""
+        return self.domain.within(self.shard, self.levels.parameters, self.domain.depth)
 
     @property
     def own_gradient(self) -> torch.Tensor:
-        """This rank's range of the accumulated gradient (given memory on first use)."""
-        gradient = self.whole_gradient
-        if gradient.numel() == self.layout.shard:
-            return gradient
-        return gradient[slice(*self.layout.range_of(self.rank))]
+        """The view of the accumulated gradient at `own_range` (given memory on first use)."""
+        return self.domain.within(self.whole_gradient, self.levels.optimizer, self.domain.depth)
 
     @property
     def whole_gradient(self) -> torch.Tensor:
@@ -159,7 +196,7 @@ class SectionMemory:
     @property
     def keeps_whole_gradient(self) -> bool:
         """Whether this rank needs all of the reduced gradient, because it updates all of the section."""
-        return self.master_stop - self.master_start == self.layout.numel
+        return self.levels.optimizer == 0
 
     @property
     def master_is_parameter(self) -> bool:
@@ -187,7 +224,7 @@ class SectionMemory:
                 self.master = self.source[self.master_start : self.master_stop].to(self.master_dtype, copy=True)
                 self._accountant.hold(Category.MASTER, self.master)
             else:
-                self.master = self.shard if self.sharded else self.full[self.master_start : self.master_stop]
+                self.master = self.published
 
     def forget_source(self) -> None:
         """Drop the wide initial values."""
@@ -224,7 +261,7 @@ class SectionMemory:
     @property
     def published(self) -> torch.Tensor:
         """The low-precision parameters' memory that corresponds to `master`."""
-        return self.full if self.master_stop - self.master_start == self.layout.numel else self.shard
+        return self.domain.within(self.shard, self.levels.parameters, self.levels.optimizer)
 
     def publish(self) -> None:
         """Write the updated master weights into the low-precision parameters' memory."""
@@ -252,7 +289,7 @@ class Unit:
         tensors: Sequence[LogicalTensor],
         registry: Registry,
         sections: Sequence[SectionMemory],
-        comm: Communicator,
+        domain: Domain,
     ) -> None:
         self.index = index
         self.name = name
@@ -260,7 +297,7 @@ class Unit:
         self.tensors = list(tensors)
         self.registry = registry
         self.sections = list(sections)
-        self.comm = comm
+        self.domain = domain
         self.state = UnitState.GATHERED
         self.exposed = True
         self.pins = 0
@@ -272,7 +309,8 @@ class Unit:
         self.dropped: list[str] = []
         self._second_follows = False
         self._versions: list[int] = []
-        self._handle: Handle | None = None
+        self._handle: Link | None = None
+        self._refreshing: Link | None = None
 
     @cached_property
     def _classes(self) -> released.Classes:
@@ -335,36 +373,69 @@ class Unit:
             for parameter, blank in self._blanks:
                 parameter.data = blank
 
-    def start_gather(self, purpose: Purpose = Purpose.PLAIN) -> None:
-        """Launch the gather of all stale sections (one collective); the parameters are withheld until it ends.
+    @property
+    def level(self) -> int:
+        """At which level of the domain the parameters are divided between uses."""
+        return max((section.levels.parameters for section in self.sections), default=0)
 
-        Sharded units gather every section. Others only exchange what the optimizer has updated.
-        """
-        if self.sharded:
-            self._handle = self._launch(purpose)
-        else:
-            self.conceal()
-            self._handle = self.comm.all_gather([(s.full, s.shard) for s in self.trainable], self.name)
+    def start_gather(self, purpose: Purpose = Purpose.PLAIN) -> None:
+        """Launch the gather of the whole values of a sharded unit; the parameters are withheld until it ends."""
+        self._handle = self._launch(purpose)
         self.state = UnitState.GATHERING
 
-    def _launch(self, purpose: Purpose) -> Handle | None:
+    def spread(self, kind: str = "gather", *, everything: bool = False) -> None:
+        """Launch the gather of what has been written on this rank, by the optimizer or from a checkpoint.
+
+        Whole values are valid when the gather has ended. Those of a sharded unit are released; its shard is valid then.
+
+        Args:
+            kind: with which collectives it is in one order.
+            everything: new values are in all sections; else in those that are trained.
+        """
+        sections = self.sections if everything else self.trainable
+        level = self.level
+        moves = [(s.shard, s.written, s.written_level) for s in sections if s.written_level > level]
+        if not moves:
+            return
+        if self.sharded:
+            self._refreshing = self.domain.gather(moves, level, self.name, kind)
+        else:
+            self.conceal()
+            self._handle = self.domain.gather(moves, level, self.name, kind)
+            self.state = UnitState.GATHERING
+
+    def finish_spread(self) -> None:
+        """Wait until the shard is valid."""
+        if self._refreshing is not None:
+            self._refreshing.wait()
+            self._refreshing = None
+
+    def _launch(self, purpose: Purpose) -> Link | None:
         """Launch the gather that a purpose asks for; None: that of `codes`, whose memory is allocated at its end."""
+        self.finish_spread()
         self.rounded = self.codes is not None and purpose is not Purpose.PLAIN
         # What is released after a forward pass is what it has computed with.
         self._second_follows = self.second is not None and purpose is Purpose.FORWARD
         near = self.second if purpose is Purpose.BACKWARD and self.second_valid else None
         if self.codes is not None and self.rounded and near is None:
-            self.codes.start(self.comm, self.name)
+            self.codes.start(self.domain.dimensions[0], self.name)
             return None
         if self.state is UnitState.RELEASED:
             for section in self.sections:
                 section.allocate()
-        pairs = [(s.full, s.shard if near is None or s.second is None else s.second) for s in self.sections]
-        return (near or self.comm).all_gather(pairs, self.name)
+        if near is not None:
+            return near.all_gather([(s.full, s.second) for s in self.sections if s.second is not None], self.name)
+        return self.gather_whole()
+
+    def gather_whole(self, kind: str = "gather") -> Link:
+        """Launch the exact gather of the whole values, which have memory, from the shards."""
+        self.finish_spread()
+        return self.domain.gather([(s.full, s.shard, self.level) for s in self.sections], 0, self.name, kind)
 
     def finish_gather(self) -> None:
         """Wait for the gather. Afterwards the values are valid; those of sharded units still have to be exposed."""
         if self.state is not UnitState.GATHERING:
+            self.finish_spread()
             return
         if self._handle is not None:
             self._handle.wait()
@@ -505,7 +576,7 @@ class Unit:
         self.second_valid = False
         for section in self.sections:
             if section.sharded:
-                section.shard.copy_(section.full[slice(*section.layout.range_of(section.rank))])
+                section.shard.copy_(section.full[section.shard_range])
 
     def segments(self) -> Iterator[tuple[SectionMemory, Lane]]:
         """Yield the lanes of the range that this rank's optimizer updates."""

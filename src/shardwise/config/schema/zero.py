@@ -211,8 +211,13 @@ class ZeroConfig(Section):
         "Ranks of a node, for zero_quantized_gradients; null: as the launcher says, else as share a machine.",
         ge=1,
     )
-    mics_shard_size: Int = key(-1, "Ranks over which parameters are sharded; replicated beyond. -1: all ranks.")
-    mics_hierarchical_params_gather: bool = key(False, "Gather in two levels (within a node, then across).")
+    mics_shard_size: Int = key(
+        -1, "Ranks over which state is divided (MiCS, HSDP); beyond them it is replicated. -1: all ranks."
+    )
+    mics_hierarchical_params_gather: bool = key(False, "Gather in two levels (across nodes, then within each).")
+    optimizer_over_replicas: bool = key(
+        False, "Divide optimizer state and master weights over the replicas of `mics_shard_size` (or a mesh), too."
+    )
 
     memory_efficient_linear: bool = key(
         True,

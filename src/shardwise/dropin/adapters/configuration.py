@@ -46,7 +46,7 @@ class DeepSpeedConfig:
         self._param_dict = self._resolution.raw
         self.zero_config = self._resolution.config.zero_optimization
         self.zero_optimization_stage = self.zero_config.stage
-        self.zero_enabled = TABLE[self.zero_config.stage].optimizer
+        self.zero_enabled = bool(TABLE[self.zero_config.stage].optimizer)
 
     def __getattr__(self, name: str) -> Any:
         if not name.startswith("_") and name in Config.model_fields:

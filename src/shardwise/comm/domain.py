@@ -1,0 +1,295 @@
+"""Domains: the ranks that have a parameter in common, arranged in a grid over which its memory is divided.
+
+A grid has dimensions, from the innermost (ranks that are near one another) to the outermost. Flat memory is divided
+level by level: at level 0 it is whole; at level k it is divided over the first k dimensions, and replicated over the
+others; at the last level each rank has a range of its own. A range contains the rank's ranges at all finer levels, so
+that a gather from any level to any coarser one, and a reduction the other way, goes through one dimension after the
+other without copying anything around.
+
+    ranks 0 and 1 on one node, 2 and 3 on another: sizes (2, 2)
+    level 0   every rank     [0 1 2 3 4 5 6 7]
+    level 1   ranks 0 and 2  [0 1 2 3]          ranks 1 and 3          [4 5 6 7]
+    level 2   rank 0 [0 1]   rank 2 [2 3]       rank 1 [4 5]           rank 3 [6 7]
+
+What is at which level is the plan's business (`shardwise.zero.plan`): one dimension of all ranks with everything at
+level 1 is ZeRO-3; parameters, gradients and optimizer state at level 1 of two dimensions is HSDP, or MiCS.
+"""
+
+from __future__ import annotations
+
+import functools
+import itertools
+import math
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass
+
+import torch
+
+from shardwise.comm.chain import Launch, Link, Runner
+from shardwise.comm.communicator import Communicator, Handle
+
+SHARD, REPLICATE = "shard", "replicate"
+"""Names of mesh dimensions: over which state is divided, and over which what is divided is replicated."""
+
+Move = tuple[torch.Tensor, torch.Tensor, int]
+"""Of a gather: memory to be filled, what this rank has of it, and the level of that."""
+
+
+@dataclass(frozen=True)
+class Arrangement:
+    """How ranks lie in a grid.
+
+    Attributes:
+        names: the mesh dimension that each dimension of the grid belongs to, innermost first.
+        sizes: ranks in each dimension.
+        order: ranks by the place of their range at the finest level.
+
+    Example:
+        >>> grid = Arrangement.of_groups(4, 2)
+        >>> grid.sizes, grid.order, grid.lines(0), grid.lines(1)
+        ((2, 2), (0, 2, 1, 3), [[0, 1], [2, 3]], [[0, 2], [1, 3]])
+    """
+
+    names: tuple[str, ...]
+    sizes: tuple[int, ...]
+    order: tuple[int, ...]
+
+    @classmethod
+    def of_groups(cls, world: int, shard: int, near: int | None = None) -> Arrangement:
+        """Return that of runs of `shard` ranks, each of which has everything.
+
+        Args:
+            world: number of ranks.
+            shard: divides it.
+            near: a run consists of runs of so many ranks that are nearer one another; a dimension of its own.
+        """
+        near = shard if near is None else near
+        return cls.of([[list(range(a, a + near)) for a in range(r, r + shard, near)] for r in range(0, world, shard)])
+
+    @classmethod
+    def of(cls, groups: Sequence[Sequence[Sequence[int]]]) -> Arrangement:
+        """Return that of the ranks of a mesh [replicate][across][within]; dimensions of size 1 are left out."""
+        outer, across, within = len(groups), len(groups[0]), len(groups[0][0])
+        order = [groups[r][a][w] for w, a, r in itertools.product(range(within), range(across), range(outer))]
+        dimensions = [(SHARD, within), (SHARD, across), (REPLICATE, outer)]
+        kept = [(name, size) for name, size in dimensions if size > 1] or [(SHARD, 1)]
+        return cls(tuple(name for name, _ in kept), tuple(size for _, size in kept), tuple(order))
+
+    def lines(self, dimension: int) -> list[list[int]]:
+        """Return the groups of ranks that differ in one dimension only."""
+        stride = math.prod(self.sizes[dimension + 1 :])
+        size = self.sizes[dimension]
+        first = [place for place in range(len(self.order)) if place // stride % size == 0]
+        lines = [[self.order[place + step * stride] for step in range(size)] for place in first]
+        return sorted(lines)
+
+
+class Domain:
+    """See the module docstring.
+
+    Args:
+        ranks: all of them.
+        arrangement: in which grid; None: in one dimension.
+
+    Attributes:
+        ranks: all of them.
+        arrangement: their grid.
+        dimensions: communicators of this rank's line in each dimension, innermost first.
+        names: the mesh dimensions they belong to.
+        sizes: ranks in each.
+        place: number of this rank's range at the finest level.
+    """
+
+    def __init__(self, ranks: Communicator, arrangement: Arrangement | None = None) -> None:
+        arrangement = arrangement or Arrangement((SHARD,), (ranks.world,), tuple(range(ranks.world)))
+        self.ranks = ranks
+        self.arrangement = arrangement
+        self.names, self.sizes = arrangement.names, arrangement.sizes
+        self._order = arrangement.order
+        self._places = {rank: place for place, rank in enumerate(arrangement.order)}
+        self.place = self._places[ranks.rank]
+        self.dimensions: tuple[Communicator, ...] = (ranks,)
+        if len(self.sizes) > 1 or self._order != tuple(range(ranks.world)):
+            counts = dict.fromkeys(self.names, 0)
+            parts = []
+            for number, name in enumerate(self.names):
+                counts[name] += 1
+                label = name if counts[name] == 1 else f"{name}_{counts[name]}"
+                parts.append(ranks.part(arrangement.lines(number), label))
+            self.dimensions = tuple(parts)
+        self._gathers, self._reductions = (
+            Runner(ranks.device, waits_on_host=ranks.waits_on_host, name=f"shardwise-{kind}")
+            for kind in ("gathers", "reductions")
+        )
+
+    @property
+    def world(self) -> int:
+        """Number of ranks."""
+        return self.ranks.world
+
+    @property
+    def depth(self) -> int:
+        """The finest level."""
+        return len(self.sizes)
+
+    def level(self, over: Sequence[str]) -> int:
+        """Return the level at which memory is divided over some mesh dimensions."""
+        return sum(1 for _ in itertools.takewhile(lambda name: name in over, self.names))
+
+    def parts(self, level: int) -> int:
+        """Return into how many ranges memory is divided at a level."""
+        return math.prod(self.sizes[:level])
+
+    def holders(self, level: int) -> list[tuple[int, int]]:
+        """Return (rank, its place) of those nearest ranks that have, together, everything at a level; itself first."""
+        stride = self.world // self.parts(level)
+        found = [(self._order[place], place) for place in range(self.place % stride, self.world, stride)]
+        return sorted(found, key=lambda holder: (holder[0] - self.ranks.rank) % self.world)
+
+    def place_of(self, rank: int) -> int:
+        """Return the number of a rank's range at the finest level."""
+        return self._places[rank]
+
+    def within(self, memory: torch.Tensor, coarse: int, fine: int) -> torch.Tensor:
+        """Return the view of this rank's range at level `fine` in 1-D memory of its range at level `coarse`."""
+        parts = math.prod(self.sizes[coarse:fine])
+        if parts == 1:
+            return memory
+        size = memory.numel() // parts
+        number = self.place // math.prod(self.sizes[fine:]) % parts
+        return memory[number * size : (number + 1) * size]
+
+    def gathering(self, moves: Sequence[Move], level: int, label: str, kind: str = "gather") -> list[Launch]:
+        """Return what gathers memory from finer levels: one collective in each dimension, to be launched in turn.
+
+        Args:
+            moves: what is filled lies at `level`, and what is there of it at a finer one; it may be a view.
+            level: see above.
+            label: for records.
+            kind: with which collectives they are in one order.
+        """
+        launches: list[Launch] = []
+        for dimension in reversed(range(level, max((fine for _, _, fine in moves), default=level))):
+            pairs = []
+            for target, source, fine in moves:
+                if fine > dimension:
+                    own = source if fine == dimension + 1 else self.within(target, level, dimension + 1)
+                    pairs.append((self.within(target, level, dimension), own))
+            launches.append(_gather(self.dimensions[dimension], pairs, label, _after(kind, launches)))
+        return launches
+
+    def gather(self, moves: Sequence[Move], level: int, label: str, kind: str = "gather") -> Link:
+        """Launch what `gathering` returns; there must be something to gather."""
+        return self._gathers.start(self.gathering(moves, level, label, kind))
+
+    def reducing(
+        self,
+        outputs: Sequence[torch.Tensor],
+        first: Callable[[Sequence[torch.Tensor]], Link],
+        coarse: int,
+        fine: int,
+        label: str,
+        *,
+        accumulate: bool,
+        wire: torch.dtype | None,
+        made: Callable[[torch.Tensor], None],
+    ) -> list[Launch]:
+        """Return what reduces memory at a coarse level to this rank's range at a finer one, each dimension in turn.
+
+        Sums are formed in the dtype of what receives them, in the order of the ranks of each dimension, the innermost
+        first.
+
+        Args:
+            outputs: receive the sums, at level `fine`.
+            first: launches the first reduction, into what it is given: `outputs`, or what is reduced further.
+            coarse: see above.
+            fine: see above.
+            label: for records.
+            accumulate: add to what receives instead of replacing it; where there is one dimension `first` does.
+            wire: dtype in which sums travel on; None: as they were formed.
+            made: is told of each buffer.
+        """
+        sums: list[torch.Tensor] = []
+        launches: list[Launch] = []
+        for dimension in range(coarse, fine):
+            given, sums = sums, list(outputs)
+            last = dimension + 1 == fine
+            if not last:
+                more = math.prod(self.sizes[dimension + 1 : fine])
+                sums = [torch.empty(out.numel() * more, dtype=out.dtype, device=out.device) for out in outputs]
+                for buffer in sums:
+                    made(buffer)
+            if dimension == coarse:
+                launches.append(functools.partial(first, sums))
+            else:
+                pairs = list(zip(sums, given, strict=True))
+                launches.append(
+                    functools.partial(
+                        _sum_on, self.dimensions[dimension], pairs, label, accumulate and last, wire, made
+                    )
+                )
+        return launches
+
+    def onward(
+        self,
+        pairs: Sequence[tuple[torch.Tensor, torch.Tensor]],
+        coarse: int,
+        label: str,
+        *,
+        accumulate: bool,
+        wire: torch.dtype | None,
+        made: Callable[[torch.Tensor], None],
+    ) -> list[Launch]:
+        """Return what reduces sums that a chain has formed at a level to the finest one; arguments as of `reducing`.
+
+        Args:
+            pairs: what receives the sum, and what is summed.
+            coarse, label, accumulate, wire, made: see `reducing`.
+        """
+
+        def first(sums: Sequence[torch.Tensor]) -> Link:
+            given = [total for _, total in pairs]
+            single = coarse + 1 == self.depth
+            numbered = list(zip(sums, given, strict=True))
+            return _sum_on(self.dimensions[coarse], numbered, label, accumulate and single, wire, made)
+
+        outputs = [out for out, _ in pairs]
+        return self.reducing(outputs, first, coarse, self.depth, label, accumulate=accumulate, wire=wire, made=made)
+
+    def reduce(self, launches: Sequence[Launch]) -> Link:
+        """Launch what `reducing`, `onward` and `gathering` have returned, of gradients; there must be something."""
+        return self._reductions.start(launches)
+
+    def close(self) -> None:
+        """End the threads of chains; process groups belong to the communicator of all ranks."""
+        self._gathers.close()
+        self._reductions.close()
+
+
+def _after(kind: str, launches: Sequence[Launch]) -> str:
+    """Return the kind of a collective that is launched after others: by a thread that does not see the script's."""
+    if not launches:
+        return kind
+    return "gather_on" if kind == "gather" else "reduce_on"
+
+
+def _gather(ranks: Communicator, pairs: list[tuple[torch.Tensor, torch.Tensor]], label: str, kind: str) -> Launch:
+    return lambda: ranks.all_gather(pairs, label, kind=kind)
+
+
+def _sum_on(
+    ranks: Communicator,
+    pairs: Sequence[tuple[torch.Tensor, torch.Tensor]],
+    label: str,
+    accumulate: bool,
+    wire: torch.dtype | None,
+    made: Callable[[torch.Tensor], None],
+) -> Handle:
+    """Launch a reduction of sums."""
+    sent = []
+    for out, total in pairs:
+        cast = total if wire is None else total.to(wire)
+        if cast is not total:
+            made(cast)
+        sent.append((out, cast))
+    return ranks.reduce_scatter(sent, label, accumulate=accumulate, kind="reduce_on")

@@ -1,0 +1,99 @@
+"""The mesh: in which grid the ranks of an engine lie, from the configuration or from a client's DeviceMesh."""
+
+from __future__ import annotations
+
+from typing import TYPE_CHECKING
+
+from torch.distributed.device_mesh import DeviceMesh
+
+from shardwise.comm.domain import Arrangement, Domain
+from shardwise.config.checks import not_in_groups
+from shardwise.engine.zeropp import node_size
+from shardwise.errors import ConfigError, ConflictError, UsageError
+
+if TYPE_CHECKING:
+    from shardwise.comm.communicator import Communicator
+    from shardwise.config import Config
+    from shardwise.config.schema import ZeroConfig
+
+_NAMES = {
+    "replicate": ("replicate", "dp_replicate", "ddp", "hsdp_replicate"),
+    "shard": ("shard", "dp_shard", "fsdp", "hsdp_shard", "dp"),
+}
+"""Names that dimensions of a client's mesh have, by what they are."""
+
+
+def domain_of(config: Config, comm: Communicator, mesh: Arrangement | None = None) -> Domain:
+    """Return the domain of an engine's parameters (all ranks call).
+
+    Args:
+        config: validated.
+        comm: all ranks.
+        mesh: the client's; None: the configuration's.
+
+    Raises:
+        ConfigError: groups and nodes do not fit one another.
+        ConflictError: the configuration asks for what cannot be had with the client's mesh.
+    """
+    zero = config.zero_optimization
+    shard = int(zero.mics_shard_size)
+    if mesh is not None:
+        for path, reason in not_in_groups(config):
+            raise ConflictError(f"{path}: cannot be combined with the mesh passed to initialize(): {reason}")
+        return Domain(comm, mesh)
+    if comm.world == 1 or shard < 1:
+        return Domain(comm)
+    near = shard
+    if zero.mics_hierarchical_params_gather:
+        size = int(zero.zero_node_size) if zero.zero_node_size is not None else node_size(comm)
+        near = min(size, shard)
+        if shard % near:
+            raise ConfigError(
+                f"zero_optimization.mics_hierarchical_params_gather: groups of mics_shard_size = {shard} ranks are not "
+                f"whole nodes of {near}; choose a multiple of {near}, or switch it off"
+            )
+    return Domain(comm, Arrangement.of_groups(comm.world, shard, near))
+
+
+def arrangement_of(mesh: object, zero: ZeroConfig, world: int) -> Arrangement | None:
+    """Return that of a client's mesh: None for one dimension, over which everything is divided.
+
+    Args:
+        mesh: a DeviceMesh of one dimension (shard) or two (replicate, shard), as `fully_shard` of PyTorch takes it.
+        zero: the configuration's section.
+        world: number of ranks.
+
+    Raises:
+        UsageError: it is no such mesh, or contradicts the configuration.
+    """
+    if not isinstance(mesh, DeviceMesh):
+        raise UsageError(
+            f"initialize(mesh_param=...) expects a torch.distributed.device_mesh.DeviceMesh, got {type(mesh).__name__} "
+            f"{mesh!r}: sequence parallelism, for which DeepSpeed takes a pair of numbers, is not built yet"
+        )
+    ranks = mesh.mesh
+    names = mesh.mesh_dim_names or ("replicate", "shard")[2 - ranks.ndim :] if ranks.ndim <= 2 else mesh.mesh_dim_names
+    what = f"initialize(mesh_param=...): a mesh of {dict(zip(names or (), ranks.shape, strict=False))}"
+    found = {kind: [n for n in names or () if n in known] for kind, known in _NAMES.items()}
+    if ranks.ndim > 2 or sum(map(len, found.values())) != ranks.ndim or max(map(len, found.values())) > 1:
+        raise UsageError(
+            f"{what} is not supported: it may have a dimension named replicate (or {', '.join(_NAMES['replicate'][1:])}"
+            f") and one named shard (or {', '.join(_NAMES['shard'][1:])}), as HSDP has"
+        )
+    if sorted(ranks.flatten().tolist()) != list(range(world)):
+        raise UsageError(
+            f"{what} has ranks {ranks.flatten().tolist()}; the engine has ranks 0 to {world - 1}, each once"
+        )
+    if ranks.ndim == 1:
+        grid = ranks.view(1, -1) if found["shard"] else ranks.view(-1, 1)
+    else:
+        grid = ranks if names is not None and names[0] in _NAMES["replicate"] else ranks.T
+    if any(bool((grid.diff(dim=dim) < 0).any()) for dim in (0, 1)):
+        raise UsageError(f"{what}: ranks must ascend along each of its dimensions, found {ranks.tolist()}")
+    size = int(zero.mics_shard_size)
+    if 0 < size != grid.shape[1]:
+        raise UsageError(
+            f"{what} divides parameters over {grid.shape[1]} ranks, zero_optimization.mics_shard_size over {size}; "
+            "remove one of them"
+        )
+    return None if grid.shape[0] == 1 else Arrangement.of([[row] for row in grid.tolist()])
