@@ -60,8 +60,8 @@ class Chain:
             with on_behalf_of(self._line):
                 self._handle.wait()
                 self._begun.set()
-                for launch in self._rest:
-                    self._handle = launch()
+                while self._rest:
+                    self._handle = self._rest.pop(0)()  # nothing refers to its buffers once it has ended
                     self._handle.wait()
         except BaseException as error:
             self._error = error

@@ -334,10 +334,11 @@ class _Sizes:
             return sum(self.share(section, at) * section.accumulate_dtype.itemsize for section, at in pairs)
 
         most = held = sum(size(unit, self.level) for unit in self.reduced())
-        for unit in self.reduced():
-            held += size(unit, None)
+        units = self.reduced()
+        # The reduction of a unit goes on while that of the next one begins.
+        for unit, done in zip(units, [None, None, *units], strict=False):
+            held += size(unit, None) - (0 if done is None else size(done, self.level))
             most = max(most, held)
-            held -= size(unit, self.level)
         return most
 
     def reduced(self) -> list[Unit]:
@@ -519,11 +520,7 @@ class _Sizes:
     def _received(self, unit: Unit) -> int:
         inner = self.domain.sizes[0]
         exact = 0 if self.domain.dimensions[0].reads_peers else self._sent(unit) * (inner - 1) // inner
-        exact += sum(
-            self.share(section, level) * section.accumulate_dtype.itemsize * (2 * size - 1) // size
-            for level, size in enumerate(self.domain.sizes[1:], start=1)
-            for section in unit.trainable
-        )
+        exact += self._summed_on(unit)
         if self._compressor is not None:
             lossy = self._compressor.scratch_bytes([self._section_sizes(section) for section in unit.trainable])
             return lossy if self._always_lossy else max(lossy, exact)
@@ -531,6 +528,15 @@ class _Sizes:
             return exact
         # Rows are given up for a dense gradient when they are half of it.
         return sum(self._table(section) * self._wire(section).itemsize for section in unit.trainable) // 2
+
+    def _summed_on(self, unit: Unit) -> int:
+        """Sums that are reduced further, one dimension after the other, of this unit and the one before it."""
+        found = 0
+        for level, size in enumerate(self.domain.sizes[1:], start=1):
+            sums = sum(self.share(section, level) * section.accumulate_dtype.itemsize for section in unit.trainable)
+            kept = level == self.level and self.accumulation > 1  # among the gradients
+            found += (0 if kept else 2 * sums) + sums * (size - 1) // size
+        return found
 
     @staticmethod
     def _table(section: SectionMemory) -> int:
@@ -599,7 +605,7 @@ class _Sizes:
             return 0
         return max(
             (
-                min(SUM_CHUNK, self.share(section)) * section.accumulate_dtype.itemsize
+                min(SUM_CHUNK, self.share(section, 1)) * section.accumulate_dtype.itemsize
                 for section in unit.trainable
                 if self._wire(section) is not section.accumulate_dtype
             ),

@@ -1,0 +1,693 @@
+"""Groups of ranks that have everything among them: HSDP, MiCS, and optimizer state divided over all of them.
+
+Sums are formed within a group first, so all rows of the plan on one mesh have the same bits; they are compared with a
+plain loop, and with FSDP2 on the same mesh. Traffic within and between groups is counted.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import itertools
+import os
+from collections import Counter
+from collections.abc import Sequence
+from dataclasses import replace
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+import torch.distributed as dist
+from hypothesis import given
+from hypothesis import strategies as st
+from torch import nn
+from torch.distributed.device_mesh import DeviceMesh, init_device_mesh
+
+import shardwise
+from shardwise.checkpoint import Checkpoint
+from shardwise.comm.domain import Arrangement
+from shardwise.config import resolve
+from shardwise.errors import ConfigError, ConflictError, UsageError
+from shardwise.memory import Category
+from shardwise.utils import (
+    safe_get_full_fp32_param,
+    safe_get_full_grad,
+    safe_get_full_optimizer_state,
+    safe_set_full_fp32_param,
+    safe_set_full_grad,
+    safe_set_full_optimizer_state,
+)
+from tests.harness import run_ranks
+from tests.memory import test_report as reports
+from tests.models import CASES
+from tests.zero.training import (
+    Setting,
+    Tensors,
+    assert_identical,
+    assert_no_worse,
+    digest,
+    gradients,
+    masters,
+    parameters_digest,
+    plain,
+    ranks_agree,
+    start,
+    train_all,
+)
+
+Zero = tuple[tuple[str, Any], ...]
+
+PAIRS: Zero = (("mics_shard_size", 2),)
+SPREAD: Zero = (*PAIRS, ("optimizer_over_replicas", True))
+LEVELS: Zero = (("mics_shard_size", 4), ("mics_hierarchical_params_gather", True), ("zero_node_size", 2))
+LEVELS_SPREAD: Zero = (*LEVELS, ("optimizer_over_replicas", True))
+ALONE: Zero = (("mics_shard_size", 1),)
+WORLD = 4
+
+
+# -- the grid ----------------------------------------------------------------------------------------------------------
+
+
+@given(st.integers(1, 4), st.integers(1, 3), st.integers(1, 4))
+def test_ranges_contain_those_of_finer_levels(within: int, across: int, replicas: int) -> None:
+    world = within * across * replicas
+    grid = Arrangement.of_groups(world, within * across, within)
+    assert sorted(grid.order) == list(range(world))
+    for dimension, size in enumerate(grid.sizes):
+        lines = grid.lines(dimension)
+        assert sorted(itertools.chain(*lines)) == list(range(world))
+        assert all(len(line) == size and line == sorted(line) for line in lines)
+    if within > 1:  # neighbours, and what they have is consecutive
+        assert grid.lines(0)[0] == list(range(within))
+    places = {rank: place for place, rank in enumerate(grid.order)}
+    # Ranks of a line of the outermost dimension have places next to one another: one range at the level above.
+    for line in grid.lines(len(grid.sizes) - 1):
+        assert sorted(places[rank] for rank in line) == list(range(min(map(places.get, line)), places[line[-1]] + 1))  # type: ignore[type-var]
+
+
+# -- the same numbers --------------------------------------------------------------------------------------------------
+
+
+@pytest.mark.parametrize("precision", ["fp32", "bf16", "fp16"])
+@pytest.mark.parametrize("accumulation", [1, 3])
+def test_rows_of_one_mesh_have_the_same_bits(precision: str, accumulation: int) -> None:
+    settings = [
+        Setting(stage, accumulation=accumulation, precision=precision, clip=1.0, optimizer="AdamW", lr=1e-2, zero=zero)
+        for stage in range(4)
+        for zero in (PAIRS, SPREAD)
+    ]
+    outcomes = ranks_agree(run_ranks(train_all, WORLD, "gpt", settings))
+    first = dict(zip(settings, outcomes, strict=True))
+    for setting, outcome in first.items():
+        # Stages 0 and 1 add micro-batches up before ranks, stages 2 and 3 afterwards.
+        like = replace(setting, stage=0 if setting.stage < 2 or accumulation == 1 else 2, zero=PAIRS)
+        assert_identical(outcome, first[like], f"{setting}")
+    case = CASES["gpt"]
+    loop, exact = plain(case, settings[0], WORLD), plain(case, settings[0], WORLD, wide=True)
+    if precision == "fp32":
+        for outcome in outcomes:
+            assert_no_worse(outcome.masters, loop.masters, exact.masters)
+
+
+def test_three_levels_have_the_same_bits() -> None:
+    """Two groups of two nodes of two: gathers and reductions are chains."""
+    settings = [
+        Setting(stage, accumulation=accumulation, optimizer="AdamW", lr=1e-2, clip=1.0, zero=zero)
+        for accumulation in (1, 2)
+        for stage, zero in [
+            (0, LEVELS),
+            (1, LEVELS_SPREAD),
+            (2, LEVELS),
+            (2, LEVELS_SPREAD),
+            (3, LEVELS),
+            (3, LEVELS_SPREAD),
+        ]
+    ]
+    outcomes = ranks_agree(run_ranks(train_all, 8, "gpt", settings))
+    for outcome in outcomes[1:6]:
+        assert_identical(outcome, outcomes[0])
+    assert_identical(outcomes[7], outcomes[6])
+    for outcome in outcomes[9:]:
+        assert_identical(outcome, outcomes[8])
+    case = CASES["gpt"]
+    for setting, outcome in ((settings[0], outcomes[0]), (settings[-1], outcomes[-1])):
+        loop, exact = plain(case, setting, 8), plain(case, setting, 8, wide=True)
+        assert_no_worse(outcome.masters, loop.masters, exact.masters)
+
+
+@pytest.mark.parametrize("name", ["odd_mlp", "lora", "borrower", "router", "mixture", "mixed_types"])
+def test_models_that_are_not_regular(name: str) -> None:
+    """Shared, frozen and unused parameters, data-dependent branches, units that are needed once more."""
+    settings = [
+        Setting(stage, accumulation=2, optimizer="momentum", clip=0.5, zero=zero)
+        for stage, zero in [(1, SPREAD), (0, PAIRS), (3, PAIRS), (3, SPREAD), (2, SPREAD)]
+    ]
+    outcomes = ranks_agree(run_ranks(train_all, WORLD, name, settings))
+    assert_identical(outcomes[1], outcomes[0])
+    for outcome in outcomes[3:]:
+        assert_identical(outcome, outcomes[2])
+    loop, exact = plain(CASES[name], settings[0], WORLD), plain(CASES[name], settings[0], WORLD, wide=True)
+    for outcome in outcomes:
+        assert_no_worse(outcome.masters, loop.masters, exact.masters)
+
+
+def test_branches_that_differ_between_ranks_under_chains() -> None:
+    settings = [
+        Setting(stage, accumulation=2, clip=0.5, zero=zero) for stage, zero in [(3, LEVELS), (2, LEVELS_SPREAD)]
+    ]
+    for name in ("router", "mixture"):
+        outcomes = ranks_agree(run_ranks(train_all, 8, name, settings))
+        assert_identical(outcomes[1], outcomes[0], name)
+
+
+def test_one_rank_a_group_is_a_replica_each() -> None:
+    """Nothing is divided, unless optimizer state is: stage 1."""
+    settings = [
+        Setting(3, optimizer="AdamW", zero=ALONE),
+        Setting(3, optimizer="AdamW", zero=(*ALONE, ("optimizer_over_replicas", True))),
+        Setting(0, optimizer="AdamW"),
+    ]
+    outcomes = ranks_agree(run_ranks(train_all, 2, "gpt", settings))
+    for outcome in outcomes[1:]:
+        assert_identical(outcome, outcomes[0])
+
+
+def fsdp2(model: nn.Module, optimizer: str, steps: int) -> Tensors:
+    """Train with PyTorch's own HSDP on the same mesh and data."""
+    from torch.distributed.fsdp import fully_shard
+
+    from tests.zero.training import make_optimizer
+
+    case = CASES["gpt"]
+    mesh = init_device_mesh("cpu", (2, 2), mesh_dim_names=("replicate", "shard"))
+    for block in model.blocks:  # type: ignore[union-attr]
+        fully_shard(block, mesh=mesh)
+    fully_shard(model, mesh=mesh)
+    stepped = make_optimizer(optimizer, model.parameters(), 1e-2)
+    for step in range(steps):
+        loss = case.loss(model, case.data(step, 0, dist.get_rank(), torch.float32))
+        loss.backward()
+        for parameter in model.parameters():
+            if parameter.grad is None:
+                parameter.grad = torch.zeros_like(parameter)
+        stepped.step()
+        stepped.zero_grad()
+    return {name: parameter.full_tensor().detach() for name, parameter in model.named_parameters()}
+
+
+def beside_fsdp2() -> tuple[Tensors, Tensors]:
+    case, steps = CASES["gpt"], 3
+    theirs = fsdp2(case.make(), "AdamW", steps)
+    model = case.make()
+    from tests.zero.training import make_optimizer
+
+    mesh = init_device_mesh("cpu", (2, 2), mesh_dim_names=("dp_replicate", "dp_shard"))
+    engine = shardwise.initialize(
+        model=model,
+        optimizer=make_optimizer("AdamW", model.parameters(), 1e-2),
+        config={"train_micro_batch_size_per_gpu": 2, "zero_optimization": {"stage": 3}},
+        mesh_param=mesh,
+    )[0]
+    for step in range(steps):
+        engine.backward(case.loss(engine, case.data(step, 0, dist.get_rank(), torch.float32)))
+        engine.step()
+    found = masters(engine.module)
+    engine.destroy()
+    return found, theirs
+
+
+def test_a_clients_mesh_trains_like_fsdp2_on_it() -> None:
+    found, theirs = run_ranks(beside_fsdp2, WORLD)[0]
+    assert found.keys() == theirs.keys()
+    case = CASES["gpt"]
+    setting = Setting(optimizer="AdamW", lr=1e-2)
+    exact = plain(case, setting, WORLD, wide=True)
+    assert_no_worse(found, theirs, exact.masters)
+
+
+# -- traffic and memory ------------------------------------------------------------------------------------------------
+
+
+def sent(zero: Zero, stage: int, accumulation: int) -> tuple[dict[str, dict[str, float]], int, int]:
+    """Return, by group and kind of collective, what a step sends on this rank, in parameters' bytes; how many calls."""
+    case = CASES["gpt"]
+    setting = Setting(stage, accumulation=accumulation, optimizer="AdamW", precision="bf16", zero=zero)
+    engine = start(case, setting)
+    counts: Counter[tuple[str, str]] = Counter()
+    calls = 0
+    for step in range(3):
+        engine.sharded.finish_gathers()
+        begin = engine.ledger.sequence
+        for micro in range(accumulation):
+            engine.backward(case.loss(engine, case.data(step, micro, dist.get_rank(), torch.bfloat16)))
+            engine.step()
+    engine.sharded.finish_gathers()
+    for record in engine.ledger.records(begin):
+        if record.op != "all_reduce":
+            counts[record.group, record.op] += record.sent
+            calls += 1
+    numel = sum(unit.numel for unit in engine.sharded.units)
+    units = len(engine.sharded.units)
+    engine.destroy()
+    found: dict[str, dict[str, float]] = {}
+    for (group, op), size in counts.items():
+        found.setdefault(group, {})[op] = size / (2 * numel)
+    return found, calls, units
+
+
+def all_sent(cases: Sequence[tuple[Zero, int, int]]) -> list[Any]:
+    return [sent(*case) for case in cases]
+
+
+def test_what_is_sent_within_and_between_groups() -> None:
+    """Two groups of two ranks, bf16 parameters and gradients, fp32 sums; in bytes of all bf16 parameters.
+
+    Within a group: two gathers a micro-batch at stage 3 and a reduction, half of the model each. Between groups: half a
+    shard of fp32 sums and, to bring gradients back, another (HSDP); with divided optimizer state the updated bf16
+    parameters instead. ZeRO-3 over all ranks sends three quarters of the model for each of the three.
+    """
+    cases = [(PAIRS, 3, 1), (SPREAD, 3, 1), (PAIRS, 3, 3), (SPREAD, 3, 3), ((), 3, 3), (SPREAD, 2, 3), (PAIRS, 2, 3)]
+    sums = 2 * 0.5 * 0.5  # half of the shard, in fp32
+    expected: list[dict[str, dict[str, float]]] = [
+        {
+            "shard": {"all_gather": 1.0, "reduce_scatter": 0.5},
+            "replicate": {"reduce_scatter": sums, "all_gather": sums},
+        },
+        {
+            "shard": {"all_gather": 1.0, "reduce_scatter": 0.5},
+            "replicate": {"reduce_scatter": sums, "all_gather": 0.25},
+        },
+        {
+            "shard": {"all_gather": 3.0, "reduce_scatter": 1.5},
+            "replicate": {"reduce_scatter": sums, "all_gather": sums},
+        },
+        {
+            "shard": {"all_gather": 3.0, "reduce_scatter": 1.5},
+            "replicate": {"reduce_scatter": sums, "all_gather": 0.25},
+        },
+        {"data_parallel": {"all_gather": 4.5, "reduce_scatter": 2.25}},
+        {
+            "shard": {"all_gather": 0.5, "reduce_scatter": 1.5},
+            "replicate": {"reduce_scatter": sums, "all_gather": 0.25},
+        },
+        {
+            "shard": {"all_gather": 0.5, "reduce_scatter": 1.5},
+            "replicate": {"reduce_scatter": sums, "all_gather": sums},
+        },
+    ]
+    for answer in run_ranks(all_sent, WORLD, cases):
+        for case, (found, _, _), wanted in zip(cases, answer, expected, strict=True):
+            assert {g: set(ops) for g, ops in found.items()} == {g: set(ops) for g, ops in wanted.items()}, case
+            for group, ops in wanted.items():
+                for op, size in ops.items():
+                    # The unit that a backward pass begins with is kept from the forward pass before.
+                    low = 0.75 if case[1] == 3 and op == "all_gather" and group != "replicate" else 0.99
+                    assert low * size <= found[group][op] <= 1.01 * size, (case, group, op, found)
+
+
+def reported(zero: Zero, stage: int, precision: str, accumulation: int) -> tuple[Any, Any]:
+    before = reports.settings
+
+    def settings(*args: Any) -> dict[str, Any]:
+        config = before(*args)
+        config["zero_optimization"].update(zero)
+        return config
+
+    reports.settings = settings
+    try:
+        return reports.report(stage, precision, keep=0, accumulation=accumulation)
+    finally:
+        reports.settings = before
+
+
+def reported_all(cases: Sequence[tuple[Zero, int]], precision: str, accumulation: int) -> list[Any]:
+    return [reported(zero, stage, precision, accumulation) for zero, stage in cases]
+
+
+@pytest.mark.parametrize(("precision", "accumulation"), [("fp32", 1), ("bf16", 3)])
+def test_memory_is_as_planned(precision: str, accumulation: int) -> None:
+    cases = [(zero, stage) for zero in (PAIRS, SPREAD) for stage in (1, 2, 3)]
+    numel = sum(p.numel() for p in reports.GPT().parameters())
+    width = 4 if precision == "fp32" else 2
+    for answer in run_ranks(reported_all, WORLD, cases, precision, accumulation):
+        for (zero, stage), (before, after) in zip(cases, answer, strict=True):
+            for category in (*reports.ENGINE, Category.ACTIVATIONS):
+                planned, measured = before.row(category).planned, after.row(category).measured
+                # Chains go on while other things are done, and are planned for the worst moment.
+                late = {Category.BUFFERS: 2.0, Category.GRADIENTS: 1.2}.get(category)
+                fits = 0.9 * measured <= planned <= late * measured if late else reports.close(planned, measured)
+                assert fits, f"{zero} {stage}: {category.value} {planned} {measured}"
+            assert reports.close(before.total.planned, after.total.measured), f"{zero} {stage}: total"
+            share = 1 / 2 if stage == 3 else 1
+            assert after.row(Category.PARAMETERS).measured == pytest.approx(share * numel * width, rel=0.02)
+            divided = 4 if zero is SPREAD else 2
+            assert after.row(Category.OPTIMIZER).measured == pytest.approx(8 * numel / divided, rel=0.02)
+            if precision == "bf16":
+                assert after.row(Category.MASTER).measured == pytest.approx(4 * numel / divided, rel=0.02)
+
+
+def of_real_size() -> tuple[str, str, int]:
+    """One layer of 32 M parameters: shards of 64 MiB, which chains carry between groups."""
+    found = []
+    for zero in (PAIRS, SPREAD):
+        torch.manual_seed(0)
+        model = nn.Sequential(nn.Linear(4096, 8192, bias=False), nn.Linear(8192, 1, bias=False))
+        config = {
+            "train_micro_batch_size_per_gpu": 1,
+            "zero_optimization": {"stage": 3, "stage3_param_persistence_threshold": 0, **dict(zero)},
+        }
+        optimizer = torch.optim.SGD(model.parameters(), lr=0.1)
+        engine = shardwise.initialize(model=model, optimizer=optimizer, config=config)[0]
+        x = torch.full((1, 4096), 1.0 + dist.get_rank()) / 4096
+        engine.backward(engine(x).sum())
+        engine.step()
+        shard = max(section.shard.nbytes for unit in engine.sharded.units for section in unit.sections)
+        found.append(parameters_digest(engine.module))
+        engine.destroy()
+    return found[0], found[1], shard
+
+
+def test_shards_of_real_size() -> None:
+    answers = run_ranks(of_real_size, WORLD)
+    assert all(answer == answers[0] for answer in answers)
+    first, second, shard = answers[0]
+    assert first == second and shard >= 64 << 20
+
+
+# -- what else engines do ----------------------------------------------------------------------------------------------
+
+
+def backward(engine: Any, step: int, micro: int = 0) -> None:
+    case = CASES["gpt"]
+    engine.backward(case.loss(engine, case.data(step, micro, dist.get_rank(), torch.float32)))
+
+
+def accessed(zero: Zero, stage: int) -> list[Any]:
+    """Whole values, gradients in the middle of a window, and what is set."""
+    engine = start(CASES["gpt"], Setting(stage, accumulation=3, optimizer="AdamW", lr=1e-2, zero=zero))
+    module = engine.module
+    weight = module.get_parameter("blocks.1.up.weight")
+    seen: list[Any] = []
+    for step in range(2):
+        for micro in range(3):
+            backward(engine, step, micro)
+            seen.append(digest(list(gradients(module).values())))
+            if micro == 2 and step == 1:
+                gradient = safe_get_full_grad(weight)
+                assert gradient is not None
+                safe_set_full_grad(weight, 2 * gradient)
+                doubled = safe_get_full_grad(weight)
+                assert doubled is not None and torch.equal(doubled, 2 * gradient)
+            elif micro == 1:
+                with pytest.raises(UsageError, match="not reduced yet") if stage else contextlib.nullcontext():
+                    safe_set_full_grad(weight, torch.zeros_like(weight))
+            engine.step()
+    value, state = safe_get_full_fp32_param(weight), safe_get_full_optimizer_state(weight, "exp_avg")
+    assert value is not None and state is not None
+    seen.append(digest([value, state]))
+    safe_set_full_fp32_param(weight, value + 1)
+    safe_set_full_optimizer_state(weight, state / 2, "exp_avg")
+    with shardwise.zero.GatheredParameters(weight, modifier_rank=None):
+        assert torch.equal(weight, value + 1)
+    with shardwise.zero.GatheredParameters(module.blocks[0].up.weight, modifier_rank=1), torch.no_grad():
+        module.blocks[0].up.weight.fill_(float(dist.get_rank()))
+    for micro in range(3):
+        backward(engine, 7, micro)
+        engine.step()
+    halved = safe_get_full_optimizer_state(weight, "exp_avg")
+    assert halved is not None
+    seen.append(digest([halved, *masters(module).values()]))
+    engine.destroy()
+    return seen
+
+
+def all_accessed(cases: Sequence[tuple[Zero, int]]) -> list[list[Any]]:
+    return [accessed(*case) for case in cases]
+
+
+def test_access_of_single_tensors() -> None:
+    answers = run_ranks(all_accessed, WORLD, [(zero, stage) for stage in (2, 3) for zero in (PAIRS, SPREAD)])
+    for answer in answers:
+        assert answer == answers[0]
+        assert all(seen == answer[0] for seen in answer)
+
+
+def windows(zero: Zero, stage: int, how: str) -> str:
+    """Boundaries that are said late, early, or by hand; windows that go on after their boundary."""
+    engine = start(CASES["gpt"], Setting(stage, accumulation=2, optimizer="AdamW", lr=1e-2, zero=zero))
+    for step in range(2):
+        if how == "late":
+            engine.set_gradient_accumulation_boundary(False)
+            for micro in range(3):
+                backward(engine, step, micro)
+            engine.set_gradient_accumulation_boundary(True)
+        elif how == "twice":
+            for micro, last in ((0, False), (1, True), (2, True)):
+                engine.set_gradient_accumulation_boundary(last)
+                backward(engine, step, micro)
+        else:
+            for micro in range(3):
+                engine.set_gradient_accumulation_boundary(micro == 2)
+                backward(engine, step, micro)
+        engine.step()
+    found = digest(list(masters(engine.module).values()))
+    engine.destroy()
+    return found
+
+
+def all_windows(cases: Sequence[tuple[Zero, int, str]]) -> list[str]:
+    return [windows(*case) for case in cases]
+
+
+def test_boundaries_by_hand() -> None:
+    cases = [(zero, stage, how) for stage in (2, 3) for how in ("", "late") for zero in (PAIRS, SPREAD)]
+    more = [(zero, stage, "twice") for stage in (2, 3) for zero in (PAIRS, SPREAD)]
+    for answer in run_ranks(all_windows, WORLD, [*cases, *more]):
+        assert len(set(answer[: len(cases)])) == 1
+        assert len(set(answer[len(cases) :])) == 1
+
+
+def with_optimizer(name: str, zero: Zero, stage: int) -> str:
+    case = CASES["gpt"]
+    model = case.make()
+    params = {"lr": 1e-2, "momentum": 0.9} if name == "Muon" else {"lr": 1e-2}
+    config = {
+        **Setting(stage, accumulation=2, clip=1.0, zero=zero).config(),
+        "optimizer": {"type": name, "params": params},
+    }
+    engine = shardwise.initialize(model=model, config=config)[0]
+    for step in range(3):
+        for micro in range(2):
+            backward(engine, step, micro)
+            engine.step()
+    found = digest(list(masters(model).values()))
+    engine.destroy()
+    return found
+
+
+def with_optimizers(cases: Sequence[tuple[str, Zero, int]]) -> list[str]:
+    return [with_optimizer(*case) for case in cases]
+
+
+@pytest.mark.parametrize("name", ["Muon", "Lamb"])
+def test_optimizers_of_whole_tensors_and_of_their_norms(name: str) -> None:
+    cases = [(name, zero, stage) for stage in (2, 3) for zero in (PAIRS, SPREAD)]
+    for answer in run_ranks(with_optimizers, WORLD, cases):
+        assert len(set(answer)) == 1
+
+
+def with_rows(zero: Zero, stage: int, accumulation: int, sparse: bool) -> str:
+    torch.manual_seed(0)
+    model = nn.Sequential(nn.EmbeddingBag(401, 7, sparse=sparse, mode="sum"), nn.Linear(7, 1))
+    config = Setting(stage, accumulation=accumulation, zero=zero).config() | {"sparse_gradients": sparse}
+    engine = shardwise.initialize(
+        model=model, optimizer=torch.optim.SGD(model.parameters(), lr=0.1, momentum=0.9), config=config
+    )[0]
+    generator = torch.Generator().manual_seed(dist.get_rank())
+    for _ in range(3 * accumulation):
+        engine.backward(engine(torch.randint(0, 401, (2, 3), generator=generator)).square().sum())
+        engine.step()
+    found = digest(list(masters(model).values()))
+    engine.destroy()
+    return found
+
+
+def all_with_rows(cases: Sequence[tuple[Zero, int, int, bool]]) -> list[str]:
+    return [with_rows(*case) for case in cases]
+
+
+@pytest.mark.parametrize("accumulation", [1, 2])
+def test_gradients_as_rows(accumulation: int) -> None:
+    kinds = [(0, PAIRS), (1, SPREAD)] if accumulation > 1 else [(0, PAIRS), (1, SPREAD), (2, SPREAD), (3, PAIRS)]
+    cases = [(zero, stage, accumulation, sparse) for stage, zero in kinds for sparse in (True, False)]
+    for answer in run_ranks(all_with_rows, WORLD, cases):
+        assert len(set(answer)) == 1
+
+
+def quantized(zero: Zero) -> str:
+    engine = start(CASES["gpt"], Setting(3, zero=(*zero, ("zero_quantized_weights", True))))
+    for step in range(2):
+        backward(engine, step)
+        engine.step()
+    found = digest(list(masters(engine.module).values()))
+    engine.destroy()
+    return found
+
+
+def both_quantized() -> list[str]:
+    return [quantized(PAIRS), quantized(SPREAD)]
+
+
+def test_gathers_of_codes_within_groups() -> None:
+    for first, second in run_ranks(both_quantized, WORLD):
+        assert first == second
+
+
+def saved(path: str, zero: Zero, stage: int, precision: str) -> str:
+    engine = start(CASES["gpt"], Setting(stage, optimizer="AdamW", lr=1e-2, precision=precision, zero=zero))
+    dtype = torch.bfloat16 if precision == "bf16" else torch.float32
+    case = CASES["gpt"]
+    for step in range(2):
+        engine.backward(case.loss(engine, case.data(step, 0, dist.get_rank(), dtype)))
+        engine.step()
+    engine.save_checkpoint(path, tag="a")
+    found = digest(list(masters(engine.module).values()))
+    engine.destroy()
+    return found
+
+
+def loaded(path: str, zero: Zero, stage: int, precision: str, target: str) -> str:
+    setting = Setting(stage, optimizer="AdamW", lr=1e-2, precision=precision, zero=zero)
+    engine = start(CASES["gpt"], setting)
+    engine.load_checkpoint(path, tag="a")
+    found = digest(list(masters(engine.module).values()))
+    engine.save_checkpoint(target, tag="a")
+    engine.destroy()
+    return found
+
+
+def content(path: str) -> Tensors:
+    """Every tensor of a checkpoint, of which each element is stored once."""
+    with Checkpoint(os.path.join(path, "a")) as files:
+        tensors = [t for t in files.manifest.tensors if t.rank is None]
+        for tensor in tensors:
+            assert sum(part.stop - part.start for part in tensor.slices) == torch.Size(tensor.shape).numel()
+        return {f"{t.kind} {t.name}": files.read(t) for t in tensors}
+
+
+@pytest.mark.parametrize(("zero", "stage"), [(PAIRS, 3), (SPREAD, 2), (PAIRS, 1)])
+def test_a_checkpoint_fits_every_layout(zero: Zero, stage: int, tmp_path: Path) -> None:
+    """Each tensor is saved once, by whoever; other meshes, stages and numbers of ranks load the same bits."""
+    one = str(tmp_path / "one")
+    kept = run_ranks(saved, WORLD, one, zero, stage, "bf16")
+    assert len(set(kept)) == 1
+    tensors = content(one)
+    others: list[tuple[int, Zero, int]] = [
+        (2, (), 3),
+        (WORLD, SPREAD, 3),
+        (1, (), 0),
+        (8, LEVELS_SPREAD, 3),
+        (WORLD, PAIRS, 0),
+    ]
+    for number, (world, layout, other) in enumerate(others):
+        target = str(tmp_path / str(number))
+        found = run_ranks(loaded, world, one, layout, other, "bf16", target)
+        assert set(found) == set(kept), (world, layout, other)
+        again = content(target)
+        assert again.keys() == tensors.keys()
+        assert all(torch.equal(again[name], value) for name, value in tensors.items())
+
+
+def resumed(path: str, zero: Zero) -> list[str]:
+    """Training that was saved after two of four steps, and the same without a pause."""
+    setting = Setting(3, accumulation=2, optimizer="AdamW", lr=1e-2, zero=zero)
+    found = []
+    for pause in (False, True):
+        engine = start(CASES["gpt"], setting)
+        for step in range(4):
+            if pause and step == 2:
+                engine.save_checkpoint(path)
+                engine.destroy()
+                engine = start(CASES["gpt"], setting)
+                engine.load_checkpoint(path)
+            for micro in range(2):
+                backward(engine, step, micro)
+                engine.step()
+        found.append(digest(list(masters(engine.module).values())))
+        engine.destroy()
+    return found
+
+
+@pytest.mark.parametrize("zero", [PAIRS, SPREAD])
+def test_resuming_is_exact(zero: Zero, tmp_path: Path) -> None:
+    for first, second in run_ranks(resumed, WORLD, str(tmp_path), zero):
+        assert first == second
+
+
+# -- what is refused ---------------------------------------------------------------------------------------------------
+
+
+@pytest.mark.parametrize(
+    ("config", "words"),
+    [
+        ({"zero_optimization": {"stage": 3, "mics_shard_size": 3}}, ["mics_shard_size", "is 3", "ranks, 4"]),
+        ({"zero_optimization": {"stage": 3, "mics_shard_size": 8}}, ["mics_shard_size", "is 8", "ranks, 4"]),
+        (
+            {"zero_optimization": {"stage": 3, "mics_shard_size": 2, "zero_hpz_partition_size": 2}},
+            ["zero_hpz_partition_size", "mics_shard_size"],
+        ),
+        (
+            {"zero_optimization": {"stage": 3, "mics_shard_size": 2, "zero_quantized_gradients": True}},
+            ["zero_quantized_gradients", "all ranks at once"],
+        ),
+        (
+            {"zero_optimization": {"stage": 1, "mics_shard_size": 2}, "compression": {"type": "int8"}},
+            ["compression.type", "mics_shard_size"],
+        ),
+        (
+            {"zero_optimization": {"stage": 1, "mics_shard_size": 2}, "optimizer": {"type": "OneBitAdam"}},
+            ["optimizer.type", "mics_shard_size"],
+        ),
+    ],
+)
+def test_settings_that_cannot_be(config: dict[str, Any], words: list[str]) -> None:
+    with pytest.raises(ConfigError) as caught:
+        resolve({"train_batch_size": 4, **config}, world_size=4)
+    assert caught.type is ConflictError
+    assert all(word in str(caught.value) for word in words), caught.value
+
+
+def refused_meshes() -> list[str]:
+    rank = dist.get_rank()
+    given: list[tuple[Any, dict[str, Any]]] = [
+        ((2, 2), {}),
+        (init_device_mesh("cpu", (2, 2), mesh_dim_names=("dp", "tp")), {}),
+        (DeviceMesh("cpu", [[0, 1], [3, 2]], mesh_dim_names=("replicate", "shard")), {}),
+        (init_device_mesh("cpu", (2, 2), mesh_dim_names=("replicate", "shard")), {"mics_shard_size": 4}),
+        (init_device_mesh("cpu", (2, 2), mesh_dim_names=("replicate", "shard")), {"zero_hpz_partition_size": 2}),
+        (DeviceMesh("cpu", [2 * (rank // 2), 2 * (rank // 2) + 1], mesh_dim_names=("shard",)), {}),
+    ]
+    found = []
+    for mesh, zero in given:
+        model = nn.Linear(4, 4)
+        config = {"train_micro_batch_size_per_gpu": 1, "zero_optimization": {"stage": 3, **zero}}
+        with pytest.raises((UsageError, ConfigError)) as caught:
+            shardwise.initialize(
+                model=model, optimizer=torch.optim.SGD(model.parameters(), lr=0.1), config=config, mesh_param=mesh
+            )
+        found.append(str(caught.value))
+    return found
+
+
+def test_meshes_that_cannot_be() -> None:
+    words = [
+        ["DeviceMesh", "(2, 2)", "sequence parallelism"],
+        ["'tp': 2", "replicate", "shard"],
+        ["ascend", "[3, 2]"],
+        ["mics_shard_size over 4", "over 2 ranks"],
+        ["zero_hpz_partition_size", "mesh passed to initialize()"],
+        ["0 to 3"],
+    ]
+    for answer in run_ranks(refused_meshes, WORLD):
+        for message, expected in zip(answer, words, strict=True):
+            assert all(word in message for word in expected), message
