@@ -7,8 +7,8 @@ DeepSpeed and shardwise compute on bf16 copies of fp32 weights.
 from __future__ import annotations
 
 import importlib.util
-from collections.abc import Callable
-from contextlib import nullcontext
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager, nullcontext
 from dataclasses import dataclass
 from typing import Any
 
@@ -236,22 +236,31 @@ def ddp(case: Case) -> Run:
     return PlainRun(case, model, model.no_sync)
 
 
-def fsdp2(case: Case, reshard: bool) -> Run:
-    """fully_shard of every block and of the rest."""
+def fsdp2(case: Case, reshard: bool, group: int = 0) -> Run:
+    """fully_shard of every block and of the rest, over groups of so many ranks (0: over all)."""
     from torch.distributed.device_mesh import init_device_mesh
     from torch.distributed.fsdp import MixedPrecisionPolicy, fully_shard
 
-    model = case.model()
+    model, world = case.model(), dist.get_world_size()
     kind = torch.bfloat16 if case.bf16 else None
+    grid, names = ((world // group, group), ("replicate", "shard")) if group else ((world,), ("shard",))
     options = {
-        "mesh": init_device_mesh(case.device, (dist.get_world_size(),)),
+        "mesh": init_device_mesh(case.device, grid, mesh_dim_names=names),
         "mp_policy": MixedPrecisionPolicy(param_dtype=kind, reduce_dtype=torch.float32 if case.bf16 else None),
         "reshard_after_forward": reshard,
     }
     for block in model.blocks:
         fully_shard(block, **options)
     fully_shard(model, **options)
-    return PlainRun(case, model, autocast=False)
+
+    @contextmanager
+    def within_groups() -> Iterator[None]:
+        # Micro-batches but the last are summed within the group, as its documentation advises.
+        model.set_requires_all_reduce(False)
+        yield
+        model.set_requires_all_reduce(True)
+
+    return PlainRun(case, model, within_groups if group else nullcontext, autocast=False)
 
 
 def _config(case: Case, stage: int) -> dict[str, Any]:
@@ -273,12 +282,13 @@ def deepspeed(case: Case, stage: int) -> Run:
     return EngineRun(case, engine)
 
 
-def shardwise(case: Case, stage: int, init: bool = False) -> Run:
-    """shardwise with its default settings; `init`: the model is built under zero.Init."""
+def shardwise(case: Case, stage: int, init: bool = False, **zero: Any) -> Run:
+    """shardwise with its default settings but those given; `init`: the model is built under zero.Init."""
     import shardwise as ours
 
     adamw = {"type": "AdamW", "params": {"lr": 1e-4}}
     config = _config(case, stage) | {"optimizer": adamw, "steps_per_print": 0}
+    config["zero_optimization"] |= zero
     with ours.zero.Init(config_dict_or_path=config) if init else nullcontext():
         model = case.model()
     engine, *_ = ours.initialize(model=model, config=config)
@@ -295,6 +305,22 @@ SYSTEMS: dict[str, Callable[[Case], Run]] = {
     **{f"shardwise {stage}": lambda case, stage=stage: shardwise(case, stage) for stage in range(4)},
     "shardwise 3 Init": lambda case: shardwise(case, 3, init=True),
 }
+
+
+GROUP = 2
+GROUPED: dict[str, Callable[[Case], Run]] = {
+    "FSDP2": SYSTEMS["FSDP2"],
+    "shardwise 3": SYSTEMS["shardwise 3"],
+    "FSDP2 groups": lambda case: fsdp2(case, reshard=True, group=GROUP),
+    "shardwise 3 groups": lambda case: shardwise(case, 3, mics_shard_size=GROUP),
+    "shardwise 3 groups, optimizer over all": lambda case: shardwise(
+        case, 3, mics_shard_size=GROUP, optimizer_over_replicas=True
+    ),
+    "shardwise 2 groups, optimizer over all": lambda case: shardwise(
+        case, 2, mics_shard_size=GROUP, optimizer_over_replicas=True
+    ),
+}
+"""Systems that divide state over groups of `GROUP` neighbouring ranks, and the same without groups."""
 
 
 def available() -> list[str]:

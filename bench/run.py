@@ -25,6 +25,7 @@ PARTS: dict[str, list[str]] = {
         "step_time.py --dtype fp32 --accumulation 4 --rounds 4 --steps 1",
     ],
     "ranks": [f"step_time.py --size 7M --dtype fp32 --nproc {nproc} --rounds 5 --steps 1" for nproc in (1, 2, 4, 8)],
+    "groups": ["groups.py"],
     "memory": ["memory.py"],
     "largest_batch": ["largest_batch.py"],
     "startup": ["startup.py"],

@@ -358,6 +358,7 @@ def common(results: Results, names: Sequence[str]) -> str:
     return max(places, key=lambda place: (place.count(","), places[place]), default="no machine yet")
 
 
+GROUPS = "groups_27M_bf16_4_accumulation4"
 MEMORY, LARGEST, LENGTHS = "memory_98M_bf16_4", "largest_batch_27M_fp32_2", "growth_lengths_2"
 SECTIONS = [
     Section(
@@ -382,6 +383,19 @@ SECTIONS = [
             *((f"blocked, {world}", name, "blocked_share") for world, name in RANK_FILES.items() if world > 1),
         ),
         "communication",
+    ),
+    Section(
+        "Groups of ranks",
+        "GPT of 26 million parameters, bf16, 4 micro-batches a step, 4 ranks in groups of two, which stand for nodes (all "
+        "on one machine). *within*, *between*: bytes that a rank sends per parameter and step within its group and to "
+        "the other, as if it sent directly to each rank ([Groups of ranks](hsdp.md)).",
+        [GROUPS],
+        compare(
+            ("step, ms", GROUPS, "median_ms"),
+            ("ratio", GROUPS, "ratio"),
+            ("within", GROUPS, "bytes_within"),
+            ("between", GROUPS, "bytes_between"),
+        ),
     ),
     Section(
         "Memory",

@@ -27,11 +27,10 @@ UNIVERSAL = "the universal checkpoint format is not built yet (checkpoints here 
 LAYERS = "fused layers are not built yet"
 COMPILER = "compiler passes are not built yet"
 MICS = (
-    "sharding within groups of ranks (MiCS) is not built yet; zero_optimization.zero_hpz_partition_size keeps a second "
-    "copy in each group"
+    "it is an inner part of DeepSpeed: here groups of ranks (MiCS) are one code path with everything else, and are "
+    "asked for by zero_optimization.mics_shard_size"
 )
 LINEAR = "LoRA and quantised linear layers are not built yet"
-MESH = "meshes of several dimensions are not built yet"
 TILED = "tiled linear layers are not built yet"
 TILES = "computing in tiles of the sequence is not built yet"
 # What will not come.

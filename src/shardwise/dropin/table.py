@@ -20,7 +20,6 @@ from shardwise.absent import (
     INNER,
     LAYERS,
     LINEAR,
-    MESH,
     MICS,
     MOE,
     MONITOR,
@@ -90,6 +89,11 @@ _INIT = classes(
     "config_dict_or_path=None, config=None, enabled=True, dtype=None, mpu=None, zero_param_parallel_group=None, "
     "zero_quantized_weights=False, zero_quantized_nontrainable_weights=False, sequence_data_parallel_group=None, "
     "param_swapper=None)",
+)
+_MICS_INIT = classes(
+    f"{_ADAPT}.building",
+    "MiCS_Init(module=None, data_parallel_group=None, sequence_data_parallel_group=None, mem_efficient_linear=True, "
+    "remote_device=None, pin_memory=False, config_dict_or_path=None, config=None, enabled=True, dtype=None, mpu=None)",
 )
 _EXTERNAL = functions("shardwise.zero", "register_external_parameter(module, parameter)")
 _UNREGISTER = functions("shardwise.zero", "unregister_external_parameter(module, parameter)")
@@ -169,7 +173,7 @@ _COMM = joined(
     ),
     classes("torch.distributed", "ReduceOp", "ProcessGroup", "P2POp"),
     values("shardwise.comm.logger", "comms_logger"),
-    raising(MESH, "initialize_mesh_device"),
+    functions(f"{_ADAPT}.clients", "initialize_mesh_device(mesh_shape, mesh_dim_names)"),
     raising(_BACKENDS, "set_backend init_deepspeed_backend TorchBackend enable_symm_mem_for_group"),
     absent(_BACKENDS, "cdb", "scripts ask whether it is None, which a stand-in never is"),
     raising(
@@ -184,7 +188,7 @@ _ZERO = joined(
     _EXTERNAL,
     _STATUS,
     _TILED,
-    raising(MICS, "MiCS_Init"),
+    _MICS_INIT,
     raising(WRAPPERS, "DeepSpeedZeRoOffload DeepSpeedTensorOverride ZeroParamType"),
     functions(f"{_ADAPT}.building", "unwrap_model_for_generation"),
 )
@@ -505,8 +509,9 @@ TABLE: dict[str, dict[str, Entry]] = {
     ),
     "deepspeed.runtime.zero.stage_1_and_2": joined(_ESTIMATE_2, raising(WRAPPERS, "DeepSpeedZeroOptimizer")),
     "deepspeed.runtime.zero.tiling": _TILED,
-    "deepspeed.runtime.zero.mics": raising(
-        MICS, "MiCS_Init MiCS_Optimizer MiCS_Offload MiCS_AllGatherCoalescedHandle create_mics_comm_groups"
+    "deepspeed.runtime.zero.mics": joined(
+        _MICS_INIT,
+        raising(MICS, "MiCS_Optimizer MiCS_Offload MiCS_AllGatherCoalescedHandle create_mics_comm_groups"),
     ),
     "deepspeed.runtime.zero.mics_utils": raising(MICS, "MiCS_CommGroups create_mics_comm_groups scale_tensors"),
     "deepspeed.runtime.zero.muon.muon_optimizer": raising(_MUON, "MuonWithAuxAdam"),

@@ -7,6 +7,7 @@ from typing import TYPE_CHECKING, Any
 
 import torch
 import torch.distributed as dist
+from torch.distributed.device_mesh import DeviceMesh
 
 from shardwise.config.compression import sends_values
 from shardwise.data import EngineDataLoader
@@ -66,7 +67,7 @@ class Attributes:
     pipeline_parallelism = False
     has_moe_layers = False
     enable_backward_allreduce = True
-    mesh_device = None
+    mesh_device: DeviceMesh | None = None
     num_experts: tuple[int, ...] = ()
 
     def deepspeed_io(

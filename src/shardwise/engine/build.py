@@ -282,6 +282,7 @@ def _build(
         client_lr_scheduler=client_scheduler,
         mpu=mpu,
     )
+    engine.mesh_device = mesh
     engine_box.append(engine)
     if training_data is not None:
         engine.training_dataloader = engine.deepspeed_io(training_data, collate_fn=collate_fn)

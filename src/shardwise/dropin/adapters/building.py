@@ -8,7 +8,10 @@ from types import TracebackType
 from typing import Any
 
 import torch
+import torch.distributed as dist
+from torch import nn
 
+from shardwise import zero
 from shardwise.engine import Engine
 from shardwise.zero import released
 
@@ -24,6 +27,36 @@ def zero_wrapper_for_fp_tensor_constructor(
     that.
     """
     return fn
+
+
+class MiCS_Init(zero.Init):
+    """`zero.Init`: groups of ranks are the engine's business (`zero_optimization.mics_shard_size`)."""
+
+    def __init__(
+        self,
+        module: nn.Module | None = None,
+        data_parallel_group: dist.ProcessGroup | None = None,
+        sequence_data_parallel_group: dist.ProcessGroup | None = None,
+        mem_efficient_linear: bool = True,
+        remote_device: str | None = None,
+        pin_memory: bool = False,
+        config_dict_or_path: Any = None,
+        config: Any = None,
+        enabled: bool = True,
+        dtype: torch.dtype | None = None,
+        mpu: Any = None,
+    ) -> None:
+        super().__init__(
+            module,
+            data_parallel_group,
+            remote_device=remote_device,
+            config_dict_or_path=config_dict_or_path,
+            config=config,
+            enabled=enabled,
+            dtype=dtype,
+            mpu=mpu,
+            sequence_data_parallel_group=sequence_data_parallel_group,
+        )
 
 
 def is_zero_param(parameter: Any) -> bool:

@@ -11,12 +11,15 @@ from __future__ import annotations
 import functools
 import os
 import sys
+from collections.abc import Sequence
 from typing import Any
 
 import torch.distributed as dist
+from torch.distributed.device_mesh import DeviceMesh, init_device_mesh
 
 from shardwise import engine
 from shardwise.comm import api, setup
+from shardwise.device import choose_device
 from shardwise.errors import UsageError
 from shardwise.utils.logging import warn_once
 
@@ -36,6 +39,13 @@ def is_initialized() -> bool:
     if there:
         _tell_backend()
     return there
+
+
+def initialize_mesh_device(mesh_shape: Sequence[int], mesh_dim_names: Sequence[str]) -> DeviceMesh:
+    """Return a mesh of all ranks, for `initialize(mesh_param=...)`; all ranks call, after `init_distributed`."""
+    return init_device_mesh(
+        choose_device(setup.local_rank()).type, tuple(mesh_shape), mesh_dim_names=tuple(mesh_dim_names)
+    )
 
 
 @functools.wraps(engine.initialize)
