@@ -386,8 +386,8 @@ SECTIONS = [
     ),
     Section(
         "Groups of ranks",
-        "GPT of 26 million parameters, bf16, 4 micro-batches a step, 4 ranks in groups of two, which stand for nodes (all "
-        "on one machine). *within*, *between*: bytes that a rank sends per parameter and step within its group and to "
+        "GPT of 26 million parameters, bf16, 4 micro-batches a step, 4 ranks in groups of two (nodes, so to say; all "
+        "are on one machine). *within*, *between*: bytes that a rank sends per parameter and step in its group and to "
         "the other, as if it sent directly to each rank ([Groups of ranks](hsdp.md)).",
         [GROUPS],
         compare(
