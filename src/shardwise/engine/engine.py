@@ -388,8 +388,7 @@ class Engine(Attributes, BatchSizes, ConfigGetters, Interchange, FaultTolerance,
             self.loss_scaler.reference_weight = reference_for(total / weighted)
 
     def scale(self, loss: torch.Tensor) -> torch.Tensor:
-        """Return the loss to call `backward()` on by hand. The scale enters at the model's outputs,
-        so it is unchanged.
+        """Return the loss to call `backward()` on by hand: unchanged, for the scale enters at the model's outputs.
 
         Raises:
             NotScalarError: it is not one number.
