@@ -143,6 +143,7 @@ def test_switched_off_momentum_is_left_alone(caplog: pytest.LogCaptureFixture) -
         ({"cycle_max_lr": []}, "cycle_max_lr: expected one value for each of .* found 0"),
         ({"cycle_max_lr": "0.5"}, "cycle_max_lr: expected a number >= 0 or a list of numbers >= 0, found .0.5."),
         ({"cycle_max_lr": None}, "cycle_max_lr: expected a number >= 0 or a list of numbers >= 0, found null"),
+        ({"cycle_max_lr": "auto"}, 'cycle_max_lr: "auto" has to be replaced by a value before this is built$'),
         ({"cycle_min_lr": -0.1}, "cycle_min_lr: expected a number >= 0"),
         ({"cycle_first_step_size": 0}, "cycle_first_step_size: expected an integer > 0, found 0"),
         ({"cycle_first_step_size": 2.5}, "cycle_first_step_size: expected an integer > 0"),

@@ -48,10 +48,10 @@ def check(
     except ValidationError as error:
         for detail in error.errors(include_url=False, include_context=False):
             key = str(detail["loc"][0])
-            if key in values:
-                wrong[key] = Problem(at.format(key), message(keys[key], values[key]))
-            elif key not in {*later, *wrong}:
-                wrong[key] = Problem(at.format(key), f"{name} needs this argument; add it")
+            if key not in {*wrong, *later}:
+                given = key in values
+                text = message(keys[key], values[key]) if given else f"{name} needs this argument; add it"
+                wrong[key] = Problem(at.format(key), text)
         return list(wrong.values())
     unfit = found.contradictions(lambda key: f"`{at.format(key)}`")
     return list(wrong.values()) or [Problem(at.format(key), text, kind) for key, text, kind in unfit] or found

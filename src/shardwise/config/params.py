@@ -47,13 +47,15 @@ def check_scheduler(config: Config, found: Scan) -> list[Problem]:
 
 
 def settle(config: Config) -> None:
-    """Write numbers as what they are: true for 1 where that is meant, 1000 for 1e3."""
+    """Write true for 1 where that is meant, and 1000 for 1e3."""
     for section, model_of in ((config.optimizer, names.optimizer_model), (config.scheduler, names.schedule_model)):
         model = model_of(section.type) if section.type is not None else None
         if model is not None:
             found = model.model_validate(section.params)
-            numbers = [name for name, value in section.params.items() if isinstance(value, int | float)]
-            section.params.update({name: getattr(found, name) for name in numbers})
+            read = {
+                name: getattr(found, name) for name, value in section.params.items() if isinstance(value, int | float)
+            }
+            section.params.update({name: value for name, value in read.items() if isinstance(value, int)})
 
 
 def _check(section: str, model: type[Arguments], name: str, params: dict[str, Any], later: set[str]) -> list[Problem]:
