@@ -184,7 +184,7 @@ def _gradients(config: Config) -> Iterator[Problem]:
 def _onebit(config: Config) -> Iterator[Problem]:
     """Optimizers that communicate themselves."""
     name = config.optimizer.type
-    if name is None or name.lower() not in names.ONEBIT_STAGES:
+    if name is None or name.lower() not in names.ONEBIT_OPTIMIZERS:
         return
     stage, most = config.zero_optimization.stage, names.ONEBIT_STAGES[name.lower()]
     if stage > most:

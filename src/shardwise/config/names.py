@@ -13,6 +13,7 @@ from pydantic import create_model
 
 from .schema.base import Anything, Arguments, Betas, Flag, NotNegative, Number
 from .schema.optimizers import NATIVE_OPTIMIZERS, Mup
+from .schema.optimizers import ONEBIT_OPTIMIZERS as ONEBIT_OPTIMIZERS
 from .schema.schedules import NATIVE_SCHEDULES
 from .tree import nearest
 from .validate import show
