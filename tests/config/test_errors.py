@@ -152,7 +152,7 @@ ARGUMENTS = [
     (scheduler("WarmupLR", warmup_num_steps=-1), "scheduler.params.warmup_num_steps", "an integer >= 0, found -1"),
     (scheduler("WarmupLR", warmup_num_steps=2.5), "scheduler.params.warmup_num_steps", "an integer >= 0"),
     (scheduler("WarmupLR", warmup_num_steps="10"), "scheduler.params.warmup_num_steps", "Remove the quotes: 10"),
-    (scheduler("WarmupLR", warmup_type="cosine"), "scheduler.params.warmup_type", '"log" or "linear"'),
+    (scheduler("WarmupLR", warmup_type="cosine"), "scheduler.params.warmup_type", 'one of "log", "linear"'),
     (scheduler("WarmupLR", warmup_max_lr=[0.1, -1]), "scheduler.params.warmup_max_lr", "numbers >= 0"),
     (scheduler("WarmupDecayLR"), "scheduler.params.total_num_steps", "WarmupDecayLR needs this argument"),
     (scheduler("OneCycle", cycle_min_lr=0.1), "scheduler.params.cycle_max_lr", "OneCycle needs this argument"),
@@ -181,14 +181,18 @@ ARGUMENTS = [
     (
         scheduler("OneCycle", cycle_min_lr=0, cycle_max_lr=1, cycle_second_step_size=-1),
         "scheduler.params.cycle_second_step_size",
-        "integer >= 0, found -1",
+        "integer >= 0 or null, found -1",
     ),
     (
         scheduler("OneCycle", cycle_min_lr=0, cycle_max_lr=1, cycle_momentum="yes"),
         "scheduler.params.cycle_momentum",
         "true or false",
     ),
-    (scheduler("LRRangeTest", lr_range_test_min_lr=0), "scheduler.params.lr_range_test_min_lr", "number > 0, found 0"),
+    (
+        scheduler("LRRangeTest", lr_range_test_min_lr=0),
+        "scheduler.params.lr_range_test_min_lr",
+        "a number > 0 or a list of numbers > 0, found 0",
+    ),
     (
         scheduler("LRRangeTest", lr_range_test_min_lr=[0.1, "1"]),
         "scheduler.params.lr_range_test_min_lr",

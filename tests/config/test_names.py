@@ -3,64 +3,132 @@
 from __future__ import annotations
 
 import inspect
+from typing import Any
 
+import numpy as np
 import pytest
 import torch
 
-from shardwise.config import names
-from shardwise.config.names import canonical_optimizer, optimizer_signature, schedule_signature
-from shardwise.optim import Muon
+from shardwise.config import names, resolve
+from shardwise.config.names import canonical_optimizer, optimizer_model, schedule_model
+from shardwise.config.schema.base import Arguments
+from shardwise.errors import ConfigError
+from shardwise.optim import Adam, AdamW, Muon
 from shardwise.optim import build as build_optimizer
 from shardwise.schedules import registry as schedules
 
 
+def defaults(model: type[Arguments]) -> dict[str, Any]:
+    """The arguments of a model with their defaults, as a signature has them."""
+    fields = model.model_fields.items()
+    return {name: inspect.Parameter.empty if field.is_required() else field.default for name, field in fields}
+
+
+def signature(cls: Any, without: str) -> dict[str, Any]:
+    return {item.name: item.default for item in inspect.signature(cls).parameters.values() if item.name != without}
+
+
 @pytest.mark.parametrize("name", names.NATIVE_SCHEDULES)
-def test_our_schedules_have_the_arguments_of_the_table(name: str) -> None:
-    parameters = inspect.signature(getattr(schedules, name)).parameters
-    real = {item.name: item.default for item in parameters.values() if item.name != "optimizer"}
-    assert real == names.NATIVE_SCHEDULES[name]
+def test_our_schedules_have_the_arguments_of_the_model(name: str) -> None:
+    assert signature(getattr(schedules, name), "optimizer") == defaults(names.NATIVE_SCHEDULES[name])
 
 
-@pytest.mark.parametrize("name", names.ONEBIT_OPTIMIZERS)
-def test_optimizers_that_communicate_have_the_arguments_of_the_table(name: str) -> None:
+@pytest.mark.parametrize("name", names.ONEBIT_STAGES)
+def test_optimizers_that_communicate_have_the_arguments_of_the_model(name: str) -> None:
     built = build_optimizer(name.upper(), [torch.zeros(2, requires_grad=True)], {}, device="cpu")
-    parameters = inspect.signature(type(built)).parameters
-    assert {item.name: item.default for item in parameters.values() if item.name != "params"} == (
-        names.ONEBIT_OPTIMIZERS[name]
-    )
+    assert signature(type(built), "params") == defaults(names.NATIVE_OPTIMIZERS[name])
     assert names.ONEBIT_STAGES[name] == (0 if built.ranks_differ else 1)  # type: ignore[attr-defined]
 
 
 @pytest.mark.parametrize("name", ["adam", "adamw", "adagrad", "lion"])
-def test_elementwise_optimizers_are_built_with_the_defaults_of_the_table(name: str) -> None:
-    table = names.NATIVE_OPTIMIZERS[name]
+def test_elementwise_optimizers_are_built_with_the_defaults_of_the_model(name: str) -> None:
+    table = defaults(names.NATIVE_OPTIMIZERS[name])
     built = build_optimizer(name, [torch.zeros(2, requires_grad=True)], {}, device="cpu").defaults
     assert built.keys() <= {*table, "decoupled_weight_decay"}
     for argument in built.keys() & table.keys():
         assert built[argument] == table[argument], argument
-    options = {argument: value for argument, value in table.items() if value is not None}
-    build_optimizer(name, [torch.zeros(2, requires_grad=True)], options, device="cpu")
+    build_optimizer(name, [torch.zeros(2, requires_grad=True)], table, device="cpu")
     torch_class = {"adam": torch.optim.AdamW, "adamw": torch.optim.AdamW, "adagrad": torch.optim.Adagrad}.get(name)
     if torch_class is not None:
         assert set(inspect.signature(torch_class).parameters) - {"params"} <= set(table)
 
 
 @pytest.mark.parametrize("name", ["lamb", "muon"])
-def test_our_own_optimizers_have_the_arguments_of_the_table(name: str) -> None:
-    options = dict(names.NATIVE_OPTIMIZERS[name])
-    built = build_optimizer(name, [torch.zeros(2, 2, requires_grad=True)], options, device="cpu")
-    real = {item.name: item.default for item in inspect.signature(type(built)).parameters.values()}
-    table = {"params": inspect.Parameter.empty, **options}
+def test_our_own_optimizers_have_the_arguments_of_the_model(name: str) -> None:
+    table = defaults(names.NATIVE_OPTIMIZERS[name])
+    built = build_optimizer(name, [torch.zeros(2, 2, requires_grad=True)], table, device="cpu")
     table.pop("per_head_muon", None)  # accepted where it is false
-    assert real == table
+    assert signature(type(built), "params") == table
+
+
+@pytest.mark.parametrize(
+    ("name", "params", "message"),
+    [
+        ("AdamW", {"betas": [0.9]}, "betas"),
+        ("adam", {"adam_w_mode": False, "lr": -1}, "lr"),
+        ("AdamW", {"adam_w_mode": False}, "adam_w_mode"),
+        ("adam", {"bias_correction": False, "amsgrad": True}, "bias_correction"),
+        ("adam", {"torch_adam": True, "fused": True}, "torch_adam"),
+        ("adagrad", {"fp32_optimizer_states": False, "foreach": True}, "fp32_optimizer_states"),
+        ("Lion", {"eps": 1e-8}, "eps"),
+        ("lamb", {"max_grad_norm": 1.0}, "max_grad_norm"),
+        ("lamb", {"amsgrad": True}, "amsgrad"),
+        ("lamb", {"min_coeff": 11}, "min_coeff"),
+        ("muon", {"ns_method": "grum"}, "ns_method"),
+        ("muon", {"per_head_muon": 1}, "per_head_muon"),
+        ("onebitadam", {"freeze_step": 0.5}, "freeze_step"),
+        ("SGD", {"momentum": -0.1}, "momentum"),
+        ("SGD", {"max_grad_norm": 1.0}, "max_grad_norm"),
+        ("RMSprop", {"centered": "yes"}, "centered"),
+        ("MuSGD", {"max_grad_norm": 1.0}, "max_grad_norm"),
+    ],
+)
+def test_the_builder_says_what_the_configuration_says(name: str, params: dict[str, Any], message: str) -> None:
+    """One check for both, so that a script that builds an optimizer itself learns as much."""
+    with pytest.raises(ConfigError) as built:
+        build_optimizer(name, [torch.zeros(2, 2, requires_grad=True)], params, device="cpu")
+    with pytest.raises(ConfigError) as resolved:
+        resolve({"train_batch_size": 2, "optimizer": {"type": name, "params": params}})
+    assert str(resolved.value) == f"in the config dict: {built.value}"
+    assert type(resolved.value) is type(built.value)
+    assert [problem.path for problem in built.value.problems] == [f"optimizer.params.{message}"]
+
+
+def test_numbers_that_are_tensors_and_numbers_of_numpy() -> None:
+    weight = torch.zeros(2, requires_grad=True)
+    rate = torch.tensor(0.5)
+    for name in ("adam", "SGD", "lamb"):
+        built = build_optimizer(name, [weight], {"lr": rate}, device="cpu")
+        assert built.defaults["lr"] is rate
+        assert resolve({"train_batch_size": 1, "optimizer": {"type": name, "params": {"lr": rate}}})
+        for wrong in (torch.tensor(-0.5), torch.ones(2)):
+            with pytest.raises(ConfigError, match=r"optimizer\.params\.lr: expected a number >= 0, found "):
+                build_optimizer(name, [weight], {"lr": wrong}, device="cpu")
+    assert AdamW([weight], lr=np.float32(0.25)).defaults["lr"] == 0.25
+
+
+def test_arguments_of_torch_that_are_pairs() -> None:
+    """Adafactor's eps may lack its first number."""
+    weight = torch.zeros(2, requires_grad=True)
+    params = {"eps": [None, 1e-2]}
+    resolve({"train_batch_size": 1, "optimizer": {"type": "Adafactor", "params": params}})
+    assert build_optimizer("Adafactor", [weight], params, device="cpu").defaults["eps"] == (None, 1e-2)
+
+
+def test_one_and_zero_are_true_and_false() -> None:
+    weight = torch.zeros(2, requires_grad=True)
+    assert type(build_optimizer("adam", [weight], {"adam_w_mode": 0}, device="cpu")) is Adam
+    optimizer = torch.optim.SGD([weight], lr=0.1, momentum=0.9)
+    assert schedules.OneCycle(optimizer, 0.1, 0.5, cycle_momentum=0).get_mom() is None  # type: ignore[arg-type]
+    assert schedules.OneCycle(optimizer, 0.1, 0.5, cycle_momentum=1).get_mom() == [0.9]  # type: ignore[arg-type]
 
 
 def test_every_accepted_optimizer_can_be_built() -> None:
     for name in names.torch_optimizers().keys() - names.UNUSABLE_OPTIMIZERS.keys():
         weight = torch.zeros(2, 2, requires_grad=True)
         assert build_optimizer(name, [weight], {}, device="cpu").param_groups
-        signature = optimizer_signature(name)
-        assert signature is not None and "lr" in signature.arguments
+        model = optimizer_model(name)
+        assert model is not None and "lr" in model.model_fields
         assert canonical_optimizer(name.lower()) in (name, name.lower())
 
 
@@ -75,4 +143,4 @@ def test_unusable_names_are_refused_by_the_builders_too() -> None:
 def test_muon_is_ours_in_any_case() -> None:
     assert canonical_optimizer("Muon") == canonical_optimizer("muon") == "muon"
     assert type(build_optimizer("Muon", [torch.zeros(2, 2, requires_grad=True)], {}, device="cpu")) is Muon
-    assert schedule_signature("NoSuchSchedule") is None and optimizer_signature("NoSuchOptimizer") is None
+    assert schedule_model("NoSuchSchedule") is None and optimizer_model("NoSuchOptimizer") is None

@@ -484,3 +484,9 @@ def test_numbers_stand_for_booleans_among_arguments_too() -> None:
     source = {"train_batch_size": 8, "optimizer": {"type": "Adam", "params": {"amsgrad": 0, "adam_w_mode": 1}}}
     assert resolve(source).config.optimizer.params == {"amsgrad": False, "adam_w_mode": True}
     assert resolve(source).config.optimizer.params["adam_w_mode"] is True
+
+
+def test_numbers_of_arguments_stay_as_they_are_written() -> None:
+    params = {"lr": 1, "betas": [0, 0.5], "weight_decay": 0}
+    found = resolve({"train_batch_size": 8, "optimizer": {"type": "Adam", "params": params}}).config.optimizer.params
+    assert [(value, type(value)) for value in found.values()] == [(1, int), ([0, 0.5], list), (0, int)]

@@ -469,7 +469,7 @@ def test_hjson() -> None:
 
 
 def test_warmup_type() -> None:
-    with pytest.raises(ConfigError, match='expected "log" or "linear"'):
+    with pytest.raises(ConfigError, match='expected one of "log", "linear"'):
         accepted(scheduler={"type": "WarmupLR", "params": {"warmup_type": "logarithmic"}})
 
 

@@ -123,9 +123,9 @@ def test_words_of_formats() -> None:
     from deepspeed.runtime.precision_config import get_bfloat16_config, get_float16_config
     from deepspeed.runtime.zero import leaf_module_config
 
-    from shardwise.config.names import NATIVE_SCHEDULES
+    from shardwise.config.schema.schedules import NATIVE_SCHEDULES
 
-    flags = {name for arguments in NATIVE_SCHEDULES.values() for name in arguments} - {"last_batch_iteration"}
+    flags = {name for model in NATIVE_SCHEDULES.values() for name in model.model_fields} - {"last_batch_iteration"}
     for name in flags:
         assert getattr(lr_schedules, name.upper()) == name
     assert {lr_schedules.LR_RANGE_TEST, lr_schedules.ONE_CYCLE, lr_schedules.WARMUP_COSINE_LR} < set(NATIVE_SCHEDULES)

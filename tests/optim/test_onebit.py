@@ -995,7 +995,7 @@ def test_combinations_that_cannot_work_are_refused_with_the_reason() -> None:
         ("OnebitLamb", {"factor_min": 5.0}, r"factor_min.*factor_max"),
         ("ZeroOneAdam", {"local_step_clipper": 0}, r"local_step_clipper.*integer >= 1"),
         ("ZeroOneAdam", {"eps_inside_sqrt": True}, r"eps_inside_sqrt.*root"),
-        ("ZeroOneAdam", {"freeze_step": 3}, "did you mean var_freeze_step"),
+        ("ZeroOneAdam", {"freeze_step": 3}, "did you mean `.*var_freeze_step`"),
     ],
 )
 def test_bad_options(name: str, options: dict[str, Any], message: str) -> None:

@@ -36,7 +36,7 @@ def test_adam_w_mode_false_adds_the_decay_to_the_gradient() -> None:
     optimizer = make("Adam", {"adam_w_mode": False, "weight_decay": 0.1})
     assert type(optimizer) is optim.Adam
     assert optimizer.defaults["decoupled_weight_decay"] is False
-    with pytest.raises(ConfigError, match=r"adam_w_mode: false contradicts optimizer\.type AdamW"):
+    with pytest.raises(ConfigError, match=r"adam_w_mode: false contradicts `optimizer\.type` AdamW"):
         make("AdamW", {"adam_w_mode": False})
 
 
@@ -71,11 +71,13 @@ def test_options_of_torch_alone_build_torch() -> None:
     nothing = {"amsgrad": False, "maximize": False, "foreach": None, "fused": None, "capturable": False}
     assert type(make("adam", nothing)) is optim.AdamW
     for key in ("bias_correction", "fp32_optimizer_states"):
-        with pytest.raises(ConfigError, match=rf"{key}: false contradicts optimizer\.params\.amsgrad True"):
+        with pytest.raises(ConfigError, match=rf"{key}: false contradicts `optimizer\.params\.amsgrad` true"):
             make("adam", {key: False, "amsgrad": True})
-        with pytest.raises(ConfigError, match="torch_adam True"):
+        with pytest.raises(ConfigError, match="torch_adam` true"):
             make("adam", {key: False, "torch_adam": True})
-    with pytest.raises(ConfigError, match=r"fp32_optimizer_states: false contradicts optimizer\.params\.maximize"):
+    with pytest.raises(
+        ConfigError, match=r"fp32_optimizer_states: false contradicts `optimizer\.params\.maximize` true"
+    ):
         make("adagrad", {"fp32_optimizer_states": False, "maximize": True})
 
 
@@ -187,13 +189,13 @@ def test_optimizers_of_the_package_mup(monkeypatch: pytest.MonkeyPatch) -> None:
 
 
 def test_unknown_names_and_options_suggest_near_ones() -> None:
-    with pytest.raises(ConfigError, match="did you mean AdamW"):
+    with pytest.raises(ConfigError, match='did you mean "AdamW"'):
         make("AdammW")
-    with pytest.raises(ConfigError, match=r"optimizer\.params\.weight_deacy: .* did you mean weight_decay"):
+    with pytest.raises(ConfigError, match=r"optimizer\.params\.weight_deacy: .* did you mean `.*weight_decay`"):
         make("adam", {"weight_deacy": 0.1})
-    with pytest.raises(ConfigError, match="did you mean adam_w_mode"):
+    with pytest.raises(ConfigError, match=r"did you mean `.*adam_w_mode`"):
         make("adam", {"adamw_mode": True})
-    with pytest.raises(ConfigError, match="did you mean momentum"):
+    with pytest.raises(ConfigError, match=r"did you mean `.*momentum`"):
         make("SGD", {"momentun": 0.1})
 
 
@@ -201,11 +203,11 @@ def test_unknown_names_and_options_suggest_near_ones() -> None:
     ("options", "message"),
     [
         ({"max_grad_norm": 1.0}, "gradient_clipping"),
-        ({"lr": "auto"}, "params.lr: 'auto'"),
-        ({"lr": -1.0}, r"shardwise\.optim\.AdamW refuses .*expected a number >= 0"),
-        ({"amsgrad": True, "lr": -1.0}, r"torch\.optim\.AdamW refuses .*Invalid learning rate"),
-        ({"rounding": "kahan"}, "no such option"),
-        ({"betas": "x"}, "refuses"),
+        ({"lr": "auto"}, 'params.lr: "auto"'),
+        ({"lr": -1.0}, r"optimizer\.params\.lr: expected a number >= 0, found -1\.0"),
+        ({"amsgrad": True, "lr": -1.0}, r"optimizer\.params\.lr: expected a number >= 0, found -1\.0"),
+        ({"rounding": "kahan"}, "no such argument"),
+        ({"betas": "x"}, "two numbers"),
         ({"torch_adam": "yes"}, "expected true or false"),
         ({"fused": True, "foreach": True}, "refuses"),
     ],

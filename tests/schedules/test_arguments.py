@@ -9,7 +9,7 @@ import pytest
 import torch
 
 import shardwise
-from shardwise.config.names import NATIVE_SCHEDULES
+from shardwise.config.schema.schedules import NATIVE_SCHEDULES
 from shardwise.schedules import (
     build,
     get_config_from_args,
@@ -26,7 +26,7 @@ def parsed(line: str) -> argparse.Namespace:
 
 
 def test_every_argument_of_every_schedule_has_a_flag() -> None:
-    names = {name for table in NATIVE_SCHEDULES.values() for name in table} - {"last_batch_iteration"}
+    names = {name for model in NATIVE_SCHEDULES.values() for name in model.model_fields} - {"last_batch_iteration"}
     assert vars(parsed("")) == {"lr_schedule": None, **dict.fromkeys(names)}
 
 

@@ -249,8 +249,9 @@ def test_integral_floats_are_integers() -> None:
 @pytest.mark.parametrize(
     ("params", "message"),
     [
-        ({"warmup_type": "exp"}, "warmup_type: expected 'log' or 'linear', found 'exp'"),
-        ({"warmup_min_lr": "auto"}, "warmup_min_lr: expected a number"),
+        ({"warmup_type": "exp"}, 'warmup_type: expected one of "log", "linear", found "exp"'),
+        ({"warmup_min_lr": "auto"}, 'warmup_min_lr: "auto" has to be replaced'),
+        ({"warmup_min_lr": "0.1"}, r"warmup_min_lr: expected a number .* Remove the quotes: 0\.1"),
         ({"warmup_max_lr": [0.1, -1.0]}, "warmup_max_lr: expected a number"),
         ({"warmup_max_lr": float("nan")}, "warmup_max_lr: expected a number"),
         ({"last_batch_iteration": -2}, "last_batch_iteration: expected an integer >= -1"),

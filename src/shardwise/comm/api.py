@@ -1,15 +1,17 @@
 """Collectives for training scripts: torch.distributed's, written into the communication log.
 
-They act on `torch.distributed`'s process groups directly, take its arguments, and in addition `prof` (record this call
-even if the log would not), `log_name` (name in the log) and `debug` (accepted for existing code). In a process without
-any process group `get_rank` and `get_world_size` answer for a group of one, and a collective raises UsageError.
+They act on `torch.distributed`'s process groups directly, take its arguments, and those of `Log` by keyword. In a
+process without any process group `get_rank` and `get_world_size` answer for a group of one, and a collective raises
+UsageError.
 """
 
 from __future__ import annotations
 
+import functools
+import inspect
 import time
 from collections.abc import Callable
-from typing import Any
+from typing import TYPE_CHECKING, Any, ParamSpec, TypedDict
 
 import torch
 import torch.distributed as dist
@@ -20,8 +22,25 @@ from shardwise.comm.logger import comms_logger
 from shardwise.compat import all_gather_single, reduce_scatter_single
 from shardwise.errors import UsageError
 
+if TYPE_CHECKING:
+    from typing_extensions import Unpack
+
 Group = ProcessGroup | None
-Tensors = torch.Tensor | list[torch.Tensor] | None
+P = ParamSpec("P")
+
+
+class Log(TypedDict, total=False):
+    """Arguments of a collective about the communication log.
+
+    Attributes:
+        prof: record this call even if the log would not.
+        log_name: name in the log.
+        debug: accepted for existing code.
+    """
+
+    prof: bool
+    log_name: str | None
+    debug: Any
 
 
 def is_available() -> bool:
@@ -76,53 +95,88 @@ def destroy_process_group(group: Group = None) -> None:
     dist.destroy_process_group(group)
 
 
-def _size(tensors: Tensors) -> int:
+def _collective(
+    counted: str | None = None, *, asynchronous: bool = False, needed: bool = True
+) -> Callable[[Callable[P, Any]], Callable[P, Any]]:
+    """Make a collective of a function that launches it: if the log wants it, it is recorded when it has ended.
+
+    Args:
+        counted: the argument whose bytes are recorded.
+        asynchronous: the function does not block; else its argument `async_op` tells.
+        needed: whether it is an error that there is no process group; otherwise there is nothing to do then.
+    """
+
+    def decorate(launch: Callable[P, Any]) -> Callable[P, Any]:
+        signature = _spelled_out(inspect.signature(launch))
+
+        @functools.wraps(launch)
+        def collective(*args: P.args, **kwargs: P.kwargs) -> Any:
+            bound = signature.bind(*args, **kwargs)
+            bound.apply_defaults()
+            given = bound.arguments
+            name = given.get("log_name") or launch.__name__
+            if not is_initialized():
+                if not needed:
+                    return None
+                missing = "there is no process group; call shardwise.init_distributed() first"
+                raise UsageError(f"shardwise.comm.{launch.__name__}: {missing}")
+            asked = bool(given.get("prof"))
+            if not (asked or comms_logger.wants(name)):
+                return launch(*args, **kwargs)
+            size = _size(given[counted]) if counted is not None else 0
+            world, line = get_world_size(given["group"]), user_line()
+
+            def record(seconds: float | None) -> None:
+                comms_logger.append(name, size, seconds, world, line, asked=asked)
+
+            start = time.perf_counter()
+            work = launch(*args, **kwargs)
+            if (asynchronous or given.get("async_op")) and work is not None:
+                return _Recorded(work, start, record)
+            if torch.cuda.is_available() and torch.cuda.is_initialized():
+                torch.cuda.synchronize()
+            record(time.perf_counter() - start)
+            return work
+
+        collective.__signature__ = signature  # type: ignore[attr-defined]
+        collective.__annotations__ = {item.name: item.annotation for item in signature.parameters.values()}
+        collective.__annotations__["return"] = signature.return_annotation
+        return collective
+
+    return decorate
+
+
+def _of_log(*, prof: bool = False, log_name: str | None = None, debug: Any = None) -> None:
+    """Have the arguments of `Log`."""
+
+
+def _spelled_out(signature: inspect.Signature) -> inspect.Signature:
+    """Put the arguments of `Log` in the place of `**log`."""
+    parameters = list(signature.parameters.values())
+    if parameters[-1].kind is inspect.Parameter.VAR_KEYWORD:
+        parameters[-1:] = inspect.signature(_of_log).parameters.values()
+    return signature.replace(parameters=parameters)
+
+
+def _size(tensors: torch.Tensor | list[torch.Tensor] | None) -> int:
     if tensors is None:
         return 0
     return sum(t.nbytes for t in (tensors if isinstance(tensors, list) else [tensors]))
 
 
-def _run(
-    op: str,
-    size: int,
-    call: Callable[[], Any],
-    group: Group,
-    async_op: bool,
-    prof: bool,
-    log_name: str | None,
-) -> Any:
-    """Launch a collective and, if the log wants it, record it when it has ended."""
-    name = log_name or op
-    if not is_initialized():
-        raise UsageError(f"shardwise.comm.{op}: there is no process group; call shardwise.init_distributed() first")
-    if not (comms_logger.wants(name) or prof):
-        return call()
-    start = time.perf_counter()
-    line = user_line()
-    work = call()
-    if async_op and work is not None:
-        return _Recorded(work, name, size, start, get_world_size(group), line)
-    if torch.cuda.is_available() and torch.cuda.is_initialized():
-        torch.cuda.synchronize()
-    comms_logger.append(name, size, time.perf_counter() - start, get_world_size(group), line)
-    return work
-
-
 class _Recorded:
     """A Work that is recorded when it is waited for."""
 
-    def __init__(self, work: Any, name: str, size: int, start: float, world: int, line: str) -> None:
-        self._work = work
-        self._record: tuple[str, int, float, int, str] | None = (name, size, start, world, line)
+    def __init__(self, work: Any, start: float, record: Callable[[float | None], None]) -> None:
+        self._work, self._start = work, start
+        self._record: Callable[[float | None], None] | None = record
 
     def wait(self, *args: Any) -> Any:
         """Wait and record."""
         result = self._work.wait(*args)
         if self._record is not None:
-            name, size, start, world, line = self._record
             # On a device only the stream has waited.
-            seconds = None if torch.cuda.is_initialized() else time.perf_counter() - start
-            comms_logger.append(name, size, seconds, world, line)
+            self._record(None if torch.cuda.is_initialized() else time.perf_counter() - self._start)
             self._record = None
         return result
 
@@ -130,163 +184,80 @@ class _Recorded:
         return getattr(self._work, name)
 
 
+@_collective("tensor")
 def all_reduce(
-    tensor: torch.Tensor,
-    op: Any = ReduceOp.SUM,
-    group: Group = None,
-    async_op: bool = False,
-    *,
-    prof: bool = False,
-    log_name: str | None = None,
-    debug: Any = None,
+    tensor: torch.Tensor, op: Any = ReduceOp.SUM, group: Group = None, async_op: bool = False, **log: Unpack[Log]
 ) -> Any:
     """Reduce a tensor over ranks, in place."""
-    return _run(
-        "all_reduce",
-        _size(tensor),
-        lambda: dist.all_reduce(tensor, op, group, async_op),
-        group,
-        async_op,
-        prof,
-        log_name,
-    )
+    return dist.all_reduce(tensor, op, group, async_op)
 
 
+@_collective("tensor")
 def reduce(
     tensor: torch.Tensor,
     dst: int,
     op: Any = ReduceOp.SUM,
     group: Group = None,
     async_op: bool = False,
-    *,
-    prof: bool = False,
-    log_name: str | None = None,
-    debug: Any = None,
+    **log: Unpack[Log],
 ) -> Any:
     """Reduce a tensor to global rank `dst`, in place."""
-    return _run(
-        "reduce",
-        _size(tensor),
-        lambda: dist.reduce(tensor, dst, op, group, async_op),
-        group,
-        async_op,
-        prof,
-        log_name,
-    )
+    return dist.reduce(tensor, dst, op, group, async_op)
 
 
-def broadcast(
-    tensor: torch.Tensor,
-    src: int,
-    group: Group = None,
-    async_op: bool = False,
-    *,
-    prof: bool = False,
-    log_name: str | None = None,
-    debug: Any = None,
-) -> Any:
+@_collective("tensor")
+def broadcast(tensor: torch.Tensor, src: int, group: Group = None, async_op: bool = False, **log: Unpack[Log]) -> Any:
     """Copy global rank `src`'s tensor to all ranks, in place."""
-    return _run(
-        "broadcast",
-        _size(tensor),
-        lambda: dist.broadcast(tensor, src, group, async_op),
-        group,
-        async_op,
-        prof,
-        log_name,
-    )
+    return dist.broadcast(tensor, src, group, async_op)
 
 
+@_collective("tensor_list")
 def all_gather(
     tensor_list: list[torch.Tensor],
     tensor: torch.Tensor,
     group: Group = None,
     async_op: bool = False,
-    *,
-    prof: bool = False,
-    log_name: str | None = None,
-    debug: Any = None,
+    **log: Unpack[Log],
 ) -> Any:
     """Gather equally shaped tensors of all ranks into a list."""
-    return _run(
-        "all_gather",
-        _size(tensor_list),
-        lambda: dist.all_gather(tensor_list, tensor, group, async_op),
-        group,
-        async_op,
-        prof,
-        log_name,
-    )
+    return dist.all_gather(tensor_list, tensor, group, async_op)
 
 
+@_collective("output_tensor")
 def all_gather_into_tensor(
-    output_tensor: torch.Tensor,
-    tensor: torch.Tensor,
-    group: Group = None,
-    async_op: bool = False,
-    *,
-    prof: bool = False,
-    log_name: str | None = None,
-    debug: Any = None,
+    output_tensor: torch.Tensor, tensor: torch.Tensor, group: Group = None, async_op: bool = False, **log: Unpack[Log]
 ) -> Any:
     """Gather equally shaped tensors of all ranks into one, rank-major."""
-    return _run(
-        "all_gather_into_tensor",
-        _size(output_tensor),
-        lambda: all_gather_single(output_tensor, tensor, group=group, async_op=async_op),
-        group,
-        async_op,
-        prof,
-        log_name,
-    )
+    return all_gather_single(output_tensor, tensor, group=group, async_op=async_op)
 
 
+@_collective("input_list")
 def reduce_scatter(
     output: torch.Tensor,
     input_list: list[torch.Tensor],
     op: Any = ReduceOp.SUM,
     group: Group = None,
     async_op: bool = False,
-    *,
-    prof: bool = False,
-    log_name: str | None = None,
-    debug: Any = None,
+    **log: Unpack[Log],
 ) -> Any:
     """Reduce a list of tensors over ranks; rank r keeps entry r."""
-    return _run(
-        "reduce_scatter",
-        _size(input_list),
-        lambda: dist.reduce_scatter(output, input_list, op, group, async_op),
-        group,
-        async_op,
-        prof,
-        log_name,
-    )
+    return dist.reduce_scatter(output, input_list, op, group, async_op)
 
 
+@_collective("tensor")
 def reduce_scatter_tensor(
     output_tensor: torch.Tensor,
     tensor: torch.Tensor,
     op: Any = ReduceOp.SUM,
     group: Group = None,
     async_op: bool = False,
-    *,
-    prof: bool = False,
-    log_name: str | None = None,
-    debug: Any = None,
+    **log: Unpack[Log],
 ) -> Any:
     """Reduce a tensor over ranks; rank r keeps its r-th part."""
-    return _run(
-        "reduce_scatter_tensor",
-        _size(tensor),
-        lambda: reduce_scatter_single(output_tensor, tensor, op=op, group=group, async_op=async_op),
-        group,
-        async_op,
-        prof,
-        log_name,
-    )
+    return reduce_scatter_single(output_tensor, tensor, op=op, group=group, async_op=async_op)
 
 
+@_collective("tensor")
 def all_to_all_single(
     output: torch.Tensor,
     tensor: torch.Tensor,
@@ -294,207 +265,98 @@ def all_to_all_single(
     input_split_sizes: list[int] | None = None,
     group: Group = None,
     async_op: bool = False,
-    *,
-    prof: bool = False,
-    log_name: str | None = None,
-    debug: Any = None,
+    **log: Unpack[Log],
 ) -> Any:
     """Send part r of `tensor` to rank r."""
-    return _run(
-        "all_to_all_single",
-        _size(tensor),
-        lambda: dist.all_to_all_single(output, tensor, output_split_sizes, input_split_sizes, group, async_op),
-        group,
-        async_op,
-        prof,
-        log_name,
-    )
+    return dist.all_to_all_single(output, tensor, output_split_sizes, input_split_sizes, group, async_op)
 
 
+@_collective("input_tensor_list")
 def all_to_all(
     output_tensor_list: list[torch.Tensor],
     input_tensor_list: list[torch.Tensor],
     group: Group = None,
     async_op: bool = False,
-    *,
-    prof: bool = False,
-    log_name: str | None = None,
-    debug: Any = None,
+    **log: Unpack[Log],
 ) -> Any:
     """Send entry r of the input list to rank r."""
-    return _run(
-        "all_to_all",
-        _size(input_tensor_list),
-        lambda: dist.all_to_all(output_tensor_list, input_tensor_list, group, async_op),
-        group,
-        async_op,
-        prof,
-        log_name,
-    )
+    return dist.all_to_all(output_tensor_list, input_tensor_list, group, async_op)
 
 
+@_collective("tensor")
 def gather(
     tensor: torch.Tensor,
     gather_list: list[torch.Tensor] | None = None,
     dst: int = 0,
     group: Group = None,
     async_op: bool = False,
-    *,
-    prof: bool = False,
-    log_name: str | None = None,
-    debug: Any = None,
+    **log: Unpack[Log],
 ) -> Any:
     """Gather equally shaped tensors on global rank `dst`."""
-    return _run(
-        "gather",
-        _size(tensor),
-        lambda: dist.gather(tensor, gather_list, dst, group, async_op),
-        group,
-        async_op,
-        prof,
-        log_name,
-    )
+    return dist.gather(tensor, gather_list, dst, group, async_op)
 
 
+@_collective("tensor")
 def scatter(
     tensor: torch.Tensor,
     scatter_list: list[torch.Tensor] | None = None,
     src: int = 0,
     group: Group = None,
     async_op: bool = False,
-    *,
-    prof: bool = False,
-    log_name: str | None = None,
-    debug: Any = None,
+    **log: Unpack[Log],
 ) -> Any:
     """Give entry r of global rank `src`'s list to rank r."""
-    return _run(
-        "scatter",
-        _size(tensor),
-        lambda: dist.scatter(tensor, scatter_list, src, group, async_op),
-        group,
-        async_op,
-        prof,
-        log_name,
-    )
+    return dist.scatter(tensor, scatter_list, src, group, async_op)
 
 
-def send(
-    tensor: torch.Tensor,
-    dst: int,
-    group: Group = None,
-    tag: int = 0,
-    *,
-    prof: bool = False,
-    log_name: str | None = None,
-    debug: Any = None,
-) -> Any:
+@_collective("tensor")
+def send(tensor: torch.Tensor, dst: int, group: Group = None, tag: int = 0, **log: Unpack[Log]) -> Any:
     """Send a tensor to global rank `dst`."""
-    return _run("send", _size(tensor), lambda: dist.send(tensor, dst, group, tag), group, False, prof, log_name)
+    return dist.send(tensor, dst, group, tag)
 
 
-def recv(
-    tensor: torch.Tensor,
-    src: int | None = None,
-    group: Group = None,
-    tag: int = 0,
-    *,
-    prof: bool = False,
-    log_name: str | None = None,
-    debug: Any = None,
-) -> Any:
+@_collective("tensor")
+def recv(tensor: torch.Tensor, src: int | None = None, group: Group = None, tag: int = 0, **log: Unpack[Log]) -> Any:
     """Receive a tensor from global rank `src` (None: from anyone)."""
-    return _run("recv", _size(tensor), lambda: dist.recv(tensor, src, group, tag), group, False, prof, log_name)
+    return dist.recv(tensor, src, group, tag)
 
 
-def isend(
-    tensor: torch.Tensor,
-    dst: int,
-    group: Group = None,
-    tag: int = 0,
-    *,
-    prof: bool = False,
-    log_name: str | None = None,
-    debug: Any = None,
-) -> Any:
+@_collective("tensor", asynchronous=True)
+def isend(tensor: torch.Tensor, dst: int, group: Group = None, tag: int = 0, **log: Unpack[Log]) -> Any:
     """Send a tensor to global rank `dst` without blocking."""
-    return _run("isend", _size(tensor), lambda: dist.isend(tensor, dst, group, tag), group, True, prof, log_name)
+    return dist.isend(tensor, dst, group, tag)
 
 
-def irecv(
-    tensor: torch.Tensor,
-    src: int | None = None,
-    group: Group = None,
-    tag: int = 0,
-    *,
-    prof: bool = False,
-    log_name: str | None = None,
-    debug: Any = None,
-) -> Any:
+@_collective("tensor", asynchronous=True)
+def irecv(tensor: torch.Tensor, src: int | None = None, group: Group = None, tag: int = 0, **log: Unpack[Log]) -> Any:
     """Receive a tensor from global rank `src` without blocking."""
-    return _run("irecv", _size(tensor), lambda: dist.irecv(tensor, src, group, tag), group, True, prof, log_name)
+    return dist.irecv(tensor, src, group, tag)
 
 
-def barrier(
-    group: Group = None,
-    async_op: bool = False,
-    device_ids: Any = None,
-    *,
-    prof: bool = False,
-    log_name: str | None = None,
-    debug: Any = None,
-) -> Any:
+@_collective(needed=False)
+def barrier(group: Group = None, async_op: bool = False, device_ids: Any = None, **log: Unpack[Log]) -> Any:
     """Block until all ranks of the group are here."""
-    if not is_initialized():
-        return None
-    return _run("barrier", 0, lambda: dist.barrier(group, async_op, device_ids), group, async_op, prof, log_name)
+    return dist.barrier(group, async_op, device_ids)
 
 
+@_collective()
 def monitored_barrier(
-    group: Group = None,
-    timeout: Any = None,
-    wait_all_ranks: bool = False,
-    *,
-    prof: bool = False,
-    log_name: str | None = None,
-    debug: Any = None,
+    group: Group = None, timeout: Any = None, wait_all_ranks: bool = False, **log: Unpack[Log]
 ) -> Any:
     """Barrier (Gloo only) whose failure names the ranks that are missing."""
-    return _run(
-        "monitored_barrier",
-        0,
-        lambda: dist.monitored_barrier(group, timeout, wait_all_ranks),
-        group,
-        False,
-        prof,
-        log_name,
-    )
+    return dist.monitored_barrier(group, timeout, wait_all_ranks)
 
 
+@_collective()
 def all_gather_object(object_list: list[Any], obj: Any, group: Group = None) -> None:
     """Gather picklable objects of all ranks (trusted peers only, as in torch)."""
-    _run(
-        "all_gather_object",
-        0,
-        lambda: dist.all_gather_object(object_list, obj, group),
-        group,
-        False,
-        False,
-        None,
-    )
+    dist.all_gather_object(object_list, obj, group)
 
 
+@_collective()
 def broadcast_object_list(object_list: list[Any], src: int, group: Group = None, device: Any = None) -> None:
     """Copy global rank `src`'s picklable objects to all ranks (trusted peers only, as in torch)."""
-    _run(
-        "broadcast_object_list",
-        0,
-        lambda: dist.broadcast_object_list(object_list, src, group, device),
-        group,
-        False,
-        False,
-        None,
-    )
+    dist.broadcast_object_list(object_list, src, group, device)
 
 
 def log_summary(show_straggler: bool = False, return_dict: bool = False) -> Any:

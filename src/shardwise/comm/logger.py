@@ -98,12 +98,15 @@ class CommsLogger:
         """Whether an operation would be recorded."""
         return self.enabled and (self.prof_all or op in self.prof_ops)
 
-    def append(self, op: str, size: int, seconds: float | None, world: int, line: str = "") -> None:
+    def append(
+        self, op: str, size: int, seconds: float | None, world: int, line: str = "", *, asked: bool = False
+    ) -> None:
         """Record one call: `size` bytes of the whole message in `seconds` over `world` ranks.
 
-        `seconds` is None where the host does not know: waiting for NCCL, it only tells the device to wait.
+        `seconds` is None where the host does not know: waiting for NCCL, it only tells the device to wait. `asked`:
+        this call is to be recorded whatever the settings are.
         """
-        if not self.wants(op):
+        if not (asked or self.wants(op)):
             return
         name = f"{op} | {line}" if self.debug and line else op
         measured = () if seconds is None else (seconds * 1e3, *bandwidths(op, size, seconds, world))

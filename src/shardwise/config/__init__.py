@@ -8,9 +8,9 @@ to be looked up.
 
 from .arguments import config_arguments, config_path
 from .assume import assume
-from .auto import Note
 from .export import Row, describe, effective, json_schema
 from .facts import Facts
+from .problems import Note
 from .read import load
 from .resolve import Resolution, resolve
 from .schema import Config

@@ -9,11 +9,10 @@ from __future__ import annotations
 
 from typing import Any
 
-from .auto import Note
 from .batch import MICRO, TRAIN
 from .clients import FILLS, fills
 from .facts import Facts
-from .problems import dotted
+from .problems import Note, dotted
 from .read import read
 from .scan import scan
 

@@ -12,22 +12,14 @@ from typing import Any, NamedTuple
 
 from . import names
 from .facts import Facts
-from .problems import Path, Problem, dotted
+from .problems import Note, Path, Problem, dotted
 from .scan import Scan, put
-from .schema.base import AUTO
+from .schema.base import AUTO, Section
 from .schema.gradients import METHODS, canonical_method
-from .tree import Key, keys_of
+from .tree import Key, keys_of, takes_any_key
 
 Choice = tuple[Any, str] | None
 _BATCH = ("train_batch_size", "train_micro_batch_size_per_gpu", "gradient_accumulation_steps")
-
-
-class Note(NamedTuple):
-    """A value that the user did not write, or wrote elsewhere, and why it is what it is."""
-
-    path: str
-    value: Any
-    reason: str
 
 
 def _precision(name: str) -> Callable[[Facts], Choice]:
@@ -119,23 +111,25 @@ def _argument(path: Path, found: Scan, facts: Facts) -> _Chosen | str:
         return _Chosen(getattr(facts, name), f"the caller's {name}")
     if name == "warmup_max_lr":
         return _peak(found, facts)
-    if arguments[name] is names.REQUIRED:
+    if arguments[name].field.is_required():
         return f'"auto" needs {name}, a fact that the caller has not given; write a number'
     kind = found.data[section]["type"]
-    return _Chosen(arguments[name], f"the default of {kind}", write=arguments[name] is not None)
+    default = arguments[name].default
+    return _Chosen(default, f"the default of {kind}", write=default is not None)
 
 
-def _arguments(section: str, found: Scan) -> dict[str, Any] | None:
+def _arguments(section: str, found: Scan) -> dict[str, Key] | None:
     """Arguments of the configured class; None if its name is absent or unknown, which other checks report."""
     kind = found.data[section].get("type")
     if not isinstance(kind, str):
         return None
+    model: type[Section] | None
     if section == "compression":
         method = canonical_method(kind)
-        return None if method is None else {name: key.default for name, key in keys_of(METHODS[method]).items()}
-    lookup = names.optimizer_signature if section == "optimizer" else names.schedule_signature
-    signature = lookup(kind)
-    return None if signature is None else signature.arguments
+        model = METHODS[method] if method is not None else None
+    else:
+        model = names.optimizer_model(kind) if section == "optimizer" else names.schedule_model(kind)
+    return None if model is None or takes_any_key(model) else keys_of(model)
 
 
 def _peak(found: Scan, facts: Facts) -> _Chosen:

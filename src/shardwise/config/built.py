@@ -16,6 +16,7 @@ from collections.abc import Callable
 from dataclasses import dataclass
 from typing import Any
 
+from shardwise.absent import CHECKPOINTING
 from shardwise.errors import NotBuiltError
 
 from .problems import Problem, dotted
@@ -96,11 +97,8 @@ def _without_offload(config: Config) -> str:
     )
 
 
-_MEMORY_OF_CHECKPOINTS = {
-    "cpu_checkpointing": "a way to move the saved inputs of recomputed functions to host memory",
-    "contiguous_memory_optimization": "a common buffer for the saved inputs of recomputed functions",
-}
-"""Key of `activation_checkpointing` that asks for another use of memory -> what it asks for."""
+_MEMORY_OF_CHECKPOINTS = ("cpu_checkpointing", "contiguous_memory_optimization")
+"""Keys of `activation_checkpointing` that ask for another use of memory."""
 
 _COMPRESSION = (
     "weight_quantization",
@@ -242,12 +240,12 @@ UNBUILT: tuple[Unbuilt, ...] = (
     *(
         Unbuilt(
             f"activation_checkpointing.{key}",
-            feature,
+            CHECKPOINTING[key],
             _on,
             "leave it out. The section recomputes nothing by itself, in DeepSpeed neither: the model calls "
             "shardwise.checkpointing.checkpoint (Trainer: gradient_checkpointing=True)",
         )
-        for key, feature in _MEMORY_OF_CHECKPOINTS.items()
+        for key in _MEMORY_OF_CHECKPOINTS
     ),
 )
 

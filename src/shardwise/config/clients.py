@@ -8,8 +8,7 @@ from __future__ import annotations
 
 from typing import Any, NamedTuple
 
-from .auto import Note
-from .problems import dotted
+from .problems import Note, dotted
 from .scan import Scan
 
 

@@ -10,11 +10,10 @@ from __future__ import annotations
 
 from typing import Any
 
-from .auto import Note
 from .built import value_at
 from .clients import read_by_clients
-from .names import ONEBIT_OPTIMIZERS, ONEBIT_WITHOUT_EFFECT, canonical_optimizer
-from .problems import dotted
+from .names import optimizer_model
+from .problems import Note, dotted
 from .scan import Scan
 from .schema.root import Config
 from .tree import Key, keys_of, walk
@@ -59,11 +58,11 @@ def without_effect(config: Config, found: Scan, world_size: int = 1) -> tuple[li
 
 def _of_optimizer(config: Config, found: Scan) -> list[Note]:
     """Arguments of optimizers that only other libraries need."""
-    if config.optimizer.type is None or canonical_optimizer(config.optimizer.type) not in ONEBIT_OPTIMIZERS:
-        return []
+    model = optimizer_model(config.optimizer.type) if config.optimizer.type is not None else None
     where = dotted(found.given.get(("optimizer", "params"), ("optimizer", "params")))
-    params = config.optimizer.params
-    return [Note(f"{where}.{name}", params[name], why) for name, why in ONEBIT_WITHOUT_EFFECT.items() if name in params]
+    keys = keys_of(model) if model is not None else {}
+    given = [(name, value, keys[name].no_effect) for name, value in config.optimizer.params.items() if name in keys]
+    return [Note(f"{where}.{name}", value, reason) for name, value, reason in given if reason]
 
 
 def _switched_off(key: Key, value: Any) -> str:

@@ -8,6 +8,7 @@ from __future__ import annotations
 
 from collections.abc import Iterable
 from dataclasses import dataclass
+from typing import Any, NamedTuple
 
 from shardwise.errors import ConfigError
 
@@ -49,6 +50,14 @@ class Problem:
         path = self.path if len(self.path) <= _LONGEST else self.path[:_LONGEST] + "..."
         where = path if self.line is None else f"{path} (line {self.line})"
         return f"{where}: {self.message}"
+
+
+class Note(NamedTuple):
+    """A value that the user did not write, or wrote elsewhere, and why it is what it is."""
+
+    path: str
+    value: Any
+    reason: str
 
 
 def raise_problems(problems: Iterable[Problem], origin: str) -> None:

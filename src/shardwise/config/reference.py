@@ -9,16 +9,25 @@ from __future__ import annotations
 import json
 import re
 import sys
+from collections.abc import Mapping
 from pathlib import Path
 from typing import Any
 
 from .built import UNBUILT, UNHEARD
+from .schema.base import Section
 from .schema.gradients import METHODS
+from .schema.optimizers import NATIVE_OPTIMIZERS
+from .schema.schedules import NATIVE_SCHEDULES
 from .tree import Key, expected, walk
 
 BEGIN = "<!-- keys: made by python -m shardwise.config.reference -->"
 END = "<!-- end of keys -->"
 _HEAD = "| Key | Value, default | Meaning |\n|---|---|---|"
+_MODELS: dict[str, Mapping[str, type[Section]]] = {
+    "optimizer": NATIVE_OPTIMIZERS,
+    "scheduler": NATIVE_SCHEDULES,
+    "compression": METHODS,
+}
 _PARAMETERS = ("aio", "compression_training", "data_efficiency")  # sections whose keys matter to such features only
 _TYPES = (
     (r" \(other usual names of these types work too\)", ""),
@@ -29,7 +38,7 @@ _TYPES = (
     (r"a string or a list of strings", "strings"),
     (r"\ban? (integer|number|string|list|object)\b", r"\1"),
     (r" and a multiple of \d+", ", even"),
-    (r"\binteger\b", "int"),
+    (r"\binteger(s?)\b", r"int\1"),
     (r" ([<>]=?) ", r"\1"),
     (r" and <", "<"),
 )
@@ -43,14 +52,12 @@ def table() -> str:
         parts.append(_HEAD)
         parts.extend(_row(path, key, len(name.split(".")) if name else 0) for path, key in keys)
         parts.append("")
-        if name == "compression":
-            for section in dict.fromkeys(METHODS.values()):
-                methods = ", ".join(f'"{method}"' for method, other in METHODS.items() if other is section)
-                parts.append(f"#### `compression.params` of {methods}\n")
-                parts.append(_HEAD)
-                rows = [(("compression", "params", *path), key) for path, key in walk(section)]
-                parts.extend(_row(path, key, 2) for path, key in rows)
-                parts.append("")
+        tables: dict[tuple[str, ...], list[str]] = {}
+        for kind, model in _MODELS.get(name, {}).items():
+            rows = tuple(_row((name, "params", *path), key, 2) for path, key in walk(model))
+            tables.setdefault(rows, []).append(f'"{kind}"')
+        for rows, kinds in tables.items():
+            parts.extend((f"#### `{name}.params` of {', '.join(kinds)}\n", _HEAD, *rows, ""))
     parts.append("## Keys of features that this version does not have\n")
     parts.append(
         "Values after the colon, the default after the last `=`. A value that asks for the feature is refused. "
@@ -95,14 +102,15 @@ def _row(path: tuple[str, ...], key: Key, skip: int) -> str:
         meaning.append(f"Default: {note}.")
     if any(".".join(path).startswith(entry.path) for entry in UNHEARD):
         meaning.append("**Warning**.")
-    cells = [f"`{name}`{names}", f"{_type(key)}, `{_default(key)}`", " ".join(meaning)]
+    default = "required" if key.field.is_required() else f"`{_default(key)}`"
+    cells = [f"`{name}`{names}", f"{_type(key)}, {default}", " ".join(meaning)]
     return "| " + " | ".join(cell.replace("|", "\\|") for cell in cells) + " |"
 
 
 def _type(key: Key) -> str:
     """The values that a key accepts, in short; that a key whose default is null accepts null is not repeated."""
     text = expected(key)
-    if key.default is None:
+    if not key.field.is_required() and key.default is None:
         text = text.removesuffix(" or null")
     for words, short in _TYPES:
         text = re.sub(words, short, text)

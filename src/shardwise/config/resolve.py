@@ -8,20 +8,19 @@ pass adds to one list of problems, and the list is raised at the end.
 
 from __future__ import annotations
 
-import math
 from dataclasses import dataclass, field, replace
 from typing import Any
 
 from . import names
-from .auto import Note, resolve_autos
+from .auto import resolve_autos
 from .batch import MICRO, STEPS, TRAIN, Batch, solve
 from .built import check_built, unheard, value_at
 from .checks import check_combinations, check_worth_a_warning
 from .compression import check_compression, doubtful_compression, method_name
 from .effects import without_effect
 from .facts import Facts
-from .params import WHOLE_NUMBERS, check_optimizer, check_scheduler
-from .problems import Path, Problem, dotted, raise_problems
+from .params import check_optimizer, check_scheduler, settle
+from .problems import Note, Path, Problem, dotted, raise_problems
 from .read import read
 from .scan import Scan, scan
 from .schema.root import Config
@@ -164,17 +163,7 @@ def _settle(config: Config) -> list[Note]:
         if config.optimizer.type not in (written, written.lower()):
             notes.append(Note("optimizer.type", config.optimizer.type, "the name in torch.optim"))
     config.compression.type = method_name(config)
-    for params, signature in (
-        (config.optimizer.params, names.optimizer_signature(written or "")),
-        (config.scheduler.params, names.schedule_signature(config.scheduler.type or "")),
-    ):
-        for name, default in signature.arguments.items() if signature is not None else ():
-            if isinstance(default, bool) and name in params and isinstance(params[name], int | float):
-                params[name] = bool(params[name])
-    for name in WHOLE_NUMBERS:
-        value = config.scheduler.params.get(name)
-        if isinstance(value, float) and math.isfinite(value):
-            config.scheduler.params[name] = int(value)
+    settle(config)
     return notes
 
 

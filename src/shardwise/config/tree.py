@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import difflib
 import json
+import re
 import types
 from collections.abc import Iterator
 from dataclasses import dataclass
@@ -29,7 +30,6 @@ RETIRED: dict[str, str] = {
 
 _BOUNDS = {"minimum": ">=", "exclusiveMinimum": ">", "maximum": "<=", "exclusiveMaximum": "<"}
 _NUMERIC = ("integer", "number")
-_PLURALS = {"an integer": "integers", "a number": "numbers", "a string": "strings", "an object {...}": "objects"}
 
 
 @dataclass(frozen=True)
@@ -243,6 +243,11 @@ def expected(key: Key) -> str:
     return _in_words(properties[key.name], definitions)
 
 
+def _plural(words: str) -> str:
+    """Write "a number >= 0" as "numbers >= 0"."""
+    return re.sub(r"\ban? (\w+)", r"\1s", words).removesuffix(" {...}")
+
+
 def _in_words(schema: dict[str, Any], definitions: dict[str, Any]) -> str:
     if IN_WORDS in schema:
         return str(schema[IN_WORDS])
@@ -260,7 +265,7 @@ def _in_words(schema: dict[str, Any], definitions: dict[str, Any]) -> str:
     if kind == "array":
         items = schema.get("items", {})
         item = _in_words(items, definitions) if items else ""
-        return f"a list of {_PLURALS.get(item, item)}" if item else "a list"
+        return f"a list of {_plural(item)}" if item else "a list"
     words = {
         "integer": "an integer",
         "number": "a number",

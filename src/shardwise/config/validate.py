@@ -14,8 +14,7 @@ from typing import Any
 
 from pydantic import ValidationError
 
-from .auto import Note
-from .problems import Path, Problem, dotted
+from .problems import Note, Path, Problem, dotted
 from .scan import Scan, put
 from .schema.base import Section
 from .schema.root import Config

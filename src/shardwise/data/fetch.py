@@ -1,10 +1,8 @@
 """What happens to a dataset inside the torch loader: rank shares of a stream, random numbers in workers.
 
-Invariant: fetching batch b of an epoch gives the same result whether the epoch was started at its beginning
-    or
-resumed just before b. Random numbers of worker processes are therefore seeded for each batch, and reading
-past what was already seen leaves the random numbers of the main process, which a checkpoint restores, as
-they were.
+Invariant: fetching batch b of an epoch gives the same result whether the epoch was started at its beginning or resumed
+just before b. Random numbers of worker processes are therefore seeded for each batch, and reading past what was already
+seen leaves the random numbers of the main process, which a checkpoint restores, as they were.
 """
 
 from __future__ import annotations

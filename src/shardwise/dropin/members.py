@@ -8,6 +8,7 @@ from __future__ import annotations
 
 from shardwise.absent import ENGINE, OPS
 from shardwise.dropin.entries import Absent, Entry, absent, joined, members
+from shardwise.engine.getters import GETTERS
 
 PARAMETER = "a released parameter of ZeRO stage 3"
 
@@ -57,44 +58,10 @@ MEMBERS: dict[str, dict[str, Entry]] = {
             "_zero3_consolidated_16bit_state_dict(exclude_frozen_parameters=False)",
             "_consolidated_16bit_state_dict(exclude_frozen_parameters=False)",
         ),
-        # what the configuration says: methods without arguments
-        members("train_batch_size train_micro_batch_size_per_gpu gradient_accumulation_steps steps_per_print"),
-        members("managed_gradient_accumulation dataloader_drop_last optimizer_name optimizer_params get_lr get_mom"),
-        members("optimizer_legacy_fusion scheduler_name scheduler_params get_type gradient_clipping fp16_enabled"),
-        members("bfloat16_enabled fp16_auto_cast fp16_master_weights_and_gradients bf16_master_weights_and_gradients"),
-        members("bf16_optimizer_states loss_scale dynamic_loss_scale initial_dynamic_scale dynamic_loss_scale_args"),
-        members("amp_enabled amp_params torch_autocast_enabled torch_autocast_dtype get_data_types"),
-        members("torch_autocast_lower_precision_safe_modules postscale_gradients gradient_predivide_factor"),
-        members("sparse_gradients_enabled graph_harvesting zero_optimization zero_optimization_stage"),
-        members("zero_optimization_partition_gradients zero_optimization_partition_weights zero_reduce_scatter"),
-        members("zero_allow_untested_optimizer zero_force_ds_cpu_optimizer zero_overlap_comm zero_offload_optimizer"),
-        members("zero_offload_param zero_use_cpu_optimizer zero_cpu_offload zero_partial_offload"),
-        members("zero_sub_group_size zero_reduce_bucket_size zero_multi_rank_bucket_allreduce"),
-        members("zero_allgather_bucket_size zero_allgather_partitions zero_contiguous_gradients"),
-        members("zero_load_from_fp32_weights zero_elastic_checkpoint zero_nvme_offload_optimizer"),
-        members("zero_max_live_parameters zero_max_reuse_distance zero_prefetch_bucket_size"),
-        members("zero_module_granularity_threshold zero_param_persistence_threshold"),
-        members("zero_model_persistence_threshold zero_gather_16bit_weights_on_model_save zero_grad_hooks"),
-        members("zero_legacy_stage1 zero_ignore_unused_parameters zero_save_muon_momentum_buffer_in_memory"),
-        members("zero_round_robin_gradients zero_hpz_partition_size zero_quantized_weights"),
-        members("zero_quantized_nontrainable_weights zero_quantized_gradients zeropp_loco_param"),
-        members("zero_log_trace_cache_warnings zero_allgather_sequential mics_shard_size super_offload"),
-        members("cpuadam_cores_perc zenflow_config swap_tensor_config aio_config is_sanity_checks_enabled"),
-        members("zero_compute_grad_norm zero_parameter_alignment get_data_parallel_rank get_tensor_parallel_rank"),
-        members("get_model_parallel_rank tensor_parallel_config autotp_size compile_autosp compile_autotp"),
-        members("use_node_local_storage load_universal_checkpoint checkpoint_serialization_enabled"),
-        members("checkpoint_writer_enabled checkpoint_tag_validation_enabled checkpoint_tag_validation_fail"),
-        members("wall_clock_breakdown memory_breakdown flops_profiler_enabled flops_profiler_recompute_fwd_factor"),
-        members("flops_profiler_profile_step flops_profiler_module_depth flops_profiler_top_modules"),
-        members("flops_profiler_detailed flops_profiler_output_file log_level autotuning_enabled"),
-        members("autotuning_start_profile_step autotuning_end_profile_step autotuning_metric_path"),
-        members("autotuning_model_info_path autotuning_metric autotuning_profile_model_info"),
-        members("data_efficiency_enabled data_efficiency_config data_sampling_enabled data_sampling_config"),
-        members("curriculum_learning_enabled curriculum_learning_config random_ltd_enabled random_ltd_config"),
-        members("curriculum_enabled_legacy curriculum_params_legacy pld_enabled pld_params pld_theta pld_gamma"),
-        members("eigenvalue_enabled eigenvalue_verbose eigenvalue_max_iter eigenvalue_tol eigenvalue_stability"),
-        members("eigenvalue_gas_boundary_resolution eigenvalue_layer_name eigenvalue_layer_num quantize_training"),
-        members("elasticity_enabled is_elastic_model_parallel_supported"),
+        # what the configuration says
+        members(" ".join(GETTERS)),
+        members("train_batch_size train_micro_batch_size_per_gpu gradient_accumulation_steps get_lr get_mom get_type"),
+        members("get_data_parallel_rank get_tensor_parallel_rank get_model_parallel_rank"),
         {name: Absent(reason) for name, reason in ENGINE.items()},
     ),
     "deepspeed.accelerator.DeepSpeedAccelerator": joined(

@@ -1,5 +1,6 @@
-"""The composition root: from arguments to an engine. Read it from top to bottom;
-each step says why it comes where it does.
+"""The composition root: from arguments to an engine.
+
+Read it from top to bottom; each step says why it comes where it does.
 """
 
 from __future__ import annotations

@@ -394,8 +394,8 @@ class Checkpointing(BackgroundSaving):
             self.training_dataloader.load_state_dict((own if same else loaded.first)["loader"])
         if not same and own["rng"] is not None:
             self._log(
-                f"{path}: saved on {len(loaded.manifest.ranks)} ranks and loaded on {world}; random numbers go on on "
-                "the ranks that both have"
+                f"{path}: saved on {len(loaded.manifest.ranks)} ranks and loaded on {world}; random numbers "
+                "continue on the ranks that both have"
             )
         self._compare_batches(loaded)
         if loaded.rank is not None and loaded.rank["rng"] is not None:

@@ -18,7 +18,7 @@ import torch
 from torch import nn
 
 from shardwise._version import __version__
-from shardwise.absent import ENGINE
+from shardwise.absent import COMPILER, ENGINE
 from shardwise.checkpoint.agree import exchange
 from shardwise.comm.communicator import Communicator
 from shardwise.comm.ledger import user_line
@@ -388,8 +388,7 @@ class Engine(Attributes, BatchSizes, ConfigGetters, Interchange, FaultTolerance,
             self.loss_scaler.reference_weight = reference_for(total / weighted)
 
     def scale(self, loss: torch.Tensor) -> torch.Tensor:
-        """Return the loss to call `backward()` on by hand. The scale enters at the model's outputs,
-        so it is unchanged.
+        """Return the loss to call `backward()` on by hand: unchanged, for the scale enters at the model's outputs.
 
         Raises:
             NotScalarError: it is not one number.
@@ -820,16 +819,17 @@ class Engine(Attributes, BatchSizes, ConfigGetters, Interchange, FaultTolerance,
         Args:
             backend: of torch.compile.
             compile_kwargs: further arguments of torch.compile.
-            schedule: compiler passes by step; not available in this version.
-            compiled_autograd_enabled: not available in this version.
+            schedule: compiler passes by step; not built yet.
+            compiled_autograd_enabled: not built yet.
             options: further arguments of torch.compile, too.
 
         Raises:
             UsageError: a schedule of passes, or compiled autograd, is asked for.
         """
-        for name, asked in (("schedule", schedule), ("compiled_autograd_enabled", compiled_autograd_enabled)):
-            if asked:
-                raise UsageError(f"engine.compile({name}=...) is not available in this version; leave it out")
+        if schedule:
+            raise UsageError(f"engine.compile(schedule=...): {COMPILER}; leave it out")
+        if compiled_autograd_enabled:
+            raise UsageError("engine.compile(compiled_autograd_enabled=True): it is not built yet; leave it out")
         if not self.is_compiled:
             super().compile(backend=backend, **{**(compile_kwargs or {}), **options})
 

@@ -5,9 +5,8 @@ The engine tells it about each of its buffers when the buffer comes and goes, ei
 therefore known exactly at any time, on any device, without asking an allocator.
 
 Events are written into a log and evaluated when somebody asks. A tensor whose purpose becomes known a little after its
-creation
-(optimizer state, made in the middle of a step among temporaries) is thus counted for that purpose from the beginning,
-and never shows up in a peak of something else.
+creation (optimizer state, made in the middle of a step among temporaries) is thus counted for that purpose from the
+beginning, and never shows up in a peak of something else.
 """
 
 from __future__ import annotations

@@ -7,8 +7,9 @@ from typing import Any, ClassVar
 
 import torch
 
+from shardwise.config.options import called
+from shardwise.config.schema import optimizers as schema
 from shardwise.optim.elementwise import Batch, ElementwiseOptimizer
-from shardwise.optim.options import check_not_negative
 
 
 class Adagrad(ElementwiseOptimizer):
@@ -52,6 +53,7 @@ class Adagrad(ElementwiseOptimizer):
         state_dtype: torch.dtype | None = None,
         seed: int = 0,
     ) -> None:
+        called(schema.Adagrad, locals(), name=type(self).__name__)
         defaults = {
             "lr": lr,
             "lr_decay": lr_decay,
@@ -59,7 +61,6 @@ class Adagrad(ElementwiseOptimizer):
             "weight_decay": weight_decay,
             "initial_accumulator_value": initial_accumulator_value,
         }
-        check_not_negative(type(self).__name__, **defaults)
         super().__init__(params, defaults, rounding=rounding, state_dtype=state_dtype, seed=seed)
 
     def initial(self, name: str, group: Mapping[str, Any]) -> float:

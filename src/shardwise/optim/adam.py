@@ -8,8 +8,9 @@ from typing import Any, ClassVar
 import torch
 
 from shardwise.compat import fused_step
+from shardwise.config.options import called
+from shardwise.config.schema import optimizers as schema
 from shardwise.optim.elementwise import Batch, ElementwiseOptimizer
-from shardwise.optim.options import check_betas, check_not_negative
 
 
 class Adam(ElementwiseOptimizer):
@@ -57,8 +58,7 @@ class Adam(ElementwiseOptimizer):
         state_dtype: torch.dtype | None = None,
         seed: int = 0,
     ) -> None:
-        check_not_negative(type(self).__name__, lr=lr, eps=eps, weight_decay=weight_decay)
-        check_betas(type(self).__name__, betas)
+        called(schema.Adam, locals(), name=type(self).__name__)
         defaults = {
             "lr": lr,
             "betas": tuple(betas),

@@ -10,7 +10,6 @@ Outside of an engine, and on one rank, these optimizers step the gradients that 
 
 from __future__ import annotations
 
-import logging
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from typing import Any, Protocol
 
@@ -19,11 +18,7 @@ from torch import nn
 
 from shardwise.comm.communicator import Communicator
 from shardwise.comm.compression.onebit import OnebitAllReduce, Scale, message_bytes
-from shardwise.config import names
-from shardwise.errors import ConfigError, UsageError
-from shardwise.optim.options import check_betas, check_not_negative
-
-_log = logging.getLogger("shardwise")
+from shardwise.errors import UsageError
 
 _CHUNK = {"cpu": 1 << 16}
 _LARGE_CHUNK = 1 << 24
@@ -381,28 +376,3 @@ def decay_rates(group: Mapping[str, Any]) -> tuple[float, float]:
         return 1.0, 1.0
     first, second = group["betas"]
     return 1 - first ** group["step"], (1 - second ** group["variance_step"]) ** 0.5
-
-
-def check_options(name: str, options: Mapping[str, Any]) -> None:
-    """Check the options that these optimizers share, and say which change nothing.
-
-    Raises:
-        ConfigError: a value has no meaning, or asks for what cannot be.
-    """
-    check_not_negative(name, **{key: options[key] for key in ("lr", "eps", "weight_decay")})
-    check_betas(name, options["betas"])
-    counts = [key for key in names.ONEBIT_COUNTS if key in options]
-    checks = [(key, options[key] >= 1 and int(options[key]) == options[key], "an integer >= 1") for key in counts]
-    backends = ", ".join(names.ONEBIT_BACKENDS)
-    checks.append(("comm_backend_name", options["comm_backend_name"] in names.ONEBIT_BACKENDS, f"one of {backends}"))
-    ordered = [(low, high) for low, high in names.ONEBIT_ORDERED if low in options]
-    checks += [(low, options[low] <= options[high], f"at most {high} = {options[high]!r}") for low, high in ordered]
-    for key, fits, expected in checks:
-        if not fits:
-            raise ConfigError(f"{name}({key}=...): expected {expected}, found {options[key]!r}")
-    for key, reason in names.ONEBIT_REFUSED.items():
-        if options[key]:
-            raise ConfigError(f"{name}({key}=True): only False is possible, because {reason}; leave it out")
-    for key, reason in names.ONEBIT_WITHOUT_EFFECT.items():
-        if options[key] not in (False, "nccl"):
-            _log.info("%s: %s=%r changes nothing: %s", name, key, options[key], reason)

@@ -10,8 +10,9 @@ from typing import Any
 
 import torch
 
+from shardwise.config.options import called
+from shardwise.config.schema import optimizers as schema
 from shardwise.optim.layerwise import Layerwise, trust_ratio
-from shardwise.optim.options import check_betas, check_not_negative
 
 
 class Lamb(Layerwise):
@@ -35,7 +36,7 @@ class Lamb(Layerwise):
         amsgrad: False; there is no such variant of LAMB.
 
     Raises:
-        ValueError: a value is out of its range.
+        ConfigError: a value is out of its range.
 
     Example:
         >>> weight = torch.nn.Parameter(torch.tensor([3.0, 4.0]))
@@ -62,17 +63,7 @@ class Lamb(Layerwise):
         min_coeff: float = 0.01,
         amsgrad: bool = False,
     ) -> None:
-        if amsgrad:
-            raise ValueError("amsgrad: LAMB has no such variant; remove it")
-        if max_grad_norm:
-            raise ValueError(
-                f"max_grad_norm: {max_grad_norm}, but clipping is not the optimizer's; use the engine's top-level key "
-                "gradient_clipping, or torch.nn.utils.clip_grad_norm_"
-            )
-        check_not_negative("Lamb", lr=lr, eps=eps, weight_decay=weight_decay, min_coeff=min_coeff)
-        check_betas("Lamb", betas)
-        if not min_coeff <= max_coeff:
-            raise ValueError(f"max_coeff: {max_coeff!r} is less than min_coeff = {min_coeff!r}")
+        called(schema.Lamb, locals())
         defaults = {
             "lr": lr,
             "bias_correction": bias_correction,

@@ -7,8 +7,9 @@ from typing import Any, ClassVar
 
 import torch
 
+from shardwise.config.options import called
+from shardwise.config.schema import optimizers as schema
 from shardwise.optim.elementwise import Batch, ElementwiseOptimizer
-from shardwise.optim.options import check_betas, check_not_negative
 
 
 class Lion(ElementwiseOptimizer):
@@ -53,8 +54,7 @@ class Lion(ElementwiseOptimizer):
         state_dtype: torch.dtype | None = None,
         seed: int = 0,
     ) -> None:
-        check_not_negative(type(self).__name__, lr=lr, weight_decay=weight_decay)
-        check_betas(type(self).__name__, betas)
+        called(schema.Lion, locals(), name=type(self).__name__)
         defaults = {"lr": lr, "betas": tuple(betas), "weight_decay": weight_decay}
         super().__init__(params, defaults, rounding=rounding, state_dtype=state_dtype, seed=seed)
 

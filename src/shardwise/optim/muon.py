@@ -14,10 +14,12 @@ import torch
 from torch.optim.adam import adam
 from torch.optim.adamw import adamw
 
+from shardwise.config.options import called
+from shardwise.config.schema import optimizers as schema
+
 COEFFICIENTS = (3.4445, -4.7750, 2.0315)
 """Of the quintic a x + b x^3 + c x^5, which brings singular values near one in few steps (Jordan et al., 2024)."""
 
-METHODS = ("gram", "standard")
 ADAM_NAMES = ("embed", "lm_head")
 """Matrices with one of these in their name are stepped by Adam."""
 
@@ -124,7 +126,8 @@ class Muon(torch.optim.Optimizer):
         torch_adam: Adam's half runs the implementation that torch picks, not the fused one.
 
     Raises:
-        ValueError: a value is out of its range, or a group for Muon has a vector.
+        ConfigError: a value is out of its range.
+        ValueError: a group for Muon has a vector.
 
     Example:
         >>> model = torch.nn.Linear(3, 2)
@@ -151,13 +154,11 @@ class Muon(torch.optim.Optimizer):
         adam_w_mode: bool = True,
         torch_adam: bool = False,
     ) -> None:
+        found = called(schema.Muon, locals())
         self._lrs = {
             True: next(rate for rate in (muon_lr, lr, MUON_LR) if rate is not None),
             False: next(rate for rate in (adam_lr, lr, ADAM_LR) if rate is not None),
         }
-        for name, rate in (("lr", lr), ("muon_lr", muon_lr), ("adam_lr", adam_lr)):
-            if rate is not None and not rate >= 0:
-                raise ValueError(f"{name}: expected a number >= 0, found {rate!r}")
         defaults = {
             "lr": None,
             "momentum": momentum,
@@ -165,7 +166,7 @@ class Muon(torch.optim.Optimizer):
             "betas": tuple(betas),
             "eps": eps,
             "nesterov": nesterov,
-            "ns_steps": ns_steps,
+            "ns_steps": found.ns_steps,
             "ns_method": ns_method,
             "adam_w_mode": adam_w_mode,
             # Torch's own name: state of fused steps has its count on the device.
@@ -183,7 +184,8 @@ class Muon(torch.optim.Optimizer):
         flag = bool(param_group["use_muon"])
         if param_group.get("lr") is None:
             param_group["lr"] = self._lrs[flag]
-        _check({**self.defaults, **param_group})
+        group = {**self.defaults, **param_group}
+        param_group["ns_steps"] = called(schema.Muon, group).ns_steps
         super().add_param_group(param_group)
         if flag:
             for parameter in param_group["params"]:
@@ -312,17 +314,3 @@ def _is_for_muon(parameter: torch.Tensor, names: Iterable[str]) -> bool:
     if chosen is not None:
         return bool(chosen)
     return parameter.dim() >= 2 and not any(word in name.lower() for name in names for word in ADAM_NAMES)
-
-
-def _check(group: Mapping[str, Any]) -> None:
-    for name in ("lr", "weight_decay", "eps"):
-        if not group[name] >= 0:
-            raise ValueError(f"{name}: expected a number >= 0, found {group[name]!r}")
-    if not 0 <= group["momentum"] < 1:
-        raise ValueError(f"momentum: expected a number in [0, 1), found {group['momentum']!r}")
-    if len(group["betas"]) != 2 or not all(0 <= beta < 1 for beta in group["betas"]):
-        raise ValueError(f"betas: expected two numbers in [0, 1), found {group['betas']!r}")
-    if group["ns_method"] not in METHODS:
-        raise ValueError(f"ns_method: expected {' or '.join(map(repr, METHODS))}, found {group['ns_method']!r}")
-    if not (isinstance(group["ns_steps"], int) and group["ns_steps"] >= 1):
-        raise ValueError(f"ns_steps: expected a whole number >= 1, found {group['ns_steps']!r}")

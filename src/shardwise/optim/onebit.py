@@ -16,15 +16,24 @@ nothing to scale its update by, and signs have no zero.
 
 from __future__ import annotations
 
+import logging
 import math
 from collections.abc import Iterable, Iterator, Mapping
-from typing import Any
+from typing import Any, TypeVar
 
 import torch
 
 from shardwise.comm.compression.onebit import Scale
-from shardwise.optim.communicating import Block, Communicating, Segment, check_options, decay_rates, parts
+from shardwise.config.options import called
+from shardwise.config.schema import optimizers as schema
+from shardwise.config.schema.base import Arguments
+from shardwise.config.tree import keys_of
+from shardwise.optim.communicating import Block, Communicating, Segment, decay_rates, parts
 from shardwise.optim.layerwise import trust_ratio
+
+_log = logging.getLogger("shardwise")
+
+_Model = TypeVar("_Model", bound=Arguments)
 
 
 class _Adam(Communicating):
@@ -139,8 +148,8 @@ class OnebitAdam(_Adam):
         cuda_aware: bool = False,
         comm_backend_name: str = "nccl",
     ) -> None:
-        check_options("OnebitAdam", {**locals()})
-        self.freeze_step = int(freeze_step)
+        found = _checked(schema.OnebitAdam, locals())
+        self.freeze_step = found.freeze_step
         super().__init__(params, _common(lr, betas, eps, weight_decay, bias_correction))
 
     def _is_exact(self, step: int) -> bool:
@@ -221,8 +230,8 @@ class OnebitLamb(Communicating):
         cuda_aware: bool = False,
         comm_backend_name: str = "nccl",
     ) -> None:
-        check_options("OnebitLamb", {**locals()})
-        self.freeze_step = int(freeze_step)
+        found = _checked(schema.OnebitLamb, locals())
+        self.freeze_step = found.freeze_step
         self.coefficients = (min_coeff, max_coeff)
         self.coeff_beta = coeff_beta
         self.factors = (factor_min, factor_max)
@@ -464,11 +473,11 @@ class ZeroOneAdam(_Adam):
         cuda_aware: bool = False,
         comm_backend_name: str = "nccl",
     ) -> None:
-        check_options("ZeroOneAdam", {**locals()})
-        self.var_freeze_step = int(var_freeze_step)
-        self.var_update_scaler = int(var_update_scaler)
-        self.local_step_scaler = int(local_step_scaler)
-        self.local_step_clipper = int(local_step_clipper)
+        found = _checked(schema.ZeroOneAdam, locals())
+        self.var_freeze_step = found.var_freeze_step
+        self.var_update_scaler = found.var_update_scaler
+        self.local_step_scaler = found.local_step_scaler
+        self.local_step_clipper = found.local_step_clipper
         super().__init__(params, _common(lr, betas, eps, weight_decay, bias_correction))
 
     # -- when what happens: functions of the number of steps, so that nothing has to be agreed ------------------------
@@ -659,6 +668,15 @@ class ZeroOneAdam(_Adam):
         _, kept, messages = super().planned_bytes(numel, share, tensors, world)
         apart = world > 1 and self.local_step_clipper > 1
         return kept, kept + (2 * 4 * numel if apart else 0), messages
+
+
+def _checked(model: type[_Model], given: dict[str, Any]) -> _Model:
+    """Check what a constructor is given, and say which of it changes nothing."""
+    found = called(model, given)
+    for name, key in keys_of(model).items():
+        if key.no_effect and given[name] != key.default:
+            _log.info("%s: %s=%r changes nothing: %s", model.__name__, name, given[name], key.no_effect)
+    return found
 
 
 def _common(

@@ -9,17 +9,19 @@ Invariant: every option either changes the optimizer or is refused or logged; no
 
 from __future__ import annotations
 
-import difflib
 import importlib
 import inspect
 import logging
-from collections.abc import Callable, Iterable, Iterator, Mapping
+from collections.abc import Iterable, Iterator, Mapping
 from typing import Any
 
 import torch
 
-from shardwise.config.names import NATIVE_OPTIMIZERS
-from shardwise.errors import ConfigError, NotBuiltError
+from shardwise.config.names import canonical_optimizer, optimizer_model, torch_optimizers, unknown_optimizer
+from shardwise.config.options import checked
+from shardwise.config.schema import optimizers as schema
+from shardwise.config.schema.optimizers import NATIVE_OPTIMIZERS
+from shardwise.errors import ConfigError
 from shardwise.optim.adagrad import Adagrad
 from shardwise.optim.adam import Adam, AdamW
 from shardwise.optim.lamb import Lamb
@@ -67,113 +69,67 @@ def build(
     >>> weight = torch.zeros(3, requires_grad=True)
     >>> type(build("Adam", [weight], {"lr": 0.01}, device="cpu")).__name__
     'AdamW'
-    >>> build("SDG", [weight], {}, device="cpu")
+    >>> build("SDG", [weight], {}, device="cpu")  # doctest: +ELLIPSIS
     Traceback (most recent call last):
         ...
-    shardwise.errors.ConfigError: optimizer.type: unknown optimizer 'SDG'; did you mean SGD?
+    shardwise.errors.ConfigError: optimizer.type: there is no optimizer "SDG" (string), ...
     """
     params = [_group_with_list(entry) for entry in params]
     device = torch.device(device)
-    if name.lower() == "muon":
-        params = _muon_groups(params, named)
-    if (own := _BUILDERS.get(name.lower())) is not None:
-        return own(name, params, dict(options), device, parameter_dtype)
-    classes = _torch_classes()
-    if name in classes:
-        return _construct(classes[name], params, dict(options), device)
-    by_lower_case = {known.lower(): cls for known, cls in classes.items()}
-    if (cls := by_lower_case.get(name.lower())) is not None:
-        return _construct(cls, params, dict(options), device)
-    raise ConfigError(f"optimizer.type: unknown optimizer {name!r}{_suggestion(name, names())}")
+    model = optimizer_model(name)
+    if model is None:
+        raise ConfigError(f"optimizer.type: {unknown_optimizer(name)}")
+    found = checked(model, options, "optimizer.params.{}", name)
+    given = {key: getattr(found, key) for key in options}
+    if isinstance(found, schema.Mup):
+        return _from_mup(name, params, given)
+    if isinstance(found, schema.Elementwise):
+        return _elementwise(name, found, params, given, device, parameter_dtype)
+    if isinstance(found, schema.Muon):
+        return _muon(_muon_groups(params, named), given, device)
+    return _construct(_OURS.get(name.lower()) or torch_optimizers()[canonical_optimizer(name)], params, given, device)
 
 
 def names() -> list[str]:
     """Return the names that `build` accepts without further packages, in the spelling that always works."""
-    classes = _torch_classes()
+    classes = torch_optimizers()
     served = {name.lower() for name in classes}
-    return sorted([*classes, *(name for name in _BUILDERS if name not in served and name not in _MUP)], key=str.lower)
+    return sorted([*classes, *(name for name in NATIVE_OPTIMIZERS if name not in served)], key=str.lower)
 
 
-_TORCH_ONLY = {"amsgrad": False, "maximize": False, "foreach": None, "capturable": False, "differentiable": False,
-               "fused": None}  # fmt: skip
-"""Options that our classes do not have, with the values that ask for nothing."""
+_OURS: dict[str, type[torch.optim.Optimizer]] = {
+    cls.__name__.lower(): cls for cls in (Adagrad, Lion, Lamb, OnebitAdam, OnebitLamb, ZeroOneAdam)
+}
 
 
-def _adam(
-    name: str, params: list[Any], options: dict[str, Any], device: torch.device, parameter_dtype: torch.dtype | None
+def _elementwise(
+    name: str,
+    found: schema.Elementwise,
+    params: list[Any],
+    given: dict[str, Any],
+    device: torch.device,
+    parameter_dtype: torch.dtype | None,
 ) -> torch.optim.Optimizer:
-    """Build Adam from the options that published configurations have; decay is decoupled by default."""
-    decoupled = _pop_flag(options, "adam_w_mode", True)
-    if name.lower() == "adamw" and not decoupled:
-        raise ConfigError(
-            f"optimizer.params.adam_w_mode: false contradicts optimizer.type {name}; use type Adam for weight decay "
-            "that is added to the gradient"
-        )
-    _tell_set_grad_none(options)
-    plain = _pop_flag(options, "torch_adam", False)
-    options.setdefault("weight_decay", 0.0)
-    wanted = _torch_only(options)
-    if not plain and not wanted:
-        chosen: type[torch.optim.Optimizer] = AdamW if decoupled else Adam
-        return _own(chosen, params, options, device, parameter_dtype)
-    cls = torch.optim.AdamW if decoupled else torch.optim.Adam
-    cause = "torch_adam" if plain else wanted[0]
-    for key in ("bias_correction", "fp32_optimizer_states"):
-        if not _pop_flag(options, key, True):
-            raise ConfigError(
-                f"optimizer.params.{key}: false contradicts optimizer.params.{cause} {options.get(cause, True)!r}: "
-                f"torch.optim.{cls.__name__}, which that asks for, does not have it; remove one"
-            )
-    if plain and options.get("fused"):
-        raise ConfigError("optimizer.params.torch_adam: true contradicts optimizer.params.fused true; remove one")
-    if options.get("fused") is None and not plain and not options.get("foreach") and not options.get("differentiable"):
+    """Build Adam, Adagrad or Lion: ours, or torch's if an option asks for that. Weight decay is 0 by default."""
+    if "set_grad_none" in given:
+        _log.info("optimizer.params.set_grad_none changes nothing: the engine owns the gradients and frees them")
+    if isinstance(found, schema.Adam):
+        cls: type[torch.optim.Optimizer] = AdamW if found.adam_w_mode else Adam
+    else:
+        cls = _OURS[name.lower()]
+    plain = found.asks_torch() is None
+    if not plain:
+        cls = getattr(torch.optim, cls.__name__)
+    # What the class does not have asks for nothing, or has decided the class.
+    options = {"weight_decay": 0.0, **{key: given[key] for key in given if key in inspect.signature(cls).parameters}}
+    if plain and not found.fp32_optimizer_states:
+        options["state_dtype"] = _narrow_states(params, parameter_dtype)
+    if not plain and isinstance(found, schema.Adam) and found.leaves_implementation():
         reason = _fused_refusal(cls, params, device)
         options["fused"] = None if reason else True
         if reason:
             _log.warning("%s runs its plain implementation, because torch says: %s", cls.__name__, reason)
-    return _construct(cls, params, options, device, extra=tuple(NATIVE_OPTIMIZERS["adam"]))
-
-
-def _adagrad(
-    name: str, params: list[Any], options: dict[str, Any], device: torch.device, parameter_dtype: torch.dtype | None
-) -> torch.optim.Optimizer:
-    """Build Adagrad, torch's if an option asks for it."""
-    wanted = _torch_only(options)
-    if not wanted:
-        return _own(Adagrad, params, options, device, parameter_dtype)
-    if not _pop_flag(options, "fp32_optimizer_states", True):
-        raise ConfigError(
-            f"optimizer.params.fp32_optimizer_states: false contradicts optimizer.params.{wanted[0]}: that asks for "
-            "torch.optim.Adagrad, which does not have it; remove one"
-        )
-    return _construct(torch.optim.Adagrad, params, options, device, extra=tuple(NATIVE_OPTIMIZERS["adagrad"]))
-
-
-def _lion(
-    name: str, params: list[Any], options: dict[str, Any], device: torch.device, parameter_dtype: torch.dtype | None
-) -> torch.optim.Optimizer:
-    """Build Lion."""
-    return _own(Lion, params, options, device, parameter_dtype)
-
-
-def _onebit(
-    name: str, params: list[Any], options: dict[str, Any], device: torch.device, parameter_dtype: torch.dtype | None
-) -> torch.optim.Optimizer:
-    """Build one of the optimizers that communicate themselves."""
-    return _construct(_ONEBIT[name.lower()], params, options, device)
-
-
-_ONEBIT: dict[str, type[torch.optim.Optimizer]] = {
-    cls.__name__.lower(): cls for cls in (OnebitAdam, OnebitLamb, ZeroOneAdam)
-}
-
-
-def _lamb(
-    name: str, params: list[Any], options: dict[str, Any], device: torch.device, parameter_dtype: torch.dtype | None
-) -> torch.optim.Optimizer:
-    if options.get("max_grad_norm") == 0:
-        del options["max_grad_norm"]
-    return _construct(Lamb, params, options, device, extra=("max_grad_norm",))
+    return _construct(cls, params, options, device)
 
 
 def _muon_groups(params: Iterable[Any], named: Iterable[tuple[str, torch.Tensor]]) -> list[Any]:
@@ -184,24 +140,15 @@ def _muon_groups(params: Iterable[Any], named: Iterable[tuple[str, torch.Tensor]
     return list(muon_groups(params, known))
 
 
-def _muon(
-    name: str, params: list[Any], options: dict[str, Any], device: torch.device, parameter_dtype: torch.dtype | None
-) -> torch.optim.Optimizer:
-    if _pop_flag(options, "per_head_muon", False):
-        raise NotBuiltError(
-            "optimizer.params.per_head_muon: true is not available; matrices are orthogonalised as a whole. Remove "
-            "the key"
-        )
-    plain = _pop_flag(options, "torch_adam", False)
-    if not plain and (reason := _fused_refusal(torch.optim.AdamW, params, device)):
+def _muon(params: list[Any], given: dict[str, Any], device: torch.device) -> torch.optim.Optimizer:
+    if not given.get("torch_adam") and (reason := _fused_refusal(torch.optim.AdamW, params, device)):
         _log.warning("the Adam half of Muon runs its plain implementation, because torch says: %s", reason)
-        plain = True
-    return _construct(Muon, params, {**options, "torch_adam": plain}, device, extra=("per_head_muon",))
+        given["torch_adam"] = True
+    given.pop("per_head_muon", None)
+    return _construct(Muon, params, given, device)
 
 
-def _from_mup(
-    name: str, params: list[Any], options: dict[str, Any], device: torch.device, parameter_dtype: torch.dtype | None
-) -> torch.optim.Optimizer:
+def _from_mup(name: str, params: list[Any], options: dict[str, Any]) -> torch.optim.Optimizer:
     """Build an optimizer of the package mup (Yang et al., "Tensor Programs V", 2022), which is not ours to install."""
     maker = _MUP[name.lower()]
     try:
@@ -211,8 +158,6 @@ def _from_mup(
             f"optimizer.type: {name!r} is {maker} of the package mup, which is not installed ({error}); run "
             "'pip install mup', or pass an instance of another optimizer"
         ) from error
-    for key, value in options.items():
-        _check_option(key, value)
     options = {key: tuple(value) if isinstance(value, list) else value for key, value in options.items()}
     try:
         made = make(params, **options)
@@ -231,42 +176,6 @@ def _from_mup(
 
 _MUP = {"muadam": "MuAdam", "muadamw": "MuAdamW", "musgd": "MuSGD"}
 
-Builder = Callable[
-    [str, list[Any], dict[str, Any], torch.device, "torch.dtype | None"],
-    torch.optim.Optimizer,
-]
-
-_BUILDERS: dict[str, Builder] = {
-    "adam": _adam,
-    "adamw": _adam,
-    "adagrad": _adagrad,
-    "lion": _lion,
-    "lamb": _lamb,
-    "muon": _muon,
-    **dict.fromkeys(_ONEBIT, _onebit),
-    **dict.fromkeys(_MUP, _from_mup),
-}
-
-
-def _own(
-    cls: type[torch.optim.Optimizer],
-    params: list[Any],
-    options: dict[str, Any],
-    device: torch.device,
-    parameter_dtype: torch.dtype | None,
-) -> torch.optim.Optimizer:
-    """Build one of our classes from the options that configurations know."""
-    _tell_set_grad_none(options)
-    internal: dict[str, Any] = {"adam_w_mode": False} if cls is Adam else {}
-    if not _pop_flag(options, "fp32_optimizer_states", True):
-        internal["state_dtype"] = _narrow_states(params, parameter_dtype)
-    if "bias_correction" in options:
-        options["bias_correction"] = _pop_flag(options, "bias_correction", True)
-    for key in _torch_only_names(options):
-        del options[key]  # it asks for nothing
-    known = NATIVE_OPTIMIZERS[cls.__name__.lower()]
-    return _construct(cls, params, options, device, known=known, internal=internal)
-
 
 def _narrow_states(params: list[Any], parameter_dtype: torch.dtype | None) -> torch.dtype:
     """Return the one type of the parameters, in which states are to be kept."""
@@ -278,21 +187,6 @@ def _narrow_states(params: list[Any], parameter_dtype: torch.dtype | None) -> to
         f"optimizer.params.fp32_optimizer_states: false keeps states in the parameters' type, found {found}. "
         "fp16 has too little range for averages of gradients and of their squares; use bf16, or remove the key"
     )
-
-
-def _torch_only_names(options: Mapping[str, Any]) -> list[str]:
-    return [key for key in _TORCH_ONLY if key in options]
-
-
-def _torch_only(options: Mapping[str, Any]) -> list[str]:
-    """Return the options that ask for something that only torch's class has."""
-    return [key for key in _torch_only_names(options) if options[key] is not _TORCH_ONLY[key]]
-
-
-def _tell_set_grad_none(options: dict[str, Any]) -> None:
-    if "set_grad_none" in options:
-        _pop_flag(options, "set_grad_none", True)
-        _log.info("optimizer.params.set_grad_none changes nothing: the engine owns the gradients and frees them")
 
 
 def _fused_refusal(cls: type[torch.optim.Optimizer], params: list[Any], device: torch.device) -> str | None:
@@ -311,67 +205,19 @@ def _fused_refusal(cls: type[torch.optim.Optimizer], params: list[Any], device: 
 
 
 def _construct(
-    cls: type[torch.optim.Optimizer],
-    params: list[Any],
-    options: dict[str, Any],
-    device: torch.device,
-    *,
-    extra: tuple[str, ...] = (),
-    known: Iterable[str] | None = None,
-    internal: Mapping[str, Any] | None = None,
+    cls: type[torch.optim.Optimizer], params: list[Any], options: dict[str, Any], device: torch.device
 ) -> torch.optim.Optimizer:
-    """Call the class; turn wrong option names and values into errors that name the key.
-
-    Args:
-        cls: class of torch.optim, or one of our own.
-        params: its first argument.
-        options: its keyword arguments, as configured.
-        device: where the step will run.
-        extra: option names that the caller has dealt with, for suggestions only.
-        known: the options that may be configured; None: all that the class has.
-        internal: more keyword arguments.
-    """
-    accepted = [key for key in known or inspect.signature(cls).parameters if key != "params"]
-    for key, value in options.items():
-        where = _check_option(key, value)
-        if key not in accepted:
-            raise ConfigError(
-                f"{where}: {cls.__name__} has no such option{_suggestion(key, [*accepted, *extra])} (it has "
-                f"{', '.join(sorted({*accepted, *extra}))})"
-            )
-        if isinstance(value, list):
-            options[key] = tuple(value)
+    """Call the class; turn what it refuses into an error that names the key."""
     if options.get("fused") and (reason := _fused_refusal(cls, params, device)):
         raise ConfigError(f"optimizer.params.fused: true is not possible, because torch says: {reason}; remove the key")
     try:
-        return cls(params, **options, **(internal or {}))
+        return cls(params, **options)
     except torch.OutOfMemoryError:
         raise
     except (TypeError, ValueError, RuntimeError) as error:
-        if isinstance(error, ConfigError) and str(error).startswith("optimizer."):
-            raise
         given = ", ".join(f"{key}={value!r}" for key, value in options.items())
         origin = "torch.optim" if cls.__module__.startswith("torch.") else "shardwise.optim"
         raise ConfigError(f"optimizer.params: {origin}.{cls.__name__} refuses ({given}): {error}") from error
-
-
-def _check_option(key: str, value: Any) -> str:
-    """Raise for what is no option of any optimizer; return where it is written."""
-    where = f"optimizer.params.{key}"
-    if key == "max_grad_norm":
-        raise ConfigError(f"{where}: clipping is not the optimizer's; use the top-level key gradient_clipping")
-    if isinstance(value, str) and value == "auto":
-        raise ConfigError(f"{where}: 'auto' has to be replaced by a value before the optimizer is built")
-    return where
-
-
-def _torch_classes() -> dict[str, type[torch.optim.Optimizer]]:
-    """Every optimizer class of torch.optim by name."""
-    return {
-        name: value
-        for name, value in vars(torch.optim).items()
-        if isinstance(value, type) and issubclass(value, torch.optim.Optimizer) and value is not torch.optim.Optimizer
-    }
 
 
 def _group_with_list(entry: Any) -> Any:
@@ -389,16 +235,3 @@ def _tensors(params: Iterable[Any]) -> Iterator[torch.Tensor]:
             yield from _tensors([group] if isinstance(group, torch.Tensor) else group)
         else:
             yield entry[1] if isinstance(entry, tuple) else entry
-
-
-def _pop_flag(options: dict[str, Any], key: str, default: bool) -> bool:
-    value = options.pop(key, default)
-    if not isinstance(value, bool):
-        raise ConfigError(f"optimizer.params.{key}: expected true or false, found {value!r}")
-    return value
-
-
-def _suggestion(name: str, known: Iterable[str]) -> str:
-    lower = {entry.lower(): entry for entry in known}
-    near = difflib.get_close_matches(name.lower(), lower, n=3)
-    return f"; did you mean {' or '.join(lower[entry] for entry in near)}?" if near else ""

@@ -36,9 +36,8 @@ class LossScaler:
     - Overflow, tolerance above 1: the tolerance falls by one; the scale stays.
     - Overflow, tolerance 1: the scale is halved, but not below `min_loss_scale`. If it is there already,
       `LossScaleError` ends the run.
-    - No overflow: with `consecutive_hysteresis` the tolerance is restored. After `loss_scale_window` such
-    steps in
-      a row the scale is doubled, the tolerance restored and the count begins anew.
+    - No overflow: with `consecutive_hysteresis` the tolerance is restored. After `loss_scale_window` such steps in a
+      row the scale is doubled, the tolerance restored and the count begins anew.
 
     Args:
         loss_scale: the static scale; 0 means dynamic.

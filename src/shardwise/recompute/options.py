@@ -4,17 +4,10 @@ from __future__ import annotations
 
 from typing import Any
 
+from shardwise.absent import CHECKPOINTING
 from shardwise.comm.api import get_world_size
 from shardwise.config import resolve
 from shardwise.errors import NotBuiltError
-
-_UNBUILT = {
-    "partition_activations": "splitting saved inputs over tensor-parallel ranks",
-    "contiguous_checkpointing": "keeping saved inputs in one buffer",
-    "checkpoint_in_cpu": "moving saved inputs to host memory",
-    "synchronize": "synchronizing the device at every checkpoint",
-    "profile": "timing checkpointed functions",
-}
 
 _KEYS = {
     "partition_activations": "partition_activations",
@@ -67,15 +60,16 @@ def configure(
         "profile": profile,
     }
     for name, value in given.items():
+        key = _KEYS[name]
         if value:
             raise NotBuiltError(
-                f"checkpointing.configure({name}={value!r}): this version does not have {_UNBUILT[name]}; pass False "
-                "or leave it out"
+                f"checkpointing.configure({name}={value!r}): this version does not have {CHECKPOINTING[key]}; pass "
+                "False or leave it out"
             )
-        if value is None and section is not None and getattr(section, _KEYS[name]):
+        if value is None and section is not None and getattr(section, key):
             raise NotBuiltError(
-                f"checkpointing.configure(): activation_checkpointing.{_KEYS[name]}: this version does not have "
-                f"{_UNBUILT[name]}; set it to false or pass {name}=False"
+                f"checkpointing.configure(): activation_checkpointing.{key}: this version does not have "
+                f"{CHECKPOINTING[key]}; set it to false or pass {name}=False"
             )
     size = 1 if mpu_ is None else int(mpu_.get_model_parallel_world_size())
     if size > 1:
@@ -112,5 +106,5 @@ def partition_activations_in_checkpoint(partition_activation: bool) -> None:
     if partition_activation:
         raise NotBuiltError(
             f"checkpointing.partition_activations_in_checkpoint({partition_activation!r}): this version does not have "
-            f"{_UNBUILT['partition_activations']}; pass False or leave the call out"
+            f"{CHECKPOINTING['partition_activations']}; pass False or leave the call out"
         )

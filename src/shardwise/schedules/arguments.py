@@ -7,10 +7,11 @@ default holds where neither says anything.
 from __future__ import annotations
 
 import argparse
-from collections.abc import Callable, Mapping, MutableMapping
+from collections.abc import Iterable, Mapping, MutableMapping
 from typing import Any
 
-from shardwise.config.names import NATIVE_SCHEDULES
+from shardwise.config.schema.schedules import NATIVE_SCHEDULES
+from shardwise.config.tree import Key, expected, keys_of
 
 
 def _boolean(text: str) -> bool:
@@ -20,31 +21,14 @@ def _boolean(text: str) -> bool:
     return lower == "true"
 
 
-_FLAGS: dict[str, tuple[Callable[[str], Any], str]] = {
-    "lr_range_test_min_lr": (float, "LRRangeTest: first rate"),
-    "lr_range_test_step_rate": (float, "LRRangeTest: growth, in multiples of the first rate"),
-    "lr_range_test_step_size": (int, "LRRangeTest: steps in which the rate grows so much"),
-    "lr_range_test_staircase": (_boolean, "LRRangeTest: grow once every step_size steps"),
-    "cycle_first_step_size": (int, "OneCycle: steps up"),
-    "cycle_second_step_size": (int, "OneCycle: steps down; default: as many as up"),
-    "cycle_first_stair_count": (int, "OneCycle: stairs up; 0: a straight line"),
-    "cycle_second_stair_count": (int, "OneCycle: stairs down; default: as many as up"),
-    "cycle_min_lr": (float, "OneCycle: lowest rate"),
-    "cycle_max_lr": (float, "OneCycle: highest rate"),
-    "decay_lr_rate": (float, "OneCycle: decay of the rate after the cycle"),
-    "decay_step_size": (int, "OneCycle: steps in which the rate decays so much; 0: no decay"),
-    "cycle_momentum": (_boolean, "OneCycle: cycle the momentum, too"),
-    "cycle_min_mom": (float, "OneCycle: lowest momentum"),
-    "cycle_max_mom": (float, "OneCycle: highest momentum"),
-    "decay_mom_rate": (float, "OneCycle: growth of the momentum after the cycle"),
-    "warmup_min_lr": (float, "WarmupLR, WarmupDecayLR: first rate"),
-    "warmup_max_lr": (float, "WarmupLR, WarmupDecayLR: rate after the warm-up; default: the optimizer's"),
-    "warmup_num_steps": (int, "warm-up schedules: length of the warm-up"),
-    "warmup_type": (str, "warm-up schedules: log or linear"),
-    "warmup_min_ratio": (float, "WarmupCosineLR: first fraction of the optimizer's rate"),
-    "total_num_steps": (int, "WarmupDecayLR, WarmupCosineLR: length of the schedule"),
-    "cos_min_ratio": (float, "WarmupCosineLR: last fraction of the optimizer's rate"),
-}
+def _flags() -> dict[str, tuple[Key, list[str]]]:
+    """Every argument that a schedule of ours has, with the schedules that have it."""
+    flags: dict[str, tuple[Key, list[str]]] = {}
+    for schedule, model in NATIVE_SCHEDULES.items():
+        for name, key in keys_of(model).items():
+            flags.setdefault(name, (key, []))[1].append(schedule)
+    del flags["last_batch_iteration"]
+    return flags
 
 
 def add_tuning_arguments(parser: argparse.ArgumentParser) -> argparse.ArgumentParser:
@@ -66,12 +50,16 @@ def add_tuning_arguments(parser: argparse.ArgumentParser) -> argparse.ArgumentPa
     """
     group = parser.add_argument_group("learning-rate schedule", "arguments of the schedule; configuration keys by name")
     group.add_argument("--lr_schedule", default=None, metavar="NAME", help=f"one of {', '.join(NATIVE_SCHEDULES)}")
-    for name, (kind, text) in _FLAGS.items():
-        if kind is _boolean:
-            group.add_argument(f"--{name}", type=kind, default=None, nargs="?", const=True, metavar="BOOL", help=text)
+    for name, (key, owners) in _flags().items():
+        words, text = expected(key), f"{', '.join(owners)}: {key.field.description}"
+        if "true or false" in words:
+            group.add_argument(
+                f"--{name}", type=_boolean, default=None, nargs="?", const=True, metavar="BOOL", help=text
+            )
         elif name == "warmup_type":
             group.add_argument(f"--{name}", default=None, choices=("log", "linear"), help=text)
         else:
+            kind = int if "integer" in words else float
             group.add_argument(f"--{name}", type=kind, default=None, metavar=kind.__name__.upper(), help=text)
     return parser
 
@@ -97,7 +85,7 @@ def override_params(args: object, params: MutableMapping[str, Any]) -> None:
     >>> params
     {'warmup_num_steps': 20, 'warmup_type': 'linear'}
     """
-    params.update(_given(args, _FLAGS))
+    params.update(_given(args, _flags()))
 
 
 def get_config_from_args(args: object) -> tuple[dict[str, Any] | None, str]:
@@ -115,7 +103,7 @@ def get_config_from_args(args: object) -> tuple[dict[str, Any] | None, str]:
         return None, "--lr_schedule is not given"
     if name not in NATIVE_SCHEDULES:
         return None, f"--lr_schedule {name}: expected one of {', '.join(NATIVE_SCHEDULES)}"
-    return {"type": name, "params": _given(args, NATIVE_SCHEDULES[name])}, ""
+    return {"type": name, "params": _given(args, keys_of(NATIVE_SCHEDULES[name]))}, ""
 
 
 _HIGHEST = {
@@ -149,10 +137,10 @@ def get_lr_from_config(config: Mapping[str, Any]) -> tuple[Any, str]:
     if key is None:
         return None, f"{name} is none of {', '.join(NATIVE_SCHEDULES)}"
     params = config.get("params") or {}
-    default = NATIVE_SCHEDULES[name][key]
+    default = NATIVE_SCHEDULES[name].model_fields[key].default
     rate = params.get(key, default if isinstance(default, float) else None)
     return (rate, "") if rate is not None else (None, f"{name} has no `{key}`")
 
 
-def _given(args: object, keys: Mapping[str, Any]) -> dict[str, Any]:
+def _given(args: object, keys: Iterable[str]) -> dict[str, Any]:
     return {name: value for name in keys if (value := getattr(args, name, None)) is not None}

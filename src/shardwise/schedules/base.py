@@ -10,13 +10,20 @@ pure function, resuming at any k gives the same rates as never having stopped.
 from __future__ import annotations
 
 import operator
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
 from typing import Any, ClassVar
 
 import torch
 from torch.optim.lr_scheduler import LRScheduler
 
+from shardwise.config.schema.base import Arguments
 from shardwise.errors import CheckpointError, ConfigError
+
+Rates = float | Sequence[float]
+"""One value for all parameter groups, or one for each."""
+
+ARGUMENT = "scheduler.params.{}"
+"""Where an argument of a schedule stands."""
 
 
 class StepSchedule(LRScheduler):
@@ -35,12 +42,15 @@ class StepSchedule(LRScheduler):
     _after: ClassVar[int] = 0
     """How many steps after the one that `step(k)` names is the one whose rate it puts in force."""
 
+    _given: Arguments
+    """Arguments of our own schedules."""
+
     def __init__(self, optimizer: torch.optim.Optimizer, last_batch_iteration: int = -1) -> None:
         # torch's constructor is not called: it would replace optimizer.step to warn about the order of
         # calls, and would count one step.
         self.optimizer = optimizer
         self._step_count = 0  # public code that adjusts torch schedulers increments it
-        self._apply(_integer(last_batch_iteration, "scheduler.params.last_batch_iteration", -1) + 1)
+        self._apply(_integer(last_batch_iteration, ARGUMENT.format("last_batch_iteration"), -1) + 1)
 
     def group_lr(self, step: int, index: int, own_lr: float) -> float:
         """Return the learning rate of one parameter group in one step. Must depend on nothing else.
@@ -109,6 +119,23 @@ class StepSchedule(LRScheduler):
                 f"learning-rate schedule state 'last_batch_iteration': expected an integer >= 0, found {step!r}"
             )
         self._apply(step)
+
+    def _value(self, name: str, index: int) -> float:
+        """Return an argument for one parameter group."""
+        found = getattr(self._given, name)
+        if not isinstance(found, list):
+            return float(found)
+        groups = len(self.optimizer.param_groups)
+        if len(found) != groups:
+            raise ConfigError(
+                f"{ARGUMENT.format(name)}: expected one value for each of the optimizer's {groups} parameter groups, "
+                f"found {len(found)}"
+            )
+        return float(found[index])
+
+    def _values(self, name: str) -> list[float]:
+        """Return an argument for each parameter group."""
+        return [self._value(name, index) for index in range(len(self.optimizer.param_groups))]
 
     def _own_lrs(self) -> list[float]:
         groups = self.optimizer.param_groups

@@ -14,20 +14,9 @@ import logging
 
 import torch
 
-from shardwise.schedules.base import StepSchedule, has_momentum
-from shardwise.schedules.values import (
-    Rates,
-    check_order,
-    count,
-    flag,
-    momenta,
-    number,
-    of_group,
-    of_groups,
-    positive_integer,
-    positive_rates,
-    rates,
-)
+from shardwise.config.options import called
+from shardwise.config.schema import schedules as schema
+from shardwise.schedules.base import ARGUMENT, Rates, StepSchedule, has_momentum
 
 _log = logging.getLogger("shardwise")
 
@@ -131,6 +120,7 @@ class LRRangeTest(StepSchedule):
     """
 
     _after = 1
+    _given: schema.LRRangeTest
 
     def __init__(
         self,
@@ -141,21 +131,21 @@ class LRRangeTest(StepSchedule):
         lr_range_test_staircase: bool = False,
         last_batch_iteration: int = -1,
     ) -> None:
-        self._min_lr = positive_rates(lr_range_test_min_lr, "lr_range_test_min_lr")
-        self._step_size = positive_integer(lr_range_test_step_size, "lr_range_test_step_size")
-        self._step_rate = number(lr_range_test_step_rate, "lr_range_test_step_rate")
-        self._staircase = flag(lr_range_test_staircase, "lr_range_test_staircase")
+        self._given = called(schema.LRRangeTest, locals(), ARGUMENT)
         super().__init__(optimizer, last_batch_iteration)
 
     @property
     def min_lr(self) -> list[float]:
         """Each group's rate in step 0."""
-        return of_groups(self._min_lr, len(self.optimizer.param_groups), "lr_range_test_min_lr")
+        return self._values("lr_range_test_min_lr")
 
     def group_lr(self, step: int, index: int, own_lr: float) -> float:
         """Return the lowest rate x multiple of the step; the group's own rate plays no part."""
-        least = of_group(self._min_lr, index, len(self.optimizer.param_groups), "lr_range_test_min_lr")
-        return least * lr_range_test(step, self._step_size, self._step_rate, self._staircase)
+        given = self._given
+        multiple = lr_range_test(
+            step, given.lr_range_test_step_size, given.lr_range_test_step_rate, given.lr_range_test_staircase
+        )
+        return self._value("lr_range_test_min_lr", index) * multiple
 
 
 class OneCycle(StepSchedule):
@@ -196,6 +186,7 @@ class OneCycle(StepSchedule):
     """
 
     _after = 1
+    _given: schema.OneCycle
 
     def __init__(
         self,
@@ -214,35 +205,15 @@ class OneCycle(StepSchedule):
         decay_mom_rate: float = 0.0,
         last_batch_iteration: int = -1,
     ) -> None:
-        groups = len(optimizer.param_groups)
-        self._min_lr = rates(cycle_min_lr, "cycle_min_lr")
-        self._max_lr = rates(cycle_max_lr, "cycle_max_lr")
-        check_order(self._min_lr, self._max_lr, groups, "cycle_min_lr", "cycle_max_lr")
-        self._first = positive_integer(cycle_first_step_size, "cycle_first_step_size")
-        self._second = (
-            self._first if cycle_second_step_size is None else count(cycle_second_step_size, "cycle_second_step_size")
-        )
-        self._first_stairs = count(cycle_first_stair_count, "cycle_first_stair_count")
-        self._second_stairs = (
-            self._first_stairs
-            if cycle_second_stair_count is None
-            else count(cycle_second_stair_count, "cycle_second_stair_count")
-        )
-        self._decay_step_size = count(decay_step_size, "decay_step_size")
-        self._decay_lr_rate = number(decay_lr_rate, "decay_lr_rate")
-        self._min_mom = momenta(cycle_min_mom, "cycle_min_mom")
-        self._max_mom = momenta(cycle_max_mom, "cycle_max_mom")
-        check_order(self._min_mom, self._max_mom, groups, "cycle_min_mom", "cycle_max_mom")
-        self._decay_mom_rate = number(decay_mom_rate, "decay_mom_rate")
-        self._cycle_momentum = flag(cycle_momentum, "cycle_momentum")
-        if self._cycle_momentum and not all(map(has_momentum, optimizer.param_groups)):
+        self._given = called(schema.OneCycle, locals(), ARGUMENT)
+        if self._given.cycle_momentum and not all(map(has_momentum, optimizer.param_groups)):
             _log.warning(
                 "scheduler.params.cycle_momentum: %s has neither `betas` nor `momentum`%s, so there is no momentum to "
                 "cycle; only the learning rate is. Set it to false",
                 type(optimizer).__name__,
                 " in some parameter groups" if any(map(has_momentum, optimizer.param_groups)) else "",
             )
-        if not self._decay_step_size and (self._decay_lr_rate or self._decay_mom_rate):
+        if not self._given.decay_step_size and (self._given.decay_lr_rate or self._given.decay_mom_rate):
             _log.warning(
                 "scheduler.params.decay_step_size: 0 means that nothing decays after the cycle, so decay_lr_rate and "
                 "decay_mom_rate have no effect"
@@ -252,41 +223,45 @@ class OneCycle(StepSchedule):
     @property
     def min_lrs(self) -> list[float]:
         """Each group's lowest rate."""
-        return of_groups(self._min_lr, len(self.optimizer.param_groups), "cycle_min_lr")
+        return self._values("cycle_min_lr")
 
     @property
     def max_lrs(self) -> list[float]:
         """Each group's highest rate."""
-        return of_groups(self._max_lr, len(self.optimizer.param_groups), "cycle_max_lr")
+        return self._values("cycle_max_lr")
 
     def fraction(self, step: int) -> float:
         """Return how far the rate is from the minimum (0) to the maximum (1) in one step."""
-        return one_cycle(step, self._first, self._second, self._first_stairs, self._second_stairs)
+        given = self._given
+        return one_cycle(
+            step,
+            given.cycle_first_step_size,
+            given.cycle_second_step_size,
+            given.cycle_first_stair_count,
+            given.cycle_second_stair_count,
+        )
 
     def group_lr(self, step: int, index: int, own_lr: float) -> float:
         """Return the rate of the cycle or of the decay; the group's own rate plays no part."""
-        groups = len(self.optimizer.param_groups)
-        least = of_group(self._min_lr, index, groups, "cycle_min_lr")
-        most = of_group(self._max_lr, index, groups, "cycle_max_lr")
-        return _between(least, most, self.fraction(step)) / self._decay(step, self._decay_lr_rate)
+        least, most = self._value("cycle_min_lr", index), self._value("cycle_max_lr", index)
+        return _between(least, most, self.fraction(step)) / self._decay(step, self._given.decay_lr_rate)
 
     def get_mom(self) -> list[float | None] | None:
         """Return each group's momentum in force, computed anew (None of groups that have none); None if it is not
         cycled."""
-        return self.momentum(self.last_epoch) if self._cycle_momentum else None
+        return self.momentum(self.last_epoch) if self._given.cycle_momentum else None
 
     def group_momentum(self, step: int, index: int) -> float | None:
         """Return the momentum of the cycle or of the decay; None if it is not cycled."""
-        groups = self.optimizer.param_groups
-        if not self._cycle_momentum or not has_momentum(groups[index]):
+        if not self._given.cycle_momentum or not has_momentum(self.optimizer.param_groups[index]):
             return None
-        least = of_group(self._min_mom, index, len(groups), "cycle_min_mom")
-        most = of_group(self._max_mom, index, len(groups), "cycle_max_mom")
-        grown = _between(most, least, self.fraction(step)) * self._decay(step, self._decay_mom_rate)
+        least, most = self._value("cycle_min_mom", index), self._value("cycle_max_mom", index)
+        grown = _between(most, least, self.fraction(step)) * self._decay(step, self._given.decay_mom_rate)
         return min(grown, max(most, MOST_MOMENTUM))
 
     def _decay(self, step: int, rate: float) -> float:
-        return one_cycle_decay(step, self._first + self._second, self._decay_step_size, rate)
+        first, second = self._given.cycle_first_step_size, self._given.cycle_second_step_size
+        return one_cycle_decay(step, first + (first if second is None else second), self._given.decay_step_size, rate)
 
 
 def _between(start: float, stop: float, fraction: float) -> float:

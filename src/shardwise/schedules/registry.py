@@ -7,17 +7,16 @@ after each update.
 
 from __future__ import annotations
 
-import difflib
-import inspect
-from collections.abc import Iterable, Mapping
+from collections.abc import Mapping
 from typing import Any
 
 import torch
 from torch.optim import lr_scheduler
 
-from shardwise.config.names import UNUSABLE_SCHEDULES
+from shardwise.config.names import UNUSABLE_SCHEDULES, schedule_model, torch_schedules, unknown_schedule
+from shardwise.config.options import checked
 from shardwise.errors import ConfigError
-from shardwise.schedules.base import StepSchedule
+from shardwise.schedules.base import ARGUMENT, StepSchedule
 from shardwise.schedules.cycle import LRRangeTest, OneCycle
 from shardwise.schedules.warmup import WarmupCosineLR, WarmupDecayLR, WarmupLR
 
@@ -43,19 +42,19 @@ def build(name: str, optimizer: torch.optim.Optimizer, params: Mapping[str, Any]
     >>> optimizer = torch.optim.SGD([torch.zeros(1)], lr=0.1)
     >>> build("WarmupLR", optimizer, {"warmup_num_steps": 10}).get_last_lr()
     [0.0]
-    >>> build("SteppLR", optimizer, {})
+    >>> build("SteppLR", optimizer, {})  # doctest: +ELLIPSIS
     Traceback (most recent call last):
         ...
-    shardwise.errors.ConfigError: scheduler.type: unknown schedule 'SteppLR'; did you mean StepLR?
+    shardwise.errors.ConfigError: scheduler.type: there is no schedule "SteppLR" (string), ...
     """
     if name in UNUSABLE_SCHEDULES:
         raise ConfigError(f"scheduler.type: {name} cannot be built from a configuration: {UNUSABLE_SCHEDULES[name]}")
-    cls = _classes().get(name)
-    if cls is None:
-        raise ConfigError(f"scheduler.type: unknown schedule {name!r}{_suggestion(name, names())}")
-    _check_arguments(cls, params)
+    model = schedule_model(name)
+    if model is None:
+        raise ConfigError(f"scheduler.type: {unknown_schedule(name)}")
+    found = checked(model, params, ARGUMENT, name)
     try:
-        return cls(optimizer, **params)
+        return _classes()[name](optimizer, **{key: getattr(found, key) for key in params})
     except ConfigError:
         raise
     except (TypeError, ValueError, KeyError) as error:
@@ -68,28 +67,5 @@ def names() -> list[str]:
     return [name for name in _classes() if name not in UNUSABLE_SCHEDULES]
 
 
-def _classes() -> dict[str, type[Any]]:
-    return {**{name: getattr(lr_scheduler, name) for name in lr_scheduler.__all__}, **_OURS}
-
-
-def _check_arguments(cls: type[Any], params: Mapping[str, Any]) -> None:
-    known = {name: parameter for name, parameter in inspect.signature(cls).parameters.items() if name != "optimizer"}
-    for key, value in params.items():
-        if key not in known:
-            raise ConfigError(
-                f"scheduler.params.{key}: {cls.__name__} has no such option{_suggestion(key, known)} (it has "
-                f"{', '.join(known)})"
-            )
-        if isinstance(value, str) and value == "auto":
-            raise ConfigError(
-                f"scheduler.params.{key}: 'auto' has to be replaced by a value before the schedule is built"
-            )
-    for key, parameter in known.items():
-        if parameter.default is inspect.Parameter.empty and key not in params:
-            raise ConfigError(f"scheduler.params.{key}: {cls.__name__} needs this option; add it")
-
-
-def _suggestion(name: str, known: Iterable[str]) -> str:
-    lower = {entry.lower(): entry for entry in known}
-    near = difflib.get_close_matches(name.lower(), lower, n=2, cutoff=0.7)
-    return f"; did you mean {' or '.join(lower[entry] for entry in near)}?" if near else ""
+def _classes() -> dict[str, Any]:
+    return {**torch_schedules(), **_OURS}

@@ -12,17 +12,14 @@ from __future__ import annotations
 
 import logging
 import math
-from typing import Any
 
 import torch
 
-from shardwise.errors import ConfigError
-from shardwise.schedules.base import StepSchedule
-from shardwise.schedules.values import Rates, count, number, of_group, of_groups, rates
+from shardwise.config.options import called
+from shardwise.config.schema import schedules as schema
+from shardwise.schedules.base import ARGUMENT, Rates, StepSchedule
 
 _log = logging.getLogger("shardwise")
-
-_TYPES = ("log", "linear")
 
 
 def warmup(step: int, warmup_num_steps: int, warmup_type: str = "log") -> float:
@@ -84,18 +81,17 @@ def warmup_cosine(
 class _Warmup(StepSchedule):
     """A schedule that begins with a warm-up."""
 
-    _num_steps: int
-    _type: str
+    _given: schema.Warmup
 
     @property
     def warmup_num_steps(self) -> int:
         """Length of the warm-up, at least 2."""
-        return max(2, self._num_steps)
+        return max(2, self._given.warmup_num_steps)
 
     @property
     def warmup_type(self) -> str:
         """Form of the warm-up: "log" or "linear"."""
-        return self._type
+        return self._given.warmup_type
 
 
 class WarmupLR(_Warmup):
@@ -122,6 +118,8 @@ class WarmupLR(_Warmup):
     [0.3]
     """
 
+    _given: schema.WarmupLR
+
     def __init__(
         self,
         optimizer: torch.optim.Optimizer,
@@ -131,33 +129,27 @@ class WarmupLR(_Warmup):
         warmup_type: str = "log",
         last_batch_iteration: int = -1,
     ) -> None:
-        self._min_lr = rates(warmup_min_lr, "warmup_min_lr")
-        self._max_lr = None if warmup_max_lr is None else rates(warmup_max_lr, "warmup_max_lr")
-        self._num_steps = count(warmup_num_steps, "warmup_num_steps")
-        self._type = _known_type(warmup_type)
+        self._given = called(schema.WarmupLR, locals(), ARGUMENT)
         super().__init__(optimizer, last_batch_iteration)
 
     @property
     def min_lrs(self) -> list[float]:
         """Each group's rate in step 0."""
-        return of_groups(self._min_lr, len(self.optimizer.param_groups), "warmup_min_lr")
+        return self._values("warmup_min_lr")
 
     @property
     def max_lrs(self) -> list[float]:
         """Each group's rate after the warm-up."""
-        if self._max_lr is None:
-            return self._own_lrs()
-        return of_groups(self._max_lr, len(self.optimizer.param_groups), "warmup_max_lr")
+        return self._own_lrs() if self._given.warmup_max_lr is None else self._values("warmup_max_lr")
 
     def fraction(self, step: int) -> float:
         """Return how far the rate is from the minimum (0) to the maximum (1) in one step."""
-        return warmup(step, self._num_steps, self._type)
+        return warmup(step, self._given.warmup_num_steps, self._given.warmup_type)
 
     def group_lr(self, step: int, index: int, own_lr: float) -> float:
         """Return min + (max - min) x fraction(step)."""
-        count = len(self.optimizer.param_groups)
-        least = of_group(self._min_lr, index, count, "warmup_min_lr")
-        most = own_lr if self._max_lr is None else of_group(self._max_lr, index, count, "warmup_max_lr")
+        least = self._value("warmup_min_lr", index)
+        most = own_lr if self._given.warmup_max_lr is None else self._value("warmup_max_lr", index)
         return least + (most - least) * self.fraction(step)
 
 
@@ -187,7 +179,7 @@ class WarmupDecayLR(WarmupLR):
         warmup_type: str = "log",
         last_batch_iteration: int = -1,
     ) -> None:
-        self._total = _total_steps(total_num_steps, warmup_num_steps)
+        self._total = _total_steps(called(schema.WarmupDecayLR, locals(), ARGUMENT))
         super().__init__(optimizer, warmup_min_lr, warmup_max_lr, warmup_num_steps, warmup_type, last_batch_iteration)
 
     @property
@@ -197,7 +189,7 @@ class WarmupDecayLR(WarmupLR):
 
     def fraction(self, step: int) -> float:
         """Return how far the rate is from the minimum (0) to the maximum (1) in one step."""
-        return warmup_decay(step, self._num_steps, self._total, self._type)
+        return warmup_decay(step, self._given.warmup_num_steps, self._total, self._given.warmup_type)
 
 
 class WarmupCosineLR(_Warmup):
@@ -216,6 +208,8 @@ class WarmupCosineLR(_Warmup):
         ConfigError: a value has no meaning.
     """
 
+    _given: schema.WarmupCosineLR
+
     def __init__(
         self,
         optimizer: torch.optim.Optimizer,
@@ -226,31 +220,36 @@ class WarmupCosineLR(_Warmup):
         warmup_type: str = "log",
         last_batch_iteration: int = -1,
     ) -> None:
-        self._total = _total_steps(total_num_steps, warmup_num_steps)
-        self._num_steps = count(warmup_num_steps, "warmup_num_steps")
-        self._min_ratio = number(warmup_min_ratio, "warmup_min_ratio")
-        self._cos_min_ratio = number(cos_min_ratio, "cos_min_ratio")
-        self._type = _known_type(warmup_type)
+        self._given = called(schema.WarmupCosineLR, locals(), ARGUMENT)
+        _total_steps(self._given)
         super().__init__(optimizer, last_batch_iteration)
 
     @property
     def total_num_steps(self) -> int:
         """Steps until the decay has ended."""
-        return self._total
+        return self._given.total_num_steps
 
     @property
     def warmup_min_ratio(self) -> float:
         """Fraction of the own rate in step 0."""
-        return self._min_ratio
+        return self._given.warmup_min_ratio
 
     @property
     def cos_min_ratio(self) -> float:
         """Fraction of the own rate at the end."""
-        return self._cos_min_ratio
+        return self._given.cos_min_ratio
 
     def fraction(self, step: int) -> float:
         """Return the fraction of the own rate in one step."""
-        return warmup_cosine(step, self._num_steps, self._total, self._min_ratio, self._cos_min_ratio, self._type)
+        given = self._given
+        return warmup_cosine(
+            step,
+            given.warmup_num_steps,
+            given.total_num_steps,
+            given.warmup_min_ratio,
+            given.cos_min_ratio,
+            given.warmup_type,
+        )
 
     def get_lr_ratio(self) -> float:
         """Return the fraction of the own rate that is in force, computed anew."""
@@ -261,20 +260,13 @@ class WarmupCosineLR(_Warmup):
         return own_lr * self.fraction(step)
 
 
-def _known_type(value: Any) -> str:
-    if value not in _TYPES:
-        raise ConfigError(f"scheduler.params.warmup_type: expected 'log' or 'linear', found {value!r}")
-    return str(value)
-
-
-def _total_steps(value: Any, warmup_num_steps: Any) -> int:
-    total = count(value, "total_num_steps")
-    length = count(warmup_num_steps, "warmup_num_steps")
-    if total < length:
+def _total_steps(given: schema.WarmupDecayLR | schema.WarmupCosineLR) -> int:
+    """Return the length of the schedule, and warn if the warm-up is longer."""
+    if given.total_num_steps < given.warmup_num_steps:
         _log.warning(
             "scheduler.params: the warm-up (warmup_num_steps %d) is longer than the whole schedule (total_num_steps "
             "%d), so the full rate is never reached",
-            length,
-            total,
+            given.warmup_num_steps,
+            given.total_num_steps,
         )
-    return total
+    return given.total_num_steps

@@ -8,10 +8,12 @@ never dropped. The only conversions are those that lose nothing and that publish
 from __future__ import annotations
 
 import math
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
 from typing import Annotated, Any, Literal
 
-from pydantic import BaseModel, BeforeValidator, ConfigDict, Field, WithJsonSchema
+from pydantic import BaseModel, BeforeValidator, ConfigDict, Field, WithJsonSchema, WrapValidator
+
+from shardwise.errors import ConfigError, ConflictError
 
 AUTO = "auto"
 """The value that asks the library to choose."""
@@ -35,6 +37,37 @@ class Section(BaseModel):
         allow_inf_nan=False,
         protected_namespaces=(),
     )
+
+
+class Arguments(Section):
+    """Arguments of a class: what a configuration has under `params`, and a script gives to the constructor."""
+
+    def contradictions(self, at: Callable[[str], str]) -> Iterator[Contradiction]:
+        """Yield what is wrong with values that are right one by one.
+
+        Args:
+            at: writes where another argument stands.
+        """
+        yield from ()
+
+    def ordered(self, least: str, most: str, at: Callable[[str], str]) -> Iterator[Contradiction]:
+        """Yield a lower bound that is above its upper one, in any parameter group where they are lists."""
+        bounds = (getattr(self, least), getattr(self, most))
+        lengths = {len(value) for value in bounds if isinstance(value, list)} or {1}
+        lows, highs = (value if isinstance(value, list) else [value] * max(lengths) for value in bounds)
+        if len(lows) != len(highs):
+            message = f"has {len(lows)} values and {at(most)} {len(highs)}; both need one for each group"
+            yield least, message, ConfigError
+            return
+        for index, (low, high) in enumerate(zip(lows, highs, strict=True)):
+            if low > high:
+                where = f" in parameter group {index}" if lengths != {1} else ""
+                yield least, f"{low:g} is above {at(most)} = {high:g}{where}; exchange them", ConflictError
+                return
+
+
+Contradiction = tuple[str, str, type[ConfigError]]
+"""The argument, what is wrong and the fix, which error stands for it."""
 
 
 def key(
@@ -108,6 +141,18 @@ def one_or_many(value: Any) -> Any:
     return [value] if isinstance(value, str) else as_list(value)
 
 
+def _or_like_a_number(value: Any, check: Callable[[Any], Any]) -> Any:
+    """Check a tensor (or NumPy's scalar) of one number by the number, and leave it what it is."""
+    if isinstance(value, int | float | str) or not hasattr(type(value), "__float__"):
+        return check(value)
+    try:
+        number = float(value)
+    except (TypeError, RuntimeError) as error:
+        raise ValueError("more than one number") from error
+    check(number)
+    return value
+
+
 DTYPE_NAMES: dict[str, str] = {
     "fp32": "fp32",
     "float32": "fp32",
@@ -133,6 +178,27 @@ Whole = BeforeValidator(whole)
 """Goes before a `Literal` of integers."""
 Int = Annotated[int, BeforeValidator(integral)]
 """An integer; a float with an integral value (1e9) is one."""
+Flag = Annotated[
+    bool, BeforeValidator(lambda value: bool(value) if isinstance(value, int | float) and value in (0, 1) else value)
+]
+"""True or false, which some writers of JSON put as 1 and 0."""
+AsNumber = WrapValidator(_or_like_a_number)
+"""Goes last in the type of a number that may be a tensor: PyTorch's optimizers take a learning rate of this form."""
+_AsTuple = BeforeValidator(lambda value: tuple(value) if isinstance(value, list) else value)
+Anything = Annotated[Any, _AsTuple]
+"""A value that is not checked here; a list becomes the tuple that JSON has not."""
+Number = Annotated[int | float, WithJsonSchema({"type": "number"}), AsNumber]
+"""A finite number."""
+NotNegative = Annotated[float, Field(ge=0), AsNumber]
+"""A finite number from 0."""
+PartOfOne = Annotated[float, Field(ge=0, lt=1)]
+"""A number from 0 and below 1."""
+Betas = Annotated[
+    tuple[PartOfOne, PartOfOne],
+    _AsTuple,
+    WithJsonSchema({IN_WORDS: "two numbers in [0, 1)"}),
+]
+"""Decays of two averages."""
 _NEVER = {"type": "number", "minimum": 1e308, "description": "Infinity: never."}
 StepCount = (
     Annotated[int, BeforeValidator(integral), Field(ge=0)]

@@ -1,0 +1,92 @@
+"""Arguments checked by their models: those in a configuration, and those of constructors that a script calls."""
+
+from __future__ import annotations
+
+from collections.abc import Collection, Mapping
+from typing import Any, TypeVar
+
+from pydantic import ValidationError
+
+from shardwise.errors import ConfigError
+
+from .problems import LISTED, Problem
+from .schema.base import AUTO, Arguments
+from .schema.optimizers import CLIPPING
+from .tree import keys_of, nearest, takes_any_key
+from .validate import message
+
+Model = TypeVar("Model", bound=Arguments)
+
+
+def check(
+    model: type[Model], values: Mapping[str, Any], at: str, name: str, later: Collection[str] = ()
+) -> Model | list[Problem]:
+    """Return the arguments with defaults filled in, or what is wrong with them.
+
+    Args:
+        model: describes the arguments.
+        values: what is given, by name.
+        at: where an argument stands, with {} for its name.
+        name: the class, in messages.
+        later: required arguments that need not be there yet.
+    """
+    keys = keys_of(model)
+    wrong: dict[str, Problem] = {}
+    for key, value in values.items():
+        here = at.format(key)
+        if key not in keys and key == "max_grad_norm":
+            wrong[key] = Problem(here, CLIPPING)
+        elif key not in keys and not takes_any_key(model):
+            # Looking for what was meant takes long; the message does not show more.
+            close = nearest(str(key), list(keys)) if len(wrong) < LISTED else None
+            advice = f"did you mean `{at.format(close)}`?" if close else f"known: {', '.join(keys)}"
+            wrong[key] = Problem(here, f"{name} has no such argument; {advice}")
+        elif isinstance(value, str) and value == AUTO:
+            wrong[key] = Problem(here, '"auto" has to be replaced by a value before this is built')
+    try:
+        found = model.model_validate({key: value for key, value in values.items() if key not in wrong})
+    except ValidationError as error:
+        for detail in error.errors(include_url=False, include_context=False):
+            key = str(detail["loc"][0])
+            if key not in {*wrong, *later}:
+                given = key in values
+                text = message(keys[key], values[key]) if given else f"{name} needs this argument; add it"
+                wrong[key] = Problem(at.format(key), text)
+        return list(wrong.values())
+    unfit = found.contradictions(lambda key: f"`{at.format(key)}`")
+    return list(wrong.values()) or [Problem(at.format(key), text, kind) for key, text, kind in unfit] or found
+
+
+def checked(model: type[Model], values: Mapping[str, Any], at: str = "", name: str = "") -> Model:
+    """Return the arguments with defaults filled in.
+
+    Args:
+        model: describes the arguments.
+        values: what is given, by name.
+        at: where an argument stands, with {} for its name; empty: in a call of the class.
+        name: the class, in messages; empty: that of the model.
+
+    Raises:
+        ConfigError: something is wrong with them; the message tells where, what, and the fix.
+
+    >>> from shardwise.config.schema.schedules import WarmupLR
+    >>> checked(WarmupLR, {"warmup_num_steps": 1e2}).warmup_num_steps
+    100
+    >>> checked(WarmupLR, {"warmup_num_steps": -1})
+    Traceback (most recent call last):
+        ...
+    shardwise.errors.ConfigError: WarmupLR(warmup_num_steps=...): expected an integer >= 0, found -1 (integer)
+    """
+    name = name or model.__name__
+    found = check(model, values, at or f"{name}({{}}=...)", name)
+    if not isinstance(found, list):
+        return found
+    classes = {problem.error for problem in found}
+    error = (classes.pop() if len(classes) == 1 else ConfigError)("\n".join(map(str, found)))
+    error.problems = tuple(found)
+    raise error
+
+
+def called(model: type[Model], given: Mapping[str, Any], at: str = "", name: str = "") -> Model:
+    """Return the arguments of a constructor; `given` may have more names, such as `locals()` has. Else as `checked`."""
+    return checked(model, {key: given[key] for key in keys_of(model) if key in given}, at, name)

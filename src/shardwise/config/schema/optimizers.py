@@ -1,0 +1,243 @@
+"""Arguments of the optimizers: one model for each that the configuration knows by name.
+
+The constructors of these classes check what they are given by the same models; the classes of torch.optim have models
+that are made of their signatures.
+"""
+
+from __future__ import annotations
+
+import json
+from collections.abc import Callable, Iterator
+from typing import Literal
+
+from pydantic import ConfigDict
+
+from shardwise.errors import ConfigError, ConflictError, NotBuiltError
+
+from .base import Arguments, Betas, Contradiction, Flag, Int, NotNegative, Number, PartOfOne, key
+
+CLIPPING = "the engine clips gradients; write `gradient_clipping` at the top level"
+"""What to do in place of an optimizer's own max_grad_norm."""
+
+_LR = "Learning rate."
+_BETAS = "Decays of the averages of gradients and of their squares."
+_EPS = "Added to the square root."
+_DECAY = "Weight decay."
+_CORRECTION = "Divide the averages by what they miss in the first steps."
+_MAXIMIZE = "Go up the gradient."
+_FOREACH = "torch's implementation with one launch for many tensors."
+_FUSED = "torch's implementation in one kernel."
+_GRAPHS = "torch's implementation that a CUDA graph can hold."
+_DIFFERENTIABLE = "torch's implementation that autograd can go through."
+_OF_TORCH = ("amsgrad", "maximize", "foreach", "capturable", "differentiable", "fused")
+
+
+class Elementwise(Arguments):
+    """Optimizers that torch has, too: options that only torch's class has make that class the one that is built."""
+
+    lr: NotNegative = key(1e-3, _LR)
+    weight_decay: NotNegative = key(0.0, _DECAY)
+    fp32_optimizer_states: Flag = key(True, "false: states in the parameters' type.")
+    set_grad_none: Flag = key(True, "", no_effect="the engine owns the gradients and frees them")
+
+    def asks_torch(self) -> str | None:
+        """The first option that asks for something that only torch's class has; None: there is none."""
+        fields = type(self).model_fields
+        return next((n for n in _OF_TORCH if n in fields and getattr(self, n) is not fields[n].default), None)
+
+    def contradictions(self, at: Callable[[str], str]) -> Iterator[Contradiction]:
+        """Options that torch's class lacks beside options that ask for it."""
+        cause = self.asks_torch()
+        for name in ("bias_correction", "fp32_optimizer_states"):
+            if cause is not None and not getattr(self, name, True):
+                asked = f"{at(cause)} {json.dumps(getattr(self, cause))}"
+                yield (
+                    name,
+                    f"false contradicts {asked}, for which torch's class is built, which lacks this; remove one",
+                    ConflictError,
+                )
+
+
+class Adam(Elementwise):
+    """Adam, with decoupled weight decay unless `adam_w_mode` is false."""
+
+    betas: Betas = key((0.9, 0.999), _BETAS)
+    eps: NotNegative = key(1e-8, _EPS)
+    bias_correction: Flag = key(True, _CORRECTION)
+    amsgrad: Flag = key(False, "Divide by the largest average of squares so far; torch's class.")
+    torch_adam: Flag = key(False, "torch's class, with the implementation that torch picks.")
+    adam_w_mode: Flag = key(
+        True, "true: parameters shrink by lr x weight_decay; false: decay is added to the gradient."
+    )
+    maximize: Flag = key(False, _MAXIMIZE)
+    foreach: Flag | None = key(None, _FOREACH)
+    capturable: Flag = key(False, _GRAPHS)
+    differentiable: Flag = key(False, _DIFFERENTIABLE)
+    fused: Flag | None = key(None, _FUSED)
+
+    def asks_torch(self) -> str | None:
+        """See `Elementwise.asks_torch`."""
+        return "torch_adam" if self.torch_adam else super().asks_torch()
+
+    def leaves_implementation(self) -> bool:
+        """Whether torch's class is to run the fused implementation where there is one."""
+        return self.fused is None and not (self.torch_adam or self.foreach or self.differentiable)
+
+    def contradictions(self, at: Callable[[str], str]) -> Iterator[Contradiction]:
+        """See `Elementwise.contradictions`; torch picks no implementation if it is told one."""
+        yield from super().contradictions(at)
+        if self.torch_adam and self.fused:
+            yield "torch_adam", f"true contradicts {at('fused')} true; remove one of them", ConflictError
+
+
+class AdamW(Adam):
+    """Adam with decoupled weight decay."""
+
+    def contradictions(self, at: Callable[[str], str]) -> Iterator[Contradiction]:
+        """See `Adam.contradictions`."""
+        yield from super().contradictions(at)
+        if not self.adam_w_mode:
+            reason = "false contradicts `optimizer.type` AdamW; use type Adam for decay added to the gradient"
+            yield "adam_w_mode", reason, ConflictError
+
+
+class Adagrad(Elementwise):
+    """Adagrad."""
+
+    lr: NotNegative = key(1e-2, _LR)
+    lr_decay: NotNegative = key(0.0, "The rate of step t is lr / (1 + (t - 1) lr_decay).")
+    initial_accumulator_value: NotNegative = key(0.0, "With which the sum of squares begins.")
+    eps: NotNegative = key(1e-10, _EPS)
+    maximize: Flag = key(False, _MAXIMIZE)
+    foreach: Flag | None = key(None, _FOREACH)
+    differentiable: Flag = key(False, _DIFFERENTIABLE)
+    fused: Flag | None = key(None, _FUSED)
+
+
+class Lion(Elementwise):
+    """Lion."""
+
+    betas: Betas = key((0.9, 0.999), "Weight of the average in the direction, and its decay.")
+
+
+class Lamb(Arguments):
+    """LAMB."""
+
+    lr: NotNegative = key(1e-3, _LR)
+    bias_correction: Flag = key(True, _CORRECTION)
+    betas: Betas = key((0.9, 0.999), _BETAS)
+    eps: NotNegative = key(1e-8, _EPS)
+    eps_inside_sqrt: Flag = key(False, "sqrt(v + eps) in place of sqrt(v) + eps.")
+    weight_decay: NotNegative = key(0.0, _DECAY)
+    max_grad_norm: NotNegative = key(0.0, "Only 0: clipping is the engine's.")
+    max_coeff: Number = key(10.0, "Largest factor of a tensor's step.")
+    min_coeff: NotNegative = key(0.01, "Smallest factor of a tensor's step.")
+    amsgrad: Flag = key(False, "Only false.")
+
+    def contradictions(self, at: Callable[[str], str]) -> Iterator[Contradiction]:
+        """Options of published configurations that are somebody else's, and limits in the wrong order."""
+        if self.max_grad_norm:
+            yield "max_grad_norm", f"{CLIPPING}, and 0 here or nothing", ConfigError
+        if self.amsgrad:
+            yield "amsgrad", "LAMB has no such variant; remove the key", ConfigError
+        yield from self.ordered("min_coeff", "max_coeff", at)
+
+
+class Muon(Arguments):
+    """Muon for matrices, Adam for everything else."""
+
+    lr: NotNegative | None = key(None, "Learning rate of both halves; null: 0.02 for Muon, 3e-4 for Adam.")
+    momentum: PartOfOne = key(0.95, "Momentum of Muon.")
+    weight_decay: NotNegative = key(0.0, _DECAY)
+    muon_lr: NotNegative | None = key(None, "Learning rate of Muon, before `lr`.")
+    adam_lr: NotNegative | None = key(None, "Learning rate of Adam, before `lr`.")
+    betas: Betas = key((0.9, 0.95), _BETAS)
+    eps: NotNegative = key(1e-10, _EPS)
+    nesterov: Flag = key(True, "Look one step ahead.")
+    ns_steps: Int = key(5, "Steps of the Newton-Schulz iteration.", ge=1)
+    ns_method: Literal["gram", "standard"] = key("gram", "How the iteration multiplies.")
+    per_head_muon: Flag = key(False, "Only false: matrices are orthogonalised as a whole.")
+    adam_w_mode: Flag = key(True, "false: Adam's half adds the decay to the gradient.")
+    torch_adam: Flag = key(False, "Adam's half runs the implementation that torch picks.")
+
+    def contradictions(self, at: Callable[[str], str]) -> Iterator[Contradiction]:
+        """What this version does not have."""
+        if self.per_head_muon:
+            reason = "this version orthogonalises matrices as a whole; remove the key"
+            yield "per_head_muon", reason, NotBuiltError
+
+
+class _Onebit(Arguments):
+    """Optimizers that communicate themselves."""
+
+    lr: NotNegative = key(1e-3, _LR)
+    betas: Betas = key((0.9, 0.999), _BETAS)
+    eps: NotNegative = key(1e-8, _EPS)
+    weight_decay: NotNegative = key(0.0, _DECAY)
+    bias_correction: Flag = key(True, _CORRECTION)
+    amsgrad: Flag = key(False, "Only false.")
+    eps_inside_sqrt: Flag = key(False, "Only false.")
+    cuda_aware: Flag = key(False, "", no_effect="the communication is torch.distributed's")
+    comm_backend_name: Literal["nccl", "mpi", "compressed", "hccl", "gloo"] = key(
+        "nccl", "", no_effect="the backend is that of torch.distributed's process group"
+    )
+
+    def contradictions(self, at: Callable[[str], str]) -> Iterator[Contradiction]:
+        """Switches that cannot be on."""
+        for name, reason in (
+            ("amsgrad", "the running maximum of a variance that is frozen would be frozen with it"),
+            ("eps_inside_sqrt", "eps is added to the root, as torch.optim.Adam does"),
+        ):
+            if getattr(self, name):
+                yield name, f"only false is possible: {reason}; remove it", ConfigError
+
+
+class OnebitAdam(_Onebit):
+    """1-bit Adam."""
+
+    freeze_step: Int = key(100000, "Steps of warm-up.", ge=1)
+
+
+class OnebitLamb(_Onebit):
+    """1-bit LAMB."""
+
+    freeze_step: Int = key(100000, "Steps of warm-up.", ge=1)
+    max_coeff: Number = key(10.0, "Largest coefficient in the warm-up.")
+    min_coeff: Number = key(0.01, "Smallest coefficient in the warm-up.")
+    coeff_beta: Number = key(0.9, "Decay of the moving average of coefficients.")
+    factor_max: Number = key(4.0, "Largest factor.")
+    factor_min: Number = key(0.5, "Smallest factor.")
+    factor_threshold: Number = key(0.1, "Largest relative change of the factor in one step.")
+
+    def contradictions(self, at: Callable[[str], str]) -> Iterator[Contradiction]:
+        """See `_Onebit.contradictions`; and limits in the wrong order."""
+        yield from super().contradictions(at)
+        yield from self.ordered("min_coeff", "max_coeff", at)
+        yield from self.ordered("factor_min", "factor_max", at)
+
+
+class ZeroOneAdam(_Onebit):
+    """0/1 Adam."""
+
+    var_freeze_step: Int = key(100000, "Step at which the variance is frozen.", ge=1)
+    var_update_scaler: Int = key(16, "Updates of the variance at each interval.", ge=1)
+    local_step_scaler: Int = key(32678, "Steps for which an interval between averages lasts.", ge=1)
+    local_step_clipper: Int = key(16, "Longest interval between averages.", ge=1)
+
+
+class Mup(Arguments):
+    """Optimizers of the package mup, whose arguments only that package knows."""
+
+    model_config = ConfigDict(extra="allow")
+
+
+ONEBIT_OPTIMIZERS: dict[str, type[Arguments]] = {
+    cls.__name__.lower(): cls for cls in (OnebitAdam, OnebitLamb, ZeroOneAdam)
+}
+"""Optimizers that communicate themselves, by names in any case."""
+
+NATIVE_OPTIMIZERS: dict[str, type[Arguments]] = {
+    **{cls.__name__.lower(): cls for cls in (Adam, AdamW, Adagrad, Lion, Lamb, Muon)},
+    **ONEBIT_OPTIMIZERS,
+}
+"""Our own, by the names that configurations use, in any case."""

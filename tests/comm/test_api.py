@@ -1,0 +1,71 @@
+"""Collectives of scripts: what they take, and what the communication log learns of them."""
+
+from __future__ import annotations
+
+import inspect
+from typing import get_type_hints
+
+import pytest
+import torch
+
+from shardwise.comm import api
+from shardwise.comm.logger import comms_logger
+from shardwise.errors import UsageError
+from tests.harness.pool import run_ranks
+
+BLOCKING = ("all_reduce", "reduce", "broadcast", "all_gather", "all_to_all_single", "gather", "send", "barrier")
+
+
+@pytest.mark.parametrize("name", BLOCKING)
+def test_arguments_about_the_log_are_spelled_out(name: str) -> None:
+    collective = getattr(api, name)
+    parameters = inspect.signature(collective).parameters
+    assert [(n, p.default) for n, p in parameters.items() if p.kind is p.KEYWORD_ONLY] == [
+        ("prof", False),
+        ("log_name", None),
+        ("debug", None),
+    ]
+    assert get_type_hints(collective)["log_name"] == str | None
+    assert collective.__name__ == name and collective.__doc__
+    with pytest.raises(TypeError, match="unexpected keyword argument 'profile'"):
+        collective(*[None] * sum(p.default is p.empty for p in parameters.values()), profile=True)
+
+
+def test_objects_are_not_logged_by_name() -> None:
+    assert list(inspect.signature(api.all_gather_object).parameters) == ["object_list", "obj", "group"]
+
+
+def test_without_a_process_group() -> None:
+    assert api.barrier() is None
+    with pytest.raises(UsageError, match=r"shardwise\.comm\.all_reduce: .*init_distributed"):
+        api.all_reduce(torch.ones(2))
+
+
+def logged() -> tuple[dict[str, dict[int, int]], list[float]]:
+    """Numbers of calls by name and bytes, and a result."""
+    value = torch.full((4,), float(api.get_rank() + 1))
+    api.all_reduce(value, prof=True)
+    api.all_reduce(torch.ones(1))  # not asked for
+    work = api.all_reduce(tensor=torch.ones(8), async_op=True, prof=True, log_name="mine")
+    assert not comms_logger.has_data() or "mine" not in comms_logger.comms_dict
+    work.wait()
+    work.wait()
+    parts = [torch.zeros(2) for _ in range(2)]
+    api.all_gather(parts, value[:2].contiguous(), prof=True)
+    if api.get_rank() == 0:
+        api.isend(torch.ones(3), 1, prof=True).wait()
+    else:
+        api.irecv(torch.ones(3), 0, prof=True).wait()
+    api.barrier(prof=True)
+    api.broadcast_object_list([1], 0)
+    records = {
+        name: {size: entry[0] for size, entry in sizes.items()} for name, sizes in comms_logger.comms_dict.items()
+    }
+    return records, value.tolist()
+
+
+def test_calls_are_recorded_with_their_bytes() -> None:
+    for rank, (records, value) in enumerate(run_ranks(logged, 2)):
+        message = {"isend" if rank == 0 else "irecv": {12: 1}}
+        assert records == {"all_reduce": {16: 1}, "mine": {32: 1}, "all_gather": {16: 1}, "barrier": {0: 1}, **message}
+        assert value == [3.0] * 4
