@@ -14,9 +14,9 @@ TORCH := $(shell sed -n 's/^\(torch==[0-9.]*\).*/\1/p' constraints.txt)
 # One computing thread a process: tests start several ranks on one machine.
 export OMP_NUM_THREADS ?= 1
 
-.PHONY: help venv demo demo-again test exhaustive matrix versions lint format bench bench-gpu soak hostile docs clean
+.PHONY: help venv demo demo-again test test-gpu exhaustive matrix versions lint format bench bench-gpu soak hostile docs clean
 help:
-	@echo "make demo | demo-again | test | exhaustive | matrix | versions | lint | format | bench | bench-gpu | soak | hostile | docs | clean"
+	@echo "make demo | demo-again | test | test-gpu | exhaustive | matrix | versions | lint | format | bench | bench-gpu | soak | hostile | docs | clean"
 
 venv: $(STAMP)
 
@@ -54,6 +54,10 @@ demo-again:
 # After so many failures the run ends: if ranks hang, each test takes until its limit.
 test: $(STAMP)
 	OMP_NUM_THREADS=1 $(BIN)/python -m pytest -q --progress --durations=20 -n 2 --dist worksteal --maxfail 20
+
+# The tests that need a CUDA device; `make test` skips them where there is none.
+test-gpu: $(STAMP)
+	$(BIN)/python -m pytest -q --progress tests/gpu
 
 # Also what `make test` leaves out: most of large products, and repetitions (tests/sampling.py). About 40 minutes on two
 # cores.

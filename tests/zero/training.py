@@ -90,7 +90,7 @@ def digest(tensors: Sequence[torch.Tensor]) -> str:
     total = hashlib.sha256()
     for tensor in tensors:
         total.update(str((tuple(tensor.shape), tensor.dtype)).encode())
-        total.update(tensor.detach().clone().reshape(-1).view(torch.uint8).numpy().tobytes())
+        total.update(tensor.detach().cpu().clone().reshape(-1).view(torch.uint8).numpy().tobytes())
     return total.hexdigest()
 
 
@@ -172,7 +172,7 @@ def _assemble(
     for dtype in dict.fromkeys(dtype for dtype, _ in pieces.values()):
         names = [name for name, (kind, _) in pieces.items() if kind is dtype]
         sizes = [torch.Size(shapes[name]).numel() for name in names]
-        flat = torch.zeros(sum(sizes), dtype=dtype)
+        flat = torch.zeros(sum(sizes), dtype=dtype, device=sharded.device)
         views = dict(zip(names, flat.split(sizes), strict=True))
         for name, view in views.items():
             for start, stop, values in pieces[name][1]:

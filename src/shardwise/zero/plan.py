@@ -107,12 +107,18 @@ class Plan:
         return self.prefetch_elements if self.prefetch else None
 
     @classmethod
-    def of(cls, zero: ZeroConfig, domain: Domain) -> Plan:
-        """Derive the plan from the `zero_optimization` section; nothing is divided over dimensions of one rank."""
+    def of(cls, zero: ZeroConfig, domain: Domain, *, forced: bool = False) -> Plan:
+        """Derive the plan from the `zero_optimization` section.
+
+        Args:
+            zero: the section.
+            domain: the ranks.
+            forced: gather, release and reduce over dimensions of one rank, too. Otherwise nothing is divided over them.
+        """
         row = TABLE[zero.stage]
         if row.optimizer and zero.optimizer_over_replicas:
             row = replace(row, optimizer=(*row.optimizer, REPLICATE))
-        there = {name for name, size in zip(domain.names, domain.sizes, strict=True) if size > 1}
+        there = {name for name, size in zip(domain.names, domain.sizes, strict=True) if size > 1 or forced}
         row = Row(*(tuple(name for name in over if name in there) for over in astuple(row)))
         caps = [int(zero.reduce_bucket_size)]
         if row.optimizer and not row.parameters:
