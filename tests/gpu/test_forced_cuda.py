@@ -87,10 +87,10 @@ def late_collectives() -> Iterator[None]:
 def outcome(name: str, setting: Setting) -> Outcome:
     case = CASES[name]
 
-    def data(*which: Any) -> Any:
-        return map_tensors(case.data(*which), torch.Tensor.cuda)
+    def batch(generator: torch.Generator, seed: int) -> Any:
+        return map_tensors(case.batch(generator, seed), torch.Tensor.cuda)
 
-    return train(replace(case, data=data), setting, 4)
+    return train(replace(case, batch=batch), setting, 4)
 
 
 @pytest.mark.parametrize("name", ["gpt", "gpt_functional_head", "odd_mlp", "borrower"])
