@@ -420,6 +420,10 @@ def _make_state(model: ShardedModel, states: dict[int, StateOf]) -> list[Run]:
             update.make_state(index, made, {}, filled=filled)
             for key, stored in state.elementwise.items():
                 runs += [(stored, start, view) for start, _, view in update.state_pieces(index, key)]
+    used = {out.untyped_storage().data_ptr() for _, _, out in runs}
+    for stepped, entries in fits.items():
+        if not any(value.untyped_storage().data_ptr() in used for value in entries.values()):
+            del optimizer.state[stepped]  # of padding only: a new engine has no state for it either
     return runs
 
 
