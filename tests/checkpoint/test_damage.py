@@ -88,10 +88,11 @@ def test_truncated_and_missing_files_are_found(runs: Path) -> None:
     verify(str(runs / "one"))
 
 
-def attempt(path: str, tag: str | None, **options: Any) -> dict[str, Any]:
-    """Try to load; tell what came of it and whether the engine was changed."""
+def attempt(path: str, tag: str | None, trained: bool = True, **options: Any) -> dict[str, Any]:
+    """Try to load, with or without optimizer state before; tell what came of it and whether the engine was changed."""
     run = Run(config(3, "bf16"), seed=2)
-    run.step()
+    if trained:
+        run.step()
     before = run.fingerprint()
     try:
         loaded = run.load(path, tag, **options)
@@ -165,15 +166,16 @@ def empty_latest(runs: Path) -> None:
 FAULTS = [break_data, break_manifest, remove_manifest, remove_file, truncate_file, remove_directory]
 
 
+@pytest.mark.parametrize("trained", [True, False])
 @pytest.mark.parametrize("fault", FAULTS, ids=lambda fault: fault.__name__)
-def test_without_a_tag_the_newest_complete_one_is_loaded(runs: Path, fault: Any) -> None:
+def test_without_a_tag_the_newest_complete_one_is_loaded(runs: Path, fault: Any, trained: bool) -> None:
     fault(runs)
-    for result in on_ranks(attempt, 2, str(runs), None):
+    for result in on_ranks(attempt, 2, str(runs), None, trained):
         assert result["error"] is None
         path, client = result["loaded"]
         assert path == str(runs / "two")
         assert client["tag"] == "two"
-    for result in on_ranks(attempt, 2, str(runs), "three"):
+    for result in on_ranks(attempt, 2, str(runs), "three", trained):
         assert "three" in result["error"] and not result["changed"]
 
 

@@ -432,10 +432,10 @@ def read_bytes(path: str, stage: int, load: bool) -> dict[str, int]:
     verify, fill = tensorfile.TensorFile.wrong_blocks, tensorfile.TensorFile._fill
     inside: list[bool] = []
 
-    def counted_verify(self: Any, checksums: Any, blocks: Any) -> list[int]:
+    def counted_verify(self: Any, checksums: Any, blocks: Any, take: Any = None) -> list[int]:
         inside.append(True)
         try:
-            return verify(self, checksums, blocks)
+            return verify(self, checksums, blocks, take)
         finally:
             inside.pop()
 
@@ -482,10 +482,11 @@ def test_each_rank_reads_what_it_holds_and_takes_no_other_memory(tmp_path: Path)
     for world in (1, 2, 3):
         for stage in (0, 1, 3):
             found = run_ranks(read_bytes, world, path, stage, True)
-            # Every byte is verified once; besides headers and random numbers, each rank reads what it keeps.
+            # Every byte is verified once. Besides headers and random numbers, each rank then reads what it keeps and
+            # did not get on the way: values, and state in blocks that mostly hold something else.
             assert sum(one["verified"] for one in found) == size
             for one in found:
-                assert 0 <= one["read"] - one["held"] - one["state"] < 100_000
+                assert 0 <= one["read"] - one["held"] < 100_000 + one["state"] * (world != 2 or stage == 0)
                 assert one["peak"] - one["state"] < 0.2 * model / world
             if stage == 3:
                 assert sum(one["read"] + one["peak"] - one["state"] for one in found) < 1.2 * model

@@ -7,6 +7,11 @@
 
 Nothing of the engine is changed before the first two have succeeded on every rank, so a checkpoint that is
 damaged or belongs to another model leaves the engine as it was.
+
+Optimizer state of an engine that has none yet, as when a job is resumed, goes into its memory while it is verified:
+nothing is overwritten there, and it is dropped again if the checkpoint is refused. Such memory is the only one that is
+free without more than the engine takes anyway. What replaces values in use is therefore read a second time, when all
+ranks have agreed, and the system still has it in memory if there is room.
 """
 
 from __future__ import annotations
@@ -14,7 +19,7 @@ from __future__ import annotations
 import contextlib
 import hashlib
 import os
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterable, Iterator, Sequence
 from dataclasses import dataclass, field, replace
 from typing import Any
 
@@ -26,7 +31,7 @@ from shardwise.checkpoint.deepspeed.directory import recognised
 from shardwise.checkpoint.manifest import BUFFER, Manifest, StoredTensor
 from shardwise.checkpoint.match import Matched, StateOf, match_module, match_optimizer
 from shardwise.checkpoint.protocols import ShardedModel
-from shardwise.checkpoint.reader import Checkpoint
+from shardwise.checkpoint.reader import Checkpoint, Run
 from shardwise.checkpoint.report import LoadReport
 from shardwise.checkpoint.selection import Selection, rename
 from shardwise.errors import CheckpointError, UsageError
@@ -96,6 +101,7 @@ def find(
     tag: str | None,
     options: Options,
     opened: Callable[[str], Checkpoint] = Checkpoint,
+    check: Callable[[Checkpoint], None] = lambda saved: None,
 ) -> tuple[Checkpoint, Matched] | None:
     """Choose, open, match and verify a checkpoint; all ranks call this together.
 
@@ -105,9 +111,10 @@ def find(
         tag: which one; None: the one that `latest` names, or if that is damaged the newest one that is not.
         options: what will be loaded.
         opened: opens the checkpoint at a path.
+        check: raises a CheckpointError if something else than the model cannot go on from a checkpoint.
 
     Returns:
-        The checkpoint, verified, and what goes where; None if `tag` is None and there is no `latest`.
+        The checkpoint, verified, and what goes where, for `read`; None if `tag` is None and there is no `latest`.
 
     Raises:
         CheckpointError: there is no such checkpoint, it is incomplete, damaged, or of another model.
@@ -133,7 +140,7 @@ def find(
             return None
         if chosen is None:
             raise CheckpointError(f"{parent}: no checkpoint can be loaded. " + " | ".join(skipped))
-        result = _try(model, os.path.join(parent, chosen), what, options, opened)
+        result = _try(model, os.path.join(parent, chosen), what, options, opened, check)
         if not isinstance(result, CheckpointError):
             if skipped and model.comm.rank == 0:
                 logger.warning("%s: %s is loaded instead", parent, chosen)
@@ -150,10 +157,16 @@ def find(
 
 
 def _try(
-    model: ShardedModel, path: str, what: str, options: Options, opened: Callable[[str], Checkpoint]
+    model: ShardedModel,
+    path: str,
+    what: str,
+    options: Options,
+    opened: Callable[[str], Checkpoint],
+    check: Callable[[Checkpoint], None],
 ) -> tuple[Checkpoint, Matched] | CheckpointError:
     """Open, match and verify one checkpoint; return the error if it is incomplete or damaged."""
     saved: Checkpoint | None = None
+    matched: Matched | None = None
     try:
         try:
             with phase(model.comm, model.device, what) as opening:
@@ -169,16 +182,17 @@ def _try(
             return error
         with phase(model.comm, model.device, what) as agreed:
             matched = _match(model, saved, options)
+            check(saved)
             agreed.said = _fingerprint(matched)
         if len(set(agreed.heard)) > 1:
             raise UsageError(
                 f"{path}: ranks would load different tensors; pass the same include, exclude and rename on every rank, "
                 "and build the same model"
             )
+        assert matched is not None
         try:
-            with phase(model.comm, model.device, what):
-                if options.verify:
-                    _verify_share(model, saved, matched, options)
+            if options.verify:
+                _verify(model, saved, matched, options, what)
         except CheckpointError as error:
             return error
         found, saved = saved, None
@@ -186,6 +200,8 @@ def _try(
     finally:
         if saved is not None:
             saved.close()
+            if matched is not None and matched.left is not None and model.update is not None:
+                model.update.clear_state()
 
 
 def _match(model: ShardedModel, saved: Checkpoint, options: Options) -> Matched:
@@ -249,15 +265,52 @@ def _candidates(parent: str, tag: str | None) -> Iterator[str]:
         raise damaged
 
 
-def _verify_share(model: ShardedModel, saved: Checkpoint, matched: Matched, options: Options) -> None:
-    """Check this rank's share of the files and blocks."""
+def _verify(model: ShardedModel, saved: Checkpoint, matched: Matched, options: Options, what: str) -> None:
+    """Check this rank's share of the files and blocks, and put into place what may be put there already."""
     rank, world = model.comm.rank, model.comm.world
-    saved.check_sizes(sorted(saved.manifest.files)[rank::world])
-    if options.with_optimizer and options.selection.everything:
-        blocks = saved.blocks()
-    else:
-        blocks = saved.blocks(_wanted(saved.manifest, matched, options), _trees(saved.manifest, options))
-    saved.verify(blocks[len(blocks) * rank // world : len(blocks) * (rank + 1) // world])
+    with phase(model.comm, model.device, what) as shared:
+        saved.check_sizes(sorted(saved.manifest.files)[rank::world])
+        if options.with_optimizer and options.selection.everything:
+            blocks = saved.blocks()
+        else:
+            blocks = saved.blocks(_wanted(saved.manifest, matched, options), _trees(saved.manifest, options))
+        if matched.states is not None and model.optimizer is not None and not any(model.optimizer.state.values()):
+            matched.left = []
+            matched.left = _make_state(model, matched.states)
+        places, rest = saved.places(matched.left or ())
+        shared.said = _together(saved.mostly(places))
+    with phase(model.comm, model.device, what):
+        own = _share(blocks, shared.heard, rank)
+        saved.verify(own, places)
+        if matched.left is not None:
+            matched.left = rest + saved.left(places, own)
+
+
+def _together(blocks: Iterable[tuple[str, int]]) -> list[list[Any]]:
+    """Return blocks, which are in order, as [file, first, end]: few words for many neighbours."""
+    found: list[list[Any]] = []
+    for name, n in blocks:
+        if found and found[-1][0] == name and found[-1][2] == n:
+            found[-1][2] += 1
+        else:
+            found.append([name, n, n + 1])
+    return found
+
+
+def _share(blocks: Sequence[tuple[str, int]], wanted: Sequence[list[list[Any]]], rank: int) -> list[tuple[str, int]]:
+    """Return the blocks that a rank verifies; over all ranks each once.
+
+    A block is verified by one of the ranks that have a use for it, as each has said in `wanted`; others in equal parts.
+    """
+    users: dict[tuple[str, int], list[int]] = {}
+    for number, said in enumerate(wanted):
+        for name, first, end in said:
+            for n in range(first, end):
+                users.setdefault((name, n), []).append(number)
+    useless = [block for block in blocks if block not in users]
+    own = useless[len(useless) * rank // len(wanted) : len(useless) * (rank + 1) // len(wanted)]
+    own += [block for n, block in enumerate(blocks) if block in users and users[block][n % len(users[block])] == rank]
+    return sorted(own)
 
 
 def _wanted(saved: Manifest, matched: Matched, options: Options) -> list[StoredTensor]:
@@ -311,7 +364,7 @@ def read(model: ShardedModel, saved: Checkpoint, matched: Matched, options: Opti
     loaded = Loaded(saved.path, saved.manifest)
     with phase(model.comm, model.device, what):
         if matched.states is not None:
-            _read_optimizer(model, saved, matched.states, options)
+            _read_optimizer(model, saved, matched.states, matched.left, options)
         loaded.client = saved.decode(saved.manifest.client)
         if not options.module_only:
             ranks = saved.manifest.ranks
@@ -323,27 +376,55 @@ def read(model: ShardedModel, saved: Checkpoint, matched: Matched, options: Opti
     return loaded
 
 
-def _read_optimizer(model: ShardedModel, saved: Checkpoint, states: dict[int, StateOf], options: Options) -> None:
+def _read_optimizer(
+    model: ShardedModel, saved: Checkpoint, states: dict[int, StateOf], left: list[Run] | None, options: Options
+) -> None:
     update, optimizer = model.update, model.optimizer
     assert update is not None and optimizer is not None and saved.manifest.optimizer is not None
     if options.settings:
         for group, tree in zip(optimizer.param_groups, saved.manifest.optimizer["groups"], strict=True):
             _set_group(group, saved.decode(tree))
-    update.clear_state()
+    saved.read_all(_make_state(model, states) if left is None else left)
     held = model.value_runs()
-    runs = []
+    for index, state in states.items():
+        if held.get(index):
+            whole = {key: saved.decode(tree) for key, tree in state.values.items()}
+            whole |= {key: saved.read(stored) for key, stored in state.whole.items()}
+            update.make_state(index, {}, whole)
+
+
+def _make_state(model: ShardedModel, states: dict[int, StateOf]) -> list[Run]:
+    """Forget all optimizer state, and make memory for what has one value per element; return what to read into it."""
+    update, optimizer = model.update, model.optimizer
+    assert update is not None and optimizer is not None
     # Parameters that share memory here may have been saved with different entries; what one has not is zero then.
     filled = len({frozenset(state.elementwise) for state in states.values()}) == 1
+    dtypes = {(key, stored.torch_dtype) for state in states.values() for key, stored in state.elementwise.items()}
+    fits: dict[torch.Tensor, dict[str, torch.Tensor]] = {}
+    if filled and len(dtypes) == len({key for key, _ in dtypes}):
+        # The system takes longer to give memory out anew than a file takes to be read into it.
+        for stepped, entries in optimizer.state.items():
+            tensors = {key: value for key, value in entries.items() if isinstance(value, torch.Tensor)}
+            fits[stepped] = {
+                key: value
+                for key, value in tensors.items()
+                if (key, value.dtype) in dtypes and (value.shape, value.device) == (stepped.shape, stepped.device)
+            }
+    update.clear_state()
+    optimizer.state.update(fits)
+    held = model.value_runs()
+    runs: list[Run] = []
     for index, state in states.items():
-        if not held.get(index):
-            continue
-        whole = {key: saved.decode(tree) for key, tree in state.values.items()}
-        whole |= {key: saved.read(stored) for key, stored in state.whole.items()}
-        dtypes = {key: stored.torch_dtype for key, stored in state.elementwise.items()}
-        update.make_state(index, dtypes, whole, filled=filled)
-        for key, stored in state.elementwise.items():
-            runs += [(stored, start, view) for start, _, view in update.state_pieces(index, key)]
-    saved.read_all(runs)
+        if held.get(index):
+            made = {key: stored.torch_dtype for key, stored in state.elementwise.items()}
+            update.make_state(index, made, {}, filled=filled)
+            for key, stored in state.elementwise.items():
+                runs += [(stored, start, view) for start, _, view in update.state_pieces(index, key)]
+    used = {out.untyped_storage().data_ptr() for _, _, out in runs}
+    for stepped, entries in fits.items():
+        if not any(value.untyped_storage().data_ptr() in used for value in entries.values()):
+            del optimizer.state[stepped]  # of padding only: a new engine has no state for it either
+    return runs
 
 
 def _set_group(group: dict[str, Any], settings: dict[str, Any]) -> None:

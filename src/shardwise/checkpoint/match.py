@@ -15,6 +15,7 @@ from shardwise.checkpoint import codec
 from shardwise.checkpoint.collect import buffers, extra_states
 from shardwise.checkpoint.manifest import BUFFER, OPTIMIZER, PARAMETER, Manifest, StoredTensor, by_any_name, outline
 from shardwise.checkpoint.protocols import OptimizerShards, ShardedModel
+from shardwise.checkpoint.reader import Run
 from shardwise.checkpoint.report import LoadReport, WrongShape
 from shardwise.checkpoint.selection import Renamed, Selection, extra_name, names_in
 from shardwise.errors import CheckpointError
@@ -41,6 +42,8 @@ class Matched:
         buffer_names: their names.
         extra: modules with their extra state (trees).
         states: optimizer state by parameter; None if none is loaded.
+        left: what has not been read yet of the entries of `states` with one value per element; None: memory has not
+            been made for them either.
     """
 
     report: LoadReport
@@ -49,6 +52,7 @@ class Matched:
     buffer_names: set[str] = field(default_factory=set)
     extra: list[tuple[nn.Module, Any]] = field(default_factory=list)
     states: dict[int, StateOf] | None = None
+    left: list[Run] | None = None
 
 
 @dataclass

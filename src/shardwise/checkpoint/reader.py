@@ -4,7 +4,10 @@ from __future__ import annotations
 
 import os
 import threading
+from bisect import bisect_left, bisect_right
+from collections import Counter
 from collections.abc import Iterable, Sequence
+from dataclasses import dataclass
 from types import TracebackType
 from typing import Any
 
@@ -14,8 +17,46 @@ from shardwise.checkpoint import codec, manifest
 from shardwise.checkpoint.directory import Hold
 from shardwise.checkpoint.manifest import Slice, StoredTensor
 from shardwise.checkpoint.parallel import divided, for_each
-from shardwise.checkpoint.tensorfile import BLOCK, TensorFile
+from shardwise.checkpoint.tensorfile import BLOCK, Take, TensorFile
 from shardwise.errors import CheckpointError
+
+Run = tuple[StoredTensor, int, torch.Tensor]
+"""(tensor, start, 1-D tensor): elements of a stored tensor from `start` on, and what they are read into."""
+
+
+@dataclass(frozen=True)
+class Place:
+    """Elements of a stored tensor that lie in one piece in a file, and what they are read into.
+
+    Attributes:
+        stored: the tensor.
+        start: first element.
+        out: 1-D tensor for them, of any dtype and device.
+        file: name of the file.
+        begin: first byte there, a multiple of the size of an element.
+    """
+
+    stored: StoredTensor
+    start: int
+    out: torch.Tensor
+    file: str
+    begin: int
+
+    @property
+    def end(self) -> int:
+        """End of the bytes (exclusive)."""
+        return self.begin + self.out.numel() * self.stored.torch_dtype.itemsize
+
+    @property
+    def blocks(self) -> range:
+        """Blocks of the file in which the elements lie."""
+        return range(self.begin // BLOCK, -(-self.end // BLOCK))
+
+    def part(self, begin: int, end: int) -> list[Run]:
+        """Return, as a run, the elements between two bytes of the file; nothing if there are none."""
+        size = self.stored.torch_dtype.itemsize
+        first, last = (max(begin, self.begin) - self.begin) // size, (min(end, self.end) - self.begin) // size
+        return [(self.stored, self.start + first, self.out[first:last])] if first < last else []
 
 
 class Checkpoint:
@@ -83,7 +124,7 @@ class Checkpoint:
         for part, first, last in tensor.runs(start, start + out.numel()):
             self._stored(tensor, part).read_into(part.key, first - part.start, out[first - start : last - start])
 
-    def read_all(self, runs: Sequence[tuple[StoredTensor, int, torch.Tensor]]) -> None:
+    def read_all(self, runs: Sequence[Run]) -> None:
         """Do `read_into` for several (tensor, start, out), by several threads if there are cores for them.
 
         Raises:
@@ -180,21 +221,74 @@ class Checkpoint:
             found.update((name, n) for n in range(begin // BLOCK, -(-end // BLOCK)))
         return sorted(found)
 
-    def verify(self, blocks: Iterable[tuple[str, int]]) -> None:
+    def places(self, runs: Iterable[Run]) -> tuple[list[Place], list[Run]]:
+        """Divide runs into what `verify` can put into place on the way, and what it cannot.
+
+        It cannot read bytes into two places, nor values that do not lie at a multiple of their size.
+
+        Raises:
+            CheckpointError: they are not stored.
+        """
+        found, rest = [], []
+        for stored, start, out in runs:
+            for part, first, last in stored.runs(start, start + out.numel()):
+                size = stored.torch_dtype.itemsize
+                begin = self._stored(stored, part).span(part.key)[0] + (first - part.start) * size
+                found.append(Place(stored, first, out[first - start : last - start], part.file, begin))
+        kept: list[Place] = []
+        for place in sorted(found, key=lambda place: (place.file, place.begin)):
+            second = bool(kept) and kept[-1].file == place.file and place.begin < kept[-1].end
+            if second or place.begin % place.stored.torch_dtype.itemsize:
+                rest.append((place.stored, place.start, place.out))
+            else:
+                kept.append(place)
+        return kept, rest
+
+    def mostly(self, places: Iterable[Place]) -> list[tuple[str, int]]:
+        """Return (file, block) of the blocks at least half of whose bytes are read into some places."""
+        held: Counter[tuple[str, int]] = Counter()
+        for place in places:
+            for n in place.blocks:
+                held[place.file, n] += min(place.end, (n + 1) * BLOCK) - max(place.begin, n * BLOCK)
+        files = self.manifest.files
+        return sorted(
+            block for block, n in held.items() if 2 * n >= min(BLOCK, files[block[0]].size - block[1] * BLOCK)
+        )
+
+    def left(self, places: Iterable[Place], blocks: Iterable[tuple[str, int]]) -> list[Run]:
+        """Return what is still to be read into some places after `verify` of some blocks."""
+        done, found = set(blocks), []
+        for place in places:
+            at = place.begin
+            for n in place.blocks:
+                if (place.file, n) in done:
+                    found += place.part(at, n * BLOCK)
+                    at = (n + 1) * BLOCK
+            found += place.part(at, place.end)
+        return found
+
+    def verify(self, blocks: Iterable[tuple[str, int]], places: Sequence[Place] = ()) -> None:
         """Compare the bytes of some blocks with their checksums, by several threads if there are cores for them.
+
+        Args:
+            blocks: which ones.
+            places: what lies in these blocks is put there on the way, right or wrong; as `places` returned them.
 
         Raises:
             CheckpointError: a file is damaged; the message names the first wrong bytes and what they belong to.
         """
-        for_each(self._verify_run, divided(list(blocks)))
+        by_file: dict[str, list[Place]] = {}
+        for place in places:
+            by_file.setdefault(place.file, []).append(place)
+        for_each(lambda some: self._verify_run(some, by_file), divided(list(blocks)))
 
-    def _verify_run(self, blocks: Sequence[tuple[str, int]]) -> None:
+    def _verify_run(self, blocks: Sequence[tuple[str, int]], places: dict[str, list[Place]]) -> None:
         by_file: dict[str, list[int]] = {}
         for name, block in blocks:
             by_file.setdefault(name, []).append(block)
         for name, numbers in by_file.items():
             file = self._file(name)
-            wrong = file.wrong_blocks(self.manifest.files[name].checksums, numbers)
+            wrong = file.wrong_blocks(self.manifest.files[name].checksums, numbers, _taker(places.get(name)))
             if wrong:
                 begin = wrong[0] * BLOCK
                 raise CheckpointError(
@@ -206,6 +300,24 @@ class Checkpoint:
     def _holders(self, file: TensorFile, begin: int) -> str:
         names = [name for name in file.specs if file.span(name)[0] < begin + BLOCK and file.span(name)[1] > begin]
         return f" (they hold {manifest.outline(names, 3)})" if names else ""
+
+
+def _taker(places: Sequence[Place] | None) -> Take | None:
+    """Return what puts bytes of a file into some places of it; None if there are none."""
+    if not places:
+        return None
+    begins = [place.begin for place in places]
+
+    def take(offset: int, data: torch.Tensor) -> None:
+        end = offset + data.numel()
+        for number in range(max(0, bisect_right(begins, offset) - 1), bisect_left(begins, end)):
+            place = places[number]
+            for stored, start, out in place.part(offset, end):
+                dtype = stored.torch_dtype
+                first = place.begin + (start - place.start) * dtype.itemsize - offset
+                out.detach().copy_(data[first : first + out.numel() * dtype.itemsize].view(dtype))
+
+    return take
 
 
 def verify(path: str) -> manifest.Manifest:

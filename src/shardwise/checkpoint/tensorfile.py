@@ -9,11 +9,12 @@ range of elements straight into its destination.
 
 from __future__ import annotations
 
+import contextlib
 import ctypes
 import json
 import os
 import zlib
-from collections.abc import Iterable, Sequence
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from types import TracebackType
 
@@ -49,6 +50,15 @@ _LONGEST_HEADER = 100_000_000
 
 _STAGE = 16 << 20
 """Bytes that are on the host at a time where values are converted or go to another device."""
+
+_STEP = 512 << 10
+"""Bytes that are verified at a time: few enough to be in the cache of a core from being read to being hashed."""
+
+_AHEAD = 2
+"""Blocks between the one that is verified and the one that the system is asked for: disks do not wait for checksums."""
+
+Take = Callable[[int, torch.Tensor], None]
+"""Takes the place in a file and bytes that have been read from there, before memory is used for the next ones."""
 
 MOST_DIMENSIONS = 64
 MOST_ELEMENTS = 1 << 48
@@ -207,15 +217,28 @@ class TensorFile:
         self.read_into(name, 0, values.view(-1))
         return values
 
-    def wrong_blocks(self, checksums: Sequence[str], blocks: Iterable[int]) -> list[int]:
-        """Return those of some blocks whose bytes do not have the checksum that they should have."""
+    def wrong_blocks(self, checksums: Sequence[str], blocks: Sequence[int], take: Take | None = None) -> list[int]:
+        """Return those of some blocks whose bytes do not have the checksum that they should have.
+
+        Args:
+            checksums: of all blocks.
+            blocks: which ones, in order.
+            take: is given all bytes on the way; whether they are right is known at the end.
+        """
         size = os.fstat(self._descriptor).st_size
-        buffer = memoryview(bytearray(BLOCK))
-        wrong = []
-        for block in blocks:
-            part = buffer[: max(0, min(BLOCK, size - block * BLOCK))]
-            self._fill(part, block * BLOCK)
-            if f"{zlib.crc32(part):08x}" != checksums[block]:
+        stage = torch.empty(_STEP, dtype=torch.uint8, device="cpu")
+        memory, wrong = bytes_of(stage), []
+        for number, block in enumerate(blocks):
+            for later in blocks[number + _AHEAD : number + _AHEAD + 1]:
+                _read_ahead(self._descriptor, later * BLOCK, BLOCK)
+            found, end = 0, min(size, (block + 1) * BLOCK)
+            for place in range(block * BLOCK, end, _STEP):
+                count = min(_STEP, end - place)
+                self._fill(memory[:count], place)
+                found = zlib.crc32(memory[:count], found)
+                if take is not None:
+                    take(place, stage[:count])
+            if f"{found:08x}" != checksums[block]:
                 wrong.append(block)
         return wrong
 
@@ -237,6 +260,15 @@ class TensorFile:
                 done += count
         except OSError as error:
             raise CheckpointError(f"{self.path}: cannot be read at byte {offset}: {error.strerror}") from error
+
+
+def _read_ahead(descriptor: int, offset: int, count: int) -> None:
+    """Ask the system to read bytes; where it has them it would look for each page all the same, so it is probed."""
+    with contextlib.suppress(OSError, AttributeError):  # not every system and file system can be asked
+        if os.preadv(descriptor, [bytearray(1)], offset, os.RWF_NOWAIT):
+            return
+    with contextlib.suppress(OSError, AttributeError):
+        os.posix_fadvise(descriptor, offset, count, os.POSIX_FADV_WILLNEED)
 
 
 def _parse_header(text: bytes) -> tuple[dict[str, Spec], dict[str, int], int]:

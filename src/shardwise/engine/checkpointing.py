@@ -33,6 +33,7 @@ from shardwise.utils.logging import logger, warn_once
 if TYPE_CHECKING:
     from torch import nn
 
+    from shardwise.checkpoint.reader import Checkpoint
     from shardwise.comm.communicator import Communicator
     from shardwise.config import Resolution
     from shardwise.precision.scaler import LossScaler
@@ -263,17 +264,19 @@ class Checkpointing(BackgroundSaving):
         load_lr_scheduler_states: bool,
         custom_load_fn: CustomLoad | None,
     ) -> tuple[str | None, dict[str, Any] | None]:
-        found = find(self.sharded, parent, tag, options, opener(self.sharded))
-        if found is None:
-            return None, None
-        saved, matched = found
-        self._notes = ()
-        with saved:
+        def check(saved: Checkpoint) -> None:
             with_scheduler = load_lr_scheduler_states and not options.module_only
             if not options.module_only:
                 self._check_training_state(saved.manifest, saved.path, with_scheduler=with_scheduler)
             if with_scheduler and self.lr_scheduler is not None:
                 check_schedule(saved, self.lr_scheduler)
+
+        found = find(self.sharded, parent, tag, options, opener(self.sharded), check)
+        if found is None:
+            return None, None
+        saved, matched = found
+        self._notes = ()
+        with saved:
             loaded = read(self.sharded, saved, matched, options)
             if custom_load_fn is not None:
                 self._load_custom(custom_load_fn, saved.module_values())

@@ -22,7 +22,7 @@ from shardwise.checkpoint.deepspeed.layout import (
     numbered_states,
 )
 from shardwise.checkpoint.manifest import BUFFER, OPTIMIZER, PARAMETER, Manifest, Slice, StoredTensor, name_of, outline
-from shardwise.checkpoint.reader import Checkpoint
+from shardwise.checkpoint.reader import Checkpoint, Place, Run
 from shardwise.checkpoint.tensorfile import FileFacts
 from shardwise.errors import CheckpointError
 
@@ -530,7 +530,11 @@ class DeepSpeedCheckpoint(Checkpoint):
         names = set(self._opened) if tensors is None else {part.file for tensor in tensors for part in tensor.slices}
         return [(name, number) for name in sorted(names) for number in range(self._opened[name].records)]
 
-    def verify(self, blocks: Iterable[tuple[str, int]]) -> None:
+    def places(self, runs: Iterable[Run]) -> tuple[list[Place], list[Run]]:
+        """Return no places: the files are mapped into memory, and copied from there."""
+        return [], list(runs)
+
+    def verify(self, blocks: Iterable[tuple[str, int]], places: Sequence[Place] = ()) -> None:
         """Compare records with the checksums that torch has written.
 
         Raises:
