@@ -149,7 +149,7 @@ def gradients(model: nn.Module) -> Tensors:
             pieces[tensor.name] = sharded.section_of(tensor.index).accumulate_dtype, runs
     found = _assemble(sharded, pieces, whole=False)
     if found:
-        factor = sharded.gradient_factor()
+        factor = sharded.driver.gradient_factor()
         for value in found.values():
             value.mul_(factor)
         _compare_one(model, found, safe_get_full_grad)

@@ -246,7 +246,6 @@ def _build(
     check_agreement(comm, facts_of(model, optimizer, resolution))
 
     # Sharding frees the model unit by unit, so it must be the last one to hold whole parameters.
-    engine_box: list[Engine] = []
     subject = Subject.of(model, optimizer, resolution, domain)
     with explaining(lambda: Circumstances("initialize()", subject, accountant, comm.rank)):
         sharded = ShardedModel(
@@ -262,8 +261,6 @@ def _build(
             prescale=_prescale(settings, world),
             compressor=reduction(settings, comm, lambda tensor: accountant.hold(Category.BUFFERS, tensor)),
             sparse_gradients=settings.sparse_gradients,
-            boundary=lambda: engine_box[0].reduces_now(),
-            single=lambda: engine_box[0].begins_window(),
             leaves=leaves_of(model, settings.zero_optimization.leaf_module),
             wires=wires,
         )
@@ -284,7 +281,6 @@ def _build(
         mpu=mpu,
     )
     engine.mesh_device = mesh
-    engine_box.append(engine)
     if training_data is not None:
         engine.training_dataloader = engine.deepspeed_io(training_data, collate_fn=collate_fn)
     # Signals that come from here on find a whole engine.

@@ -184,10 +184,7 @@ class Engine(Attributes, BatchSizes, ConfigGetters, Interchange, FaultTolerance,
         self._last_call: Call | None = None
         self._last_signature: tuple[Any, ...] | None = None
         self._prepare_for_faults(comm.rank)
-        sharded.gradient_factor = self._factor_so_far
-        sharded.reduction_scale = self._reduction_scale
-        sharded.on_backward_begin = self._backward_begins
-        sharded.on_backward_end = self._backward_ended
+        sharded.driver = self
         if sharded.reducer is not None:
             sharded.reducer.watching = on_non_finite(resolution.config) != "ignore"
         self._tell_overflow(False)
@@ -268,10 +265,11 @@ class Engine(Attributes, BatchSizes, ConfigGetters, Interchange, FaultTolerance,
         self._scale_entered = True
         return 1.0 if self._engine_backward else self.cur_scale
 
-    def _backward_begins(self) -> None:
+    def backward_begins(self) -> None:
+        """See `shardwise.zero.driver.Driver`."""
         self._agree_on_reference(None)
 
-    def _backward_ended(self, brought: bool) -> None:
+    def backward_ended(self, brought: bool) -> None:
         """Remember how the pass was weighted, and whether it has brought gradients without the loss scale; the step
         tells all ranks.
         """
@@ -693,13 +691,13 @@ class Engine(Attributes, BatchSizes, ConfigGetters, Interchange, FaultTolerance,
         if weight is not None:
             # Without any weight the sums are zero, and so is the gradient.
             return self._reference / (torch.where(weight > 0, weight, 1.0) * self._scale_of_sums())
-        return 1.0 / self._reduction_scale()
+        return 1.0 / self.reduction_scale()
 
     def _scale_of_sums(self) -> float:
         prescale = self.sharded.reducer.prescale if self.sharded.reducer is not None else 1.0
         return prescale * self.cur_scale
 
-    def _reduction_scale(self) -> float:
+    def reduction_scale(self) -> float:
         """Return what divides sums over ranks and micro-batches to give their mean (or sum, as configured).
 
         Weights of micro-batches are not in it: what a lossy reduction keeps for later counts by its own.
@@ -707,7 +705,7 @@ class Engine(Attributes, BatchSizes, ConfigGetters, Interchange, FaultTolerance,
         ranks = self.world_size if self.gradient_average else 1
         return ranks * self.gradient_accumulation_steps() * self._scale_of_sums()
 
-    def _factor_so_far(self) -> float | torch.Tensor:
+    def gradient_factor(self) -> float | torch.Tensor:
         """Return what turns the sums held now into the gradient of the micro-batches so far (all ranks call)."""
         if self._prepared is not None and self._prepared.applied:
             return 1.0

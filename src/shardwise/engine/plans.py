@@ -365,8 +365,6 @@ class Planner:
                 accountant=Accountant(),
                 compressor=reduction(settings, comm, lambda _: None),
                 sparse_gradients=settings.sparse_gradients,
-                boundary=lambda: True,
-                single=lambda: True,
                 leaves=leaves_of(twin, settings.zero_optimization.leaf_module),
                 wires=wire_dtypes(twin, settings),
             )

@@ -13,7 +13,6 @@ import torch
 
 from shardwise.errors import UsageError
 from shardwise.zero import released
-from shardwise.zero.communicated import CommunicatedUpdate
 from shardwise.zero.model import ShardedModel
 from shardwise.zero.unit import UnitState
 
@@ -80,8 +79,7 @@ def safe_set_full_fp32_param(parameter: torch.Tensor, value: torch.Tensor) -> No
     model, index = found
     assert model.update is not None
     flat = _checked(model, index, value)
-    if isinstance(model.update, CommunicatedUpdate):
-        model.update.check_agreed(f"parameter {model.registry[index].name!r}")
+    model.update.check_agreed(f"parameter {model.registry[index].name!r}")
     model.take_changes()
     (unit,) = model.units_of([model.registry.parameters[index]])
     model.gatherer.let_go([unit])
@@ -110,7 +108,7 @@ def safe_get_full_grad(parameter: torch.Tensor) -> torch.Tensor | None:
         return None
     dtype = model.section_of(index).accumulate_dtype
     whole = _assemble(model, index, runs, dtype, whole=False)
-    return whole.mul_(model.gradient_factor())
+    return whole.mul_(model.driver.gradient_factor())
 
 
 def safe_set_full_grad(parameter: torch.Tensor, value: torch.Tensor) -> None:
@@ -134,7 +132,7 @@ def safe_set_full_grad(parameter: torch.Tensor, value: torch.Tensor) -> None:
         raise UsageError(
             "safe_set_full_grad: gradients of this window are not reduced yet; call it after the last micro-batch"
         )
-    section, factor = model.section_of(index), model.gradient_factor()
+    section, factor = model.section_of(index), model.driver.gradient_factor()
     for piece in section.layout.pieces(section.master_start, section.master_stop):
         if piece.index == index:
             target = section.whole_gradient[piece.offset : piece.offset + piece.stop - piece.start]
@@ -194,8 +192,7 @@ def safe_set_full_optimizer_state(parameter: torch.Tensor, value: torch.Tensor, 
     flat = _checked(model, index, value)
     for start, stop, state in model.update.state_pieces(index, optim_state_key):
         state.copy_(flat[start:stop])
-    if isinstance(model.update, CommunicatedUpdate):
-        model.update.state_was_set()
+    model.update.state_was_set()
 
 
 def safe_get_local_fp32_param(parameter: torch.Tensor) -> torch.Tensor | None:
@@ -247,7 +244,7 @@ def safe_get_local_grad(parameter: torch.Tensor) -> torch.Tensor | None:
     runs = _local_gradient(model, index, "safe_get_local_grad")
     if runs is None:
         return None
-    return _joined(model, runs, model.section_of(index).accumulate_dtype).mul_(model.gradient_factor())
+    return _joined(model, runs, model.section_of(index).accumulate_dtype).mul_(model.driver.gradient_factor())
 
 
 def safe_set_local_grad(parameter: torch.Tensor, value: torch.Tensor) -> None:
@@ -264,7 +261,7 @@ def safe_set_local_grad(parameter: torch.Tensor, value: torch.Tensor) -> None:
     model, index = found
     runs = _local_gradient(model, index, "safe_set_local_grad")
     if runs is not None:
-        _fill(model, index, runs, value / model.gradient_factor())
+        _fill(model, index, runs, value / model.driver.gradient_factor())
 
 
 def safe_get_local_optimizer_state(parameter: torch.Tensor, optim_state_key: str) -> torch.Tensor | None:
@@ -309,8 +306,7 @@ def safe_set_local_optimizer_state(parameter: torch.Tensor, value: torch.Tensor,
     runs = [state for _, _, state in model.update.state_pieces(index, optim_state_key)]
     if runs:
         _fill(model, index, runs, value)
-        if isinstance(model.update, CommunicatedUpdate):
-            model.update.state_was_set()
+        model.update.state_was_set()
 
 
 def _find_local(parameter: torch.Tensor, what: str) -> tuple[ShardedModel, int] | None:

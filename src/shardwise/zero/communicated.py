@@ -154,7 +154,7 @@ class CommunicatedUpdate(SegmentUpdate):
                 f"{ONEBIT_STAGE_REASONS[most]}. Lower the stage or take another optimizer"
             )
 
-    def local(self) -> bool:
+    def stays_local(self) -> bool:
         """Whether the gradients of the window that begins now are only added up locally (the same on all ranks)."""
         return not self.asked.exact_gradients()
 
@@ -226,7 +226,7 @@ class CommunicatedUpdate(SegmentUpdate):
 
     def step(self, optimizer: torch.optim.Optimizer, factor: float | torch.Tensor) -> None:
         """Step with reduced gradients or this rank's own, multiplied before, and write into the parameters' memory."""
-        local = self.local()
+        local = self.stays_local()
         for section, block in self._blocks:
             given = self.own_gradient(section) if local else section.whole_gradient
             block.gradient = as_gradient(given, block.segments[0].parameter, self._accountant)
@@ -309,6 +309,10 @@ class CommunicatedUpdate(SegmentUpdate):
         fits = self.asked.load_rank_state(state)
         self._hold_all()
         return fits
+
+    def detach(self) -> None:
+        """See `Update.detach`."""
+        self.asked.detach()
 
     def planned(self, numels: Sequence[tuple[int, int, int]]) -> tuple[int, int, int]:
         """Return bytes of state in exact steps, and in others, and those of messages that are under way at once.

@@ -25,7 +25,7 @@ from __future__ import annotations
 import contextlib
 import threading
 import weakref
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Iterator, Sequence
 from enum import Enum
 from itertools import zip_longest
 from typing import Any, NamedTuple, Protocol
@@ -37,7 +37,7 @@ from shardwise.compat import never_compiled
 from shardwise.errors import ReleasedParameterError, UsageError
 from shardwise.registry import Registry
 from shardwise.trees import tensors_in
-from shardwise.zero.calls import Use
+from shardwise.zero.calls import AtEnd, Use
 from shardwise.zero.saved import SavedValues
 from shardwise.zero.unit import Purpose, Unit, UnitState
 
@@ -77,6 +77,22 @@ class Channel(Protocol):
         """Be told that the thread of the pass goes on; raise what has failed while peers were helped."""
 
 
+class Reductions(Protocol):
+    """The other half of the passes (`shardwise.zero.reduce.Reducer`)."""
+
+    def begin(self) -> None:
+        """Start a backward pass; nothing happens in one that has been started."""
+
+    def end(self) -> None:
+        """End a backward pass."""
+
+    def advance(self, unit: Unit) -> None:
+        """Something has happened that may complete the gradients of a unit."""
+
+    def lags_behind(self, index: int) -> bool:
+        """Whether a peer may wait for a reduction still to come here without having launched the gather of a unit."""
+
+
 class Gatherer:
     """Gathers and releases the units of one engine; see the module docstring.
 
@@ -87,6 +103,9 @@ class Gatherer:
         prefetch: gather the next unit while the current one computes.
         prefetch_elements: gather further units ahead as long as they have at most this many elements together.
         backward: whether backward passes are to be expected.
+
+    Attributes:
+        reducer: the other half of the passes; None where nothing is trained.
     """
 
     def __init__(
@@ -140,15 +159,15 @@ class Gatherer:
         self._clock = 0
         self._inside: dict[int, int] = {}
         self._untracked: set[int] = set()
-        self.on_backward: Callable[[], None] = _nothing
-        self.on_call_done: Callable[[Unit], None] = self.finish_backward
-        self.lags_behind: Callable[[int], bool] = _never
+        self.reducer: Reductions | None = None
+        self._closed = False
+        self._at_end: AtEnd | None = None
         order = [unit.index for unit in self.units]
         self.set_order(order, order[::-1])
 
-    def detach(self) -> None:
-        """Forget whom to tell: the engine is being closed."""
-        self.on_backward, self.on_call_done, self.lags_behind = _nothing, _not_told, _never
+    def close(self) -> None:
+        """Follow no pass any more: graphs that are left differentiate a plain model."""
+        self._closed, self.reducer = True, None
 
     # -- order -------------------------------------------------------------------------------------------------------
 
@@ -221,6 +240,30 @@ class Gatherer:
     def absent(self, unit: Unit) -> bool:
         """Whether the values of a unit are nobody's business now, as far as they are here at all."""
         return unit.state is UnitState.RELEASED or unit is self._waiting
+
+    @never_compiled
+    def start_backward(self) -> None:
+        """Called by the first hook that a backward pass reaches, any number of times."""
+        # If the model differentiates a part of itself, that is a part of the forward pass.
+        if self._closed or self.phase is Phase.FORWARD:
+            return
+        if self.reducer is not None:
+            self.reducer.begin()
+            return
+        # Nothing is trained, but gradients of the inputs are wanted (a frozen teacher, an adversary).
+        if self.phase is Phase.BACKWARD:
+            if self._at_end is None or not self._at_end.dropped:
+                return
+            self.end_backward()
+        self._at_end = AtEnd(self.end_backward)
+        self.begin_backward()
+
+    def cut_backward_short(self) -> None:
+        """End a backward pass that an exception has ended."""
+        if self.reducer is not None:
+            self.reducer.end()
+        else:
+            self.end_backward()
 
     def begin_backward(self) -> None:
         """Start a backward pass."""
@@ -370,7 +413,8 @@ class Gatherer:
             if released:
                 self._rescue(unit)
             self._look_ahead(place)
-            if self.phase is Phase.BACKWARD and unit.state is UnitState.GATHERING and self.lags_behind(unit.index):
+            lags = self.reducer is not None and self.reducer.lags_behind(unit.index)
+            if self.phase is Phase.BACKWARD and unit.state is UnitState.GATHERING and lags:
                 assert self._channel is not None
                 self._channel.want(self._passes_back, place)
         unit.finish_gather()
@@ -483,7 +527,7 @@ class Gatherer:
         """Whether all calls of the unit that are to be differentiated have been, as far as they are watched."""
         return unit.index in self._watched and not self._recomputed.get(unit.index) and not self._uses[unit.index]
 
-    def begin_use(self, units: Sequence[Unit], when_done: Callable[[Unit], None]) -> Use:
+    def begin_use(self, units: Sequence[Unit]) -> Use:
         """Follow a call of the units' module that begins now.
 
         The units count as in use until its graph has been differentiated, or dies, or the backward pass ends.
@@ -492,7 +536,7 @@ class Gatherer:
         def done(use: Use) -> None:
             for unit in units:
                 self._uses[unit.index].discard(use)
-                when_done(unit)
+                self._call_done(unit)
 
         use = Use(done)
         for unit in units:
@@ -500,13 +544,22 @@ class Gatherer:
             self._watched.add(unit.index)
         return use
 
+    def _call_done(self, unit: Unit) -> None:
+        """The backward of one call of the unit's module is complete."""
+        if self._closed or self.phase is Phase.FORWARD:
+            return
+        if self.reducer is not None:
+            self.reducer.advance(unit)
+        else:
+            self.finish_backward(unit)
+
     def end_use(self, units: Sequence[Unit], use: Use, outputs: Any) -> None:
         """The call has returned: bring the units back before its outputs are differentiated."""
         reference = weakref.ref(use)
 
         @never_compiled
         def wanted() -> None:
-            self.on_backward()
+            self.start_backward()
             for unit in units:
                 call = reference()
                 if call is not None:  # once more, if the graph was retained
@@ -537,7 +590,7 @@ class Gatherer:
                 f"values of unit {unit.name!r} that autograd has saved are read outside of a backward pass, where they "
                 f"are sharded over {unit.domain.parts(unit.level)} ranks"
             )
-        self.on_backward()
+        self.start_backward()
         self._need_backward(unit)
 
     def in_use(self, unit: Unit) -> bool:
@@ -581,7 +634,7 @@ class Gatherer:
         unit.expose()
         if not self.differentiated(unit):
             return None
-        return Touch(self.begin_use([unit], self.on_call_done), self.saved.open())
+        return Touch(self.begin_use([unit]), self.saved.open())
 
     def end_touch(self, parameter: nn.Parameter, touch: Touch | None, result: Any) -> None:
         """A function has used a parameter outside of its own module."""
@@ -629,16 +682,3 @@ def _visit(module: nn.Module, start: dict[nn.Module, int], end: dict[nn.Module, 
     for child in module.children():
         _visit(child, start, end)
     end[module] = len(start)
-
-
-def _nothing() -> None:
-    """Default of `Gatherer.on_backward`."""
-
-
-def _not_told(unit: Unit) -> None:
-    """Takes the place of `Gatherer.on_call_done` when the engine is closed."""
-
-
-def _never(index: int) -> bool:
-    """Default of `Gatherer.lags_behind`: nothing is reduced."""
-    return False

@@ -2,12 +2,11 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable
-
 import torch
 from torch.autograd.graph import Node, get_gradient_edge
 
 from shardwise.comm.pieces import Pieces
+from shardwise.zero.gather import Gatherer
 from shardwise.zero.sparse import Rows
 from shardwise.zero.unit import Unit
 
@@ -17,12 +16,12 @@ class UnitGradients:
 
     Args:
         unit: the unit.
-        settled: whether all forward calls of the unit that are to be differentiated have been.
+        gatherer: knows of the unit's forward calls.
     """
 
-    def __init__(self, unit: Unit, settled: Callable[[Unit], bool]) -> None:
+    def __init__(self, unit: Unit, gatherer: Gatherer) -> None:
         self.unit = unit
-        self._settled = settled
+        self._gatherer = gatherer
         # Only the graph node is wanted, not values: released parameters need not come back for it.
         with torch._C.DisableTorchFunctionSubclass():
             self._nodes = [
@@ -73,7 +72,7 @@ class UnitGradients:
     @property
     def complete(self) -> bool:
         """Whether no more gradients of this pass can come."""
-        return not self.expected and (not self.nested or self._settled(self.unit))
+        return not self.expected and (not self.nested or self._gatherer.settled(self.unit))
 
     def watch(self, values: torch.Tensor) -> None:
         """Remember the smallest and largest of what is to be sent: one of them is not finite if any value is not.

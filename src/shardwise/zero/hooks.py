@@ -1,4 +1,4 @@
-"""Hooks on the user's modules: they tell the gatherer and the reducer what the model is doing, and nothing else.
+"""Hooks on the user's modules: they tell the gatherer what the model is doing, and nothing else.
 
 The outermost hooked call opens a forward pass and closes it, also when it raises. A module that is home to a unit
 enters and leaves it. Hooks lie outside of the modules' forward, so that a compiled module stays one region.
@@ -14,12 +14,11 @@ from typing import Any, NamedTuple
 import torch
 from torch import nn
 
-from shardwise.compat import never_compiled, transforming
+from shardwise.compat import transforming
 from shardwise.trees import tensors_in
-from shardwise.zero.calls import AtEnd, Use
+from shardwise.zero.calls import Use
 from shardwise.zero.gather import Gatherer, Phase
 from shardwise.zero.modulehook import ModuleHook
-from shardwise.zero.reduce import Reducer
 from shardwise.zero.unit import Unit
 
 
@@ -40,23 +39,19 @@ class Hooks:
         root: the user's model.
         units: all units.
         gatherer: opened, asked and closed by the hooks.
-        reducer: started by the first gradient of a backward pass, or None where nothing is trained.
     """
 
-    def __init__(self, root: nn.Module, units: Sequence[Unit], gatherer: Gatherer, reducer: Reducer | None) -> None:
+    def __init__(self, root: nn.Module, units: Sequence[Unit], gatherer: Gatherer) -> None:
         self.root = root
         self.gatherer = gatherer
-        self.reducer = reducer
         self._outermost: nn.Module | None = None
         self._calls: list[_Call] = []
-        self._at_end: AtEnd | None = None
         self._handles: list[Any] = []
         self._sharded = any(unit.sharded for unit in units)
         homes: dict[nn.Module, list[Unit]] = {root: []}
         for unit in units:
             for module in unit.modules:
                 homes.setdefault(module, []).append(unit)
-        gatherer.on_backward, gatherer.on_call_done = self.start_backward, self._call_done
         for module, entered in homes.items():
             self._install(module, entered)
 
@@ -73,7 +68,7 @@ class Hooks:
             use = None
             watched = [unit for unit in units if gatherer.watches(unit) and gatherer.differentiated(unit)]
             if watched:
-                use = gatherer.begin_use(watched, self._call_done)
+                use = gatherer.begin_use(watched)
             opened = any(unit.sharded for unit in watched) and gatherer.saved.open()
             self._calls.append(_Call(module, use, watched, opened))
 
@@ -87,7 +82,7 @@ class Hooks:
                 gatherer.end_use(call.watched, call.use, outputs)
             if outermost and torch.is_grad_enabled():
                 for node in {t.grad_fn for t in tensors_in(outputs) if t.grad_fn is not None}:
-                    node.register_prehook(lambda _: self.start_backward())
+                    node.register_prehook(lambda _: gatherer.start_backward())
             for unit in units:
                 gatherer.leave(unit)
             if outermost:
@@ -140,38 +135,9 @@ class Hooks:
         if gatherer.phase is Phase.IDLE or torch._C._current_graph_task_id() != -1:
             return
         if gatherer.phase is Phase.BACKWARD:
-            if self.reducer is not None:
-                self.reducer.end()
-            else:
-                gatherer.end_backward()
+            gatherer.cut_backward_short()
         elif _calls_running(self._outermost) <= (entered is self._outermost):
             self._close()  # PyTorch calls no hook after a KeyboardInterrupt
-
-    @never_compiled
-    def start_backward(self) -> None:
-        """Called by the first hook that a backward pass reaches."""
-        gatherer = self.gatherer
-        if gatherer.phase is Phase.FORWARD:
-            return  # the model differentiates a part of itself: that is a part of the forward pass
-        if self.reducer is not None:
-            self.reducer.begin()
-            return
-        # Nothing is trained, but gradients of the inputs are wanted (a frozen teacher, an adversary).
-        if gatherer.phase is Phase.BACKWARD:
-            if self._at_end is None or not self._at_end.dropped:
-                return
-            gatherer.end_backward()
-        self._at_end = AtEnd(gatherer.end_backward)
-        gatherer.begin_backward()
-
-    def _call_done(self, unit: Unit) -> None:
-        """The backward of one call of the unit's module is complete."""
-        if self.gatherer.phase is Phase.FORWARD:
-            return
-        if self.reducer is not None:
-            self.reducer.advance(unit)
-        else:
-            self.gatherer.finish_backward(unit)
 
     def ids(self) -> set[int]:
         """Return the keys under which the modules keep these hooks."""

@@ -10,7 +10,7 @@ from __future__ import annotations
 import contextlib
 import hashlib
 import sys
-from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
+from collections.abc import Iterable, Iterator, Mapping, Sequence
 from dataclasses import replace
 from typing import Any
 
@@ -31,6 +31,7 @@ from shardwise.utils.logging import logger, warn_once
 from shardwise.zero import released
 from shardwise.zero.building import UnitBuilder
 from shardwise.zero.communicated import CommunicatedUpdate
+from shardwise.zero.driver import Alone, Driver
 from shardwise.zero.gather import Gatherer, Phase, Touch, backward_order
 from shardwise.zero.guards import Guards
 from shardwise.zero.hooks import Hooks
@@ -71,8 +72,6 @@ class ShardedModel:
         prescale: factor on gradients before they are sent.
         compressor: reduces gradients with loss; None: exactly.
         sparse_gradients: reduce the gradients of embeddings that give rows as rows.
-        boundary: whether the backward pass that starts now ends an accumulation window.
-        single: whether that window has at most one on every rank.
         leaves: modules to be kept in one unit each.
         wires: `id(parameter)` to the dtype in which its gradient travels, where neither its own nor the policy's.
 
@@ -81,12 +80,8 @@ class ShardedModel:
         closed: why there is nothing here any more ("" while there is).
         stepped: a step has been taken.
         client_groups: the parameters that each of the optimizer's groups had before the engine.
-        gradient_factor: what turns accumulated sums into the gradient (all ranks call).
-        reduction_scale: what divides a sum over ranks to give the gradient, but for weights of micro-batches.
-        on_backward_begin: called when a backward pass begins.
         sums: forms norms of gradients and sums that travel with them; None for a model that is only evaluated.
         owners: the part of `update` that steps whole tensors; None if there is none.
-        on_backward_end: called at the end of a backward pass; told whether it has brought gradients.
     """
 
     def __init__(
@@ -104,8 +99,6 @@ class ShardedModel:
         prescale: float = 1.0,
         compressor: Compressor | None = None,
         sparse_gradients: bool = False,
-        boundary: Callable[[], bool],
-        single: Callable[[], bool],
         leaves: Iterable[nn.Module] = (),
         wires: Mapping[int, torch.dtype] | None = None,
     ) -> None:
@@ -127,6 +120,7 @@ class ShardedModel:
         self._check_owners(groups)
         self.client_groups = [list(group["params"]) for group in groups]
         self.closed = ""
+        self._driver: Driver = Alone()
         self.units: list[Unit] = []
         self.stepping = stepping
         self.update: Update | None = None
@@ -174,35 +168,21 @@ class ShardedModel:
                 prescale=prescale,
                 compressor=compressor,
                 keeps_gradients=self.keeps_gradients,
-                stays_local=self.update.local if isinstance(self.update, CommunicatedUpdate) else None,
-                scale=lambda: self.reduction_scale(),
-                boundary=boundary,
-                single=single,
-                used=self.gatherer.used,
-                settled=self.gatherer.settled,
-                on_nested=self.gatherer.watch_from_now_on,
-                waiting=self.gatherer.parked,
-                before_launch=self.gatherer.launch_through,
-                on_begin=self._backward_begins,
-                on_complete=self.gatherer.finish_backward,
-                on_end=self._backward_ended,
+                gatherer=self.gatherer,
+                update=self.update,
+                driver=self._driver,
             )
+            self.gatherer.reducer = self.reducer
             self.sums = GradientSums(self.units, len(self.registry), self.comm, device, accountant, self.reducer)
             if isinstance(self.update, CommunicatedUpdate):
                 self.update.own_gradient = self.reducer.own_gradient
                 self.update.on_written = self._values_have_changed
         if self.channel is not None:
             self.channel.on_want = self.gatherer.wanted
-            if self.reducer is not None:
-                self.gatherer.lags_behind = self.reducer.lags_behind
-        self.hooks = Hooks(module, self.units, self.gatherer, self.reducer)
+        self.hooks = Hooks(module, self.units, self.gatherer)
         self.guards = Guards(module, self.registry, optimizer, self._absent)
         self.places = Places(module, self.registry, self.units)
         self._trainable = [p for p, t in zip(self.registry.parameters, self.registry, strict=True) if t.trainable]
-        self.gradient_factor: Callable[[], float | torch.Tensor] = _one
-        self.reduction_scale: Callable[[], float] = _one
-        self.on_backward_begin: Callable[[], None] = _ignore
-        self.on_backward_end: Callable[[bool], None] = _ignore
         self._section_of = {
             slot.index: (unit, section)
             for unit in self.units
@@ -214,6 +194,17 @@ class ShardedModel:
         accountant.reset_peak()
         self._order_agreed = self.stepped = False
         give_back_freed_memory()  # of the whole parameters, between the shards
+
+    @property
+    def driver(self) -> Driver:
+        """Who runs the passes and steps."""
+        return self._driver
+
+    @driver.setter
+    def driver(self, driver: Driver) -> None:
+        self._driver = driver
+        if self.reducer is not None:
+            self.reducer.driver = driver
 
     @property
     def keeps_gradients(self) -> bool:
@@ -263,15 +254,6 @@ class ShardedModel:
         if tensor is None or self.gatherer.phase is not Phase.IDLE:
             return False
         return self.gatherer.absent(self._section_of[tensor.index][0])
-
-    def _backward_begins(self) -> None:
-        self.on_backward_begin()
-        self.gatherer.begin_backward()
-
-    def _backward_ended(self) -> None:
-        assert self.reducer is not None
-        self.gatherer.end_backward()
-        self.on_backward_end(self.reducer.brought)
 
     # -- stepping ----------------------------------------------------------------------------------------------------
 
@@ -514,11 +496,11 @@ class ShardedModel:
 
     def rank_state(self) -> dict[str, Any] | None:
         """Return what the optimizer keeps on this rank alone, for the rank's part of a checkpoint; None if nothing."""
-        return self.update.rank_state() if isinstance(self.update, CommunicatedUpdate) else None
+        return None if self.update is None else self.update.rank_state()
 
     def load_rank_state(self, state: dict[str, Any] | None) -> bool:
         """Take over what `rank_state` has returned on this rank; return False if it is of another layout."""
-        return self.update.load_rank_state(state) if isinstance(self.update, CommunicatedUpdate) else state is None
+        return state is None if self.update is None else self.update.load_rank_state(state)
 
     def value_runs(self) -> dict[int, list[tuple[int, int, torch.Tensor]]]:
         """Return (start, stop, 1-D view) of the values that count on this rank, by parameter.
@@ -768,8 +750,8 @@ class ShardedModel:
         return apart
 
     def _give_optimizer_back(self) -> None:
-        if isinstance(self.update, CommunicatedUpdate):
-            self.update.asked.detach()
+        if self.update is not None:
+            self.update.detach()
         self.update = self.owners = None
         if self.optimizer is not None:
             vars(self.optimizer).pop(NORMS, None)
@@ -779,18 +761,13 @@ class ShardedModel:
 
     def _cut_references(self) -> None:
         """Leave no cycle that holds the model: memory is given back at once, not when Python looks for cycles."""
-        self.gatherer.detach()
         if self.channel is not None:
             self.channel.on_want = _ignore
-        self.reducer = self.hooks.reducer = None
+        self.driver = Alone()
+        self.gatherer.close()
+        self.reducer = None
         self.channel = self.sums = None
         self._section_of = {}
-        self.gradient_factor = self.reduction_scale = _one
-        self.on_backward_begin = self.on_backward_end = _ignore
-
-
-def _one() -> float:
-    return 1.0
 
 
 def _ignore(*_: Any) -> None:

@@ -19,6 +19,7 @@ from shardwise.registry import Registry
 from shardwise.zero.segments import SegmentUpdate
 from shardwise.zero.unit import SectionMemory, Unit
 from shardwise.zero.update import (
+    ReducedUpdate,
     StateKind,
     Stepping,
     add_state,
@@ -48,7 +49,7 @@ def owners(costs: Sequence[float], world: int) -> list[int]:
     return found
 
 
-class WholeUpdate:
+class WholeUpdate(ReducedUpdate):
     """Optimizers that need whole tensors: each tensor is owned and stepped by one rank.
 
     Args:
@@ -274,7 +275,7 @@ class WholeUpdate:
         self._distribute(unit)
 
 
-class MixedUpdate:
+class MixedUpdate(ReducedUpdate):
     """Optimizers with groups of both kinds: each part serves its own sections, and the optimizer steps once.
 
     Args:

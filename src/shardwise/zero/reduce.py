@@ -23,7 +23,6 @@ Gradients of embedding tables that come as rows stay rows while they are few, an
 from __future__ import annotations
 
 from collections.abc import Callable, Collection, Mapping, Sequence
-from contextlib import AbstractContextManager
 from itertools import accumulate
 from typing import Any
 
@@ -38,9 +37,12 @@ from shardwise.compat import never_compiled
 from shardwise.errors import UsageError
 from shardwise.memory import Accountant, Category
 from shardwise.zero.calls import AtEnd
+from shardwise.zero.driver import Driver
+from shardwise.zero.gather import Gatherer
 from shardwise.zero.gradients import UnitGradients
 from shardwise.zero.sparse import DENSE, RowReduction, Rows, Table, Together, affordable, most_rows
 from shardwise.zero.unit import SectionMemory, Unit
+from shardwise.zero.update import Update
 
 
 class Reducer:
@@ -55,25 +57,15 @@ class Reducer:
         prescale: factor applied before sending.
         keeps_gradients: leave accumulators their memory between steps.
         compressor: reduces with loss, once it has started.
-        stays_local: whether the gradients of the window that begins now are only added up locally, for an optimizer
-            that communicates itself (the same on all ranks).
-        scale: what divides sums of gradients over ranks and micro-batches to give the gradient that is stepped.
-        boundary: whether the backward pass that starts now is the last one before a step.
-        single: whether it is the only one before a step, or none at all is run, on every rank.
-        used: whether a unit has computed something that may be differentiated.
-        settled: whether all calls of a unit that are to be differentiated have been.
-        on_nested: called at the end of a pass with the units whose gradients may come from nested passes.
-        waiting: context in which to block on a reduction.
-        before_launch: called before a unit is reduced.
-        on_begin: called when a backward pass starts.
-        on_complete: called when a unit's gradients are complete.
-        on_end: called at the end of a backward pass, after the last reduction.
+        gatherer: the other half of the passes.
+        update: steps what is reduced here.
+        driver: knows where in a window a pass is.
 
     Attributes:
         watching: keep, of each unit, whether this rank's gradients were finite when they were sent.
         alone: units whose reduction is waited for before another unit's gradients are collected, where several
             micro-batches make a step (see `shardwise.zero.memory.reduced_alone`).
-        local: what `stays_local` has said last.
+        local: whether gradients of this window are only added up locally, for an optimizer that communicates itself.
     """
 
     def __init__(
@@ -87,18 +79,9 @@ class Reducer:
         prescale: float = 1.0,
         keeps_gradients: bool = False,
         compressor: Compressor | None = None,
-        stays_local: Callable[[], bool] | None = None,
-        scale: Callable[[], float],
-        boundary: Callable[[], bool],
-        single: Callable[[], bool],
-        used: Callable[[Unit], bool],
-        settled: Callable[[Unit], bool],
-        on_nested: Callable[[set[int]], None],
-        waiting: Callable[[], AbstractContextManager[None]],
-        before_launch: Callable[[Unit], None],
-        on_begin: Callable[[], None],
-        on_complete: Callable[[Unit], None],
-        on_end: Callable[[], None],
+        gatherer: Gatherer,
+        update: Update,
+        driver: Driver,
     ) -> None:
         self.domain = domain
         self.comm = domain.dimensions[0]
@@ -108,21 +91,16 @@ class Reducer:
         self.prescale = prescale
         self._keeps_gradients = keeps_gradients
         self.compressor = compressor if domain.world > 1 else None
-        self._stays_local = stays_local
+        self.gatherer, self.update, self.driver = gatherer, update, driver
         self.local = False
         self._own: dict[int, torch.Tensor] = {}
-        self._scale = scale
         self.boundary = True
-        self._at_boundary, self._is_single = boundary, single
         self.partial = False
         self.active = False
         self._at_end: AtEnd | None = None
         self.passes = 0
         self.brought = False  # whether the backward pass has brought gradients
-        self._used, self._on_nested = used, on_nested
-        self._waiting, self._before_launch = waiting, before_launch
-        self._on_begin, self._on_complete, self._on_end = on_begin, on_complete, on_end
-        self.gradients = {unit.index: UnitGradients(unit, settled) for unit in units if unit.trainable}
+        self.gradients = {unit.index: UnitGradients(unit, gatherer) for unit in units if unit.trainable}
         self.watching = False
         self.alone: Collection[int] = frozenset()
         self._order: list[UnitGradients] = []
@@ -180,12 +158,13 @@ class Reducer:
     def _start(self, *, outside: bool = False) -> None:
         self.active = True
         self.brought = False
-        self.boundary = self._at_boundary()
+        self.boundary = self.driver.reduces_now()
         self._settle_local()
         self._next = 0
         for gradients in self.gradients.values():
-            gradients.begin(used=self._used(gradients.unit), outside=outside)
-        self._on_begin()
+            gradients.begin(used=self.gatherer.used(gradients.unit), outside=outside)
+        self.driver.backward_begins()
+        self.gatherer.begin_backward()
 
     def pass_over(self) -> None:
         """Take part in a backward pass of the others: the loss of this rank does not depend on the model."""
@@ -204,17 +183,18 @@ class Reducer:
             self._sweep()
         else:
             self.partial = True
-        self._on_nested({index for index, gradients in self.gradients.items() if gradients.nested})
+        self.gatherer.watch_from_now_on({index for index, gradients in self.gradients.items() if gradients.nested})
         self.active = False
         self.passes += 1
-        self._on_end()
+        self.gatherer.end_backward()
+        self.driver.backward_ended(self.brought)
 
     def _sweep(self) -> None:
         while self._next < len(self._order):
             self._launch(self._order[self._next])
         self._finish()
         self._finish_onward()
-        with self._waiting():
+        with self.gatherer.parked():
             for handle in self._replicating:
                 handle.wait()
         self._replicating = []
@@ -310,7 +290,7 @@ class Reducer:
         """Return whether the gradients of one pass are reduced by themselves, and the dtype in which they are kept."""
         # Sums over micro-batches are formed in the accumulator's dtype; a gradient that is alone travels as it is, and
         # without peers nothing travels. The choice depends on nothing that could differ between ranks.
-        single = self.boundary and not self.partial and self._is_single()
+        single = self.boundary and not self.partial and self.driver.begins_window()
         together = self.local or not (self.level > 0 or single)
         alone = self.domain.world > 1 and not together
         return alone, (self._cast_to(section) or section.layout.dtype) if alone else section.accumulate_dtype
@@ -330,7 +310,9 @@ class Reducer:
             buffer = section.whole_gradient
         else:
             if (not self.boundary or self.local or gradients.accumulated) and self._in_flight_alone():
-                self._before_launch(gradients.unit)  # a lossy reduction may wait for peers that wait for gathers
+                self.gatherer.launch_through(
+                    gradients.unit
+                )  # a lossy reduction may wait for peers that wait for gathers
                 self._finish()
             if alone and self.in_pieces(gradients.unit):
                 buffer = Pieces(section.places, dtype)
@@ -398,7 +380,7 @@ class Reducer:
         if gradients is not None:
             gradients.look_ahead()
         if gradients is None or gradients.complete:
-            self._on_complete(unit)
+            self.gatherer.finish_backward(unit)
             self._pump()
 
     def _pump(self) -> None:
@@ -407,7 +389,7 @@ class Reducer:
             self._launch(self._order[self._next])
 
     def _launch(self, gradients: UnitGradients) -> None:
-        self._before_launch(gradients.unit)
+        self.gatherer.launch_through(gradients.unit)
         self._finish()
         self._next += 1
         gradients.reduced = True
@@ -449,7 +431,9 @@ class Reducer:
             if isinstance(buffer, torch.Tensor)
         ]
         before, gradients.accumulated = gradients.accumulated, True
-        return compressor.reduce(flats, unit.name, accumulate=before, scale=self._scale(), wire_dtype=self.wire_dtype)
+        return compressor.reduce(
+            flats, unit.name, accumulate=before, scale=self.driver.reduction_scale(), wire_dtype=self.wire_dtype
+        )
 
     def _exactly(
         self,
@@ -563,7 +547,7 @@ class Reducer:
         told = [self._row_counts(gradients, place, table) for place, table in zip(places, tables, strict=True)]
         own = torch.tensor(told, dtype=torch.int64, device=self.comm.device).reshape(-1)
         everyone = own.new_empty(world * own.numel())
-        with self._waiting():
+        with self.gatherer.parked():
             self.comm.all_gather([(everyone, own)], f"{unit.name}.rows", kind="reduce").wait()
         by_rank = everyone.view(world, len(places), world).transpose(0, 1).tolist()
         found = {}
@@ -587,7 +571,7 @@ class Reducer:
             return
         gradients, handle, own_only = self._in_flight
         self._in_flight = None
-        with self._waiting(), self.accountant.owning(Category.OTHER if own_only else Category.BUFFERS):
+        with self.gatherer.parked(), self.accountant.owning(Category.OTHER if own_only else Category.BUFFERS):
             if isinstance(handle, Chain):
                 handle.wait_first()
             else:
@@ -605,7 +589,7 @@ class Reducer:
             return
         gradients, chain, own_only = self._onward
         self._onward = None
-        with self._waiting():
+        with self.gatherer.parked():
             chain.wait()
         self._replicate(gradients, own_only)
 
@@ -646,7 +630,7 @@ class Reducer:
                     section.whole_gradient.zero_()
 
     def _settle_local(self) -> None:
-        self.local = self._stays_local is not None and self._stays_local()
+        self.local = self.update.stays_local()
 
     def _complete_local(self) -> None:
         self.partial = True

@@ -24,6 +24,7 @@ from shardwise.registry import Registry
 from shardwise.zero.layout import Lane, Piece
 from shardwise.zero.unit import SectionMemory, Unit
 from shardwise.zero.update import (
+    ReducedUpdate,
     StateKind,
     add_state,
     as_gradient,
@@ -62,7 +63,7 @@ class FlatOptimizer(Protocol):
         """
 
 
-class SegmentUpdate:
+class SegmentUpdate(ReducedUpdate):
     """Elementwise optimizers: steps segments of master weights.
 
     Args:

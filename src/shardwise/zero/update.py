@@ -91,6 +91,53 @@ class Update(Protocol):
     def publish(self, unit: Unit) -> None:
         """Write masters that somebody has changed into the parameters' memory (all ranks call)."""
 
+    def stays_local(self) -> bool:
+        """Whether the gradients of the window that begins now are only added up locally (the same on all ranks)."""
+
+    def check_agreed(self, what: str) -> None:
+        """Raise where every rank has parameters of its own, and `what` is about to be changed on all of them.
+
+        Raises:
+            UsageError: see above.
+        """
+
+    def state_was_set(self) -> None:
+        """State has been changed through `state_pieces`."""
+
+    def rank_state(self) -> dict[str, Any] | None:
+        """Return what only this rank knows, for its part of a checkpoint; None if nothing."""
+
+    def load_rank_state(self, state: Mapping[str, Any] | None) -> bool:
+        """Take it over again; return whether it fits the layout, or there was nothing."""
+
+    def detach(self) -> None:
+        """The engine is being closed."""
+
+
+class ReducedUpdate:
+    """What is the same for optimizers that get reduced gradients; see `Update`."""
+
+    def stays_local(self) -> bool:
+        """See `Update.stays_local`."""
+        return False
+
+    def check_agreed(self, what: str) -> None:
+        """See `Update.check_agreed`: all ranks have the same parameters."""
+
+    def state_was_set(self) -> None:
+        """See `Update.state_was_set`."""
+
+    def rank_state(self) -> dict[str, Any] | None:
+        """See `Update.rank_state`."""
+        return None
+
+    def load_rank_state(self, state: Mapping[str, Any] | None) -> bool:
+        """See `Update.load_rank_state`."""
+        return state is None
+
+    def detach(self) -> None:
+        """See `Update.detach`."""
+
 
 class Placing(Protocol):
     """What puts parameters of its own making into an optimizer's groups."""
