@@ -496,3 +496,37 @@ def wrong_uses() -> None:
 
 def test_wrong_uses_are_named() -> None:
     run_ranks(wrong_uses, 2)
+
+
+def known_gradients(stage: int) -> tuple[str, str, str]:
+    """The same loss, the gradient of the outputs, and a rank that has nothing to differentiate."""
+    found = []
+    for how in ("loss", "outputs", "some"):
+        torch.manual_seed(0)
+        model = nn.Sequential(*(nn.Linear(8, 8) for _ in range(4)))
+        config = {
+            "train_micro_batch_size_per_gpu": 2,
+            "zero_optimization": {"stage": stage, "stage3_param_persistence_threshold": 0},
+        }
+        optimizer = torch.optim.SGD(model.parameters(), lr=0.1)
+        engine = shardwise.initialize(model=model, optimizer=optimizer, config=config)[0]
+        for step in range(2):
+            x = torch.full((2, 8), 1.0 + step)
+            out = engine(x)
+            if how == "loss":
+                engine.backward(out.sum() * 0.5)
+            elif how == "outputs":
+                engine.sharded.backward([out, out.mean() * 0], [torch.full_like(out, 0.5), None])
+            else:
+                engine.sharded.backward([out] if dist.get_rank() else [], [torch.full_like(out, 1.0)])
+            engine.step()
+        found.append(digest(list(masters(model).values())))
+        engine.destroy()
+    return found[0], found[1], found[2]
+
+
+@pytest.mark.parametrize("stage", [0, 3])
+def test_gradients_of_outputs_may_be_given(stage: int) -> None:
+    """What a pipeline stage does. Of two ranks one contributes nothing, and the other one twice as much."""
+    for loss, outputs, some in run_ranks(known_gradients, 2, stage):
+        assert loss == outputs == some

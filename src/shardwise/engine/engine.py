@@ -334,18 +334,12 @@ class Engine(Attributes, BatchSizes, ConfigGetters, Interchange, FaultTolerance,
         zero = counted is not None and not isinstance(counted, torch.Tensor) and counted == 0.0
         if self._window.losses is not None and not zero:
             self._window.losses.append(loss.detach())
-        reducer = self.sharded.reducer
-        passes = reducer.passes if reducer is not None else 0
+        scaled = loss if isinstance(factor, float) and factor == 1.0 else loss * factor
         self._engine_backward = self._scale_entered = True
         self._pass_weight = counted
         try:
-            if not zero:
-                with explaining(lambda: self._circumstances("engine.backward()", graph=True)):
-                    (loss if isinstance(factor, float) and factor == 1.0 else loss * factor).backward(
-                        retain_graph=retain_graph
-                    )
-            if reducer is not None and reducer.passes == passes:
-                reducer.pass_over()
+            with explaining(lambda: self._circumstances("engine.backward()", graph=True)):
+                self.sharded.backward([] if zero else [scaled], retain_graph=retain_graph)
         finally:
             self._engine_backward = False
             self._pass_weight = None

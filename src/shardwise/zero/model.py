@@ -255,6 +255,31 @@ class ShardedModel:
             return False
         return self.gatherer.absent(self._section_of[tensor.index][0])
 
+    # -- passes ------------------------------------------------------------------------------------------------------
+
+    def backward(
+        self,
+        tensors: Sequence[torch.Tensor],
+        grad_tensors: Sequence[torch.Tensor | None] | None = None,
+        *,
+        retain_graph: bool = False,
+    ) -> None:
+        """Differentiate as `torch.autograd.backward` does, and take part in the reductions (all ranks call).
+
+        Args:
+            tensors: what is differentiated: losses, or outputs of which the gradients are known. There may be none, or
+                none that depends on the model: then this rank contributes zeros.
+            grad_tensors: their gradients; None for a scalar.
+            retain_graph: as in torch.
+        """
+        self.hooks.settle()
+        reducer = self.reducer
+        passes = reducer.passes if reducer is not None else 0
+        if tensors:
+            torch.autograd.backward(tensors, grad_tensors, retain_graph=retain_graph)
+        if reducer is not None and reducer.passes == passes:
+            reducer.pass_over()
+
     # -- stepping ----------------------------------------------------------------------------------------------------
 
     def set_wire_dtype(self, dtype: torch.dtype) -> None:
