@@ -11,11 +11,12 @@ import functools
 import sys
 from collections.abc import Callable, Sequence
 from datetime import timedelta
-from types import FunctionType
+from types import FrameType, FunctionType
 from typing import Any, TypeVar
 
 import torch
 import torch.distributed as dist
+from torch.autograd.graph import Node
 from torch.distributed import distributed_c10d
 
 all_gather_single: Callable[..., Any] = getattr(dist, "all_gather_single", None) or dist.all_gather_into_tensor
@@ -196,3 +197,59 @@ def global_step_hooks() -> list[Callable[..., Any]]:
     optimizer_module = sys.modules[torch.optim.Optimizer.__module__]
     found = (getattr(optimizer_module, f"_global_optimizer_{kind}_hooks", {}) for kind in ("pre", "post"))
     return [hook for hooks in found for hook in hooks.values()]
+
+
+# What torch does not document about autograd and modules; tests/test_compat.py fails where a version has it otherwise.
+
+LEAF_NUMBER = 2**64 - 1
+"""`number_of` nodes that accumulate into a leaf."""
+
+number_now: Callable[[], int] = torch.autograd._get_sequence_nr
+"""Return the number that the next node of a graph gets on this thread."""
+
+saved_hooks_in_force: Callable[[bool], Any] = torch._C._autograd._top_saved_tensors_default_hooks
+"""Return the innermost pair of saved-tensor hooks, or None (True: also where tracing ignores them)."""
+
+reason_against_saved_hooks: Callable[[], str | None] = (
+    torch._C._autograd._saved_tensors_hooks_get_disabled_error_message
+)
+"""Return why there must be no saved-tensor hooks now; None: there may be."""
+
+
+def number_of(node: Node) -> int:
+    """Return the number of a node, which is higher the later it was made, or `LEAF_NUMBER`."""
+    return node._sequence_nr()
+
+
+def backward_pass() -> int | None:
+    """Return the number of the backward pass that autograd is in on this thread, or None."""
+    number = torch._C._current_graph_task_id()
+    return None if number == -1 else number
+
+
+def will_run(node: Node) -> bool:
+    """Whether the backward pass that autograd is in runs a node that accumulates into a parameter."""
+    try:
+        return torch._C._will_engine_execute_node(node)
+    except RuntimeError:
+        return False  # torch.autograd.grad hands the parameter's gradient out, and nothing is accumulated
+
+
+def at_end_of_backward(callback: Callable[[], None]) -> None:
+    """Have autograd call something when the backward pass that it is in ends; dropped if an exception ends it."""
+    torch.autograd.Variable._execution_engine.queue_callback(callback)
+
+
+def calls_running(module: torch.nn.Module | None) -> int:
+    """Return how many calls of a module are on this thread's stack."""
+    calls = 0
+    frame: FrameType | None = sys._getframe(1)
+    while frame is not None:
+        calls += frame.f_code.co_name == "_call_impl" and frame.f_locals.get("self") is module
+        frame = frame.f_back
+    return calls
+
+
+def only_counts_steps(step: Any) -> bool:
+    """Whether what stands in the place of an optimizer's `step` is a scheduler's, which counts the calls."""
+    return bool(getattr(step, "_wrapped_by_lr_sched", False))

@@ -19,7 +19,7 @@ from typing import Any, ClassVar
 import torch
 from torch import nn
 
-from shardwise.compat import global_step_hooks
+from shardwise.compat import global_step_hooks, only_counts_steps
 from shardwise.errors import ConfigError, UsageError
 from shardwise.optim.rounding import Origin, compensated, random_bits, round_compensated, round_stochastically
 
@@ -244,7 +244,7 @@ class ElementwiseOptimizer(torch.optim.Optimizer):
         calls only).
         """
         wrapper = vars(self).get("step")
-        if wrapper is not None and not getattr(wrapper, "_wrapped_by_lr_sched", False):
+        if wrapper is not None and not only_counts_steps(wrapper):
             return False
         if inspect.unwrap(type(self).step) is not inspect.unwrap(ElementwiseOptimizer.step):
             return False

@@ -13,14 +13,17 @@ from collections.abc import Callable, Iterable
 from functools import partial
 from typing import Any
 
-import torch
 from torch.autograd.graph import Node
 
-from shardwise.compat import never_compiled
+from shardwise.compat import (
+    LEAF_NUMBER,
+    at_end_of_backward,
+    backward_pass,
+    never_compiled,
+    number_now,
+    number_of,
+)
 from shardwise.trees import tensors_in
-
-_LEAF = 2**64 - 1
-"""Autograd's sequence number of nodes that accumulate into a leaf."""
 
 
 class Use:
@@ -35,10 +38,10 @@ class Use:
     __slots__ = ("__weakref__", "_done", "_edges", "_left", "_start", "_task")
 
     def __init__(self, done: Callable[[Use], None]) -> None:
-        self._start = torch.autograd._get_sequence_nr()
+        self._start = number_now()
         self._done = done
         self._edges = self._left = 0
-        self._task = -1
+        self._task: int | None = None
 
     def follow(self, outputs: Any, before: Callable[[], None]) -> bool:
         """Watch the graph that the call has made.
@@ -51,7 +54,7 @@ class Use:
             Whether the call has made a graph at all.
         """
         roots = {t.grad_fn for t in tensors_in(outputs) if t.grad_fn is not None}
-        roots = {node for node in roots if node._sequence_nr() >= self._start}
+        roots = {node for node in roots if number_of(node) >= self._start}
         for node in roots:
             node.register_prehook(lambda _: before())
         for node in self._last(roots):
@@ -71,7 +74,7 @@ class Use:
                     continue
                 if following in known:
                     is_last = False
-                elif start <= following._sequence_nr() != _LEAF:
+                elif start <= number_of(following) != LEAF_NUMBER:
                     known.add(following)
                     pending.append(following)
                     is_last = False
@@ -80,7 +83,7 @@ class Use:
 
     @never_compiled
     def _ran(self, *_: Any) -> None:
-        task = torch._C._current_graph_task_id()
+        task = backward_pass()
         if task != self._task:
             self._task, self._left = task, self._edges
         self._left -= 1
@@ -98,7 +101,7 @@ class AtEnd:
     def __init__(self, end: Callable[[], None]) -> None:
         callback = partial(end)
         self._callback = weakref.ref(callback)
-        torch.autograd.Variable._execution_engine.queue_callback(callback)
+        at_end_of_backward(callback)
 
     @property
     def dropped(self) -> bool:

@@ -33,7 +33,7 @@ from typing import Any, NamedTuple, Protocol
 import torch
 from torch import nn
 
-from shardwise.compat import never_compiled
+from shardwise.compat import backward_pass, never_compiled
 from shardwise.errors import ReleasedParameterError, UsageError
 from shardwise.registry import Registry
 from shardwise.trees import tensors_in
@@ -585,7 +585,7 @@ class Gatherer:
         """A node is about to read values of a unit that autograd has saved (see `shardwise.zero.saved`)."""
         if unit.state is UnitState.GATHERED:
             return
-        if torch._C._current_graph_task_id() == -1:
+        if backward_pass() is None:
             raise ReleasedParameterError(
                 f"values of unit {unit.name!r} that autograd has saved are read outside of a backward pass, where they "
                 f"are sharded over {unit.domain.parts(unit.level)} ranks"

@@ -3,9 +3,10 @@
 from __future__ import annotations
 
 import torch
-from torch.autograd.graph import Node, get_gradient_edge
+from torch.autograd.graph import get_gradient_edge
 
 from shardwise.comm.pieces import Pieces
+from shardwise.compat import backward_pass, will_run, without_overrides
 from shardwise.zero.gather import Gatherer
 from shardwise.zero.sparse import Rows
 from shardwise.zero.unit import Unit
@@ -23,7 +24,7 @@ class UnitGradients:
         self.unit = unit
         self._gatherer = gatherer
         # Only the graph node is wanted, not values: released parameters need not come back for it.
-        with torch._C.DisableTorchFunctionSubclass():
+        with without_overrides():
             self._nodes = [
                 (slot.index, get_gradient_edge(unit.registry.parameters[slot.index]).node)
                 for section in unit.trainable
@@ -37,7 +38,7 @@ class UnitGradients:
         self.written: set[int] = set()
         self.seen: set[int] = set()
         self.expected: set[int] = set()
-        self._tasks: set[int] = set()
+        self._tasks: set[int | None] = set()
         self.nested = False
         self.reduced = False
         self.accumulated = False
@@ -59,10 +60,10 @@ class UnitGradients:
 
     def look_ahead(self) -> None:
         """Expect what the backward pass that autograd is in will produce, be it the outer or a nested one."""
-        task = torch._C._current_graph_task_id()
+        task = backward_pass()
         if task not in self._tasks:
             self._tasks.add(task)
-            self.expected |= {index for index, node in self._nodes if _will_accumulate(node)}
+            self.expected |= {index for index, node in self._nodes if will_run(node)}
 
     @property
     def parameters(self) -> int:
@@ -95,11 +96,3 @@ class UnitGradients:
 
 def _finite(extremes: list[tuple[torch.Tensor, torch.Tensor]]) -> bool:
     return all(bool(torch.isfinite(value)) for pair in extremes for value in pair)
-
-
-def _will_accumulate(node: Node) -> bool:
-    """Whether the backward pass that autograd is in will run the node that accumulates into a parameter."""
-    try:
-        return torch._C._will_engine_execute_node(node)
-    except RuntimeError:
-        return False  # torch.autograd.grad hands the parameter's gradient out, and nothing is accumulated

@@ -6,15 +6,13 @@ enters and leaves it. Hooks lie outside of the modules' forward, so that a compi
 
 from __future__ import annotations
 
-import sys
 from collections.abc import Sequence
-from types import FrameType
 from typing import Any, NamedTuple
 
 import torch
 from torch import nn
 
-from shardwise.compat import transforming
+from shardwise.compat import backward_pass, calls_running, transforming
 from shardwise.trees import tensors_in
 from shardwise.zero.calls import Use
 from shardwise.zero.gather import Gatherer, Phase
@@ -132,11 +130,11 @@ class Hooks:
             entered: the module whose call has just begun, if that is what comes next.
         """
         gatherer = self.gatherer
-        if gatherer.phase is Phase.IDLE or torch._C._current_graph_task_id() != -1:
+        if gatherer.phase is Phase.IDLE or backward_pass() is not None:
             return
         if gatherer.phase is Phase.BACKWARD:
             gatherer.cut_backward_short()
-        elif _calls_running(self._outermost) <= (entered is self._outermost):
+        elif calls_running(self._outermost) <= (entered is self._outermost):
             self._close()  # PyTorch calls no hook after a KeyboardInterrupt
 
     def ids(self) -> set[int]:
@@ -148,13 +146,3 @@ class Hooks:
         for handle in self._handles:
             handle.remove()
         self._handles = []
-
-
-def _calls_running(module: nn.Module | None) -> int:
-    """Return how many calls of a module are on this thread's stack."""
-    calls = 0
-    frame: FrameType | None = sys._getframe(1)
-    while frame is not None:
-        calls += frame.f_code.co_name == "_call_impl" and frame.f_locals.get("self") is module
-        frame = frame.f_back
-    return calls

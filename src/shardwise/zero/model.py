@@ -654,9 +654,7 @@ class ShardedModel:
 
     @contextlib.contextmanager
     def whole(self) -> Iterator[None]:
-        """Gather everything once;
-        passes inside need no communication, so that their number may differ between ranks.
-        """
+        """Gather everything once: passes inside need no communication, so that their number may differ by rank."""
         gathered = self.gather(self.registry.parameters)
         self.gatherer.suspended = True
         try:

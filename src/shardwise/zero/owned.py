@@ -219,9 +219,7 @@ class WholeUpdate(ReducedUpdate):
     def _routes(
         self, section: SectionMemory, whole: Callable[[int], torch.Tensor], own: torch.Tensor
     ) -> tuple[list[list[torch.Tensor]], list[list[torch.Tensor]]]:
-        """Return, per peer, the views of this rank's range owned by the peer,
-        and of owned tensors in the peer's range.
-        """
+        """Return, per peer, the views of this rank's range that the peer owns, and of owned tensors in its range."""
         world = self.comm.world
         mine: list[list[torch.Tensor]] = [[] for _ in range(world)]
         theirs: list[list[torch.Tensor]] = [[] for _ in range(world)]

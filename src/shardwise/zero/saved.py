@@ -19,14 +19,17 @@ from typing import Any
 import torch
 from torch.autograd.graph import saved_tensors_hooks
 
-from shardwise.compat import never_compiled, without_overrides
+from shardwise.compat import (
+    backward_pass,
+    never_compiled,
+    reason_against_saved_hooks,
+    saved_hooks_in_force,
+    without_overrides,
+)
 from shardwise.zero.unit import SectionMemory, Unit
 
 Pack = Callable[[torch.Tensor], Any]
 Unpack = Callable[[Any], torch.Tensor]
-
-_innermost: Callable[[bool], tuple[Pack, Unpack] | None] = torch._C._autograd._top_saved_tensors_default_hooks
-_reason_against: Callable[[], str | None] = torch._C._autograd._saved_tensors_hooks_get_disabled_error_message
 
 
 class SavedValues:
@@ -54,15 +57,15 @@ class SavedValues:
 
     def open(self) -> bool:
         """Put the hooks in force on this thread, unless they are; return whether `close` must be called."""
-        outer = _innermost(True)
-        if self._owns(outer) or _reason_against() is not None:
+        outer = saved_hooks_in_force(True)
+        if self._owns(outer) or reason_against_saved_hooks() is not None:
             return False
         saved_tensors_hooks(*self._pair(outer)).__enter__()
         return True
 
     def close(self) -> bool:
         """Undo one `open`; return whether there was one to undo."""
-        innermost = _innermost(True)
+        innermost = saved_hooks_in_force(True)
         if innermost is None or not self._owns(innermost):
             return False
         saved_tensors_hooks(*innermost).__exit__()
@@ -112,7 +115,7 @@ class SavedValues:
 
         It is called from within the node; autograd puts its own hooks back in force after each.
         """
-        if torch._C._current_graph_task_id() != -1:
+        if backward_pass() is not None:
             self.open()
 
     @never_compiled
