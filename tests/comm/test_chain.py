@@ -1,0 +1,125 @@
+"""Chains: collectives that go on by themselves, in order, and whose errors reach whoever waits."""
+
+from __future__ import annotations
+
+import threading
+import time
+from collections.abc import Callable, Sequence
+
+import pytest
+import torch
+
+from shardwise.comm.chain import Chain, Runner
+from shardwise.comm.ledger import user_line
+from shardwise.errors import PeerLostError
+
+CPU = torch.device("cpu")
+
+
+class Link:
+    """A collective that ends when it is told to."""
+
+    scratch: Sequence[torch.Tensor] = ()
+
+    def __init__(self, done: threading.Event | None = None, error: Exception | None = None) -> None:
+        self._done, self._error = done, error
+
+    def wait(self) -> None:
+        if self._done is not None:
+            assert self._done.wait(10)
+        if self._error is not None:
+            raise self._error
+
+
+@pytest.fixture
+def runner() -> Runner:
+    return Runner(CPU, waits_on_host=True, name="test")
+
+
+def launching(seen: list[str], name: str, link: Link) -> Callable[[], Link]:
+    def launch() -> Link:
+        seen.append(name)
+        return link
+
+    return launch
+
+
+def test_what_follows_is_launched_without_the_caller(runner: Runner) -> None:
+    seen: list[str] = []
+    first, second = threading.Event(), threading.Event()
+    chain = runner.start([launching(seen, "a", Link(first)), launching(seen, "b", Link(second))])
+    assert isinstance(chain, Chain) and seen == ["a"]
+    first.set()
+    chain.wait_first()
+    deadline = time.monotonic() + 10
+    while len(seen) < 2 and time.monotonic() < deadline:
+        time.sleep(0.001)
+    assert seen == ["a", "b"]
+    second.set()
+    chain.wait()
+    runner.close()
+
+
+def test_chains_go_on_in_the_order_in_which_they_were_begun(runner: Runner) -> None:
+    seen: list[str] = []
+    first, later = threading.Event(), threading.Event()
+    later.set()  # the second chain could go on before the first one
+    one = runner.start([launching(seen, "a1", Link(first)), launching(seen, "a2", Link())])
+    two = runner.start([launching(seen, "b1", Link(later)), launching(seen, "b2", Link())])
+    time.sleep(0.05)
+    assert seen == ["a1", "b1"]
+    first.set()
+    two.wait()
+    one.wait()
+    assert seen == ["a1", "b1", "a2", "b2"]
+    runner.close()
+
+
+def test_a_single_collective_needs_no_thread(runner: Runner) -> None:
+    link = Link()
+    assert runner.start([lambda: link]) is link
+    assert not any(thread.name == "test" for thread in threading.enumerate())
+
+
+@pytest.mark.parametrize("where", [0, 1])
+def test_an_error_is_raised_by_every_wait_and_ends_the_chain(runner: Runner, where: int) -> None:
+    seen: list[str] = []
+    links = [Link(), Link(), Link()]
+    links[where] = Link(error=PeerLostError("rank 3 has gone"))
+    chain = runner.start([launching(seen, str(number), link) for number, link in enumerate(links)])
+    for _ in range(2):
+        with pytest.raises(PeerLostError, match="rank 3"):
+            chain.wait()
+    assert len(seen) == where + 1
+    runner.start([launching(seen, "next", Link()), launching(seen, "last", Link())]).wait()
+    assert seen[-1] == "last"  # the thread lives
+    runner.close()
+
+
+def test_records_name_the_line_that_has_begun_the_chain(runner: Runner) -> None:
+    lines: list[str] = []
+
+    def launch() -> Link:
+        lines.append(user_line())
+        return Link()
+
+    runner.start([launch, launch]).wait()
+    assert all("test_chain.py" in line for line in lines)  # in a thread there is nothing of the script on the stack
+    runner.close()
+
+
+def test_closing_does_not_wait_for_ranks_that_do_not_come(runner: Runner) -> None:
+    never = threading.Event()
+    runner.start([lambda: Link(never), lambda: Link()])
+    begin = time.monotonic()
+    runner.close()
+    assert time.monotonic() - begin < 5
+    never.set()
+
+
+def test_without_a_host_that_waits_everything_is_launched_at_once() -> None:
+    seen: list[str] = []
+    runner = Runner(CPU, waits_on_host=False, name="test")
+    chain = runner.start([launching(seen, "a", Link()), launching(seen, "b", Link())])
+    assert seen == ["a", "b"]
+    chain.wait()
