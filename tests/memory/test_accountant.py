@@ -3,6 +3,8 @@
 from __future__ import annotations
 
 import gc
+import sys
+import threading
 
 import torch
 from hypothesis import given
@@ -34,6 +36,31 @@ def test_live_and_peaks_are_those_of_the_events(events: list[tuple[Category, int
     assert accountant.peak == peak
     assert (accountant.total, accountant.peak_total) == (totals[-1], max(totals))
     assert sum(accountant.at_peak.values()) == max(totals)
+
+
+def test_threads_may_tell_at_once() -> None:
+    """Chains of collectives go on in threads of their own, and tell of their buffers."""
+    accountant, failures = Accountant(), []
+    before = sys.getswitchinterval()
+
+    def tell() -> None:
+        try:
+            for _ in range(20000):
+                accountant.add(B, 7)
+                accountant.remove(B, 7)
+        except IndexError as error:
+            failures.append(error)
+
+    sys.setswitchinterval(1e-4)
+    try:
+        threads = [threading.Thread(target=tell) for _ in range(2)]
+        for thread in threads:
+            thread.start()
+        for thread in threads:
+            thread.join()
+    finally:
+        sys.setswitchinterval(before)
+    assert not failures and accountant.live[B] == accountant.total == 0 and accountant.peak[B] <= 14
 
 
 def test_long_logs_are_evaluated_without_being_asked() -> None:

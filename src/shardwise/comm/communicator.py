@@ -38,13 +38,19 @@ if TYPE_CHECKING:
 
 _log = logging.getLogger("shardwise")
 
-KINDS = ("gather", "reduce", "replicate", "small", "explicit", "gather_on", "reduce_on")
+KINDS = ("gather", "reduce", "replicate", "small", "explicit", "gather_on", "reduce_on", "rows")
 """Independent sequences: parameter gathers, gradient reductions, gathers of reduced gradients, small sums, the rest,
-and what follows a gather or a reduction in its chain (`shardwise.comm.chain`).
+what follows a gather or a reduction in its chain (`shardwise.comm.chain`), and reductions that may be of rows
+(`shardwise.zero.sparse`).
 """
 
-_SHARED = {"explicit": "small", "gather_on": "gather", "reduce_on": "reduce"}
+_SHARED = {"explicit": "small", "gather_on": "gather", "reduce_on": "reduce", "rows": "reduce"}
 """Kinds that use the groups of others, where each kind has its own."""
+
+_UNCOUNTED = ("gather_on", "reduce_on", "rows")
+"""Kinds of which ranks in one place may have launched different numbers: threads launch them, or a group of ranks has
+found rows worth it and another has not.
+"""
 
 _COUNT_BITS, _NAME_BITS = 12, 16
 """Parts of a tag, which has 31 bits: the kind (3), how many of the kind came before, and what is exchanged."""
@@ -424,15 +430,16 @@ class Communicator:
     def launched(self) -> list[int]:
         """How many collectives of each kind this rank has launched; two ranks in one place have the same numbers.
 
-        Those of its parts are among them, but not what threads launch that go on with chains.
+        Those of its parts are among them.
         """
-        own = [self._count[kind] for kind in KINDS if not kind.endswith("_on")]
+        own = [self._count[kind] for kind in KINDS if kind not in _UNCOUNTED]
         return own + [number for part in self._parts for number in part.launched]
 
     def destroy(self) -> None:
         """Give back the process groups made by this communicator (not the user's), and its parts."""
         for part in self._parts:
             part.destroy()
+            part.user_group = None  # whoever still has the part must not keep the group's threads and sockets
         self._parts = []
         if self._neighbours is not None:
             self._neighbours.close()
@@ -472,7 +479,7 @@ class Communicator:
         return self._whereabouts.explain(error, what, user_line(), waited)
 
     def _open(self, op: str, size: int, sent: int, label: str) -> Record:
-        return self.ledger.open(op, self.name, size, sent if self.world > 1 else 0, label)
+        return self.ledger.open(op, self.name, size, sent if self.world > 1 else 0, label, self.world)
 
     def _handle(self, pending: Pending | None, record: Record) -> Handle:
         if pending is None:

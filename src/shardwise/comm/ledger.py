@@ -77,6 +77,7 @@ class Record:
         waited: seconds that the caller was blocked in `wait()`, or None while in flight.
         finished: `time.perf_counter()` at the end of `wait()`, or None while in flight.
         kind: with which collectives it is in one order, where there are several such sequences.
+        ranks: number of ranks in the group.
     """
 
     sequence: int
@@ -90,6 +91,7 @@ class Record:
     waited: float | None = None
     finished: float | None = None
     kind: str = ""
+    ranks: int = 1
 
 
 @dataclass
@@ -124,11 +126,11 @@ class Ledger:
     def __post_init__(self) -> None:
         self._records = deque(maxlen=self.capacity)
 
-    def open(self, op: str, group: str, size: int, sent: int, label: str) -> Record:
+    def open(self, op: str, group: str, size: int, sent: int, label: str, ranks: int = 1) -> Record:
         """Append and return a record; called immediately before the collective is launched."""
         line = user_line() if self.record_lines else ""
         with self._lock:  # chains are continued by threads of their own
-            record = Record(self.sequence, op, group, size, sent, label, line, time.perf_counter())
+            record = Record(self.sequence, op, group, size, sent, label, line, time.perf_counter(), ranks=ranks)
             self.sequence += 1
             self._records.append(record)
             totals = self.totals.setdefault(op, Totals())

@@ -174,11 +174,17 @@ def _zeropp(config: Config, world_size: int) -> Iterator[Problem]:
 
 
 def _groups(config: Config, world_size: int) -> Iterator[Problem]:
-    size = config.zero_optimization.mics_shard_size
-    if size < 1 or size == world_size:
+    zero = config.zero_optimization
+    size, node, levels = zero.mics_shard_size, zero.zero_node_size, zero.mics_hierarchical_params_gather
+    if size < -1 or size == 0:
+        yield Problem("zero_optimization.mics_shard_size", f"is {size}; write a number of ranks, or -1 for all of them")
+    if size < 1 or (size == world_size and not (levels and size > 1)):
         return
     if world_size % size:
         message = f"is {size}, which does not divide the number of ranks, {world_size}"
+        yield Problem("zero_optimization.mics_shard_size", message, ConflictError)
+    if levels and node is not None and size % min(node, size):
+        message = f"is {size}, which is not a multiple of `zero_optimization.zero_node_size` = {node}"
         yield Problem("zero_optimization.mics_shard_size", message, ConflictError)
     for path, reason in not_in_groups(config):
         message = f"cannot be combined with `zero_optimization.mics_shard_size` = {size}: {reason}. Keep one of them"

@@ -36,7 +36,7 @@ from shardwise.engine.recovery import note_ready
 from shardwise.engine.scaling import scales_loss
 from shardwise.engine.stepping import stepping_of
 from shardwise.engine.zeropp import reduction
-from shardwise.errors import ConfigError, NotBuiltError, UsageError
+from shardwise.errors import ConfigError, ConflictError, NotBuiltError, UsageError
 from shardwise.memory import Accountant, Category
 from shardwise.optim import ElementwiseOptimizer, is_elementwise_state
 from shardwise.optim import build as build_optimizer
@@ -93,8 +93,9 @@ def initialize(
         dist_init_required: False: use the process group that there is; None or True: create it if there is none.
         collate_fn: makes a batch from a list of samples.
         config: dict, path, or base64 or text JSON.
-        mesh_param: a DeviceMesh of all ranks with a dimension `shard`, or with `replicate` and `shard`: state is
-            divided over the one and replicated over the other (HSDP; also the key `zero_optimization.mics_shard_size`).
+        mesh_param: a DeviceMesh of the ranks to shard over, with a dimension `shard`, or with `replicate` and `shard`:
+            state is divided over the one and replicated over the other (HSDP; also the key
+            `zero_optimization.mics_shard_size`).
         config_params: older name of `config`.
 
     Returns:
@@ -185,11 +186,14 @@ def _build(
         logger.setLevel(settings.log_level.upper())
     for warning in resolution.warnings:
         warn_once(str(warning))
+    grid = None
+    if mesh is not None:
+        members = range(world) if group is None else torch.distributed.get_process_group_ranks(group)
+        grid = arrangement_of(mesh, settings.zero_optimization, members)
     # The device before the groups: each backend serves one type of device.
     own_number = local_rank()
     device = choose_device(own_number, getattr(args, "device_rank", None))
     comm = Communicator(group, ledger, device, ordered=settings.deterministic_reduce)
-    grid = arrangement_of(mesh, settings.zero_optimization, world) if mesh is not None else None
     domain = domain_of(settings, comm, grid)
     if settings.comms_logger.enabled:
         configure_log(settings)
@@ -197,7 +201,7 @@ def _build(
             record.op,
             record.size,
             (record.finished or record.launched) - record.launched if comm.waits_on_host else None,
-            comm.world,
+            record.ranks,
             record.line,
         )
     policy = policy_from_config(settings)
@@ -208,6 +212,11 @@ def _build(
             "zero_optimization.mics_shard_size, or pass a mesh with a dimension named replicate to initialize()"
         )
     if plan.shard_parameters and built_for_codes(model):
+        if plan.levels(domain).parameters > 1:
+            raise ConflictError(
+                "zero.Init(zero_quantized_weights=True) cannot be combined with "
+                "zero_optimization.mics_hierarchical_params_gather: codes are gathered in one level. Keep one of them"
+            )
         plan = replace(plan, quantized_weights=True)
     accountant = Accountant()
 

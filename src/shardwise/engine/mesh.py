@@ -2,8 +2,10 @@
 
 from __future__ import annotations
 
+from collections.abc import Sequence
 from typing import TYPE_CHECKING
 
+import torch
 from torch.distributed.device_mesh import DeviceMesh
 
 from shardwise.comm.domain import Arrangement, Domain
@@ -40,6 +42,11 @@ def domain_of(config: Config, comm: Communicator, mesh: Arrangement | None = Non
     if mesh is not None:
         for path, reason in not_in_groups(config):
             raise ConflictError(f"{path}: cannot be combined with the mesh passed to initialize(): {reason}")
+        if zero.mics_hierarchical_params_gather:
+            raise ConflictError(
+                "zero_optimization.mics_hierarchical_params_gather: a mesh passed to initialize() has no nodes within "
+                "its groups; leave the mesh out and set zero_optimization.mics_shard_size, or switch this key off"
+            )
         return Domain(comm, mesh)
     if comm.world == 1 or shard < 1:
         return Domain(comm)
@@ -55,13 +62,13 @@ def domain_of(config: Config, comm: Communicator, mesh: Arrangement | None = Non
     return Domain(comm, Arrangement.of_groups(comm.world, shard, near))
 
 
-def arrangement_of(mesh: object, zero: ZeroConfig, world: int) -> Arrangement | None:
+def arrangement_of(mesh: object, zero: ZeroConfig, members: Sequence[int]) -> Arrangement | None:
     """Return that of a client's mesh: None for one dimension, over which everything is divided.
 
     Args:
         mesh: a DeviceMesh of one dimension (shard) or two (replicate, shard), as `fully_shard` of PyTorch takes it.
         zero: the configuration's section.
-        world: number of ranks.
+        members: the engine's ranks, by the numbers that the mesh gives them.
 
     Raises:
         UsageError: it is no such mesh, or contradicts the configuration.
@@ -80,14 +87,16 @@ def arrangement_of(mesh: object, zero: ZeroConfig, world: int) -> Arrangement | 
             f"{what} is not supported: it may have a dimension named replicate (or {', '.join(_NAMES['replicate'][1:])}"
             f") and one named shard (or {', '.join(_NAMES['shard'][1:])}), as HSDP has"
         )
-    if sorted(ranks.flatten().tolist()) != list(range(world)):
+    if sorted(ranks.flatten().tolist()) != sorted(members):
         raise UsageError(
-            f"{what} has ranks {ranks.flatten().tolist()}; the engine has ranks 0 to {world - 1}, each once"
+            f"{what} has ranks {ranks.flatten().tolist()}; the engine has ranks {list(members)}, each once"
         )
     if ranks.ndim == 1:
         grid = ranks.view(1, -1) if found["shard"] else ranks.view(-1, 1)
     else:
         grid = ranks if names is not None and names[0] in _NAMES["replicate"] else ranks.T
+    own = {rank: number for number, rank in enumerate(members)}
+    grid = torch.tensor([[own[rank] for rank in row] for row in grid.tolist()])
     if any(bool((grid.diff(dim=dim) < 0).any()) for dim in (0, 1)):
         raise UsageError(f"{what}: ranks must ascend along each of its dimensions, found {ranks.tolist()}")
     size = int(zero.mics_shard_size)

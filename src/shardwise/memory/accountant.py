@@ -13,6 +13,7 @@ from __future__ import annotations
 
 import contextlib
 import functools
+import threading
 import weakref
 from collections.abc import Iterator
 from enum import Enum
@@ -101,6 +102,7 @@ class Accountant:
         self._start_of_peaks()
         # Deaths of tensors are reported by callbacks that may run in the middle of anything, so all they do is append.
         self._log: list[tuple[_Entry, int]] = []
+        self._evaluating = threading.Lock()  # threads that go on with chains of collectives tell of buffers, too
         self._told = {category: _Entry(category, 0) for category in Category}
         self._held: dict[int, tuple[_Entry, weakref.ref[torch.UntypedStorage]]] = {}
 
@@ -230,10 +232,19 @@ class Accountant:
 
     def _note(self, entry: _Entry, delta: int) -> None:
         self._log.append((entry, delta))
-        if len(self._log) > (self._TRACKED_LOG_LENGTH if self._trackers else self._LOG_LENGTH):
-            self._evaluate()
+        full = len(self._log) > (self._TRACKED_LOG_LENGTH if self._trackers else self._LOG_LENGTH)
+        # Not if that is being done: by another thread, or by this one, in the middle of which a finalizer runs.
+        if full and self._evaluating.acquire(blocking=False):
+            try:
+                self._evaluate_log()
+            finally:
+                self._evaluating.release()
 
     def _evaluate(self) -> None:
+        with self._evaluating:
+            self._evaluate_log()
+
+    def _evaluate_log(self) -> None:
         # Taken piece by piece: an entry that dies meanwhile is appended and found by the same loop.
         done = 0
         while done < len(self._log):

@@ -128,7 +128,7 @@ class CommunicatedUpdate(SegmentUpdate):
         on_written: called when parameters have changed outside of a step.
 
     Raises:
-        ConflictError: the plan shards what the optimizer needs whole.
+        ConflictError: the plan shards what the optimizer needs whole, or ranks are in groups.
     """
 
     def __init__(
@@ -152,6 +152,11 @@ class CommunicatedUpdate(SegmentUpdate):
             raise ConflictError(
                 f"zero_optimization.stage: is {plan.stage}, but the optimizer {name} needs "
                 f"{ONEBIT_STAGE_REASONS[most]}. Lower the stage or take another optimizer"
+            )
+        if domain.depth > 1:
+            raise ConflictError(
+                f"the optimizer {name} exchanges gradients among all ranks at once and cannot have groups of ranks. "
+                "Take another one, or remove zero_optimization.mics_shard_size (or the mesh passed to initialize())"
             )
 
     def stays_local(self) -> bool:

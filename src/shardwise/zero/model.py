@@ -734,6 +734,9 @@ class ShardedModel:
             unit.take_over = None
             del self.units[0]
         if self.channel is not None:
+            if not apart:
+                # Groups gather by themselves: one may come here while another still asks where its ranks are.
+                self.comm.barrier("destroy()")
             self.channel.close()
         self.domain.close()
         self._cut_references()

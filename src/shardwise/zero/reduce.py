@@ -508,11 +508,13 @@ class Reducer:
         """
         unit = gradients.unit
         pairs = [(outputs[place], buffer) for place, buffer in buffers.items()]
-        if not counts:
-            return self.comm.reduce_scatter(pairs, unit.name, accumulate=accumulate)
+        tables = any(section.layout.table is not None for section in unit.trainable)
         handles: list[Reduction] = []
         if pairs:
-            handles.append(self.comm.reduce_scatter(pairs, unit.name, accumulate=accumulate))
+            kind = "rows" if tables else "reduce"
+            handles.append(self.comm.reduce_scatter(pairs, unit.name, accumulate=accumulate, kind=kind))
+        if not counts:
+            return handles[0]
         for place, numbers in counts.items():
             section = unit.sections[place]
             rows = gradients.rows.pop(place, None)

@@ -253,7 +253,7 @@ class RowReduction:
         self._index = numbers.new_empty(comm.world * padded)
         self._values = values.new_empty(comm.world * padded * width)
         pairs = [(self._index, numbers), (self._values, values)]
-        self._handles = [comm.all_gather([pair], label, kind="reduce") for pair in pairs]
+        self._handles = [comm.all_gather([pair], label, kind="rows") for pair in pairs]
         self.scratch = [numbers, values, self._index, self._values]
         self._padded = padded
 
@@ -267,9 +267,9 @@ class RowReduction:
         self._index = numbers.new_empty(sum(self._counts))
         self._values = values.new_empty(sum(self._counts) * width)
         self._handles = [
-            comm.all_to_all(self._index, numbers, self._counts, sent, label, kind="reduce"),
+            comm.all_to_all(self._index, numbers, self._counts, sent, label, kind="rows"),
             comm.all_to_all(
-                self._values, values, [n * width for n in self._counts], [n * width for n in sent], label, kind="reduce"
+                self._values, values, [n * width for n in self._counts], [n * width for n in sent], label, kind="rows"
             ),
         ]
         self.scratch = [numbers, values, self._index, self._values]

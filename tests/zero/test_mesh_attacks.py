@@ -1,0 +1,251 @@
+"""What groups of ranks must not break: leaving in any order, logs, limits, combinations that cannot be."""
+
+from __future__ import annotations
+
+import os
+import threading
+import time
+from typing import Any
+
+import pytest
+import torch
+import torch.distributed as dist
+from torch import nn
+from torch.distributed.device_mesh import init_device_mesh
+
+import shardwise
+from shardwise.comm import comms_logger
+from shardwise.config import resolve
+from shardwise.errors import ConfigError, ConflictError, UsageError
+from shardwise.optim import OnebitAdam
+from shardwise.zero.sidechannel import SideChannel
+from tests.harness import run_ranks
+from tests.models import CASES
+from tests.zero.test_mesh import LEVELS, PAIRS, SPREAD, WORLD, Zero
+from tests.zero.training import Setting, digest, masters, start
+
+
+def step(engine: Any, rank: int | None = None) -> None:
+    case = CASES["gpt"]
+    rank = dist.get_rank() if rank is None else rank
+    engine.backward(case.loss(engine, case.data(0, 0, rank, torch.float32)))
+    engine.step()
+
+
+# -- leaving -----------------------------------------------------------------------------------------------------------
+
+
+def one_group_asks_late() -> None:
+    engine = start(CASES["gpt"], Setting(3, zero=PAIRS))
+    step(engine)
+    asks = SideChannel._where
+
+    def late(self: SideChannel, peer: int, begin: float) -> dict[str, Any]:
+        time.sleep(0.3)
+        return asks(self, peer, begin)
+
+    if dist.get_rank() == 0:
+        SideChannel._where = late  # type: ignore[method-assign]
+    else:
+        time.sleep(0.3)  # so that it does ask
+    try:
+        engine.destroy()
+    finally:
+        SideChannel._where = asks  # type: ignore[method-assign]
+
+
+def test_a_group_leaves_when_the_others_know() -> None:
+    """The groups gather by themselves in `destroy()`: one is done while another still asks where its ranks are."""
+    run_ranks(one_group_asks_late, WORLD)
+
+
+def what_engines_leave() -> list[tuple[int, int, list[str]]]:
+    found = []
+    for number in range(12):
+        zero = (PAIRS, SPREAD, LEVELS)[number % 3]
+        engine = start(CASES["gpt"], Setting(3 - number % 2, zero=zero))
+        step(engine)
+        engine.destroy()
+        del engine
+        if number % 6 == 5:
+            threads = [thread.name for thread in threading.enumerate() if thread.name.startswith("shardwise")]
+            found.append((len(os.listdir("/proc/self/fd")), len(os.listdir("/proc/self/task")), threads))
+    return found
+
+
+def test_engines_leave_no_sockets_and_no_threads() -> None:
+    for first, last in run_ranks(what_engines_leave, WORLD):
+        assert last[0] <= first[0] and last[1] <= first[1] and last[2] == []
+
+
+# -- rows of tables ----------------------------------------------------------------------------------------------------
+
+
+def with_many_rows_in_one_group(zero: Zero, stage: int, sparse: bool) -> str:
+    torch.manual_seed(0)
+    model = nn.Sequential(nn.EmbeddingBag(401, 7, sparse=sparse, mode="sum"), nn.Linear(7, 1))
+    config = Setting(stage, zero=zero).config() | {"sparse_gradients": sparse}
+    optimizer = torch.optim.SGD(model.parameters(), lr=0.1)
+    engine = shardwise.initialize(model=model, optimizer=optimizer, config=config)[0]
+    generator = torch.Generator().manual_seed(dist.get_rank())
+    for number in range(3):
+        bags = 200 if dist.get_rank() == 2 and number == 1 else 2
+        engine.backward(engine(torch.randint(0, 401, (bags, 3), generator=generator)).square().sum())
+        engine.step()
+    found = digest(list(masters(model).values()))
+    engine.destroy()
+    return found
+
+
+def all_with_many_rows_in_one_group(cases: list[tuple[Zero, int, bool]]) -> list[str]:
+    return [with_many_rows_in_one_group(*case) for case in cases]
+
+
+def test_groups_choose_by_themselves_between_rows_and_tables() -> None:
+    """A group whose tables are reduced densely has launched other collectives than one that has sent rows."""
+    cases = [(zero, stage, sparse) for zero, stage in ((PAIRS, 3), (SPREAD, 3)) for sparse in (True, False)]
+    for answer in run_ranks(all_with_many_rows_in_one_group, WORLD, cases):
+        assert len(set(answer)) == 1
+
+
+# -- the communication log ---------------------------------------------------------------------------------------------
+
+
+def logged() -> set[float]:
+    """Return by what part of the size, in the log, a gather of two ranks is shorter."""
+    comms_logger.comms_dict = {}
+    setting = Setting(3, zero=PAIRS, extra=(("comms_logger", {"enabled": True}),))
+    engine = start(CASES["gpt"], setting)
+    try:
+        step(engine)
+        engine.sharded.finish_gathers()
+        raw = comms_logger.get_raw_data()
+    finally:
+        comms_logger.enabled = False
+        engine.destroy()
+    sizes = [entry for op in ("all_gather", "reduce_scatter") for entry in raw[op].values()]
+    return {round(bus / algorithm, 6) for _, _, *both in sizes for algorithm, bus in zip(*both, strict=True)}
+
+
+def test_the_log_counts_the_ranks_of_a_group() -> None:
+    assert run_ranks(logged, WORLD) == [{0.5}] * WORLD
+
+
+# -- part of the ranks -------------------------------------------------------------------------------------------------
+
+
+class Half:
+    """An `mpu` whose data-parallel ranks are half of the job."""
+
+    def __init__(self, group: dist.ProcessGroup) -> None:
+        self._group = group
+
+    def get_data_parallel_group(self) -> dist.ProcessGroup:
+        return self._group
+
+
+def in_halves() -> list[str]:
+    """Two engines of four ranks in a job of eight, in groups of the configuration and of a mesh."""
+    half = dist.get_rank() // 4
+    groups = [dist.new_group(list(range(4))), dist.new_group(list(range(4, 8)))]
+    names = ("pipe", "replicate", "shard")
+    mesh = init_device_mesh("cpu", (2, 2, 2), mesh_dim_names=names)["replicate", "shard"]
+    found = []
+    for zero, given in ((PAIRS, None), (SPREAD, None), ((), mesh), ((("optimizer_over_replicas", True),), mesh)):
+        model = CASES["gpt"].make()
+        engine, *_ = shardwise.initialize(
+            model=model,
+            optimizer=torch.optim.SGD(model.parameters(), lr=0.1),
+            config=Setting(3, zero=zero).config(),
+            mpu=Half(groups[half]),
+            mesh_param=given,
+        )
+        step(engine, dist.get_rank() % 4)
+        with shardwise.zero.GatheredParameters(model.norm.weight, modifier_rank=4 * half + 3), torch.no_grad():
+            model.norm.weight.fill_(float(dist.get_rank() % 4))
+        found.append(digest(list(masters(model).values())))
+        engine.destroy()
+    return found
+
+
+def test_groups_in_half_of_the_ranks() -> None:
+    answers = run_ranks(in_halves, 8)
+    assert len({found for answer in answers for found in answer}) == 1
+
+
+# -- what is refused ---------------------------------------------------------------------------------------------------
+
+
+HIERARCHY: dict[str, Any] = {"mics_shard_size": 4, "mics_hierarchical_params_gather": True}
+
+
+@pytest.mark.parametrize(
+    ("config", "words"),
+    [
+        ({"zero_optimization": {"stage": 3, **HIERARCHY, "zero_quantized_weights": True}}, ["codes", "one level"]),
+        ({"zero_optimization": {"stage": 3, **HIERARCHY, "zero_hpz_partition_size": 2}}, ["zero_hpz_partition_size"]),
+        ({"zero_optimization": {"stage": 2, **HIERARCHY}, "compression": {"type": "int8"}}, ["compression.type"]),
+    ],
+)
+def test_one_group_in_levels_is_no_single_group(config: dict[str, Any], words: list[str]) -> None:
+    with pytest.raises(ConflictError) as caught:
+        resolve({"train_batch_size": 4, **config}, world_size=4)
+    assert all(word in str(caught.value) for word in words), caught.value
+    assert not resolve({"train_batch_size": 4, "zero_optimization": {"stage": 3, **HIERARCHY}}, world_size=4).no_effect
+
+
+def test_groups_that_are_not_whole_nodes() -> None:
+    zero = {"stage": 3, "mics_shard_size": 6, "mics_hierarchical_params_gather": True, "zero_node_size": 4}
+    with pytest.raises(ConflictError, match=r"mics_shard_size: is 6.*zero_node_size` = 4"):
+        resolve({"train_batch_size": 12, "zero_optimization": zero}, world_size=12)
+
+
+@pytest.mark.parametrize("size", [0, -5])
+def test_sizes_that_are_no_number_of_ranks(size: int) -> None:
+    with pytest.raises(ConfigError, match=f"is {size}; write a number of ranks, or -1"):
+        resolve({"train_batch_size": 4, "zero_optimization": {"stage": 3, "mics_shard_size": size}}, world_size=4)
+
+
+def refused() -> list[str]:
+    groups = len(dist.distributed_c10d._world.pg_map)
+    mesh = init_device_mesh("cpu", (2, 2), mesh_dim_names=("replicate", "shard"))
+    made = len(dist.distributed_c10d._world.pg_map)
+    found = []
+
+    def attempt(error: type[Exception], model: nn.Module, zero: dict[str, Any], **more: Any) -> None:
+        config = {"train_micro_batch_size_per_gpu": 1, "zero_optimization": zero}
+        with pytest.raises(error) as caught:
+            shardwise.initialize(model=model, config=config, **more)
+        found.append(str(caught.value))
+
+    model = nn.Linear(4, 4)
+    onebit = OnebitAdam(model.parameters(), lr=1e-3)
+    attempt(ConflictError, model, {"stage": 1, "mics_shard_size": 2}, optimizer=onebit)
+    attempt(ConflictError, model, {"stage": 1}, optimizer=onebit, mesh_param=mesh)
+    sgd = torch.optim.SGD(model.parameters(), lr=0.1)
+    levels = {"stage": 3, "mics_shard_size": 2, "mics_hierarchical_params_gather": True, "zero_node_size": 1}
+    attempt(ConflictError, model, levels, optimizer=sgd, mesh_param=mesh)
+    before = len(dist.distributed_c10d._world.pg_map)
+    attempt(UsageError, model, {"stage": 3}, optimizer=sgd, mesh_param=mesh["shard"])
+    assert len(dist.distributed_c10d._world.pg_map) == before > made > groups
+    with shardwise.zero.Init(
+        config_dict_or_path={"train_micro_batch_size_per_gpu": 1, "zero_optimization": {"stage": 3}},
+        zero_quantized_weights=True,
+    ):
+        coded = nn.Linear(64, 64)
+    sgd = torch.optim.SGD(coded.parameters(), lr=0.1)
+    attempt(ConflictError, coded, {"stage": 3, **HIERARCHY, "zero_node_size": 2}, optimizer=sgd)
+    return found
+
+
+def test_what_cannot_have_groups() -> None:
+    words = [
+        ["OnebitAdam", "groups of ranks"],
+        ["OnebitAdam", "groups of ranks"],
+        ["mics_hierarchical_params_gather", "mesh"],
+        ["the engine has ranks [0, 1, 2, 3]"],
+        ["zero.Init(zero_quantized_weights=True)", "one level"],
+    ]
+    for answer in run_ranks(refused, WORLD):
+        for message, expected in zip(answer, words, strict=True):
+            assert all(word in message for word in expected), message
