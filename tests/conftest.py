@@ -31,6 +31,7 @@ torch.set_num_threads(1)
 STARTUP = str(Path(__file__).parent / "startup")
 if STARTUP not in os.environ.get("PYTHONPATH", "").split(os.pathsep):
     os.environ["PYTHONPATH"] = os.pathsep.join(filter(None, [STARTUP, os.environ.get("PYTHONPATH")]))
+sys.path[:] = [path for path in sys.path if path != STARTUP]  # some tests make a PYTHONPATH of it
 gc.set_threshold(700, 10, 10)
 
 # A shell without job control starts background jobs with SIGINT ignored, and all their children inherit it.
