@@ -13,6 +13,8 @@ TORCH := $(shell sed -n 's/^\(torch==[0-9.]*\).*/\1/p' constraints.txt)
 
 # One computing thread a process: tests start several ranks on one machine.
 export OMP_NUM_THREADS ?= 1
+# Tests start hundreds of processes; where Python may not keep what it has compiled, each compiles shardwise anew.
+export PYTHONDONTWRITEBYTECODE :=
 
 .PHONY: help venv demo demo-again test test-gpu exhaustive matrix versions lint format bench bench-gpu soak hostile docs clean
 help:

@@ -9,9 +9,11 @@ os.environ["OMP_NUM_THREADS"] = "1"  # before torch is imported
 os.environ["GLOO_SOCKET_IFNAME"] = "lo"
 
 import faulthandler
+import gc
 import sys
 import traceback
 from collections.abc import Iterator
+from pathlib import Path
 from types import FrameType
 
 import pytest
@@ -23,6 +25,14 @@ from tests.harness import close_pool, run_ranks
 from tests.progress import Progress
 
 torch.set_num_threads(1)
+
+# For the processes that tests start. This one may have begun with it as well (pytest-xdist starts processes): here, and
+# in the pool, Python's own setting holds.
+STARTUP = str(Path(__file__).parent / "startup")
+if STARTUP not in os.environ.get("PYTHONPATH", "").split(os.pathsep):
+    os.environ["PYTHONPATH"] = os.pathsep.join(filter(None, [STARTUP, os.environ.get("PYTHONPATH")]))
+sys.path[:] = [path for path in sys.path if path != STARTUP]  # some tests make a PYTHONPATH of it
+gc.set_threshold(700, 10, 10)
 
 # A shell without job control starts background jobs with SIGINT ignored, and all their children inherit it.
 if signal.getsignal(signal.SIGINT) is signal.SIG_IGN:

@@ -64,8 +64,10 @@ def main(conn: Connection, store_port: int, stack_file: str) -> None:
     with open(stack_file, "w") as stacks:
         store = dist.TCPStore("127.0.0.1", store_port, is_master=False)
         clean_env, clean_dir = dict(os.environ), os.getcwd()
+        gc.set_threshold(700, 10, 10)  # Python's own; processes of the tests begin with another (tests/startup)
         gc.collect()
         gc.freeze()  # what is loaded now lives for ever: the collections between calls need not look at it
+        loaded = len(sys.modules)
         while True:
             try:
                 message = conn.recv_bytes()
@@ -74,6 +76,9 @@ def main(conn: Connection, store_port: int, stack_file: str) -> None:
             if message == FINISH:
                 _leave_group()
                 _reset(clean_env, clean_dir)
+                if len(sys.modules) > loaded:
+                    loaded = len(sys.modules)
+                    gc.freeze()  # what a call has imported, too: torch._dynamo alone takes 60 ms of each collection
             else:
                 # Each time: tests of signals take it, and Python cannot give back a handler that is not its own. It is
                 # given up first, because what is registered already is not installed again.

@@ -23,9 +23,8 @@ class Job:
     def __init__(self, out: Path, *options: str, steps: int = 100_000) -> None:
         command = [sys.executable, "-m", "shardwise.launch", "run", "--nproc", "2", "--tag-output", "always", *options]
         command += [str(SCRIPT), "--out", str(out), "--steps", str(steps), "--pause", "0.005"]
-        environment = {**os.environ, "PYTHONPATH": os.pathsep.join(path for path in sys.path if path)}
         self.process = subprocess.Popen(
-            command, stdout=subprocess.PIPE, stderr=subprocess.STDOUT, text=True, env=environment, cwd=out.parent
+            command, stdout=subprocess.PIPE, stderr=subprocess.STDOUT, text=True, cwd=out.parent
         )
         self.said = ""
         self._reader = threading.Thread(target=self._read, daemon=True)
@@ -115,11 +114,10 @@ time.sleep(0.5)
 def test_a_slot_that_fails_again_and_again_is_left_out(tmp_path: Path) -> None:
     script = tmp_path / "script.py"
     script.write_text(FAILS_ON_SLOT_1)
-    environment = {**os.environ, "PYTHONPATH": os.pathsep.join(path for path in sys.path if path)}
 
     def run(*options: str) -> subprocess.CompletedProcess[str]:
         command = [sys.executable, "-m", "shardwise.launch", "run", "--nproc", "3", *options, str(script)]
-        return subprocess.run(command, capture_output=True, text=True, timeout=120, env=environment)
+        return subprocess.run(command, capture_output=True, text=True, timeout=120)
 
     done = run("--max-restarts", "3", "--min-nproc", "2")
     assert done.returncode == 0, done.stderr
