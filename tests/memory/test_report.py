@@ -21,7 +21,7 @@ VOCABULARY, LENGTH, ROWS = 257, 24, 4
 class GPT(nn.Module):
     """Small decoder; the head is the embedding, or has a weight of its own."""
 
-    def __init__(self, tied: bool = True, layers: int = 3, dim: int = 96) -> None:
+    def __init__(self, tied: bool = True, layers: int = 5, dim: int = 96) -> None:
         super().__init__()
         self.tokens = nn.Embedding(VOCABULARY, dim)
         self.places = nn.Embedding(LENGTH, dim)
