@@ -3,8 +3,11 @@
 from __future__ import annotations
 
 import os
+import subprocess
+import sys
 import threading
 import time
+from pathlib import Path
 from typing import Any
 
 import pytest
@@ -57,6 +60,30 @@ def one_group_asks_late() -> None:
 def test_a_group_leaves_when_the_others_know() -> None:
     """The groups gather by themselves in `destroy()`: one is done while another still asks where its ranks are."""
     run_ranks(one_group_asks_late, WORLD)
+
+
+ENDING = """
+import torch, shardwise
+from torch import nn
+
+model = nn.Sequential(*[nn.Linear(1500, 1500) for _ in range(6)])
+zero = {"stage": 2, "mics_shard_size": 2, "optimizer_over_replicas": True, "reduce_bucket_size": 3000000}
+config = {"train_micro_batch_size_per_gpu": 2, "zero_optimization": zero}
+optimizer = torch.optim.AdamW(model.parameters(), lr=1e-2)
+engine, *_ = shardwise.initialize(model=model, optimizer=optimizer, config=config)
+for _ in range(2):
+    engine.backward(engine(torch.ones(2, 1500)).sum())
+    engine.step()
+"""
+
+
+def test_a_process_ends_behind_the_chains_of_its_last_step(tmp_path: Path) -> None:
+    """Updated parameters are still on their way, in a thread, when the script is over."""
+    script = tmp_path / "ending.py"
+    script.write_text(ENDING)
+    command = [sys.executable, "-m", "shardwise.launch", "run", "--nproc", str(WORLD), str(script)]
+    done = subprocess.run(command, capture_output=True, text=True, timeout=100, check=False)
+    assert done.returncode == 0, done.stderr
 
 
 def what_engines_leave() -> list[tuple[int, int, list[str]]]:

@@ -8,9 +8,12 @@ on a stream of its own, so that the caller's stream does not wait for the links 
 
 from __future__ import annotations
 
+import atexit
 import contextlib
 import queue
+import sys
 import threading
+import weakref
 from collections.abc import Callable, Sequence
 from contextlib import AbstractContextManager
 from typing import Any, Protocol
@@ -32,7 +35,10 @@ class Link(Protocol):
 
 
 Launch = Callable[[], Link]
-_LEAVING_S = 1.0
+_LEAVING_S, _EXITING_S, _FAILED_S = 1.0, 10.0, 0.5
+"""How long a thread is waited for: when its engine is closed, when the process ends, and when it ends in an error."""
+
+_open: weakref.WeakSet[Runner] = weakref.WeakSet()
 
 
 class Chain:
@@ -142,14 +148,17 @@ class Runner:
         if self._thread is None:
             self._thread = threading.Thread(target=self._work, name=self._name, daemon=True)
             self._thread.start()
+            _open.add(self)
+            atexit.unregister(_close_all)
+            atexit.register(_close_all)
         self._queue.put(chain)
         return chain
 
-    def close(self) -> None:
-        """End the thread, if it is not waiting for a rank that will not come."""
+    def close(self, limit: float = _LEAVING_S) -> None:
+        """End the thread behind the chains that it has, if none waits for a rank that will not come within `limit`."""
         if self._thread is not None:
             self._queue.put(None)
-            self._thread.join(_LEAVING_S)
+            self._thread.join(limit)
             self._thread = None
 
     def _aside(self) -> AbstractContextManager[Any]:
@@ -158,3 +167,11 @@ class Runner:
     def _work(self) -> None:
         while (chain := self._queue.get()) is not None:
             chain.run()
+
+
+def _close_all() -> None:
+    # A thread that is still inside of torch when the interpreter goes, or whose groups go, would take the process down.
+    # After an exception that nobody has caught the peers must see this process gone, and it does not linger.
+    limit = _EXITING_S if getattr(sys, "last_value", None) is None else _FAILED_S
+    for runner in list(_open):
+        runner.close(limit)
