@@ -357,10 +357,11 @@ begun, said = pathlib.Path(sys.argv[1], "begun"), pathlib.Path(sys.argv[1], "sai
 if os.environ["RANK"] == "0":
     assert sys.stdout.isatty() and sys.stderr.isatty()
     sys.stderr.write("\r 50%"); sys.stderr.flush()
+    time.sleep(0.5)  # until the launcher has passed it on
     begun.touch()
     while not said.exists():
         time.sleep(0.01)
-    time.sleep(1.0)  # until the launcher has passed it on
+    time.sleep(1.0)  # the same
     sys.stderr.write("\r100%\n")
     raise SystemExit("stopped on purpose")
 else:
