@@ -59,11 +59,13 @@ def report(
     accumulation: int = 1,
     keep: int | None = None,
     managed: bool = True,
+    zero: dict[str, Any] | None = None,
 ) -> tuple[MemoryReport, MemoryReport]:
     """Reports made before the first step and after a tracked one."""
     torch.manual_seed(5)
     config = settings(stage, precision, optimizer, accumulation if managed else 1, keep)
     config["managed_gradient_accumulation"] = managed
+    config["zero_optimization"].update(zero or {})
     engine, *_ = shardwise.initialize(model=GPT(tied), config=config)
     batch = torch.randint(VOCABULARY, (ROWS, LENGTH))
     before = engine.memory_report(batch)

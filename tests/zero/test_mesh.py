@@ -305,23 +305,10 @@ def test_what_is_sent_within_and_between_groups() -> None:
                     assert low * size <= found[group][op] <= 1.01 * size, (case, group, op, found)
 
 
-def reported(zero: Zero, stage: int, precision: str, accumulation: int) -> tuple[Any, Any]:
-    before = reports.settings
-
-    def settings(*args: Any) -> dict[str, Any]:
-        config = before(*args)
-        config["zero_optimization"].update(zero)
-        return config
-
-    reports.settings = settings
-    try:
-        return reports.report(stage, precision, keep=0, accumulation=accumulation)
-    finally:
-        reports.settings = before
-
-
 def reported_all(cases: Sequence[tuple[Zero, int]], precision: str, accumulation: int) -> list[Any]:
-    return [reported(zero, stage, precision, accumulation) for zero, stage in cases]
+    return [
+        reports.report(stage, precision, keep=0, accumulation=accumulation, zero=dict(zero)) for zero, stage in cases
+    ]
 
 
 @pytest.mark.parametrize(("precision", "accumulation"), [("fp32", 1), ("bf16", 3)])

@@ -5,7 +5,6 @@ Four ranks stand for two nodes of two. What they compute is compared with the sa
 
 from __future__ import annotations
 
-import copy
 from collections.abc import Sequence
 from pathlib import Path
 from typing import Any
@@ -366,23 +365,8 @@ def test_bytes_are_those_of_the_closed_form(precision: str) -> None:
         assert everything["across_nodes", "all_to_all"] == qg["across_nodes", "all_to_all"]
 
 
-def reported(zero: Zero, precision: str, accumulation: int) -> Any:
-    before = copy.deepcopy(reports.settings)
-
-    def settings(*args: Any) -> dict[str, Any]:
-        config = before(*args)
-        config["zero_optimization"].update(zero)
-        return config
-
-    reports.settings = settings
-    try:
-        return reports.report(3, precision, keep=0, accumulation=accumulation)
-    finally:
-        reports.settings = before
-
-
 def reported_all(precision: str, accumulation: int, settings: Sequence[Zero]) -> list[Any]:
-    return [reported(zero, precision, accumulation) for zero in settings]
+    return [reports.report(3, precision, keep=0, accumulation=accumulation, zero=zero) for zero in settings]
 
 
 @pytest.mark.parametrize(("precision", "accumulation", "settings"), [("fp32", 2, [ALL]), ("bf16", 1, [QW, HP, QG])])
