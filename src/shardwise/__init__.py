@@ -8,6 +8,7 @@ from __future__ import annotations
 import importlib
 from typing import Any
 
+from shardwise._allocator import set_allocator
 from shardwise._version import __version__
 
 _PUBLIC = {
@@ -36,6 +37,9 @@ __all__ = [
     "initialize_engine",
     "install_as_deepspeed",
 ]
+
+
+set_allocator()  # before the first tensor is made
 
 
 def __getattr__(name: str) -> Any:

@@ -8,7 +8,6 @@ import sys
 import pytest
 
 from shardwise.errors import CommandLineError
-from shardwise.launch import allocator
 from shardwise.launch.job import Job, check, command, run_job, worker_environment
 from shardwise.launch.placement import Placement, Resources
 
@@ -77,35 +76,6 @@ def test_environment_of_the_workers() -> None:
     assert given["CUDA_VISIBLE_DEVICES"] == "4,6,7"
     assert given["OMP_NUM_THREADS"] == str(max(1, cores // 3))
     assert (given["A"], given["GLOO_SOCKET_IFNAME"]) == ("b", "lo")
-    assert allocator.VARIABLE not in given  # what a GPU job keeps is not in glibc's hands
-    mine = {"OMP_NUM_THREADS": "7", "GLOO_SOCKET_IFNAME": "eth0", "CUDA_VISIBLE_DEVICES": "", "GLIBC_TUNABLES": ""}
+    mine = {"OMP_NUM_THREADS": "7", "GLOO_SOCKET_IFNAME": "eth0", "CUDA_VISIBLE_DEVICES": ""}
     assert worker_environment(Job("x"), Placement(1, None), mine) == mine
     assert "GLOO_SOCKET_IFNAME" not in worker_environment(Job("x", master_addr="10.0.0.1"), Placement(1, None), {})
-
-
-@pytest.mark.parametrize(
-    ("huge_pages", "glibc", "env", "given"),
-    [
-        ("always [madvise] never", "glibc 2.36", {}, True),
-        ("[always] madvise never", "glibc 2.35", {"A": "b"}, True),
-        ("always madvise [never]", "glibc 2.36", {}, False),
-        (None, "glibc 2.36", {}, False),
-        ("always [madvise] never", "glibc 2.31", {}, False),
-        ("always [madvise] never", "musl", {}, False),
-        ("always [madvise] never", None, {}, False),
-        ("always [madvise] never", "glibc 2.36", {"LD_PRELOAD": "libjemalloc.so"}, False),
-        ("always [madvise] never", "glibc 2.36", {"MALLOC_ARENA_MAX": "2"}, False),
-    ],
-)
-def test_allocator_settings_where_the_system_has_them(
-    huge_pages: str | None, glibc: str | None, env: dict[str, str], given: bool, tmp_path, monkeypatch
-) -> None:
-    path = tmp_path / "enabled"
-    if huge_pages is not None:
-        path.write_text(huge_pages)
-    monkeypatch.setattr(allocator, "_HUGE_PAGES", path)
-    monkeypatch.setattr(os, "confstr", lambda _: glibc)
-    expected = {"GLIBC_TUNABLES": allocator.SETTINGS} if given else {}
-    assert allocator.allocator_settings(env) == expected
-    workers = worker_environment(Job("x"), Placement(2, None), env)
-    assert ("GLIBC_TUNABLES" in workers) == given

@@ -23,7 +23,6 @@ from pathlib import Path
 
 from shardwise.comm.environment import LOOPBACK, MEMORY_DIRECTORY, RECOVERY_FILE, is_loopback
 from shardwise.errors import CommandLineError, LaunchError
-from shardwise.launch.allocator import allocator_settings
 from shardwise.launch.cores import Cores, available, deal, parse_list
 from shardwise.launch.hosts import is_this_machine
 from shardwise.launch.jobmemory import JobDirectory
@@ -189,7 +188,7 @@ def command(job: Job, local_rank: int) -> list[str]:
 def worker_environment(
     job: Job, placement: Placement, env: Mapping[str, str] = os.environ, cores: int | None = None
 ) -> dict[str, str]:
-    """The launcher's own variables, with the devices, the number of threads, Gloo's interface and the allocator.
+    """The launcher's own variables, with the devices, the number of threads and Gloo's interface.
 
     Args:
         job: what is run.
@@ -205,8 +204,6 @@ def worker_environment(
     variables.setdefault("OMP_NUM_THREADS", str(cores or max(1, _cores() // placement.nproc)))
     if is_loopback(job.master_addr) and any(name == "lo" for _, name in socket.if_nameindex()):
         variables.setdefault("GLOO_SOCKET_IFNAME", "lo")
-    if placement.devices is None:
-        variables.update(allocator_settings(env))
     return variables
 
 

@@ -1,0 +1,74 @@
+"""Settings of the C library's allocator for processes that train on the CPU.
+
+glibc keeps large freed blocks in its heap, where small tensors that live longer break them up: the next large buffer
+then needs new memory, although enough is free. Blocks above a fixed threshold can be mappings of their own, which
+go back to the system whole. That would cost a page fault for every 4 KiB at each new use; where torch asks for huge
+pages it is one for every 2 MiB. torch reads its variable when it makes the first tensor, glibc can be told at any time:
+importing shardwise sets both, whatever has started the process. (This module must not import torch.)
+"""
+
+from __future__ import annotations
+
+import ctypes
+import os
+import sys
+from collections.abc import MutableMapping
+from pathlib import Path
+
+THRESHOLD = 4 << 20
+"""Bytes from which a block is a mapping of its own."""
+VARIABLE = "THP_MEM_ALLOC_ENABLE"
+"""Makes torch ask for huge pages for tensors from 2 MiB on."""
+
+_HUGE_PAGES = Path("/sys/kernel/mm/transparent_hugepage/enabled")
+_M_MMAP_THRESHOLD = -3
+_PAGE = 4096
+_TRIED = 3
+_OTHER_WISHES = (
+    "GLIBC_TUNABLES",
+    "LD_PRELOAD",
+    "MALLOC_ARENA_MAX",
+    "MALLOC_MMAP_THRESHOLD_",
+    "MALLOC_TRIM_THRESHOLD_",
+    "MALLOC_TOP_PAD_",
+)
+
+
+def set_allocator(env: MutableMapping[str, str] = os.environ) -> bool:
+    """Set this process's allocator; return whether it was done.
+
+    Nothing is done where the user has chosen, where the system lacks huge pages or glibc, and where the first tensor is
+    older than this call: torch will not ask for huge pages any more.
+    """
+    chosen = any(name in env for name in _OTHER_WISHES) or env.get(VARIABLE, "1") != "1"
+    if chosen or not _on_glibc() or not _has_huge_pages():
+        return False
+    before = env.get(VARIABLE)
+    env[VARIABLE] = "1"
+    if "torch" in sys.modules and not _torch_asks_for_huge_pages():
+        if before is None:
+            del env[VARIABLE]
+        return False
+    return bool(ctypes.CDLL(None).mallopt(_M_MMAP_THRESHOLD, THRESHOLD))
+
+
+def _torch_asks_for_huge_pages() -> bool:
+    """Whether torch has read its variable, which shows in the alignment of large tensors."""
+    import torch
+
+    tensors = [torch.empty(THRESHOLD, dtype=torch.uint8, device="cpu") for _ in range(_TRIED)]
+    return all(tensor.data_ptr() % _PAGE == 0 for tensor in tensors)
+
+
+def _on_glibc() -> bool:
+    try:
+        return (os.confstr("CS_GNU_LIBC_VERSION") or "").startswith("glibc ")
+    except (ValueError, OSError, AttributeError):
+        return False  # another C library
+
+
+def _has_huge_pages() -> bool:
+    try:
+        return "[never]" not in _HUGE_PAGES.read_text()
+    except OSError:
+        return False
