@@ -109,6 +109,10 @@ def init_distributed(
     if backend == "nccl" and torch.cuda.device_count() == 1:
         _check_own_device(dist.PrefixStore(os.environ.get("TORCHELASTIC_RESTART_COUNT", "0"), store), place)
 
+    if backend == "nccl" and torch.cuda.is_available() and not torch.cuda.current_device():
+        # Or else every rank's first CUDA tensor, and torch's barrier, would be on the first device.
+        torch.cuda.set_device(device_index(place.local_rank))
+
     def start(attempt: int) -> dist.ProcessGroup:
         own = dist.PrefixStore(f"attempt{attempt}", store)
         dist.init_process_group(backend, store=own, rank=place.rank, world_size=place.world_size, timeout=timeout)

@@ -21,6 +21,7 @@ from shardwise.comm.communicator import Communicator
 from shardwise.comm.compression import Compressor
 from shardwise.comm.domain import Domain
 from shardwise.comm.whereabouts import being_in, publish
+from shardwise.device.ranges import named
 from shardwise.errors import ConfigError, DesyncError, PeerLostError, UsageError
 from shardwise.memory import Accountant, Category, give_back_freed_memory, module_bytes, resident_bytes, virtual_bytes
 from shardwise.precision.dtypes import PrecisionPolicy
@@ -360,7 +361,7 @@ class ShardedModel:
         self.gatherer.let_go()
         self.finish_gathers()
         self.take_changes()
-        with self.accountant.owning(Category.OTHER), self.guards.stepping():
+        with self.accountant.owning(Category.OTHER), self.guards.stepping(), named("step"):
             self.update.step(self.optimizer, factor)
         if not self.stepped:
             self.stepped = True

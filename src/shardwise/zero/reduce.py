@@ -34,6 +34,7 @@ from shardwise.comm.compression import Compressor, Flat, Reduction, is_active
 from shardwise.comm.domain import Domain
 from shardwise.comm.pieces import Pieces
 from shardwise.compat import never_compiled
+from shardwise.device.ranges import named
 from shardwise.errors import UsageError
 from shardwise.memory import Accountant, Category
 from shardwise.zero.calls import AtEnd
@@ -391,6 +392,10 @@ class Reducer:
     def _launch(self, gradients: UnitGradients) -> None:
         self.gatherer.launch_through(gradients.unit)
         self._finish()
+        with named("reduce", gradients.unit.name):
+            self._start_reduction(gradients)
+
+    def _start_reduction(self, gradients: UnitGradients) -> None:
         self._next += 1
         gradients.reduced = True
         unit = gradients.unit
@@ -573,7 +578,9 @@ class Reducer:
             return
         gradients, handle, own_only = self._in_flight
         self._in_flight = None
-        with self.gatherer.parked(), self.accountant.owning(Category.OTHER if own_only else Category.BUFFERS):
+        waiting = named("wait for reduction", gradients.unit.name)
+        category = Category.OTHER if own_only else Category.BUFFERS
+        with self.gatherer.parked(), self.accountant.owning(category), waiting:
             if isinstance(handle, Chain):
                 handle.wait_first()
             else:

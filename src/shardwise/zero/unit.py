@@ -31,6 +31,7 @@ from shardwise.comm.communicator import Communicator
 from shardwise.comm.domain import Domain
 from shardwise.comm.pieces import Places
 from shardwise.compat import never_compiled, storage_users, without_overrides
+from shardwise.device.ranges import named
 from shardwise.errors import UsageError
 from shardwise.memory import Accountant, Category
 from shardwise.registry import LogicalTensor, Registry
@@ -380,7 +381,8 @@ class Unit:
 
     def start_gather(self, purpose: Purpose = Purpose.PLAIN) -> None:
         """Launch the gather of the whole values of a sharded unit; the parameters are withheld until it ends."""
-        self._handle = self._launch(purpose)
+        with named("gather", self.name):
+            self._handle = self._launch(purpose)
         self.state = UnitState.GATHERING
 
     def spread(self, kind: str = "gather", *, everything: bool = False) -> None:
@@ -437,13 +439,14 @@ class Unit:
         if self.state is not UnitState.GATHERING:
             self.finish_spread()
             return
-        if self._handle is not None:
-            self._handle.wait()
-        else:
-            assert self.codes is not None
-            for section in self.sections:
-                section.allocate()
-            self.codes.finish()
+        with named("wait for gather", self.name):
+            if self._handle is not None:
+                self._handle.wait()
+            else:
+                assert self.codes is not None
+                for section in self.sections:
+                    section.allocate()
+                self.codes.finish()
         self.fill_done()
 
     def join_gather(self, purpose: Purpose) -> None:
