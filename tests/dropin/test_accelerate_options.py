@@ -134,7 +134,7 @@ def saved(directory: str, stage: int) -> dict[str, Any]:
     from safetensors.torch import load_file
     from transformers import GPT2LMHeadModel
 
-    from shardwise.zero.released import is_released
+    from shardwise.zero.units.released import is_released
 
     place = f"{directory}/{stage}"
     if dist.get_rank() == 0:

@@ -33,9 +33,9 @@ from shardwise.dropin.adapters import (
 )
 from shardwise.errors import ConfigError, NotBuiltError, ReleasedParameterError, UsageError
 from shardwise.utils.logging import logger as ours
-from shardwise.zero import leaves
-from shardwise.zero.gathered import GatheredParameters
-from shardwise.zero.status import ZeroParamStatus
+from shardwise.zero.parameters.gathered import GatheredParameters
+from shardwise.zero.units import leaves
+from shardwise.zero.units.status import ZeroParamStatus
 from tests.harness import run_ranks
 
 pytestmark = pytest.mark.usefixtures("plain")

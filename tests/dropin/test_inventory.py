@@ -20,7 +20,7 @@ from shardwise.dropin.members import MEMBERS, PARAMETER
 from shardwise.dropin.modules import PATHS
 from shardwise.dropin.table import MAINS, TABLE
 from shardwise.errors import AbsentNameError
-from shardwise.zero import released
+from shardwise.zero.units import released
 
 pytestmark = pytest.mark.usefixtures("installed")
 

@@ -20,7 +20,7 @@ from torch import nn
 import shardwise
 from shardwise.checkpoint import Checkpoint
 from shardwise.errors import NotBuiltError
-from shardwise.zero.released import is_released
+from shardwise.zero.units.released import is_released
 from tests.dropin.clients import Ranks, mean_over_ranks, own_ranks
 from tests.harness.pool import RankFailure
 

@@ -11,7 +11,7 @@ from torch import nn
 import shardwise
 from shardwise.errors import AbsentNameError, UsageError
 from shardwise.utils import safe_get_full_grad, safe_update_full_grad_vectorized
-from shardwise.zero import leaves
+from shardwise.zero.units import leaves
 from tests.harness import run_ranks
 
 

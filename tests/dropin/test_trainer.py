@@ -151,7 +151,7 @@ def from_weights(directory: str) -> tuple[Logged, Logged]:
     """Stage 3 from `from_pretrained`, which builds the model sharded, and from the same weights in memory."""
     from transformers import GPT2LMHeadModel
 
-    from shardwise.zero.released import is_released
+    from shardwise.zero.units.released import is_released
 
     if torch.distributed.get_rank() == 0:
         gpt2(seed=7).save_pretrained(f"{directory}/given")

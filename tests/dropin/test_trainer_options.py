@@ -140,7 +140,7 @@ def resized(directory: str) -> list[Logged]:
     from transformers import GPT2LMHeadModel
     from transformers.trainer_pt_utils import get_model_param_count
 
-    from shardwise.zero.released import is_released
+    from shardwise.zero.units.released import is_released
 
     if dist.get_rank() == 0:
         gpt2(seed=7).save_pretrained(f"{directory}/given")

@@ -18,7 +18,7 @@ import torch.distributed as dist
 
 from shardwise.comm.communicator import Communicator, Handle
 from shardwise.trees import map_tensors
-from shardwise.zero.unit import SectionMemory
+from shardwise.zero.units.unit import SectionMemory
 from tests.models import CASES
 from tests.zero.test_one_rank import forced
 from tests.zero.training import Outcome, Setting, assert_identical, train

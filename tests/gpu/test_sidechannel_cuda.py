@@ -6,7 +6,7 @@ from typing import Any
 
 import torch
 
-from shardwise.zero.sidechannel import CHUNK, SideChannel
+from shardwise.zero.passes.sidechannel import CHUNK, SideChannel
 from tests.comm.test_links import Group
 
 
@@ -25,12 +25,12 @@ class OneUnit:
         self._rank, self._shard = rank, shard
 
     def range_of(self, place: int, level: int | None = None) -> tuple[int, int]:
-        """See `shardwise.zero.layout.Section`."""
+        """See `shardwise.zero.units.layout.Section`."""
         return place * self._shard, (place + 1) * self._shard
 
     @property
     def shard_range(self) -> slice:
-        """See `shardwise.zero.unit.SectionMemory`."""
+        """See `shardwise.zero.units.unit.SectionMemory`."""
         return slice(*self.range_of(self._rank))
 
     def holders(self, level: int) -> list[tuple[int, int]]:

@@ -192,7 +192,7 @@ def test_when_there_is_no_memory_for_plans_either(monkeypatch: pytest.MonkeyPatc
 
 
 def test_initialize(monkeypatch: pytest.MonkeyPatch) -> None:
-    from shardwise.zero.unit import SectionMemory
+    from shardwise.zero.units.unit import SectionMemory
 
     calls = []
     original = SectionMemory.settle

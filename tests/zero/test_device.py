@@ -16,7 +16,7 @@ from torch import nn
 import shardwise
 from shardwise.errors import DesyncError
 from shardwise.utils import safe_get_full_fp32_param, safe_get_full_grad
-from shardwise.zero.init import PartStore
+from shardwise.zero.parameters.init import PartStore
 from tests.harness import run_ranks
 from tests.models import Router
 

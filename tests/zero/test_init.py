@@ -14,7 +14,7 @@ from torch import nn
 
 import shardwise
 from shardwise.errors import ReleasedParameterError, UsageError
-from shardwise.zero import released
+from shardwise.zero.units import released
 from tests.harness import run_ranks
 from tests.models import CASES, GPT, MixedTypes, OddMLP
 from tests.zero.training import Setting, Tensors, assert_identical, masters, ranks_agree, start, train

@@ -7,7 +7,7 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from shardwise.registry import LogicalTensor
-from shardwise.zero.layout import Section, alignment, lay_out, round_up
+from shardwise.zero.units.layout import Section, alignment, lay_out, round_up
 
 DTYPES = (torch.float32, torch.bfloat16, torch.float64, torch.int64, torch.uint8)
 

@@ -21,7 +21,7 @@ from shardwise.comm import comms_logger
 from shardwise.config import resolve
 from shardwise.errors import ConfigError, ConflictError, UsageError
 from shardwise.optim import OnebitAdam
-from shardwise.zero.sidechannel import SideChannel
+from shardwise.zero.passes.sidechannel import SideChannel
 from tests.harness import run_ranks
 from tests.models import CASES
 from tests.zero.test_mesh import LEVELS, PAIRS, SPREAD, WORLD, Zero

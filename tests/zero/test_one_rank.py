@@ -11,7 +11,7 @@ from unittest import mock
 import pytest
 import torch
 
-from shardwise.zero.plan import Plan
+from shardwise.zero.units.plan import Plan
 from tests.harness import run_ranks
 from tests.models import CASES
 from tests.zero.training import Setting, assert_identical, gradients, start, train_all

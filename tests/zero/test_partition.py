@@ -8,7 +8,7 @@ from hypothesis import strategies as st
 from torch import nn
 
 from shardwise.registry import Registry
-from shardwise.zero.partition import UnitSpec, find_units
+from shardwise.zero.units.partition import UnitSpec, find_units
 from tests.models import CASES, GPT, Router
 
 

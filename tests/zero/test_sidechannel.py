@@ -22,8 +22,8 @@ from shardwise.comm.communicator import Communicator
 from shardwise.comm.domain import Domain
 from shardwise.comm.ledger import Ledger
 from shardwise.errors import PeerLostError, ShardwiseError, UsageError
-from shardwise.zero.sidechannel import SideChannel
-from shardwise.zero.unit import Unit, UnitState
+from shardwise.zero.passes.sidechannel import SideChannel
+from shardwise.zero.units.unit import Unit, UnitState
 from tests.harness import run_ranks
 from tests.models import CASES
 from tests.zero.training import Setting, digest, masters, start

@@ -26,11 +26,11 @@ from shardwise.errors import ConfigError
 from shardwise.memory import Accountant
 from shardwise.registry import LogicalTensor
 from shardwise.utils import safe_get_full_grad
-from shardwise.zero.layout import lay_out
 from shardwise.zero.model import ShardedModel
-from shardwise.zero.plan import Levels
-from shardwise.zero.sparse import DENSE, RowReduction, Rows, Table, affordable, find_tables, warnings_about
-from shardwise.zero.unit import SectionMemory
+from shardwise.zero.passes.rows import DENSE, RowReduction, Rows, Table, affordable, find_tables, warnings_about
+from shardwise.zero.units.layout import lay_out
+from shardwise.zero.units.plan import Levels
+from shardwise.zero.units.unit import SectionMemory
 from tests.harness import run_ranks
 from tests.models import Batch, Case
 from tests.zero.training import Outcome, Setting, assert_identical, assert_no_worse, plain, train

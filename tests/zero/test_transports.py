@@ -6,7 +6,7 @@ import os
 
 import pytest
 
-import shardwise.zero.reduce
+import shardwise.zero.passes.reduce
 from shardwise.comm import neighbours
 from tests.harness import run_ranks
 from tests.models import CASES
@@ -27,7 +27,7 @@ STAGES = [
 def train_through(transport: str, name: str, settings: list[Setting]) -> tuple[list[Outcome], int]:
     """Train with each setting; also return how many gradients were kept as autograd had made them."""
     kept = 0
-    put = shardwise.zero.reduce.Pieces.put
+    put = shardwise.zero.passes.reduce.Pieces.put
 
     def counting(*arguments):  # type: ignore[no-untyped-def]
         nonlocal kept
@@ -35,11 +35,11 @@ def train_through(transport: str, name: str, settings: list[Setting]) -> tuple[l
         return put(*arguments)
 
     os.environ[neighbours.VARIABLE] = transport
-    shardwise.zero.reduce.Pieces.put = counting  # type: ignore[method-assign]
+    shardwise.zero.passes.reduce.Pieces.put = counting  # type: ignore[method-assign]
     try:
         return train_all(name, settings), kept
     finally:
-        shardwise.zero.reduce.Pieces.put = put  # type: ignore[method-assign]
+        shardwise.zero.passes.reduce.Pieces.put = put  # type: ignore[method-assign]
         del os.environ[neighbours.VARIABLE]
 
 

@@ -16,8 +16,8 @@ import shardwise
 from shardwise.errors import ReleasedParameterError
 from shardwise.memory import Category
 from shardwise.utils import safe_set_full_fp32_param
-from shardwise.zero.peaks import Orders, best_whole, gathered_together
-from shardwise.zero.released import is_released
+from shardwise.zero.units.peaks import Orders, best_whole, gathered_together
+from shardwise.zero.units.released import is_released
 from tests.harness import run_ranks
 from tests.models import CASES
 from tests.zero.training import DTYPES, Setting, assert_identical, parameters_digest, ranks_agree, start, train_all

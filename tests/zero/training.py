@@ -19,8 +19,8 @@ from torch import nn
 
 import shardwise
 from shardwise.utils import safe_get_full_fp32_param, safe_get_full_grad
-from shardwise.zero import released
 from shardwise.zero.model import ShardedModel
+from shardwise.zero.units import released
 from tests.models import CASES, Case
 
 DTYPES = {"fp32": torch.float32, "bf16": torch.bfloat16, "fp16": torch.float16}

@@ -6,7 +6,8 @@ rank), numbers every collective, and writes it into the ledger before it is laun
 Different kinds of collective (gathers, reductions, small sums) may be launched in different interleavings on different
 ranks: on Gloo each kind has its own tags; on NCCL each has its own communicator, but for those of scripts and
 checkpoints ("explicit"), which share that of the small sums and are launched in one order with them. Within one kind
-the order must be the same on all ranks; that is what `shardwise.zero.gather` and `shardwise.zero.reduce` guarantee.
+the order must be the same on all ranks; that is what `shardwise.zero.passes.gather` and `shardwise.zero.passes.reduce`
+guarantee.
 
 A backend serves one type of device: NCCL refuses tensors of the CPU. Every tensor handed in therefore lies on the
 communicator's device, and what is made here is made there.
@@ -41,7 +42,7 @@ _log = logging.getLogger("shardwise")
 KINDS = ("gather", "reduce", "replicate", "small", "explicit", "gather_on", "reduce_on", "rows")
 """Independent sequences: parameter gathers, gradient reductions, gathers of reduced gradients, small sums, the rest,
 what follows a gather or a reduction in its chain (`shardwise.comm.chain`), and reductions that may be of rows
-(`shardwise.zero.sparse`).
+(`shardwise.zero.passes.rows`).
 """
 
 _SHARED = {"explicit": "small", "gather_on": "gather", "reduce_on": "reduce", "rows": "reduce"}

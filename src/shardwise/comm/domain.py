@@ -11,8 +11,8 @@ other without copying anything around.
     level 1   ranks 0 and 2  [0 1 2 3]          ranks 1 and 3          [4 5 6 7]
     level 2   rank 0 [0 1]   rank 2 [2 3]       rank 1 [4 5]           rank 3 [6 7]
 
-What is at which level is the plan's business (`shardwise.zero.plan`): one dimension of all ranks with everything at
-level 1 is ZeRO-3; parameters, gradients and optimizer state at level 1 of two dimensions is HSDP, or MiCS.
+What is at which level is the plan's business (`shardwise.zero.units.plan`): one dimension of all ranks with everything
+at level 1 is ZeRO-3; parameters, gradients and optimizer state at level 1 of two dimensions is HSDP, or MiCS.
 """
 
 from __future__ import annotations

@@ -62,7 +62,7 @@ _ACCELERATOR = functions(f"{_ADAPT}.accelerator", "get_accelerator()")
 _ACCELERATOR_CLASS = classes(f"{_ADAPT}.accelerator", "DeepSpeedAccelerator = Accelerator")
 _ON_DEVICE = classes(f"{_ADAPT}.building", "OnDevice(dtype, device='meta', enabled=True)")
 _LEAVES = functions(
-    "shardwise.zero.leaves",
+    "shardwise.zero.units.leaves",
     "set_z3_leaf_modules(model, classes_or_names, raise_if_not_found=True)",
     "unset_z3_leaf_modules",
     "get_z3_leaf_modules",
@@ -97,7 +97,7 @@ _MICS_INIT = classes(
 )
 _EXTERNAL = functions("shardwise.zero", "register_external_parameter(module, parameter)")
 _UNREGISTER = functions("shardwise.zero", "unregister_external_parameter(module, parameter)")
-_STATUS = classes("shardwise.zero.status", "ZeroParamStatus")
+_STATUS = classes("shardwise.zero.units.status", "ZeroParamStatus")
 _ESTIMATE_2 = functions(
     f"{_ADAPT}.estimates",
     "estimate_zero2_model_states_mem_needs(total_params, num_gpus_per_node=1, num_nodes=1, cpu_offload=True, "

@@ -45,13 +45,13 @@ from shardwise.precision.dtypes import policy_from_config
 from shardwise.precision.scaler import LossScaler
 from shardwise.schedules import build as build_schedule
 from shardwise.utils.logging import logger, warn_once
-from shardwise.zero.init import built_for_codes, shard_module, suspended
-from shardwise.zero.leaves import get_z3_leaf_modules, set_z3_leaf_module
 from shardwise.zero.model import ShardedModel
-from shardwise.zero.plan import Plan
-from shardwise.zero.released import owner_of
-from shardwise.zero.sparse import warnings_about
-from shardwise.zero.update import Stepping
+from shardwise.zero.parameters.init import built_for_codes, shard_module, suspended
+from shardwise.zero.passes.rows import warnings_about
+from shardwise.zero.units.leaves import get_z3_leaf_modules, set_z3_leaf_module
+from shardwise.zero.units.plan import Plan
+from shardwise.zero.units.released import owner_of
+from shardwise.zero.updates.update import Stepping
 
 _WRAPPED_AGAIN = (
     "the engine has been destroyed when its model was passed to shardwise.initialize() again; use the engine that this "
@@ -231,7 +231,7 @@ def _build(
 
     # Meta-device parameters get values (and are sharded) module by module, before anybody looks at them.
     if any(p.is_meta for p in model.parameters()):
-        from shardwise.zero.init import PartStore
+        from shardwise.zero.parameters.init import PartStore
 
         shard_module(model, PartStore(comm))
 

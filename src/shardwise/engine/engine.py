@@ -266,7 +266,7 @@ class Engine(Attributes, BatchSizes, ConfigGetters, Interchange, FaultTolerance,
         return 1.0 if self._engine_backward else self.cur_scale
 
     def backward_begins(self) -> None:
-        """See `shardwise.zero.driver.Driver`."""
+        """See `shardwise.zero.passes.driver.Driver`."""
         self._agree_on_reference(None)
 
     def backward_ended(self, brought: bool) -> None:

@@ -9,7 +9,7 @@ import torch
 from torch import nn
 
 from shardwise.config import Resolution, effective
-from shardwise.zero.sparse import find_tables
+from shardwise.zero.passes.rows import find_tables
 
 _A_RANKS_OWN = frozenset(
     {

@@ -14,7 +14,7 @@ import torch
 
 from shardwise.precision.autocast import autocast_dtype
 from shardwise.precision.dtypes import parse_dtype, policy_from_config
-from shardwise.zero.plan import TABLE
+from shardwise.zero.units.plan import TABLE
 
 if TYPE_CHECKING:
     from shardwise.config import Config, Resolution

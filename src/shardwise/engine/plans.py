@@ -40,7 +40,7 @@ from shardwise.precision.dtypes import policy_from_config
 from shardwise.trees import tensors_in
 from shardwise.zero.memory import MemoryPlan, planned
 from shardwise.zero.model import ShardedModel
-from shardwise.zero.plan import TABLE, Plan
+from shardwise.zero.units.plan import TABLE, Plan
 
 MOST_RANKS = 16
 """Settings with up to this many times the ranks are looked at."""

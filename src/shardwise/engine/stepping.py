@@ -6,7 +6,7 @@ import torch
 
 from shardwise.optim import Sharding, group_shardings
 from shardwise.optim.sharding import COST_METHOD
-from shardwise.zero.update import Stepping
+from shardwise.zero.updates.update import Stepping
 
 
 def stepping_of(optimizer: torch.optim.Optimizer | None) -> Stepping:

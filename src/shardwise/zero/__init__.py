@@ -1,10 +1,10 @@
 """ZeRO: parameters, gradients and optimizer state sharded over data-parallel ranks."""
 
-from shardwise.zero.gathered import (
+from shardwise.zero.parameters.gathered import (
     GatheredParameters,
     register_external_parameter,
     unregister_external_parameter,
 )
-from shardwise.zero.init import Init
+from shardwise.zero.parameters.init import Init
 
 __all__ = ["GatheredParameters", "Init", "register_external_parameter", "unregister_external_parameter"]

@@ -12,9 +12,9 @@ from collections.abc import Callable, Iterable
 import torch
 
 from shardwise.errors import UsageError
-from shardwise.zero import released
 from shardwise.zero.model import ShardedModel
-from shardwise.zero.unit import UnitState
+from shardwise.zero.units import released
+from shardwise.zero.units.unit import UnitState
 
 Run = tuple[int, int, torch.Tensor]
 

@@ -11,16 +11,16 @@ from shardwise.comm.domain import Domain
 from shardwise.memory import Accountant
 from shardwise.precision.dtypes import PrecisionPolicy
 from shardwise.registry import Registry
-from shardwise.zero import released
-from shardwise.zero.codes import UnitCodes
-from shardwise.zero.init import whole_values
-from shardwise.zero.layout import Section
-from shardwise.zero.owned import WholeUpdate
-from shardwise.zero.partition import UnitSpec
-from shardwise.zero.peaks import Orders, best_whole
-from shardwise.zero.plan import Plan
-from shardwise.zero.unit import SectionMemory, Unit
-from shardwise.zero.update import Update
+from shardwise.zero.parameters.init import whole_values
+from shardwise.zero.units import released
+from shardwise.zero.units.codes import UnitCodes
+from shardwise.zero.units.layout import Section
+from shardwise.zero.units.partition import UnitSpec
+from shardwise.zero.units.peaks import Orders, best_whole
+from shardwise.zero.units.plan import Plan
+from shardwise.zero.units.unit import SectionMemory, Unit
+from shardwise.zero.updates.owned import WholeUpdate
+from shardwise.zero.updates.update import Update
 
 
 class UnitBuilder:

@@ -24,9 +24,9 @@ from shardwise.comm.neighbours import CHUNK
 from shardwise.comm.wire import SUM_CHUNK
 from shardwise.memory import ActivationPlan, Category, StepBytes, Stretch, step_bytes
 from shardwise.precision.norms import scratch_bytes
-from shardwise.zero.communicated import CommunicatedUpdate
-from shardwise.zero.peaks import Job, Pipeline, gathered_together
-from shardwise.zero.unit import SectionMemory, Unit
+from shardwise.zero.units.peaks import QueuedReduction, ReductionQueue, gathered_together
+from shardwise.zero.units.unit import SectionMemory, Unit
+from shardwise.zero.updates.communicated import CommunicatedUpdate
 
 if TYPE_CHECKING:
     from shardwise.zero.model import ShardedModel
@@ -120,7 +120,7 @@ def floor(
     peaks = {**resident, Category.OPTIMIZER: state, Category.BUFFERS: buffers, Category.GATHERED: gathered}
     peaks[Category.OTHER] += widened
     held = sum(resident.values()) + state + unsent
-    pipeline = Pipeline([replace(job, result=0) for job in sizes.pipeline().jobs])
+    pipeline = ReductionQueue([replace(job, result=0) for job in sizes.pipeline().jobs])
     # Not the sum of the peaks: what is gathered need not be most when activations or buffers are.
     order = activations or _in_order(pipeline)
     passes = max(gathered, pipeline.most(order, sizes.gathered_meanwhile(order)))
@@ -130,7 +130,7 @@ def floor(
     return MemoryPlan(peaks, max(held - gradients + passes, held + max(sizes.ending(), widened)))
 
 
-def _in_order(pipeline: Pipeline) -> ActivationPlan:
+def _in_order(pipeline: ReductionQueue) -> ActivationPlan:
     """Return a backward pass without activations, in which gradients come in the order of the reductions."""
     parameters = [parameter for job in pipeline.jobs for parameter in job.parameters]
     return ActivationPlan(tuple(Stretch(parameter, 0, 0) for parameter in (None, *parameters)))
@@ -438,7 +438,7 @@ class _Sizes:
         pipeline = self.pipeline()
         return pipeline.most(None) - sum(job.result for job in pipeline.jobs)
 
-    def pipeline(self, *, adding: bool = False) -> Pipeline:
+    def pipeline(self, *, adding: bool = False) -> ReductionQueue:
         """Reductions in their order.
 
         Args:
@@ -447,7 +447,7 @@ class _Sizes:
         reducer = self.model.reducer
         alone = reducer.alone if reducer is not None and self.accumulation > 1 else frozenset()
         jobs = [
-            Job(
+            QueuedReduction(
                 filled=0 if self.sums_locally else self._sent(unit),
                 extra=0 if self.communicates else self._extra(unit) + (self._chunk(unit) if adding else 0),
                 alone=unit.index in alone,
@@ -458,7 +458,7 @@ class _Sizes:
             )
             for unit in self.reduced()
         ]
-        return Pipeline(jobs)
+        return ReductionQueue(jobs)
 
     def _extra(self, unit: Unit) -> int:
         return self._received(unit) + self._cast(unit)

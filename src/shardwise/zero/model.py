@@ -29,26 +29,26 @@ from shardwise.precision.norms import clip_coefficient
 from shardwise.precision.tensornorms import NORMS
 from shardwise.registry import Registry
 from shardwise.utils.logging import logger, warn_once
-from shardwise.zero import released
 from shardwise.zero.building import UnitBuilder
-from shardwise.zero.communicated import CommunicatedUpdate
-from shardwise.zero.driver import Alone, Driver
-from shardwise.zero.gather import Gatherer, Phase, Touch, backward_order
-from shardwise.zero.guards import Guards
-from shardwise.zero.hooks import Hooks
-from shardwise.zero.layout import Piece, lay_out
 from shardwise.zero.memory import reduced_alone
-from shardwise.zero.owned import MixedUpdate, WholeUpdate
-from shardwise.zero.partition import find_units
-from shardwise.zero.places import Places
-from shardwise.zero.plan import Plan
-from shardwise.zero.reduce import Reducer
-from shardwise.zero.segments import SegmentUpdate
-from shardwise.zero.sidechannel import SideChannel
-from shardwise.zero.sparse import find_tables
-from shardwise.zero.sums import GradientSums
-from shardwise.zero.unit import SectionMemory, Unit, UnitState
-from shardwise.zero.update import StateKind, Stepping, Update
+from shardwise.zero.parameters.guards import Guards
+from shardwise.zero.parameters.memoryguard import MemoryGuard
+from shardwise.zero.passes.driver import Alone, Driver
+from shardwise.zero.passes.gather import Gatherer, Phase, Touch, backward_order
+from shardwise.zero.passes.hooks import Hooks
+from shardwise.zero.passes.reduce import Reducer
+from shardwise.zero.passes.rows import find_tables
+from shardwise.zero.passes.sidechannel import SideChannel
+from shardwise.zero.passes.sums import GradientSums
+from shardwise.zero.units import released
+from shardwise.zero.units.layout import Piece, lay_out
+from shardwise.zero.units.partition import find_units
+from shardwise.zero.units.plan import Plan
+from shardwise.zero.units.unit import SectionMemory, Unit, UnitState
+from shardwise.zero.updates.communicated import CommunicatedUpdate
+from shardwise.zero.updates.owned import MixedUpdate, WholeUpdate
+from shardwise.zero.updates.segments import SegmentUpdate
+from shardwise.zero.updates.update import StateKind, Stepping, Update
 
 _DESTROYED = (
     "the engine has been destroyed, and its model is a plain one again; pass the model to shardwise.initialize() for a "
@@ -182,7 +182,7 @@ class ShardedModel:
             self.channel.on_want = self.gatherer.wanted
         self.hooks = Hooks(module, self.units, self.gatherer)
         self.guards = Guards(module, self.registry, optimizer, self._absent)
-        self.places = Places(module, self.registry, self.units)
+        self.places = MemoryGuard(module, self.registry, self.units)
         self._trainable = [p for p, t in zip(self.registry.parameters, self.registry, strict=True) if t.trainable]
         self._section_of = {
             slot.index: (unit, section)
@@ -665,15 +665,15 @@ class ShardedModel:
             self.let_go(gathered)
 
     def touch(self, parameter: nn.Parameter, what: str) -> Touch | None:
-        """See `shardwise.zero.released.Owner`."""
+        """See `shardwise.zero.units.released.Owner`."""
         return self.gatherer.touch(parameter, what)
 
     def end_touch(self, parameter: nn.Parameter, token: Any, result: object) -> None:
-        """See `shardwise.zero.released.Owner`."""
+        """See `shardwise.zero.units.released.Owner`."""
         self.gatherer.end_touch(parameter, token, result)
 
     def kept(self, parameter: nn.Parameter) -> int:
-        """See `shardwise.zero.released.Owner`."""
+        """See `shardwise.zero.units.released.Owner`."""
         tensor = self.registry.find(parameter)
         assert tensor is not None
         unit, section = self._section_of[tensor.index]
@@ -683,7 +683,7 @@ class ShardedModel:
         return sum(piece.stop - piece.start for piece in pieces if piece.index == tensor.index)
 
     def converted(self, parameter: nn.Parameter, dtype: torch.dtype, device: torch.device) -> nn.Parameter | None:
-        """See `shardwise.zero.released.Owner`: a parameter that is not here is moved nowhere, and says so once."""
+        """See `shardwise.zero.units.released.Owner`: a parameter that is not here is not moved, and says so once."""
         if dtype != parameter.dtype or not self._absent(parameter):
             return None
         warn_once(
@@ -693,7 +693,7 @@ class ShardedModel:
         return parameter
 
     def replace(self, parameter: nn.Parameter, other: nn.Parameter) -> bool:
-        """See `shardwise.zero.released.Owner`."""
+        """See `shardwise.zero.units.released.Owner`."""
         return other is parameter
 
     def close(self, why: str = _DESTROYED) -> None:

@@ -13,7 +13,7 @@ from torch import nn
 
 from shardwise import zero
 from shardwise.engine import Engine
-from shardwise.zero import released
+from shardwise.zero.units import released
 
 _orig_torch_arange = torch.arange
 

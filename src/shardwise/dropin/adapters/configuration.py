@@ -11,7 +11,7 @@ from shardwise.config.schema.precision import BF16, FP16
 from shardwise.dropin.adapters.keys import GRADIENT_CLIPPING, GRADIENT_CLIPPING_DEFAULT
 from shardwise.errors import UsageError
 from shardwise.utils.logging import logger
-from shardwise.zero.plan import TABLE
+from shardwise.zero.units.plan import TABLE
 
 
 class DeepSpeedConfig:

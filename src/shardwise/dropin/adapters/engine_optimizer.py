@@ -9,7 +9,7 @@ import torch
 
 from shardwise.errors import ConfigError
 from shardwise.optim.sharding import group_shardings
-from shardwise.zero.guards import belongs_to_engine
+from shardwise.zero.parameters.guards import belongs_to_engine
 
 DeepSpeedOptimizerCallable = Callable[[Iterable[Any]], torch.optim.Optimizer]
 """What `initialize(optimizer=...)` calls with the parameters."""

@@ -1,7 +1,7 @@
 """What scripts written for DeepSpeed read of the parameters of ZeRO stage 3, whether their values are here or not.
 
-A parameter whose values are elsewhere has these attributes by its class (`shardwise.zero.released`). One whose values
-are here is a plain one, and nothing is attached to it; where scripts use `deepspeed`, the class of all parameters gets
+A parameter whose values are elsewhere has these attributes by its class (`shardwise.zero.units.released`). One whose
+values are here is a plain one, and nothing is attached to it; where scripts use `deepspeed`, the class of all parameters gets
 descriptors that answer for parameters of stage 3, and for all others say that there is no such attribute.
 """
 
@@ -12,10 +12,10 @@ from typing import Any
 
 from torch import nn
 
-from shardwise.zero import released
 from shardwise.zero.model import ShardedModel
-from shardwise.zero.plan import TABLE
-from shardwise.zero.status import ZeroParamStatus
+from shardwise.zero.units import released
+from shardwise.zero.units.plan import TABLE
+from shardwise.zero.units.status import ZeroParamStatus
 
 
 class _OfStage3:

@@ -44,7 +44,7 @@ from shardwise.comm import links
 from shardwise.comm.communicator import Communicator
 from shardwise.comm.whereabouts import describe, publish_end
 from shardwise.errors import DesyncError, PeerLostError, UsageError
-from shardwise.zero.unit import Unit
+from shardwise.zero.units.unit import Unit
 
 CHUNK = 1 << 20
 """Bytes of a shard that are copied and sent at a time."""

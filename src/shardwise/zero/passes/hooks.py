@@ -14,10 +14,10 @@ from torch import nn
 
 from shardwise.compat import backward_pass, calls_running, transforming
 from shardwise.trees import tensors_in
-from shardwise.zero.calls import Use
-from shardwise.zero.gather import Gatherer, Phase
-from shardwise.zero.modulehook import ModuleHook
-from shardwise.zero.unit import Unit
+from shardwise.zero.passes.calls import Use
+from shardwise.zero.passes.gather import Gatherer, Phase
+from shardwise.zero.passes.modulehook import ModuleHook
+from shardwise.zero.units.unit import Unit
 
 
 class _Call(NamedTuple):

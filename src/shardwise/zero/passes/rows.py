@@ -22,7 +22,7 @@ from shardwise.comm.communicator import Communicator, Handle
 from shardwise.comm.compression import Reduction
 
 if TYPE_CHECKING:
-    from shardwise.zero.unit import SectionMemory
+    from shardwise.zero.units.unit import SectionMemory
 
 INDEX_BYTES = 8
 """Of the number of a row."""

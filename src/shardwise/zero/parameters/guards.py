@@ -23,7 +23,7 @@ from shardwise.compat import without_overrides
 from shardwise.errors import ReleasedParameterError, UsageError
 from shardwise.registry import LogicalTensor, Registry
 from shardwise.utils.logging import logger
-from shardwise.zero.modulehook import ModuleHook
+from shardwise.zero.passes.modulehook import ModuleHook
 
 _SHOWN = 5
 

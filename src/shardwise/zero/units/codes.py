@@ -21,8 +21,8 @@ from shardwise.comm.compression import BlockCode
 from shardwise.comm.wire import CPU
 from shardwise.memory import Accountant, Category
 from shardwise.registry import Registry
-from shardwise.zero.layout import Section, round_up
-from shardwise.zero.unit import SectionMemory
+from shardwise.zero.units.layout import Section, round_up
+from shardwise.zero.units.unit import SectionMemory
 
 CODE = BlockCode(8)
 CODED = (torch.float32, torch.bfloat16, torch.float16)
@@ -117,7 +117,7 @@ class UnitCodes:
 
     Attributes:
         coded: whether there is anything to encode.
-        gathered_bytes, kept_bytes, work_bytes: see `shardwise.zero.unit.Codes`.
+        gathered_bytes, kept_bytes, work_bytes: see `shardwise.zero.units.unit.Codes`.
     """
 
     def __init__(self, sections: Sequence[SectionMemory], registry: Registry, accountant: Accountant) -> None:

@@ -122,7 +122,7 @@ def _resident(whole: Mapping[int, int], shard: Mapping[int, int], kept: frozense
 
 
 @dataclass(frozen=True)
-class Job:
+class QueuedReduction:
     """Reduction of one unit.
 
     Attributes:
@@ -144,10 +144,10 @@ class Job:
     summed: bool = False
 
 
-class Pipeline:
+class ReductionQueue:
     """Units are reduced one after the other; while one is under way the next one's gradients are collected."""
 
-    def __init__(self, jobs: Sequence[Job]) -> None:
+    def __init__(self, jobs: Sequence[QueuedReduction]) -> None:
         self.jobs = jobs
 
     def most(self, activations: ActivationPlan | None, gathered: Sequence[tuple[int, int]] = ()) -> int:

@@ -16,9 +16,9 @@ from torch import nn
 from shardwise.comm.domain import Domain
 from shardwise.memory import Accountant, Category
 from shardwise.registry import Registry
-from shardwise.zero.segments import SegmentUpdate
-from shardwise.zero.unit import SectionMemory, Unit
-from shardwise.zero.update import (
+from shardwise.zero.units.unit import SectionMemory, Unit
+from shardwise.zero.updates.segments import SegmentUpdate
+from shardwise.zero.updates.update import (
     ReducedUpdate,
     StateKind,
     Stepping,

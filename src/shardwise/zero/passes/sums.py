@@ -9,8 +9,8 @@ import torch
 from shardwise.comm.communicator import Communicator
 from shardwise.memory import Accountant, Category
 from shardwise.precision.norms import Runs
-from shardwise.zero.reduce import Reducer
-from shardwise.zero.unit import Unit
+from shardwise.zero.passes.reduce import Reducer
+from shardwise.zero.units.unit import Unit
 
 
 class GradientSums:

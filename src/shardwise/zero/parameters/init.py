@@ -24,7 +24,7 @@ from shardwise.comm.communicator import Communicator
 from shardwise.comm.ledger import Ledger
 from shardwise.compat import without_overrides
 from shardwise.errors import ReleasedParameterError, UsageError
-from shardwise.zero import released
+from shardwise.zero.units import released
 
 
 class PartStore:
@@ -326,7 +326,7 @@ def _shards_parameters(source: Any) -> bool:
     if source is None:
         return True
     from shardwise.config import load
-    from shardwise.zero.plan import TABLE
+    from shardwise.zero.units.plan import TABLE
 
     zero = load(source).get("zero_optimization", {})
     stage = zero.get("stage", 0) if isinstance(zero, dict) else int(bool(zero))

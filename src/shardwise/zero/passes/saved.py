@@ -26,7 +26,7 @@ from shardwise.compat import (
     saved_hooks_in_force,
     without_overrides,
 )
-from shardwise.zero.unit import SectionMemory, Unit
+from shardwise.zero.units.unit import SectionMemory, Unit
 
 Pack = Callable[[torch.Tensor], Any]
 Unpack = Callable[[Any], torch.Tensor]

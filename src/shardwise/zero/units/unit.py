@@ -5,7 +5,7 @@ For each of its sections a unit holds
 * `full`: one flat buffer whose views are the user's parameters. Sharded parameters have one only while they are
   gathered. A release lets go of it and never frees it by force: what else refers to it (a `state_dict()`, a NumPy view,
   a reference that the script keeps) stays valid, with the values of that time, and keeps the memory. What autograd has
-  saved does not count among these: see `shardwise.zero.saved`.
+  saved does not count among these: see `shardwise.zero.passes.saved`.
 * `shard`: this rank's range of it, in the same dtype (`full` itself where parameters are not sharded).
 * `master`: what the optimizer updates, in fp32 (or wider): this rank's range, which is everything where the optimizer
   is not sharded, and may be a part of the shard. It is a view of the shard (or of `full`) where that already has the
@@ -35,9 +35,9 @@ from shardwise.device.ranges import named
 from shardwise.errors import UsageError
 from shardwise.memory import Accountant, Category
 from shardwise.registry import LogicalTensor, Registry
-from shardwise.zero import released
-from shardwise.zero.layout import Lane, Section
-from shardwise.zero.plan import Levels
+from shardwise.zero.units import released
+from shardwise.zero.units.layout import Lane, Section
+from shardwise.zero.units.plan import Levels
 
 
 class UnitState(Enum):
@@ -63,7 +63,7 @@ class Purpose(Enum):
 
 
 class Codes(Protocol):
-    """A way of gathering a unit that loses digits (`shardwise.zero.codes.UnitCodes`).
+    """A way of gathering a unit that loses digits (`shardwise.zero.units.codes.UnitCodes`).
 
     Attributes:
         gathered_bytes: what is gathered, of all ranks.
@@ -369,7 +369,7 @@ class Unit:
 
     @never_compiled
     def _detach(self) -> None:
-        """Leave the flat buffers: the parameters refer to no value (`shardwise.zero.released.blank_of`)."""
+        """Leave the flat buffers: the parameters refer to no value (`shardwise.zero.units.released.blank_of`)."""
         with without_overrides():
             for parameter, blank in self._blanks:
                 parameter.data = blank

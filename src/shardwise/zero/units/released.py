@@ -20,7 +20,7 @@ from torch.autograd.graph import get_gradient_edge
 from torch.utils.weak import WeakTensorKeyDictionary
 
 from shardwise.compat import never_compiled, without_overrides
-from shardwise.zero.status import ZeroParamStatus
+from shardwise.zero.units.status import ZeroParamStatus
 
 
 class Owner(Protocol):

@@ -14,7 +14,7 @@ from torch import nn
 from shardwise.compat import never_compiled, without_overrides
 from shardwise.errors import UsageError
 from shardwise.registry import Registry
-from shardwise.zero.unit import Unit
+from shardwise.zero.units.unit import Unit
 
 _ADVICE = (
     "Change the model before initialize(), or call engine.destroy() first and initialize() afterwards (with an "
@@ -22,7 +22,7 @@ _ADVICE = (
 )
 
 
-class Places:
+class MemoryGuard:
     """Remembers where each parameter is, and looks again.
 
     Args:

@@ -7,9 +7,9 @@ from torch.autograd.graph import get_gradient_edge
 
 from shardwise.comm.pieces import Pieces
 from shardwise.compat import backward_pass, will_run, without_overrides
-from shardwise.zero.gather import Gatherer
-from shardwise.zero.sparse import Rows
-from shardwise.zero.unit import Unit
+from shardwise.zero.passes.gather import Gatherer
+from shardwise.zero.passes.rows import Rows
+from shardwise.zero.units.unit import Unit
 
 
 class UnitGradients:

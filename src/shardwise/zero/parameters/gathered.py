@@ -9,7 +9,7 @@ from typing import Any
 from torch import nn
 
 from shardwise.errors import UsageError
-from shardwise.zero import released
+from shardwise.zero.units import released
 
 
 class GatheredParameters:

@@ -22,10 +22,10 @@ from shardwise.config.names import ONEBIT_STAGE_REASONS
 from shardwise.errors import ConflictError, UsageError
 from shardwise.memory import Accountant, Category
 from shardwise.registry import Registry
-from shardwise.zero.plan import Plan
-from shardwise.zero.segments import SegmentUpdate
-from shardwise.zero.unit import SectionMemory, Unit
-from shardwise.zero.update import StateKind, as_gradient, hold_state
+from shardwise.zero.units.plan import Plan
+from shardwise.zero.units.unit import SectionMemory, Unit
+from shardwise.zero.updates.segments import SegmentUpdate
+from shardwise.zero.updates.update import StateKind, as_gradient, hold_state
 
 
 @dataclass

@@ -17,7 +17,7 @@ reduced once, in the backward pass of the last micro-batch. Where the optimizer 
 they are.
 
 Gradients of embedding tables that come as rows stay rows while they are few, and travel as such (see
-`shardwise.zero.sparse`).
+`shardwise.zero.passes.rows`).
 """
 
 from __future__ import annotations
@@ -37,13 +37,13 @@ from shardwise.compat import never_compiled
 from shardwise.device.ranges import named
 from shardwise.errors import UsageError
 from shardwise.memory import Accountant, Category
-from shardwise.zero.calls import AtEnd
-from shardwise.zero.driver import Driver
-from shardwise.zero.gather import Gatherer
-from shardwise.zero.gradients import UnitGradients
-from shardwise.zero.sparse import DENSE, RowReduction, Rows, Table, Together, affordable, most_rows
-from shardwise.zero.unit import SectionMemory, Unit
-from shardwise.zero.update import Update
+from shardwise.zero.passes.calls import AtEnd
+from shardwise.zero.passes.driver import Driver
+from shardwise.zero.passes.gather import Gatherer
+from shardwise.zero.passes.gradients import UnitGradients
+from shardwise.zero.passes.rows import DENSE, RowReduction, Rows, Table, Together, affordable, most_rows
+from shardwise.zero.units.unit import SectionMemory, Unit
+from shardwise.zero.updates.update import Update
 
 
 class Reducer:

@@ -21,9 +21,9 @@ from shardwise.compat import allow_gradient_dtype
 from shardwise.memory import Accountant
 from shardwise.precision.tensornorms import NORMS, Run, TensorNorms
 from shardwise.registry import Registry
-from shardwise.zero.layout import Lane, Piece
-from shardwise.zero.unit import SectionMemory, Unit
-from shardwise.zero.update import (
+from shardwise.zero.units.layout import Lane, Piece
+from shardwise.zero.units.unit import SectionMemory, Unit
+from shardwise.zero.updates.update import (
     ReducedUpdate,
     StateKind,
     add_state,

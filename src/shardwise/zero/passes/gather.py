@@ -12,8 +12,8 @@ every rank, because whether a pass follows is the same on all. Whatever comes be
 What is free to differ between ranks is how long a unit is kept. A unit is released after as many uses as earlier passes
 on this rank have shown, and at the latest at the end of the pass. In the first pass, before anything is known, nothing
 is gathered ahead; in that room units stay that have been used, and the oldest gives way when another one comes. If a
-rank needs a unit once more after its release, its values come from the peers through `shardwise.zero.sidechannel`,
-outside the order of collectives, and the unit is kept longer from then on.
+rank needs a unit once more after its release, its values come from the peers through
+`shardwise.zero.passes.sidechannel`, outside the order of collectives, and the unit is kept longer from then on.
 
 Gathers and reductions are two sequences, and a rank may wait in either. So that two ranks never wait for each other
 across them, (1) a unit is reduced only after every gather up to its own place has been launched, and (2) a rank that
@@ -37,9 +37,9 @@ from shardwise.compat import backward_pass, never_compiled
 from shardwise.errors import ReleasedParameterError, UsageError
 from shardwise.registry import Registry
 from shardwise.trees import tensors_in
-from shardwise.zero.calls import AtEnd, Use
-from shardwise.zero.saved import SavedValues
-from shardwise.zero.unit import Purpose, Unit, UnitState
+from shardwise.zero.passes.calls import AtEnd, Use
+from shardwise.zero.passes.saved import SavedValues
+from shardwise.zero.units.unit import Purpose, Unit, UnitState
 
 
 class Phase(Enum):
@@ -78,7 +78,7 @@ class Channel(Protocol):
 
 
 class Reductions(Protocol):
-    """The other half of the passes (`shardwise.zero.reduce.Reducer`)."""
+    """The other half of the passes (`shardwise.zero.passes.reduce.Reducer`)."""
 
     def begin(self) -> None:
         """Start a backward pass; nothing happens in one that has been started."""
@@ -582,7 +582,7 @@ class Gatherer:
             unit.expose()
 
     def _recall(self, unit: Unit) -> None:
-        """A node is about to read values of a unit that autograd has saved (see `shardwise.zero.saved`)."""
+        """A node is about to read values of a unit that autograd has saved (see `shardwise.zero.passes.saved`)."""
         if unit.state is UnitState.GATHERED:
             return
         if backward_pass() is None:
@@ -603,7 +603,7 @@ class Gatherer:
         if self.phase is Phase.BACKWARD and not busy:
             unit.release()
 
-    # -- access by the user (shardwise.zero.released.Owner) -----------------------------------------------------------
+    # -- access by the user (shardwise.zero.units.released.Owner) ----------------------------------------------------
 
     def touch(self, parameter: nn.Parameter, what: str) -> Touch | None:
         """Gather on demand inside a pass; outside, wait for updated values or raise."""

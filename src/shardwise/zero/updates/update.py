@@ -1,8 +1,8 @@
 """Where the optimizer meets the units: what it is given to step, and how its results come back.
 
-An elementwise optimizer steps segments (`shardwise.zero.segments`), one that needs whole tensors those that a rank owns
-(`shardwise.zero.owned`), and one optimizer may have groups of both kinds. The client's optimizer instance is kept: its
-parameter groups are edited in place and state that it already has goes with the parameters.
+An elementwise optimizer steps segments (`shardwise.zero.updates.segments`), one that needs whole tensors those that a
+rank owns (`shardwise.zero.updates.owned`), and one optimizer may have groups of both kinds. The client's optimizer
+instance is kept: its parameter groups are edited in place and state that it already has goes with the parameters.
 """
 
 from __future__ import annotations
@@ -17,7 +17,7 @@ from torch import nn
 from shardwise.errors import CheckpointError
 from shardwise.memory import Accountant, Category
 from shardwise.registry import LogicalTensor
-from shardwise.zero.unit import Unit
+from shardwise.zero.units.unit import Unit
 
 StateKind = Callable[[Any, int, str], bool]
 """Whether an entry of an optimizer's state has one value per element: (value, elements of the parameter, name)."""
@@ -31,7 +31,7 @@ class Stepping:
         whole: parameter groups whose tensors are stepped whole; those of the others are stepped in flat segments.
         norms: the optimizer asks for norms of the tensors that segments are parts of.
         cost: of stepping a whole tensor of a shape, by which owners are balanced; None: elements.
-        communicates: the optimizer reduces gradients itself (see `shardwise.zero.communicated`).
+        communicates: the optimizer reduces gradients itself (see `shardwise.zero.updates.communicated`).
     """
 
     whole: frozenset[int] = frozenset()

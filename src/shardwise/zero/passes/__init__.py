@@ -1,0 +1,1 @@
+"""Passes: when units are gathered, released and reduced."""

@@ -1,0 +1,1 @@
+"""Updates: how optimizers step what is sharded."""
