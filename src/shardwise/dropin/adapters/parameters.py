@@ -1,8 +1,9 @@
 """What scripts written for DeepSpeed read of the parameters of ZeRO stage 3, whether their values are here or not.
 
 A parameter whose values are elsewhere has these attributes by its class (`shardwise.zero.units.released`). One whose
-values are here is a plain one, and nothing is attached to it; where scripts use `deepspeed`, the class of all parameters gets
-descriptors that answer for parameters of stage 3, and for all others say that there is no such attribute.
+values are here is a plain one, and nothing is attached to it; where scripts use `deepspeed`, the class of all
+parameters gets descriptors that answer for parameters of stage 3, and for all others say that there is no such
+attribute.
 """
 
 from __future__ import annotations
