@@ -437,7 +437,7 @@ class Here:
     def __init__(self, desk: Any) -> None:
         self.desk = desk
 
-    def launch(self, job: writer.Job, given: Mapping[str, int]) -> None:
+    def launch(self, job: writer.WriteJob, given: Mapping[str, int]) -> None:
         copies = {name: os.dup(descriptor) for name, descriptor in given.items()}
         with mmap.mmap(copies["memory"], job.memory, access=mmap.ACCESS_READ) as memory:
             life = writer.Life(os.getppid())
@@ -553,9 +553,9 @@ def test_bytes_are_written_in_blocks_with_their_checksums(tmp_path: Path, monkey
         blocks.write_bytes(str(tmp_path / "x"), memoryview(data))
 
 
-def alone(tmp_path: Path, world: int, unseen: tuple[int, ...]) -> tuple[writer.Job, directory.Draft]:
+def alone(tmp_path: Path, world: int, unseen: tuple[int, ...]) -> tuple[writer.WriteJob, directory.Draft]:
     draft = directory.Draft(str(tmp_path), "a")
-    job = writer.Job(0, world, str(tmp_path), "a", draft.token, (4, 4, 4), 100, unseen)
+    job = writer.WriteJob(0, world, str(tmp_path), "a", draft.token, (4, 4, 4), 100, unseen)
     return job, draft
 
 

@@ -15,7 +15,7 @@ import pytest
 
 from shardwise.checkpoint import directory, output
 from shardwise.checkpoint.output import CachedFile, DirectFile, create
-from shardwise.checkpoint.writer import Job, _write_part
+from shardwise.checkpoint.writer import WriteJob, _write_part
 from shardwise.config import resolve
 from tests.harness import run_ranks
 
@@ -228,7 +228,9 @@ def test_in_the_background_too(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) 
     made = DirectFile.__init__
     monkeypatch.setattr(DirectFile, "__init__", lambda self, path: (seen.append(path), made(self, path))[1])
     for direct in (False, True):
-        job = Job(0, 1, str(tmp_path), "a", draft.token, (3 * BUFFER, len(data) - 10, len(data)), len(data), (), direct)
+        job = WriteJob(
+            0, 1, str(tmp_path), "a", draft.token, (3 * BUFFER, len(data) - 10, len(data)), len(data), (), direct
+        )
         _write_part(job, memoryview(data))
         (file,) = Path(draft.path).glob("*.safetensors")
         assert file.read_bytes() == data[: 3 * BUFFER]

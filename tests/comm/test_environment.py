@@ -9,7 +9,7 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from shardwise.comm import environment
-from shardwise.comm.environment import Place, discover, first_slurm_host, is_loopback
+from shardwise.comm.environment import RankPlace, discover, first_slurm_host, is_loopback
 from shardwise.errors import LaunchError
 
 TORCHRUN = {
@@ -43,15 +43,15 @@ def test_doctests() -> None:
 
 def test_torchrun() -> None:
     place = discover(TORCHRUN)
-    assert place == Place(3, 8, 1, 2, "node0", 29501, "the environment")
+    assert place == RankPlace(3, 8, 1, 2, "node0", 29501, "the environment")
     assert not place.single_machine
     assert "torchrun" in discover({**TORCHRUN, "TORCHELASTIC_RUN_ID": "x"}).source
 
 
 def test_open_mpi_mvapich_and_pmi() -> None:
-    assert discover(OMPI) == Place(3, 4, 1, 2, "node0", None, "Open MPI")
+    assert discover(OMPI) == RankPlace(3, 4, 1, 2, "node0", None, "Open MPI")
     local = {**OMPI, "OMPI_COMM_WORLD_LOCAL_RANK": "3", "OMPI_COMM_WORLD_LOCAL_SIZE": "4", "MASTER_ADDR": ""}
-    assert discover(local) == Place(3, 4, 3, 4, "127.0.0.1", None, "Open MPI")
+    assert discover(local) == RankPlace(3, 4, 3, 4, "127.0.0.1", None, "Open MPI")
     mvapich = {key.replace("OMPI", "MV2"): value for key, value in OMPI.items()}
     assert discover(mvapich).source == "MVAPICH"
     pmi = {
@@ -61,11 +61,11 @@ def test_open_mpi_mvapich_and_pmi() -> None:
         "MPI_LOCALNRANKS": "2",
         "MASTER_PORT": "5",
     }
-    assert discover(pmi) == Place(0, 2, 0, 2, "127.0.0.1", 5, "MPI (PMI)")
+    assert discover(pmi) == RankPlace(0, 2, 0, 2, "127.0.0.1", 5, "MPI (PMI)")
 
 
 def test_slurm() -> None:
-    assert discover(SLURM) == Place(5, 7, 1, 3, "gpu07", None, "Slurm")
+    assert discover(SLURM) == RankPlace(5, 7, 1, 3, "gpu07", None, "Slurm")
     assert discover({**SLURM, "SLURM_STEP_TASKS_PER_NODE": "4(x2)"}).local_world_size == 4
     assert discover({**SLURM, "MASTER_ADDR": "login"}).master_addr == "login"
     # A batch script, before srun, is one process whatever the allocation.
@@ -79,13 +79,13 @@ def test_torch_variables_win_and_schedulers_can_be_left_out() -> None:
 
 
 def test_no_launcher() -> None:
-    assert discover({"PATH": "/bin", "RANK": ""}) == Place(0, 1, 0, 1, "127.0.0.1", 0, "no launcher")
+    assert discover({"PATH": "/bin", "RANK": ""}) == RankPlace(0, 1, 0, 1, "127.0.0.1", 0, "no launcher")
     assert discover({"RANK": "0", "WORLD_SIZE": "1"}).single_machine
 
 
 def test_local_rank_is_known_where_only_one_machine_is_possible() -> None:
     by_hand = {"RANK": "2", "WORLD_SIZE": "4", "MASTER_ADDR": "localhost", "MASTER_PORT": "1"}
-    assert discover(by_hand) == Place(2, 4, 2, 4, "localhost", 1, "the environment")
+    assert discover(by_hand) == RankPlace(2, 4, 2, 4, "localhost", 1, "the environment")
     # Several machines, and nobody tells how many processes each has.
     lightning = {**by_hand, "MASTER_ADDR": "node0", "LOCAL_RANK": "0"}
     assert discover(lightning).local_world_size is None and not discover(lightning).single_machine

@@ -15,7 +15,7 @@ import torch.distributed as dist
 
 from shardwise.comm import setup
 from shardwise.comm.api import get_local_rank
-from shardwise.comm.environment import Place
+from shardwise.comm.environment import RankPlace
 from shardwise.comm.rendezvous import private_keys, serve
 from shardwise.comm.setup import destroy, init_distributed, is_initialized, local_rank, timeout_from_environment
 from shardwise.device import choose_device
@@ -207,11 +207,11 @@ def test_arguments_against_the_environment(alone, monkeypatch) -> None:
 
 
 def test_backend_follows_the_devices(monkeypatch) -> None:
-    place = Place(1, 4, 1, 2, "node0", 1, "torchrun")
+    place = RankPlace(1, 4, 1, 2, "node0", 1, "torchrun")
     assert setup._backend(None, place) == "gloo"
     monkeypatch.setattr(torch, "cuda", SimpleNamespace(is_available=lambda: True, device_count=lambda: 2))
     assert setup._backend(None, place) == "nccl"
-    place = Place(3, 4, 3, 4, "node0", 1, "torchrun")
+    place = RankPlace(3, 4, 3, 4, "node0", 1, "torchrun")
     with pytest.raises(LaunchError, match=r"Rank 3 is process 3 of its machine, which has 2 CUDA"):
         setup._backend(None, place)
     assert setup._backend("gloo", place) == "gloo"
@@ -224,13 +224,13 @@ def test_a_single_visible_device_is_the_process_s_own(monkeypatch) -> None:
         is_available=lambda: True, device_count=lambda: 1, get_device_properties=lambda _: given, set_device=lambda _: 0
     )
     monkeypatch.setattr(torch, "cuda", cuda)
-    place, store = Place(3, 4, 3, 4, "node0", 1, "Slurm"), dist.HashStore()
+    place, store = RankPlace(3, 4, 3, 4, "node0", 1, "Slurm"), dist.HashStore()
     assert setup._backend(None, place) == "nccl"
     assert choose_device(3) == torch.device("cuda", 0)
     setup._check_own_device(store, place)
     setup._check_own_device(store, place)  # the script has started its group anew
     given.uuid = "GPU-2"
-    setup._check_own_device(store, Place(2, 4, 2, 4, "node0", 1, "Slurm"))
+    setup._check_own_device(store, RankPlace(2, 4, 2, 4, "node0", 1, "Slurm"))
     with pytest.raises(LaunchError, match=r"Rank 3 .* sees one CUDA device \(H100, GPU-2\), which rank 2 has taken"):
         setup._check_own_device(store, place)
 

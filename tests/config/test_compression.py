@@ -11,7 +11,7 @@ from shardwise.comm.compression import registry
 from shardwise.config import effective, resolve
 from shardwise.config.compression import method_parameters
 from shardwise.config.export import json_schema
-from shardwise.config.schema.gradients import METHODS, PowerSGD
+from shardwise.config.schema.gradients import METHODS, PowerSGDOptions
 from shardwise.errors import ConfigError, ConflictError, NotBuiltError
 
 
@@ -28,7 +28,7 @@ def test_every_method_has_parameters_and_a_class() -> None:
 def test_names_in_any_case(spelled: str) -> None:
     found = resolve(with_compression(spelled, {"matrix_approximation_rank": 2.0}), world_size=2)
     assert found.config.compression.type == "powerSGD"
-    assert method_parameters(found.config) == PowerSGD(matrix_approximation_rank=2)
+    assert method_parameters(found.config) == PowerSGDOptions(matrix_approximation_rank=2)
     assert not found.no_effect
 
 
@@ -39,7 +39,7 @@ def test_off(method: str | None) -> None:
 
 def test_other_names_and_auto() -> None:
     config = resolve(with_compression("powerSGD", {"start_powerSGD_iter": 3, "random_seed": "auto"})).config
-    assert method_parameters(config) == PowerSGD(start_compressing_after_step=3)
+    assert method_parameters(config) == PowerSGDOptions(start_compressing_after_step=3)
 
 
 def test_the_effective_configuration_has_all_parameters() -> None:

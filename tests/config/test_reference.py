@@ -11,7 +11,7 @@ import pytest
 from shardwise.config import resolve
 from shardwise.config.reference import table, update
 from shardwise.config.schema.gradients import METHODS
-from shardwise.config.schema.optimizers import NATIVE_OPTIMIZERS, AdamW
+from shardwise.config.schema.optimizers import NATIVE_OPTIMIZERS, AdamWArguments
 from shardwise.config.schema.schedules import NATIVE_SCHEDULES
 from shardwise.config.tree import walk
 from shardwise.errors import BatchSizeError, ConfigError
@@ -29,7 +29,7 @@ def test_the_page_is_up_to_date() -> None:
 def test_every_key_has_a_row() -> None:
     rows = [line for line in table().splitlines() if line.startswith("| `")]
     listed = sum(len(block.partition("```")[0].split("\n")) - 2 for block in table().split("```text")[1:])
-    models = {*METHODS.values(), *NATIVE_OPTIMIZERS.values(), *NATIVE_SCHEDULES.values()} - {AdamW}
+    models = {*METHODS.values(), *NATIVE_OPTIMIZERS.values(), *NATIVE_SCHEDULES.values()} - {AdamWArguments}
     parameters = sum(len(model.model_fields) for model in models)
     assert len(rows) + listed == sum(key.kind != "section" for _, key in walk()) + parameters
     assert all(len(re.split(r"(?<!\\)\|", row)) == 5 for row in rows)

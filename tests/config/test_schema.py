@@ -13,7 +13,7 @@ from pydantic import ValidationError
 from shardwise.config import Config, json_schema, resolve
 from shardwise.config.auto import RULES
 from shardwise.config.built import UNBUILT, UNHEARD, Unbuilt, value_at
-from shardwise.config.schema import Section
+from shardwise.config.schema import ConfigSection
 from shardwise.config.tree import RETIRED, expected, keys_of, lookup, takes_any_key, walk
 from shardwise.errors import ConfigError, NotBuiltError
 
@@ -30,7 +30,7 @@ def test_every_section_forbids_unknown_keys_and_has_a_docstring() -> None:
     for path, key in walk():
         if key.child is None:
             continue
-        assert key.child.__doc__ != Section.__doc__, path
+        assert key.child.__doc__ != ConfigSection.__doc__, path
         assert takes_any_key(key.child) == (path[0] in FREE_FORM), path
         if not takes_any_key(key.child):
             with pytest.raises(ValidationError, match="extra_forbidden"):

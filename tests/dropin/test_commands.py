@@ -13,7 +13,7 @@ from pathlib import Path
 import pytest
 
 from shardwise.dropin.commands import report
-from shardwise.dropin.detect import Found, installed
+from shardwise.dropin.detect import Detected, installed
 from shardwise.dropin.launcher import REFUSED, job_of, main
 from shardwise.dropin.version import VERSION
 from shardwise.errors import CommandLineError, NotBuiltError
@@ -170,12 +170,12 @@ def test_packages_are_told_apart(tmp_path: Path, monkeypatch: pytest.MonkeyPatch
     for directory in (tmp_path / "other", ours, real):
         monkeypatch.syspath_prepend(str(directory))
     assert installed() == [
-        Found("real", "0.16.0", str(real / "deepspeed")),
-        Found("drop-in", VERSION, str(ours / "deepspeed")),
+        Detected("real", "0.16.0", str(real / "deepspeed")),
+        Detected("drop-in", VERSION, str(ours / "deepspeed")),
     ]
 
 
-REAL, OURS = Found("real", "0.16.0", "/a/deepspeed"), Found("drop-in", VERSION, "/b/deepspeed")
+REAL, OURS = Detected("real", "0.16.0", "/a/deepspeed"), Detected("drop-in", VERSION, "/b/deepspeed")
 
 
 @pytest.mark.parametrize(
@@ -188,7 +188,7 @@ REAL, OURS = Found("real", "0.16.0", "/a/deepspeed"), Found("drop-in", VERSION, 
     ],
 )
 def test_the_doctor_says_which_one_is_active(
-    found: list[Found],
+    found: list[Detected],
     said: str,
     code: int,
     capsys: pytest.CaptureFixture[str],

@@ -11,7 +11,7 @@ from pathlib import Path
 import pytest
 
 from shardwise.launch.failure import Ending, Failure, first_failure, last_traceback
-from shardwise.launch.output import Channel, Screen
+from shardwise.launch.output import OutputChannel, Screen
 from shardwise.launch.processes import Exit
 
 BUG = """Traceback (most recent call last):
@@ -26,15 +26,15 @@ RuntimeError: [pair.cc:553] Connection closed by peer [127.0.0.1]:4
 """
 
 
-def _error(text: str = "", at: float | None = None) -> Channel:
-    channel = Channel(0, Screen(io.BytesIO()))
+def _error(text: str = "", at: float | None = None) -> OutputChannel:
+    channel = OutputChannel(0, Screen(io.BytesIO()))
     channel.feed(text.encode())
     if at is not None:
         channel.traceback_at = at
     return channel
 
 
-def _first(exits: list[Exit], errors: dict[int, Channel], files: dict[int, Path] | None = None) -> Failure:
+def _first(exits: list[Exit], errors: dict[int, OutputChannel], files: dict[int, Path] | None = None) -> Failure:
     found = {end.rank: end for end in exits}
     nowhere = dict.fromkeys(found, Path("/nonexistent"))
     channels = {rank: errors.get(rank) or _error() for rank in found}

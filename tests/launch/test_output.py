@@ -16,9 +16,9 @@ from hypothesis import strategies as st
 from shardwise.errors import LaunchError
 from shardwise.launch import output
 from shardwise.launch.output import (
-    Channel,
     Cursor,
     LineCutter,
+    OutputChannel,
     Pump,
     Screen,
     is_raw,
@@ -30,9 +30,9 @@ from shardwise.launch.output import (
 TRACEBACK = b"Traceback (most recent call last):\n  File x\nValueError: no\n"
 
 
-def _channel(rank: int = 1, **options) -> tuple[io.BytesIO, Channel]:
+def _channel(rank: int = 1, **options) -> tuple[io.BytesIO, OutputChannel]:
     file = io.BytesIO()
-    return file, Channel(rank, Screen(file), **options)
+    return file, OutputChannel(rank, Screen(file), **options)
 
 
 @given(st.lists(st.sampled_from([b"a", b"bc", b"\n", b"\r", b"\r\n", b"\xff"]), max_size=20), st.integers(1, 5))
@@ -139,7 +139,7 @@ def test_a_lost_reader_does_not_stop_the_output(tmp_path) -> None:
     reader, writer = os.pipe()
     os.close(reader)
     with os.fdopen(writer, "wb", buffering=0) as broken:
-        channel = Channel(0, Screen(cast(BinaryIO, broken)), log=open_log(tmp_path, 0, "out"))
+        channel = OutputChannel(0, Screen(cast(BinaryIO, broken)), log=open_log(tmp_path, 0, "out"))
         channel.feed(b"one\n")
         channel.feed(b"two\n")
         channel.close()

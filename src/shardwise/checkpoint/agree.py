@@ -45,7 +45,7 @@ def _gather(comm: Communicator, device: torch.device, own: bytes, width: int) ->
     return [bytes(row.tolist()) for row in everything.cpu().view(comm.world, width)]
 
 
-class Phase:
+class SharedPhase:
     """One phase of a joint action; see `phase`."""
 
     def __init__(self) -> None:
@@ -54,7 +54,7 @@ class Phase:
 
 
 @contextmanager
-def phase(comm: Communicator, device: torch.device, what: str) -> Iterator[Phase]:
+def phase(comm: Communicator, device: torch.device, what: str) -> Iterator[SharedPhase]:
     """Run this rank's part of a joint action; afterwards all ranks have succeeded, or all raise.
 
     What a rank puts into `said` (JSON) is in `heard` of all ranks, in rank order, after the block.
@@ -67,7 +67,7 @@ def phase(comm: Communicator, device: torch.device, what: str) -> Iterator[Phase
     Raises:
         ShardwiseError: this rank's own error; on a rank that had none, a CheckpointError that names the one that had.
     """
-    this = Phase()
+    this = SharedPhase()
     failure: Exception | None = None
     try:
         yield this

@@ -35,11 +35,11 @@ from shardwise.checkpoint import directory, patience
 from shardwise.checkpoint.agree import exchange, phase
 from shardwise.checkpoint.collect import TrainingState, add_buffers
 from shardwise.checkpoint.patience import Progress
-from shardwise.checkpoint.protocols import ShardedModel
+from shardwise.checkpoint.protocols import CheckpointedModel
 from shardwise.checkpoint.publish import FACTS, FAILURE, LOCK, Whole, beside, stands
-from shardwise.checkpoint.save import Drafted, Request, drafted, whole_of
+from shardwise.checkpoint.save import Drafted, SaveRequest, drafted, whole_of
 from shardwise.checkpoint.snapshot import Snapshot
-from shardwise.checkpoint.writer import LIMIT, NOT_FOR_US, Job, Outcome
+from shardwise.checkpoint.writer import LIMIT, NOT_FOR_US, Outcome, WriteJob
 from shardwise.comm.communicator import Communicator
 from shardwise.errors import CheckpointError
 from shardwise.utils.logging import logger
@@ -77,12 +77,12 @@ class _Desk:
 
     def __init__(self) -> None:
         self.changed = threading.Condition()
-        self.job: Job | None = None
+        self.job: WriteJob | None = None
         self.report: SaveReport | None = None
         self.outcome: Outcome | None = None
         self.told: Callable[[SaveReport], None] | None = None
 
-    def begin(self, job: Job, report: SaveReport) -> None:
+    def begin(self, job: WriteJob, report: SaveReport) -> None:
         with self.changed:
             self.job, self.report, self.outcome = job, report, None
 
@@ -143,7 +143,7 @@ class _Process:
         self._channel = ours
         self._desk = desk
         self._guard = threading.Lock()
-        self._job: Job | None = None
+        self._job: WriteJob | None = None
         self.knows_memory = False
         self.ended = False
         self._thread = threading.Thread(target=self._listen, name="shardwise-checkpoint", daemon=True)
@@ -154,7 +154,7 @@ class _Process:
         """Its process id."""
         return self._process.pid
 
-    def launch(self, job: Job, given: Mapping[str, int]) -> None:
+    def launch(self, job: WriteJob, given: Mapping[str, int]) -> None:
         """Hand over a job, with copies of some descriptors by name."""
         message = json.dumps({"job": asdict(job), "descriptors": list(given)}).encode()
         with self._guard:
@@ -205,7 +205,7 @@ class _Process:
         self._thread.join(_LEAVE_S)
 
 
-def _bereaved(job: Job, code: int) -> Outcome:
+def _bereaved(job: WriteJob, code: int) -> Outcome:
     """Return the outcome of a save whose process has ended in the middle of it."""
     how = f"was ended by signal {-code} ({_name_of(-code)})" if code < 0 else f"ended with exit code {code}"
     words = f"the process that writes in the background {how}"
@@ -317,7 +317,7 @@ class Background:
             os.close(self._lock)
             self._lock = None
 
-    def launch(self, job: Job, draft: directory.Draft | None, report: SaveReport) -> None:
+    def launch(self, job: WriteJob, draft: directory.Draft | None, report: SaveReport) -> None:
         """Hand everything to the process; what becomes of it is known later."""
         assert self._process is not None
         given = {"part": self._lock, "draft": None if draft is None else draft.hand_over()}
@@ -330,10 +330,10 @@ class Background:
         for lock in locks.values():
             os.close(lock)
 
-    def job(self, made: Drafted, request: Request, rank: int, world: int) -> Job:
+    def job(self, made: Drafted, request: SaveRequest, rank: int, world: int) -> WriteJob:
         """Return what the process is to do with the snapshot."""
         parent = os.path.abspath(request.directory)  # the process has another working directory
-        return Job(rank, world, parent, made.tag, made.token, self._ends, self.size, direct=request.direct)
+        return WriteJob(rank, world, parent, made.tag, made.token, self._ends, self.size, direct=request.direct)
 
     def wait(self) -> Outcome | None:
         """Wait until nothing is being written; return the outcome of the last save, which nobody has settled yet."""
@@ -405,7 +405,7 @@ def _wait_at_exit() -> None:
 
 
 def save_in_background(
-    model: ShardedModel, request: Request, state: TrainingState, background: Background
+    model: CheckpointedModel, request: SaveRequest, state: TrainingState, background: Background
 ) -> SaveReport:
     """Take a snapshot, and let it be written while training goes on; all ranks call this together.
 
@@ -440,7 +440,7 @@ def save_in_background(
     return report
 
 
-def _unseen(job: Job, machines: Sequence[str]) -> list[int]:
+def _unseen(job: WriteJob, machines: Sequence[str]) -> list[int]:
     """Return the ranks whose locks cannot be seen from here; one rank speaks for its machine."""
     seen: dict[str, bool] = {}
     for rank, machine in enumerate(machines):

@@ -16,7 +16,7 @@ from torch import nn
 
 from shardwise.checkpoint import codec
 from shardwise.checkpoint.manifest import BUFFER, OPTIMIZER, PARAMETER, Slice, StoredTensor, name_of
-from shardwise.checkpoint.protocols import Run, ShardedModel
+from shardwise.checkpoint.protocols import CheckpointedModel, Run
 from shardwise.checkpoint.tensorfile import bytes_of
 from shardwise.registry import LogicalTensor
 
@@ -109,7 +109,7 @@ class Part:
         ]
 
 
-def collect(model: ShardedModel, file: str, state: TrainingState, excluded: frozenset[int]) -> Part:
+def collect(model: CheckpointedModel, file: str, state: TrainingState, excluded: frozenset[int]) -> Part:
     """Gather what this rank writes. Tensors are views of live memory: nothing is copied.
 
     Args:
@@ -165,7 +165,9 @@ def within(runs: list[Run], ranges: list[tuple[int, int]]) -> list[Run]:
     return found
 
 
-def _add_optimizer_state(part: Part, model: ShardedModel, tensor: LogicalTensor, own: list[tuple[int, int]]) -> None:
+def _add_optimizer_state(
+    part: Part, model: CheckpointedModel, tensor: LogicalTensor, own: list[tuple[int, int]]
+) -> None:
     assert model.update is not None
     # What cannot be cut is saved by the rank that has the parameter's first element.
     first = own[0][0] == 0
@@ -183,7 +185,7 @@ def _add_optimizer_state(part: Part, model: ShardedModel, tensor: LogicalTensor,
             part.values.setdefault(tensor.name, {})[key] = codec.encode(value, path, part.put_aside)
 
 
-def _add_common(part: Part, model: ShardedModel, state: TrainingState) -> None:
+def _add_common(part: Part, model: CheckpointedModel, state: TrainingState) -> None:
     """Add what is the same on all ranks."""
     trees = part.trees
     trees["client"] = codec.encode(state.client, "client_state", part.put_aside)
@@ -205,12 +207,12 @@ def _add_common(part: Part, model: ShardedModel, state: TrainingState) -> None:
     ]
 
 
-def buffer_digests(model: ShardedModel) -> dict[str, str]:
+def buffer_digests(model: CheckpointedModel) -> dict[str, str]:
     """Return what tells the values of the module's buffers from those on other ranks."""
     return {name: _digest(buffer) for name, buffer in buffers(model.module)}
 
 
-def add_buffers(part: Part, model: ShardedModel, digests: list[dict[str, str]]) -> None:
+def add_buffers(part: Part, model: CheckpointedModel, digests: list[dict[str, str]]) -> None:
     """Add the module's buffers: rank 0's, and other ranks' where they differ.
 
     Args:

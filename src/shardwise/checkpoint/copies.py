@@ -37,7 +37,7 @@ from shardwise._version import __version__
 from shardwise.checkpoint import manifest
 from shardwise.checkpoint.agree import phase
 from shardwise.checkpoint.collect import Part, TrainingState, add_buffers, buffer_digests, collect
-from shardwise.checkpoint.protocols import ShardedModel
+from shardwise.checkpoint.protocols import CheckpointedModel
 from shardwise.checkpoint.reader import Checkpoint
 from shardwise.checkpoint.shipping import Hold, Shipment, ship, tell_all
 from shardwise.checkpoint.tensorwriter import write_tensors
@@ -146,7 +146,7 @@ class MemoryCopies:
         CheckpointError: the directory cannot be used on some rank.
     """
 
-    def __init__(self, model: ShardedModel, directory: str, every: int, replicas: int, hold: Hold) -> None:
+    def __init__(self, model: CheckpointedModel, directory: str, every: int, replicas: int, hold: Hold) -> None:
         self.every = every
         self.path = directory
         self.last: MemoryCopy | None = None
@@ -508,7 +508,7 @@ class MemoryCopies:
         return found
 
 
-def needed_files(model: ShardedModel, joined: manifest.Manifest) -> set[str]:
+def needed_files(model: CheckpointedModel, joined: manifest.Manifest) -> set[str]:
     """Return the files that this rank reads when it loads a checkpoint into a model."""
     held = {
         model.registry[index].name: (model.registry[index].shape, runs) for index, runs in model.value_runs().items()

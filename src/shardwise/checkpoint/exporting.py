@@ -17,7 +17,7 @@ from shardwise.checkpoint.agree import phase
 from shardwise.checkpoint.collect import buffer_names, buffers, within
 from shardwise.checkpoint.directory import check_directory
 from shardwise.checkpoint.manifest import dtype_of, name_of, outline
-from shardwise.checkpoint.protocols import Run, ShardedModel
+from shardwise.checkpoint.protocols import CheckpointedModel, Run
 from shardwise.checkpoint.source import PIECE, Progress, Source, open_source
 from shardwise.checkpoint.tensorfile import Spec
 from shardwise.checkpoint.weightfiles import FORMATS, Entry, WeightFiles, parse_size
@@ -280,7 +280,7 @@ def _write_distributed(
 
 
 @dataclass(frozen=True)
-class Request:
+class ExportRequest:
     """What an engine is to export, and where to; see `export`."""
 
     directory: str
@@ -292,7 +292,7 @@ class Request:
     overwrite: bool = False
 
 
-def export_model(model: ShardedModel, request: Request, hold: Callable[[torch.Tensor], None]) -> None:
+def export_model(model: CheckpointedModel, request: ExportRequest, hold: Callable[[torch.Tensor], None]) -> None:
     """Write the values that count (master weights where there are any); all ranks call this together.
 
     Of each piece of a tensor every rank sends what it saves of it to rank 0, which writes. No rank holds more than a
@@ -377,7 +377,7 @@ def _spread(tensor: LogicalTensor, told: list[dict[str, Any]]) -> _Spread:
 
 
 def _places(
-    model: ShardedModel, layout: Mapping[int, _Spread], request: Request
+    model: CheckpointedModel, layout: Mapping[int, _Spread], request: ExportRequest
 ) -> list[tuple[Entry, int | torch.Tensor]]:
     """Return what is written: each entry with the index of its parameter, or with its buffer."""
     found: list[tuple[Entry, int | torch.Tensor]] = []
@@ -395,7 +395,7 @@ def _places(
 
 
 def _gathered(
-    model: ShardedModel,
+    model: CheckpointedModel,
     entry: Entry,
     spread: _Spread,
     own: list[Run],
@@ -439,7 +439,7 @@ def request_of(
     exclude_frozen: bool,
     all_names: bool,
     overwrite: bool,
-) -> Request:
+) -> ExportRequest:
     """Check the arguments of an engine's `export`.
 
     Raises:
@@ -452,7 +452,7 @@ def request_of(
             "shardwise export dir OUT --format dcp"
         )
     parse_format(format, tuple(FORMATS))
-    return Request(
+    return ExportRequest(
         directory=check_directory(directory, "directory"),
         name=FORMATS[format],
         conversion=Conversion(parse_export_dtype(dtype)),

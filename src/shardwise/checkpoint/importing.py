@@ -16,7 +16,7 @@ import torch
 from shardwise.checkpoint.agree import phase
 from shardwise.checkpoint.collect import buffer_names, buffers
 from shardwise.checkpoint.manifest import outline
-from shardwise.checkpoint.protocols import ShardedModel
+from shardwise.checkpoint.protocols import CheckpointedModel
 from shardwise.checkpoint.source import Source, SourceTensor, open_source
 from shardwise.errors import CheckpointError
 from shardwise.registry import LogicalTensor
@@ -44,7 +44,12 @@ class _Match(NamedTuple):
 
 
 def load_weights(
-    model: ShardedModel, path: Any, *, tag: str | int | None = None, strict: bool = True, rename: Rename | None = None
+    model: CheckpointedModel,
+    path: Any,
+    *,
+    tag: str | int | None = None,
+    strict: bool = True,
+    rename: Rename | None = None,
 ) -> LoadedWeights:
     """Read weights into the model; all ranks call this together.
 
@@ -120,7 +125,7 @@ def _renamed(source: Source, rename: Rename | None) -> tuple[dict[str, SourceTen
     return found, left_out
 
 
-def _match(model: ShardedModel, source: Source, strict: bool, rename: Rename | None) -> _Match:
+def _match(model: CheckpointedModel, source: Source, strict: bool, rename: Rename | None) -> _Match:
     known, left_out = _renamed(source, rename)
     missing: list[str] = []
     wrong: list[str] = []
@@ -155,7 +160,7 @@ def _match(model: ShardedModel, source: Source, strict: bool, rename: Rename | N
     )
 
 
-def _verify_share(model: ShardedModel, source: Source, matched: _Match) -> None:
+def _verify_share(model: CheckpointedModel, source: Source, matched: _Match) -> None:
     """Compare this rank's share of what will be read with its checksums, if there are any."""
     names = sorted({name for _, name in (*matched.parameters, *matched.buffers)})
     source.verify(names[model.comm.rank :: model.comm.world])

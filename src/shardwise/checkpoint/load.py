@@ -30,7 +30,7 @@ from shardwise.checkpoint.agree import phase
 from shardwise.checkpoint.deepspeed.directory import recognised
 from shardwise.checkpoint.manifest import BUFFER, Manifest, StoredTensor
 from shardwise.checkpoint.match import Matched, StateOf, match_module, match_optimizer
-from shardwise.checkpoint.protocols import ShardedModel
+from shardwise.checkpoint.protocols import CheckpointedModel
 from shardwise.checkpoint.reader import Checkpoint, Run
 from shardwise.checkpoint.report import LoadReport
 from shardwise.checkpoint.selection import Selection, rename
@@ -96,7 +96,7 @@ class Loaded:
 
 
 def find(
-    model: ShardedModel,
+    model: CheckpointedModel,
     parent: str,
     tag: str | None,
     options: Options,
@@ -157,7 +157,7 @@ def find(
 
 
 def _try(
-    model: ShardedModel,
+    model: CheckpointedModel,
     path: str,
     what: str,
     options: Options,
@@ -204,7 +204,7 @@ def _try(
                 model.update.clear_state()
 
 
-def _match(model: ShardedModel, saved: Checkpoint, options: Options) -> Matched:
+def _match(model: CheckpointedModel, saved: Checkpoint, options: Options) -> Matched:
     """Find what goes where."""
     renamed = rename(saved.manifest, options.selection, saved.path)
     if options.custom:
@@ -265,7 +265,7 @@ def _candidates(parent: str, tag: str | None) -> Iterator[str]:
         raise damaged
 
 
-def _verify(model: ShardedModel, saved: Checkpoint, matched: Matched, options: Options, what: str) -> None:
+def _verify(model: CheckpointedModel, saved: Checkpoint, matched: Matched, options: Options, what: str) -> None:
     """Check this rank's share of the files and blocks, and put into place what may be put there already."""
     rank, world = model.comm.rank, model.comm.world
     with phase(model.comm, model.device, what) as shared:
@@ -338,7 +338,7 @@ def _trees(saved: Manifest, options: Options) -> list[Any]:
     return trees
 
 
-def read(model: ShardedModel, saved: Checkpoint, matched: Matched, options: Options) -> Loaded:
+def read(model: CheckpointedModel, saved: Checkpoint, matched: Matched, options: Options) -> Loaded:
     """Read a checkpoint that `find` has returned into the model and its optimizer; all ranks call this together.
 
     Raises:
@@ -377,7 +377,7 @@ def read(model: ShardedModel, saved: Checkpoint, matched: Matched, options: Opti
 
 
 def _read_optimizer(
-    model: ShardedModel, saved: Checkpoint, states: dict[int, StateOf], left: list[Run] | None, options: Options
+    model: CheckpointedModel, saved: Checkpoint, states: dict[int, StateOf], left: list[Run] | None, options: Options
 ) -> None:
     update, optimizer = model.update, model.optimizer
     assert update is not None and optimizer is not None and saved.manifest.optimizer is not None
@@ -393,7 +393,7 @@ def _read_optimizer(
             update.make_state(index, {}, whole)
 
 
-def _make_state(model: ShardedModel, states: dict[int, StateOf]) -> list[Run]:
+def _make_state(model: CheckpointedModel, states: dict[int, StateOf]) -> list[Run]:
     """Forget all optimizer state, and make memory for what has one value per element; return what to read into it."""
     update, optimizer = model.update, model.optimizer
     assert update is not None and optimizer is not None

@@ -14,7 +14,7 @@ from torch import nn
 from shardwise.checkpoint import codec
 from shardwise.checkpoint.collect import buffers, extra_states
 from shardwise.checkpoint.manifest import BUFFER, OPTIMIZER, PARAMETER, Manifest, StoredTensor, by_any_name, outline
-from shardwise.checkpoint.protocols import OptimizerShards, ShardedModel
+from shardwise.checkpoint.protocols import CheckpointedModel, OptimizerShards
 from shardwise.checkpoint.reader import Run
 from shardwise.checkpoint.report import LoadReport, WrongShape
 from shardwise.checkpoint.selection import Renamed, Selection, extra_name, names_in
@@ -67,7 +67,9 @@ class _Found:
     left_out: list[str] = field(default_factory=list)
 
 
-def match_module(model: ShardedModel, renamed: Renamed, path: str, selection: Selection, *, strict: bool) -> Matched:
+def match_module(
+    model: CheckpointedModel, renamed: Renamed, path: str, selection: Selection, *, strict: bool
+) -> Matched:
     """Find the saved tensor of every parameter and buffer that is wanted.
 
     Raises:
@@ -96,14 +98,14 @@ def match_module(model: ShardedModel, renamed: Renamed, path: str, selection: Se
     return matched
 
 
-def _names_of(model: ShardedModel) -> list[str]:
+def _names_of(model: CheckpointedModel) -> list[str]:
     names = [name for tensor in model.registry for name in (tensor.name, *tensor.aliases)]
     names += [name for name, _ in buffers(model.module)]
     return names + [extra_name(name) for name, _ in extra_states(model.module)]
 
 
 def _match_parameters(
-    matched: Matched, found: _Found, model: ShardedModel, manifest: Manifest, selection: Selection
+    matched: Matched, found: _Found, model: CheckpointedModel, manifest: Manifest, selection: Selection
 ) -> None:
     saved = by_any_name(manifest.of_kind(PARAMETER))
     excluded = set(manifest.excluded)
@@ -130,7 +132,7 @@ def _match_parameters(
 
 
 def _match_buffers(
-    matched: Matched, found: _Found, model: ShardedModel, manifest: Manifest, selection: Selection
+    matched: Matched, found: _Found, model: CheckpointedModel, manifest: Manifest, selection: Selection
 ) -> None:
     everybodys: dict[str, StoredTensor] = {}
     own: dict[str, StoredTensor] = {}
@@ -159,7 +161,7 @@ def _match_buffers(
 
 
 def _match_extra(
-    matched: Matched, found: _Found, model: ShardedModel, manifest: Manifest, selection: Selection
+    matched: Matched, found: _Found, model: CheckpointedModel, manifest: Manifest, selection: Selection
 ) -> None:
     modules = dict(extra_states(model.module))
     for name in (extra_name(module) for module in manifest.extra if module not in modules):
@@ -175,7 +177,7 @@ def _match_extra(
             matched.extra.append((child, manifest.extra[module]))
 
 
-def _check(report: LoadReport, model: ShardedModel, manifest: Manifest, *, strict: bool) -> None:
+def _check(report: LoadReport, model: CheckpointedModel, manifest: Manifest, *, strict: bool) -> None:
     """Raise if the checkpoint does not fit."""
     problems = report.differences(strict=strict)
     if not problems:
@@ -207,7 +209,7 @@ _FRESH = "pass load_optimizer_states=False to start with fresh optimizer state"
 
 
 def match_optimizer(
-    model: ShardedModel, manifest: Manifest, path: str, selection: Selection, *, settings: bool
+    model: CheckpointedModel, manifest: Manifest, path: str, selection: Selection, *, settings: bool
 ) -> tuple[dict[int, StateOf], list[str]]:
     """Find the saved optimizer state of every trained parameter.
 
@@ -326,7 +328,7 @@ def _is_infinite(value: Any) -> bool:
     return isinstance(value, float) and not math.isfinite(value)
 
 
-def _check_steps(model: ShardedModel, states: Mapping[int, StateOf], path: str) -> None:
+def _check_steps(model: CheckpointedModel, states: Mapping[int, StateOf], path: str) -> None:
     """Raise for step counts that are none."""
     for index, state in states.items():
         if "step" in state.values:
@@ -339,7 +341,7 @@ def _check_steps(model: ShardedModel, states: Mapping[int, StateOf], path: str) 
                 )
 
 
-def _uneven(model: ShardedModel, states: Mapping[int, StateOf]) -> list[str]:
+def _uneven(model: CheckpointedModel, states: Mapping[int, StateOf]) -> list[str]:
     """Tell of parameters that lack optimizer state, or have other than those like them: it then begins anew.
 
     Parameters of one group and as many dimensions are alike. Optimizers may treat them differently all the same, so
@@ -364,7 +366,7 @@ def _uneven(model: ShardedModel, states: Mapping[int, StateOf]) -> list[str]:
     return notes if len(notes) <= _MOST_NOTES else [*notes[:_MOST_NOTES], f"... ({len(notes)} parameters in all)"]
 
 
-def _compare_shared(model: ShardedModel, update: OptimizerShards, states: dict[int, StateOf], path: str) -> None:
+def _compare_shared(model: CheckpointedModel, update: OptimizerShards, states: dict[int, StateOf], path: str) -> None:
     """Raise if parameters that have one state here, such as one step count, were saved with different values."""
     for key in {key: None for state in states.values() for key in state.values}:
         for together in update.stepped_together(key):

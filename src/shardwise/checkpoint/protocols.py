@@ -51,7 +51,7 @@ class GatheredUnit(Protocol):
         """The same parameters as logical tensors."""
 
 
-class ShardedModel(Protocol):
+class CheckpointedModel(Protocol):
     """A model whose values are spread over ranks."""
 
     @property

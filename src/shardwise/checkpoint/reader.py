@@ -25,7 +25,7 @@ Run = tuple[StoredTensor, int, torch.Tensor]
 
 
 @dataclass(frozen=True)
-class Place:
+class FilePlace:
     """Elements of a stored tensor that lie in one piece in a file, and what they are read into.
 
     Attributes:
@@ -221,7 +221,7 @@ class Checkpoint:
             found.update((name, n) for n in range(begin // BLOCK, -(-end // BLOCK)))
         return sorted(found)
 
-    def places(self, runs: Iterable[Run]) -> tuple[list[Place], list[Run]]:
+    def places(self, runs: Iterable[Run]) -> tuple[list[FilePlace], list[Run]]:
         """Divide runs into what `verify` can put into place on the way, and what it cannot.
 
         It cannot read bytes into two places, nor values that do not lie at a multiple of their size.
@@ -234,8 +234,8 @@ class Checkpoint:
             for part, first, last in stored.runs(start, start + out.numel()):
                 size = stored.torch_dtype.itemsize
                 begin = self._stored(stored, part).span(part.key)[0] + (first - part.start) * size
-                found.append(Place(stored, first, out[first - start : last - start], part.file, begin))
-        kept: list[Place] = []
+                found.append(FilePlace(stored, first, out[first - start : last - start], part.file, begin))
+        kept: list[FilePlace] = []
         for place in sorted(found, key=lambda place: (place.file, place.begin)):
             second = bool(kept) and kept[-1].file == place.file and place.begin < kept[-1].end
             if second or place.begin % place.stored.torch_dtype.itemsize:
@@ -244,7 +244,7 @@ class Checkpoint:
                 kept.append(place)
         return kept, rest
 
-    def mostly(self, places: Iterable[Place]) -> list[tuple[str, int]]:
+    def mostly(self, places: Iterable[FilePlace]) -> list[tuple[str, int]]:
         """Return (file, block) of the blocks at least half of whose bytes are read into some places."""
         held: Counter[tuple[str, int]] = Counter()
         for place in places:
@@ -255,7 +255,7 @@ class Checkpoint:
             block for block, n in held.items() if 2 * n >= min(BLOCK, files[block[0]].size - block[1] * BLOCK)
         )
 
-    def left(self, places: Iterable[Place], blocks: Iterable[tuple[str, int]]) -> list[Run]:
+    def left(self, places: Iterable[FilePlace], blocks: Iterable[tuple[str, int]]) -> list[Run]:
         """Return what is still to be read into some places after `verify` of some blocks."""
         done, found = set(blocks), []
         for place in places:
@@ -267,7 +267,7 @@ class Checkpoint:
             found += place.part(at, place.end)
         return found
 
-    def verify(self, blocks: Iterable[tuple[str, int]], places: Sequence[Place] = ()) -> None:
+    def verify(self, blocks: Iterable[tuple[str, int]], places: Sequence[FilePlace] = ()) -> None:
         """Compare the bytes of some blocks with their checksums, by several threads if there are cores for them.
 
         Args:
@@ -277,12 +277,12 @@ class Checkpoint:
         Raises:
             CheckpointError: a file is damaged; the message names the first wrong bytes and what they belong to.
         """
-        by_file: dict[str, list[Place]] = {}
+        by_file: dict[str, list[FilePlace]] = {}
         for place in places:
             by_file.setdefault(place.file, []).append(place)
         for_each(lambda some: self._verify_run(some, by_file), divided(list(blocks)))
 
-    def _verify_run(self, blocks: Sequence[tuple[str, int]], places: dict[str, list[Place]]) -> None:
+    def _verify_run(self, blocks: Sequence[tuple[str, int]], places: dict[str, list[FilePlace]]) -> None:
         by_file: dict[str, list[int]] = {}
         for name, block in blocks:
             by_file.setdefault(name, []).append(block)
@@ -302,7 +302,7 @@ class Checkpoint:
         return f" (they hold {manifest.outline(names, 3)})" if names else ""
 
 
-def _taker(places: Sequence[Place] | None) -> Take | None:
+def _taker(places: Sequence[FilePlace] | None) -> Take | None:
     """Return what puts bytes of a file into some places of it; None if there are none."""
     if not places:
         return None

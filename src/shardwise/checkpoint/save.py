@@ -31,7 +31,7 @@ from shardwise.checkpoint.collect import Part, TrainingState, add_buffers, buffe
 from shardwise.checkpoint.manifest import outline
 from shardwise.checkpoint.newest import made_by
 from shardwise.checkpoint.patience import told_if_long
-from shardwise.checkpoint.protocols import ShardedModel
+from shardwise.checkpoint.protocols import CheckpointedModel
 from shardwise.checkpoint.publish import FACTS, Whole, beside, file_name, publish, unwritable
 from shardwise.checkpoint.tensorwriter import write_tensors
 from shardwise.errors import CheckpointError
@@ -46,7 +46,7 @@ _MOST_NAMES = 20
 
 
 @dataclass(frozen=True)
-class Request:
+class SaveRequest:
     """What to save and where.
 
     Attributes:
@@ -105,7 +105,7 @@ class Drafted:
     not_finite: list[str]
 
 
-def save(model: ShardedModel, request: Request, state: TrainingState) -> str:
+def save(model: CheckpointedModel, request: SaveRequest, state: TrainingState) -> str:
     """Save a checkpoint; all ranks call this together.
 
     Returns:
@@ -130,7 +130,7 @@ def save(model: ShardedModel, request: Request, state: TrainingState) -> str:
 
 
 @contextmanager
-def drafted(model: ShardedModel, request: Request, state: TrainingState) -> Iterator[Drafted]:
+def drafted(model: CheckpointedModel, request: SaveRequest, state: TrainingState) -> Iterator[Drafted]:
     """Make a draft, and find what this rank writes into it; if the block raises, the draft is removed again.
 
     Raises:
@@ -160,7 +160,7 @@ def drafted(model: ShardedModel, request: Request, state: TrainingState) -> Iter
         raise
 
 
-def _tell_not_finite(request: Request, names: Sequence[str]) -> None:
+def _tell_not_finite(request: SaveRequest, names: Sequence[str]) -> None:
     names_it = request.latest and request.latest_if_not_finite
     logger.warning(
         "%s: values are infinite or NaN: %s. The checkpoint is marked; engine.resume() prefers the last finite one, "
@@ -182,7 +182,7 @@ def _tell_of_another_job(parent: str) -> None:
         )
 
 
-def _compare_tags(request: Request, tags: Sequence[str], rank: int) -> None:
+def _compare_tags(request: SaveRequest, tags: Sequence[str], rank: int) -> None:
     """Apply `checkpoint.tag_validation`; every rank sees the same tags and does the same."""
     other = next((number for number, tag in enumerate(tags) if tag != tags[0]), None)
     if other is None or request.tag_validation == "ignore":
@@ -197,7 +197,7 @@ def _compare_tags(request: Request, tags: Sequence[str], rank: int) -> None:
         logger.warning("%s; rank 0's is used", message)
 
 
-def _write(part: Part, path: str, request: Request) -> None:
+def _write(part: Part, path: str, request: SaveRequest) -> None:
     size = sum(tensor.nbytes for tensor in part.tensors.values())
     try:
         facts = write_tensors(os.path.join(path, part.file), part.tensors, direct=request.direct)
@@ -207,7 +207,7 @@ def _write(part: Part, path: str, request: Request) -> None:
         raise unwritable(error, path, part.file, size) from error
 
 
-def whole_of(model: ShardedModel, request: Request, not_finite: Sequence[str]) -> Whole:
+def whole_of(model: CheckpointedModel, request: SaveRequest, not_finite: Sequence[str]) -> Whole:
     """Return what is known of the checkpoint besides the ranks' parts."""
     marks = {"finite": False, "not_finite": list(not_finite[:_MOST_NAMES])} if not_finite else {}
     return Whole(

@@ -24,7 +24,7 @@ def file_order(specs: Mapping[str, Spec]) -> list[str]:
 
 
 @dataclass(frozen=True)
-class Layout:
+class FileLayout:
     """Where things lie in a file.
 
     Attributes:
@@ -38,7 +38,7 @@ class Layout:
     size: int
 
 
-def layout_of(specs: Mapping[str, Spec], metadata: Mapping[str, str] | None = None) -> Layout:
+def layout_of(specs: Mapping[str, Spec], metadata: Mapping[str, str] | None = None) -> FileLayout:
     """Return the layout of a file of some tensors.
 
     Raises:
@@ -66,7 +66,7 @@ def layout_of(specs: Mapping[str, Spec], metadata: Mapping[str, str] | None = No
     text += b" " * (-len(text) % 8)
     data = 8 + len(text)
     begins = {name: data + offset for name, offset in offsets.items()}
-    return Layout(len(text).to_bytes(8, "little") + text, begins, data + end)
+    return FileLayout(len(text).to_bytes(8, "little") + text, begins, data + end)
 
 
 class TensorWriter:

@@ -16,7 +16,7 @@ from torch import nn
 from shardwise.checkpoint.agree import phase
 from shardwise.checkpoint.collect import buffers, extra_states
 from shardwise.checkpoint.manifest import outline
-from shardwise.checkpoint.protocols import ShardedModel
+from shardwise.checkpoint.protocols import CheckpointedModel
 from shardwise.checkpoint.selection import EXTRA, extra_name
 from shardwise.checkpoint.tensorfile import Spec
 from shardwise.checkpoint.weightfiles import PICKLED, Entry, WeightFiles
@@ -24,7 +24,7 @@ from shardwise.errors import CheckpointError, CheckpointPathError
 from shardwise.registry import LogicalTensor
 
 
-def gathered_parameters(model: ShardedModel, wanted: set[int]) -> Iterator[tuple[LogicalTensor, torch.Tensor]]:
+def gathered_parameters(model: CheckpointedModel, wanted: set[int]) -> Iterator[tuple[LogicalTensor, torch.Tensor]]:
     """Yield parameters with their whole values, unit by unit; all ranks iterate to the end together.
 
     Whoever keeps a value keeps the memory of its whole unit: drop it before the next one is asked for.
@@ -41,7 +41,7 @@ def gathered_parameters(model: ShardedModel, wanted: set[int]) -> Iterator[tuple
             model.put_back(unit.parameters, gathered, None)
 
 
-def wanted_parameters(model: ShardedModel, *, exclude_frozen: bool) -> set[int]:
+def wanted_parameters(model: CheckpointedModel, *, exclude_frozen: bool) -> set[int]:
     """Return the indices of the parameters to be saved: all, or those that require a gradient."""
     pairs = zip(model.registry, model.registry.parameters, strict=True)
     return {tensor.index for tensor, parameter in pairs if parameter.requires_grad or not exclude_frozen}
@@ -55,7 +55,7 @@ def all_buffers(module: nn.Module) -> Iterator[tuple[str, torch.Tensor]]:
                 yield (f"{prefix}.{key}" if prefix else key), buffer
 
 
-def state_dict(model: ShardedModel, *, exclude_frozen: bool = False, keep: bool = True) -> dict[str, Any]:
+def state_dict(model: CheckpointedModel, *, exclude_frozen: bool = False, keep: bool = True) -> dict[str, Any]:
     """Return the module's whole state dict on the CPU; all ranks call this together.
 
     Args:
@@ -98,7 +98,7 @@ def check_file_name(name: str) -> str:
 
 
 def write_weights(
-    model: ShardedModel, parent: str, name: str, *, exclude_frozen: bool = False, max_shard_size: int | None = None
+    model: CheckpointedModel, parent: str, name: str, *, exclude_frozen: bool = False, max_shard_size: int | None = None
 ) -> None:
     """Write whole weights, in the dtype the module computes with, under all names.
 
@@ -161,7 +161,7 @@ def _entries(tensor: LogicalTensor, *, once: bool) -> list[Entry]:
 
 
 def load_state_dict(
-    model: ShardedModel, values: Mapping[str, Any], *, strict: bool = True, may_lack: frozenset[str] = frozenset()
+    model: CheckpointedModel, values: Mapping[str, Any], *, strict: bool = True, may_lack: frozenset[str] = frozenset()
 ) -> None:
     """Take over a state dict of the plain module; all ranks call this together with the same values.
 
@@ -195,7 +195,7 @@ def load_state_dict(
 
 
 def _match(
-    model: ShardedModel, values: Mapping[str, Any], strict: bool, may_lack: frozenset[str]
+    model: CheckpointedModel, values: Mapping[str, Any], strict: bool, may_lack: frozenset[str]
 ) -> tuple[dict[int, torch.Tensor], list[tuple[torch.Tensor, torch.Tensor]]]:
     used = {extra_name(name) for name, _ in extra_states(model.module)}
     missing: list[str] = []

@@ -56,7 +56,7 @@ NOT_FOR_US = (signal.SIGINT, signal.SIGTERM, signal.SIGHUP, signal.SIGUSR1, sign
 
 
 @dataclass(frozen=True)
-class Job:
+class WriteJob:
     """One save, for the process of one rank.
 
     Attributes:
@@ -111,7 +111,7 @@ class Outcome:
     seconds: float = 0.0
 
 
-def perform(job: Job, memory: memoryview, part_lock: int | None, draft_lock: int | None, life: Life) -> Outcome:
+def perform(job: WriteJob, memory: memoryview, part_lock: int | None, draft_lock: int | None, life: Life) -> Outcome:
     """Write this rank's part, and on rank 0 publish when all have done so.
 
     Args:
@@ -150,7 +150,7 @@ def perform(job: Job, memory: memoryview, part_lock: int | None, draft_lock: int
     return outcome
 
 
-def _write_part(job: Job, memory: memoryview) -> None:
+def _write_part(job: WriteJob, memory: memoryview) -> None:
     file = file_name(job.rank, job.world, job.token)
     try:
         facts = write_bytes(os.path.join(job.path, file), memory[: job.ends[0]], direct=job.direct)
@@ -167,7 +167,7 @@ def _leave(path: str, text: bytes) -> None:
     os.rename(f"{path}.new", path)
 
 
-def _leave_failure(job: Job, words: str) -> None:
+def _leave_failure(job: WriteJob, words: str) -> None:
     path = job.file(job.rank, FAILURE)
     try:
         _leave(path, words.encode())
@@ -177,7 +177,7 @@ def _leave_failure(job: Job, words: str) -> None:
             pass
 
 
-def _await_parts(job: Job) -> tuple[int, str] | None:
+def _await_parts(job: WriteJob) -> tuple[int, str] | None:
     """Wait until every other rank's process has done its part; return the first failure: rank and words."""
     waiting = set(range(1, job.world))
     failed: tuple[int, str] | None = None
@@ -206,12 +206,12 @@ def _await_parts(job: Job) -> tuple[int, str] | None:
     return failed
 
 
-def _has_left_something(job: Job, rank: int) -> bool:
+def _has_left_something(job: WriteJob, rank: int) -> bool:
     """Whether a rank has ended its part between the look at the directory and the look at its lock."""
     return any(os.path.exists(job.file(rank, ending)) for ending in (FACTS, FAILURE))
 
 
-def _silence(job: Job, rank: int, signs: dict[int, tuple[int, float]]) -> str | None:
+def _silence(job: WriteJob, rank: int, signs: dict[int, tuple[int, float]]) -> str | None:
     """Return why a process that cannot be seen by its lock is given up, or None if it is not."""
     with contextlib.suppress(FileNotFoundError):
         seen = os.stat(job.file(rank, LOCK)).st_mtime_ns
@@ -268,7 +268,7 @@ def serve(channel: socket.socket, life: Life) -> None:
             return
         message = json.loads(data)
         given = dict(zip(message["descriptors"], descriptors, strict=True))
-        job = Job(**message["job"])
+        job = WriteJob(**message["job"])
         if "memory" in given:
             held = given["memory"]
         if "memory" in given or memory is None or len(memory) != job.memory:

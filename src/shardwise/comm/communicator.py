@@ -57,7 +57,7 @@ _COUNT_BITS, _NAME_BITS = 12, 16
 """Parts of a tag, which has 31 bits: the kind (3), how many of the kind came before, and what is exchanged."""
 
 
-class Pending(Protocol):
+class PendingCollective(Protocol):
     """What an algorithm returns: a launched collective."""
 
     scratch: Sequence[torch.Tensor]
@@ -71,7 +71,11 @@ class Handle:
     """A launched collective whose record is closed by the first `wait()`."""
 
     def __init__(
-        self, pending: Pending | None, record: Record | None, ledger: Ledger, whereabouts: Whereabouts | None = None
+        self,
+        pending: PendingCollective | None,
+        record: Record | None,
+        ledger: Ledger,
+        whereabouts: Whereabouts | None = None,
     ) -> None:
         self._pending = pending
         self._record = record
@@ -459,7 +463,7 @@ class Communicator:
         name = zlib.crc32(f"{record.op} {record.label} {size}".encode()) % (1 << _NAME_BITS)
         return self._groups[kind], ((KINDS.index(kind) << _COUNT_BITS) + count << _NAME_BITS) + name
 
-    def _launch(self, launch: Callable[[], Pending], record: Record) -> Handle:
+    def _launch(self, launch: Callable[[], PendingCollective], record: Record) -> Handle:
         try:
             return self._handle(launch(), record)
         except PeerLostError as error:
@@ -482,7 +486,7 @@ class Communicator:
     def _open(self, op: str, size: int, sent: int, label: str) -> Record:
         return self.ledger.open(op, self.name, size, sent if self.world > 1 else 0, label, self.world)
 
-    def _handle(self, pending: Pending | None, record: Record) -> Handle:
+    def _handle(self, pending: PendingCollective | None, record: Record) -> Handle:
         if pending is None:
             self.ledger.close(record, 0.0)
             return Handle(None, None, self.ledger)

@@ -38,7 +38,7 @@ NO_LAUNCHER = "no launcher"
 
 
 @dataclass(frozen=True)
-class Place:
+class RankPlace:
     """Where one process stands in a job.
 
     Attributes:
@@ -100,7 +100,9 @@ _SCHEDULERS = (
 )
 
 
-def discover(env: Mapping[str, str] = os.environ, *, schedulers: bool = True, local_rank: int | None = None) -> Place:
+def discover(
+    env: Mapping[str, str] = os.environ, *, schedulers: bool = True, local_rank: int | None = None
+) -> RankPlace:
     """Tell this process's place from environment variables.
 
     Args:
@@ -123,7 +125,7 @@ def discover(env: Mapping[str, str] = os.environ, *, schedulers: bool = True, lo
     place = _from_torch_layout(env) or (_from_scheduler(env) if schedulers else None)
     if place is None:
         _refuse_leftovers(env)
-        place = Place(0, 1, 0, 1, LOOPBACK, 0, NO_LAUNCHER)
+        place = RankPlace(0, 1, 0, 1, LOOPBACK, 0, NO_LAUNCHER)
     if local_rank is not None and local_rank >= 0 and local_rank != place.local_rank:
         raise LaunchError(
             f"--local_rank={local_rank} contradicts the environment, in which {place.source} says local "
@@ -148,7 +150,7 @@ def is_loopback(host: str) -> bool:
         return False
 
 
-def _from_torch_layout(env: Mapping[str, str]) -> Place | None:
+def _from_torch_layout(env: Mapping[str, str]) -> RankPlace | None:
     """RANK, WORLD_SIZE and the rest, as torchrun sets them."""
     if "RANK" not in env and "WORLD_SIZE" not in env:
         return None
@@ -174,10 +176,10 @@ def _from_torch_layout(env: Mapping[str, str]) -> Place | None:
         )
     _check_local(local_rank, "LOCAL_RANK", local_size, size_name, world_size, "WORLD_SIZE")
     source = "torchrun or shardwise run" if "TORCHELASTIC_RUN_ID" in env else "the environment"
-    return Place(rank, world_size, local_rank, local_size, address, port, source)
+    return RankPlace(rank, world_size, local_rank, local_size, address, port, source)
 
 
-def _from_scheduler(env: Mapping[str, str]) -> Place | None:
+def _from_scheduler(env: Mapping[str, str]) -> RankPlace | None:
     """The first MPI or Slurm layout whose rank and size are both set."""
     for scheme in _SCHEDULERS:
         if scheme.rank not in env or scheme.world_size not in env:
@@ -201,7 +203,7 @@ def _from_scheduler(env: Mapping[str, str]) -> Place | None:
         _check_local(local_rank, scheme.local_rank, local_size, size_name, world_size, scheme.world_size)
         address = _scheduler_master(env, scheme, local_size == world_size)
         port = _port(env) if "MASTER_PORT" in env else None
-        return Place(rank, world_size, local_rank, local_size, address, port, scheme.source)
+        return RankPlace(rank, world_size, local_rank, local_size, address, port, scheme.source)
     return None
 
 

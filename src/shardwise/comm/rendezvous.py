@@ -24,7 +24,7 @@ from datetime import timedelta
 
 import torch.distributed as dist
 
-from shardwise.comm.environment import Place, is_loopback
+from shardwise.comm.environment import RankPlace, is_loopback
 from shardwise.compat import store_host
 from shardwise.errors import LaunchError
 
@@ -71,7 +71,7 @@ def serve(host: str, port: int, timeout: timedelta) -> dist.TCPStore:
     )
 
 
-def join(place: Place, port: int, timeout: timedelta, env: Mapping[str, str] = os.environ) -> dist.Store:
+def join(place: RankPlace, port: int, timeout: timedelta, env: Mapping[str, str] = os.environ) -> dist.Store:
     """The store of this process's job, with a prefix that no other process group of the job uses.
 
     Under an elastic agent that serves the store (torchrun, `shardwise run`) every rank connects to it;

@@ -25,7 +25,7 @@ import torch
 import torch.distributed as dist
 from torch.distributed.rendezvous import rendezvous
 
-from shardwise.comm.environment import NO_LAUNCHER, TORCH_LAYOUT, Place, discover
+from shardwise.comm.environment import NO_LAUNCHER, TORCH_LAYOUT, RankPlace, discover
 from shardwise.comm.groups import forget, made_well
 from shardwise.comm.meeting import meet
 from shardwise.comm.rendezvous import join, private_keys
@@ -213,7 +213,7 @@ def timeout_from_environment(env: Mapping[str, str] = os.environ) -> timedelta:
     return DEFAULT_TIMEOUT
 
 
-def _place(rank: int, world_size: int, schedulers: bool, init_method: str | None) -> Place:
+def _place(rank: int, world_size: int, schedulers: bool, init_method: str | None) -> RankPlace:
     """The launcher's word, joined with the arguments of a script that starts its own processes."""
     env = dict(os.environ)
     if rank >= 0:
@@ -238,7 +238,7 @@ def _place(rank: int, world_size: int, schedulers: bool, init_method: str | None
     return discover(env)
 
 
-def _backend(asked: str | None, place: Place) -> str:
+def _backend(asked: str | None, place: RankPlace) -> str:
     if asked is None:
         if not torch.cuda.is_available():
             return "gloo"
@@ -259,7 +259,7 @@ def _backend(asked: str | None, place: Place) -> str:
     return asked
 
 
-def _check_own_device(store: dist.Store, place: Place) -> None:
+def _check_own_device(store: dist.Store, place: RankPlace) -> None:
     """Refuse a process that sees one CUDA device, as if it were its own, which another process of the job has too."""
     device = torch.cuda.get_device_properties(0)
     # Not a count: a script may end its process group and start another, on a store that goes on.

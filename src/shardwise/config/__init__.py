@@ -8,7 +8,7 @@ to be looked up.
 
 from .arguments import config_arguments, config_path
 from .assume import assume
-from .export import Row, describe, effective, json_schema
+from .export import KeyRow, describe, effective, json_schema
 from .facts import Facts
 from .problems import Note
 from .read import load
@@ -18,9 +18,9 @@ from .schema import Config
 __all__ = [
     "Config",
     "Facts",
+    "KeyRow",
     "Note",
     "Resolution",
-    "Row",
     "assume",
     "config_arguments",
     "config_path",

@@ -14,7 +14,7 @@ from . import names
 from .facts import Facts
 from .problems import Note, Path, Problem, dotted
 from .scan import Scan, put
-from .schema.base import AUTO, Section
+from .schema.base import AUTO, ConfigSection
 from .schema.gradients import METHODS, canonical_method
 from .tree import Key, keys_of, takes_any_key
 
@@ -123,7 +123,7 @@ def _arguments(section: str, found: Scan) -> dict[str, Key] | None:
     kind = found.data[section].get("type")
     if not isinstance(kind, str):
         return None
-    model: type[Section] | None
+    model: type[ConfigSection] | None
     if section == "compression":
         method = canonical_method(kind)
         model = METHODS[method] if method is not None else None

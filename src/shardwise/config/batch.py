@@ -23,7 +23,7 @@ STEPS = "gradient_accumulation_steps"
 
 
 @dataclass(frozen=True)
-class Batch:
+class ResolvedBatch:
     """A solved batch equation; `reasons` says where each number that the user did not write came from."""
 
     train: int
@@ -32,7 +32,7 @@ class Batch:
     reasons: dict[str, str]
 
 
-def solve(config: Config, world_size: int, facts: Facts, found: Scan, document: Document) -> Batch | Problem:
+def solve(config: Config, world_size: int, facts: Facts, found: Scan, document: Document) -> ResolvedBatch | Problem:
     """Fill in what is missing of the three batch keys, or say why it cannot be done.
 
     Args:
@@ -74,7 +74,7 @@ def solve(config: Config, world_size: int, facts: Facts, found: Scan, document: 
         for name in values
         if sources.get(name, "the caller") == "the caller"
     }
-    return Batch(*solved, reasons)
+    return ResolvedBatch(*solved, reasons)
 
 
 def _fill(train: int | None, micro: int | None, steps: int | None, world: int) -> tuple[int, int, int] | None:

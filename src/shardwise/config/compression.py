@@ -11,8 +11,8 @@ from shardwise.errors import ConflictError
 
 from .problems import Problem, dotted
 from .scan import Scan
-from .schema.base import Section
-from .schema.gradients import DGC, METHODS, TopK, canonical_method
+from .schema.base import ConfigSection
+from .schema.gradients import METHODS, DGCOptions, TopKOptions, canonical_method
 from .schema.root import Config
 from .tree import advise, keys_of, nearest
 from .validate import message
@@ -31,7 +31,7 @@ def method_name(config: Config) -> str | None:
     return canonical_method(written) or written
 
 
-def method_parameters(config: Config) -> Section | None:
+def method_parameters(config: Config) -> ConfigSection | None:
     """Return the parameters of the configured method, defaults filled in, or None if compression is off.
 
     >>> from shardwise.config import resolve
@@ -65,7 +65,7 @@ def check_compression(config: Config, found: Scan) -> list[Problem]:
 def doubtful_compression(config: Config) -> list[str]:
     """Return settings that are allowed and probably not meant."""
     method = method_parameters(config)
-    if isinstance(method, TopK | DGC) and method.ratio >= 0.5:
+    if isinstance(method, TopKOptions | DGCOptions) and method.ratio >= 0.5:
         return [
             f"compression.params.ratio: an entry that is sent takes its value and 4 bytes for its position, so "
             f"{method.ratio:g} of them are no fewer bytes than the whole gradient"
@@ -73,12 +73,12 @@ def doubtful_compression(config: Config) -> list[str]:
     return []
 
 
-def _canonical(section: type[Section], params: dict[str, Any]) -> dict[str, Any]:
+def _canonical(section: type[ConfigSection], params: dict[str, Any]) -> dict[str, Any]:
     keys = keys_of(section)
     return {keys[name].name if name in keys else name: value for name, value in params.items()}
 
 
-def _parameters(section: type[Section], params: dict[str, Any], found: Scan) -> Iterator[Problem]:
+def _parameters(section: type[ConfigSection], params: dict[str, Any], found: Scan) -> Iterator[Problem]:
     path = ("compression", "params")
     keys = keys_of(section)
     spelled: dict[str, str] = {}

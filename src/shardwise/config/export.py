@@ -7,13 +7,13 @@ from typing import Any, NamedTuple
 
 from .compression import method_parameters
 from .resolve import Resolution
-from .schema.base import AUTO, Section
+from .schema.base import AUTO, ConfigSection
 from .schema.gradients import METHODS
 from .schema.root import Config
 from .tree import Key, keys_of, raw_json_schema, walk
 
 
-class Row(NamedTuple):
+class KeyRow(NamedTuple):
     """One line of `describe`: a key, its value, the default, and where the value came from."""
 
     path: str
@@ -47,7 +47,7 @@ def json_schema() -> dict[str, Any]:
     return schema
 
 
-def _parameters(name: str, method: type[Section]) -> dict[str, Any]:
+def _parameters(name: str, method: type[ConfigSection]) -> dict[str, Any]:
     """Say that `compression.params` are those of a method where `type` is its name, in any case."""
     params = raw_json_schema(method)
     _open_up(params, method)
@@ -56,13 +56,13 @@ def _parameters(name: str, method: type[Section]) -> dict[str, Any]:
     return {"if": chosen, "then": {"properties": {"params": params}}}
 
 
-def _sections(model: type[Section]) -> list[type[Section]]:
+def _sections(model: type[ConfigSection]) -> list[type[ConfigSection]]:
     """Every section class of the schema once, the root first."""
     children = [key.child for _, key in walk(model) if key.child is not None]
     return list(dict.fromkeys([model, *children]))
 
 
-def _open_up(target: dict[str, Any], model: type[Section]) -> None:
+def _open_up(target: dict[str, Any], model: type[ConfigSection]) -> None:
     """Let one object of the schema accept what the reader accepts beyond the canonical form."""
     properties = target.get("properties", {})
     for spelling, key in keys_of(model).items():
@@ -113,7 +113,7 @@ def effective(resolution: Resolution) -> dict[str, Any]:
     return values
 
 
-def _without_deprecated(values: dict[str, Any], model: type[Section]) -> dict[str, Any]:
+def _without_deprecated(values: dict[str, Any], model: type[ConfigSection]) -> dict[str, Any]:
     result: dict[str, Any] = {}
     keys = keys_of(model)
     for name, value in values.items():
@@ -126,14 +126,14 @@ def _without_deprecated(values: dict[str, Any], model: type[Section]) -> dict[st
     return result
 
 
-def describe(resolution: Resolution) -> list[Row]:
+def describe(resolution: Resolution) -> list[KeyRow]:
     """Return one row for every value that the user wrote or the library chose, in the order of the schema.
 
     `source` is `given`, `auto` (the user wrote "auto"), `derived` (the user wrote nothing, it follows from
     other keys) or `forwarded` (from a deprecated key).
     """
     reasons = {note.path: note.reason for note in resolution.notes}
-    rows: list[Row] = []
+    rows: list[KeyRow] = []
     for path, key in walk():
         dots = ".".join(path)
         if key.kind in ("section", "map", "list") or "*" in path or "[]" in path or key.replacement:
@@ -142,9 +142,9 @@ def describe(resolution: Resolution) -> list[Row]:
         if key.kind == "free":
             for name, item in (value or {}).items():
                 inner = f"{dots}.{name}"
-                rows.append(Row(inner, item, None, _source(inner, resolution), reasons.get(inner, "")))
+                rows.append(KeyRow(inner, item, None, _source(inner, resolution), reasons.get(inner, "")))
         elif dots in resolution.given or dots in reasons:
-            rows.append(Row(dots, value, key.default, _source(dots, resolution), reasons.get(dots, "")))
+            rows.append(KeyRow(dots, value, key.default, _source(dots, resolution), reasons.get(dots, "")))
     return rows
 
 

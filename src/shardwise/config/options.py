@@ -69,15 +69,15 @@ def checked(model: type[Model], values: Mapping[str, Any], at: str = "", name: s
     Raises:
         ConfigError: something is wrong with them; the message tells where, what, and the fix.
 
-    >>> from shardwise.config.schema.schedules import WarmupLR
-    >>> checked(WarmupLR, {"warmup_num_steps": 1e2}).warmup_num_steps
+    >>> from shardwise.config.schema.schedules import WarmupLRArguments
+    >>> checked(WarmupLRArguments, {"warmup_num_steps": 1e2}).warmup_num_steps
     100
-    >>> checked(WarmupLR, {"warmup_num_steps": -1})
+    >>> checked(WarmupLRArguments, {"warmup_num_steps": -1})
     Traceback (most recent call last):
         ...
     shardwise.errors.ConfigError: WarmupLR(warmup_num_steps=...): expected an integer >= 0, found -1 (integer)
     """
-    name = name or model.__name__
+    name = name or model.called()
     found = check(model, values, at or f"{name}({{}}=...)", name)
     if not isinstance(found, list):
         return found

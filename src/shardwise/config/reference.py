@@ -14,7 +14,7 @@ from pathlib import Path
 from typing import Any
 
 from .built import UNBUILT, UNHEARD
-from .schema.base import Section
+from .schema.base import ConfigSection
 from .schema.gradients import METHODS
 from .schema.optimizers import NATIVE_OPTIMIZERS
 from .schema.schedules import NATIVE_SCHEDULES
@@ -23,7 +23,7 @@ from .tree import Key, expected, walk
 BEGIN = "<!-- keys: made by python -m shardwise.config.reference -->"
 END = "<!-- end of keys -->"
 _HEAD = "| Key | Value, default | Meaning |\n|---|---|---|"
-_MODELS: dict[str, Mapping[str, type[Section]]] = {
+_MODELS: dict[str, Mapping[str, type[ConfigSection]]] = {
     "optimizer": NATIVE_OPTIMIZERS,
     "scheduler": NATIVE_SCHEDULES,
     "compression": METHODS,

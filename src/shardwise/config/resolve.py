@@ -13,7 +13,7 @@ from typing import Any
 
 from . import names
 from .auto import resolve_autos
-from .batch import MICRO, STEPS, TRAIN, Batch, solve
+from .batch import MICRO, STEPS, TRAIN, ResolvedBatch, solve
 from .built import check_built, unheard, value_at
 from .checks import check_combinations, check_worth_a_warning
 from .compression import check_compression, doubtful_compression, method_name
@@ -97,7 +97,7 @@ def resolve(source: Any, *, world_size: int = 1, facts: Facts | None = None) -> 
         *check_built(config, found),
     ]
     solved = solve(config, world_size, facts, found, document)
-    if isinstance(solved, Batch):
+    if isinstance(solved, ResolvedBatch):
         notes += _fill_batch(config, solved)
     elif not _explained(problems):
         problems.append(solved)
@@ -134,7 +134,7 @@ def _with_lines(problems: list[Problem], lines: dict[Path, int]) -> list[Problem
     return [replace(problem, line=by_path.get(problem.path)) for problem in problems]
 
 
-def _fill_batch(config: Config, batch: Batch) -> list[Note]:
+def _fill_batch(config: Config, batch: ResolvedBatch) -> list[Note]:
     config.train_batch_size = batch.train
     config.train_micro_batch_size_per_gpu = batch.micro
     config.gradient_accumulation_steps = batch.steps

@@ -12,7 +12,7 @@ from dataclasses import dataclass, field
 from typing import Any
 
 from .problems import LISTED, Path, Problem, dotted
-from .schema.base import AUTO, Section
+from .schema.base import AUTO, ConfigSection
 from .schema.root import Config
 from .tree import Key, advise, expected, keys_of, lookup, takes_any_key, walk
 
@@ -94,7 +94,7 @@ def _unfold(source: dict[str, Any], result: Scan) -> None:
 
 
 def _scan_section(
-    raw: dict[str, Any], section: type[Section], path: Path, spelled: Path, result: Scan
+    raw: dict[str, Any], section: type[ConfigSection], path: Path, spelled: Path, result: Scan
 ) -> dict[str, Any]:
     """Return a copy of one section with canonical names, recursing into subsections."""
     keys = keys_of(section)

@@ -14,7 +14,7 @@ from typing import Annotated, Any, Literal, Union, get_args, get_origin
 from pydantic.fields import FieldInfo
 
 from .problems import Path, dotted
-from .schema.base import AUTO, DEPRECATED_FOR, FREE_FORM, IN_WORDS, NO_EFFECT, OTHER_NAMES, Section
+from .schema.base import AUTO, DEPRECATED_FOR, FREE_FORM, IN_WORDS, NO_EFFECT, OTHER_NAMES, ConfigSection
 from .schema.root import Config
 
 RETIRED: dict[str, str] = {
@@ -47,9 +47,9 @@ class Key:
 
     name: str
     field: FieldInfo
-    owner: type[Section]
+    owner: type[ConfigSection]
     kind: Literal["value", "section", "map", "list", "free"]
-    child: type[Section] | None
+    child: type[ConfigSection] | None
 
     @property
     def extra(self) -> dict[str, Any]:
@@ -88,11 +88,11 @@ def _has_auto(annotation: Any) -> bool:
     return any(_has_auto(argument) for argument in get_args(annotation))
 
 
-def _shape(annotation: Any) -> tuple[str, type[Section] | None]:
+def _shape(annotation: Any) -> tuple[str, type[ConfigSection] | None]:
     """Find the section class inside `X | None`, `Annotated[X, ...]`, `dict[str, X]` or `list[X]`."""
     origin, arguments = get_origin(annotation), get_args(annotation)
     # In Python 3.10 list[int] counts as a class, so the origin is looked at first.
-    if origin is None and isinstance(annotation, type) and issubclass(annotation, Section):
+    if origin is None and isinstance(annotation, type) and issubclass(annotation, ConfigSection):
         return "section", annotation
     if origin is Annotated:
         return _shape(arguments[0])
@@ -109,7 +109,7 @@ def _shape(annotation: Any) -> tuple[str, type[Section] | None]:
 
 
 @cache
-def keys_of(section: type[Section]) -> dict[str, Key]:
+def keys_of(section: type[ConfigSection]) -> dict[str, Key]:
     """Every accepted spelling in a section -> its key."""
     table: dict[str, Key] = {}
     for name, info in section.model_fields.items():
@@ -123,12 +123,12 @@ def keys_of(section: type[Section]) -> dict[str, Key]:
     return table
 
 
-def takes_any_key(section: type[Section]) -> bool:
+def takes_any_key(section: type[ConfigSection]) -> bool:
     """Whether a section passes unknown keys on to somebody else's library."""
     return section.model_config.get("extra") == "allow"
 
 
-def walk(section: type[Section] = Config, path: tuple[str, ...] = ()) -> Iterator[tuple[tuple[str, ...], Key]]:
+def walk(section: type[ConfigSection] = Config, path: tuple[str, ...] = ()) -> Iterator[tuple[tuple[str, ...], Key]]:
     """Yield every key of the schema with its path; `*` stands for a free name, `[]` for a list index."""
     for spelling, key in keys_of(section).items():
         if spelling != key.name:
@@ -142,7 +142,7 @@ def walk(section: type[Section] = Config, path: tuple[str, ...] = ()) -> Iterato
 
 def lookup(path: str) -> Key:
     """The key at a dotted path of canonical names. Raises `KeyError` if the schema has none."""
-    section: type[Section] | None = Config
+    section: type[ConfigSection] | None = Config
     key: Key | None = None
     for name in path.split("."):
         if section is None:
@@ -180,7 +180,7 @@ def nearest(name: str, candidates: list[str], cutoff: float = 0.6) -> str | None
     return table[found[0]] if found else None
 
 
-def advise(section: type[Section], path: Path, name: str) -> str:
+def advise(section: type[ConfigSection], path: Path, name: str) -> str:
     """Say what the user may have meant by an unknown key."""
     retired = RETIRED.get(dotted((*path, name)))
     if retired:
@@ -214,12 +214,12 @@ def _belongs(paths: tuple[str, ...]) -> str:
 
 
 @cache
-def _properties(section: type[Section]) -> tuple[dict[str, Any], dict[str, Any]]:
+def _properties(section: type[ConfigSection]) -> tuple[dict[str, Any], dict[str, Any]]:
     schema = raw_json_schema(section)
     return schema.get("properties", {}), schema.get("$defs", {})
 
 
-def raw_json_schema(section: type[Section]) -> dict[str, Any]:
+def raw_json_schema(section: type[ConfigSection]) -> dict[str, Any]:
     """The JSON Schema of a section in canonical form."""
     schema: dict[str, Any] = _standard(section.model_json_schema())
     return schema

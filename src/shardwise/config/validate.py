@@ -16,7 +16,7 @@ from pydantic import ValidationError
 
 from .problems import Note, Path, Problem, dotted
 from .scan import Scan, put
-from .schema.base import Section
+from .schema.base import ConfigSection
 from .schema.root import Config
 from .tree import Key, expected, keys_of, nearest
 
@@ -89,7 +89,7 @@ def _meant(key: Key, value: Any) -> Any:
 def _place(loc: tuple[int | str, ...]) -> Path:
     """Cut pydantic's location at the key: what follows are alternatives of a union or indices in a list."""
     path: list[int | str] = []
-    section: type[Section] | None = Config
+    section: type[ConfigSection] | None = Config
     parts = iter(loc)
     for part in parts:
         key = keys_of(section).get(str(part)) if section is not None else None
@@ -106,7 +106,7 @@ def _place(loc: tuple[int | str, ...]) -> Path:
 
 
 def _key(path: Path) -> Key:
-    section: type[Section] = Config
+    section: type[ConfigSection] = Config
     key: Key | None = None
     for part in path:
         found = keys_of(section).get(part) if isinstance(part, str) else None

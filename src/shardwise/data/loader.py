@@ -18,7 +18,7 @@ import torch
 from torch.utils.data import IterableDataset
 
 from shardwise.data.fetch import mixed_seed
-from shardwise.data.sources import Indexed, Share, Source, Streamed, own_sampler
+from shardwise.data.sources import Indexed, SampleSource, Share, Streamed, own_sampler
 from shardwise.errors import CheckpointError, ConfigError
 
 _log = logging.getLogger("shardwise")
@@ -93,7 +93,7 @@ class EngineDataLoader:
             # state, and a resumed run would go on with other random numbers than an uninterrupted one.
             "generator": self._generator,
         }
-        self._source: Source
+        self._source: SampleSource
         if isinstance(dataset, IterableDataset):
             if data_sampler is not None:
                 raise ConfigError(

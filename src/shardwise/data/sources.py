@@ -45,7 +45,7 @@ class Share:
         return samples // self.batch_size if self.drop_last else -(-samples // self.batch_size)
 
 
-class Source(ABC):
+class SampleSource(ABC):
     """Batches from any position of any epoch.
 
     Attributes:
@@ -97,7 +97,7 @@ class Source(ABC):
         return seen // self.share.world_size
 
 
-class Indexed(Source):
+class Indexed(SampleSource):
     """A map-style dataset and a sampler, ours or the user's."""
 
     def __init__(self, dataset: Any, sampler: Any, share: Share, options: Mapping[str, Any]) -> None:
@@ -194,7 +194,7 @@ class Indexed(Source):
             position += step
 
 
-class Streamed(Source):
+class Streamed(SampleSource):
     """An iterable dataset, read by every rank in full, or one that yields each rank its own samples."""
 
     def __init__(self, dataset: Any, share: Share, options: Mapping[str, Any]) -> None:

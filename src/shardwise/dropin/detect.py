@@ -18,7 +18,7 @@ UNKNOWN = "of unknown version"
 
 
 @dataclass(frozen=True)
-class Found:
+class Detected:
     """A package `deepspeed` that could be imported.
 
     Attributes:
@@ -32,12 +32,12 @@ class Found:
     place: str
 
 
-def installed() -> list[Found]:
+def installed() -> list[Detected]:
     """Return the packages `deepspeed` that are installed; the first is the one that is imported.
 
     Nothing of them is run. What `shardwise.install_as_deepspeed` has put before them is not among them.
     """
-    found: dict[str, Found] = {}
+    found: dict[str, Detected] = {}
     for finder in sys.meta_path:
         if finder is PathFinder:
             for entry in dict.fromkeys(path or os.getcwd() for path in sys.path):
@@ -48,14 +48,14 @@ def installed() -> list[Found]:
     return list(found.values())
 
 
-def _note(found: dict[str, Found], spec: ModuleSpec | None, entry: str | None) -> None:
+def _note(found: dict[str, Detected], spec: ModuleSpec | None, entry: str | None) -> None:
     if spec is None or spec.origin is None or not os.path.isfile(spec.origin):
         return
     place = os.path.dirname(os.path.abspath(spec.origin))
     source = Path(spec.origin).read_text(encoding="utf-8", errors="replace")
     kind = DROP_IN if "shardwise.dropin" in source else REAL
     path = {} if entry is None else {"path": [entry]}
-    found.setdefault(place, Found(kind, _version(path), place))
+    found.setdefault(place, Detected(kind, _version(path), place))
 
 
 def _version(path: dict[str, list[str]]) -> str:

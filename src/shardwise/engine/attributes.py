@@ -41,7 +41,7 @@ class _OfOptimizer:
         return getattr(holder, self._name)  # an AttributeError leads to the engine's own message
 
 
-class Attributes:
+class EngineAttributes:
     """Mixin of `Engine`: read-only facts, each derived from what the engine is made of.
 
     Attributes:

@@ -17,7 +17,7 @@ from shardwise.utils.logging import logger
 
 if TYPE_CHECKING:
     from shardwise.checkpoint.collect import TrainingState
-    from shardwise.checkpoint.save import Request
+    from shardwise.checkpoint.save import SaveRequest
     from shardwise.comm.communicator import Communicator
     from shardwise.config import Resolution
     from shardwise.memory import Accountant
@@ -105,7 +105,7 @@ class BackgroundSaving:
             )
         return waited
 
-    def _save_in_background(self, request: Request, state: TrainingState, begun: float, waited: float) -> None:
+    def _save_in_background(self, request: SaveRequest, state: TrainingState, begun: float, waited: float) -> None:
         if self._saving is None:
             ranks = os.environ.get("LOCAL_WORLD_SIZE") or os.environ.get("LOCAL_SIZE") or self._comm.world
             told = _tell if self._comm.rank == 0 and self._shows_statistics() else None

@@ -24,7 +24,7 @@ from shardwise.comm.setup import init_distributed, local_rank
 from shardwise.config import Facts, Resolution, config_arguments, config_path, resolve
 from shardwise.config.compression import method_parameters
 from shardwise.config.export import effective
-from shardwise.config.schema.gradients import DGC
+from shardwise.config.schema.gradients import DGCOptions
 from shardwise.data import EngineDataLoader
 from shardwise.device import choose_device
 from shardwise.engine.engine import Engine
@@ -409,7 +409,7 @@ def _step_parameters(optimizer: torch.optim.Optimizer, resolution: Resolution, s
 def _check_momentum(settings: Any, optimizer: torch.optim.Optimizer) -> None:
     """Warn of a method that applies momentum before it sends, under an optimizer that applies its own after."""
     method = method_parameters(settings)
-    if not isinstance(method, DGC) or method.momentum == 0:
+    if not isinstance(method, DGCOptions) or method.momentum == 0:
         return
     for number, group in enumerate(optimizer.param_groups):
         own = {name: group[name] for name in ("momentum", "betas") if name in group}

@@ -20,7 +20,7 @@ from shardwise.checkpoint.collect import TrainingState
 from shardwise.checkpoint.load import Loaded, Options, find, read
 from shardwise.checkpoint.manifest import Manifest, name_of
 from shardwise.checkpoint.report import LoadReport
-from shardwise.checkpoint.save import Request, save
+from shardwise.checkpoint.save import SaveRequest, save
 from shardwise.checkpoint.selection import Patterns, Rename, Selection
 from shardwise.checkpoint.weightfiles import parse_size
 from shardwise.config import effective
@@ -153,7 +153,7 @@ class Checkpointing(BackgroundSaving):
         background = config.checkpoint.in_background if asynchronous is None else bool(asynchronous)
         with phase(self._comm, self.device, "save_checkpoint") as begun:
             parent = directory.check_directory(save_dir, "save_dir")
-            request = Request(
+            request = SaveRequest(
                 directory=parent,
                 tag=directory.check_tag(f"global_step{self.global_steps}" if tag is None else tag),
                 latest=save_latest,

@@ -25,7 +25,7 @@ from shardwise.comm.ledger import user_line
 from shardwise.compat import never_compiled, transforming
 from shardwise.config import Resolution
 from shardwise.device import Later
-from shardwise.engine.attributes import Attributes
+from shardwise.engine.attributes import EngineAttributes
 from shardwise.engine.batch import BatchSizes
 from shardwise.engine.exhausted import explained, explaining
 from shardwise.engine.faults import FaultTolerance
@@ -108,7 +108,7 @@ class _Prepared:
     applied: bool = False
 
 
-class Engine(Attributes, BatchSizes, ConfigGetters, Interchange, FaultTolerance, MemoryReporting, nn.Module):
+class Engine(EngineAttributes, BatchSizes, ConfigGetters, Interchange, FaultTolerance, MemoryReporting, nn.Module):
     """A model, its optimizer and its schedule, sharded as the configuration says. Made by `shardwise.initialize`.
 
     Attributes:

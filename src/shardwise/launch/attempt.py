@@ -14,7 +14,7 @@ from pathlib import Path
 
 from shardwise.launch.cores import Cores
 from shardwise.launch.failure import Failure, first_failure
-from shardwise.launch.output import Channel, Pump, Screen, Tags, is_raw, open_log, open_pipe, prefix
+from shardwise.launch.output import OutputChannel, Pump, Screen, Tags, is_raw, open_log, open_pipe, prefix
 from shardwise.launch.processes import Gang, Streams, Worker
 
 DRAIN_S = 2.0
@@ -70,7 +70,7 @@ class Attempt:
         self._display = display
         self._uninterrupted = uninterrupted
         self._error_files = {rank: scratch / f"attempt_{number}_rank_{rank}.json" for rank in argv}
-        self._channels: dict[int, tuple[Channel, Channel]] = {}
+        self._channels: dict[int, tuple[OutputChannel, OutputChannel]] = {}
         self._started = time.time()
         workers = []
         for rank in argv:
@@ -145,10 +145,10 @@ class Attempt:
     def _open(self, rank: int, terminal: bool, descriptor: int) -> tuple[int, int]:
         return open_pipe(descriptor if is_raw(self._display.tags, rank, terminal) else None)
 
-    def _channel(self, rank: int, stream: str) -> Channel:
+    def _channel(self, rank: int, stream: str) -> OutputChannel:
         display = self._display
         screen, terminal = (display.out, sys.stdout.isatty()) if stream == "out" else (display.err, sys.stderr.isatty())
-        return Channel(
+        return OutputChannel(
             rank,
             screen,
             prefix(display.tags, rank, len(self._error_files)),

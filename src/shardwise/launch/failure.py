@@ -18,7 +18,7 @@ from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, replace
 from pathlib import Path
 
-from shardwise.launch.output import Channel
+from shardwise.launch.output import OutputChannel
 from shardwise.launch.processes import Exit
 
 LAST_LINES = 20
@@ -125,7 +125,7 @@ class Failure:
 
 def first_failure(
     exits: Mapping[int, Exit],
-    errors: Mapping[int, Channel],
+    errors: Mapping[int, OutputChannel],
     error_files: Mapping[int, Path],
     started: float,
     stop_began: float,

@@ -96,7 +96,7 @@ class LineCutter:
         return [(rest, False)] if rest else []
 
 
-class Channel:
+class OutputChannel:
     """One stream of one worker.
 
     Args:
@@ -223,7 +223,7 @@ class Pump:
         self._thread = threading.Thread(target=self._run, name="output", daemon=True)
         self._thread.start()
 
-    def add(self, descriptor: int, channel: Channel) -> None:
+    def add(self, descriptor: int, channel: OutputChannel) -> None:
         """Read `descriptor` into `channel` until its end, then close both."""
         os.set_blocking(descriptor, False)
         self._selector.register(descriptor, selectors.EVENT_READ, channel)
@@ -244,7 +244,7 @@ class Pump:
             for key, _ in self._selector.select(timeout=0.05):
                 self._read(key.fd, key.data)
 
-    def _read(self, descriptor: int, channel: Channel) -> None:
+    def _read(self, descriptor: int, channel: OutputChannel) -> None:
         try:
             data = os.read(descriptor, CHUNK)
         except BlockingIOError:
@@ -256,7 +256,7 @@ class Pump:
         else:
             self._finish(descriptor, channel)
 
-    def _finish(self, descriptor: int, channel: Channel) -> None:
+    def _finish(self, descriptor: int, channel: OutputChannel) -> None:
         self._selector.unregister(descriptor)
         os.close(descriptor)
         channel.close()

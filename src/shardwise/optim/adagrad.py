@@ -53,7 +53,7 @@ class Adagrad(ElementwiseOptimizer):
         state_dtype: torch.dtype | None = None,
         seed: int = 0,
     ) -> None:
-        called(schema.Adagrad, locals(), name=type(self).__name__)
+        called(schema.AdagradArguments, locals(), name=type(self).__name__)
         defaults = {
             "lr": lr,
             "lr_decay": lr_decay,

@@ -58,7 +58,7 @@ class Adam(ElementwiseOptimizer):
         state_dtype: torch.dtype | None = None,
         seed: int = 0,
     ) -> None:
-        called(schema.Adam, locals(), name=type(self).__name__)
+        called(schema.AdamArguments, locals(), name=type(self).__name__)
         defaults = {
             "lr": lr,
             "betas": tuple(betas),

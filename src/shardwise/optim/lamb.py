@@ -63,7 +63,7 @@ class Lamb(Layerwise):
         min_coeff: float = 0.01,
         amsgrad: bool = False,
     ) -> None:
-        called(schema.Lamb, locals())
+        called(schema.LambArguments, locals())
         defaults = {
             "lr": lr,
             "bias_correction": bias_correction,

@@ -54,7 +54,7 @@ class Lion(ElementwiseOptimizer):
         state_dtype: torch.dtype | None = None,
         seed: int = 0,
     ) -> None:
-        called(schema.Lion, locals(), name=type(self).__name__)
+        called(schema.LionArguments, locals(), name=type(self).__name__)
         defaults = {"lr": lr, "betas": tuple(betas), "weight_decay": weight_decay}
         super().__init__(params, defaults, rounding=rounding, state_dtype=state_dtype, seed=seed)
 

@@ -154,7 +154,7 @@ class Muon(torch.optim.Optimizer):
         adam_w_mode: bool = True,
         torch_adam: bool = False,
     ) -> None:
-        found = called(schema.Muon, locals())
+        found = called(schema.MuonArguments, locals())
         self._lrs = {
             True: next(rate for rate in (muon_lr, lr, MUON_LR) if rate is not None),
             False: next(rate for rate in (adam_lr, lr, ADAM_LR) if rate is not None),
@@ -185,7 +185,7 @@ class Muon(torch.optim.Optimizer):
         if param_group.get("lr") is None:
             param_group["lr"] = self._lrs[flag]
         group = {**self.defaults, **param_group}
-        param_group["ns_steps"] = called(schema.Muon, group).ns_steps
+        param_group["ns_steps"] = called(schema.MuonArguments, group).ns_steps
         super().add_param_group(param_group)
         if flag:
             for parameter in param_group["params"]:

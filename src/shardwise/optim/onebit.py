@@ -148,7 +148,7 @@ class OnebitAdam(_Adam):
         cuda_aware: bool = False,
         comm_backend_name: str = "nccl",
     ) -> None:
-        found = _checked(schema.OnebitAdam, locals())
+        found = _checked(schema.OnebitAdamArguments, locals())
         self.freeze_step = found.freeze_step
         super().__init__(params, _common(lr, betas, eps, weight_decay, bias_correction))
 
@@ -230,7 +230,7 @@ class OnebitLamb(Communicating):
         cuda_aware: bool = False,
         comm_backend_name: str = "nccl",
     ) -> None:
-        found = _checked(schema.OnebitLamb, locals())
+        found = _checked(schema.OnebitLambArguments, locals())
         self.freeze_step = found.freeze_step
         self.coefficients = (min_coeff, max_coeff)
         self.coeff_beta = coeff_beta
@@ -473,7 +473,7 @@ class ZeroOneAdam(_Adam):
         cuda_aware: bool = False,
         comm_backend_name: str = "nccl",
     ) -> None:
-        found = _checked(schema.ZeroOneAdam, locals())
+        found = _checked(schema.ZeroOneAdamArguments, locals())
         self.var_freeze_step = found.var_freeze_step
         self.var_update_scaler = found.var_update_scaler
         self.local_step_scaler = found.local_step_scaler

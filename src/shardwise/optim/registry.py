@@ -85,7 +85,7 @@ def build(
         return _from_mup(name, params, given)
     if isinstance(found, schema.Elementwise):
         return _elementwise(name, found, params, given, device, parameter_dtype)
-    if isinstance(found, schema.Muon):
+    if isinstance(found, schema.MuonArguments):
         return _muon(_muon_groups(params, named), given, device)
     return _construct(_OURS.get(name.lower()) or torch_optimizers()[canonical_optimizer(name)], params, given, device)
 
@@ -113,7 +113,7 @@ def _elementwise(
     """Build Adam, Adagrad or Lion: ours, or torch's if an option asks for that. Weight decay is 0 by default."""
     if "set_grad_none" in given:
         _log.info("optimizer.params.set_grad_none changes nothing: the engine owns the gradients and frees them")
-    if isinstance(found, schema.Adam):
+    if isinstance(found, schema.AdamArguments):
         cls: type[torch.optim.Optimizer] = AdamW if found.adam_w_mode else Adam
     else:
         cls = _OURS[name.lower()]
@@ -124,7 +124,7 @@ def _elementwise(
     options = {"weight_decay": 0.0, **{key: given[key] for key in given if key in inspect.signature(cls).parameters}}
     if plain and not found.fp32_optimizer_states:
         options["state_dtype"] = _narrow_states(params, parameter_dtype)
-    if not plain and isinstance(found, schema.Adam) and found.leaves_implementation():
+    if not plain and isinstance(found, schema.AdamArguments) and found.leaves_implementation():
         reason = _fused_refusal(cls, params, device)
         options["fused"] = None if reason else True
         if reason:

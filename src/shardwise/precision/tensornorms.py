@@ -20,7 +20,7 @@ NORMS = "shardwise_norms"
 
 
 @dataclass(frozen=True)
-class Run:
+class TensorRun:
     """Elements `[start, stop)` of a flat parameter of the optimizer that belong to one tensor.
 
     Attributes:
@@ -62,8 +62,8 @@ class TensorNorms:
     def __init__(
         self,
         groups: Sequence[Sequence[int]],
-        runs: Mapping[torch.Tensor, Sequence[Run]],
-        counted: Sequence[tuple[torch.Tensor, Run]],
+        runs: Mapping[torch.Tensor, Sequence[TensorRun]],
+        counted: Sequence[tuple[torch.Tensor, TensorRun]],
         *,
         wide: Iterable[int] = (),
         device: torch.device,
@@ -95,7 +95,7 @@ class TensorNorms:
         every = [parameter for group in groups for parameter in group["params"]]
         number = {id(parameter): place for place, parameter in enumerate(every)}
         present = [p for p in every if p.grad is not None or not p.requires_grad]
-        runs = {p: [Run(number[id(p)], 0, p.numel())] for p in present}
+        runs = {p: [TensorRun(number[id(p)], 0, p.numel())] for p in present}
         return cls(
             [[number[id(p)] for p in group["params"]] for group in groups],
             runs,
@@ -113,7 +113,7 @@ class TensorNorms:
         """Return the numbers of all tensors of a parameter group."""
         return self._members[group]
 
-    def runs(self, parameter: torch.Tensor) -> tuple[Run, ...]:
+    def runs(self, parameter: torch.Tensor) -> tuple[TensorRun, ...]:
         """Return what lies in a parameter of the optimizer."""
         return self._runs[parameter]
 

@@ -120,7 +120,7 @@ class LRRangeTest(StepSchedule):
     """
 
     _after = 1
-    _given: schema.LRRangeTest
+    _given: schema.LRRangeTestArguments
 
     def __init__(
         self,
@@ -131,7 +131,7 @@ class LRRangeTest(StepSchedule):
         lr_range_test_staircase: bool = False,
         last_batch_iteration: int = -1,
     ) -> None:
-        self._given = called(schema.LRRangeTest, locals(), ARGUMENT)
+        self._given = called(schema.LRRangeTestArguments, locals(), ARGUMENT)
         super().__init__(optimizer, last_batch_iteration)
 
     @property
@@ -186,7 +186,7 @@ class OneCycle(StepSchedule):
     """
 
     _after = 1
-    _given: schema.OneCycle
+    _given: schema.OneCycleArguments
 
     def __init__(
         self,
@@ -205,7 +205,7 @@ class OneCycle(StepSchedule):
         decay_mom_rate: float = 0.0,
         last_batch_iteration: int = -1,
     ) -> None:
-        self._given = called(schema.OneCycle, locals(), ARGUMENT)
+        self._given = called(schema.OneCycleArguments, locals(), ARGUMENT)
         if self._given.cycle_momentum and not all(map(has_momentum, optimizer.param_groups)):
             _log.warning(
                 "scheduler.params.cycle_momentum: %s has neither `betas` nor `momentum`%s, so there is no momentum to "

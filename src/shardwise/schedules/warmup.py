@@ -118,7 +118,7 @@ class WarmupLR(_Warmup):
     [0.3]
     """
 
-    _given: schema.WarmupLR
+    _given: schema.WarmupLRArguments
 
     def __init__(
         self,
@@ -129,7 +129,7 @@ class WarmupLR(_Warmup):
         warmup_type: str = "log",
         last_batch_iteration: int = -1,
     ) -> None:
-        self._given = called(schema.WarmupLR, locals(), ARGUMENT)
+        self._given = called(schema.WarmupLRArguments, locals(), ARGUMENT)
         super().__init__(optimizer, last_batch_iteration)
 
     @property
@@ -179,7 +179,7 @@ class WarmupDecayLR(WarmupLR):
         warmup_type: str = "log",
         last_batch_iteration: int = -1,
     ) -> None:
-        self._total = _total_steps(called(schema.WarmupDecayLR, locals(), ARGUMENT))
+        self._total = _total_steps(called(schema.WarmupDecayLRArguments, locals(), ARGUMENT))
         super().__init__(optimizer, warmup_min_lr, warmup_max_lr, warmup_num_steps, warmup_type, last_batch_iteration)
 
     @property
@@ -208,7 +208,7 @@ class WarmupCosineLR(_Warmup):
         ConfigError: a value has no meaning.
     """
 
-    _given: schema.WarmupCosineLR
+    _given: schema.WarmupCosineLRArguments
 
     def __init__(
         self,
@@ -220,7 +220,7 @@ class WarmupCosineLR(_Warmup):
         warmup_type: str = "log",
         last_batch_iteration: int = -1,
     ) -> None:
-        self._given = called(schema.WarmupCosineLR, locals(), ARGUMENT)
+        self._given = called(schema.WarmupCosineLRArguments, locals(), ARGUMENT)
         _total_steps(self._given)
         super().__init__(optimizer, last_batch_iteration)
 
@@ -260,7 +260,7 @@ class WarmupCosineLR(_Warmup):
         return own_lr * self.fraction(step)
 
 
-def _total_steps(given: schema.WarmupDecayLR | schema.WarmupCosineLR) -> int:
+def _total_steps(given: schema.WarmupDecayLRArguments | schema.WarmupCosineLRArguments) -> int:
     """Return the length of the schedule, and warn if the warm-up is longer."""
     if given.total_num_steps < given.warmup_num_steps:
         _log.warning(

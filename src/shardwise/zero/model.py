@@ -41,7 +41,7 @@ from shardwise.zero.passes.rows import find_tables
 from shardwise.zero.passes.sidechannel import SideChannel
 from shardwise.zero.passes.sums import GradientSums
 from shardwise.zero.units import released
-from shardwise.zero.units.layout import Piece, lay_out
+from shardwise.zero.units.layout import ShardSlice, lay_out
 from shardwise.zero.units.partition import find_units
 from shardwise.zero.units.plan import Plan
 from shardwise.zero.units.unit import SectionMemory, Unit, UnitState
@@ -555,8 +555,8 @@ class ShardedModel:
                 ranges[index] = [(piece.start, piece.stop) for piece in own]
         return ranges
 
-    def _own_pieces(self) -> dict[int, tuple[SectionMemory, list[Piece]]]:
-        found: dict[int, tuple[SectionMemory, list[Piece]]] = {}
+    def _own_pieces(self) -> dict[int, tuple[SectionMemory, list[ShardSlice]]]:
+        found: dict[int, tuple[SectionMemory, list[ShardSlice]]] = {}
         for unit in self.units:
             for section in unit.sections:
                 found.update((slot.index, (section, [])) for slot in section.layout.slots)

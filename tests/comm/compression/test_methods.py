@@ -55,7 +55,7 @@ def rounds(
 
 
 def make(cls: Any, comm: Loopback, **parameters: Any) -> Any:
-    section = {TopK: gradients.TopK, DGC: gradients.DGC, PowerSGD: gradients.PowerSGD}[cls]
+    section = {TopK: gradients.TopKOptions, DGC: gradients.DGCOptions, PowerSGD: gradients.PowerSGDOptions}[cls]
     return cls(section(start_compressing_after_step=0, **parameters), comm, lambda _: None)
 
 
@@ -341,7 +341,7 @@ def test_the_plan_of_a_warm_up_covers_every_step() -> None:
 
     def run(comm: Loopback) -> None:
         held: list[torch.Tensor] = []
-        method = DGC(gradients.DGC(ratio=0.01, warmup_steps=40), comm, held.append)
+        method = DGC(gradients.DGCOptions(ratio=0.01, warmup_steps=40), comm, held.append)
         out = torch.zeros(NUMEL)
         own = out.view(comm.world, -1)[comm.rank]
         needed = []
@@ -375,7 +375,7 @@ def test_bytes_are_those_that_are_planned(cls: Any, options: dict[str, Any], hal
 
     def run(comm: Loopback) -> None:
         held: dict[int, torch.Tensor] = {}
-        section = {TopK: gradients.TopK, DGC: gradients.DGC, PowerSGD: gradients.PowerSGD}[cls]
+        section = {TopK: gradients.TopKOptions, DGC: gradients.DGCOptions, PowerSGD: gradients.PowerSGDOptions}[cls]
         parameters = section(start_compressing_after_step=0, **options)
         method = cls(parameters, comm, lambda tensor: held.setdefault(id(tensor), tensor))
         _, kept = rounds(comm, method, whole, [1], dtype=dtype)

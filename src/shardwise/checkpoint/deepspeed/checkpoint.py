@@ -13,16 +13,16 @@ from shardwise.checkpoint.deepspeed import training
 from shardwise.checkpoint.deepspeed.directory import Files, check_ranks, find_files
 from shardwise.checkpoint.deepspeed.files import TorchFile
 from shardwise.checkpoint.deepspeed.layout import (
-    Layout,
+    DeepSpeedLayout,
+    DeepSpeedPiece,
     Opened,
-    Piece,
     divided_parameters,
     flat_partitions,
     names_of_numbers,
     numbered_states,
 )
 from shardwise.checkpoint.manifest import BUFFER, OPTIMIZER, PARAMETER, Manifest, Slice, StoredTensor, name_of, outline
-from shardwise.checkpoint.reader import Checkpoint, Place, Run
+from shardwise.checkpoint.reader import Checkpoint, FilePlace, Run
 from shardwise.checkpoint.tensorfile import FileFacts
 from shardwise.errors import CheckpointError
 
@@ -112,7 +112,7 @@ class DeepSpeedCheckpoint(Checkpoint):
         model = self._model_states(first)
         world = self._world(model, files)
         models = [model]
-        layout = Layout()
+        layout = DeepSpeedLayout()
         scaler: Any = None
         if files.optimizer or files.model or model["param_shapes"] is not None:
             ranks = self._optimizer_states(files, world)
@@ -240,7 +240,7 @@ class DeepSpeedCheckpoint(Checkpoint):
         )
 
     def _module(
-        self, model: Mapping[str, Any], files: Files, models: Sequence[Mapping[str, Any]], layout: Layout
+        self, model: Mapping[str, Any], files: Files, models: Sequence[Mapping[str, Any]], layout: DeepSpeedLayout
     ) -> list[StoredTensor]:
         """Add buffers and frozen parameters; return all parameters, without slices where the values are elsewhere."""
         first = files.shared or files.model[0]
@@ -276,10 +276,12 @@ class DeepSpeedCheckpoint(Checkpoint):
             if self.stage == 3:
                 self._add_divided(tensor, files, models)
             else:
-                self._add_stored(tensor, [Piece(0, tensor.numel, module[tensor.name].reshape(-1), first)])
+                self._add_stored(tensor, [DeepSpeedPiece(0, tensor.numel, module[tensor.name].reshape(-1), first)])
         return parameters
 
-    def _parameter(self, name: str, value: torch.Tensor, frozen: Mapping[str, Any], layout: Layout) -> StoredTensor:
+    def _parameter(
+        self, name: str, value: torch.Tensor, frozen: Mapping[str, Any], layout: DeepSpeedLayout
+    ) -> StoredTensor:
         shape = layout.shapes.get(
             name, tuple(frozen[name]) if self.stage == 3 and name in frozen else tuple(value.shape)
         )
@@ -314,7 +316,7 @@ class DeepSpeedCheckpoint(Checkpoint):
                     f"{os.path.join(self.path, files.model[rank])}: frozen parameter {tensor.name!r}: expected "
                     f"{last - first} elements, found {values.numel()}"
                 )
-            pieces.append(Piece(first, last, values.reshape(-1)[: last - first], files.model[rank]))
+            pieces.append(DeepSpeedPiece(first, last, values.reshape(-1)[: last - first], files.model[rank]))
         self._add_stored(tensor, [piece for piece in pieces if piece.stop > piece.start])
 
     def _add_buffer(self, name: str, first: str, models: Sequence[Mapping[str, Any]], files: Files) -> None:
@@ -327,13 +329,15 @@ class DeepSpeedCheckpoint(Checkpoint):
                 continue
             described = StoredTensor(name, BUFFER, tuple(value.shape), name_of(value.dtype), (), rank=rank or None)
             file = files.model[rank] if files.model else first
-            self._add_stored(described, [Piece(0, value.numel(), value.reshape(-1), file)])
+            self._add_stored(described, [DeepSpeedPiece(0, value.numel(), value.reshape(-1), file)])
 
-    def _stage_0(self, file: str, model: Mapping[str, Any], whole: Sequence[StoredTensor]) -> tuple[Layout, Any]:
+    def _stage_0(
+        self, file: str, model: Mapping[str, Any], whole: Sequence[StoredTensor]
+    ) -> tuple[DeepSpeedLayout, Any]:
         """Return what the optimizer of stage 0 holds, if its parameters can be told."""
         wrapped = model["optimizer"]
         if wrapped is None:
-            return Layout(), None
+            return DeepSpeedLayout(), None
         state = wrapped.get("optimizer_state_dict", wrapped) if isinstance(wrapped, Mapping) else None
         if not isinstance(state, Mapping) or not {"state", "param_groups"} <= set(state):
             raise CheckpointError(f"{os.path.join(self.path, file)}: optimizer: a layout that is not known")
@@ -351,7 +355,7 @@ class DeepSpeedCheckpoint(Checkpoint):
             self.manifest = Manifest(**{**vars(self.manifest), "optimizer": {"refused": str(error)}})
             if masters is not None:
                 self.notes.append("parameters come from the 16-bit values of the module, because " + str(error))
-            return Layout(), wrapped
+            return DeepSpeedLayout(), wrapped
 
     def _names(self, shapes: Mapping[str, tuple[int, ...]], state: Mapping[str, Any], masters: Any) -> list[list[str]]:
         """Return the names of the optimizer's parameters, which the file only numbers."""
@@ -399,7 +403,7 @@ class DeepSpeedCheckpoint(Checkpoint):
             raise CheckpointError(f"the optimizer holds nothing for its parameter {key}, so its name cannot be told")
         return default
 
-    def _add(self, layout: Layout, whole: Mapping[str, StoredTensor]) -> None:
+    def _add(self, layout: DeepSpeedLayout, whole: Mapping[str, StoredTensor]) -> None:
         """Add the trained parameters and their optimizer state."""
         missing = [name for name in layout.shapes if name not in whole]
         if missing:
@@ -423,7 +427,7 @@ class DeepSpeedCheckpoint(Checkpoint):
         if layout.dropped:
             self.notes.append(f"optimizer state that is no value per element: {outline(sorted(layout.dropped))}")
 
-    def _add_stored(self, tensor: StoredTensor, pieces: Sequence[Piece]) -> None:
+    def _add_stored(self, tensor: StoredTensor, pieces: Sequence[DeepSpeedPiece]) -> None:
         slices = []
         for piece in pieces:
             file = os.path.basename(piece.file)
@@ -432,7 +436,7 @@ class DeepSpeedCheckpoint(Checkpoint):
             slices.append(Slice(file, key, piece.start, piece.stop))
         self.manifest.tensors.append(StoredTensor(**{**vars(tensor), "slices": tuple(slices)}))
 
-    def _describe_optimizer(self, model: Mapping[str, Any], layout: Layout) -> None:
+    def _describe_optimizer(self, model: Mapping[str, Any], layout: DeepSpeedLayout) -> None:
         """Say what the optimizer was, or why the one here cannot go on with it."""
         layout.take_steps(self.path)
         refused = (self.manifest.optimizer or {}).get("refused")
@@ -465,7 +469,7 @@ class DeepSpeedCheckpoint(Checkpoint):
             found["refused"] = refused
         self.manifest = Manifest(**{**vars(self.manifest), "optimizer": found})
 
-    def _other_groups(self, layout: Layout) -> str | None:
+    def _other_groups(self, layout: DeepSpeedLayout) -> str | None:
         """Return where the target's parameter groups have other members; None if nowhere."""
         assert self._target is not None
         for number, members in enumerate(self._target.groups):
@@ -530,11 +534,11 @@ class DeepSpeedCheckpoint(Checkpoint):
         names = set(self._opened) if tensors is None else {part.file for tensor in tensors for part in tensor.slices}
         return [(name, number) for name in sorted(names) for number in range(self._opened[name].records)]
 
-    def places(self, runs: Iterable[Run]) -> tuple[list[Place], list[Run]]:
+    def places(self, runs: Iterable[Run]) -> tuple[list[FilePlace], list[Run]]:
         """Return no places: the files are mapped into memory, and copied from there."""
         return [], list(runs)
 
-    def verify(self, blocks: Iterable[tuple[str, int]], places: Sequence[Place] = ()) -> None:
+    def verify(self, blocks: Iterable[tuple[str, int]], places: Sequence[FilePlace] = ()) -> None:
         """Compare records with the checksums that torch has written.
 
         Raises:

@@ -29,15 +29,15 @@ _LEGACY = b"\x80\x02\x8a\x0a\x6c\xfc\x9c\x46\xf9\x20\x6a\xa8\x50\x19\x2e"
 """First bytes of files that torch wrote before it used zip archives, and writes still if it is asked to."""
 
 
-class Attributes:
+class TensorAttributes:
     """What is left of an object of DeepSpeed: its attributes."""
 
 
-class Scaler(Attributes):
+class Scaler(TensorAttributes):
     """Attributes of a loss scaler."""
 
 
-class Fragment(Attributes):
+class Fragment(TensorAttributes):
     """Attributes of the address of a fragment: `start` and `numel`."""
 
 

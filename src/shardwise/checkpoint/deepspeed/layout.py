@@ -29,7 +29,7 @@ _TENSOR_WIDE = frozenset({"step"})
 
 
 @dataclass(frozen=True)
-class Piece:
+class DeepSpeedPiece:
     """Elements `[start, stop)` of a flattened tensor.
 
     Attributes:
@@ -46,7 +46,7 @@ class Piece:
 
 
 @dataclass
-class Layout:
+class DeepSpeedLayout:
     """All trained parameters of a checkpoint with their optimizer state.
 
     Attributes:
@@ -60,12 +60,12 @@ class Layout:
 
     shapes: dict[str, tuple[int, ...]] = field(default_factory=dict)
     group: dict[str, int] = field(default_factory=dict)
-    pieces: dict[tuple[str, str], list[Piece]] = field(default_factory=dict)
+    pieces: dict[tuple[str, str], list[DeepSpeedPiece]] = field(default_factory=dict)
     values: dict[str, dict[str, Any]] = field(default_factory=dict)
     settings: list[dict[str, Any]] = field(default_factory=list)
     dropped: set[str] = field(default_factory=set)
 
-    def add(self, name: str, kind: str, piece: Piece) -> None:
+    def add(self, name: str, kind: str, piece: DeepSpeedPiece) -> None:
         """Add a piece behind those that are there."""
         if piece.values.numel() != piece.stop - piece.start:
             raise CheckpointError(
@@ -166,7 +166,9 @@ class Opened:
         return list(found)
 
 
-def flat_partitions(shapes: Sequence[Mapping[str, Any]], ranks: Sequence[Opened], *, reordered: bool) -> Layout:
+def flat_partitions(
+    shapes: Sequence[Mapping[str, Any]], ranks: Sequence[Opened], *, reordered: bool
+) -> DeepSpeedLayout:
     """Find everything in files of stages 1 and 2.
 
     Args:
@@ -178,7 +180,7 @@ def flat_partitions(shapes: Sequence[Mapping[str, Any]], ranks: Sequence[Opened]
     Raises:
         CheckpointError: the files do not fit together.
     """
-    layout = Layout()
+    layout = DeepSpeedLayout()
     bases = [_base_state(rank) for rank in ranks]
     settings = bases[0][1]
     masters = [rank.tensors("single_partition_of_fp32_groups") for rank in ranks]
@@ -208,7 +210,7 @@ def flat_partitions(shapes: Sequence[Mapping[str, Any]], ranks: Sequence[Opened]
                     raise CheckpointError(
                         f"{rank.file}: {name!r} ends at element {cut.stop} of a partition of {master.numel()} elements"
                     )
-                layout.add(name, PARAMETER, Piece(*elements, master[cut], rank.file))
+                layout.add(name, PARAMETER, DeepSpeedPiece(*elements, master[cut], rank.file))
                 _add_state(layout, rank.file, name, states.get(number, {}), master.numel(), cut, elements)
             if not reordered:
                 _compare_mapping(rank, number, found)
@@ -275,7 +277,7 @@ def _settings(group: Mapping[str, Any]) -> dict[str, Any]:
 
 
 def _add_state(
-    layout: Layout,
+    layout: DeepSpeedLayout,
     file: str,
     name: str,
     state: Mapping[str, Any],
@@ -302,12 +304,12 @@ def _add_state(
             if value is not None:
                 layout.set_value(name, entry, value.reshape(()) if isinstance(value, torch.Tensor) else value, file)
         elif value.dim() == 1 and value.numel() >= least:
-            layout.add(name, OPTIMIZER + entry, Piece(*elements, value[cut], file))
+            layout.add(name, OPTIMIZER + entry, DeepSpeedPiece(*elements, value[cut], file))
         else:
             layout.dropped.add(f"{entry} (of shape {list(value.shape)})")
 
 
-def divided_parameters(shapes: Sequence[Mapping[str, Any]], ranks: Sequence[Opened]) -> Layout:
+def divided_parameters(shapes: Sequence[Mapping[str, Any]], ranks: Sequence[Opened]) -> DeepSpeedLayout:
     """Find everything in files of stage 3.
 
     Args:
@@ -317,7 +319,7 @@ def divided_parameters(shapes: Sequence[Mapping[str, Any]], ranks: Sequence[Open
     Raises:
         CheckpointError: the files do not fit together.
     """
-    layout = Layout()
+    layout = DeepSpeedLayout()
     world = len(ranks)
     masters = [rank.tensors("fp32_flat_groups") for rank in ranks]
     states = [rank.get("optimizer_state_dict", "state") for rank in ranks]
@@ -350,7 +352,7 @@ def divided_parameters(shapes: Sequence[Mapping[str, Any]], ranks: Sequence[Open
                 continue
             flat = masters[index][number]
             cut = slice(offset, offset + last - first)
-            layout.add(name, PARAMETER, Piece(first, last, flat[cut], rank.file))
+            layout.add(name, PARAMETER, DeepSpeedPiece(first, last, flat[cut], rank.file))
             _add_state(layout, rank.file, name, states[index].get(number, {}), flat.numel(), cut, (first, last))
         offset += part
     left = sum(flat.numel() for flat in masters[0][number:]) - offset
@@ -367,7 +369,7 @@ def numbered_states(
     names: Sequence[Sequence[str]],
     state: Mapping[str, Any],
     masters: Sequence[Sequence[torch.Tensor]] | None,
-) -> Layout:
+) -> DeepSpeedLayout:
     """Find everything in the optimizer's state dict of stage 0.
 
     Args:
@@ -380,13 +382,13 @@ def numbered_states(
     Raises:
         CheckpointError: an entry does not fit its parameter.
     """
-    layout = Layout(settings=[_settings(group) for group in state["param_groups"]])
+    layout = DeepSpeedLayout(settings=[_settings(group) for group in state["param_groups"]])
     for number, (group, members) in enumerate(zip(state["param_groups"], names, strict=True)):
         for position, (key, name) in enumerate(zip(group["params"], members, strict=True)):
             layout.shapes[name], layout.group[name] = shapes[name], number
             numel = math.prod(shapes[name])
             if masters is not None:
-                layout.add(name, PARAMETER, Piece(0, numel, masters[number][position].reshape(-1), file))
+                layout.add(name, PARAMETER, DeepSpeedPiece(0, numel, masters[number][position].reshape(-1), file))
             found = {
                 entry: value.reshape(-1)
                 if isinstance(value, torch.Tensor) and tuple(value.shape) == shapes[name]

@@ -6,7 +6,7 @@ import math
 from collections.abc import Collection, Mapping, Sequence
 from typing import Any
 
-from shardwise.checkpoint.deepspeed.files import Attributes
+from shardwise.checkpoint.deepspeed.files import TensorAttributes
 from shardwise.errors import CheckpointError
 
 OWN_KEYS = frozenset(
@@ -79,7 +79,7 @@ def scaler_state(scaler: Any) -> dict[str, Any] | None:
     ...               "scale_window": 1000})["clean_steps"]
     2
     """
-    found = vars(scaler) if isinstance(scaler, Attributes) else scaler
+    found = vars(scaler) if isinstance(scaler, TensorAttributes) else scaler
     if not isinstance(found, Mapping) or not isinstance(found.get("cur_scale"), (int, float)):
         return None
     dynamic = bool(found.get("dynamic", found.get("dynamic_loss_scale", False)))

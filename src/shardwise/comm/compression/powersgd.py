@@ -141,13 +141,13 @@ class PowerSGD(Method):
     """See the module docstring.
 
     Args:
-        parameters: see `shardwise.config.schema.gradients.PowerSGD`.
+        parameters: see `shardwise.config.schema.gradients.PowerSGDOptions`.
         comm: the data-parallel group.
         hold: is told of each buffer, to count it until it is given back.
     """
 
     def __init__(
-        self, parameters: gradients.PowerSGD, comm: Communicator, hold: Callable[[torch.Tensor], None]
+        self, parameters: gradients.PowerSGDOptions, comm: Communicator, hold: Callable[[torch.Tensor], None]
     ) -> None:
         super().__init__(parameters.start_compressing_after_step, comm.device, hold)
         self.comm = comm

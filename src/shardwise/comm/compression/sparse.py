@@ -236,12 +236,14 @@ class TopK(Sparse):
     """The largest entries of the gradient and of what has been kept of earlier ones (Stich et al. 2018).
 
     Args:
-        parameters: see `shardwise.config.schema.gradients.TopK`.
+        parameters: see `shardwise.config.schema.gradients.TopKOptions`.
         comm: the data-parallel group.
         hold: is told of each buffer, to count it until it is given back.
     """
 
-    def __init__(self, parameters: gradients.TopK, comm: Communicator, hold: Callable[[torch.Tensor], None]) -> None:
+    def __init__(
+        self, parameters: gradients.TopKOptions, comm: Communicator, hold: Callable[[torch.Tensor], None]
+    ) -> None:
         super().__init__(parameters.start_compressing_after_step, comm, hold)
         self._parameters = parameters
 
@@ -290,14 +292,16 @@ class DGC(Sparse):
     first one's reduction applies the momentum.
 
     Args:
-        parameters: see `shardwise.config.schema.gradients.DGC`.
+        parameters: see `shardwise.config.schema.gradients.DGCOptions`.
         comm: the data-parallel group.
         hold: is told of each buffer, to count it until it is given back.
     """
 
     _FIRST_RATIO = 0.25
 
-    def __init__(self, parameters: gradients.DGC, comm: Communicator, hold: Callable[[torch.Tensor], None]) -> None:
+    def __init__(
+        self, parameters: gradients.DGCOptions, comm: Communicator, hold: Callable[[torch.Tensor], None]
+    ) -> None:
         super().__init__(parameters.start_compressing_after_step, comm, hold)
         self._parameters = parameters
 

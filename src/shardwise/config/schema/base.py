@@ -26,7 +26,7 @@ FREE_FORM = "x-free-form"
 IN_WORDS = "x-in-words"
 
 
-class Section(BaseModel):
+class ConfigSection(BaseModel):
     """A JSON object of the configuration: no unknown keys, strict types, assignment is validated."""
 
     model_config = ConfigDict(
@@ -39,8 +39,13 @@ class Section(BaseModel):
     )
 
 
-class Arguments(Section):
+class Arguments(ConfigSection):
     """Arguments of a class: what a configuration has under `params`, and a script gives to the constructor."""
+
+    @classmethod
+    def called(cls) -> str:
+        """Return the name of the optimizer or schedule that has these arguments."""
+        return cls.__name__.removesuffix("Arguments")
 
     def contradictions(self, at: Callable[[str], str]) -> Iterator[Contradiction]:
         """Yield what is wrong with values that are right one by one.
@@ -107,7 +112,9 @@ def key(
     return Field(default, description=description, json_schema_extra=extra or None, **constraints)
 
 
-def section(model: Callable[[], Section], description: str, *, names: tuple[str, ...] = (), no_effect: str = "") -> Any:
+def section(
+    model: Callable[[], ConfigSection], description: str, *, names: tuple[str, ...] = (), no_effect: str = ""
+) -> Any:
     """Declare a subsection that is always present, filled with its defaults when the user leaves it out."""
     extra: dict[str, Any] = {}
     if names:

@@ -6,7 +6,7 @@ from typing import Annotated, Any, Literal
 
 from pydantic import BeforeValidator, ConfigDict, WithJsonSchema
 
-from .base import Int, Section, as_list, key, section
+from .base import ConfigSection, Int, as_list, key, section
 
 
 def _lower(value: Any) -> Any:
@@ -31,7 +31,7 @@ Signals = Annotated[
 """Names of signals that a process can handle."""
 
 
-class ParallelWrite(Section):
+class ParallelWrite(ConfigSection):
     """`checkpoint.parallel_write`."""
 
     pipeline_stage: bool = key(
@@ -41,7 +41,7 @@ class ParallelWrite(Section):
     )
 
 
-class Writer(Section):
+class WriterOptions(ConfigSection):
     """`checkpoint.writer`: engine that writes checkpoint files."""
 
     type: WriterType = key(
@@ -70,7 +70,7 @@ class Writer(Section):
     io_multiplier: Int = key(1, "Writers per rank.", gt=0, no_effect="each rank writes one file")
 
 
-class OnSignal(Section):
+class OnSignal(ConfigSection):
     """`checkpoint.on_signal`: a checkpoint when a rank is sent a signal. A section of ours."""
 
     save_dir: str | None = key(None, "Directory as for `save_checkpoint`; required.", min_length=1)
@@ -78,7 +78,7 @@ class OnSignal(Section):
     save_on: Signals = key(["SIGUSR1"], "Signals after which the job saves and goes on.")
 
 
-class MemoryCopies(Section):
+class MemoryCopiesOptions(ConfigSection):
     """`checkpoint.memory_copies`: the training state in memory, outside of the processes. A section of ours."""
 
     every: Int = key(10, "Steps between two copies.", gt=0)
@@ -88,7 +88,7 @@ class MemoryCopies(Section):
     )
 
 
-class Checkpoint(Section):
+class CheckpointOptions(ConfigSection):
     """`checkpoint`."""
 
     tag_validation: TagValidation = key("warn", "What to do when ranks name different tags.")
@@ -109,9 +109,9 @@ class Checkpoint(Section):
     checkpoint_serialization: bool = key(
         True, "Write zip archives.", no_effect="checkpoints are safetensors and JSON files"
     )
-    writer: Writer | None = key(None, "Engine that writes files.")
+    writer: WriterOptions | None = key(None, "Engine that writes files.")
     on_signal: OnSignal | None = key(None, "Checkpoints when a rank is sent a signal.")
-    memory_copies: MemoryCopies | None = key(None, "Copies of the training state in memory.")
+    memory_copies: MemoryCopiesOptions | None = key(None, "Copies of the training state in memory.")
 
     @property
     def in_background(self) -> bool:
@@ -126,7 +126,7 @@ class Checkpoint(Section):
         return background if self.writer is None else self.writer.type == "fast"
 
 
-class Nebula(Section):
+class Nebula(ConfigSection):
     """`nebula`: external asynchronous checkpoint service."""
 
     enabled: bool = key(False, "Use the service.")
@@ -137,7 +137,7 @@ class Nebula(Section):
     nebula_load_path: str | None = key(None, "Where to load from.")
 
 
-class DataStates(Section):
+class DataStates(ConfigSection):
     """`datastates_ckpt`: external asynchronous checkpoint package. Keys other than these are its own."""
 
     model_config = ConfigDict(extra="allow")

@@ -6,19 +6,19 @@ from typing import Annotated, Any, Literal
 
 from pydantic import BeforeValidator
 
-from .base import Int, Ints, Names, Section, Strings, Whole, as_list, key, section
+from .base import ConfigSection, Int, Ints, Names, Strings, Whole, as_list, key, section
 
 _Symmetry = Literal["symmetric", "asymmetric"]
 
 
-class MixedQuantize(Section):
+class MixedQuantize(ConfigSection):
     """`fp16_mixed_quantize`: blend quantized and fp16 weights."""
 
     enabled: bool = key(False, "Blend.")
     quantize_change_ratio: float = key(0.001, "How fast the blend changes.", ge=0)
 
 
-class WeightQuantShared(Section):
+class WeightQuantShared(ConfigSection):
     """`compression_training.weight_quantization.shared_parameters`."""
 
     enabled: bool = key(False, "Quantize weights in training.")
@@ -32,7 +32,7 @@ class WeightQuantShared(Section):
     fp16_mixed_quantize: MixedQuantize = section(MixedQuantize, "Blend with fp16 weights.")
 
 
-class ActivationQuantShared(Section):
+class ActivationQuantShared(ConfigSection):
     """`compression_training.activation_quantization.shared_parameters`."""
 
     enabled: bool = key(False, "Quantize activations.")
@@ -41,7 +41,7 @@ class ActivationQuantShared(Section):
     schedule_offset: Int = key(1000, "First step.", ge=0)
 
 
-class SparsePruningShared(Section):
+class SparsePruningShared(ConfigSection):
     """`compression_training.sparse_pruning.shared_parameters`."""
 
     enabled: bool = key(False, "Prune single weights.")
@@ -54,7 +54,7 @@ class SparsePruningShared(Section):
     excluded_modules: Strings = key([], "Modules that are not pruned.")
 
 
-class RowPruningShared(Section):
+class RowPruningShared(ConfigSection):
     """`compression_training.row_pruning` and `channel_pruning`: `shared_parameters`."""
 
     enabled: bool = key(False, "Prune whole rows or channels.")
@@ -62,7 +62,7 @@ class RowPruningShared(Section):
     schedule_offset: Int = key(1000, "First step.", ge=0)
 
 
-class HeadPruningShared(Section):
+class HeadPruningShared(ConfigSection):
     """`compression_training.head_pruning.shared_parameters`."""
 
     enabled: bool = key(False, "Prune attention heads.")
@@ -71,7 +71,7 @@ class HeadPruningShared(Section):
     num_heads: Int | None = key(None, "Heads per layer. Required when enabled.", gt=0)
 
 
-class WeightQuantParams(Section):
+class WeightQuantParams(ConfigSection):
     """`params` of a weight-quantization group."""
 
     start_bits: Int | None = key(None, "Bits at first.", gt=0)
@@ -79,19 +79,19 @@ class WeightQuantParams(Section):
     quantization_period: Int = key(1, "Steps per bit.", gt=0)
 
 
-class ActivationQuantParams(Section):
+class ActivationQuantParams(ConfigSection):
     """`params` of an activation-quantization group."""
 
     bits: Int | None = key(None, "Bits.", ge=4)
 
 
-class PruningParams(Section):
+class PruningParams(ConfigSection):
     """`params` of a pruning group."""
 
     dense_ratio: float | None = key(None, "Fraction that is kept.", gt=0, le=1)
 
 
-class _Group(Section):
+class _Group(ConfigSection):
     modules: Names = key(["*"], "Names of modules; * matches all.")
     related_modules: Annotated[list[Any], BeforeValidator(as_list)] | None = key(
         None, "Modules whose inputs shrink with these."
@@ -116,42 +116,42 @@ class PruningGroup(_Group):
     params: PruningParams = section(PruningParams, "Settings of the group.")
 
 
-class WeightQuantTraining(Section):
+class WeightQuantTraining(ConfigSection):
     """`compression_training.weight_quantization`."""
 
     shared_parameters: WeightQuantShared = section(WeightQuantShared, "Settings of all groups.")
     different_groups: dict[str, WeightQuantGroup] = key({}, "Groups by name.")
 
 
-class ActivationQuantTraining(Section):
+class ActivationQuantTraining(ConfigSection):
     """`compression_training.activation_quantization`."""
 
     shared_parameters: ActivationQuantShared = section(ActivationQuantShared, "Settings of all groups.")
     different_groups: dict[str, ActivationQuantGroup] = key({}, "Groups by name.")
 
 
-class SparsePruning(Section):
+class SparsePruning(ConfigSection):
     """`compression_training.sparse_pruning`."""
 
     shared_parameters: SparsePruningShared = section(SparsePruningShared, "Settings of all groups.")
     different_groups: dict[str, PruningGroup] = key({}, "Groups by name.")
 
 
-class RowPruning(Section):
+class RowPruning(ConfigSection):
     """`compression_training.row_pruning` and `channel_pruning`."""
 
     shared_parameters: RowPruningShared = section(RowPruningShared, "Settings of all groups.")
     different_groups: dict[str, PruningGroup] = key({}, "Groups by name.")
 
 
-class HeadPruning(Section):
+class HeadPruning(ConfigSection):
     """`compression_training.head_pruning`."""
 
     shared_parameters: HeadPruningShared = section(HeadPruningShared, "Settings of all groups.")
     different_groups: dict[str, PruningGroup] = key({}, "Groups by name.")
 
 
-class LayerReduction(Section):
+class LayerReduction(ConfigSection):
     """`compression_training.layer_reduction`: a student with fewer layers."""
 
     enabled: bool = key(False, "Reduce layers.")
@@ -161,7 +161,7 @@ class LayerReduction(Section):
     other_module_name: Strings | None = key(None, "Other modules to copy. Required when enabled.")
 
 
-class CompressionTraining(Section):
+class CompressionTraining(ConfigSection):
     """`compression_training`."""
 
     weight_quantization: WeightQuantTraining = section(WeightQuantTraining, "Quantized weights.")
@@ -173,7 +173,7 @@ class CompressionTraining(Section):
     layer_reduction: LayerReduction = section(LayerReduction, "Layers removed.")
 
 
-class QuantizedTensor(Section):
+class QuantizedTensor(ConfigSection):
     """Settings of one quantized weight."""
 
     num_bits: Annotated[Literal[4, 8], Whole] = key(8, "Bits.")
@@ -182,7 +182,7 @@ class QuantizedTensor(Section):
     symmetric: bool = key(False, "Symmetric range.")
 
 
-class WeightQuantization(Section):
+class WeightQuantization(ConfigSection):
     """`weight_quantization` at top level: store weights quantized."""
 
     enabled: bool = key(True, "Quantize.")
@@ -193,7 +193,7 @@ class WeightQuantization(Section):
     post_init_quant: dict[str, QuantizedTensor] = key({}, "Quantize afterwards, by module name.")
 
 
-class Eigenvalue(Section):
+class Eigenvalue(ConfigSection):
     """`eigenvalue`: curvature per layer, which steers quantization."""
 
     enabled: bool = key(False, "Estimate the largest eigenvalues.")
@@ -206,21 +206,21 @@ class Eigenvalue(Section):
     layer_num: Int = key(0, "Number of layers.", ge=0)
 
 
-class QuantizeBits(Section):
+class QuantizeBits(ConfigSection):
     """`quantize_training.quantize_bits`."""
 
     start_bits: Int = key(16, "Bits at first.", gt=0)
     target_bits: Int = key(8, "Bits at last.", gt=0)
 
 
-class QuantizeSchedule(Section):
+class QuantizeSchedule(ConfigSection):
     """`quantize_training.quantize_schedule`."""
 
     quantize_period: Int = key(100, "Steps per bit.", gt=0)
     schedule_offset: Int = key(100, "First step.", ge=0)
 
 
-class QuantizeTraining(Section):
+class QuantizeTraining(ConfigSection):
     """`quantize_training`: the first form of quantization-aware training."""
 
     enabled: bool = key(False, "Quantize in training.")

@@ -6,7 +6,7 @@ from typing import Annotated, Literal
 
 from pydantic import BeforeValidator
 
-from .base import Int, Ints, Section, as_list, key, section
+from .base import ConfigSection, Int, Ints, as_list, key, section
 
 _Numbers = Annotated[list[int | float], BeforeValidator(as_list)]
 
@@ -14,7 +14,7 @@ _Numbers = Annotated[list[int | float], BeforeValidator(as_list)]
 _NO_SAMPLER = "training_data is drawn from in torch's order"
 
 
-class CurriculumScheduleConfig(Section):
+class CurriculumScheduleConfig(ConfigSection):
     """`schedule_config` of a curriculum."""
 
     total_curriculum_step: Int | None = key(None, "Step at which full difficulty is reached (linear, root).", gt=0)
@@ -24,7 +24,7 @@ class CurriculumScheduleConfig(Section):
     max_step: _Numbers | None = key(None, "Last step of each difficulty but the last (discrete).")
 
 
-class LegacyCurriculum(Section):
+class LegacyCurriculum(ConfigSection):
     """`curriculum_learning` at top level: sequence-length curriculum."""
 
     enabled: bool = key(False, "Grow the sequence length over training.")
@@ -37,7 +37,7 @@ class LegacyCurriculum(Section):
     schedule_config: CurriculumScheduleConfig = section(CurriculumScheduleConfig, "Arguments of the schedule.")
 
 
-class CurriculumMetric(Section):
+class CurriculumMetric(ConfigSection):
     """`curriculum_metrics.<name>`."""
 
     index_to_sample_path: str | None = key(None, "Index from metric value to samples.")
@@ -52,7 +52,7 @@ class CurriculumMetric(Section):
     schedule_config: CurriculumScheduleConfig = section(CurriculumScheduleConfig, "Arguments of the schedule.")
 
 
-class SamplingCurriculum(Section):
+class SamplingCurriculum(ConfigSection):
     """`data_efficiency.data_sampling.curriculum_learning`."""
 
     enabled: bool = key(False, "Choose samples by difficulty.")
@@ -60,7 +60,7 @@ class SamplingCurriculum(Section):
     curriculum_metrics: dict[str, CurriculumMetric] = key({}, "Metrics by name. Required when enabled.")
 
 
-class DynamicBatching(Section):
+class DynamicBatching(ConfigSection):
     """`data_efficiency.data_sampling.dynamic_batching`: batches of equal token count."""
 
     enabled: bool = key(False, "Pack batches by token count.")
@@ -73,7 +73,7 @@ class DynamicBatching(Section):
     verbose: bool = key(False, "Print batch sizes.")
 
 
-class DataSampling(Section):
+class DataSampling(ConfigSection):
     """`data_efficiency.data_sampling`."""
 
     enabled: bool = key(False, "Control sampling.")
@@ -84,14 +84,14 @@ class DataSampling(Section):
     dynamic_batching: DynamicBatching = section(DynamicBatching, "Batches of equal token count.")
 
 
-class LTDScheduleConfig(Section):
+class LTDScheduleConfig(ConfigSection):
     """`random_ltd_schedule.schedule_config`."""
 
     require_steps: Int | None = key(None, "Steps until nothing is dropped.", gt=0)
     seq_per_step: Int | None = key(None, "Kept tokens grow by this.", gt=0)
 
 
-class LTDSchedule(Section):
+class LTDSchedule(ConfigSection):
     """`random_ltd.random_ltd_schedule`."""
 
     min_value: Int | None = key(None, "Tokens kept at first.", gt=0)
@@ -100,7 +100,7 @@ class LTDSchedule(Section):
     schedule_config: LTDScheduleConfig = section(LTDScheduleConfig, "Arguments of the schedule.")
 
 
-class LayerTokenLR(Section):
+class LayerTokenLR(ConfigSection):
     """`random_ltd.layer_token_lr_schedule`."""
 
     enabled: bool = key(False, "Scale the learning rate by tokens seen per layer.")
@@ -109,7 +109,7 @@ class LayerTokenLR(Section):
     warmup_layer_tokens: Int | None = key(None, "Tokens of the warm-up.", ge=0)
 
 
-class RandomLTD(Section):
+class RandomLTD(ConfigSection):
     """`data_efficiency.data_routing.random_ltd`: random layerwise token dropping."""
 
     enabled: bool = key(False, "Drop tokens in middle layers.")
@@ -123,14 +123,14 @@ class RandomLTD(Section):
     layer_token_lr_schedule: LayerTokenLR = section(LayerTokenLR, "Learning rate by tokens seen.")
 
 
-class DataRouting(Section):
+class DataRouting(ConfigSection):
     """`data_efficiency.data_routing`."""
 
     enabled: bool = key(False, "Control which tokens layers see.")
     random_ltd: RandomLTD = section(RandomLTD, "Random layerwise token dropping.")
 
 
-class DataEfficiency(Section):
+class DataEfficiency(ConfigSection):
     """`data_efficiency`: master switch of sampling and routing."""
 
     enabled: bool = key(False, "Use the sections below.")
@@ -139,7 +139,7 @@ class DataEfficiency(Section):
     data_routing: DataRouting = section(DataRouting, "Which tokens layers see.")
 
 
-class ProgressiveLayerDrop(Section):
+class ProgressiveLayerDrop(ConfigSection):
     """`progressive_layer_drop`."""
 
     enabled: bool = key(False, "Skip layers with growing probability.")

@@ -2,12 +2,12 @@
 
 from __future__ import annotations
 
-from .base import Int, Section, key
+from .base import ConfigSection, Int, key
 
 _START = "First steps, reduced exactly."
 
 
-class PowerSGD(Section):
+class PowerSGDOptions(ConfigSection):
     """`compression.params` of powerSGD (Vogels et al. 2019), with the names of torch's DDP hook."""
 
     matrix_approximation_rank: Int = key(1, "Rank of the approximation of each matrix.", ge=1)
@@ -21,7 +21,7 @@ class PowerSGD(Section):
     random_seed: Int = key(0, "Seed of the first factors.", ge=0)
 
 
-class TopK(Section):
+class TopKOptions(ConfigSection):
     """`compression.params` of topk (Stich et al. 2018): the largest entries, with error feedback."""
 
     ratio: float = key(0.01, "Part of the gradient's entries that is sent.", gt=0, le=1)
@@ -29,7 +29,7 @@ class TopK(Section):
     use_error_feedback: bool = key(True, "Add what has not been sent to the next gradient.")
 
 
-class DGC(Section):
+class DGCOptions(ConfigSection):
     """`compression.params` of dgc: Deep Gradient Compression (Lin et al. 2018), momentum SGD on sparse updates."""
 
     ratio: float = key(0.001, "Part of the entries that is sent, after the warm-up.", gt=0, le=1)
@@ -47,7 +47,7 @@ class DGC(Section):
     )
 
 
-class Blocks(Section):
+class Blocks(ConfigSection):
     """`compression.params` of int8 and int4: integers in blocks with a scale each, as ZeRO++ sends them."""
 
     block_size: Int = key(256, "Values to a scale; even.", ge=2, multiple_of=2)
@@ -61,7 +61,13 @@ class Blocks(Section):
     quantize_copies: bool = key(False, "At stage 0, send the sums as integers, too.")
 
 
-METHODS: dict[str, type[Section]] = {"powerSGD": PowerSGD, "topk": TopK, "dgc": DGC, "int8": Blocks, "int4": Blocks}
+METHODS: dict[str, type[ConfigSection]] = {
+    "powerSGD": PowerSGDOptions,
+    "topk": TopKOptions,
+    "dgc": DGCOptions,
+    "int8": Blocks,
+    "int4": Blocks,
+}
 """Methods by `compression.type`, which is read in any case, with their parameters."""
 
 

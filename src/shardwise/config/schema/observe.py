@@ -4,10 +4,10 @@ from __future__ import annotations
 
 from typing import Literal
 
-from .base import Int, Section, Strings, key, section
+from .base import ConfigSection, Int, Strings, key, section
 
 
-class CommsLogger(Section):
+class CommsLoggerOptions(ConfigSection):
     """`comms_logger`: record every collective."""
 
     enabled: bool = key(
@@ -21,20 +21,20 @@ class CommsLogger(Section):
     debug: bool = key(False, "Append the calling function to the name of the operation.")
 
 
-class Throughput(Section):
+class Throughput(ConfigSection):
     """`timers.throughput`: samples per second."""
 
     enabled: bool = key(True, "Measure samples per second.")
     synchronized: bool = key(True, "Synchronize the device for exact times.")
 
 
-class Timers(Section):
+class Timers(ConfigSection):
     """`timers`."""
 
     throughput: Throughput = section(Throughput, "Samples per second.")
 
 
-class FlopsProfiler(Section):
+class FlopsProfiler(ConfigSection):
     """`flops_profiler`: floating-point operations, parameters and time per module."""
 
     enabled: bool = key(False, "Profile one step.")
@@ -46,7 +46,7 @@ class FlopsProfiler(Section):
     output_file: str | None = key(None, "File to write; null: standard output.")
 
 
-class TensorBoard(Section):
+class TensorBoard(ConfigSection):
     """`tensorboard`."""
 
     enabled: bool = key(False, "Write TensorBoard events.")
@@ -54,7 +54,7 @@ class TensorBoard(Section):
     job_name: str = key("DeepSpeedJobName", "Name of the run.")
 
 
-class WandB(Section):
+class WandB(ConfigSection):
     """`wandb`."""
 
     enabled: bool = key(False, "Log to Weights & Biases.")
@@ -63,7 +63,7 @@ class WandB(Section):
     project: str = key("deepspeed", "Project.")
 
 
-class CSVMonitor(Section):
+class CSVMonitor(ConfigSection):
     """`csv_monitor`."""
 
     enabled: bool = key(False, "Write one CSV file per metric.")
@@ -71,7 +71,7 @@ class CSVMonitor(Section):
     job_name: str = key("DeepSpeedJobName", "Name of the run.")
 
 
-class Comet(Section):
+class Comet(ConfigSection):
     """`comet`."""
 
     enabled: bool = key(False, "Log to Comet.")

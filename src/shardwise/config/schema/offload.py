@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from typing import Literal
 
-from .base import Int, Section, key
+from .base import ConfigSection, Int, key
 
 _PIN_NOTE = (
     "false for years, true in DeepSpeed since 2026-08; page-locked memory is a scarce resource of the machine, "
@@ -12,7 +12,7 @@ _PIN_NOTE = (
 )
 
 
-class OffloadParam(Section):
+class OffloadParam(ConfigSection):
     """`zero_optimization.offload_param` (stage 3)."""
 
     device: Literal["none", "cpu", "nvme"] = key(
@@ -27,7 +27,7 @@ class OffloadParam(Section):
     pin_memory: bool = key(False, "Page-lock the host memory.", default_note=_PIN_NOTE)
 
 
-class OffloadOptimizer(Section):
+class OffloadOptimizer(ConfigSection):
     """`zero_optimization.offload_optimizer` (stages 1 to 3)."""
 
     device: Literal["none", "cpu", "nvme"] = key(
@@ -48,7 +48,7 @@ class OffloadOptimizer(Section):
     cpuadam_cores_perc: float = key(0.8, "Fraction of the cores that the host optimizer may use.", ge=0, le=1)
 
 
-class ZenFlow(Section):
+class ZenFlow(ConfigSection):
     """`zero_optimization.zenflow`: step important gradients at once on the device, the rest on the host."""
 
     topk_ratio: float = key(0.1, "Fraction of gradient columns that count as important.", gt=0, lt=1)
@@ -63,7 +63,7 @@ class ZenFlow(Section):
     steps_per_epoch: Int | None = key(None, "Steps in an epoch, for select_strategy epoch.", gt=0)
 
 
-class AIO(Section):
+class AIO(ConfigSection):
     """`aio`: asynchronous disk access, used by offloading to disk."""
 
     block_size: Int = key(1_048_576, "Bytes per request.", gt=0)

@@ -4,10 +4,10 @@ from __future__ import annotations
 
 from typing import Any
 
-from .base import Section, key
+from .base import ConfigSection, key
 
 
-class Optimizer(Section):
+class Optimizer(ConfigSection):
     """`optimizer`: class and arguments of the optimizer that the engine builds."""
 
     type: str | None = key(
@@ -23,7 +23,7 @@ class Optimizer(Section):
     )
 
 
-class Scheduler(Section):
+class Scheduler(ConfigSection):
     """`scheduler`: learning-rate schedule that the engine builds and advances once per optimizer step."""
 
     type: str | None = key(

@@ -58,7 +58,7 @@ class Elementwise(Arguments):
                 )
 
 
-class Adam(Elementwise):
+class AdamArguments(Elementwise):
     """Adam, with decoupled weight decay unless `adam_w_mode` is false."""
 
     betas: Betas = key((0.9, 0.999), _BETAS)
@@ -90,18 +90,18 @@ class Adam(Elementwise):
             yield "torch_adam", f"true contradicts {at('fused')} true; remove one of them", ConflictError
 
 
-class AdamW(Adam):
+class AdamWArguments(AdamArguments):
     """Adam with decoupled weight decay."""
 
     def contradictions(self, at: Callable[[str], str]) -> Iterator[Contradiction]:
-        """See `Adam.contradictions`."""
+        """See `AdamArguments.contradictions`."""
         yield from super().contradictions(at)
         if not self.adam_w_mode:
             reason = "false contradicts `optimizer.type` AdamW; use type Adam for decay added to the gradient"
             yield "adam_w_mode", reason, ConflictError
 
 
-class Adagrad(Elementwise):
+class AdagradArguments(Elementwise):
     """Adagrad."""
 
     lr: NotNegative = key(1e-2, _LR)
@@ -114,13 +114,13 @@ class Adagrad(Elementwise):
     fused: Flag | None = key(None, _FUSED)
 
 
-class Lion(Elementwise):
+class LionArguments(Elementwise):
     """Lion."""
 
     betas: Betas = key((0.9, 0.999), "Weight of the average in the direction, and its decay.")
 
 
-class Lamb(Arguments):
+class LambArguments(Arguments):
     """LAMB."""
 
     lr: NotNegative = key(1e-3, _LR)
@@ -143,7 +143,7 @@ class Lamb(Arguments):
         yield from self.ordered("min_coeff", "max_coeff", at)
 
 
-class Muon(Arguments):
+class MuonArguments(Arguments):
     """Muon for matrices, Adam for everything else."""
 
     lr: NotNegative | None = key(None, "Learning rate of both halves; null: 0.02 for Muon, 3e-4 for Adam.")
@@ -192,13 +192,13 @@ class _Onebit(Arguments):
                 yield name, f"only false is possible: {reason}; remove it", ConfigError
 
 
-class OnebitAdam(_Onebit):
+class OnebitAdamArguments(_Onebit):
     """1-bit Adam."""
 
     freeze_step: Int = key(100000, "Steps of warm-up.", ge=1)
 
 
-class OnebitLamb(_Onebit):
+class OnebitLambArguments(_Onebit):
     """1-bit LAMB."""
 
     freeze_step: Int = key(100000, "Steps of warm-up.", ge=1)
@@ -216,7 +216,7 @@ class OnebitLamb(_Onebit):
         yield from self.ordered("factor_min", "factor_max", at)
 
 
-class ZeroOneAdam(_Onebit):
+class ZeroOneAdamArguments(_Onebit):
     """0/1 Adam."""
 
     var_freeze_step: Int = key(100000, "Step at which the variance is frozen.", ge=1)
@@ -232,12 +232,15 @@ class Mup(Arguments):
 
 
 ONEBIT_OPTIMIZERS: dict[str, type[Arguments]] = {
-    cls.__name__.lower(): cls for cls in (OnebitAdam, OnebitLamb, ZeroOneAdam)
+    cls.called().lower(): cls for cls in (OnebitAdamArguments, OnebitLambArguments, ZeroOneAdamArguments)
 }
 """Optimizers that communicate themselves, by names in any case."""
 
 NATIVE_OPTIMIZERS: dict[str, type[Arguments]] = {
-    **{cls.__name__.lower(): cls for cls in (Adam, AdamW, Adagrad, Lion, Lamb, Muon)},
+    **{
+        cls.called().lower(): cls
+        for cls in (AdamArguments, AdamWArguments, AdagradArguments, LionArguments, LambArguments, MuonArguments)
+    },
     **ONEBIT_OPTIMIZERS,
 }
 """Our own, by the names that configurations use, in any case."""

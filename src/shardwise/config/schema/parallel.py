@@ -6,10 +6,10 @@ from typing import Annotated, Any, Literal
 
 from pydantic import BeforeValidator
 
-from .base import DType, Int, Ints, Section, Strings, Whole, as_list, key
+from .base import ConfigSection, DType, Int, Ints, Strings, Whole, as_list, key
 
 
-class Pipeline(Section):
+class Pipeline(ConfigSection):
     """`pipeline`: options of a PipelineModule."""
 
     enabled: bool | None = key(None, "true: split the model into pipeline stages.")
@@ -22,7 +22,7 @@ class Pipeline(Section):
     use_reentrant: bool = key(True, "Use the reentrant form of activation checkpointing.")
 
 
-class TPSize(Section):
+class TPSize(ConfigSection):
     """`tensor_parallel.tp`: nested form of the tensor-parallel degree."""
 
     tp_size: Int = key(1, "Tensor-parallel degree.", ge=1)
@@ -31,7 +31,7 @@ class TPSize(Section):
     tp_group: Any = key(None, "Process group of the tensor-parallel ranks.")
 
 
-class LayerSpec(Section):
+class LayerSpec(ConfigSection):
     """`tensor_parallel.partition_config.layer_specs[]`: how parameters that match are split."""
 
     patterns: Strings = key([], "Regular expressions matched on parameter names.")
@@ -43,7 +43,7 @@ class LayerSpec(Section):
     grad_allreduce: bool = key(False, "All-reduce the gradient of the layer's input.")
 
 
-class PartitionConfig(Section):
+class PartitionConfig(ConfigSection):
     """`tensor_parallel.partition_config`: rules for splitting layers."""
 
     use_default_specs: bool = key(True, "Add the rules of the preset for this model.")
@@ -54,7 +54,7 @@ class PartitionConfig(Section):
     layer_specs: Annotated[list[LayerSpec], BeforeValidator(as_list)] = key([], "Rules, first match wins.")
 
 
-class TensorParallel(Section):
+class TensorParallel(ConfigSection):
     """`tensor_parallel`: split matrices over ranks during training."""
 
     enabled: bool | None = key(None, "false: ignore the sizes below.")
@@ -75,7 +75,7 @@ class TensorParallel(Section):
     vocab_parallel_ce_backend: Literal["torch", "liger"] = key("torch", "Cross entropy over a split vocabulary.")
 
 
-class ExpertParallel(Section):
+class ExpertParallel(ConfigSection):
     """`expert_parallel`: distribute the experts of mixture-of-experts layers over ranks."""
 
     enabled: bool = key(False, "Distribute experts.")
@@ -122,7 +122,7 @@ class ExpertParallel(Section):
     expert_activation: str | None = key(None, "Activation function of the experts.")
 
 
-class SparseAttention(Section):
+class SparseAttention(ConfigSection):
     """`sparse_attention`: block layouts that model code turns into masks."""
 
     mode: Literal["dense", "fixed", "variable", "bigbird", "bslongformer"] = key("fixed", "Layout.")
@@ -140,7 +140,7 @@ class SparseAttention(Section):
     num_sliding_window_blocks: Int = key(3, "Blocks in the sliding window (bigbird, bslongformer).", gt=0)
 
 
-class ActivationCheckpointing(Section):
+class ActivationCheckpointing(ConfigSection):
     """`activation_checkpointing`: where the inputs of recomputed functions (`shardwise.checkpointing`) are kept."""
 
     partition_activations: bool = key(False, "Split saved inputs over tensor-parallel ranks.")
@@ -156,7 +156,7 @@ class ActivationCheckpointing(Section):
     profile: bool = key(False, "Time every checkpointed function.")
 
 
-class Compression(Section):
+class Compression(ConfigSection):
     """`compression`: lossy compression of gradients on the wire."""
 
     type: str | None = key(None, "powerSGD, topk, dgc, int8 or int4, in any case; null or none: off.")

@@ -6,10 +6,10 @@ from typing import Literal
 
 from pydantic import ConfigDict
 
-from .base import DType, Int, Section, Strings, key
+from .base import ConfigSection, DType, Int, Strings, key
 
 
-class FP16(Section):
+class FP16(ConfigSection):
     """`fp16`: half-precision parameters, fp32 master weights, loss scaling."""
 
     enabled: bool = key(False, "Train in fp16.")
@@ -27,7 +27,7 @@ class FP16(Section):
     )
 
 
-class BF16(Section):
+class BF16(ConfigSection):
     """`bf16`: bfloat16 parameters with or without fp32 master weights, no loss scaling."""
 
     enabled: bool = key(False, "Train in bf16.")
@@ -57,7 +57,7 @@ class BF16(Section):
     bf16_optimizer_states: bool = key(False, "Keep optimizer state in bf16; needs parameters without master weights.")
 
 
-class AMP(Section):
+class AMP(ConfigSection):
     """`amp`: NVIDIA Apex mixed precision. Keys other than `enabled` are Apex's own."""
 
     model_config = ConfigDict(extra="allow")
@@ -65,14 +65,14 @@ class AMP(Section):
     enabled: bool = key(False, "Use Apex AMP.")
 
 
-class MSAMP(Section):
+class MSAMP(ConfigSection):
     """`msamp`: MS-AMP, as the accelerate library writes it."""
 
     enabled: bool = key(False, "Use MS-AMP.")
     opt_level: str | None = key(None, "MS-AMP optimization level.")
 
 
-class TorchAutocast(Section):
+class TorchAutocast(ConfigSection):
     """`torch_autocast`: run forward under torch.autocast."""
 
     enabled: bool = key(False, "Run the engine's forward under torch.autocast; parameters stay fp32.")
@@ -87,7 +87,7 @@ class TorchAutocast(Section):
     )
 
 
-class DataTypes(Section):
+class DataTypes(ConfigSection):
     """`data_types`: types of gradients, parameters and buffers."""
 
     grad_accum_dtype: DType | None = key(

@@ -4,11 +4,11 @@ from __future__ import annotations
 
 from typing import Annotated, Literal
 
-from .base import DType, Int, LogLevel, Section, StepCount, Whole, key, section
-from .checkpoint import Checkpoint, DataStates, Nebula
+from .base import ConfigSection, DType, Int, LogLevel, StepCount, Whole, key, section
+from .checkpoint import CheckpointOptions, DataStates, Nebula
 from .compress import CompressionTraining, Eigenvalue, QuantizeTraining, WeightQuantization
 from .data import DataEfficiency, LegacyCurriculum, ProgressiveLayerDrop
-from .observe import Comet, CommsLogger, CSVMonitor, FlopsProfiler, TensorBoard, Timers, WandB
+from .observe import Comet, CommsLoggerOptions, CSVMonitor, FlopsProfiler, TensorBoard, Timers, WandB
 from .offload import AIO
 from .optim import Optimizer, Scheduler
 from .parallel import (
@@ -24,7 +24,7 @@ from .tuning import Autotuning, Compile, Elasticity, HybridEngine
 from .zero import ZeroConfig
 
 
-class Config(Section):
+class Config(ConfigSection):
     """A whole configuration.
 
     Read it by attribute: `config.zero_optimization.stage`, `config.fp16.enabled`, `config.optimizer.params`.
@@ -97,7 +97,7 @@ class Config(Section):
         None, "Old top-level name.", deprecated_for="zero_optimization.allgather_bucket_size", gt=0
     )
     graph_harvesting: bool = key(False, "Record small kernels of the optimizer as CUDA graphs.")
-    comms_logger: CommsLogger = section(CommsLogger, "Recording of collectives.")
+    comms_logger: CommsLoggerOptions = section(CommsLoggerOptions, "Recording of collectives.")
     compression: Compression = section(Compression, "Lossy compression of gradients.")
 
     fp16: FP16 = section(FP16, "Half precision.")
@@ -135,7 +135,7 @@ class Config(Section):
     csv_monitor: CSVMonitor = section(CSVMonitor, "CSV files.")
     comet: Comet = section(Comet, "Comet.")
 
-    checkpoint: Checkpoint = section(Checkpoint, "Saved state.")
+    checkpoint: CheckpointOptions = section(CheckpointOptions, "Saved state.")
     nebula: Nebula = section(Nebula, "External checkpoint service.")
     datastates_ckpt: DataStates | None = key(None, "External asynchronous checkpoint package.")
 

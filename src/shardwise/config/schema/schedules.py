@@ -20,7 +20,7 @@ class _Schedule(Arguments):
     last_batch_iteration: Int = key(-1, "Number of the last finished step; -1 before the first.", ge=-1)
 
 
-class LRRangeTest(_Schedule):
+class LRRangeTestArguments(_Schedule):
     """The learning-rate range test."""
 
     lr_range_test_min_lr: _PositiveRates = key(1e-3, "First rate.")
@@ -29,7 +29,7 @@ class LRRangeTest(_Schedule):
     lr_range_test_staircase: Flag = key(False, "Grow once every step_size steps.")
 
 
-class OneCycle(_Schedule):
+class OneCycleArguments(_Schedule):
     """One cycle of learning rate and momentum, then decay."""
 
     cycle_min_lr: Rates = key(..., "Lowest rate.")
@@ -58,20 +58,20 @@ class Warmup(_Schedule):
     warmup_type: Literal["log", "linear"] = key("log", "Form of the warm-up.")
 
 
-class WarmupLR(Warmup):
+class WarmupLRArguments(Warmup):
     """Warm-up, then a constant rate."""
 
     warmup_min_lr: Rates = key(0.0, "First rate.")
     warmup_max_lr: Rates | None = key(None, "Rate after the warm-up; default: the optimizer's.")
 
 
-class WarmupDecayLR(WarmupLR):
+class WarmupDecayLRArguments(WarmupLRArguments):
     """Warm-up, then linear decay."""
 
     total_num_steps: Int = key(..., "Length of the schedule.", ge=0)
 
 
-class WarmupCosineLR(Warmup):
+class WarmupCosineLRArguments(Warmup):
     """Warm-up, then cosine decay, in fractions of the optimizer's rate."""
 
     total_num_steps: Int = key(..., "Length of the schedule.", ge=0)
@@ -80,6 +80,13 @@ class WarmupCosineLR(Warmup):
 
 
 NATIVE_SCHEDULES: dict[str, type[Arguments]] = {
-    cls.__name__: cls for cls in (LRRangeTest, OneCycle, WarmupLR, WarmupDecayLR, WarmupCosineLR)
+    cls.called(): cls
+    for cls in (
+        LRRangeTestArguments,
+        OneCycleArguments,
+        WarmupLRArguments,
+        WarmupDecayLRArguments,
+        WarmupCosineLRArguments,
+    )
 }
 """Our own schedules, by exact name; warmup_max_lr null: the optimizer's lr."""

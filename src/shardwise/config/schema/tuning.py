@@ -6,10 +6,10 @@ from typing import Annotated, Any, Literal
 
 from pydantic import BeforeValidator
 
-from .base import Int, Ints, Section, as_list, key, section
+from .base import ConfigSection, Int, Ints, as_list, key, section
 
 
-class Elasticity(Section):
+class Elasticity(ConfigSection):
     """`elasticity`: batch sizes that fit many numbers of ranks."""
 
     enabled: bool = key(False, "Choose the batch size from the number of ranks.")
@@ -25,7 +25,7 @@ class Elasticity(Section):
     model_parallel_size: Int = key(1, "Ranks that share one model copy.", ge=1)
 
 
-class ModelInfo(Section):
+class ModelInfo(ConfigSection):
     """`autotuning.model_info`."""
 
     profile: bool = key(False, "Write facts about the model and stop.")
@@ -34,7 +34,7 @@ class ModelInfo(Section):
     num_layers: Int | None = key(None, "Layers.", gt=0)
 
 
-class Autotuning(Section):
+class Autotuning(ConfigSection):
     """`autotuning`: search of stage, micro-batch and bucket sizes."""
 
     enabled: bool = key(False, "Search.")
@@ -68,7 +68,7 @@ class Autotuning(Section):
     model_info_path: str | None = key(None, "File of facts about the model.")
 
 
-class HybridEngine(Section):
+class HybridEngine(ConfigSection):
     """`hybrid_engine`: training and generation in one engine."""
 
     enabled: bool = key(False, "Use it.")
@@ -80,7 +80,7 @@ class HybridEngine(Section):
     enable_cuda_graph: bool = key(False, "Record CUDA graphs.")
 
 
-class Compile(Section):
+class Compile(ConfigSection):
     """`compile`: compiler passes around collectives."""
 
     deepcompile: bool = key(False, "Use the passes.")

@@ -5,7 +5,7 @@ from __future__ import annotations
 import sys
 from typing import Annotated, Literal
 
-from .base import Int, Names, Section, Whole, key, section
+from .base import ConfigSection, Int, Names, Whole, key, section
 from .offload import OffloadOptimizer, OffloadParam, ZenFlow
 
 _SAME_RESULT = "every setting runs the same collectives"
@@ -15,7 +15,7 @@ Stage = Annotated[Literal[0, 1, 2, 3], Whole]
 """A ZeRO stage."""
 
 
-class LeafModule(Section):
+class LeafModule(ConfigSection):
     """`zero_optimization.leaf_module`: modules whose parameters are fetched together, as one unit."""
 
     classes: Names = key(
@@ -30,14 +30,14 @@ class LeafModule(Section):
     name_suffixes: Names = key([], "Ends of qualified names of modules to keep together.")
 
 
-class LoCo(Section):
+class LoCo(ConfigSection):
     """`zero_optimization.zeropp_loco_param`: error feedback for quantized gradient reduction."""
 
     err_beta: float = key(0.8, "Part of the stored error that stays in it; the rest is the newest error.", ge=0, lt=1)
     reset_T: Int = key(1024, "Steps after which the stored error is forgotten.", gt=0)
 
 
-class ZeroConfig(Section):
+class ZeroConfig(ConfigSection):
     """`zero_optimization`: sharding of optimizer state (1), gradients (2) and parameters (3)."""
 
     stage: Stage = key(0, "0: nothing is sharded; 1: optimizer state; 2: also gradients; 3: also parameters.")

@@ -37,7 +37,7 @@ class _OfStage3:
         return self._answer(parameter, keeper)
 
 
-class Attributes:
+class ParameterAttributes:
     """The attributes; see the module docstring."""
 
     ds_id = _OfStage3(lambda parameter, keeper: id(parameter))
@@ -47,7 +47,7 @@ class Attributes:
     partition_numel = _OfStage3(lambda parameter, keeper: lambda: keeper.kept(parameter))
 
 
-_DESCRIPTORS = {name: value for name, value in vars(Attributes).items() if isinstance(value, _OfStage3)}
+_DESCRIPTORS = {name: value for name, value in vars(ParameterAttributes).items() if isinstance(value, _OfStage3)}
 
 
 def attach() -> None:

@@ -9,7 +9,7 @@ from typing import TYPE_CHECKING, Annotated, Any
 import typer
 
 if TYPE_CHECKING:
-    from shardwise.dropin.detect import Found
+    from shardwise.dropin.detect import Detected
 
 
 def register(app: typer.Typer) -> None:
@@ -61,7 +61,7 @@ def _facts() -> dict[str, Any]:
     }
 
 
-def _deepspeed(found: list[Found]) -> list[str]:
+def _deepspeed(found: list[Detected]) -> list[str]:
     """Say which package `deepspeed` is imported, and what to do if that is not clear."""
     names = {"drop-in": "shardwise's drop-in", "real": "DeepSpeed itself"}
     if not found:

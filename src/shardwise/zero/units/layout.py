@@ -57,7 +57,7 @@ class Lane:
 
 
 @dataclass(frozen=True)
-class Piece:
+class ShardSlice:
     """A run of one parameter's elements inside a rank's range.
 
     Attributes:
@@ -137,7 +137,7 @@ class Section:
     def _offsets(self) -> list[int]:
         return [slot.offset for slot in self.slots]
 
-    def pieces(self, start: int, stop: int) -> list[Piece]:
+    def pieces(self, start: int, stop: int) -> list[ShardSlice]:
         """Return the runs of parameters inside `[start, stop)`, in order of position."""
         found = []
         first = max(0, bisect.bisect_right(self._offsets, start) - 1)
@@ -146,7 +146,7 @@ class Section:
                 break
             low, high = max(slot.offset, start), min(slot.offset + slot.numel, stop)
             if low < high:
-                found.append(Piece(slot.index, low - slot.offset, high - slot.offset, low - start))
+                found.append(ShardSlice(slot.index, low - slot.offset, high - slot.offset, low - start))
         return found
 
 

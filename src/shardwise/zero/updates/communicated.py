@@ -53,7 +53,7 @@ class SectionBlock:
     gradient: torch.Tensor | None = None
 
 
-class Communicating(Protocol):
+class CommunicatingOptimizer(Protocol):
     """What is asked of an optimizer that communicates itself; `shardwise.optim.communicating` has it in full."""
 
     ranks_differ: bool
@@ -142,7 +142,7 @@ class CommunicatedUpdate(SegmentUpdate):
         plan: Plan,
     ) -> None:
         super().__init__(optimizer, units, registry, domain, accountant, is_elementwise)
-        self.asked: Communicating = optimizer  # type: ignore[assignment]
+        self.asked: CommunicatingOptimizer = optimizer  # type: ignore[assignment]
         self.own_gradient: Callable[[SectionMemory], torch.Tensor] = _none
         self.on_written: Callable[[], None] = _nothing
         self._blocks: list[tuple[SectionMemory, SectionBlock]] = []

@@ -19,9 +19,9 @@ from torch import nn
 from shardwise.comm.domain import Domain
 from shardwise.compat import allow_gradient_dtype
 from shardwise.memory import Accountant
-from shardwise.precision.tensornorms import NORMS, Run, TensorNorms
+from shardwise.precision.tensornorms import NORMS, TensorNorms, TensorRun
 from shardwise.registry import Registry
-from shardwise.zero.units.layout import Lane, Piece
+from shardwise.zero.units.layout import Lane, ShardSlice
 from shardwise.zero.units.unit import SectionMemory, Unit
 from shardwise.zero.updates.update import (
     ReducedUpdate,
@@ -96,7 +96,7 @@ class SegmentUpdate(ReducedUpdate):
         self._is_elementwise = is_elementwise
         self._segments: list[tuple[SectionMemory, slice, nn.Parameter]] = []
         self._origins: list[tuple[nn.Parameter, list[tuple[int, int, int, int]]]] = []
-        self._runs: dict[int, list[tuple[SectionMemory, Piece, nn.Parameter]]] = {}
+        self._runs: dict[int, list[tuple[SectionMemory, ShardSlice, nn.Parameter]]] = {}
 
     def capture(self, unit: Unit) -> None:
         """Nothing: segments are views of the units' own masters."""
@@ -138,19 +138,19 @@ class SegmentUpdate(ReducedUpdate):
             group = self.registry[index].group
             assert group is not None
             groups[group].append(number)
-        runs: dict[torch.Tensor, list[Run]] = {segment: [] for _, _, segment in self._segments}
-        counted: list[tuple[torch.Tensor, Run]] = []
+        runs: dict[torch.Tensor, list[TensorRun]] = {segment: [] for _, _, segment in self._segments}
+        counted: list[tuple[torch.Tensor, TensorRun]] = []
         for section, place, segment in self._segments:
             start = section.master_start + place.start
             first, last = section.own_range
             for piece in section.layout.pieces(start, section.master_start + place.stop):
                 offset = piece.offset + piece.stop - piece.start
-                run = Run(numbers[piece.index], piece.offset, offset)
+                run = TensorRun(numbers[piece.index], piece.offset, offset)
                 runs[segment].append(run)
                 # Where every rank steps everything, each counts what would be its own: the same sums at every stage.
                 low, high = max(run.start, first - start), min(run.stop, last - start)
                 if low < high:
-                    counted.append((segment, Run(run.tensor, low, high)))
+                    counted.append((segment, TensorRun(run.tensor, low, high)))
         return TensorNorms(
             groups,
             runs,
@@ -163,13 +163,13 @@ class SegmentUpdate(ReducedUpdate):
 
     def _cut(
         self, section: SectionMemory, lane: Lane, old_state: dict[int, dict[str, Any]]
-    ) -> Iterator[tuple[int, int, list[Piece]]]:
+    ) -> Iterator[tuple[int, int, list[ShardSlice]]]:
         """Yield the segments of a lane: start and stop in the master, and pieces counted from the start.
 
         A segment has one step count. Where parameters of an instance with state have different ones, the lane is cut.
         """
         first = section.master_start + lane.start
-        start, counts, pieces = 0, None, []  # type: tuple[int, Any, list[Piece]]
+        start, counts, pieces = 0, None, []  # type: tuple[int, Any, list[ShardSlice]]
         for piece in section.layout.pieces(first, section.master_start + lane.stop):
             state = old_state.get(id(self.registry.parameters[piece.index]), {})
             found = {
@@ -184,15 +184,15 @@ class SegmentUpdate(ReducedUpdate):
             pieces.append(replace(piece, offset=piece.offset - start))
         yield lane.start + start, lane.stop, pieces
 
-    def _example(self, group: int, old_state: dict[int, dict[str, Any]]) -> list[Piece]:
+    def _example(self, group: int, old_state: dict[int, dict[str, Any]]) -> list[ShardSlice]:
         """Return an empty piece of a parameter with state: padding alone needs state too (Adagrad makes it early)."""
         for tensor, parameter in zip(self.registry, self.registry.parameters, strict=True):
             if tensor.group == group and id(parameter) in old_state:
-                return [Piece(tensor.index, 0, 0, 0)]
+                return [ShardSlice(tensor.index, 0, 0, 0)]
         return []
 
     def _adopt_state(
-        self, segment: nn.Parameter, pieces: Sequence[Piece], old_state: dict[int, dict[str, Any]]
+        self, segment: nn.Parameter, pieces: Sequence[ShardSlice], old_state: dict[int, dict[str, Any]]
     ) -> None:
         """Cut the state that an instance already had the way its parameters are cut."""
         target: dict[str, Any] = {}
