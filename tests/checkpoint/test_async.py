@@ -22,7 +22,6 @@ import pytest
 import torch
 
 from shardwise.checkpoint import background, blocks, directory, output, snapshot, verify, writer
-from shardwise.checkpoint.agree import exchange
 from shardwise.errors import CheckpointError, UsageError
 from shardwise.memory import Category, MemoryLimit
 from tests.checkpoint import test_kill
@@ -345,7 +344,7 @@ def test_the_snapshot_is_planned_and_counted(tmp_path: Path) -> None:
 def agreeing() -> list[Any]:
     run = Run(config(0))
     say = [None, "short", "x" * 600, {"long": "\u00e9" * 5000}, "y" * 504]
-    return [exchange(run.engine._comm, run.engine.device, say[(rank() + turn) % len(say)]) for turn in range(len(say))]
+    return [run.engine._comm.exchange(say[(rank() + turn) % len(say)], "test") for turn in range(len(say))]
 
 
 def test_ranks_exchange_short_and_long_values() -> None:

@@ -31,7 +31,7 @@ class Group:
     def __init__(self, world: int, limit: float = 30.0, device: torch.device = CPU) -> None:
         self.world = world
         self.device = device
-        self.rows = [b""] * world
+        self.rows = [{}] * world
         self.barrier = threading.Barrier(world)
         self.limit = timedelta(seconds=limit)
         self.suspicious: int | None = None
@@ -63,13 +63,14 @@ class Member:
         self.group, self.rank, self.world, self.timeout = group, rank, group.world, group.limit
         self.device = group.device
 
-    def fingerprints(self, text: str, label: str) -> list[int]:
-        return [0] * self.world
+    def fingerprints(self, text: str, label: str) -> list[str]:
+        return [""] * self.world
 
-    def exchange(self, data: bytes, label: str) -> list[bytes]:
-        self.group.rows[self.rank] = data
+    def exchange(self, value: dict[str, Any], label: str) -> list[dict[str, Any]]:
+        self.group.rows[self.rank] = value
         self.group.barrier.wait()
-        return [row + b" " * (self.rank == self.group.suspicious) for row in self.group.rows]
+        extra = {"other": 1} if self.rank == self.group.suspicious else {}
+        return [{**row, **extra} for row in self.group.rows]
 
     def explain(self, error: PeerLostError, what: str, waited: float) -> PeerLostError:
         return error

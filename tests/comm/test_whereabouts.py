@@ -190,7 +190,7 @@ def train(how: str, folder: str) -> None:
                 engine.step()
 
 
-@pytest.mark.parametrize(("how", "own"), [("save", "all_gather 'checkpoint'"), ("skip", "all_reduce 'gradient_norm'")])
+@pytest.mark.parametrize(("how", "own"), [("save", "exchange 'checkpoint'"), ("skip", "all_reduce 'gradient_norm'")])
 def test_an_engine_on_other_ways_than_the_others_says_where_each_rank_is(how: str, own: str, tmp_path) -> None:
     with pytest.raises(RankFailure) as caught:
         run_ranks(train, 2, how, str(tmp_path))

@@ -32,7 +32,7 @@ from pathlib import Path
 import torch
 
 from shardwise.checkpoint import directory, patience
-from shardwise.checkpoint.agree import exchange, phase
+from shardwise.checkpoint.agree import phase
 from shardwise.checkpoint.collect import TrainingState, add_buffers
 from shardwise.checkpoint.patience import Progress
 from shardwise.checkpoint.protocols import CheckpointedModel
@@ -418,11 +418,11 @@ def save_in_background(
         CheckpointError: the draft cannot be made, something cannot be saved, or there is too little memory; on all
             ranks alike. Nothing is pending then.
     """
-    comm, device, what = model.comm, model.device, request.what
+    comm, what = model.comm, request.what
     background.belong()
     with drafted(model, request, state) as made:
         try:
-            with phase(comm, device, what) as taken:
+            with phase(comm, what) as taken:
                 add_buffers(made.part, model, made.digests)
                 whole = whole_of(model, request, made.not_finite) if comm.rank == 0 else None
                 if whole is not None:
@@ -463,7 +463,7 @@ def settle(comm: Communicator, device: torch.device, background: Background) -> 
     begun = time.monotonic()
     outcome = background.wait()
     # Rank 0 has waited for all others, so what it knows is what has become of the checkpoint.
-    heard = exchange(comm, device, None if outcome is None else [outcome.error, outcome.origin])
+    heard = comm.exchange(None if outcome is None else [outcome.error, outcome.origin], "checkpoint")
     background.unsettled = False
     error, origin = heard[0] or (None, 0)
     if error is not None:

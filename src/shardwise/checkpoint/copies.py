@@ -39,7 +39,7 @@ from shardwise.checkpoint.agree import phase
 from shardwise.checkpoint.collect import Part, TrainingState, add_buffers, buffer_digests, collect
 from shardwise.checkpoint.protocols import CheckpointedModel
 from shardwise.checkpoint.reader import Checkpoint
-from shardwise.checkpoint.shipping import Hold, Shipment, ship, tell_all
+from shardwise.checkpoint.shipping import Hold, Shipment, ship
 from shardwise.checkpoint.tensorwriter import write_tensors
 from shardwise.comm.communicator import Communicator
 from shardwise.errors import CheckpointError, NonFiniteStateError
@@ -108,12 +108,12 @@ def nodes_of(comm: Communicator, device: torch.device, directory: str) -> list[l
     what = f"checkpoint.memory_copies: meeting in {directory}"
     sign = os.path.join(directory, f".here-{secrets.token_hex(8)}")
     try:
-        with phase(comm, device, what) as met:
+        with phase(comm, what) as met:
             os.makedirs(directory, mode=0o700, exist_ok=True)
             with open(sign, "xb"):
                 pass
             met.said = os.path.basename(sign)
-        with phase(comm, device, what) as seen:
+        with phase(comm, what) as seen:
             there = set(os.listdir(directory))
             seen.said = next(rank for rank, name in enumerate(met.heard) if name in there)
     finally:
@@ -162,7 +162,7 @@ class MemoryCopies:
         self._newest: str | None = None
         self._made: list[str] = []
         self._count = 0
-        with phase(self._comm, model.device, "checkpoint.memory_copies") as named:
+        with phase(self._comm, "checkpoint.memory_copies") as named:
             named.said = secrets.token_hex(4)
         self._token = named.heard[0]
 
@@ -186,14 +186,14 @@ class MemoryCopies:
             CheckpointError: it could not be done, on all ranks alike; the generation before is still there.
             NonFiniteStateError: values are infinite or NaN.
         """
-        comm, device = self._comm, self._model.device
+        comm = self._comm
         what = f"copying the training state into memory ({self.path})"
         began = time.perf_counter()
         file = _file_name(comm.rank, comm.world)
         draft = name = ""
         self._count += 1
         try:
-            with phase(comm, device, what) as collected:
+            with phase(comm, what) as collected:
                 state, header = prepare()
                 part = collect(self._model, file, state, frozenset())
                 collected.said = [buffer_digests(self._model), part.not_finite() if self.check_finite else []]
@@ -201,19 +201,19 @@ class MemoryCopies:
             steps = state.counters["global_steps"]
             name = f"step{steps}-{self._token}-{self._count}"
             draft = os.path.join(self.path, f".{name}{_PARTIAL}")
-            with phase(comm, device, what):
+            with phase(comm, what):
                 if self._leads:
                     self._begin(draft)
                     self._remove(keep=(self._newest, os.path.basename(draft)))
-            with phase(comm, device, what) as written:
+            with phase(comm, what) as written:
                 add_buffers(part, self._model, [said[0] for said in collected.heard])
                 written.said = self._write(part, draft, steps, header)
             sizes: list[list[int]] = written.heard
             shipments = self._shipments(sizes)
             if shipments:
-                with phase(comm, device, what):
+                with phase(comm, what):
                     self._ship(shipments, draft)
-            with phase(comm, device, what):
+            with phase(comm, what):
                 if self._leads:
                     os.rename(draft, os.path.join(self.path, name))
             draft = ""
@@ -300,7 +300,7 @@ class MemoryCopies:
 
     def generations(self) -> list[Generation]:
         """Return the complete generations, the newest first; all ranks call this together and get the same."""
-        with phase(self._comm, self._model.device, f"looking for copies in memory ({self.path})") as looked:
+        with phase(self._comm, f"looking for copies in memory ({self.path})") as looked:
             looked.said = list(self._on_this_node()) if self._leads else []
         found: dict[str, Generation] = {}
         for number, ranks in enumerate(self.nodes):
@@ -384,12 +384,12 @@ class MemoryCopies:
         if bad:
             return bad
         joined = self._join(generation, parts)
-        with phase(comm, device, what) as asked:
+        with phase(comm, what) as asked:
             numbers = {_file_name(rank, generation.world): rank for rank in range(generation.world)}
             asked.said = sorted(numbers[file] for file in needed_files(self._model, joined))
         needed = [sorted(set().union(*(asked.heard[rank] for rank in ranks))) for ranks in self.nodes]
         shipments, origin = self._fetches(generation, places, parts, needed)
-        with phase(comm, device, what):
+        with phase(comm, what):
             if self._leads:
                 shutil.rmtree(target, ignore_errors=True)
                 os.mkdir(target)
@@ -400,7 +400,7 @@ class MemoryCopies:
                         file = _file_name(rank, generation.world)
                         os.link(os.path.join(self.path, generation.name, file), os.path.join(target, file))
         if shipments:
-            with phase(comm, device, what):
+            with phase(comm, what):
                 ship(
                     comm,
                     device,
@@ -409,7 +409,7 @@ class MemoryCopies:
                     lambda file: os.path.join(target, file),
                     self._hold,
                 )
-        with phase(comm, device, what) as checked:
+        with phase(comm, what) as checked:
             checked.said = [
                 (origin[self.node, rank], rank, reason)
                 for rank, reason in self._damaged(target, generation.world, needed[self.node])
@@ -428,8 +428,8 @@ class MemoryCopies:
                 with contextlib.suppress(OSError, UnicodeDecodeError), open(path, encoding="utf-8") as stream:
                     texts[rank] = stream.read()
         parts: dict[int, dict[str, Any]] = {}
-        for said in tell_all(self._comm, self._model.device, json.dumps(texts).encode() if texts else b""):
-            for rank, text in json.loads(said or b"{}").items():
+        for said in self._comm.exchange(texts, "memory_copies"):
+            for rank, text in said.items():
                 digest, _, body = text.encode().partition(b"\n")
                 if digest == _digest(body):
                     parts[int(rank)] = json.loads(body)

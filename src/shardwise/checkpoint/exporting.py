@@ -306,12 +306,12 @@ def export_model(model: CheckpointedModel, request: ExportRequest, hold: Callabl
     Raises:
         CheckpointError: it could not be written; raised on every rank.
     """
-    comm, device, rank = model.comm, model.device, model.comm.rank
+    comm, rank = model.comm, model.comm.rank
     what = f"exporting weights to {request.directory}"
     wanted = wanted_parameters(model, exclude_frozen=request.exclude_frozen)
     values, ranges = model.value_runs(), model.saved_ranges()
     own = {index: within(values.get(index, []), ranges.get(index, [])) for index in sorted(wanted)}
-    with phase(comm, device, what) as known:
+    with phase(comm, what) as known:
         known.said = {
             str(index): [name_of(runs[0][2].dtype), [(start, stop) for start, stop, _ in runs]]
             for index, runs in own.items()
@@ -322,7 +322,7 @@ def export_model(model: CheckpointedModel, request: ExportRequest, hold: Callabl
     files: WeightFiles | None = None
     failure: Exception | None = None
     try:
-        with phase(comm, device, what):
+        with phase(comm, what):
             if rank == 0:
                 entries = [entry for entry, _ in places]
                 files = WeightFiles(
@@ -340,7 +340,7 @@ def export_model(model: CheckpointedModel, request: ExportRequest, hold: Callabl
                         files.write(entry.name, start, request.conversion(entry.name, piece))
                     except (OSError, CheckpointError) as error:
                         failure = error
-        with phase(comm, device, what) as ended:
+        with phase(comm, what) as ended:
             if failure is not None:
                 raise failure
             if files is not None:

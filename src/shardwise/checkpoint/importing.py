@@ -67,21 +67,21 @@ def load_weights(
         CheckpointError: names (if `strict`) or shapes do not fit, files cannot be read, or ranks see different ones.
             Unless a file became unreadable after it had been opened, nothing has been changed.
     """
-    comm, device = model.comm, model.device
+    comm = model.comm
     what = f"loading weights from {path}"
     source: Source | None = None
     try:
-        with phase(comm, device, what) as opened:
+        with phase(comm, what) as opened:
             source = open_source(path, tag)
             opened.said = _digest(source)
         assert source is not None
         if len(set(opened.heard)) > 1:
             raise CheckpointError(f"{what}: ranks see different tensors under this path; all need the same files")
-        with phase(comm, device, what):
+        with phase(comm, what):
             matched = _match(model, source, strict, rename)
             _verify_share(model, source, matched)
         model.finish_gathers()
-        with phase(comm, device, what), torch.no_grad():
+        with phase(comm, what), torch.no_grad():
             runs = model.value_runs()
             for tensor, name in matched.parameters:
                 for start, _, view in runs.get(tensor.index, ()):

@@ -124,7 +124,7 @@ def find(
     skipped: list[str] = []
     candidates = _candidates(parent, tag) if options.order is None else iter(options.order)
     while True:
-        with phase(model.comm, model.device, what) as choice:
+        with phase(model.comm, what) as choice:
             if model.comm.rank == 0:
                 choice.said = next(candidates, None)
         chosen = choice.heard[0]
@@ -169,7 +169,7 @@ def _try(
     matched: Matched | None = None
     try:
         try:
-            with phase(model.comm, model.device, what) as opening:
+            with phase(model.comm, what) as opening:
                 saved = opened(path)
                 opening.said = saved.manifest.created
             assert saved is not None
@@ -180,7 +180,7 @@ def _try(
                 )
         except CheckpointError as error:
             return error
-        with phase(model.comm, model.device, what) as agreed:
+        with phase(model.comm, what) as agreed:
             matched = _match(model, saved, options)
             check(saved)
             agreed.said = _fingerprint(matched)
@@ -268,7 +268,7 @@ def _candidates(parent: str, tag: str | None) -> Iterator[str]:
 def _verify(model: CheckpointedModel, saved: Checkpoint, matched: Matched, options: Options, what: str) -> None:
     """Check this rank's share of the files and blocks, and put into place what may be put there already."""
     rank, world = model.comm.rank, model.comm.world
-    with phase(model.comm, model.device, what) as shared:
+    with phase(model.comm, what) as shared:
         saved.check_sizes(sorted(saved.manifest.files)[rank::world])
         if options.with_optimizer and options.selection.everything:
             blocks = saved.blocks()
@@ -279,7 +279,7 @@ def _verify(model: CheckpointedModel, saved: Checkpoint, matched: Matched, optio
             matched.left = _make_state(model, matched.states)
         places, rest = saved.places(matched.left or ())
         shared.said = _together(saved.mostly(places))
-    with phase(model.comm, model.device, what):
+    with phase(model.comm, what):
         own = _share(blocks, shared.heard, rank)
         saved.verify(own, places)
         if matched.left is not None:
@@ -346,7 +346,7 @@ def read(model: CheckpointedModel, saved: Checkpoint, matched: Matched, options:
     """
     what = f"loading checkpoint {saved.path}"
     model.finish_gathers()
-    with phase(model.comm, model.device, what), torch.no_grad():
+    with phase(model.comm, what), torch.no_grad():
         values = model.value_runs()
         runs = [
             (stored, start, view)
@@ -362,7 +362,7 @@ def read(model: CheckpointedModel, saved: Checkpoint, matched: Matched, options:
             module.set_extra_state(saved.decode(tree))
     model.publish()
     loaded = Loaded(saved.path, saved.manifest)
-    with phase(model.comm, model.device, what):
+    with phase(model.comm, what):
         if matched.states is not None:
             _read_optimizer(model, saved, matched.states, matched.left, options)
         loaded.client = saved.decode(saved.manifest.client)

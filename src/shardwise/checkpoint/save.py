@@ -115,12 +115,12 @@ def save(model: CheckpointedModel, request: SaveRequest, state: TrainingState) -
         CheckpointError: it could not be saved, on all ranks alike. What existed before still does, unless the error
             says that the new checkpoint stands and only `latest` could not be written.
     """
-    comm, device, what = model.comm, model.device, request.what
+    comm, what = model.comm, request.what
     with drafted(model, request, state) as made:
-        with phase(comm, device, what), told_if_long(f"{what}: rank {comm.rank} writes its part"):
+        with phase(comm, what), told_if_long(f"{what}: rank {comm.rank} writes its part"):
             add_buffers(made.part, model, made.digests)
             _write(made.part, made.path, request)
-        with phase(comm, device, what):
+        with phase(comm, what):
             if made.draft is not None:
                 with told_if_long(f"{what}: the checkpoint is published"):
                     notes = publish(made.draft, whole_of(model, request, made.not_finite))
@@ -136,17 +136,17 @@ def drafted(model: CheckpointedModel, request: SaveRequest, state: TrainingState
     Raises:
         CheckpointError: the directory cannot be made, or something cannot be saved; on all ranks alike.
     """
-    comm, device, what = model.comm, model.device, request.what
+    comm, what = model.comm, request.what
     draft: directory.Draft | None = None
     try:
-        with phase(comm, device, what) as begin:
+        with phase(comm, what) as begin:
             if comm.rank == 0:
                 draft = directory.Draft(request.directory, request.tag)
                 _tell_of_another_job(request.directory)
             begin.said = {"tag": request.tag, "draft": [draft.path, draft.token] if draft else None}
         _compare_tags(request, [said["tag"] for said in begin.heard], comm.rank)
         path, token = begin.heard[0]["draft"]
-        with phase(comm, device, what) as collected:
+        with phase(comm, what) as collected:
             part = collect(model, file_name(comm.rank, comm.world, token), state, request.excluded)
             collected.said = [buffer_digests(model), part.not_finite() if request.check_finite else []]
         digests = [said[0] for said in collected.heard]

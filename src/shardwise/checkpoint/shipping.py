@@ -236,23 +236,3 @@ class _Writing(_End):
                 done += self._file.write(view[done:])
         except OSError as error:
             self.failure = error
-
-
-def tell_all(comm: Communicator, device: torch.device, data: bytes) -> list[bytes]:
-    """Return what all ranks have passed, in rank order (two collectives, without a detour over Python numbers)."""
-    if comm.world == 1:
-        return [data]
-    sizes = torch.zeros(comm.world, dtype=torch.int64, device=device)
-    sizes[comm.rank] = len(data)
-    comm.all_reduce(sizes, _LABEL).wait()
-    lengths = [int(size) for size in sizes.tolist()]
-    width = max(lengths)
-    if not width:
-        return [b""] * comm.world
-    everything = torch.zeros(comm.world * width, dtype=torch.uint8, device=device)
-    mine = everything[comm.rank * width : (comm.rank + 1) * width]
-    if data:
-        mine[: len(data)] = torch.frombuffer(bytearray(data), dtype=torch.uint8).to(device)
-    comm.all_gather([(everything, mine)], _LABEL, kind="explicit").wait()
-    rows = everything.cpu().view(comm.world, width)
-    return [bytes(bytes_of(row[:length].contiguous())) for row, length in zip(rows, lengths, strict=True)]

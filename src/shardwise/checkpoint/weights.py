@@ -128,7 +128,7 @@ def write_weights(
     files: WeightFiles | None = None
     failure: Exception | None = None
     try:
-        with phase(model.comm, model.device, what):
+        with phase(model.comm, what):
             if rank == 0:
                 files = WeightFiles(parent, entries, name, max_shard_size=max_shard_size, overwrite=True)
         for tensor, values in gathered_parameters(model, wanted):
@@ -140,7 +140,7 @@ def write_weights(
                 except (OSError, CheckpointError) as error:
                     failure = error
             del values
-        with phase(model.comm, model.device, what):
+        with phase(model.comm, what):
             if failure is not None:
                 raise failure
             if files is not None:
@@ -176,7 +176,7 @@ def load_state_dict(
     Raises:
         CheckpointError: names (if `strict`) or shapes do not fit; nothing has been changed then.
     """
-    with phase(model.comm, model.device, "loading a state dict"):
+    with phase(model.comm, "loading a state dict"):
         found, plain = _match(model, values, strict, may_lack)
     model.finish_gathers()
     runs = model.value_runs()

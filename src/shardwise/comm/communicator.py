@@ -15,13 +15,14 @@ communicator's device, and what is made here is made there.
 
 from __future__ import annotations
 
+import ctypes
 import hashlib
 import json
 import logging
 import time
 import zlib
 from collections.abc import Callable, Sequence
-from typing import TYPE_CHECKING, Protocol
+from typing import TYPE_CHECKING, Any, Protocol
 
 import torch
 import torch.distributed as dist
@@ -55,6 +56,10 @@ found rows worth it and another has not.
 
 _COUNT_BITS, _NAME_BITS = 12, 16
 """Parts of a tag, which has 31 bits: the kind (3), how many of the kind came before, and what is exchanged."""
+
+
+_LENGTH, _SHORT = 8, 512
+"""Bytes of an exchanged value's length, and of what is exchanged at first: nearly all values are shorter."""
 
 
 class PendingCollective(Protocol):
@@ -381,25 +386,33 @@ class Communicator:
         self._handle(None, record)
         return value
 
-    def exchange(self, data: bytes, label: str) -> list[bytes]:
-        """Return the bytes of all ranks, of which each has given as many (set-up only: it blocks)."""
-        record = self._open("exchange", self.world * len(data), (self.world - 1) * len(data), label)
-        if self.world == 1:
-            self._handle(None, record)
-            return [data]
-        own = torch.tensor(list(data), dtype=torch.uint8, device=self.device)
-        rows = torch.empty(self.world * len(data), dtype=torch.uint8, device=self.device)
-        self._gather([(rows, own)], "explicit", record).wait()
-        return [bytes(row.tolist()) for row in rows.view(self.world, -1)]
+    def exchange(self, value: Any, label: str) -> list[Any]:
+        """Return the JSON values that all ranks have passed, in rank order (it blocks; two collectives if one is long).
 
-    def fingerprints(self, text: str, label: str) -> list[int]:
-        """Return a number for each rank's text, in rank order, equal where texts are (one small all-reduce)."""
-        if self.imagined:
-            return [0] * self.world
-        numbers = torch.zeros(self.world, dtype=torch.int64, device=self.device)
-        numbers[self.rank] = int.from_bytes(hashlib.sha256(text.encode()).digest()[:7], "big")
-        self.all_reduce(numbers, label).wait()
-        return [int(number) for number in numbers.tolist()]
+        A value comes back as JSON has it: a tuple as a list.
+        """
+        if self.world == 1 or self.imagined:
+            return [value] * self.world
+        own = json.dumps(value).encode()
+        rows = self._rows(len(own).to_bytes(_LENGTH, "little") + own[: _SHORT - _LENGTH], _SHORT, label)
+        sizes = [int.from_bytes(row[:_LENGTH], "little") for row in rows]
+        long = max(sizes) > _SHORT - _LENGTH
+        rows = self._rows(own, max(sizes), label) if long else [row[_LENGTH:] for row in rows]
+        return [json.loads(row[:size]) for row, size in zip(rows, sizes, strict=True)]
+
+    def _rows(self, own: bytes, width: int, label: str) -> list[bytes]:
+        """Return the bytes of all ranks, each filled up to the same length."""
+        everything = torch.zeros(self.world * width, dtype=torch.uint8, device=self.device)
+        mine = everything[self.rank * width : (self.rank + 1) * width]
+        mine[: len(own)] = torch.frombuffer(bytearray(own), dtype=torch.uint8).to(self.device)
+        record = self._open("exchange", everything.numel(), everything.numel() - width, label)
+        self._gather([(everything, mine)], "explicit", record).wait()
+        here = everything.cpu()
+        return [ctypes.string_at(here.data_ptr() + rank * width, width) for rank in range(self.world)]
+
+    def fingerprints(self, text: str, label: str) -> list[str]:
+        """Return a digest of each rank's text, in rank order, equal where texts are (one small collective)."""
+        return self.exchange(hashlib.sha256(text.encode()).hexdigest(), label)
 
     def group_rank(self, rank: int) -> int:
         """Translate a global rank into this group's."""

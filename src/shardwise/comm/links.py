@@ -32,7 +32,6 @@ from shardwise.comm.environment import LOOPBACK
 from shardwise.comm.rendezvous import machine, own_address
 from shardwise.errors import PeerLostError
 
-_CARD_BYTES = 512
 _NUMBER_BYTES = 32
 _HELLO = struct.Struct(f"<I{_NUMBER_BYTES}s{_NUMBER_BYTES}s")
 """Rank, random number and proof of whoever connects."""
@@ -73,8 +72,8 @@ def connect(comm: Communicator) -> Links:
     host = LOOPBACK if one_machine else own_address()
     with _listen(host) as listener:
         card = {"host": host, "port": listener.getsockname()[1], "number": secrets.token_hex(_NUMBER_BYTES)}
-        cards = comm.exchange(json.dumps(card).encode().ljust(_CARD_BYTES), "side_channel.address")
-        key = hashlib.sha256(b"".join(cards)).digest()
+        cards = comm.exchange(card, "side_channel.address")
+        key = hashlib.sha256(json.dumps(cards).encode()).digest()
         meeting = _Meeting(listener, key, comm.rank, comm.world)
         links = Links(answering=meeting.found)
         deadline = time.monotonic() + comm.timeout.total_seconds()
@@ -83,7 +82,7 @@ def connect(comm: Communicator) -> Links:
             # Not all ranks begin with rank 0.
             for step in range(1, comm.world):
                 peer = (comm.rank + step) % comm.world
-                address = json.loads(cards[peer])
+                address = cards[peer]
                 links.asking[peer] = _call((address["host"], address["port"]), key, comm.rank, peer, deadline)
             meeting.thread.join(max(0.0, deadline - time.monotonic()))
             missing = set(links.asking) - set(links.answering)

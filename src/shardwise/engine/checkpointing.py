@@ -151,7 +151,7 @@ class Checkpointing(BackgroundSaving):
         self.sharded.hooks.settle()
         self._hear_before()
         background = config.checkpoint.in_background if asynchronous is None else bool(asynchronous)
-        with phase(self._comm, self.device, "save_checkpoint") as begun:
+        with phase(self._comm, "save_checkpoint") as begun:
             parent = directory.check_directory(save_dir, "save_dir")
             request = SaveRequest(
                 directory=parent,
@@ -238,7 +238,7 @@ class Checkpointing(BackgroundSaving):
         if self._saving is not None:
             self._saving.wait()  # if it has failed, that is raised where saving is the matter
         self.sharded.hooks.settle()
-        with phase(self._comm, self.device, "load_checkpoint"):
+        with phase(self._comm, "load_checkpoint"):
             parent = directory.check_directory(load_dir, "load_dir")
             if custom_load_fn is not None and not (include is exclude is rename is None):
                 raise UsageError(
@@ -288,7 +288,7 @@ class Checkpointing(BackgroundSaving):
         if not options.module_only:
             if saved.notes:
                 self._log(f"{loaded.path}: not taken over: {'; '.join(saved.notes)}")
-            with phase(self._comm, self.device, f"loading checkpoint {loaded.path}"):
+            with phase(self._comm, f"loading checkpoint {loaded.path}"):
                 self._take_training_state(loaded, options, load_lr_scheduler_states)
         if self._comm.rank == 0 and (matched.report.differs or matched.report.notes):
             logger.warning("%s", matched.report)
@@ -561,7 +561,7 @@ class Checkpointing(BackgroundSaving):
         parameters = self.sharded.registry.parameters
         gathered = self.sharded.gather(parameters)
         try:
-            with phase(self._comm, self.device, "custom_load_fn"), torch.no_grad():
+            with phase(self._comm, "custom_load_fn"), torch.no_grad():
                 function(src=values, dst=self.module)
         except BaseException:
             self.sharded.put_back(parameters, gathered, None)

@@ -19,7 +19,6 @@ from torch import nn
 
 from shardwise._version import __version__
 from shardwise.absent import COMPILER, ENGINE
-from shardwise.checkpoint.agree import exchange
 from shardwise.comm.communicator import Communicator
 from shardwise.comm.ledger import user_line
 from shardwise.compat import never_compiled, transforming
@@ -662,7 +661,7 @@ class Engine(EngineAttributes, BatchSizes, ConfigGetters, Interchange, FaultTole
 
     def _refuse(self, unused: list[str]) -> None:
         """Raise on every rank what is wrong with the window's gradients on some rank; `unused`: names on this one."""
-        everyone = exchange(self._comm, self.device, (self._unscaled, unused))
+        everyone = self._comm.exchange((self._unscaled, unused), "step")
         unscaled = [rank for rank, (found, _) in enumerate(everyone) if found]
         if unscaled:
             raise UsageError(

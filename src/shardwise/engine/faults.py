@@ -156,7 +156,7 @@ class FaultTolerance(Checkpointing):
             >>> engine.destroy()
         """
         self.sharded.check_open("engine.checkpoint_on_signal()")
-        with phase(self._comm, self.device, "checkpoint_on_signal") as agreed:
+        with phase(self._comm, "checkpoint_on_signal") as agreed:
             parent = directory.check_directory(save_dir, "save_dir")
             ends = {signal_named(name) for name in exit_on}
             saves = {signal_named(name) for name in save_on}
@@ -374,7 +374,7 @@ class FaultTolerance(Checkpointing):
         self.sharded.check_open("engine.resume()")
         self.sharded.hooks.settle()
         began = time.perf_counter()
-        with phase(self._comm, self.device, "resume") as looked:
+        with phase(self._comm, "resume") as looked:
             parent = directory.check_directory(save_dir, "save_dir")
             looked.said = [parent, newest(parent) if self._comm.rank == 0 else None]
         if any(said[0] != looked.heard[0][0] for said in looked.heard):

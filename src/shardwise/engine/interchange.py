@@ -75,7 +75,7 @@ class Interchange:
             >>> engine.destroy()
         """
         self.sharded.check_open("engine.export()")
-        with phase(self._comm, self.device, "export"):
+        with phase(self._comm, "export"):
             request = request_of(
                 directory, format, dtype, max_shard_size, exclude_frozen_parameters, all_names, overwrite
             )

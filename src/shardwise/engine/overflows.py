@@ -8,7 +8,6 @@ from typing import TYPE_CHECKING, Any
 
 import torch
 
-from shardwise.checkpoint.agree import exchange
 from shardwise.precision.overflow import Found, OverflowReport, first_not_finite
 
 if TYPE_CHECKING:
@@ -33,7 +32,7 @@ def explain_overflow(
     if index is not None:
         found = Found.of([values for _, _, values in sharded.gradient_runs(index) or ()])
         finite = sharded.reducer.gradients[sharded.unit_of(index).index].finite
-    told = exchange(sharded.comm, sharded.device, (lost, finite, *astuple(found)))
+    told = sharded.comm.exchange((lost, finite, *astuple(found)), "overflow")
     return replace(
         _report(sharded, index, told),
         infinite=sum(fact[2] for fact in told),
@@ -54,7 +53,7 @@ def explain_late(sharded: ShardedModel, sums: torch.Tensor, lost: bool) -> Overf
     assert sharded.reducer is not None
     index = first_not_finite(sums)
     finite = index is None or sharded.reducer.gradients[sharded.unit_of(index).index].formerly_finite
-    return _report(sharded, index, exchange(sharded.comm, sharded.device, (lost, finite)))
+    return _report(sharded, index, sharded.comm.exchange((lost, finite), "overflow"))
 
 
 def _report(sharded: ShardedModel, index: int | None, told: Sequence[Sequence[Any]]) -> OverflowReport:
