@@ -571,7 +571,7 @@ TABLE: dict[str, dict[str, Entry]] = {
         f"{_ADAPT}.configuration", "get_bfloat16_config(param_dict)", "get_float16_config(param_dict)"
     ),
     "deepspeed.runtime.config_utils": joined(
-        classes("shardwise.config.schema", "DeepSpeedConfigModel = Section"),
+        classes("shardwise.config.schema", "DeepSpeedConfigModel = ConfigSection"),
         functions(
             f"{_ADAPT}.configuration",
             "get_scalar_param(param_dict, param_name, param_default_value)",
