@@ -13,7 +13,6 @@ from shardwise._allocator import set_allocator
 
 MIB = 1 << 20
 PROGRAM = """
-import gc, sys
 {before}
 import shardwise
 import torch
@@ -22,26 +21,25 @@ def resident():
     with open("/proc/self/status") as file:
         return int(next(line for line in file if line.startswith("VmRSS")).split()[1]) << 10
 
-# Blocks of 8 MiB with a small tensor made after each, which lives on.
-torch.ones(1)
+del [torch.ones(24 << 20, dtype=torch.uint8)][0]  # from now on glibc would keep what is smaller in its heap
 before = resident()
 large, small = [], []
 for _ in range(32):
     large.append(torch.ones(8 << 20, dtype=torch.uint8))
-    small.append(torch.ones(1000, dtype=torch.uint8))
-full = resident()
+    small.append(torch.ones(1000, dtype=torch.uint8))  # lives on, between blocks that do not
+aligned = all(tensor.data_ptr() % 4096 == 0 for tensor in large)
 del large
-print(full - before, resident() - before)
+print(resident() - before, int(aligned))
 """
+SETTABLE = pytest.mark.skipif(
+    not (_allocator._on_glibc() and _allocator._has_huge_pages()), reason="another C library, or no huge pages"
+)
 
 
-def after_freeing(before: str = "", **env: str) -> tuple[int, int]:
-    """Bytes that a new process holds, with 256 MiB of tensors and when they are freed."""
-    others = {
-        name: value
-        for name, value in os.environ.items()
-        if name not in (*_allocator._OTHER_WISHES, _allocator.VARIABLE)
-    }
+def after_freeing(before: str = "", **env: str) -> tuple[int, bool]:
+    """What a new process keeps of 256 MiB of tensors that it has freed, and whether torch asks for huge pages."""
+    known = (*_allocator._OTHER_WISHES, _allocator.VARIABLE)
+    others = {name: value for name, value in os.environ.items() if name not in known}
     done = subprocess.run(
         [sys.executable, "-c", PROGRAM.format(before=before)],
         capture_output=True,
@@ -49,16 +47,26 @@ def after_freeing(before: str = "", **env: str) -> tuple[int, int]:
         check=True,
         env={**others, **env},
     )
-    full, left = done.stdout.split()
-    return int(full), int(left)
+    left, aligned = done.stdout.split()
+    return int(left), bool(int(aligned))
 
 
-@pytest.mark.skipif(not _allocator._on_glibc(), reason="another C library")
-@pytest.mark.skipif(not _allocator._has_huge_pages(), reason="the system has no huge pages")
-def test_freed_memory_returns_to_the_system_under_any_launcher() -> None:
-    full, left = after_freeing()
-    assert full > 250 * MIB
+@SETTABLE
+@pytest.mark.parametrize("before", ["", "import torch"])
+def test_freed_memory_returns_to_the_system_under_any_launcher(before: str) -> None:
+    left, aligned = after_freeing(before)
     assert left < 16 * MIB
+    assert aligned
+
+
+@SETTABLE
+@pytest.mark.parametrize(
+    ("before", "env"), [("import torch; torch.ones(1)", {}), ("", {"GLIBC_TUNABLES": "glibc.malloc.tcache_count=7"})]
+)
+def test_a_process_that_cannot_or_shall_not_is_left_as_it_is(before: str, env: dict[str, str]) -> None:
+    left, aligned = after_freeing(before, **env)
+    assert left > 128 * MIB
+    assert not aligned
 
 
 @pytest.mark.parametrize(
@@ -85,10 +93,3 @@ def test_nothing_is_set_where_it_cannot_be_or_the_user_has_chosen(
     given = dict(env)
     assert not set_allocator(given)
     assert given == env
-
-
-def test_nothing_is_set_after_the_first_tensor(monkeypatch) -> None:
-    monkeypatch.setattr(_allocator, "_torch_asks_for_huge_pages", lambda: False)
-    env: dict[str, str] = {}
-    assert not set_allocator(env)
-    assert env == {}

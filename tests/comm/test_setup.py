@@ -242,3 +242,21 @@ def test_timeouts() -> None:
     for text in ("0", "-1", "soon", "inf", "nan"):
         with pytest.raises(LaunchError, match=f"SHARDWISE_TIMEOUT='{text}'"):
             timeout_from_environment({"SHARDWISE_TIMEOUT": text})
+
+
+@pytest.mark.parametrize(
+    ("visible", "used", "chosen"), [(4, False, [3]), (1, False, [0]), (4, True, [])], ids=["own", "only", "script's"]
+)
+def test_a_rank_on_nccl_has_its_device_before_its_first_tensor(
+    visible: int, used: bool, chosen: list[int], monkeypatch
+) -> None:
+    taken: list[int] = []
+    cuda = SimpleNamespace(
+        is_available=lambda: True,
+        device_count=lambda: visible,
+        is_initialized=lambda: used,
+        set_device=taken.append,
+    )
+    monkeypatch.setattr(torch, "cuda", cuda)
+    setup._take_own_device(RankPlace(3, 4, 3, 4, "127.0.0.1", 1, "a test"))
+    assert taken == chosen

@@ -449,7 +449,7 @@ def _unseen(job: WriteJob, machines: Sequence[str]) -> list[int]:
     return [rank for rank, machine in enumerate(machines) if rank and not seen[machine]]
 
 
-def settle(comm: Communicator, device: torch.device, background: Background) -> float:
+def settle(comm: Communicator, background: Background) -> float:
     """Wait until the save in the background, if there is one, has ended on all ranks; all ranks call this together.
 
     Returns:

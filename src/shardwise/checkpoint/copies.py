@@ -96,7 +96,7 @@ class MemoryCopy:
     directory: str
 
 
-def nodes_of(comm: Communicator, device: torch.device, directory: str) -> list[list[int]]:
+def nodes_of(comm: Communicator, directory: str) -> list[list[int]]:
     """Return the ranks that share this directory, for every directory, in the order of their first ranks.
 
     Ranks are found to share one by what they see in it, not by the names of their machines: containers of one machine
@@ -155,7 +155,7 @@ class MemoryCopies:
         self._model = model
         self._comm = model.comm
         self._hold = hold
-        self.nodes = nodes_of(self._comm, model.device, directory)
+        self.nodes = nodes_of(self._comm, directory)
         self.node = next(number for number, ranks in enumerate(self.nodes) if self._comm.rank in ranks)
         self.replicas = min(replicas, len(self.nodes) - 1)
         self._leads = self.nodes[self.node][0] == self._comm.rank

@@ -109,9 +109,8 @@ def init_distributed(
     if backend == "nccl" and torch.cuda.device_count() == 1:
         _check_own_device(dist.PrefixStore(os.environ.get("TORCHELASTIC_RESTART_COUNT", "0"), store), place)
 
-    if backend == "nccl" and torch.cuda.is_available() and not torch.cuda.current_device():
-        # Or else every rank's first CUDA tensor, and torch's barrier, would be on the first device.
-        torch.cuda.set_device(device_index(place.local_rank))
+    if backend == "nccl":
+        _take_own_device(place)
 
     def start(attempt: int) -> dist.ProcessGroup:
         own = dist.PrefixStore(f"attempt{attempt}", store)
@@ -257,6 +256,15 @@ def _backend(asked: str | None, place: RankPlace) -> str:
                 'Leave dist_backend out to take "nccl" on CUDA and "gloo" elsewhere.'
             )
     return asked
+
+
+def _take_own_device(place: RankPlace) -> None:
+    """Make this rank's device the current one, or every rank's first CUDA tensor, and torch's barrier, use the first.
+
+    A script that has used CUDA already has chosen by itself.
+    """
+    if torch.cuda.is_available() and not torch.cuda.is_initialized():
+        torch.cuda.set_device(device_index(place.local_rank))
 
 
 def _check_own_device(store: dist.Store, place: RankPlace) -> None:

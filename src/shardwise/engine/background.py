@@ -87,14 +87,14 @@ class BackgroundSaving:
         saving = self._saving
         if saving is None or not saving.unsettled:
             return None
-        settle(self._comm, self.device, saving)
+        settle(self._comm, saving)
         return None if saving.report is None else saving.report.path
 
     def _settle_save(self) -> float:
         """Wait for the save before; return for how long. Raises on all ranks what has become of it."""
         if self._saving is None:
             return 0.0
-        waited = settle(self._comm, self.device, self._saving)
+        waited = settle(self._comm, self._saving)
         if waited >= _WORTH_TELLING_S and self._comm.rank == 0 and self._saving.report is not None:
             logger.warning(
                 "save_checkpoint(): waited %.1f s until the save before, %s, was written (it took %.1f s); save less "
@@ -132,7 +132,7 @@ class BackgroundSaving:
         failure = None
         try:
             if sys.exc_info()[0] is None:
-                settle(self._comm, self.device, saving)
+                settle(self._comm, saving)
             else:
                 saving.wait()  # what has gone wrong may be on this rank alone, and the others somewhere else
         except CheckpointError as error:
