@@ -9,6 +9,7 @@ from pathlib import Path
 import pytest
 import torch
 
+import shardwise
 from shardwise.checkpoint import tensorfile
 from shardwise.checkpoint.statefile import StateFileWriter
 from shardwise.checkpoint.tensorfile import Spec, TensorFile
@@ -16,6 +17,7 @@ from shardwise.checkpoint.tensorwriter import TensorWriter, write_tensors
 from shardwise.device import staging
 from shardwise.errors import CheckpointError
 from tests.checkpoint.job import Run, config, differences, on_ranks
+from tests.checkpoint.test_async import content
 from tests.checkpoint.test_tensorfile import TENSORS, equal
 from tests.device.streams import far
 
@@ -112,3 +114,126 @@ def there_and_back(root: str, stage: int, late: bool) -> None:
 @pytest.mark.parametrize("stage", [0, 3])
 def test_whole_checkpoints(late: bool, stage: int, tmp_path: Path) -> None:
     on_ranks(there_and_back, 2, str(tmp_path), stage, late)
+
+
+# -- saves in the background -------------------------------------------------------------------------------------------
+
+
+def step(run: Run) -> None:
+    run.step()
+
+
+def user_changes_parameters(run: Run) -> None:
+    with torch.no_grad():
+        for parameter in run.model.parameters():
+            if parameter.numel() and not run.engine.sharded.plan.shard_parameters:
+                parameter.mul_(2)
+    run.step()
+
+
+def masters_are_set(run: Run) -> None:
+    weight = run.model.head.weight
+    shardwise.utils.safe_set_full_fp32_param(weight, torch.ones(weight.shape))
+
+
+def state_is_set(run: Run) -> None:
+    weight = run.model.head.weight
+    shardwise.utils.safe_set_full_optimizer_state(weight, torch.ones(weight.shape), "exp_avg")
+
+
+def gathered_parameters_are_changed(run: Run) -> None:
+    weight = run.model.head.weight
+    with shardwise.zero.GatheredParameters(weight, modifier_rank=0), torch.no_grad():
+        weight.fill_(3)
+
+
+def another_is_loaded(run: Run) -> None:
+    path = run.engine.last_async_save.path
+    run.load(os.path.dirname(path), tag="first")
+
+
+def forward_changes_parameters(run: Run) -> None:
+    inner = run.model.blocks[1].inner
+
+    def clamp(*_: object) -> None:
+        with torch.no_grad():
+            inner.weight.mul_(2)
+
+    hook = inner.register_forward_pre_hook(clamp)
+    run.micro_batch()
+    hook.remove()
+    run.micro_batch()
+
+
+def batch_statistics_change(run: Run) -> None:
+    run.micro_batch()
+
+
+DISTURBANCES = [
+    step,
+    user_changes_parameters,
+    masters_are_set,
+    state_is_set,
+    gathered_parameters_are_changed,
+    another_is_loaded,
+    forward_changes_parameters,
+    batch_statistics_change,
+]
+
+
+def disturbed(root: str, stage: int, dtype: str) -> None:
+    """Save while the device copies as late as it may; whatever is done meanwhile, what was there before is saved."""
+    with far() as streams:
+        run = Run(config(stage, dtype), seed=1)
+        run.step()
+        run.engine.save_checkpoint(root, tag="first", asynchronous=True)
+        run.engine.wait_for_checkpoint()
+        (stream,) = streams
+        for disturb in DISTURBANCES:
+            run.step()
+            run.engine.save_checkpoint(root, tag="sync")
+            stream.needed.clear()
+            run.engine.save_checkpoint(root, tag="async", asynchronous=True)
+            first, before = stream.done, stream.log.count("stream waits")
+            disturb(run)
+            # Nothing but what may write the optimizer's memory waits for the rest.
+            waits = disturb is not batch_statistics_change
+            assert (stream.log.count("stream waits") > before) is (stream.done > first) is waits, disturb.__name__
+            stream.needed.set()
+            run.engine.wait_for_checkpoint()
+            assert content(f"{root}/async") == content(f"{root}/sync"), disturb.__name__
+            run.micro_batch() if disturb is batch_statistics_change else None
+
+
+@pytest.mark.parametrize(("stage", "dtype"), [(0, "fp32"), (1, "bf16"), (2, "fp32"), (3, "fp32"), (3, "bf16")])
+def test_snapshots_have_what_was_there_when_they_were_taken(stage: int, dtype: str, tmp_path: Path) -> None:
+    on_ranks(disturbed, 2, str(tmp_path), stage, dtype)
+
+
+def a_copy_fails(root: str, broken: int) -> None:
+    with far() as streams:
+        run = Run(config(3, "bf16"), seed=1)
+        run.step()
+        run.engine.save_checkpoint(root, tag="first", asynchronous=True)
+        run.engine.wait_for_checkpoint()
+        stream = streams[0]
+        stream.needed.clear()
+        run.engine.save_checkpoint(root, tag="second", asynchronous=True)
+        if torch.distributed.get_rank() == broken:
+            stream.failure = RuntimeError("CUDA error: of a test")
+        stream.needed.set()
+        with pytest.raises(
+            CheckpointError, match=rf"second.* on rank {broken}: the state could not be copied: CUDA er"
+        ):
+            run.engine.wait_for_checkpoint()
+        stream.failure = None
+        assert sorted(os.listdir(root)) == ["first", "latest"]
+        torch.distributed.barrier()
+        run.engine.save_checkpoint(root, tag="third", asynchronous=True)
+        run.step()
+        assert run.engine.wait_for_checkpoint() == f"{root}/third"
+
+
+@pytest.mark.parametrize("broken", [0, 1])
+def test_a_device_that_fails_to_copy_fails_the_save(broken: int, tmp_path: Path) -> None:
+    on_ranks(a_copy_fails, 2, str(tmp_path), broken)

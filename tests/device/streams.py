@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import threading
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from unittest import mock
@@ -18,10 +19,17 @@ class Played:
 
     Attributes:
         log: what has been asked of it.
+        done: copies that have been made.
+        needed: the host that waits gets its answer only when this is set (or after some seconds).
+        failure: what the host is told that waits.
     """
 
     def __init__(self, late: bool) -> None:
         self.late = late
+        self.failure: RuntimeError | None = None
+        self.needed = threading.Event()
+        self.needed.set()
+        self._guard = threading.Lock()
         self.log: list[str] = []
         self.kept: list[torch.Tensor] = []
         self._waiting: list[Callable[[], object]] = []
@@ -46,9 +54,10 @@ class Played:
 
     def run(self, end: int) -> None:
         """Make the copies up to a place."""
-        while self.done < end:
-            self._waiting.pop(0)()
-            self.done += 1
+        with self._guard:
+            while self.done < end:
+                self._waiting.pop(0)()
+                self.done += 1
 
     def mark(self) -> PlayedMark:
         return PlayedMark(self, self.done + len(self._waiting))
@@ -62,6 +71,10 @@ class PlayedMark:
 
     def synchronize(self) -> None:
         self._stream.log.append("host waits")
+        if self._stream.done < self._place:
+            self._stream.needed.wait(5.0)
+            if self._stream.failure is not None:
+                raise self._stream.failure
         self._stream.run(self._place)
 
     def wait(self) -> None:
@@ -80,6 +93,9 @@ def far(late: bool = True) -> Iterator[list[Played]]:
 
     with (
         mock.patch.object(staging, "copy_stream", make),
+        mock.patch("shardwise.checkpoint.snapshot.copy_stream", make),
+        mock.patch("shardwise.checkpoint.snapshot.is_far", lambda device: True),
+        mock.patch("shardwise.checkpoint.background.is_far", lambda device: True),
         mock.patch("shardwise.device.staging.is_far", lambda device: True),
         mock.patch("shardwise.checkpoint.tensorwriter.is_far", lambda device: True),
         mock.patch("shardwise.checkpoint.tensorfile.is_far", lambda device: True),

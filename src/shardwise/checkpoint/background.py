@@ -2,7 +2,8 @@
 
     begin, collect     as in `shardwise.checkpoint.save`
     snapshot           every rank copies what it has to write into its own shared memory, and locks a file in the draft
-    launch             every rank hands its process the locks; nothing is waited for any more
+    launch             every rank hands its process the locks (where a device still copies, a thread does when it has);
+                       nothing is waited for any more, but that the next optimizer step comes behind these copies
 
 From there on the processes agree among themselves (`shardwise.checkpoint.writer`): no collective is needed, so ranks
 train on. What has become of it is known to rank 0's process, and through it to rank 0. The ranks exchange that when
@@ -14,6 +15,7 @@ from __future__ import annotations
 
 import atexit
 import contextlib
+import functools
 import json
 import math
 import os
@@ -25,7 +27,7 @@ import sys
 import threading
 import time
 import weakref
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Collection, Mapping, Sequence
 from dataclasses import asdict, dataclass, replace
 from pathlib import Path
 
@@ -33,7 +35,7 @@ import torch
 
 from shardwise.checkpoint import directory, patience
 from shardwise.checkpoint.agree import phase
-from shardwise.checkpoint.collect import TrainingState, add_buffers
+from shardwise.checkpoint.collect import Part, TrainingState, add_buffers
 from shardwise.checkpoint.patience import Progress
 from shardwise.checkpoint.protocols import CheckpointedModel
 from shardwise.checkpoint.publish import FACTS, FAILURE, LOCK, Whole, beside, stands
@@ -41,6 +43,7 @@ from shardwise.checkpoint.save import Drafted, SaveRequest, drafted, whole_of
 from shardwise.checkpoint.snapshot import Snapshot
 from shardwise.checkpoint.writer import LIMIT, NOT_FOR_US, Outcome, WriteJob
 from shardwise.comm.communicator import Communicator
+from shardwise.device.staging import Mark, is_far
 from shardwise.errors import CheckpointError
 from shardwise.utils.logging import logger
 
@@ -205,10 +208,34 @@ class _Process:
         self._thread.join(_LEAVE_S)
 
 
+def _hand_over(
+    process: _Process,
+    desk: _Desk,
+    job: WriteJob,
+    locks: Mapping[str, int],
+    memory: Mapping[str, int],
+    copied: Mark | None,
+) -> None:
+    """Give a process a job when the snapshot is complete, and close this process's descriptors of the locks."""
+    try:
+        if copied is not None:
+            copied.synchronize()
+        process.launch(job, {**locks, **memory})
+    except RuntimeError as error:  # of the device
+        desk.end(_abandoned(job, f"the state could not be copied: {error}"))
+    finally:
+        for lock in locks.values():
+            os.close(lock)
+
+
 def _bereaved(job: WriteJob, code: int) -> Outcome:
     """Return the outcome of a save whose process has ended in the middle of it."""
     how = f"was ended by signal {-code} ({_name_of(-code)})" if code < 0 else f"ended with exit code {code}"
-    words = f"the process that writes in the background {how}"
+    return _abandoned(job, f"the process that writes in the background {how}")
+
+
+def _abandoned(job: WriteJob, words: str) -> Outcome:
+    """Return the outcome of a save that nobody goes on with; `words` say why."""
     if job.rank == 0:
         draft = directory.Draft.taken_over(job.parent, job.tag, job.token, None)
         if stands(draft):
@@ -292,8 +319,18 @@ class Background:
         """Id of the process that writes, or None if there is none."""
         return None if self._process is None or self._process.ended else self._process.pid
 
-    def prepare(self, made: Drafted, whole: Whole | None) -> None:
+    @property
+    def copied(self) -> Mark | None:
+        """Behind the copies of what only the optimizer writes; None: they have been made."""
+        return self._snapshot.copied
+
+    def prepare(self, made: Drafted, whole: Whole | None, later: Collection[str]) -> None:
         """Take the snapshot, have a process, and lock this rank's file in the draft. Nothing may be pending.
+
+        Args:
+            made: what is saved.
+            whole: what is known of the checkpoint, on rank 0.
+            later: tensors that stay as they are until `copied` has been waited for.
 
         Raises:
             CheckpointError: there is too little memory.
@@ -308,11 +345,12 @@ class Background:
             self._process = _Process(self._desk)  # it starts while the snapshot is taken
             weakref.finalize(self, _Process.dismiss, self._process)
         known = [made.part.to_json()] if whole is None else [made.part.to_json(), vars(whole)]
-        self._ends = self._snapshot.take(made.part.tensors, [json.dumps(one).encode() for one in known])
+        self._ends = self._snapshot.take(made.part.tensors, [json.dumps(one).encode() for one in known], later)
         self._lock = directory.lock_file(os.path.join(made.path, beside(made.part.file, LOCK)))
 
     def give_up(self) -> None:
         """Undo `prepare`, if another rank has failed in it."""
+        self._snapshot.settle()
         if self._lock is not None:
             os.close(self._lock)
             self._lock = None
@@ -326,9 +364,12 @@ class Background:
         self._lock = None
         self.report, self.unsettled = report, True
         self._desk.begin(job, report)
-        self._process.launch(job, {**locks, **memory})
-        for lock in locks.values():
-            os.close(lock)
+        hand_over = functools.partial(_hand_over, self._process, self._desk, job, locks, memory, self._snapshot.copied)
+        if self._snapshot.copied is None:
+            hand_over()
+        else:
+            # Not by this thread, which trains on, and not by one that keeps the engine alive.
+            threading.Thread(target=hand_over, name="shardwise-snapshot", daemon=True).start()
 
     def job(self, made: Drafted, request: SaveRequest, rank: int, world: int) -> WriteJob:
         """Return what the process is to do with the snapshot."""
@@ -375,6 +416,7 @@ class Background:
     def belong(self) -> None:
         """Begin anew in a process that was forked from the one that made this: memory and process are the parent's."""
         if self._owner != os.getpid():
+            self._snapshot.copied = None  # a child cannot wait for the parent's device
             self._snapshot.close()
             self._begin()
 
@@ -427,7 +469,7 @@ def save_in_background(
                 whole = whole_of(model, request, made.not_finite) if comm.rank == 0 else None
                 if whole is not None:
                     whole = replace(whole, directory=os.path.abspath(whole.directory))
-                background.prepare(made, whole)
+                background.prepare(made, whole, _stepped_only(model, made.part))
                 taken.said = platform.node()
         except BaseException:
             background.give_up()
@@ -438,6 +480,18 @@ def save_in_background(
     report = SaveReport(os.path.join(request.directory, made.tag))
     background.launch(job, made.draft, report)
     return report
+
+
+def _stepped_only(model: CheckpointedModel, part: Part) -> set[str]:
+    """Return the tensors of a part that only the optimizer writes: none that lies in the script's own parameters.
+
+    It matters where copying goes on while training does.
+    """
+    if not is_far(model.device):
+        return set()
+    model.finish_gathers()  # parameters whose values are on their way do not say where they lie
+    shown = {parameter.untyped_storage().data_ptr() for parameter in model.registry.parameters}
+    return {key for key in part.runs if part.tensors[key].untyped_storage().data_ptr() not in shown}
 
 
 def _unseen(job: WriteJob, machines: Sequence[str]) -> list[int]:

@@ -45,10 +45,14 @@ class Part:
 
     Args:
         file: name of the rank's file.
+
+    Attributes:
+        runs: names of the tensors that are runs of values and of optimizer states, where they are stepped.
     """
 
     def __init__(self, file: str) -> None:
         self.file = file
+        self.runs: set[str] = set()
         self.tensors: dict[str, torch.Tensor] = {}
         self.stored: list[StoredTensor] = []
         self.values: dict[str, dict[str, Any]] = {}
@@ -78,6 +82,7 @@ class Part:
         for start, stop, view in runs:
             self._watch(tensor, view)
             key = self.put(f"{tensor.kind}/{tensor.name}[{start}:{stop}]", view)
+            self.runs.add(key)
             slices.append(Slice(self.file, key, start, stop))
         self.stored.append(StoredTensor(**{**vars(tensor), "slices": tuple(slices)}))
 

@@ -4,6 +4,10 @@ The memory is a mapped anonymous file: pages that both processes see, that have 
 /dev/shm, and go back to the system when the last of the two has gone, however it ends. It is reused from save to save,
 so that a save costs one copy of the state into pages that are there. It holds one snapshot, not two: a save that finds
 it in use waits.
+
+What lies on a device is copied by a stream of its own. Training goes on at once: the device's next operations wait for
+the copies of what may change at any time, and the next writing of the rest, which only the optimizer writes, for all of
+them (`copied`). On CUDA this has not been run; tests play the stream.
 """
 
 from __future__ import annotations
@@ -12,13 +16,14 @@ import itertools
 import mmap
 import os
 import weakref
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Collection, Mapping, Sequence
 
 import torch
 
 from shardwise.checkpoint.tensorfile import Spec
 from shardwise.checkpoint.tensorwriter import layout_of
 from shardwise.device.pinned import pin, unpin
+from shardwise.device.staging import CopyStream, Mark, copy_stream, is_far
 from shardwise.errors import CheckpointError
 from shardwise.memory import memory_limit
 from shardwise.utils.logging import logger
@@ -38,6 +43,7 @@ class Snapshot:
     Attributes:
         descriptor: of the mapped file, to be sent to the process that writes.
         size: bytes of memory held.
+        copied: behind the copies of the last `take`; None: they were made at once.
     """
 
     def __init__(self, device: torch.device, neighbours: int = 1, resized: Callable[[int], None] | None = None) -> None:
@@ -50,13 +56,18 @@ class Snapshot:
         self._release: Callable[[], object] = lambda: None
         self.descriptor = -1
         self.size = 0
+        self.copied: Mark | None = None
+        self._stream: CopyStream | None = None
 
-    def take(self, tensors: Mapping[str, torch.Tensor], texts: Sequence[bytes] = ()) -> list[int]:
-        """Copy tensors and texts; the values may change as soon as this returns.
+    def take(
+        self, tensors: Mapping[str, torch.Tensor], texts: Sequence[bytes] = (), later: Collection[str] = ()
+    ) -> list[int]:
+        """Copy tensors and texts; the values may change as soon as this returns, but for those that say otherwise.
 
         Args:
             tensors: of any device and layout, by name.
             texts: laid down behind the tensors.
+            later: names of tensors that stay as they are until `copied` has been waited for.
 
         Returns:
             Ends of what the memory now holds: of a safetensors file, and of each text behind it.
@@ -66,20 +77,40 @@ class Snapshot:
         """
         layout = layout_of({name: Spec(tensor.dtype, tuple(tensor.shape)) for name, tensor in tensors.items()})
         ends = list(itertools.accumulate(map(len, texts), initial=layout.size))
+        self.settle()
         self._reserve(ends[-1])
         assert self._map is not None
+        if is_far(self._device):
+            self._stream = self._stream or copy_stream(self._device)
+            self._stream.follow()
         self._map[: len(layout.header)] = layout.header
         with torch.no_grad():
-            for name, begin in layout.begins.items():
-                source = tensors[name].detach()
-                if source.nbytes:
-                    place = self._bytes[begin : begin + source.nbytes].view(source.dtype).view(source.shape)
-                    place.copy_(source, non_blocking=True)
+            for after in (False, True):
+                for name, begin in layout.begins.items():
+                    source = tensors[name].detach()
+                    if source.nbytes and (name in later) is after:
+                        place = self._bytes[begin : begin + source.nbytes].view(source.dtype).view(source.shape)
+                        self._copy(place, source)
+                if self._stream is not None:
+                    self.copied = self._stream.mark()
+                    if not after:
+                        self.copied.wait()
         for begin, text in zip(ends, texts, strict=False):
             self._map[begin : begin + len(text)] = text
-        if self._device.type == "cuda":
-            torch.cuda.current_stream(self._device).synchronize()
         return ends
+
+    def _copy(self, place: torch.Tensor, source: torch.Tensor) -> None:
+        if self._stream is None or not is_far(source.device):
+            place.copy_(source)
+            return
+        self._stream.copy(place, source)
+        self._stream.keep(source)
+
+    def settle(self) -> None:
+        """Wait until everything has been copied."""
+        copied, self.copied = self.copied, None
+        if copied is not None:
+            copied.synchronize()
 
     def _reserve(self, needed: int) -> None:
         if needed <= self.size:
@@ -128,6 +159,7 @@ class Snapshot:
             )
 
     def _unmap(self) -> None:
+        self.settle()
         if self._pinned:
             unpin(self._pinned)
             self._pinned = 0

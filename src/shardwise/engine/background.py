@@ -113,6 +113,7 @@ class BackgroundSaving:
             limit = 0.8 * self._comm.timeout.total_seconds()
             self._saving = Background(self.device, int(ranks), self._counter(), told, limit)
         report = save_in_background(self.sharded, request, state, self._saving)
+        self.sharded.copied = self._saving.copied
         report.waited = waited
         report.blocked = time.monotonic() - begun - waited
 

@@ -108,7 +108,9 @@ class Checkpointing(BackgroundSaving):
         from the checkpoint begins the window anew, with the micro-batches that follow.
 
         An asynchronous save returns when the state has been copied, and another process writes it; see
-        `wait_for_checkpoint`. If the one before is still being written, it is waited for first.
+        `wait_for_checkpoint`. If the one before is still being written, it is waited for first. On CUDA the device goes
+        on copying: the next `step()` comes behind that. Until then master weights and optimizer state must not be
+        changed but through this library (`safe_set_full_fp32_param` and the like); parameters may be.
 
         Args:
             save_dir: directory of the run's checkpoints; on a file system that all ranks share. Rank 0's counts.

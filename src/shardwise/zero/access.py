@@ -190,6 +190,7 @@ def safe_set_full_optimizer_state(parameter: torch.Tensor, value: torch.Tensor, 
     model, index = found
     assert model.update is not None
     flat = _checked(model, index, value)
+    model.await_copies()
     for start, stop, state in model.update.state_pieces(index, optim_state_key):
         state.copy_(flat[start:stop])
     model.update.state_was_set()
@@ -305,6 +306,7 @@ def safe_set_local_optimizer_state(parameter: torch.Tensor, value: torch.Tensor,
     assert model.update is not None
     runs = [state for _, _, state in model.update.state_pieces(index, optim_state_key)]
     if runs:
+        model.await_copies()
         _fill(model, index, runs, value)
         model.update.state_was_set()
 

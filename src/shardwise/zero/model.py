@@ -22,6 +22,7 @@ from shardwise.comm.compression import Compressor
 from shardwise.comm.domain import Domain
 from shardwise.comm.whereabouts import being_in, publish
 from shardwise.device.ranges import named
+from shardwise.device.staging import Mark
 from shardwise.errors import ConfigError, DesyncError, PeerLostError, UsageError
 from shardwise.memory import Accountant, Category, give_back_freed_memory, module_bytes, resident_bytes, virtual_bytes
 from shardwise.precision.dtypes import PrecisionPolicy
@@ -83,6 +84,7 @@ class ShardedModel:
         client_groups: the parameters that each of the optimizer's groups had before the engine.
         sums: forms norms of gradients and sums that travel with them; None for a model that is only evaluated.
         owners: the part of `update` that steps whole tensors; None if there is none.
+        copied: behind copies of what the optimizer steps that somebody has begun; None: there are none.
     """
 
     def __init__(
@@ -160,6 +162,7 @@ class ShardedModel:
             self.update.bind()
             for unit in sharded:
                 unit.take_over = self.update.refresh
+                unit.await_copies = self.await_copies
             self.reducer = Reducer(
                 self.units,
                 domain,
@@ -194,6 +197,7 @@ class ShardedModel:
         accountant.construction_peak = accountant.peak_total
         accountant.reset_peak()
         self._order_agreed = self.stepped = False
+        self.copied: Mark | None = None
         give_back_freed_memory()  # of the whole parameters, between the shards
 
     @property
@@ -332,12 +336,21 @@ class ShardedModel:
         self.places.check()
         self.guards.check_frozen()
 
+    def await_copies(self) -> None:
+        """Have the device's next operations come behind copies of master weights and optimizer state that have begun.
+
+        Whoever writes these calls it first; the host does not wait.
+        """
+        if self.copied is not None:
+            self.copied.wait()
+
     def take_changes(self) -> None:
         """Take parameter values that the script has changed in place over into the master weights.
 
         Elements whose value is as it was keep the master's extra digits, except in parameters that have been loaded.
         Those of sharded units may be changed in a `GatheredParameters` block only, at whose end this is done.
         """
+        self.await_copies()
         changed = self.guards.changed()
         if not changed or self.update is None:
             return
@@ -645,6 +658,7 @@ class ShardedModel:
                         self.comm.broadcast(section.full, root, f"{unit.name}.modified").wait()
                     unit.store_shard()
                     if self.update is not None:
+                        self.await_copies()
                         self.update.refresh(unit)
         finally:
             if self.channel is not None:
@@ -732,7 +746,7 @@ class ShardedModel:
                 parameter.data = parameter.data.clone()
             for section in unit.sections:
                 section.drop()
-            unit.take_over = None
+            unit.take_over = unit.await_copies = None
             del self.units[0]
         if self.channel is not None:
             if not apart:

@@ -275,6 +275,7 @@ class Unit:
 
     Attributes:
         take_over: called when gathered values have been changed in place, to bring master weights up to date.
+        await_copies: called before that, and before the shard is written: somebody may still be copying them.
         codes: gathers for passes that are trained go this way; None: all are exact.
         second: the ranks over which second shards are sharded; None: there are none.
         second_valid: whether the second shard has the values of the last forward pass, and they still count.
@@ -303,6 +304,7 @@ class Unit:
         self.exposed = True
         self.pins = 0
         self.take_over: Callable[[Unit], None] | None = None
+        self.await_copies: Callable[[], None] | None = None
         self.codes: Codes | None = None
         self.second: Communicator | None = None
         self.second_valid = False
@@ -577,6 +579,8 @@ class Unit:
                 "the weights themselves. Change parameters between passes."
             )
         self.second_valid = False
+        if self.await_copies is not None:
+            self.await_copies()
         for section in self.sections:
             if section.sharded:
                 section.shard.copy_(section.full[section.shard_range])
