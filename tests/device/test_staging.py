@@ -2,9 +2,12 @@
 
 from __future__ import annotations
 
+from unittest import mock
+
 import pytest
 import torch
 
+from shardwise.device import staging
 from shardwise.device.staging import Staging
 from tests.device.streams import far
 
@@ -93,14 +96,14 @@ def test_a_failure_leaves_nothing_on_its_way() -> None:
 def test_a_buffer_is_filled_again_when_all_that_was_sent_from_it_has_arrived() -> None:
     out = torch.zeros(48)
     with far() as streams:
-        staging = Staging(CPU, 64)
+        buffers = Staging(CPU, 64)
         for first in range(0, 48, 16):
-            room = staging.free().view(torch.float32)
+            room = buffers.free().view(torch.float32)
             room.copy_(torch.arange(float(first), first + 16))
-            staging.send(out[first : first + 4], room[:4])
-            staging.send(out[first + 4 : first + 16], room[4:])
+            buffers.send(out[first : first + 4], room[:4])
+            buffers.send(out[first + 4 : first + 16], room[4:])
             assert streams[0].done == max(0, first - 16) // 8
-        staging.drain()
+        buffers.drain()
     assert torch.equal(out, torch.arange(48.0))
 
 
@@ -110,3 +113,31 @@ def test_without_streams_the_same() -> None:
     out = torch.zeros(50)
     Staging(CPU, 200, 64).to_device(out, lambda part, first: part.fill_(first))
     assert out.tolist() == [float(place // 16 * 16) for place in range(50)]
+
+
+def test_cuda_is_asked_for_what_a_copy_stream_promises() -> None:
+    """Without a device: which functions of torch are called, with what."""
+    device, cuda = torch.device("cuda", 1), mock.MagicMock()
+    with mock.patch("torch.cuda", cuda), mock.patch("torch.empty") as empty:
+        stream = staging.copy_stream(device)
+        cuda.Stream.assert_called_once_with(device)
+        stream.host_bytes(64)
+        assert empty.call_args.kwargs["pin_memory"] and empty.call_args.kwargs["device"] == "cpu"
+        cuda.device.assert_called_with(device)  # not on the first one
+        own, current = cuda.Stream.return_value, cuda.current_stream.return_value
+        stream.follow()
+        own.wait_stream.assert_called_once_with(current)
+        target, source = mock.MagicMock(), mock.MagicMock()
+        stream.copy(target, source)
+        cuda.stream.assert_called_once_with(own)
+        target.copy_.assert_called_once_with(source, non_blocking=True)
+        stream.keep(source)
+        source.record_stream.assert_called_once_with(own)
+        mark = stream.mark()
+        event = cuda.Event.return_value
+        event.record.assert_called_once_with(own)
+        mark.wait()
+        current.wait_event.assert_called_once_with(event)
+        event.synchronize.assert_not_called()
+        mark.synchronize()
+        event.synchronize.assert_called_once_with()
