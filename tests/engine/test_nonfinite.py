@@ -58,7 +58,9 @@ def spoilt_at(stage: int, how: str, late: bool, config: dict[str, Any], steps: i
     logger.addHandler(handler)
     if late:  # as on a device that the host does not wait for
         listen = engines.Engine._listen
-        engines.Engine._listen = lambda self, told, evidence, *, now: listen(self, told, evidence, now=False)
+        engines.Engine._listen = lambda self, told, evidence, *, now, **checked: listen(
+            self, told, evidence, now=False, **checked
+        )
     try:
         engine = build(stage, **config)
         seen: list[Any] = []

@@ -21,6 +21,7 @@ import json
 import logging
 import time
 import zlib
+from collections import Counter
 from collections.abc import Callable, Sequence
 from typing import TYPE_CHECKING, Any, Protocol
 
@@ -29,6 +30,7 @@ import torch.distributed as dist
 
 from shardwise.comm import groups, native
 from shardwise.comm.ledger import Ledger, Record, user_line
+from shardwise.comm.rendezvous import node
 from shardwise.comm.setup import timeout_from_environment
 from shardwise.comm.whereabouts import Whereabouts, describe
 from shardwise.compat import backend_of, timeout_of
@@ -138,6 +140,7 @@ class Communicator:
         like: the imagined ranks exchange data as those of this one do.
         partition: `group` is one of these lists of global ranks, and the ranks of all lists make such a communicator.
             Its ranks send messages even on one machine.
+        nodes: names the node of each rank, as `nodes()` does; None: the ranks ask each other when it is needed.
 
     Attributes:
         timeout: limit for one collective: that of `group`.
@@ -157,6 +160,7 @@ class Communicator:
         imagined: int = 0,
         like: Communicator | None = None,
         partition: Sequence[Sequence[int]] | None = None,
+        nodes: Sequence[str] | None = None,
     ) -> None:
         self.ledger = ledger
         self.device = device
@@ -170,6 +174,7 @@ class Communicator:
         self._own_groups: list[dist.ProcessGroup] = []
         self._parts: list[Communicator] = []
         self._count = dict.fromkeys(KINDS, 0)
+        self._nodes = nodes
         self._gloo = False
         self._neighbours: Neighbours | None = None
         self.imagined = imagined > 0
@@ -198,6 +203,10 @@ class Communicator:
                 self._neighbours, reason = neighbours.meet(self._groups["explicit"])
                 if self._neighbours is None and self.rank == 0:
                     _log.info("%s: ranks exchange data through sockets, not memory: %s", name, reason)
+        self._per_node = self.world
+        if self.world > 1 and not self._gloo and not self._nobody_there:
+            # Asked now: reductions are launched by threads that must not begin another collective.
+            self._per_node = max(Counter(self.nodes()).values())
 
     def run_of(self, size: int, name: str) -> Communicator:
         """Return a communicator of this rank and those next to it: runs of `size` ranks, one after the other.
@@ -227,7 +236,12 @@ class Communicator:
         everybody = dist.get_process_group_ranks(self.user_group if self.user_group is not None else dist.group.WORLD)
         partition = [[everybody[member] for member in members] for members in parts]
         group = groups.new_group(partition, self.timeout, _backend(self.user_group, self.device))
-        part = Communicator(group, self.ledger, self.device, name=name, ordered=self._ordered, partition=partition)
+        nodes = None
+        if self._nodes is not None:
+            nodes = [self._nodes[member] for members in parts if self.rank in members for member in members]
+        part = Communicator(
+            group, self.ledger, self.device, name=name, ordered=self._ordered, partition=partition, nodes=nodes
+        )
         part._own_groups.append(group)
         self._parts.append(part)
         return part
@@ -297,7 +311,10 @@ class Communicator:
             from shardwise.comm import gloo
 
             return self._launch(lambda: gloo.reduce_scatter(flat, group, tag, accumulate), record)
-        return self._handle(native.reduce_scatter(flat, group, accumulate=accumulate, ordered=self._ordered), record)
+        pending = native.reduce_scatter(
+            flat, group, accumulate=accumulate, ordered=self._ordered, per_node=self._per_node
+        )
+        return self._handle(pending, record)
 
     def all_reduce(self, tensor: torch.Tensor, label: str, kind: str = "small") -> Handle:
         """Sum a small tensor over ranks in place, in rank order: the same bits on every rank.
@@ -419,6 +436,15 @@ class Communicator:
     def fingerprints(self, text: str, label: str) -> list[str]:
         """Return a digest of each rank's text, in rank order, equal where texts are (one small collective)."""
         return self.exchange(hashlib.sha256(text.encode()).hexdigest(), label)
+
+    def nodes(self) -> Sequence[str]:
+        """Return a name of each rank's node, in rank order (all ranks call; the first time it is a small collective).
+
+        See `shardwise.comm.rendezvous.node`; of imagined ranks all share one.
+        """
+        if self._nodes is None:
+            self._nodes = self.fingerprints(node(), "nodes")
+        return self._nodes
 
     def group_rank(self, rank: int) -> int:
         """Translate a global rank into this group's."""

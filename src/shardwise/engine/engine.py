@@ -10,6 +10,7 @@ from __future__ import annotations
 import contextlib
 import difflib
 import logging
+import math
 from collections.abc import Callable, Iterator
 from dataclasses import dataclass, replace
 from typing import TYPE_CHECKING, Any
@@ -622,11 +623,14 @@ class Engine(EngineAttributes, BatchSizes, ConfigGetters, Interchange, FaultTole
             if self._non_finite.policy == "warn":
                 told[FACTS + 1] = self._non_finite.flag(norm)
         evidence = Evidence(self.global_steps, self._window, factor, sums if probe is None else probe, probe is None)
-        if self._listen(told, evidence, now=asked or told.device.type == "cpu"):
+        checked = norm if checks_overflow(config) else None
+        now = asked or checked is not None or told.device.type == "cpu"
+        complained, finite = self._listen(told, evidence, now=now, checked=checked)
+        if complained:
             self._refuse(unused or [])
         overflow = coefficient = None
         multiplier = factor
-        if sums is not None and norm is not None and checks_overflow(config) and not bool(torch.isfinite(norm)):
+        if sums is not None and not finite:
             overflow = explain_overflow(sharded, sums, abs(float(factor)), self.cur_scale, self._window.lost())
         elif clip and norm is not None:
             coefficient = sharded.clip_factor(norm, clip)
@@ -636,15 +640,29 @@ class Engine(EngineAttributes, BatchSizes, ConfigGetters, Interchange, FaultTole
             self.loss_scaler.reference_weight = reference_for(float(weight / told[1])) if float(weight) else None
         return _Prepared(norm, coefficient, weight, overflow, reducer.passes, multiplier)
 
-    def _listen(self, told: torch.Tensor, evidence: Evidence | None, *, now: bool) -> bool:
+    def _listen(
+        self, told: torch.Tensor, evidence: Evidence | None, *, now: bool, checked: torch.Tensor | None = None
+    ) -> tuple[bool, bool]:
         """Learn what the ranks have said: now, or at the next step where nothing but weights, signals and a warning
-        depends on it and it would mean waiting now. Return whether any rank has reported something.
+        depends on it and it would mean waiting now.
+
+        Args:
+            told: by the ranks.
+            evidence: what is known of the gradients.
+            now: wait for it.
+            checked: a number that comes along if it is waited for.
+
+        Returns:
+            Whether any rank has reported something, and whether `checked` is finite.
         """
         self._hear_before()
         if evidence is not None and not now:
             self._told = Later(told), evidence
-            return False
-        return self._hear(told.tolist(), evidence, late=False)
+            return False, True
+        # The host waits once for both.
+        values = Later(told if checked is None else torch.cat([told, checked.reshape(1)])).read()
+        finite = checked is None or math.isfinite(values[-1])
+        return self._hear(values[: told.numel()], evidence, late=False), finite
 
     def _hear_before(self) -> None:
         """Learn what the ranks have said at the last step, if that has not been heard yet (all ranks call)."""

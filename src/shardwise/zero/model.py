@@ -355,7 +355,7 @@ class ShardedModel:
         """Step the optimizer with the accumulated gradients and start bringing the results to all ranks.
 
         Args:
-            factor: what they are multiplied by, if `takes_factor`; they stay as they are.
+            factor: what they are multiplied by, if `takes_factor`; on CUDA they may be written then.
         """
         assert self.update is not None and self.optimizer is not None
         self.gatherer.let_go()
