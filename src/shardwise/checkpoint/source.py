@@ -1,6 +1,6 @@
 """Weights on disk, whoever wrote them: tensors by name, read by range.
 
-A format is a subclass of `Source`, and a line in `shardwise.checkpoint.opening`; export, import and inspection then know
+A format is a subclass of `Source` and a line in `shardwise.checkpoint.opening`; export, import and inspection then know
 it. Nothing that is read can run code.
 """
 

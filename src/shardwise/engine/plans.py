@@ -330,7 +330,7 @@ class Planner:
         """Build the subject's parts under a setting, on fake tensors and imagined ranks."""
         from torch._subclasses.fake_tensor import FakeTensorMode
 
-        from shardwise.engine.build import leaves_of
+        from shardwise.engine.modules import leaves_of
 
         subject = self.subject
         raw = _merged(subject.resolution.raw, setting)
