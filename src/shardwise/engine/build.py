@@ -1,6 +1,6 @@
 """The composition root: from arguments to an engine.
 
-`_build` is read from top to bottom; each step says why it comes where it does.
+`initialize` is read from top to bottom; each step says why it comes where it does.
 """
 
 from __future__ import annotations
@@ -21,7 +21,7 @@ from shardwise.comm.domain import REPLICATE, Domain
 from shardwise.comm.ledger import Ledger
 from shardwise.comm.logger import comms_logger
 from shardwise.comm.setup import init_distributed, local_rank
-from shardwise.config import Facts, config_arguments, config_path, resolve
+from shardwise.config import Facts, Resolution, config_arguments, config_path, resolve
 from shardwise.config.export import effective
 from shardwise.data import EngineDataLoader
 from shardwise.device import choose_device
@@ -34,13 +34,19 @@ from shardwise.engine.faults import FaultTolerance
 from shardwise.engine.interchange import Interchange
 from shardwise.engine.memory import MemoryReporting
 from shardwise.engine.mesh import arrangement_of, domain_of
-from shardwise.engine.modules import check_lazy, close_former_engine, leaves_of, place_buffers
+from shardwise.engine.modules import (
+    check_lazy,
+    close_former_engine,
+    fill_meta_parameters,
+    leaves_of,
+    place_buffers,
+)
 from shardwise.engine.plans import Subject
 from shardwise.engine.recovery import note_ready
 from shardwise.engine.scaling import scales_loss
 from shardwise.engine.signals import SignalWatch
 from shardwise.engine.step import TrainStep
-from shardwise.engine.stepping import check_momentum, make_optimizer, make_scheduler, step_parameters, stepping_of
+from shardwise.engine.stepping import make_optimizer, make_scheduler, prepare_optimizer
 from shardwise.engine.zeropp import reduction
 from shardwise.errors import ConfigError, ConflictError, NotBuiltError, UsageError
 from shardwise.memory import Accountant, Category
@@ -50,13 +56,14 @@ from shardwise.precision.dtypes import policy_from_config
 from shardwise.precision.scaler import LossScaler
 from shardwise.utils.logging import logger, warn_once
 from shardwise.zero.model import ShardedModel
-from shardwise.zero.parameters.init import PartStore, built_for_codes, shard_module, suspended
+from shardwise.zero.parameters.init import built_for_codes, suspended
 from shardwise.zero.passes.rows import warnings_about
 from shardwise.zero.units.plan import Plan
 
 EngineParts = tuple[Engine, Any, EngineDataLoader | None, Any]
 
 
+@suspended()  # zero.Init, inside of which a script may call it
 def initialize(
     args: argparse.Namespace | None = None,
     model: nn.Module | None = None,
@@ -120,54 +127,18 @@ def initialize(
     if not isinstance(model, nn.Module):
         raise UsageError(f"initialize(model=...) expects an nn.Module, got {type(model).__name__}")
     check_lazy(model)
-    with suspended():
-        return _build(
-            args,
-            model,
-            optimizer,
-            model_parameters,
-            training_data,
-            lr_scheduler,
-            distributed_port,
-            mpu,
-            dist_init_required,
-            collate_fn,
-            _config_source(args, config, config_params),
-            mesh_param,
-        )
+    source = _config_source(args, config, config_params)
 
-
-def _build(
-    args: argparse.Namespace | None,
-    model: nn.Module,
-    client_optimizer: Any,
-    model_parameters: Iterable[Any] | None,
-    training_data: Any,
-    client_scheduler: Any,
-    port: int,
-    mpu: Any,
-    dist_init_required: bool | None,
-    collate_fn: Callable[[list[Any]], Any] | None,
-    source: Any,
-    mesh: Any,
-) -> EngineParts:
     # The process group first: batch sizes depend on how many ranks there are.
-    init_distributed(distributed_port=port, verbose=False, dist_init_required=dist_init_required)
+    init_distributed(distributed_port=distributed_port, verbose=False, dist_init_required=dist_init_required)
     _check_mpu(mpu)
     group = mpu.get_data_parallel_group() if mpu is not None else None
-    world = torch.distributed.get_world_size(group) if torch.distributed.is_initialized() else 1
+    members = _members(group)
 
     # The configuration before anything is made: most mistakes are found here, on every rank alike.
-    resolution = resolve(source, world_size=world, facts=_facts(client_optimizer))
+    resolution = _resolve(source, len(members), optimizer)
     settings = resolution.config
-    if settings.log_level is not None:
-        logger.setLevel(settings.log_level.upper())
-    for warning in resolution.warnings:
-        warn_once(str(warning))
-    grid = None
-    if mesh is not None:
-        members = range(world) if group is None else torch.distributed.get_process_group_ranks(group)
-        grid = arrangement_of(mesh, settings.zero_optimization, members)
+    grid = None if mesh_param is None else arrangement_of(mesh_param, settings.zero_optimization, members)
 
     # The device before the groups: each backend serves one type of device.
     own_number = local_rank()
@@ -178,7 +149,7 @@ def _build(
     job = data = _communicator(settings, group, device)
     domain = domain_of(settings, data, grid)
 
-    # What is divided over which of them, in which number types.
+    # What is divided over which ranks, in which number types; what is made from here on is counted.
     policy = policy_from_config(settings)
     plan = _plan(settings, domain, model)
     accountant = Accountant()
@@ -186,37 +157,28 @@ def _build(
     # A model that is wrapped again leaves its old engine first, while its parameters can still be made whole.
     close_former_engine(model)
 
-    # Meta-device parameters get values (and are sharded) module by module, before anybody looks at them.
-    if any(p.is_meta for p in model.parameters()):
-        shard_module(model, PartStore(domain.ranks))
+    # Parameters without values get them before anybody looks at them.
+    fill_meta_parameters(model, domain.ranks)
 
     # The optimizer is made on the user's own parameters; sharding then edits its groups in place.
-    optimizer = make_optimizer(settings, client_optimizer, model_parameters, model, device, policy.compute_dtype)
-    stepping = stepping_of(optimizer)
-    if optimizer is not None:
-        check_momentum(settings, optimizer)
-        if not policy.masters:
-            step_parameters(optimizer, resolution, stepping)
+    stepped = make_optimizer(settings, optimizer, model_parameters, model, device, policy.compute_dtype)
+    stepping = prepare_optimizer(stepped, resolution, masters=policy.masters)
 
     # The schedule sets the first step's learning rate on the groups, which stay what they are.
-    scheduler = make_scheduler(settings, client_scheduler, optimizer)
+    scheduler = make_scheduler(settings, lr_scheduler, stepped)
 
     # Buffers move at once, parameters unit by unit when they are sharded.
     place_buffers(model, device, policy.buffer_dtype, settings.data_types.keep_in_fp32_modules, accountant)
 
-    if settings.sparse_gradients:
-        for warning in warnings_about(model):
-            warn_once(warning)
-
     # From here on ranks exchange what has the sizes of their own model.
-    check_agreement(job, facts_of(model, optimizer, resolution))
+    check_agreement(job, facts_of(model, stepped, resolution))
 
     # Sharding frees the model unit by unit, so it must be the last one to hold whole parameters.
-    subject = Subject.of(model, optimizer, resolution, domain)
+    subject = Subject.of(model, stepped, resolution, domain)
     with explaining(lambda: Circumstances("initialize()", subject, accountant, job.rank)):
         sharded = ShardedModel(
             model,
-            optimizer,
+            stepped,
             stepping=stepping,
             is_elementwise=is_elementwise_state,
             plan=plan,
@@ -236,7 +198,7 @@ def _build(
     signals = SignalWatch()
     batches = Batches(settings, data, device)
     scaler = LossScaler.from_config(settings.fp16) if scales_loss(settings) else None
-    step = TrainStep(sharded, settings, job, batches, optimizer, scheduler, scaler, signals)
+    step = TrainStep(sharded, settings, job, batches, stepped, scheduler, scaler, signals)
     checkpoints = Checkpoints(sharded, resolution, job, step, batches)
     faults = FaultTolerance(sharded, resolution, job, step, batches, checkpoints, signals)
     if training_data is not None:
@@ -253,19 +215,19 @@ def _build(
         job=job,
         data=data,
         local_rank=own_number,
-        client_optimizer=client_optimizer,
-        client_lr_scheduler=client_scheduler,
+        client_optimizer=optimizer,
+        client_lr_scheduler=lr_scheduler,
         mpu=mpu,
-        mesh_device=mesh,
+        mesh_device=mesh_param,
     )
 
     # Signals that come from here on find a whole engine.
     faults.guard()
-    if job.rank == 0 and optimizer is not None:
+    if job.rank == 0 and stepped is not None:
         logger.info("precision: %s", engine.precision_in_words())
     if job.rank == 0 and settings.dump_state:
         logger.info("configuration: %s", json.dumps(effective(resolution), indent=2, default=str))
-    return engine, optimizer, batches.training_dataloader, scheduler
+    return engine, stepped, batches.training_dataloader, scheduler
 
 
 def _config_source(args: Any, config: Any, config_params: Any) -> Any:
@@ -284,11 +246,29 @@ def _config_source(args: Any, config: Any, config_params: Any) -> Any:
     return next(iter(named.values()))
 
 
-def _facts(client_optimizer: Any) -> Facts:
-    """What "auto" can be resolved from: the client's optimizer knows its learning rate."""
+def _members(group: Any) -> list[int]:
+    """Return the ranks of a group, by their numbers in the job."""
+    if not torch.distributed.is_initialized():
+        return [0]
+    return torch.distributed.get_process_group_ranks(group)
+
+
+def _resolve(source: Any, world: int, client_optimizer: Any) -> Resolution:
+    """Read the configuration, and log its warnings as loudly as it asks for.
+
+    Args:
+        source: dict, path or text.
+        world: ranks that share the data.
+        client_optimizer: knows what an "auto" learning rate is, if it is an instance.
+    """
     groups = client_optimizer.param_groups if isinstance(client_optimizer, torch.optim.Optimizer) else []
     lr = groups[0].get("lr") if groups else None
-    return Facts(lr=float(lr) if lr is not None else None)
+    resolution = resolve(source, world_size=world, facts=Facts(lr=None if lr is None else float(lr)))
+    if resolution.config.log_level is not None:
+        logger.setLevel(resolution.config.log_level.upper())
+    for warning in resolution.warnings:
+        warn_once(str(warning))
+    return resolution
 
 
 _MODEL_PARALLEL_SIZES = (
@@ -340,6 +320,8 @@ def _plan(settings: Any, domain: Domain, model: nn.Module) -> Plan:
             "zero_optimization.optimizer_over_replicas has no effect: there are no replicas. Set "
             "zero_optimization.mics_shard_size, or pass a mesh with a dimension named replicate to initialize()"
         )
+    for warning in warnings_about(model) if settings.sparse_gradients else ():
+        warn_once(warning)
     if not (plan.shard_parameters and built_for_codes(model)):
         return plan
     if plan.levels(domain).parameters > 1:

@@ -7,10 +7,12 @@ from typing import Any
 import torch
 from torch import nn
 
+from shardwise.comm.communicator import Communicator
 from shardwise.errors import UsageError
 from shardwise.memory import Accountant, Category
 from shardwise.utils.logging import warn_once
 from shardwise.zero.model import ShardedModel
+from shardwise.zero.parameters.init import PartStore, shard_module
 from shardwise.zero.units.leaves import get_z3_leaf_modules, set_z3_leaf_module
 from shardwise.zero.units.released import owner_of
 
@@ -40,6 +42,12 @@ def close_former_engine(model: nn.Module) -> None:
         )
         former.close(_WRAPPED_AGAIN)
         former.comm.destroy()
+
+
+def fill_meta_parameters(model: nn.Module, ranks: Communicator) -> None:
+    """Give parameters on the meta device values, module by module, each of which is sharded before the next."""
+    if any(parameter.is_meta for parameter in model.parameters()):
+        shard_module(model, PartStore(ranks))
 
 
 def place_buffers(

@@ -86,7 +86,26 @@ def stepping_of(optimizer: torch.optim.Optimizer | None) -> Stepping:
     )
 
 
-def step_parameters(optimizer: torch.optim.Optimizer, resolution: Resolution, stepping: Stepping) -> None:
+def prepare_optimizer(optimizer: torch.optim.Optimizer | None, resolution: Resolution, *, masters: bool) -> Stepping:
+    """Compare an optimizer with the configuration, let it step as configured, and return what it has to be given.
+
+    Args:
+        optimizer: on the user's own parameters.
+        resolution: the configuration.
+        masters: it steps fp32 masters of 16-bit parameters, not these themselves.
+
+    Raises:
+        ConfigError: it cannot be sharded, or cannot step 16-bit parameters as the configuration asks.
+    """
+    stepping = stepping_of(optimizer)
+    if optimizer is not None:
+        _check_momentum(resolution.config, optimizer)
+        if not masters:
+            _step_parameters(optimizer, resolution, stepping)
+    return stepping
+
+
+def _step_parameters(optimizer: torch.optim.Optimizer, resolution: Resolution, stepping: Stepping) -> None:
     """Prepare an optimizer for stepping 16-bit parameters themselves.
 
     Raises:
@@ -124,7 +143,7 @@ def step_parameters(optimizer: torch.optim.Optimizer, resolution: Resolution, st
         )
 
 
-def check_momentum(settings: Any, optimizer: torch.optim.Optimizer) -> None:
+def _check_momentum(settings: Any, optimizer: torch.optim.Optimizer) -> None:
     """Warn of a method that applies momentum before it sends, under an optimizer that applies its own after."""
     method = method_parameters(settings)
     if not isinstance(method, DGCOptions) or method.momentum == 0:
