@@ -2,10 +2,12 @@
 
 from __future__ import annotations
 
-from typing import Any
+from typing import Any, Generic, TypeVar, cast
+
+Value = TypeVar("Value")
 
 
-class Held:
+class Held(Generic[Value]):
     """An attribute that is one of a part's, under the same name; scripts may set it."""
 
     def __init__(self, part: str) -> None:
@@ -14,10 +16,10 @@ class Held:
     def __set_name__(self, owner: type, name: str) -> None:
         self._name = name
 
-    def __get__(self, engine: Any, owner: type | None = None) -> Any:
-        return self if engine is None else getattr(getattr(engine, self._part), self._name)
+    def __get__(self, engine: Any, owner: type | None = None) -> Value:
+        return cast(Value, self if engine is None else getattr(getattr(engine, self._part), self._name))
 
-    def __set__(self, engine: Any, value: Any) -> None:
+    def __set__(self, engine: Any, value: Value) -> None:
         setattr(getattr(engine, self._part), self._name, value)
 
 

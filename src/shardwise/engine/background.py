@@ -18,7 +18,6 @@ if TYPE_CHECKING:
     from shardwise.checkpoint.save import SaveRequest
     from shardwise.comm.communicator import Communicator
     from shardwise.config import Config
-    from shardwise.memory import Accountant
     from shardwise.zero.model import ShardedModel
 
 _WORTH_TELLING_S = 1.0
@@ -91,14 +90,13 @@ class BackgroundSaves:
             told = _tell if self._job.rank == 0 and self.shows_statistics else None
             # Less than a collective may take: ranks whose part is written wait for the others in one.
             limit = 0.8 * self._job.timeout.total_seconds()
-            self.saving = Background(self._sharded.device, int(ranks), self._counter(), told, limit)
+            device = self._sharded.device
+            # On a device of its own the memory table is of the device's memory, and the snapshot is not.
+            counter = functools.partial(self._sharded.accountant.add, Category.OTHER) if device.type == "cpu" else None
+            self.saving = Background(device, int(ranks), counter, told, limit)
         report = save_in_background(self._sharded, request, state, self.saving)
         report.waited = waited
         report.blocked = time.monotonic() - begun - waited
-
-    def _counter(self) -> functools.partial[None] | None:
-        """Return what counts the snapshot's memory; on a device of its own the table is of the device's memory."""
-        return functools.partial(_count, self._sharded.accountant) if self._sharded.device.type == "cpu" else None
 
     @property
     def shows_statistics(self) -> bool:
@@ -130,18 +128,26 @@ class BackgroundSaves:
             state: bytes of optimizer state on this rank.
         """
         held = 0 if self.saving is None else self.saving.size
-        if held or not self._config.checkpoint.in_background:
-            return held
-        values, ranges = self._sharded.value_runs(), self._sharded.saved_ranges()
-        size = trained = saved = 0
-        for tensor in self._sharded.registry:
-            runs = values.get(tensor.index, [])
-            own = sum(stop - start for start, stop in ranges.get(tensor.index, []))
-            size += own * (runs[0][2].dtype.itemsize if runs else 0)
-            if tensor.trainable:
-                trained += sum(stop - start for start, stop, _ in runs)
-                saved += own
-        return size + (state * saved // trained if trained else 0)
+        return held if held or not self._config.checkpoint.in_background else saved_bytes(self._sharded, state)
+
+
+def saved_bytes(sharded: ShardedModel, state: int) -> int:
+    """Return the planned bytes of this rank's part of a checkpoint: values, and its share of the optimizer's state.
+
+    Args:
+        sharded: the model.
+        state: bytes of optimizer state on this rank.
+    """
+    values, ranges = sharded.value_runs(), sharded.saved_ranges()
+    size = trained = saved = 0
+    for tensor in sharded.registry:
+        runs = values.get(tensor.index, [])
+        own = sum(stop - start for start, stop in ranges.get(tensor.index, []))
+        size += own * (runs[0][2].dtype.itemsize if runs else 0)
+        if tensor.trainable:
+            trained += sum(stop - start for start, stop, _ in runs)
+            saved += own
+    return size + (state * saved // trained if trained else 0)
 
 
 def check_same_way(given: list[bool]) -> None:
@@ -170,7 +176,3 @@ def _tell(report: SaveReport) -> None:
     except OSError:  # it has been moved since
         return
     logger.info("%s; training stood for %.2f s", statistics(report.path, size, report.written or 0.0), report.blocked)
-
-
-def _count(accountant: Accountant, change: int) -> None:
-    accountant.add(Category.OTHER, change)

@@ -210,7 +210,7 @@ def initialize(
         checkpoints=checkpoints,
         interchange=Interchange(sharded, job, step),
         faults=faults,
-        memory=MemoryReporting(sharded, resolution, step, batches, checkpoints, faults),
+        memory=MemoryReporting(sharded, resolution, job, step, batches, checkpoints, faults),
         resolution=resolution,
         job=job,
         data=data,

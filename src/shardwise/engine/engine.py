@@ -21,36 +21,37 @@ from torch.distributed.device_mesh import DeviceMesh
 from shardwise._version import __version__
 from shardwise.absent import COMPILER, ENGINE
 from shardwise.checkpoint.exporting import KEEP
+from shardwise.checkpoint.report import LoadReport
 from shardwise.compat import never_compiled, transforming
 from shardwise.config.compression import sends_values
+from shardwise.data import EngineDataLoader
 from shardwise.engine.attributes import Held, OfOptimizer
 from shardwise.engine.exhausted import explained, explaining
 from shardwise.engine.getters import reads_config
+from shardwise.engine.recovery import Resumed
 from shardwise.engine.scaling import cast_floats, scale_gradients_of
+from shardwise.engine.step import StepReport, TrainStep
 from shardwise.errors import AbsentAttributeError, NotScalarError, UsageError
 from shardwise.memory import is_out_of_memory
 from shardwise.precision.autocast import autocast, autocast_dtype, described
 from shardwise.precision.dtypes import parse_dtype
+from shardwise.precision.scaler import LossScaler
 
 if TYPE_CHECKING:
     from shardwise.checkpoint.background import SaveReport
     from shardwise.checkpoint.copies import MemoryCopy
     from shardwise.checkpoint.importing import LoadedWeights
     from shardwise.checkpoint.importing import Rename as RenameWeights
-    from shardwise.checkpoint.report import LoadReport
     from shardwise.checkpoint.selection import Patterns, Rename
     from shardwise.comm.communicator import Communicator
     from shardwise.comm.ledger import Ledger
     from shardwise.config import Resolution
-    from shardwise.data import EngineDataLoader
     from shardwise.engine.batch import Batches
     from shardwise.engine.checkpointing import Checkpoints
     from shardwise.engine.faults import FaultTolerance
     from shardwise.engine.interchange import CustomLoad, Interchange
     from shardwise.engine.memory import MemoryReporting
     from shardwise.engine.plans import MemoryPlans
-    from shardwise.engine.recovery import Resumed
-    from shardwise.engine.step import StepReport, TrainStep
     from shardwise.memory import MemoryReport
     from shardwise.zero.model import ShardedModel
 
@@ -91,17 +92,17 @@ class Engine(nn.Module):
     defaults = OfOptimizer()
     state = OfOptimizer()
 
-    global_steps = Held("_step")
-    micro_steps = Held("_step")
-    skipped_steps = Held("_step")
-    global_samples = Held("_step")
-    inside_no_sync_ctxt = Held("_step")
-    last_step: StepReport | None = Held("_step")  # type: ignore[assignment]
-    lr_scheduler = Held("_step")
-    loss_scaler = Held("_step")
-    training_dataloader: EngineDataLoader | None = Held("_batches")  # type: ignore[assignment]
-    last_load: LoadReport | None = Held("_checkpoints")  # type: ignore[assignment]
-    resumed: Resumed | None = Held("_faults")  # type: ignore[assignment]
+    global_steps = Held[int]("_step")
+    micro_steps = Held[int]("_step")
+    skipped_steps = Held[int]("_step")
+    global_samples = Held[int]("_step")
+    inside_no_sync_ctxt = Held[bool]("_step")
+    last_step = Held[StepReport | None]("_step")
+    lr_scheduler = Held[Any]("_step")
+    loss_scaler = Held[LossScaler | None]("_step")
+    training_dataloader = Held[EngineDataLoader | None]("_batches")
+    last_load = Held[LoadReport | None]("_checkpoints")
+    resumed = Held[Resumed | None]("_faults")
 
     sequence_parallel_size = 1
     mp_world_size = 1

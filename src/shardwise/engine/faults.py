@@ -21,6 +21,7 @@ from shardwise.checkpoint.copies import GENERATIONS, Generation, MemoryCopies, M
 from shardwise.checkpoint.load import Options
 from shardwise.checkpoint.newest import OnDisk, newest
 from shardwise.comm.environment import MEMORY_DIRECTORY
+from shardwise.engine.background import saved_bytes
 from shardwise.engine.recovery import FirstStep, Resumed
 from shardwise.engine.signals import SignalWatch, signal_named
 from shardwise.errors import CheckpointError, CheckpointPathError, NonFiniteStateError, UsageError
@@ -254,26 +255,14 @@ class FaultTolerance:
         copies = self.copies
         if copies is None:
             return []
-        parts = 1 + copies.replicas
-        planned = "" if plan is None else f"{GENERATIONS} x {parts * self.planned_part(plan) / 1e6:.1f} MB planned"
+        planned = ""
+        if plan is not None:
+            size = (1 + copies.replicas) * saved_bytes(self._sharded, plan.peaks[Category.OPTIMIZER])
+            planned = f"{GENERATIONS} x {size / 1e6:.1f} MB planned"
         made = copies.last
         measured = "" if made is None else f"{GENERATIONS} x {made.held_bytes / 1e6:.1f} MB measured"
         sizes = ", ".join(text for text in (planned, measured) if text)
         return [f"Copies in memory are outside of this process, in {copies.path}: {sizes} for this rank."]
-
-    def planned_part(self, plan: MemoryPlan) -> float:
-        """Return the bytes of this rank's part: the values that it saves, and its share of the optimizer's state."""
-        sharded = self._sharded
-        values = sharded.value_runs()
-        saved = held = size = 0
-        for index, ranges in sharded.saved_ranges().items():
-            runs = values.get(index, [])
-            own = sum(stop - start for start, stop in ranges)
-            size += own * (runs[0][2].element_size() if runs else 0)
-            if sharded.registry[index].trainable:
-                saved += own
-                held += sum(stop - start for start, stop, _ in runs)
-        return size + plan.peaks[Category.OPTIMIZER] * (saved / held if held else 0.0)
 
     # -- at the end of each step -------------------------------------------------------------------------------------
 

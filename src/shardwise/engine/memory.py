@@ -27,6 +27,7 @@ from shardwise.memory.report import readable
 from shardwise.precision.autocast import autocast, autocast_dtype
 
 if TYPE_CHECKING:
+    from shardwise.comm.communicator import Communicator
     from shardwise.config import Resolution
     from shardwise.engine.batch import Batches
     from shardwise.engine.checkpointing import Checkpoints
@@ -42,6 +43,7 @@ class MemoryReporting:
     Args:
         sharded: the model.
         resolution: the configuration.
+        job: this rank's number is that in the job.
         step: counts steps.
         batches: sizes that the plans are for.
         checkpoints: take memory for saves in the background.
@@ -52,6 +54,7 @@ class MemoryReporting:
         self,
         sharded: ShardedModel,
         resolution: Resolution,
+        job: Communicator,
         step: TrainStep,
         batches: Batches,
         checkpoints: Checkpoints,
@@ -61,6 +64,7 @@ class MemoryReporting:
         self.accountant = sharded.accountant
         self.device = sharded.device
         self._comm = sharded.comm
+        self._job = job
         self._resolution = resolution
         self._step = step
         self._batches = batches
@@ -130,7 +134,7 @@ class MemoryReporting:
             rows=tuple(rows),
             total=total,
             parameters=sum(tensor.numel for tensor in sharded.registry),
-            rank=self._comm.rank,
+            rank=self._job.rank,
             world=self._comm.world,
             construction=self.accountant.construction_peak,
             resident=resident_bytes(),
@@ -202,7 +206,7 @@ class MemoryReporting:
             return self.memory_report(self._last_call, loss=like_cross_entropy)
 
         return Circumstances(
-            where, self._subject(), self.accountant, self._comm.rank, self._last_call, report=report, **more
+            where, self._subject(), self.accountant, self._job.rank, self._last_call, report=report, **more
         )
 
     def _plan_activations(self, batch: Any, loss: Callable[[Any], torch.Tensor] | None) -> ActivationPlan:

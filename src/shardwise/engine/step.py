@@ -62,22 +62,16 @@ class StepReport:
 
 @dataclass(frozen=True)
 class _Prepared:
-    """A window whose gradients are ready for the optimizer: what is known of them, and the passes they come from.
+    """A window whose gradients are ready for the optimizer.
 
     Attributes:
-        norm: see `StepReport.grad_norm`.
-        coefficient: see `StepReport.clip_coefficient`.
-        weight: see `StepReport.weight`.
-        overflow: what is not finite; None if all is.
-        passes: number of backward passes so far.
+        report: what is known of them, but for learning rates.
+        passes: number of backward passes that they come from.
         factor: what they have to be multiplied by.
         applied: they have been.
     """
 
-    norm: torch.Tensor | None
-    coefficient: torch.Tensor | None
-    weight: torch.Tensor | None
-    overflow: OverflowReport | None
+    report: StepReport
     passes: int
     factor: float | torch.Tensor
     applied: bool = False
@@ -347,7 +341,8 @@ class TrainStep:
             )
         # They are taken to be as many on each rank.
         samples = self._batches.total if self._managed else self._batches.samples(self._window.passes)
-        scale, overflow = self.scale, prepared.overflow
+        report = replace(prepared.report, lr=tuple(self._rates()))
+        overflow = report.overflow
         if overflow is not None and self._non_finite.policy == "stop":
             self.drop_gradients()
             self.micro_steps = self.window_began
@@ -355,8 +350,7 @@ class TrainStep:
                 f'step {self.global_steps}: gradients are not finite, and `non_finite` is "stop": {overflow}. '
                 "Parameters and optimizer state are as they were before this step"
             )
-        used = tuple(self._rates())
-        if overflow is None:
+        if report.applied:
             if not prepared.applied and not sharded.takes_factor():
                 sharded.scale_gradients(prepared.factor)
                 prepared = self._prepared = replace(prepared, applied=True)
@@ -364,20 +358,20 @@ class TrainStep:
         self._prepared = None
         self._unscaled = False
         self._window = self._new_window()
-        sharded.end_window(overflow is None)
-        self.last_step = _report(prepared, scale, used)
-        self.applied = overflow is None
-        self._tell_overflow(overflow is not None)
+        sharded.end_window(report.applied)
+        self.last_step, self.applied = report, report.applied
+        self._tell_overflow(not report.applied)
         if self.loss_scaler is not None:
-            self.loss_scaler.update(overflow is not None, overflow or "")
+            self.loss_scaler.update(not report.applied, overflow or "")
         if overflow is not None and self._job.rank == 0:
-            change = f"stays at {scale:g}" if scale == self.scale else f"goes from {scale:g} to {self.scale:g}"
+            before, now = report.loss_scale, self.scale
+            change = f"stays at {now:g}" if before == now else f"goes from {before:g} to {now:g}"
             told = "" if self.loss_scaler is None else f"; the loss scale {change}"
             level = logging.WARNING if self.loss_scaler is None else logging.INFO  # scales are searched in this way
             logger.log(level, "step %d is skipped: overflow in %s%s", self.global_steps, overflow, told)
         self.global_steps += 1
         self.global_samples += samples
-        if overflow is not None:
+        if not report.applied:
             self.skipped_steps += 1
         elif self.lr_scheduler is not None:
             self.lr_scheduler.step(**(lr_kwargs or {}))
@@ -452,7 +446,10 @@ class TrainStep:
         if weight is not None and self.loss_scaler is not None and self.loss_scaler.reference_weight is None:
             # The first pass had no weight, or one of zero; the window was counted in units of 1.
             self.loss_scaler.reference_weight = reference_for(float(weight / told[1])) if float(weight) else None
-        return _Prepared(norm, coefficient, weight, overflow, reducer.passes, multiplier)
+        applied = overflow is None
+        clipped = None if norm is None or not applied else norm if coefficient is None else norm * coefficient
+        report = StepReport(applied, norm, coefficient, self.scale, (), clipped, weight, overflow)
+        return _Prepared(report, reducer.passes, multiplier)
 
     # -- what the ranks have said ------------------------------------------------------------------------------------
 
@@ -537,9 +534,3 @@ class TrainStep:
         facts = told.tolist()
         check_mixed(facts)
         return self._factor(told[0] if facts[1] else None)
-
-
-def _report(done: _Prepared, scale: float, lr: tuple[float, ...]) -> StepReport:
-    norm, coefficient, applied = done.norm, done.coefficient, done.overflow is None
-    clipped = None if norm is None or not applied else norm if coefficient is None else norm * coefficient
-    return StepReport(applied, norm, coefficient, scale, lr, clipped, done.weight, done.overflow)
