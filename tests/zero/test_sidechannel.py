@@ -52,7 +52,7 @@ class Silent(SideChannel):
 
 def fetch_from_nobody() -> tuple[str, float]:
     engine = start(CASES["gpt"], Setting(stage=3))
-    comm = engine._comm
+    comm = engine.job
     comm.timeout = timedelta(seconds=0.5)
     channel = Silent(comm, [unit for unit in engine.sharded.units if unit.sharded])
     begin = time.monotonic()
@@ -383,7 +383,7 @@ def fewer_batches(first: int, catch: bool) -> str:
     engine = start(CASES["gpt"], Setting(stage=3))
     step(engine, 0)
     dist.barrier()
-    channel, launched = engine.sharded.channel, engine._comm.launched
+    channel, launched = engine.sharded.channel, engine.job.launched
     deadline = time.monotonic() + 10
     while dist.get_rank() != first and time.monotonic() < deadline:
         if channel._ended if first else channel._where(0, time.monotonic())["launched"] != launched:
@@ -434,7 +434,7 @@ def lost_peer() -> str:
     said = ""
     if dist.get_rank() == 1:
         engine.sharded.channel.close()
-        engine._comm.destroy()
+        engine.job.destroy()
     else:
         try:
             try:
