@@ -101,9 +101,16 @@ def imagined(world: int, rank: int) -> contextlib.AbstractContextManager[None]:
 
 
 def record(
-    case: Case, setting: Setting, rank: int, *, world: int = 8, steps: int = 3, loss: Loss | None = None
+    case: Case,
+    setting: Setting,
+    rank: int,
+    *,
+    world: int = 8,
+    steps: int = 3,
+    loss: Loss | None = None,
+    between: Callable[[Any], None] = lambda engine: None,
 ) -> Trace:
-    """Return what a rank does in some steps."""
+    """Return what a rank does in some steps, and after each of them."""
 
     def usual(engine: Any, micro: int, rank: int) -> torch.Tensor:
         return case.loss(engine, case.data(micro, 0, rank, DTYPES[setting.precision]))
@@ -118,6 +125,7 @@ def record(
             for micro in range(setting.accumulation):
                 engine.backward(loss(engine, step * setting.accumulation + micro, rank))
                 engine.step()
+            between(engine)
         engine.sharded.finish_gathers()
         engine.sharded.channel = engine.sharded.gatherer._channel = None
         with recorder.silent():

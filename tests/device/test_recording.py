@@ -17,10 +17,12 @@ import pytest
 import torch
 from torch.utils.checkpoint import checkpoint
 
+import shardwise
 from shardwise.comm import chain, native
 from shardwise.comm.chain import Queued, Runner
 from shardwise.device import checking
 from shardwise.device.recording import Event, Trace
+from shardwise.utils import safe_get_full_fp32_param, safe_set_full_fp32_param
 from shardwise.zero.model import ShardedModel
 from shardwise.zero.passes.gather import Gatherer
 from shardwise.zero.passes.reduce import Reducer
@@ -120,6 +122,36 @@ def routed(engine: Any, micro: int, rank: int) -> torch.Tensor:
 def test_branches_that_differ_by_rank(stage: int) -> None:
     assert problems(MANY, SETTINGS["bf16"].with_stage(stage), loss=routed) == []
     assert problems(CASES["router"], SETTINGS["accumulation"].with_stage(stage), 4) == []
+
+
+def evaluated(engine: Any) -> None:
+    engine.eval()
+    with torch.no_grad():
+        CASES["gpt"].loss(engine, CASES["gpt"].data(99, 0, 0, torch.bfloat16))
+    engine.train()
+
+
+def changed(engine: Any) -> None:
+    parameters = list(engine.module.parameters())[:3]
+    with shardwise.zero.GatheredParameters(parameters, modifier_rank=0), torch.no_grad():
+        parameters[0].mul_(0.5)
+
+
+def read(engine: Any) -> None:
+    parameter = next(engine.module.parameters())
+    safe_set_full_fp32_param(parameter, safe_get_full_fp32_param(parameter) * 0.5)
+
+
+def looked_at(engine: Any) -> None:
+    with engine.gathered():
+        evaluated(engine)
+    engine.module_state_dict()
+
+
+@pytest.mark.parametrize("between", [evaluated, changed, read, looked_at])
+@pytest.mark.parametrize("stage", [0, 1, 3])
+def test_what_scripts_do_between_steps(stage: int, between: Callable[[Any], None]) -> None:
+    assert problems(CASES["gpt"], SETTINGS["bf16"].with_stage(stage), 2, between=between) == []
 
 
 def test_the_trace_has_what_a_step_does() -> None:
