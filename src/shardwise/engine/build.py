@@ -43,7 +43,7 @@ from shardwise.engine.modules import (
 )
 from shardwise.engine.plans import Subject
 from shardwise.engine.recovery import note_ready
-from shardwise.engine.scaling import scales_loss
+from shardwise.engine.scaling import prescale_of, scales_loss
 from shardwise.engine.signals import SignalWatch
 from shardwise.engine.step import TrainStep
 from shardwise.engine.stepping import make_optimizer, make_scheduler, prepare_optimizer
@@ -186,7 +186,7 @@ def initialize(
             domain=domain,
             device=device,
             accountant=accountant,
-            prescale=_prescale(settings, domain.world),
+            prescale=prescale_of(settings, domain.world),
             compressor=reduction(settings, domain.ranks, lambda tensor: accountant.hold(Category.BUFFERS, tensor)),
             sparse_gradients=settings.sparse_gradients,
             leaves=leaves_of(model, settings.zero_optimization.leaf_module),
@@ -330,9 +330,3 @@ def _plan(settings: Any, domain: Domain, model: nn.Module) -> Plan:
             "zero_optimization.mics_hierarchical_params_gather: codes are gathered in one level. Keep one of them"
         )
     return replace(plan, quantized_weights=True)
-
-
-def _prescale(settings: Any, world: int) -> float:
-    if settings.prescale_gradients:
-        return 1.0 / world
-    return 1.0 / float(settings.gradient_predivide_factor)

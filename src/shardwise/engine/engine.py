@@ -1189,7 +1189,7 @@ class Engine(nn.Module):
         try:
             self.sharded.close()
         finally:
-            for ranks in {self.job, self.data}:
+            for ranks in dict.fromkeys((self.job, self.data)):
                 ranks.destroy()  # whoever waits for this rank is told
         if failure is not None:
             raise failure
