@@ -69,13 +69,13 @@ class _Prepared:
         report: what is known of them, but for learning rates.
         passes: number of backward passes that they come from.
         factor: what they have to be multiplied by.
-        applied: they have been.
+        scaled: they have been.
     """
 
     report: StepReport
     passes: int
     factor: float | torch.Tensor
-    applied: bool = False
+    scaled: bool = False
 
 
 class TrainStep:
@@ -87,7 +87,7 @@ class TrainStep:
         job: all ranks that step together.
         batches: sizes.
         optimizer: of the model; None: nothing is trained.
-        scheduler: stepped after every applied update; None: nobody is.
+        scheduler: stepped after every applied update; None: there is none.
         scaler: of losses; None: they are not scaled.
         signals: those that came to this rank are told to all with each step.
 
@@ -129,7 +129,7 @@ class TrainStep:
         self._optimizer = optimizer
         self._signals = signals
         self._boundary: bool | None = None
-        self._engine_backward = self._scale_entered = self._unscaled = False
+        self._loss_is_scaled = self._scale_entered = self._unscaled = False
         self._prepared: _Prepared | None = None
         self._non_finite = NonFinite(sharded, job, on_non_finite(config))
         self._window = self._new_window()
@@ -151,7 +151,7 @@ class TrainStep:
     def output_scale(self) -> float:
         """Return what gradients of the model's outputs are multiplied by as they enter it."""
         self._scale_entered = True
-        return 1.0 if self._engine_backward else self.scale
+        return 1.0 if self._loss_is_scaled else self.scale
 
     @contextlib.contextmanager
     def passing(
@@ -177,12 +177,12 @@ class TrainStep:
         if self._window.losses is not None and not zero:
             self._window.losses.append(loss.detach())
         scaled = loss if isinstance(factor, float) and factor == 1.0 else loss * factor
-        self._engine_backward = self._scale_entered = True
+        self._loss_is_scaled = self._scale_entered = True
         self._pass_weight = counted
         try:
             yield [] if zero else [scaled]
         finally:
-            self._engine_backward = False
+            self._loss_is_scaled = False
             self._pass_weight = None
 
     def _weight_of(self, weight: Any, scale_wrt_gas: bool) -> Weight:
@@ -206,7 +206,7 @@ class TrainStep:
         """Remember how the pass was weighted, and whether it has brought gradients without the loss scale; the step
         tells all ranks.
         """
-        if brought or self._engine_backward:  # not torch.autograd.grad, which accumulates nothing
+        if brought or self._loss_is_scaled:  # not torch.autograd.grad, which accumulates nothing
             self.new_micro_batch = True
             self._window.count(self._pass_weight)
         self._unscaled |= brought and not self._scale_entered and self.scale != 1.0
@@ -352,10 +352,10 @@ class TrainStep:
                 "Parameters and optimizer state are as they were before this step"
             )
         if report.applied:
-            if not prepared.applied and not sharded.takes_factor():
+            if not prepared.scaled and not sharded.takes_factor():
                 sharded.scale_gradients(prepared.factor)
-                prepared = self._prepared = replace(prepared, applied=True)
-            sharded.step(1.0 if prepared.applied else prepared.factor)
+                prepared = self._prepared = replace(prepared, scaled=True)
+            sharded.step(1.0 if prepared.scaled else prepared.factor)
         self._prepared = None
         self._unscaled = False
         self._window = self._new_window()
@@ -542,7 +542,7 @@ class TrainStep:
 
     def gradient_factor(self) -> float | torch.Tensor:
         """Return what turns the sums held now into the gradient of the micro-batches so far (all ranks call)."""
-        if self._prepared is not None and self._prepared.applied:
+        if self._prepared is not None and self._prepared.scaled:
             return 1.0
         assert self._sharded.sums is not None and self._sharded.reducer is not None
         window, passes = self._window, self._sharded.reducer.passes
