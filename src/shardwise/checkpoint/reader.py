@@ -13,7 +13,7 @@ from typing import Any
 
 import torch
 
-from shardwise.checkpoint import codec, manifest
+from shardwise.checkpoint import codec, manifest, manifestfile
 from shardwise.checkpoint.directory import Hold
 from shardwise.checkpoint.manifest import Slice, StoredTensor
 from shardwise.checkpoint.parallel import divided, for_each
@@ -83,7 +83,7 @@ class Checkpoint:
     def __init__(self, path: str) -> None:
         self.path = path
         self._hold = Hold(path)  # before it is known to be there: it must not go away in between
-        self.manifest = manifest.load(path)
+        self.manifest = manifestfile.load(path)
         self.notes: list[str] = []
         self._files: dict[str, TensorFile] = {}
         self._opening = threading.Lock()

@@ -34,6 +34,7 @@ from shardwise.comm.rendezvous import node
 from shardwise.comm.setup import timeout_from_environment
 from shardwise.comm.whereabouts import Whereabouts, describe
 from shardwise.compat import backend_of, timeout_of
+from shardwise.device.streams import HostStreams, Streams, streams_of
 from shardwise.errors import DesyncError, PeerLostError, UsageError
 
 if TYPE_CHECKING:
@@ -48,8 +49,12 @@ what follows a gather or a reduction in its chain (`shardwise.comm.chain`), and 
 (`shardwise.zero.passes.rows`).
 """
 
-_SHARED = {"explicit": "small", "gather_on": "gather", "reduce_on": "reduce", "rows": "reduce"}
-"""Kinds that use the groups of others, where each kind has its own."""
+_SHARED = {"explicit": "small", "gather_on": "gather", "reduce_on": "reduce", "rows": "reduce", "replicate": "reduce"}
+"""Kinds that use the groups of others, where each kind has its own: they are launched in one order with them, on the
+same stream."""
+
+_APART = ("gather", "reduce", "small")
+"""Kinds that have groups, and with them communicators, of their own on NCCL."""
 
 _UNCOUNTED = ("gather_on", "reduce_on", "rows")
 """Kinds of which ranks in one place may have launched different numbers: threads launch them, or a group of ranks has
@@ -175,6 +180,7 @@ class Communicator:
         self.imagined = imagined > 0
         self._nobody_there = self.imagined
         self._imagined_reads = like is not None and like.reads_peers
+        self._imagined_waits = like.waits_on_host if like is not None else device.type == "cpu"
         if imagined:
             self.world, self.rank = imagined, 0
         self._whereabouts: Whereabouts | None = None
@@ -186,8 +192,8 @@ class Communicator:
             ranks = dist.get_process_group_ranks(group if group is not None else dist.group.WORLD)
             self._whereabouts = Whereabouts(ledger, ranks, self.rank)
             # On Gloo tags keep kinds apart, so one extra group is enough to keep clear of the user's own traffic.
-            for kind in KINDS[:1] if self._gloo else KINDS[:4]:
-                self._own_groups.append(groups.new_group(partition or [ranks], self.timeout, backend))
+            for kind in KINDS[:1] if self._gloo else _APART:
+                self._own_groups.append(groups.new_group(partition or [ranks], self.timeout, backend, device))
                 self._groups[kind] = self._own_groups[-1]
             for kind in KINDS:
                 self._groups.setdefault(kind, self._groups.get(_SHARED.get(kind, ""), self._own_groups[-1]))
@@ -455,7 +461,12 @@ class Communicator:
     @property
     def waits_on_host(self) -> bool:
         """Whether `Handle.wait` returns when the result is there; NCCL's only makes the current stream wait."""
-        return self._gloo or self.world == 1
+        return self._imagined_waits if self._nobody_there else self._gloo or self.world == 1
+
+    @property
+    def streams(self) -> Streams:
+        """The streams of the device; where nothing is exchanged, nothing is to be ordered."""
+        return HostStreams() if self._nobody_there else streams_of(self.device)
 
     @property
     def reads_peers(self) -> bool:

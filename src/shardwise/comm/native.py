@@ -23,6 +23,7 @@ import torch
 import torch.distributed as dist
 
 from shardwise.compat import all_gather_single, launch_together, reduce_scatter_single
+from shardwise.device import recording
 from shardwise.device.summing import sum_rows
 
 Pair = tuple[torch.Tensor, torch.Tensor]
@@ -54,9 +55,26 @@ class Works:
         self._works, self._finish, self.scratch = [], None, ()
 
 
+def _launch(op: Callable[..., Any], pairs: Sequence[Pair], group: dist.ProcessGroup) -> list[Any]:
+    """Launch `op(output, input)` for each pair; on a recorded device it is written down."""
+    recorder = recording.current()
+    if recorder is None or not pairs:
+        return launch_together(op, pairs, group)
+    name = f"{getattr(op, '__name__', 'exchange')} {[own.nbytes for _, own in pairs]}"
+
+    def run() -> None:
+        for out, own in pairs:
+            # What it would be if all ranks had the same values, but for the sums, which would grow without end.
+            parts = max(1, out.numel() // max(1, own.numel()))
+            out.copy_(own.repeat(parts)[: out.numel()].view_as(out))
+
+    members = recording.name_of(group.group_name, dist.get_process_group_ranks(group))
+    return [recorder.collective(name, pairs, members, run)]
+
+
 def all_gather(pairs: Sequence[Pair], group: dist.ProcessGroup) -> Works:
     """Gather each 1-D `shard` (S elements) into its 1-D `full` (world * S elements), rank-major."""
-    return Works(launch_together(all_gather_single, [pair for pair in pairs if pair[0].numel()], group))
+    return Works(_launch(all_gather_single, [pair for pair in pairs if pair[0].numel()], group))
 
 
 def exchanges(wire: torch.dtype, total: torch.dtype, world: int, per_node: int) -> bool:
@@ -124,8 +142,8 @@ def reduce_scatter(
         for add_up in sums:
             add_up()
 
-    works = launch_together(reduce_scatter_single, reductions, group)
-    works += launch_together(dist.all_to_all_single, received, group)
+    works = _launch(reduce_scatter_single, reductions, group)
+    works += _launch(dist.all_to_all_single, received, group)
     return Works(works, finish, made)
 
 
@@ -133,18 +151,18 @@ def all_reduce(tensor: torch.Tensor, group: dist.ProcessGroup) -> Works:
     """Sum a small tensor over ranks, in place: the same bits on every rank."""
     world = dist.get_world_size(group)
     gathered = torch.empty(world * tensor.numel(), dtype=tensor.dtype, device=tensor.device)
-    work = all_gather_single(gathered, tensor.reshape(-1), group=group, async_op=True)
+    works = _launch(all_gather_single, [(gathered, tensor.reshape(-1))], group)
 
     def add_up() -> None:
         # One kernel for any number of ranks. Its order of summation depends on the shape only: all ranks get the same.
         tensor.copy_(gathered.view(world, -1).sum(0, dtype=tensor.dtype).view_as(tensor))
 
-    return Works([work], add_up)
+    return Works(works, add_up)
 
 
 def broadcast(tensor: torch.Tensor, src: int, group: dist.ProcessGroup) -> Works:
     """Copy a tensor from group rank `src` to all ranks."""
-    return Works([dist.broadcast(tensor, group_src=src, group=group, async_op=True)])
+    return Works(_launch(lambda out, _, **how: dist.broadcast(out, group_src=src, **how), [(tensor, tensor)], group))
 
 
 def all_to_all(
@@ -155,5 +173,9 @@ def all_to_all(
     group: dist.ProcessGroup,
 ) -> Works:
     """Send the r-th part of `given` to rank r and receive the r-th part of `output` from it; sizes may be zero."""
-    work = dist.all_to_all_single(output, given, list(output_sizes), list(input_sizes), group=group, async_op=True)
-    return Works([work])
+    sizes = list(output_sizes), list(input_sizes)
+
+    def exchange(out: torch.Tensor, own: torch.Tensor, **how: Any) -> Any:
+        return dist.all_to_all_single(out, own, *sizes, **how)
+
+    return Works(_launch(exchange, [(output, given)], group))

@@ -21,6 +21,7 @@ from shardwise.comm.ledger import Ledger
 from shardwise.config import Facts, Resolution, resolve
 from shardwise.engine.batch import accumulated
 from shardwise.engine.mesh import domain_of
+from shardwise.engine.modules import leaves_of
 from shardwise.engine.scaling import computes_norm
 from shardwise.engine.stepping import stepping_of
 from shardwise.engine.zeropp import reduction
@@ -329,8 +330,6 @@ class Planner:
     def _build(self, setting: Setting) -> tuple[ShardedModel, dict[int, int]]:
         """Build the subject's parts under a setting, on fake tensors and imagined ranks."""
         from torch._subclasses.fake_tensor import FakeTensorMode
-
-        from shardwise.engine.build import leaves_of
 
         subject = self.subject
         raw = _merged(subject.resolution.raw, setting)
