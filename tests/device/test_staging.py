@@ -120,24 +120,31 @@ def test_cuda_is_asked_for_what_a_copy_stream_promises() -> None:
     device, cuda = torch.device("cuda", 1), mock.MagicMock()
     with mock.patch("torch.cuda", cuda), mock.patch("torch.empty") as empty:
         stream = staging.copy_stream(device)
-        cuda.Stream.assert_called_once_with(device)
+        cuda.Stream.assert_called_once_with(device, priority=-1)
         stream.host_bytes(64)
         assert empty.call_args.kwargs["pin_memory"] and empty.call_args.kwargs["device"] == "cpu"
         cuda.device.assert_called_with(device)  # not on the first one
-        own, current = cuda.Stream.return_value, cuda.current_stream.return_value
+        own, computing = cuda.Stream.return_value, cuda.current_stream.return_value
+        launched, copied = mock.MagicMock(), mock.MagicMock()
+        cuda.Event.side_effect = [launched, copied]
         stream.follow()
-        own.wait_stream.assert_called_once_with(current)
+        launched.record.assert_called_once_with(computing)
+        own.wait_event.assert_called_once_with(launched)
         target, source = mock.MagicMock(), mock.MagicMock()
         stream.copy(target, source)
         cuda.stream.assert_called_once_with(own)
         target.copy_.assert_called_once_with(source, non_blocking=True)
+        source.device = device
         stream.keep(source)
-        source.record_stream.assert_called_once_with(own)
+        source.record_stream.assert_called_once()
         mark = stream.mark()
-        event = cuda.Event.return_value
-        event.record.assert_called_once_with(own)
+        # Copied on a stream that is the current one meanwhile.
+        assert cuda.stream.call_args_list == [mock.call(own)] * 3
+        copied.record.assert_called_once()
+        cuda.current_stream.return_value = later = mock.MagicMock()
         mark.wait()
-        current.wait_event.assert_called_once_with(event)
-        event.synchronize.assert_not_called()
+        later.wait_event.assert_called_once_with(copied)
+        copied.query.assert_not_called()  # by the host
+        copied.query.side_effect = [False, False, True]
         mark.synchronize()
-        event.synchronize.assert_called_once_with()
+        assert copied.query.call_count == 3

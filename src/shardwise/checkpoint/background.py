@@ -43,7 +43,7 @@ from shardwise.checkpoint.save import Drafted, SaveRequest, drafted, whole_of
 from shardwise.checkpoint.snapshot import Snapshot
 from shardwise.checkpoint.writer import LIMIT, NOT_FOR_US, Outcome, WriteJob
 from shardwise.comm.communicator import Communicator
-from shardwise.device.staging import Mark, is_far
+from shardwise.device.staging import Copied, is_far
 from shardwise.errors import CheckpointError
 from shardwise.utils.logging import logger
 
@@ -214,7 +214,7 @@ def _hand_over(
     job: WriteJob,
     locks: Mapping[str, int],
     memory: Mapping[str, int],
-    copied: Mark | None,
+    copied: Copied | None,
 ) -> None:
     """Give a process a job when the snapshot is complete, and close this process's descriptors of the locks."""
     try:
@@ -320,7 +320,7 @@ class Background:
         return None if self._process is None or self._process.ended else self._process.pid
 
     @property
-    def copied(self) -> Mark | None:
+    def copied(self) -> Copied | None:
         """Behind the copies of what only the optimizer writes; None: they have been made."""
         return self._snapshot.copied
 

@@ -23,7 +23,7 @@ import torch
 from shardwise.checkpoint.tensorfile import Spec
 from shardwise.checkpoint.tensorwriter import layout_of
 from shardwise.device.pinned import pin, unpin
-from shardwise.device.staging import CopyStream, Mark, copy_stream, is_far
+from shardwise.device.staging import Copied, CopyStream, copy_stream, is_far
 from shardwise.errors import CheckpointError
 from shardwise.memory import memory_limit
 from shardwise.utils.logging import logger
@@ -56,7 +56,7 @@ class Snapshot:
         self._release: Callable[[], object] = lambda: None
         self.descriptor = -1
         self.size = 0
-        self.copied: Mark | None = None
+        self.copied: Copied | None = None
         self._stream: CopyStream | None = None
 
     def take(

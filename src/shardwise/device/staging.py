@@ -12,9 +12,11 @@ from __future__ import annotations
 
 from collections.abc import Callable, Iterable, Iterator
 from dataclasses import dataclass
-from typing import Protocol
+from datetime import timedelta
 
 import torch
+
+from shardwise.device.streams import Mark, Streams, streams_of
 
 MOST = 64 << 20
 """Bytes of a buffer at most: enough for the speed of the bus, and for the time in between not to count."""
@@ -23,98 +25,70 @@ _ALIGNMENT = 64
 """Sizes of buffers are multiples of it, so that whole elements of any dtype go through."""
 
 
-class Mark(Protocol):
-    """A place in a stream."""
+_FOREVER = timedelta.max
+"""How long the host waits for copies: they need nobody else."""
+
+
+class Copied:
+    """A place in a stream of copies.
+
+    Args:
+        streams: of the device.
+        mark: the place.
+    """
+
+    def __init__(self, streams: Streams, mark: Mark) -> None:
+        self._streams = streams
+        self._mark = mark
 
     def synchronize(self) -> None:
-        """Block the host until all that comes before it is done."""
+        """Block the host until all copies that come before it are made."""
+        self._streams.block(self._mark, _FOREVER)
 
     def wait(self) -> None:
-        """Have the current stream go on only when all that comes before it is done."""
+        """Have the current stream go on only when all copies that come before it are made."""
+        self._mark.wait()
 
 
-class CopyStream(Protocol):
-    """What copies between a device and the host, beside what the device computes."""
+class CopyStream:
+    """A stream that copies between a device and the host, beside what the device computes.
 
-    def host_bytes(self, size: int) -> torch.Tensor:
-        """Return memory of the host for it, of undefined content."""
-
-    def follow(self) -> None:
-        """Have copies begin when what has been launched so far on the current stream is done."""
-
-    def copy(self, target: torch.Tensor, source: torch.Tensor) -> None:
-        """Copy behind what it has been given before; the host goes on."""
-
-    def keep(self, tensor: torch.Tensor) -> None:
-        """Memory of the device that is given back is used again only when the copies so far are done."""
-
-    def mark(self) -> Mark:
-        """Return the place behind the copies so far."""
-
-
-class _CudaMark:
-    def __init__(self, stream: torch.cuda.Stream) -> None:
-        self._device = stream.device
-        self._event = torch.cuda.Event()
-        self._event.record(stream)
-
-    def synchronize(self) -> None:
-        self._event.synchronize()
-
-    def wait(self) -> None:
-        torch.cuda.current_stream(self._device).wait_event(self._event)
-
-
-class _CudaCopies:
-    """See `CopyStream`: a stream of a CUDA device."""
+    Args:
+        device: where streams are; on the CPU a copy is made when `copy` returns.
+    """
 
     def __init__(self, device: torch.device) -> None:
         self._device = device
-        with torch.cuda.device(device):
-            self._stream = torch.cuda.Stream(device)
+        self._streams = streams_of(device)
+        self._stream = self._streams.make("copies")
 
     def host_bytes(self, size: int) -> torch.Tensor:
+        """Return memory of the host for it, of undefined content."""
+        if self._device.type != "cuda":
+            return torch.empty(size, dtype=torch.uint8, device="cpu")
         # Threads begin with the first device, on which memory must not be pinned.
         with torch.cuda.device(self._device):
             return torch.empty(size, dtype=torch.uint8, device="cpu", pin_memory=True)
 
     def follow(self) -> None:
-        self._stream.wait_stream(torch.cuda.current_stream(self._device))
+        """Have copies begin when what has been launched so far on the current stream is done."""
+        self._stream.wait(self._streams.mark())
 
     def copy(self, target: torch.Tensor, source: torch.Tensor) -> None:
-        with torch.cuda.stream(self._stream):
+        """Copy behind what it has been given before; the host goes on."""
+        with self._stream.use():
             target.copy_(source, non_blocking=True)
 
     def keep(self, tensor: torch.Tensor) -> None:
-        tensor.record_stream(self._stream)
+        """Have memory of the device that is given back used again only when the copies so far are made."""
+        if tensor.device.type == "cuda":
+            with self._stream.use():
+                tensor.record_stream(torch.cuda.current_stream(tensor.device))
 
-    def mark(self) -> Mark:
-        return _CudaMark(self._stream)
-
-
-class _Blocking:
-    """See `CopyStream`: for devices without streams, where a copy is done when `copy` returns."""
-
-    def host_bytes(self, size: int) -> torch.Tensor:
-        return torch.empty(size, dtype=torch.uint8, device="cpu")
-
-    def follow(self) -> None:
-        pass
-
-    def copy(self, target: torch.Tensor, source: torch.Tensor) -> None:
-        target.copy_(source)
-
-    def keep(self, tensor: torch.Tensor) -> None:
-        pass
-
-    def mark(self) -> Mark:
-        return self
-
-    def synchronize(self) -> None:
-        pass
-
-    def wait(self) -> None:
-        pass
+    def mark(self) -> Copied:
+        """Return the place behind the copies so far."""
+        with self._stream.use():
+            return Copied(self._streams, self._streams.mark())
 
 
 def is_far(device: torch.device) -> bool:
@@ -123,8 +97,8 @@ def is_far(device: torch.device) -> bool:
 
 
 def copy_stream(device: torch.device) -> CopyStream:
-    """Return a new stream for copies between a device and the host."""
-    return _CudaCopies(device) if device.type == "cuda" else _Blocking()
+    """Return a new stream for copies between a device and the host; tests play it."""
+    return CopyStream(device)
 
 
 class Staging:
@@ -145,7 +119,7 @@ class Staging:
         self._stream = copy_stream(device)
         self._size = max(_ALIGNMENT, min(most - most % _ALIGNMENT, room + -room % _ALIGNMENT))
         self._buffers = [self._stream.host_bytes(self._size) for _ in range(2)]
-        self._sent: list[Mark | None] = [None, None]
+        self._sent: list[Copied | None] = [None, None]
         self._turn = 1
 
     def to_host(self, tensors: Iterable[torch.Tensor]) -> Iterator[torch.Tensor]:
@@ -245,4 +219,4 @@ class _Fetch:
 
     bytes: torch.Tensor
     sources: list[torch.Tensor]
-    mark: Mark
+    mark: Copied

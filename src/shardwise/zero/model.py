@@ -22,7 +22,7 @@ from shardwise.comm.compression import Compressor
 from shardwise.comm.domain import Domain
 from shardwise.comm.whereabouts import being_in, publish
 from shardwise.device.ranges import named
-from shardwise.device.staging import Mark
+from shardwise.device.staging import Copied
 from shardwise.errors import ConfigError, DesyncError, PeerLostError, UsageError
 from shardwise.memory import Accountant, Category, give_back_freed_memory, module_bytes, resident_bytes, virtual_bytes
 from shardwise.precision.dtypes import PrecisionPolicy
@@ -197,7 +197,7 @@ class ShardedModel:
         accountant.construction_peak = accountant.peak_total
         accountant.reset_peak()
         self._order_agreed = self.stepped = False
-        self.copied: Mark | None = None
+        self.copied: Copied | None = None
         give_back_freed_memory()  # of the whole parameters, between the shards
 
     @property
