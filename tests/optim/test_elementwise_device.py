@@ -117,6 +117,24 @@ def test_where_a_kernel_would_lose_digits_gradients_are_multiplied_beforehand(
 
 
 @pytest.mark.parametrize(("cls", "options"), KERNELS)
+def test_how_a_tensor_is_stepped_does_not_depend_on_what_else_is(cls: Any, options: dict[str, Any]) -> None:
+    """Ranks hold different segments of a group, and at different stages different ones together."""
+    dtypes = [(FP32, FP32), (BF16, FP32), (FP32, BF16), (FP64, FP64)]
+
+    def stepped(these: list[tuple[torch.dtype, torch.dtype]]) -> list[torch.Tensor]:
+        start, gradients = some(100, 3)
+        parts = [torch.nn.Parameter(start.to(dtype, copy=True)) for dtype, _ in these]
+        optimizer = cls(parts, **options)
+        for gradient in gradients:
+            given = [gradient.to(kind, copy=True) for _, kind in these]
+            optimizer.step_flat(factor=0.3, gradients=list(zip(parts, given, strict=True)))
+        return [part.detach() for part in parts]
+
+    for together, one in zip(stepped(dtypes), dtypes, strict=True):
+        assert torch.equal(together, stepped([one])[0]), one
+
+
+@pytest.mark.parametrize(("cls", "options"), KERNELS)
 def test_a_step_is_one_kernel_and_one_copy(cls: Any, options: dict[str, Any]) -> None:
     parts = [torch.nn.Parameter(torch.ones(b - a)) for a, b in pairwise(CUTS)]
     optimizer = cls(parts, **options)

@@ -38,4 +38,4 @@ def sum_rows(out: torch.Tensor, rows: torch.Tensor, accumulate: bool) -> None:
     on_device: Any = torch.cuda.device(out.device) if out.device.type == "cuda" else contextlib.nullcontext()
     with on_device:
         grid = (triton.cdiv(out.numel(), _BLOCK),)
-        _sum_rows[grid](out, rows, out.numel(), rows.shape[0], accumulate, _BLOCK)
+        _sum_rows[grid](out, rows, out.numel(), rows.shape[0], accumulate, _BLOCK, enable_fp_fusion=False)

@@ -245,19 +245,20 @@ class ElementwiseOptimizer(torch.optim.Optimizer):
         number = 0
         for group in self.param_groups:
             self._check_group(group)
-            alike: dict[tuple[torch.device, torch.dtype, float], list[_Run]] = {}
+            # How a run is stepped must not depend on what else this rank steps: other ranks step other runs.
+            alike: dict[tuple[torch.device, torch.dtype, torch.dtype, float], list[_Run]] = {}
             for parameter in group["params"]:
                 run = self._run_of(parameter, group, number)
                 number += 1
                 if run is not None:
                     count = self.state[parameter]["step"]
                     count += 1
-                    dtype = torch.promote_types(parameter.dtype, torch.float32)
                     # In a dry run it is a fake tensor, which has no value.
                     now = float(count) if type(count) is torch.Tensor else 1.0
-                    alike.setdefault((parameter.device, dtype, now), []).append(run)
-            for (device, dtype, count), runs in alike.items():
-                self._step_runs(runs, group, device, dtype, count)
+                    kinds = (parameter.device, parameter.dtype, run.tensors["gradient"].dtype, now)
+                    alike.setdefault(kinds, []).append(run)
+            for (device, kept, _, count), runs in alike.items():
+                self._step_runs(runs, group, device, torch.promote_types(kept, torch.float32), count)
                 for run in runs:
                     _put_back(run)
         return loss
