@@ -117,6 +117,22 @@ class _Queued(Chain):
         self._rest = []
 
 
+class _Imagined(_Queued):
+    """A chain of which nothing is exchanged: it holds all that one may hold at each moment that a thread goes through.
+
+    What comes after the first collective is launched as soon as that has ended, and ends when it is waited for.
+    """
+
+    def wait_first(self) -> None:
+        """End the first collective, and launch the others."""
+        self.run()
+
+    def wait(self) -> None:
+        """End all."""
+        self.run()
+        self._handle.wait()
+
+
 class Runner:
     """Takes chains on, one after the other.
 
@@ -124,10 +140,12 @@ class Runner:
         device: where the collectives' tensors lie.
         waits_on_host: whether waiting for a collective blocks the host.
         name: of the thread.
+        imagined: there is nobody to exchange anything with.
     """
 
-    def __init__(self, device: torch.device, *, waits_on_host: bool, name: str) -> None:
+    def __init__(self, device: torch.device, *, waits_on_host: bool, name: str, imagined: bool = False) -> None:
         self._name = name
+        self._imagined = imagined
         self._queue: queue.SimpleQueue[Chain | None] = queue.SimpleQueue()
         self._thread: threading.Thread | None = None
         self._on_host = waits_on_host
@@ -137,6 +155,8 @@ class Runner:
         """Launch the first of some collectives, and see to it that the others follow."""
         if len(launches) == 1:
             return launches[0]()
+        if self._imagined:
+            return _Imagined(launches[0](), launches[1:])
         if not self._on_host:
             if self._stream is not None:
                 self._stream.wait_stream(torch.cuda.current_stream())

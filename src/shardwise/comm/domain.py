@@ -118,7 +118,7 @@ class Domain:
                 parts.append(ranks.part(arrangement.lines(number), label))
             self.dimensions = tuple(parts)
         self._gathers, self._reductions = (
-            Runner(ranks.device, waits_on_host=ranks.waits_on_host, name=f"shardwise-{kind}")
+            Runner(ranks.device, waits_on_host=ranks.waits_on_host, name=f"shardwise-{kind}", imagined=ranks.imagined)
             for kind in ("gathers", "reductions")
         )
 

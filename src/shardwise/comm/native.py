@@ -57,19 +57,17 @@ def reduce_scatter(
     reductions: list[Pair] = []
     exchanges: list[Pair] = []
     sums: list[Callable[[], None]] = []
-    for out, full in pairs:
-        if not full.numel():
-            continue
-        if ordered or full.dtype != out.dtype:
-            received = torch.empty_like(full)
-            exchanges.append((received, full))
-            sums.append(_adder(out, received.view(world, -1), accumulate))
-        elif accumulate:
-            total = torch.empty_like(out)
-            reductions.append((total, full))
-            sums.append(_adder(out, total.view(1, -1), accumulate))
-        else:
+    pairs = [pair for pair in pairs if pair[1].numel()]
+    buffers = buffers_for(pairs, accumulate, ordered)
+    for (out, full), made in zip(pairs, buffers, strict=True):
+        if made is None:
             reductions.append((out, full))
+        elif _exchanged(out, full, ordered):
+            exchanges.append((made, full))
+            sums.append(_adder(out, made.view(world, -1), accumulate))
+        else:
+            reductions.append((made, full))
+            sums.append(_adder(out, made.view(1, -1), accumulate))
 
     def finish() -> None:
         for add_up in sums:
@@ -77,8 +75,20 @@ def reduce_scatter(
 
     works = launch_together(reduce_scatter_single, reductions, group)
     works += launch_together(dist.all_to_all_single, exchanges, group)
-    made = [received for received, _ in exchanges] + ([total for total, _ in reductions] if accumulate else [])
-    return Works(works, finish, made)
+    return Works(works, finish, [made for made in buffers if made is not None])
+
+
+def buffers_for(pairs: Sequence[Pair], accumulate: bool, ordered: bool) -> list[torch.Tensor | None]:
+    """Return memory for the pieces or the sum that each reduction receives; None: it is received where it belongs."""
+    return [
+        torch.empty_like(full) if _exchanged(out, full, ordered) else torch.empty_like(out) if accumulate else None
+        for out, full in pairs
+    ]
+
+
+def _exchanged(out: torch.Tensor, full: torch.Tensor, ordered: bool) -> bool:
+    """Whether pieces are exchanged, and added up here."""
+    return ordered or full.dtype != out.dtype
 
 
 def _adder(out: torch.Tensor, pieces: torch.Tensor, accumulate: bool) -> Callable[[], None]:

@@ -244,7 +244,7 @@ def _build(
             _step_parameters(optimizer, resolution, stepping)
     # It sets the first step's learning rate on the groups, which stay what they are.
     scheduler = _scheduler(settings, client_scheduler, optimizer)
-    _place_buffers(model, device, policy.buffer_dtype, settings.data_types.keep_in_fp32_modules, accountant)
+    place_buffers(model, device, policy.buffer_dtype, settings.data_types.keep_in_fp32_modules, accountant)
 
     wires = wire_dtypes(model, settings)
     if settings.sparse_gradients:
@@ -267,7 +267,7 @@ def _build(
             domain=domain,
             device=device,
             accountant=accountant,
-            prescale=_prescale(settings, world),
+            prescale=prescale_of(settings, world),
             compressor=reduction(settings, comm, lambda tensor: accountant.hold(Category.BUFFERS, tensor)),
             sparse_gradients=settings.sparse_gradients,
             leaves=leaves_of(model, settings.zero_optimization.leaf_module),
@@ -368,6 +368,17 @@ def _optimizer(
     return build_optimizer(settings.optimizer.type, chosen, options, device=device, named=named, parameter_dtype=dtype)
 
 
+def configured_optimizer(
+    resolution: Resolution, model: nn.Module, device: torch.device
+) -> torch.optim.Optimizer | None:
+    """Return the optimizer that the configuration asks for, prepared as that of an engine is."""
+    policy = policy_from_config(resolution.config)
+    optimizer = _optimizer(resolution.config, None, None, model, device, policy.compute_dtype)
+    if optimizer is not None and not policy.masters:
+        _step_parameters(optimizer, resolution, stepping_of(optimizer))
+    return optimizer
+
+
 def _step_parameters(optimizer: torch.optim.Optimizer, resolution: Resolution, stepping: Stepping) -> None:
     """Prepare an optimizer for stepping 16-bit parameters themselves.
 
@@ -460,13 +471,14 @@ def _client_scheduler(client: Any, optimizer: torch.optim.Optimizer | None) -> A
     return client
 
 
-def _prescale(settings: Any, world: int) -> float:
+def prescale_of(settings: Any, world: int) -> float:
+    """Return the factor on gradients before they are sent."""
     if settings.prescale_gradients:
         return 1.0 / world
     return 1.0 / float(settings.gradient_predivide_factor)
 
 
-def _place_buffers(
+def place_buffers(
     model: nn.Module, device: torch.device, dtype: torch.dtype | None, keep: Any, accountant: Accountant
 ) -> None:
     """Move module buffers to the device; parameters follow unit by unit.

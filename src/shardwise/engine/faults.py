@@ -30,8 +30,8 @@ from shardwise.utils.logging import logger
 
 if TYPE_CHECKING:
     from shardwise.checkpoint.collect import TrainingState
+    from shardwise.engine.dryrun import MemoryPlan
     from shardwise.memory import Accountant
-    from shardwise.zero.memory import MemoryPlan
 
 EXIT_BASE = 128
 """A job that ends because of a signal ends with this plus the signal's number, as shells have it: 143 for SIGTERM."""
