@@ -18,6 +18,7 @@ PRODUCTS = (
     "checkpoint/",
     "comm/",
     "data/",
+    "device/",
     "dropin/",
     "engine/",
     "hf/",

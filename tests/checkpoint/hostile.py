@@ -14,7 +14,7 @@ from contextlib import contextmanager
 from pathlib import Path
 from typing import Any
 
-from shardwise.checkpoint import manifest
+from shardwise.checkpoint import manifestfile
 
 
 class Files(dict[str, bytes]):
@@ -171,7 +171,7 @@ def sealed(fields: Any) -> bytes:
         body = (json.dumps(fields)[1:] + "\n").encode()
     finally:
         sys.setrecursionlimit(limit)
-    return b'{"blake2b": "' + manifest._digest(body).encode() + b'",\n' + body
+    return b'{"blake2b": "' + manifestfile._digest(body).encode() + b'",\n' + body
 
 
 def fields_of(data: bytes) -> dict[str, Any]:

@@ -41,7 +41,7 @@ def meet() -> None:
 
 def process_of(run: Run) -> int:
     """Return the id of this rank's process that writes; there is one after the first asynchronous save."""
-    saving = run.engine._saving
+    saving = run.engine._checkpoints.background.saving
     assert saving is not None and saving.pid is not None
     return saving.pid
 
@@ -181,7 +181,7 @@ def fail_by_size(run: Run, path: str, victim: int) -> str:
     if rank() == victim:
         resource.prlimit(process, resource.RLIMIT_FSIZE, (5000, limit[1]))
     run.engine.save_checkpoint(path, tag="b", asynchronous=True)
-    run.engine._saving.wait()
+    run.engine._checkpoints.background.saving.wait()
     if rank() == victim:
         resource.prlimit(process, resource.RLIMIT_FSIZE, limit)
     return r"File too large \(errno 27\)"
@@ -192,7 +192,7 @@ def fail_by_kill(run: Run, path: str, victim: int) -> str:
         run.engine.save_checkpoint(path, tag="b", asynchronous=True)
         if rank() == victim:
             os.kill(process_of(run), signal.SIGKILL)
-        run.engine._saving.wait()
+        run.engine._checkpoints.background.saving.wait()
     # Rank 0's process sees that the lock has gone, or what the other rank has written: whichever is first.
     return r"was ended by signal 9 \(SIGKILL\)|has ended without finishing it \(was it killed"
 
@@ -315,7 +315,7 @@ def counted(path: str) -> tuple[int, int]:
     import shardwise
 
     engine, *_ = shardwise.initialize(model=torch.nn.Linear(1000, 700), config=settings)
-    planned = engine._snapshot_bytes(700 * 1001 * 8 // 2)
+    planned = engine._checkpoints.background.snapshot_bytes(700 * 1001 * 8 // 2)
     report = engine.memory_report()
     assert report.row(Category.OTHER).planned >= planned
     assert any("The snapshot of asynchronous saves takes" in note for note in report.notes)
@@ -324,7 +324,7 @@ def counted(path: str) -> tuple[int, int]:
     before = engine.accountant.live[Category.OTHER]
     engine.save_checkpoint(path)
     held = engine.accountant.live[Category.OTHER] - before
-    assert held == engine._saving.size
+    assert held == engine._checkpoints.background.saving.size
     engine.save_checkpoint(path)
     assert engine.accountant.live[Category.OTHER] - before == held  # reused
     assert engine.memory_report().row(Category.OTHER).planned >= held
@@ -344,7 +344,7 @@ def test_the_snapshot_is_planned_and_counted(tmp_path: Path) -> None:
 def agreeing() -> list[Any]:
     run = Run(config(0))
     say = [None, "short", "x" * 600, {"long": "\u00e9" * 5000}, "y" * 504]
-    return [run.engine._comm.exchange(say[(rank() + turn) % len(say)], "test") for turn in range(len(say))]
+    return [run.engine.job.exchange(say[(rank() + turn) % len(say)], "test") for turn in range(len(say))]
 
 
 def test_ranks_exchange_short_and_long_values() -> None:

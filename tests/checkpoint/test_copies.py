@@ -22,7 +22,9 @@ from shardwise.comm.communicator import Communicator
 from shardwise.comm.environment import MEMORY_DIRECTORY
 from shardwise.comm.ledger import Ledger
 from shardwise.engine import faults
+from shardwise.engine.background import saved_bytes
 from shardwise.errors import CheckpointError, CheckpointPathError, UsageError
+from shardwise.memory import Category
 from tests.checkpoint.job import Run, config, differences, on_ranks
 from tests.harness import run_ranks
 
@@ -122,7 +124,7 @@ def bounded_checked_and_replaced(root: str) -> None:
     node, runs = nodes[rank // 2], f"{root}/runs"
     run = start(node, copying(2, every=1), seed=1)
     most = 0
-    assert run.engine._copies.nodes == [[0, 1], [2, 3]] and run.engine._copies.replicas == 1
+    assert run.engine._faults.copies.nodes == [[0, 1], [2, 3]] and run.engine._faults.copies.replicas == 1
     states = {}
     original = module.write_tensors
 
@@ -154,8 +156,7 @@ def bounded_checked_and_replaced(root: str) -> None:
     assert f"{node}/engine0: 2 x 0." in note and "MB planned, 2 x 0." in note and "MB measured" in note
     with TensorFile(str(next(Path(node).glob(f"engine0/step3-*/{files[2 * rank + 1]}")))) as file:
         state = sum(spec.nbytes for key, spec in file.specs.items() if key.startswith(("parameter/", "optimizer/")))
-    plan, _ = run.engine._planner(None, None).window(run.engine._setting())
-    planned = run.engine._planned_part(plan)
+    planned = saved_bytes(run.engine.sharded, run.engine.memory_report().row(Category.OPTIMIZER).planned)
     assert state <= planned <= 1.1 * state + 2000  # padding, which is much of so small a model
     sent = [record for record in run.engine.ledger.records() if record.label == "copies" and record.op == "all_to_all"]
     assert sum(record.sent for record in sent) >= copy.own_bytes

@@ -13,7 +13,7 @@ import pytest
 import torch
 from torch import nn
 
-from shardwise.checkpoint import Checkpoint, Manifest, Slice, StoredTensor, manifest, verify
+from shardwise.checkpoint import Checkpoint, Manifest, Slice, StoredTensor, manifestfile, verify
 from shardwise.checkpoint.tensorwriter import write_tensors
 from shardwise.errors import CheckpointError
 from tests.checkpoint.job import Run, config, differences, on_ranks
@@ -122,7 +122,7 @@ def test_only_the_blocks_of_wanted_tensors_are_verified(tmp_path: Path) -> None:
         StoredTensor("w", "optimizer/m", (3 << 20,), "float32", (Slice("f", "m", 0, 3 << 20),)),
     ]
     made = Manifest("a", 0.0, {}, {}, {}, {"f": facts}, stored)
-    (tmp_path / "manifest.json").write_bytes(manifest.to_bytes(made))
+    (tmp_path / "manifest.json").write_bytes(manifestfile.to_bytes(made))
     verify(str(tmp_path))
     flip(tmp_path / "f", facts.size - 5)
     with Checkpoint(str(tmp_path)) as damaged:
@@ -225,7 +225,7 @@ def rewrite(directory: Path, change: Any) -> None:
     del fields["blake2b"]
     change(fields)
     body = (json.dumps(fields)[1:] + "\n").encode()
-    path.write_bytes(b'{"blake2b": "' + manifest._digest(body).encode() + b'",\n' + body)
+    path.write_bytes(b'{"blake2b": "' + manifestfile._digest(body).encode() + b'",\n' + body)
 
 
 def test_another_format_number_is_refused(runs: Path) -> None:
@@ -325,7 +325,7 @@ def test_a_schedule_that_would_begin_anew_is_an_error(tmp_path: Path) -> None:
 def test_the_files_say_what_they_hold_to_other_tools(saved: Path) -> None:
     from safetensors.torch import load_file
 
-    found = manifest.load(str(saved / "one"))
+    found = manifestfile.load(str(saved / "one"))
     stored = next(t for t in found.tensors if t.name == "embedding.weight" and t.kind == "parameter")
     parts = [load_file(os.path.join(saved, "one", run.file))[run.key] for run in stored.slices]
     whole = torch.cat(parts).view(stored.shape)

@@ -10,7 +10,7 @@ from typing import Any
 
 import pytest
 
-from shardwise.checkpoint import blocks, directory, manifest, newest
+from shardwise.checkpoint import blocks, directory, manifestfile, newest
 from shardwise.checkpoint import save as saving
 from shardwise.errors import CheckpointError
 from shardwise.utils.logging import logger, warn_once
@@ -135,7 +135,7 @@ def test_a_huge_manifest_is_not_read(tmp_path: Path) -> None:
     with open(tmp_path / "a" / "manifest.json", "wb") as file:
         file.truncate(64 << 30)
     with pytest.raises(CheckpointError, match=r"it has 68719476736 bytes, and at most 2147483648 are read"):
-        manifest.load(str(tmp_path / "a"))
+        manifestfile.load(str(tmp_path / "a"))
 
 
 def test_a_file_system_without_inodes_is_named(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:

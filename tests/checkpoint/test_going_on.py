@@ -138,7 +138,7 @@ def in_process(root: str) -> None:
     first_rank(change_a_byte, next(Path(place).glob("engine0/step4-*/rank00001*.safetensors")))
     run.engine.resume(runs)
     assert run.engine.global_steps == 2
-    copies, seen = run.engine._copies, []
+    copies, seen = run.engine._faults.copies, []
     original = copies._write
 
     def write(*args: Any) -> Any:
@@ -204,7 +204,7 @@ def failing(root: str) -> None:
             if error is not None and dist.get_rank() == 0:
                 raise error
         except ValueError:
-            run.engine._end_guard()  # of destroy() in a `finally`; the other rank is somewhere else
+            run.engine._faults.end()  # of destroy() in a `finally`; the other rank is somewhere else
         else:
             if error is None:
                 run.engine.destroy()

@@ -12,7 +12,7 @@ from hypothesis import strategies as st
 from torch import nn
 
 import shardwise
-from shardwise.checkpoint import manifest
+from shardwise.checkpoint import manifest, manifestfile
 from shardwise.checkpoint.manifest import Manifest, Slice, StoredTensor
 from shardwise.checkpoint.tensorfile import FileFacts
 from shardwise.errors import CheckpointError
@@ -35,39 +35,39 @@ MANIFEST = Manifest(
 
 
 def test_the_file_gives_the_manifest_back(tmp_path: Path) -> None:
-    data = manifest.to_bytes(MANIFEST)
+    data = manifestfile.to_bytes(MANIFEST)
     (tmp_path / "manifest.json").write_bytes(data)
-    assert manifest.load(str(tmp_path)) == MANIFEST
+    assert manifestfile.load(str(tmp_path)) == MANIFEST
     plain = json.loads(data)
     assert plain["tensors"][0]["slices"] == [{"file": "f", "key": "k", "start": 0, "stop": 6, "box": None}]
 
 
 def test_every_changed_byte_is_found() -> None:
-    data = manifest.to_bytes(MANIFEST)
+    data = manifestfile.to_bytes(MANIFEST)
     generator = random.Random(0)
     for place in range(len(data)):
         changed = bytearray(data)
         changed[place] ^= 1 << generator.randrange(8)
         with pytest.raises(CheckpointError, match=r"m\.json: damaged"):
-            manifest.from_bytes(bytes(changed), "m.json")
+            manifestfile.from_bytes(bytes(changed), "m.json")
     for length in range(0, len(data), 7):
         with pytest.raises(CheckpointError, match=r"m\.json: damaged"):
-            manifest.from_bytes(data[:length], "m.json")
+            manifestfile.from_bytes(data[:length], "m.json")
 
 
 def test_another_format_is_refused_with_the_version_that_wrote_it(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(manifest, "FORMAT", 2)
-    data = manifest.to_bytes(MANIFEST)
+    monkeypatch.setattr(manifestfile, "FORMAT", 2)
+    data = manifestfile.to_bytes(MANIFEST)
     monkeypatch.undo()
     with pytest.raises(CheckpointError, match=r"expected format shardwise.checkpoint 1 .* found .* 2 .*shardwise 9\.9"):
-        manifest.from_bytes(data, "m.json")
+        manifestfile.from_bytes(data, "m.json")
 
 
 def test_strange_but_undamaged_files_are_refused() -> None:
     body = b'"format": {"name": "shardwise.checkpoint", "version": 1, "block": 4194304}, "more": 1}\n'
-    data = b'{"blake2b": "' + manifest._digest(body).encode() + b'",\n' + body
+    data = b'{"blake2b": "' + manifestfile._digest(body).encode() + b'",\n' + body
     with pytest.raises(CheckpointError, match="not as shardwise writes it"):
-        manifest.from_bytes(data, "m.json")
+        manifestfile.from_bytes(data, "m.json")
 
 
 @given(st.lists(st.integers(0, 40), max_size=6), st.data())
@@ -111,12 +111,12 @@ def test_parts_of_ranks_are_joined_and_checked() -> None:
 
 def test_absent_manifests_are_explained(tmp_path: Path) -> None:
     with pytest.raises(CheckpointError, match="no such checkpoint directory"):
-        manifest.load(str(tmp_path / "x"))
+        manifestfile.load(str(tmp_path / "x"))
     with pytest.raises(CheckpointError, match="incomplete"):
-        manifest.load(str(tmp_path))
+        manifestfile.load(str(tmp_path))
     (tmp_path / "mp_rank_00_model_states.pt").write_bytes(b"")
     with pytest.raises(CheckpointError, match="another library"):
-        manifest.load(str(tmp_path))
+        manifestfile.load(str(tmp_path))
 
 
 def test_a_run_that_never_reports_is_saved(tmp_path: Path) -> None:

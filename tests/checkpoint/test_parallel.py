@@ -7,7 +7,7 @@ from pathlib import Path
 import pytest
 import torch
 
-from shardwise.checkpoint import Checkpoint, Manifest, Slice, StoredTensor, manifest, parallel
+from shardwise.checkpoint import Checkpoint, Manifest, Slice, StoredTensor, manifestfile, parallel
 from shardwise.checkpoint.tensorfile import BLOCK
 from shardwise.checkpoint.tensorwriter import write_tensors
 from shardwise.errors import CheckpointError
@@ -50,7 +50,9 @@ def test_threads_read_and_verify_as_one_does(tmp_path: Path, monkeypatch: pytest
         StoredTensor(name, "parameter", (value.numel(),), "float32", (Slice("f", name, 0, value.numel()),))
         for name, value in tensors.items()
     ]
-    (tmp_path / "manifest.json").write_bytes(manifest.to_bytes(Manifest("a", 0.0, {}, {}, {}, {"f": facts}, stored)))
+    (tmp_path / "manifest.json").write_bytes(
+        manifestfile.to_bytes(Manifest("a", 0.0, {}, {}, {}, {"f": facts}, stored))
+    )
     runs = [(tensor, start, torch.zeros(1000, dtype=torch.float64)) for tensor in stored for start in (0, 777, 9999)]
     with Checkpoint(str(tmp_path)) as saved:
         saved.verify(saved.blocks())

@@ -29,8 +29,8 @@ def frozen(path: str) -> tuple[list[str], list[str]]:
     engine = run.engine
     told = []
     for tag in ("a", "b"):
-        assert engine._saving is not None
-        engine._saving._limit = 2.0
+        assert engine._checkpoints.background.saving is not None
+        engine._checkpoints.background.saving._limit = 2.0
         process = process_of(run)
         if torch.distributed.get_rank() == 1:
             os.kill(process, signal.SIGSTOP)

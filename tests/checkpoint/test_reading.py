@@ -13,7 +13,7 @@ import torch
 from torch import nn
 
 import shardwise
-from shardwise.checkpoint import Checkpoint, Manifest, Slice, StoredTensor, manifest, tensorfile
+from shardwise.checkpoint import Checkpoint, Manifest, Slice, StoredTensor, manifestfile, tensorfile
 from shardwise.checkpoint.tensorwriter import write_tensors
 from shardwise.errors import CheckpointError
 from tests.harness import run_ranks
@@ -166,7 +166,9 @@ def test_places_are_cut_at_blocks_and_bytes_go_to_one_of_them(tmp_path: Path) ->
         StoredTensor(name, "parameter", (values.numel(),), "float32", (Slice("f", name, 0, values.numel()),))
         for name, values in tensors.items()
     )
-    (tmp_path / "manifest.json").write_bytes(manifest.to_bytes(Manifest("a", 0.0, {}, {}, {}, {"f": facts}, [x, y])))
+    (tmp_path / "manifest.json").write_bytes(
+        manifestfile.to_bytes(Manifest("a", 0.0, {}, {}, {}, {"f": facts}, [x, y]))
+    )
     outs = [torch.zeros(3 * count, dtype=torch.float64), torch.zeros(7), torch.zeros(100)]
     with Checkpoint(str(tmp_path)) as opened:
         places, rest = opened.places([(x, count, outs[0]), (x, count + 5, outs[1]), (y, 0, outs[2])])

@@ -10,7 +10,7 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from shardwise.checkpoint import Checkpoint, Manifest, directory, manifest
+from shardwise.checkpoint import Checkpoint, Manifest, directory, manifestfile
 from shardwise.checkpoint.blocks import write_bytes
 from shardwise.checkpoint.retention import prune
 from tests.checkpoint.job import Run, config, on_ranks
@@ -24,7 +24,7 @@ def make(parent: Path, tag: str, steps: int, created: float, finite: bool = True
     layout = {} if finite else {"finite": False}
     found = Manifest(tag, created, {}, layout, {}, {"rank00000of00001-01234567.safetensors": facts}, [])
     found.counters["global_steps"] = steps
-    (path / "manifest.json").write_bytes(manifest.to_bytes(found))
+    (path / "manifest.json").write_bytes(manifestfile.to_bytes(found))
 
 
 def left(parent: Path) -> list[str]:

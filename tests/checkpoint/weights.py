@@ -7,7 +7,7 @@ from collections.abc import Mapping, Sequence
 
 import torch
 
-from shardwise.checkpoint import Manifest, Slice, StoredTensor, manifest
+from shardwise.checkpoint import Manifest, Slice, StoredTensor, manifest, manifestfile
 from shardwise.checkpoint.tensorwriter import write_tensors
 
 
@@ -59,4 +59,4 @@ def save_by_hand(
         counters={"global_steps": 3},
     )
     with open(os.path.join(path, manifest.NAME), "wb") as file:
-        file.write(manifest.to_bytes(made))
+        file.write(manifestfile.to_bytes(made))

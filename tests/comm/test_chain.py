@@ -5,12 +5,14 @@ from __future__ import annotations
 import threading
 import time
 from collections.abc import Callable, Sequence
+from datetime import timedelta
 
 import pytest
 import torch
 
 from shardwise.comm.chain import Chain, Runner
 from shardwise.comm.ledger import user_line
+from shardwise.device.streams import streams_of
 from shardwise.errors import PeerLostError
 
 CPU = torch.device("cpu")
@@ -33,7 +35,7 @@ class Link:
 
 @pytest.fixture
 def runner() -> Runner:
-    return Runner(CPU, waits_on_host=True, name="test")
+    return Runner(streams_of(CPU), waits_on_host=True, name="test", limit=timedelta(seconds=10))
 
 
 def launching(seen: list[str], name: str, link: Link) -> Callable[[], Link]:
@@ -119,7 +121,7 @@ def test_closing_does_not_wait_for_ranks_that_do_not_come(runner: Runner) -> Non
 
 def test_without_a_host_that_waits_everything_is_launched_at_once() -> None:
     seen: list[str] = []
-    runner = Runner(CPU, waits_on_host=False, name="test")
+    runner = Runner(streams_of(CPU), waits_on_host=False, name="test", limit=timedelta(seconds=10))
     chain = runner.start([launching(seen, "a", Link()), launching(seen, "b", Link())])
     assert seen == ["a", "b"]
     chain.wait()

@@ -6,12 +6,15 @@ import os
 import time
 from datetime import timedelta
 from typing import Any
+from unittest import mock
 
 import pytest
 import torch
 import torch.distributed as dist
+from torch.testing._internal.distributed.fake_pg import FakeStore
 
 import shardwise
+from shardwise.comm import native
 from shardwise.comm.communicator import Communicator
 from shardwise.comm.ledger import Ledger
 from shardwise.compat import backend_of, timeout_of
@@ -86,6 +89,64 @@ def refused(backend: str, device: torch.device) -> str:
 def test_a_group_that_does_not_serve_the_device_is_refused(backend: str, device: torch.device, message: str) -> None:
     for found in run_ranks(refused, 2, backend, device, init=False):
         assert message in found
+
+
+def chosen(ordered: bool, nodes: list[str] | None) -> tuple[list[str], list[str], list[str]]:
+    """The collectives that reduce bf16 gradients of 16 ranks in fp32: over all, over rows of 4, and across rows."""
+    dist.init_process_group("fake", store=FakeStore(), rank=5, world_size=16)
+    seen: list[str] = []
+    launch = native.launch_together
+
+    def watch(op: Any, arguments: Any, group: Any) -> Any:
+        if arguments:
+            seen.append(op.__name__)
+        return launch(op, arguments, group)
+
+    comm = communicator(ordered=ordered, nodes=nodes)
+    rows = comm.part([range(first, first + 4) for first in range(0, 16, 4)], "rows")
+    columns = comm.part([range(first, 16, 4) for first in range(4)], "columns")
+    found: list[list[str]] = []
+    for one in (comm, rows, columns):
+        out, full = torch.zeros(3), torch.ones(3 * one.world, dtype=torch.bfloat16)
+        seen.clear()
+        with mock.patch.object(native, "launch_together", watch):
+            one.reduce_scatter([(out, full)], "sum").wait()
+        found.append([name.split("_")[0] for name in seen])
+    dist.destroy_process_group()
+    return found[0], found[1], found[2]
+
+
+EXCHANGED, REDUCED = ["all"], ["reduce"]
+
+
+@pytest.mark.parametrize(
+    ("ordered", "size", "expected"),
+    [
+        (False, None, (EXCHANGED, EXCHANGED, EXCHANGED)),  # one node
+        (False, 4, (REDUCED, EXCHANGED, EXCHANGED)),  # a row is a node, a column has one rank of each
+        (False, 8, (REDUCED, EXCHANGED, EXCHANGED)),
+        (True, 4, (EXCHANGED, EXCHANGED, EXCHANGED)),
+    ],
+)
+def test_reductions_go_by_what_nodes_send(ordered: bool, size: int | None, expected: tuple[list[str], ...]) -> None:
+    nodes = None if size is None else [f"node {rank // size}" for rank in range(16)]
+    assert run_ranks(chosen, 1, ordered, nodes, init=False) == [expected]
+
+
+def on_nodes() -> tuple[list[int], list[int]]:
+    """Ranks as a launcher of two nodes would have started them."""
+    rank = dist.get_rank()
+    os.environ.update(RANK=str(rank), WORLD_SIZE="4", LOCAL_RANK=str(rank % 2), LOCAL_WORLD_SIZE="2")
+    comm = communicator()
+    nodes = comm.nodes()
+    across = comm.across_runs(2, "across")
+    found = [nodes.index(name) for name in nodes], [across.nodes().index(name) for name in across.nodes()]
+    comm.destroy()
+    return found
+
+
+def test_ranks_know_who_shares_a_node() -> None:
+    assert run_ranks(on_nodes, 4) == [([0, 0, 2, 2], [0, 1])] * 4
 
 
 # -- limits ------------------------------------------------------------------------------------------------------------

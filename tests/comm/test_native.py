@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from typing import Any
+from unittest import mock
 
 import pytest
 import torch
@@ -65,6 +66,46 @@ def test_sums_go_straight_to_their_place() -> None:
         for ours, theirs, scratch in run_ranks(reduced, 2, layout, accumulate, False):
             assert all(torch.equal(a, b) for a, b in zip(ours, theirs, strict=True))  # two terms: one order
             assert scratch == expected
+
+
+def widened(accumulate: bool) -> tuple[list[torch.Tensor], list[torch.Tensor], list[Any]]:
+    layout = [(5, BF16, FP32), (0, BF16, FP32), (4, FP32, FP32)]
+    ours, theirs = pairs_of(layout), pairs_of(layout)
+    with mock.patch.object(native, "exchanges", lambda wire, total, world, per_node: (world, per_node) != (2, 1)):
+        pending = native.reduce_scatter(ours, dist.group.WORLD, accumulate=accumulate, per_node=1)
+    scratch = [(buffer.dtype, buffer.numel()) for buffer in pending.scratch]
+    pending.wait()
+    gloo.reduce_scatter(theirs, dist.group.WORLD, 1, accumulate).wait()
+    return [out for out, _ in ours], [out for out, _ in theirs], scratch
+
+
+def test_where_nodes_would_send_more_the_backend_adds_up_what_has_been_widened() -> None:
+    for accumulate, more in ((False, []), (True, [(FP32, 5)])):
+        for ours, theirs, scratch in run_ranks(widened, 2, accumulate):
+            assert all(torch.equal(a, b) for a, b in zip(ours, theirs, strict=True))  # two terms: one order
+            assert scratch == [(FP32, 10), *more, *([(FP32, 4)] if accumulate else [])]
+
+
+@pytest.mark.parametrize(
+    ("world", "per_node", "exchanged"),
+    [
+        (8, 8, True),  # one node
+        (2, 1, True),
+        (512, 1, True),  # the outer dimension of HSDP
+        (16, 2, True),
+        (8, 4, True),  # as many
+        (12, 4, False),
+        (16, 8, False),
+        (512, 8, False),
+    ],
+)
+def test_what_is_sent_between_nodes_decides(world: int, per_node: int, exchanged: bool) -> None:
+    for wire in (BF16, torch.float16):
+        assert native.exchanges(wire, FP32, world, per_node) is exchanged
+        sent = per_node * (world - per_node) / world * wire.itemsize
+        assert exchanged is (sent <= FP32.itemsize)
+    assert not native.exchanges(FP32, FP32, world, per_node)
+    assert native.exchanges(FP32, BF16, world, per_node)  # widening is for narrow wires only
 
 
 def launches(joint: bool) -> tuple[list[int], bool]:

@@ -13,6 +13,7 @@ import weakref
 from datetime import timedelta
 from pathlib import Path
 from typing import Any
+from unittest import mock
 
 import pytest
 import torch
@@ -271,6 +272,28 @@ def many_at_once(count: int) -> bool:
 
 def test_more_exchanges_than_a_socket_holds() -> None:
     assert run_ranks(many_at_once, 2, 3000) == [True, True]
+
+
+def receipts_that_wait() -> list[float]:
+    """Rank 1 has all it needs, and leaves before its socket has taken what it has to say to rank 0."""
+    comm = communicator()
+    full = torch.zeros(2)
+    handle = comm.all_gather([(full, torch.ones(1) + comm.rank)], "last")
+    near = comm._neighbours
+    assert near is not None
+    if comm.rank == 1:
+        with mock.patch.object(near, "_flush", lambda peer: None):
+            handle.wait()
+            assert any(near._unsent.values())
+    else:
+        time.sleep(0.3)
+        handle.wait()
+    comm.destroy()
+    return full.tolist()
+
+
+def test_a_rank_that_leaves_sends_what_waits_for_its_socket() -> None:
+    assert run_ranks(receipts_that_wait, 2) == [[1.0, 2.0]] * 2
 
 
 def launched_by_a_thread() -> list[float]:

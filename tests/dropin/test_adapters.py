@@ -264,7 +264,7 @@ class Inner(nn.Module):
 
 
 def test_leaf_modules_are_marked_and_obeyed() -> None:
-    from shardwise.engine.build import leaves_of
+    from shardwise.engine.modules import leaves_of
 
     model = nn.Sequential(Inner(), Inner(), nn.Linear(2, 1))
     found = leaves.set_z3_leaf_modules(model, [Inner])

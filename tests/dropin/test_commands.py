@@ -13,11 +13,11 @@ from pathlib import Path
 import pytest
 
 from shardwise.dropin.commands import report
-from shardwise.dropin.detect import Detected, installed
 from shardwise.dropin.launcher import REFUSED, job_of, main
 from shardwise.dropin.version import VERSION
 from shardwise.errors import CommandLineError, NotBuiltError
 from shardwise.launch.commands import doctor
+from shardwise.launch.detect import Detected, installed
 from tests.dropin.test_modules import package
 
 if sys.version_info >= (3, 11):
@@ -194,7 +194,7 @@ def test_the_doctor_says_which_one_is_active(
     capsys: pytest.CaptureFixture[str],
     monkeypatch: pytest.MonkeyPatch,
 ) -> None:
-    monkeypatch.setattr("shardwise.dropin.detect.installed", lambda: found)
+    monkeypatch.setattr("shardwise.launch.detect.installed", lambda: found)
     assert doctor.show() == code
     shown = capsys.readouterr().out
     assert said in shown and "torch" in shown

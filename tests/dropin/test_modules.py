@@ -15,8 +15,8 @@ import pytest
 import torch
 
 import shardwise
-from shardwise.dropin.detect import installed
 from shardwise.errors import AbsentNameError, UsageError
+from shardwise.launch.detect import installed
 
 
 def run(code: str, *path: Path) -> subprocess.CompletedProcess[str]:

@@ -8,10 +8,11 @@ import pytest
 import torch
 
 from shardwise.config import Resolution, resolve
-from shardwise.engine.getters import GETTERS, ConfigGetters
+from shardwise.engine.getters import GETTERS, reads_config
 
 
-class Reader(ConfigGetters):
+@reads_config
+class Reader:
     def __init__(self, resolution: Resolution) -> None:
         self._resolution = resolution
 

@@ -89,7 +89,7 @@ def doubled(stage: int, config: dict[str, Any], client: bool, plain: bool) -> tu
                 assert len(list(engine.ledger.records())) - passes <= 1  # nothing but the all-reduce of every step
         ends.append(known(engine))
         steps = engine.global_steps
-        comm = engine._comm
+        comm = engine.job
         assert len({str(said) for said in comm.exchange(engine.micro_steps, "test")}) == 1
         engine.destroy()
     logger.removeHandler(handler)

@@ -9,7 +9,7 @@ import torch
 from torch import nn
 
 import shardwise
-from shardwise.engine import engine as engines
+from shardwise.engine.step import TrainStep
 from shardwise.errors import NonFiniteError
 from shardwise.utils.logging import logger
 from tests.engine.test_idle_steps import Lines, exchange_rank, known, same
@@ -57,8 +57,10 @@ def spoilt_at(stage: int, how: str, late: bool, config: dict[str, Any], steps: i
     handler = Lines()
     logger.addHandler(handler)
     if late:  # as on a device that the host does not wait for
-        listen = engines.Engine._listen
-        engines.Engine._listen = lambda self, told, evidence, *, now: listen(self, told, evidence, now=False)
+        listen = TrainStep._listen
+        TrainStep._listen = lambda self, told, evidence, *, now, **checked: listen(
+            self, told, evidence, now=False, **checked
+        )
     try:
         engine = build(stage, **config)
         seen: list[Any] = []
@@ -79,7 +81,7 @@ def spoilt_at(stage: int, how: str, late: bool, config: dict[str, Any], steps: i
     finally:
         logger.removeHandler(handler)
         if late:
-            engines.Engine._listen = listen
+            TrainStep._listen = listen
     return [line for line in handler.lines if "finite" in line or "overflow" in line], seen
 
 

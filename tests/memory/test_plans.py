@@ -172,7 +172,7 @@ def test_the_shapes_of_the_last_call_are_known() -> None:
     ]:
         for _ in range(2):
             engine(*args, **kwargs)
-            call = engine._last_call
+            call = engine._memory._last_call
             given, kept = tensors_in((args, kwargs)), tensors_in((call.args, call.kwargs))
             assert [(t.shape, t.requires_grad) for t in given] == [(t.shape, t.requires_grad) for t in kept]
             assert all(tensor.is_meta for tensor in kept) and call.kwargs.keys() == kwargs.keys()

@@ -21,7 +21,10 @@ import shardwise
 from shardwise.comm.communicator import Communicator
 from shardwise.comm.domain import Domain
 from shardwise.comm.ledger import Ledger
+from shardwise.device.recording import recording
+from shardwise.device.streams import streams_of
 from shardwise.errors import PeerLostError, ShardwiseError, UsageError
+from shardwise.zero.passes import sidechannel
 from shardwise.zero.passes.sidechannel import SideChannel
 from shardwise.zero.units.unit import Unit, UnitState
 from tests.harness import run_ranks
@@ -49,7 +52,7 @@ class Silent(SideChannel):
 
 def fetch_from_nobody() -> tuple[str, float]:
     engine = start(CASES["gpt"], Setting(stage=3))
-    comm = engine._comm
+    comm = engine.job
     comm.timeout = timedelta(seconds=0.5)
     channel = Silent(comm, [unit for unit in engine.sharded.units if unit.sharded])
     begin = time.monotonic()
@@ -176,33 +179,19 @@ def test_what_fails_in_the_thread_is_raised_by_the_next_pass_and_the_thread_goes
     assert message.startswith("rank 1 has run out of memory in the engine's forward(): no memory for the gather\n")
 
 
-class Stream(contextlib.AbstractContextManager):  # type: ignore[type-arg]
-    """Stands for `torch.cuda.stream(...)`."""
-
-    entered: list[str] = []  # noqa: RUF012
-
-    def __init__(self, name: str) -> None:
-        self.name = name
-
-    def __exit__(self, *_: Any) -> None:
-        Stream.entered.append(self.name)
-
-
-def test_help_is_given_on_the_stream_of_the_pass(monkeypatch) -> None:
-    channel = SideChannel.__new__(SideChannel)
-    channel.comm = type("Comm", (), {"device": torch.device("cuda", 0)})()
-    channel._error = channel._stream = None
-    current = ["first"]
-    monkeypatch.setattr(torch.cuda, "current_stream", lambda device: current[0])
-    monkeypatch.setattr(torch.cuda, "stream", Stream)
-    channel.attend()
-    with channel._on_stream():
-        pass
-    current[0] = "second"
-    channel.attend()
-    with channel._on_stream():
-        pass
-    assert Stream.entered == ["first", "second"]
+def test_help_is_given_on_the_stream_of_the_pass() -> None:
+    with recording() as recorder:
+        channel = SideChannel.__new__(SideChannel)
+        channel._streams, channel._error = streams_of(CPU), None
+        channel.on_want = lambda number, place: seen.append(recorder.stream)
+        seen: list[str] = []
+        peer = SimpleNamespace(rank=1)
+        for stream in ("first", "second"):
+            with recorder.using(stream):
+                channel.attend()
+            channel._answer(peer, sidechannel._WANT, 1, 1, b"")  # type: ignore[arg-type]
+        channel.attend()
+    assert seen == ["first", "second"]
 
 
 # -- engines that leave ------------------------------------------------------------------------------------------------
@@ -394,7 +383,7 @@ def fewer_batches(first: int, catch: bool) -> str:
     engine = start(CASES["gpt"], Setting(stage=3))
     step(engine, 0)
     dist.barrier()
-    channel, launched = engine.sharded.channel, engine._comm.launched
+    channel, launched = engine.sharded.channel, engine.job.launched
     deadline = time.monotonic() + 10
     while dist.get_rank() != first and time.monotonic() < deadline:
         if channel._ended if first else channel._where(0, time.monotonic())["launched"] != launched:
@@ -445,7 +434,7 @@ def lost_peer() -> str:
     said = ""
     if dist.get_rank() == 1:
         engine.sharded.channel.close()
-        engine._comm.destroy()
+        engine.job.destroy()
     else:
         try:
             try:

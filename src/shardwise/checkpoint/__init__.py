@@ -13,9 +13,10 @@ from typing import TYPE_CHECKING, Any
 if TYPE_CHECKING:
     from shardwise.checkpoint.exporting import Exported, export
     from shardwise.checkpoint.manifest import Manifest, Slice, StoredTensor
+    from shardwise.checkpoint.opening import open_source
     from shardwise.checkpoint.reader import Checkpoint, verify
     from shardwise.checkpoint.report import LoadReport, WrongShape
-    from shardwise.checkpoint.source import Source, SourceTensor, open_source
+    from shardwise.checkpoint.source import Source, SourceTensor
 
 _PUBLIC = {
     "Checkpoint": "shardwise.checkpoint.reader",
@@ -28,7 +29,7 @@ _PUBLIC = {
     "StoredTensor": "shardwise.checkpoint.manifest",
     "WrongShape": "shardwise.checkpoint.report",
     "export": "shardwise.checkpoint.exporting",
-    "open_source": "shardwise.checkpoint.source",
+    "open_source": "shardwise.checkpoint.opening",
     "verify": "shardwise.checkpoint.reader",
 }
 

@@ -10,7 +10,7 @@ from typing import Any
 import torch
 
 from shardwise._version import __version__
-from shardwise.checkpoint import codec, directory, manifest
+from shardwise.checkpoint import codec, directory, manifest, manifestfile
 from shardwise.checkpoint.collect import Part
 from shardwise.checkpoint.deepspeed import DeepSpeedCheckpoint, recognised
 from shardwise.checkpoint.manifest import OPTIMIZER, PARAMETER, Manifest, Slice, StoredTensor
@@ -79,7 +79,7 @@ def convert(
         trees = _trees(saved, part, described)
         stored, facts = _write(saved, draft.path, part, tensors)
         made = _manifest(saved, tag, trees, stored, {part.file: facts})
-        directory.write_file(os.path.join(draft.path, manifest.NAME), manifest.to_bytes(made))
+        directory.write_file(os.path.join(draft.path, manifest.NAME), manifestfile.to_bytes(made))
         draft.publish()
         draft = None
         directory.write_latest(target, tag)

@@ -34,7 +34,7 @@ from typing import Any
 import torch
 
 from shardwise._version import __version__
-from shardwise.checkpoint import manifest
+from shardwise.checkpoint import manifest, manifestfile
 from shardwise.checkpoint.agree import phase
 from shardwise.checkpoint.collect import Part, TrainingState, add_buffers, buffer_digests, collect
 from shardwise.checkpoint.protocols import CheckpointedModel
@@ -394,7 +394,7 @@ class MemoryCopies:
                 shutil.rmtree(target, ignore_errors=True)
                 os.mkdir(target)
                 with open(os.path.join(target, manifest.NAME), "xb") as stream:
-                    stream.write(manifest.to_bytes(joined))
+                    stream.write(manifestfile.to_bytes(joined))
                 for rank in needed[self.node]:
                     if origin[self.node, rank] == self.node:
                         file = _file_name(rank, generation.world)

@@ -17,8 +17,9 @@ from shardwise.checkpoint.agree import phase
 from shardwise.checkpoint.collect import buffer_names, buffers, within
 from shardwise.checkpoint.directory import check_directory
 from shardwise.checkpoint.manifest import dtype_of, name_of, outline
+from shardwise.checkpoint.opening import open_source
 from shardwise.checkpoint.protocols import CheckpointedModel, Run
-from shardwise.checkpoint.source import PIECE, Progress, Source, open_source
+from shardwise.checkpoint.source import PIECE, Progress, Source
 from shardwise.checkpoint.tensorfile import Spec
 from shardwise.checkpoint.weightfiles import FORMATS, Entry, WeightFiles, parse_size
 from shardwise.checkpoint.weights import wanted_parameters

@@ -16,8 +16,9 @@ import torch
 from shardwise.checkpoint.agree import phase
 from shardwise.checkpoint.collect import buffer_names, buffers
 from shardwise.checkpoint.manifest import outline
+from shardwise.checkpoint.opening import open_source
 from shardwise.checkpoint.protocols import CheckpointedModel
-from shardwise.checkpoint.source import Source, SourceTensor, open_source
+from shardwise.checkpoint.source import Source, SourceTensor
 from shardwise.errors import CheckpointError
 from shardwise.registry import LogicalTensor
 

@@ -9,15 +9,9 @@ from typing import Any
 
 from shardwise.checkpoint import directory
 from shardwise.checkpoint.manifest import BUFFER, OPTIMIZER, PARAMETER, Manifest, StoredTensor, name_of
+from shardwise.checkpoint.opening import open_source
 from shardwise.checkpoint.reader import Checkpoint
-from shardwise.checkpoint.source import (
-    Progress,
-    SourceTensor,
-    holds_checkpoint,
-    looks_interrupted,
-    open_source,
-    verify_blocks,
-)
+from shardwise.checkpoint.source import Progress, SourceTensor, holds_checkpoint, looks_interrupted, verify_blocks
 from shardwise.errors import CheckpointError
 
 _SCALARS = (bool, int, float, str, type(None))

@@ -25,7 +25,7 @@ from typing import Any
 
 import torch
 
-from shardwise.checkpoint import directory, manifest
+from shardwise.checkpoint import directory, manifest, manifestfile
 from shardwise.checkpoint.agree import phase
 from shardwise.checkpoint.deepspeed.directory import recognised
 from shardwise.checkpoint.manifest import BUFFER, Manifest, StoredTensor
@@ -255,7 +255,7 @@ def _candidates(parent: str, tag: str | None) -> Iterator[str]:
     ages: dict[str, float] = {}
     for name in directory.other_tags(parent):
         try:
-            ages[name] = manifest.load(os.path.join(parent, name)).created
+            ages[name] = manifestfile.load(os.path.join(parent, name)).created
         except CheckpointError as error:
             if name != latest:
                 logger.warning("%s", error)

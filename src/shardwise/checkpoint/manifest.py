@@ -4,42 +4,27 @@ A tensor is described by its name in the model, its global shape, and a list of 
 flattened tensor that lies under a key of a file. Nothing says which rank, stage or number of ranks it is for;
 `layout` records how it was written for people to read. A loader of any layout therefore reads what it needs by
 name and range.
-
-The file is JSON. Its first line holds a checksum of all that follows, so that a damaged manifest is told from a
-strange one. It is written last: a checkpoint with a valid manifest is complete.
 """
 
 from __future__ import annotations
 
-import hashlib
-import json
 import math
-import os
-import re
 from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass, field
 from typing import TYPE_CHECKING, Any
 
-from shardwise.checkpoint.blocks import BLOCK, FileFacts, open_to_read
+from shardwise.checkpoint.blocks import FileFacts
 from shardwise.errors import CheckpointError
 
 if TYPE_CHECKING:  # imported where it is needed: the process that writes in the background does without
     import torch
 
-LARGEST = 2 << 30
-"""Bytes of the largest manifest that is read: it is read whole, and one of millions of slices has hundreds of MB."""
-
-FORMAT = 1
-"""Number of the format. It changes when a reader of the old one could misread the new one."""
-
 NAME = "manifest.json"
-KIND = "shardwise.checkpoint"
+"""Of its file."""
 
 PARAMETER = "parameter"
 BUFFER = "buffer"
 OPTIMIZER = "optimizer/"
-
-_FIRST_LINE = re.compile(rb'\{"blake2b": "([0-9a-f]{32})",\Z')
 
 
 @dataclass(frozen=True)
@@ -239,106 +224,6 @@ def combine(parts: Iterable[StoredTensor]) -> list[StoredTensor]:
     return joined
 
 
-def to_bytes(manifest: Manifest) -> bytes:
-    """Return the manifest as the bytes of its file."""
-    fields: dict[str, Any] = {"format": {"name": KIND, "version": FORMAT, "block": BLOCK}}
-    fields.update({name: getattr(manifest, name) for name in Manifest.__dataclass_fields__})
-    fields["files"] = {
-        name: {"size": facts.size, "checksums": facts.checksums} for name, facts in manifest.files.items()
-    }
-    fields["tensors"] = [tensor.to_json() for tensor in manifest.tensors]
-    # One line a field, and a line each for tensors and files, so that the file can be read and compared by eye.
-    lines = [f"{json.dumps(name)}: {_lines(value)}" for name, value in fields.items()]
-    body = (",\n".join(lines) + "}\n").encode()
-    return b'{"blake2b": "' + _digest(body).encode() + b'",\n' + body
-
-
-def _lines(value: Any) -> str:
-    compact = (",", ":")
-    if isinstance(value, list) and value:
-        return "[\n" + ",\n".join(json.dumps(item, separators=compact, allow_nan=False) for item in value) + "]"
-    if isinstance(value, dict) and value:
-        rows = (f"{json.dumps(k)}:{json.dumps(v, separators=compact, allow_nan=False)}" for k, v in value.items())
-        return "{\n" + ",\n".join(rows) + "}"
-    return json.dumps(value, allow_nan=False)
-
-
-def _digest(body: bytes) -> str:
-    return hashlib.blake2b(body, digest_size=16).hexdigest()
-
-
-def load(directory: str, *, read_later: bool = True) -> Manifest:
-    """Read and check the manifest of a checkpoint.
-
-    Args:
-        directory: the checkpoint.
-        read_later: whether tensors are going to be read by it, so that every place in it has to be possible. The
-            process that writes in the background only asks what there is; this needs no torch.
-
-    Raises:
-        CheckpointError: there is none, it is damaged, or it has another format number.
-    """
-    path = os.path.join(directory, NAME)
-    try:
-        with open(open_to_read(path), "rb") as file:
-            size = os.fstat(file.fileno()).st_size
-            if size > LARGEST:
-                raise CheckpointError(
-                    f"{path}: damaged, or not a manifest of shardwise: it has {size} bytes, and at most {LARGEST} are "
-                    "read"
-                )
-            data = file.read(size)
-    except FileNotFoundError:
-        raise CheckpointError(_absent(directory)) from None
-    except OSError as error:
-        raise CheckpointError(f"{path}: cannot be read: {error.strerror}") from error
-    return from_bytes(data, path, read_later=read_later)
-
-
-def from_bytes(data: bytes, path: str, *, read_later: bool = True) -> Manifest:
-    """Return the manifest that the bytes of a file hold; `path` is for messages, `read_later` as of `load`.
-
-    Raises:
-        CheckpointError: the file is damaged or has another format number.
-    """
-    line, _, body = data.partition(b"\n")
-    match = _FIRST_LINE.match(line)
-    if match is None:
-        raise CheckpointError(f"{path}: damaged, or not a manifest of shardwise: its first line holds no checksum")
-    found = _digest(body)
-    if match.group(1).decode() != found:
-        raise CheckpointError(
-            f"{path}: damaged: expected checksum {match.group(1).decode()}, found {found}. Load another checkpoint by "
-            "its tag"
-        )
-    try:
-        fields = json.loads(data, parse_constant=_refuse_constant)
-        form = fields.pop("format")
-        if form["name"] != KIND or form["version"] != FORMAT or form["block"] != BLOCK:
-            raise CheckpointError(
-                f"{path}: expected format {KIND} {FORMAT} (blocks of {BLOCK} bytes), found {form['name']} "
-                f"{form['version']} (blocks of {form['block']}), written by shardwise "
-                f"{fields['versions']['shardwise']}; load it with that version"
-            )
-        del fields["blake2b"]
-        fields["files"] = {
-            name: FileFacts(entry["size"], tuple(entry["checksums"])) for name, entry in fields["files"].items()
-        }
-        fields["tensors"] = [tensor_from_json(entry) for entry in fields["tensors"]]
-        manifest = Manifest(**fields)
-        if read_later:
-            from shardwise.checkpoint import validate
-
-            validate.check(manifest)
-        return manifest
-    except (LookupError, TypeError, ValueError, ArithmeticError, AttributeError, RecursionError) as error:
-        raise CheckpointError(f"{path}: not as shardwise writes it ({type(error).__name__}: {error})") from error
-
-
-def _refuse_constant(name: str) -> None:
-    raise ValueError(f"{name} is not a number of JSON")
-
-
 def tensor_from_json(entry: dict[str, Any]) -> StoredTensor:
     """Return the tensor of which `StoredTensor.to_json` has made this."""
     slices = [
@@ -347,24 +232,6 @@ def tensor_from_json(entry: dict[str, Any]) -> StoredTensor:
     ]
     return StoredTensor(
         **{**entry, "shape": tuple(entry["shape"]), "aliases": tuple(entry["aliases"]), "slices": tuple(slices)}
-    )
-
-
-def _absent(directory: str) -> str:
-    if not os.path.isdir(directory):
-        return f"{directory}: there is no such checkpoint directory"
-    try:
-        names = sorted(os.listdir(directory))
-    except OSError:
-        names = []
-    pickled = [name for name in names if name.endswith(("_states.pt", ".bin"))]
-    if pickled:
-        return (
-            f"{directory}: has no {NAME}, but {pickled[0]}: a checkpoint of another library in pickle form, which "
-            "this version does not read"
-        )
-    return (
-        f"{directory}: has no {NAME}, so the checkpoint is incomplete: saving it was interrupted, or files were removed"
     )
 
 

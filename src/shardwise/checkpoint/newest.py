@@ -6,7 +6,7 @@ import os
 import re
 from typing import NamedTuple
 
-from shardwise.checkpoint import directory, manifest
+from shardwise.checkpoint import directory, manifest, manifestfile
 from shardwise.errors import CheckpointError
 from shardwise.utils.logging import logger
 
@@ -93,7 +93,7 @@ def newest(parent: str) -> OnDisk | None:
     found: dict[str, manifest.Manifest] = {}
     for tag in names:
         try:
-            found[tag] = manifest.load(os.path.join(parent, tag))
+            found[tag] = manifestfile.load(os.path.join(parent, tag))
         except CheckpointError as error:
             logger.warning("%s", error)
     latest, named = None, 0.0

@@ -12,7 +12,7 @@ import os
 from dataclasses import dataclass
 from typing import Any
 
-from shardwise.checkpoint import directory, manifest
+from shardwise.checkpoint import directory, manifest, manifestfile
 from shardwise.checkpoint.blocks import FileFacts, free_space
 from shardwise.checkpoint.manifest import Manifest
 from shardwise.checkpoint.retention import prune
@@ -113,7 +113,7 @@ def publish(draft: directory.Draft, whole: Whole) -> list[str]:
         for ending in (FACTS, LOCK):
             with contextlib.suppress(FileNotFoundError):
                 os.unlink(os.path.join(draft.path, beside(file, ending)))
-    directory.write_file(os.path.join(draft.path, manifest.NAME), manifest.to_bytes(joined))
+    directory.write_file(os.path.join(draft.path, manifest.NAME), manifestfile.to_bytes(joined))
     try:
         draft.publish()
         if whole.latest:
@@ -133,7 +133,7 @@ def publish(draft: directory.Draft, whole: Whole) -> list[str]:
 def stands(draft: directory.Draft) -> bool:
     """Whether a draft whose writer has ended without a word has become the checkpoint of its tag."""
     try:
-        found = manifest.load(draft.target, read_later=False)
+        found = manifestfile.load(draft.target, read_later=False)
     except CheckpointError:
         return False
     return any(f"-{draft.token}." in file for file in found.files)

@@ -13,11 +13,12 @@ from typing import Any
 
 import torch
 
-from shardwise.checkpoint import codec, manifest
+from shardwise.checkpoint import codec, manifest, manifestfile
 from shardwise.checkpoint.directory import Hold
 from shardwise.checkpoint.manifest import Slice, StoredTensor
 from shardwise.checkpoint.parallel import divided, for_each
-from shardwise.checkpoint.tensorfile import BLOCK, Take, TensorFile
+from shardwise.checkpoint.tensorfile import BLOCK, STEP, Take, TensorFile
+from shardwise.device.staging import Staging, is_far
 from shardwise.errors import CheckpointError
 
 Run = tuple[StoredTensor, int, torch.Tensor]
@@ -82,7 +83,7 @@ class Checkpoint:
     def __init__(self, path: str) -> None:
         self.path = path
         self._hold = Hold(path)  # before it is known to be there: it must not go away in between
-        self.manifest = manifest.load(path)
+        self.manifest = manifestfile.load(path)
         self.notes: list[str] = []
         self._files: dict[str, TensorFile] = {}
         self._opening = threading.Lock()
@@ -287,8 +288,16 @@ class Checkpoint:
         for name, block in blocks:
             by_file.setdefault(name, []).append(block)
         for name, numbers in by_file.items():
-            file = self._file(name)
-            wrong = file.wrong_blocks(self.manifest.files[name].checksums, numbers, _taker(places.get(name)))
+            file, there = self._file(name), places.get(name, ())
+            device = next((place.out.device for place in there if is_far(place.out.device)), None)
+            staging = None if device is None else Staging(device, STEP)
+            memory = None if staging is None else staging.free
+            try:
+                checksums = self.manifest.files[name].checksums
+                wrong = file.wrong_blocks(checksums, numbers, _taker(there, staging), memory)
+            finally:
+                if staging is not None:
+                    staging.drain()
             if wrong:
                 begin = wrong[0] * BLOCK
                 raise CheckpointError(
@@ -302,8 +311,13 @@ class Checkpoint:
         return f" (they hold {manifest.outline(names, 3)})" if names else ""
 
 
-def _taker(places: Sequence[FilePlace] | None) -> Take | None:
-    """Return what puts bytes of a file into some places of it; None if there are none."""
+def _taker(places: Sequence[FilePlace], staging: Staging | None) -> Take | None:
+    """Return what puts bytes of a file into some places of it; None if there are none.
+
+    Args:
+        places: in the order of the file.
+        staging: in whose buffers the bytes are, for places on its device.
+    """
     if not places:
         return None
     begins = [place.begin for place in places]
@@ -315,7 +329,11 @@ def _taker(places: Sequence[FilePlace] | None) -> Take | None:
             for stored, start, out in place.part(offset, end):
                 dtype = stored.torch_dtype
                 first = place.begin + (start - place.start) * dtype.itemsize - offset
-                out.detach().copy_(data[first : first + out.numel() * dtype.itemsize].view(dtype))
+                values = data[first : first + out.numel() * dtype.itemsize].view(dtype)
+                if staging is not None and out.dtype is dtype and is_far(out.device):
+                    staging.send(out.detach(), values)
+                else:
+                    out.detach().copy_(values)
 
     return take
 

@@ -11,7 +11,7 @@ import os
 import re
 from collections.abc import Mapping
 
-from shardwise.checkpoint import directory, manifest
+from shardwise.checkpoint import directory, manifest, manifestfile
 from shardwise.checkpoint.newest import head_of
 from shardwise.errors import CheckpointError
 
@@ -116,7 +116,7 @@ def _complete(parent: str, tag: str, steps: int) -> manifest.Manifest | None:
     """Return the manifest of a directory that holds a whole checkpoint of this tag and number of steps."""
     path = os.path.join(parent, tag)
     try:
-        found = manifest.load(path, read_later=False)
+        found = manifestfile.load(path, read_later=False)
         sizes = {name: os.path.getsize(os.path.join(path, name)) for name in found.files}
     except (CheckpointError, OSError):
         return None

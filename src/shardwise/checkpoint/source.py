@@ -1,7 +1,7 @@
 """Weights on disk, whoever wrote them: tensors by name, read by range.
 
-`open_source` finds out what a path is. A format is a subclass of `Source` and a line in `_OPENERS`; export, import and
-inspection then know it. Nothing that is read can run code.
+A format is a subclass of `Source` and a line in `shardwise.checkpoint.opening`; export, import and inspection then know
+it. Nothing that is read can run code.
 """
 
 from __future__ import annotations
@@ -11,11 +11,10 @@ from abc import ABC, abstractmethod
 from collections.abc import Callable, Iterable, Iterator, Mapping
 from dataclasses import dataclass
 from types import TracebackType
-from typing import Any
 
 import torch
 
-from shardwise.checkpoint import directory, manifest
+from shardwise.checkpoint import directory, manifest, manifestfile
 from shardwise.checkpoint.manifest import BUFFER, PARAMETER, StoredTensor
 from shardwise.checkpoint.reader import Checkpoint
 from shardwise.checkpoint.tensorfile import Spec
@@ -249,10 +248,10 @@ def find_checkpoint(path: str, tag: str | None = None) -> str | None:
     if tag is not None:
         found = os.path.join(path, directory.check_tag(tag))
         if looks_interrupted(found):
-            manifest.load(found)  # says that it is incomplete
+            manifestfile.load(found)  # says that it is incomplete
         return found if holds_checkpoint(found) else None
     if looks_interrupted(path):
-        manifest.load(path)
+        manifestfile.load(path)
     tags = directory.other_tags(path)
     if not tags:
         return None
@@ -285,89 +284,3 @@ def _saved_at(parent: str, tag: str, skipped: list[str]) -> float | None:
     except CheckpointError as error:
         skipped.append(str(error))
         return None
-
-
-def _open_checkpoint(path: str, tag: str | None) -> Source | None:
-    found = find_checkpoint(path, tag) if os.path.isdir(path) else None
-    return None if found is None else CheckpointSource(found)
-
-
-def _open_deepspeed(path: str, tag: str | None) -> Source | None:
-    from shardwise.checkpoint import deepspeed
-
-    if not os.path.isdir(path):
-        return None
-    chosen = tag
-    if chosen is None and not deepspeed.recognised(path):
-        try:
-            chosen = directory.read_latest(path)
-        except CheckpointError:
-            return None
-    found = path if chosen is None else os.path.join(path, directory.check_tag(chosen))
-    return DeepSpeedSource(found) if deepspeed.recognised(found) else None
-
-
-def _open_distributed(path: str, tag: str | None) -> Source | None:
-    from shardwise.checkpoint import dcp
-
-    return dcp.DcpSource(path) if tag is None and dcp.recognises(path) else None
-
-
-def _open_hugging_face(path: str, tag: str | None) -> Source | None:
-    from shardwise.checkpoint import huggingface
-
-    return huggingface.open_files(path) if tag is None else None
-
-
-_OPENERS: tuple[Callable[[str, str | None], Source | None], ...] = (
-    _open_checkpoint,
-    _open_deepspeed,
-    _open_distributed,
-    _open_hugging_face,
-)
-"""Each returns the opened source, or None if the path is not of its format; the first that knows it is taken."""
-
-
-def open_source(path: Any, tag: str | int | None = None) -> Source:
-    """Open weights on disk.
-
-    Args:
-        path: one of our checkpoints or of DeepSpeed's, or a directory of them; a directory that
-            torch.distributed.checkpoint has written; weights as Hugging Face keeps them (a directory, or a file
-            .safetensors, .index.json, .bin, .pt, .pth).
-        tag: of a checkpoint in a directory of checkpoints; None: see `find_checkpoint`.
-
-    Raises:
-        CheckpointPathError: the path is none of these.
-        CheckpointError: it is one, but cannot be read.
-
-    Example:
-        >>> with open_source("runs/a") as source:  # doctest: +SKIP
-        ...     for name, tensor in source.tensors().items():
-        ...         print(name, tensor.shape, source.read(name, 0, 3))
-    """
-    try:
-        text = os.fspath(path)
-    except TypeError:
-        text = ""
-    if not isinstance(text, str) or not text:
-        raise CheckpointPathError(f"expected the path of a checkpoint or of weights, found {path!r}")
-    if not os.path.exists(text):
-        raise CheckpointPathError(f"{text}: there is no such file or directory")
-    name = None if tag is None else str(tag)
-    for opener in _OPENERS:
-        source = opener(text, name)
-        if source is not None:
-            return source
-    if name is not None:
-        others = manifest.outline(directory.other_tags(text)) or "none"
-        raise CheckpointPathError(f"{text}: there is no checkpoint of the tag {name!r}. Checkpoints there: {others}")
-    if os.path.isfile(text):
-        raise CheckpointPathError(
-            f"{text}: expected a directory, or a file that ends in .safetensors, .index.json, .bin, .pt or .pth"
-        )
-    raise CheckpointPathError(
-        f"{text}: neither a checkpoint ({manifest.NAME}), nor a directory of checkpoints, nor one that "
-        "torch.distributed.checkpoint has written (.metadata), nor weights in files of Hugging Face's names "
-        "(model.safetensors, model.safetensors.index.json, pytorch_model.bin, ...)"
-    )

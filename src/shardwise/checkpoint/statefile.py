@@ -21,14 +21,14 @@ from typing import Any
 
 import torch
 
-from shardwise.checkpoint.tensorfile import Spec, bytes_of
+from shardwise.checkpoint.tensorfile import Spec
+from shardwise.checkpoint.tensorwriter import on_host
 from shardwise.errors import CheckpointError
 
 _ROOT = "archive"
 _ALIGNMENT = 64
 """Storages begin at multiples of this, so that a mapped file can be computed with."""
 
-_CHUNK = 16 << 20
 _DATE = (1980, 1, 1, 0, 0, 0)  # the same tensors make the same file
 _PADDING = 0x4246
 """Kind of the extra field that moves a record to its place; readers of zip files pass over kinds they do not know."""
@@ -86,11 +86,9 @@ class StateFileWriter:
                 f"{name}: announced as {spec} with {self._written} bytes written, given {part.numel()} elements "
                 f"{part.dtype} from element {start} on"
             )
-        flat = part.detach().contiguous().view(-1).view(torch.uint8)
-        for begin in range(0, flat.numel(), _CHUNK):
-            copied = flat[begin : begin + _CHUNK].cpu()
-            self._record.write(bytes_of(copied))
-        self._written += flat.numel()
+        for data in on_host([part], part.device):
+            self._record.write(data)
+        self._written += part.nbytes
 
     def close(self) -> None:
         """Finish the file: it is on disk when this returns."""

@@ -22,6 +22,7 @@ import torch
 
 from shardwise.checkpoint.blocks import BLOCK, open_to_read
 from shardwise.checkpoint.blocks import FileFacts as FileFacts
+from shardwise.device.staging import Staging, is_far
 from shardwise.errors import CheckpointError
 
 _NAMES: dict[str, torch.dtype] = {
@@ -49,9 +50,11 @@ _LONGEST_HEADER = 100_000_000
 """Bytes; the limit of the safetensors library."""
 
 _STAGE = 16 << 20
-"""Bytes that are on the host at a time where values are converted or go to another device."""
+"""Bytes that are on the host at a time where values are converted, or, twice, where they go to another device: several
+threads read.
+"""
 
-_STEP = 512 << 10
+STEP = 512 << 10
 """Bytes that are verified at a time: few enough to be in the cache of a core from being read to being hashed."""
 
 _AHEAD = 2
@@ -198,8 +201,13 @@ class TensorFile:
         if start < 0 or (start + out.numel()) * size > spec.nbytes:
             raise CheckpointError(f"{self.path}: {name!r} has no elements [{start}, {start + out.numel()})")
         place, values = self.data + self._begins[name] + start * size, out.detach()
-        if out.dtype == spec.dtype and out.device.type == "cpu" and out.is_contiguous():
+        if out.dtype == spec.dtype and not is_far(out.device) and out.is_contiguous():
             self._fill(bytes_of(values), place)
+            return
+        if is_far(out.device) and out.is_contiguous():
+            Staging(out.device, out.nbytes, _STAGE).to_device(
+                values, lambda part, first: self._convert(spec.dtype, place + first * size, part)
+            )
             return
         step = min(_STAGE // size, out.numel())
         stage = torch.empty(step, dtype=spec.dtype, device="cpu")
@@ -207,6 +215,15 @@ class TensorFile:
             part = stage[: min(step, out.numel() - first)]
             self._fill(bytes_of(part), place + first * size)
             values[first : first + part.numel()].copy_(part)
+
+    def _convert(self, dtype: torch.dtype, place: int, out: torch.Tensor) -> None:
+        """Read values of a dtype, from a byte of the file on, into memory of the CPU."""
+        if out.dtype == dtype:
+            self._fill(bytes_of(out), place)
+            return
+        read = torch.empty(out.numel(), dtype=dtype, device="cpu")
+        self._fill(bytes_of(read), place)
+        out.copy_(read)
 
     def read(self, name: str) -> torch.Tensor:
         """Return a whole tensor on the CPU."""
@@ -217,25 +234,34 @@ class TensorFile:
         self.read_into(name, 0, values.view(-1))
         return values
 
-    def wrong_blocks(self, checksums: Sequence[str], blocks: Sequence[int], take: Take | None = None) -> list[int]:
+    def wrong_blocks(
+        self,
+        checksums: Sequence[str],
+        blocks: Sequence[int],
+        take: Take | None = None,
+        memory: Callable[[], torch.Tensor] | None = None,
+    ) -> list[int]:
         """Return those of some blocks whose bytes do not have the checksum that they should have.
 
         Args:
             checksums: of all blocks.
             blocks: which ones, in order.
             take: is given all bytes on the way; whether they are right is known at the end.
+            memory: gives room for `STEP` bytes each time that some are read; None: they are read into the same.
         """
         size = os.fstat(self._descriptor).st_size
-        stage = torch.empty(_STEP, dtype=torch.uint8, device="cpu")
-        memory, wrong = bytes_of(stage), []
+        stage = torch.empty(0 if memory else STEP, dtype=torch.uint8, device="cpu")
+        wrong = []
         for number, block in enumerate(blocks):
             for later in blocks[number + _AHEAD : number + _AHEAD + 1]:
                 _read_ahead(self._descriptor, later * BLOCK, BLOCK)
             found, end = 0, min(size, (block + 1) * BLOCK)
-            for place in range(block * BLOCK, end, _STEP):
-                count = min(_STEP, end - place)
-                self._fill(memory[:count], place)
-                found = zlib.crc32(memory[:count], found)
+            for place in range(block * BLOCK, end, STEP):
+                count = min(STEP, end - place)
+                stage = stage if memory is None else memory()
+                data = bytes_of(stage)[:count]
+                self._fill(data, place)
+                found = zlib.crc32(data, found)
                 if take is not None:
                     take(place, stage[:count])
             if f"{found:08x}" != checksums[block]:

@@ -2,8 +2,9 @@
 
 from __future__ import annotations
 
+import itertools
 import json
-from collections.abc import Mapping
+from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any
 
@@ -12,15 +13,29 @@ import torch
 from shardwise.checkpoint.blocks import BlockSums, FileFacts, put
 from shardwise.checkpoint.output import CachedFile, create
 from shardwise.checkpoint.tensorfile import DTYPE_NAMES, Spec, bytes_of
+from shardwise.device.staging import Staging, is_far
 from shardwise.errors import CheckpointError
-
-_CHUNK = 16 << 20
-"""Bytes copied to the host at a time where a tensor lies elsewhere."""
 
 
 def file_order(specs: Mapping[str, Spec]) -> list[str]:
     """Return the order in which tensors lie in a file: wide dtypes first, so that every tensor is aligned."""
     return sorted(specs, key=lambda name: -specs[name].dtype.itemsize)
+
+
+def on_host(tensors: Sequence[torch.Tensor], device: torch.device) -> Iterator[memoryview]:
+    """Yield the bytes of tensors, one after the other; each piece is valid until the next is asked for.
+
+    Args:
+        tensors: any layout.
+        device: where all of them lie.
+    """
+    if not is_far(device):
+        for tensor in tensors:
+            whole = tensor.detach().contiguous()
+            yield bytes_of(whole)
+    elif size := sum(tensor.nbytes for tensor in tensors):
+        for part in Staging(device, size).to_host(tensors):
+            yield bytes_of(part)
 
 
 @dataclass(frozen=True)
@@ -110,10 +125,25 @@ class TensorWriter:
 
     def write(self, name: str, tensor: torch.Tensor) -> None:
         """Write the values of one tensor (any device; dtype and number of elements as announced)."""
+        self._check(name, tensor)
+        self.write_part(name, 0, tensor)
+
+    def write_all(self, tensors: Mapping[str, torch.Tensor]) -> None:
+        """Write the values of all tensors (any device; dtypes and numbers of elements as announced)."""
+        names = file_order(self._specs)
+        for device, run in itertools.groupby(names, key=lambda name: tensors[name].device):
+            parts = []
+            for name in run:
+                self._check(name, tensors[name])
+                self._left[name] = 0
+                parts.append(tensors[name])
+            for data in on_host(parts, device):
+                self._put(data)
+
+    def _check(self, name: str, tensor: torch.Tensor) -> None:
         spec = self._specs[name]
         if tensor.dtype != spec.dtype or tensor.nbytes != spec.nbytes:
             raise CheckpointError(f"{name}: announced as {spec}, given {tensor.dtype} of shape {tuple(tensor.shape)}")
-        self.write_part(name, 0, tensor)
 
     def write_part(self, name: str, start: int, part: torch.Tensor) -> None:
         """Write elements of one tensor, from element `start` on (any device; each element once)."""
@@ -131,14 +161,8 @@ class TensorWriter:
             self._file.seek(place)
             self._position = place
         self._left[name] -= part.nbytes
-        whole = part.detach().contiguous()
-        if whole.device.type == "cpu":
-            self._put(bytes_of(whole))
-            return
-        flat = whole.view(-1).view(torch.uint8)
-        for begin in range(0, flat.numel(), _CHUNK):
-            copied = flat[begin : begin + _CHUNK].cpu()
-            self._put(bytes_of(copied))
+        for data in on_host([part], part.device):
+            self._put(data)
 
     def close(self) -> FileFacts | None:
         """Finish the file: it is on disk when this returns. Returns its facts if checksums were taken."""
@@ -165,8 +189,7 @@ def write_tensors(
     specs = {name: Spec(tensor.dtype, tuple(tensor.shape)) for name, tensor in tensors.items()}
     writer = TensorWriter(path, specs, checksums=True, direct=direct, over=over)
     try:
-        for name in file_order(specs):
-            writer.write(name, tensors[name])
+        writer.write_all(tensors)
     except BaseException:
         writer.abandon()
         raise

@@ -2,25 +2,27 @@
 
 A rank that has launched a chain must not hold the others up because it does not wait for it yet: what comes after the
 first collective is launched without the caller. Where waiting blocks the host, a small thread does it, one chain after
-the other in the order in which they were begun, which is the same on all ranks. Elsewhere all of it is queued at once,
-on a stream of its own, so that the caller's stream does not wait for the links of the chain.
+the other in the order in which they were begun, which is the same on all ranks. Elsewhere all of it is queued at once
+on a stream of its own (`shardwise.device.streams`), which the caller's stream waits for when it needs the result.
 """
 
 from __future__ import annotations
 
 import atexit
-import contextlib
 import queue
 import sys
 import threading
 import weakref
 from collections.abc import Callable, Sequence
 from contextlib import AbstractContextManager
+from datetime import timedelta
 from typing import Any, Protocol
 
 import torch
 
 from shardwise.comm.ledger import on_behalf_of, user_line
+from shardwise.device.streams import Mark, Streams
+from shardwise.errors import PeerLostError
 
 
 class Link(Protocol):
@@ -95,29 +97,25 @@ class Chain:
             raise self._error
 
 
-class _Queued(Chain):
-    """A chain whose collectives have all been launched, behind one another, on a stream."""
+class Queued:
+    """Collectives that have been launched behind one another on a stream of their own.
 
-    def wait_first(self) -> None:
-        """Make the current stream wait for the end of the chain: what has been sent is given back behind it."""
-        self.wait()
+    Attributes:
+        scratch: nothing: their buffers belong to that stream, and need not be held.
+        mark: the end of the last one.
+    """
+
+    scratch: Sequence[torch.Tensor] = ()
+
+    def __init__(self, mark: Mark) -> None:
+        self.mark = mark
 
     def wait(self) -> None:
-        """Make the current stream wait for the end of the chain."""
-        if self._error is not None:
-            raise self._error
-        self._handle.wait()
-
-    def run(self) -> None:
-        """Launch the collectives; the last one is waited for on the stream that needs it."""
-        with on_behalf_of(self._line):
-            for launch in self._rest:
-                self._handle.wait()
-                self._handle = launch()
-        self._rest = []
+        """Let the current stream go on behind the last collective."""
+        self.mark.wait()
 
 
-class _Imagined(_Queued):
+class _Imagined(Chain):
     """A chain of which nothing is exchanged: it holds all that one may hold at each moment that a thread goes through.
 
     What comes after the first collective is launched as soon as that has ended, and ends when it is waited for.
@@ -125,54 +123,110 @@ class _Imagined(_Queued):
 
     def wait_first(self) -> None:
         """End the first collective, and launch the others."""
-        self.run()
+        self._handle.wait()
+        while self._rest:
+            self._handle.wait()
+            self._handle = self._rest.pop(0)()
 
     def wait(self) -> None:
         """End all."""
-        self.run()
+        self.wait_first()
         self._handle.wait()
 
 
 class Runner:
     """Takes chains on, one after the other.
 
+    On a device with streams all collectives of a chain are queued at once, on a stream of the runner's own. It waits
+    for the current stream only where `follow` says so: collectives run ahead of what is computed.
+
     Args:
-        device: where the collectives' tensors lie.
+        streams: of the device on which the collectives' tensors lie.
         waits_on_host: whether waiting for a collective blocks the host.
-        name: of the thread.
+        name: of the stream, or of the thread.
+        limit: how long the host waits for the end of a chain.
         imagined: there is nobody to exchange anything with.
     """
 
-    def __init__(self, device: torch.device, *, waits_on_host: bool, name: str, imagined: bool = False) -> None:
+    def __init__(
+        self, streams: Streams, *, waits_on_host: bool, name: str, limit: timedelta, imagined: bool = False
+    ) -> None:
         self._name = name
         self._imagined = imagined
+        self._limit = limit
         self._queue: queue.SimpleQueue[Chain | None] = queue.SimpleQueue()
         self._thread: threading.Thread | None = None
         self._on_host = waits_on_host
-        self._stream = torch.cuda.Stream(device) if device.type == "cuda" and not waits_on_host else None
+        self._streams = streams
+        self._stream = streams.make(name)
 
-    def start(self, launches: Sequence[Launch]) -> Link:
-        """Launch the first of some collectives, and see to it that the others follow."""
-        if len(launches) == 1:
-            return launches[0]()
-        if self._imagined:
-            return _Imagined(launches[0](), launches[1:])
+    def follow(self) -> None:
+        """Let what is launched from now on run behind what the current stream has been given so far."""
+        if self._streams.beside:
+            self._stream.wait(self._streams.mark())
+
+    def aside(self) -> AbstractContextManager[Any]:
+        """Allocate and launch for the runner's stream inside of the block."""
+        return self._stream.use()
+
+    def mark(self) -> Mark:
+        """Return the place to which the runner's stream has got."""
+        with self._stream.use():
+            return self._streams.mark()
+
+    def start(self, launches: Sequence[Launch], made: Callable[[torch.Tensor], None] | None = None) -> Link:
+        """Launch the first of some collectives, and see to it that the others follow.
+
+        Args:
+            launches: see `Chain`.
+            made: is told of buffers that the first one has made for itself.
+        """
         if not self._on_host:
-            if self._stream is not None:
-                self._stream.wait_stream(torch.cuda.current_stream())
-            with self._aside():
-                queued = _Queued(launches[0](), launches[1:])
-                queued.run()
-            return queued
-        chain = Chain(launches[0](), launches[1:])
+            return self._queue_up(launches, made)
+        first = launches[0]()
+        _tell(first, made)
+        if len(launches) == 1:
+            return first
+        if self._imagined:
+            return _Imagined(first, launches[1:])
+        chain = Chain(first, launches[1:])
         if self._thread is None:
-            self._thread = threading.Thread(target=self._work, name=self._name, daemon=True)
+            self._thread = threading.Thread(target=self._work, name=f"shardwise-{self._name}", daemon=True)
             self._thread.start()
             _open.add(self)
             atexit.unregister(_close_all)
             atexit.register(_close_all)
         self._queue.put(chain)
         return chain
+
+    def _queue_up(self, launches: Sequence[Launch], made: Callable[[torch.Tensor], None] | None) -> Queued:
+        with self._stream.use():
+            for launch in launches:
+                handle = launch()
+                _tell(handle, made)
+                handle.wait()
+            return Queued(self._streams.mark())
+
+    def synchronize(self, link: Link, what: str) -> None:
+        """Block the host until a chain has ended: what it has sent may be given back, whatever stream it belongs to.
+
+        Args:
+            link: what `start` returned.
+            what: the chain, for errors.
+
+        Raises:
+            PeerLostError: it has not ended within the limit, or see `shardwise.comm.communicator.Handle.wait`.
+            DesyncError: see there.
+        """
+        if not isinstance(link, Queued):
+            link.wait()
+        elif not self._streams.block(link.mark, self._limit):
+            lost = PeerLostError(
+                f"{what} has not ended on the device within {self._limit} (the limit for a collective: "
+                "SHARDWISE_TIMEOUT, in minutes): a rank has gone, or is elsewhere"
+            )
+            lost.timed_out = True
+            raise lost
 
     def close(self, limit: float = _LEAVING_S) -> None:
         """End the thread behind the chains that it has, if none waits for a rank that will not come within `limit`."""
@@ -181,12 +235,15 @@ class Runner:
             self._thread.join(limit)
             self._thread = None
 
-    def _aside(self) -> AbstractContextManager[Any]:
-        return contextlib.nullcontext() if self._stream is None else torch.cuda.stream(self._stream)
-
     def _work(self) -> None:
         while (chain := self._queue.get()) is not None:
             chain.run()
+
+
+def _tell(link: Link, made: Callable[[torch.Tensor], None] | None) -> None:
+    if made is not None:
+        for buffer in link.scratch:
+            made(buffer)
 
 
 def _close_all() -> None:

@@ -21,6 +21,7 @@ import json
 import logging
 import time
 import zlib
+from collections import Counter
 from collections.abc import Callable, Sequence
 from typing import TYPE_CHECKING, Any, Protocol
 
@@ -29,9 +30,11 @@ import torch.distributed as dist
 
 from shardwise.comm import groups, native
 from shardwise.comm.ledger import Ledger, Record, user_line
+from shardwise.comm.rendezvous import node
 from shardwise.comm.setup import timeout_from_environment
 from shardwise.comm.whereabouts import Whereabouts, describe
 from shardwise.compat import backend_of, timeout_of
+from shardwise.device.streams import Streams, streams_of
 from shardwise.errors import DesyncError, PeerLostError, UsageError
 
 if TYPE_CHECKING:
@@ -46,8 +49,12 @@ what follows a gather or a reduction in its chain (`shardwise.comm.chain`), and 
 (`shardwise.zero.passes.rows`).
 """
 
-_SHARED = {"explicit": "small", "gather_on": "gather", "reduce_on": "reduce", "rows": "reduce"}
-"""Kinds that use the groups of others, where each kind has its own."""
+_SHARED = {"explicit": "small", "gather_on": "gather", "reduce_on": "reduce", "rows": "reduce", "replicate": "reduce"}
+"""Kinds that use the groups of others, where each kind has its own: they are launched in one order with them, on the
+same stream."""
+
+_APART = ("gather", "reduce", "small")
+"""Kinds that have groups, and with them communicators, of their own on NCCL."""
 
 _UNCOUNTED = ("gather_on", "reduce_on", "rows")
 """Kinds of which ranks in one place may have launched different numbers: threads launch them, or a group of ranks has
@@ -130,6 +137,7 @@ class Communicator:
             (config key `deterministic_reduce`). On Gloo sums are always in rank order.
         partition: `group` is one of these lists of global ranks, and the ranks of all lists make such a communicator.
             Its ranks send messages even on one machine.
+        nodes: names the node of each rank, as `nodes()` does; None: the ranks ask each other when it is needed.
 
     Attributes:
         timeout: limit for one collective: that of `group`.
@@ -148,6 +156,7 @@ class Communicator:
         name: str = "data_parallel",
         ordered: bool = False,
         partition: Sequence[Sequence[int]] | None = None,
+        nodes: Sequence[str] | None = None,
     ) -> None:
         self.ledger = ledger
         self.device = device
@@ -161,6 +170,7 @@ class Communicator:
         self._own_groups: list[dist.ProcessGroup] = []
         self._parts: list[Communicator] = []
         self._count = dict.fromkeys(KINDS, 0)
+        self._nodes = nodes
         self._gloo = False
         self._neighbours: Neighbours | None = None
         self.imagined = False
@@ -173,8 +183,8 @@ class Communicator:
             ranks = dist.get_process_group_ranks(group if group is not None else dist.group.WORLD)
             self._whereabouts = Whereabouts(ledger, ranks, self.rank)
             # On Gloo tags keep kinds apart, so one extra group is enough to keep clear of the user's own traffic.
-            for kind in KINDS[:1] if self._gloo else KINDS[:4]:
-                self._own_groups.append(groups.new_group(partition or [ranks], self.timeout, backend))
+            for kind in KINDS[:1] if self._gloo else _APART:
+                self._own_groups.append(groups.new_group(partition or [ranks], self.timeout, backend, device))
                 self._groups[kind] = self._own_groups[-1]
             for kind in KINDS:
                 self._groups.setdefault(kind, self._groups.get(_SHARED.get(kind, ""), self._own_groups[-1]))
@@ -184,6 +194,10 @@ class Communicator:
                 self._neighbours, reason = neighbours.meet(self._groups["explicit"])
                 if self._neighbours is None and self.rank == 0:
                     _log.info("%s: ranks exchange data through sockets, not memory: %s", name, reason)
+        self._per_node = self.world
+        if self.world > 1 and not self._gloo:
+            # Asked now: reductions are launched by threads that must not begin another collective.
+            self._per_node = max(Counter(self.nodes()).values())
 
     def run_of(self, size: int, name: str) -> Communicator:
         """Return a communicator of this rank and those next to it: runs of `size` ranks, one after the other.
@@ -211,7 +225,12 @@ class Communicator:
         everybody = dist.get_process_group_ranks(self.user_group if self.user_group is not None else dist.group.WORLD)
         partition = [[everybody[member] for member in members] for members in parts]
         group = groups.new_group(partition, self.timeout, _backend(self.user_group, self.device))
-        part = Communicator(group, self.ledger, self.device, name=name, ordered=self._ordered, partition=partition)
+        nodes = None
+        if self._nodes is not None:
+            nodes = [self._nodes[member] for members in parts if self.rank in members for member in members]
+        part = Communicator(
+            group, self.ledger, self.device, name=name, ordered=self._ordered, partition=partition, nodes=nodes
+        )
         part._own_groups.append(group)
         self._parts.append(part)
         return part
@@ -281,7 +300,10 @@ class Communicator:
             from shardwise.comm import gloo
 
             return self._launch(lambda: gloo.reduce_scatter(flat, group, tag, accumulate), record)
-        return self._handle(native.reduce_scatter(flat, group, accumulate=accumulate, ordered=self._ordered), record)
+        pending = native.reduce_scatter(
+            flat, group, accumulate=accumulate, ordered=self._ordered, per_node=self._per_node
+        )
+        return self._handle(pending, record)
 
     def all_reduce(self, tensor: torch.Tensor, label: str, kind: str = "small") -> Handle:
         """Sum a small tensor over ranks in place, in rank order: the same bits on every rank.
@@ -404,6 +426,15 @@ class Communicator:
         """Return a digest of each rank's text, in rank order, equal where texts are (one small collective)."""
         return self.exchange(hashlib.sha256(text.encode()).hexdigest(), label)
 
+    def nodes(self) -> Sequence[str]:
+        """Return a name of each rank's node, in rank order (all ranks call; the first time it is a small collective).
+
+        See `shardwise.comm.rendezvous.node`; of imagined ranks all share one.
+        """
+        if self._nodes is None:
+            self._nodes = self.fingerprints(node(), "nodes")
+        return self._nodes
+
     def group_rank(self, rank: int) -> int:
         """Translate a global rank into this group's."""
         if self.world == 1:
@@ -420,6 +451,11 @@ class Communicator:
     def waits_on_host(self) -> bool:
         """Whether `Handle.wait` returns when the result is there; NCCL's only makes the current stream wait."""
         return self._gloo or self.world == 1
+
+    @property
+    def streams(self) -> Streams:
+        """The streams of the device."""
+        return streams_of(self.device)
 
     @property
     def reads_peers(self) -> bool:

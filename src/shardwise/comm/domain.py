@@ -98,6 +98,8 @@ class Domain:
         names: the mesh dimensions they belong to.
         sizes: ranks in each.
         place: number of this rank's range at the finest level.
+        gathers: launches gathers of parameters.
+        reductions: launches reductions of gradients.
     """
 
     def __init__(self, ranks: Communicator, arrangement: Arrangement | None = None) -> None:
@@ -117,8 +119,14 @@ class Domain:
                 label = name if counts[name] == 1 else f"{name}_{counts[name]}"
                 parts.append(ranks.part(arrangement.lines(number), label))
             self.dimensions = tuple(parts)
-        self._gathers, self._reductions = (
-            Runner(ranks.device, waits_on_host=ranks.waits_on_host, name=f"shardwise-{kind}", imagined=ranks.imagined)
+        self.gathers, self.reductions = (
+            Runner(
+                ranks.streams,
+                waits_on_host=ranks.waits_on_host,
+                name=kind,
+                limit=ranks.timeout,
+                imagined=ranks.imagined,
+            )
             for kind in ("gathers", "reductions")
         )
 
@@ -126,6 +134,11 @@ class Domain:
     def world(self) -> int:
         """Number of ranks."""
         return self.ranks.world
+
+    @property
+    def beside(self) -> bool:
+        """Whether collectives run on streams of their own, and waiting for one does not block the host."""
+        return not self.ranks.waits_on_host
 
     @property
     def depth(self) -> int:
@@ -180,7 +193,7 @@ class Domain:
 
     def gather(self, moves: Sequence[Move], level: int, label: str, kind: str = "gather") -> Link:
         """Launch what `gathering` returns; there must be something to gather."""
-        return self._gathers.start(self.gathering(moves, level, label, kind))
+        return self.gathers.start(self.gathering(moves, level, label, kind))
 
     def reducing(
         self,
@@ -256,14 +269,19 @@ class Domain:
         outputs = [out for out, _ in pairs]
         return self.reducing(outputs, first, coarse, self.depth, label, accumulate=accumulate, wire=wire, made=made)
 
-    def reduce(self, launches: Sequence[Launch]) -> Link:
-        """Launch what `reducing`, `onward` and `gathering` have returned, of gradients; there must be something."""
-        return self._reductions.start(launches)
+    def reduce(self, launches: Sequence[Launch], made: Callable[[torch.Tensor], None] | None = None) -> Link:
+        """Launch what `reducing`, `onward` and `gathering` have returned, of gradients; there must be something.
+
+        Args:
+            launches: see above.
+            made: is told of buffers that the first collective has made for itself.
+        """
+        return self.reductions.start(launches, made)
 
     def close(self) -> None:
         """End the threads of chains; process groups belong to the communicator of all ranks."""
-        self._gathers.close()
-        self._reductions.close()
+        self.gathers.close()
+        self.reductions.close()
 
 
 def _after(kind: str, launches: Sequence[Launch]) -> str:

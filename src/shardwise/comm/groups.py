@@ -149,14 +149,18 @@ class _Shelf:
         self._count[ranks] += 1
         return f"{ranks}/{self._count[ranks]}"
 
-    def take(self, ranks: Sequence[int], timeout: timedelta, backend: str) -> dist.ProcessGroup:
+    def take(
+        self, ranks: Sequence[int], timeout: timedelta, backend: str, device: torch.device | None
+    ) -> dist.ProcessGroup:
         """Return a group of these ranks that nobody uses (the same on all of them, if all have done the same)."""
         self._settle()
-        kind = (*ranks, timeout, backend)
+        kind = (*ranks, timeout, backend, device)
         if self._free.get(kind):
             return self._free[kind].pop(0)
         group = made_well(
-            lambda _: dist.new_group(list(ranks), timeout, backend=backend, use_local_synchronization=True),
+            lambda _: dist.new_group(
+                list(ranks), timeout, backend=backend, use_local_synchronization=True, device_id=device
+            ),
             lambda _: None,  # kept, for the same reason
             lambda made: made,
             compat.default_store(),
@@ -177,22 +181,35 @@ class _Shelf:
 _shelf = _Shelf()
 
 
-def new_group(partition: Sequence[Sequence[int]], timeout: timedelta, backend: str) -> dist.ProcessGroup:
+def new_group(
+    partition: Sequence[Sequence[int]], timeout: timedelta, backend: str, device: torch.device | None = None
+) -> dist.ProcessGroup:
     """Return the one of several groups that this rank is in, for its caller alone.
 
     All ranks make all groups if the job has no others. Otherwise each list makes its own: ranks that are in none are
     elsewhere, and must not be needed.
+
+    Args:
+        partition: the ranks of each group.
+        timeout: limit for one collective.
+        backend: see `torch.distributed.new_group`.
+        device: on NCCL, this rank's: the group connects now, and not inside of its first collective, for which ranks
+            would wait that are elsewhere.
     """
     rank = dist.get_rank()
+    device = device if backend == "nccl" else None
     if sum(map(len, partition)) < dist.get_world_size():
-        return _shelf.take(next(ranks for ranks in partition if rank in ranks), timeout, backend)
+        return _shelf.take(next(ranks for ranks in partition if rank in ranks), timeout, backend, device)
     place = next(place for place, ranks in enumerate(partition) if rank in ranks)
 
     def discard(made: list[dist.ProcessGroup]) -> None:
         dist.destroy_process_group(made[place])
 
     return made_well(
-        lambda _: [dist.new_group(list(ranks), timeout, backend=backend) for ranks in partition],
+        lambda _: [
+            dist.new_group(list(ranks), timeout, backend=backend, device_id=device if rank in ranks else None)
+            for ranks in partition
+        ],
         discard,
         lambda made: made[place],
         compat.default_store(),

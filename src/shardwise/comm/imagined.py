@@ -17,6 +17,7 @@ from shardwise.comm.communicator import KINDS, Communicator, Handle
 from shardwise.comm.ledger import Ledger
 from shardwise.comm.pieces import Pieces
 from shardwise.comm.setup import timeout_from_environment
+from shardwise.device.streams import HostStreams, Streams
 
 
 class ImaginedCommunicator(Communicator):
@@ -51,13 +52,16 @@ class ImaginedCommunicator(Communicator):
         self._parts: list[Communicator] = []
         self._own_groups, self._groups = [], {}
         self._neighbours = self._whereabouts = None
+        self._nodes = ["imagined"] * world
+        self._per_node = world if like is None else like._per_node
+        self._waits = device.type == "cpu" if like is None else like.waits_on_host
         self._chunks = [torch.empty(0, dtype=torch.uint8, device=device) for _ in range(2)]
 
     def part(self, parts: Sequence[Sequence[int]], name: str) -> Communicator:
         """See `Communicator.part`."""
         members = next(members for members in parts if self.rank in members)
         part = ImaginedCommunicator(len(members), self.device, rank=list(members).index(self.rank), name=name)
-        part._gloo, part._ordered = self._gloo, self._ordered
+        part._gloo, part._ordered, part._waits = self._gloo, self._ordered, self._waits
         return part
 
     def all_gather(
@@ -85,7 +89,11 @@ class ImaginedCommunicator(Communicator):
         flat = [(out, full) for out, full in pairs if isinstance(full, torch.Tensor)]
         assert len(flat) == len(pairs), "nobody can read pieces here"
         if not self._gloo:
-            made = [buffer for buffer in native.buffers_for(flat, accumulate, self._ordered) if buffer is not None]
+            flat = [pair for pair in flat if pair[1].numel()]
+            buffers = native.buffers_for(
+                flat, self.world, accumulate=accumulate, ordered=self._ordered, per_node=self._per_node
+            )
+            made = [buffer for several in buffers for buffer in several if buffer is not None]
             return self._over("reduce_scatter", size, label, made)
         received = gloo.receive_buffers(flat, self.world)
 
@@ -123,7 +131,12 @@ class ImaginedCommunicator(Communicator):
     @property
     def waits_on_host(self) -> bool:
         """See `Communicator.waits_on_host`."""
-        return True
+        return self._waits
+
+    @property
+    def streams(self) -> Streams:
+        """See `Communicator.streams`: where nothing is exchanged, nothing is to be ordered."""
+        return HostStreams()
 
     @property
     def reads_peers(self) -> bool:

@@ -470,7 +470,10 @@ class Neighbours:
     def _message(self, peer: int) -> bytes | None:
         """Return the next message of a peer, or None if there is none (any more)."""
         try:
-            message = self._sockets[peer].recv(_MESSAGE_BYTES)
+            try:
+                message = self._sockets[peer].recv(_MESSAGE_BYTES)
+            except ConnectionResetError:  # told once, before what the peer had sent until then
+                message = self._sockets[peer].recv(_MESSAGE_BYTES)
         except BlockingIOError:
             return None
         except OSError:
@@ -552,7 +555,13 @@ class Neighbours:
 
     def close(self) -> None:
         """Leave: whoever waits for this rank from now on is told that it has gone."""
+        deadline = Deadline(_LEAVING)
         with self._changed:
+            # Receipts that a full socket has not taken yet: a peer that never gets them would take this rank for lost.
+            while self._sockets and any(self._unsent.values()) and not deadline.over():
+                self._read()
+                if any(self._unsent.values()):
+                    self._listen(deadline)
             self._disconnect()
             self._under_way, self._early = {}, {}
         self._busy.set()  # so that the thread sees it

@@ -96,7 +96,7 @@ class Pieces:
         flat = values.detach().reshape(-1)
         known = self.tensors[number]
         if known is not None:
-            flat = known + flat  # not in place: autograd may have given the same memory out twice
+            flat = known.to(self.dtype) + flat  # not in place: autograd may have given the same memory out twice
         elif flat.untyped_storage().nbytes() != flat.nbytes or not flat.is_contiguous():
             flat = flat.clone(memory_format=torch.contiguous_format)
         self.tensors[number] = flat

@@ -24,7 +24,7 @@ from datetime import timedelta
 
 import torch.distributed as dist
 
-from shardwise.comm.environment import RankPlace, is_loopback
+from shardwise.comm.environment import RankPlace, discover, is_loopback
 from shardwise.compat import store_host
 from shardwise.errors import LaunchError
 
@@ -158,6 +158,21 @@ def machine() -> str:
             facts.append(boot.read())
         facts.append(os.readlink("/proc/self/ns/net"))
     return "\n".join(facts)
+
+
+def node() -> str:
+    """Return a text that is the same in the processes of one node, and there only.
+
+    A launcher that says how many processes it has started on each machine is right; otherwise processes share a node
+    if they reach each other over loopback.
+    """
+    try:
+        place = discover(os.environ)
+    except LaunchError:
+        return machine()
+    if place.local_world_size is None or place.world_size == 1:  # the job has more ranks than the environment knows of
+        return machine()
+    return f"{place.local_world_size} {place.rank - place.local_rank}"
 
 
 def own_address() -> str:

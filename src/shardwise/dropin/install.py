@@ -4,9 +4,9 @@ from __future__ import annotations
 
 import sys
 
-from shardwise.dropin.detect import REAL, installed, version_of
 from shardwise.dropin.modules import ROOT, DropInModule, Finder, prepare
 from shardwise.errors import UsageError
+from shardwise.launch.detect import REAL, installed, version_of
 from shardwise.utils.logging import logger
 
 

@@ -23,11 +23,11 @@ from typing import Any
 
 from shardwise._version import __version__
 from shardwise.dropin import standins
-from shardwise.dropin.detect import DROP_IN, ROOT, installed
 from shardwise.dropin.entries import Absent, Served, StandIn
 from shardwise.dropin.table import MAINS, TABLE
 from shardwise.dropin.version import VERSION
 from shardwise.errors import AbsentAttributeError, AbsentImportError
+from shardwise.launch.detect import DROP_IN, ROOT, installed
 
 
 def _paths() -> frozenset[str]:

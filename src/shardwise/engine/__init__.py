@@ -1,7 +1,8 @@
 """The engine and how it is built."""
 
 from shardwise.engine.build import initialize
-from shardwise.engine.engine import Engine, StepReport
+from shardwise.engine.engine import Engine
+from shardwise.engine.step import StepReport
 
 initialize_engine = initialize
 

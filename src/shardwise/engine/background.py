@@ -8,8 +8,6 @@ import sys
 import time
 from typing import TYPE_CHECKING
 
-import torch
-
 from shardwise.checkpoint.background import Background, SaveReport, save_in_background, settle
 from shardwise.errors import CheckpointError, UsageError
 from shardwise.memory import Category
@@ -19,120 +17,102 @@ if TYPE_CHECKING:
     from shardwise.checkpoint.collect import TrainingState
     from shardwise.checkpoint.save import SaveRequest
     from shardwise.comm.communicator import Communicator
-    from shardwise.config import Resolution
-    from shardwise.memory import Accountant
+    from shardwise.config import Config
     from shardwise.zero.model import ShardedModel
 
 _WORTH_TELLING_S = 1.0
 """A save that waits for the one before for so long says so."""
 
 
-class BackgroundSaving:
-    """Mixin of `Engine`: checkpoints that are written while training goes on."""
+class BackgroundSaves:
+    """Checkpoints of a model that are written while training goes on.
 
-    sharded: ShardedModel
-    device: torch.device
-    accountant: Accountant
-    _comm: Communicator
-    _resolution: Resolution
-    _saving: Background | None = None
+    Args:
+        sharded: the model.
+        config: validated.
+        job: all ranks that save together.
+
+    Attributes:
+        saving: what writes them; None before the first.
+    """
+
+    def __init__(self, sharded: ShardedModel, config: Config, job: Communicator) -> None:
+        self.saving: Background | None = None
+        self._sharded = sharded
+        self._config = config
+        self._job = job
 
     @property
-    def checkpoint_pending(self) -> bool:
-        """Whether an asynchronous save is being written; asking takes no time.
-
-        It speaks of this rank: ranks need not see the end in the same step, so nothing that all ranks do together
-        should depend on it. On rank 0 it ends when the checkpoint has been published.
-        """
-        return self._saving is not None and self._saving.pending
+    def pending(self) -> bool:
+        """See `Engine.checkpoint_pending`."""
+        return self.saving is not None and self.saving.pending
 
     @property
-    def last_async_save(self) -> SaveReport | None:
-        """What the last asynchronous save has cost this rank so far, or None if there was none."""
-        return None if self._saving is None else self._saving.report
+    def report(self) -> SaveReport | None:
+        """See `Engine.last_async_save`."""
+        return None if self.saving is None else self.saving.report
 
-    def wait_for_checkpoint(self) -> str | None:
-        """Wait until the asynchronous save in progress, if there is one, has been published; all ranks call this.
-
-        Returns:
-            Path of the checkpoint, or None if there was nothing to wait for.
-
-        Raises:
-            CheckpointError: it could not be written, or nothing has been written of it for most of the limit of a
-                collective (a process that is stopped, a disk that does not answer), on all ranks alike; earlier
-                checkpoints are unchanged, unless the message says that this one is complete. Each failure is raised
-                once: here, by the next `save_checkpoint`, or by `destroy`, whichever comes first.
-            UsageError: the engine has been destroyed.
-
-        Example:
-            >>> import shardwise, tempfile
-            >>> engine, *_ = shardwise.initialize(
-            ...     model=torch.nn.Linear(4, 1),
-            ...     config={
-            ...         "train_batch_size": 2,
-            ...         "optimizer": {"type": "AdamW", "params": {"lr": 1e-2}},
-            ...         "checkpoint": {"async_save": True},
-            ...     },
-            ... )
-            >>> directory = tempfile.mkdtemp()
-            >>> engine.save_checkpoint(directory)
-            True
-            >>> engine.wait_for_checkpoint().removeprefix(directory)
-            '/global_step0'
-            >>> engine.checkpoint_pending, engine.wait_for_checkpoint()
-            (False, None)
-            >>> engine.destroy()
-        """
-        self.sharded.check_open("engine.wait_for_checkpoint()")
-        saving = self._saving
+    def wait(self) -> str | None:
+        """See `Engine.wait_for_checkpoint`."""
+        self._sharded.check_open("engine.wait_for_checkpoint()")
+        saving = self.saving
         if saving is None or not saving.unsettled:
             return None
-        settle(self._comm, saving)
+        settle(self._job, saving)
         return None if saving.report is None else saving.report.path
 
-    def _settle_save(self) -> float:
+    def settle_last(self) -> float:
         """Wait for the save before; return for how long. Raises on all ranks what has become of it."""
-        if self._saving is None:
+        if self.saving is None:
             return 0.0
-        waited = settle(self._comm, self._saving)
-        if waited >= _WORTH_TELLING_S and self._comm.rank == 0 and self._saving.report is not None:
+        waited = settle(self._job, self.saving)
+        if waited >= _WORTH_TELLING_S and self._job.rank == 0 and self.saving.report is not None:
             logger.warning(
                 "save_checkpoint(): waited %.1f s until the save before, %s, was written (it took %.1f s); save less "
                 "often, or to a faster disk",
                 waited,
-                self._saving.report.path,
-                self._saving.report.written or 0.0,
+                self.saving.report.path,
+                self.saving.report.written or 0.0,
             )
         return waited
 
-    def _save_in_background(self, request: SaveRequest, state: TrainingState, begun: float, waited: float) -> None:
-        if self._saving is None:
-            ranks = os.environ.get("LOCAL_WORLD_SIZE") or os.environ.get("LOCAL_SIZE") or self._comm.world
-            told = _tell if self._comm.rank == 0 and self._shows_statistics() else None
+    def start(self, request: SaveRequest, state: TrainingState, begun: float, waited: float) -> None:
+        """Copy the state, and have it written.
+
+        Args:
+            request: where and how.
+            state: what is saved besides parameters and optimizer.
+            begun: time at which the save began (`time.monotonic`).
+            waited: seconds that it has waited for the save before.
+        """
+        if self.saving is None:
+            ranks = os.environ.get("LOCAL_WORLD_SIZE") or os.environ.get("LOCAL_SIZE") or self._job.world
+            told = _tell if self._job.rank == 0 and self.shows_statistics else None
             # Less than a collective may take: ranks whose part is written wait for the others in one.
-            limit = 0.8 * self._comm.timeout.total_seconds()
-            self._saving = Background(self.device, int(ranks), self._counter(), told, limit)
-        report = save_in_background(self.sharded, request, state, self._saving)
+            limit = 0.8 * self._job.timeout.total_seconds()
+            device = self._sharded.device
+            # On a device of its own the memory table is of the device's memory, and the snapshot is not.
+            counter = functools.partial(self._sharded.accountant.add, Category.OTHER) if device.type == "cpu" else None
+            self.saving = Background(device, int(ranks), counter, told, limit)
+        report = save_in_background(self._sharded, request, state, self.saving)
         report.waited = waited
         report.blocked = time.monotonic() - begun - waited
 
-    def _counter(self) -> functools.partial[None] | None:
-        """Return what counts the snapshot's memory; on a device of its own the table is of the device's memory."""
-        return functools.partial(_count, self.accountant) if self.device.type == "cpu" else None
-
-    def _shows_statistics(self) -> bool:
-        writer = self._resolution.config.checkpoint.writer
+    @property
+    def shows_statistics(self) -> bool:
+        """Whether sizes and times of saves are logged."""
+        writer = self._config.checkpoint.writer
         return writer is not None and writer.show_statistics
 
-    def _finish_save(self) -> CheckpointError | None:
+    def finish(self) -> CheckpointError | None:
         """Wait for the save in progress, and give process and memory back; return the error if it has failed."""
-        saving, self._saving = self._saving, None
+        saving, self.saving = self.saving, None
         if saving is None:
             return None
         failure = None
         try:
             if sys.exc_info()[0] is None:
-                settle(self._comm, saving)
+                settle(self._job, saving)
             else:
                 saving.wait()  # what has gone wrong may be on this rank alone, and the others somewhere else
         except CheckpointError as error:
@@ -141,25 +121,33 @@ class BackgroundSaving:
             saving.close()
         return failure
 
-    def _snapshot_bytes(self, state: int) -> int:
+    def snapshot_bytes(self, state: int) -> int:
         """Return the planned size of the snapshot; 0 if no save is asynchronous.
 
         Args:
             state: bytes of optimizer state on this rank.
         """
-        held = 0 if self._saving is None else self._saving.size
-        if held or not self._resolution.config.checkpoint.in_background:
-            return held
-        values, ranges = self.sharded.value_runs(), self.sharded.saved_ranges()
-        size = trained = saved = 0
-        for tensor in self.sharded.registry:
-            runs = values.get(tensor.index, [])
-            own = sum(stop - start for start, stop in ranges.get(tensor.index, []))
-            size += own * (runs[0][2].dtype.itemsize if runs else 0)
-            if tensor.trainable:
-                trained += sum(stop - start for start, stop, _ in runs)
-                saved += own
-        return size + (state * saved // trained if trained else 0)
+        held = 0 if self.saving is None else self.saving.size
+        return held if held or not self._config.checkpoint.in_background else saved_bytes(self._sharded, state)
+
+
+def saved_bytes(sharded: ShardedModel, state: int) -> int:
+    """Return the planned bytes of this rank's part of a checkpoint: values, and its share of the optimizer's state.
+
+    Args:
+        sharded: the model.
+        state: bytes of optimizer state on this rank.
+    """
+    values, ranges = sharded.value_runs(), sharded.saved_ranges()
+    size = trained = saved = 0
+    for tensor in sharded.registry:
+        runs = values.get(tensor.index, [])
+        own = sum(stop - start for start, stop in ranges.get(tensor.index, []))
+        size += own * (runs[0][2].dtype.itemsize if runs else 0)
+        if tensor.trainable:
+            trained += sum(stop - start for start, stop, _ in runs)
+            saved += own
+    return size + (state * saved // trained if trained else 0)
 
 
 def check_same_way(given: list[bool]) -> None:
@@ -188,7 +176,3 @@ def _tell(report: SaveReport) -> None:
     except OSError:  # it has been moved since
         return
     logger.info("%s; training stood for %.2f s", statistics(report.path, size, report.written or 0.0), report.blocked)
-
-
-def _count(accountant: Accountant, change: int) -> None:
-    accountant.add(Category.OTHER, change)

@@ -1,13 +1,20 @@
-"""Batch sizes of an engine: reading and changing them."""
+"""Who gets which samples: batch sizes of an engine, and loaders of each rank's share."""
 
 from __future__ import annotations
 
-from typing import TYPE_CHECKING
+from collections.abc import Callable, Iterable
+from typing import TYPE_CHECKING, Any
 
-from shardwise.errors import BatchSizeError
+import torch
+
+from shardwise.data import EngineDataLoader
+from shardwise.errors import BatchSizeError, UsageError
 
 if TYPE_CHECKING:
-    from shardwise.config import Config, Resolution
+    from shardwise.comm.communicator import Communicator
+    from shardwise.config import Config
+
+ROUTES = ("train", "eval", "predict")
 
 
 def accumulated(config: Config, steps: int) -> int:
@@ -18,53 +25,43 @@ def accumulated(config: Config, steps: int) -> int:
     return steps if config.managed_gradient_accumulation else max(2, steps)
 
 
-class BatchSizes:
-    """Mixin of `Engine`: the batch triple, which may be changed between windows.
+class Batches:
+    """The batch triple, which may be changed between windows, and the loader of the training data.
 
     train_batch_size = train_micro_batch_size_per_gpu * gradient_accumulation_steps * data-parallel ranks, always.
+
+    Args:
+        config: validated.
+        data: the ranks that share the data.
+        device: for which batches are pinned.
+
+    Attributes:
+        micro: samples of one rank in one forward pass.
+        steps: micro-batches in one step.
+        training_dataloader: the loader whose place is a part of checkpoints, or None.
     """
 
-    _resolution: Resolution
-    _batch: tuple[int, int]
+    def __init__(self, config: Config, data: Communicator, device: torch.device) -> None:
+        assert config.train_micro_batch_size_per_gpu is not None and config.gradient_accumulation_steps is not None
+        self.micro, self.steps = int(config.train_micro_batch_size_per_gpu), int(config.gradient_accumulation_steps)
+        self.training_dataloader: EngineDataLoader | None = None
+        self._config = config
+        self._data = data
+        self._device = device
 
     @property
-    def dp_world_size(self) -> int:
-        """Number of data-parallel ranks."""
-        raise NotImplementedError
+    def total(self) -> int:
+        """Samples of all ranks in one step."""
+        return self.micro * self.steps * self._data.world
 
-    def initial_batch(self) -> tuple[int, int]:
-        """Return (micro-batch size, accumulation steps) of the configuration."""
-        config = self._resolution.config
-        assert config.train_micro_batch_size_per_gpu is not None and config.gradient_accumulation_steps is not None
-        return int(config.train_micro_batch_size_per_gpu), int(config.gradient_accumulation_steps)
+    def samples(self, passes: int) -> int:
+        """Return the samples of all ranks in so many micro-batches of each."""
+        return self.micro * passes * self._data.world
 
-    def train_batch_size(self) -> int:
-        """Return the number of samples of all ranks in one step."""
-        micro, steps = self._batch
-        return micro * steps * self.dp_world_size
-
-    def train_micro_batch_size_per_gpu(self) -> int:
-        """Return the number of samples of one rank in one forward pass."""
-        return self._batch[0]
-
-    def gradient_accumulation_steps(self) -> int:
-        """Return the number of micro-batches in one step."""
-        return self._batch[1]
-
-    def get_batch_info(self) -> tuple[int, int, int]:
-        """Return (train_batch_size, train_micro_batch_size_per_gpu, gradient_accumulation_steps)."""
-        return self.train_batch_size(), *self._batch
-
-    def set_train_batch_size(self, train_batch_size: int) -> None:
-        """Change the global batch size by changing the number of accumulation steps.
-
-        Raises:
-            BatchSizeError: it is not a positive multiple of micro-batch size times ranks, or the script counts
-                micro-batches, not the engine.
-        """
-        micro, _ = self._batch
-        unit = micro * self.dp_world_size
-        if not self._resolution.config.managed_gradient_accumulation and train_batch_size != unit:
+    def set_total(self, train_batch_size: int) -> None:
+        """See `Engine.set_train_batch_size`."""
+        unit = self.micro * self._data.world
+        if not self._config.managed_gradient_accumulation and train_batch_size != unit:
             raise BatchSizeError(
                 f"train_batch_size cannot be set to {train_batch_size}: with managed_gradient_accumulation false the "
                 "script decides how many micro-batches make a step, by when it calls engine.step()"
@@ -72,17 +69,40 @@ class BatchSizes:
         if train_batch_size <= 0 or train_batch_size % unit:
             raise BatchSizeError(
                 f"train_batch_size {train_batch_size} is not a positive multiple of {unit} "
-                f"(micro-batch {micro} x {self.dp_world_size} ranks); "
+                f"(micro-batch {self.micro} x {self._data.world} ranks); "
                 f"the nearest is {max(1, round(train_batch_size / unit)) * unit}"
             )
-        self._batch = (micro, train_batch_size // unit)
+        self.steps = train_batch_size // unit
 
-    def set_train_micro_batch_size(self, micro_batch_size: int) -> None:
-        """Change the micro-batch size; the number of accumulation steps stays.
-
-        Raises:
-            BatchSizeError: it is not positive.
-        """
+    def set_micro(self, micro_batch_size: int) -> None:
+        """See `Engine.set_train_micro_batch_size`."""
         if micro_batch_size <= 0:
             raise BatchSizeError(f"train_micro_batch_size_per_gpu must be positive, got {micro_batch_size}")
-        self._batch = (micro_batch_size, self._batch[1])
+        self.micro = micro_batch_size
+
+    def loader(
+        self,
+        dataset: Any,
+        batch_size: int | None = None,
+        route: str = "train",
+        pin_memory: bool = True,
+        data_sampler: Iterable[Any] | None = None,
+        collate_fn: Callable[[list[Any]], Any] | None = None,
+        workers: int | None = None,
+    ) -> EngineDataLoader:
+        """See `Engine.deepspeed_io`."""
+        if route not in ROUTES:
+            raise UsageError(f"deepspeed_io(route={route!r}): expected one of {', '.join(ROUTES)}")
+        micro = self._config.train_micro_batch_size_per_gpu
+        return EngineDataLoader(
+            dataset,
+            batch_size=int(micro or 1) if batch_size is None else batch_size,
+            rank=self._data.rank,
+            world_size=self._data.world,
+            collate_fn=collate_fn,
+            data_sampler=data_sampler,
+            shuffle=route == "train",
+            drop_last=self._config.dataloader_drop_last,
+            num_workers=workers or 0,
+            device=self._device if pin_memory else None,
+        )

@@ -19,7 +19,15 @@ from torch import nn
 from shardwise.comm.domain import Domain
 from shardwise.comm.imagined import ImaginedCommunicator
 from shardwise.engine.mesh import domain_of
-from shardwise.engine.scaling import cast_floats, computes_norm, on_non_finite, scale_gradients_of, scales_loss
+from shardwise.engine.modules import leaves_of, place_buffers
+from shardwise.engine.scaling import (
+    cast_floats,
+    computes_norm,
+    on_non_finite,
+    prescale_of,
+    scale_gradients_of,
+    scales_loss,
+)
 from shardwise.engine.stepping import stepping_of
 from shardwise.engine.zeropp import reduction
 from shardwise.memory import Accountant, Category, fake_copy, track_activations, twin_of
@@ -92,8 +100,6 @@ class Twin:
         grid: Arrangement | None = None,
     ) -> None:
         from torch._subclasses.fake_tensor import FakeTensorMode
-
-        from shardwise.engine.build import leaves_of, place_buffers, prescale_of
 
         self._config, self._device = config, device
         self._mode = FakeTensorMode(allow_non_fake_inputs=True)

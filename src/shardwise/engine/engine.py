@@ -1,56 +1,58 @@
 """Engine: the object a training script talks to.
 
-It composes what `shardwise.engine.build` has built and holds the little state that belongs to nobody else: counters,
-the accumulation boundary, and what the last step did. Everything that shards, moves or reduces lives in
-`shardwise.zero`.
+It has the names that scripts call, and passes each call on to the part whose business it is: the step, batches,
+checkpoints, weights, faults, memory. `shardwise.engine.build` puts the parts together; what shards, moves or reduces
+lives in `shardwise.zero`.
 """
 
 from __future__ import annotations
 
 import contextlib
 import difflib
-import logging
-from collections.abc import Callable, Iterator
-from dataclasses import dataclass, replace
+import os
+from collections.abc import Callable, Iterable, Mapping, Sequence
 from typing import TYPE_CHECKING, Any
 
 import torch
+import torch.distributed as dist
 from torch import nn
+from torch.distributed.device_mesh import DeviceMesh
 
 from shardwise._version import __version__
 from shardwise.absent import COMPILER, ENGINE
-from shardwise.comm.communicator import Communicator
-from shardwise.comm.ledger import user_line
+from shardwise.checkpoint.exporting import KEEP
+from shardwise.checkpoint.report import LoadReport
 from shardwise.compat import never_compiled, transforming
-from shardwise.config import Resolution
-from shardwise.device import Later
-from shardwise.engine.attributes import EngineAttributes
-from shardwise.engine.batch import BatchSizes
+from shardwise.config.compression import sends_values
+from shardwise.data import EngineDataLoader
+from shardwise.engine.attributes import Held, OfOptimizer
 from shardwise.engine.exhausted import explained, explaining
-from shardwise.engine.faults import FaultTolerance
-from shardwise.engine.getters import ConfigGetters
-from shardwise.engine.interchange import Interchange
-from shardwise.engine.memory import MemoryReporting
-from shardwise.engine.nonfinite import Evidence, NonFinite
-from shardwise.engine.overflows import explain_overflow
-from shardwise.engine.scaling import (
-    cast_floats,
-    checks_overflow,
-    computes_norm,
-    on_non_finite,
-    scale_gradients_of,
-)
-from shardwise.engine.window import FACTS, Weight, Window, check_mixed, checked_weight, reference_for
-from shardwise.errors import AbsentAttributeError, NonFiniteError, NotScalarError, SyncError, UsageError
-from shardwise.memory import Accountant, Call, is_out_of_memory
-from shardwise.precision.autocast import autocast, autocast_dtype
-from shardwise.precision.norms import combine
-from shardwise.precision.overflow import OverflowReport
+from shardwise.engine.getters import reads_config
+from shardwise.engine.recovery import Resumed
+from shardwise.engine.scaling import cast_floats, scale_gradients_of
+from shardwise.engine.step import StepReport, TrainStep
+from shardwise.errors import AbsentAttributeError, NotScalarError, UsageError
+from shardwise.memory import is_out_of_memory
+from shardwise.precision.autocast import autocast, autocast_dtype, described
+from shardwise.precision.dtypes import parse_dtype
 from shardwise.precision.scaler import LossScaler
-from shardwise.utils.logging import logger, warn_once
 
 if TYPE_CHECKING:
-    from shardwise.data import EngineDataLoader
+    from shardwise.checkpoint.background import SaveReport
+    from shardwise.checkpoint.copies import MemoryCopy
+    from shardwise.checkpoint.importing import LoadedWeights
+    from shardwise.checkpoint.importing import Rename as RenameWeights
+    from shardwise.checkpoint.selection import Patterns, Rename
+    from shardwise.comm.communicator import Communicator
+    from shardwise.comm.ledger import Ledger
+    from shardwise.config import Resolution
+    from shardwise.engine.batch import Batches
+    from shardwise.engine.checkpointing import Checkpoints
+    from shardwise.engine.faults import FaultTolerance
+    from shardwise.engine.interchange import CustomLoad, Interchange
+    from shardwise.engine.memory import MemoryReporting
+    from shardwise.engine.plans import MemoryPlans
+    from shardwise.memory import MemoryReport
     from shardwise.zero.model import ShardedModel
 
 
@@ -58,137 +60,100 @@ _LIKE: dict[str, str] = {}
 """Name that no engine has -> the question whether another one was meant."""
 
 
-@dataclass(frozen=True)
-class StepReport:
-    """What the last `step()` at a boundary did.
-
-    Attributes:
-        applied: parameters were updated (False: skipped because of an overflow).
-        grad_norm: global L2 norm of the gradients before clipping (0-D fp64 tensor), or None if not computed.
-        clip_coefficient: factor by which clipping reduced the gradients (0-D tensor), or None without clipping.
-        loss_scale: loss scale that these gradients had.
-        lr: learning rate of each parameter group that was used.
-        clipped_norm: norm after clipping: grad_norm times clip_coefficient. None if the norm was not computed, or the
-            step was skipped.
-        weight: sum of the weights of the window's micro-batches over all ranks (0-D fp64 tensor), or None without.
-        overflow: why the step was skipped, or None if it was not; the same on all ranks.
-    """
-
-    applied: bool
-    grad_norm: torch.Tensor | None
-    clip_coefficient: torch.Tensor | None
-    loss_scale: float
-    lr: tuple[float, ...]
-    clipped_norm: torch.Tensor | None = None
-    weight: torch.Tensor | None = None
-    overflow: OverflowReport | None = None
-
-
-@dataclass(frozen=True)
-class _Prepared:
-    """A window whose gradients are ready for the optimizer: what is known of them, and the passes they come from.
-
-    Attributes:
-        norm: see `StepReport.grad_norm`.
-        coefficient: see `StepReport.clip_coefficient`.
-        weight: see `StepReport.weight`.
-        overflow: what is not finite; None if all is.
-        passes: number of backward passes so far.
-        factor: what they have to be multiplied by.
-        applied: they have been.
-    """
-
-    norm: torch.Tensor | None
-    coefficient: torch.Tensor | None
-    weight: torch.Tensor | None
-    overflow: OverflowReport | None
-    passes: int
-    factor: float | torch.Tensor
-    applied: bool = False
-
-
-class Engine(EngineAttributes, BatchSizes, ConfigGetters, Interchange, FaultTolerance, MemoryReporting, nn.Module):
+@reads_config
+class Engine(nn.Module):
     """A model, its optimizer and its schedule, sharded as the configuration says. Made by `shardwise.initialize`.
 
     Attributes:
         module: the user's model; unknown attributes of the engine are looked up there.
         optimizer: the optimizer instance (the client's own, if one was given), with what this rank owns in its groups.
         lr_scheduler: stepped after every applied update; may be set to None to take over.
+        loss_scaler: of fp16; None without.
         training_dataloader: made from `training_data`, or None.
         config: the dictionary that the user passed.
+        job: all ranks that step, agree and save together.
+        data: the ranks that share the data.
         global_steps: boundaries passed, skipped steps included.
         micro_steps: calls of `step()`, but for those that had nothing to do.
         skipped_steps: steps skipped because of an overflow.
         global_samples: samples of all ranks that have gone into steps.
+        last_step: what the last `step()` at a boundary did (`StepReport`).
+        last_load: what the last `load_checkpoint` has done, and what differed; None before.
+        resumed: what `resume` has found; None before.
         accountant: bytes held, by category.
         ledger: every collective of this engine.
+        param_groups: the optimizer's. With `defaults` and `state` an engine can stand where a framework steps an
+            optimizer (Lightning Fabric asks for these before it calls `engine.step()`).
+        defaults: the optimizer's.
+        state: the optimizer's.
     """
+
+    param_groups = OfOptimizer()
+    defaults = OfOptimizer()
+    state = OfOptimizer()
+
+    global_steps = Held[int]("_step")
+    micro_steps = Held[int]("_step")
+    skipped_steps = Held[int]("_step")
+    global_samples = Held[int]("_step")
+    inside_no_sync_ctxt = Held[bool]("_step")
+    last_step = Held[StepReport | None]("_step")
+    lr_scheduler = Held[Any]("_step")
+    loss_scaler = Held[LossScaler | None]("_step")
+    training_dataloader = Held[EngineDataLoader | None]("_batches")
+    last_load = Held[LoadReport | None]("_checkpoints")
+    resumed = Held[Resumed | None]("_faults")
+
+    sequence_parallel_size = 1
+    mp_world_size = 1
+    pipeline_parallelism = False
+    has_moe_layers = False
+    enable_backward_allreduce = True
+    num_experts: tuple[int, ...] = ()
 
     def __init__(
         self,
         *,
-        module: nn.Module,
         sharded: ShardedModel,
-        optimizer: torch.optim.Optimizer | None,
-        lr_scheduler: Any,
+        step: TrainStep,
+        batches: Batches,
+        checkpoints: Checkpoints,
+        interchange: Interchange,
+        faults: FaultTolerance,
+        memory: MemoryReporting,
         resolution: Resolution,
-        comm: Communicator,
-        device: torch.device,
+        job: Communicator,
+        data: Communicator,
         local_rank: int,
-        scaler: LossScaler | None,
-        accountant: Accountant,
         client_optimizer: Any = None,
         client_lr_scheduler: Any = None,
         mpu: Any = None,
+        mesh_device: DeviceMesh | None = None,
     ) -> None:
         super().__init__()
-        self.module = module
-        self.optimizer = optimizer
-        self.basic_optimizer = optimizer
+        self.module = sharded.module
+        self.sharded = sharded
+        self.optimizer = sharded.optimizer
+        self.basic_optimizer = sharded.optimizer
         self.client_optimizer = client_optimizer
         self.client_lr_scheduler = client_lr_scheduler
-        self.lr_scheduler = lr_scheduler
-        self.training_dataloader: EngineDataLoader | None = None
-        self.accountant = accountant
-        self.device = device
+        self.accountant = sharded.accountant
+        self.device = sharded.device
+        self.job = job
+        self.data = data
         self.local_rank = local_rank
         self.mpu = mpu
-        self.loss_scaler = scaler
-        self.global_steps = 0
-        self.global_samples = 0
-        self.micro_steps = 0
-        self.skipped_steps = 0
-        self.inside_no_sync_ctxt = False
-        self.last_step: StepReport | None = None
-        # Kept out of nn.Module's bookkeeping: none of these is a submodule.
-        self.__dict__["sharded"] = sharded
+        self.mesh_device = mesh_device
+        self._step = step
+        self._batches = batches
+        self._checkpoints = checkpoints
+        self._interchange = interchange
+        self._faults = faults
+        self._memory = memory
         self._resolution = resolution
-        self._comm = comm
-        self._boundary: bool | None = None
-        self._engine_backward = False
-        self._scale_entered = self._unscaled = False
-        self._was_applied = False
-        self._prepared: _Prepared | None = None
         self._autocast_dtype = autocast_dtype(resolution.config)
-        self._non_finite = NonFinite(sharded, on_non_finite(resolution.config))
-        self._window = self._new_window()
-        self._pass_weight: Weight | None = None
-        self._reference_asked = False
-        self._told: tuple[Later, Evidence] | None = None
-        # What a step() is for: whether the model has been run for training since the last one, and where the
-        # accumulation window has begun.
-        self._new_micro_batch = False
-        self._window_began = 0
-        self._batch = self.initial_batch()
-        self._last_call: Call | None = None
-        self._last_signature: tuple[Any, ...] | None = None
-        self._prepare_for_faults(comm.rank)
-        sharded.driver = self
-        if sharded.reducer is not None:
-            sharded.reducer.watching = on_non_finite(resolution.config) != "ignore"
-        self._tell_overflow(False)
 
-    # -- what clients read -------------------------------------------------------------------------------------------
+    # -- what clients read ---------------------------------------------------------------------------------------------
 
     def __getattr__(self, name: str) -> Any:
         try:
@@ -224,11 +189,190 @@ class Engine(EngineAttributes, BatchSizes, ConfigGetters, Interchange, FaultTole
         )
 
     @property
+    def ledger(self) -> Ledger:
+        """Every collective of this engine."""
+        return self.job.ledger
+
+    @property
+    def config(self) -> Any:
+        """The configuration as the user gave it."""
+        return self._resolution.raw
+
+    @property
+    def world_size(self) -> int:
+        """Number of ranks that share the data."""
+        return self.data.world
+
+    @property
+    def dp_world_size(self) -> int:
+        """Number of data-parallel ranks."""
+        return self.data.world
+
+    @property
+    def seq_dp_world_size(self) -> int:
+        """Number of ranks over which gradients are averaged."""
+        return self.sharded.domain.world
+
+    @property
+    def global_rank(self) -> int:
+        """This process among all."""
+        return dist.get_rank() if dist.is_available() and dist.is_initialized() else 0
+
+    @property
+    def data_parallel_group(self) -> Any:
+        """The process group of the data-parallel ranks (None: the default group)."""
+        return self.data.user_group
+
+    @property
+    def seq_data_parallel_group(self) -> Any:
+        """The process group over which gradients are averaged."""
+        return self.sharded.comm.user_group
+
+    @property
+    def dist_backend(self) -> str | None:
+        """Name of torch.distributed's backend, or None in a single process without one."""
+        return dist.get_backend() if dist.is_available() and dist.is_initialized() else None
+
+    @property
+    def gradient_average(self) -> bool:
+        """Whether gradients are averaged (rather than summed) over ranks."""
+        return bool(self._resolution.config.gradient_allreduce_op == "mean")
+
+    @property
+    def communication_data_type(self) -> torch.dtype:
+        """Type of gradients on the wire: the chosen one, else the model's. May be set between windows, on all ranks."""
+        policy = self.sharded.policy
+        return policy.wire_dtype or policy.compute_dtype or torch.float32
+
+    @communication_data_type.setter
+    def communication_data_type(self, dtype: torch.dtype | str) -> None:
+        wire = parse_dtype(dtype, "communication_data_type")
+        if wire is torch.float16 and sends_values(self._resolution.config):
+            raise UsageError(
+                f"engine.communication_data_type: fp16 cannot hold all that compression.type "
+                f'"{self._resolution.config.compression.type}" keeps and sends later; use bf16 or fp32'
+            )
+        self.sharded.set_wire_dtype(wire)
+
+    def precision_in_words(self) -> str:
+        """Say in which number types parameters are computed with, and gradients sent, added up and stepped."""
+        policy, sections = self.sharded.policy, [s for unit in self.sharded.units for s in unit.trainable]
+        cast = autocast_dtype(self._resolution.config)
+        compute = described(section.layout.dtype for section in sections)
+        computed = compute if cast is None else f"{described([cast])} by autocast on {compute} parameters"
+        sent = described(policy.wire_dtype or s.layout.wire_dtype or s.layout.dtype for s in sections)
+        sums = described(section.accumulate_dtype for section in sections)
+        masters = described(section.master_dtype for section in sections)
+        return f"compute {computed}; gradients sent in {sent}, added up in {sums}; optimizer steps {masters} weights"
+
+    @property
+    def gas_boundary_ctr(self) -> int:
+        """Accumulation boundaries passed so far."""
+        return self.global_steps
+
+    @property
+    def param_names(self) -> dict[torch.nn.Parameter, str]:
+        """Name of each parameter object."""
+        registry = self.sharded.registry
+        return {p: t.name for p, t in zip(registry.parameters, registry, strict=True)}
+
+    def get_data_parallel_rank(self) -> int:
+        """Return this process's rank in the data-parallel group."""
+        return self.data.rank
+
+    def get_tensor_parallel_rank(self) -> int:
+        """Return this process's rank among tensor-parallel ranks."""
+        return 0
+
+    get_model_parallel_rank = get_tensor_parallel_rank
+
+    def get_lr(self) -> list[float]:
+        """Return the learning rate of each parameter group."""
+        return [] if self.optimizer is None else [group["lr"] for group in self.optimizer.param_groups]
+
+    def get_type(self) -> list[Any]:
+        """Return the `type` entry of each parameter group (None where there is none)."""
+        return [] if self.optimizer is None else [group.get("type") for group in self.optimizer.param_groups]
+
+    def get_mom(self) -> list[Any]:
+        """Return momentum, or betas, of each parameter group."""
+        if self.optimizer is None:
+            return []
+        return [group.get("betas", group.get("momentum")) for group in self.optimizer.param_groups]
+
+    @property
     def cur_scale(self) -> float:
         """The loss scale in force (1.0 without fp16)."""
-        return 1.0 if self.loss_scaler is None else self.loss_scaler.scale
+        return self._step.scale
 
-    # -- forward -----------------------------------------------------------------------------------------------------
+    # -- batches -------------------------------------------------------------------------------------------------------
+
+    def train_batch_size(self) -> int:
+        """Return the number of samples of all ranks in one step."""
+        return self._batches.total
+
+    def train_micro_batch_size_per_gpu(self) -> int:
+        """Return the number of samples of one rank in one forward pass."""
+        return self._batches.micro
+
+    def gradient_accumulation_steps(self) -> int:
+        """Return the number of micro-batches in one step."""
+        return self._batches.steps
+
+    def get_batch_info(self) -> tuple[int, int, int]:
+        """Return (train_batch_size, train_micro_batch_size_per_gpu, gradient_accumulation_steps)."""
+        return self._batches.total, self._batches.micro, self._batches.steps
+
+    def set_train_batch_size(self, train_batch_size: int) -> None:
+        """Change the global batch size by changing the number of accumulation steps.
+
+        Raises:
+            BatchSizeError: it is not a positive multiple of micro-batch size times ranks, or the script counts
+                micro-batches, not the engine.
+        """
+        self._batches.set_total(train_batch_size)
+
+    def set_train_micro_batch_size(self, micro_batch_size: int) -> None:
+        """Change the micro-batch size; the number of accumulation steps stays.
+
+        Raises:
+            BatchSizeError: it is not positive.
+        """
+        self._batches.set_micro(micro_batch_size)
+
+    def deepspeed_io(
+        self,
+        dataset: Any,
+        batch_size: int | None = None,
+        route: str = "train",
+        pin_memory: bool = True,
+        data_sampler: Iterable[Any] | None = None,
+        collate_fn: Callable[[list[Any]], Any] | None = None,
+        num_local_io_workers: int | None = None,
+    ) -> EngineDataLoader:
+        """Return a loader of this rank's share of a data set, as `initialize(training_data=...)` makes one.
+
+        Its position is not a part of checkpoints, other than that of `engine.training_dataloader`.
+
+        Args:
+            dataset: a map-style or iterable dataset.
+            batch_size: samples in a batch of this rank; None: train_micro_batch_size_per_gpu.
+            route: what it is for; "train" shuffles a map-style dataset without a sampler, "eval" and "predict" keep
+                its order.
+            pin_memory: pin batches for a CUDA device; there is nothing to pin for a CPU.
+            data_sampler: gives this rank's indices.
+            collate_fn: makes a batch from a list of samples.
+            num_local_io_workers: processes that fetch ahead; None: none.
+
+        Raises:
+            UsageError: an unknown route.
+            ConfigError: the settings contradict each other or the dataset, or no batch comes out.
+        """
+        return self._batches.loader(
+            dataset, batch_size, route, pin_memory, data_sampler, collate_fn, num_local_io_workers
+        )
+
+    # -- forward and backward ------------------------------------------------------------------------------------------
 
     def forward(self, *inputs: Any, **kwargs: Any) -> Any:
         """Run the module and return what it returns.
@@ -244,41 +388,21 @@ class Engine(EngineAttributes, BatchSizes, ConfigGetters, Interchange, FaultTole
         # A transform of torch.func differentiates by itself, and accumulates nothing.
         own = torch.is_grad_enabled() and not transforming()
         if own:
-            self._new_micro_batch = True
+            self._step.new_micro_batch = True
             self.sharded.places.check()
         if self._resolution.config.fp16.enabled and self._resolution.config.fp16.auto_cast:
             inputs, kwargs = cast_floats((inputs, kwargs), torch.float16)
-        self._remember_call(inputs, kwargs)
+        self._memory.remember_call(inputs, kwargs)
         try:
             with autocast(self.device, self._autocast_dtype):
                 outputs = self.module(*inputs, **kwargs)
         except (RuntimeError, MemoryError) as error:
             if not is_out_of_memory(error):
                 raise
-            raise explained(error, self._circumstances("the engine's forward()")) from error
-        if self.loss_scaler is not None and own:
-            outputs = scale_gradients_of(outputs, self._output_scale)
+            raise explained(error, self._memory.circumstances("the engine's forward()")) from error
+        if self._step.loss_scaler is not None and own:
+            outputs = scale_gradients_of(outputs, self._step.output_scale)
         return outputs
-
-    def _output_scale(self) -> float:
-        self._scale_entered = True
-        return 1.0 if self._engine_backward else self.cur_scale
-
-    def backward_begins(self) -> None:
-        """See `shardwise.zero.passes.driver.Driver`."""
-        self._agree_on_reference(None)
-
-    def backward_ended(self, brought: bool) -> None:
-        """Remember how the pass was weighted, and whether it has brought gradients without the loss scale; the step
-        tells all ranks.
-        """
-        if brought or self._engine_backward:  # not torch.autograd.grad, which accumulates nothing
-            self._new_micro_batch = True
-            self._window.count(self._pass_weight)
-        self._unscaled |= brought and not self._scale_entered and self.cur_scale != 1.0
-        self._scale_entered = False
-
-    # -- backward ----------------------------------------------------------------------------------------------------
 
     @never_compiled
     def backward(
@@ -323,60 +447,11 @@ class Engine(EngineAttributes, BatchSizes, ConfigGetters, Interchange, FaultTole
             raise UsageError(
                 "engine.backward(loss): the loss does not require a gradient; was it computed under no_grad?"
             )
-        counted = None if weight is None else self._weight_of(weight, scale_wrt_gas)
-        self.sharded.hooks.settle()
-        steps = self.gradient_accumulation_steps()
-        self._agree_on_reference(counted)
-        factor: Weight = self.cur_scale * (1.0 if scale_wrt_gas else float(steps))
-        if counted is not None:
-            factor = counted * (self.cur_scale / self._reference)
-        zero = counted is not None and not isinstance(counted, torch.Tensor) and counted == 0.0
-        if self._window.losses is not None and not zero:
-            self._window.losses.append(loss.detach())
-        scaled = loss if isinstance(factor, float) and factor == 1.0 else loss * factor
-        self._engine_backward = self._scale_entered = True
-        self._pass_weight = counted
-        try:
-            with explaining(lambda: self._circumstances("engine.backward()", graph=True)):
-                self.sharded.backward([] if zero else [scaled], retain_graph=retain_graph)
-        finally:
-            self._engine_backward = False
-            self._pass_weight = None
-        return loss / steps if scale_wrt_gas and steps > 1 and counted is None else loss
-
-    def _weight_of(self, weight: Any, scale_wrt_gas: bool) -> Weight:
-        if not scale_wrt_gas:
-            raise UsageError(
-                "engine.backward(loss, weight=..., scale_wrt_gas=False): a weighted loss is divided by the sum of the "
-                "weights and by nothing else; leave scale_wrt_gas out"
-            )
-        if not self.gradient_average:
-            raise UsageError(
-                'engine.backward(loss, weight=...): `gradient_allreduce_op` is "sum", and weights make a mean over '
-                'ranks and micro-batches. Set it to "mean", or leave the weight out and divide the loss yourself'
-            )
-        return checked_weight(weight)
-
-    @property
-    def _reference(self) -> float:
-        """The weight that leaves a loss as it is."""
-        return (self.loss_scaler.reference_weight if self.loss_scaler is not None else None) or 1.0
-
-    def _agree_on_reference(self, weight: Weight | None) -> None:
-        """Under loss scaling, before the first backward pass: agree on the unit in which weights are counted.
-
-        All ranks take part in every backward pass, so they all come here, whether or not theirs has a weight.
-        """
-        if self.loss_scaler is None or self._reference_asked:
-            return
-        self._reference_asked = True
-        if self.loss_scaler.reference_weight is not None:
-            return  # it comes from a checkpoint
-        facts = [0.0 if weight is None else weight, float(weight is not None)]
-        assert self.sharded.sums is not None
-        total, weighted = self.sharded.sums.of(facts, "reference_weight").tolist()
-        if total:
-            self.loss_scaler.reference_weight = reference_for(total / weighted)
+        explained_here = explaining(lambda: self._memory.circumstances("engine.backward()", graph=True))
+        with self._step.passing(loss, weight, scale_wrt_gas) as roots, explained_here:
+            self.sharded.backward(roots, retain_graph=retain_graph)
+        steps = self._batches.steps
+        return loss / steps if scale_wrt_gas and steps > 1 and weight is None else loss
 
     def scale(self, loss: torch.Tensor) -> torch.Tensor:
         """Return the loss to call `backward()` on by hand: unchanged, for the scale enters at the model's outputs.
@@ -387,8 +462,7 @@ class Engine(EngineAttributes, BatchSizes, ConfigGetters, Interchange, FaultTole
         _check_scalar(loss, "engine.scale(loss)")
         return loss
 
-    @contextlib.contextmanager
-    def no_sync(self) -> Iterator[None]:
+    def no_sync(self) -> contextlib.AbstractContextManager[None]:
         """Add gradients up locally inside the block; the first backward pass outside reduces the sum.
 
         Raises:
@@ -396,19 +470,9 @@ class Engine(EngineAttributes, BatchSizes, ConfigGetters, Interchange, FaultTole
             UsageError: the engine has been destroyed.
         """
         self.sharded.check_open("engine.no_sync()")
-        if self.sharded.plan.reduces_micro_batches:
-            raise SyncError(
-                "no_sync() needs whole gradients on every rank; zero_optimization.stage "
-                f"{self.sharded.plan.stage} shards them. "
-                "Use stage 0 or 1, or drop no_sync(): accumulation works without it."
-            )
-        before, self.inside_no_sync_ctxt = self.inside_no_sync_ctxt, True
-        try:
-            yield
-        finally:
-            self.inside_no_sync_ctxt = before
+        return self._step.no_sync()
 
-    # -- boundaries --------------------------------------------------------------------------------------------------
+    # -- steps ---------------------------------------------------------------------------------------------------------
 
     def is_gradient_accumulation_boundary(self) -> bool:
         """Whether the current micro-batch is the last one before an update.
@@ -416,9 +480,7 @@ class Engine(EngineAttributes, BatchSizes, ConfigGetters, Interchange, FaultTole
         Where the script counts micro-batches (`managed_gradient_accumulation` false) every `step()` is a boundary, and
         this is true unless it has been declared otherwise for the window.
         """
-        if self._boundary is not None:
-            return self._boundary
-        return not self._managed or (self.micro_steps + 1) % self.gradient_accumulation_steps() == 0
+        return self._step.is_boundary()
 
     def set_gradient_accumulation_boundary(self, is_boundary: bool | None) -> None:
         """Declare whether the current micro-batch is a boundary; holds until changed, None returns to counting.
@@ -426,27 +488,7 @@ class Engine(EngineAttributes, BatchSizes, ConfigGetters, Interchange, FaultTole
         Where the script counts micro-batches it says that the next backward pass is the last one before `step()`, so
         that gradients can be reduced during it (stages 0 and 1); it holds until that step.
         """
-        self._boundary = is_boundary
-
-    @property
-    def _managed(self) -> bool:
-        """Whether the engine counts micro-batches."""
-        return bool(self._resolution.config.managed_gradient_accumulation)
-
-    def reduces_now(self) -> bool:
-        """Whether the backward pass that starts now ends an accumulation window."""
-        if self.inside_no_sync_ctxt:
-            return False
-        return self.is_gradient_accumulation_boundary() if self._managed else self._boundary is True
-
-    def begins_window(self) -> bool:
-        """Whether no rank has had a micro-batch of this accumulation window before.
-
-        A rank may have left out its backward pass. Where the script counts micro-batches this is not known, and False.
-        """
-        return self._managed and self.micro_steps == self._window_began
-
-    # -- step --------------------------------------------------------------------------------------------------------
+        self._step.set_boundary(is_boundary)
 
     @never_compiled
     def step(self, lr_kwargs: dict[str, Any] | None = None) -> None:
@@ -468,38 +510,12 @@ class Engine(EngineAttributes, BatchSizes, ConfigGetters, Interchange, FaultTole
                 as they were; the window's gradients are dropped.
         """
         self.sharded.check_open("engine.step()")
-        if self.inside_no_sync_ctxt:
-            raise SyncError("engine.step() inside no_sync() would step gradients that no other rank has seen")
         if self.optimizer is None:
             raise UsageError(f"engine.step(): {self._no_optimizer()}")
-        self._was_applied = False
-        boundary = not self._managed or self.is_gradient_accumulation_boundary()
-        # Whether a whole window is empty is known to all ranks after their all-reduce, and not before.
-        if not self._new_micro_batch and not (boundary and self._window.passes == 0) and self._prepared is None:
-            self._say_idle("the model has not been run since the last step()")
-            return
-        if boundary:
-            with explaining(lambda: self._circumstances("engine.step()", stepping=True)):
-                taken = self._take_step(lr_kwargs)
-            self._new_micro_batch = False
-            if not taken:
-                self.micro_steps = self._window_began
-                self._say_idle("no rank has run a backward pass since the last update")
-                return
-            if not self._managed:
-                self._boundary = None
-        self._new_micro_batch = False
-        self.micro_steps += 1
-        if boundary:
-            self._window_began = self.micro_steps
-            self._after_boundary()
-
-    def _say_idle(self, why: str) -> None:
-        if self.global_rank == 0:
-            warn_once(
-                f"engine.step() at {user_line()}: {why}, so there is nothing to step: parameters, optimizer state, "
-                "schedule and counters stay as they are. Is step() called twice, or backward() left out?"
-            )
+        with explaining(lambda: self._memory.circumstances("engine.step()", stepping=True)):
+            ended = self._step.take(lr_kwargs)
+        if ended:
+            self._faults.after_boundary()
 
     def _no_optimizer(self) -> str:
         section = self._resolution.config.optimizer
@@ -510,221 +526,23 @@ class Engine(EngineAttributes, BatchSizes, ConfigGetters, Interchange, FaultTole
             "model_parameters) required a gradient"
         )
 
-    def _take_step(self, lr_kwargs: dict[str, Any] | None) -> bool:
-        """Take the step that ends a window; return False, and change nothing, if no rank has run a backward pass."""
-        sharded = self.sharded
-        sharded.check_can_step()
-        prepared = self._prepared = self._prepared or self._prepare()
-        if prepared is None:
-            self.drop_gradients()
-            return False
-        if sharded.reducer is not None and sharded.reducer.passes != prepared.passes:
-            raise UsageError(
-                "engine.step() has raised before, when the gradients were already prepared for the update, and another "
-                "backward pass has come on top of them. Call engine.zero_grad() and compute the window's gradients anew"
-            )
-        samples = self._samples()
-        scale, overflow = self.cur_scale, prepared.overflow
-        if overflow is not None and self._non_finite.policy == "stop":
-            self.drop_gradients()
-            self.micro_steps = self._window_began
-            raise NonFiniteError(
-                f'step {self.global_steps}: gradients are not finite, and `non_finite` is "stop": {overflow}. '
-                "Parameters and optimizer state are as they were before this step"
-            )
-        used = tuple(float(lr) for lr in self.get_lr())
-        if overflow is None:
-            if not prepared.applied and not sharded.takes_factor():
-                sharded.scale_gradients(prepared.factor)
-                prepared = self._prepared = replace(prepared, applied=True)
-            sharded.step(1.0 if prepared.applied else prepared.factor)
-        self._prepared = None
-        self._unscaled = False
-        self._window = self._new_window()
-        sharded.end_window(overflow is None)
-        norm, coefficient = prepared.norm, prepared.coefficient
-        clipped = None if norm is None or overflow is not None else norm if coefficient is None else norm * coefficient
-        self.last_step = StepReport(
-            overflow is None, norm, coefficient, scale, used, clipped, prepared.weight, overflow
-        )
-        self._was_applied = overflow is None
-        self._tell_overflow(overflow is not None)
-        if self.loss_scaler is not None:
-            self.loss_scaler.update(overflow is not None, overflow or "")
-        if overflow is not None and self.global_rank == 0:
-            change = f"stays at {scale:g}" if scale == self.cur_scale else f"goes from {scale:g} to {self.cur_scale:g}"
-            told = "" if self.loss_scaler is None else f"; the loss scale {change}"
-            level = logging.WARNING if self.loss_scaler is None else logging.INFO  # scales are searched in this way
-            logger.log(level, "step %d is skipped: overflow in %s%s", self.global_steps, overflow, told)
-        self.global_steps += 1
-        self.global_samples += samples
-        if overflow is not None:
-            self.skipped_steps += 1
-        elif self.lr_scheduler is not None:
-            self.lr_scheduler.step(**(lr_kwargs or {}))
-        self._print_progress()
-        return True
-
-    def _samples(self) -> int:
-        """Return the samples of all ranks in the window that ends now; they are taken to be as many on each rank."""
-        if self._managed:
-            return self.train_batch_size()
-        return self.train_micro_batch_size_per_gpu() * self.world_size * self._window.passes
-
-    def _new_window(self) -> Window:
-        return Window(losses=None if self._non_finite.policy == "ignore" else [])
-
-    def _tell_overflow(self, overflow: bool) -> None:
-        """Keep on the optimizer whether its last step was skipped: frameworks ask it, not the engine."""
-        if (
-            self.optimizer is not None
-            and self.loss_scaler is not None
-            and not hasattr(type(self.optimizer), "overflow")
-        ):
-            self.optimizer.overflow = overflow  # type: ignore[attr-defined]
-
-    def _prepare(self) -> _Prepared | None:
-        """Find out what the optimizer needs to know of the window's gradients: complete them, compute norm and factor.
-
-        Done once a window: if the optimizer then raises, the next `step()` goes on from here. None if there are no
-        gradients: no rank has run a backward pass in the window.
-        """
-        config, sharded = self._resolution.config, self.sharded
-        reducer = sharded.reducer
-        assert reducer is not None and sharded.sums is not None
-        sharded.hooks.settle()
-        reducer.complete_window()
-        if config.strict_sync:
-            sharded.check_branches()
-        clip = float(config.gradient_clipping)
-        unused = None if config.zero_optimization.ignore_unused_parameters else reducer.unused()
-        asked = unused is not None or self.loss_scaler is not None
-        reported = float(bool(unused) or self._unscaled)
-        probe = None
-        wrong: float | torch.Tensor = 0.0
-        if self._non_finite.policy == "warn" and not computes_norm(config):
-            probe = sharded.sums.probe()
-            wrong = self._non_finite.flag(probe)
-        facts = [*self._window.facts(), reported, wrong, *self._signals.facts(self._comm.rank)]
-        sums = norm = None
-        if computes_norm(config):
-            sums, told = sharded.sums.squares(facts)
-        else:
-            told = sharded.sums.of(facts, "step_facts")
-        # The others' passes are looked at, and waited for, where there are none on this rank.
-        if self._window.passes == 0 and not any(told[1:FACTS].tolist()):
-            self._listen(told, None, now=True)
-            return None
-        weight = told[0].clone() if self._window.weighted else None
-        factor = self._gradient_factor(weight)
-        if sums is not None:
-            norm = combine(sums, factor)
-            if self._non_finite.policy == "warn":
-                told[FACTS + 1] = self._non_finite.flag(norm)
-        evidence = Evidence(self.global_steps, self._window, factor, sums if probe is None else probe, probe is None)
-        if self._listen(told, evidence, now=asked or told.device.type == "cpu"):
-            self._refuse(unused or [])
-        overflow = coefficient = None
-        multiplier = factor
-        if sums is not None and norm is not None and checks_overflow(config) and not bool(torch.isfinite(norm)):
-            overflow = explain_overflow(sharded, sums, abs(float(factor)), self.cur_scale, self._window.lost())
-        elif clip and norm is not None:
-            coefficient = sharded.clip_factor(norm, clip)
-            multiplier = coefficient * factor
-        if weight is not None and self.loss_scaler is not None and self.loss_scaler.reference_weight is None:
-            # The first pass had no weight, or one of zero; the window was counted in units of 1.
-            self.loss_scaler.reference_weight = reference_for(float(weight / told[1])) if float(weight) else None
-        return _Prepared(norm, coefficient, weight, overflow, reducer.passes, multiplier)
-
-    def _listen(self, told: torch.Tensor, evidence: Evidence | None, *, now: bool) -> bool:
-        """Learn what the ranks have said: now, or at the next step where nothing but weights, signals and a warning
-        depends on it and it would mean waiting now. Return whether any rank has reported something.
-        """
-        self._hear_before()
-        if evidence is not None and not now:
-            self._told = Later(told), evidence
-            return False
-        return self._hear(told.tolist(), evidence, late=False)
-
-    def _hear_before(self) -> None:
-        """Learn what the ranks have said at the last step, if that has not been heard yet (all ranks call)."""
-        before, self._told = self._told, None
-        if before is not None:
-            self._hear(before[0].read(), before[1], late=True)
-
-    def _hear(self, told: list[float], evidence: Evidence | None, *, late: bool) -> bool:
-        self._signals.hear(told[FACTS + 2 :])
-        check_mixed(told[:FACTS])
-        if evidence is not None and self._non_finite.policy == "warn":
-            self._non_finite.hear(bool(told[FACTS + 1]), evidence, late=late)
-        return bool(told[FACTS])
-
-    def _refuse(self, unused: list[str]) -> None:
-        """Raise on every rank what is wrong with the window's gradients on some rank; `unused`: names on this one."""
-        everyone = self._comm.exchange((self._unscaled, unused), "step")
-        unscaled = [rank for rank, (found, _) in enumerate(everyone) if found]
-        if unscaled:
-            raise UsageError(
-                f"engine.step(): on ranks {unscaled} gradients of this window do not have the loss scale (now "
-                f"{self.cur_scale:g}), so they would be that many times too small: loss.backward() was called on a "
-                "loss that was not computed from what the engine returned (from engine.module(...), or from a value "
-                "kept inside of the model). Call engine.zero_grad(), and use engine.backward(loss) on such losses"
-            )
-        told = "; ".join(f"on rank {rank} {', '.join(names)}" for rank, (_, names) in enumerate(everyone) if names)
-        raise UsageError(
-            "zero_optimization.ignore_unused_parameters is false and these parameters have received no gradient since "
-            f"the last step: {told}. Freeze them (requires_grad_(False)), use them, or leave the key out: they then "
-            "get a zero gradient."
-        )
-
-    def _gradient_factor(self, weight: torch.Tensor | None) -> float | torch.Tensor:
-        """Return what turns accumulated sums into the gradient: the mean over ranks and micro-batches, or the division
-        by the sum of their weights, with the loss scale divided out.
-        """
-        if weight is not None:
-            # Without any weight the sums are zero, and so is the gradient.
-            return self._reference / (torch.where(weight > 0, weight, 1.0) * self._scale_of_sums())
-        return 1.0 / self.reduction_scale()
-
-    def _scale_of_sums(self) -> float:
-        prescale = self.sharded.reducer.prescale if self.sharded.reducer is not None else 1.0
-        return prescale * self.cur_scale
-
-    def reduction_scale(self) -> float:
-        """Return what divides sums over ranks and micro-batches to give their mean (or sum, as configured).
-
-        Weights of micro-batches are not in it: what a lossy reduction keeps for later counts by its own.
-        """
-        ranks = self.world_size if self.gradient_average else 1
-        return ranks * self.gradient_accumulation_steps() * self._scale_of_sums()
-
-    def gradient_factor(self) -> float | torch.Tensor:
-        """Return what turns the sums held now into the gradient of the micro-batches so far (all ranks call)."""
-        if self._prepared is not None and self._prepared.applied:
-            return 1.0
-        assert self.sharded.sums is not None and self.sharded.reducer is not None
-        window, passes = self._window, self.sharded.reducer.passes
-        if window.agreed is None or window.agreed[0] != passes:
-            window.agreed = passes, self.sharded.sums.of(window.facts(), "weights")
-        told = window.agreed[1]
-        facts = told.tolist()
-        check_mixed(facts)
-        return self._gradient_factor(told[0] if facts[1] else None)
-
-    def _print_progress(self) -> None:
-        every = self._resolution.config.steps_per_print
-        if every and self.global_steps % every == 0 and self.global_rank == 0:
-            logger.info("step=%d skipped=%d lr=%s", self.global_steps, self.skipped_steps, self.get_lr())
-
     def was_step_applied(self) -> bool:
         """Whether the last `step()` updated the parameters."""
-        return self._was_applied
+        return self._step.applied
 
     def get_global_grad_norm(self) -> float | None:
         """Return the global gradient norm of the last update before clipping, or None if there is none."""
         if self.last_step is None or self.last_step.grad_norm is None:
             return None
         return float(self.last_step.grad_norm)
+
+    def zero_grad(self, set_to_none: bool = True) -> None:
+        """Drop accumulated gradients: the window starts anew."""
+        self.sharded.hooks.settle()
+        super().zero_grad(set_to_none=set_to_none)
+        self._step.drop_gradients()
+
+    # -- the module ----------------------------------------------------------------------------------------------------
 
     def _apply(self, fn: Callable[[torch.Tensor], torch.Tensor], recurse: bool = True) -> Engine:
         """Serve `to`, `half`, `cuda` and the like: parameters stay what they are, buffers follow.
@@ -765,20 +583,6 @@ class Engine(EngineAttributes, BatchSizes, ConfigGetters, Interchange, FaultTole
             )
         super().to_empty(device=device, recurse=recurse)
         return self
-
-    def zero_grad(self, set_to_none: bool = True) -> None:
-        """Drop accumulated gradients: the window starts anew."""
-        self.sharded.hooks.settle()
-        super().zero_grad(set_to_none=set_to_none)
-        self.drop_gradients()
-
-    def drop_gradients(self) -> None:
-        """Forget the gradients that the engine has accumulated."""
-        self._prepared = None
-        self._unscaled = False
-        self._window = self._new_window()
-        if self.sharded.reducer is not None:
-            self.sharded.reducer.clear()
 
     def gathered(self) -> contextlib.AbstractContextManager[None]:
         """Return a context in which all parameters are whole on every rank.
@@ -824,8 +628,6 @@ class Engine(EngineAttributes, BatchSizes, ConfigGetters, Interchange, FaultTole
         if not self.is_compiled:
             super().compile(backend=backend, **{**(compile_kwargs or {}), **options})
 
-    # -- life cycle --------------------------------------------------------------------------------------------------
-
     def empty_partition_cache(self) -> None:
         """Release what is gathered on this rank: after a forward pass the unit that a backward pass needs first.
 
@@ -834,6 +636,538 @@ class Engine(EngineAttributes, BatchSizes, ConfigGetters, Interchange, FaultTole
         self.sharded.hooks.settle()
         for unit in self.sharded.units:
             unit.release()
+
+    # -- checkpoints ---------------------------------------------------------------------------------------------------
+
+    def save_checkpoint(
+        self,
+        save_dir: str | os.PathLike[str],
+        tag: str | int | None = None,
+        client_state: Mapping[str, Any] | None = None,
+        save_latest: bool = True,
+        exclude_frozen_parameters: bool = False,
+        *,
+        asynchronous: bool | None = None,
+    ) -> bool:
+        """Save everything that is needed to go on exactly: `<save_dir>/<tag>/`.
+
+        Parameters are saved as master weights. Besides them: optimizer state, buffers, schedule, loss scaler,
+        counters, place in the training data, and every rank's random number generators. The directory appears whole
+        or not at all, also where one of this name exists.
+
+        Values that are infinite or NaN are said in the log, and the checkpoint is marked: `resume` prefers the last one
+        without, which `checkpoint.keep_last` does not remove. With `non_finite` "skip" or "stop" `latest` goes on
+        naming the one before.
+
+        In the middle of an accumulation window the gradients so far are not saved, which the log says: whoever goes on
+        from the checkpoint begins the window anew, with the micro-batches that follow.
+
+        An asynchronous save returns when the state has been copied, and another process writes it; see
+        `wait_for_checkpoint`. If the one before is still being written, it is waited for first.
+
+        Args:
+            save_dir: directory of the run's checkpoints; on a file system that all ranks share. Rank 0's counts.
+            tag: name of this checkpoint; `global_step<N>` if None.
+            client_state: state of the script: nested lists, tuples and dictionaries of None, bool, int, float, str,
+                bytes, tensors and numpy arrays. Rank 0's is saved.
+            save_latest: let the file `latest` name this checkpoint.
+            exclude_frozen_parameters: leave out parameters that do not require a gradient.
+            asynchronous: write while training goes on; None: as `checkpoint.async_save` says. The same on every rank.
+
+        Returns:
+            True.
+
+        Raises:
+            CheckpointPathError: `save_dir` or `tag` cannot be used (a ValueError).
+            UsageError: ranks differ in `asynchronous`, or the engine does not span all processes.
+            CheckpointError: something in `client_state` cannot be saved, or writing failed on some rank. Raised on all
+                ranks; earlier checkpoints are unchanged, unless the message says that this one is complete and that
+                only `latest` could not be written. Also if the asynchronous save before has failed, which the message
+                names: this one has then not begun, and may be called again.
+
+        Example:
+            >>> import shardwise, tempfile
+            >>> engine, *_ = shardwise.initialize(
+            ...     model=torch.nn.Linear(4, 1),
+            ...     config={"train_batch_size": 2, "optimizer": {"type": "AdamW", "params": {"lr": 1e-2}}},
+            ... )
+            >>> directory = tempfile.mkdtemp()
+            >>> engine.save_checkpoint(directory, client_state={"epoch": 3})
+            True
+            >>> path, client_state = engine.load_checkpoint(directory)
+            >>> path.removeprefix(directory), client_state
+            ('/global_step0', {'epoch': 3})
+            >>> engine.destroy()
+        """
+        self._checkpoints.save(save_dir, tag, client_state, save_latest, exclude_frozen_parameters, asynchronous)
+        return True
+
+    def load_checkpoint(
+        self,
+        load_dir: str | os.PathLike[str],
+        tag: str | int | None = None,
+        load_module_strict: bool = True,
+        load_optimizer_states: bool = True,
+        load_lr_scheduler_states: bool = True,
+        load_module_only: bool = False,
+        custom_load_fn: CustomLoad | None = None,
+        *,
+        include: Patterns | None = None,
+        exclude: Patterns | None = None,
+        rename: Rename | None = None,
+        load_param_groups: bool = True,
+    ) -> tuple[str | None, dict[str, Any] | None]:
+        """Bring a checkpoint back, whatever stage and number of ranks it was saved with.
+
+        With the layout it was saved with, training then goes on bit by bit as if it had not stopped. Bytes are checked
+        before anything is changed. What was loaded and what differed is in `engine.last_load`
+        (`shardwise.checkpoint.LoadReport`), and logged if anything differed. Checkpoints of DeepSpeed are loaded as
+        well; what they have and this engine cannot take over is logged.
+
+        Args:
+            load_dir: directory of the run's checkpoints.
+            tag: which one; None: the one that `latest` names, or, if that is incomplete or damaged, the newest that
+                is not (what is skipped and why is logged).
+            load_module_strict: names of parameters and buffers must be the same in model and checkpoint, and every
+                pattern and rule must match one. Otherwise what both have is loaded. Shapes must fit in any case.
+            load_optimizer_states: also load optimizer state, settings of parameter groups, and the loss scale.
+            load_lr_scheduler_states: also load the schedule.
+            load_module_only: load parameters and buffers and nothing else.
+            custom_load_fn: called as `custom_load_fn(src=state_dict, dst=module)` with all parameters whole, in place
+                of loading parameters by name.
+            include: load only parameters and buffers (names in the model) that match one of these patterns, in which
+                `*` is any text, `?` one character and `[ab]` one of some. Others keep their values.
+            exclude: load none that match one of these.
+            rename: names in the model for names in the checkpoint: a dictionary; a list of (regular expression,
+                replacement), each applied to what those before it have left; or a function of the name.
+            load_param_groups: with optimizer state, also load the settings of parameter groups (lr, weight_decay, ...),
+                for which the groups must be as they were. False: this engine's settings are kept, and parameters may
+                be in any groups.
+
+        Returns:
+            (path of the checkpoint, client_state), or (None, None) if `tag` is None and there is no `latest`.
+
+        Raises:
+            CheckpointPathError: `load_dir` or `tag` cannot be used.
+            CheckpointError: there is no such checkpoint, it is incomplete, damaged, of another format or another model.
+                If names or shapes do not fit, its attribute `report` has all of them.
+            UsageError: an argument is not what it should be, or differs between ranks.
+
+        See `save_checkpoint` for an example.
+        """
+        return self._checkpoints.load(
+            load_dir,
+            tag,
+            load_module_strict,
+            load_optimizer_states,
+            load_lr_scheduler_states,
+            load_module_only,
+            custom_load_fn,
+            include,
+            exclude,
+            rename,
+            load_param_groups,
+        )
+
+    @property
+    def checkpoint_pending(self) -> bool:
+        """Whether an asynchronous save is being written; asking takes no time.
+
+        It speaks of this rank: ranks need not see the end in the same step, so nothing that all ranks do together
+        should depend on it. On rank 0 it ends when the checkpoint has been published.
+        """
+        return self._checkpoints.background.pending
+
+    @property
+    def last_async_save(self) -> SaveReport | None:
+        """What the last asynchronous save has cost this rank so far, or None if there was none."""
+        return self._checkpoints.background.report
+
+    def wait_for_checkpoint(self) -> str | None:
+        """Wait until the asynchronous save in progress, if there is one, has been published; all ranks call this.
+
+        Returns:
+            Path of the checkpoint, or None if there was nothing to wait for.
+
+        Raises:
+            CheckpointError: it could not be written, or nothing has been written of it for most of the limit of a
+                collective (a process that is stopped, a disk that does not answer), on all ranks alike; earlier
+                checkpoints are unchanged, unless the message says that this one is complete. Each failure is raised
+                once: here, by the next `save_checkpoint`, or by `destroy`, whichever comes first.
+            UsageError: the engine has been destroyed.
+
+        Example:
+            >>> import shardwise, tempfile
+            >>> engine, *_ = shardwise.initialize(
+            ...     model=torch.nn.Linear(4, 1),
+            ...     config={
+            ...         "train_batch_size": 2,
+            ...         "optimizer": {"type": "AdamW", "params": {"lr": 1e-2}},
+            ...         "checkpoint": {"async_save": True},
+            ...     },
+            ... )
+            >>> directory = tempfile.mkdtemp()
+            >>> engine.save_checkpoint(directory)
+            True
+            >>> engine.wait_for_checkpoint().removeprefix(directory)
+            '/global_step0'
+            >>> engine.checkpoint_pending, engine.wait_for_checkpoint()
+            (False, None)
+            >>> engine.destroy()
+        """
+        return self._checkpoints.background.wait()
+
+    # -- weights -------------------------------------------------------------------------------------------------------
+
+    def save_16bit_model(
+        self,
+        save_dir: str | os.PathLike[str],
+        save_filename: str = "model.safetensors",
+        exclude_frozen_parameters: bool = False,
+        max_shard_size: int | str | None = None,
+    ) -> bool:
+        """Write whole weights to one file that plain PyTorch can load.
+
+        Values have the dtype that the module computes with (so they are 16-bit where training is). Rank 0 writes
+        while units are gathered one by one; no rank ever holds more than one whole unit. All names of tied parameters
+        are in it. `export` writes master weights, and tied parameters as Hugging Face does.
+
+        Args:
+            save_dir: directory; created if needed.
+            save_filename: ends in `.safetensors`, or in `.bin`, `.pt` or `.pth` for a state dict of tensors as
+                `torch.save` writes it (`torch.load(weights_only=True)` reads it).
+            exclude_frozen_parameters: leave out parameters that do not require a gradient.
+            max_shard_size: write several files of at most this many bytes, or "5GB", with an index. None: one file.
+
+        Returns:
+            True.
+
+        Raises:
+            CheckpointPathError: the directory or the name cannot be used.
+            CheckpointError: `max_shard_size` is not a size, or writing failed; raised on all ranks.
+
+        Example:
+            >>> engine.save_16bit_model("out")  # doctest: +SKIP
+            True
+            >>> model.load_state_dict(safetensors.torch.load_file("out/model.safetensors"))  # doctest: +SKIP
+        """
+        self._interchange.save_16bit(save_dir, save_filename, exclude_frozen_parameters, max_shard_size)
+        return True
+
+    save_fp16_model = save_16bit_model
+
+    def module_state_dict(
+        self,
+        destination: dict[str, Any] | None = None,
+        prefix: str = "",
+        keep_vars: bool = False,
+        exclude_frozen_parameters: bool = False,
+    ) -> dict[str, Any]:
+        """Return the module's whole state dict, on the CPU, with real values on every rank.
+
+        Args:
+            destination: dictionary to add to; a new one if None.
+            prefix: put before every name.
+            keep_vars: only False: values are copies.
+            exclude_frozen_parameters: leave out parameters that do not require a gradient.
+
+        Raises:
+            UsageError: `keep_vars` is set.
+        """
+        found = self._interchange.state_dict(exclude_frozen_parameters, keep_vars)
+        destination = {} if destination is None else destination
+        destination.update((prefix + name, value) for name, value in found.items())
+        return destination
+
+    def load_module_state_dict(
+        self,
+        checkpoint: Mapping[str, Any],
+        strict: bool = True,
+        custom_load_fn: CustomLoad | None = None,
+        fetch_z3_params: bool = False,
+        allowed_missing_keys: Iterable[str] | None = None,
+    ) -> None:
+        """Take over a whole state dict of the module; the same values on every rank. Optimizer state stays.
+
+        Args:
+            checkpoint: state dict, or a dictionary that has it under the key "module".
+            strict: names must be the same in module and state dict.
+            custom_load_fn: called as `custom_load_fn(src=state_dict, dst=module)` with all parameters whole instead.
+            fetch_z3_params: accepted for existing scripts; parameters are always reached.
+            allowed_missing_keys: names that the state dict may lack although `strict` is set; they keep their values.
+
+        Raises:
+            CheckpointError: names or shapes do not fit; nothing is changed then.
+        """
+        self._interchange.load_state_dict(checkpoint, strict, custom_load_fn, allowed_missing_keys)
+
+    def _consolidated_16bit_state_dict(self, exclude_frozen_parameters: bool = False) -> dict[str, Any] | None:
+        """Return the whole state dict on rank 0 and None elsewhere (called by trainers)."""
+        return self._interchange.consolidated(exclude_frozen_parameters)
+
+    _zero3_consolidated_16bit_state_dict = _consolidated_16bit_state_dict
+
+    def export(
+        self,
+        directory: str | os.PathLike[str],
+        format: str = "hf",
+        dtype: str | torch.dtype = KEEP,
+        max_shard_size: int | str | None = None,
+        exclude_frozen_parameters: bool = False,
+        all_names: bool = False,
+        overwrite: bool = False,
+    ) -> None:
+        """Write whole weights for other programs, as `shardwise export` makes them from a checkpoint.
+
+        What is written are the values that the optimizer steps: master weights, where there are any. Rank 0 writes;
+        the others send it what they hold, in pieces of 8 MiB, so that no rank needs memory for the model. The files
+        appear when all of them are complete.
+
+        Args:
+            directory: of the files, on rank 0; created if needed.
+            format: `hf` (safetensors, as Hugging Face's `from_pretrained` loads them) or `pt` (a state dict of tensors,
+                as `torch.save` writes it).
+            dtype: of floating-point tensors: `float32`, `bfloat16`, `float16`, or `keep` for that of the values.
+            max_shard_size: of one file, as "5GB" or a number of bytes; None: 5GB for `hf`, one file for `pt`.
+            exclude_frozen_parameters: leave out parameters that do not require a gradient.
+            all_names: `hf`: write a tied tensor under each of its names instead of once.
+            overwrite: replace weights that are in `directory`.
+
+        Raises:
+            CheckpointPathError: the directory cannot be used, or holds weights already.
+            CheckpointError: an argument is wrong, or writing failed; raised on all ranks.
+
+        Example:
+            >>> import os, shardwise, tempfile
+            >>> engine, *_ = shardwise.initialize(model=torch.nn.Linear(4, 1), config={"train_batch_size": 2})
+            >>> directory = tempfile.mkdtemp()
+            >>> engine.export(directory, dtype="bfloat16")
+            >>> os.listdir(directory)
+            ['model.safetensors']
+            >>> engine.destroy()
+        """
+        self._interchange.export(
+            directory, format, dtype, max_shard_size, exclude_frozen_parameters, all_names, overwrite
+        )
+
+    def load_weights(
+        self,
+        path: str | os.PathLike[str],
+        strict: bool = True,
+        rename: RenameWeights | None = None,
+        tag: str | int | None = None,
+    ) -> LoadedWeights:
+        """Read weights of another program into the shards: each rank reads what it holds, and nobody has all of them.
+
+        Master weights take the values with all their digits. Optimizer state, schedule and counters stay; gradients of
+        an unfinished accumulation window are dropped, as they are of other weights.
+
+        Args:
+            path: weights as Hugging Face keeps them (a directory, or a file .safetensors, .index.json, .bin, .pt), a
+                directory of torch.distributed.checkpoint, or a checkpoint; the same on every rank.
+            strict: every parameter and buffer must be in the files, and everything in the files have a place.
+            rename: name in the files -> name in the model, as a mapping (names that it does not have stay) or a
+                function; None for a name leaves the tensor out.
+            tag: of a checkpoint in a directory of checkpoints.
+
+        Returns:
+            (missing, unexpected): names that only the model, and only the files have; both empty if `strict`.
+
+        Raises:
+            CheckpointPathError: there are no weights at `path`.
+            CheckpointError: names (if `strict`) or shapes do not fit, or a file is damaged; nothing has been changed
+                then.
+
+        Example: a model of Hugging Face's, never whole on any rank.
+            >>> config = AutoConfig.from_pretrained(folder)  # doctest: +SKIP
+            >>> with shardwise.zero.Init():  # doctest: +SKIP
+            ...     model = AutoModelForCausalLM.from_config(config)
+            >>> engine, *_ = shardwise.initialize(model=model, config="config.json")  # doctest: +SKIP
+            >>> engine.load_weights(folder)  # doctest: +SKIP
+        """
+        return self._interchange.load_weights(path, strict, rename, tag)
+
+    # -- faults --------------------------------------------------------------------------------------------------------
+
+    def resume(self, save_dir: str | os.PathLike[str]) -> dict[str, Any] | None:
+        """Go on from the newest complete state there is: copies in memory, or a checkpoint on disk.
+
+        A script that calls this before its loop can be started again after any failure, and goes on by itself; so it
+        does under `shardwise run --max-restarts`. The state that was taken last is used, on disk the one that `latest`
+        names unless there is a newer one; of the same step the one in memory. Incomplete and damaged ones are passed
+        over, and the log says why. Stage and number of ranks may have changed; learning rate and schedule go on as
+        they were.
+
+        Args:
+            save_dir: the directory that is passed to `save_checkpoint`. It need not exist yet.
+
+        Returns:
+            The script's own state (`client_state`, or what `provide_client_state` has given), or None if there is
+            nothing to go on from. `engine.resumed` says what was found where, and how long it took.
+
+        Raises:
+            CheckpointPathError: `save_dir` cannot be used, or ranks name different ones.
+            CheckpointError: there is something, and it is of another model, or nothing of it is whole, or it cannot be
+                told what there is.
+
+        Example:
+            >>> import shardwise, tempfile
+            >>> engine, *_ = shardwise.initialize(
+            ...     model=torch.nn.Linear(4, 1),
+            ...     config={"train_batch_size": 2, "optimizer": {"type": "AdamW", "params": {"lr": 1e-2}}},
+            ... )
+            >>> runs = tempfile.mkdtemp()
+            >>> state = engine.resume(runs) or {"epoch": 0}  # nothing there yet
+            >>> engine.save_checkpoint(runs, client_state={"epoch": 3})
+            True
+            >>> engine.resume(runs), engine.resumed.source
+            ({'epoch': 3}, 'disk')
+            >>> engine.destroy()
+        """
+        return self._faults.resume(save_dir)
+
+    def provide_client_state(self, function: Callable[[], Mapping[str, Any]] | None) -> None:
+        """Say what is saved as the script's own state where the engine itself saves: on signals and in memory.
+
+        Args:
+            function: called on every rank at the end of a `step()`, after which counters and the place in the data are
+                already those of the next one; returns what `save_checkpoint` takes as `client_state`. None: nothing.
+        """
+        self._faults.provide_client_state(function)
+
+    def checkpoint_on_signal(
+        self,
+        save_dir: str | os.PathLike[str],
+        exit_on: Iterable[str] = ("SIGTERM",),
+        save_on: Iterable[str] = ("SIGUSR1",),
+    ) -> None:
+        """Save a checkpoint when this process or that of any other rank is sent a signal.
+
+        At the end of the step in which the signal comes (on a GPU: of that step or the next) all ranks save together:
+        what they have been sent travels along with the all-reduce that every step makes. After `exit_on` every rank
+        then ends by SystemExit with the code 128 + signal (143 for SIGTERM), which `shardwise run` does not take for a
+        failure. The keys `checkpoint.on_signal` of the configuration do the same.
+
+        Args:
+            save_dir: as for `save_checkpoint`.
+            exit_on: names of signals after which the job ends.
+            save_on: names of signals after which it goes on, also if the save fails, which is then logged.
+
+        Raises:
+            CheckpointPathError: `save_dir` cannot be used.
+            UsageError: a name is not that of a signal that can be handled, or is in both lists; ranks give different
+                signals; or this is not the main thread.
+
+        Example:
+            >>> import os, signal, shardwise, tempfile
+            >>> engine, *_ = shardwise.initialize(
+            ...     model=torch.nn.Linear(4, 1),
+            ...     config={"train_batch_size": 2, "optimizer": {"type": "AdamW", "params": {"lr": 1e-2}}},
+            ... )
+            >>> runs = tempfile.mkdtemp()
+            >>> engine.checkpoint_on_signal(runs)
+            >>> os.kill(os.getpid(), signal.SIGUSR1)  # as a scheduler would
+            >>> _ = engine.backward(engine(torch.ones(2, 4)).mean())
+            >>> engine.step()
+            >>> sorted(os.listdir(runs))
+            ['global_step1', 'latest']
+            >>> engine.destroy()
+        """
+        self._faults.checkpoint_on_signal(save_dir, exit_on, save_on)
+
+    def check_signals(self) -> None:
+        """Act on signals now, where no step does for a long time, as in an evaluation; a small collective.
+
+        Raises:
+            SystemExit: a rank has been sent a signal that ends the job.
+        """
+        self._faults.check_signals()
+
+    def copy_to_memory(self) -> MemoryCopy:
+        """Copy the training state into memory now, besides the regular times of `checkpoint.memory_copies`.
+
+        Raises:
+            UsageError: there is no such section in the configuration, or gradients of an unfinished window are held.
+            CheckpointError: there is no room, on all ranks alike; the newest copy is still there.
+        """
+        return self._faults.copy_to_memory()
+
+    @property
+    def last_memory_copy(self) -> MemoryCopy | None:
+        """What the last copy into memory has taken on this rank, or None."""
+        copies = self._faults.copies
+        return None if copies is None else copies.last
+
+    # -- memory --------------------------------------------------------------------------------------------------------
+
+    def memory_report(
+        self, sample_batch: Any = None, *, loss: Callable[[Any], torch.Tensor] | None = None
+    ) -> MemoryReport:
+        """Return planned, measured and least possible memory of this rank, by category. Not a collective.
+
+        The plan needs no step to have been taken. Activations are measured in steps taken under
+        `shardwise.memory.track_activations(engine.accountant)`, and planned if a sample batch is given.
+
+        Args:
+            sample_batch: one micro-batch, for planning activations: a mapping is passed to the module as keyword
+                arguments, a tuple or list as positional ones, anything else as the only argument.
+            loss: makes a scalar of the module's output, as the training loop does; by default the output's `loss`, or
+                the output itself, or the sum of what it contains.
+
+        Example:
+            >>> import shardwise
+            >>> from shardwise.memory import Category
+            >>> engine, *_ = shardwise.initialize(
+            ...     model=torch.nn.Linear(512, 512, bias=False),
+            ...     config={"train_batch_size": 4, "optimizer": {"type": "AdamW", "params": {"lr": 1e-3}}},
+            ... )
+            >>> report = engine.memory_report(torch.ones(4, 512))
+            >>> report.row(Category.PARAMETERS).planned == 512 * 512 * 4
+            True
+            >>> engine.destroy()
+        """
+        return self._memory.memory_report(sample_batch, loss=loss)
+
+    def memory_plans(
+        self,
+        sample_batch: Any = None,
+        *,
+        loss: Callable[[Any], torch.Tensor] | None = None,
+        stages: Sequence[int] = (0, 1, 2, 3),
+        micro_batches: Sequence[int] | None = None,
+        ranks: Sequence[int] | None = None,
+    ) -> MemoryPlans:
+        """Return what one rank would hold under other settings with the same global batch. Not a collective.
+
+        Each is planned by the engine's own parts, built on fake tensors and imagined ranks beside the running engine.
+
+        Args:
+            sample_batch: a micro-batch of the size now in force, for planning activations; see `memory_report`. Tensors
+                whose first dimension is that of its first tensor are cut for smaller micro-batches.
+            loss: as in `memory_report`.
+            stages: ZeRO stages to be planned.
+            micro_batches: sizes to be planned; default: the one in force. Accumulation makes up for it.
+            ranks: numbers of data-parallel ranks to be planned; default: that of the engine.
+
+        Raises:
+            UsageError: a micro-batch size times a number of ranks does not divide the global batch.
+
+        Example:
+            >>> import shardwise
+            >>> engine, *_ = shardwise.initialize(
+            ...     model=torch.nn.Linear(512, 512, bias=False),
+            ...     config={"train_batch_size": 8, "optimizer": {"type": "AdamW", "params": {"lr": 1e-3}}},
+            ... )
+            >>> plans = engine.memory_plans(torch.ones(8, 512), stages=[1, 3], ranks=[8])
+            >>> [plan.peaks["gradients"] * 8 == 512 * 512 * 4 for plan in plans.plans]
+            [True, True]
+            >>> engine.destroy()
+        """
+        return self._memory.memory_plans(
+            sample_batch, loss=loss, stages=stages, micro_batches=micro_batches, ranks=ranks
+        )
+
+    # -- the end -------------------------------------------------------------------------------------------------------
 
     def destroy(self) -> None:
         """Take everything off the model and the optimizer again, and give the engine's memory back (all ranks call).
@@ -848,14 +1182,15 @@ class Engine(EngineAttributes, BatchSizes, ConfigGetters, Interchange, FaultTole
             DesyncError: other ranks have gone on with training (stage 3); the parameters stay sharded. While an
                 exception is being handled it is a warning instead.
         """
-        failure = self._finish_save()
-        if not self.sharded.closed and self.optimizer is not None and self.loss_scaler is not None:
-            vars(self.optimizer).pop("overflow", None)
-        self._end_guard()
+        failure = self._checkpoints.background.finish()
+        if not self.sharded.closed:
+            self._step.close()
+        self._faults.end()
         try:
             self.sharded.close()
         finally:
-            self._comm.destroy()  # whoever waits for this rank is told
+            for ranks in dict.fromkeys((self.job, self.data)):
+                ranks.destroy()  # whoever waits for this rank is told
         if failure is not None:
             raise failure
 

@@ -85,7 +85,7 @@ def explained(error: BaseException, at: Circumstances) -> OutOfMemoryError:
     live = at.accountant.live
     # The pass is over. What its calls held is given back before the search, which needs a little memory itself.
     let_go_of_frames(error)
-    _give_back(at.subject.device)
+    give_back_freed_memory()
     first = str(error).strip().splitlines() or [type(error).__name__]
     asked = asked_bytes(error)
     lines = [
@@ -107,12 +107,6 @@ def explained(error: BaseException, at: Circumstances) -> OutOfMemoryError:
     told = OutOfMemoryError("\n".join(lines))
     told.asked, told.suggestion = asked, suggestion
     return told
-
-
-def _give_back(device: torch.device) -> None:
-    if device.type == "cuda":
-        torch.cuda.empty_cache()
-    give_back_freed_memory()
 
 
 def room_for(at: Circumstances, planner: Planner) -> tuple[MemoryLimit | None, int | None]:

@@ -1,6 +1,6 @@
 """Surviving failures: checkpoints on signals, copies in memory, and resuming from the newest complete state.
 
-The engine calls `_after_boundary` at the end of each step that ends a window. There the ranks act on signals that have
+The engine calls `after_boundary` at the end of each step that ends a window. There the ranks act on signals that have
 come to any of them, and copy their state into memory when it is time. Whether they do is the same on all ranks.
 """
 
@@ -21,7 +21,7 @@ from shardwise.checkpoint.copies import GENERATIONS, Generation, MemoryCopies, M
 from shardwise.checkpoint.load import Options
 from shardwise.checkpoint.newest import OnDisk, newest
 from shardwise.comm.environment import MEMORY_DIRECTORY
-from shardwise.engine.checkpointing import Checkpointing
+from shardwise.engine.background import saved_bytes
 from shardwise.engine.recovery import FirstStep, Resumed
 from shardwise.engine.signals import SignalWatch, signal_named
 from shardwise.errors import CheckpointError, CheckpointPathError, NonFiniteStateError, UsageError
@@ -30,8 +30,13 @@ from shardwise.utils.logging import logger
 
 if TYPE_CHECKING:
     from shardwise.checkpoint.collect import TrainingState
+    from shardwise.comm.communicator import Communicator
+    from shardwise.config import Resolution
+    from shardwise.engine.batch import Batches
+    from shardwise.engine.checkpointing import Checkpoints
     from shardwise.engine.dryrun import MemoryPlan
-    from shardwise.memory import Accountant
+    from shardwise.engine.step import TrainStep
+    from shardwise.zero.model import ShardedModel
 
 EXIT_BASE = 128
 """A job that ends because of a signal ends with this plus the signal's number, as shells have it: 143 for SIGTERM."""
@@ -40,23 +45,49 @@ _engines = count()
 """Numbers the engines of this process that keep copies, in the same order on all ranks and after every restart."""
 
 
-class FaultTolerance(Checkpointing):
-    """Mixin of `Engine`: what makes a failure cost seconds. Every method is called by all ranks together."""
+class FaultTolerance:
+    """What makes a failure cost seconds. Every method is called by all ranks together.
 
-    accountant: Accountant
+    Args:
+        sharded: the model.
+        resolution: the configuration.
+        job: all ranks that act together.
+        step: counts steps.
+        batches: the accumulation steps, for messages.
+        checkpoints: save and load.
+        signals: noted on this rank, and told to all with each step.
 
-    def _prepare_for_faults(self, rank: int) -> None:
-        """Begin without anything switched on."""
+    Attributes:
+        resumed: what `resume` has found; None before.
+        copies: in memory; None if the configuration asks for none.
+    """
+
+    def __init__(
+        self,
+        sharded: ShardedModel,
+        resolution: Resolution,
+        job: Communicator,
+        step: TrainStep,
+        batches: Batches,
+        checkpoints: Checkpoints,
+        signals: SignalWatch,
+    ) -> None:
         self.resumed: Resumed | None = None
-        self._signals = SignalWatch()
+        self.copies: MemoryCopies | None = None
+        self._sharded = sharded
+        self._resolution = resolution
+        self._job = job
+        self._step = step
+        self._batches = batches
+        self._checkpoints = checkpoints
+        self._signals = signals
         self._exit_on: frozenset[int] = frozenset()
         self._save_on_signal_to = ""
-        self._copies: MemoryCopies | None = None
         self._copies_wait = False
         self._given_client_state: Callable[[], Mapping[str, Any]] | None = None
-        self._first_step = FirstStep(rank)
+        self._first_step = FirstStep(job.rank)
 
-    def _guard_against_faults(self) -> None:
+    def guard(self) -> None:
         """Switch on what the configuration asks for (all ranks call)."""
         section = self._resolution.config.checkpoint
         if section.on_signal is not None:
@@ -65,14 +96,14 @@ class FaultTolerance(Checkpointing):
             self.checkpoint_on_signal(asked.save_dir, exit_on=asked.exit_on, save_on=asked.save_on)
         if section.memory_copies is not None:
             wanted = section.memory_copies
-            self._copies = MemoryCopies(
-                self.sharded,
+            self.copies = MemoryCopies(
+                self._sharded,
                 os.path.join(self._memory_directory(wanted.directory), f"engine{next(_engines)}"),
                 wanted.every,
                 wanted.replicas,
-                lambda buffer: self.accountant.hold(Category.BUFFERS, buffer),
+                lambda buffer: self._sharded.accountant.hold(Category.BUFFERS, buffer),
             )
-            self._copies.check_finite = self._resolution.config.non_finite != "ignore"
+            self.copies.check_finite = self._resolution.config.non_finite != "ignore"
             self._tell_where()
 
     def _memory_directory(self, given: str | None) -> str:
@@ -86,9 +117,9 @@ class FaultTolerance(Checkpointing):
         return found
 
     def _tell_where(self) -> None:
-        copies = self._copies
+        copies = self.copies
         assert copies is not None
-        if self._comm.rank:
+        if self._job.rank:
             return
         if len(copies.nodes) == 1:
             reach = "all ranks share one memory, so they outlive processes and not the machine"
@@ -99,12 +130,7 @@ class FaultTolerance(Checkpointing):
     # -- what the script says ----------------------------------------------------------------------------------------
 
     def provide_client_state(self, function: Callable[[], Mapping[str, Any]] | None) -> None:
-        """Say what is saved as the script's own state where the engine itself saves: on signals and in memory.
-
-        Args:
-            function: called on every rank at the end of a `step()`, after which counters and the place in the data are
-                already those of the next one; returns what `save_checkpoint` takes as `client_state`. None: nothing.
-        """
+        """See `Engine.provide_client_state`."""
         if function is not None and not callable(function):
             raise UsageError(
                 f"engine.provide_client_state(function): expected a function without arguments that returns a "
@@ -118,45 +144,11 @@ class FaultTolerance(Checkpointing):
     # -- signals -----------------------------------------------------------------------------------------------------
 
     def checkpoint_on_signal(
-        self,
-        save_dir: str | os.PathLike[str],
-        exit_on: Iterable[str] = ("SIGTERM",),
-        save_on: Iterable[str] = ("SIGUSR1",),
+        self, save_dir: str | os.PathLike[str], exit_on: Iterable[str], save_on: Iterable[str]
     ) -> None:
-        """Save a checkpoint when this process or that of any other rank is sent a signal.
-
-        At the end of the step in which the signal comes (on a GPU: of that step or the next) all ranks save together:
-        what they have been sent travels along with the all-reduce that every step makes. After `exit_on` every rank
-        then ends by SystemExit with the code 128 + signal (143 for SIGTERM), which `shardwise run` does not take for a
-        failure. The keys `checkpoint.on_signal` of the configuration do the same.
-
-        Args:
-            save_dir: as for `save_checkpoint`.
-            exit_on: names of signals after which the job ends.
-            save_on: names of signals after which it goes on, also if the save fails, which is then logged.
-
-        Raises:
-            CheckpointPathError: `save_dir` cannot be used.
-            UsageError: a name is not that of a signal that can be handled, or is in both lists; ranks give different
-                signals; or this is not the main thread.
-
-        Example:
-            >>> import os, signal, shardwise, tempfile
-            >>> engine, *_ = shardwise.initialize(
-            ...     model=torch.nn.Linear(4, 1),
-            ...     config={"train_batch_size": 2, "optimizer": {"type": "AdamW", "params": {"lr": 1e-2}}},
-            ... )
-            >>> runs = tempfile.mkdtemp()
-            >>> engine.checkpoint_on_signal(runs)
-            >>> os.kill(os.getpid(), signal.SIGUSR1)  # as a scheduler would
-            >>> _ = engine.backward(engine(torch.ones(2, 4)).mean())
-            >>> engine.step()
-            >>> sorted(os.listdir(runs))
-            ['global_step1', 'latest']
-            >>> engine.destroy()
-        """
-        self.sharded.check_open("engine.checkpoint_on_signal()")
-        with phase(self._comm, "checkpoint_on_signal") as agreed:
+        """See `Engine.checkpoint_on_signal`."""
+        self._sharded.check_open("engine.checkpoint_on_signal()")
+        with phase(self._job, "checkpoint_on_signal") as agreed:
             parent = directory.check_directory(save_dir, "save_dir")
             ends = {signal_named(name) for name in exit_on}
             saves = {signal_named(name) for name in save_on}
@@ -176,16 +168,12 @@ class FaultTolerance(Checkpointing):
         self._save_on_signal_to = parent
 
     def check_signals(self) -> None:
-        """Act on signals now, where no step does for a long time, as in an evaluation; a small collective.
-
-        Raises:
-            SystemExit: a rank has been sent a signal that ends the job.
-        """
-        self.sharded.check_open("engine.check_signals()")
-        facts = self._signals.facts(self._comm.rank)
+        """See `Engine.check_signals`."""
+        self._sharded.check_open("engine.check_signals()")
+        facts = self._signals.facts(self._job.rank)
         if facts:
-            told = torch.tensor(facts, dtype=torch.float64, device=self.device)
-            self._comm.all_reduce(told, "signals").wait()
+            told = torch.tensor(facts, dtype=torch.float64, device=self._sharded.device)
+            self._job.all_reduce(told, "signals").wait()
             self._signals.hear(told.tolist())
         self._act_on_signals()
 
@@ -197,16 +185,16 @@ class FaultTolerance(Checkpointing):
         ends = sorted(due & self._exit_on)
         began = time.perf_counter()
         try:
-            self.wait_for_checkpoint()
+            self._checkpoints.background.wait()
         except CheckpointError as error:  # of a save in the background, which is no reason not to make another
-            if self._comm.rank == 0:
+            if self._job.rank == 0:
                 logger.error("%s", error)
         try:
             # Not in the background: the time until the job is killed is short.
-            self.save_checkpoint(self._save_on_signal_to, client_state=self._client_state(), asynchronous=False)
+            self._checkpoints.save(self._save_on_signal_to, client_state=self._client_state(), asynchronous=False)
         except Exception as error:
             goes_on = not ends and isinstance(error, CheckpointError)
-            if self._comm.rank == 0:
+            if self._job.rank == 0:
                 after = "training goes on" if goes_on else "the job ends WITHOUT it"
                 logger.error("%s asked for a checkpoint, which could not be saved; %s: %s", names, after, error)
             self._signals.done()
@@ -214,12 +202,12 @@ class FaultTolerance(Checkpointing):
                 raise
             return
         self._signals.done()
-        if self._comm.rank == 0:
+        if self._job.rank == 0:
             after = f"the job ends with code {EXIT_BASE + ends[0]}" if ends else "training goes on"
             logger.info(
                 "%s: saved step %d in %s in %.2f s; %s",
                 names,
-                self.global_steps,
+                self._step.global_steps,
                 self._save_on_signal_to,
                 time.perf_counter() - began,
                 after,
@@ -230,28 +218,18 @@ class FaultTolerance(Checkpointing):
 
     # -- copies in memory --------------------------------------------------------------------------------------------
 
-    @property
-    def last_memory_copy(self) -> MemoryCopy | None:
-        """What the last copy into memory has taken on this rank, or None."""
-        return None if self._copies is None else self._copies.last
-
     def copy_to_memory(self) -> MemoryCopy:
-        """Copy the training state into memory now, besides the regular times of `checkpoint.memory_copies`.
-
-        Raises:
-            UsageError: there is no such section in the configuration, or gradients of an unfinished window are held.
-            CheckpointError: there is no room, on all ranks alike; the newest copy is still there.
-        """
-        self.sharded.check_open("engine.copy_to_memory()")
-        if self._copies is None:
+        """See `Engine.copy_to_memory`."""
+        self._sharded.check_open("engine.copy_to_memory()")
+        if self.copies is None:
             raise UsageError(
                 "engine.copy_to_memory(): the configuration asks for no copies; add "
                 '{"checkpoint": {"memory_copies": {"every": 10}}} to it'
             )
-        self.sharded.hooks.settle()
-        first = self._copies.last is None
-        made = self._copies.copy(self._to_copy)
-        if first and self._comm.rank == 0:
+        self._sharded.hooks.settle()
+        first = self.copies.last is None
+        made = self.copies.copy(self._to_copy)
+        if first and self._job.rank == 0:
             logger.info(
                 "the first copy in memory blocked training for %.3f s; rank 0 keeps up to %d x %.1f MB",
                 made.seconds,
@@ -261,144 +239,100 @@ class FaultTolerance(Checkpointing):
         return made
 
     def _to_copy(self) -> tuple[TrainingState, dict[str, Any]]:
-        if self.sharded.holds_gradients:
+        if self._sharded.holds_gradients:
             raise UsageError(
                 "copy_to_memory(): gradients of an unfinished accumulation window are held, and copies do not hold "
                 "gradients. Copy after the engine.step() that ends a window (every "
-                f"{self.gradient_accumulation_steps()} micro-batches)"
+                f"{self._batches.steps} micro-batches)"
             )
-        self._check_can_save()
-        layout = {"stage": self.sharded.plan.stage, "dtype": self._dtype_name()}
+        self._checkpoints.check_can_save()
         config = self._resolution.config.model_dump(mode="json")
-        return self._training_state(self._client_state()), {"layout": layout, "config": config}
+        state = self._checkpoints.training_state(self._client_state())
+        return state, {"layout": self._checkpoints.layout(), "config": config}
 
-    def _notes_on_copies(self, plan: MemoryPlan | None) -> list[str]:
+    def notes_on_copies(self, plan: MemoryPlan | None) -> list[str]:
         """Tell what copies take outside of this process."""
-        copies = self._copies
+        copies = self.copies
         if copies is None:
             return []
-        parts = 1 + copies.replicas
-        planned = "" if plan is None else f"{GENERATIONS} x {parts * self._planned_part(plan) / 1e6:.1f} MB planned"
+        planned = ""
+        if plan is not None:
+            size = (1 + copies.replicas) * saved_bytes(self._sharded, plan.peaks[Category.OPTIMIZER])
+            planned = f"{GENERATIONS} x {size / 1e6:.1f} MB planned"
         made = copies.last
         measured = "" if made is None else f"{GENERATIONS} x {made.held_bytes / 1e6:.1f} MB measured"
         sizes = ", ".join(text for text in (planned, measured) if text)
         return [f"Copies in memory are outside of this process, in {copies.path}: {sizes} for this rank."]
 
-    def _planned_part(self, plan: MemoryPlan) -> float:
-        """Return the bytes of this rank's part: the values that it saves, and its share of the optimizer's state."""
-        sharded = self.sharded
-        values = sharded.value_runs()
-        saved = held = size = 0
-        for index, ranges in sharded.saved_ranges().items():
-            runs = values.get(index, [])
-            own = sum(stop - start for start, stop in ranges)
-            size += own * (runs[0][2].element_size() if runs else 0)
-            if sharded.registry[index].trainable:
-                saved += own
-                held += sum(stop - start for start, stop, _ in runs)
-        return size + plan.peaks[Category.OPTIMIZER] * (saved / held if held else 0.0)
-
     # -- at the end of each step -------------------------------------------------------------------------------------
 
-    def _after_boundary(self) -> None:
+    def after_boundary(self) -> None:
+        """A step has ended a window: act on signals, and copy the state into memory when it is time."""
         if self._first_step.awaited:
-            if self.device.type == "cuda":
-                torch.cuda.synchronize(self.device)
-            self._first_step.taken(self.global_steps)
+            if self._sharded.device.type == "cuda":
+                torch.cuda.synchronize(self._sharded.device)
+            self._first_step.taken(self._step.global_steps)
         self._act_on_signals()
-        copies = self._copies
-        if copies is None or self.global_steps % copies.every:
+        copies = self.copies
+        if copies is None or self._step.global_steps % copies.every:
             return
         try:
             self.copy_to_memory()
             self._copies_wait = False
         except NonFiniteStateError as error:
-            if self._comm.rank == 0 and not self._copies_wait:
-                logger.error("step %d: %s", self.global_steps, error)
+            if self._job.rank == 0 and not self._copies_wait:
+                logger.error("step %d: %s", self._step.global_steps, error)
             self._copies_wait = True  # said once
         except CheckpointError as error:
             if copies.last is None:
                 raise  # it has never worked: the configuration cannot be right
-            if self._comm.rank == 0:
-                logger.error("no copy in memory at step %d; training goes on: %s", self.global_steps, error)
+            if self._job.rank == 0:
+                logger.error("no copy in memory at step %d; training goes on: %s", self._step.global_steps, error)
 
-    def _end_guard(self) -> None:
+    def end(self) -> None:
         """Give signals back, and remove copies that nobody else would, unless a failure makes them the way to go on."""
         self._signals.close()
         if sys.exc_info()[0] is None:
             self._remove_copies()
-        self._copies = None
+        self.copies = None
 
     def _remove_copies(self) -> None:
         section = self._resolution.config.checkpoint.memory_copies
-        if self._copies is not None and section is not None and section.directory:
-            self._copies.remove()
+        if self.copies is not None and section is not None and section.directory:
+            self.copies.remove()
 
     # -- resuming ----------------------------------------------------------------------------------------------------
 
     def resume(self, save_dir: str | os.PathLike[str]) -> dict[str, Any] | None:
-        """Go on from the newest complete state there is: copies in memory, or a checkpoint on disk.
-
-        A script that calls this before its loop can be started again after any failure, and goes on by itself; so it
-        does under `shardwise run --max-restarts`. The state that was taken last is used, on disk the one that `latest`
-        names unless there is a newer one; of the same step the one in memory. Incomplete and damaged ones are passed
-        over, and the log says why. Stage and number of ranks may have changed; learning rate and schedule go on as
-        they were.
-
-        Args:
-            save_dir: the directory that is passed to `save_checkpoint`. It need not exist yet.
-
-        Returns:
-            The script's own state (`client_state`, or what `provide_client_state` has given), or None if there is
-            nothing to go on from. `engine.resumed` says what was found where, and how long it took.
-
-        Raises:
-            CheckpointPathError: `save_dir` cannot be used, or ranks name different ones.
-            CheckpointError: there is something, and it is of another model, or nothing of it is whole, or it cannot be
-                told what there is.
-
-        Example:
-            >>> import shardwise, tempfile
-            >>> engine, *_ = shardwise.initialize(
-            ...     model=torch.nn.Linear(4, 1),
-            ...     config={"train_batch_size": 2, "optimizer": {"type": "AdamW", "params": {"lr": 1e-2}}},
-            ... )
-            >>> runs = tempfile.mkdtemp()
-            >>> state = engine.resume(runs) or {"epoch": 0}  # nothing there yet
-            >>> engine.save_checkpoint(runs, client_state={"epoch": 3})
-            True
-            >>> engine.resume(runs), engine.resumed.source
-            ({'epoch': 3}, 'disk')
-            >>> engine.destroy()
-        """
-        self.sharded.check_open("engine.resume()")
-        self.sharded.hooks.settle()
+        """See `Engine.resume`."""
+        self._sharded.check_open("engine.resume()")
+        self._sharded.hooks.settle()
         began = time.perf_counter()
-        with phase(self._comm, "resume") as looked:
+        with phase(self._job, "resume") as looked:
             parent = directory.check_directory(save_dir, "save_dir")
-            looked.said = [parent, newest(parent) if self._comm.rank == 0 else None]
+            looked.said = [parent, newest(parent) if self._job.rank == 0 else None]
         if any(said[0] != looked.heard[0][0] for said in looked.heard):
             raise CheckpointPathError(
                 f"engine.resume(save_dir): ranks name different directories "
                 f"({', '.join(sorted({repr(said[0]) for said in looked.heard}))}); pass the same on every rank"
             )
         on_disk = None if looked.heard[0][1] is None else OnDisk(*looked.heard[0][1])
-        if self._copies is not None:
-            self._copies.run = os.path.abspath(parent)
+        if self.copies is not None:
+            self.copies.run = os.path.abspath(parent)
         found = self._resume_from_memory(on_disk) or self._resume_from_disk(parent, on_disk)
         if found is None:
             self._first_step.found_nothing()
             return None
         source, path, client = found
         seconds = time.perf_counter() - began
-        self.resumed = Resumed("memory" if source == "memory" else "disk", path, self.global_steps, seconds)
+        self.resumed = Resumed("memory" if source == "memory" else "disk", path, self._step.global_steps, seconds)
         self._first_step.restored(self.resumed)
-        if self._comm.rank == 0:
-            logger.info("resumed at step %d from %s (%s) in %.2f s", self.global_steps, source, path, seconds)
+        if self._job.rank == 0:
+            logger.info("resumed at step %d from %s (%s) in %.2f s", self._step.global_steps, source, path, seconds)
         return client
 
     def _resume_from_memory(self, on_disk: OnDisk | None) -> tuple[str, str, dict[str, Any]] | None:
-        copies = self._copies
+        copies = self.copies
         if copies is None:
             return None
         for generation in copies.generations():
@@ -411,17 +345,17 @@ class FaultTolerance(Checkpointing):
         return None
 
     def _load_generation(self, copies: MemoryCopies, generation: Generation, name: str) -> dict[str, Any]:
-        _, client = self._load(copies.path, name, Options(verify=False), True, None)
-        assert self.global_steps == generation.steps
+        _, client = self._checkpoints.restore(copies.path, name, Options(verify=False))
+        assert self._step.global_steps == generation.steps
         return {} if client is None else client
 
     def _resume_from_disk(self, parent: str, on_disk: OnDisk | None) -> tuple[str, str, dict[str, Any]] | None:
         if on_disk is None:
             return None
         if on_disk.tags:
-            path, client = self._load(parent, None, Options(order=tuple(on_disk.tags)), True, None)
+            path, client = self._checkpoints.restore(parent, None, Options(order=tuple(on_disk.tags)))
         else:
-            path, client = self.load_checkpoint(parent)  # of another library, or damaged, which it says
+            path, client = self._checkpoints.load(parent)  # of another library, or damaged, which it says
             if path is None:
                 raise CheckpointError(
                     f"{parent}: there are checkpoints, and none of them can be used (the log says why). Remove them to "

@@ -8,7 +8,7 @@ configuration (batch sizes, which may change; learning rates; ranks) is not here
 from __future__ import annotations
 
 from collections.abc import Callable
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING, Any, TypeVar
 
 import torch
 
@@ -17,8 +17,9 @@ from shardwise.precision.dtypes import parse_dtype, policy_from_config
 from shardwise.zero.units.plan import TABLE
 
 if TYPE_CHECKING:
-    from shardwise.config import Config, Resolution
+    from shardwise.config import Config
 
+Owner = TypeVar("Owner")
 Read = str | Callable[["Config"], Any]
 """Dotted path of a key, or a function of the configuration."""
 
@@ -249,25 +250,21 @@ def _getter(name: str, read: Read) -> Callable[[Any], Any]:
 
         method.__doc__ = f"Return `{read}` of the configuration."
     method.__name__ = name
-    method.__qualname__ = f"ConfigGetters.{name}"
     return method
 
 
-class ConfigGetters:
-    """Mixin that gives an engine one method per entry of `GETTERS`.
+def reads_config(owner: type[Owner]) -> type[Owner]:
+    """Give a class, whose instances have a `Resolution` as `_resolution`, one method per entry of `GETTERS`.
 
-    The class that uses it has an attribute `_resolution`.
-
-    >>> from types import SimpleNamespace
     >>> from shardwise.config import resolve
-    >>> class Reader(ConfigGetters):
+    >>> @reads_config
+    ... class Reader:
     ...     def __init__(self, resolution): self._resolution = resolution
     >>> Reader(resolve({"train_batch_size": 8, "zero_optimization": {"stage": 2}})).zero_optimization_stage()
     2
     """
-
-    _resolution: Resolution
-
-
-for _name, _read in GETTERS.items():
-    setattr(ConfigGetters, _name, _getter(_name, _read))
+    for name, read in GETTERS.items():
+        method = _getter(name, read)
+        method.__qualname__ = f"{owner.__qualname__}.{name}"
+        setattr(owner, name, method)
+    return owner

@@ -1,4 +1,4 @@
-"""Weights of an engine for other programs, and theirs for an engine.
+"""Whole weights of an engine, for scripts and other programs, and theirs for an engine.
 
 The files are the business of `shardwise.checkpoint`; whole checkpoints are that of `shardwise.engine.checkpointing`.
 """
@@ -6,38 +6,45 @@ The files are the business of `shardwise.checkpoint`; whole checkpoints are that
 from __future__ import annotations
 
 import os
-from typing import TYPE_CHECKING
+from collections.abc import Callable, Iterable, Mapping
+from typing import TYPE_CHECKING, Any
 
 import torch
 
+from shardwise.checkpoint import directory, weights
 from shardwise.checkpoint.agree import phase
 from shardwise.checkpoint.exporting import KEEP, export_model, request_of
 from shardwise.checkpoint.importing import LoadedWeights, Rename, load_weights
-from shardwise.comm.communicator import Communicator
-from shardwise.memory import Accountant, Category
+from shardwise.checkpoint.weightfiles import parse_size
+from shardwise.errors import UsageError
+from shardwise.memory import Category
 
 if TYPE_CHECKING:
+    from shardwise.comm.communicator import Communicator
+    from shardwise.engine.step import TrainStep
     from shardwise.zero.model import ShardedModel
+
+CustomLoad = Callable[..., None]
+"""Called as `custom_load_fn(src=state_dict, dst=module)`."""
 
 
 class Interchange:
-    """Mixin of `Engine`: export and import of weights. Every method is called by all ranks together, and raises a
-    `UsageError` once the engine has been destroyed.
+    """Export and import of weights. Every method is called by all ranks together.
+
+    Args:
+        sharded: the model.
+        job: all ranks that act together.
+        step: drops what it knows of gradients at other values.
     """
 
-    sharded: ShardedModel
-    device: torch.device
-    accountant: Accountant
-    _comm: Communicator
-
-    if TYPE_CHECKING:  # defined by another mixin
-
-        def drop_gradients(self) -> None:
-            """Forget the gradients that the engine has accumulated."""
+    def __init__(self, sharded: ShardedModel, job: Communicator, step: TrainStep) -> None:
+        self._sharded = sharded
+        self._job = job
+        self._step = step
 
     def export(
         self,
-        directory: str | os.PathLike[str],
+        path: str | os.PathLike[str],
         format: str = "hf",
         dtype: str | torch.dtype = KEEP,
         max_shard_size: int | str | None = None,
@@ -45,42 +52,13 @@ class Interchange:
         all_names: bool = False,
         overwrite: bool = False,
     ) -> None:
-        """Write whole weights for other programs, as `shardwise export` makes them from a checkpoint.
-
-        What is written are the values that the optimizer steps: master weights, where there are any. Rank 0 writes;
-        the others send it what they hold, in pieces of 8 MiB, so that no rank needs memory for the model. The files
-        appear when all of them are complete.
-
-        Args:
-            directory: of the files, on rank 0; created if needed.
-            format: `hf` (safetensors, as Hugging Face's `from_pretrained` loads them) or `pt` (a state dict of tensors,
-                as `torch.save` writes it).
-            dtype: of floating-point tensors: `float32`, `bfloat16`, `float16`, or `keep` for that of the values.
-            max_shard_size: of one file, as "5GB" or a number of bytes; None: 5GB for `hf`, one file for `pt`.
-            exclude_frozen_parameters: leave out parameters that do not require a gradient.
-            all_names: `hf`: write a tied tensor under each of its names instead of once.
-            overwrite: replace weights that are in `directory`.
-
-        Raises:
-            CheckpointPathError: the directory cannot be used, or holds weights already.
-            CheckpointError: an argument is wrong, or writing failed; raised on all ranks.
-
-        Example:
-            >>> import os, shardwise, tempfile
-            >>> engine, *_ = shardwise.initialize(model=torch.nn.Linear(4, 1), config={"train_batch_size": 2})
-            >>> directory = tempfile.mkdtemp()
-            >>> engine.export(directory, dtype="bfloat16")
-            >>> os.listdir(directory)
-            ['model.safetensors']
-            >>> engine.destroy()
-        """
-        self.sharded.check_open("engine.export()")
-        with phase(self._comm, "export"):
-            request = request_of(
-                directory, format, dtype, max_shard_size, exclude_frozen_parameters, all_names, overwrite
-            )
-        self.sharded.hooks.settle()
-        export_model(self.sharded, request, lambda tensor: self.accountant.hold(Category.BUFFERS, tensor))
+        """See `Engine.export`."""
+        self._sharded.check_open("engine.export()")
+        with phase(self._job, "export"):
+            request = request_of(path, format, dtype, max_shard_size, exclude_frozen_parameters, all_names, overwrite)
+        self._sharded.hooks.settle()
+        accountant = self._sharded.accountant
+        export_model(self._sharded, request, lambda tensor: accountant.hold(Category.BUFFERS, tensor))
 
     def load_weights(
         self,
@@ -89,38 +67,76 @@ class Interchange:
         rename: Rename | None = None,
         tag: str | int | None = None,
     ) -> LoadedWeights:
-        """Read weights of another program into the shards: each rank reads what it holds, and nobody has all of them.
-
-        Master weights take the values with all their digits. Optimizer state, schedule and counters stay; gradients of
-        an unfinished accumulation window are dropped, as they are of other weights.
-
-        Args:
-            path: weights as Hugging Face keeps them (a directory, or a file .safetensors, .index.json, .bin, .pt), a
-                directory of torch.distributed.checkpoint, or a checkpoint; the same on every rank.
-            strict: every parameter and buffer must be in the files, and everything in the files have a place.
-            rename: name in the files -> name in the model, as a mapping (names that it does not have stay) or a
-                function; None for a name leaves the tensor out.
-            tag: of a checkpoint in a directory of checkpoints.
-
-        Returns:
-            (missing, unexpected): names that only the model, and only the files have; both empty if `strict`.
-
-        Raises:
-            CheckpointPathError: there are no weights at `path`.
-            CheckpointError: names (if `strict`) or shapes do not fit, or a file is damaged; nothing has been changed
-                then.
-
-        Example: a model of Hugging Face's, never whole on any rank.
-            >>> config = AutoConfig.from_pretrained(folder)  # doctest: +SKIP
-            >>> with shardwise.zero.Init():  # doctest: +SKIP
-            ...     model = AutoModelForCausalLM.from_config(config)
-            >>> engine, *_ = shardwise.initialize(model=model, config="config.json")  # doctest: +SKIP
-            >>> engine.load_weights(folder)  # doctest: +SKIP
-        """
-        self.sharded.check_open("engine.load_weights()")
-        self.sharded.hooks.settle()
-        found = load_weights(self.sharded, path, tag=tag, strict=strict, rename=rename)
-        self.drop_gradients()
-        if self.sharded.compressor is not None:
-            self.sharded.compressor.clear()  # it is of gradients at other values
+        """See `Engine.load_weights`."""
+        self._sharded.check_open("engine.load_weights()")
+        self._sharded.hooks.settle()
+        found = load_weights(self._sharded, path, tag=tag, strict=strict, rename=rename)
+        self._step.drop_gradients()
+        if self._sharded.compressor is not None:
+            self._sharded.compressor.clear()  # it is of gradients at other values
         return found
+
+    def save_16bit(
+        self,
+        save_dir: str | os.PathLike[str],
+        save_filename: str,
+        exclude_frozen_parameters: bool,
+        max_shard_size: int | str | None,
+    ) -> None:
+        """See `Engine.save_16bit_model`."""
+        self._sharded.check_open("engine.save_16bit_model()")
+        parent = directory.check_directory(save_dir, "save_dir")
+        weights.write_weights(
+            self._sharded,
+            parent,
+            weights.check_file_name(save_filename),
+            exclude_frozen=exclude_frozen_parameters,
+            max_shard_size=None if max_shard_size is None else parse_size(max_shard_size),
+        )
+
+    def state_dict(self, exclude_frozen_parameters: bool, keep_vars: bool) -> dict[str, Any]:
+        """See `Engine.module_state_dict`."""
+        self._sharded.check_open("engine.module_state_dict()")
+        if keep_vars:
+            raise UsageError("module_state_dict(keep_vars=True): values are gathered copies; use keep_vars=False")
+        return weights.state_dict(self._sharded, exclude_frozen=exclude_frozen_parameters)
+
+    def consolidated(self, exclude_frozen_parameters: bool) -> dict[str, Any] | None:
+        """Return the whole state dict on rank 0 and None elsewhere."""
+        self._sharded.check_open("engine._consolidated_16bit_state_dict()")
+        first = self._job.rank == 0
+        found = weights.state_dict(self._sharded, exclude_frozen=exclude_frozen_parameters, keep=first)
+        return found if first else None
+
+    def load_state_dict(
+        self,
+        checkpoint: Mapping[str, Any],
+        strict: bool,
+        custom_load_fn: CustomLoad | None,
+        allowed_missing_keys: Iterable[str] | None,
+    ) -> None:
+        """See `Engine.load_module_state_dict`."""
+        self._sharded.check_open("engine.load_module_state_dict()")
+        self._sharded.hooks.settle()
+        inner = checkpoint.get("module")
+        values = inner if isinstance(inner, Mapping) else checkpoint
+        if custom_load_fn is not None:
+            load_custom(self._sharded, self._job, custom_load_fn, values)
+        else:
+            may_lack = frozenset(allowed_missing_keys or ())
+            weights.load_state_dict(self._sharded, values, strict=strict, may_lack=may_lack)
+
+
+def load_custom(sharded: ShardedModel, job: Communicator, function: CustomLoad, values: Mapping[str, Any]) -> None:
+    """Let a function of the script's fill the module, whose parameters are whole meanwhile; rank 0's values count."""
+    parameters = sharded.registry.parameters
+    gathered = sharded.gather(parameters)
+    try:
+        with phase(job, "custom_load_fn"), torch.no_grad():
+            function(src=values, dst=sharded.module)
+    except BaseException:
+        sharded.put_back(parameters, gathered, None)
+        raise
+    ranks = sharded.comm
+    first = torch.distributed.get_process_group_ranks(ranks.user_group)[0] if ranks.world > 1 else 0
+    sharded.put_back(parameters, gathered, first)

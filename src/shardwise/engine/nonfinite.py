@@ -17,6 +17,7 @@ from shardwise.precision.overflow import OverflowReport, first_not_finite
 from shardwise.utils.logging import logger
 
 if TYPE_CHECKING:
+    from shardwise.comm.communicator import Communicator
     from shardwise.zero.model import ShardedModel
 
 
@@ -44,6 +45,7 @@ class NonFinite:
 
     Args:
         sharded: the model.
+        job: all ranks that step together.
         policy: "skip" where steps with an overflow are skipped to find a loss scale; otherwise the key `non_finite`.
 
     Attributes:
@@ -51,8 +53,11 @@ class NonFinite:
             whose gradients are known was a good one.
     """
 
-    def __init__(self, sharded: ShardedModel, policy: Literal["warn", "skip", "stop", "ignore"]) -> None:
+    def __init__(
+        self, sharded: ShardedModel, job: Communicator, policy: Literal["warn", "skip", "stop", "ignore"]
+    ) -> None:
         self._sharded = sharded
+        self._job = job
         self.policy = policy
         self.since: int | None = None
 
@@ -69,7 +74,7 @@ class NonFinite:
             evidence: what is known of it.
             late: the next step is under way, and the gradients are not there any more.
         """
-        first = self._sharded.comm.rank == 0
+        first = self._job.rank == 0
         if not wrong:
             if self.since is not None and first:
                 logger.warning(
@@ -98,9 +103,10 @@ class NonFinite:
             if not evidence.summed:
                 values = values.clone()
                 sharded.sums.add(values, "non_finite")
-            return explain_late(sharded, values, evidence.window.lost())
+            return explain_late(sharded, self._job, values, evidence.window.lost())
         if not evidence.summed:
             values, _ = sharded.sums.squares([0.0])
             if first_not_finite(values) is None:
                 return None  # finite, and larger together than a number of their type can be
-        return explain_overflow(sharded, values, abs(float(evidence.factor)), 1.0, evidence.window.lost())
+        factor, lost = abs(float(evidence.factor)), evidence.window.lost()
+        return explain_overflow(sharded, self._job, values, factor, 1.0, lost)

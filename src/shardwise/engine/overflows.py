@@ -11,16 +11,18 @@ import torch
 from shardwise.precision.overflow import Found, OverflowReport, first_not_finite
 
 if TYPE_CHECKING:
+    from shardwise.comm.communicator import Communicator
     from shardwise.zero.model import ShardedModel
 
 
 def explain_overflow(
-    sharded: ShardedModel, sums: torch.Tensor, factor: float, loss_scale: float, lost: bool
+    sharded: ShardedModel, job: Communicator, sums: torch.Tensor, factor: float, loss_scale: float, lost: bool
 ) -> OverflowReport:
     """Return why the gradients of a window are not finite; all ranks call, and all get the same.
 
     Args:
         sharded: its accumulators hold the window's sums, as they were reduced.
+        job: all ranks that step together.
         sums: sum of squares of each parameter's gradient over all ranks.
         factor: what turns the sums into the gradient.
         loss_scale: what the losses were multiplied by.
@@ -32,7 +34,7 @@ def explain_overflow(
     if index is not None:
         found = Found.of([values for _, _, values in sharded.gradient_runs(index) or ()])
         finite = sharded.reducer.gradients[sharded.unit_of(index).index].finite
-    told = sharded.comm.exchange((lost, finite, *astuple(found)), "overflow")
+    told = job.exchange((lost, finite, *astuple(found)), "overflow")
     return replace(
         _report(sharded, index, told),
         infinite=sum(fact[2] for fact in told),
@@ -42,18 +44,19 @@ def explain_overflow(
     )
 
 
-def explain_late(sharded: ShardedModel, sums: torch.Tensor, lost: bool) -> OverflowReport:
+def explain_late(sharded: ShardedModel, job: Communicator, sums: torch.Tensor, lost: bool) -> OverflowReport:
     """Return what is still known of the gradients of the window before; all ranks call, and all get the same.
 
     Args:
         sharded: its gradients are those of the present window.
+        job: all ranks that step together.
         sums: a number for each parameter that is not finite if its gradient was not; the same on all ranks.
         lost: whether a loss of this rank was not finite.
     """
     assert sharded.reducer is not None
     index = first_not_finite(sums)
     finite = index is None or sharded.reducer.gradients[sharded.unit_of(index).index].formerly_finite
-    return _report(sharded, index, sharded.comm.exchange((lost, finite), "overflow"))
+    return _report(sharded, index, job.exchange((lost, finite), "overflow"))
 
 
 def _report(sharded: ShardedModel, index: int | None, told: Sequence[Sequence[Any]]) -> OverflowReport:

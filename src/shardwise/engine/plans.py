@@ -21,9 +21,11 @@ from shardwise.config import Facts, Resolution, resolve
 from shardwise.engine.batch import accumulated
 from shardwise.engine.dryrun import MemoryPlan, Twin
 from shardwise.engine.mesh import domain_of
+from shardwise.engine.stepping import make_optimizer, prepare_optimizer
 from shardwise.errors import ConfigError, UsageError
 from shardwise.memory import Category, shapes_of
 from shardwise.memory.report import as_text, readable
+from shardwise.precision.dtypes import policy_from_config
 from shardwise.trees import tensors_in
 from shardwise.zero.units.plan import TABLE
 
@@ -335,12 +337,12 @@ def plan_model(
         >>> plan.peaks["optimizer state"] // 1000  # 8 bytes for each of 4096 * 4096 / 1024
         131
     """
-    from shardwise.engine.build import configured_optimizer
-
     device = torch.device("cpu")
     resolution = resolve(config, world_size=ranks, facts=Facts(lr=None))
     comm = ImaginedCommunicator(ranks, device)
-    optimizer = configured_optimizer(resolution, model, device)
+    policy = policy_from_config(resolution.config)
+    optimizer = make_optimizer(resolution.config, None, None, model, device, policy.compute_dtype)
+    prepare_optimizer(optimizer, resolution, masters=policy.masters)
     planner = Planner(Subject.of(model, optimizer, resolution, domain_of(resolution.config, comm)), batch)
     now = planner.subject.setting
     return MemoryPlans(tuple(planner.plan(replace(now, stage=stage)) for stage in stages), None)

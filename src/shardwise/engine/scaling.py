@@ -1,4 +1,4 @@
-"""Loss scaling for a plain `loss.backward()`.
+"""What losses and gradients are multiplied by, and loss scaling for a plain `loss.backward()`.
 
 `engine.backward(loss)` multiplies the loss. When the user calls `loss.backward()` instead, the scale must enter where
 the gradient enters the model: at its outputs. They are handed out as aliases whose backward multiplies; gradients that
@@ -75,3 +75,8 @@ def checks_overflow(config: Config) -> bool:
 def computes_norm(config: Config) -> bool:
     """Whether steps compute the gradient norm: to clip, to find overflows, or to report it."""
     return bool(config.gradient_clipping or config.zero_optimization.compute_grad_norm) or checks_overflow(config)
+
+
+def prescale_of(config: Config, ranks: int) -> float:
+    """Return what gradients are multiplied by before they are summed over so many ranks."""
+    return 1.0 / (ranks if config.prescale_gradients else float(config.gradient_predivide_factor))

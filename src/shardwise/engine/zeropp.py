@@ -12,7 +12,6 @@ import torch
 from shardwise.comm.compression import BlockCode, Compressor, Feedback, Hops, QuantizedReduction
 from shardwise.comm.compression.registry import build
 from shardwise.comm.environment import discover
-from shardwise.comm.rendezvous import machine
 from shardwise.errors import ConfigError, LaunchError
 
 if TYPE_CHECKING:
@@ -44,10 +43,7 @@ def reduction(config: Config, comm: Communicator, hold: Callable[[torch.Tensor],
 
 
 def node_size(comm: Communicator) -> int:
-    """Return how many ranks share a node, the same for all nodes (all ranks call).
-
-    A launcher that says how many processes it has started on each machine is right; otherwise ranks share a node if
-    they reach each other over loopback.
+    """Return how many ranks share a node, the same for all nodes (all ranks call); see `Communicator.nodes`.
 
     Raises:
         ConfigError: nodes have different numbers of ranks, or their ranks are not numbered node by node.
@@ -55,7 +51,7 @@ def node_size(comm: Communicator) -> int:
     if comm.imagined:
         told = _told() or comm.world
         return comm.world if comm.world % told else told
-    nodes = comm.fingerprints(_node(), "zero_quantized_gradients.nodes")
+    nodes = comm.nodes()
     runs = [(node, len(list(ranks))) for node, ranks in groupby(nodes)]
     sizes = [size for _, size in runs]
     if len(set(sizes)) > 1 or len({node for node, _ in runs}) < len(runs):
@@ -73,13 +69,3 @@ def _told() -> int | None:
         return discover(os.environ).local_world_size
     except LaunchError:
         return None  # the script has made the process group by itself
-
-
-def _node() -> str:
-    try:
-        place = discover(os.environ)
-    except LaunchError:
-        return machine()
-    if place.local_world_size is None or place.world_size == 1:  # the job has more ranks than the environment knows of
-        return machine()
-    return f"{place.local_world_size} {place.rank - place.local_rank}"

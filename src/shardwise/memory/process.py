@@ -50,7 +50,7 @@ def peak_resident_bytes() -> int | None:
 
 
 def give_back_freed_memory() -> None:
-    """Have the C library return memory that was freed between blocks still in use (glibc; elsewhere nothing happens).
+    """Have the C library return memory that was freed between blocks still in use (glibc), and torch what it caches.
 
     glibc returns large blocks only above a threshold that grows with use (to 32 MiB), and otherwise what lies at the
     end of its heap. What dies before its neighbours, such as a whole model whose shards outlive it, leaves holes that
@@ -60,6 +60,9 @@ def give_back_freed_memory() -> None:
     trim = _malloc_trim()
     if trim is not None:
         trim(0)
+    if torch.cuda.is_initialized():
+        # What construction has taken in large pieces would be cut up by the activations to come.
+        torch.cuda.empty_cache()
 
 
 @functools.cache

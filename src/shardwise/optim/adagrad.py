@@ -7,8 +7,10 @@ from typing import Any, ClassVar
 
 import torch
 
+from shardwise.compat import fused_step
 from shardwise.config.options import called
 from shardwise.config.schema import optimizers as schema
+from shardwise.optim import elementwise
 from shardwise.optim.elementwise import Batch, ElementwiseOptimizer
 
 
@@ -69,6 +71,21 @@ class Adagrad(ElementwiseOptimizer):
 
     def update(self, batch: Batch, group: Mapping[str, Any]) -> None:
         """See `ElementwiseOptimizer.update`."""
+        kernel = _kernel(batch.device, batch.values[0].dtype)
+        if kernel is not None:
+            kernel(
+                batch.values,
+                batch.gradients,
+                batch.states["sum"],
+                [torch.full((), batch.step, dtype=torch.float32, device=batch.device)] * len(batch.values),
+                lr=float(group["lr"]),
+                lr_decay=group["lr_decay"],
+                weight_decay=group["weight_decay"],
+                eps=group["eps"],
+                maximize=False,
+                grad_scale=batch.divisor,
+            )
+            return
         gradients, scratch = batch.gradients, batch.temporary(0)
         if group["weight_decay"]:
             gradients = batch.temporary(1)
@@ -88,4 +105,15 @@ class Adagrad(ElementwiseOptimizer):
 
     def temporaries_of(self, group: Mapping[str, Any], device: torch.device, dtype: torch.dtype) -> int:
         """See `ElementwiseOptimizer.temporaries_of`."""
+        if _kernel(device, dtype) is not None:
+            return 0
         return 2 if group["weight_decay"] else 1
+
+    def divides(self, group: Mapping[str, Any], device: torch.device, dtype: torch.dtype) -> bool:
+        """See `ElementwiseOptimizer.divides`."""
+        return _kernel(device, dtype) is not None
+
+
+def _kernel(device: torch.device, dtype: torch.dtype) -> Any:
+    """Return torch's kernel where there is no cache for the operations of `update` to go through."""
+    return None if elementwise.in_chunks(device) else fused_step("adagrad", device, dtype)

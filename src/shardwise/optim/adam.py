@@ -92,6 +92,7 @@ class Adam(ElementwiseOptimizer):
                 eps=eps,
                 amsgrad=False,
                 maximize=False,
+                grad_scale=batch.divisor,
             )
             return
         gradients, scratch = batch.gradients, batch.temporary(0)
@@ -125,6 +126,10 @@ class Adam(ElementwiseOptimizer):
         if _kernel(group, device, dtype) is not None:
             return 0
         return 2 if group["weight_decay"] and not group["decoupled_weight_decay"] else 1
+
+    def divides(self, group: Mapping[str, Any], device: torch.device, dtype: torch.dtype) -> bool:
+        """See `ElementwiseOptimizer.divides`."""
+        return _kernel(group, device, dtype) is not None
 
 
 class AdamW(Adam):

@@ -7,11 +7,19 @@ while it lies in the cache. An engine hands the factor on its gradients and the 
 on its own the class is an ordinary optimizer of PyTorch.
 
 Parameters in 16 bits need no wider copy: they are widened, updated and rounded chunk by chunk.
+
+A device has no cache that a chunk would stay in. There a step is not cut where it takes no scratch, kernels that can
+divide gradients by a number do so in place of a pass of its own, and all copies are one launch. A gradient g with the
+factor f is then g / (1 / f), with 1 / f rounded to fp32, instead of g * f: the same on all ranks and at all stages, and
+the same number where f is a power of two. (So it is meant to be on CUDA, on which it has not been run; tests have a CPU
+do as a device does.)
 """
 
 from __future__ import annotations
 
+import functools
 import inspect
+import math
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any, ClassVar
@@ -30,7 +38,7 @@ CHUNK = 1 << 19
 """Elements that a CPU thread updates at a time: few enough for the cache, enough for the calls not to count."""
 
 DEVICE_CHUNK = 1 << 24
-"""Elements that an accelerator updates at a time: bounds the scratch, and costs no time."""
+"""Elements that an accelerator updates at a time where that takes scratch: bounds it, and costs no time."""
 
 SHARE = 16
 """The scratch of a step has no more than one element for so many that are stepped."""
@@ -52,10 +60,11 @@ class Batch:
 
     Attributes:
         values: what is updated in place, in fp32 (fp64 for fp64 parameters).
-        gradients: in the same dtype; not to be written.
+        gradients: in the same dtype; not to be written, unless there is a divisor.
         states: lists by name of the state, in the same dtype; updated in place.
         step: number of this step, from 1.
         temporary: gives a list of tensors like `values`, of undefined content, by number.
+        divisor: what the kernel is to divide gradients by, 0-D in fp32, for classes that can (`divides`); or None.
     """
 
     values: list[torch.Tensor]
@@ -63,6 +72,7 @@ class Batch:
     states: dict[str, list[torch.Tensor]]
     step: float
     temporary: Callable[[int], list[torch.Tensor]]
+    divisor: torch.Tensor | None = None
 
     @property
     def device(self) -> torch.device:
@@ -98,6 +108,26 @@ class _Handed:
     gradients: Mapping[int, torch.Tensor] | None
     outputs: Mapping[int, torch.Tensor]
     origins: Mapping[int, Sequence[Origin]]
+
+    @property
+    def scales(self) -> bool:
+        """Whether gradients are to be multiplied by something."""
+        return isinstance(self.factor, torch.Tensor) or self.factor != 1.0
+
+    @functools.cached_property
+    def divisor(self) -> torch.Tensor | float:
+        """What gradients may be divided by instead, rounded to fp32 where it is used."""
+        if isinstance(self.factor, torch.Tensor):
+            return self.factor.reciprocal().to(torch.float32)
+        return 1.0 / self.factor if self.factor else math.inf
+
+
+_NOTHING_HANDED = _Handed(1.0, None, {}, {})
+
+
+def in_chunks(device: torch.device) -> bool:
+    """Whether a step is cut into chunks that stay in a cache; tests have the CPU go on without."""
+    return device.type == "cpu"
 
 
 class _Memory:
@@ -142,6 +172,8 @@ class ElementwiseOptimizer(torch.optim.Optimizer):
     temporaries: ClassVar[int] = 0
     """Number of temporaries that `update` may ask for."""
 
+    _handed: _Handed = _NOTHING_HANDED
+
     def __init__(
         self,
         params: Iterable[Any],
@@ -151,7 +183,6 @@ class ElementwiseOptimizer(torch.optim.Optimizer):
         state_dtype: torch.dtype | None = None,
         seed: int = 0,
     ) -> None:
-        self._handed: _Handed | None = None
         self.set_precision(rounding, state_dtype)
         self.seed = seed
         super().__init__(params, defaults)
@@ -186,6 +217,10 @@ class ElementwiseOptimizer(torch.optim.Optimizer):
         the run elsewhere changes no bit.
         """
         raise NotImplementedError
+
+    def divides(self, group: Mapping[str, Any], device: torch.device, dtype: torch.dtype) -> bool:
+        """Whether `update` has a kernel that divides gradients by a number, and needs no temporaries."""
+        return False
 
     # -- stepping ----------------------------------------------------------------------------------------------------
 
@@ -265,7 +300,8 @@ class ElementwiseOptimizer(torch.optim.Optimizer):
 
         Args:
             factor: what gradients are to be multiplied by (number, or 0-D tensor on their device).
-            gradients: of each parameter; not written. None: they are in `.grad`.
+            gradients: of each parameter; None: they are in `.grad`. On other devices than the CPU they may be written:
+                with a factor their content is undefined afterwards.
             outputs: flat tensors, in any dtype, that get a copy of the updated parameter.
             origins: where each parameter's elements come from, for random numbers that do not depend on the cut.
         """
@@ -278,13 +314,12 @@ class ElementwiseOptimizer(torch.optim.Optimizer):
         try:
             self.step()
         finally:
-            self._handed = None
+            del self._handed
 
     def _run_of(self, parameter: torch.Tensor, group: Mapping[str, Any], number: int) -> _Run | None:
         """Return what is to be updated of a parameter, with its state (made at first), or None without a gradient."""
         handed = self._handed
-        instead = None if handed is None else handed.gradients
-        gradient = parameter.grad if instead is None else instead.get(id(parameter))
+        gradient = parameter.grad if handed.gradients is None else handed.gradients.get(id(parameter))
         if gradient is None:
             return None
         name = type(self).__name__
@@ -292,13 +327,11 @@ class ElementwiseOptimizer(torch.optim.Optimizer):
             raise UsageError(f"{name}.step(): a gradient is sparse; it takes dense ones (nn.Embedding(sparse=False))")
         if self.rounding != "nearest" and parameter.dtype is torch.float16:
             raise UsageError(f"{name}(rounding={self.rounding!r}): this is for bf16 parameters, found fp16 ones")
-        origins: Sequence[Origin] = [(number, 0, 0, parameter.numel())]
-        tensors = {"parameter": parameter.detach().reshape(-1), "gradient": gradient.detach().reshape(-1)}
-        if handed is not None:
-            origins = handed.origins.get(id(parameter), origins)
-            output = handed.outputs.get(id(parameter))
-            if output is not None:
-                tensors["output"] = output
+        origins = handed.origins.get(id(parameter), [(number, 0, 0, parameter.numel())])
+        tensors = {"parameter": _flat(parameter.detach()), "gradient": _flat(gradient.detach())}
+        output = handed.outputs.get(id(parameter))
+        if output is not None:
+            tensors["output"] = output
         if not parameter.is_contiguous():
             tensors["original"] = parameter.detach()  # a copy is updated
         state = self.state[parameter]
@@ -313,8 +346,10 @@ class ElementwiseOptimizer(torch.optim.Optimizer):
             if found is None:
                 value = 0.0 if key == COMPENSATION else self.initial(key, group)
                 found = torch.full(parameter.shape, value, dtype=dtype, device=parameter.device)
-            state[key] = found.to(dtype).contiguous()
-            tensors[key] = state[key].reshape(-1)
+            if found.dtype is not dtype or not found.is_contiguous():
+                found = found.to(dtype).contiguous()
+            state[key] = found
+            tensors[key] = _flat(found)
         return _Run(tensors, origins, parameter.numel())
 
     def _states_of(self, dtype: torch.dtype) -> dict[str, torch.dtype]:
@@ -337,33 +372,57 @@ class ElementwiseOptimizer(torch.optim.Optimizer):
         step: float,
     ) -> None:
         numels = [run.numel for run in runs]
+        divisor = self._divisor(runs, group, device, dtype)
         # Without scratch and further copies there is nothing that had better stay in the cache.
-        limit = sum(map(_room, numels)) if self._is_plain(runs, group, device, dtype) else _limit(numels, device)
+        limit = sum(map(_room, numels))
+        if not self._is_plain(runs, group, device, dtype, scaled=self._handed.scales and divisor is None):
+            limit = _limit(numels, device)
         memory = _Memory(limit, device)
         for parts in _batches(runs, limit):
-            self._step_batch(parts, memory, group, dtype, step)
+            self._step_batch(parts, memory, group, dtype, step, divisor)
             if not has_values(parts[0].tensors["parameter"]):
                 return  # a dry run has seen what all batches take
 
     def _is_plain(
-        self, runs: Sequence[_Run], group: Mapping[str, Any], device: torch.device, dtype: torch.dtype
+        self,
+        runs: Sequence[_Run],
+        group: Mapping[str, Any],
+        device: torch.device,
+        dtype: torch.dtype,
+        *,
+        scaled: bool,
     ) -> bool:
-        """Whether the update works on what is there and takes no scratch."""
+        """Whether the update works on what is there and takes no scratch, nor further passes over what is in a cache.
+
+        Args:
+            runs, group, device, dtype: what is updated.
+            scaled: gradients are multiplied beforehand.
+        """
         return (
-            not self._scales
+            not scaled
             and not self.temporaries_of(group, device, dtype)
-            and all(tensor.dtype is dtype for run in runs for tensor in run.tensors.values())
-            and not any("output" in run.tensors or COMPENSATION in run.tensors for run in runs)
+            and _all_in(runs, dtype)
+            and not (in_chunks(device) and any("output" in run.tensors for run in runs))
         )
 
-    @property
-    def _scales(self) -> bool:
-        """Whether gradients are to be multiplied by something."""
-        factor = 1.0 if self._handed is None else self._handed.factor
-        return isinstance(factor, torch.Tensor) or factor != 1.0
+    def _divisor(
+        self, runs: Sequence[_Run], group: Mapping[str, Any], device: torch.device, dtype: torch.dtype
+    ) -> torch.Tensor | None:
+        """Return what a kernel divides gradients by in its own pass; None: they are multiplied beforehand, or not."""
+        kernel = dtype is torch.float32 and not in_chunks(device) and self.divides(group, device, dtype)
+        if not (kernel and self._handed.scales and _all_in(runs, dtype)):
+            return None
+        divisor = self._handed.divisor
+        return divisor if isinstance(divisor, torch.Tensor) else torch.full((), divisor, device=device)
 
     def _step_batch(
-        self, parts: Sequence[_Run], memory: _Memory, group: Mapping[str, Any], dtype: torch.dtype, step: float
+        self,
+        parts: Sequence[_Run],
+        memory: _Memory,
+        group: Mapping[str, Any],
+        dtype: torch.dtype,
+        step: float,
+        divisor: torch.Tensor | None,
     ) -> None:
         starts = _starts(parts)
 
@@ -384,9 +443,16 @@ class ElementwiseOptimizer(torch.optim.Optimizer):
             if COMPENSATION in part.tensors:
                 compensated(value, part.tensors[COMPENSATION], scratch)
         states = {name: widened(name) for name in self.state_names}
-        self.update(
-            Batch(values, self._gradients(parts, like, dtype), states, step, lambda i: like(f"temporary {i}")), group
-        )
+        if divisor is None:
+            gradients = self._gradients(parts, like, dtype)
+        else:
+            gradients = [part.tensors["gradient"] for part in parts]
+        self.update(Batch(values, gradients, states, step, lambda i: like(f"temporary {i}"), divisor), group)
+        copied = [
+            (part.tensors["output"], v) for part, v in zip(parts, values, strict=True) if "output" in part.tensors
+        ]
+        if copied:
+            torch._foreach_copy_([output for output, _ in copied], [value for _, value in copied])
         for position, part in enumerate(parts):
 
             def noise(stream: int, part: _Run = part) -> torch.Tensor:
@@ -407,8 +473,6 @@ class ElementwiseOptimizer(torch.optim.Optimizer):
                         round_stochastically(wide, noise(stream))
                     kept.copy_(wide)
             parameter, value = part.tensors["parameter"], values[position]
-            if "output" in part.tensors:
-                part.tensors["output"].copy_(value)
             if COMPENSATION in part.tensors:
                 round_compensated(value, parameter, part.tensors[COMPENSATION], scratch)
             elif parameter is not value:
@@ -421,8 +485,7 @@ class ElementwiseOptimizer(torch.optim.Optimizer):
     ) -> list[torch.Tensor]:
         """Return the gradients times the factor, in scratch unless they can be taken as they are."""
         found = [part.tensors["gradient"] for part in parts]
-        factor = 1.0 if self._handed is None else self._handed.factor
-        scales = self._scales
+        factor, scales = self._handed.factor, self._handed.scales
         if not scales and all(gradient.dtype is dtype for gradient in found):
             return found
         scaled = like("gradient")
@@ -457,7 +520,12 @@ class ElementwiseOptimizer(torch.optim.Optimizer):
 
     def __getstate__(self) -> dict[str, Any]:
         kept = {name: getattr(self, name) for name in ("rounding", "state_dtype", "seed")}
-        return {**super().__getstate__(), **kept, "_handed": None}
+        return {**super().__getstate__(), **kept}
+
+
+def _flat(tensor: torch.Tensor) -> torch.Tensor:
+    """Return a tensor's elements in one dimension: the tensor itself where it has no other."""
+    return tensor if tensor.dim() == 1 and tensor.is_contiguous() else tensor.reshape(-1)
 
 
 def _limit(numels: Iterable[int], device: torch.device) -> int:
@@ -465,6 +533,16 @@ def _limit(numels: Iterable[int], device: torch.device) -> int:
     whole = sum(map(_room, numels))
     most = CHUNK * torch.get_num_threads() if device.type == "cpu" else DEVICE_CHUNK
     return min(whole, most, max(LEAST_CHUNK, _room(whole // SHARE)))
+
+
+def _all_in(runs: Sequence[_Run], dtype: torch.dtype) -> bool:
+    """Whether what is read and updated has the dtype of the computation, and no digits are kept elsewhere."""
+    return all(
+        tensor.dtype is dtype and name != COMPENSATION
+        for run in runs
+        for name, tensor in run.tensors.items()
+        if name != "output"
+    )
 
 
 def _room(numel: int) -> int:

@@ -20,8 +20,9 @@ from torch import nn
 from shardwise.checkpoint.deepspeed.directory import find_files, recognised
 from shardwise.checkpoint.exporting import export
 from shardwise.checkpoint.manifest import Manifest, outline
+from shardwise.checkpoint.opening import open_source
 from shardwise.checkpoint.reader import Checkpoint
-from shardwise.checkpoint.source import Source, SourceTensor, open_source
+from shardwise.checkpoint.source import Source, SourceTensor
 from shardwise.checkpoint.weightfiles import FORMATS
 from shardwise.errors import CheckpointError, ShardwiseError
 from shardwise.utils.logging import logger

@@ -357,7 +357,7 @@ class ShardedModel:
         """Step the optimizer with the accumulated gradients and start bringing the results to all ranks.
 
         Args:
-            factor: what they are multiplied by, if `takes_factor`; they stay as they are.
+            factor: what they are multiplied by, if `takes_factor`; on CUDA they may be written then.
         """
         assert self.update is not None and self.optimizer is not None
         self.gatherer.let_go()
@@ -372,13 +372,18 @@ class ShardedModel:
         if self.plan.shard_optimizer and self.comm.world > 1:
             for unit in self.units:
                 unit.spread()
+        self._shards_written()
+
+    def _shards_written(self) -> None:
+        """Let gathers, and peers that ask for shards, get the new values."""
+        self.domain.gathers.follow()
+        if self.channel is not None:
+            self.channel.shards_written(self.domain.gathers.mark())
 
     def _values_have_changed(self) -> None:
         """Tell autograd, which may have saved parameters, that the engine has written new values into them."""
         for unit in self.units:
             unit.second_valid = False
-        if self.channel is not None:
-            self.channel.shards_written()
         torch.autograd.graph.increment_version(self._trainable)
         self.guards.note()
 
@@ -580,9 +585,11 @@ class ShardedModel:
             unit.spread("explicit", everything=True)
             unit.finish_gather()
             if unit.sharded and unit.state is not UnitState.RELEASED:
+                self.domain.gathers.follow()
                 unit.gather_whole("explicit").wait()
                 unit.rounded = False
         self._values_have_changed()
+        self._shards_written()
 
     # -- access ------------------------------------------------------------------------------------------------------
 
@@ -610,8 +617,10 @@ class ShardedModel:
         return changed
 
     def _fill_now(self, unit: Unit) -> None:
-        for section in unit.sections:
-            section.allocate()
+        self.domain.gathers.follow()
+        with self.domain.gathers.aside():
+            for section in unit.sections:
+                section.allocate()
         try:
             unit.gather_whole("explicit").wait()
         except BaseException:
@@ -649,8 +658,7 @@ class ShardedModel:
                     if self.update is not None:
                         self.update.refresh(unit)
         finally:
-            if self.channel is not None:
-                self.channel.shards_written()
+            self._shards_written()
             for unit in gathered:
                 unit.note()  # whatever else has been changed is not to be kept
             self.let_go(gathered)

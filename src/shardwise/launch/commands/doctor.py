@@ -9,7 +9,7 @@ from typing import TYPE_CHECKING, Annotated, Any
 import typer
 
 if TYPE_CHECKING:
-    from shardwise.dropin.detect import Detected
+    from shardwise.launch.detect import Detected
 
 
 def register(app: typer.Typer) -> None:
@@ -26,7 +26,7 @@ def doctor(
 
 def show(as_json: bool = False) -> int:
     """Print what the command prints, and return its exit code."""
-    from shardwise.dropin.detect import installed
+    from shardwise.launch.detect import installed
 
     found = installed()
     facts = _facts()

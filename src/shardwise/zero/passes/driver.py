@@ -8,7 +8,7 @@ import torch
 
 
 class Driver(Protocol):
-    """Knows where in an accumulation window a pass is; an engine is one."""
+    """Knows where in an accumulation window a pass is; an engine's step is one."""
 
     def reduces_now(self) -> bool:
         """Whether the backward pass that starts now ends an accumulation window."""

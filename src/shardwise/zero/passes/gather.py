@@ -211,6 +211,8 @@ class Gatherer:
     def begin_forward(self) -> None:
         """Start a forward pass."""
         self.let_go()
+        for unit in self.units[:1]:
+            unit.domain.gathers.follow()  # what the script may have written into shards since the last pass
         self.phase = Phase.FORWARD
         self._with_graph = torch.is_grad_enabled()
         if self._with_graph:

@@ -23,9 +23,10 @@ Gradients of embedding tables that come as rows stay rows while they are few, an
 from __future__ import annotations
 
 import math
+from collections import deque
 from collections.abc import Callable, Collection, Mapping, Sequence
 from itertools import accumulate
-from typing import Any
+from typing import Any, NamedTuple
 
 import torch
 from torch import nn
@@ -112,8 +113,8 @@ class Reducer:
         order = [unit.index for unit in units]
         self.set_order(order, order[::-1])
         self._next = 0
-        self._in_flight: tuple[UnitGradients, Link, list[SectionMemory]] | None = None
-        self._onward: tuple[UnitGradients, Chain, list[SectionMemory]] | None = None
+        self._in_flight: deque[_Flight] = deque()
+        self._onward: tuple[UnitGradients, Chain, Sequence[SectionMemory]] | None = None
         self._replicating: list[Link] = []
         self._hooks: list[Any] = []
         for gradients in self.gradients.values():
@@ -144,7 +145,7 @@ class Reducer:
     def lags_behind(self, index: int) -> bool:
         """Whether a peer may wait for a reduction still to come here without having launched the gather of a unit."""
         # Peers that have come as far may also wait for the further collectives of a lossy reduction under way.
-        under_way = self._in_flight is not None and not self._in_flight[2]
+        under_way = any(not flight.own_only for flight in self._in_flight)
         if not self.reducing or (self._next >= len(self._order) and not under_way):
             return False
         return self._launched[min(self._next, len(self._launched) - 1)] < self._places.get(index, -1)
@@ -195,7 +196,7 @@ class Reducer:
     def _sweep(self) -> None:
         while self._next < len(self._order):
             self._launch(self._order[self._next])
-        self._finish()
+        self._land(0, blocking=not self.domain.beside)
         self._finish_onward()
         with self.gatherer.parked():
             for handle in self._replicating:
@@ -313,11 +314,10 @@ class Reducer:
             buffer = section.whole_gradient
         else:
             if (not self.boundary or self.local or gradients.accumulated) and self._in_flight_alone():
-                self.gatherer.launch_through(
-                    gradients.unit
-                )  # a lossy reduction may wait for peers that wait for gathers
-                self._finish()
-            if alone and self.in_pieces(gradients.unit):
+                # A lossy reduction may wait for peers that wait for gathers.
+                self.gatherer.launch_through(gradients.unit)
+                self._land(0)
+            if alone and (self.domain.beside or self.in_pieces(gradients.unit)):
                 buffer = Pieces(section.places, dtype)
             else:
                 buffer = torch.empty(section.layout.numel, dtype=dtype, device=section.device)
@@ -360,7 +360,7 @@ class Reducer:
         return self.watching and self.domain.world > 1  # alone, whatever is not finite was so before it was added up
 
     def _in_flight_alone(self) -> bool:
-        return self._in_flight is not None and self._in_flight[0].unit.index in self.alone
+        return any(flight.gradients.unit.index in self.alone for flight in self._in_flight)
 
     def _prepare(self, gradients: UnitGradients, section: SectionMemory, buffer: torch.Tensor) -> torch.Tensor:
         """Return a flat buffer as it is to be sent."""
@@ -385,6 +385,25 @@ class Reducer:
                 if slot.index not in gradients.written:
                     buffer[slot.offset : slot.offset + slot.numel].zero_()
 
+    def _flatten(self, gradients: UnitGradients) -> None:
+        """Copy gradients that lie in pieces together, in one call, if they cannot be sent from there."""
+        if self.in_pieces(gradients.unit):
+            return
+        targets: list[torch.Tensor] = []
+        found: list[torch.Tensor] = []
+        for place, pieces in gradients.buffers.items():
+            if isinstance(pieces, Pieces):
+                section = gradients.unit.sections[place]
+                flat = torch.empty(pieces.numel(), dtype=pieces.dtype, device=section.device)
+                self.accountant.hold(Category.BUFFERS, flat)
+                for (first, numel), piece in zip(pieces.places.slots, pieces.tensors, strict=True):
+                    if piece is not None:
+                        targets.append(flat[first : first + numel])
+                        found.append(piece)
+                gradients.buffers[place] = flat
+        if targets:
+            torch._foreach_copy_(targets, found)
+
     def _free(self, gradients: UnitGradients) -> None:
         gradients.buffers = {}
         gradients.rows = {}
@@ -407,8 +426,10 @@ class Reducer:
 
     def _launch(self, gradients: UnitGradients) -> None:
         self.gatherer.launch_through(gradients.unit)
-        self._finish()
-        with named("reduce", gradients.unit.name):
+        self._land(self._ahead)
+        self._flatten(gradients)
+        self.domain.reductions.follow()
+        with named("reduce", gradients.unit.name), self.domain.reductions.aside():
             self._start_reduction(gradients)
 
     def _start_reduction(self, gradients: UnitGradients) -> None:
@@ -421,7 +442,11 @@ class Reducer:
             if section.layout.trainable and place not in counts:
                 if place in gradients.rows:
                     self._spread(gradients, place, section)
-                buffer = self._buffer(gradients, place, section)
+                self._buffer(gradients, place, section)
+        self._flatten(gradients)
+        for place, section in enumerate(unit.sections):
+            if section.layout.trainable and place not in counts:
+                buffer = gradients.buffers[place]
                 if isinstance(buffer, torch.Tensor):
                     buffer = self._prepare(gradients, section, buffer)
                 elif self._watches:
@@ -429,22 +454,22 @@ class Reducer:
                         if piece is not None:
                             gradients.watch(piece)
                 buffers[place] = buffer
-        handle: Link
+        sent = [*buffers.values(), *gradients.rows.values()]
         with self.accountant.owning(Category.BUFFERS):
             if self.compressor is not None and is_active(self.compressor):
-                handle, own_only = self._reduce_lossily(self.compressor, gradients, buffers), []
+                launches, own_only = [self._lossily(self.compressor, gradients, buffers)], []
             else:
-                handle = self.domain.reduce(self._exactly(gradients, buffers, counts))
+                launches = self._exactly(gradients, buffers, counts)
                 # What rows are summed to is whole at once, where every rank needs everything.
                 whole = counts if self.domain.depth == 1 else {}
                 own_only = [section for section in unit.trainable if unit.sections.index(section) not in whole]
-        for scratch in handle.scratch:
-            self.accountant.hold(Category.BUFFERS, scratch)
-        self._in_flight = (gradients, handle, own_only)
+            del buffers
+            handle = self.domain.reduce(launches, self._hold)
+        self._in_flight.append(_Flight(gradients, handle, own_only, sent if self.domain.beside else ()))
 
-    def _reduce_lossily(
+    def _lossily(
         self, compressor: Compressor, gradients: UnitGradients, buffers: Mapping[int, torch.Tensor | Pieces]
-    ) -> Reduction:
+    ) -> Launch:
         unit = gradients.unit
         flats = [
             _flat(unit, unit.sections[place], buffer)
@@ -452,7 +477,7 @@ class Reducer:
             if isinstance(buffer, torch.Tensor)
         ]
         before, gradients.accumulated = gradients.accumulated, True
-        return compressor.reduce(
+        return lambda: compressor.reduce(
             flats, unit.name, accumulate=before, scale=self.driver.reduction_scale(), wire_dtype=self.wire_dtype
         )
 
@@ -575,7 +600,7 @@ class Reducer:
         everyone = own.new_empty(world * own.numel())
         with self.gatherer.parked():
             self.comm.all_gather([(everyone, own)], f"{unit.name}.rows", kind="reduce").wait()
-        by_rank = everyone.view(world, len(places), world).transpose(0, 1).tolist()
+            by_rank = everyone.view(world, len(places), world).transpose(0, 1).tolist()
         found = {}
         for place, table, counts in zip(places, tables, by_rank, strict=True):
             section = unit.sections[place]
@@ -601,25 +626,42 @@ class Reducer:
         rows = gradients.rows.get(place)
         return [0] * self.comm.world if rows is None else [last - first for first, last in rows.spans(table.ranges)]
 
-    def _finish(self) -> None:
-        """Wait until what is in flight has been sent, and go on with what was before it."""
-        if self._in_flight is None:
-            return
-        gradients, handle, own_only = self._in_flight
-        self._in_flight = None
-        waiting = named("wait for reduction", gradients.unit.name)
-        category = Category.OTHER if own_only else Category.BUFFERS
-        with self.gatherer.parked(), self.accountant.owning(category), waiting:
+    @property
+    def _ahead(self) -> int:
+        """How many reductions may be under way when another one is launched.
+
+        Where the host waits for each, that is none. A device computes meanwhile what has been launched, and would run
+        dry if the host waited for the last one.
+        """
+        return 1 if self.domain.beside else 0
+
+    def _land(self, most: int, *, blocking: bool = True) -> None:
+        """Wait until at most so many reductions are under way, and go on with what was before them.
+
+        Args:
+            most: see above.
+            blocking: the host waits, and no stream: what waits for a reduction must not hold up gathers that other
+                ranks need before they can take part in it. Else the current stream waits.
+        """
+        while len(self._in_flight) > most:
+            flight = self._in_flight.popleft()
+            gradients, handle, own_only = flight.gradients, flight.handle, flight.own_only
+            name = gradients.unit.name
+            category = Category.OTHER if own_only else Category.BUFFERS
+            with self.gatherer.parked(), self.accountant.owning(category), named("wait for reduction", name):
+                if isinstance(handle, Chain):
+                    handle.wait_first()
+                elif blocking:
+                    self.domain.reductions.synchronize(handle, f"the reduction of unit {name!r}")
+                else:
+                    handle.wait()
+            self._free(gradients)
+            del flight
+            self._finish_onward()
             if isinstance(handle, Chain):
-                handle.wait_first()
+                self._onward = (gradients, handle, own_only)
             else:
-                handle.wait()
-        self._free(gradients)
-        self._finish_onward()
-        if isinstance(handle, Chain):
-            self._onward = (gradients, handle, own_only)
-        else:
-            self._replicate(gradients, own_only)
+                self._replicate(gradients, own_only)
 
     def _finish_onward(self) -> None:
         """Wait for the rest of the last unit's reduction but one."""
@@ -659,8 +701,11 @@ class Reducer:
             self._sweep()
         if any(gradients.sums for gradients in self.gradients.values()):
             for gradients in self._order:
-                self._finish()
-                self._in_flight = (gradients, self.domain.reduce(self._beyond(gradients)), gradients.unit.trainable)
+                self._land(self._ahead)
+                self.domain.reductions.follow()
+                with self.domain.reductions.aside():
+                    handle = self.domain.reduce(self._beyond(gradients))
+                self._in_flight.append(_Flight(gradients, handle, gradients.unit.trainable))
             self._sweep()
         for gradients in self.gradients.values():
             if not gradients.accumulated:
@@ -719,6 +764,17 @@ class Reducer:
         for hook in self._hooks:
             hook.remove()
         self._hooks = []
+
+
+class _Flight(NamedTuple):
+    """A reduction under way."""
+
+    gradients: UnitGradients
+    handle: Link
+    own_only: Sequence[SectionMemory]
+    """Sections of which only this rank's own range is reduced then."""
+    sent: Sequence[Any] = ()
+    """What belongs to other streams, and must not be given back before the reduction has ended."""
 
 
 def _flat(unit: Unit, section: SectionMemory, buffer: torch.Tensor) -> Flat:

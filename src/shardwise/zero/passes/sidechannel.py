@@ -15,8 +15,8 @@ its thread launch the gather on its behalf.
 *end*, *where*: a rank is in `destroy()`, which gathers everything once more. It tells the others, and asks those that
 do not come which collectives they have launched: one that it has not launched itself will never be answered.
 
-On CUDA a shard is copied on a stream of its own, behind the event that the shards are written: the stream of the pass
-may wait for a gather that the rank which asks has still to launch. A gather is launched on the stream of the pass.
+On CUDA a shard is copied on a stream of its own, behind the mark that the shards are written: the stream of the pass
+may wait for a gather that the rank which asks has still to launch.
 
 What goes wrong in the thread is raised by the pass that it helps.
 """
@@ -35,7 +35,6 @@ import threading
 import time
 import weakref
 from collections.abc import Callable, Iterator, Sequence
-from contextlib import AbstractContextManager
 from typing import Any
 
 import torch
@@ -43,6 +42,7 @@ import torch
 from shardwise.comm import links
 from shardwise.comm.communicator import Communicator
 from shardwise.comm.whereabouts import describe, publish_end
+from shardwise.device.streams import Mark, streams_of
 from shardwise.errors import DesyncError, PeerLostError, UsageError
 from shardwise.zero.units.unit import Unit
 
@@ -84,14 +84,12 @@ class SideChannel:
         self._changed = threading.Condition()
         self._ended: dict[int, dict[str, Any]] = {}
         self._own_end: dict[str, Any] | None = None
-        self._stream: torch.cuda.Stream | None = None
-        self._copying: torch.cuda.Stream | None = None
-        self._written: dict[int, torch.cuda.Event] = {}
+        self._streams = streams_of(comm.device)
+        self._stream = self._streams.current()
+        self._copying = self._streams.make("answers")
+        self._written: dict[int, Mark] = {}
         self._version = 0
-        if comm.device.type == "cuda":
-            self._copying = torch.cuda.Stream(comm.device)
-        self._note_stream()
-        self.shards_written()
+        self.shards_written(self._streams.mark())
         self._links = links.connect(comm)
         self._selector = selectors.DefaultSelector()
         self._alarm, alarmed = socket.socketpair()
@@ -113,22 +111,19 @@ class SideChannel:
         Raises:
             Exception: what has gone wrong in the thread that helps the peers.
         """
-        self._note_stream()
+        self._stream = self._streams.current()
         if self._error is not None:
             raise self._error
 
-    def shards_written(self) -> None:
-        """Note that the shards have new values, or will have where the calling thread's stream has got to.
+    def shards_written(self, mark: Mark) -> None:
+        """Note that the shards have new values, or will have when the device gets to a mark.
 
         All ranks call it as often: a fetch names the values that it means by their number.
         """
         self._version += 1
-        if self._copying is not None:
-            event = torch.cuda.Event()
-            event.record(torch.cuda.current_stream(self.comm.device))
-            for version in [version for version, earlier in self._written.items() if earlier.query()]:
-                del self._written[version]  # there is nothing to wait for any more
-            self._written[self._version] = event
+        for version in [version for version, earlier in self._written.items() if earlier.reached()]:
+            del self._written[version]  # there is nothing to wait for any more
+        self._written[self._version] = mark
 
     def check_present(self) -> None:
         """Raise if a gather that is to be launched now would not be answered.
@@ -347,7 +342,7 @@ class SideChannel:
                     )
                 peer.give(sum(section.shard.nbytes for section in unit.sections), self._chunks(unit, second))
             elif kind == _WANT:
-                with self._on_stream():
+                with self._stream.use():
                     self.on_want(first, second)
             elif kind == _END:
                 with self._changed:
@@ -380,28 +375,21 @@ class SideChannel:
         """Yield a unit's shards in chunks; each is no longer needed when the next one is asked for."""
         for section in unit.sections:
             shard = section.shard
-            if self._copying is None:
+            if shard.device.type == "cpu":
                 yield _bytes_of(shard)
                 continue
-            with torch.cuda.stream(self._copying):
-                written = self._written.get(version)
-                if written is not None:
-                    self._copying.wait_event(written)
-                flat = shard.view(torch.uint8)
-                chunk = torch.empty(min(CHUNK, flat.numel()), dtype=torch.uint8, pin_memory=True)
+            written = self._written.get(version)
+            if written is not None:
+                self._copying.wait(written)
+            flat = shard.view(torch.uint8)
+            chunk = torch.empty(min(CHUNK, flat.numel()), dtype=torch.uint8, device="cpu", pin_memory=True)
             for part in flat.split(CHUNK):
-                with torch.cuda.stream(self._copying):
+                with self._copying.use():
                     chunk[: part.numel()].copy_(part, non_blocking=True)
-                self._copying.synchronize()
+                    copied = self._streams.mark()
+                if not self._streams.block(copied, self.comm.timeout):
+                    raise TimeoutError(f"unit {unit.name!r} could not be copied within {self.comm.timeout}")
                 yield _bytes_of(chunk[: part.numel()])
-
-    def _on_stream(self) -> AbstractContextManager[Any]:
-        # A gather is launched behind what the pass has put on its stream, and its memory belongs to that stream.
-        return contextlib.nullcontext() if self._stream is None else torch.cuda.stream(self._stream)
-
-    def _note_stream(self) -> None:
-        if self.comm.device.type == "cuda":
-            self._stream = torch.cuda.current_stream(self.comm.device)
 
 
 class _Peer:

@@ -124,7 +124,6 @@ class UnitCodes:
         self._rank, self._world = ranks.rank, ranks.world
         self._accountant = accountant
         self._parts: list[_Part] = []
-        self._handle: Handle | None = None
         self._messages: torch.Tensor | None = None
         end = 0
         for memory in sections:
@@ -141,7 +140,7 @@ class UnitCodes:
         self._size = end
         self.coded = any(part.beside is not None for part in self._parts)
 
-    def start(self, comm: Communicator, label: str) -> None:
+    def start(self, comm: Communicator, label: str) -> Handle:
         """Encode this rank's range and launch the gather; may be called by the thread that helps peers."""
         messages = torch.empty(self._world, self._size, dtype=torch.uint8, device=self._parts[0].memory.device)
         self._accountant.hold(Category.BUFFERS, messages)
@@ -149,16 +148,15 @@ class UnitCodes:
         for part in self._parts:
             self._encode(part, part.memory.shard, own, self._rank)
         self._messages = messages
-        self._handle = comm.all_gather([(messages.view(-1), own.view(-1))], label)
+        return comm.all_gather([(messages.view(-1), own.view(-1))], label)
 
-    def finish(self) -> None:
-        """Wait for the gather and write everybody's values into the whole buffers, which have memory."""
-        assert self._handle is not None and self._messages is not None
-        self._handle.wait()
+    def decode(self) -> None:
+        """Write everybody's values, which have been gathered, into the whole buffers, which have memory."""
+        assert self._messages is not None
         with self._accountant.owning(Category.BUFFERS):
             for part in self._parts:
                 self._decode(part, self._messages)
-        self._handle = self._messages = None
+        self._messages = None
 
     def round(self) -> None:
         """Make exact whole values what they would be had they been gathered as codes."""

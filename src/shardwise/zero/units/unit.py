@@ -65,11 +65,11 @@ class Purpose(Enum):
 class Codes(Protocol):
     """A way of gathering a unit that loses digits (`shardwise.zero.units.codes.UnitCodes`)."""
 
-    def start(self, comm: Communicator, label: str) -> None:
+    def start(self, comm: Communicator, label: str) -> Link:
         """Launch the gather."""
 
-    def finish(self) -> None:
-        """Wait for it and fill the whole buffers, which have memory."""
+    def decode(self) -> None:
+        """Fill the whole buffers, which have memory, from what has been gathered."""
 
     def round(self) -> None:
         """Make exact whole values what they would be had they been gathered so."""
@@ -299,8 +299,10 @@ class Unit:
         self.rounded = False
         self.dropped: list[str] = []
         self._second_follows = False
+        self._coded = False
         self._versions: list[int] = []
         self._handle: Link | None = None
+        self._arrived: Link | None = None
         self._refreshing: Link | None = None
 
     @cached_property
@@ -389,6 +391,7 @@ class Unit:
         moves = [(s.shard, s.written, s.written_level) for s in sections if s.written_level > level]
         if not moves:
             return
+        self.domain.gathers.follow()  # the current stream has written, and has read what was there before
         if self.sharded:
             self._refreshing = self.domain.gather(moves, level, self.name, kind)
         else:
@@ -402,25 +405,31 @@ class Unit:
             self._refreshing.wait()
             self._refreshing = None
 
-    def _launch(self, purpose: Purpose) -> Link | None:
-        """Launch the gather that a purpose asks for; None: that of `codes`, whose memory is allocated at its end."""
+    def _launch(self, purpose: Purpose) -> Link:
+        """Launch the gather that a purpose asks for; for that of `codes` memory is allocated at its end."""
         self.finish_spread()
         self.rounded = self.codes is not None and purpose is not Purpose.PLAIN
         # What is released after a forward pass is what it has computed with.
         self._second_follows = self.second is not None and purpose is Purpose.FORWARD
         near = self.second if purpose is Purpose.BACKWARD and self.second_valid else None
-        if self.codes is not None and self.rounded and near is None:
-            self.codes.start(self.domain.dimensions[0], self.name)
-            return None
+        self._coded = self.rounded and near is None
+        codes, gathers = self.codes, self.domain.gathers
+        if codes is not None and self._coded:
+            return gathers.start([lambda: codes.start(self.domain.dimensions[0], self.name)])
         if self.state is UnitState.RELEASED:
-            for section in self.sections:
-                section.allocate()
+            with gathers.aside():
+                for section in self.sections:
+                    section.allocate()
         if near is not None:
-            return near.all_gather([(s.full, s.second) for s in self.sections if s.second is not None], self.name)
+            pairs = [(s.full, s.second) for s in self.sections if s.second is not None]
+            return gathers.start([lambda: near.all_gather(pairs, self.name)])
         return self.gather_whole()
 
     def gather_whole(self, kind: str = "gather") -> Link:
-        """Launch the exact gather of the whole values, which have memory, from the shards."""
+        """Launch the exact gather of the whole values, which have memory, from the shards.
+
+        On a device it runs behind what `Runner.follow` has been told of, not behind the current stream.
+        """
         self.finish_spread()
         return self.domain.gather([(s.full, s.shard, self.level) for s in self.sections], 0, self.name, kind)
 
@@ -428,24 +437,31 @@ class Unit:
         """Wait for the gather. Afterwards the values are valid; those of sharded units still have to be exposed."""
         if self.state is not UnitState.GATHERING:
             self.finish_spread()
+            if self._arrived is not None:
+                self._arrived.wait()  # the stream that goes on now may be another than the one that has waited
             return
+        assert self._handle is not None
         with named("wait for gather", self.name):
-            if self._handle is not None:
-                self._handle.wait()
-            else:
-                assert self.codes is not None
+            self._handle.wait()
+            if self._coded:
                 for section in self.sections:
                     section.allocate()
-                self.codes.finish()
+                self._decode()
+        arrived = self._handle if self.domain.beside else None
         self.fill_done()
+        self._arrived = arrived
+
+    def _decode(self) -> None:
+        assert self.codes is not None
+        self.codes.decode()
+        self.domain.gathers.follow()  # to which the memory of the codes belongs
 
     def join_gather(self, purpose: Purpose) -> None:
         """Take part in a gather of the others though the whole values are here already."""
-        handle = self._launch(purpose)
-        if handle is not None:
-            handle.wait()
-        elif self.codes is not None:
-            self.codes.finish()
+        self.domain.gathers.follow()  # the current stream may still read what is written once more
+        self._launch(purpose).wait()
+        if self._coded:
+            self._decode()
 
     def fetched(self, purpose: Purpose) -> None:
         """The exact whole values have come another way than by a gather; make them what the others compute with."""
@@ -456,7 +472,7 @@ class Unit:
 
     def fill_done(self) -> None:
         """Declare the whole values valid."""
-        self._handle = None
+        self._handle = self._arrived = None
         if self.sharded:
             self.attach()
         self.state = UnitState.GATHERED
@@ -498,8 +514,10 @@ class Unit:
             self._store_second()
         self.conceal()
         self._detach()
+        self.domain.gathers.follow()  # to which the memory belongs: it takes it again behind what has used it
         for section in self.sections:
             section.free()
+        self._arrived = None
         self.state = UnitState.RELEASED
 
     def wait_concealed(self) -> None:
@@ -568,6 +586,7 @@ class Unit:
         for section in self.sections:
             if section.sharded:
                 section.shard.copy_(section.full[section.shard_range])
+        self.domain.gathers.follow()
 
     def segments(self) -> Iterator[tuple[SectionMemory, Lane]]:
         """Yield the lanes of the range that this rank's optimizer updates."""

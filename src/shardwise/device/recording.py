@@ -1,0 +1,326 @@
+"""A device that writes down what would happen on it: its streams, what they wait for, and who uses which memory when.
+
+The engine runs as it does on a GPU, on CPU tensors of any size. Each kernel, each collective, each wait and each piece
+of memory that comes or goes becomes an event of a trace. Nothing runs late, so results say nothing about waits that are
+missing; the trace does (`shardwise.device.checking`). One process records one of several imagined ranks: collectives
+give back what they would if all ranks had the same values.
+
+    with recording() as recorder:
+        engine, *_ = shardwise.initialize(...)   # in a process group of torch's "fake" backend
+        ...
+    problems = check([recorder.trace, ...])
+"""
+
+from __future__ import annotations
+
+import contextlib
+import itertools
+import threading
+import weakref
+from collections.abc import Callable, Iterator, Sequence
+from contextlib import AbstractContextManager
+from dataclasses import dataclass, field
+from datetime import timedelta
+from typing import Any
+
+import torch
+from torch.utils._python_dispatch import TorchDispatchMode
+
+from shardwise.device.streams import Mark, Stream, standing_in
+
+COMPUTE = "compute"
+"""The stream on which a thread launches unless it says otherwise."""
+
+
+@dataclass(frozen=True)
+class Span:
+    """A range of bytes of one piece of memory."""
+
+    memory: int
+    start: int
+    stop: int
+
+
+@dataclass(frozen=True)
+class Event:
+    """Something that the host has done.
+
+    Attributes:
+        kind: "kernel" or "collective" (launched on a stream); "mark" (a place in a stream), "wait" (of a stream, for a
+            mark), "arrive" (of a stream, for a collective), "block" (of the host, for a mark) and "read" (of the host,
+            for all of a stream); "take" and "give" (of memory, on the stream that it belongs to); "say" (anything else
+            that whoever records wants to know).
+        name: of the operation, or what is said.
+        stream: see above.
+        number: of a mark, a collective (in the order of its group), or a piece of memory.
+        group: the process group of a collective.
+        reads: what it reads.
+        writes: what it writes.
+        numbers: further numbers of what is said.
+    """
+
+    kind: str
+    name: str = ""
+    stream: str = ""
+    number: int = -1
+    group: str = ""
+    reads: tuple[Span, ...] = ()
+    writes: tuple[Span, ...] = ()
+    numbers: tuple[int, ...] = ()
+
+
+@dataclass
+class Trace:
+    """What one rank has done.
+
+    Attributes:
+        events: in the order of the host.
+        sizes: bytes of each piece of memory.
+    """
+
+    events: list[Event] = field(default_factory=list)
+    sizes: dict[int, int] = field(default_factory=dict)
+
+
+class _RecordedMark:
+    def __init__(self, recorder: Recorder, number: int) -> None:
+        self._recorder, self._number = recorder, number
+
+    @property
+    def number(self) -> int:
+        return self._number
+
+    def wait(self) -> None:
+        self._recorder.add(Event("wait", stream=self._recorder.stream, number=self._number))
+
+    def reached(self) -> bool:
+        return False  # the host is always ahead
+
+
+class _RecordedStream:
+    def __init__(self, recorder: Recorder, name: str) -> None:
+        self._recorder, self._name = recorder, name
+
+    def use(self) -> AbstractContextManager[None]:
+        return self._recorder.using(self._name)
+
+    def wait(self, mark: Mark) -> None:
+        assert isinstance(mark, _RecordedMark)
+        self._recorder.add(Event("wait", stream=self._name, number=mark.number))
+
+
+class _Launched:
+    """A recorded collective; a group has a stream of its own, as NCCL's have."""
+
+    def __init__(self, recorder: Recorder, event: Event) -> None:
+        self._recorder, self._event = recorder, event
+
+    def wait(self) -> None:
+        self._recorder.add(
+            Event("arrive", stream=self._recorder.stream, number=self._event.number, group=self._event.group)
+        )
+
+
+class Recorder:
+    """The streams of a recorded device; see the module docstring and `shardwise.device.streams.Streams`.
+
+    Attributes:
+        trace: what has happened.
+    """
+
+    beside = True
+
+    def __init__(self) -> None:
+        self.trace = Trace()
+        self._numbers = itertools.count()
+        self._names: dict[str, int] = {}
+        self._counts: dict[str, int] = {}
+        self._memory: dict[int, tuple[int, int, int, str]] = {}  # number, address, bytes and stream, by storage
+        self._deaths: dict[int, weakref.ref[torch.UntypedStorage]] = {}
+        self._local = threading.local()
+        self._lock = threading.RLock()
+        self._silent = False
+
+    # -- streams -----------------------------------------------------------------------------------------------------
+
+    @property
+    def stream(self) -> str:
+        """The stream on which this thread launches."""
+        return getattr(self._local, "stream", COMPUTE)
+
+    @contextlib.contextmanager
+    def using(self, name: str) -> Iterator[None]:
+        """Launch and allocate on a stream inside of the block."""
+        before, self._local.stream = self.stream, name
+        try:
+            yield
+        finally:
+            self._local.stream = before
+
+    def make(self, name: str) -> Stream:
+        """See `Streams.make`."""
+        self._names[name] = self._names.get(name, 0) + 1
+        return _RecordedStream(self, name if self._names[name] == 1 else f"{name}.{self._names[name]}")
+
+    def current(self) -> Stream:
+        """See `Streams.current`."""
+        return _RecordedStream(self, self.stream)
+
+    def mark(self) -> Mark:
+        """See `Streams.mark`."""
+        number = next(self._numbers)
+        self.add(Event("mark", stream=self.stream, number=number))
+        return _RecordedMark(self, number)
+
+    def block(self, mark: Mark, limit: timedelta) -> bool:
+        """See `Streams.block`."""
+        del limit
+        assert isinstance(mark, _RecordedMark)
+        self.add(Event("block", number=mark.number))
+        return True
+
+    # -- events ------------------------------------------------------------------------------------------------------
+
+    def add(self, event: Event) -> None:
+        """Write an event down."""
+        if not self._silent:
+            with self._lock:
+                self.trace.events.append(event)
+
+    def say(self, what: str, *numbers: int, stream: str = "") -> None:
+        """Write down what is no event of the device."""
+        self.add(Event("say", what, stream, numbers=numbers))
+
+    @contextlib.contextmanager
+    def silent(self) -> Iterator[None]:
+        """Write nothing down inside of the block: it is no part of the program."""
+        before, self._silent = self._silent, True
+        try:
+            yield
+        finally:
+            self._silent = before
+
+    def kernel(self, name: str, reads: Sequence[torch.Tensor], writes: Sequence[torch.Tensor]) -> None:
+        """Write down that an operation has been launched on the current stream."""
+        spans = tuple(self.span(t) for t in reads), tuple(self.span(t) for t in writes)
+        self.add(Event("kernel", name, self.stream, reads=spans[0], writes=spans[1]))
+
+    def collective(
+        self, name: str, pairs: Sequence[tuple[torch.Tensor, torch.Tensor]], group: str, run: Callable[[], Any]
+    ) -> _Launched:
+        """Write down that a collective has been launched.
+
+        Args:
+            name: the operation.
+            pairs: what it writes, and what it reads.
+            group: its process group; the n-th collective of a group meets the n-th of the other ranks.
+            run: brings about its results.
+        """
+        self._counts[group] = self._counts.get(group, -1) + 1
+        writes, reads = tuple(self.span(o) for o, _ in pairs), tuple(self.span(i) for _, i in pairs)
+        event = Event("collective", name, self.stream, self._counts[group], group, reads, writes)
+        self.add(event)
+        with self.silent():
+            run()
+        return _Launched(self, event)
+
+    # -- memory ------------------------------------------------------------------------------------------------------
+
+    def span(self, tensor: torch.Tensor) -> Span:
+        """Return the bytes from a tensor's first element to its last."""
+        number = self._number_of(tensor.untyped_storage())
+        start = int(tensor.storage_offset()) * tensor.element_size()
+        last = sum((size - 1) * abs(stride) for size, stride in zip(tensor.shape, tensor.stride(), strict=True))
+        return Span(number, start, start + (last + 1) * tensor.element_size() if tensor.numel() else start)
+
+    def _number_of(self, storage: torch.UntypedStorage) -> int:
+        key, place = id(storage), (storage.data_ptr(), storage.nbytes())
+        known = self._memory.get(key)
+        if known is not None and known[1:3] == place:
+            return known[0]
+        if known is not None:
+            self._gone(key)  # it has been resized, which gives its memory back and takes other
+        number = next(self._numbers)
+        self._memory[key] = (number, *place, self.stream)
+        self.trace.sizes[number] = storage.nbytes()
+        self._deaths[key] = weakref.ref(storage, lambda _: self._gone(key))
+        self.add(Event("take", stream=self.stream, number=number))
+        return number
+
+    def _gone(self, key: int) -> None:
+        known = self._memory.pop(key, None)
+        self._deaths.pop(key, None)
+        if known is not None:
+            with self._lock:
+                self.trace.events.append(Event("give", stream=known[3], number=known[0]))
+
+
+class _Kernels(TorchDispatchMode):
+    """Writes down each operation that reads or writes memory."""
+
+    def __init__(self, recorder: Recorder) -> None:
+        super().__init__()
+        self._recorder = recorder
+
+    def __torch_dispatch__(
+        self, func: Any, types: Any, args: tuple[Any, ...] = (), kwargs: dict[str, Any] | None = None
+    ) -> Any:
+        kwargs = kwargs or {}
+        result = func(*args, **kwargs)
+        recorder = self._recorder
+        if recorder._silent or func.is_view:
+            return result
+        reads: list[torch.Tensor] = []
+        writes: list[torch.Tensor] = []
+        known: set[int] = set()
+        for place, argument in enumerate(func._schema.arguments):
+            given = args[place] if place < len(args) else kwargs.get(argument.name)
+            written = argument.alias_info is not None and argument.alias_info.is_write
+            for tensor in _tensors(given):
+                known.add(id(tensor.untyped_storage()))
+                (writes if written else reads).append(tensor)
+        made = [t for t in _tensors(result) if id(t.untyped_storage()) not in known]
+        name = func._schema.name.removeprefix("aten::")
+        if name == "_local_scalar_dense":
+            recorder.add(Event("read", stream=recorder.stream))
+        elif name.removeprefix("new_").startswith("empty"):
+            for tensor in made:
+                recorder.span(tensor)  # it is taken, and not used
+        elif writes or made:
+            recorder.kernel(name, reads, [*writes, *made])
+        return result
+
+
+def _tensors(value: Any) -> Iterator[torch.Tensor]:
+    if isinstance(value, torch.Tensor):
+        if value.layout is torch.strided and value.device.type == "cpu":
+            yield value
+    elif isinstance(value, (list, tuple)):
+        for part in value:
+            yield from _tensors(part)
+
+
+def name_of(group: str, ranks: Sequence[int]) -> str:
+    """Return the name under which the collectives of a process group are recorded."""
+    return f"{group}@{','.join(map(str, ranks))}"
+
+
+_current: Recorder | None = None
+
+
+def current() -> Recorder | None:
+    """Return the recorder that stands in for the device now."""
+    return _current
+
+
+@contextlib.contextmanager
+def recording() -> Iterator[Recorder]:
+    """Record what runs inside of the block; CPU tensors count as a device's."""
+    global _current
+    recorder = Recorder()
+    with standing_in("cpu", recorder), _Kernels(recorder):
+        _current = recorder
+        try:
+            yield recorder
+        finally:
+            _current = None

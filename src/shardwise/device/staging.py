@@ -1,0 +1,248 @@
+"""Bytes on their way between a device and the host, through two buffers of pinned memory.
+
+While the host does something with one buffer (writes it into a file, reads the next bytes into it), a stream that does
+nothing else copies the other. Copying to and from memory that is not pinned goes by way of a buffer of the driver, at a
+fraction of the speed, and the host stands meanwhile.
+
+On the CPU nothing is copied that need not be, and there are no streams. (How streams and buffers follow one another is
+tested with streams that are played; on CUDA it has not been run.)
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterable, Iterator
+from dataclasses import dataclass
+from typing import Protocol
+
+import torch
+
+MOST = 64 << 20
+"""Bytes of a buffer at most: enough for the speed of the bus, and for the time in between not to count."""
+
+_ALIGNMENT = 64
+"""Sizes of buffers are multiples of it, so that whole elements of any dtype go through."""
+
+
+class Mark(Protocol):
+    """A place in a stream."""
+
+    def synchronize(self) -> None:
+        """Block the host until all that comes before it is done."""
+
+    def wait(self) -> None:
+        """Have the current stream go on only when all that comes before it is done."""
+
+
+class CopyStream(Protocol):
+    """What copies between a device and the host, beside what the device computes."""
+
+    def host_bytes(self, size: int) -> torch.Tensor:
+        """Return memory of the host for it, of undefined content."""
+
+    def follow(self) -> None:
+        """Have copies begin when what has been launched so far on the current stream is done."""
+
+    def copy(self, target: torch.Tensor, source: torch.Tensor) -> None:
+        """Copy behind what it has been given before; the host goes on."""
+
+    def keep(self, tensor: torch.Tensor) -> None:
+        """Memory of the device that is given back is used again only when the copies so far are done."""
+
+    def mark(self) -> Mark:
+        """Return the place behind the copies so far."""
+
+
+class _CudaMark:
+    def __init__(self, stream: torch.cuda.Stream) -> None:
+        self._device = stream.device
+        self._event = torch.cuda.Event()
+        self._event.record(stream)
+
+    def synchronize(self) -> None:
+        self._event.synchronize()
+
+    def wait(self) -> None:
+        torch.cuda.current_stream(self._device).wait_event(self._event)
+
+
+class _CudaCopies:
+    """See `CopyStream`: a stream of a CUDA device."""
+
+    def __init__(self, device: torch.device) -> None:
+        self._device = device
+        with torch.cuda.device(device):
+            self._stream = torch.cuda.Stream(device)
+
+    def host_bytes(self, size: int) -> torch.Tensor:
+        # Threads begin with the first device, on which memory must not be pinned.
+        with torch.cuda.device(self._device):
+            return torch.empty(size, dtype=torch.uint8, device="cpu", pin_memory=True)
+
+    def follow(self) -> None:
+        self._stream.wait_stream(torch.cuda.current_stream(self._device))
+
+    def copy(self, target: torch.Tensor, source: torch.Tensor) -> None:
+        with torch.cuda.stream(self._stream):
+            target.copy_(source, non_blocking=True)
+
+    def keep(self, tensor: torch.Tensor) -> None:
+        tensor.record_stream(self._stream)
+
+    def mark(self) -> Mark:
+        return _CudaMark(self._stream)
+
+
+class _Blocking:
+    """See `CopyStream`: for devices without streams, where a copy is done when `copy` returns."""
+
+    def host_bytes(self, size: int) -> torch.Tensor:
+        return torch.empty(size, dtype=torch.uint8, device="cpu")
+
+    def follow(self) -> None:
+        pass
+
+    def copy(self, target: torch.Tensor, source: torch.Tensor) -> None:
+        target.copy_(source)
+
+    def keep(self, tensor: torch.Tensor) -> None:
+        pass
+
+    def mark(self) -> Mark:
+        return self
+
+    def synchronize(self) -> None:
+        pass
+
+    def wait(self) -> None:
+        pass
+
+
+def is_far(device: torch.device) -> bool:
+    """Whether the host has to copy what lies there before it can read it; tests take the CPU for such a device."""
+    return device.type != "cpu"
+
+
+def copy_stream(device: torch.device) -> CopyStream:
+    """Return a new stream for copies between a device and the host."""
+    return _CudaCopies(device) if device.type == "cuda" else _Blocking()
+
+
+class Staging:
+    """Two buffers between a device and the host.
+
+    Args:
+        device: where tensors are, or go.
+        room: bytes that will go through: buffers are no larger.
+        most: bytes of a buffer at most.
+
+    Example:
+        >>> staging = Staging(torch.device("cpu"), room=256, most=64)
+        >>> [part.view(torch.float32).sum().item() for part in staging.to_host([torch.ones(10), torch.ones(10)])]
+        [16.0, 4.0]
+    """
+
+    def __init__(self, device: torch.device, room: int, most: int = MOST) -> None:
+        self._stream = copy_stream(device)
+        self._size = max(_ALIGNMENT, min(most - most % _ALIGNMENT, room + -room % _ALIGNMENT))
+        self._buffers = [self._stream.host_bytes(self._size) for _ in range(2)]
+        self._sent: list[Mark | None] = [None, None]
+        self._turn = 1
+
+    def to_host(self, tensors: Iterable[torch.Tensor]) -> Iterator[torch.Tensor]:
+        """Yield the bytes of tensors, one after the other, as 1-D tensors on the host.
+
+        What is yielded is valid until the next is asked for; those behind it are on their way meanwhile. The tensors
+        must not change before the end.
+        """
+        pieces = self._cut(tensors)
+        under_way = self._fetch(pieces, self._buffers[0])
+        number = 0
+        try:
+            while under_way is not None:
+                number += 1
+                arrived, under_way = under_way, self._fetch(pieces, self._buffers[number % 2])
+                arrived.mark.synchronize()
+                yield arrived.bytes
+        finally:
+            if under_way is not None:  # nobody wants it any more, but its memory must not be given back yet
+                under_way.mark.synchronize()
+
+    def _cut(self, tensors: Iterable[torch.Tensor]) -> Iterator[torch.Tensor]:
+        """Yield the bytes of tensors on the device, so that they fill one buffer after the other."""
+        room = self._size
+        for tensor in tensors:
+            flat = tensor.detach().contiguous().view(-1).view(torch.uint8)
+            start = 0
+            while start < flat.numel():
+                piece = flat[start : start + room]
+                yield piece
+                start += piece.numel()
+                room = room - piece.numel() or self._size
+
+    def _fetch(self, pieces: Iterator[torch.Tensor], buffer: torch.Tensor) -> _Fetch | None:
+        """Begin to copy as many pieces as fill a buffer; None: there are no more."""
+        sources: list[torch.Tensor] = []
+        filled = 0
+        while filled < self._size and (piece := next(pieces, None)) is not None:
+            sources.append(piece)
+            filled += piece.numel()
+        if not sources:
+            return None
+        self._stream.follow()  # what has made them contiguous, too
+        for place, source in zip(buffer[:filled].split([source.numel() for source in sources]), sources, strict=True):
+            self._stream.copy(place, source)
+        return _Fetch(buffer[:filled], sources, self._stream.mark())
+
+    def to_device(self, out: torch.Tensor, fill: Callable[[torch.Tensor, int], None]) -> None:
+        """Fill a tensor on the device; its values are there for everybody when this returns.
+
+        Args:
+            out: 1-D, contiguous.
+            fill: called with memory of the host, in the dtype of `out`, and the element of `out` from which on it puts
+                values there; while it does, those before are on their way.
+        """
+        step = self._size // out.dtype.itemsize
+        try:
+            for first in range(0, out.numel(), step):
+                part = out[first : first + step]
+                values = self.free().view(out.dtype)[: part.numel()]
+                fill(values, first)
+                self.send(part, values)
+        finally:
+            self.drain()
+
+    def free(self) -> torch.Tensor:
+        """Return the buffer from which nothing has been sent for longer, as bytes, for the host to fill."""
+        self._turn = 1 - self._turn
+        before, self._sent[self._turn] = self._sent[self._turn], None
+        if before is not None:
+            before.synchronize()
+        self._stream.follow()
+        return self._buffers[self._turn]
+
+    def send(self, out: torch.Tensor, values: torch.Tensor) -> None:
+        """Begin to copy to the device what lies in the buffer that `free` has returned last; of one dtype."""
+        self._stream.copy(out, values)
+        self._sent[self._turn] = self._stream.mark()
+
+    def drain(self) -> None:
+        """Wait until everything that was sent has arrived."""
+        for mark in self._sent:
+            if mark is not None:
+                mark.synchronize()
+        self._sent = [None, None]
+
+
+@dataclass(frozen=True)
+class _Fetch:
+    """A copy to the host that has begun.
+
+    Attributes:
+        bytes: where they arrive.
+        sources: whose memory must stay until then.
+        mark: behind the copy.
+    """
+
+    bytes: torch.Tensor
+    sources: list[torch.Tensor]
+    mark: Mark

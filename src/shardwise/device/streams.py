@@ -1,0 +1,212 @@
+"""Streams: the queues on which a device works, and what orders them.
+
+What is launched on a stream runs there in order, beside what other streams do. The host launches and goes on. A mark is
+a place in a stream (a CUDA event): whoever waits for it sees everything that was launched there before.
+
+Memory belongs to the stream on which it was allocated: it may be given back while kernels that use it are still to run,
+and is taken again by what is launched on that stream later. Memory that another stream has used must not be given back
+before its owner waits for that stream, or the host has.
+
+On the CPU whatever has been launched has run. There is nothing to order, and all of this does nothing.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import time
+from collections.abc import Iterator
+from contextlib import AbstractContextManager
+from datetime import timedelta
+from typing import Any, Protocol
+
+import torch
+
+_POLL_S = 2e-5
+"""How often the host looks whether a device has got to a mark: less than a kernel of any size takes."""
+
+
+class Mark(Protocol):
+    """A place in a stream."""
+
+    def wait(self) -> None:
+        """Let what is launched on the current stream from now on run behind it."""
+
+    def reached(self) -> bool:
+        """Whether the device has got there, as far as the host can see now."""
+
+
+class Stream(Protocol):
+    """A queue of one device."""
+
+    def use(self) -> AbstractContextManager[Any]:
+        """What is launched and allocated inside of the block belongs to this stream."""
+
+    def wait(self, mark: Mark) -> None:
+        """Let what is launched on this stream from now on run behind a mark."""
+
+
+class Streams(Protocol):
+    """The streams of one device.
+
+    Attributes:
+        beside: whether there are any: the host goes on while the device works.
+    """
+
+    beside: bool
+
+    def make(self, name: str) -> Stream:
+        """Return a new stream, of high priority: what it does is short, and others wait for it.
+
+        Args:
+            name: what it is for.
+        """
+
+    def current(self) -> Stream:
+        """Return the stream on which this thread launches."""
+
+    def mark(self) -> Mark:
+        """Return the place to which the current stream has got."""
+
+    def block(self, mark: Mark, limit: timedelta) -> bool:
+        """Let the host wait for a mark; return whether the device has got there within the limit."""
+
+
+class _There:
+    """A mark on a device on which everything that has been launched has run."""
+
+    def wait(self) -> None:
+        """Nothing is to be waited for."""
+
+    def reached(self) -> bool:
+        """It has been reached."""
+        return True
+
+
+class _Host:
+    """The one stream of a device without any."""
+
+    def use(self) -> AbstractContextManager[Any]:
+        """Change nothing."""
+        return _NOTHING
+
+    def wait(self, mark: Mark) -> None:
+        """Nothing is to be waited for."""
+
+
+_NOTHING, _THERE, _HOST = contextlib.nullcontext(), _There(), _Host()
+
+
+class HostStreams:
+    """Those of the CPU."""
+
+    beside = False
+
+    def make(self, name: str) -> Stream:
+        """Return the only one."""
+        return _HOST
+
+    def current(self) -> Stream:
+        """Return the only one."""
+        return _HOST
+
+    def mark(self) -> Mark:
+        """Return a mark that has been reached."""
+        return _THERE
+
+    def block(self, mark: Mark, limit: timedelta) -> bool:
+        """Nothing is to be waited for."""
+        return True
+
+
+class _CudaMark:
+    def __init__(self, stream: torch.cuda.Stream) -> None:
+        self._event = torch.cuda.Event()
+        self._event.record(stream)
+        self._device = stream.device
+        self._followed = {stream.cuda_stream}
+
+    def wait(self) -> None:
+        self.hold_up(torch.cuda.current_stream(self._device))
+
+    def hold_up(self, stream: torch.cuda.Stream) -> None:
+        # A unit that is used many times is waited for at each use, and a stream needs to be told only once.
+        if stream.cuda_stream not in self._followed:
+            self._followed.add(stream.cuda_stream)
+            stream.wait_event(self._event)
+
+    def reached(self) -> bool:
+        return self._event.query()
+
+
+class _CudaStream:
+    def __init__(self, stream: torch.cuda.Stream) -> None:
+        self._stream = stream
+
+    def use(self) -> AbstractContextManager[Any]:
+        return torch.cuda.stream(self._stream)
+
+    def wait(self, mark: Mark) -> None:
+        assert isinstance(mark, _CudaMark)
+        mark.hold_up(self._stream)
+
+
+class CudaStreams:
+    """Those of a CUDA device.
+
+    Args:
+        device: which one.
+    """
+
+    beside = True
+
+    def __init__(self, device: torch.device) -> None:
+        self._device = device
+
+    def make(self, name: str) -> Stream:
+        """See `Streams.make`."""
+        return _CudaStream(torch.cuda.Stream(self._device, priority=-1))
+
+    def current(self) -> Stream:
+        """See `Streams.current`."""
+        return _CudaStream(torch.cuda.current_stream(self._device))
+
+    def mark(self) -> Mark:
+        """See `Streams.mark`."""
+        return _CudaMark(torch.cuda.current_stream(self._device))
+
+    def block(self, mark: Mark, limit: timedelta) -> bool:
+        """See `Streams.block`; the interpreter is free for other threads meanwhile."""
+        deadline = time.monotonic() + limit.total_seconds()
+        while not mark.reached():
+            if time.monotonic() > deadline:
+                return False
+            time.sleep(_POLL_S)
+        return True
+
+
+_instead: dict[str, Streams] = {}
+
+
+def streams_of(device: torch.device) -> Streams:
+    """Return the streams of a device.
+
+    Example:
+        >>> streams = streams_of(torch.device("cpu"))
+        >>> with streams.make("gather").use():
+        ...     mark = streams.mark()
+        >>> mark.reached()
+        True
+    """
+    if device.type in _instead:
+        return _instead[device.type]
+    return CudaStreams(device) if device.type == "cuda" else HostStreams()
+
+
+@contextlib.contextmanager
+def standing_in(kind: str, streams: Streams) -> Iterator[None]:
+    """Let devices of a type have other streams inside of the block (see `shardwise.device.recording`)."""
+    _instead[kind] = streams
+    try:
+        yield
+    finally:
+        del _instead[kind]

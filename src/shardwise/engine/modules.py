@@ -1,0 +1,98 @@
+"""The user's module before it is sharded: what it must have, what is taken off it, and what is put in its place."""
+
+from __future__ import annotations
+
+from typing import Any
+
+import torch
+from torch import nn
+
+from shardwise.comm.communicator import Communicator
+from shardwise.errors import UsageError
+from shardwise.memory import Accountant, Category
+from shardwise.utils.logging import warn_once
+from shardwise.zero.model import ShardedModel
+from shardwise.zero.parameters.init import PartStore, shard_module
+from shardwise.zero.units.leaves import get_z3_leaf_modules, set_z3_leaf_module
+from shardwise.zero.units.released import owner_of
+
+_WRAPPED_AGAIN = (
+    "the engine has been destroyed when its model was passed to shardwise.initialize() again; use the engine that this "
+    "call has returned"
+)
+
+
+def check_lazy(model: nn.Module) -> None:
+    """Raise for parameters and buffers that get their shapes in the first forward pass."""
+    tensors = [*model.named_parameters(), *model.named_buffers()]
+    lazy = [name for name, tensor in tensors if nn.parameter.is_lazy(tensor)]
+    if lazy:
+        raise UsageError(
+            f"initialize(): {len(lazy)} parameters or buffers of the model have no shape yet ({lazy[0]}); run the "
+            "model on a batch before, which gives lazy modules their shapes"
+        )
+
+
+def close_former_engine(model: nn.Module) -> None:
+    """Take a model off the engine that it has belonged to (trainers wrap one again), if there is one."""
+    for former in {id(o): o for o in map(owner_of, model.parameters()) if isinstance(o, ShardedModel)}.values():
+        warn_once(
+            "the model already belonged to an engine, which is closed; its optimizer state is dropped. Call "
+            "engine.destroy() to do so explicitly"
+        )
+        former.close(_WRAPPED_AGAIN)
+        former.comm.destroy()
+
+
+def fill_meta_parameters(model: nn.Module, ranks: Communicator) -> None:
+    """Give parameters on the meta device values, module by module, each of which is sharded before the next."""
+    if any(parameter.is_meta for parameter in model.parameters()):
+        shard_module(model, PartStore(ranks))
+
+
+def place_buffers(
+    model: nn.Module, device: torch.device, dtype: torch.dtype | None, keep: Any, accountant: Accountant
+) -> None:
+    """Move module buffers to the device; parameters follow unit by unit.
+
+    Floating buffers are cast to `dtype`, if there is one, except in modules whose name contains one of `keep` ("auto":
+    what the model lists in `_keep_in_fp32_modules`).
+    """
+    kept = (getattr(model, "_keep_in_fp32_modules", None) or []) if keep == "auto" else keep
+    moved: dict[tuple[int, torch.dtype], torch.Tensor] = {}  # shared buffers stay shared
+    for path, module in model.named_modules():
+        for name, buffer in module._buffers.items():
+            if buffer is None:
+                continue
+            wide = any(part in path.split(".") for part in kept)
+            cast = dtype if dtype is not None and buffer.is_floating_point() and not wide else buffer.dtype
+            key = (id(buffer), cast)
+            if key not in moved:
+                moved[key] = buffer.to(device=device, dtype=cast)
+                accountant.add(Category.OTHER, moved[key].nbytes)
+            module._buffers[name] = moved[key]
+
+
+def leaves_of(model: nn.Module, section: Any) -> list[nn.Module]:
+    """Return the modules that the script or the configuration wants kept in one unit each, all of them marked."""
+    found = get_z3_leaf_modules(model)
+    if section is None:
+        return found
+    matched: set[str] = set()
+    for name, module in model.named_modules():
+        kind = type(module)
+        spellings = {f"{kind.__module__}.{kind.__qualname__}", kind.__qualname__}
+        wanted = {entry for entry in section.classes if entry in spellings}
+        wanted |= {entry for entry in section.names if entry == name}
+        wanted |= {entry for entry in section.name_suffixes if name and name.endswith(entry)}
+        if wanted:
+            matched |= wanted
+            if module not in found:
+                found.append(module)
+                set_z3_leaf_module(module, True)
+    # The default list of classes is not the user's.
+    asked = [*section.classes, *section.names, *section.name_suffixes]
+    idle = [entry for entry in asked if entry not in matched and entry not in type(section)().classes]
+    if idle:
+        warn_once(f"zero_optimization.leaf_module: no module of {type(model).__name__} matches {', '.join(idle)}")
+    return found

@@ -1,0 +1,554 @@
+"""The step: from the micro-batches of an accumulation window to an update of the parameters.
+
+A `TrainStep` knows where in its window a pass is, scales and weights losses, and at the end of the window forms the
+norm, finds overflows, clips, steps and reports. Whoever runs the passes owns one.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import logging
+import math
+from collections.abc import Iterator
+from dataclasses import dataclass, replace
+from typing import TYPE_CHECKING, Any
+
+import torch
+
+from shardwise.comm.ledger import user_line
+from shardwise.device import Later
+from shardwise.engine.nonfinite import Evidence, NonFinite
+from shardwise.engine.overflows import explain_overflow
+from shardwise.engine.scaling import checks_overflow, computes_norm, on_non_finite
+from shardwise.engine.window import FACTS, Weight, Window, check_mixed, checked_weight, reference_for
+from shardwise.errors import NonFiniteError, SyncError, UsageError
+from shardwise.precision.norms import combine
+from shardwise.precision.overflow import OverflowReport
+from shardwise.utils.logging import logger, warn_once
+
+if TYPE_CHECKING:
+    from shardwise.comm.communicator import Communicator
+    from shardwise.config import Config
+    from shardwise.engine.batch import Batches
+    from shardwise.engine.signals import SignalWatch
+    from shardwise.precision.scaler import LossScaler
+    from shardwise.zero.model import ShardedModel
+
+
+@dataclass(frozen=True)
+class StepReport:
+    """What the last `step()` at a boundary did.
+
+    Attributes:
+        applied: parameters were updated (False: skipped because of an overflow).
+        grad_norm: global L2 norm of the gradients before clipping (0-D fp64 tensor), or None if not computed.
+        clip_coefficient: factor by which clipping reduced the gradients (0-D tensor), or None without clipping.
+        loss_scale: loss scale that these gradients had.
+        lr: learning rate of each parameter group that was used.
+        clipped_norm: norm after clipping: grad_norm times clip_coefficient. None if the norm was not computed, or the
+            step was skipped.
+        weight: sum of the weights of the window's micro-batches over all ranks (0-D fp64 tensor), or None without.
+        overflow: why the step was skipped, or None if it was not; the same on all ranks.
+    """
+
+    applied: bool
+    grad_norm: torch.Tensor | None
+    clip_coefficient: torch.Tensor | None
+    loss_scale: float
+    lr: tuple[float, ...]
+    clipped_norm: torch.Tensor | None = None
+    weight: torch.Tensor | None = None
+    overflow: OverflowReport | None = None
+
+
+@dataclass(frozen=True)
+class _Prepared:
+    """A window whose gradients are ready for the optimizer.
+
+    Attributes:
+        report: what is known of them, but for learning rates.
+        passes: number of backward passes that they come from.
+        factor: what they have to be multiplied by.
+        scaled: they have been.
+    """
+
+    report: StepReport
+    passes: int
+    factor: float | torch.Tensor
+    scaled: bool = False
+
+
+class TrainStep:
+    """See the module docstring. It drives the model's passes (`shardwise.zero.passes.driver.Driver`).
+
+    Args:
+        sharded: the model.
+        config: validated.
+        job: all ranks that step together.
+        batches: sizes.
+        optimizer: of the model; None: nothing is trained.
+        scheduler: stepped after every applied update; None: there is none.
+        scaler: of losses; None: they are not scaled.
+        signals: those that came to this rank are told to all with each step.
+
+    Attributes:
+        lr_scheduler: see `scheduler`; may be changed.
+        loss_scaler: see `scaler`.
+        global_steps: boundaries passed, skipped steps included.
+        micro_steps: calls of `take`, but for those that had nothing to do.
+        skipped_steps: steps skipped because of an overflow.
+        global_samples: samples of all ranks that have gone into steps.
+        window_began: `micro_steps` where the accumulation window has begun.
+        new_micro_batch: the model has been run for training since the last step.
+        inside_no_sync_ctxt: gradients are added up without being reduced.
+        last_step: what the last step at a boundary did.
+        applied: the last call of `take` updated the parameters.
+    """
+
+    def __init__(
+        self,
+        sharded: ShardedModel,
+        config: Config,
+        job: Communicator,
+        batches: Batches,
+        optimizer: torch.optim.Optimizer | None,
+        scheduler: Any,
+        scaler: LossScaler | None,
+        signals: SignalWatch,
+    ) -> None:
+        self.lr_scheduler = scheduler
+        self.loss_scaler = scaler
+        self.global_steps = self.micro_steps = self.skipped_steps = self.global_samples = 0
+        self.window_began = 0
+        self.new_micro_batch = self.inside_no_sync_ctxt = self.applied = False
+        self.last_step: StepReport | None = None
+        self._sharded = sharded
+        self._config = config
+        self._job = job
+        self._batches = batches
+        self._optimizer = optimizer
+        self._signals = signals
+        self._boundary: bool | None = None
+        self._loss_is_scaled = self._scale_entered = self._unscaled = False
+        self._prepared: _Prepared | None = None
+        self._non_finite = NonFinite(sharded, job, on_non_finite(config))
+        self._window = self._new_window()
+        self._pass_weight: Weight | None = None
+        self._reference_asked = False
+        self._told: tuple[Later, Evidence] | None = None
+        sharded.driver = self
+        if sharded.reducer is not None:
+            sharded.reducer.watching = on_non_finite(config) != "ignore"
+        self._tell_overflow(False)
+
+    @property
+    def scale(self) -> float:
+        """The loss scale in force (1.0 without)."""
+        return 1.0 if self.loss_scaler is None else self.loss_scaler.scale
+
+    # -- passes ------------------------------------------------------------------------------------------------------
+
+    def output_scale(self) -> float:
+        """Return what gradients of the model's outputs are multiplied by as they enter it."""
+        self._scale_entered = True
+        return 1.0 if self._loss_is_scaled else self.scale
+
+    @contextlib.contextmanager
+    def passing(
+        self, loss: torch.Tensor, weight: Any = None, scale_wrt_gas: bool = True
+    ) -> Iterator[list[torch.Tensor]]:
+        """Give the block the scaled losses from which it runs the backward pass of a micro-batch.
+
+        Args:
+            loss: scalar.
+            weight: see `Engine.backward`.
+            scale_wrt_gas: see `Engine.backward`.
+
+        Raises:
+            UsageError: `weight` cannot be a weight, or is given where gradients are summed over ranks.
+        """
+        counted = None if weight is None else self._weight_of(weight, scale_wrt_gas)
+        self._sharded.hooks.settle()
+        self._agree_on_reference(counted)
+        factor: Weight = self.scale * (1.0 if scale_wrt_gas else float(self._batches.steps))
+        if counted is not None:
+            factor = counted * (self.scale / self._reference)
+        zero = counted is not None and not isinstance(counted, torch.Tensor) and counted == 0.0
+        if self._window.losses is not None and not zero:
+            self._window.losses.append(loss.detach())
+        scaled = loss if isinstance(factor, float) and factor == 1.0 else loss * factor
+        self._loss_is_scaled = self._scale_entered = True
+        self._pass_weight = counted
+        try:
+            yield [] if zero else [scaled]
+        finally:
+            self._loss_is_scaled = False
+            self._pass_weight = None
+
+    def _weight_of(self, weight: Any, scale_wrt_gas: bool) -> Weight:
+        if not scale_wrt_gas:
+            raise UsageError(
+                "engine.backward(loss, weight=..., scale_wrt_gas=False): a weighted loss is divided by the sum of the "
+                "weights and by nothing else; leave scale_wrt_gas out"
+            )
+        if not self._averages:
+            raise UsageError(
+                'engine.backward(loss, weight=...): `gradient_allreduce_op` is "sum", and weights make a mean over '
+                'ranks and micro-batches. Set it to "mean", or leave the weight out and divide the loss yourself'
+            )
+        return checked_weight(weight)
+
+    def backward_begins(self) -> None:
+        """See `shardwise.zero.passes.driver.Driver`."""
+        self._agree_on_reference(None)
+
+    def backward_ended(self, brought: bool) -> None:
+        """Remember how the pass was weighted, and whether it has brought gradients without the loss scale; the step
+        tells all ranks.
+        """
+        if brought or self._loss_is_scaled:  # not torch.autograd.grad, which accumulates nothing
+            self.new_micro_batch = True
+            self._window.count(self._pass_weight)
+        self._unscaled |= brought and not self._scale_entered and self.scale != 1.0
+        self._scale_entered = False
+
+    @property
+    def _reference(self) -> float:
+        """The weight that leaves a loss as it is."""
+        return (self.loss_scaler.reference_weight if self.loss_scaler is not None else None) or 1.0
+
+    def _agree_on_reference(self, weight: Weight | None) -> None:
+        """Under loss scaling, before the first backward pass: agree on the unit in which weights are counted.
+
+        All ranks take part in every backward pass, so they all come here, whether or not theirs has a weight.
+        """
+        if self.loss_scaler is None or self._reference_asked:
+            return
+        self._reference_asked = True
+        if self.loss_scaler.reference_weight is not None:
+            return  # it comes from a checkpoint
+        facts = [0.0 if weight is None else weight, float(weight is not None)]
+        assert self._sharded.sums is not None
+        total, weighted = self._sharded.sums.of(facts, "reference_weight").tolist()
+        if total:
+            self.loss_scaler.reference_weight = reference_for(total / weighted)
+
+    # -- the accumulation window -------------------------------------------------------------------------------------
+
+    @contextlib.contextmanager
+    def no_sync(self) -> Iterator[None]:
+        """See `Engine.no_sync`."""
+        if self._sharded.plan.reduces_micro_batches:
+            raise SyncError(
+                "no_sync() needs whole gradients on every rank; zero_optimization.stage "
+                f"{self._sharded.plan.stage} shards them. "
+                "Use stage 0 or 1, or drop no_sync(): accumulation works without it."
+            )
+        before, self.inside_no_sync_ctxt = self.inside_no_sync_ctxt, True
+        try:
+            yield
+        finally:
+            self.inside_no_sync_ctxt = before
+
+    def is_boundary(self) -> bool:
+        """See `Engine.is_gradient_accumulation_boundary`."""
+        if self._boundary is not None:
+            return self._boundary
+        return not self._managed or (self.micro_steps + 1) % self._batches.steps == 0
+
+    def set_boundary(self, is_boundary: bool | None) -> None:
+        """See `Engine.set_gradient_accumulation_boundary`."""
+        self._boundary = is_boundary
+
+    @property
+    def _managed(self) -> bool:
+        """Whether micro-batches are counted here, and not by the script."""
+        return bool(self._config.managed_gradient_accumulation)
+
+    def reduces_now(self) -> bool:
+        """Whether the backward pass that starts now ends an accumulation window."""
+        if self.inside_no_sync_ctxt:
+            return False
+        return self.is_boundary() if self._managed else self._boundary is True
+
+    def begins_window(self) -> bool:
+        """Whether no rank has had a micro-batch of this accumulation window before.
+
+        A rank may have left out its backward pass. Where the script counts micro-batches this is not known, and False.
+        """
+        return self._managed and self.micro_steps == self.window_began
+
+    def _new_window(self) -> Window:
+        return Window(losses=None if self._non_finite.policy == "ignore" else [])
+
+    def drop_gradients(self) -> None:
+        """Forget the gradients that have been accumulated: the window starts anew."""
+        self._prepared = None
+        self._unscaled = False
+        self._window = self._new_window()
+        if self._sharded.reducer is not None:
+            self._sharded.reducer.clear()
+
+    # -- the step ----------------------------------------------------------------------------------------------------
+
+    def take(self, lr_kwargs: dict[str, Any] | None = None) -> bool:
+        """End a micro-batch; at a boundary update the parameters, the loss scale and the schedule (all ranks call).
+
+        Returns:
+            Whether a window has ended. If no rank has run a backward pass nothing is changed, and none has.
+
+        Raises: see `Engine.step`.
+        """
+        if self.inside_no_sync_ctxt:
+            raise SyncError("engine.step() inside no_sync() would step gradients that no other rank has seen")
+        self.applied = False
+        boundary = not self._managed or self.is_boundary()
+        # Whether a whole window is empty is known to all ranks after their all-reduce, and not before.
+        if not self.new_micro_batch and not (boundary and self._window.passes == 0) and self._prepared is None:
+            self._say_idle("the model has not been run since the last step()")
+            return False
+        taken = boundary and self._update(lr_kwargs)
+        self.new_micro_batch = False
+        if boundary and not taken:
+            self.micro_steps = self.window_began
+            self._say_idle("no rank has run a backward pass since the last update")
+            return False
+        self.micro_steps += 1
+        if boundary:
+            self.window_began = self.micro_steps
+            if not self._managed:
+                self._boundary = None
+        return boundary
+
+    def _say_idle(self, why: str) -> None:
+        if self._job.rank == 0:
+            warn_once(
+                f"engine.step() at {user_line()}: {why}, so there is nothing to step: parameters, optimizer state, "
+                "schedule and counters stay as they are. Is step() called twice, or backward() left out?"
+            )
+
+    def _update(self, lr_kwargs: dict[str, Any] | None) -> bool:
+        """Take the step that ends a window; return False, and change nothing, if no rank has run a backward pass."""
+        sharded = self._sharded
+        sharded.check_can_step()
+        prepared = self._prepared = self._prepared or self._prepare()
+        if prepared is None:
+            self.drop_gradients()
+            return False
+        if sharded.reducer is not None and sharded.reducer.passes != prepared.passes:
+            raise UsageError(
+                "engine.step() has raised before, when the gradients were already prepared for the update, and another "
+                "backward pass has come on top of them. Call engine.zero_grad() and compute the window's gradients anew"
+            )
+        # They are taken to be as many on each rank.
+        samples = self._batches.total if self._managed else self._batches.samples(self._window.passes)
+        report = replace(prepared.report, lr=tuple(self._rates()))
+        overflow = report.overflow
+        if overflow is not None and self._non_finite.policy == "stop":
+            self.drop_gradients()
+            self.micro_steps = self.window_began
+            raise NonFiniteError(
+                f'step {self.global_steps}: gradients are not finite, and `non_finite` is "stop": {overflow}. '
+                "Parameters and optimizer state are as they were before this step"
+            )
+        if report.applied:
+            if not prepared.scaled and not sharded.takes_factor():
+                sharded.scale_gradients(prepared.factor)
+                prepared = self._prepared = replace(prepared, scaled=True)
+            sharded.step(1.0 if prepared.scaled else prepared.factor)
+        self._prepared = None
+        self._unscaled = False
+        self._window = self._new_window()
+        sharded.end_window(report.applied)
+        self.last_step, self.applied = report, report.applied
+        self._tell_overflow(not report.applied)
+        if self.loss_scaler is not None:
+            self.loss_scaler.update(not report.applied, overflow or "")
+        if overflow is not None and self._job.rank == 0:
+            before, now = report.loss_scale, self.scale
+            change = f"stays at {now:g}" if before == now else f"goes from {before:g} to {now:g}"
+            told = "" if self.loss_scaler is None else f"; the loss scale {change}"
+            level = logging.WARNING if self.loss_scaler is None else logging.INFO  # scales are searched in this way
+            logger.log(level, "step %d is skipped: overflow in %s%s", self.global_steps, overflow, told)
+        self.global_steps += 1
+        self.global_samples += samples
+        if not report.applied:
+            self.skipped_steps += 1
+        elif self.lr_scheduler is not None:
+            self.lr_scheduler.step(**(lr_kwargs or {}))
+        every = self._config.steps_per_print
+        if every and self.global_steps % every == 0 and self._job.rank == 0:
+            logger.info("step=%d skipped=%d lr=%s", self.global_steps, self.skipped_steps, self._rates())
+        return True
+
+    def _rates(self) -> list[float]:
+        return [] if self._optimizer is None else [float(group["lr"]) for group in self._optimizer.param_groups]
+
+    def _tell_overflow(self, overflow: bool) -> None:
+        """Keep on the optimizer whether its last step was skipped: frameworks ask it, not the engine."""
+        optimizer = self._optimizer
+        if optimizer is not None and self.loss_scaler is not None and not hasattr(type(optimizer), "overflow"):
+            optimizer.overflow = overflow  # type: ignore[attr-defined]
+
+    def close(self) -> None:
+        """Take off the optimizer what it was told."""
+        if self._optimizer is not None and self.loss_scaler is not None:
+            vars(self._optimizer).pop("overflow", None)
+
+    def _prepare(self) -> _Prepared | None:
+        """Find out what the optimizer needs to know of the window's gradients: complete them, compute norm and factor.
+
+        Done once a window: if the optimizer then raises, the next `take` goes on from here. None if there are no
+        gradients: no rank has run a backward pass in the window.
+        """
+        config, sharded = self._config, self._sharded
+        reducer = sharded.reducer
+        assert reducer is not None and sharded.sums is not None
+        sharded.hooks.settle()
+        reducer.complete_window()
+        if config.strict_sync:
+            sharded.check_branches()
+        clip = float(config.gradient_clipping)
+        unused = None if config.zero_optimization.ignore_unused_parameters else reducer.unused()
+        asked = unused is not None or self.loss_scaler is not None
+        reported = float(bool(unused) or self._unscaled)
+        probe = None
+        wrong: float | torch.Tensor = 0.0
+        if self._non_finite.policy == "warn" and not computes_norm(config):
+            probe = sharded.sums.probe()
+            wrong = self._non_finite.flag(probe)
+        facts = [*self._window.facts(), reported, wrong, *self._signals.facts(self._job.rank)]
+        sums = norm = None
+        if computes_norm(config):
+            sums, told = sharded.sums.squares(facts)
+        else:
+            told = sharded.sums.of(facts, "step_facts")
+        # The others' passes are looked at, and waited for, where there are none on this rank.
+        if self._window.passes == 0 and not any(told[1:FACTS].tolist()):
+            self._listen(told, None, now=True)
+            return None
+        weight = told[0].clone() if self._window.weighted else None
+        factor = self._factor(weight)
+        if sums is not None:
+            norm = combine(sums, factor)
+            if self._non_finite.policy == "warn":
+                told[FACTS + 1] = self._non_finite.flag(norm)
+        evidence = Evidence(self.global_steps, self._window, factor, sums if probe is None else probe, probe is None)
+        checked = norm if checks_overflow(config) else None
+        now = asked or checked is not None or told.device.type == "cpu"
+        complained, finite = self._listen(told, evidence, now=now, checked=checked)
+        if complained:
+            self._refuse(unused or [])
+        overflow = coefficient = None
+        multiplier = factor
+        if sums is not None and not finite:
+            lost = self._window.lost()
+            overflow = explain_overflow(sharded, self._job, sums, abs(float(factor)), self.scale, lost)
+        elif clip and norm is not None:
+            coefficient = sharded.clip_factor(norm, clip)
+            multiplier = coefficient * factor
+        if weight is not None and self.loss_scaler is not None and self.loss_scaler.reference_weight is None:
+            # The first pass had no weight, or one of zero; the window was counted in units of 1.
+            self.loss_scaler.reference_weight = reference_for(float(weight / told[1])) if float(weight) else None
+        applied = overflow is None
+        clipped = None if norm is None or not applied else norm if coefficient is None else norm * coefficient
+        report = StepReport(applied, norm, coefficient, self.scale, (), clipped, weight, overflow)
+        return _Prepared(report, reducer.passes, multiplier)
+
+    # -- what the ranks have said ------------------------------------------------------------------------------------
+
+    def _listen(
+        self, told: torch.Tensor, evidence: Evidence | None, *, now: bool, checked: torch.Tensor | None = None
+    ) -> tuple[bool, bool]:
+        """Learn what the ranks have said: now, or at the next step where nothing but weights, signals and a warning
+        depends on it and it would mean waiting now.
+
+        Args:
+            told: by the ranks.
+            evidence: what is known of the gradients.
+            now: wait for it.
+            checked: a number that comes along if it is waited for.
+
+        Returns:
+            Whether any rank has reported something, and whether `checked` is finite.
+        """
+        self.hear_before()
+        if evidence is not None and not now:
+            self._told = Later(told), evidence
+            return False, True
+        # The host waits once for both.
+        values = Later(told if checked is None else torch.cat([told, checked.reshape(1)])).read()
+        finite = checked is None or math.isfinite(values[-1])
+        return self._hear(values[: told.numel()], evidence, late=False), finite
+
+    def hear_before(self) -> None:
+        """Learn what the ranks have said at the last step, if that has not been heard yet (all ranks call)."""
+        before, self._told = self._told, None
+        if before is not None:
+            self._hear(before[0].read(), before[1], late=True)
+
+    def _hear(self, told: list[float], evidence: Evidence | None, *, late: bool) -> bool:
+        self._signals.hear(told[FACTS + 2 :])
+        check_mixed(told[:FACTS])
+        if evidence is not None and self._non_finite.policy == "warn":
+            self._non_finite.hear(bool(told[FACTS + 1]), evidence, late=late)
+        return bool(told[FACTS])
+
+    def _refuse(self, unused: list[str]) -> None:
+        """Raise on every rank what is wrong with the window's gradients on some rank; `unused`: names on this one."""
+        everyone = self._job.exchange((self._unscaled, unused), "step")
+        unscaled = [rank for rank, (found, _) in enumerate(everyone) if found]
+        if unscaled:
+            raise UsageError(
+                f"engine.step(): on ranks {unscaled} gradients of this window do not have the loss scale (now "
+                f"{self.scale:g}), so they would be that many times too small: loss.backward() was called on a "
+                "loss that was not computed from what the engine returned (from engine.module(...), or from a value "
+                "kept inside of the model). Call engine.zero_grad(), and use engine.backward(loss) on such losses"
+            )
+        told = "; ".join(f"on rank {rank} {', '.join(names)}" for rank, (_, names) in enumerate(everyone) if names)
+        raise UsageError(
+            "zero_optimization.ignore_unused_parameters is false and these parameters have received no gradient since "
+            f"the last step: {told}. Freeze them (requires_grad_(False)), use them, or leave the key out: they then "
+            "get a zero gradient."
+        )
+
+    # -- what gradients are multiplied by ----------------------------------------------------------------------------
+
+    @property
+    def _averages(self) -> bool:
+        """Whether gradients are averaged over ranks, not summed."""
+        return self._config.gradient_allreduce_op == "mean"
+
+    def _factor(self, weight: torch.Tensor | None) -> float | torch.Tensor:
+        """Return what turns accumulated sums into the gradient: the mean over ranks and micro-batches, or the division
+        by the sum of their weights, with the loss scale divided out.
+        """
+        if weight is not None:
+            # Without any weight the sums are zero, and so is the gradient.
+            return self._reference / (torch.where(weight > 0, weight, 1.0) * self._scale_of_sums())
+        return 1.0 / self.reduction_scale()
+
+    def _scale_of_sums(self) -> float:
+        prescale = self._sharded.reducer.prescale if self._sharded.reducer is not None else 1.0
+        return prescale * self.scale
+
+    def reduction_scale(self) -> float:
+        """Return what divides sums over ranks and micro-batches to give their mean (or sum, as configured).
+
+        Weights of micro-batches are not in it: what a lossy reduction keeps for later counts by its own.
+        """
+        ranks = self._sharded.domain.world if self._averages else 1
+        return ranks * self._batches.steps * self._scale_of_sums()
+
+    def gradient_factor(self) -> float | torch.Tensor:
+        """Return what turns the sums held now into the gradient of the micro-batches so far (all ranks call)."""
+        if self._prepared is not None and self._prepared.scaled:
+            return 1.0
+        assert self._sharded.sums is not None and self._sharded.reducer is not None
+        window, passes = self._window, self._sharded.reducer.passes
+        if window.agreed is None or window.agreed[0] != passes:
+            window.agreed = passes, self._sharded.sums.of(window.facts(), "weights")
+        told = window.agreed[1]
+        facts = told.tolist()
+        check_mixed(facts)
+        return self._factor(told[0] if facts[1] else None)

@@ -1,0 +1,389 @@
+"""Every schedule of streams that the engine makes is in order, and mistakes that are planted in it are found.
+
+Eight ranks are imagined, one after the other; their traces are checked together. A mistake is a change of the engine
+that no test of values on a CPU could notice, because there everything has run when it has been launched.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import dataclasses
+import itertools
+from collections.abc import Callable, Iterator
+from typing import Any
+from unittest import mock
+
+import pytest
+import torch
+from torch.utils.checkpoint import checkpoint
+
+import shardwise
+from shardwise.comm import chain, native
+from shardwise.comm.chain import Queued, Runner
+from shardwise.device import checking
+from shardwise.device.recording import Event, Trace
+from shardwise.utils import safe_get_full_fp32_param, safe_set_full_fp32_param
+from shardwise.zero.model import ShardedModel
+from shardwise.zero.passes.gather import Gatherer
+from shardwise.zero.passes.reduce import Reducer
+from shardwise.zero.units.unit import SectionMemory, Unit
+from tests.device import recorded
+from tests.device.recorded import record, record_all
+from tests.models import CASES, GPT, Case, Router, language, language_loss
+from tests.zero.training import Setting
+
+WORLD = 8
+
+
+# -- models ------------------------------------------------------------------------------------------------------------
+
+
+class Recomputed(GPT):
+    """Blocks that are computed once more in the backward pass."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        for block in self.blocks:
+            block.forward = self._again(block.forward)
+
+    @staticmethod
+    def _again(forward: Callable[..., torch.Tensor]) -> Callable[..., torch.Tensor]:
+        return lambda *given: checkpoint(forward, *given, use_reentrant=False)
+
+
+def t5() -> Case:
+    transformers = pytest.importorskip("transformers")
+
+    def build() -> Any:
+        sizes = {"d_model": 16, "d_kv": 8, "d_ff": 24, "num_layers": 2, "num_heads": 2, "vocab_size": 40}
+        return transformers.T5ForConditionalGeneration(transformers.T5Config(**sizes, decoder_start_token_id=0))
+
+    def batch(generator: torch.Generator, seed: int) -> dict[str, torch.Tensor]:
+        return {name: torch.randint(40, (2, 6), generator=generator) for name in ("input_ids", "labels")}
+
+    return Case("t5", build, batch, lambda model, given: model(**given).loss)
+
+
+def case_of(name: str) -> Case:
+    if name == "t5":
+        return t5()
+    return Case("recomputed", Recomputed, language, language_loss) if name == "recomputed" else CASES[name]
+
+
+SETTINGS = {
+    "bf16": Setting(clip=1.0, optimizer="AdamW", precision="bf16"),
+    "accumulation": Setting(clip=1.0, optimizer="AdamW", precision="bf16", accumulation=2),
+    "fp16": Setting(clip=1.0, optimizer="AdamW", precision="fp16", accumulation=2),
+    "fp32": Setting(optimizer="momentum"),
+    "deterministic": Setting(optimizer="momentum", extra=(("deterministic_reduce", True),)),
+    "no_prefetch": Setting(precision="bf16", prefetch=False),
+    "hsdp": Setting(precision="bf16", optimizer="AdamW", zero=(("mics_shard_size", 4),), accumulation=2),
+    "zeropp": Setting(
+        precision="bf16",
+        optimizer="AdamW",
+        zero=(("zero_quantized_weights", True), ("zero_hpz_partition_size", 2), ("zero_quantized_gradients", True)),
+    ),
+}
+
+
+def problems(case: Case, setting: Setting, world: int = WORLD, **how: Any) -> list[str]:
+    return [str(problem) for problem in checking.check(record_all(case, setting, world=world, **how))]
+
+
+@pytest.mark.parametrize("stage", [0, 1, 2, 3])
+@pytest.mark.parametrize("name", ["gpt", "recomputed", "t5", "mixture", "odd_mlp", "two_towers"])
+def test_models_at_every_stage(name: str, stage: int) -> None:
+    assert problems(case_of(name), SETTINGS["accumulation"].with_stage(stage)) == []
+
+
+@pytest.mark.parametrize("setting", SETTINGS)
+@pytest.mark.parametrize("stage", [1, 3])
+def test_settings(setting: str, stage: int) -> None:
+    if setting == "zeropp" and stage != 3:
+        pytest.skip("ZeRO++ is of stage 3")
+    assert problems(CASES["gpt"], SETTINGS[setting].with_stage(stage)) == []
+
+
+@pytest.mark.parametrize("name", ["gpt_functional_head", "lora", "frozen_middle", "borrower", "detached", "gpt_groups"])
+def test_other_models(name: str) -> None:
+    assert problems(case_of(name), SETTINGS["accumulation"].with_stage(3), 4) == []
+
+
+MANY = dataclasses.replace(CASES["router"], build=lambda: Router(experts=8))
+
+
+def routed(engine: Any, micro: int, rank: int) -> torch.Tensor:
+    """After a first step in which all ranks agree, rank 1 uses an expert long before its usual place once more."""
+    route = [6, *range(8)] if micro and rank == 1 else list(range(8))
+    return MANY.loss(engine, {**MANY.data(micro, 0, rank, torch.bfloat16), "route": route})
+
+
+@pytest.mark.parametrize("stage", [0, 1, 2, 3])
+def test_branches_that_differ_by_rank(stage: int) -> None:
+    assert problems(MANY, SETTINGS["bf16"].with_stage(stage), loss=routed) == []
+    assert problems(CASES["router"], SETTINGS["accumulation"].with_stage(stage), 4) == []
+
+
+def evaluated(engine: Any) -> None:
+    engine.eval()
+    with torch.no_grad():
+        CASES["gpt"].loss(engine, CASES["gpt"].data(99, 0, 0, torch.bfloat16))
+    engine.train()
+
+
+def changed(engine: Any) -> None:
+    parameters = list(engine.module.parameters())[:3]
+    with shardwise.zero.GatheredParameters(parameters, modifier_rank=0), torch.no_grad():
+        parameters[0].mul_(0.5)
+
+
+def read(engine: Any) -> None:
+    parameter = next(engine.module.parameters())
+    safe_set_full_fp32_param(parameter, safe_get_full_fp32_param(parameter) * 0.5)
+
+
+def looked_at(engine: Any) -> None:
+    with engine.gathered():
+        evaluated(engine)
+    engine.module_state_dict()
+
+
+@pytest.mark.parametrize("between", [evaluated, changed, read, looked_at])
+@pytest.mark.parametrize("stage", [0, 1, 3])
+def test_what_scripts_do_between_steps(stage: int, between: Callable[[Any], None]) -> None:
+    assert problems(CASES["gpt"], SETTINGS["bf16"].with_stage(stage), 2, between=between) == []
+
+
+def test_the_trace_has_what_a_step_does() -> None:
+    trace = record(CASES["gpt"], SETTINGS["bf16"].with_stage(3), 0)
+    kinds = {event.kind for event in trace.events}
+    assert kinds >= {"kernel", "collective", "mark", "wait", "arrive", "block", "take", "give"}
+    streams = {event.stream for event in trace.events if event.kind == "collective"}
+    assert streams == {"compute", "gathers", "reductions"}  # the norm's sum is on the first
+
+
+@pytest.mark.parametrize("precision", ["bf16", "fp32"])
+@pytest.mark.parametrize("stage", [0, 1, 2, 3])
+def test_the_host_does_not_wait_for_the_device_in_a_step(precision: str, stage: int) -> None:
+    # torch's Adam reads its step counts, which lie on the host.
+    setting = dataclasses.replace(SETTINGS["bf16"], precision=precision, optimizer="momentum").with_stage(stage)
+    trace = record(CASES["gpt"], setting, 0)
+    begin = next(n for n, event in enumerate(trace.events) if event.kind == "mark" and event.stream == "compute")
+    assert [event for event in trace.events[begin:] if event.kind == "read"] == []
+
+
+# -- mistakes ----------------------------------------------------------------------------------------------------------
+
+Plant = Callable[[], contextlib.AbstractContextManager[Any]]
+PLANTS: dict[str, tuple[Plant, str, str, Setting]] = {}
+"""How each is planted, what the checker says of it, and the case and setting in which it would go wrong."""
+
+
+def plant(kind: str, name: str = "gpt", stage: int = 3, **changes: Any) -> Callable[[Plant], Plant]:
+    def add(made: Plant) -> Plant:
+        setting = dataclasses.replace(SETTINGS["accumulation"], **changes).with_stage(stage)
+        PLANTS[made.__name__] = (contextlib.contextmanager(made), kind, name, setting)  # type: ignore[arg-type,type-var]
+        return made
+
+    return add
+
+
+@plant("race")
+def a_unit_computes_before_its_gather_has_ended() -> Iterator[None]:
+    with mock.patch.object(Queued, "wait", lambda self: None):
+        yield
+
+
+@plant("race")
+def gathers_do_not_wait_for_the_step() -> Iterator[None]:
+    def shards_written(self: ShardedModel) -> None:
+        if self.channel is not None:
+            self.channel.shards_written(self.domain.gathers.mark())
+
+    begin = Gatherer.begin_forward
+
+    def begin_forward(self: Gatherer) -> None:
+        with mock.patch.object(Runner, "follow", lambda self: None):
+            begin(self)
+
+    release = Unit.release
+
+    def released(self: Unit) -> None:
+        # Else what is released says that the step has come before it.
+        with mock.patch.object(Runner, "follow", lambda self: None):
+            release(self)
+
+    with (
+        mock.patch.object(ShardedModel, "_shards_written", shards_written),
+        mock.patch.object(Gatherer, "begin_forward", begin_forward),
+        mock.patch.object(Unit, "release", released),
+    ):
+        yield
+
+
+@plant("early")
+def memory_is_gathered_into_while_it_is_still_computed_with() -> Iterator[None]:
+    release = Unit.release
+
+    def released(self: Unit) -> None:
+        with mock.patch.object(Runner, "follow", lambda self: None):
+            release(self)
+
+    with mock.patch.object(Unit, "release", released):
+        yield
+
+
+@plant("early", stage=2)
+def gradients_are_given_back_while_they_are_sent() -> Iterator[None]:
+    with mock.patch.object(Runner, "synchronize", lambda self, link, what: None):
+        yield
+
+
+@plant("race", stage=2)
+def gradients_are_sent_before_they_are_there() -> Iterator[None]:
+    launch = Reducer._launch
+
+    def launched(self: Reducer, gradients: Any) -> None:
+        with mock.patch.object(Runner, "follow", lambda self: None):
+            launch(self, gradients)
+
+    with mock.patch.object(Reducer, "_launch", launched):
+        yield
+
+
+@plant("race", stage=1)
+def a_step_does_not_wait_for_the_last_reduction() -> Iterator[None]:
+    land = Reducer._land
+
+    def landed(self: Reducer, most: int, *, blocking: bool = True) -> None:
+        with mock.patch.object(Queued, "wait", lambda self: None):
+            land(self, most, blocking=blocking)
+
+    with mock.patch.object(Reducer, "_land", landed):
+        yield
+
+
+@plant("race", stage=1)
+def updated_parameters_are_spread_while_they_are_written() -> Iterator[None]:
+    spread = Unit.spread
+
+    def spreading(self: Unit, *how: Any, **more: Any) -> None:
+        with mock.patch.object(Runner, "follow", lambda self: None):
+            spread(self, *how, **more)
+
+    with mock.patch.object(Unit, "spread", spreading):
+        yield
+
+
+@plant("race")
+def nobody_waits_for_the_small_sum() -> Iterator[None]:
+    wait = native.Works.wait
+
+    def waited(self: native.Works) -> None:
+        if any(work._event.stream == "compute" for work in self._works):
+            self._works = []
+        wait(self)
+
+    with mock.patch.object(native.Works, "wait", waited):
+        yield
+
+
+@plant("early")
+def whole_parameters_take_memory_of_the_wrong_stream() -> Iterator[None]:
+    allocate = SectionMemory.allocate
+
+    def allocated(self: SectionMemory) -> None:
+        recorder = recorded.recording_now()
+        with recorder.using("compute"):
+            allocate(self)
+
+    with mock.patch.object(SectionMemory, "allocate", allocated):
+        yield
+
+
+@plant("early", zero=(("mics_shard_size", 4),))
+def a_chain_does_not_wait_for_its_first_collective() -> Iterator[None]:
+    def queue_up(self: Runner, launches: Any, made: Any) -> Queued:
+        with self._stream.use():
+            handles = []
+            for launch in launches:
+                handles.append(launch())
+                chain._tell(handles[-1], made)
+            handles[-1].wait()
+            return Queued(self._streams.mark())
+
+    with mock.patch.object(Runner, "_queue_up", queue_up):
+        yield
+
+
+@pytest.mark.parametrize("name", PLANTS)
+def test_mistakes_of_one_rank_are_found(name: str) -> None:
+    planted, kind, case, setting = PLANTS[name]
+    assert checking.check_order(record(CASES[case], setting, 0, steps=2)) == []
+    with planted():
+        found = checking.check_order(record(CASES[case], setting, 0, steps=2))
+    assert {problem.kind for problem in found} >= {kind}, found
+
+
+def test_an_answer_behind_what_the_peer_computes_is_found() -> None:
+    """As review finding F1: the peer's stream waits for a gather that the rank which asks cannot launch."""
+    with mock.patch.object(recorded, "ANSWERS", "compute"):
+        (found,) = checking.check_progress(record_all(MANY, SETTINGS["bf16"].with_stage(3), loss=routed))
+    assert found.kind == "stuck"
+    assert "rank 1: host for say fetch" in found.text
+
+
+def test_streams_that_wait_for_reductions_are_found() -> None:
+    """As review finding F2: gathers are launched behind a wait for a reduction, which a peer cannot take part in."""
+    land, start = Reducer._land, Runner.start
+
+    def landed(self: Reducer, most: int, *, blocking: bool = True) -> None:
+        land(self, 0, blocking=False)
+
+    def started(self: Runner, *given: Any) -> Any:
+        self.follow()
+        return start(self, *given)
+
+    with mock.patch.object(Reducer, "_land", landed), mock.patch.object(Runner, "start", started):
+        (found,) = checking.check_progress(record_all(MANY, SETTINGS["bf16"].with_stage(3), loss=routed))
+    assert found.kind == "stuck"
+
+
+def test_gathers_that_no_helper_launches_are_found() -> None:
+    @contextlib.contextmanager
+    def alone(self: Gatherer) -> Iterator[None]:
+        yield
+
+    with mock.patch.object(Gatherer, "parked", alone), mock.patch.object(recorded, "PARKS", False):
+        (found,) = checking.check_progress(record_all(MANY, SETTINGS["bf16"].with_stage(3), loss=routed))
+    assert found.kind == "stuck"
+
+
+def traces() -> list[Trace]:
+    return record_all(CASES["gpt"], SETTINGS["bf16"].with_stage(3), world=2, steps=1)
+
+
+def test_ranks_that_launch_in_another_order_are_found() -> None:
+    first, second = traces()
+    places = [n for n, event in enumerate(second.events) if event.kind == "collective" and event.stream == "gathers"]
+    a, b = next((a, b) for a, b in itertools.pairwise(places) if second.events[a].name != second.events[b].name)
+    second.events[a], second.events[b] = (
+        dataclasses.replace(second.events[b], number=second.events[a].number),
+        dataclasses.replace(second.events[a], number=second.events[b].number),
+    )
+    (found,) = checking.check_progress([first, second])
+    assert found.kind == "order" and "rank 0" in found.text and "rank 1" in found.text
+
+
+def test_a_collective_that_one_rank_leaves_out_is_found() -> None:
+    first, second = traces()
+    last = [n for n, event in enumerate(second.events) if event.kind == "collective" and event.stream == "gathers"][-1]
+    left_out: Event = second.events[last]
+    second.events = [
+        event
+        for event in second.events
+        if (event.group, event.number, event.kind in ("collective", "arrive"))
+        != (left_out.group, left_out.number, True)
+    ]
+    (found,) = checking.check_progress([first, second])
+    assert found.kind == "stuck" and "rank 0" in found.text

@@ -1,0 +1,45 @@
+"""Engines whose optimizers step as devices do: the same bits at every stage, no farther from fp64 than plain torch."""
+
+from __future__ import annotations
+
+from typing import Any
+from unittest import mock
+
+import pytest
+
+from shardwise.optim import elementwise
+from tests.harness import run_ranks
+from tests.models import CASES
+from tests.zero.training import Outcome, Setting, assert_identical, assert_no_worse, plain, ranks_agree, train_all
+
+OPTIONS = {
+    "AdamW": {"weight_decay": 0.05, "betas": (0.8, 0.9), "eps": 1e-6},
+    "Adagrad": {"eps": 1e-6},
+    "Lion": {"weight_decay": 0.05},
+}
+
+
+def trained(name: str, kind: str, settings: list[Setting]) -> list[Outcome]:
+    from shardwise import optim
+
+    def ours(_: str, parameters: Any, lr: float) -> Any:
+        return getattr(optim, kind)(list(parameters), lr=lr, **OPTIONS[kind])
+
+    with (
+        mock.patch.object(elementwise, "in_chunks", lambda device: False),
+        mock.patch("tests.zero.training.make_optimizer", ours),
+    ):
+        return train_all(name, settings)
+
+
+@pytest.mark.parametrize("kind", list(OPTIONS))
+@pytest.mark.parametrize("precision", ["fp32", "bf16", "fp16"])
+def test_stages_agree_to_the_bit(kind: str, precision: str) -> None:
+    settings = [Setting(stage, precision=precision, clip=0.7, lr=1e-2, optimizer=kind) for stage in range(4)]
+    outcomes = ranks_agree(run_ranks(trained, 3, "gpt", kind, settings))
+    for setting, outcome in zip(settings, outcomes, strict=True):
+        assert_identical(outcome, outcomes[0], f"{setting}")
+    if precision == "fp32" and kind != "Lion":
+        loop = plain(CASES["gpt"], settings[0], 3)
+        exact = plain(CASES["gpt"], settings[0], 3, wide=True)
+        assert_no_worse(outcomes[0].masters, loop.masters, exact.masters)
