@@ -152,6 +152,21 @@ def storage_users(tensor: torch.Tensor) -> int | None:
     return None if count is None else count(tensor.untyped_storage()._cdata)
 
 
+def share_memory(one: torch.Tensor, other: torch.Tensor) -> bool:
+    """Whether two tensors lie in the same memory, of which those of a dry run have none that could be compared."""
+    return one.untyped_storage()._cdata == other.untyped_storage()._cdata
+
+
+def fake_tensor() -> type | None:
+    """Return the class of torch's fake tensors; None: there are none, because it has not been imported."""
+    return getattr(sys.modules.get("torch._subclasses.fake_tensor"), "FakeTensor", None)
+
+
+def has_values(tensor: torch.Tensor) -> bool:
+    """Whether a tensor has values: not if its class dispatches operators, as that of torch's fake tensors does."""
+    return type(tensor).__torch_dispatch__ is torch.Tensor.__torch_dispatch__
+
+
 def allow_gradient_dtype(parameter: torch.Tensor, dtype: torch.dtype) -> None:
     """Let a parameter have a gradient of another dtype than its own."""
     if dtype is not parameter.dtype and hasattr(parameter, "grad_dtype"):

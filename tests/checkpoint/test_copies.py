@@ -25,7 +25,6 @@ from shardwise.engine import faults
 from shardwise.engine.background import saved_bytes
 from shardwise.errors import CheckpointError, CheckpointPathError, UsageError
 from shardwise.memory import Category
-from shardwise.zero import memory
 from tests.checkpoint.job import Run, config, differences, on_ranks
 from tests.harness import run_ranks
 
@@ -157,7 +156,7 @@ def bounded_checked_and_replaced(root: str) -> None:
     assert f"{node}/engine0: 2 x 0." in note and "MB planned, 2 x 0." in note and "MB measured" in note
     with TensorFile(str(next(Path(node).glob(f"engine0/step3-*/{files[2 * rank + 1]}")))) as file:
         state = sum(spec.nbytes for key, spec in file.specs.items() if key.startswith(("parameter/", "optimizer/")))
-    planned = saved_bytes(run.engine.sharded, memory.planned(run.engine.sharded, 2).peaks[Category.OPTIMIZER])
+    planned = saved_bytes(run.engine.sharded, run.engine.memory_report().row(Category.OPTIMIZER).planned)
     assert state <= planned <= 1.1 * state + 2000  # padding, which is much of so small a model
     sent = [record for record in run.engine.ledger.records() if record.label == "copies" and record.op == "all_to_all"]
     assert sum(record.sent for record in sent) >= copy.own_bytes

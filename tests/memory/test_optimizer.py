@@ -10,7 +10,8 @@ import torch
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from shardwise.memory import Accountant, Category, step_bytes, track_activations
+import shardwise
+from shardwise.memory import Category, state_bytes, track_activations
 from shardwise.optim import Muon
 
 CPU, FP32 = torch.device("cpu"), torch.float32
@@ -31,59 +32,54 @@ OPTIMIZERS: dict[str, Callable[[Any], torch.optim.Optimizer]] = {
 }
 
 
-def really(optimizer: torch.optim.Optimizer) -> tuple[int, int]:
-    """State and temporaries of a second step on the real tensors."""
-    for p in optimizer.param_groups[0]["params"]:
-        p.grad = torch.ones_like(p)
-    accountant = Accountant()
-    with track_activations(accountant):
-        optimizer.step()
-        kept = [v for state in optimizer.state.values() for v in state.values() if isinstance(v, torch.Tensor)]
-        before = accountant.total
-        accountant.reset_peak()
-        optimizer.step()
-    return sum(value.nbytes for value in kept), accountant.peak_total - before
-
-
 shape = st.one_of(st.tuples(st.integers(1, 90)), st.tuples(st.integers(1, 40), st.integers(1, 40)))
 
 
 @pytest.mark.parametrize("name", list(OPTIMIZERS))
 @settings(max_examples=8)
 @given(shapes=st.lists(shape, min_size=1, max_size=4))
-def test_state_is_exact_and_temporaries_are_close(name: str, shapes: list[tuple[int, ...]]) -> None:
+def test_state_is_exact(name: str, shapes: list[tuple[int, ...]]) -> None:
     optimizer = OPTIMIZERS[name]([torch.nn.Parameter(torch.ones(s)) for s in shapes])
-    told = step_bytes(optimizer, 0, shapes, dtype=FP32, gradient_dtype=FP32, device=CPU)
+    told = state_bytes(optimizer, 0, shapes, dtype=FP32, device=CPU)
     assert not any(entry.get("step") for entry in optimizer.state.values())  # only asked
-    state, temporary = really(optimizer)
-    assert told.state == state
-    largest = 4 * max(torch.Size(s).numel() for s in shapes)
-    assert abs(told.temporary - temporary) <= 0.1 * temporary + largest
+    for p in optimizer.param_groups[0]["params"]:
+        p.grad = torch.ones_like(p)
+    optimizer.step()
+    kept = [[v for v in state.values() if isinstance(v, torch.Tensor)] for state in optimizer.state.values()]
+    assert [size for size, _ in told] == [sum(v.nbytes for v in values) for values in kept] or not kept
 
 
 def test_muon_steps_matrices() -> None:
     optimizer = torch.optim.Muon([torch.nn.Parameter(torch.ones(40, 24))])
-    told = step_bytes(optimizer, 0, [(40, 24)], dtype=FP32, gradient_dtype=FP32, device=CPU)
-    assert told.state == 40 * 24 * 4
+    assert state_bytes(optimizer, 0, [(40, 24)], dtype=FP32, device=CPU) == [(40 * 24 * 4, 0)]
 
 
-@pytest.mark.parametrize("sides", [(40, 24), (96, 96), (60, 300), (410, 70), (3, 900), (900, 1)])
-@pytest.mark.parametrize("method", ["gram", "standard"])
-def test_products_of_a_matrix_with_itself_are_planned(method: str, sides: tuple[int, int]) -> None:
-    optimizer = Muon([torch.nn.Parameter(torch.ones(sides))], ns_method=method)
-    told = step_bytes(optimizer, 0, [sides], dtype=FP32, gradient_dtype=FP32, device=CPU)
-    state, temporary = really(optimizer)
-    assert told.state == state
-    assert abs(told.temporary - temporary) <= 0.06 * temporary + 512
+def wide() -> torch.nn.Module:
+    return torch.nn.Sequential(torch.nn.Linear(60, 300, bias=False), torch.nn.Linear(300, 40, bias=False))
+
+
+@pytest.mark.parametrize("options", [{"ns_method": "gram"}, {"ns_method": "standard"}])
+def test_products_of_a_matrix_with_itself_are_planned(options: dict[str, Any]) -> None:
+    engine, *_ = shardwise.initialize(
+        model=wide(), optimizer=lambda p: Muon(p, **options), config={"train_batch_size": 2}
+    )
+    planned = engine.memory_report(torch.ones(2, 60))
+    for _ in range(3):
+        engine.accountant.reset_peak()
+        with track_activations(engine.accountant):
+            engine.backward(engine(torch.ones(2, 60)).sum())
+            engine.step()
+    for category in (Category.OTHER, Category.OPTIMIZER):
+        measured, row = engine.accountant.peak[category], planned.row(category)
+        assert row.planned is not None and abs(row.planned - measured) <= 0.03 * measured, category
+    engine.destroy()
 
 
 def test_options_of_the_group_are_asked() -> None:
     groups = [{"params": [torch.zeros(4)], "momentum": 0.0}, {"params": [torch.zeros(4)], "momentum": 0.9}]
     optimizer = torch.optim.SGD(groups, lr=0.1)
-    states = [
-        step_bytes(optimizer, group, [(1000,)], dtype=FP32, gradient_dtype=FP32, device=CPU).state for group in (0, 1)
-    ]
-    assert states == [0, 4000]
+    states = [state_bytes(optimizer, group, [(1000,)], dtype=FP32, device=CPU) for group in (0, 1)]
+    assert states == [[(0, 0)], [(4000, 0)]]
 
 
 def test_schedules_and_hooks_of_the_real_optimizer_see_nothing() -> None:
@@ -92,7 +88,7 @@ def test_schedules_and_hooks_of_the_real_optimizer_see_nothing() -> None:
     calls: list[int] = []
     optimizer.register_step_pre_hook(lambda *_: calls.append(1))
     torch.optim.lr_scheduler.StepLR(optimizer, 1)  # wraps the instance's step()
-    step_bytes(optimizer, 0, [(3,)], dtype=FP32, gradient_dtype=FP32, device=CPU)
+    state_bytes(optimizer, 0, [(3,)], dtype=FP32, device=CPU)
     assert not calls and not optimizer.state
     assert torch.equal(parameter, torch.ones(3))
     optimizer.step()
@@ -117,15 +113,17 @@ class Rebinding(torch.optim.Optimizer):
 
 
 def test_an_optimizer_of_ones_own_is_planned_and_measured() -> None:
-    import shardwise
-
     engine, optimizer, *_ = shardwise.initialize(
         model=torch.nn.Linear(32, 32), optimizer=Rebinding, config={"train_batch_size": 2}
     )
     planned = engine.memory_report().row(Category.OPTIMIZER).planned
     assert optimizer.history == []
     for _ in range(3):
-        engine.backward(engine(torch.ones(2, 32)).sum())
-        engine.step()
-    assert engine.accountant.live[Category.OPTIMIZER] == planned == (32 * 32 + 32) * 4
+        engine.accountant.reset_peak()
+        with track_activations(engine.accountant):
+            engine.backward(engine(torch.ones(2, 32)).sum())
+            engine.step()
+    state = (32 * 32 + 32) * 4
+    assert engine.accountant.live[Category.OPTIMIZER] == state
+    assert state < engine.accountant.peak[Category.OPTIMIZER] == planned <= 2 * state  # the old one beside the new
     engine.destroy()

@@ -9,8 +9,9 @@ import torch
 from torch import nn
 
 import shardwise
-from shardwise.engine.plans import Setting
+from shardwise.engine.plans import Setting, plan_model
 from shardwise.errors import UsageError
+from shardwise.launch.architectures import SHAPES, Decoder
 from shardwise.trees import tensors_in
 from tests.harness import run_ranks
 from tests.memory.test_report import GPT, LENGTH, VOCABULARY, settings
@@ -123,6 +124,21 @@ def test_smaller_micro_batches_and_more_ranks() -> None:
     engine.destroy()
     with pytest.raises(UsageError, match="destroyed"):
         engine.memory_plans(x)
+
+
+def test_seventy_billion_parameters_on_a_thousand_ranks() -> None:
+    with torch.device("meta"):
+        model = Decoder(SHAPES["llama-70b"])
+    numel = sum(parameter.numel() for parameter in model.parameters())
+    assert 68.9e9 < numel < 69.1e9
+    adam = {"type": "AdamW", "params": {"lr": 1e-4}}
+    config = {"train_micro_batch_size_per_gpu": 1, "bf16": {"enabled": True}, "optimizer": adam}
+    (plan,) = plan_model(model, config, ranks=1024, stages=[3]).plans
+    for category, size in {"parameters": 2, "gradients": 4, "master weights": 4, "optimizer state": 8}.items():
+        assert plan.peaks[category] == pytest.approx(size * numel / 1024, rel=0.001)
+    layer = sum(parameter.numel() for parameter in model.layers[0].parameters())
+    assert plan.peaks["gathered window"] < 2 * 2 * layer  # layers of this size are several units
+    assert plan.total is not None and plan.total < 5e9
 
 
 def test_a_model_that_cannot_compute_without_values_is_planned_without_activations() -> None:

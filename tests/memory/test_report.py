@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections.abc import Callable
 from typing import Any
 
 import pytest
@@ -47,6 +48,7 @@ def settings(stage: int, precision: str, optimizer: str, accumulation: int, keep
         "optimizer": {"type": optimizer, "params": {"lr": 1e-3}},
         "zero_optimization": {"stage": stage, "stage3_param_persistence_threshold": keep},
         **({"bf16": {"enabled": True}} if precision == "bf16" else {}),
+        **({"fp16": {"enabled": True, "initial_scale_power": 8}} if precision == "fp16" else {}),
         **({"torch_autocast": {"enabled": True}} if precision == "autocast" else {}),
     }
 
@@ -60,13 +62,14 @@ def report(
     keep: int | None = None,
     managed: bool = True,
     zero: dict[str, Any] | None = None,
+    model: Callable[[], nn.Module] | None = None,
 ) -> tuple[MemoryReport, MemoryReport]:
     """Reports made before the first step and after a tracked one."""
     torch.manual_seed(5)
     config = settings(stage, precision, optimizer, accumulation if managed else 1, keep)
     config["managed_gradient_accumulation"] = managed
     config["zero_optimization"].update(zero or {})
-    engine, *_ = shardwise.initialize(model=GPT(tied), config=config)
+    engine, *_ = shardwise.initialize(model=model() if model is not None else GPT(tied), config=config)
     batch = torch.randint(VOCABULARY, (ROWS, LENGTH))
     before = engine.memory_report(batch)
 
@@ -88,28 +91,28 @@ def report(
 
 def close(planned: int | None, measured: int | None, least: int = 0) -> bool:
     assert planned is not None and measured is not None
-    return abs(planned - measured) <= 0.1 * max(measured, least)
+    return abs(planned - measured) <= 0.03 * max(measured, least)
 
 
 def check(before: MemoryReport, after: MemoryReport, what: str) -> None:
     for category in (*ENGINE, Category.ACTIVATIONS):
         planned, row = before.row(category).planned, after.row(category)
         assert close(planned, row.measured), f"{what}: {category.value} planned {planned}, measured {row.measured}"
-    # Temporaries of a few kilobytes (norms, flags) are not planned.
-    assert close(before.row(Category.OTHER).planned, after.row(Category.OTHER).measured, least=1 << 16)
+    assert close(before.row(Category.OTHER).planned, after.row(Category.OTHER).measured, least=1 << 13)
     assert close(before.total.planned, after.total.measured), f"{what}: total"
 
 
 @pytest.mark.parametrize("precision", ["fp32", "bf16"])
 @pytest.mark.parametrize("tied", [True, False])
-def test_plan_is_within_a_tenth_of_the_measurement_and_of_the_floor(precision: str, tied: bool) -> None:
+def test_plan_is_the_measurement_and_within_a_tenth_of_the_floor(precision: str, tied: bool) -> None:
     totals = []
     for stage in (0, 1, 2, 3):
         for rank, (before, after) in enumerate(run_ranks(report, 2, stage, precision, tied)):
             check(before, after, f"stage {stage}, rank {rank}")
             measured, floor = after.total.measured, after.total.floor
             assert measured is not None and floor is not None
-            assert 0 <= measured - floor <= 0.1 * measured, f"stage {stage}, rank {rank}"
+            # Numbers that an untracked step before has left are planned, and not measured.
+            assert -0.001 * measured <= measured - floor <= 0.1 * measured, f"stage {stage}, rank {rank}"
         totals.append(measured)
     assert totals == sorted(totals, reverse=True), f"a higher stage took more: {totals}"
 
@@ -119,13 +122,54 @@ def test_accumulation(stage: int) -> None:
     for before, after in run_ranks(report, 2, stage, "fp32", accumulation=3):
         check(before, after, f"stage {stage}")
         assert after.total.measured is not None and after.total.floor is not None
-        assert after.total.floor <= after.total.measured <= 1.1 * after.total.floor
+        assert 0.999 * after.total.floor <= after.total.measured <= 1.1 * after.total.floor
 
 
 @pytest.mark.parametrize("stage", [0, 1, 2, 3])
 def test_accumulation_that_the_script_counts(stage: int) -> None:
     for before, after in run_ranks(report, 2, stage, "bf16", accumulation=2, managed=False):
         check(before, after, f"stage {stage}")
+
+
+@pytest.mark.parametrize("stage", [0, 1, 2, 3])
+def test_half_precision_on_four_ranks(stage: int) -> None:
+    for rank, (before, after) in enumerate(run_ranks(report, 4, stage, "fp16", keep=0, accumulation=2)):
+        check(before, after, f"stage {stage}, rank {rank}")
+
+
+@pytest.mark.parametrize(("stage", "accumulation"), [(0, 1), (2, 2), (3, 1)])
+def test_messages_instead_of_memory(stage: int, accumulation: int) -> None:
+    for before, after in run_ranks(by_messages, 2, stage, accumulation):
+        check(before, after, f"stage {stage}")
+        buffers = after.row(Category.BUFFERS).measured
+        assert buffers is not None and buffers > 0
+
+
+def by_messages(stage: int, accumulation: int) -> tuple[MemoryReport, MemoryReport]:
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setenv("SHARDWISE_TRANSPORT", "messages")
+        return report(stage, "bf16", accumulation=accumulation)
+
+
+class Borrowing(nn.Module):
+    """Uses weights outside of the modules that they belong to."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.tokens = nn.Embedding(VOCABULARY, 96)
+        self.blocks = nn.ModuleList(Block(96, 4, 0.0) for _ in range(5))
+
+    def forward(self, tokens: torch.Tensor) -> torch.Tensor:
+        x = self.tokens(tokens)
+        for block in self.blocks:
+            x = block(x)
+        first = next(self.blocks[0].parameters())
+        return F.cross_entropy(F.linear(x, self.tokens.weight).flatten(0, 1), tokens.flatten()) + first.square().mean()
+
+
+def test_weights_that_are_used_elsewhere_are_held_as_planned() -> None:
+    for before, after in run_ranks(report, 2, 3, "fp32", keep=0, model=Borrowing):
+        check(before, after, "weights of others")
 
 
 @pytest.mark.parametrize("stage", [0, 3])
@@ -188,8 +232,8 @@ def large(stage: int, norm: bool) -> MemoryReport:
 @pytest.mark.parametrize(("stage", "norm"), [(1, True), (1, False), (3, True)])
 def test_scratch_of_the_norm_is_planned(stage: int, norm: bool) -> None:
     row = run_ranks(large, 2, stage, norm)[0].row(Category.OTHER)
-    assert row.planned == row.floor == (1 << 20 if norm else 0)
-    assert row.measured is not None and 0 <= row.measured - row.planned < 1 << 10
+    assert row.planned == row.measured
+    assert row.planned is not None and 0 <= row.planned - (1 << 20 if norm else 0) < 1 << 10
 
 
 def forward_only() -> MemoryReport:

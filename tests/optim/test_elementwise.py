@@ -15,6 +15,7 @@ from hypothesis import strategies as st
 from torch.optim.optimizer import register_optimizer_step_pre_hook
 
 from shardwise.errors import ConfigError, UsageError
+from shardwise.memory import state_bytes
 from shardwise.optim import Adagrad, Adam, AdamW, ElementwiseOptimizer, Lion, Sharding, adam, elementwise, sharding_of
 from shardwise.optim.elementwise import COMPENSATION
 from shardwise.optim.rounding import random_bits, round_stochastically
@@ -389,9 +390,7 @@ def test_bytes_of_state(
     shapes = [(1000,), (10, 20)]
     weights = [torch.nn.Parameter(torch.ones(shape, dtype=dtype)) for shape in shapes]
     optimizer = cls(weights, **how)
-    wanted = optimizer.shardwise_step_bytes(
-        0, shapes, dtype=dtype, gradient_dtype=torch.float32, device=torch.device("cpu")
-    )[0]
+    wanted = sum(kept for kept, _ in state_bytes(optimizer, 0, shapes, dtype=dtype, device=torch.device("cpu")))
     assert wanted == 1200 * (states * per_state + more) + 2 * 4
     optimizer.step_flat(gradients=[(p, torch.ones(p.numel())) for p in weights])
     found = sum(value.nbytes for state in optimizer.state.values() for value in state.values())

@@ -10,7 +10,7 @@ import pytest
 import torch
 from torch.utils._python_dispatch import TorchDispatchMode
 
-from shardwise.optim import Adagrad, Adam, AdamW, ElementwiseOptimizer, Lion, elementwise
+from shardwise.optim import AdamW, ElementwiseOptimizer, elementwise
 from tests.optim.test_elementwise import OPTIONS, some
 
 BF16, FP32, FP64 = torch.bfloat16, torch.float32, torch.float64
@@ -150,15 +150,6 @@ def test_a_step_is_one_kernel_and_one_copy(cls: Any, options: dict[str, Any]) ->
         assert calls.seen["_foreach_copy_"] == 1
         of_all = {"mul", "mul.out", "mul_", "copy_", "_foreach_mul_", "empty.memory_format", "empty"}
         assert not of_all & calls.seen.keys(), calls.seen
-
-
-def test_nothing_but_the_count_of_elements_is_planned_for_scratch() -> None:
-    shapes, cpu = [(1000,), (10, 20)], torch.device("cpu")
-    for cls, free in ((AdamW, True), (Adam, True), (Adagrad, True), (Lion, False)):
-        optimizer = cls([torch.zeros(2)])
-        for dtype, gradient_dtype in ((FP32, FP32), (FP32, BF16), (BF16, BF16)):
-            asked = optimizer.shardwise_step_bytes(0, shapes, dtype=dtype, gradient_dtype=gradient_dtype, device=cpu)
-            assert (asked[1] == 0) is (free and dtype is gradient_dtype is FP32)
 
 
 def test_factors_of_zero_and_infinity() -> None:

@@ -11,7 +11,7 @@ import pytest
 import torch
 
 from shardwise.errors import ConfigError
-from shardwise.memory.optimizer import step_bytes
+from shardwise.memory import Accountant, state_bytes, track_activations
 from shardwise.optim import Lamb, Layerwise, Sharding, build, group_shardings, sharding_of
 from tests.optim.reference import WrittenLamb, WrittenLars
 
@@ -168,13 +168,18 @@ def test_by_name() -> None:
 
 
 def test_memory_of_a_step_is_that_of_adam() -> None:
-    lamb = Lamb([torch.zeros(1)])
-    fp32, cpu = torch.float32, torch.device("cpu")
-    asked = step_bytes(lamb, 0, [(100_000,)], dtype=fp32, gradient_dtype=fp32, device=cpu)
-    assert asked.state == 800_004
-    assert asked.temporary > 400_000  # alone, it leaves the gradient as it is
-    weight = torch.nn.Parameter(torch.zeros(1))
     from shardwise.precision.tensornorms import TensorNorms
 
-    lamb.shardwise_norms = TensorNorms.local([{"params": [weight]}], overwrites=True)
-    assert step_bytes(lamb, 0, [(100_000,)], dtype=fp32, gradient_dtype=fp32, device=cpu).temporary < 1000
+    lamb = Lamb([torch.zeros(1)])
+    fp32, cpu = torch.float32, torch.device("cpu")
+    assert state_bytes(lamb, 0, [(100_000,)], dtype=fp32, device=cpu) == [(800_004, 4)]
+    for norms, least, most in ((False, 400_000, 900_000), (True, 0, 1000)):  # alone, it leaves the gradient as it is
+        weight = torch.nn.Parameter(torch.ones(100_000))
+        weight.grad = torch.ones(100_000)
+        lamb = Lamb([weight])
+        if norms:
+            lamb.shardwise_norms = TensorNorms.local([{"params": [weight]}], overwrites=True)
+        lamb.step()
+        with track_activations(Accountant()) as accountant:
+            lamb.step()
+        assert least <= accountant.peak_total <= most

@@ -17,7 +17,7 @@ from torch import nn
 import shardwise
 from shardwise.comm.compression.powersgd import split
 from shardwise.errors import UsageError
-from shardwise.memory import Category
+from shardwise.memory import Category, track_activations
 from tests.harness import run_ranks
 from tests.models import CASES
 from tests.zero.test_mixed_precision import Poison
@@ -283,9 +283,10 @@ def memory(setting: Setting) -> tuple[int, int, int, int]:
         model=model, optimizer=torch.optim.SGD(model.parameters(), lr=0.1), config=setting.config()
     )
     planned = engine.memory_report().row(Category.BUFFERS).planned
-    for _ in range(4):
-        engine.backward(engine(torch.randn(2, 200, dtype=DTYPES[setting.precision])).float().square().mean())
-        engine.step()
+    with track_activations(engine.accountant):
+        for _ in range(4):
+            engine.backward(engine(torch.randn(2, 200, dtype=DTYPES[setting.precision])).float().square().mean())
+            engine.step()
     engine.sharded.finish_gathers()
     measured, live = engine.accountant.peak[Category.BUFFERS], engine.accountant.live[Category.BUFFERS]
     (plan,) = engine.memory_plans(stages=[setting.stage]).plans

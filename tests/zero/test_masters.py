@@ -15,7 +15,6 @@ from shardwise import optim
 from shardwise.errors import ConfigError
 from shardwise.memory import Category
 from shardwise.utils import safe_get_full_fp32_param, safe_get_full_optimizer_state
-from shardwise.zero.memory import planned
 from tests.harness import run_ranks
 from tests.models import CASES
 from tests.zero.training import parameters_digest
@@ -85,7 +84,7 @@ def test_the_same_bits_at_every_stage_and_on_any_number_of_ranks() -> None:
 
 def bytes_held(more: dict[str, Any], stage: int) -> dict[str, Any]:
     engine = start(stage, more, "gpt")
-    plan = planned(engine.sharded, 1).peaks
+    plan = {category: engine.memory_report().row(category).planned for category in Category}
     steps(engine, 0, 2, name="gpt")
     now = engine.accountant.live
     share = sum(s.master_stop - s.master_start for unit in engine.sharded.units for s in unit.trainable)

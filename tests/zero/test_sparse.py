@@ -18,9 +18,8 @@ from torch import nn
 
 import shardwise
 from shardwise.comm import neighbours
-from shardwise.comm.communicator import Communicator
 from shardwise.comm.domain import Domain
-from shardwise.comm.ledger import Ledger
+from shardwise.comm.imagined import ImaginedCommunicator
 from shardwise.engine import build
 from shardwise.errors import ConfigError
 from shardwise.memory import Accountant
@@ -449,7 +448,7 @@ class Wires:
 def section_of(rows: int, width: int, world: int, rank: int, dtype: torch.dtype, whole: bool) -> SectionMemory:
     tensor = LogicalTensor(0, "table", (), (rows, width), dtype, dtype, True, None)
     (layout,) = lay_out([tensor], [world], "cpu", tables={0})
-    domain = Domain(Communicator(None, Ledger(), torch.device("cpu"), imagined=world))
+    domain = Domain(ImaginedCommunicator(world, torch.device("cpu")))
     domain.place = rank
     return SectionMemory(
         layout,

@@ -115,6 +115,25 @@ class Queued:
         self.mark.wait()
 
 
+class _Imagined(Chain):
+    """A chain of which nothing is exchanged: it holds all that one may hold at each moment that a thread goes through.
+
+    What comes after the first collective is launched as soon as that has ended, and ends when it is waited for.
+    """
+
+    def wait_first(self) -> None:
+        """End the first collective, and launch the others."""
+        self._handle.wait()
+        while self._rest:
+            self._handle.wait()
+            self._handle = self._rest.pop(0)()
+
+    def wait(self) -> None:
+        """End all."""
+        self.wait_first()
+        self._handle.wait()
+
+
 class Runner:
     """Takes chains on, one after the other.
 
@@ -126,10 +145,14 @@ class Runner:
         waits_on_host: whether waiting for a collective blocks the host.
         name: of the stream, or of the thread.
         limit: how long the host waits for the end of a chain.
+        imagined: there is nobody to exchange anything with.
     """
 
-    def __init__(self, streams: Streams, *, waits_on_host: bool, name: str, limit: timedelta) -> None:
+    def __init__(
+        self, streams: Streams, *, waits_on_host: bool, name: str, limit: timedelta, imagined: bool = False
+    ) -> None:
         self._name = name
+        self._imagined = imagined
         self._limit = limit
         self._queue: queue.SimpleQueue[Chain | None] = queue.SimpleQueue()
         self._thread: threading.Thread | None = None
@@ -164,6 +187,8 @@ class Runner:
         _tell(first, made)
         if len(launches) == 1:
             return first
+        if self._imagined:
+            return _Imagined(first, launches[1:])
         chain = Chain(first, launches[1:])
         if self._thread is None:
             self._thread = threading.Thread(target=self._work, name=f"shardwise-{self._name}", daemon=True)

@@ -34,7 +34,7 @@ from shardwise.comm.rendezvous import node
 from shardwise.comm.setup import timeout_from_environment
 from shardwise.comm.whereabouts import Whereabouts, describe
 from shardwise.compat import backend_of, timeout_of
-from shardwise.device.streams import HostStreams, Streams, streams_of
+from shardwise.device.streams import Streams, streams_of
 from shardwise.errors import DesyncError, PeerLostError, UsageError
 
 if TYPE_CHECKING:
@@ -135,15 +135,13 @@ class Communicator:
         name: name of the group in records.
         ordered: on backends with their own reductions, exchange pieces and add them in rank order instead
             (config key `deterministic_reduce`). On Gloo sums are always in rank order.
-        imagined: that many ranks, of which none exists, instead of those of `group`: for plans, in which nothing is
-            exchanged. Only what building a model does is served.
-        like: the imagined ranks exchange data as those of this one do.
         partition: `group` is one of these lists of global ranks, and the ranks of all lists make such a communicator.
             Its ranks send messages even on one machine.
         nodes: names the node of each rank, as `nodes()` does; None: the ranks ask each other when it is needed.
 
     Attributes:
         timeout: limit for one collective: that of `group`.
+        imagined: there are no other ranks (torch's fake backend, and `shardwise.comm.imagined`).
 
     Raises:
         UsageError: the group has no backend that can be used with tensors of this device.
@@ -157,8 +155,6 @@ class Communicator:
         *,
         name: str = "data_parallel",
         ordered: bool = False,
-        imagined: int = 0,
-        like: Communicator | None = None,
         partition: Sequence[Sequence[int]] | None = None,
         nodes: Sequence[str] | None = None,
     ) -> None:
@@ -177,15 +173,10 @@ class Communicator:
         self._nodes = nodes
         self._gloo = False
         self._neighbours: Neighbours | None = None
-        self.imagined = imagined > 0
-        self._nobody_there = self.imagined
-        self._imagined_reads = like is not None and like.reads_peers
-        self._imagined_waits = like.waits_on_host if like is not None else device.type == "cpu"
-        if imagined:
-            self.world, self.rank = imagined, 0
+        self.imagined = False
         self._whereabouts: Whereabouts | None = None
         self.timeout = (timeout_of(group, device) if initialised else None) or timeout_from_environment()
-        if self.world > 1 and not imagined:
+        if self.world > 1:
             backend = _backend(group, device)
             self._gloo = backend == "gloo"
             self.imagined = backend == "fake"
@@ -204,7 +195,7 @@ class Communicator:
                 if self._neighbours is None and self.rank == 0:
                     _log.info("%s: ranks exchange data through sockets, not memory: %s", name, reason)
         self._per_node = self.world
-        if self.world > 1 and not self._gloo and not self._nobody_there:
+        if self.world > 1 and not self._gloo:
             # Asked now: reductions are launched by threads that must not begin another collective.
             self._per_node = max(Counter(self.nodes()).values())
 
@@ -231,8 +222,6 @@ class Communicator:
             parts: ranks of this communicator; each is in one list.
             name: name of the group in records.
         """
-        if self._nobody_there:
-            return Communicator(None, self.ledger, self.device, name=name, imagined=len(parts[0]))
         everybody = dist.get_process_group_ranks(self.user_group if self.user_group is not None else dist.group.WORLD)
         partition = [[everybody[member] for member in members] for members in parts]
         group = groups.new_group(partition, self.timeout, _backend(self.user_group, self.device))
@@ -352,7 +341,7 @@ class Communicator:
         """Copy a tensor from group rank `src` to all ranks, in place."""
         size = tensor.numel() * tensor.element_size()
         record = self._open("broadcast", size, size if self.rank == src else 0, label)
-        if self.world == 1 or self._nobody_there or not tensor.numel():
+        if self.world == 1 or not tensor.numel():
             return self._handle(None, record)
         group, tag = self._next("explicit", record)
         if self._gloo:
@@ -461,17 +450,17 @@ class Communicator:
     @property
     def waits_on_host(self) -> bool:
         """Whether `Handle.wait` returns when the result is there; NCCL's only makes the current stream wait."""
-        return self._imagined_waits if self._nobody_there else self._gloo or self.world == 1
+        return self._gloo or self.world == 1
 
     @property
     def streams(self) -> Streams:
-        """The streams of the device; where nothing is exchanged, nothing is to be ordered."""
-        return HostStreams() if self._nobody_there else streams_of(self.device)
+        """The streams of the device."""
+        return streams_of(self.device)
 
     @property
     def reads_peers(self) -> bool:
         """Whether gathers and reductions read the peers' memory, and so need no buffers for what arrives."""
-        return self._neighbours is not None or self._imagined_reads
+        return self._neighbours is not None
 
     def takes_pieces(self, count: int) -> bool:
         """Whether reductions together may take values for all ranks from so many pieces (the same on all ranks)."""

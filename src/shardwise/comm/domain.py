@@ -120,7 +120,13 @@ class Domain:
                 parts.append(ranks.part(arrangement.lines(number), label))
             self.dimensions = tuple(parts)
         self.gathers, self.reductions = (
-            Runner(ranks.streams, waits_on_host=ranks.waits_on_host, name=kind, limit=ranks.timeout)
+            Runner(
+                ranks.streams,
+                waits_on_host=ranks.waits_on_host,
+                name=kind,
+                limit=ranks.timeout,
+                imagined=ranks.imagined,
+            )
             for kind in ("gathers", "reductions")
         )
 

@@ -147,14 +147,14 @@ def reduce_scatter(
     """
     wire = Wire("reduce_scatter", group, tag)
     inputs = [split_by_rank(full, out, wire) for out, full in pairs]
-    terms: list[list[torch.Tensor]] = []
-    scratch: list[torch.Tensor] = []
-    for (out, full), parts in zip(pairs, inputs, strict=True):
+    for out, full in pairs:
         if not (out.is_floating_point() and full.is_floating_point()):
             raise UsageError(f"reduce_scatter: needs floating dtypes; found out {out.dtype} and full {full.dtype}")
-        received = torch.empty(wire.world - 1, out.numel(), dtype=full.dtype, device=CPU)
-        scratch.append(received)
-        terms.append([*received[: wire.rank], parts[wire.rank], *received[wire.rank :]])
+    scratch = receive_buffers(pairs, wire.world)
+    terms = [
+        [*received[: wire.rank], parts[wire.rank], *received[wire.rank :]]
+        for received, parts in zip(scratch, inputs, strict=True)
+    ]
     for peer in wire.peers():
         for pieces in terms:
             wire.receive(pieces[peer], peer)
@@ -169,6 +169,11 @@ def reduce_scatter(
             sum_in_order(out, pieces, accumulate, spare)
 
     return Pending(wire, scratch).then(add_up)
+
+
+def receive_buffers(pairs: Sequence[Pair], world: int) -> list[torch.Tensor]:
+    """Return memory for what the other ranks send in a reduction, a row for each."""
+    return [torch.empty(world - 1, out.numel(), dtype=full.dtype, device=CPU) for out, full in pairs]
 
 
 def all_reduce_ordered(tensor: torch.Tensor, group: dist.ProcessGroup, tag: int) -> Pending:

@@ -117,26 +117,17 @@ def reduce_scatter(
     world = dist.get_world_size(group)
     reductions: list[Pair] = []
     received: list[Pair] = []
-    made: list[torch.Tensor] = []
     sums: list[Callable[[], Any]] = []
-    for out, full in pairs:
-        if not full.numel():
-            continue
-        if ordered or exchanges(full.dtype, out.dtype, world, per_node or world):
-            rows = torch.empty_like(full)
-            made.append(rows)
+    pairs = [pair for pair in pairs if pair[1].numel()]
+    buffers = buffers_for(pairs, world, accumulate=accumulate, ordered=ordered, per_node=per_node or world)
+    for (out, full), (rows, given, total) in zip(pairs, buffers, strict=True):
+        if rows is not None:
             received.append((rows, full))
             sums.append(functools.partial(sum_rows, out, rows.view(world, -1), accumulate=accumulate))
             continue
-        given, total = full, out
-        if full.dtype is not out.dtype:
-            given = full.to(out.dtype)
-            made.append(given)
-        if accumulate:
-            total = torch.empty_like(out)
-            made.append(total)
+        if total is not None:
             sums.append(functools.partial(out.add_, total))
-        reductions.append((total, given))
+        reductions.append((out if total is None else total, full if given is None else given))
 
     def finish() -> None:
         for add_up in sums:
@@ -144,7 +135,23 @@ def reduce_scatter(
 
     works = _launch(reduce_scatter_single, reductions, group)
     works += _launch(dist.all_to_all_single, received, group)
-    return Works(works, finish, made)
+    return Works(works, finish, [buffer for made in buffers for buffer in made if buffer is not None])
+
+
+Buffers = tuple[torch.Tensor | None, torch.Tensor | None, torch.Tensor | None]
+"""Of one reduction: rows that arrive from all ranks; what is given in the dtype of the sum; the sum to be added."""
+
+
+def buffers_for(pairs: Sequence[Pair], world: int, *, accumulate: bool, ordered: bool, per_node: int) -> list[Buffers]:
+    """Return what each reduction takes for itself; None: nothing is needed. Arguments as of `reduce_scatter`."""
+    made: list[Buffers] = []
+    for out, full in pairs:
+        if ordered or exchanges(full.dtype, out.dtype, world, per_node):
+            made.append((torch.empty_like(full), None, None))
+        else:
+            given = None if full.dtype is out.dtype else full.to(out.dtype)
+            made.append((None, given, torch.empty_like(out) if accumulate else None))
+    return made
 
 
 def all_reduce(tensor: torch.Tensor, group: dist.ProcessGroup) -> Works:

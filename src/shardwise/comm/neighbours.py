@@ -50,6 +50,7 @@ import torch.distributed as dist
 from shardwise.comm import gloo, peermemory, wire
 from shardwise.comm.pieces import Pieces, Run
 from shardwise.comm.wire import CPU, Deadline, copy_into, lost, split_by_rank
+from shardwise.compat import share_memory
 from shardwise.errors import PeerLostError, UsageError
 
 Pair = tuple[torch.Tensor, torch.Tensor]
@@ -157,18 +158,12 @@ class _Reduction(Exchange):
     ) -> None:
         super().__init__(neighbours, "reduce_scatter", tag)
         self._accumulate = accumulate
-        self._terms = [_Terms(self, out, full) for out, full in pairs]
+        self._terms = [_Terms(self, out, full, accumulate) for out, full in pairs]
         for terms in self._terms:
             terms.first_address = len(self.addresses)
             self.addresses += terms.addresses()
         self._offers: dict[int, tuple[int, Sequence[int]]] = {}
-        # Sums that are added to something, or replace one of their terms, are formed beside it.
-        pieces = sums = 0
-        for terms in self._terms:
-            terms.aside = accumulate or terms.in_place
-            pieces = max(pieces, _chunk(terms.out.numel(), terms.dtype))
-            sums = max(sums, _chunk(terms.out.numel(), terms.out.dtype) if terms.aside else 0)
-        self.scratch = neighbours.scratch(pieces, sums)
+        self.scratch = neighbours.scratch(scratch_sizes(pairs, accumulate))
 
     def accept(self, peer: int, process: int, addresses: Sequence[int]) -> list[int]:
         """See `Exchange.accept`."""
@@ -235,10 +230,10 @@ class _Terms:
         exchange: the reduction.
         out: the result.
         full: this rank's values for all ranks.
+        accumulate: the sum is added to what is there.
 
     Attributes:
         dtype: of the values.
-        in_place: whether the result takes the place of this rank's values.
         aside: whether the sum has to be formed in a place of its own.
         first_address: which of the addresses of an offer is the first of these.
 
@@ -246,9 +241,9 @@ class _Terms:
         UsageError: sizes or dtypes do not fit.
     """
 
-    def __init__(self, exchange: Exchange, out: torch.Tensor, full: torch.Tensor | Pieces) -> None:
+    def __init__(self, exchange: Exchange, out: torch.Tensor, full: torch.Tensor | Pieces, accumulate: bool) -> None:
         self.out, self.dtype = out, full.dtype
-        self.aside = self.in_place = False
+        self.aside = _is_aside(out, full, accumulate)
         self.first_address = 0
         self._full = full  # kept alive for the others
         self._begin = exchange.rank * out.numel()
@@ -259,7 +254,6 @@ class _Terms:
             self._runs = full.places.chunks(self._begin, self._begin + out.numel(), CHUNK)
         else:
             own = split_by_rank(full, out, exchange)[exchange.rank]
-            self.in_place = own.data_ptr() == out.data_ptr()
             self._own = own.split(CHUNK)
         if not (out.is_floating_point() and self.dtype.is_floating_point):
             raise UsageError(f"reduce_scatter: needs floating dtypes; found out {out.dtype} and full {self.dtype}")
@@ -307,6 +301,27 @@ def _chunk(numel: int, dtype: torch.dtype) -> int:
     """Return the bytes of a chunk of a tensor, a multiple of the largest element."""
     size = min(CHUNK, numel) * dtype.itemsize
     return size + -size % torch.float64.itemsize
+
+
+def _is_aside(out: torch.Tensor, full: torch.Tensor | Pieces, accumulate: bool) -> bool:
+    """Whether a sum is formed beside `out`: it is added to something, or replaces one of its terms."""
+    return accumulate or (isinstance(full, torch.Tensor) and share_memory(out, full))
+
+
+def scratch_sizes(pairs: Sequence[tuple[torch.Tensor, torch.Tensor | Pieces]], accumulate: bool) -> tuple[int, int]:
+    """Return the bytes in which one reduction reads chunks of its terms, and forms sums that are formed aside."""
+    return (
+        max((_chunk(out.numel(), full.dtype) for out, full in pairs), default=0),
+        max((_chunk(out.numel(), out.dtype) for out, full in pairs if _is_aside(out, full, accumulate)), default=0),
+    )
+
+
+def enlarged(chunks: Sequence[torch.Tensor], sizes: Sequence[int], device: torch.device = CPU) -> list[torch.Tensor]:
+    """Return memory for chunks, of at least so many bytes each: what there is, where it suffices."""
+    return [
+        chunk if chunk.numel() >= size else torch.empty(size, dtype=torch.uint8, device=device)
+        for chunk, size in zip(chunks, sizes, strict=True)
+    ]
 
 
 class Neighbours:
@@ -357,15 +372,13 @@ class Neighbours:
         """As `shardwise.comm.gloo.reduce_scatter`; what is reduced may also lie in pieces, the same on all ranks."""
         return self._launch(_Reduction(self, pairs, tag, accumulate))
 
-    def scratch(self, pieces: int, sums: int) -> list[torch.Tensor]:
+    def scratch(self, sizes: Sequence[int]) -> list[torch.Tensor]:
         """Return memory for chunks that are read and added up, of at least so many bytes.
 
         It is kept: made anew each time, it would break up the space of units that have been freed.
         """
-        for number, size in enumerate((pieces, sums)):
-            if self._scratch[number].numel() < size:
-                self._scratch[number] = torch.empty(size, dtype=torch.uint8, device=CPU)
-        return list(self._scratch)
+        self._scratch = enlarged(self._scratch, sizes)
+        return self._scratch
 
     def _launch(self, exchange: Exchange) -> Exchange:
         if self._failure is not None:

@@ -284,7 +284,7 @@ def sum_in_order(
         accumulate: add to `out` instead of replacing it.
         spare: the first or the second of the pieces, in the dtype of `out`, if nobody needs it afterwards.
     """
-    in_place = not accumulate and all(piece.data_ptr() != out.data_ptr() for piece in pieces)
+    in_place = not accumulate and not any(compat.share_memory(piece, out) for piece in pieces)
     if in_place or spare is not None:
         totals = (out if in_place or spare is None else spare).split(SUM_CHUNK)
     else:

@@ -129,8 +129,7 @@ def room_for(at: Circumstances, planner: Planner) -> tuple[MemoryLimit | None, i
         used, before = resident_bytes() or 0, accountant.process_bytes or 0
     ours = accountant.total
     if at.graph and at.batch is not None and not accountant.tracked:
-        activations = planner.activations(setting.micro_batch)
-        ours += 0 if isinstance(activations, str) else activations.peak
+        ours += planner.plan(setting).peaks.get(Category.ACTIVATIONS.value, 0)
     if at.stepping:
         planned = planner.plan(setting).peaks
         ours += max(0, planned.get(Category.OPTIMIZER.value, 0) - accountant.live[Category.OPTIMIZER])

@@ -34,8 +34,8 @@ if TYPE_CHECKING:
     from shardwise.config import Resolution
     from shardwise.engine.batch import Batches
     from shardwise.engine.checkpointing import Checkpoints
+    from shardwise.engine.dryrun import MemoryPlan
     from shardwise.engine.step import TrainStep
-    from shardwise.zero.memory import MemoryPlan
     from shardwise.zero.model import ShardedModel
 
 EXIT_BASE = 128

@@ -8,10 +8,8 @@ from typing import TYPE_CHECKING, Any
 import torch
 
 from shardwise.compat import never_compiled, transforming
-from shardwise.engine.batch import accumulated
 from shardwise.engine.exhausted import Circumstances, room_for
 from shardwise.engine.plans import MemoryPlans, Planner, Setting, Subject
-from shardwise.engine.scaling import computes_norm
 from shardwise.errors import UsageError
 from shardwise.memory import (
     Call,
@@ -19,12 +17,10 @@ from shardwise.memory import (
     MemoryReport,
     MemoryRow,
     like_cross_entropy,
-    plan_activations,
     resident_bytes,
     shapes_of,
 )
 from shardwise.memory.report import readable
-from shardwise.precision.autocast import autocast, autocast_dtype
 
 if TYPE_CHECKING:
     from shardwise.comm.communicator import Communicator
@@ -33,7 +29,6 @@ if TYPE_CHECKING:
     from shardwise.engine.checkpointing import Checkpoints
     from shardwise.engine.faults import FaultTolerance
     from shardwise.engine.step import TrainStep
-    from shardwise.memory import ActivationPlan
     from shardwise.zero.model import ShardedModel
 
 
@@ -77,26 +72,18 @@ class MemoryReporting:
         self, sample_batch: Any = None, *, loss: Callable[[Any], torch.Tensor] | None = None
     ) -> MemoryReport:
         """See `Engine.memory_report`."""
-        from shardwise.zero import memory as zero
-
         self.sharded.check_open("engine.memory_report()")
         sharded = self.sharded
-        accumulation = accumulated(self._resolution.config, self._batches.steps)
-        norm = computes_norm(self._resolution.config)
         notes = []
-        activations = plan = floor = None
         if sample_batch is None:
             notes.append("Activations are planned if a sample batch is given.")
-        else:
-            try:
-                activations = self._plan_activations(sample_batch, loss)
-            except Exception as error:  # whatever the user's module raises when it has no values to compute with
-                notes.append(f"Activations not planned: a dry run failed ({type(error).__name__}: {error}).")
+        plan, why = None, ""
         try:
-            plan = zero.planned(sharded, accumulation, activations, norm=norm)
-            floor = zero.floor(sharded, accumulation, activations, norm=norm)
+            plan, why = Planner(self._subject(), sample_batch, loss).window(self._setting())
         except Exception as error:  # an optimizer of the user's own, which runs in the dry run
-            notes.append(f"Not planned: a dry run of the optimizer failed ({type(error).__name__}: {error}).")
+            notes.append(f"Not planned: a dry run of the engine failed ({type(error).__name__}: {error}).")
+        if why:
+            notes.append(why[0].upper() + why[1:] + ".")
         snapshot = 0 if plan is None else self._checkpoints.background.snapshot_bytes(plan.peaks[Category.OPTIMIZER])
         if snapshot:
             where = "counted under other" if self.device.type == "cpu" else "on the host and not in the table"
@@ -115,10 +102,10 @@ class MemoryReporting:
         for category in Category:
             if category is Category.ACTIVATIONS:
                 seen = measured[category] if self.accountant.tracked else None
-                peak = None if activations is None else activations.peak
+                peak = None if plan is None or sample_batch is None or why else plan.peaks[category]
                 rows.append(MemoryRow(category.value, peak, seen, peak))
             else:
-                at_least = None if floor is None else floor.peaks[category]
+                at_least = None if plan is None else plan.floor[category]
                 expected = None if plan is None else plan.peaks[category]
                 if category is Category.OTHER and snapshot:
                     at_least, expected = (at_least or 0) + snapshot, (expected or 0) + snapshot
@@ -127,7 +114,7 @@ class MemoryReporting:
             "total",
             None if plan is None else plan.total + snapshot,
             self.accountant.peak_total,
-            None if floor is None else floor.total + snapshot,
+            None if plan is None else plan.least + snapshot,
         )
         cuda = self.device.type == "cuda"
         return MemoryReport(
@@ -177,15 +164,17 @@ class MemoryReporting:
             notes.append("Snapshots of asynchronous saves are not in it: a copy of what each rank saves, on the host.")
         return MemoryPlans(tuple(planner.plan(setting, room) for setting in settings), room, tuple(notes))
 
+    def _setting(self) -> Setting:
+        return Setting(self.sharded.plan.stage, self._batches.micro, self._batches.steps, self._comm.world)
+
     def _subject(self) -> Subject:
-        micro, steps = self._batches.micro, self._batches.steps
         return Subject(
             self.sharded.module,
             self.sharded.optimizer,
             self.sharded.client_groups,
             self._resolution,
             self._comm,
-            Setting(self.sharded.plan.stage, micro, steps, self._comm.world),
+            self._setting(),
             self.sharded.domain.arrangement,
         )
 
@@ -207,19 +196,6 @@ class MemoryReporting:
 
         return Circumstances(
             where, self._subject(), self.accountant, self._job.rank, self._last_call, report=report, **more
-        )
-
-    def _plan_activations(self, batch: Any, loss: Callable[[Any], torch.Tensor] | None) -> ActivationPlan:
-        registry = self.sharded.registry
-        dtypes = {id(p): t.dtype for p, t in zip(registry.parameters, registry, strict=True)}
-        return plan_activations(
-            self.sharded.module,
-            batch,
-            device=self.device,
-            loss=loss,
-            dtypes=dtypes,
-            own_hooks=self.sharded.hooks.ids(),
-            around=autocast(self.device, autocast_dtype(self._resolution.config)),
         )
 
 

@@ -1,13 +1,12 @@
 """Plans of settings that an engine does not have: other stages, micro-batch sizes, numbers of ranks.
 
-The engine's own parts are built on fake tensors and imagined ranks, beside a running job and without a collective, and
-plan themselves. So what is planned here is what an engine with that setting reports.
+For each a window of the engine is run on tensors without memory and imagined ranks, beside a running job and without a
+collective (`shardwise.engine.dryrun`).
 """
 
 from __future__ import annotations
 
 import time
-import warnings
 from collections.abc import Callable, Iterator, Sequence
 from dataclasses import asdict, dataclass, field, replace
 from typing import Any
@@ -17,31 +16,18 @@ from torch import nn
 
 from shardwise.comm.communicator import Communicator
 from shardwise.comm.domain import Arrangement, Domain
-from shardwise.comm.ledger import Ledger
+from shardwise.comm.imagined import ImaginedCommunicator
 from shardwise.config import Facts, Resolution, resolve
 from shardwise.engine.batch import accumulated
+from shardwise.engine.dryrun import MemoryPlan, Twin
 from shardwise.engine.mesh import domain_of
-from shardwise.engine.modules import leaves_of
-from shardwise.engine.scaling import computes_norm
-from shardwise.engine.stepping import stepping_of
-from shardwise.engine.zeropp import reduction
+from shardwise.engine.stepping import make_optimizer, prepare_optimizer
 from shardwise.errors import ConfigError, UsageError
-from shardwise.memory import (
-    Accountant,
-    ActivationPlan,
-    fake_copy,
-    plan_activations,
-    shapes_of,
-    twin_of,
-)
+from shardwise.memory import Category, shapes_of
 from shardwise.memory.report import as_text, readable
-from shardwise.optim import is_elementwise_state
-from shardwise.precision.autocast import autocast, autocast_dtype, wire_dtypes
 from shardwise.precision.dtypes import policy_from_config
 from shardwise.trees import tensors_in
-from shardwise.zero.memory import MemoryPlan, planned
-from shardwise.zero.model import ShardedModel
-from shardwise.zero.units.plan import TABLE, Plan
+from shardwise.zero.units.plan import TABLE
 
 MOST_RANKS = 16
 """Settings with up to this many times the ranks are looked at."""
@@ -237,15 +223,14 @@ class Planner:
         subject: what is planned.
         batch: a micro-batch of the subject's setting, for activations: real, or shapes on the meta device. None:
             activations are left out.
-        loss: makes a scalar of the module's output; see `shardwise.memory.plan_activations`.
+        loss: makes a scalar of the module's output; see `shardwise.memory.dryrun.loss_of`.
     """
 
     def __init__(self, subject: Subject, batch: Any = None, loss: Callable[[Any], torch.Tensor] | None = None) -> None:
         self.subject = subject
         self._loss = loss
         self._batch = None if batch is None else shapes_of(batch)
-        self._built: dict[tuple[int, int], tuple[ShardedModel, dict[int, int]] | str] = {}
-        self._activations: dict[int, ActivationPlan | str] = {}
+        self._plans: dict[Setting, tuple[MemoryPlan | None, str]] = {}
 
     def plan(self, setting: Setting, room: int | None = None) -> SettingPlan:
         """Return what one rank will hold under a setting.
@@ -254,124 +239,63 @@ class Planner:
             setting: any.
             room: bytes that there are.
         """
-        built = self._sharded(setting)
-        if isinstance(built, str):
-            return SettingPlan(setting, note=built)
-        sharded, parameters = built
-        least = self._planned(sharded, setting, None)
-        if self._batch is None or (room is not None and least.total > room):
-            # Activations only add to what is too much already.
-            return self._result(setting, least, None, room)
-        activations = self.activations(setting.micro_batch)
-        if isinstance(activations, str):
-            return SettingPlan(setting, _peaks(least), least.total, note=activations)
-        own = ActivationPlan(
-            tuple(
-                replace(stretch, parameter=None if stretch.parameter is None else parameters.get(stretch.parameter))
-                for stretch in activations.stretches
-            )
-        )
-        return self._result(setting, self._planned(sharded, setting, own), activations.peak, room)
+        found, note = self.window(setting)
+        if found is None:
+            return SettingPlan(setting, note=note)
+        peaks = {category.value: size for category, size in found.peaks.items()}
+        if self._batch is None or note:
+            del peaks[Category.ACTIVATIONS.value]
+        fits = None if room is None else found.total * (1 + MARGIN) <= room
+        if note and fits:
+            fits = None  # activations come on top
+        return SettingPlan(setting, peaks, found.total, fits, note)
 
-    def _planned(self, sharded: ShardedModel, setting: Setting, activations: ActivationPlan | None) -> MemoryPlan:
-        config = self.subject.resolution.config
-        return planned(sharded, accumulated(config, setting.accumulation), activations, norm=computes_norm(config))
+    def window(self, setting: Setting) -> tuple[MemoryPlan | None, str]:
+        """Return what a window takes under a setting, and why that, or its activations, are not known."""
+        if setting not in self._plans:
+            self._plans[setting] = self._run(setting)
+        return self._plans[setting]
 
-    @staticmethod
-    def _result(setting: Setting, plan: MemoryPlan, activations: int | None, room: int | None) -> SettingPlan:
-        peaks = _peaks(plan)
-        if activations is not None:
-            peaks["activations"] = activations
-        fits = None if room is None else plan.total * (1 + MARGIN) <= room
-        return SettingPlan(setting, peaks, plan.total, fits)
+    def _run(self, setting: Setting) -> tuple[MemoryPlan | None, str]:
+        config, note = self.subject.resolution.config, ""
+        accumulation = accumulated(config, setting.accumulation)
+        try:
+            if self._batch is not None:
+                try:
+                    return self._twin(setting).run(self._of_size(setting.micro_batch), accumulation, self._loss), ""
+                except ConfigError:
+                    raise
+                except Exception as error:  # whatever the user's module raises when it has no values to compute with
+                    note = f"activations not planned ({type(error).__name__}: {error})"
+            return self._twin(setting).run(None, accumulation), note
+        except ConfigError as error:
+            return None, f"the configuration does not allow it: {error}"
 
-    def activations(self, micro_batch: int) -> ActivationPlan | str:
-        """Return the activations of a micro-batch of this size, or why they are not known."""
-        if micro_batch not in self._activations:
-            try:
-                self._activations[micro_batch] = self._plan_activations(micro_batch)
-            except Exception as error:  # whatever the user's module raises when it has no values to compute with
-                self._activations[micro_batch] = f"activations not planned ({type(error).__name__}: {error})"
-        return self._activations[micro_batch]
+    def _of_size(self, micro_batch: int) -> Any:
+        """Return the batch cut to a size."""
+        now = self.subject.setting.micro_batch
+        if micro_batch == now:
+            return self._batch
+        sizes = [tensor.shape[0] for tensor in tensors_in(self._batch) if tensor.dim()]
+        if not sizes or sizes[0] % now:
+            raise UsageError(f"the batch's first dimension is not a multiple of the {now} samples of a micro-batch")
+        return shapes_of(self._batch, sizes[0], sizes[0] // now * micro_batch)
 
-    def _plan_activations(self, micro_batch: int) -> ActivationPlan:
-        subject, batch = self.subject, self._batch
-        if micro_batch != subject.setting.micro_batch:
-            sizes = [tensor.shape[0] for tensor in tensors_in(batch) if tensor.dim()]
-            if not sizes or sizes[0] % subject.setting.micro_batch:
-                raise UsageError(
-                    f"the batch's first dimension is not a multiple of the {subject.setting.micro_batch} samples of a "
-                    "micro-batch"
-                )
-            batch = shapes_of(batch, sizes[0], sizes[0] // subject.setting.micro_batch * micro_batch)
-        config = subject.resolution.config
-        compute = policy_from_config(config).compute_dtype
-        dtypes = {
-            id(p): compute for p in subject.module.parameters() if compute is not None and p.dtype.is_floating_point
-        }
-        return plan_activations(
-            subject.module,
-            batch,
-            device=subject.device,
-            loss=self._loss,
-            dtypes=dtypes,
-            around=autocast(subject.device, autocast_dtype(config)),
-        )
-
-    def _sharded(self, setting: Setting) -> tuple[ShardedModel, dict[int, int]] | str:
-        key = (setting.stage if setting.ranks > 1 else 0, setting.ranks)
-        if key not in self._built:
-            try:
-                self._built[key] = self._build(setting)
-            except ConfigError as error:
-                self._built[key] = f"the configuration does not allow it: {error}"
-        return self._built[key]
-
-    def _build(self, setting: Setting) -> tuple[ShardedModel, dict[int, int]]:
-        """Build the subject's parts under a setting, on fake tensors and imagined ranks."""
-        from torch._subclasses.fake_tensor import FakeTensorMode
-
+    def _twin(self, setting: Setting) -> Twin:
+        """Build the subject's engine under a setting."""
         subject = self.subject
         raw = _merged(subject.resolution.raw, setting)
-        settings = resolve(raw, world_size=setting.ranks, facts=_facts(subject)).config
-        mode = FakeTensorMode(allow_non_fake_inputs=True)
-        twin = fake_copy(subject.module, mode)
-        pairs = zip(subject.module.parameters(), twin.parameters(), strict=True)
-        copies = {id(parameter): fake for parameter, fake in pairs}
-        optimizer = None
-        if subject.optimizer is not None:
-            groups = [
-                {**options, "params": [copies[id(parameter)] for parameter in members]}
-                for options, members in zip(subject.optimizer.param_groups, subject.groups, strict=True)
-            ]
-            optimizer = twin_of(subject.optimizer, groups)
-        # More ranks may be on other machines.
-        like = subject.comm if setting.ranks == subject.setting.ranks else None
-        comm = Communicator(None, Ledger(), subject.device, imagined=setting.ranks, like=like)
-        domain = domain_of(settings, comm) if like is None else Domain(comm, subject.grid)
-        with mode, warnings.catch_warnings():
-            # The engine compares addresses, of which fake tensors have none.
-            warnings.filterwarnings("ignore", message="Accessing the data pointer of FakeTensor")
-            sharded = ShardedModel(
-                twin,
-                optimizer,
-                stepping=stepping_of(optimizer),
-                is_elementwise=is_elementwise_state,
-                plan=Plan.of(settings.zero_optimization, domain),
-                policy=policy_from_config(settings),
-                domain=domain,
-                device=subject.device,
-                accountant=Accountant(),
-                compressor=reduction(settings, comm, lambda _: None),
-                sparse_gradients=settings.sparse_gradients,
-                leaves=leaves_of(twin, settings.zero_optimization.leaf_module),
-                wires=wire_dtypes(twin, settings),
-            )
-        return sharded, {key: id(fake) for key, fake in copies.items()}
-
-
-def _peaks(plan: MemoryPlan) -> dict[str, int]:
-    return {category.value: size for category, size in plan.peaks.items()}
+        same = setting.ranks == subject.setting.ranks
+        return Twin(
+            subject.module,
+            subject.optimizer,
+            subject.groups,
+            resolve(raw, world_size=setting.ranks, facts=_facts(subject)).config,
+            world=setting.ranks,
+            device=subject.device,
+            like=subject.comm if same else None,
+            grid=subject.grid if same else None,
+        )
 
 
 def _merged(raw: dict[str, Any], setting: Setting) -> dict[str, Any]:
@@ -387,6 +311,41 @@ def _facts(subject: Subject) -> Facts:
     groups = subject.optimizer.param_groups if subject.optimizer is not None else []
     lr = groups[0].get("lr") if groups else None
     return Facts(lr=None if lr is None else float(lr))
+
+
+def plan_model(
+    model: nn.Module, config: dict[str, Any], *, ranks: int, stages: Sequence[int] = (0, 1, 2, 3), batch: Any = None
+) -> MemoryPlans:
+    """Return what one of many ranks would hold, without any: no process group, no device, no memory for the model.
+
+    Args:
+        model: parameters may be on the meta device.
+        config: its micro-batch size and accumulation hold for each stage.
+        ranks: data-parallel ranks.
+        stages: ZeRO stages.
+        batch: a micro-batch, real or on the meta device, for activations; the loss is found in the output.
+
+    Raises:
+        ConfigError: the configuration is wrong.
+
+    Example:
+        >>> with torch.device("meta"):
+        ...     model = nn.Linear(4096, 4096, bias=False)
+        >>> adam = {"type": "AdamW", "params": {"lr": 1e-3}}
+        >>> config = {"train_micro_batch_size_per_gpu": 1, "optimizer": adam}
+        >>> (plan,) = plan_model(model, config, ranks=1024, stages=[1]).plans
+        >>> plan.peaks["optimizer state"] // 1000  # 8 bytes for each of 4096 * 4096 / 1024
+        131
+    """
+    device = torch.device("cpu")
+    resolution = resolve(config, world_size=ranks, facts=Facts(lr=None))
+    comm = ImaginedCommunicator(ranks, device)
+    policy = policy_from_config(resolution.config)
+    optimizer = make_optimizer(resolution.config, None, None, model, device, policy.compute_dtype)
+    prepare_optimizer(optimizer, resolution, masters=policy.masters)
+    planner = Planner(Subject.of(model, optimizer, resolution, domain_of(resolution.config, comm)), batch)
+    now = planner.subject.setting
+    return MemoryPlans(tuple(planner.plan(replace(now, stage=stage)) for stage in stages), None)
 
 
 def search(planner: Planner, room: int, seconds: float) -> tuple[list[SettingPlan], bool]:

@@ -1,19 +1,11 @@
 """Accounting of every byte that an engine holds, measuring what modules make of it, and planning both."""
 
 from shardwise.memory.accountant import Accountant, Category
-from shardwise.memory.dryrun import (
-    ActivationPlan,
-    Call,
-    Stretch,
-    fake_copy,
-    like_cross_entropy,
-    plan_activations,
-    shapes_of,
-)
+from shardwise.memory.dryrun import Call, fake_copy, like_cross_entropy, shapes_of
 from shardwise.memory.exhausted import OutOfMemoryError, asked_bytes, is_out_of_memory, let_go_of_frames
 from shardwise.memory.formulas import transformer_activation_bytes, transformer_model_bytes
 from shardwise.memory.limits import MemoryLimit, memory_limit
-from shardwise.memory.optimizer import StepBytes, state_bytes, step_bytes, twin_of
+from shardwise.memory.optimizer import state_bytes, twin_of
 from shardwise.memory.process import (
     give_back_freed_memory,
     module_bytes,
@@ -28,7 +20,6 @@ from shardwise.memory.usage import memory_status, see_memory_usage
 
 __all__ = [
     "Accountant",
-    "ActivationPlan",
     "Call",
     "Category",
     "MemoryLimit",
@@ -37,8 +28,6 @@ __all__ = [
     "MemorySources",
     "ModuleMemory",
     "OutOfMemoryError",
-    "StepBytes",
-    "Stretch",
     "asked_bytes",
     "fake_copy",
     "give_back_freed_memory",
@@ -50,12 +39,10 @@ __all__ = [
     "memory_status",
     "module_bytes",
     "peak_resident_bytes",
-    "plan_activations",
     "resident_bytes",
     "see_memory_usage",
     "shapes_of",
     "state_bytes",
-    "step_bytes",
     "track_activations",
     "transformer_activation_bytes",
     "transformer_model_bytes",

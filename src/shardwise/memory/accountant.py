@@ -91,7 +91,7 @@ class Accountant:
     """The same while a tracker is active: longer than a step, so that late claims are exact."""
 
     def __init__(self) -> None:
-        self.default = Category.ACTIVATIONS
+        self.default: Category | None = Category.ACTIVATIONS
         self.tracked = False
         self.construction_peak = 0
         self.process_bytes: int | None = None
@@ -204,8 +204,11 @@ class Accountant:
         return id(tensor.untyped_storage()) in self._held
 
     @contextlib.contextmanager
-    def owning(self, category: Category) -> Iterator[None]:
-        """Have the tracker count tensors that are made inside the block, and that nobody claims, under `category`."""
+    def owning(self, category: Category | None) -> Iterator[None]:
+        """Have the tracker count tensors that are made inside the block, and that nobody claims, under `category`.
+
+        None: it does not count them.
+        """
         before, self.default = self.default, category
         try:
             yield

@@ -16,10 +16,10 @@ class MemoryRow:
 
     Attributes:
         name: the category, or `total`.
-        planned: computed beforehand from sizes, dtypes and dry runs.
+        planned: found beforehand by a dry run of a step.
         measured: most bytes held at once since peaks were last reset. Peaks of different categories need not coincide,
             so the measured total may be less than the sum of the lines.
-        floor: what the arithmetic of the sharding plan cannot do without; never more than a whole tracked step takes.
+        floor: what the arithmetic of the sharding plan cannot do without.
         live: held when the report was made; in reports on memory that has run out.
     """
 
@@ -113,7 +113,7 @@ class MemoryReport:
 
     def _captions(self) -> list[str]:
         lines = [
-            "planned: computed beforehand. measured: the most held at once. floor: what the stage cannot do without.",
+            "planned: found by a dry run. measured: the most held at once. floor: what the stage cannot do without.",
             "Lines peak at different moments, so that a total may be less than their sum.",
             f"While the engine was built: at most {readable(self.construction)}.",
         ]

@@ -17,7 +17,7 @@ import torch
 from torch import nn
 
 from shardwise.comm.communicator import Communicator
-from shardwise.comm.compression.onebit import OnebitAllReduce, Scale, message_bytes
+from shardwise.comm.compression.onebit import OnebitAllReduce, Scale
 from shardwise.errors import UsageError
 
 _CHUNK = {"cpu": 1 << 16}
@@ -201,23 +201,10 @@ class Communicating(torch.optim.Optimizer):
                 self._load_block(blocks[name], saved)
         return fits
 
-    def planned_bytes(self, numel: int, share: int, tensors: int, world: int) -> tuple[int, int, int]:
-        """Return what a block takes, for the memory plan.
-
-        Bytes kept when exact steps are made; when others are; and those of messages that are under way at once.
-
-        Args:
-            numel: its elements.
-            share: those that this rank steps.
-            tensors: its parameters.
-            world: ranks.
-        """
+    @property
+    def warm_up(self) -> int:
+        """Steps at the beginning that are exact, or keep less than those after them."""
         raise NotImplementedError
-
-    def _planned_messages(self, numel: int, tensors: int, world: int) -> int:
-        shard = -(-numel // world)
-        scales = 1 if self.joined else -(-tensors // world) + 1
-        return 2 * world * message_bytes(shard, scales) if world > 1 else 0
 
     # -- what subclasses say -----------------------------------------------------------------------------------------
 

@@ -27,7 +27,7 @@ from typing import Any, ClassVar
 import torch
 from torch import nn
 
-from shardwise.compat import global_step_hooks, only_counts_steps
+from shardwise.compat import global_step_hooks, has_values, only_counts_steps
 from shardwise.errors import ConfigError, UsageError
 from shardwise.optim.rounding import Origin, compensated, random_bits, round_compensated, round_stochastically
 
@@ -381,6 +381,8 @@ class ElementwiseOptimizer(torch.optim.Optimizer):
         memory = _Memory(limit, device)
         for parts in _batches(runs, limit):
             self._step_batch(parts, memory, group, dtype, step, divisor)
+            if not has_values(parts[0].tensors["parameter"]):
+                return  # a dry run has seen what all batches take
 
     def _is_plain(
         self,
@@ -497,45 +499,6 @@ class ElementwiseOptimizer(torch.optim.Optimizer):
                 if scales:
                     target.mul_(factor)
         return scaled
-
-    # -- what the engine asks ----------------------------------------------------------------------------------------
-
-    def shardwise_step_bytes(
-        self,
-        group: int,
-        shapes: Sequence[tuple[int, ...]],
-        *,
-        dtype: torch.dtype,
-        gradient_dtype: torch.dtype,
-        device: torch.device,
-    ) -> tuple[int, int]:
-        """Return the bytes of the states of tensors of these shapes, and those of a step's scratch.
-
-        Args:
-            group: index of the parameter group.
-            shapes: of all tensors that are stepped in this group.
-            dtype: of these tensors.
-            gradient_dtype: of their gradients.
-            device: where they live.
-        """
-        states = self._states_of(dtype)
-        numels = [torch.Size(shape).numel() for shape in shapes]
-        kept = sum(numel * sum(kind.itemsize for kind in states.values()) + 4 for numel in numels)
-        plain = all(kind is torch.float32 for kind in (dtype, gradient_dtype, *states.values()))
-        if plain and not in_chunks(device) and self.divides(self.param_groups[group], device, dtype):
-            return kept, 0
-        wide = torch.promote_types(dtype, torch.float32)
-        scratch = self.temporaries_of(self.param_groups[group], device, wide) * wide.itemsize
-        scratch += wide.itemsize  # the gradient, scaled
-        scratch += sum(wide.itemsize for name in self.state_names if states[name] is not wide)
-        rounding = self._rounds(dtype)
-        if dtype is not wide:
-            scratch += wide.itemsize
-        if rounding == "stochastic" or any(states[name] is torch.bfloat16 for name in self.state_names):
-            scratch += 4  # counter and hash of two elements
-        if rounding == "kahan":
-            scratch += 2 * wide.itemsize
-        return kept, _limit(numels, device) * scratch
 
     def temporaries_of(self, group: Mapping[str, Any], device: torch.device, dtype: torch.dtype) -> int:
         """Return how many temporaries `update` asks for with these options."""

@@ -87,12 +87,6 @@ class _Adam(Communicating):
                     group = self.param_groups[segment.group]
                     self._descend(values[part], momentum[part], variance[part], group, frozen=True)
 
-    def planned_bytes(self, numel: int, share: int, tensors: int, world: int) -> tuple[int, int, int]:
-        """See `Communicating.planned_bytes`."""
-        exact = 2 * 4 * share
-        kept = numel + share + numel + -(-numel // world)  # momentum, variance, errors of both kinds
-        return exact, 4 * kept if world > 1 else exact, self._planned_messages(numel, tensors, world)
-
 
 class OnebitAdam(_Adam):
     """1-bit Adam.
@@ -151,6 +145,11 @@ class OnebitAdam(_Adam):
         found = _checked(schema.OnebitAdamArguments, locals())
         self.freeze_step = found.freeze_step
         super().__init__(params, _common(lr, betas, eps, weight_decay, bias_correction))
+
+    @property
+    def warm_up(self) -> int:
+        """See `Communicating.warm_up`."""
+        return self.freeze_step
 
     def _is_exact(self, step: int) -> bool:
         return step < self.freeze_step
@@ -237,6 +236,11 @@ class OnebitLamb(Communicating):
         self.factors = (factor_min, factor_max)
         self.factor_threshold = factor_threshold
         super().__init__(params, _common(lr, betas, eps, weight_decay, bias_correction))
+
+    @property
+    def warm_up(self) -> int:
+        """See `Communicating.warm_up`."""
+        return self.freeze_step
 
     def _is_exact(self, step: int) -> bool:
         return step < self.freeze_step
@@ -401,13 +405,6 @@ class OnebitLamb(Communicating):
                 runs = tuple(tensor[start:stop] for tensor in tensors)
                 yield self._numbers[number], segment.parameter.detach()[start:stop], runs
 
-    def planned_bytes(self, numel: int, share: int, tensors: int, world: int) -> tuple[int, int, int]:
-        """See `Communicating.planned_bytes`."""
-        single = 4 * len(self.tensor_keys) * tensors
-        exact = 2 * 4 * share + single
-        kept = numel + 2 * share + numel + -(-numel // world)  # momentum, two variances, errors of both kinds
-        return exact, 4 * kept + single if world > 1 else exact, self._planned_messages(numel, tensors, world)
-
 
 class ZeroOneAdam(_Adam):
     """0/1 Adam.
@@ -503,6 +500,11 @@ class ZeroOneAdam(_Adam):
             return True
         shorter = (interval - 1).bit_length()  # doublings that led to this interval
         return (step - self.var_freeze_step - shorter * self.local_step_scaler + 1) % interval == 0
+
+    @property
+    def warm_up(self) -> int:
+        """See `Communicating.warm_up`."""
+        return self.var_freeze_step + (self.local_step_scaler if self.local_step_clipper > 1 else 0)
 
     def _is_exact(self, step: int) -> bool:
         return self.updates_variance(step)
@@ -662,12 +664,6 @@ class ZeroOneAdam(_Adam):
             for part in parts(values):
                 torch.mul(anchors[own][part], left, out=values[part])
                 values[part].addcdiv_(sums[own][part], _root(variance[part], root, group["eps"], True), value=-1)
-
-    def planned_bytes(self, numel: int, share: int, tensors: int, world: int) -> tuple[int, int, int]:
-        """See `Communicating.planned_bytes`."""
-        _, kept, messages = super().planned_bytes(numel, share, tensors, world)
-        apart = world > 1 and self.local_step_clipper > 1
-        return kept, kept + (2 * 4 * numel if apart else 0), messages
 
 
 def _checked(model: type[_Model], given: dict[str, Any]) -> _Model:

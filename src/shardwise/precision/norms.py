@@ -8,9 +8,11 @@ makes it so.
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Sequence
+from collections.abc import Sequence
 
 import torch
+
+from shardwise.compat import has_values
 
 CHUNK = 1 << 17
 """Elements that are widened at a time on a CPU: their fp64 copy is small, reused, and never page-faulted anew."""
@@ -20,16 +22,6 @@ def widens(elements: int, device: torch.device) -> bool:
     """Whether the squares of a run of so many elements are formed chunk by chunk, in memory of this module's own."""
     # torch's norm of a large CPU tensor in another dtype makes a copy of it first, and is slow.
     return device.type == "cpu" and elements > CHUNK
-
-
-def scratch_bytes(runs: Iterable[int], device: torch.device) -> int:
-    """Return the bytes that `Runs.sums_of_squares` needs for runs of so many elements, but for a few numbers each.
-
-    Example:
-        >>> scratch_bytes([1000, 2_000_000], torch.device("cpu")), scratch_bytes([1000], torch.device("cpu"))
-        (1048576, 0)
-    """
-    return CHUNK * torch.float64.itemsize if any(widens(elements, device) for elements in runs) else 0
 
 
 class Squares:
@@ -105,7 +97,9 @@ def _sum_of_squares(runs: Sequence[torch.Tensor]) -> torch.Tensor:
     scratch = torch.empty(CHUNK, dtype=torch.float64)
     for run in runs:
         total = 0.0
-        for chunk in run.reshape(-1).split(CHUNK):
+        # A dry run need not see more than one chunk, of which there may be thousands.
+        values = run.reshape(-1) if has_values(run) else run.reshape(-1)[:CHUNK]
+        for chunk in values.split(CHUNK):
             wide = scratch[: chunk.numel()].copy_(chunk)
             total += torch.dot(wide, wide).item()
         sums.append(total)

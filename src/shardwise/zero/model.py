@@ -31,12 +31,12 @@ from shardwise.precision.tensornorms import NORMS
 from shardwise.registry import Registry
 from shardwise.utils.logging import logger, warn_once
 from shardwise.zero.building import UnitBuilder
-from shardwise.zero.memory import reduced_alone
 from shardwise.zero.parameters.guards import Guards
 from shardwise.zero.parameters.memoryguard import MemoryGuard
 from shardwise.zero.passes.driver import Alone, Driver
 from shardwise.zero.passes.gather import Gatherer, Phase, Touch, backward_order
 from shardwise.zero.passes.hooks import Hooks
+from shardwise.zero.passes.imagined import ImaginedChannel
 from shardwise.zero.passes.reduce import Reducer
 from shardwise.zero.passes.rows import find_tables
 from shardwise.zero.passes.sidechannel import SideChannel
@@ -147,7 +147,9 @@ class ShardedModel:
             self.units.append(builder.build(index, spec, sections, sharded=sharded_unit))
         sharded = [unit for unit in self.units if unit.sharded]
         builder.prepare_gathers(sharded)
-        self.channel = SideChannel(self.comm, sharded) if sharded and not self.comm.imagined else None
+        self.channel: SideChannel | ImaginedChannel | None = None
+        if sharded:
+            self.channel = ImaginedChannel() if self.comm.imagined else SideChannel(self.comm, sharded)
         self.gatherer = Gatherer(
             self.units,
             self.registry,
@@ -292,7 +294,7 @@ class ShardedModel:
         self.policy = replace(self.policy, wire_dtype=dtype)
         if self.reducer is not None:
             self.reducer.wire_dtype = dtype
-            self.reducer.alone = reduced_alone(self)
+            self.reducer.find_alone()
 
     def takes_factor(self) -> bool:
         """Whether `step` can multiply the gradients in its own pass now."""
@@ -440,7 +442,7 @@ class ShardedModel:
         self.gatherer.set_order(forward, backward)
         if self.reducer is not None:
             self.reducer.set_order(forward, backward)
-            self.reducer.alone = reduced_alone(self)
+            self.reducer.find_alone()
 
     def finish_gathers(self) -> None:
         """Wait for updated parameters that are still on their way."""

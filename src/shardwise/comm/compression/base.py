@@ -33,25 +33,6 @@ class Flat:
     shapes: Sequence[tuple[int, torch.Size]]
 
 
-@dataclass(frozen=True)
-class SectionSizes:
-    """What is known of a section's `Flat` before there is one, for the memory plan.
-
-    Attributes:
-        numel: elements of `full`.
-        shapes: first element and shape of each parameter in it.
-        dtype: of `full`.
-        whole: every rank keeps the whole sum.
-        wire_dtype: see `Compressor.reduce`.
-    """
-
-    numel: int
-    shapes: Sequence[tuple[int, torch.Size]]
-    dtype: torch.dtype
-    whole: bool
-    wire_dtype: torch.dtype | None
-
-
 class Reduction(Protocol):
     """A reduction under way."""
 
@@ -97,12 +78,6 @@ class Compressor(Protocol):
 
         What is kept must then be finite again.
         """
-
-    def kept_bytes(self, section: SectionSizes) -> int:
-        """Return what is kept of a section between reductions."""
-
-    def scratch_bytes(self, sections: Sequence[SectionSizes]) -> int:
-        """Return the most that one reduction of these sections needs besides `full`."""
 
     def state_dict(self) -> dict[str, Any]:
         """Return what is kept, for this rank's part of a checkpoint: tensors and plain values."""

@@ -23,6 +23,7 @@ from typing import Any, Literal
 import torch
 
 from shardwise.comm.communicator import Communicator, Handle
+from shardwise.compat import has_values
 
 Scale = Literal["norm", "mean"]
 """What a scale preserves of its run: the L2 norm, or the mean magnitude."""
@@ -56,7 +57,8 @@ def unpack_signs(packed: torch.Tensor, dtype: torch.dtype, out: torch.Tensor | N
         dtype: of the result.
         out: takes the result if given: 1-D, contiguous.
     """
-    table = _signs(dtype, packed.device)
+    # What is made in a dry run has no values, and must not be kept.
+    table = (_signs if has_values(packed) else _signs.__wrapped__)(dtype, packed.device)
     rows = None if out is None else out.view(-1, 8)
     return torch.index_select(table, 0, packed.to(torch.int32), out=rows).view(-1)
 

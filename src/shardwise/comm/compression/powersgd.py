@@ -20,8 +20,7 @@ from typing import TYPE_CHECKING
 
 import torch
 
-from shardwise.comm.compression.base import Flat, Method, Running, SectionSizes, working_dtype
-from shardwise.comm.neighbours import CHUNK
+from shardwise.comm.compression.base import Flat, Method, Running, working_dtype
 
 if TYPE_CHECKING:
     from shardwise.comm.communicator import Communicator
@@ -226,30 +225,6 @@ class PowerSGD(Method):
     def use_error_feedback(self) -> bool:
         """Whether what has not been sent is kept."""
         return self._parameters.use_error_feedback
-
-    def kept_bytes(self, section: SectionSizes) -> int:
-        """See `shardwise.comm.compression.base.Compressor.kept_bytes`."""
-        parts = self._split(section.shapes)
-        kept = parts.kept if self._parameters.use_error_feedback else 0
-        factors = parts.second if self._parameters.warm_start else 0
-        return (kept + factors) * working_dtype(section.dtype).itemsize
-
-    def scratch_bytes(self, sections: Sequence[SectionSizes]) -> int:
-        """See `shardwise.comm.compression.base.Compressor.scratch_bytes`."""
-        world = self.comm.world
-        firsts = seconds = wide = chunk = 0
-        for section in sections:
-            parts, dtype = self._split(section.shapes), working_dtype(section.dtype)
-            firsts += self._padded(parts.first) * dtype.itemsize
-            seconds += self._padded(parts.second) * dtype.itemsize if parts.matrices else 0
-            if not self._parameters.use_error_feedback and section.dtype is not dtype:
-                wide += parts.kept * dtype.itemsize
-            largest = max(self._padded(parts.first), self._padded(parts.second)) // world
-            chunk = max(chunk, min(CHUNK, largest) * dtype.itemsize)
-        if self.comm.reads_peers and self.start == 0:
-            wide += chunk  # it is kept; exact reductions have made, and the plan has counted, a larger one
-        arriving = 0 if self.comm.reads_peers else (world - 1) / world
-        return int(wide + max(firsts * (1 + arriving), firsts + seconds * (1 + 1 / world + arriving)))
 
 
 class _Job:

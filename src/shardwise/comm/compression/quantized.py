@@ -22,7 +22,7 @@ from typing import TYPE_CHECKING, Any
 
 import torch
 
-from shardwise.comm.compression.base import Flat, Method, SectionSizes
+from shardwise.comm.compression.base import Flat, Method
 from shardwise.comm.compression.quantize import BlockCode
 
 if TYPE_CHECKING:
@@ -132,28 +132,6 @@ class QuantizedReduction(Method):
         super().end_step(applied)
         if self.feedback is not None and self.feedback.reset_every and self.steps % self.feedback.reset_every == 0:
             self.kept.clear()
-
-    def kept_bytes(self, section: SectionSizes) -> int:
-        """See `Compressor.kept_bytes`."""
-        if self.feedback is None:
-            return 0
-        second = self.nodes * -(-section.numel // self.comm.world) if self.hops is not None else 0
-        return KEPT_DTYPE.itemsize * (section.numel + second)
-
-    def scratch_bytes(self, sections: Sequence[SectionSizes]) -> int:
-        """See `Compressor.scratch_bytes`."""
-        world = self.comm.world
-        shards = [-(-section.numel // world) for section in sections]
-        message = sum(self.code.nbytes(shard) for shard in shards)
-        encoding, adding = (
-            max((self.code.scratch_bytes(rows, shard, self.comm.device) for shard in shards), default=0)
-            for rows in (world, 1)
-        )
-        launched = 2 * world * message + encoding
-        if self.hops is None:
-            return launched
-        # While the first hop's sums are quantised, its messages are still there.
-        return max(launched, (world + 2 * self.nodes) * message + 4 * max(shards, default=0) + adding)
 
     def state_dict(self) -> dict[str, Any]:
         """See `Compressor.state_dict`."""

@@ -17,7 +17,8 @@ from typing import TYPE_CHECKING
 import numpy
 import torch
 
-from shardwise.comm.compression.base import Flat, Method, Running, SectionSizes, working_dtype
+from shardwise.comm.compression.base import Flat, Method, Running, working_dtype
+from shardwise.compat import has_values
 
 if TYPE_CHECKING:
     from shardwise.comm.communicator import Communicator
@@ -50,21 +51,25 @@ def largest(values: torch.Tensor, count: int) -> torch.Tensor:
         return values.abs().topk(count, sorted=False).indices
     sample = values[:: max(1, size >> 14)].abs()
     wanted = math.ceil(1.25 * count / size * sample.numel()) + 16
-    found = _above(values, float(sample.topk(min(wanted, sample.numel())).values[-1]))
+    threshold = float(sample.topk(min(wanted, sample.numel())).values[-1])
+    found = _above(values, threshold, wanted * (size // sample.numel()))
     if found.numel() < count:
         return values.abs().topk(count, sorted=False).indices
     return found[values[found].abs().topk(count, sorted=False).indices]
 
 
-def _above(values: torch.Tensor, threshold: float) -> torch.Tensor:
-    """Return the indices of values whose magnitude is not below a threshold."""
+def _above(values: torch.Tensor, threshold: float, expected: int) -> torch.Tensor:
+    """Return the indices of values whose magnitude is not below a threshold: probably as many as expected."""
     scratch = torch.empty(min(_CHUNK, values.numel()), dtype=values.dtype)
     found = []
     for start in range(0, values.numel(), _CHUNK):
         chunk = values[start : start + _CHUNK]
         magnitudes = torch.abs(chunk, out=scratch[: chunk.numel()])
         # Several times faster than torch's nonzero on a CPU.
-        reached = numpy.flatnonzero((magnitudes < threshold).logical_not_().numpy())
+        large = (magnitudes < threshold).logical_not_()
+        if not has_values(values):  # a dry run: NumPy has nothing to look at
+            return torch.empty(min(expected, values.numel()), dtype=torch.int64)
+        reached = numpy.flatnonzero(large.numpy())
         found.append(torch.from_numpy(reached).add_(start))
     return torch.cat(found)
 
@@ -125,11 +130,6 @@ class Sparse(Method):
     @property
     def ratio(self) -> float:
         """Part of the entries that is sent now."""
-        raise NotImplementedError
-
-    @property
-    def ratios(self) -> tuple[float, float]:
-        """The most and the least that `ratio` is at any time."""
         raise NotImplementedError
 
     def gather(self, flat: Flat, scale: float, first: bool) -> torch.Tensor:
@@ -197,18 +197,6 @@ class Sparse(Method):
         # What rounding to a narrower type has left over stays.
         values.index_copy_(0, positions, chosen.sub_(sending))
 
-    def scratch_bytes(self, sections: Sequence[SectionSizes]) -> int:
-        """See `shardwise.comm.compression.base.Compressor.scratch_bytes`."""
-        world = self.comm.world
-        shards = [-(-section.numel // world) for section in sections]
-        dtypes = [section.wire_dtype or working_dtype(section.dtype) for section in sections]
-        most, least = (_parts(shards, dtypes, ratio)[-1].stop for ratio in self.ratios)
-        # The largest messages that go to everybody, if they become as small as that.
-        turn = 4 * sum(shards) // (world - 1) if world > 1 else most
-        sizes = [most, *([turn] if least < turn < most else [])]
-        spread = [sections[0].whole and _spreads(world, size, shards) for size in sizes]
-        return max(world * size * (1 + (world if whole else 1)) for size, whole in zip(sizes, spread, strict=True))
-
 
 def _spreads(world: int, size: int, shards: Sequence[int]) -> bool:
     """Whether whole sums are had with fewer bytes by sending all messages to everybody than by gathering owners' sums.
@@ -252,11 +240,6 @@ class TopK(Sparse):
         """See `Sparse.ratio`."""
         return self._parameters.ratio
 
-    @property
-    def ratios(self) -> tuple[float, float]:
-        """See `Sparse.ratios`."""
-        return self._parameters.ratio, self._parameters.ratio
-
     def gather(self, flat: Flat, scale: float, first: bool) -> torch.Tensor:
         """See `Sparse.gather`."""
         dtype = working_dtype(flat.full.dtype)
@@ -266,21 +249,6 @@ class TopK(Sparse):
                 return wide
             return flat.full
         return self.kept.at(f"{flat.name}.error", flat.full.numel(), dtype, scale).add_(flat.full)
-
-    def kept_bytes(self, section: SectionSizes) -> int:
-        """See `shardwise.comm.compression.base.Compressor.kept_bytes`."""
-        size = section.numel * working_dtype(section.dtype).itemsize
-        return size if self._parameters.use_error_feedback else 0
-
-    def scratch_bytes(self, sections: Sequence[SectionSizes]) -> int:
-        """See `shardwise.comm.compression.base.Compressor.scratch_bytes`."""
-        return super().scratch_bytes(sections) + (0 if self._parameters.use_error_feedback else _widened(sections))
-
-
-def _widened(sections: Sequence[SectionSizes]) -> int:
-    """Copies of gradients in the type in which they are compressed."""
-    kinds = [(section, working_dtype(section.dtype)) for section in sections]
-    return max((section.numel * dtype.itemsize for section, dtype in kinds if section.dtype is not dtype), default=0)
 
 
 class DGC(Sparse):
@@ -308,14 +276,9 @@ class DGC(Sparse):
     @property
     def ratio(self) -> float:
         """See `Sparse.ratio`."""
-        done, warmup, (first, last) = self.steps - self.start, self._parameters.warmup_steps, self.ratios
+        done, warmup, last = self.steps - self.start, self._parameters.warmup_steps, self._parameters.ratio
+        first = max(last, self._FIRST_RATIO)
         return last if done >= warmup else first * (last / first) ** (done / warmup)
-
-    @property
-    def ratios(self) -> tuple[float, float]:
-        """See `Sparse.ratios`."""
-        ratio = self._parameters.ratio
-        return max(ratio, self._FIRST_RATIO) if self._parameters.warmup_steps else ratio, ratio
 
     def gather(self, flat: Flat, scale: float, first: bool) -> torch.Tensor:
         """See `Sparse.gather`."""
@@ -342,11 +305,6 @@ class DGC(Sparse):
         velocity = self.kept.get(f"{flat.name}.momentum")
         if velocity is not None and self._parameters.momentum_factor_masking:
             velocity.index_fill_(0, first + positions, 0.0)
-
-    def kept_bytes(self, section: SectionSizes) -> int:
-        """See `shardwise.comm.compression.base.Compressor.kept_bytes`."""
-        size = section.numel * working_dtype(section.dtype).itemsize
-        return 2 * size if self._parameters.momentum else size
 
 
 def _parameters_of(flat: Flat) -> Iterator[torch.Tensor]:

@@ -35,6 +35,7 @@ class UnitGradients:
         self.former_extremes: list[tuple[torch.Tensor, torch.Tensor]] = []  # of the window before
         self.sums: dict[int, torch.Tensor] = {}  # over some of the ranks, by place of the section
         self.rows: dict[int, Rows] = {}  # of tables whose gradient is no buffer yet, by place of the section
+        self.beside: list[torch.Tensor] = []  # in a dry run: what rows may take, where there is a dense gradient
         self.written: set[int] = set()
         self.seen: set[int] = set()
         self.expected: set[int] = set()

@@ -137,10 +137,6 @@ class Hooks:
         elif calls_running(self._outermost) <= (entered is self._outermost):
             self._close()  # PyTorch calls no hook after a KeyboardInterrupt
 
-    def ids(self) -> set[int]:
-        """Return the keys under which the modules keep these hooks."""
-        return {handle.id for handle in self._handles}
-
     def remove(self) -> None:
         """Take all hooks off the model."""
         for handle in self._handles:

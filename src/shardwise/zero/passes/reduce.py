@@ -22,6 +22,7 @@ Gradients of embedding tables that come as rows stay rows while they are few, an
 
 from __future__ import annotations
 
+import math
 from collections import deque
 from collections.abc import Callable, Collection, Mapping, Sequence
 from itertools import accumulate
@@ -43,6 +44,7 @@ from shardwise.zero.passes.driver import Driver
 from shardwise.zero.passes.gather import Gatherer
 from shardwise.zero.passes.gradients import UnitGradients
 from shardwise.zero.passes.rows import DENSE, RowReduction, Rows, Table, Together, affordable, most_rows
+from shardwise.zero.units.peaks import ReductionSizes, reduced_alone
 from shardwise.zero.units.unit import SectionMemory, Unit
 from shardwise.zero.updates.update import Update
 
@@ -66,7 +68,7 @@ class Reducer:
     Attributes:
         watching: keep, of each unit, whether this rank's gradients were finite when they were sent.
         alone: units whose reduction is waited for before another unit's gradients are collected, where several
-            micro-batches make a step (see `shardwise.zero.memory.reduced_alone`).
+            micro-batches make a step (see `shardwise.zero.units.peaks.reduced_alone`).
         local: whether gradients of this window are only added up locally, for an optimizer that communicates itself.
     """
 
@@ -323,6 +325,19 @@ class Reducer:
         gradients.buffers[place] = buffer
         return buffer
 
+    def find_alone(self) -> None:
+        """Decide on `alone`, for the orders and the dtypes in force."""
+        inner = self.comm.world
+        queue = []
+        for gradients in self._order if self.level else ():
+            sections = gradients.unit.trainable
+            sent = sum(s.layout.numel * (self.wire_of(s) or s.layout.dtype).itemsize for s in sections)
+            received = 0 if self.comm.reads_peers else sent * (inner - 1) // inner
+            own = sum((s.master_stop - s.master_start) * s.accumulate_dtype.itemsize for s in sections)
+            whole = sum(s.layout.numel * s.accumulate_dtype.itemsize for s in sections)
+            queue.append(ReductionSizes(gradients.unit.index, sent, received, own, whole))
+        self.alone = reduced_alone(queue)
+
     def wire_of(self, section: SectionMemory) -> torch.dtype | None:
         """Return the dtype in which a section's gradients are sent; None: as they are."""
         return self.wire_dtype or section.layout.wire_dtype
@@ -392,6 +407,7 @@ class Reducer:
     def _free(self, gradients: UnitGradients) -> None:
         gradients.buffers = {}
         gradients.rows = {}
+        gradients.beside = []
         gradients.written = set()
 
     def advance(self, unit: Unit) -> None:
@@ -573,7 +589,10 @@ class Reducer:
         """Return how many rows each inner rank has for each, by place of the tables that are reduced as rows."""
         unit, world = gradients.unit, self.comm.world
         places = [place for place, section in enumerate(unit.sections) if section.layout.table is not None]
-        if not places or self.comm.imagined:
+        if not places:
+            return {}
+        if self.comm.imagined:
+            gradients.beside = [self._rows_beside(unit.sections[place]) for place in places]
             return {}
         tables = [Table.of(unit.sections[place]) for place in places]
         told = [self._row_counts(gradients, place, table) for place, table in zip(places, tables, strict=True)]
@@ -589,6 +608,16 @@ class Reducer:
             if affordable(counts, table, itemsize, section.accumulate_dtype.itemsize):
                 found[place] = counts
         return found
+
+    def _rows_beside(self, section: SectionMemory) -> torch.Tensor:
+        """Return what as many rows as there may be take beside the dense gradient that they may have to become."""
+        alone, dtype = self._collected_as(section)
+        assert section.layout.table is not None
+        part = 1 if not alone else 2 if self.comm.reads_peers else 0  # else the dense gradient's pieces take more
+        size = math.prod(section.layout.table) // part if part else 0
+        rows = torch.empty(size, dtype=dtype, device=section.device)
+        self.accountant.hold(Category.BUFFERS if alone else Category.GRADIENTS, rows)
+        return rows
 
     def _row_counts(self, gradients: UnitGradients, place: int, table: Table) -> list[int]:
         """Return how many rows this rank has for each rank."""

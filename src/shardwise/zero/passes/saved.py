@@ -47,9 +47,8 @@ class SavedValues:
     def know(self, unit: Unit) -> None:
         """Note where the whole values of a unit lie until it is released."""
         for section in unit.sections:
-            address = section.full.untyped_storage().data_ptr()
-            if address:  # tensors of a dry run have none
-                self._units[address] = unit
+            if section.full.numel():
+                self._units[section.full.untyped_storage()._cdata] = unit
 
     def forget(self) -> None:
         """Forget where units were."""
@@ -92,7 +91,7 @@ class SavedValues:
         The place has the tensor's version, and counts with it.
         """
         try:
-            unit = self._units.get(tensor.untyped_storage().data_ptr())
+            unit = self._units.get(tensor.untyped_storage()._cdata)
         except RuntimeError:  # it has no storage (sparse tensors)
             return None
         # The unit may have been released since, and its memory given to somebody else.
@@ -175,7 +174,10 @@ class _Place:
         """Return the tensor, as it is in the values that are gathered now."""
         dtype, offset, size, stride = self.view
         full = self.section.full
-        found = torch.empty(0, dtype=dtype, device=full.device).set_(full.untyped_storage(), offset, size, stride)
+        if dtype is full.dtype:
+            found = full.as_strided(size, stride, offset)
+        else:
+            found = torch.empty(0, dtype=dtype, device=full.device).set_(full.untyped_storage(), offset, size, stride)
         _check_version(self.counter, self.version, found)
         return found
 

@@ -117,7 +117,6 @@ class UnitCodes:
 
     Attributes:
         coded: whether there is anything to encode.
-        gathered_bytes, kept_bytes, work_bytes: see `shardwise.zero.units.unit.Codes`.
     """
 
     def __init__(self, sections: Sequence[SectionMemory], registry: Registry, accountant: Accountant) -> None:
@@ -139,13 +138,7 @@ class UnitCodes:
             end = exact + round_up(count * layout.dtype.itemsize, _ALIGNMENT)
             self._parts.append(_Part(memory, beside, begin, exact, end))
         self._size = end
-        found = [part.beside for part in self._parts if part.beside is not None]
-        self.coded = bool(found)
-        self.gathered_bytes = self._world * end
-        self.kept_bytes = sum(beside.positions.nbytes + beside.places.nbytes for beside in found)
-        self.work_bytes = max(
-            CODE.scratch_bytes(self._world, memory.layout.size(1), memory.device) // 2 for memory in sections
-        )
+        self.coded = any(part.beside is not None for part in self._parts)
 
     def start(self, comm: Communicator, label: str) -> Handle:
         """Encode this rank's range and launch the gather; may be called by the thread that helps peers."""

@@ -1,4 +1,4 @@
-"""Peaks from sizes alone: what is gathered at once, what reductions hold, and which units had better stay whole.
+"""Decisions from sizes alone: which units had better stay whole, and which are reduced one after the other.
 
 Pure functions of bytes and orders, so that every rank comes to the same decisions, before a tensor exists.
 """
@@ -6,10 +6,8 @@ Pure functions of bytes and orders, so that every rank comes to the same decisio
 from __future__ import annotations
 
 from collections.abc import Collection, Iterator, Mapping, Sequence
-from dataclasses import dataclass, field
-from itertools import accumulate
-
-from shardwise.memory import ActivationPlan
+from dataclasses import dataclass
+from itertools import accumulate, pairwise
 
 Orders = tuple[Sequence[int], Sequence[int]]
 """Indices of units in the order of the forward pass, and in that of the backward pass."""
@@ -122,78 +120,44 @@ def _resident(whole: Mapping[int, int], shard: Mapping[int, int], kept: frozense
 
 
 @dataclass(frozen=True)
-class QueuedReduction:
-    """Reduction of one unit.
+class ReductionSizes:
+    """What reducing one unit takes, in bytes.
 
     Attributes:
-        filled: bytes of its gradient, from its first parameter's until it is reduced.
-        extra: further bytes while it is under way.
-        parameters: `id()` of those whose gradients it waits for.
-        alone: no other gradients are collected while it is under way.
-        pieces: bytes of each of `parameters` where gradients stay as they are, and are not copied together.
-        result: bytes of the reduced gradient, which stays.
-        summed: it is there from the first parameter's gradient, not only from the reduction.
+        unit: its index.
+        sent: its gradient as it travels.
+        received: what arrives of the peers'.
+        own: this rank's part of the sum.
+        whole: the sum of micro-batches if it were formed before it is reduced.
     """
 
-    filled: int
-    extra: int
-    parameters: frozenset[int]
-    alone: bool = False
-    pieces: Mapping[int, int] = field(default_factory=dict)
-    result: int = 0
-    summed: bool = False
+    unit: int
+    sent: int
+    received: int
+    own: int
+    whole: int
 
 
-class ReductionQueue:
-    """Units are reduced one after the other; while one is under way the next one's gradients are collected."""
+def reduced_alone(queue: Sequence[ReductionSizes]) -> frozenset[int]:
+    """Return the units whose reduction is over before other gradients are collected, if micro-batches are added up.
 
-    def __init__(self, jobs: Sequence[QueuedReduction]) -> None:
-        self.jobs = jobs
+    While a unit is reduced the next one's gradient is collected. On few ranks, two units that are much of the model
+    would then take more memory than whole sums of micro-batches, which are reduced one after the other.
 
-    def most(self, activations: ActivationPlan | None, gathered: Sequence[tuple[int, int]] = ()) -> int:
-        """Return the most bytes of buffers and results, or of buffers, results and activations, at once.
+    Args:
+        queue: all units with gradients, in the order in which they are reduced.
 
-        Without activations: at the end, when all results are there.
-
-        Args:
-            activations: what else is there, and in which order gradients come.
-            gathered: for each of its stretches, bytes of whole units when it begins, and after that; counted, too.
-        """
-        if activations is None:
-            pairs = zip(self.jobs, [*self.jobs[1:], None], strict=False)
-            return sum(job.result for job in self.jobs) + max(
-                (job.filled + job.extra + (after.filled if after and not job.alone else 0) for job, after in pairs),
-                default=0,
-            )
-        waiting = {parameter: place for place, job in enumerate(self.jobs) for parameter in job.parameters}
-        missing = [len(job.parameters) for job in self.jobs]
-        collecting: dict[int, int] = {}
-        under_way = -1  # place of the last reduction that has been launched
-        busy = False
-        most = results = 0
-        windows = gathered or [(0, 0)] * len(activations.stretches)
-        for stretch, (whole, whole_after) in zip(activations.stretches, windows, strict=True):
-            parameter, start = stretch.parameter, stretch.start + whole
-            place = waiting.pop(parameter, None) if parameter is not None else None
-            if place is not None and parameter is not None:
-                job = self.jobs[place]
-                busy = busy and (place in collecting or not self.jobs[under_way].alone)
-                kept = job.pieces.get(parameter, 0)
-                start -= kept  # it is among the temporaries
-                if job.summed and place not in collecting:
-                    results += job.result
-                collecting[place] = collecting.get(place, 0) + kept if job.pieces else job.filled
-                missing[place] -= 1
-            most = max(most, start + results + self._bytes(collecting, under_way, busy))
-            while under_way + 1 < len(self.jobs) and not missing[under_way + 1]:
-                under_way, busy = under_way + 1, True
-                collecting.pop(under_way, None)
-                if not self.jobs[under_way].summed:
-                    results += self.jobs[under_way].result
-                most = max(most, start + results + self._bytes(collecting, under_way, busy))
-            most = max(most, stretch.peak + whole_after + results + self._bytes(collecting, under_way, busy))
-        return most
-
-    def _bytes(self, collecting: Mapping[int, int], under_way: int, busy: bool) -> int:
-        held = sum(collecting.values())
-        return held + (self.jobs[under_way].filled + self.jobs[under_way].extra if busy else 0)
+    Example:
+        >>> two = [ReductionSizes(unit, sent=8, received=4, own=4, whole=8) for unit in range(2)]
+        >>> sorted(reduced_alone(two)), sorted(reduced_alone(two * 4))
+        ([0], [])
+    """
+    limit, held = 0, sum(sizes.whole for sizes in queue)
+    for sizes in queue:
+        held += sizes.own
+        limit = max(limit, held + sizes.received)
+        held -= sizes.whole
+    kept = sum(sizes.own for sizes in queue)
+    return frozenset(
+        sizes.unit for sizes, after in pairwise(queue) if kept + sizes.sent + sizes.received + after.sent > limit
+    )

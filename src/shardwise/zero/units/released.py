@@ -11,6 +11,7 @@ backward pass.
 from __future__ import annotations
 
 import copy
+import functools
 from collections.abc import Callable, Iterable, Sequence
 from typing import Any, Protocol, runtime_checkable
 
@@ -19,7 +20,7 @@ from torch import nn
 from torch.autograd.graph import get_gradient_edge
 from torch.utils.weak import WeakTensorKeyDictionary
 
-from shardwise.compat import never_compiled, without_overrides
+from shardwise.compat import fake_tensor, never_compiled, without_overrides
 from shardwise.zero.units.status import ZeroParamStatus
 
 
@@ -133,15 +134,15 @@ class Released(nn.Parameter):
     ) -> Any:
         """Answer metadata; bring values back for everything else (see the module docstring)."""
         kwargs = kwargs or {}
-        if func is torch.autograd.grad and not any(type(value) is Released for value in args[0]):
+        if func is torch.autograd.grad and not any(is_released(value) for value in args[0]):
             return _gradients_of(*args, **kwargs)
         name = _name_of(func)
         if name in _METADATA or (name == "type" and len(args) == 1 and not kwargs):  # with a dtype it converts
             with without_overrides():
                 return func(*args, **kwargs)
-        if name in _ADDRESSES and type(args[0]) is Released:
+        if name in _ADDRESSES and is_released(args[0]):
             return func(blank_of(args[0]), *args[1:], **kwargs)
-        if name in _ARRANGEMENT and type(args[0]) is Released:
+        if name in _ARRANGEMENT and is_released(args[0]):
             return func(_arranged(args[0]), *args[1:], **kwargs)
         if name == "detach":
             keeper = _owners[args[0]]
@@ -152,15 +153,11 @@ class Released(nn.Parameter):
             found = _converted(func, args, kwargs)
             if found is not None:
                 return found
-        if (
-            name == "data"
-            and [type(value) for value in args] == [Released, Released]
-            and _owners[args[0]].replace(*args)
-        ):
+        if name == "data" and len(args) == 2 and all(map(is_released, args)) and _owners[args[0]].replace(*args):
             return None
         touched: list[tuple[nn.Parameter, Owner, Any]] = []
         for value in _flatten((args, kwargs)):
-            if type(value) is Released:
+            if is_released(value):
                 owner: Owner = _owners[value]
                 touched.append((value, owner, owner.touch(value, name)))
         result = None
@@ -194,13 +191,17 @@ class Released(nn.Parameter):
             return f"Parameter(released, shape={tuple(self.shape)}, dtype={self.dtype}, device={self.device})"
 
 
+_released: set[type] = {Released}
+"""Classes of released parameters."""
+
+
 def _converted(func: Callable[..., Any], args: tuple[Any, ...], kwargs: dict[str, Any]) -> nn.Parameter | None:
     """Convert a released parameter without its values; None: that cannot be done.
 
     What the conversion asks for is found by doing it to an empty tensor.
     """
     parameter = args[0]
-    if type(parameter) is not Released or kwargs.get("copy") or kwargs.get("memory_format") is not None:
+    if not is_released(parameter) or kwargs.get("copy") or kwargs.get("memory_format") is not None:
         return None
     with without_overrides():
         like = torch.empty(0, dtype=parameter.dtype, device=parameter.device)
@@ -261,7 +262,7 @@ def _gradients_of(
     The pass itself runs with overrides in force: what it recomputes may use any parameter.
     """
     with without_overrides():
-        edges = [get_gradient_edge(value) if type(value) is Released else value for value in inputs]
+        edges = [get_gradient_edge(value) if is_released(value) else value for value in inputs]
     found = torch.autograd.grad(outputs, edges, **kwargs)
     if not materialize_grads:
         return found
@@ -290,7 +291,7 @@ def _flatten(value: Any) -> list[Any]:
 def adopt(parameter: nn.Parameter, owner: Owner) -> None:
     """Name the owner that answers for a parameter from now on."""
     _owners[parameter] = owner
-    if type(parameter) is not Released:
+    if not is_released(parameter):
         _classes[parameter] = type(parameter)
 
 
@@ -307,44 +308,53 @@ def owner_of(parameter: torch.Tensor) -> Owner | None:
 
 def withhold(parameter: nn.Parameter) -> None:
     """Mark the values as not there."""
-    parameter.__class__ = Released
+    parameter.__class__ = _withheld(type(parameter))
 
 
 def restore(parameter: nn.Parameter) -> None:
     """Give the parameter its own class back: its values are valid."""
-    if type(parameter) is Released:
+    if is_released(parameter):
         parameter.__class__ = _classes.get(parameter, nn.Parameter)
 
 
-Classes = list[tuple[nn.Parameter, type[nn.Parameter]]]
-"""Parameters with their own classes."""
+Classes = list[tuple[nn.Parameter, type[nn.Parameter], type[nn.Parameter]]]
+"""Parameters with their own classes, and those that they have while they are released."""
 
 
 def classes_of(parameters: Iterable[nn.Parameter]) -> Classes:
-    """Look the own classes of parameters up, for `withhold_all` and `restore_all`, which are called again and again.
+    """Look the own classes of parameters up, for `withhold_all` and `restore_all`, which are called again and again."""
+    found = [(p, _classes.get(p, nn.Parameter) if is_released(p) else type(p)) for p in parameters]
+    return [(parameter, own, _withheld(own)) for parameter, own in found]
 
-    Parameters that are dispatched by their class (torch's fake tensors, of a dry run) are left out: they would be lost
-    without it, and have no values that could be missed.
+
+@functools.cache
+def _withheld(own: type[nn.Parameter]) -> type[nn.Parameter]:
+    """Return the class of released parameters whose own class is this one.
+
+    Classes that dispatch operators must go on doing so: those of torch's fake tensors, of a dry run. What others of
+    them are made of does not lie in the units' memory: they keep their class.
     """
-    return [
-        (p, _classes.get(p, nn.Parameter) if type(p) is Released else type(p))
-        for p in parameters
-        if type(p).__torch_dispatch__ is torch.Tensor.__torch_dispatch__
-    ]
+    if own.__torch_dispatch__ is torch.Tensor.__torch_dispatch__:
+        return Released
+    if own is not fake_tensor():
+        return own
+    made = type(f"Released{own.__name__}", (Released, own), {})
+    _released.add(made)
+    return made
 
 
 def withhold_all(classes: Classes) -> None:
     """`withhold` several parameters."""
-    for parameter, _ in classes:
-        parameter.__class__ = Released
+    for parameter, _, withheld in classes:
+        parameter.__class__ = withheld
 
 
 def restore_all(classes: Classes) -> None:
     """`restore` several parameters."""
-    for parameter, own in classes:
+    for parameter, own, _ in classes:
         parameter.__class__ = own
 
 
 def is_released(parameter: torch.Tensor) -> bool:
     """Whether the values of a parameter are not gathered at the moment."""
-    return type(parameter) is Released
+    return type(parameter) in _released

@@ -63,17 +63,7 @@ class Purpose(Enum):
 
 
 class Codes(Protocol):
-    """A way of gathering a unit that loses digits (`shardwise.zero.units.codes.UnitCodes`).
-
-    Attributes:
-        gathered_bytes: what is gathered, of all ranks.
-        kept_bytes: what is kept between gathers.
-        work_bytes: scratch of decoding.
-    """
-
-    gathered_bytes: int
-    kept_bytes: int
-    work_bytes: int
+    """A way of gathering a unit that loses digits (`shardwise.zero.units.codes.UnitCodes`)."""
 
     def start(self, comm: Communicator, label: str) -> Link:
         """Launch the gather."""
@@ -508,10 +498,8 @@ class Unit:
         """Return the section in the memory of whose whole values a tensor lies."""
         if tensor.layout is not torch.strided:
             return None
-        storage = tensor.untyped_storage().data_ptr()
-        if not storage:
-            return None
-        return next((s for s in self.sections if s.full.untyped_storage().data_ptr() == storage), None)
+        storage = tensor.untyped_storage()._cdata  # not its address, which tensors of a dry run have not
+        return next((s for s in self.sections if s.full.numel() and s.full.untyped_storage()._cdata == storage), None)
 
     def owns(self, tensor: torch.Tensor) -> bool:
         """Whether a tensor lies in the memory of the whole values."""
@@ -548,7 +536,7 @@ class Unit:
 
     def _read_versions(self) -> list[int]:
         with without_overrides():
-            return [parameter._version for parameter, _ in self._classes]
+            return [parameter._version for parameter, _, _ in self._classes]
 
     def _keep_changes(self) -> None:
         """Take over what `forward` has changed in place (a codebook, a clamped weight) before it is given back.

@@ -64,6 +64,10 @@ class CommunicatingOptimizer(Protocol):
     def apart(self) -> bool:
         """Whether ranks have parameters of their own now."""
 
+    @property
+    def warm_up(self) -> int:
+        """Steps at the beginning that are exact, or keep less than those after them."""
+
     def attach(
         self,
         blocks: Sequence[Any],
@@ -106,9 +110,6 @@ class CommunicatingOptimizer(Protocol):
 
     def load_rank_state(self, state: Mapping[str, Any] | None) -> bool:
         """Take it over; return whether it fits the layout."""
-
-    def planned_bytes(self, numel: int, share: int, tensors: int, world: int) -> tuple[int, int, int]:
-        """Return what a block takes."""
 
 
 class CommunicatedUpdate(SegmentUpdate):
@@ -319,15 +320,11 @@ class CommunicatedUpdate(SegmentUpdate):
         """See `Update.detach`."""
         self.asked.detach()
 
-    def planned(self, numels: Sequence[tuple[int, int, int]]) -> tuple[int, int, int]:
-        """Return bytes of state in exact steps, and in others, and those of messages that are under way at once.
-
-        Args:
-            numels: elements, elements stepped here, and parameters of each section.
-        """
-        asked = [self.asked.planned_bytes(*sizes, self.comm.world) for sizes in numels]
-        exact, kept, messages = (sum(column) for column in zip(*asked, strict=True)) if asked else (0, 0, 0)
-        return exact, kept, messages
+    def skip_warm_up(self) -> bool:
+        """Go on with the steps that lose something (for plans of memory); return whether there are any."""
+        for group in self.optimizer.param_groups:
+            group["step"] = max(group["step"], self.asked.warm_up)
+        return self.comm.world > 1
 
 
 def _none(section: SectionMemory) -> torch.Tensor:

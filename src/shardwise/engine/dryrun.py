@@ -1,0 +1,311 @@
+"""One window of an engine on tensors without memory and ranks that do not exist: what it holds is the plan of memory.
+
+The engine's own parts are built on fake tensors and an imagined communicator. They run the passes and the step of a
+window, the code that runs them in training, and the accountant is read. The first window makes the optimizer's state
+and shows the order of the units; the one after it counts.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import warnings
+from collections.abc import Callable, Iterator, Sequence
+from dataclasses import dataclass
+from typing import TYPE_CHECKING, Any
+
+import torch
+from torch import nn
+
+from shardwise.comm.domain import Domain
+from shardwise.comm.imagined import ImaginedCommunicator
+from shardwise.engine.mesh import domain_of
+from shardwise.engine.modules import leaves_of, place_buffers
+from shardwise.engine.scaling import (
+    cast_floats,
+    computes_norm,
+    on_non_finite,
+    prescale_of,
+    scale_gradients_of,
+    scales_loss,
+)
+from shardwise.engine.stepping import stepping_of
+from shardwise.engine.zeropp import reduction
+from shardwise.memory import Accountant, Category, fake_copy, track_activations, twin_of
+from shardwise.memory.dryrun import Answers, arguments_of, fake_values, loss_of, undisturbed
+from shardwise.optim import is_elementwise_state
+from shardwise.precision.autocast import autocast, autocast_dtype, wire_dtypes
+from shardwise.precision.dtypes import policy_from_config
+from shardwise.precision.norms import combine
+from shardwise.zero.memory import floor
+from shardwise.zero.model import ShardedModel
+from shardwise.zero.passes.driver import Alone
+from shardwise.zero.units.plan import Plan
+from shardwise.zero.updates.communicated import CommunicatedUpdate
+
+if TYPE_CHECKING:
+    from shardwise.comm.communicator import Communicator
+    from shardwise.comm.domain import Arrangement
+    from shardwise.config import Config
+
+MOST_PASSES = 2
+"""Micro-batches of a window that are run: those between the first and the last hold no more than the last."""
+
+
+@dataclass(frozen=True)
+class MemoryPlan:
+    """Bytes of one rank in a window.
+
+    Attributes:
+        peaks: most bytes in each category; of activations only if a batch was given.
+        total: most bytes at once.
+        floor: what cannot be done without, in each category.
+        least: that, of what is held when most is held.
+    """
+
+    peaks: dict[Category, int]
+    total: int
+    floor: dict[Category, int]
+    least: int
+
+    def joined(self, other: MemoryPlan) -> MemoryPlan:
+        """Return the plan of a training that has windows of both kinds."""
+        peaks = {category: max(size, other.peaks[category]) for category, size in self.peaks.items()}
+        return MemoryPlan(peaks, max(self.total, other.total), other.floor, max(self.least, other.least))
+
+
+class Twin:
+    """A model's engine on fake tensors.
+
+    Args:
+        module: is copied without its values.
+        optimizer: is copied without its state; None: the model is only evaluated.
+        groups: the parameters of the module in each of its groups.
+        config: validated, for as many ranks.
+        world: number of ranks.
+        device: where the engine lives.
+        like: the ranks of an engine that has as many; None: they may be on several machines.
+        grid: in which they lie; None: the configuration's.
+    """
+
+    def __init__(
+        self,
+        module: nn.Module,
+        optimizer: torch.optim.Optimizer | None,
+        groups: Sequence[Sequence[nn.Parameter]],
+        config: Config,
+        *,
+        world: int,
+        device: torch.device,
+        like: Communicator | None = None,
+        grid: Arrangement | None = None,
+    ) -> None:
+        from torch._subclasses.fake_tensor import FakeTensorMode
+
+        self._config, self._device = config, device
+        self._mode = FakeTensorMode(allow_non_fake_inputs=True)
+        self.accountant = accountant = Accountant()
+        twin = fake_copy(module, self._mode)
+        pairs = zip(module.parameters(), twin.parameters(), strict=True)
+        copies = {id(parameter): fake for parameter, fake in pairs}
+        own = None
+        if optimizer is not None:
+            members = [[copies[id(parameter)] for parameter in group] for group in groups]
+            options = zip(optimizer.param_groups, members, strict=True)
+            own = twin_of(optimizer, [{**group, "params": params} for group, params in options])
+        with self._computing():
+            comm = ImaginedCommunicator(world, device, rank=like.rank if like is not None else 0, like=like)
+            domain = domain_of(config, comm) if grid is None else Domain(comm, grid)
+            policy = policy_from_config(config)
+            place_buffers(twin, device, policy.buffer_dtype, config.data_types.keep_in_fp32_modules, accountant)
+            self.sharded = ShardedModel(
+                twin,
+                own,
+                stepping=stepping_of(own),
+                is_elementwise=is_elementwise_state,
+                plan=Plan.of(config.zero_optimization, domain),
+                policy=policy,
+                domain=domain,
+                device=device,
+                accountant=accountant,
+                prescale=prescale_of(config, world),
+                compressor=reduction(config, comm, lambda tensor: accountant.hold(Category.BUFFERS, tensor)),
+                sparse_gradients=config.sparse_gradients,
+                leaves=leaves_of(twin, config.zero_optimization.leaf_module),
+                wires=wire_dtypes(twin, config),
+            )
+        for module in twin.modules():
+            if isinstance(module, (nn.Embedding, nn.EmbeddingBag)):
+                module.sparse = False  # how many rows there will be is not known: as many as there may be
+        self.sharded.driver = self._driver = _Driver(bool(config.managed_gradient_accumulation))
+        if self.sharded.reducer is not None:
+            self.sharded.reducer.watching = on_non_finite(config) != "ignore"
+
+    def run(self, batch: Any, accumulation: int, loss: Callable[[Any], torch.Tensor] | None = None) -> MemoryPlan:
+        """Return what a window takes; to be called once.
+
+        Args:
+            batch: of one pass, real or shapes; its own memory is not counted. None: modules do no more than use their
+                parameters, and activations are left out.
+            accumulation: passes.
+            loss: makes a scalar of the module's output; None: see `shardwise.memory.dryrun.loss_of`.
+
+        Raises:
+            Exception: whatever the module raises when it has no values to compute with.
+        """
+        given = None if batch is None else fake_values(batch, self._mode, self._device)
+        found = None
+        with contextlib.ExitStack() as stack:
+            stack.enter_context(self._computing())
+            stack.enter_context(track_activations(self.accountant))
+            if batch is None:
+                stack.enter_context(_using_parameters(self.sharded))
+                stack.enter_context(self.accountant.owning(None))
+            for begins in (lambda: True, self._begin_losing):
+                if not begins():
+                    break
+                self._window(given, accumulation, loss)
+                self.sharded.finish_gathers()
+                self.accountant.reset_peak()
+                for _ in range(1 if found is None else 2):  # some lossy steps differ by turns
+                    self._window(given, accumulation, loss)
+                plan = self._read(accumulation)
+                found = plan if found is None else found.joined(plan)
+        assert found is not None
+        return found
+
+    def _begin_losing(self) -> bool:
+        """Go on where reductions lose something, after the steps at the beginning that are exact."""
+        reducer, update = self.sharded.reducer, self.sharded.update
+        if reducer is not None and reducer.compressor is not None:
+            reducer.compressor.steps = max(reducer.compressor.steps, reducer.compressor.start)
+            return True
+        return isinstance(update, CommunicatedUpdate) and update.skip_warm_up()
+
+    @contextlib.contextmanager
+    def _computing(self) -> Iterator[None]:
+        with undisturbed(), self._mode, warnings.catch_warnings(), torch.enable_grad():
+            # Addresses are compared, of which fake tensors have none.
+            warnings.filterwarnings("ignore", message="Accessing the data pointer of FakeTensor")
+            yield
+
+    def _window(self, batch: Any, accumulation: int, loss: Callable[[Any], torch.Tensor] | None) -> None:
+        sharded, count = self.sharded, min(accumulation, MOST_PASSES)
+        for number in range(count):
+            self._driver.number, self._driver.last = number, number + 1 == count
+            scalar = self._forward(batch, loss)
+            with Answers():
+                if sharded.update is not None:
+                    sharded.backward([scalar])
+            del scalar
+        if sharded.update is not None:
+            with Answers():
+                self._step(accumulation)
+
+    def _forward(self, batch: Any, loss: Callable[[Any], torch.Tensor] | None) -> torch.Tensor:
+        if batch is None:
+            return self.sharded.module(torch.zeros(1, device=self._device, requires_grad=True)).sum()
+        config = self._config
+        args, kwargs = arguments_of(batch)
+        if config.fp16.enabled and config.fp16.auto_cast:
+            args, kwargs = cast_floats((args, kwargs), torch.float16)
+        with autocast(self._device, autocast_dtype(config)):
+            output = self.sharded.module(*args, **kwargs)
+        scaled = scales_loss(config)
+        if scaled:
+            output = scale_gradients_of(output, lambda: 1.0)
+        scalar = loss(output) if loss is not None else loss_of(output)
+        return scalar * 2.0 if scaled else scalar
+
+    def _step(self, accumulation: int) -> None:
+        """Do what an engine does at the end of a window."""
+        sharded, config = self.sharded, self._config
+        reducer, sums = sharded.reducer, sharded.sums
+        assert reducer is not None and sums is not None
+        sharded.hooks.settle()
+        reducer.complete_window()
+        factor: float | torch.Tensor = 1.0 / (sharded.comm.world * accumulation * reducer.prescale)
+        if computes_norm(config):
+            norm = combine(sums.squares([0.0])[0], factor)
+            if config.gradient_clipping:
+                factor = sharded.clip_factor(norm, float(config.gradient_clipping)) * factor
+        elif on_non_finite(config) == "warn":
+            sums.probe()
+        if not sharded.takes_factor():
+            sharded.scale_gradients(factor)
+            factor = 1.0
+        sharded.step(factor)
+        sharded.end_window(True)
+
+    def _read(self, accumulation: int) -> MemoryPlan:
+        accountant = self.accountant
+        peaks, highest = accountant.peak, accountant.at_peak
+        least = floor(self.sharded, accumulation, peaks, accountant.live)
+        total = sum(min(size, highest[category]) for category, size in least.items())
+        return MemoryPlan(peaks, accountant.peak_total, least, total)
+
+
+class _Driver(Alone):
+    """Counts the passes of a window.
+
+    Args:
+        managed: an engine does that; if the script does, it is not known which pass is the last.
+    """
+
+    def __init__(self, managed: bool) -> None:
+        self._managed = managed
+        self.number, self.last = 0, True
+
+    def reduces_now(self) -> bool:
+        """See `Driver.reduces_now`."""
+        return self._managed and self.last
+
+    def begins_window(self) -> bool:
+        """See `Driver.begins_window`."""
+        return self._managed and self.number == 0
+
+
+class _Use(torch.autograd.Function):
+    """Uses parameters, and makes their gradients, as a module does; the values are not looked at."""
+
+    @staticmethod
+    def forward(ctx: Any, value: torch.Tensor, *parameters: nn.Parameter) -> torch.Tensor:
+        ctx.parameters = parameters
+        return value.clone()
+
+    @staticmethod
+    def backward(ctx: Any, gradient: torch.Tensor) -> tuple[torch.Tensor | None, ...]:
+        return gradient, *(p.new_empty(p.shape) if p.requires_grad else None for p in ctx.parameters)
+
+
+@contextlib.contextmanager
+def _using_parameters(sharded: ShardedModel) -> Iterator[None]:
+    """Have the model's homes of units do nothing but use their units' parameters, one after the other."""
+    root = sharded.module
+    used: dict[nn.Module, list[nn.Parameter]] = {root: []}
+    homes: dict[nn.Module, list[nn.Parameter]] = {module: [] for module in root.modules()}
+    for unit in sharded.units:
+        for module in unit.modules:
+            homes[module] += unit.parameters
+    for module, parameters in homes.items():
+        if parameters:
+            inside = {id(parameter) for parameter in module.parameters()}
+            used[module] = [parameter for parameter in parameters if id(parameter) in inside]
+
+    def use(module: nn.Module) -> Callable[[torch.Tensor], torch.Tensor]:
+        def forward(value: torch.Tensor) -> torch.Tensor:
+            if used[module]:
+                value = _Use.apply(value, *used[module])
+            for other in used if module is root else ():
+                if other is not root:
+                    value = other(value)
+            return value
+
+        return forward
+
+    try:
+        for module in used:
+            module.forward = use(module)
+        yield
+    finally:
+        for module in used:
+            del module.forward

@@ -1,0 +1,78 @@
+"""`shardwise plan`: tables of models on ranks that are not there."""
+
+from __future__ import annotations
+
+import json
+from pathlib import Path
+
+import pytest
+import torch
+from torch import nn
+
+from shardwise.launch.architectures import SHAPES, Decoder
+from shardwise.launch.cli import main
+
+
+def own() -> nn.Module:
+    return nn.Sequential(nn.Embedding(64, 32), nn.Linear(32, 64))
+
+
+def run(capsys: pytest.CaptureFixture[str], *arguments: str) -> str:
+    with pytest.raises(SystemExit) as ended:
+        main(["plan", *arguments])
+    assert not ended.value.code, capsys.readouterr().err
+    return capsys.readouterr().out
+
+
+def test_published_sizes() -> None:
+    with torch.device("meta"):
+        sizes = {name: sum(p.numel() for p in Decoder(shape).parameters()) for name, shape in SHAPES.items()}
+    assert sizes["bloom-560m"] == 559_214_592
+    assert sizes["bloom-1b1"] == 1_065_314_304
+    assert sizes["bloom-7b1"] == 7_069_016_064
+    assert sizes["llama-7b"] == 6_738_415_616
+    assert sizes["llama-13b"] == 13_015_864_320
+    assert sizes["llama-70b"] == 68_976_648_192
+
+
+def test_the_table_of_a_published_case(capsys: pytest.CaptureFixture[str]) -> None:
+    lines = run(capsys, "bloom-560m", "--ranks", "8").splitlines()
+    assert lines[0] == "bloom-560m: 559,214,592 parameters, 8 ranks"
+    table = {row.split()[0]: [float(cell) for cell in row.split()[1:]] for row in lines[2:6]}
+    assert list(table) == ["0", "1", "2", "3"]
+    assert table["0"][:3] == [2.24, 2.24, 4.47]
+    assert table["1"][:3] == [2.24, 0.28, 0.56]
+    totals = [row[-1] for row in table.values()]
+    assert totals == sorted(totals, reverse=True) and totals[3] < 5.5
+
+
+def test_bytes_of_a_model_of_ones_own(capsys: pytest.CaptureFixture[str], tmp_path: Path) -> None:
+    config = tmp_path / "config.json"
+    config.write_text(json.dumps({"train_batch_size": 64, "optimizer": {"type": "SGD", "params": {"lr": 0.1}}}))
+    name = f"{__name__}:own"
+    text = run(capsys, name, "--config", str(config), "--ranks", "4", "--stages", "0,2", "--length", "16", "--json")
+    found = json.loads(text)[name]
+    assert found["parameters"] == 64 * 32 + 32 * 64 + 64
+    assert [plan["stage"] for plan in found["plans"]] == [0, 2]
+    assert all(plan["peaks"]["activations"] > 0 and not plan["note"] for plan in found["plans"])
+    assert found["plans"][0]["peaks"]["optimizer state"] == 0
+    without = json.loads(run(capsys, name, "--length", "0", "--stages", "1", "--json"))[name]["plans"][0]
+    assert "activations" not in without["peaks"] and without["total"]
+
+
+@pytest.mark.parametrize(
+    ("arguments", "words"),
+    [
+        (["gpt-9"], "gpt-9 is not known; give bloom-560m"),
+        (["nowhere:model"], "nowhere:model: No module named"),
+        (["builtins:dict"], "has returned dict; it must return a torch.nn.Module"),
+        (["bloom-560m", "--stages", "4"], "--stages 4: give some of"),
+        (["bloom-560m", "--precision", "int8"], "--precision int8: give fp32"),
+        (["bloom-560m", "--ranks", "0"], "--ranks, --micro-batch and --accumulation are 1 or more"),
+    ],
+)
+def test_wrong_command_lines(capsys: pytest.CaptureFixture[str], arguments: list[str], words: str) -> None:
+    with pytest.raises(SystemExit) as ended:
+        main(["plan", *arguments])
+    assert ended.value.code == 2
+    assert words in capsys.readouterr().err
