@@ -32,6 +32,7 @@ PARTS: dict[str, list[str]] = {
     "growth": ["growth.py"],
     "comm": ["comm_gloo.py"],
     "optimizer": ["cpu_adam.py"],
+    "plan": ["plan_time.py"],
     "checkpoint": [
         "checkpoint_io.py --nproc 1",
         "checkpoint_io.py --nproc 2",

@@ -324,7 +324,8 @@ def test_memory_is_as_planned(precision: str, accumulation: int) -> None:
                 late = {Category.BUFFERS: 2.0, Category.GRADIENTS: 1.2}.get(category)
                 fits = 0.9 * measured <= planned <= late * measured if late else reports.close(planned, measured)
                 assert fits, f"{zero} {stage}: {category.value} {planned} {measured}"
-            assert reports.close(before.total.planned, after.total.measured), f"{zero} {stage}: total"
+            planned, measured = before.total.planned, after.total.measured
+            assert 0.97 * measured <= planned <= 1.1 * measured, f"{zero} {stage}: total {planned} {measured}"
             share = 1 / 2 if stage == 3 else 1
             assert after.row(Category.PARAMETERS).measured == pytest.approx(share * numel * width, rel=0.02)
             divided = 4 if zero is SPREAD else 2
