@@ -18,6 +18,7 @@ from shardwise.memory import (
     Category,
     MemoryReport,
     MemoryRow,
+    Tier,
     like_cross_entropy,
     plan_activations,
     resident_bytes,
@@ -142,6 +143,11 @@ class MemoryReporting:
             notes=tuple(notes),
             allocated=torch.cuda.max_memory_allocated(self.device) if cuda else None,
             reserved=torch.cuda.max_memory_reserved(self.device) if cuda else None,
+            elsewhere={
+                tier.value: held
+                for tier in Tier
+                if tier is not Tier.DEVICE and (held := self.accountant.peak_total_in(tier))
+            },
         )
 
     def memory_plans(

@@ -1,6 +1,6 @@
 """Accounting of every byte that an engine holds, measuring what modules make of it, and planning both."""
 
-from shardwise.memory.accountant import Accountant, Category
+from shardwise.memory.accountant import Accountant, Category, Tier
 from shardwise.memory.dryrun import (
     ActivationPlan,
     Call,
@@ -39,6 +39,7 @@ __all__ = [
     "OutOfMemoryError",
     "StepBytes",
     "Stretch",
+    "Tier",
     "asked_bytes",
     "fake_copy",
     "give_back_freed_memory",
