@@ -100,6 +100,8 @@ class Loans:
 
     def keep(self, category: Category, tensor: torch.Tensor) -> None:
         """Count a tensor, and let it live in the place from now on (from the end of the loan, if there is one)."""
+        if id(tensor.untyped_storage()) in self._kept:
+            return
         size = tensor.untyped_storage().nbytes()
         alone = tensor.is_contiguous() and tensor.nbytes == size
         stored = self.home.keep(tensor) if self.away and alone and size else None
@@ -116,13 +118,12 @@ class Loans:
 
     def keep_only(self, category: Category, tensors: Sequence[torch.Tensor]) -> None:
         """Have these tensors and no others of a category."""
-        wanted = {id(tensor.untyped_storage()): tensor for tensor in tensors}
+        wanted = {id(tensor.untyped_storage()) for tensor in tensors}
         for key, loan in list(self._kept.items()):
             if loan.category is category and key not in wanted:
                 self.forget(loan.tensor)
-        for key, tensor in wanted.items():
-            if key not in self._kept:
-                self.keep(category, tensor)
+        for tensor in tensors:
+            self.keep(category, tensor)
 
     def forget(self, tensor: torch.Tensor) -> None:
         """Leave a tensor, with the memory that it has now, to whoever has it; nothing happens if it is not here."""

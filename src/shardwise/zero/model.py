@@ -821,6 +821,8 @@ class ShardedModel:
     def _give_optimizer_back(self) -> None:
         if self.update is not None:
             self.update.detach()
+        if self.owners is not None:
+            self.owners.loans.clear()
         self.update = self.owners = None
         if self.optimizer is not None:
             vars(self.optimizer).pop(NORMS, None)

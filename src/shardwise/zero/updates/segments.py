@@ -401,7 +401,7 @@ class SegmentUpdate(ReducedUpdate):
             add_state(self.optimizer, tensor, segment, state, elementwise, whole, filled=filled)
             if filled and made:
                 self._zero_padding(segment, [state[key] for key in made])
-            for key in made if section.optimizer_loans.away else ():
+            for key in elementwise if section.optimizer_loans.away else ():
                 section.optimizer_loans.keep(Category.OPTIMIZER, state[key])
             hold(state, self._accountant)
 
