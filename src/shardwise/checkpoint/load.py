@@ -192,7 +192,8 @@ def _try(
         assert matched is not None
         try:
             if options.verify:
-                _verify(model, saved, matched, options, what)
+                with model.lent():
+                    _verify(model, saved, matched, options, what)
         except CheckpointError as error:
             return error
         found, saved = saved, None

@@ -295,8 +295,8 @@ def safe_get_local_optimizer_state(parameter: torch.Tensor, optim_state_key: str
         runs = [state for _, _, state in model.update.state_pieces(index, optim_state_key)]
         if runs:
             return _joined(model, runs, runs[0].dtype)
-        if model.update.master_pieces(index):
-            return None
+    if model.update.master_ranges(index):
+        return None
     with model.lent():
         return _empty_state(model, optim_state_key)
 

@@ -128,7 +128,8 @@ class ShardedModel:
         self.stepping = stepping
         self.update: Update | None = None
         self.owners: WholeUpdate | None = None
-        self.homes = Homes(*(HOMES[name](device) for name in astuple(plan.where)))
+        homes = {name: HOMES[name](device) for name in dict.fromkeys(astuple(plan.where))}
+        self.homes = Homes(*(homes[name] for name in astuple(plan.where)))
         if optimizer is not None:
             self.update, self.owners = self._make_update(optimizer, is_elementwise)
         specs = find_units(module, self.registry, plan.unit_cap, leaves)
@@ -567,7 +568,7 @@ class ShardedModel:
         for index, (section, own) in self._own_pieces().items():
             alone = section.levels.optimizer == self.domain.depth
             if section.layout.trainable and self.update is not None and alone:
-                ranges[index] = [(start, stop) for start, stop, _ in self.update.master_pieces(index)]
+                ranges[index] = self.update.master_ranges(index)
             else:
                 ranges[index] = [(piece.start, piece.stop) for piece in own]
         return ranges

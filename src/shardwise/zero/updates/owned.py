@@ -263,6 +263,11 @@ class WholeUpdate(ReducedUpdate):
                     theirs[rank].append(whole(piece.index)[piece.start : piece.stop])
         return mine, theirs
 
+    def master_ranges(self, index: int) -> list[tuple[int, int]]:
+        """See `Update.master_ranges`."""
+        master = self.masters.get(index)
+        return [] if master is None else [(0, master.numel())]
+
     def master_pieces(self, index: int) -> list[tuple[int, int, torch.Tensor]]:
         """See `Update.master_pieces`."""
         master = self.masters.get(index)
@@ -343,6 +348,10 @@ class MixedUpdate(ReducedUpdate):
         """See `Update.refresh`."""
         self.segments.refresh(unit)
         self.whole.refresh(unit)
+
+    def master_ranges(self, index: int) -> list[tuple[int, int]]:
+        """See `Update.master_ranges`."""
+        return self._of(index).master_ranges(index)
 
     def master_pieces(self, index: int) -> list[tuple[int, int, torch.Tensor]]:
         """See `Update.master_pieces`."""

@@ -18,7 +18,7 @@ import torch
 from torch import nn
 
 from shardwise.comm.domain import Domain
-from shardwise.compat import allow_gradient_dtype
+from shardwise.compat import allow_gradient_dtype, global_step_hooks, only_counts_steps
 from shardwise.memory import Accountant, Category
 from shardwise.memory.places import Borrowed, borrowed, in_turn
 from shardwise.precision.tensornorms import NORMS, TensorNorms, TensorRun
@@ -283,7 +283,10 @@ class SegmentUpdate(ReducedUpdate):
         if flat is not None:
             return flat.takes_flat()
         hooks = (*optimizer._optimizer_step_pre_hooks.values(), *optimizer._optimizer_step_post_hooks.values())
-        return type(optimizer).__module__.startswith("torch.optim.") and not hooks
+        own = all(str(getattr(h, "__module__", "")).startswith("shardwise.") for h in (*hooks, *global_step_hooks()))
+        wrapper = vars(optimizer).get("step")
+        plain = wrapper is None or only_counts_steps(wrapper)
+        return type(optimizer).__module__.startswith("torch.optim.") and own and plain
 
     def _step_alone(self, optimizer: torch.optim.Optimizer, factor: float | torch.Tensor, part: _Part) -> None:
         """Step a part as if it were everything."""
@@ -349,6 +352,10 @@ class SegmentUpdate(ReducedUpdate):
         for section in unit.trainable:
             if section.master is not None and not section.master_is_parameter and not section.layout.whole:
                 take_changes(section.master, section.full[section.master_start : section.master_stop])
+
+    def master_ranges(self, index: int) -> list[tuple[int, int]]:
+        """See `Update.master_ranges`."""
+        return [(piece.start, piece.stop) for _, piece, _ in self._runs.get(index, ())]
 
     def master_pieces(self, index: int) -> list[tuple[int, int, torch.Tensor]]:
         """See `Update.master_pieces`."""
