@@ -17,6 +17,8 @@ from shardwise.zero.units.unit import Unit
 class UnitGradients:
     """The gradients of one unit during backward passes.
 
+    Sums over some of the ranks, and gradients that are rows, are on the device wherever gradients live.
+
     Args:
         unit: the unit.
         gatherer: knows of the unit's forward calls.

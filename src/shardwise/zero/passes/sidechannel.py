@@ -374,7 +374,8 @@ class SideChannel:
     def _chunks(self, unit: Unit, version: int) -> Iterator[memoryview]:
         """Yield a unit's shards in chunks; each is no longer needed when the next one is asked for."""
         for section in unit.sections:
-            shard = section.shard_loans.read(section.shard)
+            with self._copying.use():
+                shard = section.shard_loans.read(section.shard)
             if shard.device.type == "cpu":
                 yield _bytes_of(shard)
                 continue

@@ -490,6 +490,12 @@ class Unit:
         """Whether the whole values are released between uses."""
         return any(section.sharded for section in self.sections)
 
+    @property
+    def between_uses(self) -> str:
+        """Where the values of a sharded unit are between uses, for errors."""
+        parts = self.domain.parts(self.level)
+        return f"sharded over {parts} ranks" if self.level else "kept elsewhere than on the device"
+
     @never_compiled
     def attach(self) -> None:
         """Make every parameter a view of its place in the flat buffers."""
