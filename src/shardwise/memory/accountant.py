@@ -71,16 +71,6 @@ class _Counts:
         """Let peaks start from what is live now."""
         self.peak, self.at_peak, self.peak_total = dict(self.live), dict(self.live), self.total
 
-    def change(self, category: Category, delta: int) -> None:
-        """Take bytes that have come or gone into account."""
-        self.live[category] += delta
-        self.total += delta
-        if self.live[category] > self.peak[category]:
-            self.peak[category] = self.live[category]
-        if self.total > self.peak_total:
-            self.peak_total = self.total
-            self.at_peak = dict(self.live)
-
 
 class _Entry:
     """Bytes with one fate; without a category they are not counted.
@@ -293,6 +283,14 @@ class Accountant:
             entry, delta = self._log[done]
             done += 1
             entry.evaluated = True
-            if entry.category is not None:
-                self._counts[entry.tier].change(entry.category, delta)
+            category, counts = entry.category, self._counts[entry.tier]
+            if category is None:
+                continue
+            counts.live[category] += delta
+            counts.total += delta
+            if counts.live[category] > counts.peak[category]:
+                counts.peak[category] = counts.live[category]
+            if counts.total > counts.peak_total:
+                counts.peak_total = counts.total
+                counts.at_peak = dict(counts.live)
         del self._log[:done]

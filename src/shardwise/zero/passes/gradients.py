@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+from collections.abc import Sequence
+
 import torch
 from torch.autograd.graph import get_gradient_edge
 
@@ -33,7 +35,8 @@ class UnitGradients:
         self.unit = unit
         self._gatherer = gatherer
         self.loans = Loans(unit.trainable[0].gradient_loans.home, accountant)
-        self._lent: list[Loans] = []
+        self._lent: Sequence[Loans] = ()
+        self._borrowed = [section.gradient_loans for section in unit.trainable if self.loans.away]
         self.resting = self.loans.away
         # Only the graph node is wanted, not values: released parameters need not come back for it.
         with without_overrides():
@@ -96,18 +99,19 @@ class UnitGradients:
 
     def free(self) -> None:
         """Drop what has been collected."""
-        for buffer in self.buffers.values() if self.loans.away else ():
-            if isinstance(buffer, torch.Tensor):
-                self.loans.forget(buffer)
+        if self.loans.away:
+            for buffer in self.buffers.values():
+                if isinstance(buffer, torch.Tensor):
+                    self.loans.forget(buffer)
+            self.rest()
         self.buffers = {}
         self.rows = {}
         self.written = set()
-        self.rest()
 
     def borrow_sums(self) -> None:
         """Have the accumulated gradients on the device, until `return_sums`: a reduction adds to them."""
-        if not self._lent:
-            self._lent = [section.gradient_loans for section in self.unit.trainable if section.gradient_loans.away]
+        if self._borrowed and not self._lent:
+            self._lent = self._borrowed
             for loans in self._lent:
                 loans.start(read=self.accumulated)
             for loans in self._lent:
@@ -120,7 +124,7 @@ class UnitGradients:
 
     def return_sums(self) -> None:
         """The reduction has ended."""
-        lent, self._lent = self._lent, []
+        lent, self._lent = self._lent, ()
         for loans in lent:
             loans.give_back(written=True)
 

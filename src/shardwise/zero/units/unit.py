@@ -349,12 +349,13 @@ class ShardSource:
     def __init__(self, sections: Sequence[SectionMemory], domain: Domain) -> None:
         self._sections = sections
         self._domain = domain
+        self._level = max((section.levels.parameters for section in sections), default=0)
+        self._away = any(section.shard_loans.away for section in sections)
 
     def launches(self, label: str, kind: str = "gather") -> Sequence[Launch]:
         """See `GatherSource.launches`."""
-        sections = self._sections
-        level = max((section.levels.parameters for section in sections), default=0)
-        if not any(section.shard_loans.away for section in sections):
+        sections, level = self._sections, self._level
+        if not self._away:
             return self._domain.gathering([(s.full, s.shard, level) for s in sections], 0, label, kind)
         # What lives elsewhere is brought to where it is to be in the whole buffer, and gathered from there.
         moves = [(s.full, s.full[s.shard_range], level) for s in sections]
@@ -537,14 +538,20 @@ class Unit:
         if not sections:
             return
         shards = [(section.shard_loans, True) for section in sections if section.shard_loans.away]
-        with borrowed(shards):
-            moves = [(s.shard, s.written, s.written_level) for s in sections]
-            self.domain.gathers.follow()  # the current stream has written, and has read what was there before
-            if self.sharded:
-                self._refreshing = self.domain.gather(moves, level, self.name, kind)
-                if shards:
-                    self.finish_spread()
-                return
+        if shards:
+            with borrowed(shards):
+                self._spread(sections, kind)
+                self.finish_spread()
+        else:
+            self._spread(sections, kind)
+
+    def _spread(self, sections: Sequence[SectionMemory], kind: str) -> None:
+        level = self.level
+        moves = [(s.shard, s.written, s.written_level) for s in sections]
+        self.domain.gathers.follow()  # the current stream has written, and has read what was there before
+        if self.sharded:
+            self._refreshing = self.domain.gather(moves, level, self.name, kind)
+        else:
             self.conceal()
             self._handle = self.domain.gather(moves, level, self.name, kind)
             self.state = UnitState.GATHERING

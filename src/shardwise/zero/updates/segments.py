@@ -261,16 +261,16 @@ class SegmentUpdate(ReducedUpdate):
 
     def step_at_once(self, optimizer: torch.optim.Optimizer, factor: float | torch.Tensor) -> None:
         """Step in one call, for which everything is lent."""
-        with borrowed([borrows for _, wanted in self._parts for borrows in wanted]):
+        with borrowed(self._away):
             self._step(optimizer, factor, self._everything)
             for part, _ in self._parts if self._away else ():
                 self._keep_state(part)
         hold_state(self.optimizer, self._accountant)
 
     @cached_property
-    def _away(self) -> bool:
-        """Whether anything that is stepped lives elsewhere than on the device."""
-        return any(wanted for _, wanted in self._parts)
+    def _away(self) -> list[Borrowed]:
+        """All that is stepped and lives elsewhere than on the device."""
+        return [borrows for _, wanted in self._parts for borrows in wanted]
 
     def _splits(self, optimizer: torch.optim.Optimizer) -> bool:
         """Whether some segments can be stepped after others, each in a call of its own, with the same result.
