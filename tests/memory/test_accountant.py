@@ -10,7 +10,7 @@ import torch
 from hypothesis import given
 from hypothesis import strategies as st
 
-from shardwise.memory import Accountant, Category, track_activations
+from shardwise.memory import Accountant, Category, Tier, track_activations
 
 A, B = Category.ACTIVATIONS, Category.BUFFERS
 
@@ -156,3 +156,15 @@ def test_cycles_are_counted_until_they_are_collected() -> None:
     del node
     gc.collect()
     assert accountant.live[A] == 0
+
+
+def test_tiers_are_counted_apart() -> None:
+    accountant = Accountant()
+    accountant.add(A, 10)
+    accountant.add(A, 50, Tier.HOST)
+    accountant.remove(A, 20, Tier.HOST)
+    assert (accountant.live[A], accountant.total, accountant.peak_total) == (10, 10, 10)
+    assert accountant.live_in(Tier.HOST)[A] == 30
+    assert [accountant.peak_total_in(tier) for tier in Tier] == [10, 50, 0]
+    accountant.reset_peak()
+    assert accountant.peak_total_in(Tier.HOST) == 30

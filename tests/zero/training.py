@@ -124,11 +124,12 @@ def masters(model: nn.Module) -> Tensors:
     update = sharded.update
     sharded.take_changes()
     pieces: dict[str, tuple[torch.dtype, Sequence[Run]]] = {}
-    for tensor in sharded.registry:
-        if tensor.trainable and update is not None:
-            dtype = torch.promote_types(sharded.section_of(tensor.index).master_dtype, torch.float32)
-            pieces[tensor.name] = dtype, sharded.own_runs(tensor.index, update.master_pieces(tensor.index))
-    found = _assemble(sharded, pieces, whole=not sharded.plan.shard_optimizer)
+    with sharded.lent():
+        for tensor in sharded.registry:
+            if tensor.trainable and update is not None:
+                dtype = torch.promote_types(sharded.section_of(tensor.index).master_dtype, torch.float32)
+                pieces[tensor.name] = dtype, sharded.own_runs(tensor.index, update.master_pieces(tensor.index))
+        found = _assemble(sharded, pieces, whole=not sharded.plan.shard_optimizer)
     if found:
         _compare_one(model, found, safe_get_full_fp32_param)
     for name, parameter in model.named_parameters():
@@ -143,11 +144,12 @@ def gradients(model: nn.Module) -> Tensors:
     sharded = sharded_of(model)
     sharded.hooks.settle()
     pieces: dict[str, tuple[torch.dtype, Sequence[Run]]] = {}
-    for tensor in sharded.registry:
-        runs = sharded.gradient_runs(tensor.index) if tensor.trainable and sharded.update is not None else None
-        if runs is not None:
-            pieces[tensor.name] = sharded.section_of(tensor.index).accumulate_dtype, runs
-    found = _assemble(sharded, pieces, whole=False)
+    with sharded.lent():
+        for tensor in sharded.registry:
+            runs = sharded.gradient_runs(tensor.index) if tensor.trainable and sharded.update is not None else None
+            if runs is not None:
+                pieces[tensor.name] = sharded.section_of(tensor.index).accumulate_dtype, runs
+        found = _assemble(sharded, pieces, whole=False)
     if found:
         factor = sharded.driver.gradient_factor()
         for value in found.values():

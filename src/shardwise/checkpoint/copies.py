@@ -186,6 +186,10 @@ class MemoryCopies:
             CheckpointError: it could not be done, on all ranks alike; the generation before is still there.
             NonFiniteStateError: values are infinite or NaN.
         """
+        with self._model.lent():
+            return self._copy(prepare)
+
+    def _copy(self, prepare: Callable[[], tuple[TrainingState, dict[str, Any]]]) -> MemoryCopy:
         comm = self._comm
         what = f"copying the training state into memory ({self.path})"
         began = time.perf_counter()
@@ -510,9 +514,9 @@ class MemoryCopies:
 
 def needed_files(model: CheckpointedModel, joined: manifest.Manifest) -> set[str]:
     """Return the files that this rank reads when it loads a checkpoint into a model."""
-    held = {
-        model.registry[index].name: (model.registry[index].shape, runs) for index, runs in model.value_runs().items()
-    }
+    with model.lent():
+        values = model.value_runs()
+    held = {model.registry[index].name: (model.registry[index].shape, runs) for index, runs in values.items()}
     files: set[str] = set()
     for stored in joined.tensors:
         shape, runs = held.get(stored.name, ((), []))

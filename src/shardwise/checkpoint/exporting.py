@@ -307,6 +307,11 @@ def export_model(model: CheckpointedModel, request: ExportRequest, hold: Callabl
     Raises:
         CheckpointError: it could not be written; raised on every rank.
     """
+    with model.lent():
+        _export_model(model, request, hold)
+
+
+def _export_model(model: CheckpointedModel, request: ExportRequest, hold: Callable[[torch.Tensor], None]) -> None:
     comm, rank = model.comm, model.comm.rank
     what = f"exporting weights to {request.directory}"
     wanted = wanted_parameters(model, exclude_frozen=request.exclude_frozen)

@@ -82,7 +82,7 @@ def load_weights(
             matched = _match(model, source, strict, rename)
             _verify_share(model, source, matched)
         model.finish_gathers()
-        with phase(comm, what), torch.no_grad():
+        with phase(comm, what), torch.no_grad(), model.lent():
             runs = model.value_runs()
             for tensor, name in matched.parameters:
                 for start, _, view in runs.get(tensor.index, ()):

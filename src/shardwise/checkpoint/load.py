@@ -192,7 +192,8 @@ def _try(
         assert matched is not None
         try:
             if options.verify:
-                _verify(model, saved, matched, options, what)
+                with model.lent():
+                    _verify(model, saved, matched, options, what)
         except CheckpointError as error:
             return error
         found, saved = saved, None
@@ -346,7 +347,7 @@ def read(model: CheckpointedModel, saved: Checkpoint, matched: Matched, options:
     """
     what = f"loading checkpoint {saved.path}"
     model.finish_gathers()
-    with phase(model.comm, what), torch.no_grad():
+    with phase(model.comm, what), torch.no_grad(), model.lent():
         values = model.value_runs()
         runs = [
             (stored, start, view)
@@ -364,7 +365,8 @@ def read(model: CheckpointedModel, saved: Checkpoint, matched: Matched, options:
     loaded = Loaded(saved.path, saved.manifest)
     with phase(model.comm, what):
         if matched.states is not None:
-            _read_optimizer(model, saved, matched.states, matched.left, options)
+            with model.lent():
+                _read_optimizer(model, saved, matched.states, matched.left, options)
         loaded.client = saved.decode(saved.manifest.client)
         if not options.module_only:
             ranks = saved.manifest.ranks

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Iterable, Mapping, Sequence
+from contextlib import AbstractContextManager
 from typing import Any, Protocol
 
 import torch
@@ -81,6 +82,9 @@ class CheckpointedModel(Protocol):
     @property
     def units(self) -> Sequence[GatheredUnit]:
         """All parameters, in units."""
+
+    def lent(self) -> AbstractContextManager[None]:
+        """Have what lives elsewhere on the device inside of the block; only there runs may be asked for and used."""
 
     def value_runs(self) -> dict[int, list[Run]]:
         """Return the values that count (master weights where there are any) on this rank, by parameter."""

@@ -136,6 +136,12 @@ def drafted(model: CheckpointedModel, request: SaveRequest, state: TrainingState
     Raises:
         CheckpointError: the directory cannot be made, or something cannot be saved; on all ranks alike.
     """
+    with model.lent(), _drafted(model, request, state) as made:
+        yield made
+
+
+@contextmanager
+def _drafted(model: CheckpointedModel, request: SaveRequest, state: TrainingState) -> Iterator[Drafted]:
     comm, what = model.comm, request.what
     draft: directory.Draft | None = None
     try:

@@ -179,12 +179,13 @@ def load_state_dict(
     with phase(model.comm, "loading a state dict"):
         found, plain = _match(model, values, strict, may_lack)
     model.finish_gathers()
-    runs = model.value_runs()
     with torch.no_grad():
-        for index, tensor in found.items():
-            flat = tensor.detach().reshape(-1)
-            for start, stop, view in runs.get(index, ()):
-                view.copy_(flat[start:stop])
+        with model.lent():
+            runs = model.value_runs()
+            for index, tensor in found.items():
+                flat = tensor.detach().reshape(-1)
+                for start, stop, view in runs.get(index, ()):
+                    view.copy_(flat[start:stop])
         for buffer, tensor in plain:
             buffer.copy_(tensor)
     for name, module in extra_states(model.module):

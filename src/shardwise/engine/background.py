@@ -139,7 +139,8 @@ def saved_bytes(sharded: ShardedModel, state: int) -> int:
         sharded: the model.
         state: bytes of optimizer state on this rank.
     """
-    values, ranges = sharded.value_runs(), sharded.saved_ranges()
+    with sharded.lent():
+        values, ranges = sharded.value_runs(), sharded.saved_ranges()
     size = trained = saved = 0
     for tensor in sharded.registry:
         runs = values.get(tensor.index, [])

@@ -16,6 +16,7 @@ from shardwise.memory import (
     Category,
     MemoryReport,
     MemoryRow,
+    Tier,
     like_cross_entropy,
     resident_bytes,
     shapes_of,
@@ -129,6 +130,11 @@ class MemoryReporting:
             notes=tuple(notes),
             allocated=torch.cuda.max_memory_allocated(self.device) if cuda else None,
             reserved=torch.cuda.max_memory_reserved(self.device) if cuda else None,
+            elsewhere={
+                tier.value: held
+                for tier in Tier
+                if tier is not Tier.DEVICE and (held := self.accountant.peak_total_in(tier))
+            },
         )
 
     def memory_plans(

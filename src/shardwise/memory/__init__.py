@@ -1,6 +1,6 @@
 """Accounting of every byte that an engine holds, measuring what modules make of it, and planning both."""
 
-from shardwise.memory.accountant import Accountant, Category
+from shardwise.memory.accountant import Accountant, Category, Tier
 from shardwise.memory.dryrun import Call, fake_copy, like_cross_entropy, shapes_of
 from shardwise.memory.exhausted import OutOfMemoryError, asked_bytes, is_out_of_memory, let_go_of_frames
 from shardwise.memory.formulas import transformer_activation_bytes, transformer_model_bytes
@@ -28,6 +28,7 @@ __all__ = [
     "MemorySources",
     "ModuleMemory",
     "OutOfMemoryError",
+    "Tier",
     "asked_bytes",
     "fake_copy",
     "give_back_freed_memory",

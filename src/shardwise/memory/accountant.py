@@ -1,4 +1,4 @@
-"""The accountant: live and peak bytes by category.
+"""The accountant: live and peak bytes by category and tier.
 
 The engine tells it about each of its buffers when the buffer comes and goes, either as a number of bytes (`add`,
 `remove`) or as a tensor (`hold`), which is then counted until its memory is really given back. The engine's memory is
@@ -44,6 +44,34 @@ class Category(Enum):
     __hash__ = object.__hash__  # that of Enum is Python code, and every event is looked up by its category
 
 
+class Tier(Enum):
+    """On what bytes lie."""
+
+    DEVICE = "device"
+    """Where the model computes."""
+    HOST = "host"
+    """The memory of the machine that the device belongs to."""
+    DISK = "disk"
+    """Files."""
+
+    __hash__ = object.__hash__
+
+
+class _Counts:
+    """Bytes of one tier."""
+
+    __slots__ = ("at_peak", "live", "peak", "peak_total", "total")
+
+    def __init__(self) -> None:
+        self.live: dict[Category, int] = dict.fromkeys(Category, 0)
+        self.total = 0
+        self.begin()
+
+    def begin(self) -> None:
+        """Let peaks start from what is live now."""
+        self.peak, self.at_peak, self.peak_total = dict(self.live), dict(self.live), self.total
+
+
 class _Entry:
     """Bytes with one fate; without a category they are not counted.
 
@@ -51,17 +79,18 @@ class _Entry:
     said what it is.
     """
 
-    __slots__ = ("category", "claimed", "evaluated", "size")
+    __slots__ = ("category", "claimed", "evaluated", "size", "tier")
 
-    def __init__(self, category: Category | None, size: int, claimed: bool = True) -> None:
+    def __init__(self, category: Category | None, size: int, claimed: bool = True, tier: Tier = Tier.DEVICE) -> None:
         self.category = category
         self.size = size
         self.claimed = claimed
         self.evaluated = False
+        self.tier = tier
 
 
 class Accountant:
-    """Counts bytes by category.
+    """Counts bytes by category and tier. What is said of no tier is of the device.
 
     Attributes:
         default: category of tensors that the tracker sees and nobody claims; see `owning`.
@@ -97,13 +126,12 @@ class Accountant:
         self.process_bytes: int | None = None
         self.process_addresses: int | None = None
         self._trackers = 0
-        self._live: dict[Category, int] = dict.fromkeys(Category, 0)
-        self._total = 0
-        self._start_of_peaks()
+        self._counts = {tier: _Counts() for tier in Tier}
+        self._device = self._counts[Tier.DEVICE]
         # Deaths of tensors are reported by callbacks that may run in the middle of anything, so all they do is append.
         self._log: list[tuple[_Entry, int]] = []
         self._evaluating = threading.Lock()  # threads that go on with chains of collectives tell of buffers, too
-        self._told = {category: _Entry(category, 0) for category in Category}
+        self._told = {tier: {category: _Entry(category, 0, tier=tier) for category in Category} for tier in Tier}
         self._held: dict[int, tuple[_Entry, weakref.ref[torch.UntypedStorage]]] = {}
 
     # -- reading -----------------------------------------------------------------------------------------------------
@@ -111,53 +139,57 @@ class Accountant:
     @property
     def live(self) -> dict[Category, int]:
         """Bytes held now, by category."""
-        self._evaluate()
-        return dict(self._live)
+        return self.live_in(Tier.DEVICE)
 
     @property
     def peak(self) -> dict[Category, int]:
         """Most bytes held at once in each category since the last `reset_peak()`; not all at the same time."""
         self._evaluate()
-        return dict(self._peak)
+        return dict(self._device.peak)
 
     @property
     def total(self) -> int:
         """Bytes held now."""
         self._evaluate()
-        return self._total
+        return self._device.total
 
     @property
     def peak_total(self) -> int:
         """Most bytes held at once since the last `reset_peak()`."""
-        self._evaluate()
-        return self._peak_total
+        return self.peak_total_in(Tier.DEVICE)
 
     @property
     def at_peak(self) -> dict[Category, int]:
         """Bytes by category at the moment of `peak_total`."""
         self._evaluate()
-        return dict(self._at_peak)
+        return dict(self._device.at_peak)
+
+    def live_in(self, tier: Tier) -> dict[Category, int]:
+        """Return the bytes held in a tier now, by category."""
+        self._evaluate()
+        return dict(self._counts[tier].live)
+
+    def peak_total_in(self, tier: Tier) -> int:
+        """Return the most bytes held in a tier at once since the last `reset_peak()`."""
+        self._evaluate()
+        return self._counts[tier].peak_total
 
     def reset_peak(self) -> None:
         """Begin a new measurement: peaks start from what is live now."""
         self._evaluate()
-        self._start_of_peaks()
+        for counts in self._counts.values():
+            counts.begin()
         self.tracked = self._trackers > 0
-
-    def _start_of_peaks(self) -> None:
-        self._peak = dict(self._live)
-        self._peak_total = self._total
-        self._at_peak = dict(self._live)
 
     # -- telling -----------------------------------------------------------------------------------------------------
 
-    def add(self, category: Category, size: int) -> None:
+    def add(self, category: Category, size: int, tier: Tier = Tier.DEVICE) -> None:
         """Count `size` more bytes."""
-        self._note(self._told[category], size)
+        self._note(self._told[tier][category], size)
 
-    def remove(self, category: Category, size: int) -> None:
+    def remove(self, category: Category, size: int, tier: Tier = Tier.DEVICE) -> None:
         """Count `size` fewer bytes."""
-        self._note(self._told[category], -size)
+        self._note(self._told[tier][category], -size)
 
     def hold(self, category: Category, tensor: torch.Tensor) -> None:
         """Count the memory behind a tensor, once however many views it has, until it is given back.
@@ -254,14 +286,14 @@ class Accountant:
             entry, delta = self._log[done]
             done += 1
             entry.evaluated = True
-            category = entry.category
+            category, counts = entry.category, self._counts[entry.tier]
             if category is None:
                 continue
-            self._live[category] += delta
-            self._total += delta
-            if self._live[category] > self._peak[category]:
-                self._peak[category] = self._live[category]
-            if self._total > self._peak_total:
-                self._peak_total = self._total
-                self._at_peak = dict(self._live)
+            counts.live[category] += delta
+            counts.total += delta
+            if counts.live[category] > counts.peak[category]:
+                counts.peak[category] = counts.live[category]
+            if counts.total > counts.peak_total:
+                counts.peak_total = counts.total
+                counts.at_peak = dict(counts.live)
         del self._log[:done]

@@ -8,6 +8,7 @@ one rank's part (`local`) are not, but for `safe_set_local_fp32_param`. A tensor
 from __future__ import annotations
 
 from collections.abc import Callable, Iterable
+from contextlib import AbstractContextManager
 
 import torch
 
@@ -29,6 +30,11 @@ def _find(parameter: torch.Tensor) -> tuple[ShardedModel, int] | None:
     owner.hooks.settle()
     tensor = owner.registry.find(parameter)
     return None if tensor is None or not tensor.trainable else (owner, tensor.index)
+
+
+def _lent(model: ShardedModel, index: int) -> AbstractContextManager[None]:
+    """Have what the engine keeps of a parameter on the device inside of the block."""
+    return model.lent([model.unit_of(index)])
 
 
 def _assemble(model: ShardedModel, index: int, runs: Iterable[Run], dtype: torch.dtype, whole: bool) -> torch.Tensor:
@@ -61,9 +67,9 @@ def safe_get_full_fp32_param(parameter: torch.Tensor) -> torch.Tensor | None:
     assert model.update is not None
     section = model.section_of(index)
     model.take_changes()
-    runs = model.update.master_pieces(index)
     dtype = torch.promote_types(section.master_dtype, torch.float32)
-    return _assemble_state(model, index, runs, dtype)
+    with _lent(model, index):
+        return _assemble_state(model, index, model.update.master_pieces(index), dtype)
 
 
 def safe_set_full_fp32_param(parameter: torch.Tensor, value: torch.Tensor) -> None:
@@ -87,8 +93,9 @@ def safe_set_full_fp32_param(parameter: torch.Tensor, value: torch.Tensor) -> No
     if unit.state is not UnitState.RELEASED:
         model.values_of(index).copy_(flat)
         unit.store_shard()
-    for start, stop, master in model.update.master_pieces(index):
-        master.copy_(flat[start:stop])
+    with _lent(model, index):
+        for start, stop, master in model.update.master_pieces(index):
+            master.copy_(flat[start:stop])
     if unit.state is UnitState.RELEASED:
         model.publish([unit])
 
@@ -103,11 +110,11 @@ def safe_get_full_grad(parameter: torch.Tensor) -> torch.Tensor | None:
     if found is None:
         return None
     model, index = found
-    runs = model.gradient_runs(index)
-    if runs is None:
-        return None
-    dtype = model.section_of(index).accumulate_dtype
-    whole = _assemble(model, index, runs, dtype, whole=False)
+    with _lent(model, index):
+        runs = model.gradient_runs(index)
+        if runs is None:
+            return None
+        whole = _assemble(model, index, runs, model.section_of(index).accumulate_dtype, whole=False)
     return whole.mul_(model.driver.gradient_factor())
 
 
@@ -133,10 +140,11 @@ def safe_set_full_grad(parameter: torch.Tensor, value: torch.Tensor) -> None:
             "safe_set_full_grad: gradients of this window are not reduced yet; call it after the last micro-batch"
         )
     section, factor = model.section_of(index), model.driver.gradient_factor()
-    for piece in section.layout.pieces(section.master_start, section.master_stop):
-        if piece.index == index:
-            target = section.whole_gradient[piece.offset : piece.offset + piece.stop - piece.start]
-            target.copy_(flat[piece.start : piece.stop].to(target.dtype) / factor)
+    with _lent(model, index):
+        for piece in section.layout.pieces(section.master_start, section.master_stop):
+            if piece.index == index:
+                target = section.whole_gradient[piece.offset : piece.offset + piece.stop - piece.start]
+                target.copy_(flat[piece.start : piece.stop].to(target.dtype) / factor)
 
 
 def safe_update_full_grad_vectorized(
@@ -168,14 +176,15 @@ def safe_get_full_optimizer_state(parameter: torch.Tensor, optim_state_key: str)
         return None
     model, index = found
     assert model.update is not None
-    runs = model.update.state_pieces(index, optim_state_key)
-    # Ranks that store nothing of it learn its type, too.
-    known = torch.tensor([float(any(run[2].dtype is kind for run in runs)) for kind in _KINDS], device=model.device)
-    model.comm.all_reduce(known, "optimizer_state.known").wait()
-    dtype = next((kind for kind, count in zip(_KINDS, known.tolist(), strict=True) if count), None)
-    if dtype is None:
-        return None
-    return _assemble_state(model, index, runs, dtype)
+    with _lent(model, index):
+        runs = model.update.state_pieces(index, optim_state_key)
+        # Ranks that store nothing of it learn its type, too.
+        known = torch.tensor([float(any(run[2].dtype is kind for run in runs)) for kind in _KINDS], device=model.device)
+        model.comm.all_reduce(known, "optimizer_state.known").wait()
+        dtype = next((kind for kind, count in zip(_KINDS, known.tolist(), strict=True) if count), None)
+        if dtype is None:
+            return None
+        return _assemble_state(model, index, runs, dtype)
 
 
 def safe_set_full_optimizer_state(parameter: torch.Tensor, value: torch.Tensor, optim_state_key: str) -> None:
@@ -191,8 +200,9 @@ def safe_set_full_optimizer_state(parameter: torch.Tensor, value: torch.Tensor, 
     assert model.update is not None
     flat = _checked(model, index, value)
     model.await_copies()
-    for start, stop, state in model.update.state_pieces(index, optim_state_key):
-        state.copy_(flat[start:stop])
+    with _lent(model, index):
+        for start, stop, state in model.update.state_pieces(index, optim_state_key):
+            state.copy_(flat[start:stop])
     model.update.state_was_set()
 
 
@@ -210,7 +220,8 @@ def safe_get_local_fp32_param(parameter: torch.Tensor) -> torch.Tensor | None:
     model, index = found
     assert model.update is not None
     dtype = torch.promote_types(model.section_of(index).master_dtype, torch.float32)
-    return _joined(model, (master.to(dtype) for _, _, master in model.update.master_pieces(index)), dtype)
+    with _lent(model, index):
+        return _joined(model, (master.to(dtype) for _, _, master in model.update.master_pieces(index)), dtype)
 
 
 def safe_set_local_fp32_param(parameter: torch.Tensor, value: torch.Tensor) -> None:
@@ -227,7 +238,8 @@ def safe_set_local_fp32_param(parameter: torch.Tensor, value: torch.Tensor) -> N
     model, index = found
     assert model.update is not None
     model.take_changes()
-    _fill(model, index, [master for _, _, master in model.update.master_pieces(index)], value)
+    with _lent(model, index):
+        _fill(model, index, [master for _, _, master in model.update.master_pieces(index)], value)
     model.publish(model.units_of([parameter]))
 
 
@@ -242,10 +254,12 @@ def safe_get_local_grad(parameter: torch.Tensor) -> torch.Tensor | None:
     if found is None:
         return None
     model, index = found
-    runs = _local_gradient(model, index, "safe_get_local_grad")
-    if runs is None:
-        return None
-    return _joined(model, runs, model.section_of(index).accumulate_dtype).mul_(model.driver.gradient_factor())
+    with _lent(model, index):
+        runs = _local_gradient(model, index, "safe_get_local_grad")
+        if runs is None:
+            return None
+        here = _joined(model, runs, model.section_of(index).accumulate_dtype)
+    return here.mul_(model.driver.gradient_factor())
 
 
 def safe_set_local_grad(parameter: torch.Tensor, value: torch.Tensor) -> None:
@@ -260,9 +274,10 @@ def safe_set_local_grad(parameter: torch.Tensor, value: torch.Tensor) -> None:
     if found is None:
         return
     model, index = found
-    runs = _local_gradient(model, index, "safe_set_local_grad")
-    if runs is not None:
-        _fill(model, index, runs, value / model.driver.gradient_factor())
+    with _lent(model, index):
+        runs = _local_gradient(model, index, "safe_set_local_grad")
+        if runs is not None:
+            _fill(model, index, runs, value / model.driver.gradient_factor())
 
 
 def safe_get_local_optimizer_state(parameter: torch.Tensor, optim_state_key: str) -> torch.Tensor | None:
@@ -277,11 +292,14 @@ def safe_get_local_optimizer_state(parameter: torch.Tensor, optim_state_key: str
         return None
     model, index = found
     assert model.update is not None
-    runs = [state for _, _, state in model.update.state_pieces(index, optim_state_key)]
-    if runs:
-        return _joined(model, runs, runs[0].dtype)
-    nothing_here = model.registry[index].trainable and not model.update.master_pieces(index)
-    return _empty_state(model, optim_state_key) if nothing_here else None
+    with _lent(model, index):
+        runs = [state for _, _, state in model.update.state_pieces(index, optim_state_key)]
+        if runs:
+            return _joined(model, runs, runs[0].dtype)
+    if model.update.master_ranges(index):
+        return None
+    with model.lent():
+        return _empty_state(model, optim_state_key)
 
 
 def _empty_state(model: ShardedModel, key: str) -> torch.Tensor | None:
@@ -304,10 +322,12 @@ def safe_set_local_optimizer_state(parameter: torch.Tensor, value: torch.Tensor,
         return
     model, index = found
     assert model.update is not None
-    runs = [state for _, _, state in model.update.state_pieces(index, optim_state_key)]
+    with _lent(model, index):
+        runs = [state for _, _, state in model.update.state_pieces(index, optim_state_key)]
+        if runs:
+            model.await_copies()
+            _fill(model, index, runs, value)
     if runs:
-        model.await_copies()
-        _fill(model, index, runs, value)
         model.update.state_was_set()
 
 

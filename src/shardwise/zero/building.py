@@ -9,6 +9,7 @@ import torch
 
 from shardwise.comm.domain import Domain
 from shardwise.memory import Accountant
+from shardwise.memory.places import ON_DEVICE, borrowed
 from shardwise.precision.dtypes import PrecisionPolicy
 from shardwise.registry import Registry
 from shardwise.zero.parameters.init import whole_values
@@ -18,7 +19,7 @@ from shardwise.zero.units.layout import Section
 from shardwise.zero.units.partition import UnitSpec
 from shardwise.zero.units.peaks import Orders, best_whole
 from shardwise.zero.units.plan import Plan
-from shardwise.zero.units.unit import SectionMemory, Unit
+from shardwise.zero.units.unit import Homes, SectionMemory, Unit
 from shardwise.zero.updates.owned import WholeUpdate
 from shardwise.zero.updates.update import Update
 
@@ -36,6 +37,7 @@ class UnitBuilder:
         accountant: counts the bytes.
         update: takes what it needs while values are whole; None for a model that is only evaluated.
         owners: the part of `update` that steps whole tensors.
+        homes: where state lives.
     """
 
     def __init__(
@@ -49,6 +51,7 @@ class UnitBuilder:
         accountant: Accountant,
         update: Update | None,
         owners: WholeUpdate | None,
+        homes: Homes,
     ) -> None:
         self._owner = owner
         self._registry = registry
@@ -60,11 +63,12 @@ class UnitBuilder:
         self._accountant = accountant
         self._update = update
         self._owners = owners
+        self._homes = homes
 
     def stay_whole(self, specs: Sequence[UnitSpec], layouts: Sequence[Sequence[Section]], orders: Orders) -> set[int]:
         """Return the units that stay gathered: what the configuration asks for, and what saves no memory released."""
         plan = self._plan
-        if not plan.shard_parameters:
+        if not plan.releases:
             return set()
         stay, elements = set(), 0
         for index, spec in enumerate(specs):
@@ -79,7 +83,9 @@ class UnitBuilder:
         return stay
 
     def _kept(self, section: Section) -> int:
-        """Return how many elements of a section a rank keeps if it is sharded."""
+        """Return how many elements of a section a rank keeps on the device if it is released between uses."""
+        if self._homes.parameters is not ON_DEVICE:
+            return 0
         second = self._plan.secondary if self._update is not None else 1
         return section.size(self._levels.parameters) + (section.numel // second if second > 1 else 0)
 
@@ -88,6 +94,7 @@ class UnitBuilder:
         sections = []
         for layout in layouts:
             levels = self._levels if sharded else replace(self._levels, parameters=0)
+            homes = self._homes if sharded else replace(self._homes, parameters=ON_DEVICE)
             if self._owned(layout):
                 levels = replace(levels, optimizer=self._domain.depth)
             section = SectionMemory(
@@ -100,6 +107,7 @@ class UnitBuilder:
                 master_dtype=self._policy.master_dtype(layout.dtype) if layout.trainable else layout.dtype,
                 accumulate_dtype=self._policy.accumulation_dtype(layout.dtype),
                 accountant=self._accountant,
+                homes=homes,
             )
             sections.append(section)
             if not section.master_is_parameter and any(
@@ -110,10 +118,11 @@ class UnitBuilder:
         for section in sections:
             self._fill(unit, section)
         unit.attach()
-        for section in sections:
-            section.settle(keep_master=not self._owned(section.layout) and self._update is not None)
-        if self._update is not None:
-            self._update.capture(unit)
+        with borrowed(unit.borrowing()):
+            for section in sections:
+                section.settle(keep_master=not self._owned(section.layout) and self._update is not None)
+            if self._update is not None:
+                self._update.capture(unit)
         for section in sections:
             section.forget_source()
         for parameter in unit.parameters:

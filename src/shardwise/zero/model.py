@@ -11,7 +11,8 @@ import contextlib
 import hashlib
 import sys
 from collections.abc import Iterable, Iterator, Mapping, Sequence
-from dataclasses import replace
+from contextlib import AbstractContextManager
+from dataclasses import astuple, replace
 from typing import Any
 
 import torch
@@ -25,6 +26,7 @@ from shardwise.device.ranges import named
 from shardwise.device.staging import Copied
 from shardwise.errors import ConfigError, DesyncError, PeerLostError, UsageError
 from shardwise.memory import Accountant, Category, give_back_freed_memory, module_bytes, resident_bytes, virtual_bytes
+from shardwise.memory.places import HOMES, Borrowed, borrowed, in_turn
 from shardwise.precision.dtypes import PrecisionPolicy
 from shardwise.precision.norms import clip_coefficient
 from shardwise.precision.tensornorms import NORMS
@@ -45,7 +47,7 @@ from shardwise.zero.units import released
 from shardwise.zero.units.layout import ShardSlice, lay_out
 from shardwise.zero.units.partition import find_units
 from shardwise.zero.units.plan import Plan
-from shardwise.zero.units.unit import SectionMemory, Unit, UnitState
+from shardwise.zero.units.unit import Homes, SectionMemory, Unit, UnitState
 from shardwise.zero.updates.communicated import CommunicatedUpdate
 from shardwise.zero.updates.owned import MixedUpdate, WholeUpdate
 from shardwise.zero.updates.segments import SegmentUpdate
@@ -128,6 +130,8 @@ class ShardedModel:
         self.stepping = stepping
         self.update: Update | None = None
         self.owners: WholeUpdate | None = None
+        homes = {name: HOMES[name](device) for name in dict.fromkeys(astuple(plan.where))}
+        self.homes = Homes(*(homes[name] for name in astuple(plan.where)))
         if optimizer is not None:
             self.update, self.owners = self._make_update(optimizer, is_elementwise)
         specs = find_units(module, self.registry, plan.unit_cap, leaves)
@@ -140,10 +144,12 @@ class ShardedModel:
         layouts = [lay_out(spec.tensors, domain.sizes, device.type, stepping.whole, tables) for spec in specs]
         # Until a pass has been traced, the order of the modules stands for that of execution.
         forward, backward = list(range(len(specs))), backward_order([spec.modules for spec in specs], module)
-        builder = UnitBuilder(self, self.registry, plan, policy, domain, device, accountant, self.update, self.owners)
+        builder = UnitBuilder(
+            self, self.registry, plan, policy, domain, device, accountant, self.update, self.owners, self.homes
+        )
         whole = builder.stay_whole(specs, layouts, (forward, backward))
         for index, (spec, sections) in enumerate(zip(specs, layouts, strict=True)):
-            sharded_unit = plan.shard_parameters and index not in whole
+            sharded_unit = plan.releases and index not in whole
             self.units.append(builder.build(index, spec, sections, sharded=sharded_unit))
         sharded = [unit for unit in self.units if unit.sharded]
         builder.prepare_gathers(sharded)
@@ -163,7 +169,7 @@ class ShardedModel:
         if self.update is not None:
             self.update.bind()
             for unit in sharded:
-                unit.take_over = self.update.refresh
+                unit.take_over = self._take_over
                 unit.await_copies = self.await_copies
             self.reducer = Reducer(
                 self.units,
@@ -234,7 +240,8 @@ class ShardedModel:
         segments = SegmentUpdate(*common, is_elementwise, norms=stepping.norms)
         if not stepping.whole:
             return segments, None
-        whole = WholeUpdate(*common, is_elementwise, stepping, replicated=not self.plan.shard_optimizer)
+        replicated = not self.plan.shard_optimizer
+        whole = WholeUpdate(*common, is_elementwise, stepping, replicated=replicated, home=self.homes.optimizer)
         if len(stepping.whole) == len(optimizer.param_groups):
             return whole, whole
         return MixedUpdate(segments, whole), whole
@@ -308,9 +315,14 @@ class ShardedModel:
             for own in self.reducer.own_gradients():
                 own.mul_(factor)
             return
-        for unit in self.units:
+
+        def scale(unit: Unit) -> None:
             for section in unit.trainable:
                 section.whole_gradient.mul_(factor)
+
+        in_turn(
+            [(u, [(s.gradient_loans, True) for s in u.trainable if s.gradient_loans.away]) for u in self.units], scale
+        )
 
     def clip_factor(self, norm: torch.Tensor, max_norm: float) -> torch.Tensor:
         """Return the clipping coefficient for a global norm."""
@@ -359,11 +371,12 @@ class ShardedModel:
         for unit in self.units:
             if not unit.sharded and any(tensor.index in changed for tensor in unit.tensors):
                 unit.finish_gather()
-                for index in self.guards.loaded.intersection(tensor.index for tensor in unit.tensors):
-                    values = self.values_of(index)
-                    for start, stop, master in self.update.master_pieces(index):
-                        master.copy_(values[start:stop])
-                self.update.refresh(unit)
+                with self.lent([unit]):
+                    for index in self.guards.loaded.intersection(tensor.index for tensor in unit.tensors):
+                        values = self.values_of(index)
+                        for start, stop, master in self.update.master_pieces(index):
+                            master.copy_(values[start:stop])
+                    self.update.refresh(unit)
         self.guards.note()
 
     def step(self, factor: float | torch.Tensor = 1.0) -> None:
@@ -570,7 +583,7 @@ class ShardedModel:
         for index, (section, own) in self._own_pieces().items():
             alone = section.levels.optimizer == self.domain.depth
             if section.layout.trainable and self.update is not None and alone:
-                ranges[index] = [(start, stop) for start, stop, _ in self.update.master_pieces(index)]
+                ranges[index] = self.update.master_ranges(index)
             else:
                 ranges[index] = [(piece.start, piece.stop) for piece in own]
         return ranges
@@ -593,10 +606,11 @@ class ShardedModel:
         self.gatherer.let_go()
         for unit in self.units if units is None else units:
             unit.finish_gather()
-            if self.update is not None:
-                self.update.publish(unit)
-            unit.spread("explicit", everything=True)
-            unit.finish_gather()
+            with self.lent([unit]):
+                if self.update is not None:
+                    self.update.publish(unit)
+                unit.spread("explicit", everything=True)
+                unit.finish_gather()
             if unit.sharded and unit.state is not UnitState.RELEASED:
                 self.domain.gathers.follow()
                 unit.gather_whole("explicit").wait()
@@ -605,6 +619,28 @@ class ShardedModel:
         self._shards_written()
 
     # -- access ------------------------------------------------------------------------------------------------------
+
+    def lent(self, units: Sequence[Unit] | None = None) -> AbstractContextManager[None]:
+        """Have all that units keep elsewhere on the device inside of the block; it may be written.
+
+        Args:
+            units: whose state; None: of all. Tensors that are stepped whole are lent all or none.
+        """
+        wanted: list[Borrowed] = []
+        for unit in self.units if units is None else units:
+            wanted += unit.borrowing()
+            gradients = None if self.reducer is None else self.reducer.gradients.get(unit.index)
+            if gradients is not None and gradients.loans.away:
+                wanted.append((gradients.loans, True))
+        if self.owners is not None:
+            wanted += self.owners.borrowing()
+        return borrowed(wanted)
+
+    def _take_over(self, unit: Unit) -> None:
+        assert self.update is not None
+        self.await_copies()
+        with self.lent([unit]):
+            self.update.refresh(unit)
 
     def units_of(self, parameters: Iterable[torch.Tensor]) -> list[Unit]:
         """Return the units of some parameters, each once; tensors that are not the model's are passed over."""
@@ -669,8 +705,7 @@ class ShardedModel:
                         self.comm.broadcast(section.full, root, f"{unit.name}.modified").wait()
                     unit.store_shard()
                     if self.update is not None:
-                        self.await_copies()
-                        self.update.refresh(unit)
+                        self._take_over(unit)
         finally:
             self._shards_written()
             for unit in gathered:
@@ -803,6 +838,8 @@ class ShardedModel:
     def _give_optimizer_back(self) -> None:
         if self.update is not None:
             self.update.detach()
+        if self.owners is not None:
+            self.owners.loans.clear()
         self.update = self.owners = None
         if self.optimizer is not None:
             vars(self.optimizer).pop(NORMS, None)

@@ -590,7 +590,7 @@ class Gatherer:
         if backward_pass() is None:
             raise ReleasedParameterError(
                 f"values of unit {unit.name!r} that autograd has saved are read outside of a backward pass, where they "
-                f"are sharded over {unit.domain.parts(unit.level)} ranks"
+                f"are {unit.between_uses}"
             )
         self.start_backward()
         self._need_backward(unit)
@@ -617,9 +617,9 @@ class Gatherer:
             return None
         if self.phase is Phase.IDLE and not self.suspended and self.absent(unit):
             raise ReleasedParameterError(
-                f"{what}: the values of parameter {tensor.name!r} (shape {tuple(tensor.shape)}) are sharded over "
-                f"{unit.domain.parts(unit.level)} ranks and not gathered outside of forward and backward. Read or "
-                "change them inside `with shardwise.zero.GatheredParameters(parameter, modifier_rank=None or 0):` on "
+                f"{what}: the values of parameter {tensor.name!r} (shape {tuple(tensor.shape)}) are "
+                f"{unit.between_uses} and not gathered outside of forward and backward. Read or change them"
+                " inside `with shardwise.zero.GatheredParameters(parameter, modifier_rank=None or 0):` on "
                 "every rank, or use shardwise.utils.safe_get_full_fp32_param(parameter). The whole model is saved by "
                 "engine.save_checkpoint() and engine.save_16bit_model(), copied by engine.module_state_dict(), and "
                 "there inside of `with engine.gathered():`."

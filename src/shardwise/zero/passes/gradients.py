@@ -2,11 +2,15 @@
 
 from __future__ import annotations
 
+from collections.abc import Sequence
+
 import torch
 from torch.autograd.graph import get_gradient_edge
 
 from shardwise.comm.pieces import Pieces
 from shardwise.compat import backward_pass, will_run, without_overrides
+from shardwise.memory import Accountant, Category
+from shardwise.memory.places import Loans
 from shardwise.zero.passes.gather import Gatherer
 from shardwise.zero.passes.rows import Rows
 from shardwise.zero.units.unit import Unit
@@ -15,14 +19,25 @@ from shardwise.zero.units.unit import Unit
 class UnitGradients:
     """The gradients of one unit during backward passes.
 
+    Sums over some of the ranks, and gradients that are rows, are on the device wherever gradients live.
+
     Args:
         unit: the unit.
         gatherer: knows of the unit's forward calls.
+        accountant: is told of what is added up here.
+
+    Attributes:
+        loans: lend what has been added up here over micro-batches.
+        resting: whether what has been added up here is where gradients live, and not on the device.
     """
 
-    def __init__(self, unit: Unit, gatherer: Gatherer) -> None:
+    def __init__(self, unit: Unit, gatherer: Gatherer, accountant: Accountant) -> None:
         self.unit = unit
         self._gatherer = gatherer
+        self.loans = Loans(unit.trainable[0].gradient_loans.home, accountant)
+        self._lent: Sequence[Loans] = ()
+        self._borrowed = [section.gradient_loans for section in unit.trainable if self.loans.away]
+        self.resting = self.loans.away
         # Only the graph node is wanted, not values: released parameters need not come back for it.
         with without_overrides():
             self._nodes = [
@@ -65,6 +80,55 @@ class UnitGradients:
         if task not in self._tasks:
             self._tasks.add(task)
             self.expected |= {index for index, node in self._nodes if will_run(node)}
+
+    def keep(self, buffer: torch.Tensor) -> None:
+        """Have a buffer in which micro-batches are added up live where gradients do."""
+        self.loans.keep(Category.GRADIENTS, buffer)
+
+    def bring(self) -> None:
+        """Have what has been added up here on the device."""
+        if self.resting:
+            self.loans.start()
+            self.loans.finish()
+            self.resting = False
+
+    def rest(self) -> None:
+        """Nothing is added to what has been added up here for now."""
+        if self.loans.away and not self.resting:
+            self.loans.give_back(written=True)
+            self.resting = True
+
+    def free(self) -> None:
+        """Drop what has been collected."""
+        if self.loans.away:
+            for buffer in self.buffers.values():
+                if isinstance(buffer, torch.Tensor):
+                    self.loans.forget(buffer)
+            self.rest()
+        self.buffers = {}
+        self.rows = {}
+        self.beside = []
+        self.written = set()
+
+    def borrow_sums(self) -> None:
+        """Have the accumulated gradients on the device, until `return_sums`: a reduction adds to them."""
+        if self._borrowed and not self._lent:
+            self._lent = self._borrowed
+            for loans in self._lent:
+                loans.start(read=self.accumulated)
+            for loans in self._lent:
+                loans.finish()
+
+    @property
+    def lends(self) -> bool:
+        """Whether accumulated gradients have been borrowed."""
+        return bool(self._lent)
+
+    def return_sums(self) -> None:
+        """The reduction has ended."""
+        lent, self._lent = self._lent, ()
+        for loans in lent:
+            loans.give_back(written=True)
 
     @property
     def parameters(self) -> int:

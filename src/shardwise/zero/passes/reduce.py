@@ -104,7 +104,7 @@ class Reducer:
         self._at_end: AtEnd | None = None
         self.passes = 0
         self.brought = False  # whether the backward pass has brought gradients
-        self.gradients = {unit.index: UnitGradients(unit, gatherer) for unit in units if unit.trainable}
+        self.gradients = {u.index: UnitGradients(u, gatherer, accountant) for u in units if u.trainable}
         self.watching = False
         self.alone: Collection[int] = frozenset()
         self._order: list[UnitGradients] = []
@@ -187,6 +187,8 @@ class Reducer:
             self._sweep()
         else:
             self.partial = True
+            for gradients in self.gradients.values():
+                gradients.rest()
         self.gatherer.watch_from_now_on({index for index, gradients in self.gradients.items() if gradients.nested})
         self.active = False
         self.passes += 1
@@ -218,6 +220,8 @@ class Reducer:
                 return
             self.begin()
             self.brought = True
+            if gradients.resting:
+                gradients.bring()
             if gradients.reduced:
                 raise UsageError(
                     f"parameter {gradients.unit.registry[index].name!r} received another gradient after its unit "
@@ -309,7 +313,7 @@ class Reducer:
             return known
         alone, dtype = self._collected_as(section)
         buffer: torch.Tensor | Pieces
-        if not alone and not gradients.accumulated and section.keeps_whole_gradient:
+        if not (alone or gradients.accumulated or section.gradient_loans.away) and section.keeps_whole_gradient:
             # The reduced gradient will be as large as the sum, and nothing is in its place yet.
             buffer = section.whole_gradient
         else:
@@ -321,7 +325,10 @@ class Reducer:
                 buffer = Pieces(section.places, dtype)
             else:
                 buffer = torch.empty(section.layout.numel, dtype=dtype, device=section.device)
-                self.accountant.hold(Category.BUFFERS if alone else Category.GRADIENTS, buffer)
+                if alone:
+                    self.accountant.hold(Category.BUFFERS, buffer)
+                else:
+                    gradients.keep(buffer)
         gradients.buffers[place] = buffer
         return buffer
 
@@ -404,12 +411,6 @@ class Reducer:
         if targets:
             torch._foreach_copy_(targets, found)
 
-    def _free(self, gradients: UnitGradients) -> None:
-        gradients.buffers = {}
-        gradients.rows = {}
-        gradients.beside = []
-        gradients.written = set()
-
     def advance(self, unit: Unit) -> None:
         """Something has happened that may complete the gradients of a unit."""
         gradients = self.gradients.get(unit.index)
@@ -417,6 +418,8 @@ class Reducer:
             gradients.look_ahead()
         if gradients is None or gradients.complete:
             self.gatherer.finish_backward(unit)
+            if gradients is not None and not self.reducing:
+                gradients.rest()
             self._pump()
 
     def _pump(self) -> None:
@@ -435,6 +438,7 @@ class Reducer:
     def _start_reduction(self, gradients: UnitGradients) -> None:
         self._next += 1
         gradients.reduced = True
+        gradients.bring()
         unit = gradients.unit
         counts = self._agree_on_rows(gradients)
         buffers: dict[int, torch.Tensor | Pieces] = {}
@@ -471,6 +475,7 @@ class Reducer:
         self, compressor: Compressor, gradients: UnitGradients, buffers: Mapping[int, torch.Tensor | Pieces]
     ) -> Launch:
         unit = gradients.unit
+        gradients.borrow_sums()
         flats = [
             _flat(unit, unit.sections[place], buffer)
             for place, buffer in buffers.items()
@@ -502,6 +507,7 @@ class Reducer:
         if inside:
             fine, outputs = self.level, [self._sum_of(gradients, place, kept=not ends) for place in places]
         else:
+            gradients.borrow_sums()
             fine, outputs = depth, [section.own_gradient for section in sections]
         launches = self.domain.reducing(
             outputs, first, 0, fine, unit.name, accumulate=adds, wire=self.wire_dtype, made=self._hold
@@ -525,6 +531,7 @@ class Reducer:
 
     def _beyond(self, gradients: UnitGradients) -> list[Launch]:
         """Return the launches that reduce `gradients.sums` over the ranks that have not been summed over yet."""
+        gradients.borrow_sums()
         pairs = [(gradients.unit.sections[place].own_gradient, total) for place, total in gradients.sums.items()]
         before, gradients.accumulated, gradients.sums = gradients.accumulated, True, {}
         return self.domain.onward(
@@ -655,7 +662,7 @@ class Reducer:
                     self.domain.reductions.synchronize(handle, f"the reduction of unit {name!r}")
                 else:
                     handle.wait()
-            self._free(gradients)
+            gradients.free()
             del flight
             self._finish_onward()
             if isinstance(handle, Chain):
@@ -678,10 +685,18 @@ class Reducer:
         if not gradients.accumulated:
             return  # it is reduced over more ranks at the accumulation boundary
         depth = self.domain.depth
+        links: list[Link] = []
         for level in sorted({section.levels.optimizer for section in own_only} - {depth}):
             moves = [(s.whole_gradient, s.own_gradient, depth) for s in own_only if s.levels.optimizer == level]
             launches = self.domain.gathering(moves, level, gradients.unit.name, kind="replicate")
-            self._replicating.append(self.domain.reduce(launches))
+            links.append(self.domain.reduce(launches))
+        if not gradients.lends:
+            self._replicating += links
+            return
+        with self.gatherer.parked():
+            for link in links:
+                self.domain.reductions.synchronize(link, f"the reduction of unit {gradients.unit.name!r}")
+        gradients.return_sums()
 
     def complete_window(self) -> None:
         """Make the accumulators hold the window's gradients, before they are stepped.
@@ -709,8 +724,10 @@ class Reducer:
             self._sweep()
         for gradients in self.gradients.values():
             if not gradients.accumulated:
+                gradients.borrow_sums()
                 for section in gradients.unit.trainable:
                     section.whole_gradient.zero_()
+                gradients.return_sums()
 
     def _settle_local(self) -> None:
         self.local = self.update.stays_local()
@@ -718,6 +735,7 @@ class Reducer:
     def _complete_local(self) -> None:
         self.partial = True
         for gradients in self.gradients.values():
+            gradients.bring()
             for place, section in enumerate(gradients.unit.sections):
                 if section.layout.trainable:
                     buffer = self._buffer(gradients, place, section)
@@ -754,7 +772,7 @@ class Reducer:
             gradients.sums = {}
             gradients.former_extremes, gradients.extremes = gradients.extremes, []
             gradients.seen = set()
-            self._free(gradients)
+            gradients.free()
             if not self._keeps_gradients:
                 for section in gradients.unit.trainable:
                     section.free_gradient()

@@ -153,7 +153,7 @@ class SideChannel:
                 with self._expecting(peer, f"fetch {unit.name!r}", begin):
                     self._ask(peer, _FETCH, unit.index, self._version, deadline=deadline)
             for section in unit.sections:
-                section.full[section.shard_range].copy_(section.shard)
+                section.bring_shard()
             for peer, place in holders:
                 ranges = [section.layout.range_of(place, unit.level) for section in unit.sections]
                 parts = [section.full[slice(*ends)] for section, ends in zip(unit.sections, ranges, strict=True)]
@@ -374,7 +374,8 @@ class SideChannel:
     def _chunks(self, unit: Unit, version: int) -> Iterator[memoryview]:
         """Yield a unit's shards in chunks; each is no longer needed when the next one is asked for."""
         for section in unit.sections:
-            shard = section.shard
+            with self._copying.use():
+                shard = section.shard_loans.read(section.shard)
             if shard.device.type == "cpu":
                 yield _bytes_of(shard)
                 continue

@@ -2,15 +2,27 @@
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+import functools
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass
 
 import torch
 
 from shardwise.comm.communicator import Communicator
 from shardwise.memory import Accountant, Category
+from shardwise.memory.places import in_turn
 from shardwise.precision.norms import Runs
 from shardwise.zero.passes.reduce import Reducer
 from shardwise.zero.units.unit import Unit
+
+
+@dataclass
+class _Part:
+    """Units whose gradients are looked at together, their runs, and the gradients that those are of."""
+
+    units: Sequence[Unit]
+    runs: Runs | None = None
+    seen: Sequence[torch.Tensor] = ()
 
 
 class GradientSums:
@@ -40,8 +52,13 @@ class GradientSums:
         self._device = device
         self._accountant = accountant
         self._reducer = reducer
-        self._runs: Runs | None = None
-        self._seen: list[torch.Tensor] = []
+        # Gradients that live elsewhere are lent unit after unit; the others are looked at in one go.
+        away = any(section.gradient_loans.away for unit in units for section in unit.trainable)
+        parts = [[unit] for unit in units if unit.trainable] if away else [units]
+        self._parts = [
+            (_Part(part), [(section.gradient_loans, False) for unit in part for section in unit.trainable if away])
+            for part in parts
+        ]
 
     def squares(self, facts: Sequence[float | torch.Tensor]) -> tuple[torch.Tensor, torch.Tensor]:
         """Return the sum of squares of each accumulated gradient over ranks, in one small all-reduce.
@@ -53,9 +70,8 @@ class GradientSums:
             An fp64 tensor of one element a parameter, and one of the sums of the facts over ranks. Of gradients that
             are not reduced it is the bound that `_own_runs` tells of.
         """
-        runs = self._own_runs() if self._reducer.local else self._reduced_runs()
         with self._accountant.owning(Category.OTHER):
-            own = runs.sums_of_squares()
+            own = self._formed(Runs.sums_of_squares)
             if self._reducer.local:
                 own *= self._comm.world
             sums = torch.cat([own, self._on_device(facts)])
@@ -64,27 +80,34 @@ class GradientSums:
 
     def probe(self) -> torch.Tensor:
         """Return this rank's `shardwise.precision.norms.Runs.probe` of the accumulated gradients (no collective)."""
-        runs = self._own_runs() if self._reducer.local else self._reduced_runs()
         with self._accountant.owning(Category.OTHER):
-            return runs.probe()
+            return self._formed(Runs.probe)
 
     def add(self, values: torch.Tensor, label: str) -> None:
         """Replace what a rank has by the sums over ranks."""
         self._comm.all_reduce(values, label).wait()
 
-    def _reduced_runs(self) -> Runs:
+    def _formed(self, form: Callable[[Runs], torch.Tensor]) -> torch.Tensor:
+        """Return what is formed of all runs, of which each parameter has its own element."""
+        if self._reducer.local:
+            return form(self._own_runs())
+        formed: list[torch.Tensor] = []
+        in_turn(self._parts, lambda part: formed.append(form(self._reduced_runs(part))))
+        return functools.reduce(torch.add, formed)
+
+    def _reduced_runs(self, part: _Part) -> Runs:
         """The runs of reduced gradients that lie on this rank; their memory comes and goes."""
-        gradients = [section.whole_gradient for unit in self._units for section in unit.trainable]
-        if self._runs is None or any(a is not b for a, b in zip(gradients, self._seen, strict=True)):
-            self._seen = gradients
+        sections = [section for unit in part.units for section in unit.trainable]
+        gradients = [section.whole_gradient for section in sections]
+        if part.runs is None or any(a is not b for a, b in zip(gradients, part.seen, strict=True)):
+            part.seen = gradients
             runs = [
                 (piece.index, section.own_gradient[piece.offset : piece.offset + piece.stop - piece.start])
-                for unit in self._units
-                for section in unit.trainable
+                for section in sections
                 for piece in section.layout.pieces(*section.own_range)
             ]
-            self._runs = Runs(runs, self._parameters, self._device)
-        return self._runs
+            part.runs = Runs(runs, self._parameters, self._device)
+        return part.runs
 
     def _own_runs(self) -> Runs:
         """This rank's own gradients, where what is stepped is not known before it has been compressed.

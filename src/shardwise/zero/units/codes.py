@@ -16,7 +16,8 @@ from dataclasses import dataclass
 
 import torch
 
-from shardwise.comm.communicator import Communicator, Handle
+from shardwise.comm.chain import Launch
+from shardwise.comm.communicator import Handle
 from shardwise.comm.compression import BlockCode
 from shardwise.comm.wire import CPU
 from shardwise.memory import Accountant, Category
@@ -119,8 +120,10 @@ class UnitCodes:
         coded: whether there is anything to encode.
     """
 
+    fills = False
+
     def __init__(self, sections: Sequence[SectionMemory], registry: Registry, accountant: Accountant) -> None:
-        ranks = sections[0].domain.dimensions[0]
+        self._comm = ranks = sections[0].domain.dimensions[0]
         self._rank, self._world = ranks.rank, ranks.world
         self._accountant = accountant
         self._parts: list[_Part] = []
@@ -140,17 +143,21 @@ class UnitCodes:
         self._size = end
         self.coded = any(part.beside is not None for part in self._parts)
 
-    def start(self, comm: Communicator, label: str) -> Handle:
+    def launches(self, label: str, kind: str = "gather") -> Sequence[Launch]:
+        """See `shardwise.zero.units.unit.GatherSource.launches`."""
+        return [lambda: self._start(label, kind)]
+
+    def _start(self, label: str, kind: str) -> Handle:
         """Encode this rank's range and launch the gather; may be called by the thread that helps peers."""
         messages = torch.empty(self._world, self._size, dtype=torch.uint8, device=self._parts[0].memory.device)
         self._accountant.hold(Category.BUFFERS, messages)
         own = messages[self._rank : self._rank + 1]
         for part in self._parts:
-            self._encode(part, part.memory.shard, own, self._rank)
+            self._encode(part, part.memory.shard_loans.read(part.memory.shard), own, self._rank)
         self._messages = messages
-        return comm.all_gather([(messages.view(-1), own.view(-1))], label)
+        return self._comm.all_gather([(messages.view(-1), own.view(-1))], label, kind=kind)
 
-    def decode(self) -> None:
+    def finish(self) -> None:
         """Write everybody's values, which have been gathered, into the whole buffers, which have memory."""
         assert self._messages is not None
         with self._accountant.owning(Category.BUFFERS):

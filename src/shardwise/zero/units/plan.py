@@ -3,8 +3,8 @@
 A stage is a row that says over which dimensions of the mesh optimizer state, gradients and parameters are divided
 (Rajbhandari et al., "ZeRO: Memory optimizations toward training trillion parameter models", 2020). Over the others they
 are replicated: with a dimension beyond "shard" a row is HSDP, or MiCS (Zhang et al., "MiCS: Near-linear scaling for
-training gigantic model on public cloud", 2022). All other code reads the columns; stage numbers occur in the
-configuration and here, nowhere else.
+training gigantic model on public cloud", 2022). Beside the row stands in which places they live. All other code reads
+the columns; stage numbers occur in the configuration and here, nowhere else.
 """
 
 from __future__ import annotations
@@ -29,6 +29,20 @@ class Row:
     gradients: tuple[str, ...] = ()
     parameters: tuple[str, ...] = ()
 
+
+@dataclass(frozen=True)
+class Where:
+    """The names of the places (`shardwise.memory.places`) in which each kind of state lives.
+
+    Master weights live with the optimizer's state; where the parameters themselves are updated, with the parameters.
+    """
+
+    optimizer: str = "device"
+    gradients: str = "device"
+    parameters: str = "device"
+
+
+ALL_ON_DEVICE = Where()
 
 _OVER = (SHARD,)
 
@@ -58,6 +72,7 @@ class Plan:
         reduces_micro_batches: whether the row of that stage reduces every micro-batch. One rank has nothing to shard,
             but a script must not find that out only when it gets a second one.
         over: over which dimensions of the mesh state is divided.
+        where: in which places it lives.
         unit_cap: largest number of elements in a unit (a larger parameter is a unit of its own).
         prefetch: whether the next unit is gathered while the current one computes.
         prefetch_elements: how many elements may be on their way beyond the next unit.
@@ -80,6 +95,7 @@ class Plan:
     persistent_total: int = 0
     quantized_weights: bool = False
     secondary: int = 1
+    where: Where = ALL_ON_DEVICE
 
     @property
     def shard_optimizer(self) -> bool:
@@ -93,8 +109,13 @@ class Plan:
 
     @property
     def shard_parameters(self) -> bool:
-        """Whether parameters are gathered before use and released after it."""
+        """Whether each rank keeps a part of the parameters only."""
         return bool(self.over.parameters)
+
+    @property
+    def releases(self) -> bool:
+        """Whether parameters are gathered before use and released after it: divided, or not on the device."""
+        return self.shard_parameters or self.where.parameters != "device"
 
     def levels(self, domain: Domain) -> Levels:
         """Return the levels of a domain that the row comes to."""
@@ -107,13 +128,14 @@ class Plan:
         return self.prefetch_elements if self.prefetch else None
 
     @classmethod
-    def of(cls, zero: ZeroConfig, domain: Domain, *, forced: bool = False) -> Plan:
+    def of(cls, zero: ZeroConfig, domain: Domain, *, forced: bool = False, where: Where = ALL_ON_DEVICE) -> Plan:
         """Derive the plan from the `zero_optimization` section.
 
         Args:
             zero: the section.
             domain: the ranks.
             forced: gather, release and reduce over dimensions of one rank, too. Otherwise nothing is divided over them.
+            where: in which places state lives.
         """
         row = TABLE[zero.stage]
         if row.optimizer and zero.optimizer_over_replicas:
@@ -123,7 +145,7 @@ class Plan:
         caps = [int(zero.reduce_bucket_size)]
         if row.optimizer and not row.parameters:
             caps.append(int(zero.allgather_bucket_size))
-        if row.parameters:
+        if row.parameters or where.parameters != "device":
             # Two units are gathered at a time: the one that computes and the one being prefetched.
             caps.append(int(zero.stage3_max_live_parameters) // 2)
         ahead = zero.stage3_prefetch_bucket_size
@@ -140,4 +162,5 @@ class Plan:
             persistent_total=int(zero.stage3_model_persistence_threshold),
             quantized_weights=bool(row.parameters) and zero.zero_quantized_weights,
             secondary=int(zero.zero_hpz_partition_size) if row.parameters else 1,
+            where=where,
         )

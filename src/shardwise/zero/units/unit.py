@@ -13,12 +13,15 @@ For each of its sections a unit holds
 * `gradient`: the accumulated gradient for `master`, from the backward pass that brings it to the end of the step.
 * `second`: this rank's range of `full` where it is sharded over a few ranks only: what the forward pass has computed
   with, for the gather of the backward pass.
+
+What lives elsewhere than on the device (`shardwise.memory.places`) has memory only while it is lent.
 """
 
 from __future__ import annotations
 
 import contextlib
 from collections.abc import Callable, Iterator, Sequence
+from dataclasses import dataclass
 from enum import Enum
 from functools import cached_property
 from typing import Protocol
@@ -26,7 +29,7 @@ from typing import Protocol
 import torch
 from torch import nn
 
-from shardwise.comm.chain import Link
+from shardwise.comm.chain import Launch, Link
 from shardwise.comm.communicator import Communicator
 from shardwise.comm.domain import Domain
 from shardwise.comm.pieces import Places
@@ -34,6 +37,7 @@ from shardwise.compat import never_compiled, storage_users, without_overrides
 from shardwise.device.ranges import named
 from shardwise.errors import UsageError
 from shardwise.memory import Accountant, Category
+from shardwise.memory.places import ON_DEVICE, Borrowed, Loans, StateHome, borrowed
 from shardwise.registry import LogicalTensor, Registry
 from shardwise.zero.units import released
 from shardwise.zero.units.layout import Lane, Section
@@ -62,17 +66,37 @@ class Purpose(Enum):
     """Anything else: evaluation, updated values, access by the script."""
 
 
-class Codes(Protocol):
-    """A way of gathering a unit that loses digits (`shardwise.zero.units.codes.UnitCodes`)."""
+class GatherSource(Protocol):
+    """What a unit's whole values are gathered from.
 
-    def start(self, comm: Communicator, label: str) -> Link:
-        """Launch the gather."""
+    Attributes:
+        fills: the gather writes into the whole buffers, which have memory before it is launched; else `finish` does,
+            and they need none until then.
+    """
 
-    def decode(self) -> None:
-        """Fill the whole buffers, which have memory, from what has been gathered."""
+    fills: bool
+
+    def launches(self, label: str, kind: str = "gather") -> Sequence[Launch]:
+        """Return what is to be launched in turn (see `shardwise.comm.chain.Runner.start`)."""
+
+    def finish(self) -> None:
+        """Complete the whole buffers when the gather has ended."""
+
+
+class Codes(GatherSource, Protocol):
+    """A source that loses digits (`shardwise.zero.units.codes.UnitCodes`)."""
 
     def round(self) -> None:
         """Make exact whole values what they would be had they been gathered so."""
+
+
+@dataclass(frozen=True)
+class Homes:
+    """Where each kind of a section's state lives; see `shardwise.zero.units.plan.Where`."""
+
+    optimizer: StateHome = ON_DEVICE
+    gradients: StateHome = ON_DEVICE
+    parameters: StateHome = ON_DEVICE
 
 
 class SectionMemory:
@@ -87,9 +111,15 @@ class SectionMemory:
         master_dtype: of the master weights.
         accumulate_dtype: of the gradient.
         accountant: is told about the buffers.
+        homes: where its state lives.
 
     Attributes:
         written_level: at which level this rank's range is that gets new values here.
+        sharded: whether the whole values are released between uses.
+        optimizer_loans: lend the master weights and the optimizer's state.
+        gradient_loans: lend the gradient.
+        shard_loans: lend the shard.
+        second_loans: lend the second shard.
     """
 
     def __init__(
@@ -103,6 +133,7 @@ class SectionMemory:
         master_dtype: torch.dtype,
         accumulate_dtype: torch.dtype,
         accountant: Accountant,
+        homes: Homes = Homes(),
     ) -> None:
         self.layout = layout
         self.domain = domain
@@ -111,8 +142,11 @@ class SectionMemory:
         self.device = device
         self.accumulate_dtype = accumulate_dtype
         self._accountant = accountant
+        self.optimizer_loans = Loans(homes.optimizer, accountant)
+        self.gradient_loans = Loans(homes.gradients, accountant)
+        self.shard_loans, self.second_loans = (Loans(homes.parameters, accountant) for _ in range(2))
         self.full = torch.zeros(layout.numel, dtype=layout.dtype, device=device)
-        self.sharded = levels.parameters > 0
+        self.sharded = levels.parameters > 0 or self.shard_loans.away
         self.master_start, self.master_stop = layout.range_of(domain.place, levels.optimizer)
         self.master_dtype = master_dtype
         self.shard = self.full[self.shard_range]
@@ -122,6 +156,11 @@ class SectionMemory:
         self.second: torch.Tensor | None = None
         self._second_range = slice(0)
         accountant.hold(Category.GATHERED if self.sharded else Category.PARAMETERS, self.full)
+
+    @cached_property
+    def away(self) -> list[Loans]:
+        """Loans of what lives elsewhere, but for the second shard."""
+        return [loans for loans in (self.optimizer_loans, self.gradient_loans, self.shard_loans) if loans.away]
 
     @property
     def own_range(self) -> tuple[int, int]:
@@ -154,15 +193,20 @@ class SectionMemory:
         size = self.master_stop - self.master_start
         if self.gradient is None:
             self.gradient = torch.empty(size, dtype=self.accumulate_dtype, device=self.device)
+            if self.gradient_loans.away:
+                self.gradient_loans.keep(Category.GRADIENTS, self.gradient)
+                return self.gradient
             self._accountant.disregard(self.gradient)  # its storage comes and goes: told by the bytes
             self._accountant.add(Category.GRADIENTS, self.gradient.nbytes)
-        elif size and not self.gradient.untyped_storage().nbytes():
+        elif size and not self.gradient_loans.away and not self.gradient.untyped_storage().nbytes():
             self.gradient.untyped_storage().resize_(self.gradient.nbytes)
             self._accountant.add(Category.GRADIENTS, self.gradient.nbytes)
         return self.gradient
 
     def free_gradient(self) -> None:
         """Give the gradient's memory back; views of it, which are all the engine's own, see the next one."""
+        if self.gradient_loans.away:
+            return
         if self.gradient is not None and self.gradient.untyped_storage().nbytes():
             self.gradient.untyped_storage().resize_(0)
             self._accountant.remove(Category.GRADIENTS, self.gradient.nbytes)
@@ -177,7 +221,10 @@ class SectionMemory:
             gradient = self.whole_gradient
             if users is None or storage_users(gradient) != users:
                 self.gradient = None
-                self._accountant.remove(Category.GRADIENTS, gradient.nbytes)
+                if self.gradient_loans.away:
+                    self.gradient_loans.forget(gradient)
+                else:
+                    self._accountant.remove(Category.GRADIENTS, gradient.nbytes)
 
     @cached_property
     def places(self) -> Places:
@@ -209,11 +256,11 @@ class SectionMemory:
             self.full.copy_(self.source)
         if self.sharded:
             self.shard = self.shard.clone()
-            self._accountant.hold(Category.PARAMETERS, self.shard)
+            self.shard_loans.keep(Category.PARAMETERS, self.shard)
         if self.layout.trainable and keep_master:
             if not self.master_is_parameter:
                 self.master = self.source[self.master_start : self.master_stop].to(self.master_dtype, copy=True)
-                self._accountant.hold(Category.MASTER, self.master)
+                self.optimizer_loans.keep(Category.MASTER, self.master)
             else:
                 self.master = self.published
 
@@ -231,12 +278,17 @@ class SectionMemory:
         size = self.layout.numel // world
         self._second_range = slice(rank * size, (rank + 1) * size)
         self.second = torch.empty(size, dtype=self.layout.dtype, device=self.device)
-        self._accountant.hold(Category.PARAMETERS, self.second)
+        self.second_loans.keep(Category.PARAMETERS, self.second)
 
     def store_second(self) -> None:
         """Take the second shard from the whole values."""
         if self.second is not None:
-            self.second.copy_(self.full[self._second_range])
+            with self.second_loans.lent_out(read=False, written=True):
+                self.second.copy_(self.full[self._second_range])
+
+    def bring_shard(self) -> None:
+        """Write the shard into its range of the whole buffer."""
+        self.shard_loans.read(self.shard, self.full[self.shard_range])
 
     def free(self) -> None:
         """Let go of the whole buffer."""
@@ -248,6 +300,8 @@ class SectionMemory:
         self.free_gradient()
         self.shard = self.full
         self.master = self.gradient = self.second = None
+        for loans in (*self.away, self.second_loans):
+            loans.clear()
 
     @property
     def published(self) -> torch.Tensor:
@@ -260,14 +314,89 @@ class SectionMemory:
             self.published.copy_(self.master)
 
 
+class _Here:
+    """A gather that has ended."""
+
+    scratch: Sequence[torch.Tensor] = ()
+
+    def wait(self) -> None:
+        """Nothing is to be waited for."""
+
+
+_HERE = _Here()
+
+
+class ShardSource:
+    """The shards themselves, of all ranks that have them.
+
+    Args:
+        sections: the unit's.
+        domain: the ranks that have it.
+    """
+
+    fills = True
+
+    def __init__(self, sections: Sequence[SectionMemory], domain: Domain) -> None:
+        self._sections = sections
+        self._domain = domain
+        self._level = max((section.levels.parameters for section in sections), default=0)
+        self._away = any(section.shard_loans.away for section in sections)
+
+    def launches(self, label: str, kind: str = "gather") -> Sequence[Launch]:
+        """See `GatherSource.launches`."""
+        sections, level = self._sections, self._level
+        if not self._away:
+            return self._domain.gathering([(s.full, s.shard, level) for s in sections], 0, label, kind)
+        # What lives elsewhere is brought to where it is to be in the whole buffer, and gathered from there.
+        moves = [(s.full, s.full[s.shard_range], level) for s in sections]
+        launches = self._domain.gathering(moves, 0, label, kind)
+
+        def begin() -> Link:
+            for section in sections:
+                section.bring_shard()
+            return launches[0]() if launches else _HERE
+
+        return [begin, *launches[1:]]
+
+    def finish(self) -> None:
+        """Nothing is left to be done."""
+
+
+class SecondShardSource:
+    """The second shards, of a few ranks (ZeRO++, hpZ).
+
+    Args:
+        sections: the unit's.
+        comm: the ranks over which they are sharded.
+    """
+
+    fills = True
+
+    def __init__(self, sections: Sequence[SectionMemory], comm: Communicator) -> None:
+        self._sections = sections
+        self._comm = comm
+        self.world = comm.world
+
+    def launches(self, label: str, kind: str = "gather") -> Sequence[Launch]:
+        """See `GatherSource.launches`."""
+        seconds = [(s, s.second) for s in self._sections if s.second is not None]
+        return [
+            lambda: self._comm.all_gather([(s.full, s.second_loans.read(own)) for s, own in seconds], label, kind=kind)
+        ]
+
+    def finish(self) -> None:
+        """Nothing is left to be done."""
+
+
 class Unit:
     """See the module docstring. Created whole by `shardwise.zero.build`, then sharded.
 
     Attributes:
         take_over: called when gathered values have been changed in place, to bring master weights up to date.
         await_copies: called before that, and before the shard is written: somebody may still be copying them.
+        exact: gathers from the shards.
         codes: gathers for passes that are trained go this way; None: all are exact.
-        second: the ranks over which second shards are sharded; None: there are none.
+        second: gathers from the second shards; None: there are none.
         second_valid: whether the second shard has the values of the last forward pass, and they still count.
         rounded: whether the values are, or were when last gathered, what has come out of `codes`.
         dropped: names of parameters that have been changed in place while they were rounded.
@@ -295,13 +424,14 @@ class Unit:
         self.pins = 0
         self.take_over: Callable[[Unit], None] | None = None
         self.await_copies: Callable[[], None] | None = None
+        self.exact: GatherSource = ShardSource(self.sections, domain)
         self.codes: Codes | None = None
-        self.second: Communicator | None = None
+        self.second: SecondShardSource | None = None
         self.second_valid = False
         self.rounded = False
         self.dropped: list[str] = []
         self._second_follows = False
-        self._coded = False
+        self._source: GatherSource = self.exact
         self._versions: list[int] = []
         self._handle: Link | None = None
         self._arrived: Link | None = None
@@ -353,6 +483,12 @@ class Unit:
         """Whether the whole values are released between uses."""
         return any(section.sharded for section in self.sections)
 
+    @property
+    def between_uses(self) -> str:
+        """Where the values of a sharded unit are between uses, for errors."""
+        parts = self.domain.parts(self.level)
+        return f"sharded over {parts} ranks" if self.level else "kept elsewhere than on the device"
+
     @never_compiled
     def attach(self) -> None:
         """Make every parameter a view of its place in the flat buffers."""
@@ -390,9 +526,20 @@ class Unit:
         """
         sections = self.sections if everything else self.trainable
         level = self.level
-        moves = [(s.shard, s.written, s.written_level) for s in sections if s.written_level > level]
-        if not moves:
+        sections = [section for section in sections if section.written_level > level]
+        if not sections:
             return
+        shards = [(section.shard_loans, True) for section in sections if section.shard_loans.away]
+        if shards:
+            with borrowed(shards):
+                self._spread(sections, kind)
+                self.finish_spread()
+        else:
+            self._spread(sections, kind)
+
+    def _spread(self, sections: Sequence[SectionMemory], kind: str) -> None:
+        level = self.level
+        moves = [(s.shard, s.written, s.written_level) for s in sections]
         self.domain.gathers.follow()  # the current stream has written, and has read what was there before
         if self.sharded:
             self._refreshing = self.domain.gather(moves, level, self.name, kind)
@@ -407,25 +554,24 @@ class Unit:
             self._refreshing.wait()
             self._refreshing = None
 
+    def _source_for(self, purpose: Purpose) -> GatherSource:
+        """Choose from what whole values are gathered, the same on all ranks."""
+        if self.second is not None and self.second_valid and purpose is Purpose.BACKWARD:
+            return self.second
+        return self.exact if self.codes is None or purpose is Purpose.PLAIN else self.codes
+
     def _launch(self, purpose: Purpose) -> Link:
-        """Launch the gather that a purpose asks for; for that of `codes` memory is allocated at its end."""
+        """Launch the gather that a purpose asks for."""
         self.finish_spread()
         self.rounded = self.codes is not None and purpose is not Purpose.PLAIN
         # What is released after a forward pass is what it has computed with.
         self._second_follows = self.second is not None and purpose is Purpose.FORWARD
-        near = self.second if purpose is Purpose.BACKWARD and self.second_valid else None
-        self._coded = self.rounded and near is None
-        codes, gathers = self.codes, self.domain.gathers
-        if codes is not None and self._coded:
-            return gathers.start([lambda: codes.start(self.domain.dimensions[0], self.name)])
-        if self.state is UnitState.RELEASED:
-            with gathers.aside():
+        self._source = source = self._source_for(purpose)
+        if source.fills and self.state is UnitState.RELEASED:
+            with self.domain.gathers.aside():
                 for section in self.sections:
                     section.allocate()
-        if near is not None:
-            pairs = [(s.full, s.second) for s in self.sections if s.second is not None]
-            return gathers.start([lambda: near.all_gather(pairs, self.name)])
-        return self.gather_whole()
+        return self.domain.gathers.start(source.launches(self.name))
 
     def gather_whole(self, kind: str = "gather") -> Link:
         """Launch the exact gather of the whole values, which have memory, from the shards.
@@ -433,7 +579,7 @@ class Unit:
         On a device it runs behind what `Runner.follow` has been told of, not behind the current stream.
         """
         self.finish_spread()
-        return self.domain.gather([(s.full, s.shard, self.level) for s in self.sections], 0, self.name, kind)
+        return self.domain.gathers.start(self.exact.launches(self.name, kind))
 
     def finish_gather(self) -> None:
         """Wait for the gather. Afterwards the values are valid; those of sharded units still have to be exposed."""
@@ -445,25 +591,24 @@ class Unit:
         assert self._handle is not None
         with named("wait for gather", self.name):
             self._handle.wait()
-            if self._coded:
+            if not self._source.fills:
                 for section in self.sections:
                     section.allocate()
-                self._decode()
+            self._complete()
         arrived = self._handle if self.domain.beside else None
         self.fill_done()
         self._arrived = arrived
 
-    def _decode(self) -> None:
-        assert self.codes is not None
-        self.codes.decode()
-        self.domain.gathers.follow()  # to which the memory of the codes belongs
+    def _complete(self) -> None:
+        self._source.finish()
+        if not self._source.fills:
+            self.domain.gathers.follow()  # to which the memory of what has been gathered belongs
 
     def join_gather(self, purpose: Purpose) -> None:
         """Take part in a gather of the others though the whole values are here already."""
         self.domain.gathers.follow()  # the current stream may still read what is written once more
         self._launch(purpose).wait()
-        if self._coded:
-            self._decode()
+        self._complete()
 
     def fetched(self, purpose: Purpose) -> None:
         """The exact whole values have come another way than by a gather; make them what the others compute with."""
@@ -561,11 +706,15 @@ class Unit:
         if self.take_over is not None:
             self.take_over(self)
 
+    def borrowing(self) -> list[Borrowed]:
+        """Return what has to be borrowed to write any of the unit's state."""
+        return [(loans, True) for section in self.sections for loans in section.away]
+
     def keep_second(self, group: Communicator) -> None:
         """Keep a second shard, sharded over `group`, for backward passes."""
-        self.second = group
         for section in self.sections:
             section.keep_second(group.world, group.rank)
+        self.second = SecondShardSource(self.sections, group)
 
     def _store_second(self) -> None:
         for section in self.sections:
@@ -589,7 +738,8 @@ class Unit:
             self.await_copies()
         for section in self.sections:
             if section.sharded:
-                section.shard.copy_(section.full[section.shard_range])
+                with section.shard_loans.lent_out(read=False, written=True):
+                    section.shard.copy_(section.full[section.shard_range])
         self.domain.gathers.follow()
 
     def segments(self) -> Iterator[tuple[SectionMemory, Lane]]:

@@ -22,7 +22,7 @@ from shardwise.config.names import ONEBIT_STAGE_REASONS
 from shardwise.errors import ConflictError, UsageError
 from shardwise.memory import Accountant, Category
 from shardwise.registry import Registry
-from shardwise.zero.units.plan import Plan
+from shardwise.zero.units.plan import ALL_ON_DEVICE, Plan
 from shardwise.zero.units.unit import SectionMemory, Unit
 from shardwise.zero.updates.segments import SegmentUpdate
 from shardwise.zero.updates.update import StateKind, as_gradient, hold_state
@@ -153,6 +153,11 @@ class CommunicatedUpdate(SegmentUpdate):
             raise ConflictError(
                 f"zero_optimization.stage: is {plan.stage}, but the optimizer {name} needs "
                 f"{ONEBIT_STAGE_REASONS[most]}. Lower the stage or take another optimizer"
+            )
+        if plan.where != ALL_ON_DEVICE:
+            raise ConflictError(
+                f"the optimizer {name} uses its state outside of steps, too, and cannot have it, gradients or "
+                "parameters elsewhere than on the device. Take another one"
             )
         if domain.depth > 1:
             raise ConflictError(

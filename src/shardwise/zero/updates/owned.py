@@ -15,6 +15,7 @@ from torch import nn
 
 from shardwise.comm.domain import Domain
 from shardwise.memory import Accountant, Category
+from shardwise.memory.places import ON_DEVICE, Borrowed, Loans, StateHome, borrowed
 from shardwise.registry import Registry
 from shardwise.zero.units.unit import SectionMemory, Unit
 from shardwise.zero.updates.segments import SegmentUpdate
@@ -61,6 +62,10 @@ class WholeUpdate(ReducedUpdate):
         is_elementwise: whether a state entry (value, elements of its parameter, name) has one value per element.
         stepping: which groups are stepped whole, and what that costs.
         replicated: every rank steps everything (the optimizer is not sharded).
+        home: where masters and state live that belong to no section.
+
+    Attributes:
+        loans: lend these.
     """
 
     def __init__(
@@ -74,6 +79,7 @@ class WholeUpdate(ReducedUpdate):
         stepping: Stepping,
         *,
         replicated: bool,
+        home: StateHome = ON_DEVICE,
     ) -> None:
         self.optimizer = optimizer
         self.units = units
@@ -82,6 +88,7 @@ class WholeUpdate(ReducedUpdate):
         self.comm = comm = domain.ranks
         self.replicated = replicated or comm.world == 1
         self._accountant = accountant
+        self.loans = Loans(home, accountant)
         self._is_elementwise = is_elementwise
         stepped = [tensor for tensor in registry if tensor.trainable and tensor.group in stepping.whole]
         cost = stepping.cost
@@ -102,8 +109,9 @@ class WholeUpdate(ReducedUpdate):
                     values = section.master[slot.offset : slot.offset + slot.numel]
                 else:
                     values = section.source[slot.offset : slot.offset + slot.numel].to(section.master_dtype, copy=True)
-                    self._accountant.hold(Category.MASTER, values)
                 self.masters[slot.index] = nn.Parameter(values.detach().view(shape))
+                if not self.replicated:
+                    self.loans.keep(Category.MASTER, values)
 
     def bind(self) -> None:
         """Put the owned masters into the optimizer's groups."""
@@ -124,6 +132,7 @@ class WholeUpdate(ReducedUpdate):
                     else value
                     for key, value in state.items()
                 }
+        self.keep_state()
 
     def takes_factor(self, optimizer: torch.optim.Optimizer) -> bool:
         """See `Update.takes_factor`: gradients are sent to their owners as they are."""
@@ -133,11 +142,35 @@ class WholeUpdate(ReducedUpdate):
         """Bring gradients (multiplied before) to their owners, step, and bring the results back."""
         with self.around():
             optimizer.step()
+            self.keep_state()
         hold_state(self.optimizer, self._accountant)
+
+    def borrowing(self) -> list[Borrowed]:
+        """Return what has to be borrowed to write masters and state that belong to no section."""
+        return [(self.loans, True)] if self.loans.away else []
+
+    def keep_state(self) -> None:
+        """Have what the optimizer keeps for each element live where it should."""
+        if self.loans.away:
+            states = [(master.numel(), self.optimizer.state.get(master, {})) for master in self.masters.values()]
+            kept = [v for numel, state in states for key, v in state.items() if self._is_elementwise(v, numel, key)]
+            self.loans.keep_only(Category.OPTIMIZER, kept)
 
     @contextlib.contextmanager
     def around(self) -> Iterator[None]:
-        """Bring gradients to their owners, let the optimizer step in the block, and bring the results back."""
+        """Bring gradients to their owners, let the optimizer step in the block, and bring the results back.
+
+        What lives elsewhere is lent as a whole.
+        """
+        borrowing = [borrows for unit in self.units if _whole(unit) for borrows in unit.borrowing()]
+        with borrowed([*self.borrowing(), *borrowing]):
+            with self._gradients_there():
+                yield
+            for unit in self.units:
+                self._distribute(unit)
+
+    @contextlib.contextmanager
+    def _gradients_there(self) -> Iterator[None]:
         with contextlib.ExitStack() as lent:
             if self.replicated:
                 for unit in self.units:
@@ -150,8 +183,6 @@ class WholeUpdate(ReducedUpdate):
             finally:
                 for master in self.masters.values():
                     master.grad = None
-        for unit in self.units:
-            self._distribute(unit)
 
     def refresh(self, unit: Unit) -> None:
         """Take over changed parameter values; unchanged elements keep the master's extra digits."""
@@ -232,6 +263,11 @@ class WholeUpdate(ReducedUpdate):
                     theirs[rank].append(whole(piece.index)[piece.start : piece.stop])
         return mine, theirs
 
+    def master_ranges(self, index: int) -> list[tuple[int, int]]:
+        """See `Update.master_ranges`."""
+        master = self.masters.get(index)
+        return [] if master is None else [(0, master.numel())]
+
     def master_pieces(self, index: int) -> list[tuple[int, int, torch.Tensor]]:
         """See `Update.master_pieces`."""
         master = self.masters.get(index)
@@ -253,6 +289,7 @@ class WholeUpdate(ReducedUpdate):
     def clear_state(self) -> None:
         """See `Update.clear_state`."""
         self.optimizer.state.clear()
+        self.keep_state()
 
     def stepped_together(self, key: str) -> list[list[int]]:
         """See `Update.stepped_together`: every tensor has a state of its own."""
@@ -266,6 +303,7 @@ class WholeUpdate(ReducedUpdate):
         if master is not None:
             tensor, state = self.registry[index], self.optimizer.state[master]
             add_state(self.optimizer, tensor, master, state, elementwise, whole, filled=filled)
+            self.keep_state()
             hold(state, self._accountant)
 
     def publish(self, unit: Unit) -> None:
@@ -303,12 +341,17 @@ class MixedUpdate(ReducedUpdate):
     def step(self, optimizer: torch.optim.Optimizer, factor: float | torch.Tensor) -> None:
         """See `Update.step`."""
         with self.whole.around():
-            self.segments.step(optimizer, factor)
+            self.segments.step_at_once(optimizer, factor)
+            self.whole.keep_state()
 
     def refresh(self, unit: Unit) -> None:
         """See `Update.refresh`."""
         self.segments.refresh(unit)
         self.whole.refresh(unit)
+
+    def master_ranges(self, index: int) -> list[tuple[int, int]]:
+        """See `Update.master_ranges`."""
+        return self._of(index).master_ranges(index)
 
     def master_pieces(self, index: int) -> list[tuple[int, int, torch.Tensor]]:
         """See `Update.master_pieces`."""
@@ -325,6 +368,7 @@ class MixedUpdate(ReducedUpdate):
     def clear_state(self) -> None:
         """See `Update.clear_state`."""
         self.segments.clear_state()
+        self.whole.keep_state()
 
     def stepped_together(self, key: str) -> list[list[int]]:
         """See `Update.stepped_together`."""

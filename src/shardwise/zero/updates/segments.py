@@ -10,15 +10,17 @@ from __future__ import annotations
 import contextlib
 import copy
 from collections.abc import Iterator, Mapping, Sequence
-from dataclasses import replace
+from dataclasses import dataclass, replace
+from functools import cached_property
 from typing import Any, Protocol, cast
 
 import torch
 from torch import nn
 
 from shardwise.comm.domain import Domain
-from shardwise.compat import allow_gradient_dtype
-from shardwise.memory import Accountant
+from shardwise.compat import allow_gradient_dtype, global_step_hooks, only_counts_steps
+from shardwise.memory import Accountant, Category
+from shardwise.memory.places import Borrowed, borrowed, in_turn
 from shardwise.precision.tensornorms import NORMS, TensorNorms, TensorRun
 from shardwise.registry import Registry
 from shardwise.zero.units.layout import Lane, ShardSlice
@@ -28,6 +30,7 @@ from shardwise.zero.updates.update import (
     StateKind,
     add_state,
     as_gradient,
+    assign_groups,
     bind,
     hold,
     hold_state,
@@ -63,6 +66,19 @@ class FlatOptimizer(Protocol):
         """
 
 
+_Segment = tuple[SectionMemory, slice, nn.Parameter]
+_Origins = tuple[nn.Parameter, list[tuple[int, int, int, int]]]
+
+
+@dataclass
+class _Part:
+    """Segments of some sections, each with its place in the section's master, and where their elements come from."""
+
+    sections: list[SectionMemory]
+    segments: list[_Segment]
+    origins: list[_Origins]
+
+
 class SegmentUpdate(ReducedUpdate):
     """Elementwise optimizers: steps segments of master weights.
 
@@ -94,9 +110,11 @@ class SegmentUpdate(ReducedUpdate):
         self._norms = norms
         self._accountant = accountant
         self._is_elementwise = is_elementwise
-        self._segments: list[tuple[SectionMemory, slice, nn.Parameter]] = []
-        self._origins: list[tuple[nn.Parameter, list[tuple[int, int, int, int]]]] = []
+        self._segments: list[_Segment] = []
+        self._origins: list[_Origins] = []
         self._runs: dict[int, list[tuple[SectionMemory, ShardSlice, nn.Parameter]]] = {}
+        self._everything = _Part([], self._segments, self._origins)
+        self._parts: list[tuple[_Part, list[Borrowed]]] = []  # of the same, unit by unit, if some of it lives elsewhere
 
     def capture(self, unit: Unit) -> None:
         """Nothing: segments are views of the units' own masters."""
@@ -108,20 +126,35 @@ class SegmentUpdate(ReducedUpdate):
     def place(self, members: list[list[nn.Parameter]], old_state: dict[int, dict[str, Any]]) -> None:
         """Add the segments to the members of each group, and give them what state their parameters had."""
         for unit in self.units:
-            for section, lane in unit.segments():
-                if section.layout.whole:
-                    continue
-                assert section.master is not None and lane.group is not None
-                for start, stop, pieces in self._cut(section, lane, old_state):
-                    segment = nn.Parameter(section.master[start:stop], requires_grad=True)
-                    members[lane.group].append(segment)
-                    self._segments.append((section, slice(start, stop), segment))
-                    self._origins.append((segment, [(p.index, p.start, p.offset, p.stop - p.start) for p in pieces]))
-                    for piece in pieces:
-                        self._runs.setdefault(piece.index, []).append((section, piece, segment))
-                    self._adopt_state(segment, pieces or self._example(lane.group, old_state), old_state)
+            first = len(self._segments)
+            with borrowed(unit.borrowing()):
+                for section, lane in unit.segments():
+                    if not section.layout.whole:
+                        self._place_lane(section, lane, members, old_state)
+                sections = [section for section in unit.trainable if not section.layout.whole]
+                part = _Part(sections, self._segments[first:], self._origins[first:])
+                self._everything.sections += sections
+                self._parts.append((part, [(x, x is not s.gradient_loans) for s in sections for x in s.away]))
+                self._keep_state(part)
         if self._norms:
             setattr(self.optimizer, NORMS, self._tensor_norms())
+
+    def _place_lane(
+        self,
+        section: SectionMemory,
+        lane: Lane,
+        members: list[list[nn.Parameter]],
+        old_state: dict[int, dict[str, Any]],
+    ) -> None:
+        assert section.master is not None and lane.group is not None
+        for start, stop, pieces in self._cut(section, lane, old_state):
+            segment = nn.Parameter(section.master[start:stop], requires_grad=True)
+            members[lane.group].append(segment)
+            self._segments.append((section, slice(start, stop), segment))
+            self._origins.append((segment, [(p.index, p.start, p.offset, p.stop - p.start) for p in pieces]))
+            for piece in pieces:
+                self._runs.setdefault(piece.index, []).append((section, piece, segment))
+            self._adopt_state(segment, pieces or self._example(lane.group, old_state), old_state)
 
     def _tensor_norms(self) -> TensorNorms:
         """Say which tensors the segments are made of, and how their norms are formed on all ranks."""
@@ -216,55 +249,113 @@ class SegmentUpdate(ReducedUpdate):
         return flat is not None and flat.takes_flat()
 
     def step(self, optimizer: torch.optim.Optimizer, factor: float | torch.Tensor) -> None:
-        """Step all segments and write the results into the parameters' memory."""
-        flat = _flat_optimizer(optimizer)
-        if flat is not None and flat.takes_flat():
-            self._step_flat(flat, factor, [(s, section.whole_gradient[place]) for section, place, s in self._segments])
+        """Step all segments and write the results into the parameters' memory.
+
+        If state lives elsewhere it is lent unit by unit, where the optimizer can be stepped so.
+        """
+        if self._away and self._splits(optimizer):
+            in_turn(self._parts, lambda part: self._step_alone(optimizer, factor, part))
+            hold_state(self.optimizer, self._accountant)
         else:
-            with contextlib.ExitStack() as lent:
-                for section in {id(section): section for section, _, _ in self._segments}.values():
-                    lent.enter_context(section.lending_gradient())
-                try:
-                    self._show_gradients(flat is not None)
-                    if flat is not None:
-                        self._step_flat(flat, factor, None)
-                    else:
-                        optimizer.step()
-                finally:
-                    for _, _, segment in self._segments:
-                        segment.grad = None
-        if flat is None:
-            for unit in self.units:
-                self.publish(unit)
+            self.step_at_once(optimizer, factor)
+
+    def step_at_once(self, optimizer: torch.optim.Optimizer, factor: float | torch.Tensor) -> None:
+        """Step in one call, for which everything is lent."""
+        with borrowed(self._away):
+            self._step(optimizer, factor, self._everything)
+            for part, _ in self._parts if self._away else ():
+                self._keep_state(part)
         hold_state(self.optimizer, self._accountant)
 
-    def _show_gradients(self, any_dtype: bool) -> None:
+    @cached_property
+    def _away(self) -> list[Borrowed]:
+        """All that is stepped and lives elsewhere than on the device."""
+        return [borrows for _, wanted in self._parts for borrows in wanted]
+
+    def _splits(self, optimizer: torch.optim.Optimizer) -> bool:
+        """Whether some segments can be stepped after others, each in a call of its own, with the same result.
+
+        torch's elementwise optimizers keep everything by parameter. Others may count calls, and so may hooks.
+        """
+        if self._norms:
+            return False
+        flat = _flat_optimizer(optimizer)
+        if flat is not None:
+            return flat.takes_flat()
+        hooks = (*optimizer._optimizer_step_pre_hooks.values(), *optimizer._optimizer_step_post_hooks.values())
+        own = all(str(getattr(h, "__module__", "")).startswith("shardwise.") for h in (*hooks, *global_step_hooks()))
+        wrapper = vars(optimizer).get("step")
+        plain = wrapper is None or only_counts_steps(wrapper)
+        return type(optimizer).__module__.startswith("torch.optim.") and own and plain
+
+    def _step_alone(self, optimizer: torch.optim.Optimizer, factor: float | torch.Tensor, part: _Part) -> None:
+        """Step a part as if it were everything."""
+        chosen = {id(segment) for _, _, segment in part.segments}
+        members = [group["params"] for group in optimizer.param_groups]
+        try:
+            assign_groups(optimizer, [[p for p in group if id(p) in chosen] for group in members])
+            self._step(optimizer, factor, part)
+            self._keep_state(part)
+        finally:
+            assign_groups(optimizer, members)
+
+    def _step(self, optimizer: torch.optim.Optimizer, factor: float | torch.Tensor, part: _Part) -> None:
+        """Step what the optimizer has in its groups now."""
+        flat = _flat_optimizer(optimizer)
+        outputs = [(s, section.published[at]) for section, at, s in part.segments if not section.master_is_parameter]
+        if flat is not None and flat.takes_flat():
+            gradients = [(segment, section.whole_gradient[place]) for section, place, segment in part.segments]
+            flat.step_flat(factor=factor, gradients=gradients, outputs=outputs, origins=part.origins)
+            return
+        with contextlib.ExitStack() as lent:
+            for section in {id(section): section for section, _, _ in part.segments}.values():
+                lent.enter_context(section.lending_gradient())
+            try:
+                self._show_gradients(part.segments, flat is not None)
+                if flat is not None:
+                    flat.step_flat(factor=factor, gradients=None, outputs=outputs, origins=part.origins)
+                else:
+                    optimizer.step()
+            finally:
+                for _, _, segment in part.segments:
+                    segment.grad = None
+        if flat is None:
+            for section in part.sections:
+                section.publish()
+
+    def _keep_state(self, part: _Part) -> None:
+        """Have what the optimizer keeps for each element of a part live where it should."""
+        for section in part.sections:
+            if section.optimizer_loans.away:
+                states = [(s, self.optimizer.state.get(s, {})) for other, _, s in part.segments if other is section]
+                section.optimizer_loans.keep_only(
+                    Category.OPTIMIZER,
+                    [
+                        value
+                        for segment, state in states
+                        for key, value in state.items()
+                        if self._is_elementwise(value, segment.numel(), key)
+                    ],
+                )
+
+    def _show_gradients(self, segments: Sequence[_Segment], any_dtype: bool) -> None:
         """Put the gradients into the segments' `.grad`."""
-        for section, place, segment in self._segments:
+        for section, place, segment in segments:
             gradient = section.whole_gradient[place]
             if any_dtype:
                 allow_gradient_dtype(segment, gradient.dtype)
             fits = gradient.dtype is segment.dtype or getattr(segment, "grad_dtype", None) is gradient.dtype
             segment.grad = gradient if fits else as_gradient(gradient, segment, self._accountant)
 
-    def _step_flat(
-        self,
-        flat: FlatOptimizer,
-        factor: float | torch.Tensor,
-        gradients: Sequence[tuple[nn.Parameter, torch.Tensor]] | None,
-    ) -> None:
-        outputs = [
-            (segment, section.published[place])
-            for section, place, segment in self._segments
-            if not section.master_is_parameter
-        ]
-        flat.step_flat(factor=factor, gradients=gradients, outputs=outputs, origins=self._origins)
-
     def refresh(self, unit: Unit) -> None:
         """Take over changed parameter values; unchanged elements keep the master's extra digits."""
         for section in unit.trainable:
             if section.master is not None and not section.master_is_parameter and not section.layout.whole:
                 take_changes(section.master, section.full[section.master_start : section.master_stop])
+
+    def master_ranges(self, index: int) -> list[tuple[int, int]]:
+        """See `Update.master_ranges`."""
+        return [(piece.start, piece.stop) for _, piece, _ in self._runs.get(index, ())]
 
     def master_pieces(self, index: int) -> list[tuple[int, int, torch.Tensor]]:
         """See `Update.master_pieces`."""
@@ -295,6 +386,8 @@ class SegmentUpdate(ReducedUpdate):
     def clear_state(self) -> None:
         """See `Update.clear_state`."""
         self.optimizer.state.clear()
+        for part, _ in self._parts:
+            self._keep_state(part)
 
     def stepped_together(self, key: str) -> list[list[int]]:
         """See `Update.stepped_together`."""
@@ -308,13 +401,15 @@ class SegmentUpdate(ReducedUpdate):
         self, index: int, elementwise: Mapping[str, torch.dtype], whole: Mapping[str, Any], *, filled: bool = False
     ) -> None:
         """See `Update.make_state`."""
-        for _, _, segment in self._runs.get(index, ()):
+        for section, _, segment in self._runs.get(index, ()):
             tensor = self.registry[index]
             state = self.optimizer.state[segment]
             made = [key for key in elementwise if key not in state]
             add_state(self.optimizer, tensor, segment, state, elementwise, whole, filled=filled)
             if filled and made:
                 self._zero_padding(segment, [state[key] for key in made])
+            for key in elementwise if section.optimizer_loans.away else ():
+                section.optimizer_loans.keep(Category.OPTIMIZER, state[key])
             hold(state, self._accountant)
 
     def _zero_padding(self, segment: nn.Parameter, tensors: Sequence[torch.Tensor]) -> None:

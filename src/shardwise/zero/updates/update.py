@@ -58,8 +58,11 @@ class Update(Protocol):
     def refresh(self, unit: Unit) -> None:
         """Take over parameter values of a gathered unit that somebody has changed."""
 
+    def master_ranges(self, index: int) -> list[tuple[int, int]]:
+        """Return (start, stop) of the runs of a parameter of which the master is stored on this rank."""
+
     def master_pieces(self, index: int) -> list[tuple[int, int, torch.Tensor]]:
-        """Return (start, stop, 1-D master view) for the runs of a parameter that are stored on this rank."""
+        """Return the same runs as (start, stop, 1-D master view); what lives elsewhere has to be lent."""
 
     def state_pieces(self, index: int, key: str) -> list[tuple[int, int, torch.Tensor]]:
         """Return (start, stop, 1-D view) for the runs of an elementwise optimizer state stored on this rank."""

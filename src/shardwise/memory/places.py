@@ -1,0 +1,225 @@
+"""Where state lives, and how it is lent to the device.
+
+A place takes the memory of a tensor over and keeps its values: in the memory of the host, in files. The tensor itself
+stays what it is, with all its views, but has memory only while it is lent: somebody asks for it (`start`), waits until
+the values are there (`finish`), uses them, and gives them back, written or only read. Between `start` and `finish`
+other work can be done. What lives on the device is there always, and costs nothing.
+"""
+
+from __future__ import annotations
+
+import contextlib
+from collections.abc import Callable, Iterator, Sequence
+from typing import NamedTuple, Protocol, TypeVar
+
+import torch
+
+from shardwise.memory.accountant import Accountant, Category, Tier
+
+
+class Stored(Protocol):
+    """The values of one tensor in a place; the tensor is lent when it has been taken over."""
+
+    def start(self, *, read: bool) -> None:
+        """Give the tensor memory again and begin to bring the values; its content is undefined unless `read`."""
+
+    def finish(self) -> None:
+        """Let the current stream go on when the values are there."""
+
+    def give_back(self, *, written: bool) -> None:
+        """Take the tensor's memory when the current stream has used it; begin to store the values if `written`."""
+
+    def copy_to(self, target: torch.Tensor) -> None:
+        """Bring what has been stored into another tensor like this one, for the current stream (on any thread)."""
+
+
+class StateHome(Protocol):
+    """A place for tensors of one device.
+
+    Attributes:
+        tier: on what it is.
+    """
+
+    tier: Tier
+
+    def keep(self, tensor: torch.Tensor) -> Stored | None:
+        """Take over the memory of a contiguous tensor that has one of its own; None: it stays where it is."""
+
+
+class OnDevice:
+    """The device itself: every tensor stays where it is."""
+
+    tier = Tier.DEVICE
+
+    def keep(self, tensor: torch.Tensor) -> None:
+        """See `StateHome.keep`."""
+
+
+ON_DEVICE = OnDevice()
+
+HOMES: dict[str, Callable[[torch.device], StateHome]] = {"device": lambda device: ON_DEVICE}
+"""What makes the place of a name, for an engine's device."""
+
+
+class _Loan(NamedTuple):
+    """A tensor that lives elsewhere."""
+
+    tensor: torch.Tensor
+    stored: Stored
+    category: Category
+    fresh: bool
+    """Whether it has never been stored."""
+
+
+class Loans:
+    """Tensors that live in one place and are lent together; a loan inside of another one brings nothing.
+
+    Args:
+        home: the place.
+        accountant: is told of the bytes.
+
+    Attributes:
+        away: whether the place is another one than the device.
+        lent: how often they are lent now.
+
+    Example:
+        >>> loans = Loans(ON_DEVICE, Accountant())
+        >>> loans.keep(Category.MASTER, torch.zeros(4))
+        >>> with loans.lent_out(written=True):
+        ...     loans.away
+        False
+    """
+
+    def __init__(self, home: StateHome, accountant: Accountant) -> None:
+        self.home = home
+        self.away = home is not ON_DEVICE
+        self.lent = 0
+        self._accountant = accountant
+        self._written = False
+        self._kept: dict[int, _Loan] = {}  # by storage
+
+    def keep(self, category: Category, tensor: torch.Tensor) -> None:
+        """Count a tensor, and let it live in the place from now on (from the end of the loan, if there is one)."""
+        if id(tensor.untyped_storage()) in self._kept:
+            return
+        size = tensor.untyped_storage().nbytes()
+        alone = tensor.is_contiguous() and tensor.nbytes == size
+        stored = self.home.keep(tensor) if self.away and alone and size else None
+        if stored is None:
+            self._accountant.hold(category, tensor)
+            return
+        self._accountant.disregard(tensor)  # its memory comes and goes: told by the bytes
+        self._accountant.add(category, size)
+        self._accountant.add(category, size, self.home.tier)
+        loan = _Loan(tensor, stored, category, fresh=True)
+        self._kept[id(tensor.untyped_storage())] = loan
+        if not self.lent:
+            self._return(loan, written=True)
+
+    def keep_only(self, category: Category, tensors: Sequence[torch.Tensor]) -> None:
+        """Have these tensors and no others of a category."""
+        wanted = {id(tensor.untyped_storage()) for tensor in tensors}
+        for key, loan in list(self._kept.items()):
+            if loan.category is category and key not in wanted:
+                self.forget(loan.tensor)
+        for tensor in tensors:
+            self.keep(category, tensor)
+
+    def forget(self, tensor: torch.Tensor) -> None:
+        """Leave a tensor, with the memory that it has now, to whoever has it; nothing happens if it is not here."""
+        loan = self._kept.pop(id(tensor.untyped_storage()), None)
+        if loan is not None:
+            self._accountant.remove(loan.category, tensor.nbytes, self.home.tier)
+            if self.lent:
+                self._accountant.remove(loan.category, tensor.nbytes)
+
+    def clear(self) -> None:
+        """Forget everything."""
+        for loan in list(self._kept.values()):
+            self.forget(loan.tensor)
+
+    def start(self, *, read: bool = True) -> None:
+        """Begin to lend everything; of undefined content, if it is not lent already, unless `read`."""
+        self.lent += 1
+        if self.lent == 1:
+            for loan in self._kept.values():
+                self._accountant.add(loan.category, loan.tensor.nbytes)
+                loan.stored.start(read=read)
+
+    def finish(self) -> None:
+        """Let the current stream go on when everything is there."""
+        for loan in self._kept.values():
+            if not loan.fresh:
+                loan.stored.finish()
+
+    def give_back(self, *, written: bool) -> None:
+        """End a loan. What is not lent any more is stored if one of the loans has written it."""
+        self.lent -= 1
+        self._written |= written
+        if not self.lent:
+            for loan in list(self._kept.values()):
+                self._return(loan, written=self._written or loan.fresh)
+            self._written = False
+
+    def _return(self, loan: _Loan, *, written: bool) -> None:
+        loan.stored.give_back(written=written)
+        self._accountant.remove(loan.category, loan.tensor.nbytes)
+        if loan.fresh:
+            self._kept[id(loan.tensor.untyped_storage())] = loan._replace(fresh=False)
+
+    @contextlib.contextmanager
+    def lent_out(self, *, read: bool = True, written: bool) -> Iterator[None]:
+        """Lend everything inside of the block."""
+        self.start(read=read)
+        try:
+            self.finish()
+            yield
+        finally:
+            self.give_back(written=written)
+
+    def read(self, tensor: torch.Tensor, into: torch.Tensor | None = None) -> torch.Tensor:
+        """Return the values of a tensor: itself if it is there, else a copy, in `into` if that is given."""
+        loan = self._kept.get(id(tensor.untyped_storage()))
+        if loan is None or self.lent:
+            return tensor if into is None else into.copy_(tensor)
+        target = torch.empty_like(tensor) if into is None else into
+        loan.stored.copy_to(target)
+        return target
+
+
+Borrowed = tuple[Loans, bool]
+"""What is lent, and whether it will be written."""
+
+T = TypeVar("T")
+
+
+@contextlib.contextmanager
+def borrowed(wanted: Sequence[Borrowed]) -> Iterator[None]:
+    """Have all of some loans inside of the block."""
+    started = 0
+    try:
+        for loans, _ in wanted:
+            loans.start()
+            started += 1
+        for loans, _ in wanted:
+            loans.finish()
+        yield
+    finally:
+        for loans, written in wanted[:started]:
+            loans.give_back(written=written)
+
+
+def in_turn(parts: Sequence[tuple[T, Sequence[Borrowed]]], use: Callable[[T], None]) -> None:
+    """Use parts of something one after the other, each lent meanwhile; the next one is on its way then.
+
+    Args:
+        parts: each with what it borrows.
+        use: is called with each.
+    """
+    with contextlib.ExitStack() as ahead:
+        for number, (part, wanted) in enumerate(parts):
+            with ahead.pop_all(), borrowed(wanted):
+                for loans, _ in parts[number + 1][1] if number + 1 < len(parts) else ():
+                    loans.start()
+                    ahead.callback(loans.give_back, written=False)
+                use(part)
