@@ -179,7 +179,10 @@ WRONG: dict[str, tuple[list[dict[str, Any]], str]] = {
     "hole": ([LEFT, piece([[0, 4], [3, 6]], 0, 12, "g")], r"element \[0, 2\] of \[4, 6\] is in 0 boxes"),
     "same size": ([piece([[0, 2], [0, 6]], 0, 12), piece([[1, 3], [0, 6]], 0, 12)], r"element \[1, 0\] .* in 2 boxes"),
     "box twice": ([LEFT, RIGHT, LEFT | {"key": "x"}], r"element \[0, 0\] of \[4, 6\] is in 2 boxes, of f\)$"),
-    "whole and box": ([piece(None, 0, 24), piece([[0, 4], [0, 2]], 0, 8, "g")], r"element \[0, 0\] .* 2 boxes, of f, g"),
+    "whole and box": (
+        [piece(None, 0, 24), piece([[0, 4], [0, 2]], 0, 8, "g")],
+        r"element \[0, 0\] .* 2 boxes, of f, g",
+    ),
     "nothing": ([], r"element \[0, 0\] of \[4, 6\] is in 0 boxes"),
     "half a box": ([LEFT, RIGHT | {"stop": 12}], r"12 of 16 elements of the box \[\[0, 4\], \[2, 6\]\] are stored"),
     "gap in a box": (
@@ -235,7 +238,9 @@ def deep() -> tuple[list[dict[str, Any]], list[int]]:
     return [piece([[0, 1]] * 40, 0, 1), piece([[1, 2]] * 40, 0, 1)], shape
 
 
-@pytest.mark.parametrize(("make", "message"), [(shredded, r"element \[0, 0\] .* is in 2 boxes"), (deep, "40 dimensions")])
+@pytest.mark.parametrize(
+    ("make", "message"), [(shredded, r"element \[0, 0\] .* is in 2 boxes"), (deep, "40 dimensions")]
+)
 def test_many_boxes_and_many_dimensions_take_little_time_and_memory(
     make: Callable[[], tuple[list[dict[str, Any]], list[int]]], message: str, tmp_path: Path
 ) -> None:

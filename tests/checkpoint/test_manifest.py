@@ -79,7 +79,9 @@ def test_runs_cover_any_range_from_any_cuts(cuts: list[int], data: st.DataObject
     stop = data.draw(st.integers(start, 40))
     runs = tensor.runs(start, stop)
     assert all(patch.flat for _, patch in runs)
-    taken = [n for part, patch in runs for n in range(part.start + patch.source, part.start + patch.source + patch.numel)]
+    taken = [
+        n for part, patch in runs for n in range(part.start + patch.source, part.start + patch.source + patch.numel)
+    ]
     assert taken == list(range(start, stop))
     assert [patch.target for _, patch in runs] == [0, *itertools.accumulate(patch.numel for _, patch in runs)][:-1]
     assert all(patch.source + patch.numel <= part.stop - part.start for part, patch in runs)
