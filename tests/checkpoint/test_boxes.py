@@ -72,7 +72,9 @@ def write(path: Path, tensors: dict[str, tuple[torch.Tensor, list[Piece]]], worl
             parts[0].add_runs(described, [])
     files = {part.file: write_tensors(str(path / part.file), part.tensors) for part in parts}
     stored = manifest.combine(tensor for part in parts for tensor in part.stored)
-    made = Manifest("a", 0.0, {"shardwise": "0"}, {"world": world}, {}, files, manifest.in_order(stored))
+    made = Manifest(
+        "a", 0.0, {"shardwise": "0"}, {"world": world}, {}, files, manifest.in_order(stored, [list(tensors)])
+    )
     (path / "manifest.json").write_bytes(manifestfile.to_bytes(made))
 
 
@@ -127,7 +129,7 @@ def test_boxes_are_exported_and_described(tmp_path: Path) -> None:
     export(tmp_path / "a", tmp_path / "hf")
     found = load_file(tmp_path / "hf" / "model.safetensors")
     assert torch.equal(found["w"], weight) and torch.equal(found["b"], bias)
-    told = describe(str(tmp_path / "a"), tensors=True)["tensors"]
+    told = describe(str(tmp_path / "a"), tensors=True)["tensors"][::-1]
     assert [part["box"] for part in told[0]["slices"]] == [None]
     assert told[1]["slices"][2] == {"file": "rank2.safetensors", "start": 0, "stop": 15, "box": ((0, 6), (5, 10))}
 

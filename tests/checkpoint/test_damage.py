@@ -281,7 +281,7 @@ def other_model(path: str, width: int, strict: bool, optimizer: str, groups: int
 def test_another_model_is_refused_by_names_and_shapes(saved: Path) -> None:
     for message in on_ranks(other_model, 2, str(saved), 12, True, "AdamW", 2):
         assert "missing in the checkpoint: extra.weight, extra.bias" in message
-        assert "not in the model: blocks.0.inner.bias, blocks.0.inner.weight, " in message and "in all)" in message
+        assert "not in the model: temperature, nothing, blocks.0.inner.weight, " in message and "in all)" in message
         assert "of another shape: embedding.weight (checkpoint [13, 11], model [13, 12])" in message
     for message in on_ranks(other_model, 2, str(saved), 12, False, "AdamW", 2):
         assert "missing" not in message

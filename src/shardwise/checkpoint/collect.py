@@ -56,13 +56,15 @@ class Part:
         self.stored: list[StoredTensor] = []
         self.values: dict[str, dict[str, Any]] = {}
         self.trees: dict[str, Any] = {}
+        self.order: list[str] = []
         self.excluded: list[str] = []
         self._trained: list[tuple[str, torch.Tensor]] = []
 
     def to_json(self) -> dict[str, Any]:
         """Return what rank 0 needs of this part."""
         stored = [tensor.to_json() for tensor in self.stored]
-        return {"stored": stored, "values": self.values, "trees": self.trees, "excluded": self.excluded}
+        names = {"order": self.order, "excluded": self.excluded}
+        return {"stored": stored, "values": self.values, "trees": self.trees, **names}
 
     def put(self, key: str, tensor: torch.Tensor) -> str:
         """Add a tensor to the file under a key of its own; returns the key."""
@@ -127,6 +129,7 @@ def collect(model: CheckpointedModel, file: str, state: TrainingState, excluded:
         CheckpointError: something cannot be saved; the message names it.
     """
     part = Part(file)
+    part.order = [tensor.name for tensor in model.registry]
     values, ranges = model.value_runs(), model.saved_ranges()
     for tensor in model.registry:
         if tensor.index in excluded:

@@ -180,7 +180,7 @@ def _manifest(
         layout=old.layout,
         config=old.config,
         files=files,
-        tensors=manifest.in_order(tensors),
+        tensors=manifest.in_order(tensors, [[tensor.name for tensor in old.of_kind(PARAMETER)]]),
         counters=old.counters,
         ranks=old.ranks,
         **trees,

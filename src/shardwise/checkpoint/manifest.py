@@ -299,9 +299,19 @@ def _agreed(tensor: StoredTensor) -> tuple[Any, ...]:
     return tensor.shape, tensor.dtype, tensor.trainable, tensor.group
 
 
-def in_order(tensors: Iterable[StoredTensor]) -> list[StoredTensor]:
-    """Return tensors as manifests list them, whichever ranks had them: by kind, then by name, numbers as numbers."""
-    return sorted(tensors, key=lambda tensor: (tensor.kind, _with_numbers(tensor.name), tensor.rank or 0))
+def in_order(tensors: Iterable[StoredTensor], orders: Iterable[Sequence[str]]) -> list[StoredTensor]:
+    """Return tensors as manifests list them: by kind, then in the order in which all ranks have the parameters.
+
+    Where ranks have different ones, as layers, it is that of names, with numbers as numbers: however many ranks share
+    the model, the order is the same.
+
+    Args:
+        tensors: what is listed.
+        orders: names of each rank's parameters.
+    """
+    known = set(map(tuple, orders))
+    places = {name: place for place, name in enumerate(known.pop())} if len(known) == 1 else {}
+    return sorted(tensors, key=lambda t: (t.kind, places.get(t.name, -1), _with_numbers(t.name), t.rank or 0))
 
 
 def _with_numbers(name: str) -> list[Any]:

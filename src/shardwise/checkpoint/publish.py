@@ -151,7 +151,7 @@ def _join(whole: Whole, parts: list[dict[str, Any]], files: dict[str, FileFacts]
         layout={"world": whole.world, **whole.layout},
         config=whole.config,
         files=files,
-        tensors=manifest.in_order(manifest.combine(stored)),
+        tensors=manifest.in_order(manifest.combine(stored), [part["order"] for part in parts]),
         excluded=sorted({name for part in parts for name in part["excluded"]}),
         optimizer=optimizer,
         scheduler=common["scheduler"],
