@@ -78,17 +78,31 @@ def test_runs_cover_any_range_from_any_cuts(cuts: list[int], data: st.DataObject
     start = data.draw(st.integers(0, 40))
     stop = data.draw(st.integers(start, 40))
     runs = tensor.runs(start, stop)
-    assert [n for _, first, last in runs for n in range(first, last)] == list(range(start, stop))
-    assert all(part.start <= first < last <= part.stop for part, first, last in runs)
+    assert all(patch.flat for _, patch in runs)
+    taken = [
+        n for part, patch in runs for n in range(part.start + patch.source, part.start + patch.source + patch.numel)
+    ]
+    assert taken == list(range(start, stop))
+    assert [patch.target for _, patch in runs] == [0, *itertools.accumulate(patch.numel for _, patch in runs)][:-1]
+    assert all(patch.source + patch.numel <= part.stop - part.start for part, patch in runs)
 
 
-def test_missing_elements_and_boxes_are_refused() -> None:
+def test_missing_elements_are_refused() -> None:
     tensor = StoredTensor("w", "parameter", (6,), "float32", (Slice("f", "k", 0, 2), Slice("f", "l", 3, 6)))
-    with pytest.raises(CheckpointError, match=r"'w': elements \[2, 6\) of 6 are in no file"):
+    with pytest.raises(CheckpointError, match=r"'w': 1 of elements \[0, 6\) of 6 are in no file"):
         tensor.runs(0, 6)
-    boxed = replace(tensor, slices=(Slice("f", "k", 0, 6, ((0, 6),)),))
-    with pytest.raises(CheckpointError, match="n-dimensional boxes"):
-        boxed.runs(0, 6)
+
+
+def test_tensors_are_listed_in_one_order_whichever_ranks_had_them() -> None:
+    names = ["wte", "h.2.w", "h.10.w", "h.1.b", "head"]
+    tensors = [StoredTensor(name, "parameter", (0,), "float32", ()) for name in sorted(names)]
+
+    def listed(*orders: list[str]) -> list[str]:
+        return [tensor.name for tensor in manifest.in_order(tensors, orders)]
+
+    assert listed(names) == listed(names, names) == names
+    for cut in range(1, 5):
+        assert listed(names[cut:], names[:cut]) == ["h.1.b", "h.2.w", "h.10.w", "head", "wte"]
 
 
 def test_parts_of_ranks_are_joined_and_checked() -> None:
@@ -98,13 +112,18 @@ def test_parts_of_ranks_are_joined_and_checked() -> None:
     (joined,) = manifest.combine([part(4, 6), part(0, 4)])
     assert [run.start for run in joined.slices] == [0, 4]
     for parts, message in (
-        ([part(0, 4)], "4 of 6 elements were written"),
+        ([part(0, 4)], "4 of 6 elements are stored"),
         ([part(0, 4), part(5, 6)], "expected a run from element 4, found 5"),
         ([part(0, 4), part(3, 6)], "expected a run from element 4, found 3"),
         ([part(0, 4), part(4, 6, "float16")], "ranks disagree"),
     ):
         with pytest.raises(CheckpointError, match=message):
             manifest.combine(parts)
+    one, other = part(0, 4), part(4, 6)
+    (joined,) = manifest.combine([replace(one, aliases=("v",)), replace(other, aliases=("u", "v"))])
+    assert joined.aliases == ("v", "u")
+    with pytest.raises(CheckpointError, match="ranks disagree"):
+        manifest.combine([replace(one, group=0), replace(other, group=1)])
     empty = StoredTensor("e", "parameter", (0, 3), "float32", ())
     assert manifest.combine([empty]) == [empty]
 

@@ -2,9 +2,13 @@
 
 from __future__ import annotations
 
+from dataclasses import replace
+
+import pytest
 import torch
 from torch import nn
 
+from shardwise.errors import UsageError
 from shardwise.registry import Registry
 
 
@@ -39,3 +43,24 @@ def test_parameters_without_an_optimizer_group_are_not_trained() -> None:
     model = Tied()
     registry = Registry.of(model, groups={id(model.head.bias): 0})
     assert [t.name for t in registry if t.trainable] == ["head.bias"]
+
+
+def test_a_parameter_may_be_a_part_of_its_tensor() -> None:
+    model = Tied()
+    table, bias = model.embedding.weight, model.head.bias
+    registry = Registry.of(model, parts={id(table): ((10, 3), ((5, 10), (0, 3))), id(bias): ((5,), ((0, 5),))})
+    tied, whole = registry.find(table), registry.find(bias)
+    assert tied is not None and whole is not None
+    assert (tied.global_shape, tied.box, tied.shape, tied.numel) == ((10, 3), ((5, 10), (0, 3)), (5, 3), 15)
+    assert (whole.global_shape, whole.box, whole.shape) == ((5,), None, (5,))
+    assert replace(tied, box=((3, 3), (1, 3))).numel == 0
+
+
+def test_boxes_that_cannot_be_are_refused() -> None:
+    model = Tied()
+    table = model.embedding.weight
+    for box in (((5, 11), (0, 3)), ((-1, 4), (0, 3)), ((6, 5), (0, 3)), ((0, 5),)):
+        with pytest.raises(UsageError, match=r"parameter 'embedding.weight': expected \(first, end\) .* of \[10, 3\]"):
+            Registry.of(model, parts={id(table): ((10, 3), box)})
+    with pytest.raises(UsageError, match=r"has shape \[5, 3\], its box \(\(0, 4\), \(0, 3\)\) of \[10, 3\] has"):
+        Registry.of(model, parts={id(table): ((10, 3), ((0, 4), (0, 3)))})

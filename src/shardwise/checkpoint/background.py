@@ -35,7 +35,7 @@ import torch
 
 from shardwise.checkpoint import directory, patience
 from shardwise.checkpoint.agree import phase
-from shardwise.checkpoint.collect import Part, TrainingState, add_buffers
+from shardwise.checkpoint.collect import Part, TrainingState, add_shared
 from shardwise.checkpoint.patience import Progress
 from shardwise.checkpoint.protocols import CheckpointedModel
 from shardwise.checkpoint.publish import FACTS, FAILURE, LOCK, Whole, beside, stands
@@ -465,7 +465,7 @@ def save_in_background(
     with drafted(model, request, state) as made:
         try:
             with phase(comm, what) as taken:
-                add_buffers(made.part, model, made.digests)
+                add_shared(made.part, model, made.told)
                 whole = whole_of(model, request, made.not_finite) if comm.rank == 0 else None
                 if whole is not None:
                     whole = replace(whole, directory=os.path.abspath(whole.directory))

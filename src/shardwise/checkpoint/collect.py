@@ -1,7 +1,8 @@
 """What one rank writes: its runs of every tensor, and the facts that the manifest will need.
 
 Each rank contributes what `saved_ranges` gives it, whatever the stage; values that are replicated are divided up,
-so that files are equally large and no byte is written twice.
+so that files are equally large and no byte is written twice. Ranks may have different modules, each its own part of
+the model: of what several have and only one writes, the first of them writes it.
 """
 
 from __future__ import annotations
@@ -14,10 +15,12 @@ from typing import Any
 import torch
 from torch import nn
 
+from shardwise.boxes import Box
 from shardwise.checkpoint import codec
 from shardwise.checkpoint.manifest import BUFFER, OPTIMIZER, PARAMETER, Slice, StoredTensor, name_of
 from shardwise.checkpoint.protocols import CheckpointedModel, Run
 from shardwise.checkpoint.tensorfile import bytes_of
+from shardwise.errors import CheckpointError
 from shardwise.registry import LogicalTensor
 
 
@@ -57,11 +60,15 @@ class Part:
         self.stored: list[StoredTensor] = []
         self.values: dict[str, dict[str, Any]] = {}
         self.trees: dict[str, Any] = {}
+        self.order: list[str] = []
+        self.excluded: list[str] = []
         self._trained: list[tuple[str, torch.Tensor]] = []
 
     def to_json(self) -> dict[str, Any]:
         """Return what rank 0 needs of this part."""
-        return {"stored": [tensor.to_json() for tensor in self.stored], "values": self.values, "trees": self.trees}
+        stored = [tensor.to_json() for tensor in self.stored]
+        names = {"order": self.order, "excluded": self.excluded}
+        return {"stored": stored, "values": self.values, "trees": self.trees, **names}
 
     def put(self, key: str, tensor: torch.Tensor) -> str:
         """Add a tensor to the file under a key of its own; returns the key."""
@@ -76,14 +83,14 @@ class Part:
         """Store a tensor of a tree (`shardwise.checkpoint.codec.PutAside`)."""
         return {"file": self.file, "key": self.put(path, tensor.contiguous())}
 
-    def add_runs(self, tensor: StoredTensor, runs: list[Run]) -> None:
-        """Store runs of a logical tensor."""
+    def add_runs(self, tensor: StoredTensor, runs: list[Run], box: Box | None = None) -> None:
+        """Store runs of a logical tensor, or of a box of it."""
         slices = []
         for start, stop, view in runs:
             self._watch(tensor, view)
             key = self.put(f"{tensor.kind}/{tensor.name}[{start}:{stop}]", view)
             self.runs.add(key)
-            slices.append(Slice(self.file, key, start, stop))
+            slices.append(Slice(self.file, key, start, stop, box))
         self.stored.append(StoredTensor(**{**vars(tensor), "slices": tuple(slices)}))
 
     def add_whole(self, tensor: StoredTensor, values: torch.Tensor) -> None:
@@ -127,15 +134,17 @@ def collect(model: CheckpointedModel, file: str, state: TrainingState, excluded:
         CheckpointError: something cannot be saved; the message names it.
     """
     part = Part(file)
+    part.order = [tensor.name for tensor in model.registry]
     values, ranges = model.value_runs(), model.saved_ranges()
     for tensor in model.registry:
         if tensor.index in excluded:
+            part.excluded.append(tensor.name)
             continue
         own = ranges.get(tensor.index, [])
         runs = within(values.get(tensor.index, []), own)
         if runs:
-            part.add_runs(_described(tensor, runs[0][2].dtype), runs)
-        elif tensor.numel == 0 and model.comm.rank == 0:
+            part.add_runs(_described(tensor, runs[0][2].dtype), runs, tensor.box)
+        elif 0 in tensor.global_shape:
             part.add_runs(_described(tensor, tensor.dtype), [])
         if own and model.update is not None:
             _add_optimizer_state(part, model, tensor, own)
@@ -149,7 +158,7 @@ def _described(tensor: LogicalTensor, dtype: torch.dtype) -> StoredTensor:
     return StoredTensor(
         tensor.name,
         PARAMETER,
-        tensor.shape,
+        tensor.global_shape,
         name_of(dtype),
         (),
         tensor.aliases,
@@ -175,16 +184,23 @@ def _add_optimizer_state(
 ) -> None:
     assert model.update is not None
     # What cannot be cut is saved by the rank that has the parameter's first element.
-    first = own[0][0] == 0
+    first = own[0][0] == 0 and all(begin == 0 for begin, _ in tensor.box or ())
     for key, value in model.update.state(tensor.index).items():
         kind = OPTIMIZER + key
         number = isinstance(value, torch.Tensor) and value.dim() == 0
         runs = [] if number else model.update.state_pieces(tensor.index, key)
         if runs:
-            described = StoredTensor(tensor.name, kind, tensor.shape, name_of(value.dtype), ())
-            part.add_runs(described, within(runs, own))
-        elif first and isinstance(value, torch.Tensor) and not number:
-            part.add_whole(StoredTensor(tensor.name, kind, tuple(value.shape), name_of(value.dtype), ()), value)
+            described = StoredTensor(tensor.name, kind, tensor.global_shape, name_of(value.dtype), ())
+            part.add_runs(described, within(runs, own), tensor.box)
+        elif isinstance(value, torch.Tensor) and not number:
+            if tensor.box is not None:
+                raise CheckpointError(
+                    f"optimizer state {key!r} of {tensor.name!r}: a tensor of shape {list(value.shape)} that belongs "
+                    f"to the box {tensor.box} of {list(tensor.global_shape)}, which no other layout could load; use an "
+                    "optimizer whose state has one value per element"
+                )
+            if first:
+                part.add_whole(StoredTensor(tensor.name, kind, tuple(value.shape), name_of(value.dtype), ()), value)
         elif first:
             path = f"optimizer state {key!r} of {tensor.name!r}"
             part.values.setdefault(tensor.name, {})[key] = codec.encode(value, path, part.put_aside)
@@ -197,41 +213,50 @@ def _add_common(part: Part, model: CheckpointedModel, state: TrainingState) -> N
     trees["scheduler"] = codec.encode(state.scheduler, "state of the learning-rate schedule", part.put_aside)
     trees["counters"] = state.counters
     trees["scaler"] = codec.encode(state.scaler, "state of the loss scaler", part.put_aside)
-    trees["extra"] = {
+
+
+def holdings(model: CheckpointedModel) -> dict[str, Any]:
+    """Return what this rank has of what several may have: digests of buffers, extra state, parameter groups."""
+    return {
+        "buffers": {name: _digest(buffer) for name, buffer in buffers(model.module)},
+        "extra": [name for name, _ in extra_states(model.module)],
+        "groups": 0 if model.optimizer is None else len(model.optimizer.param_groups),
+    }
+
+
+def add_shared(part: Part, model: CheckpointedModel, told: list[dict[str, Any]]) -> None:
+    """Add what several ranks may have: the first of them writes it, and of buffers also those whose values differ.
+
+    Args:
+        part: what this rank writes.
+        model: the sharded model.
+        told: `holdings` of all ranks.
+    """
+    rank, before = model.comm.rank, told[: model.comm.rank]
+    names = buffer_names(model.module)
+    for name, buffer in buffers(model.module):
+        first = next((said["buffers"][name] for said in before if name in said["buffers"]), None)
+        if first is None or first != told[rank]["buffers"][name]:
+            shape, dtype = tuple(buffer.shape), name_of(buffer.dtype)
+            also = tuple(names[id(buffer)][1:])
+            own = None if first is None else rank
+            part.add_whole(StoredTensor(name, BUFFER, shape, dtype, (), also, rank=own), buffer)
+    written = {name for said in before for name in said["extra"]}
+    part.trees["extra"] = {
         name: codec.encode(module.get_extra_state(), f"extra state of module {name!r}", part.put_aside)
         for name, module in extra_states(model.module)
+        if name not in written
     }
     groups = [] if model.optimizer is None else model.optimizer.param_groups
-    trees["groups"] = [
+    part.trees["groups"] = [
         codec.encode(
             {name: value for name, value in group.items() if name != "params"},
             f"optimizer.param_groups[{number}]",
             part.put_aside,
         )
         for number, group in enumerate(groups)
+        if number >= max((said["groups"] for said in before), default=0)
     ]
-
-
-def buffer_digests(model: CheckpointedModel) -> dict[str, str]:
-    """Return what tells the values of the module's buffers from those on other ranks."""
-    return {name: _digest(buffer) for name, buffer in buffers(model.module)}
-
-
-def add_buffers(part: Part, model: CheckpointedModel, digests: list[dict[str, str]]) -> None:
-    """Add the module's buffers: rank 0's, and other ranks' where they differ.
-
-    Args:
-        part: what this rank writes.
-        model: the sharded model.
-        digests: `buffer_digests` of all ranks.
-    """
-    rank = model.comm.rank
-    names = buffer_names(model.module)
-    for name, buffer in buffers(model.module):
-        if rank == 0 or digests[0].get(name) != digests[rank][name]:
-            shape, dtype = tuple(buffer.shape), name_of(buffer.dtype)
-            also = tuple(names[id(buffer)][1:])
-            part.add_whole(StoredTensor(name, BUFFER, shape, dtype, (), also, rank=rank or None), buffer)
 
 
 def _digest(tensor: torch.Tensor) -> str:

@@ -172,7 +172,6 @@ def _manifest(
     saved: Checkpoint, tag: str, trees: dict[str, Any], tensors: list[StoredTensor], files: dict[str, FileFacts]
 ) -> Manifest:
     old = saved.manifest
-    order = {tensor.name: number for number, tensor in enumerate(old.of_kind(PARAMETER))}
     versions = {"shardwise": __version__, "torch": torch.__version__, "python": platform.python_version()}
     return Manifest(
         tag=tag,
@@ -181,7 +180,7 @@ def _manifest(
         layout=old.layout,
         config=old.config,
         files=files,
-        tensors=sorted(tensors, key=lambda t: (t.kind, order.get(t.name, -1), t.name, t.rank or 0)),
+        tensors=manifest.in_order(tensors, [[tensor.name for tensor in old.of_kind(PARAMETER)]]),
         counters=old.counters,
         ranks=old.ranks,
         **trees,

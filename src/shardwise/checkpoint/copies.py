@@ -36,7 +36,7 @@ import torch
 from shardwise._version import __version__
 from shardwise.checkpoint import manifest, manifestfile
 from shardwise.checkpoint.agree import phase
-from shardwise.checkpoint.collect import Part, TrainingState, add_buffers, buffer_digests, collect
+from shardwise.checkpoint.collect import Part, TrainingState, add_shared, collect, holdings
 from shardwise.checkpoint.protocols import CheckpointedModel
 from shardwise.checkpoint.reader import Checkpoint
 from shardwise.checkpoint.shipping import Hold, Shipment, ship
@@ -200,7 +200,7 @@ class MemoryCopies:
             with phase(comm, what) as collected:
                 state, header = prepare()
                 part = collect(self._model, file, state, frozenset())
-                collected.said = [buffer_digests(self._model), part.not_finite() if self.check_finite else []]
+                collected.said = [holdings(self._model), part.not_finite() if self.check_finite else []]
             self._check_finite([name for said in collected.heard for name in said[1]])
             steps = state.counters["global_steps"]
             name = f"step{steps}-{self._token}-{self._count}"
@@ -210,7 +210,7 @@ class MemoryCopies:
                     self._begin(draft)
                     self._remove(keep=(self._newest, os.path.basename(draft)))
             with phase(comm, what) as written:
-                add_buffers(part, self._model, [said[0] for said in collected.heard])
+                add_shared(part, self._model, [said[0] for said in collected.heard])
                 written.said = self._write(part, draft, steps, header)
             sizes: list[list[int]] = written.heard
             shipments = self._shipments(sizes)
@@ -447,7 +447,8 @@ class MemoryCopies:
         optimizer = None
         if header["optimizer"] is not None:
             values = {name: value for part in ordered for name, value in part["values"].items()}
-            optimizer = {"class": header["optimizer"], "groups": first["groups"], "values": values}
+            groups = [group for part in ordered for group in part["trees"]["groups"]]
+            optimizer = {"class": header["optimizer"], "groups": groups, "values": values}
         return manifest.Manifest(
             tag=generation.name,
             created=generation.created,
@@ -464,7 +465,7 @@ class MemoryCopies:
             scaler=first["scaler"],
             counters=first["counters"],
             ranks=[part["trees"]["rank"] for part in ordered],
-            extra=first["extra"],
+            extra={name: tree for part in ordered for name, tree in part["trees"]["extra"].items()},
             client=first["client"],
         )
 
@@ -516,20 +517,21 @@ def needed_files(model: CheckpointedModel, joined: manifest.Manifest) -> set[str
     """Return the files that this rank reads when it loads a checkpoint into a model."""
     with model.lent():
         values = model.value_runs()
-    held = {model.registry[index].name: (model.registry[index].shape, runs) for index, runs in values.items()}
+    held = {model.registry[index].name: (model.registry[index], runs) for index, runs in values.items()}
     files: set[str] = set()
     for stored in joined.tensors:
-        shape, runs = held.get(stored.name, ((), []))
+        tensor, runs = held.get(stored.name, (None, []))
         if stored.kind != manifest.BUFFER and not runs:
             continue
-        if stored.kind != manifest.BUFFER and stored.shape == tuple(shape):
+        if stored.kind != manifest.BUFFER and tensor is not None and stored.shape == tensor.global_shape:
+            own = stored.part(tensor.box)
             for start, stop, _ in runs:
-                files.update(part.file for part, _, _ in stored.runs(start, stop))
+                files.update(part.file for part, _ in own.runs(start, stop))
         else:
             files.update(part.file for part in stored.slices)
     rank = model.comm.rank
-    own = [joined.ranks[0], *joined.ranks[rank : rank + 1]]
-    trees = [joined.optimizer, joined.scheduler, joined.scaler, joined.extra, joined.client, own]
+    states = [joined.ranks[0], *joined.ranks[rank : rank + 1]]
+    trees = [joined.optimizer, joined.scheduler, joined.scaler, joined.extra, joined.client, states]
     files.update(_referred(trees))
     return files
 

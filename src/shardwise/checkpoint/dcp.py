@@ -23,6 +23,7 @@ from typing import Any, BinaryIO, cast
 
 import torch
 
+from shardwise.boxes import misfit
 from shardwise.checkpoint import directory
 from shardwise.checkpoint.source import PIECE, Source, SourceTensor
 from shardwise.checkpoint.tensorfile import bytes_of
@@ -289,14 +290,16 @@ def _sizes(value: Any) -> tuple[int, ...]:
 
 
 def _check_cover(name: str, shape: tuple[int, ...], chunks: list[_Chunk]) -> None:
-    """Raise unless chunks are inside of the tensor and together have as many elements."""
+    """Raise unless chunks are inside of the tensor and have each element once."""
+    parts = []
     for chunk in chunks:
-        ends = [offset + size for offset, size in zip(chunk.offsets, chunk.sizes, strict=True)]
-        if len(ends) != len(shape) or any(end > size for end, size in zip(ends, shape, strict=True)):
+        box = tuple((offset, offset + size) for offset, size in zip(chunk.offsets, chunk.sizes, strict=True))
+        if len(box) != len(shape) or any(end > size for (_, end), size in zip(box, shape, strict=True)):
             raise ValueError(f"{name!r}: a part at {chunk.offsets} of shape {chunk.sizes} is not in {shape}")
-    count = sum(math.prod(chunk.sizes) for chunk in chunks)
-    if count != math.prod(shape):
-        raise ValueError(f"{name!r}: its parts have {count} elements, the tensor {math.prod(shape)}")
+        parts.append(box)
+    wrong = misfit(shape, parts)
+    if wrong is not None:
+        raise ValueError(f"{name!r}: element {list(wrong[0])} of {list(shape)} is in {wrong[1]} parts")
 
 
 class _View(io.RawIOBase):

@@ -86,7 +86,7 @@ def load_weights(
             runs = model.value_runs()
             for tensor, name in matched.parameters:
                 for start, _, view in runs.get(tensor.index, ()):
-                    source.read_into(name, start, view)
+                    source.read_part(name, tensor.box, start, view)
             for buffer, name in matched.buffers:
                 flat = torch.empty(buffer.numel(), dtype=buffer.dtype, device=buffer.device)
                 source.read_into(name, 0, flat)
@@ -142,7 +142,7 @@ def _match(model: CheckpointedModel, source: Source, strict: bool, rename: Renam
             wrong.append(f"{names[0]} (files {list(found.shape)}, model {list(shape)})")
         return found.name
 
-    parameters = [(tensor, take((tensor.name, *tensor.aliases), tensor.shape)) for tensor in model.registry]
+    parameters = [(tensor, take((tensor.name, *tensor.aliases), tensor.global_shape)) for tensor in model.registry]
     shared = buffer_names(model.module)
     held = [(buffer, take(tuple(shared[id(buffer)]), tuple(buffer.shape))) for _, buffer in buffers(model.module)]
     unexpected = [tensor.name for tensor in source.tensors().values() if tensor.name not in used | left_out]

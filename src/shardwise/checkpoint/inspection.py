@@ -166,7 +166,9 @@ def _tensor(tensor: StoredTensor) -> dict[str, Any]:
         "trainable": tensor.trainable,
         "group": tensor.group,
         "rank": tensor.rank,
-        "slices": [{"file": part.file, "start": part.start, "stop": part.stop} for part in tensor.slices],
+        "slices": [
+            {"file": part.file, "start": part.start, "stop": part.stop, "box": part.box} for part in tensor.slices
+        ],
     }
 
 

@@ -18,6 +18,7 @@ from __future__ import annotations
 
 import contextlib
 import hashlib
+import json
 import os
 from collections.abc import Callable, Iterable, Iterator, Sequence
 from dataclasses import dataclass, field, replace
@@ -28,8 +29,8 @@ import torch
 from shardwise.checkpoint import directory, manifest, manifestfile
 from shardwise.checkpoint.agree import phase
 from shardwise.checkpoint.deepspeed.directory import recognised
-from shardwise.checkpoint.manifest import BUFFER, Manifest, StoredTensor
-from shardwise.checkpoint.match import Matched, StateOf, match_module, match_optimizer
+from shardwise.checkpoint.manifest import BUFFER, OPTIMIZER, Manifest, StoredTensor
+from shardwise.checkpoint.match import Elsewhere, Matched, StateOf, match_module, match_optimizer, names_of
 from shardwise.checkpoint.protocols import CheckpointedModel
 from shardwise.checkpoint.reader import Checkpoint, Run
 from shardwise.checkpoint.report import LoadReport
@@ -171,20 +172,24 @@ def _try(
         try:
             with phase(model.comm, what) as opening:
                 saved = opened(path)
-                opening.said = saved.manifest.created
+                opening.said = [saved.manifest.created, _groups(model), _digest(names_of(model))]
             assert saved is not None
-            if len(set(opening.heard)) > 1:
+            times = {created for created, _, _ in opening.heard}
+            if len(times) > 1:
                 raise CheckpointError(
-                    f"{path}: ranks see different checkpoints under this path (saved at {sorted(set(opening.heard))}); "
+                    f"{path}: ranks see different checkpoints under this path (saved at {sorted(times)}); "
                     "it must be on a file system that all ranks share"
                 )
         except CheckpointError as error:
             return error
+        alike = len({names for _, _, names in opening.heard}) == 1
+        elsewhere = _elsewhere(model, what, max(groups for _, groups, _ in opening.heard), alike)
         with phase(model.comm, what) as agreed:
-            matched = _match(model, saved, options)
+            matched = _match(model, saved, options, elsewhere)
             check(saved)
-            agreed.said = _fingerprint(matched)
-        if len(set(agreed.heard)) > 1:
+            facts = _facts(model, matched)
+            agreed.said = {"": _digest(facts)} if alike else facts
+        if not _agree(agreed.heard):
             raise UsageError(
                 f"{path}: ranks would load different tensors; pass the same include, exclude and rename on every rank, "
                 "and build the same model"
@@ -193,7 +198,7 @@ def _try(
         try:
             if options.verify:
                 with model.lent():
-                    _verify(model, saved, matched, options, what)
+                    _verify(model, saved, matched, options, what, alike)
         except CheckpointError as error:
             return error
         found, saved = saved, None
@@ -205,30 +210,55 @@ def _try(
                 model.update.clear_state()
 
 
-def _match(model: CheckpointedModel, saved: Checkpoint, options: Options) -> Matched:
+def _groups(model: CheckpointedModel) -> int:
+    return 0 if model.optimizer is None else len(model.optimizer.param_groups)
+
+
+def _elsewhere(model: CheckpointedModel, what: str, groups: int, alike: bool) -> Elsewhere:
+    """Return what other ranks have; all ranks call this together, and names travel only if they are not the same."""
+    if alike:
+        return Elsewhere(groups=groups)
+    with phase(model.comm, what) as told:
+        told.said = names_of(model)
+    others = (names for rank, names in enumerate(told.heard) if rank != model.comm.rank)
+    return Elsewhere(frozenset(name for names in others for name in names), groups)
+
+
+def _match(model: CheckpointedModel, saved: Checkpoint, options: Options, elsewhere: Elsewhere) -> Matched:
     """Find what goes where."""
     renamed = rename(saved.manifest, options.selection, saved.path)
     if options.custom:
         names = [tensor.name for tensor in saved.manifest.of_module() if tensor.rank is None]
         matched = Matched(LoadReport(saved.path, loaded=tuple(names)))
     else:
-        matched = match_module(model, renamed, saved.path, options.selection, strict=options.strict)
+        matched = match_module(model, renamed, saved.path, options.selection, elsewhere, strict=options.strict)
     if options.with_optimizer and model.optimizer is not None:
         matched.states, notes = match_optimizer(
-            model, renamed.manifest, saved.path, options.selection, settings=options.settings
+            model, renamed.manifest, saved.path, options.selection, elsewhere, settings=options.settings
         )
         matched.report = replace(matched.report, optimizer=True, notes=tuple(notes))
     return matched
 
 
-def _fingerprint(matched: Matched) -> str:
-    """Return what is the same on ranks that load the same; buffers may be each rank's own."""
-    pairs = [(tensor.name, stored.name, stored.shape) for tensor, stored in matched.parameters]
-    states = [
-        (index, sorted(state.elementwise), sorted(state.whole)) for index, state in (matched.states or {}).items()
-    ]
-    facts = (pairs, sorted(matched.buffer_names), matched.report.loaded, states)
-    return hashlib.blake2b(repr(facts).encode(), digest_size=16).hexdigest()
+def _facts(model: CheckpointedModel, matched: Matched) -> dict[str, Any]:
+    """Return what this rank loads of each name that it has; values of buffers may be each rank's own."""
+    facts: dict[str, Any] = dict.fromkeys(names_of(model))
+    facts.update(dict.fromkeys((*matched.report.loaded, *matched.buffer_names), True))
+    facts.update((tensor.name, [stored.name, list(stored.shape)]) for tensor, stored in matched.parameters)
+    for index, state in (matched.states or {}).items():
+        facts[f"{OPTIMIZER}{model.registry[index].name}"] = [sorted(state.elementwise), sorted(state.whole)]
+    return facts
+
+
+def _digest(facts: dict[str, Any] | list[str]) -> str:
+    ordered = sorted(facts.items()) if isinstance(facts, dict) else facts
+    return hashlib.blake2b(json.dumps(ordered).encode(), digest_size=16).hexdigest()
+
+
+def _agree(told: Sequence[dict[str, Any]]) -> bool:
+    """Whether ranks say the same of what they share."""
+    known: dict[str, Any] = {}
+    return all(known.setdefault(name, fact) == fact for facts in told for name, fact in facts.items())
 
 
 def _tags(parent: str) -> list[str]:
@@ -266,8 +296,13 @@ def _candidates(parent: str, tag: str | None) -> Iterator[str]:
         raise damaged
 
 
-def _verify(model: CheckpointedModel, saved: Checkpoint, matched: Matched, options: Options, what: str) -> None:
-    """Check this rank's share of the files and blocks, and put into place what may be put there already."""
+def _verify(
+    model: CheckpointedModel, saved: Checkpoint, matched: Matched, options: Options, what: str, alike: bool
+) -> None:
+    """Check this rank's share of the files and blocks, and put into place what may be put there already.
+
+    Ranks that do not have the same names tell each other which blocks they want.
+    """
     rank, world = model.comm.rank, model.comm.world
     with phase(model.comm, what) as shared:
         saved.check_sizes(sorted(saved.manifest.files)[rank::world])
@@ -279,9 +314,10 @@ def _verify(model: CheckpointedModel, saved: Checkpoint, matched: Matched, optio
             matched.left = []
             matched.left = _make_state(model, matched.states)
         places, rest = saved.places(matched.left or ())
-        shared.said = _together(saved.mostly(places))
+        shared.said = [_together(saved.mostly(places)), [] if alike else _together(blocks)]
     with phase(model.comm, what):
-        own = _share(blocks, shared.heard, rank)
+        wanted = {(name, n) for _, said in shared.heard for name, first, end in said for n in range(first, end)}
+        own = _share(blocks if alike else sorted(wanted), [mostly for mostly, _ in shared.heard], rank)
         saved.verify(own, places)
         if matched.left is not None:
             matched.left = rest + saved.left(places, own)
@@ -350,7 +386,7 @@ def read(model: CheckpointedModel, saved: Checkpoint, matched: Matched, options:
     with phase(model.comm, what), torch.no_grad(), model.lent():
         values = model.value_runs()
         runs = [
-            (stored, start, view)
+            (stored.part(tensor.box), start, view)
             for tensor, stored in matched.parameters
             for start, _, view in values.get(tensor.index, ())
         ]
@@ -384,7 +420,8 @@ def _read_optimizer(
     update, optimizer = model.update, model.optimizer
     assert update is not None and optimizer is not None and saved.manifest.optimizer is not None
     if options.settings:
-        for group, tree in zip(optimizer.param_groups, saved.manifest.optimizer["groups"], strict=True):
+        # As many as there are, or as a rank with more of them has.
+        for group, tree in zip(optimizer.param_groups, saved.manifest.optimizer["groups"], strict=False):
             _set_group(group, saved.decode(tree))
     saved.read_all(_make_state(model, states) if left is None else left)
     held = model.value_runs()
@@ -421,7 +458,8 @@ def _make_state(model: CheckpointedModel, states: dict[int, StateOf]) -> list[Ru
             made = {key: stored.torch_dtype for key, stored in state.elementwise.items()}
             update.make_state(index, made, {}, filled=filled)
             for key, stored in state.elementwise.items():
-                runs += [(stored, start, view) for start, _, view in update.state_pieces(index, key)]
+                part = stored.part(model.registry[index].box)
+                runs += [(part, start, view) for start, _, view in update.state_pieces(index, key)]
     used = {out.untyped_storage().data_ptr() for _, _, out in runs}
     for stepped, entries in fits.items():
         if not any(value.untyped_storage().data_ptr() in used for value in entries.values()):

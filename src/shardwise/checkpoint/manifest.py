@@ -1,18 +1,21 @@
 """The manifest: what a checkpoint holds, by logical tensor, and where the bytes are.
 
 A tensor is described by its name in the model, its global shape, and a list of slices, each a run of the
-flattened tensor that lies under a key of a file. Nothing says which rank, stage or number of ranks it is for;
-`layout` records how it was written for people to read. A loader of any layout therefore reads what it needs by
-name and range.
+flattened tensor, or of a box of it, that lies under a key of a file. Nothing says which rank, stage or number of ranks
+it is for; `layout` records how it was written for people to read. A loader of any layout therefore reads what it needs
+by name, box and range.
 """
 
 from __future__ import annotations
 
 import math
+import re
 from collections.abc import Iterable, Mapping, Sequence
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from typing import TYPE_CHECKING, Any
 
+from shardwise import boxes
+from shardwise.boxes import Box, Patch
 from shardwise.checkpoint.blocks import FileFacts
 from shardwise.errors import CheckpointError
 
@@ -36,7 +39,7 @@ class Slice:
         key: tensor in that file; it has the tensor's own shape if the slice is the whole tensor.
         start: first element.
         stop: end (exclusive).
-        box: the n-dimensional part of the tensor, as [first, end] for each dimension, in which `start` and
+        box: the n-dimensional part of the tensor, as (first, end) for each dimension, in which `start` and
             `stop` count. None: the whole tensor.
     """
 
@@ -44,7 +47,7 @@ class Slice:
     key: str
     start: int
     stop: int
-    box: tuple[tuple[int, int], ...] | None = None
+    box: Box | None = None
 
     def to_json(self) -> dict[str, Any]:
         """Return the slice as the manifest has it."""
@@ -60,7 +63,8 @@ class StoredTensor:
         kind: `parameter` (master weights where there are any), `optimizer/<state key>` or `buffer`.
         shape: global shape. Optimizer state that has the parameter's shape is cut like it; other is whole.
         dtype: dtype of the stored values, as `float32`.
-        slices: where the values are; together they cover the tensor once.
+        slices: where the values are. Their boxes divide the tensor, and the slices of each box divide the box; they
+            are in the order of boxes, then of elements.
         aliases: further names of a tied parameter.
         trainable: parameters: whether an optimizer stepped it.
         group: parameters: index of its optimizer parameter group.
@@ -93,29 +97,92 @@ class StoredTensor:
         """Return the description as the manifest has it."""
         return {**vars(self), "slices": [part.to_json() for part in self.slices]}
 
-    def runs(self, start: int, stop: int) -> list[tuple[Slice, int, int]]:
-        """Return (slice, first, end) of the stored runs that make up elements `[start, stop)`.
+    def part(self, box: Box | None) -> StoredTensor:
+        """Return a box of the tensor as a tensor of its own, whose elements are counted in the box.
+
+        Its slices are those of which the box has something; where they begin or end outside of it, so do their boxes.
+        """
+        if box is None:
+            return self
+        origin = [first for first, _ in box]
+        slices = []
+        for part in self.slices:
+            stored = boxes.whole(self.shape) if part.box is None else part.box
+            if boxes.common(stored, box) is not None:
+                slices.append(replace(part, box=boxes.moved(stored, origin)))
+        return replace(self, shape=boxes.sizes(box), slices=tuple(slices))
+
+    def runs(self, start: int, stop: int) -> list[tuple[Slice, Patch]]:
+        """Return what makes up elements `[start, stop)`: slices, and what is taken from each.
+
+        Of a patch the first memory is the slice as it is stored, the second one that holds just these elements.
 
         Raises:
-            CheckpointError: some elements are not stored, or stored in a way this version cannot read.
+            CheckpointError: some elements are not stored.
         """
-        found = []
-        place = start
+        found: list[tuple[Slice, Patch]] = []
+        whole, missing = boxes.whole(self.shape), stop - start
         for part in self.slices:
-            if part.box is not None:
-                raise CheckpointError(
-                    f"{self.kind} {self.name!r} is stored in n-dimensional boxes, which this version cannot read"
-                )
-            if part.start <= place < part.stop and place < stop:
-                end = min(stop, part.stop)
-                found.append((part, place, end))
-                place = end
-        if place < stop:
+            if missing <= 0:
+                break
+            if part.box is None and (part.stop <= start or part.start >= stop):
+                continue  # most slices of a tensor that is spread over many ranks
+            stored = whole if part.box is None else part.box
+            for patch in boxes.overlap(stored, part.start, part.stop, whole, start, stop):
+                found.append((part, patch))
+                missing -= patch.numel
+        if missing > 0:
             raise CheckpointError(
-                f"{self.kind} {self.name!r}: elements [{place}, {stop}) of {self.numel} are in no file of the "
-                "checkpoint"
+                f"{self.kind} {self.name!r}: {missing} of elements [{start}, {stop}) of {self.numel} are in no file of "
+                "the checkpoint"
             )
         return found
+
+    def check_cover(self) -> None:
+        """Check that slices, inside of the tensor and in order, have each element once.
+
+        Raises:
+            ValueError: elements are missing or there twice; the message names them, and the files.
+        """
+        outer = boxes.whole(self.shape)
+        parts: list[Box] = []
+        place = size = 0
+        for part in self.slices:
+            box = outer if part.box is None else part.box
+            if not parts or box != parts[-1]:
+                self._check_end(place, size, parts)
+                parts.append(box)
+                place, size = 0, math.prod(boxes.sizes(box))
+            if part.start != place:
+                raise ValueError(
+                    f"{self.kind} {self.name!r}: expected a run from element {place}{self._of(parts)}, found "
+                    f"{part.start} (in {part.file})"
+                )
+            place = part.stop
+        self._check_end(place, size, parts)
+        if parts == [outer]:
+            return
+        try:
+            wrong = boxes.misfit(self.shape, parts)
+        except ValueError as error:
+            raise ValueError(f"{self.kind} {self.name!r}: {error}") from error
+        if wrong is not None:
+            element, times = wrong
+            here = tuple((index, index + 1) for index in element)
+            held = [part for part in self.slices if boxes.common(outer if part.box is None else part.box, here)]
+            files = dict.fromkeys(part.file for part in held)
+            raise ValueError(
+                f"{self.kind} {self.name!r}: element {list(element)} of {list(self.shape)} is in {times} boxes"
+                + (f", of {outline(list(files))}" if files else "")
+            )
+
+    def _check_end(self, place: int, size: int, parts: Sequence[Box]) -> None:
+        if place != size:
+            raise ValueError(f"{self.kind} {self.name!r}: {place} of {size} elements{self._of(parts)} are stored")
+
+    def _of(self, parts: Sequence[Box]) -> str:
+        """Return the box that slices are of, in words."""
+        return "" if parts[-1] == boxes.whole(self.shape) else f" of the box {[list(ends) for ends in parts[-1]]}"
 
 
 @dataclass(frozen=True)
@@ -198,6 +265,8 @@ def name_of(dtype: torch.dtype) -> str:
 def combine(parts: Iterable[StoredTensor]) -> list[StoredTensor]:
     """Join what the ranks have written of each tensor, and check that it is all there, once.
 
+    Ranks need not have the same tensors, and may know further names of one.
+
     Raises:
         CheckpointError: ranks disagree about a tensor, or elements are missing or written twice.
     """
@@ -208,20 +277,45 @@ def combine(parts: Iterable[StoredTensor]) -> list[StoredTensor]:
     for (name, kind, _), members in groups.items():
         first = members[0]
         for other in members[1:]:
-            if (first.shape, first.dtype) != (other.shape, other.dtype):
-                raise CheckpointError(
-                    f"{kind} {name!r}: ranks disagree: {first.dtype} {first.shape} and {other.dtype} {other.shape}"
-                )
-        slices = sorted((run for member in members for run in member.slices), key=lambda run: run.start)
-        place = 0
-        for run in slices:
-            if run.start != place:
-                raise CheckpointError(f"{kind} {name!r}: expected a run from element {place}, found {run.start}")
-            place = run.stop
-        if place != first.numel:
-            raise CheckpointError(f"{kind} {name!r}: {place} of {first.numel} elements were written")
-        joined.append(StoredTensor(**{**vars(first), "slices": tuple(slices)}))
+            if _agreed(first) != _agreed(other):
+                raise CheckpointError(f"{kind} {name!r}: ranks disagree: {_agreed(first)} and {_agreed(other)}")
+        outer = boxes.whole(first.shape)
+        slices = sorted(
+            (run for member in members for run in member.slices),
+            key=lambda run: (outer if run.box is None else run.box, run.start),
+        )
+        aliases = dict.fromkeys(alias for member in members for alias in member.aliases)
+        tensor = replace(first, slices=tuple(slices), aliases=tuple(aliases))
+        try:
+            tensor.check_cover()
+        except ValueError as error:
+            raise CheckpointError(str(error)) from error
+        joined.append(tensor)
     return joined
+
+
+def _agreed(tensor: StoredTensor) -> tuple[Any, ...]:
+    """Return what ranks that write parts of a tensor have to say alike."""
+    return tensor.shape, tensor.dtype, tensor.trainable, tensor.group
+
+
+def in_order(tensors: Iterable[StoredTensor], orders: Iterable[Sequence[str]]) -> list[StoredTensor]:
+    """Return tensors as manifests list them: by kind, then in the order in which all ranks have the parameters.
+
+    Where ranks have different ones, as layers, it is that of names, with numbers as numbers: however many ranks share
+    the model, the order is the same.
+
+    Args:
+        tensors: what is listed.
+        orders: names of each rank's parameters.
+    """
+    known = set(map(tuple, orders))
+    places = {name: place for place, name in enumerate(known.pop())} if len(known) == 1 else {}
+    return sorted(tensors, key=lambda t: (t.kind, places.get(t.name, -1), _with_numbers(t.name), t.rank or 0))
+
+
+def _with_numbers(name: str) -> list[Any]:
+    return [int(part) if number % 2 else part for number, part in enumerate(re.split("([0-9]+)", name))]
 
 
 def tensor_from_json(entry: dict[str, Any]) -> StoredTensor:

@@ -5,7 +5,7 @@ from __future__ import annotations
 import math
 from collections import Counter
 from collections.abc import Mapping, Sequence
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from typing import Any
 
 import torch
@@ -55,6 +55,19 @@ class Matched:
     left: list[Run] | None = None
 
 
+@dataclass(frozen=True)
+class Elsewhere:
+    """What other ranks have: each may have its own part of the model.
+
+    Attributes:
+        names: parameters, buffers and extra state of other ranks, by all their names; none if all ranks have the same.
+        groups: most parameter groups that an optimizer of any rank has.
+    """
+
+    names: frozenset[str] = frozenset()
+    groups: int = 0
+
+
 @dataclass
 class _Found:
     """What has been compared so far; see `LoadReport`."""
@@ -68,21 +81,25 @@ class _Found:
 
 
 def match_module(
-    model: CheckpointedModel, renamed: Renamed, path: str, selection: Selection, *, strict: bool
+    model: CheckpointedModel, renamed: Renamed, path: str, selection: Selection, elsewhere: Elsewhere, *, strict: bool
 ) -> Matched:
     """Find the saved tensor of every parameter and buffer that is wanted.
+
+    What only other ranks have is theirs to load, and not looked at here.
 
     Raises:
         CheckpointError: names, patterns or rules (if `strict`) or shapes do not fit; it has the report.
     """
     found = _Found()
     matched = Matched(LoadReport(path))
-    _match_parameters(matched, found, model, renamed.manifest, selection)
-    _match_buffers(matched, found, model, renamed.manifest, selection)
-    _match_extra(matched, found, model, renamed.manifest, selection)
+    own = names_of(model)
+    here = _without(renamed.manifest, elsewhere.names.difference(own))
+    _match_parameters(matched, found, model, here, selection)
+    _match_buffers(matched, found, model, here, selection)
+    _match_extra(matched, found, model, here, selection)
     unused = [*renamed.unused]
     if not selection.everything:
-        unused += selection.unused_patterns([*names_in(renamed.manifest), *_names_of(model)])
+        unused += selection.unused_patterns([*names_in(renamed.manifest), *own, *elsewhere.names])
     matched.report = LoadReport(
         path,
         loaded=tuple(found.loaded),
@@ -98,7 +115,17 @@ def match_module(
     return matched
 
 
-def _names_of(model: CheckpointedModel) -> list[str]:
+def _without(manifest: Manifest, names: frozenset[str]) -> Manifest:
+    """Return a manifest without the parameters, buffers and extra state of some names."""
+    if not names:
+        return manifest
+    tensors = [tensor for tensor in manifest.tensors if names.isdisjoint((tensor.name, *tensor.aliases))]
+    extra = {module: tree for module, tree in manifest.extra.items() if extra_name(module) not in names}
+    return replace(manifest, tensors=tensors, extra=extra)
+
+
+def names_of(model: CheckpointedModel) -> list[str]:
+    """Return all names of the parameters, buffers and extra state that this rank has."""
     names = [name for tensor in model.registry for name in (tensor.name, *tensor.aliases)]
     names += [name for name, _ in buffers(model.module)]
     return names + [extra_name(name) for name, _ in extra_states(model.module)]
@@ -120,8 +147,8 @@ def _match_parameters(
         elif stored is None:
             left_out = not tensor.trainable and not excluded.isdisjoint(names)
             (found.left_out if left_out else found.missing).append(tensor.name)
-        elif stored.shape != tensor.shape:
-            found.wrong.append(WrongShape(tensor.name, stored.shape, tensor.shape))
+        elif stored.shape != tensor.global_shape:
+            found.wrong.append(WrongShape(tensor.name, stored.shape, tensor.global_shape))
         else:
             found.loaded.append(tensor.name)
             matched.parameters.append((tensor, stored))
@@ -209,7 +236,13 @@ _FRESH = "pass load_optimizer_states=False to start with fresh optimizer state"
 
 
 def match_optimizer(
-    model: CheckpointedModel, manifest: Manifest, path: str, selection: Selection, *, settings: bool
+    model: CheckpointedModel,
+    manifest: Manifest,
+    path: str,
+    selection: Selection,
+    elsewhere: Elsewhere,
+    *,
+    settings: bool,
 ) -> tuple[dict[int, StateOf], list[str]]:
     """Find the saved optimizer state of every trained parameter.
 
@@ -218,6 +251,7 @@ def match_optimizer(
         manifest: under the model's names.
         path: for messages.
         selection: what is loaded; it must not leave out trained parameters.
+        elsewhere: what other ranks have.
         settings: the settings of parameter groups are loaded too, so that groups must be as they were.
 
     Returns:
@@ -249,7 +283,8 @@ def match_optimizer(
         )
     owner = by_any_name(manifest.of_kind(PARAMETER))
     if settings:
-        _compare_groups(trained, owner, len(saved["groups"]), len(model.optimizer.param_groups), path)
+        groups = max(elsewhere.groups, len(model.optimizer.param_groups))
+        _compare_groups(trained, owner, len(saved["groups"]), groups, path)
     by_name: dict[str, StateOf] = {}
     for stored in manifest.of_kind(OPTIMIZER):
         state = by_name.setdefault(stored.name, StateOf())
@@ -265,6 +300,11 @@ def match_optimizer(
         if found in by_name:
             states[tensor.index] = by_name[found]
             used.add(found)
+            if tensor.box is not None and by_name[found].whole:
+                raise CheckpointError(
+                    f"{path}: optimizer state {sorted(by_name[found].whole)} of {tensor.name!r} belongs to the whole "
+                    f"tensor, and this rank has the box {tensor.box} of it; {_FRESH}"
+                )
         else:
             without.append(tensor.name)
     # No state at all: saved before the first step, or the optimizer has none (SGD without momentum).
@@ -273,7 +313,7 @@ def match_optimizer(
     _check_steps(model, states, path)
     _compare_shared(model, model.update, states, path)
     notes = _uneven(model, states)
-    dropped = [name for name in by_name if name not in used]
+    dropped = [name for name in by_name if name not in used and name not in elsewhere.names]
     if dropped:
         notes.append(f"optimizer state of parameters that are not trained here is not loaded: {outline(dropped)}")
     return states, notes

@@ -13,7 +13,8 @@ from shardwise.comm.communicator import Communicator
 from shardwise.registry import LogicalTensor, Registry
 
 Run = tuple[int, int, torch.Tensor]
-"""(start, stop, 1-D view) of elements of a flattened parameter that lie in this rank's memory."""
+"""(start, stop, 1-D view) of elements of a flattened parameter object, this rank's box of its logical tensor, that lie
+in this rank's memory."""
 
 
 class OptimizerShards(Protocol):
@@ -61,7 +62,7 @@ class CheckpointedModel(Protocol):
 
     @property
     def registry(self) -> Registry:
-        """Its parameters."""
+        """Its parameters; other ranks may have others, or other boxes of the same."""
 
     @property
     def comm(self) -> Communicator:
@@ -90,7 +91,10 @@ class CheckpointedModel(Protocol):
         """Return the values that count (master weights where there are any) on this rank, by parameter."""
 
     def saved_ranges(self) -> dict[int, list[tuple[int, int]]]:
-        """Return the elements of each parameter that this rank saves; over all ranks each exactly once."""
+        """Return the elements of each parameter that this rank saves; over all ranks each exactly once.
+
+        Ranks with the same box of a logical tensor have the same parameter; other boxes are other elements.
+        """
 
     def finish_gathers(self) -> None:
         """Wait for values that are on their way."""

@@ -33,8 +33,7 @@ class Whole:
         tag: name of this one.
         latest: let `latest` name it.
         world: number of ranks that write.
-        versions, layout, config, excluded: see `shardwise.checkpoint.manifest.Manifest`.
-        order: names of all parameters, in the order of the manifest.
+        versions, layout, config: see `shardwise.checkpoint.manifest.Manifest`.
         optimizer: class of the optimizer, or None.
         created: when the state was taken, in seconds since 1970: what goes on in the background ends later.
         keep_last, keep_every: which checkpoints stay; see `shardwise.checkpoint.retention.prune`.
@@ -47,8 +46,6 @@ class Whole:
     versions: dict[str, str]
     layout: dict[str, Any]
     config: dict[str, Any]
-    excluded: list[str]
-    order: list[str]
     optimizer: str | None
     created: float
     keep_last: int | None = None
@@ -142,12 +139,11 @@ def stands(draft: directory.Draft) -> bool:
 def _join(whole: Whole, parts: list[dict[str, Any]], files: dict[str, FileFacts]) -> Manifest:
     common = parts[0]["trees"]
     stored = [manifest.tensor_from_json(entry) for part in parts for entry in part["stored"]]
-    order = {name: index for index, name in enumerate(whole.order)}
-    tensors = sorted(manifest.combine(stored), key=lambda t: (t.kind, order.get(t.name, -1), t.name, t.rank or 0))
     optimizer = None
     if whole.optimizer is not None:
         values = {name: value for part in parts for name, value in part["values"].items()}
-        optimizer = {"class": whole.optimizer, "groups": common["groups"], "values": values}
+        groups = [group for part in parts for group in part["trees"]["groups"]]
+        optimizer = {"class": whole.optimizer, "groups": groups, "values": values}
     return Manifest(
         tag=whole.tag,
         created=whole.created,
@@ -155,13 +151,13 @@ def _join(whole: Whole, parts: list[dict[str, Any]], files: dict[str, FileFacts]
         layout={"world": whole.world, **whole.layout},
         config=whole.config,
         files=files,
-        tensors=tensors,
-        excluded=whole.excluded,
+        tensors=manifest.in_order(manifest.combine(stored), [part["order"] for part in parts]),
+        excluded=sorted({name for part in parts for name in part["excluded"]}),
         optimizer=optimizer,
         scheduler=common["scheduler"],
         scaler=common["scaler"],
         counters=common["counters"],
         ranks=[part["trees"]["rank"] for part in parts],
-        extra=common["extra"],
+        extra={name: tree for part in parts for name, tree in part["trees"]["extra"].items()},
         client=common["client"],
     )

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import functools
 import os
 import threading
 from bisect import bisect_left, bisect_right
@@ -17,6 +18,7 @@ from shardwise.checkpoint import codec, manifest, manifestfile
 from shardwise.checkpoint.directory import Hold
 from shardwise.checkpoint.manifest import Slice, StoredTensor
 from shardwise.checkpoint.parallel import divided, for_each
+from shardwise.checkpoint.strided import read_patch
 from shardwise.checkpoint.tensorfile import BLOCK, STEP, Take, TensorFile
 from shardwise.device.staging import Staging, is_far
 from shardwise.errors import CheckpointError
@@ -122,8 +124,9 @@ class Checkpoint:
         Raises:
             CheckpointError: they are not stored, or a file cannot be read.
         """
-        for part, first, last in tensor.runs(start, start + out.numel()):
-            self._stored(tensor, part).read_into(part.key, first - part.start, out[first - start : last - start])
+        for part, patch in tensor.runs(start, start + out.numel()):
+            file = self._stored(tensor, part)
+            read_patch(patch, tensor.torch_dtype, functools.partial(file.read_into, part.key), out)
 
     def read_all(self, runs: Sequence[Run]) -> None:
         """Do `read_into` for several (tensor, start, out), by several threads if there are cores for them.
@@ -225,17 +228,23 @@ class Checkpoint:
     def places(self, runs: Iterable[Run]) -> tuple[list[FilePlace], list[Run]]:
         """Divide runs into what `verify` can put into place on the way, and what it cannot.
 
-        It cannot read bytes into two places, nor values that do not lie at a multiple of their size.
+        It cannot read bytes into two places, values that do not lie at a multiple of their size, nor those that do not
+        follow each other in the file as they do in memory.
 
         Raises:
             CheckpointError: they are not stored.
         """
-        found, rest = [], []
+        found: list[FilePlace] = []
+        rest: list[Run] = []
         for stored, start, out in runs:
-            for part, first, last in stored.runs(start, start + out.numel()):
-                size = stored.torch_dtype.itemsize
-                begin = self._stored(stored, part).span(part.key)[0] + (first - part.start) * size
-                found.append(FilePlace(stored, first, out[first - start : last - start], part.file, begin))
+            taken = stored.runs(start, start + out.numel())
+            if not all(patch.flat for _, patch in taken):
+                rest.append((stored, start, out))
+                continue
+            for part, patch in taken:
+                begin = self._stored(stored, part).span(part.key)[0] + patch.source * stored.torch_dtype.itemsize
+                into = out[patch.target : patch.target + patch.numel]
+                found.append(FilePlace(stored, start + patch.target, into, part.file, begin))
         kept: list[FilePlace] = []
         for place in sorted(found, key=lambda place: (place.file, place.begin)):
             second = bool(kept) and kept[-1].file == place.file and place.begin < kept[-1].end

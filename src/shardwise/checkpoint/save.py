@@ -27,7 +27,7 @@ import torch
 from shardwise._version import __version__
 from shardwise.checkpoint import directory
 from shardwise.checkpoint.agree import phase
-from shardwise.checkpoint.collect import Part, TrainingState, add_buffers, buffer_digests, collect
+from shardwise.checkpoint.collect import Part, TrainingState, add_shared, collect, holdings
 from shardwise.checkpoint.manifest import outline
 from shardwise.checkpoint.newest import made_by
 from shardwise.checkpoint.patience import told_if_long
@@ -91,8 +91,8 @@ class Drafted:
         token: what tells its files from those of other saves.
         tag: name that it will have: rank 0's.
         draft: the draft itself, on rank 0.
-        part: what this rank writes; the module's buffers are still to be added.
-        digests: what tells the ranks' buffers from each other; see `shardwise.checkpoint.collect.add_buffers`.
+        part: what this rank writes; what several ranks have is still to be added.
+        told: what each rank has of what several may have; see `shardwise.checkpoint.collect.add_shared`.
         not_finite: trained parameters and optimizer states with infinite or NaN values.
     """
 
@@ -101,7 +101,7 @@ class Drafted:
     tag: str
     draft: directory.Draft | None
     part: Part
-    digests: list[dict[str, str]]
+    told: list[dict[str, Any]]
     not_finite: list[str]
 
 
@@ -118,7 +118,7 @@ def save(model: CheckpointedModel, request: SaveRequest, state: TrainingState) -
     comm, what = model.comm, request.what
     with drafted(model, request, state) as made:
         with phase(comm, what), told_if_long(f"{what}: rank {comm.rank} writes its part"):
-            add_buffers(made.part, model, made.digests)
+            add_shared(made.part, model, made.told)
             _write(made.part, made.path, request)
         with phase(comm, what):
             if made.draft is not None:
@@ -154,12 +154,12 @@ def _drafted(model: CheckpointedModel, request: SaveRequest, state: TrainingStat
         path, token = begin.heard[0]["draft"]
         with phase(comm, what) as collected:
             part = collect(model, file_name(comm.rank, comm.world, token), state, request.excluded)
-            collected.said = [buffer_digests(model), part.not_finite() if request.check_finite else []]
-        digests = [said[0] for said in collected.heard]
+            collected.said = [holdings(model), part.not_finite() if request.check_finite else []]
+        told = [said[0] for said in collected.heard]
         not_finite = list(dict.fromkeys(name for said in collected.heard for name in said[1]))
         if not_finite and comm.rank == 0:
             _tell_not_finite(request, not_finite)
-        yield Drafted(path, token, begin.heard[0]["tag"], draft, part, digests, not_finite)
+        yield Drafted(path, token, begin.heard[0]["tag"], draft, part, told, not_finite)
     except BaseException:
         if draft is not None:
             draft.discard()
@@ -224,8 +224,6 @@ def whole_of(model: CheckpointedModel, request: SaveRequest, not_finite: Sequenc
         versions={"shardwise": __version__, "torch": torch.__version__, "python": platform.python_version()},
         layout={**request.layout, "job": _JOB, **marks},
         config=request.config,
-        excluded=sorted(model.registry[index].name for index in request.excluded),
-        order=[tensor.name for tensor in model.registry],
         optimizer=None if model.optimizer is None else type(model.optimizer).__name__,
         created=time.time(),
         keep_last=request.keep_last,

@@ -6,6 +6,7 @@ it. Nothing that is read can run code.
 
 from __future__ import annotations
 
+import functools
 import os
 from abc import ABC, abstractmethod
 from collections.abc import Callable, Iterable, Iterator, Mapping
@@ -14,9 +15,11 @@ from types import TracebackType
 
 import torch
 
+from shardwise.boxes import Box, overlap, whole
 from shardwise.checkpoint import directory, manifest, manifestfile
 from shardwise.checkpoint.manifest import BUFFER, PARAMETER, StoredTensor
 from shardwise.checkpoint.reader import Checkpoint
+from shardwise.checkpoint.strided import read_patch
 from shardwise.checkpoint.tensorfile import Spec
 from shardwise.errors import CheckpointError, CheckpointPathError
 from shardwise.utils.logging import logger
@@ -86,6 +89,19 @@ class Source(ABC):
         Raises:
             CheckpointError: they cannot be read.
         """
+
+    def read_part(self, name: str, box: Box | None, start: int, out: torch.Tensor) -> None:
+        """Read elements of a box of a tensor, flattened, from `start` on; None: of the whole tensor. See `read_into`.
+
+        Raises:
+            CheckpointError: they cannot be read.
+        """
+        tensor = self.tensors()[name]
+        if box is None:
+            self.read_into(name, start, out)
+            return
+        for patch in overlap(whole(tensor.shape), 0, tensor.numel, box, start, start + out.numel()):
+            read_patch(patch, tensor.dtype, functools.partial(self.read_into, name), out)
 
     def read(self, name: str, start: int = 0, stop: int | None = None) -> torch.Tensor:
         """Return elements `[start, stop)` of a flattened tensor: 1-D, on the CPU, in the dtype of the file."""

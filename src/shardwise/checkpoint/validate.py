@@ -1,8 +1,8 @@
 """Checks of a manifest that was read: it may have been written by anybody.
 
 The checksum tells damage from intent, not friend from foe. What is checked here is what readers rely on: types, names
-of files that lie in the checkpoint's own directory, slices that cover a tensor once, and sizes that agree with each
-other, so that no number in the file makes a reader allocate more than the files have bytes.
+of files that lie in the checkpoint's own directory, boxes and slices that cover a tensor once, and sizes that agree
+with each other, so that no number in the file makes a reader allocate more than the files have bytes.
 """
 
 from __future__ import annotations
@@ -16,7 +16,7 @@ from shardwise.checkpoint import codec
 from shardwise.checkpoint.tensorfile import BLOCK, DTYPE_NAMES, FileFacts, check_shape
 
 if TYPE_CHECKING:
-    from shardwise.checkpoint.manifest import Manifest, StoredTensor
+    from shardwise.checkpoint.manifest import Manifest, Slice, StoredTensor
 
 _CHECKSUM = re.compile(r"[0-9a-f]{8}")
 _LARGEST_FILE = 1 << 60
@@ -81,21 +81,36 @@ def _check_tensors(manifest: Manifest) -> None:
         known = (tensor.kind, tensor.name, tensor.rank)
         _expect(known not in seen, "a second tensor", known)
         seen.add(known)
-        numel, width, place = tensor.numel, tensor.torch_dtype.itemsize, 0
-        # Slices of boxes are left to the reader, which refuses them.
-        boxes = any(part.box is not None for part in tensor.slices)
+        numel, width = tensor.numel, tensor.torch_dtype.itemsize
         for part in tensor.slices:
             if not (isinstance(part.file, str) and part.file in manifest.files and isinstance(part.key, str)):
                 raise ValueError(f"{tensor.name!r}: a slice in the tensor {part.key!r} of {part.file!r:.200}")
             start, stop = part.start, part.stop
-            if not (_natural(start) and _natural(stop) and start <= stop <= numel and (boxes or start == place)):
-                raise ValueError(f"{tensor.kind} {tensor.name!r}: a slice [{start}, {stop}), expected from {place}")
-            place = stop
+            most = numel if part.box is None else _elements(tensor, part)
+            if not (_natural(start) and _natural(stop) and start <= stop <= most):
+                raise ValueError(
+                    f"{tensor.kind} {tensor.name!r}: a slice [{start!r:.50}, {stop!r:.50}) of {most} elements "
+                    f"(in {part.file})"
+                )
             stored[part.file] = stored.get(part.file, 0) + (stop - start) * width
-        if not boxes and place != numel:
-            raise ValueError(f"{tensor.kind} {tensor.name!r}: slices of {place} elements, expected {numel}")
+        tensor.check_cover()
     for name, size in stored.items():
         _expect(size <= manifest.files[name].size, "slices that are larger than their file", name)
+
+
+def _elements(tensor: StoredTensor, part: Slice) -> int:
+    """Return the number of elements of a slice's box, which must be one of the tensor."""
+    box, count = part.box or (), 1
+    fits = len(box) == len(tensor.shape)
+    for (first, end), size in zip(box, tensor.shape, strict=False):
+        fits = fits and _natural(first) and _natural(end) and first <= end <= size
+        count = count * (end - first) if fits else 0
+    if not fits:
+        raise ValueError(
+            f"{tensor.kind} {tensor.name!r}: expected a box of {list(tensor.shape)}, found {box!r:.200} "
+            f"(in {part.file})"
+        )
+    return count
 
 
 def _check_tensor(tensor: StoredTensor) -> None:

@@ -42,7 +42,17 @@ def gathered_parameters(model: CheckpointedModel, wanted: set[int]) -> Iterator[
 
 
 def wanted_parameters(model: CheckpointedModel, *, exclude_frozen: bool) -> set[int]:
-    """Return the indices of the parameters to be saved: all, or those that require a gradient."""
+    """Return the indices of the parameters to be saved: all, or those that require a gradient.
+
+    Raises:
+        CheckpointError: this rank and those that it gathers with have only boxes of some.
+    """
+    cut = [tensor.name for tensor in model.registry if tensor.box is not None]
+    if cut:
+        raise CheckpointError(
+            f"whole weights cannot be gathered: these ranks have parts of {outline(cut)}; save a checkpoint, and "
+            "export that"
+        )
     pairs = zip(model.registry, model.registry.parameters, strict=True)
     return {tensor.index for tensor, parameter in pairs if parameter.requires_grad or not exclude_frozen}
 
@@ -183,7 +193,8 @@ def load_state_dict(
         with model.lent():
             runs = model.value_runs()
             for index, tensor in found.items():
-                flat = tensor.detach().reshape(-1)
+                box = model.registry[index].box or ()
+                flat = tensor.detach()[tuple(slice(first, end) for first, end in box)].reshape(-1)
                 for start, stop, view in runs.get(index, ()):
                     view.copy_(flat[start:stop])
         for buffer, tensor in plain:
@@ -212,7 +223,7 @@ def _match(
             wrong.append(f"{names[0]} (given {list(value.shape)}, model {list(shape)})")
         return value
 
-    found = {t.index: take((t.name, *t.aliases), t.shape) for t in model.registry}
+    found = {t.index: take((t.name, *t.aliases), t.global_shape) for t in model.registry}
     used.update(name for name, _ in all_buffers(model.module))
     plain = [(buffer, take((name,), tuple(buffer.shape))) for name, buffer in buffers(model.module)]
     unexpected = [name for name in values if name not in used]

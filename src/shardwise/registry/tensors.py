@@ -2,46 +2,74 @@
 
 from __future__ import annotations
 
+import math
 from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass
 
 import torch
 from torch import nn
 
+from shardwise.boxes import Box, sizes, whole
+from shardwise.errors import UsageError
+
 
 @dataclass(frozen=True)
 class LogicalTensor:
-    """A parameter as the user knows it.
+    """A parameter as the user knows it, and the part of it that this rank's parameter object is.
+
+    Ranks may have different ones, each its own layers or experts; what has the same name is the same tensor.
 
     Attributes:
         index: place in registration order (`model.named_parameters()`).
         name: first name in registration order.
         aliases: further names of the same (tied) parameter.
-        shape: global shape.
+        global_shape: shape of the whole tensor.
         source_dtype: dtype the user's model had.
         dtype: dtype in which the module computes with it.
         trainable: whether it receives a gradient.
         group: index of its optimizer parameter group, or None when no optimizer owns it.
         wire_dtype: dtype in which its gradient travels, or None for the one in which it was computed.
+        box: this rank's part of it, as (first, end) for each dimension; None: the whole tensor.
+
+    Raises:
+        UsageError: the box is not one of the tensor.
     """
 
     index: int
     name: str
     aliases: tuple[str, ...]
-    shape: tuple[int, ...]
+    global_shape: tuple[int, ...]
     source_dtype: torch.dtype
     dtype: torch.dtype
     trainable: bool
     group: int | None
     wire_dtype: torch.dtype | None = None
+    box: Box | None = None
+
+    def __post_init__(self) -> None:
+        if self.box is None:
+            return
+        outer = whole(self.global_shape)
+        inside = len(self.box) == len(outer) and all(
+            0 <= first <= end <= size for (first, end), (_, size) in zip(self.box, outer, strict=True)
+        )
+        if not inside:
+            raise UsageError(
+                f"parameter {self.name!r}: expected (first, end) in each dimension of {list(self.global_shape)}, found "
+                f"the box {self.box}"
+            )
+        if self.box == outer:
+            object.__setattr__(self, "box", None)
+
+    @property
+    def shape(self) -> tuple[int, ...]:
+        """Shape of this rank's part: of the parameter object."""
+        return self.global_shape if self.box is None else sizes(self.box)
 
     @property
     def numel(self) -> int:
-        """Number of elements of the whole tensor."""
-        count = 1
-        for size in self.shape:
-            count *= size
-        return count
+        """Number of elements of this rank's part."""
+        return math.prod(self.shape)
 
 
 class Registry:
@@ -74,6 +102,7 @@ class Registry:
         compute_dtype: torch.dtype | None = None,
         groups: dict[int, int] | None = None,
         wires: Mapping[int, torch.dtype] | None = None,
+        parts: Mapping[int, tuple[tuple[int, ...], Box]] | None = None,
     ) -> Registry:
         """Build the registry of a module.
 
@@ -83,6 +112,11 @@ class Registry:
             groups: `id(parameter)` to optimizer parameter group. Parameters without one count as not trainable,
                 whether or not they require a gradient.
             wires: `id(parameter)` to the dtype in which its gradient travels, where that is not its own.
+            parts: `id(parameter)` to the shape of the whole tensor and this rank's box of it, where the parameter is
+                not the whole tensor.
+
+        Raises:
+            UsageError: a box is not one of its tensor, or has another shape than the parameter.
         """
         names: dict[int, list[str]] = {}
         objects: dict[int, nn.Parameter] = {}
@@ -95,17 +129,23 @@ class Registry:
             dtype = parameter.dtype
             cast = compute_dtype is not None and dtype.is_floating_point
             group = None if groups is None else groups.get(key)
-            tensors.append(
-                LogicalTensor(
-                    index=index,
-                    name=known_as[0],
-                    aliases=tuple(known_as[1:]),
-                    shape=tuple(parameter.shape),
-                    source_dtype=dtype,
-                    dtype=compute_dtype if cast and compute_dtype is not None else dtype,
-                    trainable=parameter.requires_grad and group is not None,
-                    group=group,
-                    wire_dtype=None if wires is None else wires.get(key),
-                )
+            shape, box = (parts or {}).get(key, (tuple(parameter.shape), None))
+            tensor = LogicalTensor(
+                index=index,
+                name=known_as[0],
+                aliases=tuple(known_as[1:]),
+                global_shape=shape,
+                source_dtype=dtype,
+                dtype=compute_dtype if cast and compute_dtype is not None else dtype,
+                trainable=parameter.requires_grad and group is not None,
+                group=group,
+                wire_dtype=None if wires is None else wires.get(key),
+                box=box,
             )
+            if tensor.shape != tuple(parameter.shape):
+                raise UsageError(
+                    f"parameter {tensor.name!r}: has shape {list(parameter.shape)}, its box {box} of {list(shape)} has "
+                    f"{list(tensor.shape)}"
+                )
+            tensors.append(tensor)
         return cls(tensors, [objects[key] for key in names])

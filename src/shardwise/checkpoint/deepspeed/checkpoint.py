@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import functools
 import os
 from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass
@@ -23,6 +24,7 @@ from shardwise.checkpoint.deepspeed.layout import (
 )
 from shardwise.checkpoint.manifest import BUFFER, OPTIMIZER, PARAMETER, Manifest, Slice, StoredTensor, name_of, outline
 from shardwise.checkpoint.reader import Checkpoint, FilePlace, Run
+from shardwise.checkpoint.strided import read_patch
 from shardwise.checkpoint.tensorfile import FileFacts
 from shardwise.errors import CheckpointError
 
@@ -512,9 +514,9 @@ class DeepSpeedCheckpoint(Checkpoint):
         Raises:
             CheckpointError: they are not stored.
         """
-        for part, first, last in tensor.runs(start, start + out.numel()):
+        for part, patch in tensor.runs(start, start + out.numel()):
             view = self._views[part.file, part.key]
-            out[first - start : last - start].copy_(view[first - part.start : last - part.start])
+            read_patch(patch, view.dtype, functools.partial(_take, view), out)
 
     def read(self, tensor: StoredTensor) -> torch.Tensor:
         """Return a whole tensor, on the CPU: what it is made of was checked when the files were opened."""
@@ -549,6 +551,10 @@ class DeepSpeedCheckpoint(Checkpoint):
             by_file.setdefault(name, []).append(record)
         for name, records in by_file.items():
             self._opened[name].verify(records)
+
+
+def _take(view: torch.Tensor, first: int, out: torch.Tensor) -> None:
+    out.copy_(view[first : first + out.numel()])
 
 
 def _identity(tensor: torch.Tensor) -> tuple[Any, ...]:

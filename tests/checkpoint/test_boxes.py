@@ -1,0 +1,265 @@
+"""Tensors that lie in boxes and flat ranges of these: written by ranks of one layout, read by those of another."""
+
+from __future__ import annotations
+
+import itertools
+import math
+import time
+from collections.abc import Callable
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+from hypothesis import given
+from hypothesis import strategies as st
+from safetensors.torch import load_file
+
+from shardwise import boxes
+from shardwise.boxes import Box
+from shardwise.checkpoint import Checkpoint, Manifest, Slice, StoredTensor, export, manifest, manifestfile, strided
+from shardwise.checkpoint.collect import Part
+from shardwise.checkpoint.inspection import describe
+from shardwise.checkpoint.opening import open_source
+from shardwise.checkpoint.tensorfile import FileFacts, TensorFile
+from shardwise.checkpoint.tensorwriter import write_tensors
+from shardwise.errors import CheckpointError
+from tests.checkpoint import hostile
+
+Piece = tuple[Box, int, int]
+"""A box, and a range of its elements."""
+
+
+def divided(draw: st.DrawFn, box: Box, depth: int) -> list[Box]:
+    """Cut a box into boxes, each again and again."""
+    if not box or not depth or not draw(st.booleans()):
+        return [box]
+    along = draw(st.integers(0, len(box) - 1))
+    first, end = box[along]
+    cut = draw(st.integers(first, end))
+    parts = ((first, cut), (cut, end))
+    return [found for part in parts for found in divided(draw, (*box[:along], part, *box[along + 1 :]), depth - 1)]
+
+
+def layout(draw: st.DrawFn, shape: tuple[int, ...]) -> list[Piece]:
+    """Cut a tensor into boxes, and each of them into ranges."""
+    found = []
+    for box in divided(draw, boxes.whole(shape), 4):
+        count = math.prod(boxes.sizes(box))
+        edges = sorted({0, count, *draw(st.lists(st.integers(0, count), max_size=3))})
+        found += [(box, start, stop) for start, stop in itertools.pairwise(edges)]
+    return found
+
+
+def of(values: torch.Tensor, piece: Piece) -> torch.Tensor:
+    """Return what a rank that has a piece of a tensor has in memory."""
+    box, start, stop = piece
+    return values[tuple(slice(first, end) for first, end in box)].reshape(-1)[start:stop].clone()
+
+
+def write(path: Path, tensors: dict[str, tuple[torch.Tensor, list[Piece]]], world: int) -> None:
+    """Save tensors as several ranks would, each piece by the next one."""
+    path.mkdir(exist_ok=True)
+    parts = [Part(f"rank{rank}.safetensors") for rank in range(world)]
+    for name, (values, pieces) in tensors.items():
+        dtype = manifest.name_of(values.dtype)
+        described = StoredTensor(name, "parameter", tuple(values.shape), dtype, (), trainable=True, group=0)
+        for number, piece in enumerate(pieces):
+            box, start, stop = piece
+            kept = None if box == boxes.whole(values.shape) else box
+            parts[number % world].add_runs(described, [(start, stop, of(values, piece))], kept)
+        if not pieces:
+            parts[0].add_runs(described, [])
+    files = {part.file: write_tensors(str(path / part.file), part.tensors) for part in parts}
+    stored = manifest.combine(tensor for part in parts for tensor in part.stored)
+    made = Manifest(
+        "a", 0.0, {"shardwise": "0"}, {"world": world}, {}, files, manifest.in_order(stored, [list(tensors)])
+    )
+    (path / "manifest.json").write_bytes(manifestfile.to_bytes(made))
+
+
+@given(st.data())
+def test_any_layout_is_read_into_any_other(tmp_path_factory: pytest.TempPathFactory, data: st.DataObject) -> None:
+    draw: st.DrawFn = data.draw
+    path = tmp_path_factory.mktemp("saved")
+    shape = tuple(draw(st.lists(st.integers(0, 7), max_size=4)))
+    values = torch.randperm(math.prod(shape)).view(shape).to(draw(st.sampled_from([torch.float32, torch.int16])))
+    write(path, {"w": (values, layout(draw, shape))}, draw(st.integers(1, 3)))
+    wanted = layout(draw, shape)
+    reads: list[int] = []
+    fill = TensorFile._fill
+
+    def counting(self: Any, out: memoryview, offset: int) -> None:
+        reads.append(len(out))
+        fill(self, out, offset)
+
+    with pytest.MonkeyPatch.context() as patch, Checkpoint(str(path)) as saved:
+        stored = saved.find("w")
+        assert torch.equal(saved.read(stored), values)
+        patch.setattr(strided, "GAP", draw(st.sampled_from([0, 8, 4096])))
+        patch.setattr(strided, "LIMIT", draw(st.sampled_from([4, 64, 8 << 20])))
+        patch.setattr(TensorFile, "_fill", counting)
+        for piece in wanted:
+            box, start, stop = piece
+            expected = of(values, piece)
+            out = torch.zeros(2, stop - start, dtype=torch.float64).T[:, 0]  # of another dtype, with gaps
+            reads.clear()
+            saved.read_into(stored.part(box), start, out)
+            assert torch.equal(out, expected.double())
+            if strided.GAP == 0:
+                assert sum(reads) == expected.nbytes
+        # The way of a load: what lies in one piece is taken while files are verified, the rest is read.
+        outs = [torch.zeros(stop - start, dtype=values.dtype) for _, start, stop in wanted]
+        runs = [(stored.part(box), start, out) for (box, start, _), out in zip(wanted, outs, strict=True)]
+        places, rest = saved.places(runs)
+        saved.verify(saved.blocks(), places)
+        saved.read_all(rest)
+        assert all(torch.equal(out, of(values, piece)) for out, piece in zip(outs, wanted, strict=True))
+    with open_source(str(path)) as source:
+        for piece in wanted:
+            out = torch.zeros(piece[2] - piece[1], dtype=values.dtype)
+            source.read_part("w", piece[0], piece[1], out)
+            assert torch.equal(out, of(values, piece))
+
+
+def test_boxes_are_exported_and_described(tmp_path: Path) -> None:
+    weight, bias = torch.randn(6, 10), torch.randn(10)
+    columns = [(((0, 6), (low, low + 5)), start, start + 15) for low in (0, 5) for start in (0, 15)]
+    write(tmp_path / "a", {"w": (weight, columns), "b": (bias, [(((0, 10),), 0, 10)])}, 4)
+    export(tmp_path / "a", tmp_path / "hf")
+    found = load_file(tmp_path / "hf" / "model.safetensors")
+    assert torch.equal(found["w"], weight) and torch.equal(found["b"], bias)
+    told = describe(str(tmp_path / "a"), tensors=True)["tensors"][::-1]
+    assert [part["box"] for part in told[0]["slices"]] == [None]
+    assert told[1]["slices"][2] == {"file": "rank2.safetensors", "start": 0, "stop": 15, "box": ((0, 6), (5, 10))}
+
+
+def test_reads_are_few_and_stages_small(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    values = torch.randn(512, 4096)
+    halves = [(((0, 512), (low, low + 2048)), 0, 512 * 2048) for low in (0, 2048)]
+    reads: list[int] = []
+    fill = TensorFile._fill
+
+    def counting(self: Any, out: memoryview, offset: int) -> None:
+        reads.append(len(out))
+        fill(self, out, offset)
+
+    monkeypatch.setattr(TensorFile, "_fill", counting)
+    monkeypatch.setattr(strided, "LIMIT", 1 << 20)
+    write(tmp_path / "halves", {"w": (values, halves)}, 2)
+    with Checkpoint(str(tmp_path / "halves")) as saved:
+        out = torch.empty(values.numel())
+        saved.read_into(saved.find("w"), 0, out)  # opens both files
+        reads.clear()
+        saved.read_into(saved.find("w"), 0, out)
+        assert torch.equal(out.view(values.shape), values)
+        assert len(reads) == 8 and max(reads) == 1 << 20 and sum(reads) == values.nbytes
+    write(tmp_path / "whole", {"w": (values, [(boxes.whole(values.shape), 0, values.numel())])}, 1)
+    with Checkpoint(str(tmp_path / "whole")) as saved:
+        for box, _, stop in halves:
+            out = torch.empty(stop)
+            part = saved.find("w").part(box)
+            saved.read_into(part, 0, out[:1])
+            reads.clear()
+            saved.read_into(part, 0, out)
+            assert torch.equal(out, of(values, (box, 0, stop)))
+            assert len(reads) == 512 and sum(reads) == out.nbytes
+
+
+# -- manifests that nobody has written ---------------------------------------------------------------------------------
+
+_SHAPE = [4, 6]
+
+
+def piece(box: Any, start: Any, stop: Any, file: str = "f") -> dict[str, Any]:
+    return {"file": file, "key": f"{box}{start}", "start": start, "stop": stop, "box": box}
+
+
+LEFT, RIGHT = piece([[0, 4], [0, 2]], 0, 8), piece([[0, 4], [2, 6]], 0, 16, "g")
+WRONG: dict[str, tuple[list[dict[str, Any]], str]] = {
+    "overlap": ([LEFT, piece([[0, 4], [1, 6]], 0, 20, "g")], r"element \[0, 1\] of \[4, 6\] is in 2 boxes, of f, g"),
+    "hole": ([LEFT, piece([[0, 4], [3, 6]], 0, 12, "g")], r"element \[0, 2\] of \[4, 6\] is in 0 boxes"),
+    "same size": ([piece([[0, 2], [0, 6]], 0, 12), piece([[1, 3], [0, 6]], 0, 12)], r"element \[1, 0\] .* in 2 boxes"),
+    "box twice": ([LEFT, RIGHT, LEFT | {"key": "x"}], r"element \[0, 0\] of \[4, 6\] is in 2 boxes, of f\)$"),
+    "whole and box": (
+        [piece(None, 0, 24), piece([[0, 4], [0, 2]], 0, 8, "g")],
+        r"element \[0, 0\] .* 2 boxes, of f, g",
+    ),
+    "nothing": ([], r"element \[0, 0\] of \[4, 6\] is in 0 boxes"),
+    "half a box": ([LEFT, RIGHT | {"stop": 12}], r"12 of 16 elements of the box \[\[0, 4\], \[2, 6\]\] are stored"),
+    "gap in a box": (
+        [LEFT, RIGHT | {"stop": 4}, RIGHT | {"start": 5, "key": "x"}],
+        r"a run from element 4 of the box .*, found 5 \(in g\)",
+    ),
+    "range beyond": ([LEFT, RIGHT | {"stop": 17}], r"a slice \[0, 17\) of 16 elements \(in g\)"),
+    "negative": ([LEFT, RIGHT | {"box": [[0, 4], [-2, 2]]}], r"a box of \[4, 6\], found .*-2.* \(in g\)"),
+    "reversed": ([LEFT, RIGHT | {"box": [[0, 4], [6, 2]]}], r"a box of \[4, 6\], found"),
+    "beyond": ([LEFT, RIGHT | {"box": [[0, 4], [2, 7]]}], r"a box of \[4, 6\], found"),
+    "huge": ([LEFT, RIGHT | {"box": [[0, 10**30], [2, 6]]}], r"a box of \[4, 6\], found"),
+    "one dimension": ([LEFT, RIGHT | {"box": [[0, 4]]}], r"a box of \[4, 6\], found"),
+    "many dimensions": ([LEFT, RIGHT | {"box": [[0, 1]] * 10**5}], r"a box of \[4, 6\], found"),
+    "no dimension": ([LEFT, RIGHT | {"box": []}], r"a box of \[4, 6\], found"),
+    "text": ([LEFT, RIGHT | {"box": [["0", "4"], [2, 6]]}], r"a box of \[4, 6\], found"),
+    "truth": ([LEFT, RIGHT | {"box": [[False, 4], [2, 6]]}], r"a box of \[4, 6\], found"),
+    "fractions": ([LEFT, RIGHT | {"box": [[0, 4.0], [2, 6]]}], r"a box of \[4, 6\], found"),
+    "three ends": ([LEFT, RIGHT | {"box": [[0, 4, 4], [2, 6]]}], "not as shardwise writes it"),
+    "a number": ([LEFT, RIGHT | {"box": 3}], "not as shardwise writes it"),
+}
+
+
+def sealed(slices: list[dict[str, Any]], shape: list[int]) -> bytes:
+    facts = FileFacts(1 << 20, ("00000000",))
+    tensor = StoredTensor("w", "parameter", tuple(shape), "float32", ())
+    made = Manifest("a", 0.0, {"shardwise": "0"}, {}, {}, {"f": facts, "g": facts}, [tensor])
+    fields = hostile.fields_of(manifestfile.to_bytes(made))
+    fields["tensors"][0]["slices"] = slices
+    return hostile.sealed(fields)
+
+
+@pytest.mark.parametrize("name", WRONG)
+def test_slices_that_do_not_make_up_the_tensor_are_refused(name: str) -> None:
+    slices, message = WRONG[name]
+    with pytest.raises(CheckpointError, match=message) as caught:
+        manifestfile.from_bytes(sealed(slices, _SHAPE), "m.json")
+    assert "m.json" in str(caught.value) and ("'w'" in str(caught.value) or "writes it" in message)
+    assert len(str(caught.value)) < 1000
+    assert manifestfile.from_bytes(sealed([LEFT, RIGHT], _SHAPE), "m.json").tensors[0].numel == 24
+
+
+def shredded() -> tuple[list[dict[str, Any]], list[int]]:
+    """A tensor of as many boxes as elements, one of which is there twice."""
+    side = 200
+    boxes_ = [[[a, a + 1], [b, b + 1]] for a in range(side) for b in range(side)]
+    boxes_[-1] = boxes_[0]
+    return [piece(box, 0, 1) | {"key": str(number)} for number, box in enumerate(boxes_)], [side, side]
+
+
+def deep() -> tuple[list[dict[str, Any]], list[int]]:
+    """Boxes that cut along so many dimensions that they have more corners than fit into memory."""
+    shape = [2] * 40
+    return [piece([[0, 1]] * 40, 0, 1), piece([[1, 2]] * 40, 0, 1)], shape
+
+
+@pytest.mark.parametrize(
+    ("make", "message"), [(shredded, r"element \[0, 0\] .* is in 2 boxes"), (deep, "40 dimensions")]
+)
+def test_many_boxes_and_many_dimensions_take_little_time_and_memory(
+    make: Callable[[], tuple[list[dict[str, Any]], list[int]]], message: str, tmp_path: Path
+) -> None:
+    data = sealed(*make())
+    begun = time.process_time()
+    with hostile.watched(tmp_path), pytest.raises(CheckpointError, match=message):
+        manifestfile.from_bytes(data, "m.json")
+    assert time.process_time() - begun < 5
+
+
+def test_a_file_that_is_not_as_the_slices_say_is_named(tmp_path: Path) -> None:
+    write(tmp_path, {"w": (torch.randn(4, 6), [(((0, 4), (0, 2)), 0, 8), (((0, 4), (2, 6)), 0, 16)])}, 2)
+    fields = hostile.fields_of((tmp_path / "manifest.json").read_bytes())
+    (tensor,) = fields["tensors"]
+    tensor["slices"][0]["box"], tensor["slices"][1]["box"] = [[0, 4], [0, 4]], [[0, 4], [4, 6]]
+    tensor["slices"][0]["stop"], tensor["slices"][1]["stop"] = 16, 8
+    (tmp_path / "manifest.json").write_bytes(hostile.sealed(fields))
+    with Checkpoint(str(tmp_path)) as saved, pytest.raises(CheckpointError, match=r"rank0.*expected 16 elements"):
+        saved.read(saved.find("w"))
+    assert Slice("f", "k", 0, 6, ((0, 2), (0, 3))).to_json()["box"] == ((0, 2), (0, 3))
