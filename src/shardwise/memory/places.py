@@ -100,11 +100,14 @@ class Loans:
 
     def keep(self, category: Category, tensor: torch.Tensor) -> None:
         """Count a tensor, and let it live in the place from now on (from the end of the loan, if there is one)."""
+        if not self.away:
+            self._accountant.hold(category, tensor)
+            return
         if id(tensor.untyped_storage()) in self._kept:
             return
         size = tensor.untyped_storage().nbytes()
         alone = tensor.is_contiguous() and tensor.nbytes == size
-        stored = self.home.keep(tensor) if self.away and alone and size else None
+        stored = self.home.keep(tensor) if alone and size else None
         if stored is None:
             self._accountant.hold(category, tensor)
             return

@@ -418,7 +418,7 @@ class Reducer:
             gradients.look_ahead()
         if gradients is None or gradients.complete:
             self.gatherer.finish_backward(unit)
-            if gradients is not None and not self.reducing:
+            if gradients is not None and gradients.loans.away and not self.reducing:
                 gradients.rest()
             self._pump()
 
