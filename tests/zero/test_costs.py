@@ -48,7 +48,7 @@ def resident(name: str, setting: Setting) -> dict[str, Any]:
     result = {"sections": sections(engine), "live": dict(engine.accountant.live), "segments": segments, "owned": owned}
     result["gradients"] = engine.accountant.peak[Category.GRADIENTS]
     near = engine.job._neighbours
-    result["chunks"] = sum(chunk.nbytes for chunk in near.scratch(0, 0)) if near is not None else 0
+    result["chunks"] = sum(chunk.nbytes for chunk in near.scratch((0, 0))) if near is not None else 0
     engine.destroy()
     return result
 
