@@ -9,7 +9,7 @@ import torch
 from torch import nn
 
 from shardwise.errors import UsageError
-from shardwise.registry import Registry
+from shardwise.registry import Registry, declare_part
 
 
 class Tied(nn.Module):
@@ -48,11 +48,14 @@ def test_parameters_without_an_optimizer_group_are_not_trained() -> None:
 def test_a_parameter_may_be_a_part_of_its_tensor() -> None:
     model = Tied()
     table, bias = model.embedding.weight, model.head.bias
-    registry = Registry.of(model, parts={id(table): ((10, 3), ((5, 10), (0, 3))), id(bias): ((5,), ((0, 5),))})
+    declare_part(table, shape=(10, 3), box=((5, 10), (0, 3)), ranks=(0, 2))
+    declare_part(bias, shape=(5,), box=((0, 5),), name="bias")
+    registry = Registry.of(model)
     tied, whole = registry.find(table), registry.find(bias)
     assert tied is not None and whole is not None
     assert (tied.global_shape, tied.box, tied.shape, tied.numel) == ((10, 3), ((5, 10), (0, 3)), (5, 3), 15)
     assert (whole.global_shape, whole.box, whole.shape) == ((5,), None, (5,))
+    assert (tied.name, tied.ranks, whole.name, whole.ranks) == ("embedding.weight", (0, 2), "bias", None)
     assert replace(tied, box=((3, 3), (1, 3))).numel == 0
 
 
@@ -60,7 +63,9 @@ def test_boxes_that_cannot_be_are_refused() -> None:
     model = Tied()
     table = model.embedding.weight
     for box in (((5, 11), (0, 3)), ((-1, 4), (0, 3)), ((6, 5), (0, 3)), ((0, 5),)):
+        declare_part(table, shape=(10, 3), box=box)
         with pytest.raises(UsageError, match=r"parameter 'embedding.weight': expected \(first, end\) .* of \[10, 3\]"):
-            Registry.of(model, parts={id(table): ((10, 3), box)})
+            Registry.of(model)
+    declare_part(table, shape=(10, 3), box=((0, 4), (0, 3)))
     with pytest.raises(UsageError, match=r"has shape \[5, 3\], its box \(\(0, 4\), \(0, 3\)\) of \[10, 3\] has"):
-        Registry.of(model, parts={id(table): ((10, 3), ((0, 4), (0, 3)))})
+        Registry.of(model)

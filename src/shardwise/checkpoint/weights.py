@@ -42,16 +42,16 @@ def gathered_parameters(model: CheckpointedModel, wanted: set[int]) -> Iterator[
 
 
 def wanted_parameters(model: CheckpointedModel, *, exclude_frozen: bool) -> set[int]:
-    """Return the indices of the parameters to be saved: all, or those that require a gradient.
+    """Return the indices of the parameters whose whole values are wanted: all, or those that require a gradient.
 
     Raises:
-        CheckpointError: this rank and those that it gathers with have only boxes of some.
+        CheckpointError: some are parts of tensors, or not on all ranks.
     """
-    cut = [tensor.name for tensor in model.registry if tensor.box is not None]
+    cut = [tensor.name for tensor in model.registry if tensor.box is not None or tensor.ranks is not None]
     if cut:
         raise CheckpointError(
-            f"whole weights cannot be gathered: these ranks have parts of {outline(cut)}; save a checkpoint, and "
-            "export that"
+            f"whole weights cannot be gathered: ranks have different parts of the model, this one {outline(cut)}; save "
+            "a checkpoint, and export that"
         )
     pairs = zip(model.registry, model.registry.parameters, strict=True)
     return {tensor.index for tensor, parameter in pairs if parameter.requires_grad or not exclude_frozen}

@@ -180,7 +180,7 @@ class Communicator:
             backend = _backend(group, device)
             self._gloo = backend == "gloo"
             self.imagined = backend == "fake"
-            ranks = dist.get_process_group_ranks(group if group is not None else dist.group.WORLD)
+            ranks = self.members
             self._whereabouts = Whereabouts(ledger, ranks, self.rank)
             # On Gloo tags keep kinds apart, so one extra group is enough to keep clear of the user's own traffic.
             for kind in KINDS[:1] if self._gloo else _APART:
@@ -222,7 +222,7 @@ class Communicator:
             parts: ranks of this communicator; each is in one list.
             name: name of the group in records.
         """
-        everybody = dist.get_process_group_ranks(self.user_group if self.user_group is not None else dist.group.WORLD)
+        everybody = self.members
         partition = [[everybody[member] for member in members] for members in parts]
         group = groups.new_group(partition, self.timeout, _backend(self.user_group, self.device))
         nodes = None
@@ -440,6 +440,13 @@ class Communicator:
         if self.world == 1:
             return 0
         return rank if self.user_group is None else dist.get_group_rank(self.user_group, rank)
+
+    @property
+    def members(self) -> list[int]:
+        """The global numbers of its ranks, in their order."""
+        if not (dist.is_available() and dist.is_initialized()):
+            return [0]
+        return dist.get_process_group_ranks(self.user_group if self.user_group is not None else dist.group.WORLD)
 
     def barrier(self, label: str = "barrier") -> None:
         """Block until every rank of the group is here."""

@@ -20,8 +20,8 @@ from __future__ import annotations
 import functools
 import itertools
 import math
-from collections.abc import Callable, Sequence
-from dataclasses import dataclass
+from collections.abc import Callable, Mapping, Sequence
+from dataclasses import dataclass, field
 
 import torch
 
@@ -90,6 +90,8 @@ class Domain:
     Args:
         ranks: all of them.
         arrangement: in which grid; None: in one dimension.
+        like: another domain of these ranks' job, whose collectives are in one order with this one's.
+        prescale: what gradients are multiplied by before they are summed over these ranks.
 
     Attributes:
         ranks: all of them.
@@ -100,12 +102,21 @@ class Domain:
         place: number of this rank's range at the finest level.
         gathers: launches gathers of parameters.
         reductions: launches reductions of gradients.
+        prescale: see above.
     """
 
-    def __init__(self, ranks: Communicator, arrangement: Arrangement | None = None) -> None:
+    def __init__(
+        self,
+        ranks: Communicator,
+        arrangement: Arrangement | None = None,
+        *,
+        like: Domain | None = None,
+        prescale: float = 1.0,
+    ) -> None:
         arrangement = arrangement or Arrangement((SHARD,), (ranks.world,), tuple(range(ranks.world)))
         self.ranks = ranks
         self.arrangement = arrangement
+        self.prescale = prescale
         self.names, self.sizes = arrangement.names, arrangement.sizes
         self._order = arrangement.order
         self._places = {rank: place for place, rank in enumerate(arrangement.order)}
@@ -119,6 +130,11 @@ class Domain:
                 label = name if counts[name] == 1 else f"{name}_{counts[name]}"
                 parts.append(ranks.part(arrangement.lines(number), label))
             self.dimensions = tuple(parts)
+        self.gathers: Runner
+        self.reductions: Runner
+        if like is not None:
+            self.gathers, self.reductions = like.gathers, like.reductions
+            return
         self.gathers, self.reductions = (
             Runner(
                 ranks.streams,
@@ -282,6 +298,23 @@ class Domain:
         """End the threads of chains; process groups belong to the communicator of all ranks."""
         self.gathers.close()
         self.reductions.close()
+
+
+@dataclass(frozen=True)
+class Domains:
+    """The domains of a model's parameters.
+
+    Attributes:
+        main: that of all ranks.
+        others: those of parameters that only some ranks share, by these.
+    """
+
+    main: Domain
+    others: Mapping[tuple[int, ...], Domain] = field(default_factory=dict)
+
+    def of(self, ranks: tuple[int, ...] | None) -> Domain:
+        """Return the domain of parameters that some ranks share; None: all."""
+        return self.main if ranks is None else self.others[ranks]
 
 
 def _after(kind: str, launches: Sequence[Launch]) -> str:

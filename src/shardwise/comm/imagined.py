@@ -59,8 +59,9 @@ class ImaginedCommunicator(Communicator):
 
     def part(self, parts: Sequence[Sequence[int]], name: str) -> Communicator:
         """See `Communicator.part`."""
-        members = next(members for members in parts if self.rank in members)
-        part = ImaginedCommunicator(len(members), self.device, rank=list(members).index(self.rank), name=name)
+        members = list(next((members for members in parts if self.rank in members), parts[0]))
+        rank = members.index(self.rank) if self.rank in members else 0
+        part = ImaginedCommunicator(len(members), self.device, rank=rank, name=name)
         part._gloo, part._ordered, part._waits = self._gloo, self._ordered, self._waits
         return part
 

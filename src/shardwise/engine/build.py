@@ -33,7 +33,7 @@ from shardwise.engine.facts import facts_of
 from shardwise.engine.faults import FaultTolerance
 from shardwise.engine.interchange import Interchange
 from shardwise.engine.memory import MemoryReporting
-from shardwise.engine.mesh import arrangement_of, domain_of
+from shardwise.engine.mesh import arrangement_of, domain_of, domains_of
 from shardwise.engine.modules import (
     check_lazy,
     close_former_engine,
@@ -148,6 +148,7 @@ def initialize(
     # long as there is no model parallelism.
     job = data = _communicator(settings, group, device)
     domain = domain_of(settings, data, grid)
+    domains = domains_of(model, domain)
 
     # What is divided over which ranks, in which number types; what is made from here on is counted.
     policy = policy_from_config(settings)
@@ -183,7 +184,7 @@ def initialize(
             is_elementwise=is_elementwise_state,
             plan=plan,
             policy=policy,
-            domain=domain,
+            domains=domains,
             device=device,
             accountant=accountant,
             prescale=prescale_of(settings, domain.world),

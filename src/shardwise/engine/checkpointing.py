@@ -14,7 +14,7 @@ from typing import TYPE_CHECKING, Any
 
 import torch
 
-from shardwise.checkpoint import directory, rng, weights
+from shardwise.checkpoint import directory, rng
 from shardwise.checkpoint.agree import phase
 from shardwise.checkpoint.collect import TrainingState
 from shardwise.checkpoint.load import Loaded, Options, find, read
@@ -227,8 +227,9 @@ class Checkpoints:
             )
 
     def _excluded(self, frozen: bool) -> frozenset[int]:
-        every = weights.wanted_parameters(self._sharded, exclude_frozen=False)
-        return frozenset(every - weights.wanted_parameters(self._sharded, exclude_frozen=frozen))
+        registry = self._sharded.registry
+        pairs = zip(registry, registry.parameters, strict=True)
+        return frozenset(tensor.index for tensor, parameter in pairs if frozen and not parameter.requires_grad)
 
     def layout(self) -> dict[str, Any]:
         """Return what a manifest tells people of the engine."""

@@ -18,7 +18,7 @@ from torch import nn
 
 from shardwise.comm.domain import Domain
 from shardwise.comm.imagined import ImaginedCommunicator
-from shardwise.engine.mesh import domain_of
+from shardwise.engine.mesh import domain_of, domains_of
 from shardwise.engine.modules import leaves_of, place_buffers
 from shardwise.engine.scaling import (
     cast_floats,
@@ -36,6 +36,7 @@ from shardwise.optim import is_elementwise_state
 from shardwise.precision.autocast import autocast, autocast_dtype, wire_dtypes
 from shardwise.precision.dtypes import policy_from_config
 from shardwise.precision.norms import combine
+from shardwise.registry import copy_part
 from shardwise.zero.memory import floor
 from shardwise.zero.model import ShardedModel
 from shardwise.zero.passes.driver import Alone
@@ -105,7 +106,9 @@ class Twin:
         self._mode = FakeTensorMode(allow_non_fake_inputs=True)
         self.accountant = accountant = Accountant()
         twin = fake_copy(module, self._mode)
-        pairs = zip(module.parameters(), twin.parameters(), strict=True)
+        pairs = list(zip(module.parameters(), twin.parameters(), strict=True))
+        for parameter, fake in pairs:
+            copy_part(parameter, fake)
         copies = {id(parameter): fake for parameter, fake in pairs}
         own = None
         if optimizer is not None:
@@ -124,7 +127,7 @@ class Twin:
                 is_elementwise=is_elementwise_state,
                 plan=Plan.of(config.zero_optimization, domain),
                 policy=policy,
-                domain=domain,
+                domains=domains_of(twin, domain),
                 device=device,
                 accountant=accountant,
                 prescale=prescale_of(config, world),

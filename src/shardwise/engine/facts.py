@@ -9,6 +9,7 @@ import torch
 from torch import nn
 
 from shardwise.config import Resolution, effective
+from shardwise.registry import part_of
 from shardwise.zero.passes.rows import find_tables
 
 _A_RANKS_OWN = frozenset(
@@ -43,9 +44,12 @@ def facts_of(model: nn.Module, optimizer: torch.optim.Optimizer | None, resoluti
                 if name not in ("params", "param_names"):
                     facts[f"optimizer group {number} {name}"] = _value(value)
     tables = {id(table) for table in find_tables(model)[0]} if resolution.config.sparse_gradients else set()
-    for name, parameter in model.named_parameters(remove_duplicate=False):
+    for number, (name, parameter) in enumerate(model.named_parameters(remove_duplicate=False)):
         owner = f", group {group_of[id(parameter)]}" if id(parameter) in group_of else ""
         trained = "" if parameter.requires_grad else ", frozen"
+        if part_of(parameter).ranks is not None:
+            facts[f"parameter {number}"] = f"a part that some ranks have, {parameter.dtype}{trained}{owner}"
+            continue
         rows = ", reduced as rows" if id(parameter) in tables else ""
         facts[f"parameter {name}"] = f"{tuple(parameter.shape)} {parameter.dtype}{trained}{owner}{rows}"
     return facts

@@ -1,4 +1,6 @@
-"""The mesh: in which grid the ranks of an engine lie, from the configuration or from a client's DeviceMesh."""
+"""The mesh: in which grid the ranks of an engine lie, from the configuration or from a client's DeviceMesh, and which
+ranks share what a model's layers have declared to be parts of tensors.
+"""
 
 from __future__ import annotations
 
@@ -6,12 +8,14 @@ from collections.abc import Sequence
 from typing import TYPE_CHECKING
 
 import torch
+from torch import nn
 from torch.distributed.device_mesh import DeviceMesh
 
-from shardwise.comm.domain import Arrangement, Domain
+from shardwise.comm.domain import Arrangement, Domain, Domains
 from shardwise.config.checks import not_in_groups
 from shardwise.engine.zeropp import node_size
 from shardwise.errors import ConfigError, ConflictError, UsageError
+from shardwise.registry import part_of
 
 if TYPE_CHECKING:
     from shardwise.comm.communicator import Communicator
@@ -60,6 +64,54 @@ def domain_of(config: Config, comm: Communicator, mesh: Arrangement | None = Non
                 f"whole nodes of {near}; choose a multiple of {near}, or switch it off"
             )
     return Domain(comm, Arrangement.of_groups(comm.world, shard, near))
+
+
+def domains_of(model: nn.Module, domain: Domain) -> Domains:
+    """Return the domains of a model's parameters, some of which only some ranks may share (all ranks call).
+
+    Args:
+        model: its parameters may be declared as parts of tensors.
+        domain: of all other parameters.
+
+    Raises:
+        UsageError: what ranks have declared does not fit together.
+    """
+    comm = domain.ranks
+    divisors: dict[tuple[int, ...], int] = {}
+    for name, parameter in model.named_parameters():
+        part = part_of(parameter)
+        members = part.ranks
+        if members is None:
+            continue
+        if members[-1] >= comm.world or (comm.rank not in members and not comm.imagined):
+            raise UsageError(
+                f"parameter {name!r} is declared as a part of ranks {list(members)}, of {comm.world} "
+                f"ranks, by rank {comm.rank}. Each rank declares those that have the same part as itself, itself among "
+                "them"
+            )
+        divisor = part.divisor or comm.world
+        if divisors.setdefault(members, divisor) != divisor:
+            raise UsageError(
+                f"parameter {name!r} is declared with divisor {divisor}, an earlier one of ranks {list(members)} with "
+                f"{divisors[members]}. Parts that the same ranks have need the same divisor"
+            )
+    told = comm.exchange([[list(members), divisor] for members, divisor in divisors.items()], "domains")
+    if len({len(found) for found in told}) > 1:
+        raise UsageError(
+            f"ranks have declared parts of different numbers of groups of ranks: {[len(found) for found in told]}. All "
+            "ranks declare parameters of the same layers"
+        )
+    found = {}
+    for number, (members, divisor) in enumerate(divisors.items()):
+        lines = sorted({tuple(rank[number][0]) for rank in told})
+        if not comm.imagined and sorted(rank for line in lines for rank in line) != list(range(comm.world)):
+            raise UsageError(
+                f"declared parts: the ranks that share one are {[list(line) for line in lines]} by the declarations of "
+                f"all ranks, which should have each of {comm.world} ranks once"
+            )
+        group = comm if len(members) == comm.world else comm.part(lines, f"part_{number}")
+        found[members] = Domain(group, like=domain, prescale=comm.world / divisor)
+    return Domains(domain, found)
 
 
 def arrangement_of(mesh: object, zero: ZeroConfig, members: Sequence[int]) -> Arrangement | None:

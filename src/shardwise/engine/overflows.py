@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import math
 from collections.abc import Sequence
 from dataclasses import astuple, replace
 from typing import TYPE_CHECKING, Any
@@ -29,17 +30,19 @@ def explain_overflow(
         lost: whether a loss of this rank was not finite.
     """
     assert sharded.reducer is not None
-    index = first_not_finite(sums)
+    place = first_not_finite(sums)
+    index = sharded.numbering.index(place)
     found, finite = Found(), True
     if index is not None:
-        found = Found.of([values for _, _, values in sharded.gradient_runs(index) or ()])
+        runs = (sharded.gradient_runs(index) or ()) if sharded.numbering.counts[index] else ()
+        found = Found.of([values for _, _, values in runs])
         finite = sharded.reducer.gradients[sharded.unit_of(index).index].finite
-    told = job.exchange((lost, finite, *astuple(found)), "overflow")
+    told = job.exchange((lost, finite, *_known(sharded, index), *astuple(found)), "overflow")
     return replace(
-        _report(sharded, index, told),
-        infinite=sum(fact[2] for fact in told),
-        nan=sum(fact[3] for fact in told),
-        largest=max(fact[4] for fact in told) * factor,
+        _report(sharded, place, told),
+        infinite=sum(fact[4] for fact in told),
+        nan=sum(fact[5] for fact in told),
+        largest=max(fact[6] for fact in told) * factor,
         loss_scale=loss_scale,
     )
 
@@ -54,18 +57,27 @@ def explain_late(sharded: ShardedModel, job: Communicator, sums: torch.Tensor, l
         lost: whether a loss of this rank was not finite.
     """
     assert sharded.reducer is not None
-    index = first_not_finite(sums)
+    place = first_not_finite(sums)
+    index = sharded.numbering.index(place)
     finite = index is None or sharded.reducer.gradients[sharded.unit_of(index).index].formerly_finite
-    return _report(sharded, index, job.exchange((lost, finite), "overflow"))
+    return _report(sharded, place, job.exchange((lost, finite, *_known(sharded, index)), "overflow"))
 
 
-def _report(sharded: ShardedModel, index: int | None, told: Sequence[Sequence[Any]]) -> OverflowReport:
-    """Return where values were not finite first, on which ranks, and in which parameter.
+def _known(sharded: ShardedModel, index: int | None) -> tuple[str | None, int]:
+    """Return the unit of a tensor and the tensor's elements, as far as this rank has it."""
+    if index is None:
+        return None, 0
+    return sharded.unit_of(index).name, math.prod(sharded.registry[index].global_shape)
+
+
+def _report(sharded: ShardedModel, place: int | None, told: Sequence[Sequence[Any]]) -> OverflowReport:
+    """Return where values were not finite first, on which ranks, and in which tensor.
 
     Args:
         sharded: the model.
-        index: the first parameter whose gradient is not finite; None if only the norm of all is not.
-        told: of each rank whether a loss was not finite, and whether its gradients of the unit were, and more.
+        place: of the first tensor whose gradient is not finite; None if only the norm of all is not.
+        told: of each rank whether a loss was not finite, whether its gradients of the unit were, what it has `_known`
+            of the tensor, and more.
     """
     without_loss = tuple(rank for rank, fact in enumerate(told) if fact[0])
     local = tuple(rank for rank, fact in enumerate(told) if not fact[1])
@@ -74,8 +86,8 @@ def _report(sharded: ShardedModel, index: int | None, told: Sequence[Sequence[An
     return OverflowReport(
         phase="forward" if without_loss else "backward" if local else "reduce",
         ranks=without_loss or local,
-        parameter=None if index is None else sharded.registry[index].name,
-        unit=None if index is None else sharded.unit_of(index).name,
-        numel=0 if index is None else sharded.registry[index].numel,
+        parameter=None if place is None else sharded.numbering.names[place],
+        unit=next((fact[2] for fact in told if fact[2] is not None), None),
+        numel=max(fact[3] for fact in told),
         loss_scale=1.0,
     )

@@ -47,6 +47,7 @@ class TensorNorms:
         groups: for each parameter group the numbers of all its tensors, wherever they are.
         runs: what lies in each parameter that the optimizer steps on this rank; what belongs to no run is padding.
         counted: the runs whose squares this rank contributes: over all ranks each element once.
+        count: how many numbers there are; None: as many as `groups` have.
         wide: numbers of the tensors whose norms are kept in fp64; the others are rounded to fp32.
         device: of the parameters.
         add: adds a small fp64 tensor up over ranks, in place.
@@ -65,12 +66,14 @@ class TensorNorms:
         runs: Mapping[torch.Tensor, Sequence[TensorRun]],
         counted: Sequence[tuple[torch.Tensor, TensorRun]],
         *,
+        count: int | None = None,
         wide: Iterable[int] = (),
         device: torch.device,
         add: Callable[[torch.Tensor], None] | None = None,
         overwrites: bool = False,
     ) -> None:
-        self.count = 1 + max((number for numbers in groups for number in numbers), default=-1)
+        known = 1 + max((number for numbers in groups for number in numbers), default=-1)
+        self.count = known if count is None else count
         self.overwrites = overwrites
         self._runs = {parameter: tuple(found) for parameter, found in runs.items()}
         self._counted = list(counted)

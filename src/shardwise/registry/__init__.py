@@ -4,6 +4,7 @@ A sharded run has no whole tensors, so anything that talks about "the parameter 
 debug access, planning) asks the registry. Nothing is attached to the user's tensors; a parameter is found by identity.
 """
 
+from shardwise.registry.parts import Part, copy_part, declare_part, part_of
 from shardwise.registry.tensors import LogicalTensor, Registry
 
-__all__ = ["LogicalTensor", "Registry"]
+__all__ = ["LogicalTensor", "Part", "Registry", "copy_part", "declare_part", "part_of"]

@@ -11,6 +11,7 @@ from torch import nn
 
 from shardwise.boxes import Box, sizes, whole
 from shardwise.errors import UsageError
+from shardwise.registry.parts import part_of
 
 
 @dataclass(frozen=True)
@@ -30,6 +31,7 @@ class LogicalTensor:
         group: index of its optimizer parameter group, or None when no optimizer owns it.
         wire_dtype: dtype in which its gradient travels, or None for the one in which it was computed.
         box: this rank's part of it, as (first, end) for each dimension; None: the whole tensor.
+        ranks: those that have the same part; None: all.
 
     Raises:
         UsageError: the box is not one of the tensor.
@@ -45,6 +47,7 @@ class LogicalTensor:
     group: int | None
     wire_dtype: torch.dtype | None = None
     box: Box | None = None
+    ranks: tuple[int, ...] | None = None
 
     def __post_init__(self) -> None:
         if self.box is None:
@@ -102,7 +105,6 @@ class Registry:
         compute_dtype: torch.dtype | None = None,
         groups: dict[int, int] | None = None,
         wires: Mapping[int, torch.dtype] | None = None,
-        parts: Mapping[int, tuple[tuple[int, ...], Box]] | None = None,
     ) -> Registry:
         """Build the registry of a module.
 
@@ -112,11 +114,9 @@ class Registry:
             groups: `id(parameter)` to optimizer parameter group. Parameters without one count as not trainable,
                 whether or not they require a gradient.
             wires: `id(parameter)` to the dtype in which its gradient travels, where that is not its own.
-            parts: `id(parameter)` to the shape of the whole tensor and this rank's box of it, where the parameter is
-                not the whole tensor.
 
         Raises:
-            UsageError: a box is not one of its tensor, or has another shape than the parameter.
+            UsageError: a box (`declare_part`) is not one of its tensor, or has another shape than the parameter.
         """
         names: dict[int, list[str]] = {}
         objects: dict[int, nn.Parameter] = {}
@@ -129,10 +129,11 @@ class Registry:
             dtype = parameter.dtype
             cast = compute_dtype is not None and dtype.is_floating_point
             group = None if groups is None else groups.get(key)
-            shape, box = (parts or {}).get(key, (tuple(parameter.shape), None))
+            part = part_of(parameter)
+            shape = tuple(parameter.shape) if part.shape is None else part.shape
             tensor = LogicalTensor(
                 index=index,
-                name=known_as[0],
+                name=part.name or known_as[0],
                 aliases=tuple(known_as[1:]),
                 global_shape=shape,
                 source_dtype=dtype,
@@ -140,12 +141,13 @@ class Registry:
                 trainable=parameter.requires_grad and group is not None,
                 group=group,
                 wire_dtype=None if wires is None else wires.get(key),
-                box=box,
+                box=part.box,
+                ranks=part.ranks,
             )
             if tensor.shape != tuple(parameter.shape):
                 raise UsageError(
-                    f"parameter {tensor.name!r}: has shape {list(parameter.shape)}, its box {box} of {list(shape)} has "
-                    f"{list(tensor.shape)}"
+                    f"parameter {tensor.name!r}: has shape {list(parameter.shape)}, its box {part.box} of "
+                    f"{list(shape)} has {list(tensor.shape)}"
                 )
             tensors.append(tensor)
         return cls(tensors, [objects[key] for key in names])

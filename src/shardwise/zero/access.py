@@ -39,13 +39,13 @@ def _lent(model: ShardedModel, index: int) -> AbstractContextManager[None]:
 
 def _assemble(model: ShardedModel, index: int, runs: Iterable[Run], dtype: torch.dtype, whole: bool) -> torch.Tensor:
     """Put runs of all ranks together: sums of what ranks store of an element, which all do if it is `whole`."""
-    tensor, world = model.registry[index], model.comm.world
-    flat = torch.zeros(tensor.numel + -tensor.numel % world, dtype=dtype, device=model.device)
+    tensor, ranks = model.registry[index], model.unit_of(index).domain.ranks
+    flat = torch.zeros(tensor.numel + -tensor.numel % ranks.world, dtype=dtype, device=model.device)
     for start, stop, values in runs:
         flat[start:stop] = values if whole else flat[start:stop] + values
     if not whole:
         # Of masters and state every element is zero on all ranks but one, so that the sum is exact.
-        model.comm.sum_large(flat, tensor.name)
+        ranks.sum_large(flat, tensor.name)
     return flat[: tensor.numel].view(tensor.shape)
 
 
@@ -180,7 +180,7 @@ def safe_get_full_optimizer_state(parameter: torch.Tensor, optim_state_key: str)
         runs = model.update.state_pieces(index, optim_state_key)
         # Ranks that store nothing of it learn its type, too.
         known = torch.tensor([float(any(run[2].dtype is kind for run in runs)) for kind in _KINDS], device=model.device)
-        model.comm.all_reduce(known, "optimizer_state.known").wait()
+        model.unit_of(index).domain.ranks.all_reduce(known, "optimizer_state.known").wait()
         dtype = next((kind for kind, count in zip(_KINDS, known.tolist(), strict=True) if count), None)
         if dtype is None:
             return None

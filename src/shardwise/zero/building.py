@@ -7,7 +7,7 @@ from dataclasses import replace
 
 import torch
 
-from shardwise.comm.domain import Domain
+from shardwise.comm.domain import Domain, Domains
 from shardwise.memory import Accountant
 from shardwise.memory.places import ON_DEVICE, borrowed
 from shardwise.precision.dtypes import PrecisionPolicy
@@ -32,7 +32,7 @@ class UnitBuilder:
         registry: the logical tensors.
         plan: what is sharded.
         policy: dtypes.
-        domain: the ranks that share the parameters.
+        domains: of the parameters.
         device: where parameters and state live.
         accountant: counts the bytes.
         update: takes what it needs while values are whole; None for a model that is only evaluated.
@@ -46,7 +46,7 @@ class UnitBuilder:
         registry: Registry,
         plan: Plan,
         policy: PrecisionPolicy,
-        domain: Domain,
+        domains: Domains,
         device: torch.device,
         accountant: Accountant,
         update: Update | None,
@@ -57,8 +57,7 @@ class UnitBuilder:
         self._registry = registry
         self._plan = plan
         self._policy = policy
-        self._domain = domain
-        self._levels = plan.levels(domain)
+        self._domains = domains
         self._device = device
         self._accountant = accountant
         self._update = update
@@ -70,36 +69,44 @@ class UnitBuilder:
         plan = self._plan
         if not plan.releases:
             return set()
-        stay, elements = set(), 0
+        # What no other rank shares is not divided, and there is nobody to gather it from.
+        alone = self._domains.main.world > 1 and self._homes.parameters is ON_DEVICE
+        stay = {index for index, spec in enumerate(specs) if alone and self._domains.of(spec.ranks).world == 1}
+        elements = 0
         for index, spec in enumerate(specs):
             if spec.numel <= plan.persistent_elements and elements + spec.numel <= plan.persistent_total:
                 stay.add(index)
                 elements += spec.numel
         if plan.keeps_what_saves:
             whole = {i: sum(s.numel * s.dtype.itemsize for s in sections) for i, sections in enumerate(layouts)}
-            shard = {i: sum(self._kept(s) * s.dtype.itemsize for s in sections) for i, sections in enumerate(layouts)}
+            shard = {
+                i: sum(self._kept(s, self._domains.of(specs[i].ranks)) * s.dtype.itemsize for s in sections)
+                for i, sections in enumerate(layouts)
+            }
             numels = {i: sum(s.numel for s in sections) for i, sections in enumerate(layouts)}
             stay |= best_whole(orders, whole, shard, numels, plan.ahead, stay)
         return stay
 
-    def _kept(self, section: Section) -> int:
+    def _kept(self, section: Section, domain: Domain) -> int:
         """Return how many elements of a section a rank keeps on the device if it is released between uses."""
         if self._homes.parameters is not ON_DEVICE:
             return 0
         second = self._plan.secondary if self._update is not None else 1
-        return section.size(self._levels.parameters) + (section.numel // second if second > 1 else 0)
+        return section.size(self._plan.levels(domain).parameters) + (section.numel // second if second > 1 else 0)
 
     def build(self, number: int, spec: UnitSpec, layouts: Sequence[Section], *, sharded: bool) -> Unit:
         """Lay a unit out in memory, fill it with its parameters' values, and release it."""
         sections = []
+        domain = self._domains.of(spec.ranks)
         for layout in layouts:
-            levels = self._levels if sharded else replace(self._levels, parameters=0)
+            levels = self._plan.levels(domain)
+            levels = levels if sharded else replace(levels, parameters=0)
             homes = self._homes if sharded else replace(self._homes, parameters=ON_DEVICE)
             if self._owned(layout):
-                levels = replace(levels, optimizer=self._domain.depth)
+                levels = replace(levels, optimizer=domain.depth)
             section = SectionMemory(
                 layout,
-                domain=self._domain,
+                domain=domain,
                 levels=levels,
                 stepped=self._update is not None,
                 device=self._device,
@@ -114,7 +121,7 @@ class UnitBuilder:
                 self._registry[slot.index].source_dtype.itemsize > layout.dtype.itemsize for slot in layout.slots
             ):
                 section.widen_source(section.master_dtype)
-        unit = Unit(number, spec.name, spec.modules, spec.tensors, self._registry, sections, self._domain)
+        unit = Unit(number, spec.name, spec.modules, spec.tensors, self._registry, sections, domain)
         for section in sections:
             self._fill(unit, section)
         unit.attach()
@@ -138,7 +145,7 @@ class UnitBuilder:
                 codes = UnitCodes(unit.sections, self._registry, self._accountant)
                 unit.codes = codes if codes.coded else None
         if self._plan.secondary > 1 and self._update is not None:
-            group = self._domain.ranks.run_of(self._plan.secondary, "secondary")
+            group = self._domains.main.ranks.run_of(self._plan.secondary, "secondary")
             for unit in sharded:
                 unit.keep_second(group)
 
@@ -154,4 +161,4 @@ class UnitBuilder:
             agreed = agreed and same
             section.source[slot.offset : slot.offset + slot.numel].copy_(values.reshape(-1))
         if not agreed:
-            self._domain.ranks.broadcast(section.source, 0, f"{unit.name}.initial").wait()
+            unit.domain.ranks.broadcast(section.source, 0, f"{unit.name}.initial").wait()

@@ -28,7 +28,7 @@ def floor(
     """
     sections = [section for unit in model.units for section in unit.sections]
     trained = [section for section in sections if section.layout.trainable and model.update is not None]
-    stepped = sum(_numel(s) / model.domain.parts(s.levels.optimizer) for s in trained)
+    stepped = sum(_numel(s) / s.domain.parts(s.levels.optimizer) for s in trained)
     padded = sum(s.master_stop - s.master_start for s in trained)
     adds_up = model.domain.world > 1 and accumulation > 1 and not model.plan.shard_gradients
     found = {
@@ -45,7 +45,7 @@ def floor(
         Category.OPTIMIZER: int(kept[Category.OPTIMIZER] * (stepped / padded if padded else 0)),
         Category.OTHER: kept[Category.OTHER],
         Category.GATHERED: _pair(model),
-        Category.BUFFERS: max((_reduced(model, unit) for unit in model.units), default=0) if trained else 0,
+        Category.BUFFERS: max((_reduced(unit) for unit in model.units), default=0) if trained else 0,
     }
     return {category: min(size, found.get(category, size)) for category, size in planned.items()}
 
@@ -71,8 +71,8 @@ def _pair(model: ShardedModel) -> int:
     return max((sum(whole[index] for index in (*around, *coming)) for around, coming in sets), default=0)
 
 
-def _reduced(model: ShardedModel, unit: Unit) -> int:
+def _reduced(unit: Unit) -> int:
     """The gradient of a unit, and what arrives of the peers'."""
-    inner = model.domain.dimensions[0]
+    inner = unit.domain.dimensions[0]
     sent = 0 if inner.world == 1 else _whole(s for s in unit.trainable if s.layout.table is None)
     return sent + (0 if inner.reads_peers else sent * (inner.world - 1) // inner.world)

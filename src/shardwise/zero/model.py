@@ -20,11 +20,11 @@ from torch import nn
 
 from shardwise.comm.communicator import Communicator
 from shardwise.comm.compression import Compressor
-from shardwise.comm.domain import Domain
+from shardwise.comm.domain import Domains
 from shardwise.comm.whereabouts import being_in, publish
 from shardwise.device.ranges import named
 from shardwise.device.staging import Copied
-from shardwise.errors import ConfigError, DesyncError, PeerLostError, UsageError
+from shardwise.errors import ConfigError, ConflictError, DesyncError, PeerLostError, UsageError
 from shardwise.memory import Accountant, Category, give_back_freed_memory, module_bytes, resident_bytes, virtual_bytes
 from shardwise.memory.places import HOMES, Borrowed, borrowed, in_turn
 from shardwise.precision.dtypes import PrecisionPolicy
@@ -45,6 +45,7 @@ from shardwise.zero.passes.sidechannel import SideChannel
 from shardwise.zero.passes.sums import GradientSums
 from shardwise.zero.units import released
 from shardwise.zero.units.layout import ShardSlice, lay_out
+from shardwise.zero.units.numbering import Numbering
 from shardwise.zero.units.partition import find_units
 from shardwise.zero.units.plan import Plan
 from shardwise.zero.units.unit import Homes, SectionMemory, Unit, UnitState
@@ -70,7 +71,7 @@ class ShardedModel:
             per element.
         plan: what is sharded.
         policy: dtypes.
-        domain: the ranks that share the parameters.
+        domains: the ranks that share the parameters.
         device: where parameters and state live.
         accountant: counts the bytes.
         prescale: factor on gradients before they are sent.
@@ -80,6 +81,7 @@ class ShardedModel:
         wires: `id(parameter)` to the dtype in which its gradient travels, where neither its own nor the policy's.
 
     Attributes:
+        domain: that of all ranks.
         comm: all ranks that step together.
         closed: why there is nothing here any more ("" while there is).
         stepped: a step has been taken.
@@ -98,7 +100,7 @@ class ShardedModel:
         is_elementwise: StateKind,
         plan: Plan,
         policy: PrecisionPolicy,
-        domain: Domain,
+        domains: Domains,
         device: torch.device,
         accountant: Accountant,
         prescale: float = 1.0,
@@ -111,7 +113,7 @@ class ShardedModel:
         self.optimizer = optimizer
         self.plan = plan
         self.policy = policy
-        self.domain = domain
+        self.domain = domain = domains.main
         self.comm: Communicator = domain.ranks
         self.device = device
         self.accountant = accountant
@@ -130,24 +132,31 @@ class ShardedModel:
         self.stepping = stepping
         self.update: Update | None = None
         self.owners: WholeUpdate | None = None
+        specs = find_units(module, self.registry, plan.unit_cap, leaves)
+        self.numbering = Numbering(self.registry, specs, domains, self.comm)
         homes = {name: HOMES[name](device) for name in dict.fromkeys(astuple(plan.where))}
         self.homes = Homes(*(homes[name] for name in astuple(plan.where)))
         if optimizer is not None:
-            self.update, self.owners = self._make_update(optimizer, is_elementwise)
-        specs = find_units(module, self.registry, plan.unit_cap, leaves)
+            self.update, self.owners = self._make_update(optimizer, is_elementwise, domains)
+        self._check_domains(domains, compressor)
         if sparse_gradients and (compressor is not None or stepping.communicates):
             raise ConfigError(
                 "sparse_gradients: true cannot be combined with lossy gradient reduction, which keeps what it has not "
                 "sent of whole gradients; switch one of them off"
             )
-        tables = self._tables() if sparse_gradients and domain.world > 1 and optimizer is not None else set()
-        layouts = [lay_out(spec.tensors, domain.sizes, device.type, stepping.whole, tables) for spec in specs]
+        tables = self._tables(domains) if sparse_gradients and domain.world > 1 and optimizer is not None else set()
+        layouts = [
+            lay_out(spec.tensors, domains.of(spec.ranks).sizes, device.type, stepping.whole, tables) for spec in specs
+        ]
         # Until a pass has been traced, the order of the modules stands for that of execution.
         forward, backward = list(range(len(specs))), backward_order([spec.modules for spec in specs], module)
         builder = UnitBuilder(
-            self, self.registry, plan, policy, domain, device, accountant, self.update, self.owners, self.homes
+            self, self.registry, plan, policy, domains, device, accountant, self.update, self.owners, self.homes
         )
         whole = builder.stay_whole(specs, layouts, (forward, backward))
+        if domains.others:
+            # Ranks may have parts of different sizes, and gather the same units.
+            whole = whole.intersection(*self.comm.exchange(sorted(whole), "whole"))
         for index, (spec, sections) in enumerate(zip(specs, layouts, strict=True)):
             sharded_unit = plan.releases and index not in whole
             self.units.append(builder.build(index, spec, sections, sharded=sharded_unit))
@@ -160,6 +169,7 @@ class ShardedModel:
             self.units,
             self.registry,
             self.channel,
+            domain.gathers,
             prefetch=plan.prefetch,
             prefetch_elements=plan.prefetch_elements,
             backward=self.update is not None,
@@ -175,7 +185,7 @@ class ShardedModel:
                 self.units,
                 domain,
                 accountant,
-                level=plan.levels(domain).gradients,
+                plan=plan,
                 wire_dtype=policy.wire_dtype,
                 prescale=prescale,
                 compressor=compressor,
@@ -185,7 +195,7 @@ class ShardedModel:
                 driver=self._driver,
             )
             self.gatherer.reducer = self.reducer
-            self.sums = GradientSums(self.units, len(self.registry), self.comm, device, accountant, self.reducer)
+            self.sums = GradientSums(self.units, self.numbering, self.comm, device, accountant, self.reducer)
             if isinstance(self.update, CommunicatedUpdate):
                 self.update.own_gradient = self.reducer.own_gradient
                 self.update.on_written = self._values_have_changed
@@ -231,17 +241,18 @@ class ShardedModel:
     # -- building ----------------------------------------------------------------------------------------------------
 
     def _make_update(
-        self, optimizer: torch.optim.Optimizer, is_elementwise: StateKind
+        self, optimizer: torch.optim.Optimizer, is_elementwise: StateKind, domains: Domains
     ) -> tuple[Update, WholeUpdate | None]:
         """Return what steps the parameters, and that part of it which steps whole tensors, if there is one."""
-        stepping, common = self.stepping, (optimizer, self.units, self.registry, self.domain, self.accountant)
+        stepping, common = self.stepping, (optimizer, self.units, self.registry)
+        told = (self.accountant, is_elementwise)
         if stepping.communicates:
-            return CommunicatedUpdate(*common, is_elementwise, self.plan), None
-        segments = SegmentUpdate(*common, is_elementwise, norms=stepping.norms)
+            return CommunicatedUpdate(*common, domains, self.numbering, *told, self.plan), None
+        segments = SegmentUpdate(*common, self.comm, self.numbering, *told, norms=stepping.norms)
         if not stepping.whole:
             return segments, None
         replicated = not self.plan.shard_optimizer
-        whole = WholeUpdate(*common, is_elementwise, stepping, replicated=replicated, home=self.homes.optimizer)
+        whole = WholeUpdate(*common, domains, *told, stepping, replicated=replicated, home=self.homes.optimizer)
         if len(stepping.whole) == len(optimizer.param_groups):
             return whole, whole
         return MixedUpdate(segments, whole), whole
@@ -257,10 +268,29 @@ class ShardedModel:
                         "it an optimizer of its own."
                     )
 
-    def _tables(self) -> set[int]:
+    def _tables(self, domains: Domains) -> set[int]:
         """Return the parameters whose gradients may be reduced as rows."""
-        found = (self.registry.find(parameter) for parameter in find_tables(self.module)[0])
-        return {tensor.index for tensor in found if tensor is not None and tensor.trainable and tensor.numel}
+        found = [tensor for tensor in map(self.registry.find, find_tables(self.module)[0]) if tensor is not None]
+        return {t.index for t in found if t.trainable and t.numel and domains.of(t.ranks).world > 1}
+
+    def _check_domains(self, domains: Domains, compressor: Compressor | None) -> None:
+        """Raise where something exchanges among all ranks what only some share, or needs tensors in one piece."""
+        for tensor in self.registry:
+            if tensor.box is not None and tensor.group in self.stepping.whole:
+                raise ConflictError(
+                    f"parameter {tensor.name!r}: this rank has the box {tensor.box} of {list(tensor.global_shape)}, "
+                    f"and the optimizer {type(self.optimizer).__name__} steps whole tensors. Take an elementwise "
+                    "optimizer for it, or have each rank hold whole tensors"
+                )
+        for asked, what in (
+            (compressor is not None, "lossy gradient reduction, which exchanges what it sends among all ranks"),
+            (self.plan.secondary > 1, "zero_optimization.zero_hpz_partition_size, whose groups are of all ranks"),
+        ):
+            if domains.others and asked:
+                raise ConflictError(
+                    f"parameters that only some ranks share (declare_part) cannot be combined with {what}. Keep one of "
+                    "them"
+                )
 
     def _absent(self, parameter: nn.Parameter) -> bool:
         """Whether the values of a parameter are on other ranks and using it would raise."""
@@ -496,7 +526,7 @@ class ShardedModel:
         if gradients.accumulated:
             parts.append((section.own_range, section.own_gradient))
         if gradients.sums:  # over ranks of the inner dimensions
-            ends = section.layout.range_of(self.domain.place, self.reducer.level)
+            ends = section.layout.range_of(section.domain.place, gradients.level)
             parts.append((ends, gradients.sums[unit.sections.index(section)]))
         if not parts:
             return None
@@ -517,7 +547,7 @@ class ShardedModel:
             runs: start, stop and values of each.
         """
         section = self.section_of(index)
-        if section.levels.optimizer in (0, self.domain.depth):
+        if section.levels.optimizer in (0, section.domain.depth):
             return list(runs)
         own = [p for p in section.layout.pieces(*section.own_range) if p.index == index]
         cuts = [(max(p.start, start), min(p.stop, stop), start, v) for start, stop, v in runs for p in own]
@@ -579,9 +609,12 @@ class ShardedModel:
 
     def saved_ranges(self) -> dict[int, list[tuple[int, int]]]:
         """Return the elements of each parameter that this rank saves; over all ranks each exactly once."""
-        ranges = {}
+        ranges: dict[int, list[tuple[int, int]]] = {}
         for index, (section, own) in self._own_pieces().items():
-            alone = section.levels.optimizer == self.domain.depth
+            if not self.numbering.counts[index]:
+                ranges[index] = []  # other ranks have the same
+                continue
+            alone = section.levels.optimizer == section.domain.depth
             if section.layout.trainable and self.update is not None and alone:
                 ranges[index] = self.update.master_ranges(index)
             else:
@@ -699,10 +732,11 @@ class ShardedModel:
         """
         try:
             if src is not None:
-                root = self.comm.group_rank(src)
                 for unit in self.units_of(parameters):
+                    ranks = unit.domain.ranks
+                    root = ranks.group_rank(src) if src in ranks.members else 0
                     for section in unit.sections:
-                        self.comm.broadcast(section.full, root, f"{unit.name}.modified").wait()
+                        ranks.broadcast(section.full, root, f"{unit.name}.modified").wait()
                     unit.store_shard()
                     if self.update is not None:
                         self._take_over(unit)

@@ -33,6 +33,7 @@ from typing import Any, NamedTuple, Protocol
 import torch
 from torch import nn
 
+from shardwise.comm.chain import Runner
 from shardwise.compat import backward_pass, never_compiled
 from shardwise.errors import ReleasedParameterError, UsageError
 from shardwise.registry import Registry
@@ -100,6 +101,7 @@ class Gatherer:
         units: all units, in registration order.
         registry: finds the unit of a parameter.
         channel: rescue for units that are needed again after their release; None where nothing is sharded.
+        gathers: launches what units gather.
         prefetch: gather the next unit while the current one computes.
         prefetch_elements: gather further units ahead as long as they have at most this many elements together.
         backward: whether backward passes are to be expected.
@@ -113,6 +115,7 @@ class Gatherer:
         units: Sequence[Unit],
         registry: Registry,
         channel: Channel | None,
+        gathers: Runner,
         *,
         prefetch: bool = True,
         prefetch_elements: int = 0,
@@ -124,6 +127,7 @@ class Gatherer:
         self.suspended = False
         self.rescues = 0
         self._channel = channel
+        self._gathers = gathers
         self._lock = threading.RLock()
         self._parked = False
         self._passes_back = 0
@@ -211,8 +215,7 @@ class Gatherer:
     def begin_forward(self) -> None:
         """Start a forward pass."""
         self.let_go()
-        for unit in self.units[:1]:
-            unit.domain.gathers.follow()  # what the script may have written into shards since the last pass
+        self._gathers.follow()  # what the script may have written into shards since the last pass
         self.phase = Phase.FORWARD
         self._with_graph = torch.is_grad_enabled()
         if self._with_graph:

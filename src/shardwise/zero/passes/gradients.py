@@ -23,16 +23,23 @@ class UnitGradients:
 
     Args:
         unit: the unit.
+        level: of the unit's domain, to which every micro-batch is reduced; 0: gradients are reduced once per step.
         gatherer: knows of the unit's forward calls.
         accountant: is told of what is added up here.
 
     Attributes:
+        domain: the unit's.
+        comm: of the ranks in its innermost dimension.
+        level: see above.
         loans: lend what has been added up here over micro-batches.
         resting: whether what has been added up here is where gradients live, and not on the device.
     """
 
-    def __init__(self, unit: Unit, gatherer: Gatherer, accountant: Accountant) -> None:
+    def __init__(self, unit: Unit, level: int, gatherer: Gatherer, accountant: Accountant) -> None:
         self.unit = unit
+        self.domain = unit.domain
+        self.comm = unit.domain.dimensions[0]
+        self.level = level
         self._gatherer = gatherer
         self.loans = Loans(unit.trainable[0].gradient_loans.home, accountant)
         self._lent: Sequence[Loans] = ()

@@ -45,6 +45,7 @@ from shardwise.zero.passes.gather import Gatherer
 from shardwise.zero.passes.gradients import UnitGradients
 from shardwise.zero.passes.rows import DENSE, RowReduction, Rows, Table, Together, affordable, most_rows
 from shardwise.zero.units.peaks import ReductionSizes, reduced_alone
+from shardwise.zero.units.plan import Plan
 from shardwise.zero.units.unit import SectionMemory, Unit
 from shardwise.zero.updates.update import Update
 
@@ -54,9 +55,9 @@ class Reducer:
 
     Args:
         units: all units.
-        domain: the ranks that share the parameters.
+        domain: of all ranks; of some units some of them share the parameters.
         accountant: is told about the buffers.
-        level: of the domain, to which every micro-batch is reduced; 0: gradients are reduced once per step.
+        plan: says to which level of its domain every micro-batch of a unit is reduced.
         wire_dtype: dtype on the wire; None: that of the sections, or else that of the local gradients.
         prescale: factor applied before sending.
         keeps_gradients: leave accumulators their memory between steps.
@@ -78,7 +79,7 @@ class Reducer:
         domain: Domain,
         accountant: Accountant,
         *,
-        level: int,
+        plan: Plan,
         wire_dtype: torch.dtype | None = None,
         prescale: float = 1.0,
         keeps_gradients: bool = False,
@@ -88,9 +89,8 @@ class Reducer:
         driver: Driver,
     ) -> None:
         self.domain = domain
-        self.comm = domain.dimensions[0]
         self.accountant = accountant
-        self.level = level
+        self._every_pass = plan.shard_gradients
         self.wire_dtype = wire_dtype
         self.prescale = prescale
         self._keeps_gradients = keeps_gradients
@@ -104,7 +104,11 @@ class Reducer:
         self._at_end: AtEnd | None = None
         self.passes = 0
         self.brought = False  # whether the backward pass has brought gradients
-        self.gradients = {u.index: UnitGradients(u, gatherer, accountant) for u in units if u.trainable}
+        self.gradients = {
+            u.index: UnitGradients(u, plan.levels(u.domain).gradients, gatherer, accountant)
+            for u in units
+            if u.trainable
+        }
         self.watching = False
         self.alone: Collection[int] = frozenset()
         self._order: list[UnitGradients] = []
@@ -135,7 +139,7 @@ class Reducer:
     @property
     def reducing(self) -> bool:
         """Whether backward passes reduce now, or only add up locally."""
-        return (self.level > 0 or self.boundary) and not self.local
+        return (self._every_pass or self.boundary) and not self.local
 
     @property
     def unfinished(self) -> bool:
@@ -262,7 +266,7 @@ class Reducer:
     def _collect_rows(self, gradients: UnitGradients, place: int, section: SectionMemory, grad: torch.Tensor) -> bool:
         """Add the gradient of a table to the rows that are there; return False where it has to become dense."""
         table = section.layout.table
-        if table is None or self.domain.world == 1 or place in gradients.buffers or grad.sparse_dim() != 1:
+        if table is None or gradients.domain.world == 1 or place in gradients.buffers or grad.sparse_dim() != 1:
             return False
         alone, dtype = self._collected_as(section)
         most = most_rows(table, dtype.itemsize)
@@ -299,8 +303,8 @@ class Reducer:
         # Sums over micro-batches are formed in the accumulator's dtype; a gradient that is alone travels as it is, and
         # without peers nothing travels. The choice depends on nothing that could differ between ranks.
         single = self.boundary and not self.partial and self.driver.begins_window()
-        together = self.local or not (self.level > 0 or single)
-        alone = self.domain.world > 1 and not together
+        together = self.local or not (self._every_pass or single)
+        alone = section.domain.world > 1 and not together
         return alone, (self._cast_to(section) or section.layout.dtype) if alone else section.accumulate_dtype
 
     def _buffer(self, gradients: UnitGradients, place: int, section: SectionMemory) -> torch.Tensor | Pieces:
@@ -334,12 +338,11 @@ class Reducer:
 
     def find_alone(self) -> None:
         """Decide on `alone`, for the orders and the dtypes in force."""
-        inner = self.comm.world
         queue = []
-        for gradients in self._order if self.level else ():
-            sections = gradients.unit.trainable
+        for gradients in self._order if self._every_pass else ():
+            sections, inner = gradients.unit.trainable, gradients.comm
             sent = sum(s.layout.numel * (self.wire_of(s) or s.layout.dtype).itemsize for s in sections)
-            received = 0 if self.comm.reads_peers else sent * (inner - 1) // inner
+            received = 0 if inner.reads_peers else sent * (inner.world - 1) // inner.world
             own = sum((s.master_stop - s.master_start) * s.accumulate_dtype.itemsize for s in sections)
             whole = sum(s.layout.numel * s.accumulate_dtype.itemsize for s in sections)
             queue.append(ReductionSizes(gradients.unit.index, sent, received, own, whole))
@@ -357,10 +360,14 @@ class Reducer:
         """Whether gradients that travel as they are need not be copied together."""
         return (
             self.compressor is None
-            and self.prescale == 1.0
+            and self._prescale(unit.domain) == 1.0
             and all(self.wire_of(section) in (None, section.layout.dtype) for section in unit.trainable)
-            and self.comm.takes_pieces(sum(len(section.layout.slots) for section in unit.trainable))
+            and unit.domain.dimensions[0].takes_pieces(sum(len(section.layout.slots) for section in unit.trainable))
         )
+
+    def _prescale(self, domain: Domain) -> float:
+        """Return what gradients are multiplied by before they are sent."""
+        return self.prescale * domain.prescale
 
     @property
     def _watches(self) -> bool:
@@ -372,10 +379,10 @@ class Reducer:
     def _prepare(self, gradients: UnitGradients, section: SectionMemory, buffer: torch.Tensor) -> torch.Tensor:
         """Return a flat buffer as it is to be sent."""
         self._fill_gaps(gradients, section, buffer)
-        if self.prescale != 1.0:
-            buffer.mul_(self.prescale)
+        if self._prescale(section.domain) != 1.0:
+            buffer.mul_(self._prescale(section.domain))
         wire = self._cast_to(section)
-        if wire is not None and buffer.dtype != wire and self.domain.world > 1:
+        if wire is not None and buffer.dtype != wire and section.domain.world > 1:
             buffer = buffer.to(wire)
             self.accountant.hold(Category.BUFFERS, buffer)
         if self._watches:
@@ -465,10 +472,10 @@ class Reducer:
             else:
                 launches = self._exactly(gradients, buffers, counts)
                 # What rows are summed to is whole at once, where every rank needs everything.
-                whole = counts if self.domain.depth == 1 else {}
+                whole = counts if gradients.domain.depth == 1 else {}
                 own_only = [section for section in unit.trainable if unit.sections.index(section) not in whole]
             del buffers
-            handle = self.domain.reduce(launches, self._hold)
+            handle = gradients.domain.reduce(launches, self._hold)
         self._in_flight.append(_Flight(gradients, handle, own_only, sent if self.domain.beside else ()))
 
     def _lossily(
@@ -493,10 +500,10 @@ class Reducer:
         counts: Mapping[int, Sequence[Sequence[int]]],
     ) -> list[Launch]:
         """Return the launches that reduce a unit's buffers, and the rows of the tables on which ranks have agreed."""
-        unit, depth = gradients.unit, self.domain.depth
+        unit, level, depth = gradients.unit, gradients.level, gradients.domain.depth
         places = [place for place, section in enumerate(unit.sections) if section.layout.trainable]
         sections = [unit.sections[place] for place in places]
-        inside = 0 < self.level < depth
+        inside = 0 < level < depth
         ends = self.boundary or not inside  # goes on to this rank's own range
         adds = bool(gradients.sums) if inside else gradients.accumulated
 
@@ -505,11 +512,11 @@ class Reducer:
             return self._reduce_first(gradients, buffers, counts, given, accumulate=adds and fine == 1)
 
         if inside:
-            fine, outputs = self.level, [self._sum_of(gradients, place, kept=not ends) for place in places]
+            fine, outputs = level, [self._sum_of(gradients, place, kept=not ends) for place in places]
         else:
             gradients.borrow_sums()
             fine, outputs = depth, [section.own_gradient for section in sections]
-        launches = self.domain.reducing(
+        launches = gradients.domain.reducing(
             outputs, first, 0, fine, unit.name, accumulate=adds, wire=self.wire_dtype, made=self._hold
         )
         if inside and ends:
@@ -523,7 +530,7 @@ class Reducer:
         known = gradients.sums.get(place)
         if known is None:
             section = gradients.unit.sections[place]
-            size = section.layout.size(self.level)
+            size = section.layout.size(gradients.level)
             known = torch.empty(size, dtype=section.accumulate_dtype, device=section.device)
             self.accountant.hold(Category.GRADIENTS if kept else Category.BUFFERS, known)
             gradients.sums[place] = known
@@ -534,8 +541,8 @@ class Reducer:
         gradients.borrow_sums()
         pairs = [(gradients.unit.sections[place].own_gradient, total) for place, total in gradients.sums.items()]
         before, gradients.accumulated, gradients.sums = gradients.accumulated, True, {}
-        return self.domain.onward(
-            pairs, self.level, gradients.unit.name, accumulate=before, wire=self.wire_dtype, made=self._hold
+        return gradients.domain.onward(
+            pairs, gradients.level, gradients.unit.name, accumulate=before, wire=self.wire_dtype, made=self._hold
         )
 
     def _hold(self, buffer: torch.Tensor) -> None:
@@ -565,20 +572,20 @@ class Reducer:
         handles: list[Reduction] = []
         if pairs:
             kind = "rows" if tables else "reduce"
-            handles.append(self.comm.reduce_scatter(pairs, unit.name, accumulate=accumulate, kind=kind))
+            handles.append(gradients.comm.reduce_scatter(pairs, unit.name, accumulate=accumulate, kind=kind))
         if not counts:
             return handles[0]
         for place, numbers in counts.items():
             section = unit.sections[place]
             rows = gradients.rows.pop(place, None)
             alone, dtype = self._collected_as(section)
-            if rows is not None and self.prescale != 1.0:
-                rows = Rows(rows.index, rows.values * self.prescale)
+            if rows is not None and self._prescale(gradients.domain) != 1.0:
+                rows = Rows(rows.index, rows.values * self._prescale(gradients.domain))
             if rows is not None and self._watches:
                 gradients.watch(rows.values)
             table = Table.of(section)
             reduction = RowReduction(
-                self.comm,
+                gradients.comm,
                 section.whole_gradient if table.whole else outputs[place],
                 table,
                 rows,
@@ -594,20 +601,20 @@ class Reducer:
 
     def _agree_on_rows(self, gradients: UnitGradients) -> dict[int, list[list[int]]]:
         """Return how many rows each inner rank has for each, by place of the tables that are reduced as rows."""
-        unit, world = gradients.unit, self.comm.world
+        unit, comm = gradients.unit, gradients.comm
         places = [place for place, section in enumerate(unit.sections) if section.layout.table is not None]
         if not places:
             return {}
-        if self.comm.imagined:
+        if comm.imagined:
             gradients.beside = [self._rows_beside(unit.sections[place]) for place in places]
             return {}
         tables = [Table.of(unit.sections[place]) for place in places]
         told = [self._row_counts(gradients, place, table) for place, table in zip(places, tables, strict=True)]
-        own = torch.tensor(told, dtype=torch.int64, device=self.comm.device).reshape(-1)
-        everyone = own.new_empty(world * own.numel())
+        own = torch.tensor(told, dtype=torch.int64, device=comm.device).reshape(-1)
+        everyone = own.new_empty(comm.world * own.numel())
         with self.gatherer.parked():
-            self.comm.all_gather([(everyone, own)], f"{unit.name}.rows", kind="reduce").wait()
-            by_rank = everyone.view(world, len(places), world).transpose(0, 1).tolist()
+            comm.all_gather([(everyone, own)], f"{unit.name}.rows", kind="reduce").wait()
+            by_rank = everyone.view(comm.world, len(places), comm.world).transpose(0, 1).tolist()
         found = {}
         for place, table, counts in zip(places, tables, by_rank, strict=True):
             section = unit.sections[place]
@@ -620,7 +627,8 @@ class Reducer:
         """Return what as many rows as there may be take beside the dense gradient that they may have to become."""
         alone, dtype = self._collected_as(section)
         assert section.layout.table is not None
-        part = 1 if not alone else 2 if self.comm.reads_peers else 0  # else the dense gradient's pieces take more
+        reads = section.domain.dimensions[0].reads_peers
+        part = 1 if not alone else 2 if reads else 0  # else the dense gradient's pieces take more
         size = math.prod(section.layout.table) // part if part else 0
         rows = torch.empty(size, dtype=dtype, device=section.device)
         self.accountant.hold(Category.BUFFERS if alone else Category.GRADIENTS, rows)
@@ -629,9 +637,11 @@ class Reducer:
     def _row_counts(self, gradients: UnitGradients, place: int, table: Table) -> list[int]:
         """Return how many rows this rank has for each rank."""
         if place in gradients.buffers:
-            return [DENSE] * self.comm.world
+            return [DENSE] * gradients.comm.world
         rows = gradients.rows.get(place)
-        return [0] * self.comm.world if rows is None else [last - first for first, last in rows.spans(table.ranges)]
+        if rows is None:
+            return [0] * gradients.comm.world
+        return [last - first for first, last in rows.spans(table.ranges)]
 
     @property
     def _ahead(self) -> int:
@@ -684,12 +694,12 @@ class Reducer:
         """Bring the reduced gradients to the ranks that step the same as this one does."""
         if not gradients.accumulated:
             return  # it is reduced over more ranks at the accumulation boundary
-        depth = self.domain.depth
+        domain, depth = gradients.domain, gradients.domain.depth
         links: list[Link] = []
         for level in sorted({section.levels.optimizer for section in own_only} - {depth}):
             moves = [(s.whole_gradient, s.own_gradient, depth) for s in own_only if s.levels.optimizer == level]
-            launches = self.domain.gathering(moves, level, gradients.unit.name, kind="replicate")
-            links.append(self.domain.reduce(launches))
+            launches = domain.gathering(moves, level, gradients.unit.name, kind="replicate")
+            links.append(domain.reduce(launches))
         if not gradients.lends:
             self._replicating += links
             return
@@ -716,10 +726,12 @@ class Reducer:
             self._sweep()
         if any(gradients.sums for gradients in self.gradients.values()):
             for gradients in self._order:
+                if not gradients.sums:
+                    continue  # of a domain that has nothing beyond the ranks that have been summed over
                 self._land(self._ahead)
                 self.domain.reductions.follow()
                 with self.domain.reductions.aside():
-                    handle = self.domain.reduce(self._beyond(gradients))
+                    handle = gradients.domain.reduce(self._beyond(gradients))
                 self._in_flight.append(_Flight(gradients, handle, gradients.unit.trainable))
             self._sweep()
         for gradients in self.gradients.values():

@@ -147,7 +147,8 @@ class SideChannel:
         """
         begin = time.monotonic()
         deadline = begin + self.comm.timeout.total_seconds()
-        holders = unit.domain.holders(unit.level)[1:]
+        ranks, here = unit.domain.ranks.members, self.comm.members
+        holders = [(here.index(ranks[rank]), place) for rank, place in unit.domain.holders(unit.level)[1:]]
         with self._asking:
             for peer, _ in holders:
                 with self._expecting(peer, f"fetch {unit.name!r}", begin):

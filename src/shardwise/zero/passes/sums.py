@@ -13,6 +13,7 @@ from shardwise.memory import Accountant, Category
 from shardwise.memory.places import in_turn
 from shardwise.precision.norms import Runs
 from shardwise.zero.passes.reduce import Reducer
+from shardwise.zero.units.numbering import Numbering
 from shardwise.zero.units.unit import Unit
 
 
@@ -30,7 +31,7 @@ class GradientSums:
 
     Args:
         units: all units.
-        parameters: their number in the registry.
+        numbering: of the tensors, the same on all ranks.
         comm: all ranks that step together.
         device: where the gradients are.
         accountant: counts the bytes.
@@ -40,14 +41,15 @@ class GradientSums:
     def __init__(
         self,
         units: Sequence[Unit],
-        parameters: int,
+        numbering: Numbering,
         comm: Communicator,
         device: torch.device,
         accountant: Accountant,
         reducer: Reducer,
     ) -> None:
         self._units = units
-        self._parameters = parameters
+        self._numbering = numbering
+        self._parameters = len(numbering.names)
         self._comm = comm
         self._device = device
         self._accountant = accountant
@@ -61,14 +63,14 @@ class GradientSums:
         ]
 
     def squares(self, facts: Sequence[float | torch.Tensor]) -> tuple[torch.Tensor, torch.Tensor]:
-        """Return the sum of squares of each accumulated gradient over ranks, in one small all-reduce.
+        """Return the sum of squares of each tensor's accumulated gradient over ranks, in one small all-reduce.
 
         Args:
             facts: numbers of this rank that travel along. The host does not wait for what a device knows.
 
         Returns:
-            An fp64 tensor of one element a parameter, and one of the sums of the facts over ranks. Of gradients that
-            are not reduced it is the bound that `_own_runs` tells of.
+            An fp64 tensor of one element a tensor of the job, and one of the sums of the facts over ranks. Of gradients
+            that are not reduced it is the bound that `_own_runs` tells of.
         """
         with self._accountant.owning(Category.OTHER):
             own = self._formed(Runs.sums_of_squares)
@@ -101,10 +103,12 @@ class GradientSums:
         gradients = [section.whole_gradient for section in sections]
         if part.runs is None or any(a is not b for a, b in zip(gradients, part.seen, strict=True)):
             part.seen = gradients
+            places, counts = self._numbering.places, self._numbering.counts
             runs = [
-                (piece.index, section.own_gradient[piece.offset : piece.offset + piece.stop - piece.start])
+                (places[piece.index], section.own_gradient[piece.offset : piece.offset + piece.stop - piece.start])
                 for section in sections
                 for piece in section.layout.pieces(*section.own_range)
+                if counts[piece.index]
             ]
             part.runs = Runs(runs, self._parameters, self._device)
         return part.runs

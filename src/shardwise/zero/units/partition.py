@@ -6,6 +6,8 @@ outside them (embeddings, final norms, heads) is taken module by module, and sma
 long as they do not exceed the largest block. Containers inside a block are not split apart while the block is within
 the cap: children chosen by data (experts) then travel with their parent.
 
+A unit is of one domain: parameters that only some ranks share are in units of their own.
+
 Nothing here depends on an absolute size: buffers grow with the model, and the cap is the user's.
 """
 
@@ -40,6 +42,11 @@ class UnitSpec:
         """Number of elements of all its parameters."""
         return sum(tensor.numel for tensor in self.tensors)
 
+    @property
+    def ranks(self) -> tuple[int, ...] | None:
+        """The ranks that have its parameters; None: all."""
+        return self.tensors[0].ranks
+
 
 class _Finder:
     def __init__(self, root: nn.Module, registry: Registry, cap: int, leaves: Iterable[nn.Module]) -> None:
@@ -67,8 +74,10 @@ class _Finder:
         return list(found.values())
 
     def claim(self, module: nn.Module, tensors: Sequence[LogicalTensor]) -> None:
-        if not tensors:
-            return
+        for ranks in dict.fromkeys(tensor.ranks for tensor in tensors):
+            self._claim(module, [tensor for tensor in tensors if tensor.ranks == ranks])
+
+    def _claim(self, module: nn.Module, tensors: Sequence[LogicalTensor]) -> None:
         spec = UnitSpec(self.names[id(module)], [module])
         for tensor in tensors:
             self.taken.add(tensor.index)
@@ -138,6 +147,8 @@ def _pack(specs: list[UnitSpec], registry: Registry, cap: int, leaves: set[int])
 
 def _may_join(first: UnitSpec, second: UnitSpec, leaves: set[int]) -> bool:
     """A leaf stays alone, and so does a module around the other one: it would hold it for its whole forward."""
+    if first.ranks != second.ranks:
+        return False
     if {id(module) for spec in (first, second) for module in spec.modules} & leaves:
         return False
     inside = {id(inner) for module in first.modules for inner in module.modules() if inner is not module}

@@ -17,11 +17,12 @@ import torch
 from torch import nn
 
 from shardwise.comm.communicator import Communicator
-from shardwise.comm.domain import Domain
+from shardwise.comm.domain import Domains
 from shardwise.config.names import ONEBIT_STAGE_REASONS
 from shardwise.errors import ConflictError, UsageError
 from shardwise.memory import Accountant, Category
 from shardwise.registry import Registry
+from shardwise.zero.units.numbering import Numbering
 from shardwise.zero.units.plan import ALL_ON_DEVICE, Plan
 from shardwise.zero.units.unit import SectionMemory, Unit
 from shardwise.zero.updates.segments import SegmentUpdate
@@ -119,7 +120,8 @@ class CommunicatedUpdate(SegmentUpdate):
         optimizer: its groups are edited in place.
         units: all units.
         registry: the logical tensors.
-        domain: the ranks that share the parameters, in one dimension.
+        domains: of the parameters: one, in one dimension.
+        numbering: of the tensors.
         accountant: is told about optimizer state and messages.
         is_elementwise: whether a state entry (value, elements of its parameter, name) has one value per element.
         plan: what is sharded.
@@ -137,12 +139,13 @@ class CommunicatedUpdate(SegmentUpdate):
         optimizer: torch.optim.Optimizer,
         units: Sequence[Unit],
         registry: Registry,
-        domain: Domain,
+        domains: Domains,
+        numbering: Numbering,
         accountant: Accountant,
         is_elementwise: StateKind,
         plan: Plan,
     ) -> None:
-        super().__init__(optimizer, units, registry, domain, accountant, is_elementwise)
+        super().__init__(optimizer, units, registry, domains.main.ranks, numbering, accountant, is_elementwise)
         self.asked: CommunicatingOptimizer = optimizer  # type: ignore[assignment]
         self.own_gradient: Callable[[SectionMemory], torch.Tensor] = _none
         self.on_written: Callable[[], None] = _nothing
@@ -159,7 +162,12 @@ class CommunicatedUpdate(SegmentUpdate):
                 f"the optimizer {name} uses its state outside of steps, too, and cannot have it, gradients or "
                 "parameters elsewhere than on the device. Take another one"
             )
-        if domain.depth > 1:
+        if domains.others:
+            raise ConflictError(
+                f"the optimizer {name} exchanges gradients among all ranks at once and cannot have parameters that "
+                "only some ranks share (declare_part). Take another one"
+            )
+        if domains.main.depth > 1:
             raise ConflictError(
                 f"the optimizer {name} exchanges gradients among all ranks at once and cannot have groups of ranks. "
                 "Take another one, or remove zero_optimization.mics_shard_size (or the mesh passed to initialize())"

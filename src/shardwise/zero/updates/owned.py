@@ -7,13 +7,14 @@ updated values back by all-to-all. No rank holds all.
 from __future__ import annotations
 
 import contextlib
+import math
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from typing import Any
 
 import torch
 from torch import nn
 
-from shardwise.comm.domain import Domain
+from shardwise.comm.domain import Domains
 from shardwise.memory import Accountant, Category
 from shardwise.memory.places import ON_DEVICE, Borrowed, Loans, StateHome, borrowed
 from shardwise.registry import Registry
@@ -57,7 +58,7 @@ class WholeUpdate(ReducedUpdate):
         optimizer: its groups are edited in place to hold the masters of the tensors this rank owns.
         units: all units.
         registry: the logical tensors.
-        domain: the ranks that share the parameters.
+        domains: of the parameters; each tensor is owned by a rank of its own.
         accountant: is told about masters and state.
         is_elementwise: whether a state entry (value, elements of its parameter, name) has one value per element.
         stepping: which groups are stepped whole, and what that costs.
@@ -73,7 +74,7 @@ class WholeUpdate(ReducedUpdate):
         optimizer: torch.optim.Optimizer,
         units: Sequence[Unit],
         registry: Registry,
-        domain: Domain,
+        domains: Domains,
         accountant: Accountant,
         is_elementwise: StateKind,
         stepping: Stepping,
@@ -84,24 +85,27 @@ class WholeUpdate(ReducedUpdate):
         self.optimizer = optimizer
         self.units = units
         self.registry = registry
-        self.domain = domain
-        self.comm = comm = domain.ranks
-        self.replicated = replicated or comm.world == 1
+        self.replicated = replicated or domains.main.world == 1
         self._accountant = accountant
         self.loans = Loans(home, accountant)
         self._is_elementwise = is_elementwise
         stepped = [tensor for tensor in registry if tensor.trainable and tensor.group in stepping.whole]
-        cost = stepping.cost
-        costs = [float(tensor.numel) if cost is None else cost(tensor.shape) for tensor in stepped]
-        ranks = [comm.rank] * len(stepped) if self.replicated else owners(costs, comm.world)
-        self.owner = {tensor.index: rank for tensor, rank in zip(stepped, ranks, strict=True)}
+        cost = stepping.cost or math.prod
+        self.owner: dict[int, int] = {}
+        for ranks in dict.fromkeys(tensor.ranks for tensor in stepped):
+            shared, comm = [tensor for tensor in stepped if tensor.ranks == ranks], domains.of(ranks).ranks
+            chosen = owners([float(cost(tensor.shape)) for tensor in shared], comm.world)
+            self.owner.update(
+                (tensor.index, comm.rank if self.replicated else rank)
+                for tensor, rank in zip(shared, chosen, strict=True)
+            )
         self.masters: dict[int, nn.Parameter] = {}
 
     def capture(self, unit: Unit) -> None:
         """Copy the masters of the tensors this rank owns (views, where nothing is sharded and the dtype is right)."""
         for section in _whole(unit):
             for slot in section.layout.slots:
-                if self.owner[slot.index] != self.comm.rank:
+                if self.owner[slot.index] != section.domain.ranks.rank:
                     continue
                 shape = self.registry[slot.index].shape
                 if self.replicated:
@@ -208,7 +212,7 @@ class WholeUpdate(ReducedUpdate):
             for gradient in whole.values():
                 self._accountant.hold(Category.GRADIENTS, gradient)
             sends, receives = self._routes(section, whole.__getitem__, section.own_gradient)
-            self._exchange(receives, sends, section.accumulate_dtype, section.device, f"{unit.name}.gradients")
+            self._exchange(section, receives, sends, section.accumulate_dtype, f"{unit.name}.gradients")
             for index, gradient in whole.items():
                 master = self.masters[index]
                 master.grad = as_gradient(gradient.view(master.shape), master, self._accountant)
@@ -226,24 +230,24 @@ class WholeUpdate(ReducedUpdate):
             for value in values.values():
                 self._accountant.hold(Category.BUFFERS, value)
             receives, sends = self._routes(section, values.__getitem__, section.own_values)
-            self._exchange(receives, sends, section.layout.dtype, section.device, f"{unit.name}.updates")
+            self._exchange(section, receives, sends, section.layout.dtype, f"{unit.name}.updates")
 
     def _exchange(
         self,
+        section: SectionMemory,
         receives: list[list[torch.Tensor]],
         sends: list[list[torch.Tensor]],
         dtype: torch.dtype,
-        device: torch.device,
         label: str,
     ) -> None:
         """All-to-all of lists of runs; runs of one peer travel as one message."""
         into, sizes_in = [run for runs in receives for run in runs], [sum(map(torch.numel, runs)) for runs in receives]
         given, sizes_out = [run for runs in sends for run in runs], [sum(map(torch.numel, runs)) for runs in sends]
-        sent = torch.cat(given) if given else torch.empty(0, dtype=dtype, device=device)
-        received = torch.empty(sum(sizes_in), dtype=dtype, device=device)
+        sent = torch.cat(given) if given else torch.empty(0, dtype=dtype, device=section.device)
+        received = torch.empty(sum(sizes_in), dtype=dtype, device=section.device)
         for message in (sent, received):
             self._accountant.hold(Category.BUFFERS, message)
-        self.comm.all_to_all(received, sent, sizes_in, sizes_out, label).wait()
+        section.domain.ranks.all_to_all(received, sent, sizes_in, sizes_out, label).wait()
         for run, part in zip(into, received.split([run.numel() for run in into]), strict=True):
             run.copy_(part)
 
@@ -251,15 +255,15 @@ class WholeUpdate(ReducedUpdate):
         self, section: SectionMemory, whole: Callable[[int], torch.Tensor], own: torch.Tensor
     ) -> tuple[list[list[torch.Tensor]], list[list[torch.Tensor]]]:
         """Return, per peer, the views of this rank's range that the peer owns, and of owned tensors in its range."""
-        world = self.comm.world
-        mine: list[list[torch.Tensor]] = [[] for _ in range(world)]
-        theirs: list[list[torch.Tensor]] = [[] for _ in range(world)]
-        for rank in range(world):
-            for piece in section.layout.pieces(*section.layout.range_of(self.domain.place_of(rank))):
+        domain, here = section.domain, section.domain.ranks.rank
+        mine: list[list[torch.Tensor]] = [[] for _ in range(domain.world)]
+        theirs: list[list[torch.Tensor]] = [[] for _ in range(domain.world)]
+        for rank in range(domain.world):
+            for piece in section.layout.pieces(*section.layout.range_of(domain.place_of(rank))):
                 owner = self.owner[piece.index]
-                if rank == self.comm.rank:
+                if rank == here:
                     mine[owner].append(own[piece.offset : piece.offset + piece.stop - piece.start])
-                if owner == self.comm.rank:
+                if owner == here:
                     theirs[rank].append(whole(piece.index)[piece.start : piece.stop])
         return mine, theirs
 

@@ -17,13 +17,14 @@ from typing import Any, Protocol, cast
 import torch
 from torch import nn
 
-from shardwise.comm.domain import Domain
+from shardwise.comm.communicator import Communicator
 from shardwise.compat import allow_gradient_dtype, global_step_hooks, only_counts_steps
 from shardwise.memory import Accountant, Category
 from shardwise.memory.places import Borrowed, borrowed, in_turn
 from shardwise.precision.tensornorms import NORMS, TensorNorms, TensorRun
 from shardwise.registry import Registry
 from shardwise.zero.units.layout import Lane, ShardSlice
+from shardwise.zero.units.numbering import Numbering
 from shardwise.zero.units.unit import SectionMemory, Unit
 from shardwise.zero.updates.update import (
     ReducedUpdate,
@@ -86,7 +87,8 @@ class SegmentUpdate(ReducedUpdate):
         optimizer: the client's or the configured optimizer; its groups are edited in place.
         units: all units.
         registry: the logical tensors.
-        domain: the ranks that share the parameters.
+        job: all ranks that step together.
+        numbering: of the tensors, the same on all of them.
         accountant: is told about optimizer state.
         is_elementwise: whether a state entry (value, elements of its parameter, name) has one value per element.
         norms: the optimizer asks for norms of whole tensors.
@@ -97,7 +99,8 @@ class SegmentUpdate(ReducedUpdate):
         optimizer: torch.optim.Optimizer,
         units: Sequence[Unit],
         registry: Registry,
-        domain: Domain,
+        job: Communicator,
+        numbering: Numbering,
         accountant: Accountant,
         is_elementwise: StateKind,
         *,
@@ -106,7 +109,8 @@ class SegmentUpdate(ReducedUpdate):
         self.optimizer = optimizer
         self.units = units
         self.registry = registry
-        self.comm = domain.ranks
+        self.comm = job
+        self._numbering = numbering
         self._norms = norms
         self._accountant = accountant
         self._is_elementwise = is_elementwise
@@ -165,12 +169,12 @@ class SegmentUpdate(ReducedUpdate):
             if not section.layout.whole
             for slot in section.layout.slots
         ]
-        numbers = {index: number for number, index in enumerate(sorted(index for _, index in stepped))}
+        numbers, counts = self._numbering.places, self._numbering.counts
         groups: list[list[int]] = [[] for _ in self.optimizer.param_groups]
-        for index, number in numbers.items():
+        for index in sorted(index for _, index in stepped):
             group = self.registry[index].group
             assert group is not None
-            groups[group].append(number)
+            groups[group].append(numbers[index])
         runs: dict[torch.Tensor, list[TensorRun]] = {segment: [] for _, _, segment in self._segments}
         counted: list[tuple[torch.Tensor, TensorRun]] = []
         for section, place, segment in self._segments:
@@ -182,12 +186,13 @@ class SegmentUpdate(ReducedUpdate):
                 runs[segment].append(run)
                 # Where every rank steps everything, each counts what would be its own: the same sums at every stage.
                 low, high = max(run.start, first - start), min(run.stop, last - start)
-                if low < high:
+                if low < high and counts[piece.index]:
                     counted.append((segment, TensorRun(run.tensor, low, high)))
         return TensorNorms(
             groups,
             runs,
             counted,
+            count=len(self._numbering.names),
             wide=[numbers[index] for section, index in stepped if section.master_dtype is torch.float64],
             device=self.comm.device,
             add=lambda sums: self.comm.all_reduce(sums, "tensor_norms").wait(),

@@ -1,0 +1,95 @@
+"""Parts: what a rank's parameter is of a tensor that the ranks have in pieces, and which ranks have the same piece.
+
+Layers that divide a tensor by themselves (experts, columns of a matrix) say so of each of their parameters. Nothing is
+attached to the parameter, and what was said of it is forgotten with it.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from dataclasses import dataclass
+
+import torch
+from torch.utils.weak import WeakTensorKeyDictionary
+
+from shardwise.boxes import Box
+from shardwise.errors import UsageError
+
+
+@dataclass(frozen=True)
+class Part:
+    """See `declare_part`, whose arguments these are."""
+
+    ranks: tuple[int, ...] | None = None
+    name: str | None = None
+    shape: tuple[int, ...] | None = None
+    box: Box | None = None
+    divisor: int | None = None
+
+
+_declared = WeakTensorKeyDictionary()
+
+
+def declare_part(
+    parameter: torch.nn.Parameter,
+    *,
+    ranks: Sequence[int] | None = None,
+    name: str | None = None,
+    shape: Sequence[int] | None = None,
+    box: Sequence[Sequence[int]] | None = None,
+    divisor: int | None = None,
+) -> None:
+    """Say that a parameter is a part of a tensor, which other ranks have other parts of.
+
+    Before `initialize()`, on every rank, for the parameters of the same layers. A ZeRO stage then divides the
+    parameter's state over `ranks` only, its gradient is summed over these, and its squares count once in the gradient
+    norm of the whole job. Checkpoints hold the whole tensor, and can be loaded by ranks that divide it otherwise.
+
+    Args:
+        parameter: of the model.
+        ranks: those that have this part, in ascending order, this one among them; None: all. They are ranks of the
+            engine's data-parallel group. The lists of all ranks are a partition of the group.
+        name: of the tensor, the same wherever a part of it is; None: the parameter's name in the model.
+        shape: of the tensor; None: the parameter's.
+        box: the part, as (first, end) in each dimension of the tensor; None: all of it.
+        divisor: what the sum of the gradients over `ranks` is divided by. None: the number of all ranks, which gives
+            the mean of the losses over all ranks if each loss depends on parts that some of the ranks have.
+
+    Raises:
+        UsageError: `ranks` do not ascend, or `divisor` is below 1 or without them.
+
+    Example: of four experts each rank of a pair has two; the other pair has the same.
+        >>> import torch
+        >>> from shardwise.registry import declare_part
+        >>> weights = torch.nn.Parameter(torch.zeros(2, 8, 8))
+        >>> declare_part(weights, ranks=[0, 2], shape=[4, 8, 8], box=[(0, 2), (0, 8), (0, 8)])
+    """
+    members = None if ranks is None else tuple(int(rank) for rank in ranks)
+    if members is not None and (not members or members[0] < 0 or sorted(set(members)) != list(members)):
+        raise UsageError(f"declare_part(ranks={list(members)}): expected ranks in ascending order, each once")
+    if divisor is not None and members is None:
+        raise UsageError("declare_part(divisor=...) needs ranks: what all ranks share is divided by their number")
+    if divisor is not None and divisor < 1:
+        raise UsageError(f"declare_part(divisor={divisor}): expected a number of ranks, at least 1")
+    _declared[parameter] = Part(
+        members,
+        name,
+        None if shape is None else tuple(int(size) for size in shape),
+        None if box is None else tuple((int(first), int(end)) for first, end in box),
+        divisor,
+    )
+
+
+def part_of(parameter: torch.Tensor) -> Part:
+    """Return what was declared of a parameter; it is all of its tensor, on all ranks, if nothing was."""
+    found = _declared.get(parameter)
+    return _WHOLE if found is None else found
+
+
+def copy_part(parameter: torch.Tensor, copy: torch.Tensor) -> None:
+    """Declare of a copy what was declared of a parameter."""
+    if parameter in _declared:
+        _declared[copy] = _declared[parameter]
+
+
+_WHOLE = Part()

@@ -1,0 +1,74 @@
+"""Numbers of tensors that are the same on all ranks, whatever parts of which tensors each has.
+
+What is summed over ranks for each tensor (squares of its gradient) has a place for every tensor of the job. Where ranks
+have different tensors they tell each other; where they have the same, a place is the index in the registry.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+
+from shardwise.comm.communicator import Communicator
+from shardwise.comm.domain import Domains
+from shardwise.errors import DesyncError
+from shardwise.registry import Registry
+from shardwise.zero.units.partition import UnitSpec
+
+
+class Numbering:
+    """See the module docstring (all ranks call).
+
+    Args:
+        registry: of this rank.
+        specs: the units of this rank.
+        domains: of its parameters.
+        job: all ranks that step together.
+
+    Attributes:
+        names: of all tensors, by place.
+        places: of this rank's tensors, by index.
+        counts: whether this rank's domain is the one that counts the tensor, by index: where several have the same part
+            of it, one does.
+
+    Raises:
+        DesyncError: ranks have units that do not correspond.
+    """
+
+    def __init__(
+        self,
+        registry: Registry,
+        specs: Sequence[UnitSpec],
+        domains: Domains,
+        job: Communicator,
+    ) -> None:
+        self.names = [tensor.name for tensor in registry]
+        self.places = list(range(len(registry)))
+        self.counts = [True] * len(registry)
+        if not domains.others:
+            return
+        kinds = list(domains.others)
+        shape = [(-1 if spec.ranks is None else kinds.index(spec.ranks), len(spec.tensors)) for spec in specs]
+        own = [(tensor.name, tensor.box, tensor.ranks) for tensor in registry]
+        told = job.exchange((shape, own), "tensors")
+        differ = [rank for rank, (other, _) in enumerate(told) if other != told[0][0]]
+        if differ:
+            raise DesyncError(
+                f"initialize(): rank {differ[0]} has {len(told[differ[0]][0])} units, which are not of as many "
+                f"parameters each, over the same groups of ranks, as the {len(told[0][0])} of rank 0: ranks gather and "
+                "reduce them in one order. Parts of tensors have to be about as large on all ranks"
+            )
+        first: dict[str, list[int] | None] = {}
+        for _, tensors in told:
+            for name, box, ranks in tensors:
+                key = repr((name, box))
+                known = first.setdefault(key, ranks)
+                first[key] = ranks if known is not None and (ranks is None or ranks < known) else known
+        self.names = list(dict.fromkeys(name for _, tensors in told for name, _, _ in tensors))
+        place = {name: number for number, name in enumerate(self.names)}
+        self.places = [place[tensor.name] for tensor in registry]
+        mine = told[job.rank][1]
+        self.counts = [first[repr((name, box))] == ranks for name, box, ranks in mine]
+
+    def index(self, place: int | None) -> int | None:
+        """Return the index of this rank's part of the tensor at a place; None if it has none."""
+        return next((index for index, own in enumerate(self.places) if own == place), None)

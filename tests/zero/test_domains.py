@@ -1,0 +1,466 @@
+"""Parameters that only some ranks share: experts of which each rank has some, under every stage.
+
+The same training is done by engines whose ranks have all experts, where an expert that a rank does not use contributes
+zeros. Adding zeros changes no bit, so both have the same ones.
+"""
+
+from __future__ import annotations
+
+import itertools
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+import torch.distributed as dist
+from torch import nn
+
+import shardwise
+from shardwise.errors import ConflictError, DesyncError, UsageError
+from shardwise.memory import Category
+from shardwise.registry import declare_part, part_of
+from shardwise.utils import safe_get_full_fp32_param, safe_get_full_grad, safe_set_full_fp32_param
+from tests.harness import RankFailure, run_ranks
+
+WORLD, EXPERTS, WIDTH = 4, 2, 12
+KINDS = (
+    Category.PARAMETERS,
+    Category.MASTER,
+    Category.OPTIMIZER,
+    Category.GRADIENTS,
+    Category.GATHERED,
+    Category.BUFFERS,
+)
+BUILT_IN = {"Lamb": {"lr": 1e-2}, "AdamW": {"lr": 1e-2, "weight_decay": 0.05}, "Muon": {"lr": 1e-2}}
+
+
+class Experts(nn.Module):
+    """Some of the experts: their weights apart, by name, and what is added in one tensor."""
+
+    def __init__(self, mine: list[int], table: bool = True) -> None:
+        super().__init__()
+        self.mine = mine
+        self.weights = nn.ParameterList(nn.Parameter(torch.zeros(WIDTH, WIDTH)) for _ in mine)
+        self.shift = nn.Parameter(torch.zeros(len(mine), WIDTH)) if table else None
+
+    def forward(self, values: torch.Tensor, expert: int) -> torch.Tensor:
+        place = self.mine.index(expert)
+        moved = values @ self.weights[place]
+        return moved if self.shift is None else moved + self.shift[place]
+
+
+class Block(nn.Module):
+    def __init__(self, mine: list[int], table: bool) -> None:
+        super().__init__()
+        self.dense = nn.Linear(WIDTH, WIDTH)
+        self.experts = Experts(mine, table)
+
+    def forward(self, values: torch.Tensor, expert: int) -> torch.Tensor:
+        return values + self.experts(torch.tanh(self.dense(values)), expert)
+
+
+class Mixture(nn.Module):
+    """Blocks with experts, of which this rank has some."""
+
+    def __init__(self, mine: list[int], table: bool = True) -> None:
+        super().__init__()
+        self.blocks = nn.ModuleList(Block(mine, table) for _ in range(3))
+        self.head = nn.Linear(WIDTH, 1)
+
+    def forward(self, values: torch.Tensor, expert: int, again: bool = False) -> torch.Tensor:
+        for block in self.blocks:
+            values = block(values, expert)
+        if again:
+            values = self.blocks[0].experts(values, expert)
+        return self.head(values).mean()
+
+
+def make(*, divided: bool, table: bool = True, divisor: int | None = None) -> Mixture:
+    """A model with the same values everywhere; `divided`: with this rank's expert only."""
+    torch.manual_seed(3)
+    whole = Mixture(list(range(EXPERTS)), table)
+    for parameter in whole.parameters():
+        nn.init.normal_(parameter, std=0.3)
+    if not divided:
+        return whole
+    rank = dist.get_rank()
+    expert = rank % EXPERTS
+    model = Mixture([expert], table)
+    names = dict(whole.named_parameters())
+    same = list(range(expert, dist.get_world_size(), EXPERTS))
+    for name, parameter in model.named_parameters():
+        if ".weights." in name:
+            tensor = name.replace("weights.0", f"weights.{expert}")
+            parameter.data.copy_(names[tensor].data)
+            declare_part(parameter, ranks=same, name=tensor, divisor=divisor)
+        elif name.endswith("shift"):
+            parameter.data.copy_(names[name].data[expert : expert + 1])
+            box = [(expert, expert + 1), (0, WIDTH)]
+            declare_part(parameter, ranks=same, shape=(EXPERTS, WIDTH), box=box, divisor=divisor)
+        else:
+            parameter.data.copy_(names[name].data)
+    return model
+
+
+def config(stage: int, optimizer: str, precision: str, accumulation: int, **zero: Any) -> dict[str, Any]:
+    found: dict[str, Any] = {
+        "train_micro_batch_size_per_gpu": 3,
+        "gradient_accumulation_steps": accumulation,
+        "gradient_clipping": 0.05,
+        "optimizer": {"type": optimizer, "params": BUILT_IN[optimizer]},
+        "zero_optimization": {"stage": stage, "stage3_param_persistence_threshold": 0, **zero},
+    }
+    if precision != "fp32":
+        found[precision] = {"enabled": True, **({"initial_scale_power": 6} if precision == "fp16" else {})}
+    return found
+
+
+def batch(step: int, micro: int, dtype: torch.dtype) -> torch.Tensor:
+    torch.manual_seed(100 * step + 10 * micro + dist.get_rank())
+    return torch.randn(3, WIDTH).to(dtype)
+
+
+def steps(engine: Any, first: int, last: int, *, again: bool = False) -> list[tuple[float, ...]]:
+    """Train; return the norm, its clipped value and the loss of each step."""
+    dtype = next(engine.module.parameters()).dtype
+    told = []
+    for step in range(first, last):
+        for micro in range(engine.gradient_accumulation_steps()):
+            twice = again and step == 1 and dist.get_rank() == 1
+            loss = engine(batch(step, micro, dtype), dist.get_rank() % EXPERTS, twice)
+            engine.backward(loss)
+            engine.step()
+        told.append((float(engine.last_step.grad_norm), float(engine.last_step.clipped_norm), float(loss.detach())))
+    return told
+
+
+def values(engine: Any) -> dict[str, torch.Tensor]:
+    """Masters of what this rank uses: of an engine with all experts, its own one's part."""
+    expert, found = dist.get_rank() % EXPERTS, {}
+    for name, parameter in engine.module.named_parameters():
+        master = safe_get_full_fp32_param(parameter)
+        assert master is not None
+        if name.endswith("shift"):
+            master = master[expert if len(master) > 1 else 0]
+        found[part_of(parameter).name or name] = master.clone()
+    return {n: v for n, v in found.items() if ".weights." not in n or n.endswith(f".{expert}")}
+
+
+def trained(divided: bool, settings: list[tuple[Any, ...]], table: bool, again: bool) -> list[Any]:
+    found = []
+    for setting in settings:
+        engine, *_ = shardwise.initialize(model=make(divided=divided, table=table), config=config(*setting))
+        told = steps(engine, 0, 3, again=again)
+        found.append((told, values(engine)))
+        rescued = engine.sharded.gatherer.rescues
+        assert not again or setting[0] < 3 or rescued or dist.get_rank() != 1
+        engine.destroy()
+    return found
+
+
+def assert_same(
+    settings: list[tuple[Any, ...]], *, table: bool = True, again: bool = False, world: int = WORLD
+) -> None:
+    parts, whole = (run_ranks(trained, world, divided, settings, table, again) for divided in (True, False))
+    for rank, (some, every) in enumerate(zip(parts, whole, strict=True)):
+        for setting, (told, masters), (expected, others) in zip(settings, some, every, strict=True):
+            assert masters.keys() == others.keys()
+            for name, value in masters.items():
+                assert torch.equal(value, others[name]), f"{setting}: {name} differs on rank {rank}"
+            for mine, theirs in zip(told, expected, strict=True):
+                assert mine == pytest.approx(theirs, rel=1e-12), setting
+                assert mine[0] > mine[1] > 0  # clipped
+        assert some[0][0][0][0] == parts[0][0][0][0][0]  # one norm on all ranks
+
+
+@pytest.mark.parametrize("precision", ["fp32", "bf16", "fp16"])
+@pytest.mark.parametrize("accumulation", [1, 2])
+@pytest.mark.parametrize("optimizer", ["AdamW", "Lamb"])
+def test_the_same_bits_as_ranks_that_have_everything(optimizer: str, accumulation: int, precision: str) -> None:
+    assert_same([(stage, optimizer, precision, accumulation) for stage in range(4)])
+
+
+@pytest.mark.parametrize("stage", range(4))
+def test_whole_tensors_are_owned_by_ranks_that_have_them(stage: int) -> None:
+    assert_same([(stage, "Muon", "fp32", 1)], table=False)
+
+
+@pytest.mark.parametrize("precision", ["fp32", "bf16"])
+def test_what_no_other_rank_has_is_not_divided(precision: str) -> None:
+    assert_same([(stage, "AdamW", precision, n) for stage in range(4) for n in (1, 2)], world=EXPERTS)
+
+
+def test_units_that_are_needed_once_more() -> None:
+    assert_same([(3, "AdamW", "fp32", 1), (3, "AdamW", "bf16", 2)], again=True)
+
+
+def grouped() -> list[Any]:
+    found = []
+    for stage, spread in itertools.product(range(1, 4), (False, True)):
+        zero = {"mics_shard_size": 2, "optimizer_over_replicas": spread}
+        model = make(divided=True)
+        engine, *_ = shardwise.initialize(model=model, config=config(stage, "AdamW", "fp32", 1, **zero))
+        steps(engine, 0, 3)
+        found.append(values(engine))
+        engine.destroy()
+    return found
+
+
+def test_beside_groups_of_ranks() -> None:
+    """Parameters of all ranks lie in a grid, those of some in another domain."""
+    for outcomes in run_ranks(grouped, WORLD):
+        for other in outcomes[1:]:
+            assert all(torch.equal(value, other[name]) for name, value in outcomes[0].items())
+
+
+def own_mean(stage: int) -> tuple[dict[str, torch.Tensor], dict[str, torch.Tensor]]:
+    engine, *_ = shardwise.initialize(
+        model=make(divided=True, divisor=WORLD // EXPERTS), config=config(stage, "AdamW", "fp32", 2)
+    )
+    for micro in range(2):
+        engine.backward(engine(batch(0, micro, torch.float32), dist.get_rank() % EXPERTS))
+        if not micro:
+            engine.step()
+    found = {part_of(p).name or n: safe_get_full_grad(p) for n, p in engine.module.named_parameters()}
+    engine.step()
+    engine.destroy()
+    model = make(divided=False)
+    for rank in range(WORLD):
+        for micro in range(2):
+            torch.manual_seed(10 * micro + rank)
+            (model(torch.randn(3, WIDTH), rank % EXPERTS) / 2).backward()
+    expected = {}
+    for name, parameter in model.named_parameters():
+        assert parameter.grad is not None
+        among = WORLD // EXPERTS if ".experts." in name else WORLD
+        expected[name] = parameter.grad / among
+    return found, expected  # type: ignore[return-value]
+
+
+@pytest.mark.parametrize("stage", [0, 1, 3])
+def test_the_mean_over_the_ranks_that_have_it(stage: int) -> None:
+    for rank, (found, expected) in enumerate(run_ranks(own_mean, WORLD, stage)):
+        for name, gradient in found.items():
+            other = expected[name]
+            if name.endswith("shift"):
+                other = other[rank % EXPERTS : rank % EXPERTS + 1]
+            assert torch.allclose(gradient, other, rtol=1e-5, atol=1e-7), name
+
+
+def overflowing(stage: int) -> Any:
+    engine, *_ = shardwise.initialize(model=make(divided=True), config=config(stage, "AdamW", "fp16", 1))
+    before = values(engine)
+    loss = engine(batch(0, 0, torch.float16), dist.get_rank() % EXPERTS)
+    if dist.get_rank() == 1:
+        parameter = engine.module.blocks[1].experts.weights[0]
+        parameter.register_hook(lambda grad: torch.full_like(grad, torch.inf))
+    engine.backward(loss)
+    engine.step()
+    same = all(torch.equal(value, before[name]) for name, value in values(engine).items())
+    report = engine.last_step.overflow
+    engine.destroy()
+    return same, report
+
+
+@pytest.mark.parametrize("stage", [1, 3])
+def test_an_overflow_of_a_part_is_everybodys(stage: int) -> None:
+    found = run_ranks(overflowing, WORLD, stage)
+    for same, report in found:
+        assert same and report == found[0][1]
+    report = found[0][1]
+    assert (report.parameter, report.ranks, report.phase) == ("blocks.1.experts.weights.1", (1,), "backward")
+    assert report.numel == WIDTH * WIDTH and report.infinite == WIDTH * WIDTH
+
+
+# -- checkpoints -------------------------------------------------------------------------------------------------------
+
+
+def saving(path: str, divided: bool, stage: int) -> dict[str, torch.Tensor]:
+    engine, *_ = shardwise.initialize(model=make(divided=divided), config=config(stage, "AdamW", "bf16", 1))
+    steps(engine, 0, 2)
+    engine.save_checkpoint(path, tag="a")
+    steps(engine, 2, 4)
+    found = values(engine)
+    engine.destroy()
+    return found
+
+
+def loading(path: str, divided: bool, stage: int) -> dict[str, torch.Tensor]:
+    engine, *_ = shardwise.initialize(model=make(divided=divided), config=config(stage, "AdamW", "bf16", 1))
+    engine.load_checkpoint(path, tag="a")
+    steps(engine, 2, 4)
+    found = values(engine)
+    engine.destroy()
+    return found
+
+
+@pytest.mark.parametrize("saved", [(True, 3), (True, 1), (False, 2)])
+def test_checkpoints_go_into_other_divisions(saved: tuple[bool, int], tmp_path: Path) -> None:
+    expected = run_ranks(saving, WORLD, str(tmp_path), *saved)
+    for loaded in ((True, 2), (True, 3), (False, 3)):
+        for mine, theirs in zip(run_ranks(loading, WORLD, str(tmp_path), *loaded), expected, strict=True):
+            assert all(torch.equal(value, theirs[name]) for name, value in mine.items()), loaded
+
+
+# -- memory, access, size ----------------------------------------------------------------------------------------------
+
+
+class Tower(nn.Module):
+    """Layers that all ranks have, and as large ones of which each pair has its own."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.layers = nn.ModuleList(nn.Linear(256, 256) for _ in range(6))
+        expert = dist.get_rank() % EXPERTS
+        for number, layer in enumerate(self.layers):
+            for name, parameter in layer.named_parameters() if number % 2 else ():
+                declare_part(parameter, ranks=[expert, expert + EXPERTS], name=f"layers.{number}.{expert}.{name}")
+
+    def forward(self, values: torch.Tensor) -> torch.Tensor:
+        for layer in self.layers:
+            values = layer(values).relu()
+        return values.sum()
+
+
+def planned() -> list[list[tuple[int | None, int | None]]]:
+    found = []
+    for stage in range(4):
+        engine, *_ = shardwise.initialize(model=Tower(), config=config(stage, "AdamW", "bf16", 1))
+        values = torch.ones(4, 256, dtype=torch.bfloat16)
+        before = engine.memory_report(values)
+        for step in range(3):
+            engine.backward(engine(values))
+            engine.step()
+            if not step:
+                engine.accountant.reset_peak()
+        after = engine.memory_report(values)
+        found.append([(before.row(kind).planned, after.row(kind).measured) for kind in KINDS])
+        engine.destroy()
+    return found
+
+
+@pytest.mark.thorough
+def test_plans_are_the_measurements() -> None:
+    numel = 3 * (256 * 256 + 256)
+    for rank in run_ranks(planned, WORLD):
+        for stage, rows in enumerate(rank):
+            for (plan, measured), kind in zip(rows, KINDS, strict=True):
+                assert plan is not None and measured is not None
+                assert abs(plan - measured) <= 0.03 * max(measured, 1 << 13), (stage, kind, plan, measured)
+        # Layers that all ranks have are divided over four, the others over two.
+        moments = dict(zip(KINDS, rank[3], strict=True))[Category.OPTIMIZER][1]
+        assert moments == pytest.approx(2 * 4 * (numel / WORLD + numel / (WORLD / EXPERTS)), rel=0.01)
+
+
+def access() -> None:
+    rank = dist.get_rank()
+    engine, *_ = shardwise.initialize(model=make(divided=True), config=config(3, "AdamW", "fp32", 1))
+    weight = engine.module.blocks[0].experts.weights[0]
+    safe_set_full_fp32_param(weight, torch.full((WIDTH, WIDTH), 1.0 + rank % EXPERTS))
+    with shardwise.zero.GatheredParameters(weight, modifier_rank=2):
+        assert torch.equal(weight, torch.full((WIDTH, WIDTH), 1.0 + rank % EXPERTS))
+        if rank == 2:
+            with torch.no_grad():
+                weight += 4
+    master = safe_get_full_fp32_param(weight)
+    assert master is not None and torch.equal(master, torch.full((WIDTH, WIDTH), 2.0 if rank % EXPERTS else 5.0))
+    engine.destroy()
+    assert torch.equal(weight, master)
+
+
+def test_one_parameter_is_read_and_written_by_the_ranks_that_have_it() -> None:
+    run_ranks(access, WORLD)
+
+
+def large() -> float:
+    """An expert of 64 MiB on each pair of ranks."""
+    rank, side = dist.get_rank(), 4096
+    model = nn.Sequential(nn.Linear(8, side, bias=False), nn.Linear(side, side, bias=False))
+    nn.init.ones_(model[0].weight)
+    nn.init.eye_(model[1].weight)
+    expert = rank % EXPERTS
+    declare_part(model[1].weight, ranks=[expert, expert + EXPERTS], name=f"expert.{expert}")
+    engine, *_ = shardwise.initialize(
+        model=model,
+        optimizer=torch.optim.SGD(model.parameters(), lr=1.0),
+        config={
+            "train_micro_batch_size_per_gpu": 1,
+            "zero_optimization": {"stage": 3, "stage3_param_persistence_threshold": 0},
+        },
+    )
+    engine.backward(engine(torch.full((1, 8), 1.0 + rank)).sum())
+    engine.step()
+    with shardwise.zero.GatheredParameters(model[1].weight):
+        found = float(model[1].weight[0, 1])
+    engine.destroy()
+    return found
+
+
+def test_a_part_of_real_size() -> None:
+    # d(sum)/d(weight[i, j]) is the input of column j, 8 (1 + rank); summed over two ranks, a quarter of it is the mean.
+    assert run_ranks(large, WORLD) == [-(8 * 1 + 8 * 3) / 4, -(8 * 2 + 8 * 4) / 4] * 2
+
+
+# -- what does not fit together ----------------------------------------------------------------------------------------
+
+
+def wrong(kind: str) -> None:
+    rank = dist.get_rank()
+    model = make(divided=True)
+    settings = config(3, "AdamW", "fp32", 1)
+    weight = model.blocks[0].experts.weights[0]
+    if kind == "others":
+        declare_part(weight, ranks=[(rank + 1) % WORLD])
+    elif kind == "divisors":
+        declare_part(weight, ranks=[rank % EXPERTS, rank % EXPERTS + EXPERTS], divisor=3)
+    elif kind == "overlap":
+        ranks = {0: [0, 1], 1: [0, 1], 2: [1, 2], 3: [3]}[rank]
+        for name, parameter in model.named_parameters():
+            if ".experts." in name:
+                declare_part(parameter, ranks=sorted({*ranks, rank}))
+    elif kind == "fewer" and rank == 3:
+        model = make(divided=False)
+    elif kind == "units" and rank == 3:
+        model.blocks[2].experts.weights = nn.ParameterList()
+    elif kind == "whole":
+        settings = config(3, "Muon", "fp32", 1)
+        settings["optimizer"]["params"]["adjust_lr_fn"] = None
+        settings["optimizer"] = {"type": "Adafactor", "params": {}}
+    elif kind == "hpz":
+        settings["zero_optimization"]["zero_hpz_partition_size"] = 2
+    elif kind == "onebit":
+        settings["zero_optimization"]["stage"] = 1
+        settings["optimizer"] = {"type": "OneBitAdam", "params": {"lr": 1e-3}}
+        settings.pop("gradient_clipping")
+    shardwise.initialize(model=model, config=settings)
+
+
+@pytest.mark.parametrize(
+    ("kind", "error", "match"),
+    [
+        ("others", UsageError, r"is declared as a part of ranks \[\d\], of 4 ranks, by rank"),
+        ("divisors", UsageError, r"with divisor 3, an earlier one of ranks \[\d, \d\] with 4"),
+        ("overlap", UsageError, r"should have each of 4 ranks once"),
+        ("fewer", UsageError, r"different numbers of groups of ranks: \[1, 1, 1, 0\]"),
+        ("units", DesyncError, r"nits|not given the same"),
+        ("whole", ConflictError, r"this rank has the box .* steps whole tensors"),
+        ("hpz", ConflictError, r"declare_part\) cannot be combined with zero_optimization.zero_hpz_partition_size"),
+        ("onebit", ConflictError, r"cannot have parameters that only some ranks share"),
+    ],
+)
+def test_declarations_that_do_not_fit(kind: str, error: type[Exception], match: str) -> None:
+    with pytest.raises(RankFailure, match=match) as found:
+        run_ranks(wrong, WORLD, kind)
+    assert error.__name__ in str(found.value)
+
+
+def test_arguments() -> None:
+    parameter = nn.Parameter(torch.zeros(2))
+    for bad in ([], [1, 0], [0, 0], [-1]):
+        with pytest.raises(UsageError, match="expected ranks in ascending order"):
+            declare_part(parameter, ranks=bad)
+    with pytest.raises(UsageError, match="needs ranks"):
+        declare_part(parameter, divisor=2)
+    with pytest.raises(UsageError, match="at least 1"):
+        declare_part(parameter, ranks=[0], divisor=0)
+    assert part_of(parameter) == part_of(nn.Parameter(torch.zeros(1)))
