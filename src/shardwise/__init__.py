@@ -19,6 +19,7 @@ _PUBLIC = {
     "add_config_arguments": "shardwise.launch.arguments",
     "add_tuning_arguments": "shardwise.schedules",
     "RepeatingLoader": "shardwise.data",
+    "declare_part": "shardwise.registry",
     "install_as_deepspeed": "shardwise.dropin",
 }
 _MODULES = {
@@ -32,6 +33,7 @@ __all__ = [
     "__version__",
     "add_config_arguments",
     "add_tuning_arguments",
+    "declare_part",
     "init_distributed",
     "initialize",
     "initialize_engine",

@@ -9,6 +9,7 @@ from __future__ import annotations
 import contextlib
 import dataclasses
 import itertools
+import re
 from collections.abc import Callable, Iterator
 from typing import Any
 from unittest import mock
@@ -22,6 +23,7 @@ from shardwise.comm import chain, native
 from shardwise.comm.chain import Queued, Runner
 from shardwise.device import checking
 from shardwise.device.recording import Event, Trace
+from shardwise.registry import declare_part
 from shardwise.utils import safe_get_full_fp32_param, safe_set_full_fp32_param
 from shardwise.zero.model import ShardedModel
 from shardwise.zero.passes.gather import Gatherer
@@ -102,6 +104,24 @@ def test_settings(setting: str, stage: int) -> None:
     if setting == "zeropp" and stage != 3:
         pytest.skip("ZeRO++ is of stage 3")
     assert problems(CASES["gpt"], SETTINGS[setting].with_stage(stage)) == []
+
+
+def with_parts() -> Any:
+    """A model every second block of which only every second rank shares."""
+    model = CASES["gpt"].build()
+    rank, world = torch.distributed.get_rank(), torch.distributed.get_world_size()
+    for name, parameter in model.named_parameters():
+        block = re.search(r"\.(\d+)\.", name)
+        if block and int(block[1]) % 2:
+            declare_part(parameter, ranks=range(rank % 2, world, 2), name=f"{name} of {rank % 2}")
+    return model
+
+
+@pytest.mark.parametrize("setting", ["bf16", "accumulation", "hsdp"])
+@pytest.mark.parametrize("stage", [1, 3])
+def test_parameters_that_some_ranks_share(setting: str, stage: int) -> None:
+    case = dataclasses.replace(CASES["gpt"], build=with_parts)
+    assert problems(case, SETTINGS[setting].with_stage(stage), 4) == []
 
 
 @pytest.mark.parametrize("name", ["gpt_functional_head", "lora", "frozen_middle", "borrower", "detached", "gpt_groups"])

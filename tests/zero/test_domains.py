@@ -426,6 +426,11 @@ def wrong(kind: str) -> None:
         settings = config(3, "Muon", "fp32", 1)
         settings["optimizer"]["params"]["adjust_lr_fn"] = None
         settings["optimizer"] = {"type": "Adafactor", "params": {}}
+    elif kind == "init":
+        with shardwise.zero.Init():
+            model.blocks[1].experts = Experts([rank % EXPERTS])
+        for name, parameter in model.blocks[1].experts.named_parameters():
+            declare_part(parameter, ranks=[rank % EXPERTS, rank % EXPERTS + EXPERTS], name=f"{name}.{rank % EXPERTS}")
     elif kind == "hpz":
         settings["zero_optimization"]["zero_hpz_partition_size"] = 2
     elif kind == "onebit":
@@ -444,6 +449,7 @@ def wrong(kind: str) -> None:
         ("fewer", UsageError, r"different numbers of groups of ranks: \[1, 1, 1, 0\]"),
         ("units", DesyncError, r"nits|not given the same"),
         ("whole", ConflictError, r"this rank has the box .* steps whole tensors"),
+        ("init", UsageError, r"is declared as a part that only some ranks have, and was built on the meta device or"),
         ("hpz", ConflictError, r"declare_part\) cannot be combined with zero_optimization.zero_hpz_partition_size"),
         ("onebit", ConflictError, r"cannot have parameters that only some ranks share"),
     ],

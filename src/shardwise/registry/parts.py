@@ -60,7 +60,7 @@ def declare_part(
 
     Example: of four experts each rank of a pair has two; the other pair has the same.
         >>> import torch
-        >>> from shardwise.registry import declare_part
+        >>> from shardwise import declare_part
         >>> weights = torch.nn.Parameter(torch.zeros(2, 8, 8))
         >>> declare_part(weights, ranks=[0, 2], shape=[4, 8, 8], box=[(0, 2), (0, 8), (0, 8)])
     """

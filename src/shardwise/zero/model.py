@@ -34,6 +34,7 @@ from shardwise.registry import Registry
 from shardwise.utils.logging import logger, warn_once
 from shardwise.zero.building import UnitBuilder
 from shardwise.zero.parameters.guards import Guards
+from shardwise.zero.parameters.init import PartStore
 from shardwise.zero.parameters.memoryguard import MemoryGuard
 from shardwise.zero.passes.driver import Alone, Driver
 from shardwise.zero.passes.gather import Gatherer, Phase, Touch, backward_order
@@ -275,7 +276,12 @@ class ShardedModel:
 
     def _check_domains(self, domains: Domains, compressor: Compressor | None) -> None:
         """Raise where something exchanges among all ranks what only some share, or needs tensors in one piece."""
-        for tensor in self.registry:
+        for tensor, parameter in zip(self.registry, self.registry.parameters, strict=True):
+            if tensor.ranks is not None and isinstance(released.owner_of(parameter), PartStore):
+                raise UsageError(
+                    f"parameter {tensor.name!r} is declared as a part that only some ranks have, and was built on the "
+                    "meta device or under zero.Init, which give all ranks the same values. Build its layer plainly"
+                )
             if tensor.box is not None and tensor.group in self.stepping.whole:
                 raise ConflictError(
                     f"parameter {tensor.name!r}: this rank has the box {tensor.box} of {list(tensor.global_shape)}, "
