@@ -16,7 +16,7 @@ import torch
 from torch import nn
 from torch.utils._python_dispatch import TorchDispatchMode
 
-from shardwise.compat import has_values, without_overrides
+from shardwise.compat import without_overrides
 from shardwise.errors import UsageError
 from shardwise.trees import map_tensors, tensors_in
 
@@ -33,7 +33,10 @@ class Call:
 
 
 class Answers(TorchDispatchMode):
-    """Answers whoever asks for a value of a tensor that has none: with what is finite, true, and not one less one."""
+    """Answers whoever asks for a value in a dry run: with what is finite, true, and not one less one.
+
+    Values that there are (a learning rate in a tensor) cannot be read there either.
+    """
 
     def __torch_dispatch__(
         self,
@@ -43,7 +46,7 @@ class Answers(TorchDispatchMode):
         kwargs: dict[str, Any] | None = None,
     ) -> Any:
         """Answer, or go on."""
-        if func is torch.ops.aten._local_scalar_dense.default and not has_values(args[0]):
+        if func is torch.ops.aten._local_scalar_dense.default:
             dtype = args[0].dtype
             return True if dtype is torch.bool else 0.5 if dtype.is_floating_point else 1
         return func(*args, **(kwargs or {}))
