@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import logging
 from typing import Any
 
 import pytest
@@ -177,4 +178,25 @@ def test_the_shapes_of_the_last_call_are_known() -> None:
             assert [(t.shape, t.requires_grad) for t in given] == [(t.shape, t.requires_grad) for t in kept]
             assert all(tensor.is_meta for tensor in kept) and call.kwargs.keys() == kwargs.keys()
             assert call.args[1:] == args[1:]
+    engine.destroy()
+
+
+def test_a_plan_takes_no_steps_of_the_training(caplog: pytest.LogCaptureFixture) -> None:
+    config = {"train_batch_size": 2, "steps_per_print": 1, "optimizer": {"type": "AdamW", "params": {"lr": 1e-3}}}
+    engine, *_ = shardwise.initialize(model=nn.Linear(8, 8), config=config)
+    with caplog.at_level(logging.INFO, "shardwise"):
+        assert engine.memory_plans(torch.ones(2, 8), stages=[0]).plans[0].total
+        assert "step=" not in caplog.text and engine.global_steps == 0
+        engine.backward(engine(torch.ones(2, 8)).sum())
+        engine.step()
+        assert "step=1" in caplog.text
+    engine.destroy()
+
+
+def test_a_learning_rate_in_a_tensor() -> None:
+    model = nn.Linear(8, 8)
+    optimizer = torch.optim.Adam(model.parameters(), lr=torch.tensor(1e-3))
+    engine, *_ = shardwise.initialize(model=model, optimizer=optimizer, config={"train_batch_size": 2})
+    report = engine.memory_report(torch.ones(2, 8))
+    assert report.total.planned is not None, report.notes
     engine.destroy()

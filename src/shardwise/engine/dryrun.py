@@ -18,16 +18,12 @@ from torch import nn
 
 from shardwise.comm.domain import Domain
 from shardwise.comm.imagined import ImaginedCommunicator
+from shardwise.engine.batch import Batches
 from shardwise.engine.mesh import domain_of, domains_of
 from shardwise.engine.modules import leaves_of, place_buffers
-from shardwise.engine.scaling import (
-    cast_floats,
-    computes_norm,
-    on_non_finite,
-    prescale_of,
-    scale_gradients_of,
-    scales_loss,
-)
+from shardwise.engine.scaling import cast_floats, prescale_of, scale_gradients_of, scales_loss
+from shardwise.engine.signals import SignalWatch
+from shardwise.engine.step import TrainStep
 from shardwise.engine.stepping import stepping_of
 from shardwise.engine.zeropp import reduction
 from shardwise.memory import Accountant, Category, fake_copy, track_activations, twin_of
@@ -35,11 +31,10 @@ from shardwise.memory.dryrun import Answers, arguments_of, fake_values, loss_of,
 from shardwise.optim import is_elementwise_state
 from shardwise.precision.autocast import autocast, autocast_dtype, wire_dtypes
 from shardwise.precision.dtypes import policy_from_config
-from shardwise.precision.norms import combine
+from shardwise.precision.scaler import LossScaler
 from shardwise.registry import copy_part
 from shardwise.zero.memory import floor
 from shardwise.zero.model import ShardedModel
-from shardwise.zero.passes.driver import Alone
 from shardwise.zero.units.plan import Plan
 from shardwise.zero.updates.communicated import CommunicatedUpdate
 
@@ -136,12 +131,12 @@ class Twin:
                 leaves=leaves_of(twin, config.zero_optimization.leaf_module),
                 wires=wire_dtypes(twin, config),
             )
+            self._batches = Batches(config, comm, device)
+            scaler = LossScaler.from_config(config.fp16) if scales_loss(config) else None
+            self._step = TrainStep(self.sharded, config, comm, self._batches, own, None, scaler, SignalWatch())
         for module in twin.modules():
             if isinstance(module, (nn.Embedding, nn.EmbeddingBag)):
                 module.sparse = False  # how many rows there will be is not known: as many as there may be
-        self.sharded.driver = self._driver = _Driver(bool(config.managed_gradient_accumulation))
-        if self.sharded.reducer is not None:
-            self.sharded.reducer.watching = on_non_finite(config) != "ignore"
 
     def run(self, batch: Any, accumulation: int, loss: Callable[[Any], torch.Tensor] | None = None) -> MemoryPlan:
         """Return what a window takes; to be called once.
@@ -192,17 +187,16 @@ class Twin:
             yield
 
     def _window(self, batch: Any, accumulation: int, loss: Callable[[Any], torch.Tensor] | None) -> None:
-        sharded, count = self.sharded, min(accumulation, MOST_PASSES)
-        for number in range(count):
-            self._driver.number, self._driver.last = number, number + 1 == count
+        self._batches.steps = min(accumulation, MOST_PASSES)
+        for _ in range(self._batches.steps):
             scalar = self._forward(batch, loss)
-            with Answers():
-                if sharded.update is not None:
-                    sharded.backward([scalar])
+            if self.sharded.update is not None:
+                with Answers():
+                    with self._step.passing(scalar) as roots:
+                        self.sharded.backward(roots)
+                    del roots
+                    self._step.take()
             del scalar
-        if sharded.update is not None:
-            with Answers():
-                self._step(accumulation)
 
     def _forward(self, batch: Any, loss: Callable[[Any], torch.Tensor] | None) -> torch.Tensor:
         if batch is None:
@@ -213,31 +207,9 @@ class Twin:
             args, kwargs = cast_floats((args, kwargs), torch.float16)
         with autocast(self._device, autocast_dtype(config)):
             output = self.sharded.module(*args, **kwargs)
-        scaled = scales_loss(config)
-        if scaled:
-            output = scale_gradients_of(output, lambda: 1.0)
-        scalar = loss(output) if loss is not None else loss_of(output)
-        return scalar * 2.0 if scaled else scalar
-
-    def _step(self, accumulation: int) -> None:
-        """Do what an engine does at the end of a window."""
-        sharded, config = self.sharded, self._config
-        reducer, sums = sharded.reducer, sharded.sums
-        assert reducer is not None and sums is not None
-        sharded.hooks.settle()
-        reducer.complete_window()
-        factor: float | torch.Tensor = 1.0 / (sharded.comm.world * accumulation * reducer.prescale)
-        if computes_norm(config):
-            norm = combine(sums.squares([0.0])[0], factor)
-            if config.gradient_clipping:
-                factor = sharded.clip_factor(norm, float(config.gradient_clipping)) * factor
-        elif on_non_finite(config) == "warn":
-            sums.probe()
-        if not sharded.takes_factor():
-            sharded.scale_gradients(factor)
-            factor = 1.0
-        sharded.step(factor)
-        sharded.end_window(True)
+        if self._step.loss_scaler is not None:
+            output = scale_gradients_of(output, self._step.output_scale)
+        return loss(output) if loss is not None else loss_of(output)
 
     def _read(self, accumulation: int) -> MemoryPlan:
         accountant = self.accountant
@@ -245,26 +217,6 @@ class Twin:
         least = floor(self.sharded, accumulation, peaks, accountant.live)
         total = sum(min(size, highest[category]) for category, size in least.items())
         return MemoryPlan(peaks, accountant.peak_total, least, total)
-
-
-class _Driver(Alone):
-    """Counts the passes of a window.
-
-    Args:
-        managed: an engine does that; if the script does, it is not known which pass is the last.
-    """
-
-    def __init__(self, managed: bool) -> None:
-        self._managed = managed
-        self.number, self.last = 0, True
-
-    def reduces_now(self) -> bool:
-        """See `Driver.reduces_now`."""
-        return self._managed and self.last
-
-    def begins_window(self) -> bool:
-        """See `Driver.begins_window`."""
-        return self._managed and self.number == 0
 
 
 class _Use(torch.autograd.Function):

@@ -300,7 +300,7 @@ class Planner:
 
 def _merged(raw: dict[str, Any], setting: Setting) -> dict[str, Any]:
     zero = raw.get("zero_optimization")
-    own = setting.config
+    own = setting.config | {"steps_per_print": None}  # what is tried is no news of the training
     own["zero_optimization"] = {**(zero if isinstance(zero, dict) else {}), **own["zero_optimization"]}
     if raw.get("managed_gradient_accumulation") is False:
         own["managed_gradient_accumulation"] = True  # whoever counts them, micro-batches take the same memory
