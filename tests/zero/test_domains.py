@@ -334,6 +334,8 @@ def planned() -> list[list[tuple[int | None, int | None]]]:
             if not step:
                 engine.accountant.reset_peak()
         after = engine.memory_report(values)
+        few, many = engine.memory_plans(stages=[stage], ranks=[2, 4]).plans
+        assert few.total is None and "part of ranks" in few.note and many.total
         found.append([(before.row(kind).planned, after.row(kind).measured) for kind in KINDS])
         engine.destroy()
     return found

@@ -43,8 +43,10 @@ if TYPE_CHECKING:
     from shardwise.comm.domain import Arrangement
     from shardwise.config import Config
 
-MOST_PASSES = 2
-"""Micro-batches of a window that are run: those between the first and the last hold no more than the last."""
+MOST_PASSES = 3
+"""Micro-batches of a window that are run: the first, which makes the sums; one that holds all sums from its beginning to
+its end, as every further one but the last; and the last, which reduces them where that has not been done.
+"""
 
 
 @dataclass(frozen=True)

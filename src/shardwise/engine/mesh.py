@@ -75,6 +75,7 @@ def domains_of(model: nn.Module, domain: Domain) -> Domains:
 
     Raises:
         UsageError: what ranks have declared does not fit together.
+        ConfigError: a plan is made for other ranks than those that are declared.
     """
     comm = domain.ranks
     divisors: dict[tuple[int, ...], int] = {}
@@ -83,6 +84,10 @@ def domains_of(model: nn.Module, domain: Domain) -> Domains:
         members = part.ranks
         if members is None:
             continue
+        if comm.imagined and members[-1] >= comm.world:
+            raise ConfigError(
+                f"parameter {name!r} is declared as a part of ranks {list(members)}, of {comm.world} ranks"
+            )
         if members[-1] >= comm.world or (comm.rank not in members and not comm.imagined):
             raise UsageError(
                 f"parameter {name!r} is declared as a part of ranks {list(members)}, of {comm.world} "
