@@ -44,8 +44,8 @@ if TYPE_CHECKING:
     from shardwise.config import Config
 
 MOST_PASSES = 3
-"""Micro-batches of a window that are run: the first, which makes the sums; one that holds all sums from its beginning to
-its end, as every further one but the last; and the last, which reduces them where that has not been done.
+"""Micro-batches of a window that are run: the first, which makes the sums; one that holds all of them from beginning to
+end, as every further one but the last; and the last, which reduces them where that has not been done.
 """
 
 
