@@ -11,8 +11,9 @@ import torch
 
 from shardwise.device.streams import streams_of
 from shardwise.memory import Tier
-from shardwise.memory.places import HOMES
-from shardwise.zero.units.plan import Plan, Where
+from shardwise.memory.places import Where
+from shardwise.offload import PLACES
+from shardwise.zero.units.plan import Plan
 
 NAME = "elsewhere"
 
@@ -31,6 +32,8 @@ class Elsewhere:
     """
 
     tier = Tier.HOST
+    lends = True
+    used_on = None
 
     def __init__(self, *, frees: bool) -> None:
         self.frees = frees
@@ -111,5 +114,5 @@ def living_elsewhere(*kinds: str, frees: bool = True, forced: bool = False) -> I
     """Have engines keep some kinds of state (`optimizer`, `gradients`, `parameters`) elsewhere."""
     place = Elsewhere(frees=frees)
     plan = functools.partial(Plan.of, forced=forced, where=Where(**dict.fromkeys(kinds, NAME)))
-    with mock.patch.object(Plan, "of", plan), mock.patch.dict(HOMES, {NAME: place.on}):
+    with mock.patch.object(Plan, "of", plan), mock.patch.dict(PLACES, {NAME: place.on}):
         yield place

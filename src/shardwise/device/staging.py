@@ -11,6 +11,7 @@ tested with streams that are played; on CUDA it has not been run.)
 from __future__ import annotations
 
 from collections.abc import Callable, Iterable, Iterator
+from contextlib import AbstractContextManager
 from dataclasses import dataclass
 from datetime import timedelta
 
@@ -69,6 +70,10 @@ class CopyStream:
         # Threads begin with the first device, on which memory must not be pinned.
         with torch.cuda.device(self._device):
             return torch.empty(size, dtype=torch.uint8, device="cpu", pin_memory=True)
+
+    def use(self) -> AbstractContextManager[None]:
+        """Take and give back memory of the device for copies inside of the block."""
+        return self._stream.use()
 
     def follow(self) -> None:
         """Have copies begin when what has been launched so far on the current stream is done."""

@@ -28,6 +28,7 @@ from shardwise.engine.stepping import stepping_of
 from shardwise.engine.zeropp import reduction
 from shardwise.memory import Accountant, Category, fake_copy, track_activations, twin_of
 from shardwise.memory.dryrun import Answers, arguments_of, fake_values, loss_of, undisturbed
+from shardwise.offload import homes_of
 from shardwise.optim import is_elementwise_state
 from shardwise.precision.autocast import autocast, autocast_dtype, wire_dtypes
 from shardwise.precision.dtypes import policy_from_config
@@ -116,13 +117,14 @@ class Twin:
             comm = ImaginedCommunicator(world, device, rank=like.rank if like is not None else 0, like=like)
             domain = domain_of(config, comm) if grid is None else Domain(comm, grid)
             policy = policy_from_config(config)
+            plan = Plan.of(config.zero_optimization, domain)
             place_buffers(twin, device, policy.buffer_dtype, config.data_types.keep_in_fp32_modules, accountant)
             self.sharded = ShardedModel(
                 twin,
                 own,
                 stepping=stepping_of(own),
                 is_elementwise=is_elementwise_state,
-                plan=Plan.of(config.zero_optimization, domain),
+                plan=plan,
                 policy=policy,
                 domains=domains_of(twin, domain),
                 device=device,
@@ -131,6 +133,7 @@ class Twin:
                 compressor=reduction(config, comm, lambda tensor: accountant.hold(Category.BUFFERS, tensor)),
                 sparse_gradients=config.sparse_gradients,
                 leaves=leaves_of(twin, config.zero_optimization.leaf_module),
+                homes=homes_of(plan.where, device),
                 wires=wire_dtypes(twin, config),
             )
             self._batches = Batches(config, comm, device)

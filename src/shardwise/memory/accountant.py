@@ -75,8 +75,8 @@ class _Counts:
 class _Entry:
     """Bytes with one fate; without a category they are not counted.
 
-    The category may be corrected as long as the entry's first event is not evaluated. `claimed`: somebody who knows has
-    said what it is.
+    Category and tier may be corrected as long as the entry's first event is not evaluated. `claimed`: somebody who
+    knows has said what it is.
     """
 
     __slots__ = ("category", "claimed", "evaluated", "size", "tier")
@@ -191,12 +191,12 @@ class Accountant:
         """Count `size` fewer bytes."""
         self._note(self._told[tier][category], -size)
 
-    def hold(self, category: Category, tensor: torch.Tensor) -> None:
+    def hold(self, category: Category, tensor: torch.Tensor, tier: Tier = Tier.DEVICE) -> None:
         """Count the memory behind a tensor, once however many views it has, until it is given back.
 
         The first who says what memory is for is right; until then it is what the tracker has taken it for.
         """
-        self._claim(category, tensor)
+        self._claim(category, tensor, tier)
 
     def disregard(self, tensor: torch.Tensor) -> None:
         """Leave the memory behind a tensor out: its bytes are told by `add` and `remove`."""
@@ -213,23 +213,23 @@ class Accountant:
         self._held[id(storage)] = (entry, death)
         self._note(entry, entry.size)
 
-    def _claim(self, category: Category | None, tensor: torch.Tensor) -> None:
+    def _claim(self, category: Category | None, tensor: torch.Tensor, tier: Tier = Tier.DEVICE) -> None:
         storage = tensor.untyped_storage()
         known = self._held.get(id(storage))
         if known is None:
-            self._enter(_Entry(category, storage.nbytes()), tensor)
+            self._enter(_Entry(category, storage.nbytes(), tier=tier), tensor)
             return
         entry = known[0]
         if entry.claimed:
             return
         entry.claimed = True
-        if entry.evaluated and entry.category is not category:
+        if entry.evaluated and (entry.category, entry.tier) != (category, tier):
             self._evaluate()
             if entry.category is not None:
-                self.remove(entry.category, entry.size)
+                self.remove(entry.category, entry.size, entry.tier)
             if category is not None:
-                self.add(category, entry.size)
-        entry.category = category
+                self.add(category, entry.size, tier)
+        entry.category, entry.tier = category, tier
 
     def knows(self, tensor: torch.Tensor) -> bool:
         """Whether the memory behind a tensor is counted, or disregarded."""

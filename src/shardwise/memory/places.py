@@ -10,6 +10,7 @@ from __future__ import annotations
 
 import contextlib
 from collections.abc import Callable, Iterator, Sequence
+from dataclasses import dataclass
 from typing import NamedTuple, Protocol, TypeVar
 
 import torch
@@ -38,27 +39,71 @@ class StateHome(Protocol):
 
     Attributes:
         tier: on what it is.
+        lends: whether what lives there has memory only while it is lent.
+        used_on: where it is used; None: on the engine's device.
     """
 
     tier: Tier
+    lends: bool
+    used_on: torch.device | None
 
     def keep(self, tensor: torch.Tensor) -> Stored | None:
         """Take over the memory of a contiguous tensor that has one of its own; None: it stays where it is."""
 
 
-class OnDevice:
-    """The device itself: every tensor stays where it is."""
+class Resident:
+    """Where tensors are used: every one stays where it is.
 
-    tier = Tier.DEVICE
+    Args:
+        tier: on what that is.
+        used_on: see `StateHome`.
+    """
+
+    lends = False
+
+    def __init__(self, tier: Tier, used_on: torch.device | None = None) -> None:
+        self.tier = tier
+        self.used_on = used_on
 
     def keep(self, tensor: torch.Tensor) -> None:
         """See `StateHome.keep`."""
 
 
-ON_DEVICE = OnDevice()
+ON_DEVICE = Resident(Tier.DEVICE)
+ON_HOST = Resident(Tier.HOST, torch.device("cpu"))
+"""The memory of the host, for what the processor works on there."""
 
-HOMES: dict[str, Callable[[torch.device], StateHome]] = {"device": lambda device: ON_DEVICE}
-"""What makes the place of a name, for an engine's device."""
+
+def tier_in_use(home: StateHome) -> Tier:
+    """Return on what lies what lives in a place, while it is used."""
+    return Tier.DEVICE if home.used_on is None else Tier.HOST
+
+
+@dataclass(frozen=True)
+class Where:
+    """The names of the places in which each kind of state lives.
+
+    Master weights live with the optimizer's state; where the parameters themselves are updated, with the parameters.
+    """
+
+    optimizer: str = "device"
+    gradients: str = "device"
+    parameters: str = "device"
+
+
+ALL_ON_DEVICE = Where()
+
+
+@dataclass(frozen=True)
+class Homes:
+    """The places in which each kind of state lives."""
+
+    optimizer: StateHome = ON_DEVICE
+    gradients: StateHome = ON_DEVICE
+    parameters: StateHome = ON_DEVICE
+
+
+ALL_AT_HAND = Homes()
 
 
 class _Loan(NamedTuple):
@@ -79,7 +124,7 @@ class Loans:
         accountant: is told of the bytes.
 
     Attributes:
-        away: whether the place is another one than the device.
+        away: whether what lives in the place is lent.
         lent: how often they are lent now.
 
     Example:
@@ -92,7 +137,7 @@ class Loans:
 
     def __init__(self, home: StateHome, accountant: Accountant) -> None:
         self.home = home
-        self.away = home is not ON_DEVICE
+        self.away = home.lends
         self.lent = 0
         self._accountant = accountant
         self._written = False
@@ -101,7 +146,7 @@ class Loans:
     def keep(self, category: Category, tensor: torch.Tensor) -> None:
         """Count a tensor, and let it live in the place from now on (from the end of the loan, if there is one)."""
         if not self.away:
-            self._accountant.hold(category, tensor)
+            self._accountant.hold(category, tensor, self.home.tier)
             return
         if id(tensor.untyped_storage()) in self._kept:
             return

@@ -9,7 +9,7 @@ import torch
 
 from shardwise.comm.domain import Domain, Domains
 from shardwise.memory import Accountant
-from shardwise.memory.places import ON_DEVICE, borrowed
+from shardwise.memory.places import ON_DEVICE, Homes, borrowed
 from shardwise.precision.dtypes import PrecisionPolicy
 from shardwise.registry import Registry
 from shardwise.zero.parameters.init import whole_values
@@ -19,7 +19,7 @@ from shardwise.zero.units.layout import Section
 from shardwise.zero.units.partition import UnitSpec
 from shardwise.zero.units.peaks import Orders, best_whole
 from shardwise.zero.units.plan import Plan
-from shardwise.zero.units.unit import Homes, SectionMemory, Unit
+from shardwise.zero.units.unit import SectionMemory, Unit
 from shardwise.zero.updates.owned import WholeUpdate
 from shardwise.zero.updates.update import Update
 

@@ -12,7 +12,7 @@ import hashlib
 import sys
 from collections.abc import Iterable, Iterator, Mapping, Sequence
 from contextlib import AbstractContextManager
-from dataclasses import astuple, replace
+from dataclasses import replace
 from typing import Any
 
 import torch
@@ -26,7 +26,7 @@ from shardwise.device.ranges import named
 from shardwise.device.staging import Copied
 from shardwise.errors import ConfigError, ConflictError, DesyncError, PeerLostError, UsageError
 from shardwise.memory import Accountant, Category, give_back_freed_memory, module_bytes, resident_bytes, virtual_bytes
-from shardwise.memory.places import HOMES, Borrowed, borrowed, in_turn
+from shardwise.memory.places import ALL_AT_HAND, Borrowed, Homes, borrowed, in_turn
 from shardwise.precision.dtypes import PrecisionPolicy
 from shardwise.precision.norms import clip_coefficient
 from shardwise.precision.tensornorms import NORMS
@@ -49,7 +49,7 @@ from shardwise.zero.units.layout import ShardSlice, lay_out
 from shardwise.zero.units.numbering import Numbering
 from shardwise.zero.units.partition import find_units
 from shardwise.zero.units.plan import Plan
-from shardwise.zero.units.unit import Homes, SectionMemory, Unit, UnitState
+from shardwise.zero.units.unit import SectionMemory, Unit, UnitState
 from shardwise.zero.updates.communicated import CommunicatedUpdate
 from shardwise.zero.updates.owned import MixedUpdate, WholeUpdate
 from shardwise.zero.updates.segments import SegmentUpdate
@@ -79,6 +79,7 @@ class ShardedModel:
         compressor: reduces gradients with loss; None: exactly.
         sparse_gradients: reduce the gradients of embeddings that give rows as rows.
         leaves: modules to be kept in one unit each.
+        homes: where each kind of state lives, as the plan says.
         wires: `id(parameter)` to the dtype in which its gradient travels, where neither its own nor the policy's.
 
     Attributes:
@@ -108,6 +109,7 @@ class ShardedModel:
         compressor: Compressor | None = None,
         sparse_gradients: bool = False,
         leaves: Iterable[nn.Module] = (),
+        homes: Homes = ALL_AT_HAND,
         wires: Mapping[int, torch.dtype] | None = None,
     ) -> None:
         self.module = module
@@ -135,8 +137,7 @@ class ShardedModel:
         self.owners: WholeUpdate | None = None
         specs = find_units(module, self.registry, plan.unit_cap, leaves)
         self.numbering = Numbering(self.registry, specs, domains, self.comm)
-        homes = {name: HOMES[name](device) for name in dict.fromkeys(astuple(plan.where))}
-        self.homes = Homes(*(homes[name] for name in astuple(plan.where)))
+        self.homes = homes
         if optimizer is not None:
             self.update, self.owners = self._make_update(optimizer, is_elementwise, domains)
         self._check_domains(domains, compressor)
@@ -249,11 +250,12 @@ class ShardedModel:
         told = (self.accountant, is_elementwise)
         if stepping.communicates:
             return CommunicatedUpdate(*common, domains, self.numbering, *told, self.plan), None
-        segments = SegmentUpdate(*common, self.comm, self.numbering, *told, norms=stepping.norms)
+        home = self.homes.optimizer
+        segments = SegmentUpdate(*common, self.comm, self.numbering, *told, norms=stepping.norms, home=home)
         if not stepping.whole:
             return segments, None
         replicated = not self.plan.shard_optimizer
-        whole = WholeUpdate(*common, domains, *told, stepping, replicated=replicated, home=self.homes.optimizer)
+        whole = WholeUpdate(*common, domains, *told, stepping, replicated=replicated, home=home)
         if len(stepping.whole) == len(optimizer.param_groups):
             return whole, whole
         return MixedUpdate(segments, whole), whole

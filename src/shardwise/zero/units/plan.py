@@ -13,6 +13,7 @@ from dataclasses import astuple, dataclass, replace
 from typing import TYPE_CHECKING
 
 from shardwise.comm.domain import REPLICATE, SHARD, Domain
+from shardwise.memory.places import ALL_ON_DEVICE, Where
 
 if TYPE_CHECKING:
     from shardwise.config.schema import ZeroConfig
@@ -29,20 +30,6 @@ class Row:
     gradients: tuple[str, ...] = ()
     parameters: tuple[str, ...] = ()
 
-
-@dataclass(frozen=True)
-class Where:
-    """The names of the places (`shardwise.memory.places`) in which each kind of state lives.
-
-    Master weights live with the optimizer's state; where the parameters themselves are updated, with the parameters.
-    """
-
-    optimizer: str = "device"
-    gradients: str = "device"
-    parameters: str = "device"
-
-
-ALL_ON_DEVICE = Where()
 
 _OVER = (SHARD,)
 
@@ -128,15 +115,16 @@ class Plan:
         return self.prefetch_elements if self.prefetch else None
 
     @classmethod
-    def of(cls, zero: ZeroConfig, domain: Domain, *, forced: bool = False, where: Where = ALL_ON_DEVICE) -> Plan:
+    def of(cls, zero: ZeroConfig, domain: Domain, *, forced: bool = False, where: Where | None = None) -> Plan:
         """Derive the plan from the `zero_optimization` section.
 
         Args:
             zero: the section.
             domain: the ranks.
             forced: gather, release and reduce over dimensions of one rank, too. Otherwise nothing is divided over them.
-            where: in which places state lives.
+            where: in which places state lives; None: as the section says.
         """
+        where = _places(zero) if where is None else where
         row = TABLE[zero.stage]
         if row.optimizer and zero.optimizer_over_replicas:
             row = replace(row, optimizer=(*row.optimizer, REPLICATE))
@@ -164,3 +152,14 @@ class Plan:
             secondary=int(zero.zero_hpz_partition_size) if row.parameters else 1,
             where=where,
         )
+
+
+_PLACES = {"none": "device", "cpu": "host"}
+"""What places are called in the configuration."""
+
+
+def _places(zero: ZeroConfig) -> Where:
+    """Return where the configuration has state live: gradients live where the optimizer takes them."""
+    stepped = _PLACES[zero.offload_optimizer.device] if zero.offload_optimizer is not None else "device"
+    parameters = _PLACES[zero.offload_param.device] if zero.offload_param is not None else "device"
+    return Where(stepped, stepped, parameters)

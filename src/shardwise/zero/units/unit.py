@@ -21,7 +21,6 @@ from __future__ import annotations
 
 import contextlib
 from collections.abc import Callable, Iterator, Sequence
-from dataclasses import dataclass
 from enum import Enum
 from functools import cached_property
 from typing import Protocol
@@ -37,7 +36,7 @@ from shardwise.compat import never_compiled, storage_users, without_overrides
 from shardwise.device.ranges import named
 from shardwise.errors import UsageError
 from shardwise.memory import Accountant, Category
-from shardwise.memory.places import ON_DEVICE, Borrowed, Loans, StateHome, borrowed
+from shardwise.memory.places import ALL_AT_HAND, Borrowed, Homes, Loans, StateHome, borrowed
 from shardwise.registry import LogicalTensor, Registry
 from shardwise.zero.units import released
 from shardwise.zero.units.layout import Lane, Section
@@ -90,15 +89,6 @@ class Codes(GatherSource, Protocol):
         """Make exact whole values what they would be had they been gathered so."""
 
 
-@dataclass(frozen=True)
-class Homes:
-    """Where each kind of a section's state lives; see `shardwise.zero.units.plan.Where`."""
-
-    optimizer: StateHome = ON_DEVICE
-    gradients: StateHome = ON_DEVICE
-    parameters: StateHome = ON_DEVICE
-
-
 class SectionMemory:
     """The buffers of one section of a unit; see the module docstring.
 
@@ -116,6 +106,7 @@ class SectionMemory:
     Attributes:
         written_level: at which level this rank's range is that gets new values here.
         sharded: whether the whole values are released between uses.
+        steps_on: where master weights, gradients and the optimizer's state are when it steps.
         optimizer_loans: lend the master weights and the optimizer's state.
         gradient_loans: lend the gradient.
         shard_loans: lend the shard.
@@ -133,7 +124,7 @@ class SectionMemory:
         master_dtype: torch.dtype,
         accumulate_dtype: torch.dtype,
         accountant: Accountant,
-        homes: Homes = Homes(),
+        homes: Homes = ALL_AT_HAND,
     ) -> None:
         self.layout = layout
         self.domain = domain
@@ -142,6 +133,7 @@ class SectionMemory:
         self.device = device
         self.accumulate_dtype = accumulate_dtype
         self._accountant = accountant
+        self.steps_on = homes.optimizer.used_on or device
         self.optimizer_loans = Loans(homes.optimizer, accountant)
         self.gradient_loans = Loans(homes.gradients, accountant)
         self.shard_loans, self.second_loans = (Loans(homes.parameters, accountant) for _ in range(2))
@@ -192,15 +184,16 @@ class SectionMemory:
         """The gradient for `master` (given memory, of undefined content, on first use)."""
         size = self.master_stop - self.master_start
         if self.gradient is None:
-            self.gradient = torch.empty(size, dtype=self.accumulate_dtype, device=self.device)
+            where = self._gradients.used_on or self.device
+            self.gradient = torch.empty(size, dtype=self.accumulate_dtype, device=where)
             if self.gradient_loans.away:
                 self.gradient_loans.keep(Category.GRADIENTS, self.gradient)
                 return self.gradient
             self._accountant.disregard(self.gradient)  # its storage comes and goes: told by the bytes
-            self._accountant.add(Category.GRADIENTS, self.gradient.nbytes)
+            self._accountant.add(Category.GRADIENTS, self.gradient.nbytes, self._gradients.tier)
         elif size and not self.gradient_loans.away and not self.gradient.untyped_storage().nbytes():
             self.gradient.untyped_storage().resize_(self.gradient.nbytes)
-            self._accountant.add(Category.GRADIENTS, self.gradient.nbytes)
+            self._accountant.add(Category.GRADIENTS, self.gradient.nbytes, self._gradients.tier)
         return self.gradient
 
     def free_gradient(self) -> None:
@@ -209,7 +202,7 @@ class SectionMemory:
             return
         if self.gradient is not None and self.gradient.untyped_storage().nbytes():
             self.gradient.untyped_storage().resize_(0)
-            self._accountant.remove(Category.GRADIENTS, self.gradient.nbytes)
+            self._accountant.remove(Category.GRADIENTS, self.gradient.nbytes, self._gradients.tier)
 
     @contextlib.contextmanager
     def lending_gradient(self) -> Iterator[None]:
@@ -224,7 +217,7 @@ class SectionMemory:
                 if self.gradient_loans.away:
                     self.gradient_loans.forget(gradient)
                 else:
-                    self._accountant.remove(Category.GRADIENTS, gradient.nbytes)
+                    self._accountant.remove(Category.GRADIENTS, gradient.nbytes, self._gradients.tier)
 
     @cached_property
     def places(self) -> Places:
@@ -239,7 +232,17 @@ class SectionMemory:
     @property
     def master_is_parameter(self) -> bool:
         """Whether the optimizer updates the parameters' own memory."""
-        return self.master_dtype == self.layout.dtype
+        return self.master_dtype == self.layout.dtype and not self.steps_apart
+
+    @property
+    def steps_apart(self) -> bool:
+        """Whether the optimizer steps in other memory than that of the device."""
+        return self.optimizer_loans.home.used_on is not None
+
+    @property
+    def _gradients(self) -> StateHome:
+        """Where the accumulated gradient lives."""
+        return self.gradient_loans.home
 
     def widen_source(self, dtype: torch.dtype) -> None:
         """Read the initial values in a wider dtype than the parameters will have, so that masters start from them."""
@@ -259,7 +262,8 @@ class SectionMemory:
             self.shard_loans.keep(Category.PARAMETERS, self.shard)
         if self.layout.trainable and keep_master:
             if not self.master_is_parameter:
-                self.master = self.source[self.master_start : self.master_stop].to(self.master_dtype, copy=True)
+                initial = self.source[self.master_start : self.master_stop]
+                self.master = initial.to(self.steps_on, self.master_dtype, copy=True)
                 self.optimizer_loans.keep(Category.MASTER, self.master)
             else:
                 self.master = self.published

@@ -235,7 +235,7 @@ class CommunicatedUpdate(SegmentUpdate):
         self.on_written()
 
     def _hold_all(self) -> None:
-        hold_state(self.optimizer, self._accountant)
+        hold_state(self.optimizer, self._accountant, self._tier)
         for tensor in self.asked.kept():
             self._accountant.hold(Category.OPTIMIZER, tensor)
 

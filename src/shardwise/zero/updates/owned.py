@@ -16,7 +16,7 @@ from torch import nn
 
 from shardwise.comm.domain import Domains
 from shardwise.memory import Accountant, Category
-from shardwise.memory.places import ON_DEVICE, Borrowed, Loans, StateHome, borrowed
+from shardwise.memory.places import ON_DEVICE, Borrowed, Loans, StateHome, borrowed, tier_in_use
 from shardwise.registry import Registry
 from shardwise.zero.units.unit import SectionMemory, Unit
 from shardwise.zero.updates.segments import SegmentUpdate
@@ -88,6 +88,7 @@ class WholeUpdate(ReducedUpdate):
         self.replicated = replicated or domains.main.world == 1
         self._accountant = accountant
         self.loans = Loans(home, accountant)
+        self._tier = tier_in_use(home)
         self._is_elementwise = is_elementwise
         stepped = [tensor for tensor in registry if tensor.trainable and tensor.group in stepping.whole]
         cost = stepping.cost or math.prod
@@ -147,7 +148,7 @@ class WholeUpdate(ReducedUpdate):
         with self.around():
             optimizer.step()
             self.keep_state()
-        hold_state(self.optimizer, self._accountant)
+        hold_state(self.optimizer, self._accountant, self._tier)
 
     def borrowing(self) -> list[Borrowed]:
         """Return what has to be borrowed to write masters and state that belong to no section."""
@@ -308,7 +309,7 @@ class WholeUpdate(ReducedUpdate):
             tensor, state = self.registry[index], self.optimizer.state[master]
             add_state(self.optimizer, tensor, master, state, elementwise, whole, filled=filled)
             self.keep_state()
-            hold(state, self._accountant)
+            hold(state, self._accountant, self._tier)
 
     def publish(self, unit: Unit) -> None:
         """See `Update.publish`."""

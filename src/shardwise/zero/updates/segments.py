@@ -20,7 +20,7 @@ from torch import nn
 from shardwise.comm.communicator import Communicator
 from shardwise.compat import allow_gradient_dtype, global_step_hooks, only_counts_steps
 from shardwise.memory import Accountant, Category
-from shardwise.memory.places import Borrowed, borrowed, in_turn
+from shardwise.memory.places import ON_DEVICE, Borrowed, StateHome, borrowed, in_turn, tier_in_use
 from shardwise.precision.tensornorms import NORMS, TensorNorms, TensorRun
 from shardwise.registry import Registry
 from shardwise.zero.units.layout import Lane, ShardSlice
@@ -92,6 +92,7 @@ class SegmentUpdate(ReducedUpdate):
         accountant: is told about optimizer state.
         is_elementwise: whether a state entry (value, elements of its parameter, name) has one value per element.
         norms: the optimizer asks for norms of whole tensors.
+        home: where masters and state live.
     """
 
     def __init__(
@@ -105,6 +106,7 @@ class SegmentUpdate(ReducedUpdate):
         is_elementwise: StateKind,
         *,
         norms: bool = False,
+        home: StateHome = ON_DEVICE,
     ) -> None:
         self.optimizer = optimizer
         self.units = units
@@ -112,6 +114,7 @@ class SegmentUpdate(ReducedUpdate):
         self.comm = job
         self._numbering = numbering
         self._norms = norms
+        self._tier = tier_in_use(home)
         self._accountant = accountant
         self._is_elementwise = is_elementwise
         self._segments: list[_Segment] = []
@@ -194,7 +197,7 @@ class SegmentUpdate(ReducedUpdate):
             counted,
             count=len(self._numbering.names),
             wide=[numbers[index] for section, index in stepped if section.master_dtype is torch.float64],
-            device=self.comm.device,
+            device=self._segments[0][2].device if self._segments else self.comm.device,
             add=lambda sums: self.comm.all_reduce(sums, "tensor_norms").wait(),
             overwrites=True,
         )
@@ -260,7 +263,7 @@ class SegmentUpdate(ReducedUpdate):
         """
         if self._away and self._splits(optimizer):
             in_turn(self._parts, lambda part: self._step_alone(optimizer, factor, part))
-            hold_state(self.optimizer, self._accountant)
+            hold_state(self.optimizer, self._accountant, self._tier)
         else:
             self.step_at_once(optimizer, factor)
 
@@ -270,7 +273,7 @@ class SegmentUpdate(ReducedUpdate):
             self._step(optimizer, factor, self._everything)
             for part, _ in self._parts if self._away else ():
                 self._keep_state(part)
-        hold_state(self.optimizer, self._accountant)
+        hold_state(self.optimizer, self._accountant, self._tier)
 
     @cached_property
     def _away(self) -> list[Borrowed]:
@@ -415,7 +418,7 @@ class SegmentUpdate(ReducedUpdate):
                 self._zero_padding(segment, [state[key] for key in made])
             for key in elementwise if section.optimizer_loans.away else ():
                 section.optimizer_loans.keep(Category.OPTIMIZER, state[key])
-            hold(state, self._accountant)
+            hold(state, self._accountant, self._tier)
 
     def _zero_padding(self, segment: nn.Parameter, tensors: Sequence[torch.Tensor]) -> None:
         pieces = next(pieces for other, pieces in self._origins if other is segment)

@@ -15,7 +15,7 @@ import torch
 from torch import nn
 
 from shardwise.errors import CheckpointError
-from shardwise.memory import Accountant, Category
+from shardwise.memory import Accountant, Category, Tier
 from shardwise.registry import LogicalTensor
 from shardwise.zero.units.unit import Unit
 
@@ -155,17 +155,17 @@ def assign_groups(optimizer: torch.optim.Optimizer, members: Sequence[Sequence[n
         group["params"] = list(parameters)
 
 
-def hold_state(optimizer: torch.optim.Optimizer, accountant: Accountant) -> None:
+def hold_state(optimizer: torch.optim.Optimizer, accountant: Accountant, tier: Tier) -> None:
     """Tell the accountant about an optimizer's state; known tensors are passed over, some optimizers make new ones."""
     for state in optimizer.state.values():
-        hold(state, accountant)
+        hold(state, accountant, tier)
 
 
-def hold(state: Mapping[str, Any], accountant: Accountant) -> None:
-    """Tell the accountant about what an optimizer keeps for one parameter."""
+def hold(state: Mapping[str, Any], accountant: Accountant, tier: Tier) -> None:
+    """Tell the accountant about what an optimizer keeps for one parameter, and on what that lies."""
     for value in state.values():
         if isinstance(value, torch.Tensor) and value.layout is torch.strided:
-            accountant.hold(Category.OPTIMIZER, value)
+            accountant.hold(Category.OPTIMIZER, value, tier)
 
 
 def bind(optimizer: torch.optim.Optimizer, parts: Sequence[Placing]) -> None:

@@ -1,0 +1,70 @@
+"""The memory of the host as a place: exact-size buffers, pinned where a device copies from them.
+
+A tensor has memory on the device while it is lent. Its values travel on a stream of their own, behind what the current
+stream has been given before; the host does not wait.
+"""
+
+from __future__ import annotations
+
+import torch
+
+from shardwise.device.staging import Copied, CopyStream, copy_stream
+from shardwise.memory import Tier
+
+
+class HostPlace:
+    """See the module docstring and `shardwise.memory.places.StateHome`.
+
+    Args:
+        device: the engine's.
+    """
+
+    tier = Tier.HOST
+    lends = True
+    used_on: torch.device | None = None
+
+    def __init__(self, device: torch.device) -> None:
+        self._copies = copy_stream(device)
+
+    def keep(self, tensor: torch.Tensor) -> _Kept:
+        """See `StateHome.keep`."""
+        return _Kept(self._copies, tensor)
+
+
+class _Kept:
+    """The values of one tensor on the host (`shardwise.memory.places.Stored`)."""
+
+    def __init__(self, copies: CopyStream, tensor: torch.Tensor) -> None:
+        self._copies = copies
+        self._storage = tensor.untyped_storage()
+        self._size = self._storage.nbytes()
+        self._bytes = torch.empty(0, dtype=torch.uint8, device=tensor.device).set_(self._storage)
+        self._values = copies.host_bytes(self._size)
+        self._moved: Copied | None = None
+
+    def start(self, *, read: bool) -> None:
+        """See `Stored.start`."""
+        with self._copies.use():
+            self._storage.resize_(self._size)
+        if read:
+            self._copies.copy(self._bytes, self._values)
+        self._moved = self._copies.mark()
+
+    def finish(self) -> None:
+        """See `Stored.finish`."""
+        if self._moved is not None:
+            self._moved.wait()
+
+    def give_back(self, *, written: bool) -> None:
+        """See `Stored.give_back`."""
+        self._copies.follow()
+        if written:
+            self._copies.copy(self._values, self._bytes)
+        with self._copies.use():
+            self._storage.resize_(0)
+        self._moved = self._copies.mark()
+
+    def copy_to(self, target: torch.Tensor) -> None:
+        """See `Stored.copy_to`."""
+        self.finish()
+        target.view(-1).view(torch.uint8).copy_(self._values, non_blocking=True)
