@@ -9,6 +9,7 @@ import torch
 
 from shardwise.memory import Category, Tier
 from tests.harness import run_ranks
+from tests.memory import test_report as reports
 from tests.models import CASES
 from tests.zero.training import Setting, assert_identical, ranks_agree, start, train_all
 
@@ -54,3 +55,18 @@ def test_what_is_on_the_host_is_not_on_the_device(place: str) -> None:
     for category in moved:
         assert away[Tier.DEVICE][category] < 0.02 * resident[Tier.DEVICE][category] + 64, category
         assert away[Tier.HOST][category] >= 0.98 * resident[Tier.DEVICE][category], category
+
+
+def reported(zero: Any, stage: int, accumulation: int) -> Any:
+    before, after = reports.report(stage, "bf16", keep=0, accumulation=accumulation, zero=dict(zero))
+    reports.check(before, after, f"stage {stage}")
+    return before.elsewhere, after.elsewhere
+
+
+@pytest.mark.parametrize("accumulation", [1, 2])
+@pytest.mark.parametrize(("place", "stage"), [("optimizer", 1), ("optimizer", 3), ("parameters", 3), ("both", 3)])
+def test_plans_are_the_measurements_in_each_tier(place: str, stage: int, accumulation: int) -> None:
+    for before, after in run_ranks(reported, 2, PLACES[place], stage, accumulation):
+        ((planned,), (measured,)) = before, after
+        assert planned.name == measured.name == "host"
+        assert reports.close(planned.planned, measured.measured)

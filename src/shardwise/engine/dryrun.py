@@ -26,7 +26,7 @@ from shardwise.engine.signals import SignalWatch
 from shardwise.engine.step import TrainStep
 from shardwise.engine.stepping import stepping_of
 from shardwise.engine.zeropp import reduction
-from shardwise.memory import Accountant, Category, fake_copy, track_activations, twin_of
+from shardwise.memory import Accountant, Category, Tier, fake_copy, track_activations, twin_of
 from shardwise.memory.dryrun import Answers, arguments_of, fake_values, loss_of, undisturbed
 from shardwise.offload import homes_of
 from shardwise.optim import is_elementwise_state
@@ -59,17 +59,20 @@ class MemoryPlan:
         total: most bytes at once.
         floor: what cannot be done without, in each category.
         least: that, of what is held when most is held.
+        elsewhere: most bytes at once in each tier but the device.
     """
 
     peaks: dict[Category, int]
     total: int
     floor: dict[Category, int]
     least: int
+    elsewhere: dict[Tier, int]
 
     def joined(self, other: MemoryPlan) -> MemoryPlan:
         """Return the plan of a training that has windows of both kinds."""
         peaks = {category: max(size, other.peaks[category]) for category, size in self.peaks.items()}
-        return MemoryPlan(peaks, max(self.total, other.total), other.floor, max(self.least, other.least))
+        elsewhere = {tier: max(size, other.elsewhere[tier]) for tier, size in self.elsewhere.items()}
+        return MemoryPlan(peaks, max(self.total, other.total), other.floor, max(self.least, other.least), elsewhere)
 
 
 class Twin:
@@ -221,7 +224,8 @@ class Twin:
         peaks, highest = accountant.peak, accountant.at_peak
         least = floor(self.sharded, accumulation, peaks, accountant.live)
         total = sum(min(size, highest[category]) for category, size in least.items())
-        return MemoryPlan(peaks, accountant.peak_total, least, total)
+        elsewhere: dict[Tier, int] = {t: accountant.peak_total_in(t) for t in Tier if t is not Tier.DEVICE}
+        return MemoryPlan(peaks, accountant.peak_total, least, total, elsewhere)
 
 
 class _Use(torch.autograd.Function):

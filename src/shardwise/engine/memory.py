@@ -130,11 +130,13 @@ class MemoryReporting:
             notes=tuple(notes),
             allocated=torch.cuda.max_memory_allocated(self.device) if cuda else None,
             reserved=torch.cuda.max_memory_reserved(self.device) if cuda else None,
-            elsewhere={
-                tier.value: held
+            elsewhere=tuple(
+                MemoryRow(tier.value, expected, held, None)
                 for tier in Tier
-                if tier is not Tier.DEVICE and (held := self.accountant.peak_total_in(tier))
-            },
+                if tier is not Tier.DEVICE
+                for expected in [None if plan is None else plan.elsewhere[tier]]
+                if (held := self.accountant.peak_total_in(tier)) or expected
+            ),
         )
 
     def memory_plans(

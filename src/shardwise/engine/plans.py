@@ -105,6 +105,7 @@ class SettingPlan:
         setting: which.
         peaks: most bytes in each category, by name. Activations are among them if they could be planned.
         total: most bytes at once; None if it could not be planned.
+        elsewhere: most bytes at once off the device, by the name of the tier; those where anything would be.
         fits: whether that is within the limit with a margin of 15 %; None if either is not known.
         note: why something is not known.
     """
@@ -114,6 +115,7 @@ class SettingPlan:
     total: int | None = None
     fits: bool | None = None
     note: str = ""
+    elsewhere: dict[str, int] = field(default_factory=dict)
 
 
 @dataclass(frozen=True)
@@ -157,6 +159,9 @@ class MemoryPlans:
         table.add_column("micro-batch x steps", justify="right", no_wrap=True)
         for name in ("ranks", "resident", "buffers", "activations", "total"):
             table.add_column(name, justify="right", no_wrap=True)
+        tiers = list(dict.fromkeys(tier for plan in self.plans for tier in plan.elsewhere))
+        for tier in tiers:
+            table.add_column(tier, justify="right", no_wrap=True)
         table.add_column("fits")
         for plan in self.plans:
             setting = plan.setting
@@ -168,6 +173,7 @@ class MemoryPlans:
                 f"{setting.micro_batch} x {setting.accumulation}",
                 str(setting.ranks),
                 *(readable(size) for size in (*sizes, plan.peaks.get("activations"), plan.total)),
+                *(readable(plan.elsewhere.get(tier)) for tier in tiers),
                 {True: "yes", False: "no", None: "?"}[plan.fits],
             )
         return table
@@ -248,7 +254,8 @@ class Planner:
         fits = None if room is None else found.total * (1 + MARGIN) <= room
         if note and fits:
             fits = None  # activations come on top
-        return SettingPlan(setting, peaks, found.total, fits, note)
+        elsewhere = {tier.value: size for tier, size in found.elsewhere.items() if size}
+        return SettingPlan(setting, peaks, found.total, fits, note, elsewhere)
 
     def window(self, setting: Setting) -> tuple[MemoryPlan | None, str]:
         """Return what a window takes under a setting, and why that, or its activations, are not known."""

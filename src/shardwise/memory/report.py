@@ -3,8 +3,8 @@
 from __future__ import annotations
 
 import io
-from collections.abc import Iterable, Mapping
-from dataclasses import asdict, dataclass, field
+from collections.abc import Iterable
+from dataclasses import asdict, dataclass, replace
 from typing import Any
 
 from shardwise.memory.accountant import Category
@@ -47,7 +47,7 @@ class MemoryReport:
         allocated: most bytes that torch's allocator has handed out on the CUDA device since its peaks were last reset
             (`torch.cuda.reset_peak_memory_stats`), whoever asked for them; None on other devices.
         reserved: most bytes that it has taken from the device.
-        elsewhere: most bytes held at once off the device, by the name of the tier; those where anything has been held.
+        elsewhere: one line for each tier but the device on which anything is held.
     """
 
     rows: tuple[MemoryRow, ...]
@@ -61,7 +61,7 @@ class MemoryReport:
     notes: tuple[str, ...] = ()
     allocated: int | None = None
     reserved: int | None = None
-    elsewhere: Mapping[str, int] = field(default_factory=dict)
+    elsewhere: tuple[MemoryRow, ...] = ()
 
     def row(self, category: Category) -> MemoryRow:
         """Return the line of a category."""
@@ -101,6 +101,8 @@ class MemoryReport:
             table.add_row(*self._cells(row))
         table.add_section()
         table.add_row(*self._cells(self.total), style="bold")
+        for row in self.elsewhere:
+            table.add_row(*self._cells(replace(row, name=f"on {row.name}")))
         return table
 
     def _cells(self, row: MemoryRow) -> list[str]:
@@ -119,7 +121,6 @@ class MemoryReport:
             "Lines peak at different moments, so that a total may be less than their sum.",
             f"While the engine was built: at most {readable(self.construction)}.",
         ]
-        lines += [f"Off the device, {tier}: at most {readable(size)}." for tier, size in self.elsewhere.items()]
         if self.allocated is not None:
             sizes = f"{readable(self.allocated)} allocated, {readable(self.reserved)} reserved"
             lines.append(f"The device's allocator: at most {sizes}.")
