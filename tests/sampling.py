@@ -23,6 +23,7 @@ PRODUCTS = (
     "engine/",
     "hf/",
     "memory/",
+    "offload/",
     "optim/test_muon.py",
     "optim/test_onebit.py",
     "recompute/",

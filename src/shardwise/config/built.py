@@ -63,8 +63,8 @@ def _above_zero(value: Any) -> bool:
     return isinstance(value, int) and value > 0
 
 
-def _on_disk(value: Any) -> bool:
-    return value is not None and value.device == "nvme"
+def _moved(value: Any) -> bool:
+    return value is not None and value.device != "none"
 
 
 def _sparse(value: Any) -> bool:
@@ -86,6 +86,17 @@ def _watched(value: Any) -> bool:
     return bool(value.model_dump(exclude_defaults=True, exclude={"number_checkpoints", *_MEMORY_OF_CHECKPOINTS}))
 
 
+def _without_offload(config: Config) -> str:
+    """What saves device memory where nothing can be moved away from it."""
+    if config.zero_optimization.stage < 3:
+        more = "`zero_optimization.stage` to 3, which divides parameters, gradients and optimizer state over the ranks"
+        return f'switch it off (`device` "none") and set {more}'
+    return (
+        'switch it off (`device` "none"). Stage 3 has divided everything over the ranks already: use more ranks, or '
+        'less memory a parameter (`bf16.master_weights` "none", or `optimizer.params.fp32_optimizer_states` false)'
+    )
+
+
 _MEMORY_OF_CHECKPOINTS = ("cpu_checkpointing", "contiguous_memory_optimization")
 """Keys of `activation_checkpointing` that ask for another use of memory."""
 
@@ -99,7 +110,6 @@ _COMPRESSION = (
 )
 _SHARD = "`zero_optimization.stage` 3 makes room for large layers on many ranks"
 _LOG = "log from the script: `engine.last_step` has loss scale, norm and learning rate of each step; switch this off"
-_ON_HOST = 'write `device` "cpu": it lives in the memory of the host then'
 _PRECISION = 'switch it off and write "bf16": {"enabled": true} (or fp16, or torch_autocast)'
 _SAMPLES = "order the samples in the script's own dataset or sampler, and switch this off"
 _COMPRESSED = "train the plain model, or compress it with a library for that (torch.ao); switch this off"
@@ -108,8 +118,8 @@ UNBUILT: tuple[Unbuilt, ...] = (
     Unbuilt("sequence_parallel_size", "sequence parallelism", _above_one, "set it to 1, and shorten sequences"),
     Unbuilt("amp.enabled", "Apex AMP, which torch has replaced", _on, _PRECISION),
     Unbuilt("msamp.enabled", "MS-AMP", _on, _PRECISION),
-    Unbuilt("zero_optimization.offload_param", "parameter offload to disk", _on_disk, _ON_HOST),
-    Unbuilt("zero_optimization.offload_optimizer", "optimizer offload to disk", _on_disk, _ON_HOST),
+    Unbuilt("zero_optimization.offload_param", "parameter offload", _moved, _without_offload),
+    Unbuilt("zero_optimization.offload_optimizer", "optimizer offload", _moved, _without_offload),
     Unbuilt(
         "zero_optimization.zenflow",
         "ZenFlow, a form of optimizer offload",
