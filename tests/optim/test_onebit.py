@@ -889,6 +889,7 @@ def memories() -> list[Any]:
     return [memory(*wanted) for wanted in MEMORY]
 
 
+@pytest.mark.thorough
 def test_the_plan_counts_errors_and_messages() -> None:
     for found in run_ranks(memories, 2):
         for what, (before, after) in zip(MEMORY, found, strict=True):

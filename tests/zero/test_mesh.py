@@ -311,7 +311,9 @@ def reported_all(cases: Sequence[tuple[Zero, int]], precision: str, accumulation
     ]
 
 
-@pytest.mark.parametrize(("precision", "accumulation"), [("fp32", 1), ("bf16", 3)])
+@pytest.mark.parametrize(
+    ("precision", "accumulation"), [("fp32", 1), pytest.param("bf16", 3, marks=pytest.mark.thorough)]
+)
 def test_memory_is_as_planned(precision: str, accumulation: int) -> None:
     cases = [(zero, stage) for zero in (PAIRS, SPREAD) for stage in (1, 2, 3)]
     numel = sum(p.numel() for p in reports.GPT().parameters())

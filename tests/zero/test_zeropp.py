@@ -369,7 +369,13 @@ def reported_all(precision: str, accumulation: int, settings: Sequence[Zero]) ->
     return [reports.report(3, precision, keep=0, accumulation=accumulation, zero=zero) for zero in settings]
 
 
-@pytest.mark.parametrize(("precision", "accumulation", "settings"), [("fp32", 2, [ALL]), ("bf16", 1, [QW, HP, QG])])
+@pytest.mark.parametrize(
+    ("precision", "accumulation", "settings"),
+    [
+        pytest.param("fp32", 2, [ALL], marks=pytest.mark.thorough),
+        ("bf16", 1, [QW, HP, QG]),
+    ],
+)
 def test_memory_is_as_planned(precision: str, accumulation: int, settings: list[Zero]) -> None:
     numel = sum(p.numel() for p in reports.GPT().parameters())
     # Each report is a plan, which takes its time: four ranks at once make eight.
