@@ -6,7 +6,7 @@ import pytest
 import torch
 
 from shardwise.memory import Accountant, Category, Tier
-from shardwise.memory.places import HOMES, ON_DEVICE, Loans, Stored, borrowed, in_turn
+from shardwise.memory.places import ON_DEVICE, ON_HOST, Loans, Stored, borrowed, in_turn
 
 M = Category.MASTER
 
@@ -15,6 +15,8 @@ class Shelf:
     """A place that writes down what it is asked for."""
 
     tier = Tier.DISK
+    lends = True
+    used_on = None
 
     def __init__(self) -> None:
         self.said: list[str] = []
@@ -111,7 +113,8 @@ def test_what_has_no_memory_of_its_own_and_what_is_on_the_device_stays_there() -
     accountant = Accountant()
     rows = torch.zeros(2, 4)
     Loans(Shelf(), accountant).keep(M, rows[0])
-    assert HOMES["device"](torch.device("cpu")) is ON_DEVICE
+    Loans(ON_HOST, accountant).keep(Category.MASTER, there := torch.ones(8))
+    assert accountant.live_in(Tier.HOST)[Category.MASTER] == there.nbytes
     Loans(ON_DEVICE, accountant).keep(Category.OPTIMIZER, values := torch.ones(4))
     assert values.sum() == 4 and not rows.isnan().any()
     assert (accountant.live[M], accountant.live[Category.OPTIMIZER]) == (32, 16)
