@@ -197,7 +197,7 @@ def test_nothing_is_on_the_device_at_rest_and_little_in_a_step(world: int, stage
         assert seen["step"][Category.OPTIMIZER] <= 8 * largest + 8 * len(seen["stepped"])
         assert seen["host"][Category.MASTER] == 4 * total
         assert seen["host"][Category.OPTIMIZER] == 8 * total
-        assert "Off the device, host: at most" in seen["report"]
+        assert "on host" in seen["report"]
         assert seen["end"] == 0
 
 
