@@ -414,8 +414,8 @@ SECTIONS = [
         "Largest batch",
         "GPT of 26 million parameters, fp32, sequences of 32 tokens, 2 ranks. The largest batch of a rank with which "
         "a training step stays within 640 MiB above the bare process, and times with that batch. 0: not even one "
-        "sequence fits. Importing shardwise sets the C library's allocator ([Launching](launching.md)); the other systems have its "
-        "defaults. With such settings for all, FSDP2 came to 45 in an earlier version of this table.",
+        "sequence fits. Importing shardwise sets the C library's allocator ([Launching](launching.md)); the other "
+        "systems have its defaults. With such settings for all, FSDP2 came to 45 in an earlier version of this table.",
         [LARGEST],
         compare(
             ("batch", LARGEST, "batch_per_rank"),
