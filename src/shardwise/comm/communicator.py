@@ -124,6 +124,13 @@ class Handle:
             self._record = None
 
 
+def members_of(group: dist.ProcessGroup | None) -> list[int]:
+    """Return the global numbers of the ranks of a group, in their order; None: the default group, if there is one."""
+    if not (dist.is_available() and dist.is_initialized()):
+        return [0]
+    return dist.get_process_group_ranks(group if group is not None else dist.group.WORLD)
+
+
 class Communicator:
     """Collectives of one engine over one data-parallel group.
 
@@ -444,9 +451,7 @@ class Communicator:
     @property
     def members(self) -> list[int]:
         """The global numbers of its ranks, in their order."""
-        if not (dist.is_available() and dist.is_initialized()):
-            return [0]
-        return dist.get_process_group_ranks(self.user_group if self.user_group is not None else dist.group.WORLD)
+        return members_of(self.user_group)
 
     def barrier(self, label: str = "barrier") -> None:
         """Block until every rank of the group is here."""

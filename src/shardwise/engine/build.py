@@ -16,7 +16,7 @@ from torch import nn
 
 from shardwise.comm.agreement import check_agreement
 from shardwise.comm.api import configure as configure_log
-from shardwise.comm.communicator import Communicator
+from shardwise.comm.communicator import Communicator, members_of
 from shardwise.comm.domain import REPLICATE, Domain
 from shardwise.comm.ledger import Ledger
 from shardwise.comm.logger import comms_logger
@@ -134,7 +134,7 @@ def initialize(
     init_distributed(distributed_port=distributed_port, verbose=False, dist_init_required=dist_init_required)
     _check_mpu(mpu)
     group = mpu.get_data_parallel_group() if mpu is not None else None
-    members = _members(group)
+    members = members_of(group)
 
     # The configuration before anything is made: most mistakes are found here, on every rank alike.
     resolution = _resolve(source, len(members), optimizer)
@@ -247,13 +247,6 @@ def _config_source(args: Any, config: Any, config_params: Any) -> Any:
     if len(named) > 1:
         raise ConfigError(f"the configuration is given twice: {' and '.join(named)}; keep one")
     return next(iter(named.values()))
-
-
-def _members(group: Any) -> list[int]:
-    """Return the ranks of a group, by their numbers in the job."""
-    if not torch.distributed.is_initialized():
-        return [0]
-    return torch.distributed.get_process_group_ranks(group)
 
 
 def _resolve(source: Any, world: int, client_optimizer: Any) -> Resolution:

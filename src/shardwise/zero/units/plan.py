@@ -115,16 +115,15 @@ class Plan:
         return self.prefetch_elements if self.prefetch else None
 
     @classmethod
-    def of(cls, zero: ZeroConfig, domain: Domain, *, forced: bool = False, where: Where | None = None) -> Plan:
+    def of(cls, zero: ZeroConfig, domain: Domain, *, forced: bool = False, where: Where = ALL_ON_DEVICE) -> Plan:
         """Derive the plan from the `zero_optimization` section.
 
         Args:
             zero: the section.
             domain: the ranks.
             forced: gather, release and reduce over dimensions of one rank, too. Otherwise nothing is divided over them.
-            where: in which places state lives; None: as the section says.
+            where: in which places state lives.
         """
-        where = _places(zero) if where is None else where
         row = TABLE[zero.stage]
         if row.optimizer and zero.optimizer_over_replicas:
             row = replace(row, optimizer=(*row.optimizer, REPLICATE))
@@ -152,14 +151,3 @@ class Plan:
             secondary=int(zero.zero_hpz_partition_size) if row.parameters else 1,
             where=where,
         )
-
-
-_PLACES = {"none": "device", "cpu": "host"}
-"""What places are called in the configuration."""
-
-
-def _places(zero: ZeroConfig) -> Where:
-    """Return where the configuration has state live: gradients live where the optimizer takes them."""
-    stepped = _PLACES[zero.offload_optimizer.device] if zero.offload_optimizer is not None else "device"
-    parameters = _PLACES[zero.offload_param.device] if zero.offload_param is not None else "device"
-    return Where(stepped, stepped, parameters)
