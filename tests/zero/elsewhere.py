@@ -33,6 +33,8 @@ class Elsewhere:
 
     tier = Tier.HOST
     lends = True
+    at_hand = False
+    lags = False
     used_on = None
 
     def __init__(self, *, frees: bool) -> None:
@@ -102,6 +104,12 @@ class Held:
     def __del__(self) -> None:
         if self._state != "kept":  # it is left to whoever has the tensor
             self._place.moved(-self._size)
+
+    def settle(self) -> None:
+        assert self._state != "lent"
+
+    def in_place(self) -> torch.Tensor:
+        raise AssertionError("it has to be lent")
 
     def copy_to(self, target: torch.Tensor) -> None:
         assert target.nbytes == self._size

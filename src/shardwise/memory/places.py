@@ -11,7 +11,7 @@ from __future__ import annotations
 import contextlib
 from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass
-from typing import NamedTuple, Protocol, TypeVar
+from typing import Protocol, TypeVar
 
 import torch
 
@@ -33,6 +33,12 @@ class Stored(Protocol):
     def copy_to(self, target: torch.Tensor) -> None:
         """Bring what has been stored into another tensor like this one, for the current stream (on any thread)."""
 
+    def settle(self) -> None:
+        """Have the host wait until the tensor's memory, taken by `give_back`, is free."""
+
+    def in_place(self) -> torch.Tensor:
+        """Return the stored bytes for the host to read and write, when all copies are made (where `at_hand`)."""
+
 
 class StateHome(Protocol):
     """A place for tensors of one device.
@@ -40,11 +46,15 @@ class StateHome(Protocol):
     Attributes:
         tier: on what it is.
         lends: whether what lives there has memory only while it is lent.
+        at_hand: whether the host can work on what lives there without its being lent.
+        lags: whether memory that is given back written is free only when it has been stored, on which the host waits.
         used_on: where it is used; None: on the engine's device.
     """
 
     tier: Tier
     lends: bool
+    at_hand: bool
+    lags: bool
     used_on: torch.device | None
 
     def keep(self, tensor: torch.Tensor) -> Stored | None:
@@ -60,6 +70,8 @@ class Resident:
     """
 
     lends = False
+    at_hand = True
+    lags = False
 
     def __init__(self, tier: Tier, used_on: torch.device | None = None) -> None:
         self.tier = tier
@@ -84,11 +96,25 @@ class Where:
     """The names of the places in which each kind of state lives.
 
     Master weights live with the optimizer's state; where the parameters themselves are updated, with the parameters.
+
+    Attributes:
+        optimizer: place of the optimizer's state.
+        gradients: place of accumulated gradients.
+        parameters: place of the parameters between uses.
+        share: part of the elements whose optimizer state and gradients are not on the device; whole units are.
+        near: elements of a rank's parameters that stay on the host where the place is slower than that.
     """
 
     optimizer: str = "device"
     gradients: str = "device"
     parameters: str = "device"
+    share: float = 1.0
+    near: int = 0
+
+    @property
+    def names(self) -> set[str]:
+        """The places that are asked for."""
+        return {self.optimizer, self.gradients, self.parameters}
 
 
 ALL_ON_DEVICE = Where()
@@ -96,24 +122,40 @@ ALL_ON_DEVICE = Where()
 
 @dataclass(frozen=True)
 class Homes:
-    """The places in which each kind of state lives."""
+    """The places in which each kind of state lives.
+
+    Attributes:
+        optimizer: of what is stepped in segments.
+        whole: of what is stepped in whole tensors, which is done on the device.
+        gradients: of accumulated gradients.
+        parameters: of the parameters between uses.
+        near: of the first `Where.near` elements of these.
+    """
 
     optimizer: StateHome = ON_DEVICE
+    whole: StateHome = ON_DEVICE
     gradients: StateHome = ON_DEVICE
     parameters: StateHome = ON_DEVICE
+    near: StateHome = ON_DEVICE
 
 
 ALL_AT_HAND = Homes()
 
 
-class _Loan(NamedTuple):
-    """A tensor that lives elsewhere."""
+@dataclass
+class _Loan:
+    """A tensor that lives elsewhere.
+
+    Attributes:
+        fresh: it has never been stored.
+        view: what is stored, as a tensor like it on the host.
+    """
 
     tensor: torch.Tensor
     stored: Stored
     category: Category
-    fresh: bool
-    """Whether it has never been stored."""
+    fresh: bool = True
+    view: torch.Tensor | None = None
 
 
 class Loans:
@@ -140,8 +182,10 @@ class Loans:
         self.away = home.lends
         self.lent = 0
         self._accountant = accountant
+        self._tier = tier_in_use(home)
         self._written = False
         self._kept: dict[int, _Loan] = {}  # by storage
+        self._unsettled: list[_Loan] = []
 
     def keep(self, category: Category, tensor: torch.Tensor) -> None:
         """Count a tensor, and let it live in the place from now on (from the end of the loan, if there is one)."""
@@ -154,15 +198,16 @@ class Loans:
         alone = tensor.is_contiguous() and tensor.nbytes == size
         stored = self.home.keep(tensor) if alone and size else None
         if stored is None:
-            self._accountant.hold(category, tensor)
+            self._accountant.hold(category, tensor, self._tier)
             return
         self._accountant.disregard(tensor)  # its memory comes and goes: told by the bytes
-        self._accountant.add(category, size)
+        self._accountant.add(category, size, self._tier)
         self._accountant.add(category, size, self.home.tier)
-        loan = _Loan(tensor, stored, category, fresh=True)
+        loan = _Loan(tensor, stored, category)
         self._kept[id(tensor.untyped_storage())] = loan
         if not self.lent:
             self._return(loan, written=True)
+            self.settle()
 
     def keep_only(self, category: Category, tensors: Sequence[torch.Tensor]) -> None:
         """Have these tensors and no others of a category."""
@@ -175,11 +220,12 @@ class Loans:
 
     def forget(self, tensor: torch.Tensor) -> None:
         """Leave a tensor, with the memory that it has now, to whoever has it; nothing happens if it is not here."""
+        self.settle()
         loan = self._kept.pop(id(tensor.untyped_storage()), None)
         if loan is not None:
             self._accountant.remove(loan.category, tensor.nbytes, self.home.tier)
             if self.lent:
-                self._accountant.remove(loan.category, tensor.nbytes)
+                self._accountant.remove(loan.category, tensor.nbytes, self._tier)
 
     def clear(self) -> None:
         """Forget everything."""
@@ -190,8 +236,9 @@ class Loans:
         """Begin to lend everything; of undefined content, if it is not lent already, unless `read`."""
         self.lent += 1
         if self.lent == 1:
+            self.settle()
             for loan in self._kept.values():
-                self._accountant.add(loan.category, loan.tensor.nbytes)
+                self._accountant.add(loan.category, loan.tensor.nbytes, self._tier)
                 loan.stored.start(read=read)
 
     def finish(self) -> None:
@@ -201,7 +248,7 @@ class Loans:
                 loan.stored.finish()
 
     def give_back(self, *, written: bool) -> None:
-        """End a loan. What is not lent any more is stored if one of the loans has written it."""
+        """End a loan. What is not lent any more is stored if one of the loans has written it; see `settle`."""
         self.lent -= 1
         self._written |= written
         if not self.lent:
@@ -211,9 +258,28 @@ class Loans:
 
     def _return(self, loan: _Loan, *, written: bool) -> None:
         loan.stored.give_back(written=written)
-        self._accountant.remove(loan.category, loan.tensor.nbytes)
-        if loan.fresh:
-            self._kept[id(loan.tensor.untyped_storage())] = loan._replace(fresh=False)
+        loan.fresh = False
+        self._unsettled.append(loan)
+        if not (self.home.lags and written):
+            self.settle()
+
+    def settle(self) -> None:
+        """Have the memory of what was given back: where it is still being stored the host waits for that."""
+        unsettled, self._unsettled = self._unsettled, []
+        for loan in unsettled:
+            self._accountant.remove(loan.category, loan.tensor.nbytes, self._tier)
+        for loan in unsettled:
+            loan.stored.settle()
+
+    def in_place(self, tensor: torch.Tensor) -> torch.Tensor:
+        """Return the values of a tensor for the host to read and write, where they are stored (if `home.at_hand`)."""
+        loan = self._kept.get(id(tensor.untyped_storage()))
+        if loan is None or self.lent:
+            return tensor
+        values = loan.stored.in_place()
+        if loan.view is None:
+            loan.view = values.view(tensor.dtype).view(tensor.shape)
+        return loan.view
 
     @contextlib.contextmanager
     def lent_out(self, *, read: bool = True, written: bool) -> Iterator[None]:
@@ -224,6 +290,7 @@ class Loans:
             yield
         finally:
             self.give_back(written=written)
+            self.settle()
 
     def read(self, tensor: torch.Tensor, into: torch.Tensor | None = None) -> torch.Tensor:
         """Return the values of a tensor: itself if it is there, else a copy, in `into` if that is given."""
@@ -244,6 +311,15 @@ T = TypeVar("T")
 @contextlib.contextmanager
 def borrowed(wanted: Sequence[Borrowed]) -> Iterator[None]:
     """Have all of some loans inside of the block."""
+    try:
+        with _borrowed(wanted):
+            yield
+    finally:
+        settle(wanted)
+
+
+@contextlib.contextmanager
+def _borrowed(wanted: Sequence[Borrowed]) -> Iterator[None]:
     started = 0
     try:
         for loans, _ in wanted:
@@ -257,17 +333,32 @@ def borrowed(wanted: Sequence[Borrowed]) -> Iterator[None]:
             loans.give_back(written=written)
 
 
+def settle(wanted: Sequence[Borrowed]) -> None:
+    """Have the memory of what has been borrowed and given back."""
+    for loans, _ in wanted:
+        loans.settle()
+
+
 def in_turn(parts: Sequence[tuple[T, Sequence[Borrowed]]], use: Callable[[T], None]) -> None:
-    """Use parts of something one after the other, each lent meanwhile; the next one is on its way then.
+    """Use parts of something one after the other, each lent meanwhile.
+
+    While one is used the next one is on its way, and the one before may still be being stored: there is memory for
+    three, whatever their number.
 
     Args:
         parts: each with what it borrows.
         use: is called with each.
     """
-    with contextlib.ExitStack() as ahead:
-        for number, (part, wanted) in enumerate(parts):
-            with ahead.pop_all(), borrowed(wanted):
-                for loans, _ in parts[number + 1][1] if number + 1 < len(parts) else ():
-                    loans.start()
-                    ahead.callback(loans.give_back, written=False)
-                use(part)
+    try:
+        with contextlib.ExitStack() as ahead:
+            for number, (part, wanted) in enumerate(parts):
+                with ahead.pop_all(), _borrowed(wanted):
+                    if number >= 2:
+                        settle(parts[number - 2][1])
+                    for loans, _ in parts[number + 1][1] if number + 1 < len(parts) else ():
+                        loans.start()
+                        ahead.callback(loans.give_back, written=False)
+                    use(part)
+    finally:
+        for _, wanted in parts[-2:]:
+            settle(wanted)

@@ -21,6 +21,8 @@ class HostPlace:
 
     tier = Tier.HOST
     lends = True
+    at_hand = True
+    lags = False
     used_on: torch.device | None = None
 
     def __init__(self, device: torch.device) -> None:
@@ -63,6 +65,15 @@ class _Kept:
         with self._copies.use():
             self._storage.resize_(0)
         self._moved = self._copies.mark()
+
+    def settle(self) -> None:
+        """See `Stored.settle`: what comes behind it on the device has the memory."""
+
+    def in_place(self) -> torch.Tensor:
+        """See `Stored.in_place`."""
+        if self._moved is not None:
+            self._moved.synchronize()
+        return self._values
 
     def copy_to(self, target: torch.Tensor) -> None:
         """See `Stored.copy_to`."""

@@ -63,6 +63,39 @@ class UnitBuilder:
         self._update = update
         self._owners = owners
         self._homes = homes
+        self._resident: frozenset[int] = frozenset()
+        self._near: frozenset[int] = frozenset()
+
+    def choose_places(self, specs: Sequence[UnitSpec]) -> None:
+        """Choose the units whose state does not live where the others' does, because only a part is to be there.
+
+        The optimizer state of the first units that fit stays on the device, where they are stepped at once: the next
+        forward pass begins with them, while those of the host are brought back. The parameters of the first stay on
+        the host.
+        """
+        where, domains = self._plan.where, self._domains
+        resident: list[int] = []
+        sizes = [sum(tensor.numel for tensor in spec.tensors if tensor.trainable) for spec in specs]
+        left = round(sum(sizes) * (1 - where.share))
+        near: list[int] = []
+        room = where.near
+        for index, spec in enumerate(specs):
+            if sizes[index] <= left:
+                resident.append(index)
+                left -= sizes[index]
+            domain = domains.of(spec.ranks)
+            own = -(-spec.numel // domain.parts(self._plan.levels(domain).parameters))
+            if own <= room:
+                near.append(index)
+                room -= own
+        self._resident, self._near = frozenset(resident), frozenset(near)
+
+    def homes_of(self, number: int) -> Homes:
+        """Return the places in which the state of a unit lives."""
+        homes = self._homes
+        if number in self._resident:
+            homes = replace(homes, optimizer=ON_DEVICE, whole=ON_DEVICE, gradients=ON_DEVICE)
+        return replace(homes, parameters=homes.near) if number in self._near else homes
 
     def stay_whole(self, specs: Sequence[UnitSpec], layouts: Sequence[Sequence[Section]], orders: Orders) -> set[int]:
         """Return the units that stay gathered: what the configuration asks for, and what saves no memory released."""
@@ -101,7 +134,8 @@ class UnitBuilder:
         for layout in layouts:
             levels = self._plan.levels(domain)
             levels = levels if sharded else replace(levels, parameters=0)
-            homes = self._homes if sharded else replace(self._homes, parameters=ON_DEVICE)
+            homes = self.homes_of(number)
+            homes = homes if sharded else replace(homes, parameters=ON_DEVICE)
             if self._owned(layout):
                 levels = replace(levels, optimizer=domain.depth)
             section = SectionMemory(

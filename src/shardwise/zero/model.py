@@ -155,6 +155,7 @@ class ShardedModel:
         builder = UnitBuilder(
             self, self.registry, plan, policy, domains, device, accountant, self.update, self.owners, self.homes
         )
+        builder.choose_places(specs)
         whole = builder.stay_whole(specs, layouts, (forward, backward))
         if domains.others:
             # Ranks may have parts of different sizes, and gather the same units.
@@ -250,12 +251,11 @@ class ShardedModel:
         told = (self.accountant, is_elementwise)
         if stepping.communicates:
             return CommunicatedUpdate(*common, domains, self.numbering, *told, self.plan), None
-        home = self.homes.optimizer
-        segments = SegmentUpdate(*common, self.comm, self.numbering, *told, norms=stepping.norms, home=home)
+        segments = SegmentUpdate(*common, self.comm, self.numbering, *told, norms=stepping.norms)
         if not stepping.whole:
             return segments, None
         replicated = not self.plan.shard_optimizer
-        whole = WholeUpdate(*common, domains, *told, stepping, replicated=replicated, home=home)
+        whole = WholeUpdate(*common, domains, *told, stepping, replicated=replicated, home=self.homes.whole)
         if len(stepping.whole) == len(optimizer.param_groups):
             return whole, whole
         return MixedUpdate(segments, whole), whole
@@ -356,11 +356,10 @@ class ShardedModel:
 
         def scale(unit: Unit) -> None:
             for section in unit.trainable:
-                section.whole_gradient.mul_(factor)
+                gradient = section.stepped_gradient
+                gradient.mul_(factor.to(gradient.device) if isinstance(factor, torch.Tensor) else factor)
 
-        in_turn(
-            [(u, [(s.gradient_loans, True) for s in u.trainable if s.gradient_loans.away]) for u in self.units], scale
-        )
+        in_turn([(u, [(s.gradient_loans, True) for s in u.trainable if s.lends_gradient]) for u in self.units], scale)
 
     def clip_factor(self, norm: torch.Tensor, max_norm: float) -> torch.Tensor:
         """Return the clipping coefficient for a global norm."""

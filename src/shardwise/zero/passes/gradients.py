@@ -105,6 +105,11 @@ class UnitGradients:
             self.loans.give_back(written=True)
             self.resting = True
 
+    def settle(self) -> None:
+        """Have the memory of what was given back by `rest` and `return_sums`."""
+        for loans in (self.loans, *self._borrowed):
+            loans.settle()
+
     def free(self) -> None:
         """Drop what has been collected."""
         if self.loans.away:

@@ -120,6 +120,7 @@ class Reducer:
         self._in_flight: deque[_Flight] = deque()
         self._onward: tuple[UnitGradients, Chain, Sequence[SectionMemory]] | None = None
         self._replicating: list[Link] = []
+        self._returned: UnitGradients | None = None  # what has just been given back, and may still be being stored
         self._hooks: list[Any] = []
         for gradients in self.gradients.values():
             unit = gradients.unit
@@ -193,6 +194,8 @@ class Reducer:
             self.partial = True
             for gradients in self.gradients.values():
                 gradients.rest()
+            for gradients in self.gradients.values():
+                gradients.settle()
         self.gatherer.watch_from_now_on({index for index, gradients in self.gradients.items() if gradients.nested})
         self.active = False
         self.passes += 1
@@ -208,6 +211,7 @@ class Reducer:
             for handle in self._replicating:
                 handle.wait()
         self._replicating = []
+        self._settle_returned()
         self.partial = False
 
     def _make_hook(
@@ -707,6 +711,14 @@ class Reducer:
             for link in links:
                 self.domain.reductions.synchronize(link, f"the reduction of unit {gradients.unit.name!r}")
         gradients.return_sums()
+        # What is stored may take as long as the next unit's reduction.
+        self._settle_returned()
+        self._returned = gradients
+
+    def _settle_returned(self) -> None:
+        if self._returned is not None:
+            self._returned.settle()
+            self._returned = None
 
     def complete_window(self) -> None:
         """Make the accumulators hold the window's gradients, before they are stepped.
@@ -740,6 +752,7 @@ class Reducer:
                 for section in gradients.unit.trainable:
                     section.whole_gradient.zero_()
                 gradients.return_sums()
+                gradients.settle()
 
     def _settle_local(self) -> None:
         self.local = self.update.stays_local()

@@ -10,18 +10,18 @@ import torch
 
 from shardwise.comm.communicator import Communicator
 from shardwise.memory import Accountant, Category
-from shardwise.memory.places import in_turn
+from shardwise.memory.places import Borrowed, in_turn
 from shardwise.precision.norms import Runs
 from shardwise.zero.passes.reduce import Reducer
 from shardwise.zero.units.numbering import Numbering
-from shardwise.zero.units.unit import Unit
+from shardwise.zero.units.unit import SectionMemory, Unit
 
 
 @dataclass
 class _Part:
-    """Units whose gradients are looked at together, their runs, and the gradients that those are of."""
+    """Sections whose gradients are looked at together, their runs, and the gradients that those are of."""
 
-    units: Sequence[Unit]
+    sections: Sequence[SectionMemory]
     runs: Runs | None = None
     seen: Sequence[torch.Tensor] = ()
 
@@ -54,13 +54,17 @@ class GradientSums:
         self._device = device
         self._accountant = accountant
         self._reducer = reducer
-        # Gradients that live elsewhere are lent unit after unit; the others are looked at in one go.
-        away = any(section.gradient_loans.away for unit in units for section in unit.trainable)
-        parts = [[unit] for unit in units if unit.trainable] if away else [units]
-        self._parts = [
-            (_Part(part), [(section.gradient_loans, False) for unit in part for section in unit.trainable if away])
-            for part in parts
-        ]
+        # Gradients that are lent are lent unit after unit; the others are looked at in one go on each device.
+        self._parts: list[tuple[_Part, list[Borrowed]]] = []
+        there: dict[torch.device, list[SectionMemory]] = {}
+        for unit in units:
+            lent = [section for section in unit.trainable if section.lends_gradient]
+            if lent:
+                self._parts.append((_Part(lent), [(section.gradient_loans, False) for section in lent]))
+            for section in unit.trainable:
+                if not section.lends_gradient:
+                    there.setdefault(section.steps_on, []).append(section)
+        self._parts += [(_Part(sections), []) for sections in there.values()]
 
     def squares(self, facts: Sequence[float | torch.Tensor]) -> tuple[torch.Tensor, torch.Tensor]:
         """Return the sum of squares of each tensor's accumulated gradient over ranks, in one small all-reduce.
@@ -94,23 +98,24 @@ class GradientSums:
         if self._reducer.local:
             return form(self._own_runs())
         formed: list[torch.Tensor] = []
-        in_turn(self._parts, lambda part: formed.append(form(self._reduced_runs(part))))
-        return functools.reduce(torch.add, formed)
+        in_turn(self._parts, lambda part: formed.append(form(self._reduced_runs(part)).to(self._device)))
+        none = torch.zeros(self._parameters, dtype=torch.float64, device=self._device)
+        return functools.reduce(torch.add, formed) if formed else none
 
     def _reduced_runs(self, part: _Part) -> Runs:
         """The runs of reduced gradients that lie on this rank; their memory comes and goes."""
-        sections = [section for unit in part.units for section in unit.trainable]
-        gradients = [section.whole_gradient for section in sections]
+        sections = part.sections
+        gradients = [section.stepped_gradient for section in sections]
         if part.runs is None or any(a is not b for a, b in zip(gradients, part.seen, strict=True)):
             part.seen = gradients
             places, counts = self._numbering.places, self._numbering.counts
             runs = [
-                (places[piece.index], section.own_gradient[piece.offset : piece.offset + piece.stop - piece.start])
-                for section in sections
+                (places[piece.index], measured[piece.offset : piece.offset + piece.stop - piece.start])
+                for section, measured in zip(sections, [s.measured_gradient for s in sections], strict=True)
                 for piece in section.layout.pieces(*section.own_range)
                 if counts[piece.index]
             ]
-            part.runs = Runs(runs, self._parameters, self._device)
+            part.runs = Runs(runs, self._parameters, sections[0].steps_on)
         return part.runs
 
     def _own_runs(self) -> Runs:

@@ -115,21 +115,25 @@ class Plan:
         return self.prefetch_elements if self.prefetch else None
 
     @classmethod
-    def of(cls, zero: ZeroConfig, domain: Domain, *, forced: bool = False, where: Where = ALL_ON_DEVICE) -> Plan:
+    def of(cls, zero: ZeroConfig, domain: Domain, *, forced: bool = False, where: Where | None = None) -> Plan:
         """Derive the plan from the `zero_optimization` section.
 
         Args:
             zero: the section.
             domain: the ranks.
             forced: gather, release and reduce over dimensions of one rank, too. Otherwise nothing is divided over them.
-            where: in which places state lives.
+            where: in which places state lives; None: as the section says.
         """
+        if where is None:
+            where = where_of(zero)
         row = TABLE[zero.stage]
         if row.optimizer and zero.optimizer_over_replicas:
             row = replace(row, optimizer=(*row.optimizer, REPLICATE))
         there = {name for name, size in zip(domain.names, domain.sizes, strict=True) if size > 1 or forced}
         row = Row(*(tuple(name for name in over if name in there) for over in astuple(row)))
         caps = [int(zero.reduce_bucket_size)]
+        if where.optimizer != "device":
+            caps.append(int(zero.sub_group_size))  # what is lent, or brought back, at a time
         if row.optimizer and not row.parameters:
             caps.append(int(zero.allgather_bucket_size))
         if row.parameters or where.parameters != "device":
@@ -151,3 +155,23 @@ class Plan:
             secondary=int(zero.zero_hpz_partition_size) if row.parameters else 1,
             where=where,
         )
+
+
+_PLACES = {"none": "device", "cpu": "host", "nvme": "disk"}
+
+
+def where_of(zero: ZeroConfig) -> Where:
+    """Return in which places state lives, as the `zero_optimization` section says.
+
+    Gradients wait for the optimizer where it steps: on the host, also if its state comes there from a disk.
+    """
+    optimizer, parameters = zero.offload_optimizer, zero.offload_param
+    stepped = "device" if optimizer is None else _PLACES[optimizer.device]
+    kept = "device" if parameters is None else _PLACES[parameters.device]
+    return Where(
+        optimizer=stepped,
+        gradients="device" if stepped == "device" else "host",
+        parameters=kept,
+        share=1.0 if optimizer is None or stepped == "device" else optimizer.ratio,
+        near=int(parameters.max_in_cpu) if parameters is not None and kept == "disk" else 0,
+    )

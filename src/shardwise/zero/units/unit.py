@@ -133,8 +133,9 @@ class SectionMemory:
         self.device = device
         self.accumulate_dtype = accumulate_dtype
         self._accountant = accountant
-        self.steps_on = homes.optimizer.used_on or device
-        self.optimizer_loans = Loans(homes.optimizer, accountant)
+        home = homes.whole if layout.whole else homes.optimizer
+        self.steps_on = home.used_on or device
+        self.optimizer_loans = Loans(home, accountant)
         self.gradient_loans = Loans(homes.gradients, accountant)
         self.shard_loans, self.second_loans = (Loans(homes.parameters, accountant) for _ in range(2))
         self.full = torch.zeros(layout.numel, dtype=layout.dtype, device=device)
@@ -153,6 +154,15 @@ class SectionMemory:
     def away(self) -> list[Loans]:
         """Loans of what lives elsewhere, but for the second shard."""
         return [loans for loans in (self.optimizer_loans, self.gradient_loans, self.shard_loans) if loans.away]
+
+    @property
+    def stepping(self) -> list[Borrowed]:
+        """What has to be borrowed so that an optimizer can step the section."""
+        return [(loans, loans is not self.gradient_loans) for loans in self.away if not self._in_place(loans)]
+
+    def _in_place(self, loans: Loans) -> bool:
+        """Whether what is lent elsewhere is worked on where it lives, because the optimizer steps there."""
+        return self.steps_apart and loans.away and loans.home.at_hand
 
     @property
     def own_range(self) -> tuple[int, int]:
@@ -196,6 +206,22 @@ class SectionMemory:
             self._accountant.add(Category.GRADIENTS, self.gradient.nbytes, self._gradients.tier)
         return self.gradient
 
+    @property
+    def stepped_gradient(self) -> torch.Tensor:
+        """The gradient for `master` where the optimizer reads it."""
+        gradient = self.whole_gradient
+        return self.gradient_loans.in_place(gradient) if self._in_place(self.gradient_loans) else gradient
+
+    @property
+    def lends_gradient(self) -> bool:
+        """Whether `stepped_gradient` has to be borrowed."""
+        return self.gradient_loans.away and not self._in_place(self.gradient_loans)
+
+    @property
+    def measured_gradient(self) -> torch.Tensor:
+        """The view of it at `own_range`."""
+        return self.domain.within(self.stepped_gradient, self.levels.optimizer, self.domain.depth)
+
     def free_gradient(self) -> None:
         """Give the gradient's memory back; views of it, which are all the engine's own, see the next one."""
         if self.gradient_loans.away:
@@ -207,12 +233,13 @@ class SectionMemory:
     @contextlib.contextmanager
     def lending_gradient(self) -> Iterator[None]:
         """Show the gradient to an optimizer inside the block; memory that is still referred to afterwards is left."""
-        users = storage_users(self.whole_gradient)
+        shown = self.stepped_gradient
+        users = storage_users(shown)
         try:
             yield
         finally:
             gradient = self.whole_gradient
-            if users is None or storage_users(gradient) != users:
+            if users is None or storage_users(shown) != users:
                 self.gradient = None
                 if self.gradient_loans.away:
                     self.gradient_loans.forget(gradient)
@@ -311,6 +338,17 @@ class SectionMemory:
     def published(self) -> torch.Tensor:
         """The low-precision parameters' memory that corresponds to `master`."""
         return self.domain.within(self.shard, self.levels.parameters, self.levels.optimizer)
+
+    @property
+    def written_in_place(self) -> bool:
+        """Whether an optimizer that steps elsewhere writes `published` where it lives."""
+        return self._in_place(self.shard_loans)
+
+    @property
+    def published_in_place(self) -> torch.Tensor:
+        """`published`, where the optimizer writes it (`written_in_place`)."""
+        shard = self.shard_loans.in_place(self.shard)
+        return self.domain.within(shard, self.levels.parameters, self.levels.optimizer)
 
     def publish(self) -> None:
         """Write the updated master weights into the low-precision parameters' memory."""

@@ -26,7 +26,7 @@ from shardwise.zero.units.numbering import Numbering
 from shardwise.zero.units.plan import ALL_ON_DEVICE, Plan
 from shardwise.zero.units.unit import SectionMemory, Unit
 from shardwise.zero.updates.segments import SegmentUpdate
-from shardwise.zero.updates.update import StateKind, as_gradient, hold_state
+from shardwise.zero.updates.update import StateKind, as_gradient
 
 
 @dataclass
@@ -235,7 +235,7 @@ class CommunicatedUpdate(SegmentUpdate):
         self.on_written()
 
     def _hold_all(self) -> None:
-        hold_state(self.optimizer, self._accountant, self._tier)
+        self._hold_state()
         for tensor in self.asked.kept():
             self._accountant.hold(Category.OPTIMIZER, tensor)
 

@@ -20,12 +20,13 @@ from torch import nn
 from shardwise.comm.communicator import Communicator
 from shardwise.compat import allow_gradient_dtype, global_step_hooks, only_counts_steps
 from shardwise.memory import Accountant, Category
-from shardwise.memory.places import ON_DEVICE, Borrowed, StateHome, borrowed, in_turn, tier_in_use
+from shardwise.memory.places import Borrowed, borrowed, in_turn, tier_in_use
 from shardwise.precision.tensornorms import NORMS, TensorNorms, TensorRun
 from shardwise.registry import Registry
 from shardwise.zero.units.layout import Lane, ShardSlice
 from shardwise.zero.units.numbering import Numbering
 from shardwise.zero.units.unit import SectionMemory, Unit
+from shardwise.zero.updates.returning import Outputs
 from shardwise.zero.updates.update import (
     ReducedUpdate,
     StateKind,
@@ -34,7 +35,6 @@ from shardwise.zero.updates.update import (
     assign_groups,
     bind,
     hold,
-    hold_state,
     state_dtype,
     take_changes,
 )
@@ -92,7 +92,6 @@ class SegmentUpdate(ReducedUpdate):
         accountant: is told about optimizer state.
         is_elementwise: whether a state entry (value, elements of its parameter, name) has one value per element.
         norms: the optimizer asks for norms of whole tensors.
-        home: where masters and state live.
     """
 
     def __init__(
@@ -106,7 +105,6 @@ class SegmentUpdate(ReducedUpdate):
         is_elementwise: StateKind,
         *,
         norms: bool = False,
-        home: StateHome = ON_DEVICE,
     ) -> None:
         self.optimizer = optimizer
         self.units = units
@@ -114,14 +112,14 @@ class SegmentUpdate(ReducedUpdate):
         self.comm = job
         self._numbering = numbering
         self._norms = norms
-        self._tier = tier_in_use(home)
         self._accountant = accountant
+        self._outputs = Outputs(job.device, accountant)
         self._is_elementwise = is_elementwise
         self._segments: list[_Segment] = []
         self._origins: list[_Origins] = []
         self._runs: dict[int, list[tuple[SectionMemory, ShardSlice, nn.Parameter]]] = {}
         self._everything = _Part([], self._segments, self._origins)
-        self._parts: list[tuple[_Part, list[Borrowed]]] = []  # of the same, unit by unit, if some of it lives elsewhere
+        self._parts: list[tuple[_Part, list[Borrowed]]] = []  # of the same, unit by unit, with what has to be lent
 
     def capture(self, unit: Unit) -> None:
         """Nothing: segments are views of the units' own masters."""
@@ -141,7 +139,7 @@ class SegmentUpdate(ReducedUpdate):
                 sections = [section for section in unit.trainable if not section.layout.whole]
                 part = _Part(sections, self._segments[first:], self._origins[first:])
                 self._everything.sections += sections
-                self._parts.append((part, [(x, x is not s.gradient_loans) for s in sections for x in s.away]))
+                self._parts.append((part, [loans for section in sections for loans in section.stepping]))
                 self._keep_state(part)
         if self._norms:
             setattr(self.optimizer, NORMS, self._tensor_norms())
@@ -198,9 +196,15 @@ class SegmentUpdate(ReducedUpdate):
             count=len(self._numbering.names),
             wide=[numbers[index] for section, index in stepped if section.master_dtype is torch.float64],
             device=self._segments[0][2].device if self._segments else self.comm.device,
-            add=lambda sums: self.comm.all_reduce(sums, "tensor_norms").wait(),
+            add=self._add_norms,
             overwrites=True,
         )
+
+    def _add_norms(self, sums: torch.Tensor) -> None:
+        there = sums.to(self.comm.device)
+        self.comm.all_reduce(there, "tensor_norms").wait()
+        if there is not sums:
+            sums.copy_(there)
 
     def _cut(
         self, section: SectionMemory, lane: Lane, old_state: dict[int, dict[str, Any]]
@@ -259,26 +263,34 @@ class SegmentUpdate(ReducedUpdate):
     def step(self, optimizer: torch.optim.Optimizer, factor: float | torch.Tensor) -> None:
         """Step all segments and write the results into the parameters' memory.
 
-        If state lives elsewhere it is lent unit by unit, where the optimizer can be stepped so.
+        If something has to be lent, or brought back to the device, that is done unit by unit, where the optimizer can
+        be stepped so.
         """
-        if self._away and self._splits(optimizer):
+        if self._apart and self._splits(optimizer):
+            self._outputs.make_room([part.sections for part, _ in self._parts])
             in_turn(self._parts, lambda part: self._step_alone(optimizer, factor, part))
-            hold_state(self.optimizer, self._accountant, self._tier)
+            self._hold_state()
         else:
             self.step_at_once(optimizer, factor)
 
     def step_at_once(self, optimizer: torch.optim.Optimizer, factor: float | torch.Tensor) -> None:
         """Step in one call, for which everything is lent."""
+        self._outputs.make_room([self._everything.sections])
         with borrowed(self._away):
             self._step(optimizer, factor, self._everything)
             for part, _ in self._parts if self._away else ():
                 self._keep_state(part)
-        hold_state(self.optimizer, self._accountant, self._tier)
+        self._hold_state()
 
     @cached_property
     def _away(self) -> list[Borrowed]:
-        """All that is stepped and lives elsewhere than on the device."""
+        """All that has to be lent so that everything can be stepped."""
         return [borrows for _, wanted in self._parts for borrows in wanted]
+
+    @cached_property
+    def _apart(self) -> bool:
+        """Whether something has to be lent, or copied to the device afterwards."""
+        return bool(self._away) or any(map(self._outputs.stages, self._everything.sections))
 
     def _splits(self, optimizer: torch.optim.Optimizer) -> bool:
         """Whether some segments can be stepped after others, each in a call of its own, with the same result.
@@ -310,10 +322,14 @@ class SegmentUpdate(ReducedUpdate):
     def _step(self, optimizer: torch.optim.Optimizer, factor: float | torch.Tensor, part: _Part) -> None:
         """Step what the optimizer has in its groups now."""
         flat = _flat_optimizer(optimizer)
-        outputs = [(s, section.published[at]) for section, at, s in part.segments if not section.master_is_parameter]
+        written = self._outputs.of(part.sections)
+        outputs = [(s, written[id(section)][at]) for section, at, s in part.segments if id(section) in written]
+        if isinstance(factor, torch.Tensor) and any(section.steps_apart for section in part.sections):
+            factor = factor.to("cpu")
         if flat is not None and flat.takes_flat():
-            gradients = [(segment, section.whole_gradient[place]) for section, place, segment in part.segments]
+            gradients = [(segment, section.stepped_gradient[place]) for section, place, segment in part.segments]
             flat.step_flat(factor=factor, gradients=gradients, outputs=outputs, origins=part.origins)
+            self._outputs.send()
             return
         with contextlib.ExitStack() as lent:
             for section in {id(section): section for section, _, _ in part.segments}.values():
@@ -329,7 +345,16 @@ class SegmentUpdate(ReducedUpdate):
                     segment.grad = None
         if flat is None:
             for section in part.sections:
-                section.publish()
+                if id(section) in written and section.master is not None:
+                    written[id(section)].copy_(section.master)
+        self._outputs.send()
+
+    def _hold_state(self) -> None:
+        """Tell the accountant about the optimizer's state; what is known is passed over, some optimizers make more."""
+        for section, _, segment in self._segments:
+            state = self.optimizer.state.get(segment)
+            if state:
+                hold(state, self._accountant, tier_in_use(section.optimizer_loans.home))
 
     def _keep_state(self, part: _Part) -> None:
         """Have what the optimizer keeps for each element of a part live where it should."""
@@ -349,7 +374,7 @@ class SegmentUpdate(ReducedUpdate):
     def _show_gradients(self, segments: Sequence[_Segment], any_dtype: bool) -> None:
         """Put the gradients into the segments' `.grad`."""
         for section, place, segment in segments:
-            gradient = section.whole_gradient[place]
+            gradient = section.stepped_gradient[place]
             if any_dtype:
                 allow_gradient_dtype(segment, gradient.dtype)
             fits = gradient.dtype is segment.dtype or getattr(segment, "grad_dtype", None) is gradient.dtype
@@ -418,7 +443,7 @@ class SegmentUpdate(ReducedUpdate):
                 self._zero_padding(segment, [state[key] for key in made])
             for key in elementwise if section.optimizer_loans.away else ():
                 section.optimizer_loans.keep(Category.OPTIMIZER, state[key])
-            hold(state, self._accountant, self._tier)
+            hold(state, self._accountant, tier_in_use(section.optimizer_loans.home))
 
     def _zero_padding(self, segment: nn.Parameter, tensors: Sequence[torch.Tensor]) -> None:
         pieces = next(pieces for other, pieces in self._origins if other is segment)

@@ -1,0 +1,92 @@
+"""Where an optimizer writes the parameters: in their own memory, or in memory of the host from which they are copied.
+
+An optimizer that steps on the host writes the low-precision copy of what it has updated into one of two buffers there.
+While it steps the next part, a stream that does nothing else copies the other to the device. Where the parameters live
+on the host between uses, it writes them there.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+
+import torch
+
+from shardwise.device.staging import Copied, copy_stream, is_far
+from shardwise.memory import Accountant, Category, Tier
+from shardwise.zero.units.unit import SectionMemory
+
+
+class Outputs:
+    """Gives optimizers memory for updated parameters, and brings what is written there to where it belongs.
+
+    Args:
+        device: where parameters are used.
+        accountant: is told of the buffers.
+    """
+
+    def __init__(self, device: torch.device, accountant: Accountant) -> None:
+        self._far = is_far(device)
+        self._copies = copy_stream(device) if self._far else None
+        self._accountant = accountant
+        self._buffers: list[torch.Tensor | None] = [None, None]
+        self._sent: list[Copied | None] = [None, None]
+        self._turn = 0
+        self._staged: list[tuple[SectionMemory, torch.Tensor]] = []
+
+    def stages(self, section: SectionMemory) -> bool:
+        """Whether the parameters of a section are copied from the host after they have been stepped."""
+        return self._far and section.steps_apart and not section.written_in_place
+
+    def make_room(self, parts: Sequence[Sequence[SectionMemory]]) -> None:
+        """Take the buffers, as large as the largest of some parts that are stepped one after the other."""
+        size = max((sum(map(_staged_bytes, filter(self.stages, part))) for part in parts), default=0)
+        for turn in range(2):
+            have = self._buffers[turn]
+            if size and self._copies is not None and (have is None or have.numel() < size):
+                self._await(turn)
+                self._buffers[turn] = made = self._copies.host_bytes(size)
+                self._accountant.hold(Category.BUFFERS, made, Tier.HOST)
+
+    def of(self, sections: Sequence[SectionMemory]) -> dict[int, torch.Tensor]:
+        """Return what the optimizer writes for each section of a part, by `id`; `send` comes after it."""
+        found: dict[int, torch.Tensor] = {}
+        taken = 0
+        for section in sections:
+            if section.master_is_parameter:
+                continue
+            if section.written_in_place:
+                found[id(section)] = section.published_in_place
+            elif not self.stages(section):
+                found[id(section)] = section.published
+            else:
+                if not taken:
+                    self._turn = 1 - self._turn
+                    self._await(self._turn)
+                buffer, size = self._buffers[self._turn], _staged_bytes(section)
+                assert buffer is not None
+                values = buffer[taken : taken + size].view(section.layout.dtype)[: section.published.numel()]
+                taken += size
+                found[id(section)] = values
+                self._staged.append((section, values))
+        return found
+
+    def send(self) -> None:
+        """Bring what has been written to the device; its current stream goes on behind that, the host at once."""
+        staged, self._staged = self._staged, []
+        if staged and self._copies is not None:
+            self._copies.follow()  # whoever reads the parameters still
+            for section, values in staged:
+                self._copies.copy(section.published, values)
+            self._sent[self._turn] = mark = self._copies.mark()
+            mark.wait()
+
+    def _await(self, turn: int) -> None:
+        mark, self._sent[turn] = self._sent[turn], None
+        if mark is not None:
+            mark.synchronize()
+
+
+def _staged_bytes(section: SectionMemory) -> int:
+    """Return the room that a section takes in a buffer; runs begin where elements of any dtype may."""
+    size = section.published.nbytes
+    return size + -size % 64
