@@ -5,6 +5,7 @@ from __future__ import annotations
 import copy
 import json
 import math
+import warnings
 from typing import Any
 
 import pytest
@@ -12,6 +13,8 @@ import pytest
 from shardwise.config import Facts, describe, effective, resolve
 from shardwise.config.tree import walk
 from shardwise.errors import ConfigError, NotBuiltError
+from shardwise.memory.places import Where
+from shardwise.zero.units.plan import where_of
 
 FACTS = Facts(
     lr=3e-4,
@@ -203,8 +206,62 @@ def test_deprecated_keys_are_forwarded_with_one_warning_each(keys: dict[str, Any
 
 def test_deprecated_form_of_a_feature_that_is_not_built_is_named_as_written() -> None:
     with pytest.raises(NotBuiltError) as caught:
-        resolve({"train_batch_size": 1, "zero_optimization": {"stage": 2, "cpu_offload": True}})
-    assert [problem.path for problem in caught.value.problems] == ["zero_optimization.cpu_offload"]
+        resolve({"train_batch_size": 1, "curriculum_learning": {"enabled": True}})
+    assert [problem.path for problem in caught.value.problems] == ["curriculum_learning.enabled"]
+
+
+def offloading(stage: int, **keys: Any) -> Any:
+    return resolve({"train_batch_size": 1, "zero_optimization": {"stage": stage, **keys}}).config.zero_optimization
+
+
+def test_old_forms_of_offload() -> None:
+    for stage, keys, where in (
+        (2, {"cpu_offload": True}, Where("host", "host")),
+        (1, {"cpu_offload": True, "cpu_offload_use_pin_memory": False}, Where("host", "pageable")),
+        (3, {"cpu_offload": True, "cpu_offload_params": True}, Where("host", "host", "host")),
+        (2, {"cpu_offload": False}, Where()),
+    ):
+        with warnings.catch_warnings():
+            warnings.simplefilter("ignore")
+            assert where_of(offloading(stage, **keys)) == where
+
+
+def test_where_state_is_to_live() -> None:
+    host, disk = {"device": "cpu"}, {"device": "nvme", "nvme_path": "/fast"}
+    for optimizer, parameters, where in (
+        (None, None, Where()),
+        ({"device": "none", "ratio": 0.5}, {"device": "none"}, Where()),
+        ({**host, "ratio": 0.5}, None, Where("host", "host", share=0.5)),
+        ({**host, "pin_memory": False}, {**host, "pin_memory": False}, Where("host", "pageable", "pageable")),
+        (disk, None, Where("disk", "host")),
+        (disk, disk, Where("disk", "host", "disk", near=1_000_000_000)),
+        (None, {**disk, "max_in_cpu": 7}, Where(parameters="disk", near=7)),
+    ):
+        assert where_of(offloading(3, offload_optimizer=optimizer, offload_param=parameters)) == where
+
+
+@pytest.mark.parametrize(
+    ("stage", "keys", "path", "told"),
+    [
+        (0, {"offload_optimizer": {"device": "cpu"}}, "offload_optimizer.device", "needs .* 1 or more, found 0"),
+        (2, {"offload_param": {"device": "cpu"}}, "offload_param.device", "needs .* 3, found 2"),
+        (1, {"offload_optimizer": {"device": "nvme"}}, "offload_optimizer.nvme_path", "is not set"),
+        (3, {"offload_param": {"device": "nvme", "nvme_path": "none"}}, "offload_param.nvme_path", "is not set"),
+        (3, {"offload_param": {"device": "disk"}}, "offload_param.device", 'one of "none", "cpu", "nvme"'),
+        (3, {"offload_optimizer": {"device": "cpu", "ratio": 1.5}}, "offload_optimizer.ratio", "<= 1"),
+        (2, {"offload_optimizer": {"device": "cpu", "ratio": 0.5}}, "offload_optimizer.ratio", "needs .* 3, found 2"),
+        (3, {"zenflow": {}}, "zenflow", "offload_optimizer"),
+    ],
+)
+def test_offload_that_cannot_be(stage: int, keys: dict[str, Any], path: str, told: str) -> None:
+    with pytest.raises(ConfigError, match=told) as caught:
+        offloading(stage, **keys)
+    assert [problem.path for problem in caught.value.problems] == [f"zero_optimization.{path}"]
+
+
+def test_direct_storage_is_refused() -> None:
+    with pytest.raises(NotBuiltError, match=r"aio\.use_gds.*page-locked memory"):
+        resolve({"train_batch_size": 1, "aio": {"use_gds": True}})
 
 
 def test_every_spelling_reaches_the_same_key() -> None:
@@ -216,8 +273,8 @@ def test_every_spelling_reaches_the_same_key() -> None:
             source = {"train_batch_size": 1, "zero_optimization": {"stage": 3, spelling: value}}
             assert getattr(resolve(source).config.zero_optimization, key.name) == value, spelling
     assert resolve({"train_batch_size": 1, "bfloat16": {"enabled": True}}).config.bf16.enabled
-    with pytest.raises(NotBuiltError, match="cpu_offload_params: this version does not have parameter offload"):
-        resolve({"train_batch_size": 1, "zero_optimization": {"stage": 3, "cpu_offload_params": True}})
+    offloaded = offloading(3, cpu_offload_params=True).offload_param
+    assert offloaded is not None and offloaded.device == "cpu"
 
 
 @pytest.mark.parametrize("written", ["bf16", "bfloat16", "BFloat16", "torch.bfloat16"])
@@ -326,7 +383,7 @@ def test_defaults_do_nothing_unasked() -> None:
         {"train_batch_size": 1, "zero_optimization": {"offload_param": {}, "offload_optimizer": {}}}
     ).config.zero_optimization
     for offload in (offloads.offload_param, offloads.offload_optimizer):
-        assert offload is not None and offload.device == "none" and offload.pin_memory is False
+        assert offload is not None and offload.device == "none" and offload.pin_memory is True
     assert not resolve({"train_batch_size": 1, "comms_logger": {"verbose": True}}).config.comms_logger.enabled
 
 

@@ -71,8 +71,6 @@ def test_tables_name_existing_keys() -> None:
 ASKING: dict[str, Any] = {
     "managed_gradient_accumulation": False,
     "sequence_parallel_size": 2,
-    "zero_optimization.offload_param": {"device": "cpu"},
-    "zero_optimization.offload_optimizer": {"device": "nvme"},
     "zero_optimization.zenflow": {},
     "zero_optimization.zero_hpz_partition_size": 8,
     "zero_optimization.zeropp_loco_param": {},
@@ -123,13 +121,6 @@ def test_what_changes_only_the_output_is_accepted_with_a_warning(path: str) -> N
     put(source, path, UNHEARD_VALUES.get(path, True))
     (warning,) = resolve(source).warnings
     assert warning.startswith(f"{path}: accepted, and changes nothing: ")
-
-
-@pytest.mark.parametrize("stage", [2, 3])
-def test_without_offload_it_says_what_saves_memory(stage: int) -> None:
-    zero = {"stage": stage, "offload_optimizer": {"device": "cpu"}}
-    with pytest.raises(NotBuiltError, match="more ranks" if stage == 3 else "`zero_optimization.stage` to 3"):
-        resolve({"train_batch_size": 1, "zero_optimization": zero})
 
 
 @pytest.mark.parametrize("option", ["bias_correction", "fp32_optimizer_states"])

@@ -74,6 +74,19 @@ ACCEPTED = {
         "fp16": FP16,
         "zero_optimization": {"reduce_bucket_size": 1e9, "stage3_prefetch_bucket_size": 1e9},
     },
+    "offload of everything": small(zero_optimization=ARTICLE_ZERO_3),
+    "case study": {
+        "train_batch_size": 16,
+        "gradient_accumulation_steps": 2,
+        "optimizer": {"type": "AdamW", "params": {"lr": 5e-5, "weight_decay": 0.1}},
+        "zero_optimization": {
+            "stage": 3,
+            "offload_optimizer": {"device": "cpu", "pin_memory": True},
+            "overlap_comm": True,
+            "contiguous_gradients": True,
+        },
+        "fp16": {"enabled": True},
+    },
     "initial scale": small(fp16={"enabled": True, "loss_scale": 0, "initial_scale_power": 16}),
 }
 
@@ -110,36 +123,19 @@ KEPT_ELSEWHERE = [
     "activation_checkpointing.cpu_checkpointing",
     "activation_checkpointing.contiguous_memory_optimization",
 ]
-OFFLOADS = ["zero_optimization.offload_param", "zero_optimization.offload_optimizer"]
 
 REFUSED = {
     "profiler": (small(flops_profiler=FLOPS_PROFILER), ["flops_profiler.enabled"]),
     "autotuning": (small(autotuning=AUTOTUNING), ["autotuning.enabled"]),
     "recomputation": (small(activation_checkpointing=CHECKPOINTING), KEPT_ELSEWHERE),
     "sparse attention": (small(sparse_attention=SPARSE_ATTENTION), ["sparse_attention"]),
-    "offload of everything": (small(zero_optimization=ARTICLE_ZERO_3), OFFLOADS),
     "offload, recomputation and fp16": (
         small(
             zero_optimization=ARTICLE_ZERO_3,
             activation_checkpointing=CHECKPOINTING,
             fp16={"enabled": True, "loss_scale": 0, "initial_scale_power": 16},
         ),
-        [*OFFLOADS, *KEPT_ELSEWHERE],
-    ),
-    "case study": (
-        {
-            "train_batch_size": 16,
-            "gradient_accumulation_steps": 2,
-            "optimizer": {"type": "AdamW", "params": {"lr": 5e-5, "weight_decay": 0.1}},
-            "zero_optimization": {
-                "stage": 3,
-                "offload_optimizer": {"device": "cpu", "pin_memory": True},
-                "overlap_comm": True,
-                "contiguous_gradients": True,
-            },
-            "fp16": {"enabled": True},
-        },
-        ["zero_optimization.offload_optimizer"],
+        KEPT_ELSEWHERE,
     ),
     "hybrid parallelism": (
         small(

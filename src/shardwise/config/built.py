@@ -63,10 +63,6 @@ def _above_zero(value: Any) -> bool:
     return isinstance(value, int) and value > 0
 
 
-def _moved(value: Any) -> bool:
-    return value is not None and value.device != "none"
-
-
 def _sparse(value: Any) -> bool:
     return value is not None and value.mode != "dense"
 
@@ -84,17 +80,6 @@ def _set(value: Any) -> bool:
 def _watched(value: Any) -> bool:
     """`activation_checkpointing` asks for what changes no memory (a number of checkpoints asks for nothing)."""
     return bool(value.model_dump(exclude_defaults=True, exclude={"number_checkpoints", *_MEMORY_OF_CHECKPOINTS}))
-
-
-def _without_offload(config: Config) -> str:
-    """What saves device memory where nothing can be moved away from it."""
-    if config.zero_optimization.stage < 3:
-        more = "`zero_optimization.stage` to 3, which divides parameters, gradients and optimizer state over the ranks"
-        return f'switch it off (`device` "none") and set {more}'
-    return (
-        'switch it off (`device` "none"). Stage 3 has divided everything over the ranks already: use more ranks, or '
-        'less memory a parameter (`bf16.master_weights` "none", or `optimizer.params.fp32_optimizer_states` false)'
-    )
 
 
 _MEMORY_OF_CHECKPOINTS = ("cpu_checkpointing", "contiguous_memory_optimization")
@@ -118,13 +103,17 @@ UNBUILT: tuple[Unbuilt, ...] = (
     Unbuilt("sequence_parallel_size", "sequence parallelism", _above_one, "set it to 1, and shorten sequences"),
     Unbuilt("amp.enabled", "Apex AMP, which torch has replaced", _on, _PRECISION),
     Unbuilt("msamp.enabled", "MS-AMP", _on, _PRECISION),
-    Unbuilt("zero_optimization.offload_param", "parameter offload", _moved, _without_offload),
-    Unbuilt("zero_optimization.offload_optimizer", "optimizer offload", _moved, _without_offload),
+    Unbuilt(
+        "aio.use_gds",
+        "GPUDirect Storage",
+        _on,
+        "switch it off: data goes from disk to the device through page-locked memory of the host",
+    ),
     Unbuilt(
         "zero_optimization.zenflow",
-        "ZenFlow, a form of optimizer offload",
+        "ZenFlow, which steps a part of the gradients some steps late, and so trains with other numbers",
         _given,
-        "remove the section; stage 3 divides optimizer state over the ranks",
+        "remove the section; `zero_optimization.offload_optimizer` by itself steps everything in time",
     ),
     Unbuilt(
         "zero_optimization.zero_quantized_nontrainable_weights",

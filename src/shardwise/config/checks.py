@@ -10,6 +10,7 @@ from . import names
 from .problems import Problem, dotted
 from .scan import Scan
 from .schema.root import Config
+from .schema.zero import ZeroConfig
 
 
 def check_combinations(config: Config, found: Scan, world_size: int) -> list[Problem]:
@@ -124,10 +125,33 @@ def _masters(config: Config, found: Scan) -> Iterator[Problem]:
         yield Problem("bf16.bf16_optimizer_states", message, ConflictError)
 
 
+def _offload(zero: ZeroConfig) -> Iterator[Problem]:
+    """Sections that contradict the stage, or do not say where on which disk."""
+    sections = {"offload_optimizer": (zero.offload_optimizer, 1), "offload_param": (zero.offload_param, 3)}
+    for name, (section, least) in sections.items():
+        if section is None or section.device == "none":
+            continue
+        at = f"zero_optimization.{name}"
+        if zero.stage < least:
+            message = (
+                f"is {section.device}, which needs `zero_optimization.stage` {least}{'' if least == 3 else ' or more'}, "
+                f"found {zero.stage}. Set the stage to {least} (on one rank, too), or remove the section"
+            )
+            yield Problem(f"{at}.device", message, ConflictError)
+        if section.device == "nvme" and not _names_directory(section.nvme_path):
+            message = "is not set, but `device` is nvme: name a directory on a fast disk, or set device to cpu"
+            yield Problem(f"{at}.nvme_path", message)
+
+
+def _names_directory(path: str | None) -> bool:
+    return path not in (None, "", "none", "None")
+
+
 def _zero(config: Config) -> Iterator[Problem]:
     zero = config.zero_optimization
     if zero.legacy_stage1:
         yield Problem("zero_optimization.legacy_stage1", "the old stage 1 no longer exists; remove the key")
+    yield from _offload(zero)
     offload = zero.offload_optimizer
     if offload is not None and offload.device != "none" and offload.ratio < 1 and zero.stage != 3:
         message = f"is {offload.ratio:g}; below 1 it needs `zero_optimization.stage` 3, found {zero.stage}"

@@ -107,6 +107,14 @@ def _nothing_travels(path: tuple[str, ...], config: Config, world_size: int) -> 
 def _overruled(path: tuple[str, ...], config: Config, world_size: int) -> str:
     """Keys that mean nothing beside the value of another."""
     zero, sparse = config.zero_optimization, config.sparse_attention
+    if path == ("aio",) and "nvme" not in _offloaded(config):
+        return "nothing is offloaded to disk"
+    if path == ("zero_optimization", "sub_group_size") and (
+        zero.offload_optimizer is None or zero.offload_optimizer.device == "none"
+    ):
+        return "the optimizer is stepped once, on the device"
+    if path[:2] == ("zero_optimization", "offload_param") and path[2:] == ("max_in_cpu",):
+        return "" if zero.offload_param is None or zero.offload_param.device == "nvme" else "nothing is on disk"
     if path == ("gradient_predivide_factor",) and config.prescale_gradients:
         return "`prescale_gradients` divides by the number of ranks before the sum, so nothing is left to divide"
     if path == ("zero_optimization", "mics_hierarchical_params_gather") and zero.mics_shard_size < 1:
@@ -119,6 +127,12 @@ def _overruled(path: tuple[str, ...], config: Config, world_size: int) -> str:
     if path == ("sparse_attention",) and sparse is not None and sparse.mode == "dense":
         return 'the mode "dense" is ordinary attention'
     return ""
+
+
+def _offloaded(config: Config) -> set[str]:
+    """Where state is moved to."""
+    zero = config.zero_optimization
+    return {section.device for section in (zero.offload_param, zero.offload_optimizer) if section is not None}
 
 
 def _plain(value: Any) -> Any:

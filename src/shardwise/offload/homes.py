@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import functools
 from collections.abc import Callable
 
 import torch
@@ -10,7 +11,11 @@ from shardwise.device.staging import is_far
 from shardwise.memory.places import ON_DEVICE, ON_HOST, Homes, StateHome, Where
 from shardwise.offload.host import HostPlace
 
-PLACES: dict[str, Callable[[torch.device], StateHome]] = {"device": lambda device: ON_DEVICE, "host": HostPlace}
+PLACES: dict[str, Callable[[torch.device], StateHome]] = {
+    "device": lambda device: ON_DEVICE,
+    "host": HostPlace,
+    "pageable": functools.partial(HostPlace, pinned=False),
+}
 """What makes the place of a name, from which an engine's device is lent what lives there."""
 
 
@@ -23,7 +28,7 @@ def homes_of(where: Where, device: torch.device) -> Homes:
     made = {name: PLACES[name](device) for name in sorted(where.names)}
 
     def on_host(name: str) -> StateHome:
-        return ON_HOST if name == "host" else made[name]
+        return ON_HOST if name in ("host", "pageable") else made[name]
 
     def on_device(name: str) -> StateHome:
         return made[name] if is_far(device) else on_host(name)

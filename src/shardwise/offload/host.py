@@ -17,6 +17,7 @@ class HostPlace:
 
     Args:
         device: the engine's.
+        pinned: where it is a CUDA device, memory is page-locked: copies need not wait for the host.
     """
 
     tier = Tier.HOST
@@ -25,23 +26,24 @@ class HostPlace:
     lags = False
     used_on: torch.device | None = None
 
-    def __init__(self, device: torch.device) -> None:
+    def __init__(self, device: torch.device, *, pinned: bool = True) -> None:
         self._copies = copy_stream(device)
+        self._pinned = pinned
 
     def keep(self, tensor: torch.Tensor) -> _Kept:
         """See `StateHome.keep`."""
-        return _Kept(self._copies, tensor)
+        return _Kept(self._copies, tensor, pinned=self._pinned)
 
 
 class _Kept:
     """The values of one tensor on the host (`shardwise.memory.places.Stored`)."""
 
-    def __init__(self, copies: CopyStream, tensor: torch.Tensor) -> None:
+    def __init__(self, copies: CopyStream, tensor: torch.Tensor, *, pinned: bool) -> None:
         self._copies = copies
         self._storage = tensor.untyped_storage()
         self._size = self._storage.nbytes()
         self._bytes = torch.empty(0, dtype=torch.uint8, device=tensor.device).set_(self._storage)
-        self._values = copies.host_bytes(self._size)
+        self._values = copies.host_bytes(self._size) if pinned else torch.empty(self._size, dtype=torch.uint8)
         self._moved: Copied | None = None
 
     def start(self, *, read: bool) -> None:

@@ -6,10 +6,11 @@ from typing import Literal
 
 from .base import ConfigSection, Int, key
 
-_PIN_NOTE = (
-    "false for years, true in DeepSpeed since 2026-08; page-locked memory is a scarce resource of the machine, "
-    "so it is taken only when asked for"
-)
+_PIN_NOTE = "false in DeepSpeed until 2026-08: without it copies wait for the host"
+
+_SCHEDULED = "buffers follow from the schedule: one piece is used, the next one read, the last one written"
+
+_DEVICE_NOTE = "DeepSpeed's documentation says cpu, its code none"
 
 
 class OffloadParam(ConfigSection):
@@ -17,14 +18,18 @@ class OffloadParam(ConfigSection):
 
     device: Literal["none", "cpu", "nvme"] = key(
         "none",
-        "Where parameters live: none (the device), cpu or nvme.",
-        default_note="DeepSpeed's documentation says cpu, its code none",
+        "Where parameters live between uses: none (the device), cpu (the host's memory) or nvme (files).",
+        default_note=_DEVICE_NOTE,
     )
     nvme_path: str | None = key(None, "Directory on a fast disk, for device nvme.")
-    buffer_count: Int = key(5, "Number of buffers between host and disk.", gt=0)
-    buffer_size: Int = key(100_000_000, "Elements per buffer.", gt=0)
-    max_in_cpu: Int = key(1_000_000_000, "Elements kept in host memory when the rest is on disk.", ge=0)
-    pin_memory: bool = key(False, "Page-lock the host memory.", default_note=_PIN_NOTE)
+    buffer_count: Int = key(5, "Number of buffers between host and disk.", gt=0, no_effect=_SCHEDULED)
+    buffer_size: Int = key(100_000_000, "Elements per buffer.", gt=0, no_effect=_SCHEDULED)
+    max_in_cpu: Int = key(
+        1_000_000_000,
+        "Elements of each rank's parameters that stay in host memory when the rest is on disk; whole units.",
+        ge=0,
+    )
+    pin_memory: bool = key(True, "Page-lock the host memory (on a CUDA device).", default_note=_PIN_NOTE)
 
 
 class OffloadOptimizer(ConfigSection):
@@ -32,20 +37,46 @@ class OffloadOptimizer(ConfigSection):
 
     device: Literal["none", "cpu", "nvme"] = key(
         "none",
-        "Where optimizer state lives: none (the device), cpu or nvme.",
-        default_note="DeepSpeed's documentation says cpu, its code none",
+        "Where optimizer state and master weights live: none (the device), cpu (the host's memory) or nvme (files). "
+        "Unless it is none, the processor steps them, and gradients wait for it in the host's memory.",
+        default_note=_DEVICE_NOTE,
     )
     nvme_path: str | None = key(None, "Directory on a fast disk, for device nvme.")
-    buffer_count: Int = key(4, "Number of buffers between host and disk.", gt=0)
-    pin_memory: bool = key(False, "Page-lock the host memory.", default_note=_PIN_NOTE)
-    pipeline_read: bool = key(False, "Read the next piece from disk while this one is stepped.")
-    pipeline_write: bool = key(False, "Write the last piece to disk while this one is stepped.")
-    fast_init: bool = key(False, "Skip writing initial state to disk.")
-    ratio: float = key(
-        1.0, "Fraction of the parameters that is stepped on the host; below 1 needs stage 3.", ge=0, le=1
+    buffer_count: Int = key(4, "Number of buffers between host and disk.", gt=0, no_effect=_SCHEDULED)
+    pin_memory: bool = key(
+        True, "Page-lock the host memory that gradients are copied to (on a CUDA device).", default_note=_PIN_NOTE
     )
-    super_offload: bool = key(False, "Scheme for tightly coupled CPU and GPU.")
-    cpuadam_cores_perc: float = key(0.8, "Fraction of the cores that the host optimizer may use.", ge=0, le=1)
+    pipeline_read: bool = key(
+        False,
+        "Read the next piece from disk while this one is stepped.",
+        no_effect="reads always overlap, at no more memory than the schedule has",
+    )
+    pipeline_write: bool = key(
+        False,
+        "Write the last piece to disk while this one is stepped.",
+        no_effect="writes always overlap, at no more memory than the schedule has",
+    )
+    fast_init: bool = key(
+        False, "Skip writing initial state to disk.", no_effect="what an optimizer has not made yet is not written"
+    )
+    ratio: float = key(
+        1.0,
+        "Fraction of the trained parameters whose state is not on the device, in whole units; below 1 needs stage 3.",
+        ge=0,
+        le=1,
+    )
+    super_offload: bool = key(
+        False,
+        "Scheme for tightly coupled CPU and GPU.",
+        no_effect="it changes when state is stepped, not the result; state is stepped unit by unit",
+    )
+    cpuadam_cores_perc: float = key(
+        0.8,
+        "Fraction of the cores that the host optimizer may use.",
+        ge=0,
+        le=1,
+        no_effect="it uses the threads of the rank (OMP_NUM_THREADS; shardwise run --bind-cores)",
+    )
 
 
 class ZenFlow(ConfigSection):
@@ -67,11 +98,17 @@ class AIO(ConfigSection):
     """`aio`: asynchronous disk access, used by offloading to disk."""
 
     block_size: Int = key(1_048_576, "Bytes per request.", gt=0)
-    queue_depth: Int = key(8, "Requests in flight.", gt=0)
-    intra_op_parallelism: Int = key(1, "Threads per request.", gt=0)
+    queue_depth: Int = key(8, "Requests in flight, of each of intra_op_parallelism.", gt=0)
+    intra_op_parallelism: Int = key(1, "Factor on the requests in flight.", gt=0)
     thread_count: Int | None = key(
         None, "Old name of intra_op_parallelism.", deprecated_for="aio.intra_op_parallelism", gt=0
     )
-    single_submit: bool = key(False, "Submit requests one by one.")
-    overlap_events: bool = key(True, "Submit new requests while older ones complete.")
+    single_submit: bool = key(
+        False, "Submit requests one by one.", no_effect="every request in flight has a thread of its own"
+    )
+    overlap_events: bool = key(
+        True,
+        "Submit new requests while older ones complete.",
+        no_effect="every request in flight has a thread of its own",
+    )
     use_gds: bool = key(False, "Move data between disk and GPU directly (GPUDirect Storage).")

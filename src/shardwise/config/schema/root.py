@@ -63,7 +63,7 @@ class Config(ConfigSection):
     zero_force_ds_cpu_optimizer: bool = key(
         True,
         "Refuse a caller's optimizer that is not the library's CPU optimizer when state is offloaded.",
-        no_effect="no state is offloaded",
+        no_effect="any optimizer that can be sharded can be offloaded",
     )
     gradient_clipping: float = key(
         0.0,
@@ -110,7 +110,7 @@ class Config(ConfigSection):
     zero_optimization: ZeroConfig = section(
         ZeroConfig, "Sharding. true is a deprecated form of stage 1, false of stage 0."
     )
-    aio: AIO = section(AIO, "Disk access.", no_effect="nothing is offloaded to disk")
+    aio: AIO = section(AIO, "Disk access, where state lives on a disk.")
     activation_checkpointing: ActivationCheckpointing = section(
         ActivationCheckpointing, "Recomputation of activations."
     )

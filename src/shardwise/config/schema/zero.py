@@ -166,9 +166,9 @@ class ZeroConfig(ConfigSection):
     )
     sub_group_size: Int = key(
         1_000_000_000,
-        "Elements per optimizer step tile (stage 3).",
+        "Largest number of elements in a unit whose optimizer state is offloaded: the host has, or steps, a few units "
+        "at a time.",
         gt=0,
-        no_effect="the optimizer is stepped once",
     )
     leaf_module: LeafModule = section(LeafModule, "Modules that are fetched as one unit (stage 3).")
 

@@ -158,6 +158,7 @@ class Plan:
 
 
 _PLACES = {"none": "device", "cpu": "host", "nvme": "disk"}
+_HOST = {True: "host", False: "pageable"}
 
 
 def where_of(zero: ZeroConfig) -> Where:
@@ -168,10 +169,11 @@ def where_of(zero: ZeroConfig) -> Where:
     optimizer, parameters = zero.offload_optimizer, zero.offload_param
     stepped = "device" if optimizer is None else _PLACES[optimizer.device]
     kept = "device" if parameters is None else _PLACES[parameters.device]
+    waiting = "device" if optimizer is None or stepped == "device" else _HOST[optimizer.pin_memory]
     return Where(
         optimizer=stepped,
-        gradients="device" if stepped == "device" else "host",
-        parameters=kept,
+        gradients=waiting,
+        parameters=_HOST[parameters.pin_memory] if parameters is not None and kept == "host" else kept,
         share=1.0 if optimizer is None or stepped == "device" else optimizer.ratio,
         near=int(parameters.max_in_cpu) if parameters is not None and kept == "disk" else 0,
     )
