@@ -90,7 +90,7 @@ def test_memory_that_the_disk_takes_as_it_is(file: SwapFile, monkeypatch: pytest
     extent = file.reserve(4 * BLOCK)
     values, memory = aligned_bytes(4 * BLOCK), aligned_bytes(4 * BLOCK)
     values[:] = random(4 * BLOCK)
-    monkeypatch.setattr("shardwise.offload.transfers.paged", None)  # no buffer in between
+    monkeypatch.setattr("shardwise.offload.transfers.padded", None)  # no buffer in between
     file.write(extent, values).wait()
     file.read(extent, memory).wait()
     assert torch.equal(memory, values)

@@ -152,9 +152,10 @@ class Threads:
             if self._closing:
                 raise OffloadError(f"{self.label}: it is closed")
             if not self._threads:
+                bounce = paged(self._count * self.block)  # costs nothing until it is used
                 self._threads = [
-                    threading.Thread(target=self._work, name=f"shardwise-disk-{number}", daemon=True)
-                    for number in range(self._count)
+                    threading.Thread(target=self._work, args=(one,), name=f"shardwise-disk-{number}", daemon=True)
+                    for number, one in enumerate(bounce.reshape(self._count, self.block))
                 ]
                 self._alive = self._count
                 for thread in self._threads:
@@ -223,9 +224,8 @@ class Threads:
         transfer.end()
         return after
 
-    def _work(self) -> None:
-        """Move one block after the other."""
-        bounce: list[Bytes] = []
+    def _work(self, bounce: Bytes) -> None:
+        """Move one block after the other, with a buffer for those that the disk does not take as they are."""
         while not isinstance(found := self._queue.get(), _End):
             self._take(*found, bounce)
             del found  # while nothing is to be done, nothing is kept
@@ -238,7 +238,7 @@ class Threads:
             if not self._alive:
                 os.close(self.file.descriptor)
 
-    def _take(self, transfer: Transfer, number: int, bounce: list[Bytes]) -> None:
+    def _take(self, transfer: Transfer, number: int, bounce: Bytes) -> None:
         if self._closing:
             transfer.fail(_CLOSED)
         if not transfer.failed:
@@ -258,19 +258,17 @@ class Threads:
         size = min(self.block, transfer.memory.size - start)
         return f"{size} bytes at offset {transfer.values.place + start}"
 
-    def _move(self, transfer: Transfer, number: int, bounce: list[Bytes]) -> None:
+    def _move(self, transfer: Transfer, number: int, bounce: Bytes) -> None:
         """Read or write one block.
 
-        Where the page cache is passed by, memory that the disk does not take, and the end of values, go by way of a
-        buffer of the thread. numpy copies and adds up without holding other threads up, and without threads of its own.
+        Where the page cache is passed by, memory that the disk does not take, and the end of values, go by way of the
+        buffer. numpy copies and adds up without holding other threads up, and without threads of its own.
         """
         start = number * self.block
         mine = transfer.memory[start : start + self.block]
         moved = mine
         if self.file.direct and not (transfer.aligned and mine.size % ALIGNMENT == 0):
-            if not bounce:
-                bounce.append(paged(self.block))
-            moved = bounce[0][: padded(mine.size)]
+            moved = bounce[: padded(mine.size)]
         values = transfer.values
         if transfer.writes:
             if moved is not mine:

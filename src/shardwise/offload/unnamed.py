@@ -32,6 +32,8 @@ _MEMORY_ALIGNMENTS = (64, 512)
 _NO_UNNAMED = {errno.EOPNOTSUPP, errno.EISDIR, errno.EINVAL, errno.ENOENT}
 """How file systems and old kernels say that they have no files without a name."""
 
+_HUGE_PAGE = 2 << 20
+
 Bytes = npt.NDArray[np.uint8]
 
 
@@ -50,9 +52,20 @@ class Unnamed(NamedTuple):
 
 
 def paged(size: int) -> Bytes:
-    """Return memory that begins with a page and goes back to the system as soon as nobody has it."""
-    memory = mmap.mmap(-1, max(1, size), flags=mmap.MAP_PRIVATE | mmap.MAP_ANONYMOUS)
-    return np.frombuffer(memory, np.uint8, size)
+    """Return memory that begins with a page, of zeros; it goes back to the system as soon as nobody has it.
+
+    Large memory lies in huge pages if there are any: a disk is given one of them at a time, and pages that are
+    scattered over the memory of the host cost half of its speed.
+    """
+    large = size >= _HUGE_PAGE
+    memory = mmap.mmap(-1, max(1, size + _HUGE_PAGE * large), flags=mmap.MAP_PRIVATE | mmap.MAP_ANONYMOUS)
+    found = np.frombuffer(memory, np.uint8)
+    if not large:
+        return found[:size]
+    with contextlib.suppress(OSError):  # a kernel without them
+        memory.madvise(mmap.MADV_HUGEPAGE)
+    first = -found.ctypes.data % _HUGE_PAGE
+    return found[first : first + size]
 
 
 def aligned_bytes(size: int) -> torch.Tensor:
