@@ -54,6 +54,10 @@ class NonFiniteStateError(CheckpointError):
     """The training state has values that are infinite or NaN, and was not copied."""
 
 
+class OffloadError(ShardwiseError, RuntimeError):
+    """State that lives on a disk cannot be put there, or not be read back as it was."""
+
+
 class LaunchError(ShardwiseError, RuntimeError):
     """The launcher cannot start or has lost its processes."""
 
