@@ -134,8 +134,8 @@ def _offload(zero: ZeroConfig) -> Iterator[Problem]:
         at = f"zero_optimization.{name}"
         if zero.stage < least:
             message = (
-                f"is {section.device}, which needs `zero_optimization.stage` {least}{'' if least == 3 else ' or more'}, "
-                f"found {zero.stage}. Set the stage to {least} (on one rank, too), or remove the section"
+                f"is {section.device}, which needs `zero_optimization.stage` {least}{'' if least == 3 else ' or more'}"
+                f", found {zero.stage}. Set the stage to {least} (on one rank, too), or remove the section"
             )
             yield Problem(f"{at}.device", message, ConflictError)
         if section.device == "nvme" and not _names_directory(section.nvme_path):

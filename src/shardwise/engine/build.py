@@ -50,7 +50,7 @@ from shardwise.engine.stepping import make_optimizer, make_scheduler, prepare_op
 from shardwise.engine.zeropp import reduction
 from shardwise.errors import ConfigError, ConflictError, NotBuiltError, UsageError
 from shardwise.memory import Accountant, Category
-from shardwise.offload import homes_of
+from shardwise.offload import Disks, homes_of
 from shardwise.optim import is_elementwise_state
 from shardwise.precision.autocast import wire_dtypes
 from shardwise.precision.dtypes import policy_from_config
@@ -192,7 +192,7 @@ def initialize(
             compressor=reduction(settings, domain.ranks, lambda tensor: accountant.hold(Category.BUFFERS, tensor)),
             sparse_gradients=settings.sparse_gradients,
             leaves=leaves_of(model, settings.zero_optimization.leaf_module),
-            homes=homes_of(plan.where, device),
+            homes=homes_of(plan.where, device, Disks.of(settings, job.rank)),
             wires=wire_dtypes(model, settings),
         )
 

@@ -28,7 +28,7 @@ from shardwise.engine.stepping import stepping_of
 from shardwise.engine.zeropp import reduction
 from shardwise.memory import Accountant, Category, Tier, fake_copy, track_activations, twin_of
 from shardwise.memory.dryrun import Answers, arguments_of, fake_values, loss_of, undisturbed
-from shardwise.offload import homes_of
+from shardwise.offload import Disks, homes_of
 from shardwise.optim import is_elementwise_state
 from shardwise.precision.autocast import autocast, autocast_dtype, wire_dtypes
 from shardwise.precision.dtypes import policy_from_config
@@ -136,7 +136,7 @@ class Twin:
                 compressor=reduction(config, comm, lambda tensor: accountant.hold(Category.BUFFERS, tensor)),
                 sparse_gradients=config.sparse_gradients,
                 leaves=leaves_of(twin, config.zero_optimization.leaf_module),
-                homes=homes_of(plan.where, device),
+                homes=homes_of(plan.where, device, Disks.of(config, comm.rank, imagined=True)),
                 wires=wire_dtypes(twin, config),
             )
             self._batches = Batches(config, comm, device)

@@ -36,6 +36,9 @@ class Stored(Protocol):
     def settle(self) -> None:
         """Have the host wait until the tensor's memory, taken by `give_back`, is free."""
 
+    def look_ahead(self) -> None:
+        """Begin to bring the values to where `copy_to` or `start` has them sooner, if that takes time."""
+
     def in_place(self) -> torch.Tensor:
         """Return the stored bytes for the host to read and write, when all copies are made (where `at_hand`)."""
 
@@ -60,6 +63,9 @@ class StateHome(Protocol):
     def keep(self, tensor: torch.Tensor) -> Stored | None:
         """Take over the memory of a contiguous tensor that has one of its own; None: it stays where it is."""
 
+    def close(self) -> None:
+        """Give back what the place has; nothing is kept there any more."""
+
 
 class Resident:
     """Where tensors are used: every one stays where it is.
@@ -79,6 +85,9 @@ class Resident:
 
     def keep(self, tensor: torch.Tensor) -> None:
         """See `StateHome.keep`."""
+
+    def close(self) -> None:
+        """See `StateHome.close`."""
 
 
 ON_DEVICE = Resident(Tier.DEVICE)
@@ -138,6 +147,11 @@ class Homes:
     parameters: StateHome = ON_DEVICE
     near: StateHome = ON_DEVICE
 
+    def close(self) -> None:
+        """Give back what the places have; nothing lives there any more."""
+        for home in (self.optimizer, self.whole, self.gradients, self.parameters, self.near):
+            home.close()
+
 
 ALL_AT_HAND = Homes()
 
@@ -149,6 +163,7 @@ class _Loan:
     Attributes:
         fresh: it has never been stored.
         view: what is stored, as a tensor like it on the host.
+        ahead: it is on its way to memory of the host, from which it will be read once.
     """
 
     tensor: torch.Tensor
@@ -156,6 +171,7 @@ class _Loan:
     category: Category
     fresh: bool = True
     view: torch.Tensor | None = None
+    ahead: bool = False
 
 
 class Loans:
@@ -223,6 +239,7 @@ class Loans:
         self.settle()
         loan = self._kept.pop(id(tensor.untyped_storage()), None)
         if loan is not None:
+            self._arrived(loan)
             self._accountant.remove(loan.category, tensor.nbytes, self.home.tier)
             if self.lent:
                 self._accountant.remove(loan.category, tensor.nbytes, self._tier)
@@ -238,6 +255,7 @@ class Loans:
         if self.lent == 1:
             self.settle()
             for loan in self._kept.values():
+                self._arrived(loan)
                 self._accountant.add(loan.category, loan.tensor.nbytes, self._tier)
                 loan.stored.start(read=read)
 
@@ -299,7 +317,21 @@ class Loans:
             return tensor if into is None else into.copy_(tensor)
         target = torch.empty_like(tensor) if into is None else into
         loan.stored.copy_to(target)
+        self._arrived(loan)
         return target
+
+    def look_ahead(self, tensor: torch.Tensor) -> None:
+        """Begin to bring the values of a tensor that will be `read` next, if that takes time."""
+        loan = self._kept.get(id(tensor.untyped_storage()))
+        if loan is not None and self.home.lags and not (self.lent or loan.ahead):
+            loan.ahead = True
+            self._accountant.add(Category.BUFFERS, tensor.nbytes, Tier.HOST)
+            loan.stored.look_ahead()
+
+    def _arrived(self, loan: _Loan) -> None:
+        if loan.ahead:
+            loan.ahead = False
+            self._accountant.remove(Category.BUFFERS, loan.tensor.nbytes, Tier.HOST)
 
 
 Borrowed = tuple[Loans, bool]

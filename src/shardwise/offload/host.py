@@ -34,6 +34,9 @@ class HostPlace:
         """See `StateHome.keep`."""
         return _Kept(self._copies, tensor, pinned=self._pinned)
 
+    def close(self) -> None:
+        """See `StateHome.close`."""
+
 
 class _Kept:
     """The values of one tensor on the host (`shardwise.memory.places.Stored`)."""
@@ -67,6 +70,9 @@ class _Kept:
         with self._copies.use():
             self._storage.resize_(0)
         self._moved = self._copies.mark()
+
+    def look_ahead(self) -> None:
+        """See `Stored.look_ahead`: it is near."""
 
     def settle(self) -> None:
         """See `Stored.settle`: what comes behind it on the device has the memory."""

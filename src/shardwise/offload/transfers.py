@@ -12,6 +12,7 @@ earlier one has ended, so that no thread ever waits for another.
 from __future__ import annotations
 
 import atexit
+import ctypes
 import os
 import threading
 import time
@@ -52,7 +53,8 @@ class Transfer:
         self._failure: tuple[str, BaseException | None] | None = None
         self.values = values
         self.writes = writes
-        self.memory: Bytes = memory.view(-1).numpy()
+        self._tensor: torch.Tensor | None = memory
+        self.memory = _bytes_of(memory)
         self.aligned = memory.data_ptr() % threads.file.memory_alignment == 0
         self.left = 0
         self.next: Transfer | None = None
@@ -89,8 +91,16 @@ class Transfer:
 
     def end(self) -> None:
         """Let go of the memory, and whoever waits."""
-        self.memory = np.empty(0, np.uint8)
+        self.memory, self._tensor = np.empty(0, np.uint8), None
         self._ended.set()
+
+
+def _bytes_of(tensor: torch.Tensor) -> Bytes:
+    """Return the memory of a tensor, which has to be kept; after `Tensor.numpy` it could not be given back."""
+    if not tensor.numel():
+        return np.empty(0, np.uint8)
+    pointer = ctypes.cast(tensor.data_ptr(), ctypes.POINTER(ctypes.c_uint8))
+    return np.ctypeslib.as_array(pointer, (tensor.numel(),))
 
 
 class Threads:

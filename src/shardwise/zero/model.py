@@ -840,6 +840,8 @@ class ShardedModel:
                 self.comm.barrier("destroy()")
             self.channel.close()
         self.domain.close()
+        if not apart:
+            self.homes.close()
         self._cut_references()
         if apart:
             message = f"{apart} The parameters of {type(self.module).__name__} stay sharded"

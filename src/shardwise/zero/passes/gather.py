@@ -363,6 +363,9 @@ class Gatherer:
             else:
                 # Already whole here (the user gathered it), but the others need this rank's part.
                 unit.join_gather(self._purpose)
+            following = self._sequence[self._next] if self._next < len(self._sequence) else None
+            if following is not None and following is not self._waiting:
+                following.look_ahead()
         return launched
 
     @property

@@ -784,6 +784,12 @@ class Unit:
                     section.shard.copy_(section.full[section.shard_range])
         self.domain.gathers.follow()
 
+    def look_ahead(self) -> None:
+        """Begin to bring the shard, if that takes time: the unit is gathered next."""
+        if self.state is UnitState.RELEASED:
+            for section in self.sections:
+                section.shard_loans.look_ahead(section.shard)
+
     def segments(self) -> Iterator[tuple[SectionMemory, Lane]]:
         """Yield the lanes of the range that this rank's optimizer updates."""
         for section in self.trainable:

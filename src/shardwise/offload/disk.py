@@ -1,0 +1,234 @@
+"""A disk as a place: the values of each tensor have an extent of the rank's file, in which nobody else writes.
+
+What is used on the host is read straight into the memory that the tensor has while it is lent, and written from there.
+What a device uses goes through page-locked memory of the host. Reading begins with `start` (or `look_ahead`) and ends
+with `finish`; what was given back written has its memory until it has been stored.
+"""
+
+from __future__ import annotations
+
+import contextlib
+from dataclasses import dataclass, field
+from pathlib import Path
+from typing import TYPE_CHECKING, Any, Protocol
+
+import torch
+
+from shardwise.device.staging import CopyStream, copy_stream, is_far
+from shardwise.errors import OffloadError
+from shardwise.memory import Tier
+from shardwise.offload.files import DiskOptions, SwapFile
+
+if TYPE_CHECKING:
+    from shardwise.config import Config
+
+
+class _Transfer(Protocol):
+    def wait(self) -> None:
+        """Block until it has ended."""
+
+
+class Files(Protocol):
+    """What is asked of the file of a rank (`shardwise.offload.files.SwapFile`)."""
+
+    def reserve(self, size: int) -> Any:
+        """Take space."""
+
+    def read(self, extent: Any, memory: torch.Tensor) -> _Transfer:
+        """Begin to read into memory of the host."""
+
+    def write(self, extent: Any, memory: torch.Tensor) -> _Transfer:
+        """Begin to write memory of the host."""
+
+    def close(self) -> None:
+        """Give everything back."""
+
+
+class _Nothing:
+    def reserve(self, size: int) -> _Nothing:
+        return self
+
+    def read(self, extent: Any, memory: torch.Tensor) -> _Nothing:
+        return self
+
+    def write(self, extent: Any, memory: torch.Tensor) -> _Nothing:
+        return self
+
+    def wait(self) -> None:
+        pass
+
+    def free(self) -> None:
+        pass
+
+    def close(self) -> None:
+        pass
+
+
+@dataclass
+class Disks:
+    """Makes the places of one engine that are on disks; those of one directory share a file.
+
+    Attributes:
+        optimizer: directory of what belongs to the optimizer; None: it is on no disk.
+        parameters: the same of the parameters.
+        options: how disks are used.
+        label: whose files they are, for errors.
+        imagined: nothing is stored (dry runs).
+    """
+
+    optimizer: Path | None = None
+    parameters: Path | None = None
+    options: DiskOptions = field(default_factory=DiskOptions)
+    label: str = "the swap file"
+    imagined: bool = False
+
+    def __post_init__(self) -> None:
+        self.files: dict[Path, Files] = {}
+
+    @classmethod
+    def of(cls, config: Config, rank: int, *, imagined: bool = False) -> Disks:
+        """Return the disks that a configuration names, for one rank."""
+        zero, aio = config.zero_optimization, config.aio
+        optimizer, parameters = (
+            Path(section.nvme_path).expanduser() if section is not None and section.nvme_path else None
+            for section in (zero.offload_optimizer, zero.offload_param)
+        )
+        options = DiskOptions(int(aio.block_size), int(aio.queue_depth), int(aio.intra_op_parallelism))
+        return cls(optimizer, parameters, options, f"rank {rank}'s swap file", imagined)
+
+    def place(self, directory: Path | None, device: torch.device, used_on: torch.device | None) -> DiskPlace:
+        """Return a place in a directory; its file is made now.
+
+        Raises:
+            OffloadError: no file can be made there.
+        """
+        assert directory is not None
+        if directory not in self.files:
+            made: Files = _Nothing() if self.imagined else SwapFile(directory, self.options, label=self.label)
+            self.files[directory] = made
+        return DiskPlace(self.files[directory], device, used_on)
+
+
+class DiskPlace:
+    """See the module docstring and `shardwise.memory.places.StateHome`.
+
+    Args:
+        file: the rank's.
+        device: the engine's.
+        used_on: where what lives here is used; None: on the engine's device.
+    """
+
+    tier = Tier.DISK
+    lends = True
+    at_hand = False
+    lags = True
+
+    def __init__(self, file: Files, device: torch.device, used_on: torch.device | None) -> None:
+        self.used_on = used_on
+        self._file = file
+        self._copies = copy_stream(device) if used_on is None and is_far(device) else None
+
+    def keep(self, tensor: torch.Tensor) -> _Kept:
+        """See `StateHome.keep`.
+
+        Raises:
+            OffloadError: the disk has too little space.
+        """
+        return _Kept(self._file, self._copies, tensor)
+
+    def close(self) -> None:
+        """See `StateHome.close`."""
+        self._file.close()
+
+
+class _Kept:
+    """The values of one tensor on a disk (`shardwise.memory.places.Stored`)."""
+
+    def __init__(self, file: Files, copies: CopyStream | None, tensor: torch.Tensor) -> None:
+        self._file = file
+        self._copies = copies
+        self._storage = tensor.untyped_storage()
+        self._size = self._storage.nbytes()
+        self._bytes = torch.empty(0, dtype=torch.uint8, device=tensor.device).set_(self._storage)
+        self._extent = file.reserve(self._size)
+        self._reading: _Transfer | None = None
+        self._writing: _Transfer | None = None
+        self._near: torch.Tensor | None = None
+
+    def __del__(self) -> None:
+        for transfer in (self._reading, self._writing):  # memory that threads still use must not go
+            if transfer is not None:
+                with contextlib.suppress(OffloadError):
+                    transfer.wait()
+        self._extent.free()
+
+    def start(self, *, read: bool) -> None:
+        """See `Stored.start`."""
+        self._storage.resize_(self._size)
+        if read:
+            self.look_ahead()
+        else:
+            self._forget_near()
+
+    def look_ahead(self) -> None:
+        """See `Stored.look_ahead`."""
+        if self._reading is None:
+            there = self._copies is None and self._storage.nbytes() == self._size
+            self._near = self._bytes if there else self._host_bytes()
+            self._reading = self._file.read(self._extent, self._near)
+
+    def finish(self) -> None:
+        """See `Stored.finish`."""
+        if self._reading is not None:
+            near = self._arrived()
+            if near is not self._bytes:
+                self._bytes.copy_(near, non_blocking=True)
+
+    def give_back(self, *, written: bool) -> None:
+        """See `Stored.give_back`."""
+        self._forget_near()
+        if written:
+            values = self._bytes
+            if self._copies is not None:
+                values = self._host_bytes()
+                self._copies.follow()
+                self._copies.copy(values, self._bytes)
+                self._copies.mark().synchronize()
+            self._writing = self._file.write(self._extent, values)
+
+    def settle(self) -> None:
+        """See `Stored.settle`."""
+        writing, self._writing = self._writing, None
+        if writing is not None:
+            writing.wait()
+        self._storage.resize_(0)
+
+    def in_place(self) -> torch.Tensor:
+        """Nothing can be worked on there."""
+        raise NotImplementedError("what lives on a disk has to be lent")
+
+    def copy_to(self, target: torch.Tensor) -> None:
+        """See `Stored.copy_to`."""
+        flat = target.view(-1).view(torch.uint8)
+        if self._reading is None and target.device.type == "cpu":
+            self._file.read(self._extent, flat).wait()
+        else:
+            self.look_ahead()
+            flat.copy_(self._arrived(), non_blocking=True)
+
+    def _arrived(self) -> torch.Tensor:
+        """Return what was read, when it is there."""
+        reading, near = self._reading, self._near
+        self._reading = self._near = None
+        assert reading is not None and near is not None
+        reading.wait()
+        return near
+
+    def _forget_near(self) -> None:
+        if self._reading is not None:
+            self._arrived()
+
+    def _host_bytes(self) -> torch.Tensor:
+        if self._copies is not None:
+            return self._copies.host_bytes(self._size)
+        return torch.empty(self._size, dtype=torch.uint8, device="cpu")
