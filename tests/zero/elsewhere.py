@@ -62,6 +62,8 @@ class Elsewhere:
 class Held:
     """One tensor that is kept."""
 
+    staged = 0
+
     def __init__(self, place: Elsewhere, tensor: torch.Tensor) -> None:
         self._place = place
         self._storage = tensor.untyped_storage()

@@ -19,7 +19,13 @@ from shardwise.memory.accountant import Accountant, Category, Tier
 
 
 class Stored(Protocol):
-    """The values of one tensor in a place; the tensor is lent when it has been taken over."""
+    """The values of one tensor in a place; the tensor is lent when it has been taken over.
+
+    Attributes:
+        staged: bytes of the host through which values go on their way between the place and where they are used.
+    """
+
+    staged: int
 
     def start(self, *, read: bool) -> None:
         """Give the tensor memory again and begin to bring the values; its content is undefined unless `read`."""
@@ -163,7 +169,7 @@ class _Loan:
     Attributes:
         fresh: it has never been stored.
         view: what is stored, as a tensor like it on the host.
-        ahead: it is on its way to memory of the host, from which it will be read once.
+        staged: bytes of the host that are taken now, because it is on its way.
     """
 
     tensor: torch.Tensor
@@ -171,7 +177,7 @@ class _Loan:
     category: Category
     fresh: bool = True
     view: torch.Tensor | None = None
-    ahead: bool = False
+    staged: int = 0
 
 
 class Loans:
@@ -212,7 +218,8 @@ class Loans:
             return
         size = tensor.untyped_storage().nbytes()
         alone = tensor.is_contiguous() and tensor.nbytes == size
-        stored = self.home.keep(tensor) if alone and size else None
+        with self._accountant.owning(None):
+            stored = self.home.keep(tensor) if alone and size else None
         if stored is None:
             self._accountant.hold(category, tensor, self._tier)
             return
@@ -255,15 +262,18 @@ class Loans:
         if self.lent == 1:
             self.settle()
             for loan in self._kept.values():
-                self._arrived(loan)
                 self._accountant.add(loan.category, loan.tensor.nbytes, self._tier)
-                loan.stored.start(read=read)
+                if read:
+                    self._coming(loan, loan.stored.staged)
+                with self._accountant.owning(None):
+                    loan.stored.start(read=read)
 
     def finish(self) -> None:
         """Let the current stream go on when everything is there."""
         for loan in self._kept.values():
             if not loan.fresh:
                 loan.stored.finish()
+                self._arrived(loan)
 
     def give_back(self, *, written: bool) -> None:
         """End a loan. What is not lent any more is stored if one of the loans has written it; see `settle`."""
@@ -275,7 +285,11 @@ class Loans:
             self._written = False
 
     def _return(self, loan: _Loan, *, written: bool) -> None:
-        loan.stored.give_back(written=written)
+        self._arrived(loan)
+        if written:
+            self._coming(loan, loan.stored.staged)
+        with self._accountant.owning(None):
+            loan.stored.give_back(written=written)
         loan.fresh = False
         self._unsettled.append(loan)
         if not (self.home.lags and written):
@@ -285,9 +299,9 @@ class Loans:
         """Have the memory of what was given back: where it is still being stored the host waits for that."""
         unsettled, self._unsettled = self._unsettled, []
         for loan in unsettled:
-            self._accountant.remove(loan.category, loan.tensor.nbytes, self._tier)
-        for loan in unsettled:
             loan.stored.settle()
+            self._arrived(loan)
+            self._accountant.remove(loan.category, loan.tensor.nbytes, self._tier)
 
     def in_place(self, tensor: torch.Tensor) -> torch.Tensor:
         """Return the values of a tensor for the host to read and write, where they are stored (if `home.at_hand`)."""
@@ -316,22 +330,29 @@ class Loans:
         if loan is None or self.lent:
             return tensor if into is None else into.copy_(tensor)
         target = torch.empty_like(tensor) if into is None else into
-        loan.stored.copy_to(target)
+        self._coming(loan, loan.stored.staged)
+        with self._accountant.owning(None):
+            loan.stored.copy_to(target)
         self._arrived(loan)
         return target
 
     def look_ahead(self, tensor: torch.Tensor) -> None:
         """Begin to bring the values of a tensor that will be `read` next, if that takes time."""
         loan = self._kept.get(id(tensor.untyped_storage()))
-        if loan is not None and self.home.lags and not (self.lent or loan.ahead):
-            loan.ahead = True
-            self._accountant.add(Category.BUFFERS, tensor.nbytes, Tier.HOST)
-            loan.stored.look_ahead()
+        if loan is not None and self.home.lags and not (self.lent or loan.staged):
+            self._coming(loan, tensor.nbytes)
+            with self._accountant.owning(None):
+                loan.stored.look_ahead()
+
+    def _coming(self, loan: _Loan, staged: int) -> None:
+        if staged and not loan.staged:
+            loan.staged = staged
+            self._accountant.add(Category.BUFFERS, staged, Tier.HOST)
 
     def _arrived(self, loan: _Loan) -> None:
-        if loan.ahead:
-            loan.ahead = False
-            self._accountant.remove(Category.BUFFERS, loan.tensor.nbytes, Tier.HOST)
+        if loan.staged:
+            self._accountant.remove(Category.BUFFERS, loan.staged, Tier.HOST)
+            loan.staged = 0
 
 
 Borrowed = tuple[Loans, bool]

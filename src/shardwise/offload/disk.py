@@ -151,6 +151,7 @@ class _Kept:
         self._size = self._storage.nbytes()
         self._bytes = torch.empty(0, dtype=torch.uint8, device=tensor.device).set_(self._storage)
         self._extent = file.reserve(self._size)
+        self.staged = self._size if copies is not None else 0
         self._reading: _Transfer | None = None
         self._writing: _Transfer | None = None
         self._near: torch.Tensor | None = None

@@ -41,6 +41,8 @@ class HostPlace:
 class _Kept:
     """The values of one tensor on the host (`shardwise.memory.places.Stored`)."""
 
+    staged = 0
+
     def __init__(self, copies: CopyStream, tensor: torch.Tensor, *, pinned: bool) -> None:
         self._copies = copies
         self._storage = tensor.untyped_storage()

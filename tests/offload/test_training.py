@@ -1,0 +1,98 @@
+"""State on the host and on disks: the same bits as on the device, and less there."""
+
+from __future__ import annotations
+
+import contextlib
+from collections.abc import Sequence
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+
+from shardwise.memory import Category, Tier
+from tests.harness import run_ranks
+from tests.memory import test_report as reports
+from tests.models import CASES
+from tests.offload.settings import FROM_STAGE_1, PLACES, offload, played_device
+from tests.zero.training import Outcome, Setting, assert_identical, ranks_agree, start, train_all
+
+
+def train_at(name: str, setting: Setting, zero: Sequence[dict[str, Any]], far: bool) -> list[Outcome]:
+    with played_device() if far else contextlib.nullcontext():
+        return train_all(name, [setting.with_stage(setting.stage, zero=tuple(keys.items())) for keys in zero])
+
+
+@pytest.mark.parametrize("world", [1, 2, 4])
+@pytest.mark.parametrize("precision", ["fp32", "bf16", "fp16"])
+@pytest.mark.parametrize("stage", [1, 2, 3])
+@pytest.mark.parametrize("accumulation", [1, 2])
+@pytest.mark.parametrize("far", [False, True], ids=["cpu", "device"])
+def test_the_same_bits(tmp_path: Path, world: int, precision: str, stage: int, accumulation: int, far: bool) -> None:
+    setting = Setting(stage, precision=precision, accumulation=accumulation, clip=0.5, optimizer="AdamW", lr=1e-2)
+    places = tuple(PLACES) if stage == 3 else FROM_STAGE_1
+    zero = [offload(place, str(tmp_path)) for place in places]
+    outcomes = ranks_agree(run_ranks(train_at, world, "gpt", setting, [{}, *zero], far))
+    for name, outcome in zip(places, outcomes[1:], strict=True):
+        assert_identical(outcome, outcomes[0], name)
+    assert not list(tmp_path.iterdir())
+
+
+def held(zero: dict[str, Any]) -> dict[Tier, dict[Category, int]]:
+    case = CASES["gpt"]
+    engine = start(case, Setting(3, precision="bf16", optimizer="AdamW", zero=tuple(zero.items())))
+    for step in range(2):
+        engine.backward(case.loss(engine, case.data(step, 0, 0, torch.bfloat16)))
+        engine.step()
+    found = {tier: engine.accountant.live_in(tier) for tier in Tier}
+    engine.destroy()
+    for tier in (Tier.HOST, Tier.DISK):
+        assert not any(engine.accountant.live_in(tier).values())
+    return found
+
+
+OPTIMIZER, PARAMETERS = (Category.MASTER, Category.OPTIMIZER), (Category.PARAMETERS,)
+
+
+@pytest.mark.parametrize(
+    ("place", "tiers"),
+    [
+        ("optimizer on host", {Tier.HOST: OPTIMIZER}),
+        ("optimizer on disk", {Tier.DISK: OPTIMIZER}),
+        ("parameters on host", {Tier.HOST: PARAMETERS}),
+        ("all on host", {Tier.HOST: OPTIMIZER + PARAMETERS}),
+        ("all on disk", {Tier.DISK: OPTIMIZER + PARAMETERS}),
+    ],
+)
+def test_what_is_elsewhere_is_not_on_the_device(
+    tmp_path: Path, place: str, tiers: dict[Tier, tuple[Category, ...]]
+) -> None:
+    (resident,), (away,) = (run_ranks(held, 1, zero) for zero in ({}, offload(place, str(tmp_path))))
+    for tier, categories in tiers.items():
+        for category in categories:
+            whole = resident[Tier.DEVICE][category]
+            others = sum(away[other][category] for other in Tier if other is not tier)
+            assert others < 0.02 * whole + 200, category  # counts of steps
+            assert away[tier][category] >= 0.98 * whole - 200, category
+
+
+def reported(zero: dict[str, Any], stage: int, accumulation: int, far: bool) -> Any:
+    with played_device() if far else contextlib.nullcontext():
+        before, after = reports.report(stage, "bf16", keep=0, accumulation=accumulation, zero=zero)
+    reports.check(before, after, f"stage {stage}")
+    return before.elsewhere, after.elsewhere
+
+
+@pytest.mark.parametrize("accumulation", [1, 2])
+@pytest.mark.parametrize("far", [False, True], ids=["cpu", "device"])
+@pytest.mark.parametrize(
+    ("place", "stage"), [*((place, 1) for place in FROM_STAGE_1), *((place, 3) for place in PLACES)]
+)
+def test_plans_are_the_measurements_in_each_tier(
+    tmp_path: Path, place: str, stage: int, accumulation: int, far: bool
+) -> None:
+    for before, after in run_ranks(reported, 2, offload(place, str(tmp_path)), stage, accumulation, far):
+        assert [row.name for row in before] == [row.name for row in after]
+        assert {row.name for row in before} >= ({"disk"} if "disk" in place else {"host"})
+        for planned, measured in zip(before, after, strict=True):
+            assert reports.close(planned.planned, measured.measured), planned.name
