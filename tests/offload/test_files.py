@@ -302,7 +302,7 @@ def test_space_that_cannot_be_taken_beforehand(file: SwapFile, monkeypatch: pyte
     extent = file.reserve(values.numel())
     file.write(extent, values)
     assert torch.equal(back(file, extent, values.numel()), values)
-    monkeypatch.setattr("shardwise.offload.files.bytes_free", lambda directory: 5)
+    monkeypatch.setattr("shardwise.offload.unnamed.bytes_free", lambda directory: 5)
     with pytest.raises(OffloadError, match=r"12288 bytes more are needed, 5 bytes are free"):
         file.reserve(BLOCK)
 
