@@ -191,6 +191,24 @@ def test_wrong_directories_do_not_wait_for_torch(tmp_path: Path) -> None:
     assert (done.returncode, done.stdout) == (2, "False\n")
 
 
+@pytest.mark.parametrize("after", [0.0, 0.05, 0.3])
+def test_an_interrupt_leaves_nothing(tmp_path: Path, after: float) -> None:
+    text = (
+        "import os, signal, sys, threading; from shardwise.launch import cli\n"
+        "from shardwise.offload import measure\n"
+        "begun = measure.MeasuredFile.speeds\n"
+        "def speeds(*arguments, **options):\n"
+        "    threading.Timer(float(sys.argv[2]), os.kill, (os.getpid(), signal.SIGINT)).start()\n"
+        "    return begun(*arguments, **options)\n"
+        "measure.MeasuredFile.speeds = speeds\n"
+        "cli.main(['bench', 'io', '--dir', sys.argv[1], '--size', '64M', '--block-size', '64K', '--rounds', '1000'])\n"
+    )
+    command = [sys.executable, "-c", text, str(tmp_path), str(after)]
+    done = subprocess.run(command, capture_output=True, text=True, timeout=120)
+    assert done.returncode in (1, 130), done.stderr
+    assert "terminate" not in done.stderr and list(tmp_path.iterdir()) == []
+
+
 def test_help_names_the_group(capsys: pytest.CaptureFixture[str]) -> None:
     for arguments, words in ((["--help"], "bench"), (["bench", "--help"], "and show the section to paste.")):
         with pytest.raises(SystemExit):

@@ -24,7 +24,8 @@ class DiskOptions:
     """How a disk is used: the section `aio` of the configuration.
 
     Attributes:
-        block_size: bytes of one request; brought up to a multiple of 4096.
+        block_size: bytes of one request; brought up to a multiple of 4096. Memory that the disk does not take as it is
+            (not from `aligned_bytes`, nor pinned) goes by way of buffers, of as many bytes for each request in flight.
         queue_depth: requests in flight for each of `threads`.
         threads: `intra_op_parallelism`.
     """

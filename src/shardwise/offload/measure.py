@@ -170,10 +170,13 @@ class MeasuredFile:
         call = os.pwritev if writes else os.preadv
         whole = self._memory[: self._memory.size - self._memory.size % one.block]
         failures: list[BaseException] = []
+        ended = threading.Event()
 
         def work(number: int) -> None:
             try:
                 for place in range(number * one.block, whole.size, one.in_flight * one.block):
+                    if ended.is_set():
+                        return
                     move_all(call, self._file.descriptor, whole[place : place + one.block], place)
             except OSError as error:
                 failures.append(error)
@@ -182,8 +185,14 @@ class MeasuredFile:
         begun = time.perf_counter()
         for loop in loops:
             loop.start()
-        for loop in loops:
-            loop.join()
+        try:
+            for loop in loops:
+                loop.join()
+            seconds = time.perf_counter() - begun
+        finally:  # Ctrl-C, too: nobody may write to the file when it is closed
+            ended.set()
+            for loop in loops:
+                loop.join()
         if failures:
             raise failures[0]
-        return (time.perf_counter() - begun) * self._memory.size / max(1, whole.size)
+        return seconds * self._memory.size / max(1, whole.size)
