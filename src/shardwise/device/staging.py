@@ -62,11 +62,13 @@ class CopyStream:
         self._device = device
         self._streams = streams_of(device)
         self._stream = self._streams.make("copies")
+        self._in_use: list[tuple[Mark, torch.Tensor]] = []
 
     def host_bytes(self, size: int) -> torch.Tensor:
         """Return memory of the host for it, of undefined content."""
         if self._device.type != "cuda":
-            return torch.empty(size, dtype=torch.uint8, device="cpu")
+            with self._streams.on_host():
+                return torch.empty(size, dtype=torch.uint8, device="cpu")
         # Threads begin with the first device, on which memory must not be pinned.
         with torch.cuda.device(self._device):
             return torch.empty(size, dtype=torch.uint8, device="cpu", pin_memory=True)
@@ -89,6 +91,11 @@ class CopyStream:
         if tensor.device.type == "cuda":
             with self._stream.use():
                 tensor.record_stream(torch.cuda.current_stream(tensor.device))
+
+    def keep_host(self, tensor: torch.Tensor) -> None:
+        """Keep memory of the host until the current stream has done what it has been given so far."""
+        self._in_use = [(mark, kept) for mark, kept in self._in_use if not mark.reached()]
+        self._in_use.append((self._streams.mark(), tensor))
 
     def mark(self) -> Copied:
         """Return the place behind the copies so far."""

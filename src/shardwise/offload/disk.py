@@ -192,7 +192,7 @@ class _Kept:
         if self._reading is not None:
             near = self._arrived()
             if near is not self._bytes:
-                self._bytes.copy_(near, non_blocking=True)
+                self._copy(self._bytes, near)
 
     def give_back(self, *, written: bool) -> None:
         """See `Stored.give_back`."""
@@ -224,7 +224,12 @@ class _Kept:
             self._file.read(self._extent, flat).wait()
         else:
             self.look_ahead()
-            flat.copy_(self._arrived(), non_blocking=True)
+            self._copy(flat, self._arrived())
+
+    def _copy(self, target: torch.Tensor, near: torch.Tensor) -> None:
+        target.copy_(near, non_blocking=True)
+        if self._copies is not None:
+            self._copies.keep_host(near)
 
     def _arrived(self) -> torch.Tensor:
         """Return what was read, when it is there."""
