@@ -106,16 +106,11 @@ SPARSE_ATTENTION = {
 }
 FLOPS_PROFILER = {"enabled": True, "profile_step": 1, "module_depth": -1, "top_modules": 3, "detailed": True}
 CHECKPOINTING = {"partition_activations": True, "contiguous_memory_optimization": True, "cpu_checkpointing": True}
-KEPT_ELSEWHERE = [
-    "activation_checkpointing.cpu_checkpointing",
-    "activation_checkpointing.contiguous_memory_optimization",
-]
 OFFLOADS = ["zero_optimization.offload_param", "zero_optimization.offload_optimizer"]
 
 REFUSED = {
     "profiler": (small(flops_profiler=FLOPS_PROFILER), ["flops_profiler.enabled"]),
     "autotuning": (small(autotuning=AUTOTUNING), ["autotuning.enabled"]),
-    "recomputation": (small(activation_checkpointing=CHECKPOINTING), KEPT_ELSEWHERE),
     "sparse attention": (small(sparse_attention=SPARSE_ATTENTION), ["sparse_attention"]),
     "offload of everything": (small(zero_optimization=ARTICLE_ZERO_3), OFFLOADS),
     "offload, recomputation and fp16": (
@@ -124,7 +119,7 @@ REFUSED = {
             activation_checkpointing=CHECKPOINTING,
             fp16={"enabled": True, "loss_scale": 0, "initial_scale_power": 16},
         ),
-        [*OFFLOADS, *KEPT_ELSEWHERE],
+        OFFLOADS,
     ),
     "case study": (
         {
@@ -162,7 +157,10 @@ def test_accepted(name: str) -> None:
 
 WARNED = {
     "time breakdown": (small(wall_clock_breakdown=True), "wall_clock_breakdown"),
-    "checkpoint timing": (small(activation_checkpointing={"profile": True}), "activation_checkpointing"),
+    "recomputation": (
+        small(activation_checkpointing=CHECKPOINTING),
+        "activation_checkpointing.partition_activations",
+    ),
 }
 
 
