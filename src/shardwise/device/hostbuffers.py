@@ -6,6 +6,7 @@ powers of two. So buffers of a CUDA device are mappings of their own, which are 
 
 from __future__ import annotations
 
+import bisect
 import mmap
 
 import torch
@@ -15,6 +16,10 @@ from shardwise.device.staging import Copied
 
 _LARGER = 2
 """What is kept serves for requests of at least this part of its size."""
+
+
+_Kept = tuple[torch.Tensor, "Copied | None", int]
+"""A buffer, a place behind the last copy from it, and the round in which it was given back."""
 
 
 class HostBuffers:
@@ -39,7 +44,8 @@ class HostBuffers:
     def __init__(self, device: torch.device, keep: bool | None = None) -> None:
         self._cuda = device.type == "cuda"
         self.keep = self._cuda if keep is None else keep or self._cuda
-        self._kept: list[tuple[torch.Tensor, Copied | None, int]] = []
+        self._kept: dict[int, list[_Kept]] = {}  # by size
+        self._sizes: list[int] = []  # of these, in order
         self._addresses: dict[int, int] = {}  # of pinned buffers, by id()
         self._out = 0
         self._round = 0
@@ -55,11 +61,13 @@ class HostBuffers:
         if not self._out:
             self._begin_round()
         self._out += 1
-        fitting = [entry for entry in self._kept if size <= entry[0].numel() <= _LARGER * size]
-        if fitting:
-            entry = min(fitting, key=lambda entry: entry[0].numel())
-            self._kept = [other for other in self._kept if other is not entry]
-            return entry[0]
+        place = bisect.bisect_left(self._sizes, size)
+        if place < len(self._sizes) and self._sizes[place] <= _LARGER * size:
+            entries = self._kept[self._sizes[place]]
+            buffer = entries.pop()[0]
+            if not entries:
+                del self._kept[self._sizes.pop(place)]
+            return buffer
         if not (self._cuda and real):
             return torch.empty(size, dtype=torch.uint8, device="cpu")
         return self._mapped(size)
@@ -73,14 +81,30 @@ class HostBuffers:
         """
         self._out -= 1
         if self.keep:
-            self._kept.append((buffer, copied, self._round))
+            self._put((buffer, copied, self._round))
+
+    def _put(self, entry: _Kept) -> None:
+        size = entry[0].numel()
+        if size not in self._kept:
+            self._kept[size] = []
+            bisect.insort(self._sizes, size)
+        self._kept[size].append(entry)
+
+    def _empty(self) -> list[_Kept]:
+        entries = [entry for kept in self._kept.values() for entry in kept]
+        self._kept.clear()
+        self._sizes.clear()
+        return entries
 
     def _begin_round(self) -> None:
         """Let go of what the round before, in which everything was given back in the end, had no use for."""
-        idle = [entry for entry in self._kept if entry[2] < self._round]
-        self._kept = [entry for entry in self._kept if entry[2] == self._round]
+        if any(entry[2] < self._round for kept in self._kept.values() for entry in kept):
+            entries = self._empty()
+            for entry in entries:
+                if entry[2] == self._round:
+                    self._put(entry)
+            self._let_go([entry for entry in entries if entry[2] < self._round])
         self._round += 1
-        self._let_go(idle)
 
     def _mapped(self, size: int) -> torch.Tensor:
         memory = mmap.mmap(-1, size, flags=mmap.MAP_PRIVATE | mmap.MAP_ANONYMOUS)
@@ -91,7 +115,7 @@ class HostBuffers:
             self.pinned = False
         return buffer
 
-    def _let_go(self, entries: list[tuple[torch.Tensor, Copied | None, int]]) -> None:
+    def _let_go(self, entries: list[_Kept]) -> None:
         for buffer, copied, _ in entries:
             if copied is not None:
                 copied.synchronize()
@@ -100,8 +124,7 @@ class HostBuffers:
 
     def close(self) -> None:
         """Let go of everything that is kept."""
-        kept, self._kept = self._kept, []
-        self._let_go(kept)
+        self._let_go(self._empty())
 
     def __del__(self) -> None:
         self.close()

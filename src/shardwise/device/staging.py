@@ -17,6 +17,7 @@ from datetime import timedelta
 
 import torch
 
+from shardwise.compat import has_values
 from shardwise.device.streams import Mark, Stream, Streams, streams_of
 
 MOST = 64 << 20
@@ -108,7 +109,7 @@ class CopyStream:
 
         It costs nothing on the stream on which the memory was taken.
         """
-        if tensor.device.type == "cuda":
+        if tensor.device.type == "cuda" and has_values(tensor):
             tensor.record_stream(torch.cuda.current_stream(tensor.device))
 
     def mark(self) -> Copied:
