@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import gc
 from collections.abc import Callable
+from concurrent.futures import ThreadPoolExecutor
 from contextlib import AbstractContextManager, nullcontext
 from functools import partial
 from typing import Any
@@ -290,6 +291,26 @@ def test_blocks_inside_of_others() -> None:
     held = [part.accountant.live_in(Tier.HOST)[Category.ACTIVATIONS] for part in (outer, inner) if part.accountant]
     assert held == [0, x.nbytes]
     z.backward()
+
+
+def test_several_threads() -> None:
+    offload = offload_activations(min_bytes=LEAST)
+
+    def gradient(seed: int, around: AbstractContextManager[Any]) -> torch.Tensor:
+        x = torch.full((32, 32), 0.1 * seed, requires_grad=True)
+        for _ in range(20):
+            with around:
+                y = x * 1.0
+                for _ in range(5):
+                    y = y.sin()
+            y.sum().backward()
+        assert x.grad is not None
+        return x.grad
+
+    with ThreadPoolExecutor(4) as pool:
+        found = list(pool.map(lambda seed: gradient(seed, offload), range(8)))
+    assert all(torch.equal(one, gradient(seed, nullcontext())) for seed, one in enumerate(found))
+    assert offload.held == 0 and not offload._known
 
 
 # -- memory ------------------------------------------------------------------------------------------------------------

@@ -91,7 +91,7 @@ class ActivationOffload:
         self._lock = threading.RLock()
         self._lanes: dict[torch.device, _Lane] = {}
         self._known: weakref.WeakValueDictionary[int, _Moved] = weakref.WeakValueDictionary()  # by id() of storages
-        self._open: list[_Pair | None] = []
+        self._open = _Open()
         self._groups = 0
         self._last: weakref.ref[_Group] | None = None
         self._window: dict[int, weakref.ref[_Group]] = {}  # by number, in the order in which they came
@@ -103,11 +103,11 @@ class ActivationOffload:
     # -- blocks --------------------------------------------------------------------------------------------------------
 
     def __enter__(self) -> ActivationOffload:
-        self._open.append(self._begin(()))
+        self._open.pairs.append(self._begin(()))
         return self
 
     def __exit__(self, *error: Any) -> None:
-        pair = self._open.pop()
+        pair = self._open.pairs.pop()
         if pair is not None:
             pair.end()
 
@@ -382,6 +382,13 @@ class _Pair:
         tensor: torch.Tensor = packed[0]
         check_version(tensor, packed[1], tensor)
         return tensor
+
+
+class _Open(threading.local):
+    """The blocks that a thread is in; None for those that do nothing."""
+
+    def __init__(self) -> None:
+        self.pairs: list[_Pair | None] = []
 
 
 class _Handed:
