@@ -39,15 +39,6 @@ INNER = "it is an inner part of DeepSpeed, which has no counterpart here"
 WRAPPERS = "it is an inner part of DeepSpeed: here all ZeRO stages are one code path, without wrappers of optimizers"
 FILES = "checkpoints here are safetensors and JSON, which `shardwise.checkpoint` writes, and no files of this form"
 
-CHECKPOINTING = {
-    "partition_activations": "splitting saved inputs over tensor-parallel ranks",
-    "contiguous_memory_optimization": "keeping the saved inputs of recomputed functions in one buffer",
-    "cpu_checkpointing": "moving the saved inputs of recomputed functions to host memory",
-    "synchronize_checkpoint_boundary": "synchronizing the device at every checkpoint",
-    "profile": "timing checkpointed functions",
-}
-"""Key of `activation_checkpointing` -> what it asks for, which is not built yet."""
-
 _COALESCED = (
     "stages 0 and 1 reduce the gradients of several backward passes together (gradient_accumulation_steps, "
     "engine.no_sync()); stages 2 and 3 reduce those of each, so that no whole gradient is kept"

@@ -765,7 +765,9 @@ TABLE: dict[str, dict[str, Entry]] = {
     "deepspeed.checkpointing": _CHECKPOINTING,
     "deepspeed.runtime.activation_checkpointing.checkpointing": _CHECKPOINTING,
     "deepspeed.runtime.activation_checkpointing.offload_activations": raising(
-        OFFLOAD, "CheckpointHiddenStatesOffload get_checkpoint_hidden_states_offloading_ctx_manager"
+        "activations live on the host inside of shardwise.offload_activations(), or by the configuration's "
+        "activation_checkpointing.cpu_checkpointing or activation_offload",
+        "CheckpointHiddenStatesOffload get_checkpoint_hidden_states_offloading_ctx_manager",
     ),
     "deepspeed.pipe": joined(_PIPELINE_MODULE, _TOPOLOGY),
     "deepspeed.runtime.pipe": joined(_PIPELINE_MODULE, _TOPOLOGY),

@@ -1,4 +1,4 @@
-"""Offloading: where sharded state lives when the device is too small, and how disk is read."""
+"""Offloading: where sharded state and activations live when the device is too small, and how disk is read."""
 
 from __future__ import annotations
 
@@ -92,6 +92,17 @@ class ZenFlow(ConfigSection):
     full_warm_up_rounds: Int = key(0, "Steps at the start in which everything is updated.", ge=0)
     pt_reserved_cores_perc: float = key(0.5, "Fraction of the cores left to PyTorch.", ge=0, le=1)
     steps_per_epoch: Int | None = key(None, "Steps in an epoch, for select_strategy epoch.", gt=0)
+
+
+class ActivationOffload(ConfigSection):
+    """`activation_offload`: what autograd saves in the engine's forward pass lives on the host until it is needed."""
+
+    enabled: bool = key(False, "Move saved activations of any model to host memory (without `checkpoint` calls, too).")
+    min_bytes: Int = key(
+        1_048_576,
+        "Memory of at least so many bytes is moved, also by `activation_checkpointing.cpu_checkpointing`.",
+        ge=0,
+    )
 
 
 class AIO(ConfigSection):
