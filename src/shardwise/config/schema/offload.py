@@ -38,10 +38,15 @@ class OffloadOptimizer(ConfigSection):
     device: Literal["none", "cpu", "nvme"] = key(
         "none",
         "Where optimizer state and master weights live: none (the device), cpu (the host's memory) or nvme (files). "
-        "Unless it is none, the processor steps them, and gradients wait for it in the host's memory.",
+        "Unless it is none, the processor steps them, and gradients wait for that outside of the device, too.",
         default_note=_DEVICE_NOTE,
     )
     nvme_path: str | None = key(None, "Directory on a fast disk, for device nvme.")
+    gradients: Literal["cpu", "nvme"] | None = key(
+        None,
+        "Where gradients wait for the step while `device` is not none; null: in the host's memory. With nvme they are "
+        "in `nvme_path` and travel three times a step. A key of this library.",
+    )
     buffer_count: Int = key(4, "Number of buffers between host and disk.", gt=0, no_effect=_SCHEDULED)
     pin_memory: bool = key(
         True, "Page-lock the host memory that gradients are copied to (on a CUDA device).", default_note=_PIN_NOTE
