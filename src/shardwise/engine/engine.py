@@ -47,6 +47,7 @@ if TYPE_CHECKING:
     from shardwise.comm.ledger import Ledger
     from shardwise.config import Resolution
     from shardwise.engine.batch import Batches
+    from shardwise.engine.budget import Budget
     from shardwise.engine.checkpointing import Checkpoints
     from shardwise.engine.faults import FaultTolerance
     from shardwise.engine.interchange import CustomLoad, Interchange
@@ -515,6 +516,7 @@ class Engine(nn.Module):
         with explaining(lambda: self._memory.circumstances("engine.step()", stepping=True)):
             ended = self._step.take(lr_kwargs)
         if ended:
+            self._memory.check_limit()
             self._faults.after_boundary()
 
     def _no_optimizer(self) -> str:
@@ -1169,6 +1171,14 @@ class Engine(nn.Module):
             sample_batch, loss=loss, stages=stages, micro_batches=micro_batches, ranks=ranks
         )
 
+    @property
+    def memory_budget(self) -> Budget | None:
+        """What was planned against what there is when the engine was made, on each tier, and what a step moves.
+
+        None where all state is on the device and `memory_limits` asks for nothing.
+        """
+        return self._memory.budget
+
     # -- the end -------------------------------------------------------------------------------------------------------
 
     def destroy(self) -> None:
@@ -1184,6 +1194,7 @@ class Engine(nn.Module):
             DesyncError: other ranks have gone on with training (stage 3); the parameters stay sharded. While an
                 exception is being handled it is a warning instead.
         """
+        self._memory.close()
         failure = self._checkpoints.background.finish()
         if not self.sharded.closed:
             self._step.close()
