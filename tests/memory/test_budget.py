@@ -24,12 +24,15 @@ from shardwise.errors import ConfigError
 from shardwise.memory import MemoryLimit, OutOfMemoryError, Tier
 from shardwise.offload.files import SwapFile
 from tests.harness import run_ranks
+from tests.memory.test_exhausted import under_limit
 
 KIB = 1 << 10
 BLOCKS, WIDTH = 8, 64
 BYTES = 4 * BLOCKS * (2 * 4 * WIDTH * WIDTH + 5 * WIDTH)
 """Of the parameters."""
 LAYERS = 24
+ROOM = 48
+"""MiB of addresses beyond what the process has before the model of 16 MiB exists."""
 ADAM = {"type": "AdamW", "params": {"lr": 1e-3}}
 
 
@@ -178,6 +181,14 @@ def test_a_disk_that_is_too_small(tmp_path: Path, by_hand: bool) -> None:
     assert told.value.suggestion is not None
     assert told.value.suggestion["zero_optimization"]["offload_optimizer"] == {"device": "none"}
     start(merged(zero, told.value.suggestion), memory_limits=limits).destroy()
+
+
+def test_a_real_limit_is_told_before_anything_is_spread() -> None:
+    zero = {"stage": 1, "offload_optimizer": {"device": "cpu"}}
+    config = {"train_micro_batch_size_per_gpu": 2, "optimizer": ADAM, "zero_optimization": zero}
+    (told,) = under_limit(ROOM, 8192, config)
+    assert told["text"].startswith("initialize(): this does not fit.") and told["cause"] == "NoneType"
+    assert "  device and host: rank 0 needs " in told["text"] and "(RLIMIT_AS (ulimit -v))" in told["text"]
 
 
 def test_a_disk_that_nobody_has_named() -> None:
