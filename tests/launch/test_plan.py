@@ -60,6 +60,33 @@ def test_bytes_of_a_model_of_ones_own(capsys: pytest.CaptureFixture[str], tmp_pa
     assert "activations" not in without["peaks"] and without["total"]
 
 
+OFFLOADED = {
+    "train_batch_size": 8,
+    "optimizer": {"type": "AdamW", "params": {"lr": 0.1}},
+    "zero_optimization": {
+        "stage": 3,
+        "offload_optimizer": {"device": "nvme", "nvme_path": "/nowhere"},
+        "offload_param": {"device": "cpu"},
+    },
+}
+
+
+def test_state_elsewhere_and_what_it_costs(capsys: pytest.CaptureFixture[str], tmp_path: Path) -> None:
+    config = tmp_path / "config.json"
+    config.write_text(json.dumps(OFFLOADED))
+    given = [f"{__name__}:own", "--config", str(config), "--stages", "3", "--length", "0"]
+    limits = ["--device-limit", "1MB", "--host-limit", "1MB", "--disk-limit", "100KB", "--local-ranks", "2"]
+    plan = json.loads(run(capsys, *given, *limits, "--json"))[f"{__name__}:own"]["plans"][0]
+    assert plan["fits"] is True and plan["elsewhere"]["disk"] > 0
+    assert plan["moved"]["disk"]["read"] >= plan["elsewhere"]["disk"] * 0.9
+    text = run(capsys, *given, *limits[:-1], "8", "--disk-speed", "2,0.5")
+    assert "fits" in text.splitlines()[1] and text.splitlines()[2].endswith(" no")  # the disk is shared by more
+    assert "GB on host: a step reads " in text
+    assert "GB on disk: a step reads " in text and "at 2.00 and 0.50 GB/s" in text
+    without = run(capsys, *given)
+    assert "fits" not in without and "GB on disk: a step reads " in without
+
+
 @pytest.mark.parametrize(
     ("arguments", "words"),
     [
@@ -68,6 +95,8 @@ def test_bytes_of_a_model_of_ones_own(capsys: pytest.CaptureFixture[str], tmp_pa
         (["builtins:dict"], "has returned dict; it must return a torch.nn.Module"),
         (["bloom-560m", "--stages", "4"], "--stages 4: give some of"),
         (["bloom-560m", "--precision", "int8"], "--precision int8: give fp32"),
+        (["bloom-560m", "--host-limit", "much"], "--host-limit much: expected bytes or a size such as"),
+        (["bloom-560m", "--disk-speed", "3"], "--disk-speed 3: give two numbers above 0"),
         (["bloom-560m", "--ranks", "0"], "--ranks, --micro-batch and --accumulation are 1 or more"),
     ],
 )

@@ -267,8 +267,26 @@ def test_control_groups(tmp_path: Path) -> None:
         (root / name).write_text(text)
     membership = tmp_path / "membership"
     membership.write_text("0::/a/b\n5:cpu,cpuacct:/x\n4:memory:/old\n")
-    assert list(limits._control_groups(membership, root)) == [("/a", 4000000, 1000000), ("/old", 3000000, 2000000)]
-    assert list(limits._control_groups(tmp_path / "none", root)) == []
+    found = list(limits.control_groups(membership, root))
+    assert [(group.path, group.limit, group.used()) for group in found] == [
+        ("/a", 4000000, 1000000),
+        ("/old", 3000000, 2000000),
+    ]
+    assert list(limits.control_groups(tmp_path / "none", root)) == []
+
+
+def test_pages_of_files_count_as_free(tmp_path: Path) -> None:
+    (tmp_path / "memory.max").write_text("4000000\n")
+    (tmp_path / "memory.current").write_text("3900000\n")
+    (tmp_path / "memory.stat").write_text("anon 900000\ninactive_file 2500000\nactive_file 400000\nshmem 5000\n")
+    membership = tmp_path / "membership"
+    membership.write_text("0::/\n")
+    (group,) = limits.control_groups(membership, tmp_path)
+    assert group.used() == 1000000
+    assert limits.lowest_free([group])[1:] == (4000000, 3000000)
+    (tmp_path / "memory.stat").write_text("total_inactive_file 1000000\ninactive_file 5\n")
+    assert group.used() == 2900000
+    assert group.used(exact_above=4000000) == 3900000
 
 
 # -- under a real limit ------------------------------------------------------------------------------------------------

@@ -34,6 +34,8 @@ MEMORY_DIRECTORY = "SHARDWISE_MEMORY_DIRECTORY"
 """Variable in which `shardwise run` names a directory in memory that lives as long as the job."""
 RECOVERY_FILE = "SHARDWISE_RECOVERY_FILE"
 """Variable in which `shardwise run` asks the ranks of a restarted job when training has gone on."""
+DEVICE_LIMIT = "SHARDWISE_DEVICE_LIMIT"
+"""Variable that overrules `memory_limits.device`: most bytes of a rank on its device, as "2GiB"."""
 NO_LAUNCHER = "no launcher"
 
 

@@ -7,6 +7,7 @@ from __future__ import annotations
 
 import argparse
 import json
+import os
 from collections.abc import Callable, Iterable
 from dataclasses import replace
 from typing import Any
@@ -18,6 +19,7 @@ from shardwise.comm.agreement import check_agreement
 from shardwise.comm.api import configure as configure_log
 from shardwise.comm.communicator import Communicator, members_of
 from shardwise.comm.domain import REPLICATE, Domain
+from shardwise.comm.environment import DEVICE_LIMIT
 from shardwise.comm.ledger import Ledger
 from shardwise.comm.logger import comms_logger
 from shardwise.comm.setup import init_distributed, local_rank
@@ -27,6 +29,9 @@ from shardwise.data import EngineDataLoader
 from shardwise.device import choose_device
 from shardwise.engine.activations import Activations
 from shardwise.engine.batch import Batches
+from shardwise.engine.budget import Watched, watches
+from shardwise.engine.budget import make as make_budget
+from shardwise.engine.budget import wanted as budget_wanted
 from shardwise.engine.checkpointing import Checkpoints
 from shardwise.engine.engine import Engine
 from shardwise.engine.exhausted import Circumstances, explaining
@@ -56,6 +61,7 @@ from shardwise.optim import is_elementwise_state
 from shardwise.precision.autocast import wire_dtypes
 from shardwise.precision.dtypes import policy_from_config
 from shardwise.precision.scaler import LossScaler
+from shardwise.sizes import size_in_bytes
 from shardwise.utils.logging import logger, warn_once
 from shardwise.zero.model import ShardedModel
 from shardwise.zero.parameters.init import built_for_codes, suspended
@@ -176,8 +182,14 @@ def initialize(
     # From here on ranks exchange what has the sizes of their own model.
     check_agreement(job, facts_of(model, stepped, resolution))
 
-    # Sharding frees the model unit by unit, so it must be the last one to hold whole parameters.
+    # What all this takes is compared with what there is while nothing has been spread yet, and is watched from then on.
     subject = Subject.of(model, stepped, resolution, domain)
+    budget = make_budget(subject, job) if budget_wanted(settings, plan.where.names) else None
+    watched = None
+    if budget is not None and watches(settings, plan.where.names):
+        watched = Watched(budget, job.rank, accountant)
+
+    # Sharding frees the model unit by unit, so it must be the last one to hold whole parameters.
     with explaining(lambda: Circumstances("initialize()", subject, accountant, job.rank)):
         sharded = ShardedModel(
             model,
@@ -204,6 +216,8 @@ def initialize(
     scaler = LossScaler.from_config(settings.fp16) if scales_loss(settings) else None
     step = TrainStep(sharded, settings, job, batches, stepped, scheduler, scaler, signals)
     checkpoints = Checkpoints(sharded, resolution, job, step, batches)
+    if watched is not None:
+        watched.checkpoint = checkpoints.known
     faults = FaultTolerance(sharded, resolution, job, step, batches, checkpoints, signals)
     if training_data is not None:
         batches.training_dataloader = batches.loader(training_data, collate_fn=collate_fn)
@@ -214,7 +228,7 @@ def initialize(
         checkpoints=checkpoints,
         interchange=Interchange(sharded, job, step),
         faults=faults,
-        memory=MemoryReporting(sharded, resolution, job, step, batches, checkpoints, faults),
+        memory=MemoryReporting(sharded, resolution, job, step, batches, checkpoints, faults, budget, watched),
         activations=Activations(settings, model, device, accountant),
         resolution=resolution,
         job=job,
@@ -262,11 +276,23 @@ def _resolve(source: Any, world: int, client_optimizer: Any) -> Resolution:
     groups = client_optimizer.param_groups if isinstance(client_optimizer, torch.optim.Optimizer) else []
     lr = groups[0].get("lr") if groups else None
     resolution = resolve(source, world_size=world, facts=Facts(lr=None if lr is None else float(lr)))
+    _take_device_limit(resolution)
     if resolution.config.log_level is not None:
         logger.setLevel(resolution.config.log_level.upper())
     for warning in resolution.warnings:
         warn_once(str(warning))
     return resolution
+
+
+def _take_device_limit(resolution: Resolution) -> None:
+    """Have the limit that the command line has set, if there is one."""
+    written = os.environ.get(DEVICE_LIMIT)
+    if not written:
+        return
+    try:
+        resolution.config.memory_limits.device = size_in_bytes(written)
+    except ValueError as error:
+        raise ConfigError(f"{DEVICE_LIMIT} (shardwise run --device-limit): {error}") from error
 
 
 _MODEL_PARALLEL_SIZES = (

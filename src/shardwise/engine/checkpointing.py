@@ -68,6 +68,8 @@ class Checkpoints:
         self._step = step
         self._batches = batches
         self._notes: tuple[str, ...] = ()
+        self._last: str | None = None
+        self._last_in_background = False
 
     def save(
         self,
@@ -108,12 +110,18 @@ class Checkpoints:
             begun.said = [parent, background]
         request = replace(request, directory=_one_directory([said[0] for said in begun.heard], self._job.rank))
         check_same_way([said[1] for said in begun.heard])
+        self._last_in_background = background
         if background:
             self.background.start(request, state, begun_at, waited)
             return
-        path = save(self._sharded, request, state)
+        self._last = path = save(self._sharded, request, state)
         if self._job.rank == 0 and self.background.shows_statistics:
             logger.info("%s", statistics(path, size_of(path), time.monotonic() - begun_at - waited))
+
+    def known(self) -> str | None:
+        """Return the newest whole checkpoint that this process has saved or loaded; None: none. Not a collective."""
+        report = self.background.report if self._last_in_background else None
+        return self._last if report is None or report.written is None or report.error else report.path
 
     def load(
         self,
@@ -190,6 +198,7 @@ class Checkpoints:
                 self._take_training_state(loaded, options, load_lr_scheduler_states)
         if self._job.rank == 0 and (matched.report.differs or matched.report.notes):
             logger.warning("%s", matched.report)
+        self._last, self._last_in_background = loaded.path, False
         self.last_load = replace(matched.report, notes=matched.report.notes + self._notes)
         return loaded.path, loaded.client
 

@@ -11,6 +11,7 @@ import contextlib
 import warnings
 from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass
+from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 import torch
@@ -27,7 +28,7 @@ from shardwise.engine.signals import SignalWatch
 from shardwise.engine.step import TrainStep
 from shardwise.engine.stepping import stepping_of
 from shardwise.engine.zeropp import reduction
-from shardwise.memory import Accountant, Category, Tier, fake_copy, track_activations, twin_of
+from shardwise.memory import Accountant, Category, Moved, Tier, fake_copy, track_activations, twin_of
 from shardwise.memory.dryrun import Answers, arguments_of, fake_values, loss_of, undisturbed
 from shardwise.offload import Disks, homes_of
 from shardwise.optim import is_elementwise_state
@@ -61,6 +62,9 @@ class MemoryPlan:
         floor: what cannot be done without, in each category.
         least: that, of what is held when most is held.
         elsewhere: most bytes at once in each tier but the device.
+        near: most bytes at once on device and host together.
+        moved: what a window moves between each tier and where it is used.
+        files: bytes of the file in each directory on a disk.
     """
 
     peaks: dict[Category, int]
@@ -68,12 +72,24 @@ class MemoryPlan:
     floor: dict[Category, int]
     least: int
     elsewhere: dict[Tier, int]
+    near: int
+    moved: dict[Tier, Moved]
+    files: dict[Path, int]
 
     def joined(self, other: MemoryPlan) -> MemoryPlan:
         """Return the plan of a training that has windows of both kinds."""
         peaks = {category: max(size, other.peaks[category]) for category, size in self.peaks.items()}
         elsewhere = {tier: max(size, other.elsewhere[tier]) for tier, size in self.elsewhere.items()}
-        return MemoryPlan(peaks, max(self.total, other.total), other.floor, max(self.least, other.least), elsewhere)
+        return MemoryPlan(
+            peaks,
+            max(self.total, other.total),
+            other.floor,
+            max(self.least, other.least),
+            elsewhere,
+            max(self.near, other.near),
+            other.moved,
+            {directory: max(size, other.files.get(directory, 0)) for directory, size in self.files.items()},
+        )
 
 
 class Twin:
@@ -122,6 +138,7 @@ class Twin:
             domain = domain_of(config, comm) if grid is None else Domain(comm, grid)
             policy = policy_from_config(config)
             plan = Plan.of(config.zero_optimization, domain)
+            self._disks = Disks.of(config, comm.rank, imagined=True)
             place_buffers(twin, device, policy.buffer_dtype, config.data_types.keep_in_fp32_modules, accountant)
             self.sharded = ShardedModel(
                 twin,
@@ -137,7 +154,7 @@ class Twin:
                 compressor=reduction(config, comm, lambda tensor: accountant.hold(Category.BUFFERS, tensor)),
                 sparse_gradients=config.sparse_gradients,
                 leaves=leaves_of(twin, config.zero_optimization.leaf_module),
-                homes=homes_of(plan.where, device, Disks.of(config, comm.rank, imagined=True)),
+                homes=homes_of(plan.where, device, self._disks),
                 wires=wire_dtypes(twin, config),
             )
             self._batches = Batches(config, comm, device)
@@ -175,8 +192,8 @@ class Twin:
                 self.sharded.finish_gathers()
                 self.accountant.reset_peak()
                 for _ in range(1 if found is None else 2):  # some lossy steps differ by turns
-                    self._window(given, accumulation, loss)
-                plan = self._read(accumulation)
+                    moved = self._window(given, accumulation, loss)
+                plan = self._read(accumulation, moved)
                 found = plan if found is None else found.joined(plan)
         assert found is not None
         return found
@@ -196,9 +213,11 @@ class Twin:
             warnings.filterwarnings("ignore", message="Accessing the data pointer of FakeTensor")
             yield
 
-    def _window(self, batch: Any, accumulation: int, loss: Callable[[Any], torch.Tensor] | None) -> None:
-        self._batches.steps = min(accumulation, MOST_PASSES)
-        for _ in range(self._batches.steps):
+    def _window(self, batch: Any, accumulation: int, loss: Callable[[Any], torch.Tensor] | None) -> dict[Tier, Moved]:
+        """Run the passes and the step of a window; return what all its passes move."""
+        self._batches.steps = passes = min(accumulation, MOST_PASSES)
+        marks = [self._moved()]
+        for _ in range(passes):
             scalar = self._forward(batch, loss)
             if self.sharded.update is not None:
                 with Answers():
@@ -207,6 +226,15 @@ class Twin:
                     del roots
                     self._step.take()
             del scalar
+            marks.append(self._moved())
+        whole = {tier: marks[-1][tier] - marks[0][tier] for tier in Tier}
+        if accumulation > MOST_PASSES:  # those that are not run are as the second
+            for tier in Tier:
+                whole[tier] += (marks[2][tier] - marks[1][tier]).times(accumulation - passes)
+        return whole
+
+    def _moved(self) -> dict[Tier, Moved]:
+        return {tier: self.accountant.moved(tier) for tier in Tier}
 
     def _forward(self, batch: Any, loss: Callable[[Any], torch.Tensor] | None) -> torch.Tensor:
         if batch is None:
@@ -221,13 +249,15 @@ class Twin:
             output = scale_gradients_of(output, self._step.output_scale)
         return loss(output) if loss is not None else loss_of(output)
 
-    def _read(self, accumulation: int) -> MemoryPlan:
+    def _read(self, accumulation: int, moved: dict[Tier, Moved]) -> MemoryPlan:
         accountant = self.accountant
         peaks, highest = accountant.peak, accountant.at_peak
         least = floor(self.sharded, accumulation, peaks, accountant.live)
         total = sum(min(size, highest[category]) for category, size in least.items())
         elsewhere: dict[Tier, int] = {t: accountant.peak_total_in(t) for t in Tier if t is not Tier.DEVICE}
-        return MemoryPlan(peaks, accountant.peak_total, least, total, elsewhere)
+        return MemoryPlan(
+            peaks, accountant.peak_total, least, total, elsewhere, accountant.peak_near, moved, self._disks.sizes
+        )
 
 
 class _Use(torch.autograd.Function):

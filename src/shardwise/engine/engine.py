@@ -48,6 +48,7 @@ if TYPE_CHECKING:
     from shardwise.config import Resolution
     from shardwise.engine.activations import Activations
     from shardwise.engine.batch import Batches
+    from shardwise.engine.budget import Budget
     from shardwise.engine.checkpointing import Checkpoints
     from shardwise.engine.faults import FaultTolerance
     from shardwise.engine.interchange import CustomLoad, Interchange
@@ -519,6 +520,7 @@ class Engine(nn.Module):
             ended = self._step.take(lr_kwargs)
         if ended:
             self._activations.tell(self.global_steps, self.job.rank)
+            self._memory.check_limit()
             self._faults.after_boundary()
 
     def _no_optimizer(self) -> str:
@@ -1173,6 +1175,14 @@ class Engine(nn.Module):
             sample_batch, loss=loss, stages=stages, micro_batches=micro_batches, ranks=ranks
         )
 
+    @property
+    def memory_budget(self) -> Budget | None:
+        """What was planned against what there is when the engine was made, on each tier, and what a step moves.
+
+        None where all state is on the device and `memory_limits` asks for nothing.
+        """
+        return self._memory.budget
+
     # -- the end -------------------------------------------------------------------------------------------------------
 
     def destroy(self) -> None:
@@ -1188,6 +1198,7 @@ class Engine(nn.Module):
             DesyncError: other ranks have gone on with training (stage 3); the parameters stay sharded. While an
                 exception is being handled it is a warning instead.
         """
+        self._memory.close()
         failure = self._checkpoints.background.finish()
         if not self.sharded.closed:
             self._step.close()

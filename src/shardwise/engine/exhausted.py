@@ -9,21 +9,34 @@ from __future__ import annotations
 import contextlib
 import json
 import os
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass, replace
 from typing import Any
 
 import torch
 
-from shardwise.engine.plans import MARGIN, MemoryPlans, Planner, SettingPlan, Subject, search
+from shardwise.engine.plans import (
+    MARGIN,
+    MemoryPlans,
+    Offload,
+    Planner,
+    Room,
+    Setting,
+    SettingPlan,
+    Subject,
+    offloads,
+    search,
+)
 from shardwise.memory import (
     Accountant,
     Category,
     MemoryLimit,
     MemoryReport,
     OutOfMemoryError,
+    Tier,
     asked_bytes,
     give_back_freed_memory,
+    host_limits,
     is_out_of_memory,
     let_go_of_frames,
     like_cross_entropy,
@@ -98,8 +111,8 @@ def explained(error: BaseException, at: Circumstances) -> OutOfMemoryError:
         limit, room = room_for(at, planner)
         lines.append(_limit_line(limit, room))
         lines.append(_table(at, live))
-        plans, found = _search(at, planner, room)
-        lines += [plans, _advice(found, at)]
+        plans, found = _search(at, planner, None if room is None else rooms_at(at, room))
+        lines += [plans, advice(found, at.subject)]
         suggestion = None if found is None else found.setting.config
     except (Exception, MemoryError) as failure:  # no memory for this either, or an optimizer of the user's own
         held = ", ".join(f"{category.value} {readable(size)}" for category, size in live.items() if size)
@@ -109,6 +122,62 @@ def explained(error: BaseException, at: Circumstances) -> OutOfMemoryError:
     return told
 
 
+def over_limit(at: Circumstances, limit: int) -> OutOfMemoryError:
+    """Return the error to be raised when more was held on the device than it may be, though there was memory for it.
+
+    Args:
+        at: what is known.
+        limit: of the bytes that the accountant counts there.
+    """
+    held = at.accountant.peak_total
+    lines = [
+        f"rank {at.rank} has held {readable(held)} on its device up to the end of {at.where}, {readable(held - limit)} "
+        f"more than memory_limits.device allows ({readable(limit)}).",
+        f"Setting: {at.subject.setting}.",
+        _table(at, at.accountant.live),
+    ]
+    told = OutOfMemoryError()
+    planner = Planner(at.subject, at.batch, like_cross_entropy)
+    try:
+        plans, found = _search(at, planner, [Room((Tier.DEVICE,), limit), *_host_room(at)])
+        lines += [plans, advice(found, at.subject)]
+        told.suggestion = None if found is None else found.setting.config
+    except Exception as failure:  # an optimizer of the user's own, which runs in the dry run
+        lines.append(f"Other settings not planned ({type(failure).__name__}: {failure}).")
+    told.args = ("\n".join(lines),)
+    return told
+
+
+def rooms_at(at: Circumstances, room: int | None) -> list[Room]:
+    """Return the bytes that there are for the engine of this process.
+
+    Args:
+        at: what is known.
+        room: what `room_for` has found.
+    """
+    if room is None:
+        return []
+    if at.subject.device.type == "cpu":
+        return [Room((Tier.DEVICE, Tier.HOST), room)]
+    return [Room((Tier.DEVICE,), room), *_host_room(at)]
+
+
+def _host_room(at: Circumstances) -> list[Room]:
+    """Return what there is on the host for what does not live on the device."""
+    limit = min(host_limits(_processes(at)), key=lambda limit: limit.share, default=None)
+    if limit is None:
+        return []
+    ours = sum(at.accountant.live_in(Tier.HOST).values())
+    cpu = at.subject.device.type == "cpu"
+    ours += at.accountant.total if cpu else 0
+    tiers = (Tier.DEVICE, Tier.HOST) if cpu else (Tier.HOST,)
+    return [Room(tiers, max(0, limit.share - limit.own + ours))]
+
+
+def _processes(at: Circumstances) -> int:
+    return int(os.environ.get("LOCAL_WORLD_SIZE") or os.environ.get("LOCAL_SIZE") or at.subject.setting.ranks)
+
+
 def room_for(at: Circumstances, planner: Planner) -> tuple[MemoryLimit | None, int | None]:
     """Return the limit of this process, and what of it there is for the engine and its activations.
 
@@ -116,8 +185,7 @@ def room_for(at: Circumstances, planner: Planner) -> tuple[MemoryLimit | None, i
     is known to be the engine's.
     """
     setting, accountant = at.subject.setting, at.accountant
-    processes = int(os.environ.get("LOCAL_WORLD_SIZE") or os.environ.get("LOCAL_SIZE") or setting.ranks)
-    limit = memory_limit(at.subject.device, processes)
+    limit = memory_limit(at.subject.device, _processes(at))
     if limit is None:
         return None, None
     # Measured before anything is planned, because planning loads parts of PyTorch.
@@ -128,6 +196,8 @@ def room_for(at: Circumstances, planner: Planner) -> tuple[MemoryLimit | None, i
     else:
         used, before = resident_bytes() or 0, accountant.process_bytes or 0
     ours = accountant.total
+    if at.subject.device.type == "cpu":
+        ours += sum(accountant.live_in(Tier.HOST).values())
     if at.graph and at.batch is not None and not accountant.tracked:
         ours += planner.plan(setting).peaks.get(Category.ACTIVATIONS.value, 0)
     if at.stepping:
@@ -168,13 +238,14 @@ def _table(at: Circumstances, live: dict[Category, int]) -> str:
     return replace(report, rows=rows, total=total).render().rstrip()
 
 
-def _search(at: Circumstances, planner: Planner, room: int | None) -> tuple[str, SettingPlan | None]:
+def _search(at: Circumstances, planner: Planner, rooms: Sequence[Room] | None) -> tuple[str, SettingPlan | None]:
     """Return the table of the settings looked at, and the cheapest that fits."""
-    own = planner.plan(at.subject.setting, room)
-    if room is None:
-        plans, complete = [planner.plan(setting) for setting in at.subject.setting.dearer()[:_SHOWN]], True
+    setting = at.subject.setting
+    own = planner.plan(setting, rooms or ())
+    if rooms is None:
+        plans, complete = [planner.plan(other) for other in setting.dearer()[:_SHOWN]], True
     else:
-        plans, complete = search(planner, room, SEARCH_S)
+        plans, complete = search(planner, _settings(at.subject, rooms), rooms, SEARCH_S)
     found = next((plan for plan in plans if plan.fits), None)
     notes = [f"Fits: planned, and {MARGIN:.0%} more. The first line is the setting that ran out of memory."]
     if not complete:
@@ -184,16 +255,34 @@ def _search(at: Circumstances, planner: Planner, room: int | None) -> tuple[str,
         plans = [*plans[: _SHOWN // 2], *plans[-_SHOWN // 2 :]]
     if at.batch is None:
         notes.append("Activations are not in it: no batch was being computed.")
-    return MemoryPlans((own, *plans), room, tuple(notes)).render().rstrip(), found
+    room = min((room.size for room in rooms or () if Tier.DEVICE in room.tiers), default=None)
+    return MemoryPlans((own, *plans), room, tuple(notes)).render(width=140).rstrip(), found
 
 
-def _advice(found: SettingPlan | None, at: Circumstances) -> str:
+def _settings(subject: Subject, rooms: Sequence[Room]) -> list[Setting]:
+    """Return what is tried; with state elsewhere only if the device has memory of its own, or is taken to."""
+    found = subject.setting.dearer()
+    if any(room.tiers == (Tier.DEVICE,) for room in rooms):
+        now = Offload.of(subject.resolution.config)
+        found += subject.setting.moved(offloads(now.path), now)
+    return sorted(found, key=lambda setting: setting.cost)
+
+
+def advice(found: SettingPlan | None, subject: Subject, does: str = "would have fitted") -> str:
+    """Say which setting to take.
+
+    Args:
+        found: the cheapest that fits; None: none is known.
+        subject: what is trained, and how.
+        does: what it does, in words.
+    """
     if found is None:
         return (
-            "No setting that was looked at is known to fit (stages up to 3, micro-batches down to 1, and more ranks at "
-            "the same global batch). What remains: activations recomputed in the model (torch.utils.checkpoint), "
-            "parameters in 16 bits, a smaller model or global batch, or more memory."
+            "No setting that was looked at is known to fit (stages up to 3, micro-batches down to 1, more ranks at the "
+            "same global batch; state on the host or on a disk where that helps). What remains: activations recomputed "
+            "in the model (torch.utils.checkpoint), parameters in 16 bits, a smaller model or global batch, or more "
+            "memory."
         )
-    setting, now = found.setting, at.subject.setting
+    setting, now = found.setting, subject.setting
     ranks = f" on {setting.ranks} ranks" if setting.ranks != now.ranks else ""
-    return f"The cheapest setting that would have fitted: {setting}. Set{ranks} {json.dumps(setting.config)}."
+    return f"The cheapest setting that {does}: {setting}. Set{ranks} {json.dumps(setting.config)}."

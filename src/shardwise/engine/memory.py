@@ -8,7 +8,7 @@ from typing import TYPE_CHECKING, Any
 import torch
 
 from shardwise.compat import never_compiled, transforming
-from shardwise.engine.exhausted import Circumstances, room_for
+from shardwise.engine.exhausted import Circumstances, over_limit, room_for, rooms_at
 from shardwise.engine.plans import MemoryPlans, Planner, Setting, Subject
 from shardwise.errors import UsageError
 from shardwise.memory import (
@@ -27,6 +27,7 @@ if TYPE_CHECKING:
     from shardwise.comm.communicator import Communicator
     from shardwise.config import Resolution
     from shardwise.engine.batch import Batches
+    from shardwise.engine.budget import Budget, Watched
     from shardwise.engine.checkpointing import Checkpoints
     from shardwise.engine.faults import FaultTolerance
     from shardwise.engine.step import TrainStep
@@ -44,6 +45,11 @@ class MemoryReporting:
         batches: sizes that the plans are for.
         checkpoints: take memory for saves in the background.
         faults: take memory for copies.
+        budget: what was planned before; None: nothing was.
+        watched: the memory of the machine; None: it is not.
+
+    Attributes:
+        budget: see there.
     """
 
     def __init__(
@@ -55,7 +61,11 @@ class MemoryReporting:
         batches: Batches,
         checkpoints: Checkpoints,
         faults: FaultTolerance,
+        budget: Budget | None = None,
+        watched: Watched | None = None,
     ) -> None:
+        self.budget = budget
+        self._watched = watched
         self.sharded = sharded
         self.accountant = sharded.accountant
         self.device = sharded.device
@@ -137,6 +147,9 @@ class MemoryReporting:
                 for expected in [None if plan is None else plan.elsewhere[tier]]
                 if (held := self.accountant.peak_total_in(tier)) or expected
             ),
+            moved={}
+            if plan is None
+            else {tier.value: plan.moved[tier]._asdict() for tier in plan.elsewhere if any(plan.moved[tier])},
         )
 
     def memory_plans(
@@ -163,14 +176,31 @@ class MemoryReporting:
                     )
                 settings += [Setting(stage, micro, batch // (micro * world), world) for stage in stages]
         planner = Planner(subject, sample_batch, loss)
-        limit, room = room_for(self.circumstances("engine.memory_plans()"), planner)
+        at = self.circumstances("engine.memory_plans()")
+        limit, room = room_for(at, planner)
+        rooms = rooms_at(at, room)
         settings.sort(key=lambda setting: setting.cost)
         notes = [] if limit is None else [f"Limit: {limit.name}."]
         if sample_batch is None:
             notes.append("Activations are not in it; they are planned if a sample batch is given.")
         if self._resolution.config.checkpoint.in_background:
             notes.append("Snapshots of asynchronous saves are not in it: a copy of what each rank saves, on the host.")
-        return MemoryPlans(tuple(planner.plan(setting, room) for setting in settings), room, tuple(notes))
+        return MemoryPlans(tuple(planner.plan(setting, rooms) for setting in settings), room, tuple(notes))
+
+    def check_limit(self) -> None:
+        """Refuse to go on if more has been held on the device than it may be.
+
+        Raises:
+            OutOfMemoryError: see `shardwise.engine.exhausted.over_limit`.
+        """
+        limit = self._resolution.config.memory_limits.device
+        if limit is not None and self.accountant.peak_total > limit:
+            raise over_limit(self.circumstances(f"step {self._step.global_steps}"), limit)
+
+    def close(self) -> None:
+        """Watch the memory of the machine no more."""
+        if self._watched is not None:
+            self._watched.close()
 
     def _setting(self) -> Setting:
         return Setting(self.sharded.plan.stage, self._batches.micro, self._batches.steps, self._comm.world)

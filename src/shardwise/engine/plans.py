@@ -9,7 +9,8 @@ from __future__ import annotations
 import time
 from collections.abc import Callable, Iterator, Sequence
 from dataclasses import asdict, dataclass, field, replace
-from typing import Any
+from pathlib import Path
+from typing import TYPE_CHECKING, Any
 
 import torch
 from torch import nn
@@ -23,12 +24,17 @@ from shardwise.engine.dryrun import MemoryPlan, Twin
 from shardwise.engine.mesh import domain_of
 from shardwise.engine.stepping import make_optimizer, prepare_optimizer
 from shardwise.errors import ConfigError, UsageError
-from shardwise.memory import Category, shapes_of
+from shardwise.memory import Category, Tier, shapes_of
 from shardwise.memory.report import as_text, readable
 from shardwise.precision.dtypes import policy_from_config
 from shardwise.trees import tensors_in
 from shardwise.zero.units.plan import TABLE
 
+if TYPE_CHECKING:
+    from shardwise.config import Config
+
+UNNAMED = "a directory on a fast disk"
+"""Stands for the `nvme_path` that a configuration does not name."""
 MOST_RANKS = 16
 """Settings with up to this many times the ranks are looked at."""
 MARGIN = 0.15
@@ -37,17 +43,110 @@ that of the address space and buffers come and go), temporaries of a few kilobyt
 
 
 @dataclass(frozen=True)
+class Offload:
+    """Where state is to live, as `offload_optimizer.device` and `offload_param.device` say it.
+
+    Attributes:
+        optimizer: none, cpu or nvme.
+        parameters: the same. On nvme none of them stays on the host (`max_in_cpu` 0).
+        path: directory for nvme.
+    """
+
+    optimizer: str = "none"
+    parameters: str = "none"
+    path: str = UNNAMED
+
+    @property
+    def config(self) -> dict[str, Any]:
+        """The keys of `zero_optimization` that say it."""
+        found: dict[str, Any] = {}
+        for name, device in (("offload_optimizer", self.optimizer), ("offload_param", self.parameters)):
+            found[name] = {"device": device}
+            if device == "nvme":
+                found[name]["nvme_path"] = self.path
+        if self.parameters == "nvme":
+            found["offload_param"]["max_in_cpu"] = 0
+        return found
+
+    @classmethod
+    def of(cls, config: Config) -> Offload:
+        """Return where a configuration has state."""
+        zero = config.zero_optimization
+        sections = (zero.offload_optimizer, zero.offload_param)
+        optimizer, parameters = ("none" if section is None else section.device for section in sections)
+        paths = (section.nvme_path for section in sections if section is not None)
+        return cls(optimizer, parameters, next((path for path in paths if path and path.lower() != "none"), UNNAMED))
+
+    @property
+    def devices(self) -> tuple[str, str]:
+        """Both, without the directory."""
+        return self.optimizer, self.parameters
+
+    @property
+    def stage(self) -> int:
+        """The lowest ZeRO stage that can have it."""
+        return 3 if self.parameters != "none" else 1 if self.optimizer != "none" else 0
+
+    def __str__(self) -> str:
+        words = {"none": "on the device", "cpu": "on the host", "nvme": "on disk"}
+        if self.optimizer == self.parameters:
+            return f"state {words[self.optimizer]}"
+        return f"optimizer state {words[self.optimizer]}, parameters {words[self.parameters]}"
+
+
+def offloads(path: str = UNNAMED) -> list[Offload]:
+    """Return the ways to have state elsewhere that are tried, from the fastest to the slowest.
+
+    Args:
+        path: directory on a disk.
+    """
+    ways = (("none", "none"), ("cpu", "none"), ("cpu", "cpu"), ("nvme", "none"), ("nvme", "cpu"), ("nvme", "nvme"))
+    return [Offload(optimizer, parameters, path) for optimizer, parameters in ways]
+
+
+@dataclass(frozen=True)
+class Room:
+    """Bytes that one rank may have.
+
+    Attributes:
+        tiers: on these together.
+        size: how many.
+        directories: of files that count, on disks; none: of all.
+    """
+
+    tiers: tuple[Tier, ...]
+    size: int
+    directories: tuple[str, ...] = ()
+
+    def taken(self, plan: MemoryPlan) -> int:
+        """Return what a plan takes of it."""
+        if Tier.DISK in self.tiers:
+            return sum(size for directory, size in plan.files.items() if self.counts(directory))
+        if Tier.DEVICE not in self.tiers:
+            return plan.elsewhere[Tier.HOST]
+        return plan.near if Tier.HOST in self.tiers else plan.total
+
+    def counts(self, directory: Path) -> bool:
+        """Whether files in a directory are among what it is for."""
+        return Tier.DISK in self.tiers and (not self.directories or str(directory) in self.directories)
+
+
+@dataclass(frozen=True)
 class Setting:
-    """What can be changed without changing what is trained: the global batch is micro_batch * accumulation * ranks."""
+    """What can be changed without changing what is trained: the global batch is micro_batch * accumulation * ranks.
+
+    Where state lives (`offload`) is as it is configured if that is None.
+    """
 
     stage: int
     micro_batch: int
     accumulation: int
     ranks: int
+    offload: Offload | None = None
 
     @property
-    def cost(self) -> tuple[int, int, int, int]:
-        """What settings are ordered by: ranks, then what they exchange in a step, then passes a step.
+    def cost(self) -> tuple[int, int, int, int, int]:
+        """What settings are ordered by: ranks, places of state, what they exchange in a step, passes a step, stage.
 
         Exchanged is counted in whole models: a reduction (once, or for each micro-batch where gradients are sharded)
         and gathers (once, or two for each micro-batch where parameters are).
@@ -55,7 +154,14 @@ class Setting:
         row = TABLE[self.stage]
         reductions = self.accumulation if row.gradients else 1
         gathers = 2 * self.accumulation if row.parameters else 1
-        return self.ranks, (reductions + gathers) if self.ranks > 1 else 0, self.accumulation, self.stage
+        exchanged = (reductions + gathers) if self.ranks > 1 else 0
+        return (
+            self.ranks,
+            0 if self.offload is None else _slowness(self.offload),
+            exchanged,
+            self.accumulation,
+            self.stage,
+        )
 
     @property
     def config(self) -> dict[str, Any]:
@@ -64,12 +170,32 @@ class Setting:
             "train_batch_size": self.micro_batch * self.accumulation * self.ranks,
             "train_micro_batch_size_per_gpu": self.micro_batch,
             "gradient_accumulation_steps": self.accumulation,
-            "zero_optimization": {"stage": self.stage},
+            "zero_optimization": {"stage": self.stage, **({} if self.offload is None else self.offload.config)},
         }
 
     def __str__(self) -> str:
         ranks = f"{self.ranks} rank{'s' if self.ranks > 1 else ''}"
-        return f"stage {self.stage}, micro-batch {self.micro_batch} x {self.accumulation}, {ranks}"
+        where = "" if self.offload is None else f", {self.offload}"
+        return f"stage {self.stage}, micro-batch {self.micro_batch} x {self.accumulation}, {ranks}{where}"
+
+    def moved(self, ways: Sequence[Offload], now: Offload | None = None) -> list[Setting]:
+        """Return settings of the same batches and ranks with state in other places and at higher stages.
+
+        From the cheapest to the dearest.
+
+        Args:
+            ways: places that are tried.
+            now: where state is configured to live, which is left out at this stage.
+        """
+        found = []
+        for way in ways:
+            for stage in TABLE:
+                least = max(way.stage, self.stage)
+                # One rank has nothing to shard: of higher stages only the one that the places need.
+                same = stage == self.stage and now is not None and way.devices == now.devices
+                if not same and (stage == least or (stage > least and self.ranks > 1)):
+                    found.append(replace(self, stage=stage, offload=way))
+        return sorted(found, key=lambda setting: setting.cost)
 
     def dearer(self) -> list[Setting]:
         """Return settings with the same global batch that may take less memory, from the cheapest to the dearest."""
@@ -86,6 +212,10 @@ class Setting:
                         found.append(setting)
             ranks *= 2
         return sorted(found, key=lambda setting: setting.cost)
+
+
+def _slowness(offload: Offload) -> int:
+    return [way.devices for way in offloads()].index(offload.devices)
 
 
 def _halvings(samples: int, most: int) -> Iterator[int]:
@@ -106,7 +236,8 @@ class SettingPlan:
         peaks: most bytes in each category, by name. Activations are among them if they could be planned.
         total: most bytes at once; None if it could not be planned.
         elsewhere: most bytes at once off the device, by the name of the tier; those where anything would be.
-        fits: whether that is within the limit with a margin of 15 %; None if either is not known.
+        moved: bytes that a step brings from each of these tiers ("read") and stores there ("written").
+        fits: whether that is within the limits with a margin of 15 %; None if either is not known.
         note: why something is not known.
     """
 
@@ -116,6 +247,7 @@ class SettingPlan:
     fits: bool | None = None
     note: str = ""
     elsewhere: dict[str, int] = field(default_factory=dict)
+    moved: dict[str, dict[str, int]] = field(default_factory=dict)
 
 
 @dataclass(frozen=True)
@@ -162,6 +294,9 @@ class MemoryPlans:
         tiers = list(dict.fromkeys(tier for plan in self.plans for tier in plan.elsewhere))
         for tier in tiers:
             table.add_column(tier, justify="right", no_wrap=True)
+        offloaded = any(plan.setting.offload is not None for plan in self.plans)
+        if offloaded:
+            table.add_column("state, parameters", no_wrap=True)
         table.add_column("fits")
         for plan in self.plans:
             setting = plan.setting
@@ -174,9 +309,14 @@ class MemoryPlans:
                 str(setting.ranks),
                 *(readable(size) for size in (*sizes, plan.peaks.get("activations"), plan.total)),
                 *(readable(plan.elsewhere.get(tier)) for tier in tiers),
+                *([_places(setting.offload)] if offloaded else []),
                 {True: "yes", False: "no", None: "?"}[plan.fits],
             )
         return table
+
+
+def _places(offload: Offload | None) -> str:
+    return "as it is" if offload is None else f"{offload.optimizer}, {offload.parameters}"
 
 
 @dataclass(frozen=True)
@@ -238,12 +378,12 @@ class Planner:
         self._batch = None if batch is None else shapes_of(batch)
         self._plans: dict[Setting, tuple[MemoryPlan | None, str]] = {}
 
-    def plan(self, setting: Setting, room: int | None = None) -> SettingPlan:
+    def plan(self, setting: Setting, rooms: Sequence[Room] = ()) -> SettingPlan:
         """Return what one rank will hold under a setting.
 
         Args:
             setting: any.
-            room: bytes that there are.
+            rooms: bytes that there are; none: not known.
         """
         found, note = self.window(setting)
         if found is None:
@@ -251,11 +391,13 @@ class Planner:
         peaks = {category.value: size for category, size in found.peaks.items()}
         if self._batch is None or note:
             del peaks[Category.ACTIVATIONS.value]
-        fits = None if room is None else found.total * (1 + MARGIN) <= room
-        if note and fits:
-            fits = None  # activations come on top
+        fits = all(room.taken(found) * (1 + MARGIN) <= room.size for room in rooms) if rooms else None
+        disks = [directory for directory in found.files if not any(room.counts(directory) for room in rooms)]
+        if fits and (note or disks):
+            fits = None  # activations come on top, or nobody knows what the disk has
         elsewhere = {tier.value: size for tier, size in found.elsewhere.items() if size}
-        return SettingPlan(setting, peaks, found.total, fits, note, elsewhere)
+        moved = {tier.value: found.moved[tier]._asdict() for tier in found.elsewhere if any(found.moved[tier])}
+        return SettingPlan(setting, peaks, found.total, fits, note, elsewhere, moved)
 
     def window(self, setting: Setting) -> tuple[MemoryPlan | None, str]:
         """Return what a window takes under a setting, and why that, or its activations, are not known."""
@@ -305,10 +447,24 @@ class Planner:
         )
 
 
+_OLD_OFFLOAD = ("cpu_offload", "cpu_offload_param", "cpu_offload_params", "cpu_offload_use_pin_memory")
+"""Former keys that `offload_optimizer` and `offload_param` stand for."""
+
+
 def _merged(raw: dict[str, Any], setting: Setting) -> dict[str, Any]:
     zero = raw.get("zero_optimization")
     own = setting.config | {"steps_per_print": None}  # what is tried is no news of the training
-    own["zero_optimization"] = {**(zero if isinstance(zero, dict) else {}), **own["zero_optimization"]}
+    given = dict(zero) if isinstance(zero, dict) else {}
+    if setting.offload is not None:
+        for name in _OLD_OFFLOAD:
+            given.pop(name, None)
+        for name in ("offload_optimizer", "offload_param"):
+            before = given.get(name)
+            own["zero_optimization"][name] = {
+                **(before if isinstance(before, dict) else {}),
+                **own["zero_optimization"][name],
+            }
+    own["zero_optimization"] = {**given, **own["zero_optimization"]}
     if raw.get("managed_gradient_accumulation") is False:
         own["managed_gradient_accumulation"] = True  # whoever counts them, micro-batches take the same memory
     return {**raw, **own}
@@ -321,7 +477,13 @@ def _facts(subject: Subject) -> Facts:
 
 
 def plan_model(
-    model: nn.Module, config: dict[str, Any], *, ranks: int, stages: Sequence[int] = (0, 1, 2, 3), batch: Any = None
+    model: nn.Module,
+    config: dict[str, Any],
+    *,
+    ranks: int,
+    stages: Sequence[int] = (0, 1, 2, 3),
+    batch: Any = None,
+    rooms: Sequence[Room] = (),
 ) -> MemoryPlans:
     """Return what one of many ranks would hold, without any: no process group, no device, no memory for the model.
 
@@ -331,6 +493,7 @@ def plan_model(
         ranks: data-parallel ranks.
         stages: ZeRO stages.
         batch: a micro-batch, real or on the meta device, for activations; the loss is found in the output.
+        rooms: bytes that one rank may have, to tell whether it fits.
 
     Raises:
         ConfigError: the configuration is wrong.
@@ -352,15 +515,19 @@ def plan_model(
     prepare_optimizer(optimizer, resolution, masters=policy.masters)
     planner = Planner(Subject.of(model, optimizer, resolution, domain_of(resolution.config, comm)), batch)
     now = planner.subject.setting
-    return MemoryPlans(tuple(planner.plan(replace(now, stage=stage)) for stage in stages), None)
+    room = min((room.size for room in rooms if Tier.DEVICE in room.tiers), default=None)
+    return MemoryPlans(tuple(planner.plan(replace(now, stage=stage), rooms) for stage in stages), room)
 
 
-def search(planner: Planner, room: int, seconds: float) -> tuple[list[SettingPlan], bool]:
-    """Plan dearer and dearer settings until one fits.
+def search(
+    planner: Planner, settings: Sequence[Setting], rooms: Sequence[Room], seconds: float
+) -> tuple[list[SettingPlan], bool]:
+    """Plan settings until one fits.
 
     Args:
         planner: of the subject whose setting is too much.
-        room: bytes that there are.
+        settings: to be tried, in this order.
+        rooms: bytes that there are.
         seconds: when to give up.
 
     Returns:
@@ -368,10 +535,10 @@ def search(planner: Planner, room: int, seconds: float) -> tuple[list[SettingPla
     """
     deadline = time.monotonic() + seconds
     plans: list[SettingPlan] = []
-    for setting in planner.subject.setting.dearer():
+    for setting in settings:
         if time.monotonic() > deadline:
             return plans, False
-        plans.append(planner.plan(setting, room))
+        plans.append(planner.plan(setting, rooms))
         if plans[-1].fits:
             break
     return plans, True

@@ -21,13 +21,14 @@ from collections.abc import Mapping
 from dataclasses import dataclass, field
 from pathlib import Path
 
-from shardwise.comm.environment import LOOPBACK, MEMORY_DIRECTORY, RECOVERY_FILE, is_loopback
+from shardwise.comm.environment import DEVICE_LIMIT, LOOPBACK, MEMORY_DIRECTORY, RECOVERY_FILE, is_loopback
 from shardwise.errors import CommandLineError, LaunchError
 from shardwise.launch.cores import Cores, available, deal, parse_list
 from shardwise.launch.hosts import is_this_machine
 from shardwise.launch.jobmemory import JobDirectory
 from shardwise.launch.output import Tags
 from shardwise.launch.placement import Placement, Resources, check_resources, find_devices, place, remaining
+from shardwise.sizes import size_in_bytes
 
 
 @dataclass(frozen=True)
@@ -52,6 +53,7 @@ class Job:
         quiet: print nothing but the ranks' output and errors.
         tags: whose lines get `[rank N]` in front; "auto" leaves rank 0 as it is on a terminal.
         grace: seconds that processes have to end after the first signal; None: 60 s where they handle it, else 5 s.
+        device_limit: most bytes of each rank on its device; None: as configured.
     """
 
     script: str
@@ -70,6 +72,7 @@ class Job:
     quiet: bool = False
     tags: Tags = "auto"
     grace: float | None = None
+    device_limit: str | None = None
 
 
 def run_job(job: Job) -> int:
@@ -115,6 +118,11 @@ def check(job: Job) -> None:
         raise CommandLineError(f"--min-nproc {job.min_nproc}: says how restarts may be; give --max-restarts too.")
     if job.grace is not None and job.grace < 0:
         raise CommandLineError(f"--grace {job.grace}: give 0 or more seconds.")
+    if job.device_limit is not None:
+        try:
+            size_in_bytes(job.device_limit)
+        except ValueError as error:
+            raise CommandLineError(f"--device-limit {job.device_limit}: {error}.") from error
     if job.tags not in ("auto", "always", "never"):
         raise CommandLineError(f"--tag-output {job.tags}: choose auto, always or never.")
     if job.master_port is not None and not 1 <= job.master_port < 2**16:
@@ -200,6 +208,8 @@ def worker_environment(
     variables = {name: value for name, value in env.items() if name not in (MEMORY_DIRECTORY, RECOVERY_FILE)}
     if placement.devices is not None:
         variables["CUDA_VISIBLE_DEVICES"] = ",".join(placement.devices)
+    if job.device_limit is not None:
+        variables[DEVICE_LIMIT] = job.device_limit
     # torch takes all cores for each process; together they would take nproc times as many.
     variables.setdefault("OMP_NUM_THREADS", str(cores or max(1, _cores() // placement.nproc)))
     if is_loopback(job.master_addr) and any(name == "lo" for _, name in socket.if_nameindex()):

@@ -17,6 +17,7 @@ import threading
 import weakref
 from collections.abc import Iterator
 from enum import Enum
+from typing import NamedTuple
 
 import torch
 
@@ -55,6 +56,28 @@ class Tier(Enum):
     """Files."""
 
     __hash__ = object.__hash__
+
+
+class Moved(NamedTuple):
+    """Bytes between a tier and where they are used.
+
+    Attributes:
+        read: brought from the tier.
+        written: stored there.
+    """
+
+    read: int = 0
+    written: int = 0
+
+    def __add__(self, other: tuple[int, ...]) -> Moved:  # type: ignore[override]  # of counts, not of tuples
+        return Moved(self.read + other[0], self.written + other[1])
+
+    def __sub__(self, other: Moved) -> Moved:
+        return Moved(self.read - other.read, self.written - other.written)
+
+    def times(self, count: int) -> Moved:
+        """Return as much so many times."""
+        return Moved(self.read * count, self.written * count)
 
 
 class _Counts:
@@ -128,6 +151,9 @@ class Accountant:
         self._trackers = 0
         self._counts = {tier: _Counts() for tier in Tier}
         self._device = self._counts[Tier.DEVICE]
+        self._near = self._peak_near = 0  # of device and host together
+        self._moved = dict.fromkeys(Tier, Moved())
+        self._moving = threading.Lock()
         # Deaths of tensors are reported by callbacks that may run in the middle of anything, so all they do is append.
         self._log: list[tuple[_Entry, int]] = []
         self._evaluating = threading.Lock()  # threads that go on with chains of collectives tell of buffers, too
@@ -174,11 +200,22 @@ class Accountant:
         self._evaluate()
         return self._counts[tier].peak_total
 
+    @property
+    def peak_near(self) -> int:
+        """Most bytes held at once on device and host together, which are the same memory where the device is a CPU."""
+        self._evaluate()
+        return self._peak_near
+
+    def moved(self, tier: Tier) -> Moved:
+        """Return what has been moved between a tier and where it is used, since the engine was made."""
+        return self._moved[tier]
+
     def reset_peak(self) -> None:
         """Begin a new measurement: peaks start from what is live now."""
         self._evaluate()
         for counts in self._counts.values():
             counts.begin()
+        self._peak_near = self._near
         self.tracked = self._trackers > 0
 
     # -- telling -----------------------------------------------------------------------------------------------------
@@ -190,6 +227,11 @@ class Accountant:
     def remove(self, category: Category, size: int, tier: Tier = Tier.DEVICE) -> None:
         """Count `size` fewer bytes."""
         self._note(self._told[tier][category], -size)
+
+    def move(self, tier: Tier, *, read: int = 0, written: int = 0) -> None:
+        """Take note of bytes that are brought from a tier, or stored there."""
+        with self._moving:  # threads of autograd and of saves bring values, too
+            self._moved[tier] += (read, written)
 
     def hold(self, category: Category, tensor: torch.Tensor, tier: Tier = Tier.DEVICE) -> None:
         """Count the memory behind a tensor, once however many views it has, until it is given back.
@@ -301,4 +343,8 @@ class Accountant:
             if counts.total > counts.peak_total:
                 counts.peak_total = counts.total
                 counts.at_peak = dict(counts.live)
+            if entry.tier is not Tier.DISK:
+                self._near += delta
+                if self._near > self._peak_near:
+                    self._peak_near = self._near
         del self._log[:done]

@@ -1,10 +1,13 @@
-"""How much memory this process may have: the smallest of the limits that the device or the operating system sets."""
+"""How much memory this process may have: the smallest of the limits that the device or the operating system sets.
+
+Pages of files that the kernel can give back at once count as free.
+"""
 
 from __future__ import annotations
 
 import os
 import resource
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 
@@ -55,11 +58,12 @@ def memory_limit(device: torch.device, processes: int = 1) -> MemoryLimit | None
         True
     """
     if device.type == "cuda":
-        return _device_limit(device)
-    return min(_host_limits(processes), key=lambda limit: limit.share, default=None)
+        return device_limit(device)
+    return min(host_limits(processes), key=lambda limit: limit.share, default=None)
 
 
-def _device_limit(device: torch.device) -> MemoryLimit:
+def device_limit(device: torch.device) -> MemoryLimit:
+    """Return the limit of the memory of a CUDA device."""
     free, total = torch.cuda.mem_get_info(device)
     own = torch.cuda.memory_reserved(device)
     used = total - free
@@ -70,32 +74,126 @@ def _device_limit(device: torch.device) -> MemoryLimit:
     return MemoryLimit(f"memory of {device}", total, used, own)
 
 
-def _host_limits(processes: int) -> Iterator[MemoryLimit]:
+def host_limits(processes: int = 1) -> Iterator[MemoryLimit]:
+    """Yield every limit of the memory of the host that this process has.
+
+    Args:
+        processes: processes of this job on this machine.
+    """
     own, addresses = resident_bytes(), virtual_bytes()
     if own is None or addresses is None:
         return
     soft, _ = resource.getrlimit(resource.RLIMIT_AS)
     if soft != resource.RLIM_INFINITY:
         yield MemoryLimit("RLIMIT_AS (ulimit -v)", soft, addresses, addresses, address_space=True)
-    pages, size = os.sysconf("SC_PHYS_PAGES"), os.sysconf("SC_PAGE_SIZE")
-    total = pages * size
+    total = physical_bytes()
     yield MemoryLimit("physical memory", total, max(own, total - _available(total)), own, processes)
-    for path, limit, used in _control_groups(Path("/proc/self/cgroup"), Path("/sys/fs/cgroup")):
-        if limit < total:
-            yield MemoryLimit(f"control group {path}", limit, max(own, used), own, processes)
+    for group in control_groups():
+        if group.limit < total:
+            yield MemoryLimit(f"control group {group.path}", group.limit, max(own, group.used()), own, processes)
+
+
+def physical_bytes() -> int:
+    """Return the memory of this machine."""
+    return os.sysconf("SC_PHYS_PAGES") * os.sysconf("SC_PAGE_SIZE")
+
+
+def disk_limit(directory: Path, processes: int = 1) -> MemoryLimit | None:
+    """Return what the file system of a directory has for this user, or None if it cannot be asked.
+
+    Args:
+        directory: need not be there yet.
+        processes: processes of this job that use the same file system.
+
+    Example:
+        >>> import tempfile
+        >>> limit = disk_limit(Path(tempfile.gettempdir()))
+        >>> limit is not None and 0 <= limit.share <= limit.total
+        True
+    """
+    try:
+        found = os.statvfs(existing(directory))
+    except OSError:
+        return None
+    total, free = found.f_blocks * found.f_frsize, found.f_bavail * found.f_frsize
+    return MemoryLimit(f"the disk of {directory}", total, total - free, 0, processes)
+
+
+def existing(directory: Path) -> Path:
+    """Return a directory, or the nearest one above it that is there."""
+    return next((place for place in (directory, *directory.absolute().parents) if place.exists()), Path("/"))
+
+
+def lowest_free(groups: Sequence[ControlGroup]) -> tuple[str, int, int]:
+    """Return the limit of this machine's memory that has least left: its name, its size, what is free. Cheap.
+
+    Args:
+        groups: that limit this process.
+    """
+    total = physical_bytes()
+    found = ("physical memory", total, _available(total))
+    for group in groups:
+        free = group.limit - group.used(exact_above=group.limit // 2)
+        if free < found[2]:
+            found = (f"control group {group.path}", group.limit, free)
+    return found
 
 
 def _available(total: int) -> int:
-    for line in Path("/proc/meminfo").read_text().splitlines():
-        if line.startswith("MemAvailable:"):
-            return int(line.split()[1]) * 1024
+    with open("/proc/meminfo", "rb") as file:
+        for line in file:
+            if line.startswith(b"MemAvailable:"):
+                return int(line.split()[1]) * 1024
     return total
 
 
-def _control_groups(membership: Path, root: Path) -> Iterator[tuple[str, int, int]]:
-    """Yield path, limit and use of this process's control groups that limit memory, and of those around them.
+@dataclass(frozen=True)
+class ControlGroup:
+    """A control group that limits memory.
+
+    Attributes:
+        path: its name.
+        limit: bytes.
+        directory: of its files.
+        counter: the file that has what is in use.
+    """
+
+    path: str
+    limit: int
+    directory: Path
+    counter: str
+
+    def used(self, exact_above: int = 0) -> int:
+        """Return what is in use, without pages of files that can be given back; 0 if that cannot be read any more.
+
+        Args:
+            exact_above: below so many bytes in use such pages may be counted, which saves reading the statistics.
+        """
+        used = 0
+        try:
+            used = int((self.directory / self.counter).read_text())
+            if used < exact_above:
+                return used
+            lines = (self.directory / "memory.stat").read_text().splitlines()
+        except (OSError, ValueError):
+            return used
+        sizes = dict(line.split(maxsplit=1) for line in lines if " " in line)
+        # In the older version what the groups below it have is told apart.
+        total = "total_" if "total_inactive_file" in sizes else ""
+        caches = (f"{total}inactive_file", f"{total}active_file", "slab_reclaimable")
+        return max(0, used - sum(int(sizes.get(name, 0)) for name in caches))
+
+
+def control_groups(
+    membership: Path = Path("/proc/self/cgroup"), root: Path = Path("/sys/fs/cgroup")
+) -> Iterator[ControlGroup]:
+    """Yield this process's control groups that limit memory, and those around them.
 
     Inside a container the groups of the host may not be mounted; the container's own is then the root.
+
+    Args:
+        membership: file that names the groups of a process.
+        root: where they are mounted.
     """
     try:
         lines = membership.read_text().splitlines()
@@ -117,4 +215,4 @@ def _control_groups(membership: Path, root: Path) -> Iterator[tuple[str, int, in
             except OSError:
                 continue
             if limit.isdigit() and used.isdigit():
-                yield "/" + "/".join(parts[:depth]), int(limit), int(used)
+                yield ControlGroup("/" + "/".join(parts[:depth]), int(limit), group, names[1])

@@ -270,6 +270,7 @@ class Loans:
                 self._accountant.add(loan.category, loan.tensor.nbytes, self._tier)
                 if read:
                     self._coming(loan, loan.stored.staged)
+                    self._move(read=loan.tensor.nbytes)
                 with self._accountant.owning(None):
                     loan.stored.start(read=read)
 
@@ -293,6 +294,7 @@ class Loans:
         self._arrived(loan)
         if written:
             self._coming(loan, loan.stored.staged)
+            self._move(written=loan.tensor.nbytes)
         with self._accountant.owning(None):
             loan.stored.give_back(written=written)
         loan.fresh = False
@@ -351,6 +353,7 @@ class Loans:
         if loan is None or self.lent:
             return tensor if into is None else into.copy_(tensor)
         target = torch.empty_like(tensor) if into is None else into
+        self._move(read=tensor.nbytes)
         self._coming(loan, loan.stored.staged)
         with self._accountant.owning(None):
             loan.stored.copy_to(target)
@@ -364,6 +367,11 @@ class Loans:
             self._coming(loan, tensor.nbytes)
             with self._accountant.owning(None):
                 loan.stored.look_ahead()
+
+    def _move(self, *, read: int = 0, written: int = 0) -> None:
+        self._accountant.move(self.home.tier, read=read, written=written)
+        if self.home.tier is Tier.DISK and self.home.used_on is None:
+            self._accountant.move(Tier.HOST, read=read, written=written)  # by way of the host
 
     def _coming(self, loan: _Loan, staged: int) -> None:
         if staged and not loan.staged:

@@ -14,14 +14,17 @@ from torch import nn
 from shardwise.compat import without_overrides
 
 
-def resident_bytes() -> int | None:
-    """Return the bytes of this process that are in memory now, or None where the system has no /proc.
+def resident_bytes(process: int | None = None) -> int | None:
+    """Return the bytes of a process that are in memory now, or None where the system has no /proc, or no such process.
+
+    Args:
+        process: its number; None: this one.
 
     >>> size = resident_bytes()
     >>> size is None or size > 0
     True
     """
-    return _pages(1)
+    return _pages(1, process)
 
 
 def virtual_bytes() -> int | None:
@@ -29,9 +32,9 @@ def virtual_bytes() -> int | None:
     return _pages(0)
 
 
-def _pages(field: int) -> int | None:
+def _pages(field: int, process: int | None = None) -> int | None:
     try:
-        fields = Path("/proc/self/statm").read_text().split()
+        fields = Path(f"/proc/{process or 'self'}/statm").read_text().split()
     except OSError:
         return None
     return int(fields[field]) * os.sysconf("SC_PAGE_SIZE")
@@ -73,12 +76,18 @@ def _malloc_trim() -> Callable[[int], int] | None:
         return None
 
 
-def module_bytes(module: nn.Module) -> int:
-    """Return the bytes of memory behind a module's parameters and buffers; shared memory counts once."""
+def module_bytes(module: nn.Module, kind: str | None = None) -> int:
+    """Return the bytes of memory behind a module's parameters and buffers; shared memory counts once.
+
+    Args:
+        module: any.
+        kind: what lies on devices of this type; None: on any.
+    """
     storages = {}
     with without_overrides():  # released parameters need not come back for this
         for tensor in (*module.parameters(), *module.buffers()):
-            if not tensor.is_meta and tensor.layout is torch.strided:
+            counts = not tensor.is_meta and (kind is None or tensor.device.type == kind)
+            if counts and tensor.layout is torch.strided:
                 storage = tensor.untyped_storage()
                 storages[id(storage)] = storage.nbytes()
     return sum(storages.values())

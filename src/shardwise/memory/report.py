@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import io
 from collections.abc import Iterable
-from dataclasses import asdict, dataclass, replace
+from dataclasses import asdict, dataclass, field, replace
 from typing import Any
 
 from shardwise.memory.accountant import Category
@@ -48,6 +48,7 @@ class MemoryReport:
             (`torch.cuda.reset_peak_memory_stats`), whoever asked for them; None on other devices.
         reserved: most bytes that it has taken from the device.
         elsewhere: one line for each tier but the device on which anything is held.
+        moved: bytes that a step is planned to bring from each of these tiers ("read") and to store there ("written").
     """
 
     rows: tuple[MemoryRow, ...]
@@ -62,6 +63,7 @@ class MemoryReport:
     allocated: int | None = None
     reserved: int | None = None
     elsewhere: tuple[MemoryRow, ...] = ()
+    moved: dict[str, dict[str, int]] = field(default_factory=dict)
 
     def row(self, category: Category) -> MemoryRow:
         """Return the line of a category."""
@@ -120,6 +122,10 @@ class MemoryReport:
             "planned: found by a dry run. measured: the most held at once. floor: what the stage cannot do without.",
             "Lines peak at different moments, so that a total may be less than their sum.",
             f"While the engine was built: at most {readable(self.construction)}.",
+        ]
+        lines += [
+            f"A step reads {readable(sizes['read'])} from the {tier} and writes {readable(sizes['written'])} there."
+            for tier, sizes in self.moved.items()
         ]
         if self.allocated is not None:
             sizes = f"{readable(self.allocated)} allocated, {readable(self.reserved)} reserved"

@@ -45,9 +45,6 @@ class Files(Protocol):
 
 
 class _Nothing:
-    def reserve(self, size: int) -> _Nothing:
-        return self
-
     def read(self, extent: Any, memory: torch.Tensor) -> _Nothing:
         return self
 
@@ -57,11 +54,40 @@ class _Nothing:
     def wait(self) -> None:
         pass
 
-    def free(self) -> None:
-        pass
-
     def close(self) -> None:
         pass
+
+
+class Imagined(_Nothing):
+    """The file of a rank that is not there.
+
+    Attributes:
+        size: bytes that it would have.
+    """
+
+    def __init__(self) -> None:
+        self.size = 0
+        self._taken = 0
+
+    def reserve(self, size: int) -> _Imagined:
+        """Take space."""
+        from shardwise.offload.unnamed import padded
+
+        return _Imagined(self, padded(size))
+
+    def take(self, room: int) -> None:
+        """Take note of space that is taken, or given back."""
+        self._taken += room
+        self.size = max(self.size, self._taken)
+
+
+class _Imagined:
+    def __init__(self, file: Imagined, room: int) -> None:
+        self._file, self._room = file, room
+        file.take(room)
+
+    def free(self) -> None:
+        self._file.take(-self._room)
 
 
 @dataclass
@@ -106,6 +132,11 @@ class Disks:
             options = DiskOptions(int(aio.block_size), int(aio.queue_depth), int(aio.intra_op_parallelism))
         return cls(optimizer, parameters, options, f"rank {rank}'s swap file", imagined)
 
+    @property
+    def sizes(self) -> dict[Path, int]:
+        """Bytes of the files, by directory, where they are imagined."""
+        return {directory: file.size for directory, file in self.files.items() if isinstance(file, Imagined)}
+
     def place(self, directory: Path | None, device: torch.device, used_on: torch.device | None) -> DiskPlace:
         """Return a place in a directory; its file is made now.
 
@@ -114,7 +145,7 @@ class Disks:
         """
         assert directory is not None
         if directory not in self.files:
-            self.files[directory] = _Nothing() if self.imagined else self._file(directory)
+            self.files[directory] = Imagined() if self.imagined else self._file(directory)
         return DiskPlace(self.files[directory], device, used_on)
 
 

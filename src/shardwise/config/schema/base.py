@@ -14,6 +14,7 @@ from typing import Annotated, Any, Literal
 from pydantic import BaseModel, BeforeValidator, ConfigDict, Field, WithJsonSchema, WrapValidator
 
 from shardwise.errors import ConfigError, ConflictError
+from shardwise.sizes import size_in_bytes
 
 AUTO = "auto"
 """The value that asks the library to choose."""
@@ -185,6 +186,15 @@ Whole = BeforeValidator(whole)
 """Goes before a `Literal` of integers."""
 Int = Annotated[int, BeforeValidator(integral)]
 """An integer; a float with an integral value (1e9) is one."""
+Size = Annotated[
+    int,
+    Field(gt=0),
+    BeforeValidator(lambda value: size_in_bytes(value) if isinstance(value, str) else integral(value)),
+    WithJsonSchema(
+        {"type": ["integer", "string"], "exclusiveMinimum": 0, IN_WORDS: 'bytes, or a size such as "2GiB" or "500 MB"'}
+    ),
+]
+"""A number of bytes, written as one or with a unit."""
 Flag = Annotated[
     bool, BeforeValidator(lambda value: bool(value) if isinstance(value, int | float) and value in (0, 1) else value)
 ]

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from typing import Literal
 
-from .base import ConfigSection, Int, key
+from .base import ConfigSection, Int, Size, key
 
 _PIN_NOTE = "false in DeepSpeed until 2026-08: without it copies wait for the host"
 
@@ -128,3 +128,26 @@ class AIO(ConfigSection):
         no_effect="every request in flight has a thread of its own",
     )
     use_gds: bool = key(False, "Move data between disk and GPU directly (GPUDirect Storage).")
+
+
+class MemoryLimits(ConfigSection):
+    """`memory_limits`: what may be taken on each tier, beside what the system allows. A section of ours."""
+
+    device: Size | None = key(
+        None,
+        "Most bytes of a rank on its device, as the library counts them: refused if planned, an error if exceeded. "
+        "`shardwise run --device-limit` overrules it.",
+    )
+    host: Size | None = key(
+        None,
+        "Most bytes of all ranks of a machine in its memory; of CPU ranks without `device` all that they hold.",
+    )
+    disk: Size | None = key(None, "Most bytes of all ranks that share a disk in their swap files.")
+    watchdog: bool | None = key(
+        None,
+        "End the job with a table before the memory of the machine is used up; null: if state lives in it.",
+    )
+    disk_endurance: Size | None = key(
+        None,
+        "Bytes that the disk is rated for (TBW), for the estimate of its life; null: 600 times its size.",
+    )

@@ -9,7 +9,7 @@ from .checkpoint import CheckpointOptions, DataStates, Nebula
 from .compress import CompressionTraining, Eigenvalue, QuantizeTraining, WeightQuantization
 from .data import DataEfficiency, LegacyCurriculum, ProgressiveLayerDrop
 from .observe import Comet, CommsLoggerOptions, CSVMonitor, FlopsProfiler, TensorBoard, Timers, WandB
-from .offload import AIO, ActivationOffload
+from .offload import AIO, ActivationOffload, MemoryLimits
 from .optim import Optimizer, Scheduler
 from .parallel import (
     ActivationCheckpointing,
@@ -111,6 +111,7 @@ class Config(ConfigSection):
         ZeroConfig, "Sharding. true is a deprecated form of stage 1, false of stage 0."
     )
     aio: AIO = section(AIO, "Disk access, where state lives on a disk.")
+    memory_limits: MemoryLimits = section(MemoryLimits, "What may be taken on each tier.")
     activation_checkpointing: ActivationCheckpointing = section(
         ActivationCheckpointing, "Recomputation of activations."
     )

@@ -5,15 +5,18 @@ from __future__ import annotations
 import importlib
 import json
 import sys
+from collections.abc import Iterator
 from pathlib import Path
 from typing import TYPE_CHECKING, Annotated, Any
 
 import typer
 
+from shardwise.sizes import size_in_bytes
+
 if TYPE_CHECKING:
     from torch import nn
 
-    from shardwise.engine.plans import SettingPlan
+    from shardwise.engine.plans import Room, SettingPlan
 
 PARTS = {
     "parameters": ("parameters",),
@@ -49,12 +52,25 @@ def plan(
     micro_batch: Annotated[int, typer.Option(metavar="N", help="Sequences in a micro-batch.")] = 1,
     accumulation: Annotated[int, typer.Option(metavar="N", help="Micro-batches in a step.")] = 1,
     length: Annotated[int, typer.Option(metavar="N", help="Tokens in a sequence; 0: no activations.")] = 512,
+    device_limit: Annotated[
+        str | None, typer.Option(metavar="SIZE", help="Memory of a rank's device, such as 80GiB: tells what fits.")
+    ] = None,
+    host_limit: Annotated[str | None, typer.Option(metavar="SIZE", help="Memory of a machine.")] = None,
+    disk_limit: Annotated[str | None, typer.Option(metavar="SIZE", help="Free space of a machine's disk.")] = None,
+    local_ranks: Annotated[
+        int | None, typer.Option(metavar="N", help="Ranks that share a machine; default: all.")
+    ] = None,
+    disk_speed: Annotated[
+        str | None,
+        typer.Option(metavar="READ,WRITE", help="GB/s of a rank, for the seconds that state on a disk adds to a step."),
+    ] = None,
     recompute: Annotated[bool, typer.Option("--recompute", help="Recompute the layers of the named models.")] = False,
     as_json: Annotated[bool, typer.Option("--json", help="Print bytes as one JSON object.")] = False,
 ) -> None:
     """Print the memory of one rank at each ZeRO stage, by running a window of training on tensors without memory.
 
-    No rank and no device is needed. The tensors are taken to lie on the CPU. 1 GB is 10^9 bytes.
+    No rank and no device is needed. The tensors are taken to lie on the CPU. 1 GB is 10^9 bytes. Where state lives on
+    the host or on a disk (a configuration says so), what it takes there and what a step moves is printed, too.
     """
     from shardwise.config import load
     from shardwise.engine.plans import plan_model
@@ -67,6 +83,8 @@ def plan(
     chosen = [int(stage) for stage in stages.split(",") if stage in ("0", "1", "2", "3")]
     if len(chosen) != len(stages.split(",")):
         raise CommandLineError(f"--stages {stages}: give some of 0, 1, 2 and 3, with commas.")
+    rooms = _rooms(device_limit, host_limit, disk_limit, local_ranks or ranks)
+    speeds = _speeds(disk_speed)
     found: dict[str, Any] = {}
     for name in models:
         settings: dict[str, Any] = {"optimizer": {"type": "AdamW", "params": {"lr": 1e-4}}}
@@ -81,11 +99,13 @@ def plan(
         }
         model = _model(name, recompute)
         numel = sum(parameter.numel() for parameter in model.parameters())
-        plans = plan_model(model, settings, ranks=ranks, stages=chosen, batch=_batch(micro_batch, length)).plans
+        plans = plan_model(
+            model, settings, ranks=ranks, stages=chosen, batch=_batch(micro_batch, length), rooms=rooms
+        ).plans
         if as_json:
             found[name] = {"parameters": numel, "plans": [_as_dict(one) for one in plans]}
         else:
-            _show(f"{name}: {numel:,} parameters, {ranks} rank{'s' * (ranks > 1)}", plans)
+            _show(f"{name}: {numel:,} parameters, {ranks} rank{'s' * (ranks > 1)}", plans, speeds, bool(rooms))
     if as_json:
         typer.echo(json.dumps(found, indent=2))
 
@@ -122,19 +142,78 @@ def _batch(micro_batch: int, length: int) -> Any:
 
 
 def _as_dict(one: SettingPlan) -> dict[str, Any]:
-    return {"stage": one.setting.stage, "peaks": one.peaks, "total": one.total, "note": one.note}
+    return {
+        "stage": one.setting.stage,
+        "peaks": one.peaks,
+        "total": one.total,
+        "elsewhere": one.elsewhere,
+        "moved": one.moved,
+        "fits": one.fits,
+        "note": one.note,
+    }
 
 
-def _show(title: str, plans: tuple[SettingPlan, ...]) -> None:
+def _rooms(device: str | None, host: str | None, disk: str | None, sharers: int) -> list[Room]:
+    """Return what each rank may have."""
+    from shardwise.engine.plans import Room
+    from shardwise.errors import CommandLineError
+    from shardwise.memory import Tier
+
+    found = []
+    for tier, written, ranks in ((Tier.DEVICE, device, 1), (Tier.HOST, host, sharers), (Tier.DISK, disk, sharers)):
+        if written is None:
+            continue
+        try:
+            found.append(Room((tier,), size_in_bytes(written) // ranks))
+        except ValueError as error:
+            raise CommandLineError(f"--{tier.value}-limit {written}: {error}.") from error
+    return found
+
+
+def _speeds(written: str | None) -> tuple[float, float] | None:
+    from shardwise.errors import CommandLineError
+
+    if written is None:
+        return None
+    try:
+        read, write = (float(part) * 1e9 for part in written.split(","))
+    except ValueError:
+        read = write = 0.0
+    if min(read, write) <= 0:
+        raise CommandLineError(f"--disk-speed {written}: give two numbers above 0, GB/s of reading and of writing.")
+    return read, write
+
+
+def _elsewhere(one: SettingPlan, speeds: tuple[float, float] | None) -> Iterator[str]:
+    """Yield what a setting takes off the device, and what it costs."""
+    from shardwise.engine.traffic import Traffic
+
+    for tier, size in one.elsewhere.items():
+        moved = one.moved.get(tier, {"read": 0, "written": 0})
+        if tier == "disk" and speeds is not None:
+            costs = str(Traffic(tier, moved["read"], moved["written"], *speeds, moved["written"]))
+            yield f"stage {one.setting.stage}: {size / 1e9:.2f} GB on {costs}"
+        else:
+            sizes = f"reads {moved['read'] / 1e9:.2f} GB and writes {moved['written'] / 1e9:.2f} GB"
+            yield f"stage {one.setting.stage}: {size / 1e9:.2f} GB on {tier}: a step {sizes} on each rank."
+
+
+def _show(
+    title: str, plans: tuple[SettingPlan, ...], speeds: tuple[float, float] | None = None, judged: bool = False
+) -> None:
     typer.echo(title)
-    typer.echo(f"{'stage':>5}" + "".join(f"{name:>12}" for name in (*PARTS, "total")) + "  GB")
+    typer.echo(f"{'stage':>5}" + "".join(f"{name:>12}" for name in (*PARTS, "total")) + "  GB" + "  fits" * judged)
     for one in plans:
         sizes = [
             sum(one.peaks[category] for category in part) if set(part) <= one.peaks.keys() else None
             for part in PARTS.values()
         ]
         cells = ("-" if size is None else f"{size / 1e9:.2f}" for size in (*sizes, one.total))
-        typer.echo(f"{one.setting.stage:>5}" + "".join(f"{cell:>12}" for cell in cells))
+        fits = {True: "yes", False: "no", None: "?"}[one.fits]
+        typer.echo(f"{one.setting.stage:>5}" + "".join(f"{cell:>12}" for cell in cells) + f"{fits:>10}" * judged)
+    for one in plans:
+        for line in _elsewhere(one, speeds):
+            typer.echo(line)
     for note in dict.fromkeys(one.note for one in plans if one.note):
         typer.echo(note)
     typer.echo("")

@@ -113,6 +113,14 @@ def run(
             "(to save a checkpoint), else 5.",
         ),
     ] = None,
+    device_limit: Annotated[
+        Optional[str],  # noqa: UP045
+        typer.Option(
+            metavar="SIZE",
+            help="Most bytes of each rank on its device, as the library counts them: 2GiB. Overrules "
+            "memory_limits.device of the configuration.",
+        ),
+    ] = None,
     quiet: Annotated[
         bool, typer.Option("--quiet", "-q", help="Print nothing but the ranks' output and errors.")
     ] = False,
@@ -135,5 +143,6 @@ def run(
         quiet=quiet,
         tags=tag_output,  # type: ignore[arg-type]  # checked with the rest of the job
         grace=grace,
+        device_limit=device_limit,
     )
     raise typer.Exit(run_job(job))

@@ -77,6 +77,7 @@ class Outputs:
             self._copies.follow()  # whoever reads the parameters still
             for section, values in staged:
                 self._copies.copy(section.published, values)
+                self._accountant.move(Tier.HOST, read=values.nbytes)
             self._sent[self._turn] = mark = self._copies.mark()
             mark.wait()
 

@@ -1,0 +1,369 @@
+"""The budget: plans against limits of every tier, the device's limit during training, and what a step moves."""
+
+from __future__ import annotations
+
+import json
+import logging
+import os
+import subprocess
+import sys
+from collections.abc import Callable, Iterator
+from pathlib import Path
+from typing import Any
+from unittest import mock
+
+import pytest
+import torch
+from torch import nn
+
+import shardwise
+from shardwise.comm.environment import DEVICE_LIMIT
+from shardwise.engine import budget
+from shardwise.engine.plans import Offload, Planner, Setting, offloads
+from shardwise.errors import ConfigError
+from shardwise.memory import MemoryLimit, OutOfMemoryError, Tier
+from shardwise.offload.files import SwapFile
+from tests.harness import run_ranks
+from tests.memory.test_exhausted import under_limit
+
+KIB = 1 << 10
+BLOCKS, WIDTH = 8, 64
+BYTES = 4 * BLOCKS * (2 * 4 * WIDTH * WIDTH + 5 * WIDTH)
+"""Of the parameters."""
+LAYERS = 24
+ROOM = 48
+"""MiB of addresses beyond what the process has before the model of 16 MiB exists."""
+ADAM = {"type": "AdamW", "params": {"lr": 1e-3}}
+
+
+def blocks() -> nn.Module:
+    torch.manual_seed(0)
+    return nn.Sequential(
+        *(nn.Sequential(nn.Linear(WIDTH, 4 * WIDTH), nn.GELU(), nn.Linear(4 * WIDTH, WIDTH)) for _ in range(BLOCKS))
+    )
+
+
+def start(zero: dict[str, Any] | None = None, accumulation: int = 1, **keys: Any) -> Any:
+    config = {
+        "train_micro_batch_size_per_gpu": 2,
+        "gradient_accumulation_steps": accumulation,
+        "optimizer": ADAM,
+        "zero_optimization": zero or {},
+        **keys,
+    }
+    engine, *_ = shardwise.initialize(model=blocks(), config=config)
+    return engine
+
+
+def window(engine: Any) -> None:
+    for _ in range(engine.gradient_accumulation_steps()):
+        engine.backward(engine(torch.ones(2, WIDTH)).square().mean())
+        engine.step()
+
+
+def merged(zero: dict[str, Any], suggestion: dict[str, Any]) -> dict[str, Any]:
+    """What a user has after following the advice."""
+    return {**zero, **suggestion["zero_optimization"]}
+
+
+def limited(limits: list[MemoryLimit]) -> Any:
+    """Have there be these limits of the host."""
+    return mock.patch.object(budget, "host_limits", lambda: iter(limits))
+
+
+# -- before training ---------------------------------------------------------------------------------------------------
+
+
+def test_a_device_that_is_too_small_and_the_setting_that_fits() -> None:
+    limits = {"device": f"{BYTES // 8 // KIB}KiB"}
+    with pytest.raises(OutOfMemoryError) as told:
+        start({"stage": 3}, memory_limits=limits)
+    text = str(told.value)
+    assert text.startswith("initialize(): this does not fit.")
+    assert "  device: rank 0 needs 4.0" in text
+    assert f"{BYTES // 8 // KIB}.00 KiB are there (memory_limits.device)" in text
+    assert "without activations" in text and "Setting: stage 3, micro-batch 2 x 1, 1 rank, state on the device." in text
+    # Two units at a time are more than an eighth of a model of eight blocks.
+    assert told.value.suggestion is None
+
+    limits = {"device": BYTES // 4 * 2}
+    with pytest.raises(OutOfMemoryError) as told:
+        start({"stage": 3}, memory_limits=limits)
+    suggestion = told.value.suggestion
+    assert suggestion is not None and json.dumps(suggestion) in str(told.value)
+    assert suggestion["zero_optimization"]["offload_param"]["device"] == "cpu"
+    engine = start(merged({"stage": 3}, suggestion), memory_limits=limits)
+    window(engine)
+    assert 0 < engine.accountant.peak_total <= limits["device"]
+    engine.destroy()
+
+
+@pytest.mark.parametrize("device", ["cpu", "nvme"])
+def test_a_model_eight_times_as_large_as_the_device_trains(tmp_path: Path, device: str) -> None:
+    def deep() -> nn.Module:
+        torch.manual_seed(0)
+        return nn.Sequential(*(nn.Linear(WIDTH, WIDTH) for _ in range(LAYERS)))
+
+    size = 4 * LAYERS * (WIDTH * WIDTH + WIDTH)
+    place = {"device": device, "nvme_path": str(tmp_path)}
+    zero = {
+        "stage": 3,
+        "offload_optimizer": place,
+        "offload_param": {**place, "max_in_cpu": 0},
+        "reduce_bucket_size": WIDTH * WIDTH,
+    }
+    config = {"train_batch_size": 2, "optimizer": ADAM, "zero_optimization": zero}
+    found = []
+    for limits in ({"device": size // 8}, {}):
+        engine, *_ = shardwise.initialize(model=deep(), config={**config, "memory_limits": limits})
+        for _ in range(3):
+            engine.backward(engine(torch.ones(2, WIDTH)).square().mean())
+            engine.step()
+        assert engine.accountant.peak_total <= size // 8
+        engine.destroy()
+        found.append([parameter.detach().clone() for parameter in engine.module.parameters()])
+    assert all(torch.equal(one, other) for one, other in zip(*found, strict=True))
+
+
+OFFLOADED = {"stage": 3, "offload_optimizer": {"device": "cpu"}}
+
+
+def test_a_machine_that_is_too_small_counts_all_its_ranks() -> None:
+    """Each alone would fit."""
+    for text, suggestion, alone in run_ranks(on_a_small_machine, 2):
+        assert alone == 0
+        assert "device and host: 2 ranks need " in text and "3.00 MiB are there (physical memory)" in text
+        assert suggestion is None
+
+
+def on_a_small_machine() -> tuple[str, Any, int]:
+    # Of what is in use, the model will be given back.
+    limit = MemoryLimit("physical memory", 8 << 20, (5 << 20) + 2 * BYTES, 0)
+    with limited([limit]), pytest.raises(OutOfMemoryError) as told:
+        start(OFFLOADED, memory_limits={"device": 64 << 20})
+    with limited([MemoryLimit("physical memory", 8 << 20, (2 << 20) + BYTES, 0)]):
+        engine = start(OFFLOADED, memory_limits={"device": 64 << 20})
+        checked = engine.memory_budget.checks
+        engine.destroy()
+    assert {check.limit for check in checked} == {"physical memory", "memory_limits.device"}
+    return str(told.value), told.value.suggestion, 0
+
+
+def test_all_ranks_are_told_the_same() -> None:
+    (first, keys), (second, others) = run_ranks(refused, 2)
+    assert first == second and keys == others and keys is not None
+    assert "2 ranks need" in first and "(memory_limits.host)" in first
+    assert keys["zero_optimization"]["stage"] >= 1
+
+
+def refused() -> tuple[str, Any]:
+    with pytest.raises(OutOfMemoryError) as told:
+        start({"stage": 0}, memory_limits={"host": int(6.5 * BYTES)})
+    suggestion = told.value.suggestion
+    if suggestion is not None:
+        engine = start(merged({}, suggestion), memory_limits={"host": int(6.5 * BYTES)})
+        window(engine)
+        engine.destroy()
+    return str(told.value), suggestion
+
+
+@pytest.mark.parametrize("by_hand", [True, False])
+def test_a_disk_that_is_too_small(tmp_path: Path, by_hand: bool) -> None:
+    place = {"device": "nvme", "nvme_path": str(tmp_path / "swap")}
+    zero = {"stage": 3, "offload_optimizer": place}
+    limits: dict[str, Any] = {"device": 64 << 20, **({"disk": "1MiB"} if by_hand else {})}
+    small = MemoryLimit("a small disk", 1 << 30, (1 << 30) - (1 << 20), 0)
+    with mock.patch.object(budget, "disk_limit", lambda directory: small), pytest.raises(OutOfMemoryError) as told:
+        start(zero, memory_limits=limits)
+    text = str(told.value)
+    assert f"1.00 MiB are there ({'memory_limits.disk' if by_hand else 'a small disk'})" in text
+    assert not (tmp_path / "swap").exists()
+    assert told.value.suggestion is not None
+    assert told.value.suggestion["zero_optimization"]["offload_optimizer"] == {"device": "none"}
+    start(merged(zero, told.value.suggestion), memory_limits=limits).destroy()
+
+
+def test_a_real_limit_is_told_before_anything_is_spread() -> None:
+    zero = {"stage": 1, "offload_optimizer": {"device": "cpu"}}
+    config = {"train_micro_batch_size_per_gpu": 2, "optimizer": ADAM, "zero_optimization": zero}
+    (told,) = under_limit(ROOM, 8192, config)
+    assert told["text"].startswith("initialize(): this does not fit.") and told["cause"] == "NoneType"
+    assert "  device and host: rank 0 needs " in told["text"] and "(RLIMIT_AS (ulimit -v))" in told["text"]
+
+
+def test_a_disk_that_nobody_has_named() -> None:
+    limits = {"device": BYTES // 2, "host": 3 * BYTES}
+    with pytest.raises(OutOfMemoryError, match=r"With [\d.]+ MiB of a disk for each rank this would fit: ") as told:
+        start({"stage": 3}, memory_limits=limits)
+    assert told.value.suggestion is None and "a directory on a fast disk" in str(told.value)
+
+
+def test_nobody_is_refused_for_want_of_knowledge(caplog: pytest.LogCaptureFixture) -> None:
+    class Unplanned(torch.optim.SGD):
+        def step(self, closure: Any = None) -> Any:
+            if any(isinstance(p, torch._subclasses.FakeTensor) for g in self.param_groups for p in g["params"]):
+                raise RuntimeError("not in a dry run")
+            return super().step(closure)
+
+    model = blocks()
+    config = {"train_batch_size": 2, "memory_limits": {"device": 64 << 20}}
+    with limited([]), caplog.at_level(logging.WARNING, "shardwise"):
+        engine, *_ = shardwise.initialize(model=model, optimizer=Unplanned(model.parameters(), lr=0.1), config=config)
+    assert "whether this fits has not been planned" in caplog.text
+    assert engine.memory_budget.checks == () and engine.memory_budget.planned == ({},)
+    engine.destroy()
+
+
+def test_little_room_is_told(caplog: pytest.LogCaptureFixture) -> None:
+    engine = start(memory_limits={"device": 1 << 30})
+    needed = next(check.needed for check in engine.memory_budget.checks if check.tiers == ("device",))
+    engine.destroy()
+    for limit, said in ((int(needed * 1.05), True), (int(needed * 1.2), False)):
+        caplog.clear()
+        with caplog.at_level(logging.WARNING, "shardwise"):
+            start(memory_limits={"device": limit}).destroy()
+        assert ("memory will be short" in caplog.text) == said
+
+
+def test_nothing_is_planned_where_nothing_is_asked_for() -> None:
+    with mock.patch.object(budget, "Planner", side_effect=AssertionError):
+        for keys in ({}, {"zero": {"stage": 1, "offload_optimizer": {"device": "cpu"}}}):
+            model = nn.Linear(8, 8)
+            config = {"train_batch_size": 2, "optimizer": ADAM, "zero_optimization": keys.get("zero", {})}
+            engine, *_ = shardwise.initialize(model=model, config=config)
+            assert (engine.memory_budget is None) == (not keys)
+            engine.destroy()
+
+
+def test_settings_that_are_tried() -> None:
+    one = Setting(stage=0, micro_batch=2, accumulation=1, ranks=1).moved(offloads(), Offload())
+    assert [(setting.stage, setting.offload.devices) for setting in one if setting.offload] == [
+        (1, ("cpu", "none")),
+        (3, ("cpu", "cpu")),
+        (1, ("nvme", "none")),
+        (3, ("nvme", "cpu")),
+        (3, ("nvme", "nvme")),
+    ]
+    two = Setting(stage=2, micro_batch=2, accumulation=1, ranks=2).moved(offloads("/disk"), Offload("cpu"))
+    assert [(setting.stage, setting.offload.devices) for setting in two[:4] if setting.offload] == [
+        (2, ("none", "none")),
+        (3, ("none", "none")),
+        (3, ("cpu", "none")),
+        (3, ("cpu", "cpu")),
+    ]
+    last = two[-1].config["zero_optimization"]
+    assert last["offload_param"] == {"device": "nvme", "nvme_path": "/disk", "max_in_cpu": 0}
+    assert str(two[-1]).endswith(", state on disk")
+
+
+@pytest.mark.parametrize("written", ["2 cats", 0, -1, True, 1.5])
+def test_sizes_that_are_none(written: Any) -> None:
+    with pytest.raises(ConfigError, match=r"memory_limits\.host: expected bytes, or a size such as"):
+        start(memory_limits={"host": written})
+
+
+# -- during training ---------------------------------------------------------------------------------------------------
+
+
+def test_a_limit_that_is_exceeded_in_training(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setenv(DEVICE_LIMIT, "5MiB")  # overrules the configuration
+    engine = start(memory_limits={"device": "4KiB"})
+    window(engine)
+    with shardwise.memory.track_activations(engine.accountant), pytest.raises(OutOfMemoryError) as told:
+        big = torch.ones(2048, WIDTH)
+        engine.backward(engine(big).square().mean())
+        engine.step()
+    text = str(told.value)
+    assert isinstance(told.value, MemoryError) and text.startswith("rank 0 has held ")
+    assert "up to the end of step 2" in text and "memory_limits.device allows (5.00 MiB)" in text
+    assert "optimizer state" in text and "held now" in text and "Setting: stage 0" in text
+    engine.destroy()
+    monkeypatch.setenv(DEVICE_LIMIT, "3 cats")
+    with pytest.raises(ConfigError, match=r"SHARDWISE_DEVICE_LIMIT \(shardwise run --device-limit\)"):
+        start()
+
+
+SCRIPT = """
+import torch, shardwise
+config = {"train_batch_size": 2, "optimizer": {"type": "SGD", "params": {"lr": 0.1}}}
+shardwise.initialize(model=torch.nn.Linear(64, 64), config=config)
+"""
+
+
+def test_the_command_line_sets_the_limit(tmp_path: Path) -> None:
+    script = tmp_path / "train.py"
+    script.write_text(SCRIPT)
+    for limit, code, words in (
+        ("1KiB", 1, "1.00 KiB are there (memory_limits.device)"),
+        ("much", 2, "--device-limit much"),
+    ):
+        command = [sys.executable, "-m", "shardwise.launch", "run", "--device-limit", limit, str(script)]
+        done = subprocess.run(command, capture_output=True, text=True, timeout=120, env=_environment())
+        assert done.returncode == code, done.stderr
+        assert words in done.stderr
+
+
+def _environment() -> dict[str, str]:
+    return {**os.environ, "PYTHONPATH": os.pathsep.join(path for path in sys.path if path)}
+
+
+# -- what a step moves -------------------------------------------------------------------------------------------------
+
+
+@pytest.fixture
+def files() -> Iterator[list[SwapFile]]:
+    """Every swap file that is made."""
+    made: list[SwapFile] = []
+    original: Callable[..., None] = SwapFile.__init__
+
+    def init(self: SwapFile, *args: Any, **kwargs: Any) -> None:
+        original(self, *args, **kwargs)
+        made.append(self)
+
+    with mock.patch.object(SwapFile, "__init__", init):
+        yield made
+
+
+@pytest.mark.parametrize("accumulation", [1, 2, 5])
+@pytest.mark.parametrize("kinds", [("offload_optimizer",), ("offload_param",), ("offload_optimizer", "offload_param")])
+def test_planned_bytes_are_those_of_the_files(
+    tmp_path: Path, files: list[SwapFile], accumulation: int, kinds: tuple[str, ...]
+) -> None:
+    zero: dict[str, Any] = {"stage": 3, **{kind: {"device": "nvme", "nvme_path": str(tmp_path)} for kind in kinds}}
+    if "offload_param" in zero:
+        zero["offload_param"]["max_in_cpu"] = 0
+    engine = start(zero, accumulation, memory_limits={"disk": "1GB"})
+    file = files[-1]  # before it the disk may have been measured
+    for _ in range(2):
+        window(engine)
+    before = file.bytes_read, file.bytes_written
+    window(engine)
+    moved = engine.memory_report().moved["disk"]
+    assert moved["read"] == pytest.approx(file.bytes_read - before[0], rel=0.03)
+    assert moved["written"] == pytest.approx(file.bytes_written - before[1], rel=0.03)
+    (check,) = (check for check in engine.memory_budget.checks if check.limit == "memory_limits.disk")
+    assert check.needed == pytest.approx(file.size, rel=0.03)
+    subject = engine._memory._subject()
+    plan = Planner(subject).plan(subject.setting)
+    assert plan.moved["disk"] == moved
+    assert "A step reads" in engine.memory_report().render()
+    engine.destroy()
+
+
+def test_the_cost_is_told_before_training(tmp_path: Path, caplog: pytest.LogCaptureFixture) -> None:
+    place = {"device": "nvme", "nvme_path": str(tmp_path)}
+    limits = {"disk": "1GB", "disk_endurance": "600TB"}
+    with (
+        mock.patch.object(budget, "WORTH_MEASURING", 1),
+        mock.patch.object(budget, "MEASURED", 1 << 20),
+        caplog.at_level(logging.INFO, "shardwise"),
+    ):
+        engine = start({"stage": 1, "offload_optimizer": place}, memory_limits=limits)
+    (traffic,) = engine.memory_budget.traffic
+    assert str(traffic) in caplog.text and "rated for 600 TB lasts" in str(traffic)
+    moved = engine.memory_report().moved["disk"]
+    assert (traffic.read, traffic.written) == (moved["read"], moved["written"])
+    assert traffic.seconds == pytest.approx(traffic.read / traffic.read_speed + traffic.written / traffic.write_speed)
+    assert traffic.days == pytest.approx(600e12 / (traffic.written / traffic.seconds * 86400))
+    assert Tier.DISK.value == traffic.tier and not list(tmp_path.iterdir())
+    engine.destroy()
