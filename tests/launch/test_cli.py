@@ -30,7 +30,7 @@ def test_version_and_help(call) -> None:
     assert call("--version") == (0, f"shardwise {__version__}\n", "")
     code, shown, _ = call("run", "--help")
     assert code == 0
-    for option in ("--nproc", "--num-gpus", "--hostfile", "--max-restarts", "--tag-output"):
+    for option in ("--nproc", "--num-gpus", "--hostfile", "--max-restarts", "--tag-output", "--device-limit"):
         assert option in shown
 
 

@@ -32,6 +32,7 @@ def folder(tmp_path, monkeypatch):
         (Job("train.py", module=True, no_python=True), "Give one of them"),
         (Job("train.py", max_restarts=-1), "--max-restarts -1"),
         (Job("train.py", grace=-1.0), "--grace -1"),
+        (Job("train.py", device_limit="much"), "--device-limit much: expected bytes or a size"),
         (Job("train.py", max_restarts=1, min_nproc=0), "--min-nproc 0"),
         (Job("train.py", min_nproc=1), "--max-restarts"),
         (Job("train.py", master_port=0), "--master_port 0"),
@@ -78,4 +79,6 @@ def test_environment_of_the_workers() -> None:
     assert (given["A"], given["GLOO_SOCKET_IFNAME"]) == ("b", "lo")
     mine = {"OMP_NUM_THREADS": "7", "GLOO_SOCKET_IFNAME": "eth0", "CUDA_VISIBLE_DEVICES": ""}
     assert worker_environment(Job("x"), Placement(1, None), mine) == mine
+    limited = worker_environment(Job("x", device_limit="2GiB"), Placement(1, None), {"SHARDWISE_DEVICE_LIMIT": "1GiB"})
+    assert limited["SHARDWISE_DEVICE_LIMIT"] == "2GiB"
     assert "GLOO_SOCKET_IFNAME" not in worker_environment(Job("x", master_addr="10.0.0.1"), Placement(1, None), {})

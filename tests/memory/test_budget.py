@@ -4,9 +4,6 @@ from __future__ import annotations
 
 import json
 import logging
-import os
-import subprocess
-import sys
 from collections.abc import Callable, Iterator
 from pathlib import Path
 from typing import Any
@@ -31,8 +28,8 @@ BLOCKS, WIDTH = 8, 64
 BYTES = 4 * BLOCKS * (2 * 4 * WIDTH * WIDTH + 5 * WIDTH)
 """Of the parameters."""
 LAYERS = 24
-ROOM = 48
-"""MiB of addresses beyond what the process has before the model of 16 MiB exists."""
+ROOM = 480
+"""MiB of addresses beyond what the process has before the model of 128 MiB exists."""
 ADAM = {"type": "AdamW", "params": {"lr": 1e-3}}
 
 
@@ -130,23 +127,22 @@ OFFLOADED = {"stage": 3, "offload_optimizer": {"device": "cpu"}}
 
 def test_a_machine_that_is_too_small_counts_all_its_ranks() -> None:
     """Each alone would fit."""
-    for text, suggestion, alone in run_ranks(on_a_small_machine, 2):
-        assert alone == 0
+    for text, suggestion in run_ranks(on_a_small_machine, 2):
         assert "device and host: 2 ranks need " in text and "3.00 MiB are there (physical memory)" in text
         assert suggestion is None
 
 
-def on_a_small_machine() -> tuple[str, Any, int]:
+def on_a_small_machine() -> tuple[str, Any]:
     # Of what is in use, the model will be given back.
     limit = MemoryLimit("physical memory", 8 << 20, (5 << 20) + 2 * BYTES, 0)
-    with limited([limit]), pytest.raises(OutOfMemoryError) as told:
+    with mock.patch.object(budget, "SEARCH_S", 0.0), limited([limit]), pytest.raises(OutOfMemoryError) as told:
         start(OFFLOADED, memory_limits={"device": 64 << 20})
     with limited([MemoryLimit("physical memory", 8 << 20, (2 << 20) + BYTES, 0)]):
         engine = start(OFFLOADED, memory_limits={"device": 64 << 20})
         checked = engine.memory_budget.checks
         engine.destroy()
     assert {check.limit for check in checked} == {"physical memory", "memory_limits.device"}
-    return str(told.value), told.value.suggestion, 0
+    return str(told.value), told.value.suggestion
 
 
 def test_all_ranks_are_told_the_same() -> None:
@@ -183,10 +179,11 @@ def test_a_disk_that_is_too_small(tmp_path: Path, by_hand: bool) -> None:
     start(merged(zero, told.value.suggestion), memory_limits=limits).destroy()
 
 
+@pytest.mark.slow
 def test_a_real_limit_is_told_before_anything_is_spread() -> None:
     zero = {"stage": 1, "offload_optimizer": {"device": "cpu"}}
     config = {"train_micro_batch_size_per_gpu": 2, "optimizer": ADAM, "zero_optimization": zero}
-    (told,) = under_limit(ROOM, 8192, config)
+    (told,) = under_limit(ROOM, 65536, config)
     assert told["text"].startswith("initialize(): this does not fit.") and told["cause"] == "NoneType"
     assert "  device and host: rank 0 needs " in told["text"] and "(RLIMIT_AS (ulimit -v))" in told["text"]
 
@@ -269,6 +266,7 @@ def test_a_limit_that_is_exceeded_in_training(monkeypatch: pytest.MonkeyPatch) -
     monkeypatch.setenv(DEVICE_LIMIT, "5MiB")  # overrules the configuration
     engine = start(memory_limits={"device": "4KiB"})
     window(engine)
+    monkeypatch.setattr("shardwise.engine.exhausted.SEARCH_S", 0.0)
     with shardwise.memory.track_activations(engine.accountant), pytest.raises(OutOfMemoryError) as told:
         big = torch.ones(2048, WIDTH)
         engine.backward(engine(big).square().mean())
@@ -281,30 +279,6 @@ def test_a_limit_that_is_exceeded_in_training(monkeypatch: pytest.MonkeyPatch) -
     monkeypatch.setenv(DEVICE_LIMIT, "3 cats")
     with pytest.raises(ConfigError, match=r"SHARDWISE_DEVICE_LIMIT \(shardwise run --device-limit\)"):
         start()
-
-
-SCRIPT = """
-import torch, shardwise
-config = {"train_batch_size": 2, "optimizer": {"type": "SGD", "params": {"lr": 0.1}}}
-shardwise.initialize(model=torch.nn.Linear(64, 64), config=config)
-"""
-
-
-def test_the_command_line_sets_the_limit(tmp_path: Path) -> None:
-    script = tmp_path / "train.py"
-    script.write_text(SCRIPT)
-    for limit, code, words in (
-        ("1KiB", 1, "1.00 KiB are there (memory_limits.device)"),
-        ("much", 2, "--device-limit much"),
-    ):
-        command = [sys.executable, "-m", "shardwise.launch", "run", "--device-limit", limit, str(script)]
-        done = subprocess.run(command, capture_output=True, text=True, timeout=120, env=_environment())
-        assert done.returncode == code, done.stderr
-        assert words in done.stderr
-
-
-def _environment() -> dict[str, str]:
-    return {**os.environ, "PYTHONPATH": os.pathsep.join(path for path in sys.path if path)}
 
 
 # -- what a step moves -------------------------------------------------------------------------------------------------
