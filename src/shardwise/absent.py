@@ -81,7 +81,6 @@ _ENGINE: dict[str, str] = {
         "get_deepspeed_compile_backend get_deepcompile_backend get_autosp_backend get_autotp_backend "
         "compile_zero_optimization_stage uses_parallelization_pass_only"
     ),
-    OFFLOAD: "offload_states reload_states",
     "printing the engine's state is not built yet (engine.memory_report() has its memory)": "dump_state",
     "garbage collection is left to Python (gc.collect())": "collect_python_gc",
     INNER: "get_optimizer_configuration is_first_weights_partition_group",
