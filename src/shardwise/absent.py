@@ -20,7 +20,9 @@ ELASTIC = (
     "processes)"
 )
 COMPRESS = "compression of models (pruning, quantisation, eigenvalues of layers) is not built yet"
-OFFLOAD = "offload to the host and to disk is not built yet"
+ACTIVATIONS = "moving saved activations to the host is not built yet"
+DIRECT = "GPUDirect Storage is not built yet: data goes from disk to the device through page-locked memory of the host"
+ZENFLOW = "ZenFlow, which steps a part of the gradients some steps late, is not built yet"
 HYBRID = "the hybrid engine is not built yet"
 DATA = "data efficiency (curriculum, dropping of layers or of their tokens, data analysis) is not built yet"
 UNIVERSAL = "the universal checkpoint format is not built yet (checkpoints here fit any layout as they are)"
@@ -37,6 +39,12 @@ TILES = "computing in tiles of the sequence is not built yet"
 OPS = "there are no operators to build: everything runs in plain torch"
 INNER = "it is an inner part of DeepSpeed, which has no counterpart here"
 WRAPPERS = "it is an inner part of DeepSpeed: here all ZeRO stages are one code path, without wrappers of optimizers"
+SWAPPERS = (
+    "it is an inner part of DeepSpeed: here state is kept on disks by `shardwise.offload`, which is asked for by "
+    "zero_optimization.offload_optimizer and offload_param"
+)
+TUNING = "disks are not measured here: what `aio` says of blocks and requests in flight is taken as it is"
+WRITERS = "checkpoints are written by `shardwise.checkpoint`, without file writers that could be exchanged"
 FILES = "checkpoints here are safetensors and JSON, which `shardwise.checkpoint` writes, and no files of this form"
 
 CHECKPOINTING = {

@@ -985,6 +985,7 @@ class ShardedModel:
             self.channel.on_want = _ignore
         self.driver = Alone()
         self.gatherer.close()
+        self._states.close()
         self.reducer = None
         self.channel = self.sums = None
         self._section_of = {}

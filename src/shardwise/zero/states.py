@@ -114,6 +114,10 @@ class MovingStates:
         self._presence.away = frozenset()
         self._stash = None
 
+    def close(self) -> None:
+        """Forget the engine."""
+        self._units, self._update, self._gradients = [], None, []
+
     def tiers(self, kind: OffloadStateTypeEnum) -> set[Tier]:
         """Return on what state of a kind lies now; nothing if there is none of it."""
         found = set()
