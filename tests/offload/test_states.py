@@ -105,6 +105,17 @@ def test_the_same_bits_where_some_units_stay_whole_and_some_state_is_elsewhere(t
     compare(2, [whole, *(whole.with_stage(3, keep=0, zero=keys) for keys in zero)])
 
 
+def test_the_same_bits_among_groups_of_ranks_and_beside_gathers_as_codes() -> None:
+    setting = Setting(3, precision="bf16", optimizer="AdamW")
+    settings = [
+        setting.with_stage(3, zero=(("zero_hpz_partition_size", 2),)),
+        setting.with_stage(2, accumulation=2, zero=(("mics_shard_size", 2),)),
+        setting.with_stage(3, zero=(("zero_quantized_weights", True),)),
+        setting.with_stage(1, precision="fp32", accumulation=2, extra=(("sparse_gradients", True),)),
+    ]
+    compare(4, settings)
+
+
 def bytes_held(stage: int, precision: str, include: Sequence[Any] | None) -> dict[str, Any]:
     """Bytes by tier before, while and after state is away, in the middle of a window and after a step."""
     setting = Setting(stage, precision=precision, optimizer="AdamW", accumulation=2)

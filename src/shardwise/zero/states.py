@@ -81,7 +81,7 @@ class MovingStates:
             if kind is OffloadStateTypeEnum.lp_grads:
                 self._free_spent_gradients()
             for tensor, home, counted in self._parts(kind):
-                if home.tier is Tier.DEVICE and tensor.device == self._device:
+                if home.tier is Tier.DEVICE and tensor.device.type == self._device.type:
                     stash.put(tensor, counted)
             if kind is OffloadStateTypeEnum.lp_params:
                 for unit in self._units:
