@@ -20,6 +20,7 @@ _PUBLIC = {
     "add_tuning_arguments": "shardwise.schedules",
     "RepeatingLoader": "shardwise.data",
     "declare_part": "shardwise.registry",
+    "offload_activations": "shardwise.offload",
     "install_as_deepspeed": "shardwise.dropin",
 }
 _MODULES = {
@@ -38,6 +39,7 @@ __all__ = [
     "initialize",
     "initialize_engine",
     "install_as_deepspeed",
+    "offload_activations",
 ]
 
 

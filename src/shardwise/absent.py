@@ -20,7 +20,6 @@ ELASTIC = (
     "processes)"
 )
 COMPRESS = "compression of models (pruning, quantisation, eigenvalues of layers) is not built yet"
-ACTIVATIONS = "moving saved activations to the host is not built yet"
 DIRECT = "GPUDirect Storage is not built yet: data goes from disk to the device through page-locked memory of the host"
 ZENFLOW = "ZenFlow, which steps a part of the gradients some steps late, is not built yet"
 HYBRID = "the hybrid engine is not built yet"
@@ -43,18 +42,9 @@ SWAPPERS = (
     "it is an inner part of DeepSpeed: here state is kept on disks by `shardwise.offload`, which is asked for by "
     "zero_optimization.offload_optimizer and offload_param"
 )
-TUNING = "disks are not measured here: what `aio` says of blocks and requests in flight is taken as it is"
+TUNING = "disks are measured by `shardwise bench io` (with the drop-in also `ds_io` and `ds_nvme_tune`)"
 WRITERS = "checkpoints are written by `shardwise.checkpoint`, without file writers that could be exchanged"
 FILES = "checkpoints here are safetensors and JSON, which `shardwise.checkpoint` writes, and no files of this form"
-
-CHECKPOINTING = {
-    "partition_activations": "splitting saved inputs over tensor-parallel ranks",
-    "contiguous_memory_optimization": "keeping the saved inputs of recomputed functions in one buffer",
-    "cpu_checkpointing": "moving the saved inputs of recomputed functions to host memory",
-    "synchronize_checkpoint_boundary": "synchronizing the device at every checkpoint",
-    "profile": "timing checkpointed functions",
-}
-"""Key of `activation_checkpointing` -> what it asks for, which is not built yet."""
 
 _COALESCED = (
     "stages 0 and 1 reduce the gradients of several backward passes together (gradient_accumulation_steps, "

@@ -247,6 +247,30 @@ def number_of(node: Node) -> int:
     return node._sequence_nr()
 
 
+def version_counter(tensor: torch.Tensor) -> torch.Tensor:
+    """Return a tensor that has the version counter of another one, and no values: it counts changes of that one."""
+    with torch.no_grad(), without_overrides():
+        counter = tensor.detach()
+        counter.data = torch.empty(0, device=tensor.device)
+    return counter
+
+
+def check_version(counter: torch.Tensor, version: int, tensor: torch.Tensor) -> None:
+    """Raise as autograd does where a saved tensor has been changed since; with hooks it leaves the check to them.
+
+    Args:
+        counter: has the version counter of what was saved.
+        version: what it was.
+        tensor: named in the message.
+    """
+    if counter._version != version:
+        raise RuntimeError(
+            "one of the variables needed for gradient computation has been modified by an inplace operation: a "
+            f"{tensor.dtype} tensor of shape {tuple(tensor.shape)} is at version {counter._version}; expected "
+            f"version {version} instead"
+        )
+
+
 def backward_pass() -> int | None:
     """Return the number of the backward pass that autograd is in on this thread, or None."""
     number = torch._C._current_graph_task_id()

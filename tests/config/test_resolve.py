@@ -234,6 +234,8 @@ def test_where_state_is_to_live() -> None:
         ({**host, "ratio": 0.5}, None, Where("host", "host", share=0.5)),
         ({**host, "pin_memory": False}, {**host, "pin_memory": False}, Where("host", "pageable", "pageable")),
         (disk, None, Where("disk", "host")),
+        ({**disk, "gradients": "nvme"}, None, Where("disk", "disk")),
+        ({**host, "gradients": "nvme", "nvme_path": "/fast"}, None, Where("host", "disk")),
         (disk, disk, Where("disk", "host", "disk", near=1_000_000_000)),
         (None, {**disk, "max_in_cpu": 7}, Where(parameters="disk", near=7)),
     ):
@@ -246,6 +248,7 @@ def test_where_state_is_to_live() -> None:
         (0, {"offload_optimizer": {"device": "cpu"}}, "offload_optimizer.device", "needs .* 1 or more, found 0"),
         (2, {"offload_param": {"device": "cpu"}}, "offload_param.device", "needs .* 3, found 2"),
         (1, {"offload_optimizer": {"device": "nvme"}}, "offload_optimizer.nvme_path", "is not set"),
+        (1, {"offload_optimizer": {"device": "cpu", "gradients": "nvme"}}, "offload_optimizer.nvme_path", "gradients"),
         (3, {"offload_param": {"device": "nvme", "nvme_path": "none"}}, "offload_param.nvme_path", "is not set"),
         (3, {"offload_param": {"device": "disk"}}, "offload_param.device", 'one of "none", "cpu", "nvme"'),
         (3, {"offload_optimizer": {"device": "cpu", "ratio": 1.5}}, "offload_optimizer.ratio", "<= 1"),

@@ -109,7 +109,6 @@ def test_asking_for_what_is_not_built_is_refused(entry: Unbuilt) -> None:
 
 
 UNHEARD_VALUES: dict[str, Any] = {
-    "activation_checkpointing": {"profile": True},
     "pipeline.activation_checkpoint_interval": 1,
     "timers": {"throughput": {"enabled": False}},
 }

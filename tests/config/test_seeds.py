@@ -27,6 +27,7 @@ ARTICLE_ZERO_3 = {
     "stage3_max_live_parameters": 1e9,
     "stage3_max_reuse_distance": 1e9,
 }
+CHECKPOINTING = {"partition_activations": True, "contiguous_memory_optimization": True, "cpu_checkpointing": True}
 FP16 = {"enabled": True, "loss_scale": 0, "loss_scale_window": 1000, "hysteresis": 2, "min_loss_scale": 1}
 ADAMW = {"lr": 3e-4, "betas": [0.9, 0.999], "eps": 1e-8, "weight_decay": 0.01}
 
@@ -118,25 +119,11 @@ SPARSE_ATTENTION = {
     "num_different_global_patterns": 4,
 }
 FLOPS_PROFILER = {"enabled": True, "profile_step": 1, "module_depth": -1, "top_modules": 3, "detailed": True}
-CHECKPOINTING = {"partition_activations": True, "contiguous_memory_optimization": True, "cpu_checkpointing": True}
-KEPT_ELSEWHERE = [
-    "activation_checkpointing.cpu_checkpointing",
-    "activation_checkpointing.contiguous_memory_optimization",
-]
 
 REFUSED = {
     "profiler": (small(flops_profiler=FLOPS_PROFILER), ["flops_profiler.enabled"]),
     "autotuning": (small(autotuning=AUTOTUNING), ["autotuning.enabled"]),
-    "recomputation": (small(activation_checkpointing=CHECKPOINTING), KEPT_ELSEWHERE),
     "sparse attention": (small(sparse_attention=SPARSE_ATTENTION), ["sparse_attention"]),
-    "offload, recomputation and fp16": (
-        small(
-            zero_optimization=ARTICLE_ZERO_3,
-            activation_checkpointing=CHECKPOINTING,
-            fp16={"enabled": True, "loss_scale": 0, "initial_scale_power": 16},
-        ),
-        KEPT_ELSEWHERE,
-    ),
     "hybrid parallelism": (
         small(
             zero_optimization={"stage": 3},
@@ -158,7 +145,18 @@ def test_accepted(name: str) -> None:
 
 WARNED = {
     "time breakdown": (small(wall_clock_breakdown=True), "wall_clock_breakdown"),
-    "checkpoint timing": (small(activation_checkpointing={"profile": True}), "activation_checkpointing"),
+    "recomputation": (
+        small(activation_checkpointing=CHECKPOINTING),
+        "activation_checkpointing.partition_activations",
+    ),
+    "offload, recomputation and fp16": (
+        small(
+            zero_optimization=ARTICLE_ZERO_3,
+            activation_checkpointing=CHECKPOINTING,
+            fp16={"enabled": True, "loss_scale": 0, "initial_scale_power": 16},
+        ),
+        "activation_checkpointing.partition_activations",
+    ),
 }
 
 

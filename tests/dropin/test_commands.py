@@ -32,7 +32,10 @@ pytestmark = pytest.mark.usefixtures("plain")
 def test_the_distribution_is_what_the_library_says() -> None:
     project = tomllib.loads((DIRECTORY / "pyproject.toml").read_text())["project"]
     assert (project["name"], project["version"], project["dependencies"]) == ("deepspeed", VERSION, ["shardwise"])
-    assert set(project["scripts"]) == {"deepspeed", "ds", "ds_report", "dsr", "zero_to_fp32"}
+    assert set(project["scripts"]) == {
+        *("deepspeed", "ds", "ds_report", "dsr"),
+        *("ds_io", "ds_nvme_tune", "zero_to_fp32"),
+    }
     for target in project["scripts"].values():
         home, _, name = target.partition(":")
         assert callable(getattr(importlib.import_module(home), name))

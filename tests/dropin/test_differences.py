@@ -438,7 +438,8 @@ def test_not_built() -> None:
 def test_prints_less() -> None:
     keys = {"wall_clock_breakdown": True, "memory_breakdown": True, "timers": {"throughput": {"enabled": False}}}
     warned = accepted(**keys, activation_checkpointing={"partition_activations": True}).warnings
-    assert [warning.partition(":")[0] for warning in warned] == [*keys, "activation_checkpointing"]
+    split = "activation_checkpointing.partition_activations"
+    assert [warning.partition(":")[0] for warning in warned] == [*keys, split]
 
 
 def test_fewer_exclusions(facts: Facts) -> None:

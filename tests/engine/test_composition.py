@@ -29,7 +29,7 @@ def parts() -> None:
     engine = build()
     held = [value for value in vars(engine).values() if type(value).__module__.startswith("shardwise.engine")]
     assert {type(part).__name__ for part in held} == {
-        *("TrainStep", "Batches", "Checkpoints", "Interchange", "FaultTolerance", "MemoryReporting")
+        *("TrainStep", "Batches", "Checkpoints", "Interchange", "FaultTolerance", "MemoryReporting", "Activations")
     }
     assert not any(isinstance(value, shardwise.Engine) for part in held for value in vars(part).values())
     engine.destroy()

@@ -63,12 +63,14 @@ def report(
     managed: bool = True,
     zero: dict[str, Any] | None = None,
     model: Callable[[], nn.Module] | None = None,
+    more: dict[str, Any] | None = None,
 ) -> tuple[MemoryReport, MemoryReport]:
     """Reports made before the first step and after a tracked one."""
     torch.manual_seed(5)
     config = settings(stage, precision, optimizer, accumulation if managed else 1, keep)
     config["managed_gradient_accumulation"] = managed
     config["zero_optimization"].update(zero or {})
+    config.update(more or {})
     engine, *_ = shardwise.initialize(model=model() if model is not None else GPT(tied), config=config)
     batch = torch.randint(VOCABULARY, (ROWS, LENGTH))
     before = engine.memory_report(batch)

@@ -18,12 +18,13 @@ PLACES: dict[str, dict[str, Any]] = {
     "parameters on disk": {"parameters": DISK},
     "half of the optimizer on host": {"optimizer": HOST, "ratio": 0.5},
     "all on host": {"optimizer": HOST, "parameters": HOST},
-    "all on disk": {"optimizer": DISK, "parameters": DISK},
+    "all on disk": {"optimizer": DISK, "parameters": DISK, "gradients": DISK},
+    "gradients on disk": {"optimizer": HOST, "gradients": DISK},
     "some parameters near": {"optimizer": DISK, "parameters": DISK, "max_in_cpu": 4000},
 }
 """What is asked for, by name; those with parameters or a part need stage 3."""
 
-FROM_STAGE_1 = ("optimizer on host", "optimizer on disk")
+FROM_STAGE_1 = ("optimizer on host", "optimizer on disk", "gradients on disk")
 
 
 def offload(place: str, directory: str) -> dict[str, Any]:
@@ -33,8 +34,10 @@ def offload(place: str, directory: str) -> dict[str, Any]:
     for kind, key in (("optimizer", "offload_optimizer"), ("parameters", "offload_param")):
         if kind in asked:
             found[key] = {"device": asked[kind]}
-            if asked[kind] == DISK:
+            if DISK in asked.values():
                 found[key]["nvme_path"] = directory
+    if "gradients" in asked:
+        found["offload_optimizer"]["gradients"] = asked["gradients"]
     if "ratio" in asked:
         found["offload_optimizer"]["ratio"] = asked["ratio"]
     if asked.get("parameters") == DISK:

@@ -302,7 +302,7 @@ def test_space_that_cannot_be_taken_beforehand(file: SwapFile, monkeypatch: pyte
     extent = file.reserve(values.numel())
     file.write(extent, values)
     assert torch.equal(back(file, extent, values.numel()), values)
-    monkeypatch.setattr("shardwise.offload.files.bytes_free", lambda directory: 5)
+    monkeypatch.setattr("shardwise.offload.unnamed.bytes_free", lambda directory: 5)
     with pytest.raises(OffloadError, match=r"12288 bytes more are needed, 5 bytes are free"):
         file.reserve(BLOCK)
 
@@ -534,10 +534,11 @@ def inodes() -> list[int]:
     return found
 
 
-def test_closing_ends_what_has_not_begun(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+@pytest.mark.parametrize("count", [1, 4])
+def test_closing_ends_what_has_not_begun(tmp_path: Path, monkeypatch: pytest.MonkeyPatch, count: int) -> None:
     write = os.pwritev
     monkeypatch.setattr(os, "pwritev", lambda *arguments: time.sleep(0.02) or write(*arguments))
-    file = SwapFile(tmp_path, SMALL, label="it")
+    file = SwapFile(tmp_path, DiskOptions(BLOCK, count), label="it")
     extent = file.reserve(100 * BLOCK)
     transfers = [file.write(extent, random(100 * BLOCK)) for _ in range(3)]
     transfers.append(file.write(extent, random(0)))

@@ -14,8 +14,8 @@ from torch import nn
 import shardwise
 from shardwise import checkpointing
 from shardwise.errors import ConfigError, NotBuiltError, UsageError
-from shardwise.memory import Category, track_activations
-from shardwise.recompute import options
+from shardwise.memory import Category, Tier, track_activations
+from shardwise.recompute import options, settings
 from shardwise.utils import safe_get_full_grad
 from tests.harness import run_ranks
 from tests.models import GPT, language_loss
@@ -107,9 +107,10 @@ def test_what_is_no_function_is_refused() -> None:
 
 @pytest.fixture
 def unconfigured() -> Iterator[None]:
-    before, options._configured = options._configured, False
+    before, options._configured = (options._configured, settings.of_script()), False
     yield
-    options._configured = before
+    options._configured = before[0]
+    settings.set_script(before[1])
 
 
 class Parallel:
@@ -145,20 +146,9 @@ def test_defaults_are_taken(unconfigured: None, tmp_path: Path) -> None:
     assert checkpointing.is_configured()
 
 
-@pytest.mark.parametrize(
-    ("option", "reason"),
-    [
-        ("partition_activations", "tensor-parallel ranks"),
-        ("contiguous_checkpointing", "in one buffer"),
-        ("checkpoint_in_cpu", "to host memory"),
-        ("synchronize", "synchronizing the device"),
-        ("profile", "timing checkpointed functions"),
-    ],
-)
-def test_what_is_not_built_is_refused(unconfigured: None, option: str, reason: str) -> None:
-    options_given: dict[str, Any] = {option: True}
-    with pytest.raises(NotBuiltError, match=rf"configure\({option}=True\).*{reason}"):
-        checkpointing.configure(None, **options_given)
+def test_what_is_not_built_is_refused(unconfigured: None) -> None:
+    with pytest.raises(NotBuiltError, match=r"configure\(partition_activations=True\).*tensor-parallel ranks"):
+        checkpointing.configure(None, partition_activations=True)
     assert not checkpointing.is_configured()
 
 
@@ -174,8 +164,104 @@ def test_a_configuration_is_checked(unconfigured: None) -> None:
     def given(section: dict[str, Any]) -> dict[str, Any]:
         return {"train_batch_size": 2, "activation_checkpointing": section}
 
-    with pytest.raises(NotBuiltError, match=r"activation_checkpointing\.cpu_checkpointing"):
-        checkpointing.configure(None, given({"cpu_checkpointing": True}))
+    with pytest.raises(NotBuiltError, match=r"activation_checkpointing\.partition_activations"):
+        checkpointing.configure(None, given({"partition_activations": True}))
     with pytest.raises(ConfigError, match=r"cpu_checkpoint\b"):
         checkpointing.configure(None, given({"cpu_checkpoint": True}))
     assert not checkpointing.is_configured()
+
+
+# -- what the settings do ----------------------------------------------------------------------------------------------
+
+
+def blocks(layers: int = 3) -> nn.Module:
+    return nn.Sequential(*(nn.Sequential(nn.Linear(512, 512), nn.Tanh(), nn.Dropout(0.3)) for _ in range(layers)))
+
+
+class Checkpointed(nn.Module):
+    def __init__(self) -> None:
+        super().__init__()
+        self.blocks = blocks()
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        for block in self.blocks:
+            x = checkpointing.checkpoint(block, x)
+        return x.square().mean()
+
+
+def step(section: dict[str, Any], **more: Any) -> tuple[int, int, dict[str, torch.Tensor]]:
+    """One step: bytes on the host after the forward and after the backward pass, and the weights."""
+    torch.manual_seed(2)
+    config = {"train_batch_size": 512, "optimizer": {"type": "SGD", "params": {"lr": 0.1}}, **more}
+    engine = shardwise.initialize(model=Checkpointed(), config=config | {"activation_checkpointing": section})[0]
+    loss = engine(torch.randn(512, 512))
+    forward = engine.accountant.live_in(Tier.HOST)[Category.ACTIVATIONS]
+    engine.backward(loss)
+    backward = engine.accountant.live_in(Tier.HOST)[Category.ACTIVATIONS]
+    engine.step()
+    weights = {name: value.clone() for name, value in engine.module_state_dict().items()}
+    engine.destroy()
+    return forward, backward, weights
+
+
+def test_inputs_on_the_host(unconfigured: None) -> None:
+    """By the engine's configuration, or by the script's; the engine counts the bytes either way."""
+    size = 512 * 512 * 4
+    nowhere, _, plain = step({})
+    assert nowhere == 0
+    by_config = step({"cpu_checkpointing": True})
+    kept = step({"cpu_checkpointing": True, "contiguous_memory_optimization": True})
+    checkpointing.configure(None, checkpoint_in_cpu=True)
+    by_script = step({})
+    for forward, backward, weights in (by_config, kept, by_script):
+        assert forward == 3 * size  # the first is the batch, which the checkpoint knows nothing of
+        assert all(torch.equal(plain[name], weights[name]) for name in plain)
+        assert backward == (3 * size if weights is kept[2] else 0)
+    assert step({"cpu_checkpointing": True}, activation_offload={"min_bytes": size + 1})[0] == 0
+    checkpointing.configure(None)
+    assert step({})[0] == 0
+
+
+def test_settings_without_an_engine(unconfigured: None) -> None:
+    checkpointing.configure(None, checkpoint_in_cpu=True, contiguous_checkpointing=True, synchronize=True)
+    torch.manual_seed(1)
+    model, x = blocks(), torch.randn(512, 512, requires_grad=True)
+
+    def gradients(call: Callable[..., Any]) -> tuple[torch.Tensor, ...]:
+        torch.manual_seed(9)
+        y = x
+        for block in model.children():
+            y = call(block, y)
+        return torch.autograd.grad(y.sum(), [x, *model.parameters()])
+
+    plain = gradients(lambda block, y: block(y))
+    for _ in range(2):
+        assert all(torch.equal(a, b) for a, b in zip(plain, gradients(checkpointing.checkpoint), strict=True))
+    (lane,) = settings.mover()._lanes.values()
+    assert [len(kept) for kept in lane.buffers._kept.values()] == [
+        2
+    ]  # the inputs of the second and the third; a leaf stays where it is
+    checkpointing.reset()
+    assert not lane.buffers._kept
+
+
+def test_times(unconfigured: None, caplog: pytest.LogCaptureFixture) -> None:
+    checkpointing.configure(None, profile=True)
+    checkpointing.times(clear=True)
+    x = torch.randn(64, 512)
+    for _ in range(2):
+        out = checkpointing.checkpoint(blocks(), x).sum() + checkpointing.checkpoint(lambda *, y: y.exp(), y=x).sum()
+        out.backward()
+    with torch.no_grad():
+        checkpointing.checkpoint(blocks(), x)
+    found = checkpointing.times()
+    (of_lambda,) = (times for name, times in found.items() if "lambda" in name)
+    assert (found["Sequential"].calls, of_lambda.calls) == (3, 2)
+    assert 0 < found["Sequential"].recompute < found["Sequential"].backward < 60 and found["Sequential"].forward > 0
+    assert of_lambda.recompute == of_lambda.backward == 0  # its input needs no gradient, so that it is not called again
+    assert checkpointing.times(clear=True) == found and not checkpointing.times()
+    checkpointing.configure(None)
+    with caplog.at_level("INFO", logger="shardwise"):
+        step({"profile": True}, steps_per_print=1)
+    assert "step=1 checkpointed Sequential: 3 calls: forward" in caplog.text
+    assert not checkpointing.times()

@@ -345,7 +345,9 @@ class Background:
             self._process = _Process(self._desk)  # it starts while the snapshot is taken
             weakref.finalize(self, _Process.dismiss, self._process)
         known = [made.part.to_json()] if whole is None else [made.part.to_json(), vars(whole)]
-        self._ends = self._snapshot.take(made.part.tensors, [json.dumps(one).encode() for one in known], later)
+        self._ends = self._snapshot.take(
+            made.part.tensors, [json.dumps(one).encode() for one in known], later, made.part.bring
+        )
         self._lock = directory.lock_file(os.path.join(made.path, beside(made.part.file, LOCK)))
 
     def give_up(self) -> None:

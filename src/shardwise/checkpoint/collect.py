@@ -8,7 +8,8 @@ the model: of what several have and only one writes, the first of them writes it
 from __future__ import annotations
 
 import hashlib
-from collections.abc import Iterator
+import itertools
+from collections.abc import Iterator, Sequence
 from dataclasses import dataclass, field
 from typing import Any
 
@@ -18,7 +19,7 @@ from torch import nn
 from shardwise.boxes import Box
 from shardwise.checkpoint import codec
 from shardwise.checkpoint.manifest import BUFFER, OPTIMIZER, PARAMETER, Slice, StoredTensor, name_of
-from shardwise.checkpoint.protocols import CheckpointedModel, Run
+from shardwise.checkpoint.protocols import Bring, CheckpointedModel, Run, at_hand
 from shardwise.checkpoint.tensorfile import bytes_of
 from shardwise.errors import CheckpointError
 from shardwise.registry import LogicalTensor
@@ -48,13 +49,15 @@ class Part:
 
     Args:
         file: name of the rank's file.
+        bring: has tensors brought that do not live where they can be read.
 
     Attributes:
         runs: names of the tensors that are runs of values and of optimizer states, where they are stepped.
     """
 
-    def __init__(self, file: str) -> None:
+    def __init__(self, file: str, bring: Bring = at_hand) -> None:
         self.file = file
+        self.bring = bring
         self.runs: set[str] = set()
         self.tensors: dict[str, torch.Tensor] = {}
         self.stored: list[StoredTensor] = []
@@ -108,17 +111,25 @@ class Part:
     def not_finite(self) -> list[str]:
         """Return the trained parameters and optimizer states of which this rank writes infinite or NaN values.
 
-        One pass over what is written, at the speed of memory. Buffers are not looked at: masks are infinite.
+        One pass over what is written, at the speed of where it lives. Buffers are not looked at: masks are infinite.
         """
-        if not self._trained:
-            return []
-        norms = torch.stack([norm.double() for norm in torch._foreach_norm([values for _, values in self._trained])])
-        # A norm may be too large for its type where no value is.
-        return [
-            name
-            for (name, values), finite in zip(self._trained, torch.isfinite(norms).tolist(), strict=True)
-            if not finite and not bool(torch.isfinite(values).all())
-        ]
+        found: list[str] = []
+
+        def look(trained: Sequence[tuple[str, torch.Tensor]]) -> None:
+            for _, run in itertools.groupby(trained, key=lambda pair: pair[1].device):
+                here = list(run)
+                norms = torch._foreach_norm([values for _, values in here])
+                finite = torch.isfinite(torch.stack([norm.double() for norm in norms])).tolist()
+                # A norm may be too large for its type where no value is.
+                found.extend(
+                    name
+                    for (name, values), fine in zip(here, finite, strict=True)
+                    if not fine and not bool(torch.isfinite(values).all())
+                )
+
+        if self._trained:
+            self.bring([(pair, pair[1]) for pair in self._trained], look)
+        return found
 
 
 def collect(model: CheckpointedModel, file: str, state: TrainingState, excluded: frozenset[int]) -> Part:
@@ -133,21 +144,22 @@ def collect(model: CheckpointedModel, file: str, state: TrainingState, excluded:
     Raises:
         CheckpointError: something cannot be saved; the message names it.
     """
-    part = Part(file)
+    part = Part(file, model.bring)
     part.order = [tensor.name for tensor in model.registry]
     values, ranges = model.value_runs(), model.saved_ranges()
     for tensor in model.registry:
         if tensor.index in excluded:
             part.excluded.append(tensor.name)
             continue
-        own = ranges.get(tensor.index, [])
-        runs = within(values.get(tensor.index, []), own)
-        if runs:
-            part.add_runs(_described(tensor, runs[0][2].dtype), runs, tensor.box)
-        elif 0 in tensor.global_shape:
-            part.add_runs(_described(tensor, tensor.dtype), [])
-        if own and model.update is not None:
-            _add_optimizer_state(part, model, tensor, own)
+        with model.shown(tensor.index):
+            own = ranges.get(tensor.index, [])
+            runs = within(values.get(tensor.index, []), own)
+            if runs:
+                part.add_runs(_described(tensor, runs[0][2].dtype), runs, tensor.box)
+            elif 0 in tensor.global_shape:
+                part.add_runs(_described(tensor, tensor.dtype), [])
+            if own and model.update is not None:
+                _add_optimizer_state(part, model, tensor, own)
     part.trees["rank"] = codec.encode(state.rank, "state of the rank", part.put_aside)
     if model.comm.rank == 0:
         _add_common(part, model, state)

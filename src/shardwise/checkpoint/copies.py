@@ -186,10 +186,6 @@ class MemoryCopies:
             CheckpointError: it could not be done, on all ranks alike; the generation before is still there.
             NonFiniteStateError: values are infinite or NaN.
         """
-        with self._model.lent():
-            return self._copy(prepare)
-
-    def _copy(self, prepare: Callable[[], tuple[TrainingState, dict[str, Any]]]) -> MemoryCopy:
         comm = self._comm
         what = f"copying the training state into memory ({self.path})"
         began = time.perf_counter()
@@ -244,7 +240,7 @@ class MemoryCopies:
         size = sum(tensor.nbytes for tensor in part.tensors.values())
         created = time.time()
         try:
-            facts = write_tensors(os.path.join(draft, part.file), part.tensors, over=True)
+            facts = write_tensors(os.path.join(draft, part.file), part.tensors, part.bring, over=True)
             told: dict[str, Any] = {"facts": [facts.size, list(facts.checksums)], **part.to_json()}
             if self._comm.rank == 0:
                 told["header"] = {**header, "optimizer": self._optimizer_name()}
@@ -515,8 +511,7 @@ class MemoryCopies:
 
 def needed_files(model: CheckpointedModel, joined: manifest.Manifest) -> set[str]:
     """Return the files that this rank reads when it loads a checkpoint into a model."""
-    with model.lent():
-        values = model.value_runs()
+    values = model.value_runs()
     held = {model.registry[index].name: (model.registry[index], runs) for index, runs in values.items()}
     files: set[str] = set()
     for stored in joined.tensors:

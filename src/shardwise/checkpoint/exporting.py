@@ -7,7 +7,7 @@ for the machine that exports it. From an engine, each rank sends rank 0 what it 
 from __future__ import annotations
 
 import os
-from collections.abc import Callable, Iterator, Mapping
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, field
 from typing import Any
 
@@ -307,16 +307,14 @@ def export_model(model: CheckpointedModel, request: ExportRequest, hold: Callabl
     Raises:
         CheckpointError: it could not be written; raised on every rank.
     """
-    with model.lent():
-        _export_model(model, request, hold)
-
-
-def _export_model(model: CheckpointedModel, request: ExportRequest, hold: Callable[[torch.Tensor], None]) -> None:
     comm, rank = model.comm, model.comm.rank
     what = f"exporting weights to {request.directory}"
     wanted = wanted_parameters(model, exclude_frozen=request.exclude_frozen)
     values, ranges = model.value_runs(), model.saved_ranges()
-    own = {index: within(values.get(index, []), ranges.get(index, [])) for index in sorted(wanted)}
+    own: dict[int, list[Run]] = {}
+    for index in sorted(wanted):
+        with model.shown(index):
+            own[index] = within(values.get(index, []), ranges.get(index, []))
     with phase(comm, what) as known:
         known.said = {
             str(index): [name_of(runs[0][2].dtype), [(start, stop) for start, stop, _ in runs]]
@@ -327,14 +325,10 @@ def _export_model(model: CheckpointedModel, request: ExportRequest, hold: Callab
     places = _places(model, layout, request)
     files: WeightFiles | None = None
     failure: Exception | None = None
-    try:
-        with phase(comm, what):
-            if rank == 0:
-                entries = [entry for entry, _ in places]
-                files = WeightFiles(
-                    request.directory, entries, request.name, max_shard_size=request.limit, overwrite=request.overwrite
-                )
-        for entry, where in places:
+
+    def write(wanted: Sequence[tuple[Entry, int | torch.Tensor]]) -> None:
+        nonlocal failure
+        for entry, where in wanted:
             if isinstance(where, torch.Tensor):
                 pieces: Iterator[tuple[int, torch.Tensor]] = iter([(0, where.detach().reshape(-1))])
             else:
@@ -346,6 +340,20 @@ def _export_model(model: CheckpointedModel, request: ExportRequest, hold: Callab
                         files.write(entry.name, start, request.conversion(entry.name, piece))
                     except (OSError, CheckpointError) as error:
                         failure = error
+
+    try:
+        with phase(comm, what):
+            if rank == 0:
+                entries = [entry for entry, _ in places]
+                files = WeightFiles(
+                    request.directory, entries, request.name, max_shard_size=request.limit, overwrite=request.overwrite
+                )
+        # How many are brought at a time may differ by rank; the order, which collectives have, does not.
+        nothing = torch.empty(0)
+        first = {index: runs[0][2] for index, runs in own.items() if runs}
+        model.bring(
+            [(p, nothing if isinstance(p[1], torch.Tensor) else first.get(p[1], nothing)) for p in places], write
+        )
         with phase(comm, what) as ended:
             if failure is not None:
                 raise failure
@@ -414,7 +422,7 @@ def _gathered(
     numel = entry.spec.nbytes // entry.spec.dtype.itemsize
     for low in range(0, numel, step):
         high = min(numel, low + step)
-        sent = [conversion(entry.name, view) for _, _, view in within(own, [(low, high)])]
+        sent = [conversion(entry.name, view).to(model.device) for _, _, view in within(own, [(low, high)])]
         parts = [
             (max(start, low), min(stop, high), rank)
             for start, stop, rank in spread.runs

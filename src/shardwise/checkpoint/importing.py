@@ -82,11 +82,12 @@ def load_weights(
             matched = _match(model, source, strict, rename)
             _verify_share(model, source, matched)
         model.finish_gathers()
-        with phase(comm, what), torch.no_grad(), model.lent():
+        with phase(comm, what), torch.no_grad():
             runs = model.value_runs()
-            for tensor, name in matched.parameters:
-                for start, _, view in runs.get(tensor.index, ()):
-                    source.read_part(name, tensor.box, start, view)
+            for indices in model.lent_in_turn():
+                for tensor, name in matched.parameters:
+                    for start, _, view in runs.get(tensor.index, ()) if tensor.index in indices else ():
+                        source.read_part(name, tensor.box, start, view)
             for buffer, name in matched.buffers:
                 flat = torch.empty(buffer.numel(), dtype=buffer.dtype, device=buffer.device)
                 source.read_into(name, 0, flat)

@@ -20,7 +20,7 @@ import contextlib
 import hashlib
 import json
 import os
-from collections.abc import Callable, Iterable, Iterator, Sequence
+from collections.abc import Callable, Collection, Iterable, Iterator, Sequence
 from dataclasses import dataclass, field, replace
 from typing import Any
 
@@ -197,8 +197,7 @@ def _try(
         assert matched is not None
         try:
             if options.verify:
-                with model.lent():
-                    _verify(model, saved, matched, options, what, alike)
+                _verify(model, saved, matched, options, what, alike)
         except CheckpointError as error:
             return error
         found, saved = saved, None
@@ -310,9 +309,10 @@ def _verify(
             blocks = saved.blocks()
         else:
             blocks = saved.blocks(_wanted(saved.manifest, matched, options), _trees(saved.manifest, options))
-        if matched.states is not None and model.optimizer is not None and not any(model.optimizer.state.values()):
+        fresh = model.optimizer is not None and not any(model.optimizer.state.values())
+        if matched.states is not None and fresh and not model.away:
             matched.left = []
-            matched.left = _make_state(model, matched.states)
+            matched.left = _StateMaker(model, matched.states).make(range(len(model.registry)))
         places, rest = saved.places(matched.left or ())
         shared.said = [_together(saved.mostly(places)), [] if alike else _together(blocks)]
     with phase(model.comm, what):
@@ -383,15 +383,18 @@ def read(model: CheckpointedModel, saved: Checkpoint, matched: Matched, options:
     """
     what = f"loading checkpoint {saved.path}"
     model.finish_gathers()
-    with phase(model.comm, what), torch.no_grad(), model.lent():
+    with phase(model.comm, what), torch.no_grad():
         values = model.value_runs()
-        runs = [
-            (stored.part(tensor.box), start, view)
-            for tensor, stored in matched.parameters
-            for start, _, view in values.get(tensor.index, ())
-        ]
-        runs += [(stored, 0, buffer.view(-1)) for buffer, stored in matched.buffers if buffer.is_contiguous()]
-        saved.read_all(runs)
+        runs = [(stored, 0, buffer.view(-1)) for buffer, stored in matched.buffers if buffer.is_contiguous()]
+        for indices in model.lent_in_turn():
+            runs += [
+                (stored.part(tensor.box), start, view)
+                for tensor, stored in matched.parameters
+                if tensor.index in indices
+                for start, _, view in values.get(tensor.index, ())
+            ]
+            saved.read_all(runs)
+            runs = []
         for buffer, stored in matched.buffers:
             if not buffer.is_contiguous():
                 buffer.copy_(saved.read(stored))
@@ -401,8 +404,7 @@ def read(model: CheckpointedModel, saved: Checkpoint, matched: Matched, options:
     loaded = Loaded(saved.path, saved.manifest)
     with phase(model.comm, what):
         if matched.states is not None:
-            with model.lent():
-                _read_optimizer(model, saved, matched.states, matched.left, options)
+            _read_optimizer(model, saved, matched.states, matched.left, options)
         loaded.client = saved.decode(saved.manifest.client)
         if not options.module_only:
             ranks = saved.manifest.ranks
@@ -423,7 +425,12 @@ def _read_optimizer(
         # As many as there are, or as a rank with more of them has.
         for group, tree in zip(optimizer.param_groups, saved.manifest.optimizer["groups"], strict=False):
             _set_group(group, saved.decode(tree))
-    saved.read_all(_make_state(model, states) if left is None else left)
+    if left is not None:
+        saved.read_all(left)
+    else:
+        maker = _StateMaker(model, states)
+        for indices in model.lent_in_turn():
+            saved.read_all(maker.make(indices))
     held = model.value_runs()
     for index, state in states.items():
         if held.get(index):
@@ -432,39 +439,53 @@ def _read_optimizer(
             update.make_state(index, {}, whole)
 
 
-def _make_state(model: CheckpointedModel, states: dict[int, StateOf]) -> list[Run]:
-    """Forget all optimizer state, and make memory for what has one value per element; return what to read into it."""
-    update, optimizer = model.update, model.optimizer
-    assert update is not None and optimizer is not None
-    # Parameters that share memory here may have been saved with different entries; what one has not is zero then.
-    filled = len({frozenset(state.elementwise) for state in states.values()}) == 1
-    dtypes = {(key, stored.torch_dtype) for state in states.values() for key, stored in state.elementwise.items()}
-    fits: dict[torch.Tensor, dict[str, torch.Tensor]] = {}
-    if filled and len(dtypes) == len({key for key, _ in dtypes}):
-        # The system takes longer to give memory out anew than a file takes to be read into it.
-        for stepped, entries in optimizer.state.items():
-            tensors = {key: value for key, value in entries.items() if isinstance(value, torch.Tensor)}
-            fits[stepped] = {
-                key: value
-                for key, value in tensors.items()
-                if (key, value.dtype) in dtypes and (value.shape, value.device) == (stepped.shape, stepped.device)
-            }
-    update.clear_state()
-    optimizer.state.update(fits)
-    held = model.value_runs()
-    runs: list[Run] = []
-    for index, state in states.items():
-        if held.get(index):
-            made = {key: stored.torch_dtype for key, stored in state.elementwise.items()}
-            update.make_state(index, made, {}, filled=filled)
-            for key, stored in state.elementwise.items():
-                part = stored.part(model.registry[index].box)
-                runs += [(part, start, view) for start, _, view in update.state_pieces(index, key)]
-    used = {out.untyped_storage().data_ptr() for _, _, out in runs}
-    for stepped, entries in fits.items():
-        if not any(value.untyped_storage().data_ptr() in used for value in entries.values()):
-            del optimizer.state[stepped]  # of padding only: a new engine has no state for it either
-    return runs
+class _StateMaker:
+    """Forgets all optimizer state, and makes memory for what has one value per element.
+
+    Args:
+        model: whose.
+        states: of which parameters there will be state, and which.
+    """
+
+    def __init__(self, model: CheckpointedModel, states: dict[int, StateOf]) -> None:
+        update, optimizer = model.update, model.optimizer
+        assert update is not None and optimizer is not None
+        self._model, self._states = model, states
+        # Parameters that share memory here may have been saved with different entries; what one has not is zero then.
+        self._filled = len({frozenset(state.elementwise) for state in states.values()}) == 1
+        dtypes = {(key, stored.torch_dtype) for state in states.values() for key, stored in state.elementwise.items()}
+        self._fits: dict[torch.Tensor, dict[str, torch.Tensor]] = {}
+        if self._filled and len(dtypes) == len({key for key, _ in dtypes}) and not model.away:
+            # The system takes longer to give memory out anew than a file takes to be read into it.
+            for stepped, entries in optimizer.state.items():
+                tensors = {key: value for key, value in entries.items() if isinstance(value, torch.Tensor)}
+                self._fits[stepped] = {
+                    key: value
+                    for key, value in tensors.items()
+                    if (key, value.dtype) in dtypes and (value.shape, value.device) == (stepped.shape, stepped.device)
+                }
+        update.clear_state()
+        optimizer.state.update(self._fits)
+        self._held = model.value_runs()
+
+    def make(self, indices: Collection[int]) -> list[Run]:
+        """Make the state of some parameters, once; return what is to be read into it."""
+        update, optimizer = self._model.update, self._model.optimizer
+        assert update is not None and optimizer is not None
+        runs: list[Run] = []
+        for index, state in self._states.items():
+            if index in indices and self._held.get(index):
+                made = {key: stored.torch_dtype for key, stored in state.elementwise.items()}
+                update.make_state(index, made, {}, filled=self._filled)
+                for key, stored in state.elementwise.items():
+                    part = stored.part(self._model.registry[index].box)
+                    runs += [(part, start, view) for start, _, view in update.state_pieces(index, key)]
+        used = {out.untyped_storage().data_ptr() for _, _, out in runs}
+        for stepped, entries in self._fits.items():
+            if not any(value.untyped_storage().data_ptr() in used for value in entries.values()):
+                del optimizer.state[stepped]  # of padding only: a new engine has no state for it either
+        self._fits = {}
+        return runs
 
 
 def _set_group(group: dict[str, Any], settings: dict[str, Any]) -> None:

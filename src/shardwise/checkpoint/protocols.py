@@ -2,15 +2,30 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Mapping, Sequence
+from collections.abc import Callable, Collection, Iterable, Iterator, Mapping, Sequence
 from contextlib import AbstractContextManager
-from typing import Any, Protocol
+from typing import Any, Protocol, TypeVar
 
 import torch
 from torch import nn
 
 from shardwise.comm.communicator import Communicator
 from shardwise.registry import LogicalTensor, Registry
+
+T = TypeVar("T")
+
+
+class Bring(Protocol):
+    """Has values brought to where they can be read, a few at a time; see `CheckpointedModel.bring`."""
+
+    def __call__(self, tensors: Sequence[tuple[T, torch.Tensor]], use: Callable[[Sequence[T]], None]) -> None:
+        """Call `use` with what stands for those that are there now."""
+
+
+def at_hand(tensors: Sequence[tuple[T, torch.Tensor]], use: Callable[[Sequence[T]], None]) -> None:
+    """Bring values that are there (a `Bring`)."""
+    use([stands for stands, _ in tensors])
+
 
 Run = tuple[int, int, torch.Tensor]
 """(start, stop, 1-D view) of elements of a flattened parameter object, this rank's box of its logical tensor, that lie
@@ -84,11 +99,24 @@ class CheckpointedModel(Protocol):
     def units(self) -> Sequence[GatheredUnit]:
         """All parameters, in units."""
 
-    def lent(self) -> AbstractContextManager[None]:
-        """Have what lives elsewhere on the device inside of the block; only there runs may be asked for and used."""
+    @property
+    def away(self) -> bool:
+        """Whether some of what is saved lives elsewhere than on the device: it has to be brought to be read."""
+
+    def bring(self, tensors: Sequence[tuple[T, torch.Tensor]], use: Callable[[Sequence[T]], None]) -> None:
+        """Read values wherever they live, in their order: call `use` with what stands for those that are there now."""
+
+    def lent_in_turn(self) -> Iterator[Collection[int]]:
+        """Yield all parameters, some at a time; values and state of these are there meanwhile, and may be written."""
 
     def value_runs(self) -> dict[int, list[Run]]:
-        """Return the values that count (master weights where there are any) on this rank, by parameter."""
+        """Return the values that count (master weights where there are any) on this rank, by parameter.
+
+        What lives elsewhere has no memory but inside of `bring` and `lent_in_turn`.
+        """
+
+    def shown(self, index: int) -> AbstractContextManager[None]:
+        """Let views be made of a parameter's values and state inside of the block, wherever they live."""
 
     def saved_ranges(self) -> dict[int, list[tuple[int, int]]]:
         """Return the elements of each parameter that this rank saves; over all ranks each exactly once.

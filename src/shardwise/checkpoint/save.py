@@ -136,12 +136,6 @@ def drafted(model: CheckpointedModel, request: SaveRequest, state: TrainingState
     Raises:
         CheckpointError: the directory cannot be made, or something cannot be saved; on all ranks alike.
     """
-    with model.lent(), _drafted(model, request, state) as made:
-        yield made
-
-
-@contextmanager
-def _drafted(model: CheckpointedModel, request: SaveRequest, state: TrainingState) -> Iterator[Drafted]:
     comm, what = model.comm, request.what
     draft: directory.Draft | None = None
     try:
@@ -206,7 +200,7 @@ def _compare_tags(request: SaveRequest, tags: Sequence[str], rank: int) -> None:
 def _write(part: Part, path: str, request: SaveRequest) -> None:
     size = sum(tensor.nbytes for tensor in part.tensors.values())
     try:
-        facts = write_tensors(os.path.join(path, part.file), part.tensors, direct=request.direct)
+        facts = write_tensors(os.path.join(path, part.file), part.tensors, part.bring, direct=request.direct)
         told = {"facts": [facts.size, list(facts.checksums)], **part.to_json()}
         directory.write_file(os.path.join(path, beside(part.file, FACTS)), json.dumps(told).encode())
     except OSError as error:

@@ -20,6 +20,7 @@ from collections.abc import Callable, Collection, Mapping, Sequence
 
 import torch
 
+from shardwise.checkpoint.protocols import Bring, at_hand
 from shardwise.checkpoint.tensorfile import Spec
 from shardwise.checkpoint.tensorwriter import layout_of
 from shardwise.device.pinned import pin, unpin
@@ -60,7 +61,11 @@ class Snapshot:
         self._stream: CopyStream | None = None
 
     def take(
-        self, tensors: Mapping[str, torch.Tensor], texts: Sequence[bytes] = (), later: Collection[str] = ()
+        self,
+        tensors: Mapping[str, torch.Tensor],
+        texts: Sequence[bytes] = (),
+        later: Collection[str] = (),
+        bring: Bring = at_hand,
     ) -> list[int]:
         """Copy tensors and texts; the values may change as soon as this returns, but for those that say otherwise.
 
@@ -68,6 +73,7 @@ class Snapshot:
             tensors: of any device and layout, by name.
             texts: laid down behind the tensors.
             later: names of tensors that stay as they are until `copied` has been waited for.
+            bring: has those brought that live elsewhere.
 
         Returns:
             Ends of what the memory now holds: of a safetensors file, and of each text behind it.
@@ -84,13 +90,16 @@ class Snapshot:
             self._stream = self._stream or copy_stream(self._device)
             self._stream.follow()
         self._map[: len(layout.header)] = layout.header
+
+        def copy(names: Sequence[str]) -> None:
+            for name in names:
+                source, begin = tensors[name].detach(), layout.begins[name]
+                self._copy(self._bytes[begin : begin + source.nbytes].view(source.dtype).view(source.shape), source)
+
         with torch.no_grad():
             for after in (False, True):
-                for name, begin in layout.begins.items():
-                    source = tensors[name].detach()
-                    if source.nbytes and (name in later) is after:
-                        place = self._bytes[begin : begin + source.nbytes].view(source.dtype).view(source.shape)
-                        self._copy(place, source)
+                names = [name for name in layout.begins if tensors[name].nbytes and (name in later) is after]
+                bring([(name, tensors[name]) for name in names], copy)
                 if self._stream is not None:
                     self.copied = self._stream.mark()
                     if not after:

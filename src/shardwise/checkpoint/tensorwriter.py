@@ -12,6 +12,7 @@ import torch
 
 from shardwise.checkpoint.blocks import BlockSums, FileFacts, put
 from shardwise.checkpoint.output import CachedFile, create
+from shardwise.checkpoint.protocols import Bring, at_hand
 from shardwise.checkpoint.tensorfile import DTYPE_NAMES, Spec, bytes_of
 from shardwise.device.staging import Staging, is_far
 from shardwise.errors import CheckpointError
@@ -128,17 +129,25 @@ class TensorWriter:
         self._check(name, tensor)
         self.write_part(name, 0, tensor)
 
-    def write_all(self, tensors: Mapping[str, torch.Tensor]) -> None:
-        """Write the values of all tensors (any device; dtypes and numbers of elements as announced)."""
-        names = file_order(self._specs)
-        for device, run in itertools.groupby(names, key=lambda name: tensors[name].device):
-            parts = []
-            for name in run:
-                self._check(name, tensors[name])
-                self._left[name] = 0
-                parts.append(tensors[name])
-            for data in on_host(parts, device):
-                self._put(data)
+    def write_all(self, tensors: Mapping[str, torch.Tensor], bring: Bring = at_hand) -> None:
+        """Write the values of all tensors (any device; dtypes and numbers of elements as announced).
+
+        Args:
+            tensors: by name.
+            bring: has those brought that live elsewhere.
+        """
+
+        def write(names: Sequence[str]) -> None:
+            for device, run in itertools.groupby(names, key=lambda name: tensors[name].device):
+                parts = []
+                for name in run:
+                    self._check(name, tensors[name])
+                    self._left[name] = 0
+                    parts.append(tensors[name])
+                for data in on_host(parts, device):
+                    self._put(data)
+
+        bring([(name, tensors[name]) for name in file_order(self._specs)], write)
 
     def _check(self, name: str, tensor: torch.Tensor) -> None:
         spec = self._specs[name]
@@ -183,13 +192,18 @@ class TensorWriter:
 
 
 def write_tensors(
-    path: str, tensors: Mapping[str, torch.Tensor], *, direct: bool = False, over: bool = False
+    path: str,
+    tensors: Mapping[str, torch.Tensor],
+    bring: Bring = at_hand,
+    *,
+    direct: bool = False,
+    over: bool = False,
 ) -> FileFacts:
     """Write a file of tensors with checksums; it is on disk when this returns. See `TensorWriter`."""
     specs = {name: Spec(tensor.dtype, tuple(tensor.shape)) for name, tensor in tensors.items()}
     writer = TensorWriter(path, specs, checksums=True, direct=direct, over=over)
     try:
-        writer.write_all(tensors)
+        writer.write_all(tensors, bring)
     except BaseException:
         writer.abandon()
         raise

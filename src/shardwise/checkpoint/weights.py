@@ -190,11 +190,11 @@ def load_state_dict(
         found, plain = _match(model, values, strict, may_lack)
     model.finish_gathers()
     with torch.no_grad():
-        with model.lent():
-            runs = model.value_runs()
-            for index, tensor in found.items():
+        runs = model.value_runs()
+        for indices in model.lent_in_turn():
+            for index in found.keys() & set(indices):
                 box = model.registry[index].box or ()
-                flat = tensor.detach()[tuple(slice(first, end) for first, end in box)].reshape(-1)
+                flat = found[index].detach()[tuple(slice(first, end) for first, end in box)].reshape(-1)
                 for start, stop, view in runs.get(index, ()):
                     view.copy_(flat[start:stop])
         for buffer, tensor in plain:

@@ -16,7 +16,6 @@ from collections.abc import Callable
 from dataclasses import dataclass
 from typing import Any
 
-from shardwise.absent import CHECKPOINTING
 from shardwise.errors import NotBuiltError
 
 from .problems import Problem, dotted
@@ -76,14 +75,6 @@ def _set(value: Any) -> bool:
     """Whether any key of the section differs from its default."""
     return bool(value.model_dump(exclude_defaults=True))
 
-
-def _watched(value: Any) -> bool:
-    """`activation_checkpointing` asks for what changes no memory (a number of checkpoints asks for nothing)."""
-    return bool(value.model_dump(exclude_defaults=True, exclude={"number_checkpoints", *_MEMORY_OF_CHECKPOINTS}))
-
-
-_MEMORY_OF_CHECKPOINTS = ("cpu_checkpointing", "contiguous_memory_optimization")
-"""Keys of `activation_checkpointing` that ask for another use of memory."""
 
 _COMPRESSION = (
     "weight_quantization",
@@ -226,16 +217,6 @@ UNBUILT: tuple[Unbuilt, ...] = (
         _on,
         "switch it off; engine.compile() uses torch.compile",
     ),
-    *(
-        Unbuilt(
-            f"activation_checkpointing.{key}",
-            CHECKPOINTING[key],
-            _on,
-            "leave it out. The section recomputes nothing by itself, in DeepSpeed neither: the model calls "
-            "shardwise.checkpointing.checkpoint (Trainer: gradient_checkpointing=True)",
-        )
-        for key in _MEMORY_OF_CHECKPOINTS
-    ),
 )
 
 UNHEARD: tuple[Unheard, ...] = (
@@ -246,11 +227,10 @@ UNHEARD: tuple[Unheard, ...] = (
     Unheard("graph_harvesting", _on, "kernels of the optimizer are not recorded as CUDA graphs"),
     Unheard("zero_optimization.enable_sanity_checks", _on, "there are no further checks to switch on"),
     Unheard(
-        "activation_checkpointing",
-        _watched,
-        "checkpoints are not timed, they synchronize nothing, and there is one tensor-parallel rank to split their "
-        "inputs over. The section recomputes nothing by itself, in DeepSpeed neither: the model calls "
-        "shardwise.checkpointing.checkpoint (Trainer: gradient_checkpointing=True)",
+        "activation_checkpointing.partition_activations",
+        _on,
+        "there is one tensor-parallel rank to split saved inputs over. The section recomputes nothing by itself, in "
+        "DeepSpeed neither: the model calls shardwise.checkpointing.checkpoint (Trainer: gradient_checkpointing=True)",
     ),
     Unheard(
         "pipeline.activation_checkpoint_interval",

@@ -138,8 +138,10 @@ def _offload(zero: ZeroConfig) -> Iterator[Problem]:
                 f", found {zero.stage}. Set the stage to {least} (on one rank, too), or remove the section"
             )
             yield Problem(f"{at}.device", message, ConflictError)
-        if section.device == "nvme" and not _names_directory(section.nvme_path):
-            message = "is not set, but `device` is nvme: name a directory on a fast disk, or set device to cpu"
+        kinds = {"device": section.device, "gradients": getattr(section, "gradients", None)}
+        on_disk = [key for key, place in kinds.items() if place == "nvme"]
+        if on_disk and not _names_directory(section.nvme_path):
+            message = f"is not set, but `{on_disk[0]}` is nvme: name a directory on a fast disk, or write cpu"
             yield Problem(f"{at}.nvme_path", message)
 
 

@@ -83,6 +83,8 @@ def _switched_off(key: Key, value: Any) -> str:
 
 def _holds_anyway(path: tuple[str, ...], config: Config) -> bool:
     """Whether keys of a section hold although it is switched off."""
+    if path == ("activation_offload",):
+        return config.activation_checkpointing.cpu_checkpointing
     if path == ("fp16",):  # its loss scale is that of autocast
         return config.torch_autocast.enabled and config.torch_autocast.dtype == "fp16"
     return path == ("bf16",) and config.bf16.check_grad_overflow
@@ -124,6 +126,13 @@ def _overruled(path: tuple[str, ...], config: Config, world_size: int) -> str:
         return "it is the number of ranks: one group of all"
     if path == ("zero_optimization", "optimizer_over_replicas") and zero.stage == 0:
         return "stage 0 divides no optimizer state"
+    saved = config.activation_checkpointing
+    kept = ("activation_checkpointing", "contiguous_memory_optimization")
+    if path == kept and saved.contiguous_memory_optimization and not saved.cpu_checkpointing:
+        return "saved inputs stay on the device, whose allocator uses the same memory in each pass"
+    moves = config.activation_offload.enabled or saved.cpu_checkpointing
+    if path == ("activation_offload", "min_bytes") and not moves:
+        return "no activations are moved"
     if path == ("sparse_attention",) and sparse is not None and sparse.mode == "dense":
         return 'the mode "dense" is ordinary attention'
     return ""

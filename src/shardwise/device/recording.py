@@ -134,6 +134,7 @@ class Recorder:
         self.trace = Trace()
         self._numbers = itertools.count()
         self._names: dict[str, int] = {}
+        self._hosts = itertools.count()
         self._counts: dict[str, int] = {}
         self._memory: dict[int, tuple[int, int, int, str]] = {}  # number, address, bytes and stream, by storage
         self._deaths: dict[int, weakref.ref[torch.UntypedStorage]] = {}
@@ -161,6 +162,10 @@ class Recorder:
         """See `Streams.make`."""
         self._names[name] = self._names.get(name, 0) + 1
         return _RecordedStream(self, name if self._names[name] == 1 else f"{name}.{self._names[name]}")
+
+    def on_host(self) -> AbstractContextManager[None]:
+        """See `Streams.on_host`: each piece is taken and given back by itself."""
+        return self.using(f"host.{next(self._hosts)}")
 
     def current(self) -> Stream:
         """See `Streams.current`."""

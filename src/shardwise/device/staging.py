@@ -17,7 +17,8 @@ from datetime import timedelta
 
 import torch
 
-from shardwise.device.streams import Mark, Streams, streams_of
+from shardwise.compat import has_values
+from shardwise.device.streams import Mark, Stream, Streams, streams_of
 
 MOST = 64 << 20
 """Bytes of a buffer at most: enough for the speed of the bus, and for the time in between not to count."""
@@ -50,6 +51,10 @@ class Copied:
         """Have the current stream go on only when all copies that come before it are made."""
         self._mark.wait()
 
+    def hold_up(self, stream: Stream) -> None:
+        """Have another stream do so."""
+        stream.wait(self._mark)
+
 
 class CopyStream:
     """A stream that copies between a device and the host, beside what the device computes.
@@ -62,11 +67,13 @@ class CopyStream:
         self._device = device
         self._streams = streams_of(device)
         self._stream = self._streams.make("copies")
+        self._in_use: list[tuple[Mark, torch.Tensor]] = []
 
     def host_bytes(self, size: int) -> torch.Tensor:
         """Return memory of the host for it, of undefined content."""
         if self._device.type != "cuda":
-            return torch.empty(size, dtype=torch.uint8, device="cpu")
+            with self._streams.on_host():
+                return torch.empty(size, dtype=torch.uint8, device="cpu")
         # Threads begin with the first device, on which memory must not be pinned.
         with torch.cuda.device(self._device):
             return torch.empty(size, dtype=torch.uint8, device="cpu", pin_memory=True)
@@ -79,6 +86,11 @@ class CopyStream:
         """Have copies begin when what has been launched so far on the current stream is done."""
         self._stream.wait(self._streams.mark())
 
+    def come_behind(self, copied: Copied) -> None:
+        """Have copies begin when those of another stream are made that come before a place there."""
+        with self._stream.use():
+            copied.wait()
+
     def copy(self, target: torch.Tensor, source: torch.Tensor) -> None:
         """Copy behind what it has been given before; the host goes on."""
         with self._stream.use():
@@ -89,6 +101,23 @@ class CopyStream:
         if tensor.device.type == "cuda":
             with self._stream.use():
                 tensor.record_stream(torch.cuda.current_stream(tensor.device))
+
+    def keep_host(self, tensor: torch.Tensor) -> None:
+        """Keep memory of the host until the current stream has done what it has been given so far."""
+        self._in_use = [(mark, kept) for mark, kept in self._in_use if not mark.reached()]
+        self._in_use.append((self._streams.mark(), tensor))
+
+    def current(self) -> Stream:
+        """Return the stream on which this thread launches."""
+        return self._streams.current()
+
+    def lend(self, tensor: torch.Tensor) -> None:
+        """Have memory of the device that is given back used again only when the current stream has done with it.
+
+        It costs nothing on the stream on which the memory was taken.
+        """
+        if tensor.device.type == "cuda" and has_values(tensor):
+            tensor.record_stream(torch.cuda.current_stream(tensor.device))
 
     def mark(self) -> Copied:
         """Return the place behind the copies so far."""

@@ -70,6 +70,9 @@ class Streams(Protocol):
     def block(self, mark: Mark, limit: timedelta) -> bool:
         """Let the host wait for a mark; return whether the device has got there within the limit."""
 
+    def on_host(self) -> AbstractContextManager[Any]:
+        """Allocate memory of the host inside of the block: it is of no stream."""
+
 
 class _There:
     """A mark on a device on which everything that has been launched has run."""
@@ -116,6 +119,10 @@ class HostStreams:
     def block(self, mark: Mark, limit: timedelta) -> bool:
         """Nothing is to be waited for."""
         return True
+
+    def on_host(self) -> AbstractContextManager[Any]:
+        """Change nothing."""
+        return _NOTHING
 
 
 class _CudaMark:
@@ -182,6 +189,10 @@ class CudaStreams:
                 return False
             time.sleep(_POLL_S)
         return True
+
+    def on_host(self) -> AbstractContextManager[Any]:
+        """See `Streams.on_host`: torch gives it out again when copies that it knows of have been made."""
+        return _NOTHING
 
 
 _instead: dict[str, Streams] = {}

@@ -10,7 +10,6 @@ docs/reference/deepspeed-names.md is made from this.
 from __future__ import annotations
 
 from shardwise.absent import (
-    ACTIVATIONS,
     AUTOTUNER,
     COMPRESS,
     DATA,
@@ -770,7 +769,9 @@ TABLE: dict[str, dict[str, Entry]] = {
     "deepspeed.checkpointing": _CHECKPOINTING,
     "deepspeed.runtime.activation_checkpointing.checkpointing": _CHECKPOINTING,
     "deepspeed.runtime.activation_checkpointing.offload_activations": raising(
-        ACTIVATIONS, "CheckpointHiddenStatesOffload get_checkpoint_hidden_states_offloading_ctx_manager"
+        "activations live on the host inside of shardwise.offload_activations(), or by the configuration's "
+        "activation_checkpointing.cpu_checkpointing or activation_offload",
+        "CheckpointHiddenStatesOffload get_checkpoint_hidden_states_offloading_ctx_manager",
     ),
     "deepspeed.pipe": joined(_PIPELINE_MODULE, _TOPOLOGY),
     "deepspeed.runtime.pipe": joined(_PIPELINE_MODULE, _TOPOLOGY),

@@ -139,8 +139,7 @@ def saved_bytes(sharded: ShardedModel, state: int) -> int:
         sharded: the model.
         state: bytes of optimizer state on this rank.
     """
-    with sharded.lent():
-        values, ranges = sharded.value_runs(), sharded.saved_ranges()
+    values, ranges = sharded.value_runs(), sharded.saved_ranges()
     size = trained = saved = 0
     for tensor in sharded.registry:
         runs = values.get(tensor.index, [])

@@ -25,6 +25,7 @@ from shardwise.config import Facts, Resolution, config_arguments, config_path, r
 from shardwise.config.export import effective
 from shardwise.data import EngineDataLoader
 from shardwise.device import choose_device
+from shardwise.engine.activations import Activations
 from shardwise.engine.batch import Batches
 from shardwise.engine.checkpointing import Checkpoints
 from shardwise.engine.engine import Engine
@@ -214,6 +215,7 @@ def initialize(
         interchange=Interchange(sharded, job, step),
         faults=faults,
         memory=MemoryReporting(sharded, resolution, job, step, batches, checkpoints, faults),
+        activations=Activations(settings, model, device, accountant),
         resolution=resolution,
         job=job,
         data=data,

@@ -18,6 +18,7 @@ from torch import nn
 
 from shardwise.comm.domain import Domain
 from shardwise.comm.imagined import ImaginedCommunicator
+from shardwise.engine.activations import Activations
 from shardwise.engine.batch import Batches
 from shardwise.engine.mesh import domain_of, domains_of
 from shardwise.engine.modules import leaves_of, place_buffers
@@ -140,6 +141,7 @@ class Twin:
                 wires=wire_dtypes(twin, config),
             )
             self._batches = Batches(config, comm, device)
+            self._activations = Activations(config, twin, device, accountant)
             scaler = LossScaler.from_config(config.fp16) if scales_loss(config) else None
             self._step = TrainStep(self.sharded, config, comm, self._batches, own, None, scaler, SignalWatch())
         for module in twin.modules():
@@ -213,7 +215,7 @@ class Twin:
         args, kwargs = arguments_of(batch)
         if config.fp16.enabled and config.fp16.auto_cast:
             args, kwargs = cast_floats((args, kwargs), torch.float16)
-        with autocast(self._device, autocast_dtype(config)):
+        with autocast(self._device, autocast_dtype(config)), self._activations.around((args, kwargs)):
             output = self.sharded.module(*args, **kwargs)
         if self._step.loss_scaler is not None:
             output = scale_gradients_of(output, self._step.output_scale)

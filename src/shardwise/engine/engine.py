@@ -47,6 +47,7 @@ if TYPE_CHECKING:
     from shardwise.comm.communicator import Communicator
     from shardwise.comm.ledger import Ledger
     from shardwise.config import Resolution
+    from shardwise.engine.activations import Activations
     from shardwise.engine.batch import Batches
     from shardwise.engine.checkpointing import Checkpoints
     from shardwise.engine.faults import FaultTolerance
@@ -123,6 +124,7 @@ class Engine(nn.Module):
         interchange: Interchange,
         faults: FaultTolerance,
         memory: MemoryReporting,
+        activations: Activations,
         resolution: Resolution,
         job: Communicator,
         data: Communicator,
@@ -152,6 +154,7 @@ class Engine(nn.Module):
         self._interchange = interchange
         self._faults = faults
         self._memory = memory
+        self._activations = activations
         self._resolution = resolution
         self._autocast_dtype = autocast_dtype(resolution.config)
         if self.optimizer is not None:
@@ -398,7 +401,7 @@ class Engine(nn.Module):
             inputs, kwargs = cast_floats((inputs, kwargs), torch.float16)
         self._memory.remember_call(inputs, kwargs)
         try:
-            with autocast(self.device, self._autocast_dtype):
+            with autocast(self.device, self._autocast_dtype), self._activations.around((inputs, kwargs)):
                 outputs = self.module(*inputs, **kwargs)
         except (RuntimeError, MemoryError) as error:
             if not is_out_of_memory(error):
@@ -519,6 +522,7 @@ class Engine(nn.Module):
         with explaining(lambda: self._memory.circumstances("engine.step()", stepping=True)):
             ended = self._step.take(lr_kwargs)
         if ended:
+            self._activations.tell(self.global_steps, self.job.rank)
             self._faults.after_boundary()
 
     def _no_optimizer(self) -> str:
@@ -1260,6 +1264,7 @@ class Engine(nn.Module):
         try:
             self.sharded.close()
         finally:
+            self._activations.close()
             for ranks in dict.fromkeys((self.job, self.data)):
                 ranks.destroy()  # whoever waits for this rank is told
         if failure is not None:

@@ -51,7 +51,8 @@ def _options(
 
 for _module in pkgutil.iter_modules(commands.__path__):
     importlib.import_module(f"{commands.__name__}.{_module.name}").register(app)
-for _command in app.registered_commands:
+_groups = [_group.typer_instance for _group in app.registered_groups]
+for _command in [_one for _app in (app, *_groups) if _app is not None for _one in _app.registered_commands]:
     # Left alone, the list of commands cuts every summary after a few words.
     _command.short_help = (inspect.getdoc(_command.callback) or "").partition("\n\n")[0].replace("\n", " ")
 

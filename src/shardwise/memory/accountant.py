@@ -250,6 +250,11 @@ class Accountant:
         """Whether the memory behind a tensor is counted, or disregarded."""
         return id(tensor.untyped_storage()) in self._held
 
+    def claims(self, tensor: torch.Tensor) -> bool:
+        """Whether somebody who knows has said what the memory behind a tensor is for."""
+        known = self._held.get(id(tensor.untyped_storage()))
+        return known is not None and known[0].claimed
+
     @contextlib.contextmanager
     def owning(self, category: Category | None) -> Iterator[None]:
         """Have the tracker count tensors that are made inside the block, and that nobody claims, under `category`.

@@ -9,7 +9,7 @@ other work can be done. What lives on the device is there always, and costs noth
 from __future__ import annotations
 
 import contextlib
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Collection, Iterator, Sequence
 from dataclasses import dataclass
 from typing import Protocol, TypeVar
 
@@ -256,6 +256,11 @@ class Loans:
         for loan in list(self._kept.values()):
             self.forget(loan.tensor)
 
+    @property
+    def storages(self) -> Collection[int]:
+        """The `id` of each storage whose memory is taken and given here."""
+        return self._kept.keys()
+
     def start(self, *, read: bool = True) -> None:
         """Begin to lend everything; of undefined content, if it is not lent already, unless `read`."""
         self.lent += 1
@@ -323,6 +328,22 @@ class Loans:
         finally:
             self.give_back(written=written)
             self.settle()
+
+    @contextlib.contextmanager
+    def shown(self) -> Iterator[None]:
+        """Let views be made of everything inside of the block; there are no values behind them, and no memory is used.
+
+        torch makes no views of what has no memory. What is allocated here is never touched.
+        """
+        storages = [] if self.lent else [loan.tensor.untyped_storage() for loan in self._kept.values()]
+        self.settle()
+        try:
+            for loan, storage in zip(self._kept.values(), storages, strict=False):
+                storage.resize_(loan.tensor.nbytes)
+            yield
+        finally:
+            for storage in storages:
+                storage.resize_(0)
 
     def read(self, tensor: torch.Tensor, into: torch.Tensor | None = None) -> torch.Tensor:
         """Return the values of a tensor: itself if it is there, else a copy, in `into` if that is given."""

@@ -1,8 +1,16 @@
-"""Offloading: places for state other than the device, and which of them an engine's plan asks for."""
+"""Offloading: places for state other than the device, which of them an engine's plan asks for, and activations."""
 
+from shardwise.offload.activations import ActivationOffload, offload_activations
 from shardwise.offload.disk import DiskPlace, Disks
-from shardwise.offload.files import DiskOptions
 from shardwise.offload.homes import PLACES, homes_of
 from shardwise.offload.host import HostPlace
 
-__all__ = ["PLACES", "DiskOptions", "DiskPlace", "Disks", "HostPlace", "homes_of"]
+__all__ = [
+    "PLACES",
+    "ActivationOffload",
+    "DiskPlace",
+    "Disks",
+    "HostPlace",
+    "homes_of",
+    "offload_activations",
+]

@@ -8,7 +8,7 @@ with `finish`; what was given back written has its memory until it has been stor
 from __future__ import annotations
 
 import contextlib
-from dataclasses import dataclass, field
+from dataclasses import dataclass
 from pathlib import Path
 from typing import TYPE_CHECKING, Any, Protocol
 
@@ -17,10 +17,10 @@ import torch
 from shardwise.device.staging import CopyStream, copy_stream, is_far
 from shardwise.errors import OffloadError
 from shardwise.memory import Tier
-from shardwise.offload.files import DiskOptions, SwapFile
 
 if TYPE_CHECKING:
     from shardwise.config import Config
+    from shardwise.offload.files import DiskOptions
 
 
 class _Transfer(Protocol):
@@ -71,19 +71,25 @@ class Disks:
     Attributes:
         optimizer: directory of what belongs to the optimizer; None: it is on no disk.
         parameters: the same of the parameters.
-        options: how disks are used.
+        options: how disks are used; None: as they are by default.
         label: whose files they are, for errors.
         imagined: nothing is stored (dry runs).
     """
 
     optimizer: Path | None = None
     parameters: Path | None = None
-    options: DiskOptions = field(default_factory=DiskOptions)
+    options: DiskOptions | None = None
     label: str = "the swap file"
     imagined: bool = False
 
     def __post_init__(self) -> None:
         self.files: dict[Path, Files] = {}
+
+    def _file(self, directory: Path) -> Files:
+        # It loads NumPy, which an engine without disks need not have.
+        from shardwise.offload.files import DiskOptions, SwapFile
+
+        return SwapFile(directory, self.options or DiskOptions(), label=self.label)
 
     @classmethod
     def of(cls, config: Config, rank: int, *, imagined: bool = False) -> Disks:
@@ -93,7 +99,11 @@ class Disks:
             Path(section.nvme_path).expanduser() if section is not None and section.nvme_path else None
             for section in (zero.offload_optimizer, zero.offload_param)
         )
-        options = DiskOptions(int(aio.block_size), int(aio.queue_depth), int(aio.intra_op_parallelism))
+        options = None
+        if optimizer or parameters:
+            from shardwise.offload.files import DiskOptions
+
+            options = DiskOptions(int(aio.block_size), int(aio.queue_depth), int(aio.intra_op_parallelism))
         return cls(optimizer, parameters, options, f"rank {rank}'s swap file", imagined)
 
     def place(self, directory: Path | None, device: torch.device, used_on: torch.device | None) -> DiskPlace:
@@ -104,8 +114,7 @@ class Disks:
         """
         assert directory is not None
         if directory not in self.files:
-            made: Files = _Nothing() if self.imagined else SwapFile(directory, self.options, label=self.label)
-            self.files[directory] = made
+            self.files[directory] = _Nothing() if self.imagined else self._file(directory)
         return DiskPlace(self.files[directory], device, used_on)
 
 
@@ -183,7 +192,7 @@ class _Kept:
         if self._reading is not None:
             near = self._arrived()
             if near is not self._bytes:
-                self._bytes.copy_(near, non_blocking=True)
+                self._copy(self._bytes, near)
 
     def give_back(self, *, written: bool) -> None:
         """See `Stored.give_back`."""
@@ -215,7 +224,12 @@ class _Kept:
             self._file.read(self._extent, flat).wait()
         else:
             self.look_ahead()
-            flat.copy_(self._arrived(), non_blocking=True)
+            self._copy(flat, self._arrived())
+
+    def _copy(self, target: torch.Tensor, near: torch.Tensor) -> None:
+        target.copy_(near, non_blocking=True)
+        if self._copies is not None:
+            self._copies.keep_host(near)
 
     def _arrived(self) -> torch.Tensor:
         """Return what was read, when it is there."""

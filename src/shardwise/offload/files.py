@@ -6,7 +6,6 @@ is too small says so at the beginning.
 
 from __future__ import annotations
 
-import errno
 import os
 import threading
 import weakref
@@ -17,11 +16,7 @@ import torch
 
 from shardwise.errors import OffloadError
 from shardwise.offload.transfers import Threads, Transfer, Values
-from shardwise.offload.unnamed import bytes_free, open_unnamed, padded
-
-_FULL = {errno.ENOSPC, errno.EDQUOT, errno.EFBIG}
-_NOT_TAKEN = {errno.EINVAL, errno.EOPNOTSUPP, errno.ENOSYS}
-"""How file systems say that they cannot take space beforehand."""
+from shardwise.offload.unnamed import open_unnamed, padded, take_space
 
 
 @dataclass(frozen=True)
@@ -29,7 +24,8 @@ class DiskOptions:
     """How a disk is used: the section `aio` of the configuration.
 
     Attributes:
-        block_size: bytes of one request; brought up to a multiple of 4096.
+        block_size: bytes of one request; brought up to a multiple of 4096. Memory that the disk does not take as it is
+            (not from `aligned_bytes`, nor pinned) goes by way of buffers, of as many bytes for each request in flight.
         queue_depth: requests in flight for each of `threads`.
         threads: `intra_op_parallelism`.
     """
@@ -119,7 +115,8 @@ class SwapFile:
             place = self._reuse(room)
             if place is None:
                 place = self.size  # what is free lies before: space at the end is not kept
-                self._grow(place + room)
+                take_space(self._descriptor, self.directory, place, place + room, self._threads.label)
+                self.size = place + room
         return Extent(self, place, size)
 
     def read(self, extent: Extent, memory: torch.Tensor) -> Transfer:
@@ -173,30 +170,6 @@ class SwapFile:
         place, free = self._free[number]
         self._free[number : number + 1] = [(place + room, free - room)] if free > room else []
         return place
-
-    def _grow(self, end: int) -> None:
-        """Make the file larger, with space that the disk really has."""
-        before = self.size
-        try:
-            try:
-                os.posix_fallocate(self._descriptor, before, end - before)
-            except OSError as error:
-                if error.errno not in _NOT_TAKEN:
-                    raise
-                # Then this is all that can be done beforehand.
-                if bytes_free(self.directory) < end - before:
-                    raise OSError(errno.ENOSPC, os.strerror(errno.ENOSPC)) from error
-                os.ftruncate(self._descriptor, end)
-        except OSError as error:
-            os.ftruncate(self._descriptor, before)
-            said = f"{self._threads.label}: no space could be taken: {error.strerror}"
-            if error.errno not in _FULL:
-                raise OffloadError(said) from error
-            raise OffloadError(
-                f"{said}. {end - before} bytes more are needed, {bytes_free(self.directory)} bytes are free. Give an "
-                'nvme_path on another disk, or leave the state in the memory of the host with "device": "cpu".'
-            ) from error
-        self.size = end
 
     def give_back(self, place: int, room: int) -> None:
         """Take note that a part is free; space at the end goes back to the disk."""

@@ -37,21 +37,20 @@ def homes_of(where: Where, device: torch.device, disks: Disks) -> Homes:
     Raises:
         OffloadError: a disk cannot be used.
     """
+    made = {name: PLACES[name](device) for name in sorted(where.names - {"disk"})}
     # Where the device is the processor itself, what is brought to the host is where it is used.
     there = None if is_far(device) else _CPU
+
+    def stepped(name: str, used_on: torch.device | None) -> StateHome:
+        if name == "disk":
+            return disks.place(disks.optimizer, device, used_on)
+        return ON_HOST if name in _HOST and used_on is not None else made[name]
+
+    on_disk = where.parameters == "disk"
     return Homes(
-        optimizer=_stepped(where.optimizer, device, disks, _CPU),
-        whole=_stepped(where.optimizer, device, disks, there),
-        gradients=_stepped(where.gradients, device, disks, there),
-        parameters=disks.place(disks.parameters, device, None)
-        if where.parameters == "disk"
-        else PLACES[where.parameters](device),
+        optimizer=stepped(where.optimizer, _CPU),
+        whole=stepped(where.optimizer, there),
+        gradients=stepped(where.gradients, there),
+        parameters=disks.place(disks.parameters, device, None) if on_disk else made[where.parameters],
         near=PLACES["host"](device) if where.near else ON_DEVICE,
     )
-
-
-def _stepped(name: str, device: torch.device, disks: Disks, used_on: torch.device | None) -> StateHome:
-    """Return the place of what an optimizer steps on `used_on`; None: on the engine's device."""
-    if name == "disk":
-        return disks.place(disks.optimizer, device, used_on)
-    return ON_HOST if name in _HOST and used_on is not None else PLACES[name](device)

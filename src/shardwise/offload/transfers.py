@@ -130,7 +130,6 @@ class Threads:
         self._threads: list[threading.Thread] = []
         self._alive = 0
         self._closing = False  # blocks in the queue are let go
-        self._closed = False  # none comes into the queue any more
         self._under_way = 0
         self._since = 0.0
         self._seconds = 0.0
@@ -204,13 +203,15 @@ class Threads:
             if not self._under_way:
                 self._since = time.perf_counter()
             self._under_way += 1
-            if self._closed:
+            if self._closing:
                 transfer.fail(_CLOSED)
             elif transfer.writes:
                 values.size, values.sums = -1, [0] * -(-size // self.block)
             elif values.size != size:
-                there = "nothing has" if values.size < 0 else f"{values.size} bytes have"
-                transfer.fail(f"{size} bytes are to be read at offset {values.place}, where {there} been written")
+                there = f"{values.size} bytes have been written"
+                if values.size < 0:
+                    there = "nothing has been written, or a write has failed"
+                transfer.fail(f"{size} bytes are to be read at offset {values.place}, where {there}")
             transfer.left = 0 if transfer.failed else -(-size // self.block)
             for number in range(transfer.left):
                 self._queue.put((transfer, number))
@@ -236,14 +237,18 @@ class Threads:
 
     def _work(self, bounce: Bytes) -> None:
         """Move one block after the other, with a buffer for those that the disk does not take as they are."""
-        while not isinstance(found := self._queue.get(), _End):
-            self._take(*found, bounce)
-            del found  # while nothing is to be done, nothing is kept
+        while True:
+            found = self._queue.get()
+            if not isinstance(found, _End):
+                self._take(*found, bounce)
+                del found  # while nothing is to be done, nothing is kept
+            elif found.first:
+                with self._lock:  # whoever was putting blocks into the queue has done so
+                    for _ in self._threads:
+                        self._queue.put(_End())
+            else:
+                break
         with self._lock:
-            if found.first:
-                self._closed = True
-                for _ in self._threads[1:]:
-                    self._queue.put(_End())
             self._alive -= 1
             if not self._alive:
                 os.close(self.file.descriptor)
@@ -316,7 +321,7 @@ def _close_all() -> None:
 
 @dataclass(frozen=True)
 class _End:
-    """Tells a thread to end; the first one that is told has the others told."""
+    """Tells a thread to end; the first one has as many put behind all blocks as there are threads."""
 
     first: bool = False
 

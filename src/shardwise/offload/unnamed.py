@@ -32,6 +32,10 @@ _MEMORY_ALIGNMENTS = (64, 512)
 _NO_UNNAMED = {errno.EOPNOTSUPP, errno.EISDIR, errno.EINVAL, errno.ENOENT}
 """How file systems and old kernels say that they have no files without a name."""
 
+_FULL = {errno.ENOSPC, errno.EDQUOT, errno.EFBIG}
+_NOT_TAKEN = {errno.EINVAL, errno.EOPNOTSUPP, errno.ENOSYS}
+"""How file systems say that they cannot take space beforehand."""
+
 _HUGE_PAGE = 2 << 20
 
 Bytes = npt.NDArray[np.uint8]
@@ -159,6 +163,41 @@ def _pass_by(descriptor: int, wanted: bool) -> bool:
     except OSError:
         return False
     return flag != 0
+
+
+def take_space(descriptor: int, directory: Path, before: int, end: int, label: str) -> None:
+    """Make a file larger, with space that the disk really has; if it has not enough, the file stays as it was.
+
+    Args:
+        descriptor: of the file.
+        directory: where it is.
+        before: bytes that it has.
+        end: bytes that it will have.
+        label: what errors call it.
+
+    Raises:
+        OffloadError: the disk has too little space, or cannot say.
+    """
+    try:
+        try:
+            if end > before:
+                os.posix_fallocate(descriptor, before, end - before)
+        except OSError as error:
+            if error.errno not in _NOT_TAKEN:
+                raise
+            # Then this is all that can be done beforehand.
+            if bytes_free(directory) < end - before:
+                raise OSError(errno.ENOSPC, os.strerror(errno.ENOSPC)) from error
+            os.ftruncate(descriptor, end)
+    except OSError as error:
+        os.ftruncate(descriptor, before)
+        said = f"{label}: no space could be taken: {error.strerror}"
+        if error.errno not in _FULL:
+            raise OffloadError(said) from error
+        raise OffloadError(
+            f"{said}. {end - before} bytes more are needed, {bytes_free(directory)} bytes are free. Give an "
+            'nvme_path on another disk, or leave the state in the memory of the host with "device": "cpu".'
+        ) from error
 
 
 def move_all(call: Callable[[int, list[Any], int], int], descriptor: int, memory: Bytes, place: int) -> int:

@@ -3,11 +3,15 @@
 from __future__ import annotations
 
 from collections.abc import Callable
+from contextlib import nullcontext
 from typing import Any
 
+import torch
 from torch.utils import checkpoint as torch_checkpoint
 
 from shardwise.errors import UsageError
+from shardwise.recompute.settings import Settings, in_force, mover
+from shardwise.recompute.times import TIMER
 
 
 def checkpoint(function: Callable[..., Any], *args: Any, **kwargs: Any) -> Any:
@@ -17,6 +21,9 @@ def checkpoint(function: Callable[..., Any], *args: Any, **kwargs: Any) -> Any:
     arguments and results may be nested, other tensors may be used from within, and `torch.autograd.grad` works. Random
     numbers are drawn again as they were (dropout), on the CPU and on the devices of the arguments, and autocast is as
     it was.
+
+    `configure` and the section `activation_checkpointing` of an engine's configuration may have the inputs kept on the
+    host, and the calls timed.
 
     Args:
         function: a module or any other callable; it does the same each time it is called with the same arguments.
@@ -40,6 +47,13 @@ def checkpoint(function: Callable[..., Any], *args: Any, **kwargs: Any) -> Any:
             f"checkpoint(function, ...): expected something that can be called, found {type(function).__name__}. Pass "
             "the function or module itself, and its arguments after it"
         )
+    settings = in_force()
+    if not settings:
+        return _checkpointed(function, args, kwargs)
+    return _attended(settings, function, args, kwargs)
+
+
+def _checkpointed(function: Callable[..., Any], args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
     if not kwargs:
         return torch_checkpoint.checkpoint(function, *args, use_reentrant=False)
     # torch has keyword arguments of its own, and looks for devices, whose generators it saves, among the others only.
@@ -50,6 +64,35 @@ def checkpoint(function: Callable[..., Any], *args: Any, **kwargs: Any) -> Any:
         return function(*given[:count], **dict(zip(names, given[count:], strict=True)))
 
     return torch_checkpoint.checkpoint(call, *args, *kwargs.values(), use_reentrant=False)
+
+
+def _attended(settings: Settings, function: Callable[..., Any], args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
+    """Make a checkpointed call with what the settings ask for around it."""
+    waits = settings.synchronize and torch.cuda.is_available() and torch.cuda.is_initialized()
+    moved: Any = nullcontext()
+    if settings.checkpoint_in_cpu:
+        offload = mover()
+        if settings.contiguous_checkpointing:
+            offload.keep_buffers()
+        moved = offload.around()
+    if waits:
+        torch.cuda.synchronize()
+    # Inside of the function torch's own hooks are in force, so that no more than the inputs is moved.
+    with moved:
+        if settings.profile:
+            name = type(function).__name__ if isinstance(function, torch.nn.Module) else _name_of(function)
+            outputs = TIMER.call(name, lambda timed: _checkpointed(timed, args, kwargs), function, (args, kwargs))
+        else:
+            outputs = _checkpointed(function, args, kwargs)
+    if waits:
+        torch.cuda.synchronize()
+    return outputs
+
+
+def _name_of(function: Callable[..., Any]) -> str:
+    """Return the name of a function, a method, or what `functools.partial` has made of one."""
+    inner = getattr(function, "func", function)
+    return str(getattr(inner, "__qualname__", type(inner).__name__))
 
 
 def non_reentrant_checkpoint(function: Callable[..., Any], *args: Any, **kwargs: Any) -> Any:

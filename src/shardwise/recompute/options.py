@@ -2,21 +2,16 @@
 
 from __future__ import annotations
 
+from dataclasses import replace
 from typing import Any
 
-from shardwise.absent import CHECKPOINTING
 from shardwise.comm.api import get_world_size
 from shardwise.config import resolve
+from shardwise.config.schema.parallel import ActivationCheckpointing
 from shardwise.errors import NotBuiltError
+from shardwise.recompute.settings import Settings, let_go, set_script
 
-_KEYS = {
-    "partition_activations": "partition_activations",
-    "contiguous_checkpointing": "contiguous_memory_optimization",
-    "checkpoint_in_cpu": "cpu_checkpointing",
-    "synchronize": "synchronize_checkpoint_boundary",
-    "profile": "profile",
-}
-"""The options' names in the configuration."""
+PARTITION = "splitting saved inputs over tensor-parallel ranks"
 
 _configured = False
 
@@ -31,52 +26,56 @@ def configure(
     synchronize: bool | None = None,
     profile: bool | None = None,
 ) -> None:
-    """Take the settings of a script. `checkpoint` needs none: it works without this call.
+    """Take the settings of a script, in place of what it has said before. `checkpoint` works without this call.
+
+    In the forward pass of an engine options are on that the script or the engine's configuration switches on.
 
     Args:
         mpu_: model-parallel unit; None without model parallelism.
         deepspeed_config: configuration (dict, path or text) whose section `activation_checkpointing` says the same
             where an argument is None.
         partition_activations: split saved inputs over tensor-parallel ranks. Not in this version.
-        contiguous_checkpointing: keep saved inputs in one buffer. Not in this version.
-        num_checkpoints: for how many checkpoints that buffer is; it is not needed.
-        checkpoint_in_cpu: move saved inputs to the host. Not in this version.
-        synchronize: synchronize the device at every checkpoint. Not in this version.
-        profile: time the functions. Not in this version.
+        contiguous_checkpointing: keep memory of the host for saved inputs from pass to pass, with `checkpoint_in_cpu`
+            (where it is pinned, it always is). Without that there is nothing to do: the device's allocator uses the
+            same memory in each pass.
+        num_checkpoints: for how many checkpoints that memory is; it is not needed.
+        checkpoint_in_cpu: keep saved inputs of 1 MiB and more (in an engine: `activation_offload.min_bytes`) on the
+            host until the backward pass comes near them.
+        synchronize: wait for the CUDA device before and after each checkpointed call; nothing on a CPU.
+        profile: time the functions; `times` has the result, and an engine logs it with `steps_per_print`.
 
     Raises:
         NotBuiltError: an option is switched on that this version does not have, or there is model parallelism.
         ConfigError: the configuration is wrong.
     """
     global _configured
-    section = None
+    section = ActivationCheckpointing()
     if deepspeed_config is not None:
         section = resolve(deepspeed_config, world_size=_data_parallel_size(mpu_)).config.activation_checkpointing
-    given = {
-        "partition_activations": partition_activations,
-        "contiguous_checkpointing": contiguous_checkpointing,
-        "checkpoint_in_cpu": checkpoint_in_cpu,
-        "synchronize": synchronize,
-        "profile": profile,
-    }
-    for name, value in given.items():
-        key = _KEYS[name]
-        if value:
-            raise NotBuiltError(
-                f"checkpointing.configure({name}={value!r}): this version does not have {CHECKPOINTING[key]}; pass "
-                "False or leave it out"
-            )
-        if value is None and section is not None and getattr(section, key):
-            raise NotBuiltError(
-                f"checkpointing.configure(): activation_checkpointing.{key}: this version does not have "
-                f"{CHECKPOINTING[key]}; set it to false or pass {name}=False"
-            )
+    if partition_activations:
+        raise NotBuiltError(
+            f"checkpointing.configure(partition_activations={partition_activations!r}): this version does not have "
+            f"{PARTITION}; pass False or leave it out"
+        )
+    if partition_activations is None and section.partition_activations:
+        raise NotBuiltError(
+            "checkpointing.configure(): activation_checkpointing.partition_activations: this version does not have "
+            f"{PARTITION}; set it to false or pass partition_activations=False"
+        )
     size = 1 if mpu_ is None else int(mpu_.get_model_parallel_world_size())
     if size > 1:
         raise NotBuiltError(
             f"checkpointing.configure(mpu_=...): its model-parallel size is {size}, and this version does not have "
             "tensor parallelism, whose ranks draw random numbers of their own. Pass None, or a unit of size 1"
         )
+    given = {
+        "checkpoint_in_cpu": checkpoint_in_cpu,
+        "contiguous_checkpointing": contiguous_checkpointing,
+        "synchronize": synchronize,
+        "profile": profile,
+    }
+    told = {name: bool(value) for name, value in given.items() if value is not None}
+    set_script(replace(Settings.of(section), **told))
     _configured = True
 
 
@@ -92,9 +91,10 @@ def is_configured() -> bool:
 def reset() -> None:
     """Free what checkpoints without a backward pass have left behind.
 
-    There is nothing to do: saved inputs belong to the autograd graph and go with it. Scripts call this between passes
-    of evaluation.
+    Saved inputs belong to the autograd graph and go with it. What there may be is memory of the host that is kept for
+    the next pass. Scripts call this between passes of evaluation.
     """
+    let_go()
 
 
 def partition_activations_in_checkpoint(partition_activation: bool) -> None:
@@ -106,5 +106,5 @@ def partition_activations_in_checkpoint(partition_activation: bool) -> None:
     if partition_activation:
         raise NotBuiltError(
             f"checkpointing.partition_activations_in_checkpoint({partition_activation!r}): this version does not have "
-            f"{CHECKPOINTING['partition_activations']}; pass False or leave the call out"
+            f"{PARTITION}; pass False or leave the call out"
         )

@@ -10,10 +10,10 @@ from __future__ import annotations
 import contextlib
 import hashlib
 import sys
-from collections.abc import Collection, Iterable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Collection, Iterable, Iterator, Mapping, Sequence
 from contextlib import AbstractContextManager
 from dataclasses import replace
-from typing import Any
+from typing import Any, TypeVar
 
 import torch
 from torch import nn
@@ -64,6 +64,8 @@ from shardwise.zero.updates.communicated import CommunicatedUpdate
 from shardwise.zero.updates.owned import MixedUpdate, WholeUpdate
 from shardwise.zero.updates.segments import SegmentUpdate
 from shardwise.zero.updates.update import StateKind, Stepping, Update
+
+T = TypeVar("T")
 
 _DESTROYED = (
     "the engine has been destroyed, and its model is a plain one again; pass the model to shardwise.initialize() for a "
@@ -632,16 +634,28 @@ class ShardedModel:
 
         Masters of trained parameters: what the optimizer steps here. Of the others this rank's range of the parameter.
         """
+        self.presence.require("the engine's state cannot be read or written")
         self.take_changes()
         runs = {}
         for index, (section, own) in self._own_pieces().items():
-            if section.layout.trainable and self.update is not None:
-                runs[index] = self.update.master_pieces(index)
-            else:
-                runs[index] = [
-                    (p.start, p.stop, section.own_values[p.offset : p.offset + p.stop - p.start]) for p in own
-                ]
+            with self.shown(index):
+                if section.layout.trainable and self.update is not None:
+                    runs[index] = self.update.master_pieces(index)
+                else:
+                    runs[index] = [
+                        (p.start, p.stop, section.own_values[p.offset : p.offset + p.stop - p.start]) for p in own
+                    ]
         return runs
+
+    @contextlib.contextmanager
+    def shown(self, index: int) -> Iterator[None]:
+        """Let views be made of a parameter's values and state inside of the block, without there being any values."""
+        with contextlib.ExitStack() as stack:
+            for loans in self._section_of[index][1].away:
+                stack.enter_context(loans.shown())
+            for loans, _ in self.owners.borrowing() if self.owners is not None else ():
+                stack.enter_context(loans.shown())
+            yield
 
     def saved_ranges(self) -> dict[int, list[tuple[int, int]]]:
         """Return the elements of each parameter that this rank saves; over all ranks each exactly once."""
@@ -686,6 +700,43 @@ class ShardedModel:
                 unit.rounded = False
         self._values_have_changed()
         self._shards_written()
+
+    @property
+    def away(self) -> bool:
+        """Whether anything has to be lent before it can be read."""
+        return any(section.away for unit in self.units for section in unit.sections) or bool(
+            self.owners is not None and self.owners.borrowing()
+        )
+
+    def bring(self, tensors: Sequence[tuple[T, torch.Tensor]], use: Callable[[Sequence[T]], None]) -> None:
+        """Read values that may live elsewhere, in their order, some of them at a time; the next are on their way then.
+
+        Args:
+            tensors: views of what this rank keeps, each with what stands for it.
+            use: is called with what stands for those that are there now.
+        """
+        away = [loans for unit in self.units for section in unit.sections for loans in section.away]
+        away += [loans for loans, _ in self.owners.borrowing()] if self.owners is not None else []
+        lenders = {storage: loans for loans in away for storage in loans.storages}
+        groups: list[tuple[list[T], list[Borrowed]]] = []
+        for stands, tensor in tensors:
+            lender = lenders.get(id(tensor.untyped_storage())) if lenders else None
+            if not groups or (lender is not None and groups[-1][1] and groups[-1][1][0][0] is not lender):
+                groups.append(([], []))
+            groups[-1][0].append(stands)
+            if lender is not None and not groups[-1][1]:
+                groups[-1][1].append((lender, False))
+        in_turn(groups, use)
+
+    def lent_in_turn(self) -> Iterator[Collection[int]]:
+        """Yield the parameters, some at a time, of which everything is on the device meanwhile and may be written."""
+        if not self.away or (self.owners is not None and self.owners.borrowing()):
+            with self.lent():  # tensors that are stepped whole are lent together
+                yield range(len(self.registry))
+            return
+        for unit in self.units:
+            with self.lent([unit]):
+                yield {tensor.index for tensor in unit.tensors}
 
     # -- access ------------------------------------------------------------------------------------------------------
 

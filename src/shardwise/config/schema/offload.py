@@ -1,4 +1,4 @@
-"""Offloading: where sharded state lives when the device is too small, and how disk is read."""
+"""Offloading: where sharded state and activations live when the device is too small, and how disk is read."""
 
 from __future__ import annotations
 
@@ -38,10 +38,15 @@ class OffloadOptimizer(ConfigSection):
     device: Literal["none", "cpu", "nvme"] = key(
         "none",
         "Where optimizer state and master weights live: none (the device), cpu (the host's memory) or nvme (files). "
-        "Unless it is none, the processor steps them, and gradients wait for it in the host's memory.",
+        "Unless it is none, the processor steps them, and gradients wait for that outside of the device, too.",
         default_note=_DEVICE_NOTE,
     )
     nvme_path: str | None = key(None, "Directory on a fast disk, for device nvme.")
+    gradients: Literal["cpu", "nvme"] | None = key(
+        None,
+        "Where gradients wait for the step while `device` is not none; null: in the host's memory. With nvme they are "
+        "in `nvme_path` and travel three times a step. A key of this library.",
+    )
     buffer_count: Int = key(4, "Number of buffers between host and disk.", gt=0, no_effect=_SCHEDULED)
     pin_memory: bool = key(
         True, "Page-lock the host memory that gradients are copied to (on a CUDA device).", default_note=_PIN_NOTE
@@ -92,6 +97,17 @@ class ZenFlow(ConfigSection):
     full_warm_up_rounds: Int = key(0, "Steps at the start in which everything is updated.", ge=0)
     pt_reserved_cores_perc: float = key(0.5, "Fraction of the cores left to PyTorch.", ge=0, le=1)
     steps_per_epoch: Int | None = key(None, "Steps in an epoch, for select_strategy epoch.", gt=0)
+
+
+class ActivationOffload(ConfigSection):
+    """`activation_offload`: what autograd saves in the engine's forward pass lives on the host until it is needed."""
+
+    enabled: bool = key(False, "Move saved activations of any model to host memory (without `checkpoint` calls, too).")
+    min_bytes: Int = key(
+        1_048_576,
+        "Memory of at least so many bytes is moved, also by `activation_checkpointing.cpu_checkpointing`.",
+        ge=0,
+    )
 
 
 class AIO(ConfigSection):

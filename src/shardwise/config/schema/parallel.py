@@ -141,19 +141,21 @@ class SparseAttention(ConfigSection):
 
 
 class ActivationCheckpointing(ConfigSection):
-    """`activation_checkpointing`: where the inputs of recomputed functions (`shardwise.checkpointing`) are kept."""
+    """`activation_checkpointing`: how `shardwise.checkpointing.checkpoint` keeps the inputs of recomputed functions."""
 
     partition_activations: bool = key(False, "Split saved inputs over tensor-parallel ranks.")
-    contiguous_memory_optimization: bool = key(False, "Keep saved inputs in one buffer.")
+    contiguous_memory_optimization: bool = key(
+        False, "With `cpu_checkpointing`: keep the host memory of saved inputs from pass to pass."
+    )
     cpu_checkpointing: bool = key(False, "Move saved inputs to host memory.")
     number_checkpoints: Int | None = key(
         None,
-        "Number of checkpoints, for the one buffer.",
+        "Number of checkpoints, for one buffer of all.",
         gt=0,
-        no_effect="only the buffer of `contiguous_memory_optimization` has a size",
+        no_effect="memory for saved inputs is taken as it is needed",
     )
-    synchronize_checkpoint_boundary: bool = key(False, "Synchronize the device at every checkpoint.")
-    profile: bool = key(False, "Time every checkpointed function.")
+    synchronize_checkpoint_boundary: bool = key(False, "Wait for the CUDA device at every checkpoint.")
+    profile: bool = key(False, "Time checkpointed functions; logged with `steps_per_print`.")
 
 
 class Compression(ConfigSection):

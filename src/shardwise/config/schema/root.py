@@ -9,7 +9,7 @@ from .checkpoint import CheckpointOptions, DataStates, Nebula
 from .compress import CompressionTraining, Eigenvalue, QuantizeTraining, WeightQuantization
 from .data import DataEfficiency, LegacyCurriculum, ProgressiveLayerDrop
 from .observe import Comet, CommsLoggerOptions, CSVMonitor, FlopsProfiler, TensorBoard, Timers, WandB
-from .offload import AIO
+from .offload import AIO, ActivationOffload
 from .optim import Optimizer, Scheduler
 from .parallel import (
     ActivationCheckpointing,
@@ -114,6 +114,7 @@ class Config(ConfigSection):
     activation_checkpointing: ActivationCheckpointing = section(
         ActivationCheckpointing, "Recomputation of activations."
     )
+    activation_offload: ActivationOffload = section(ActivationOffload, "Activations on the host.")
     sparse_attention: SparseAttention | None = key(None, "Sparse attention layouts.")
     pipeline: Pipeline = section(Pipeline, "Pipeline parallelism.")
     tensor_parallel: TensorParallel = section(TensorParallel, "Tensor parallelism.")

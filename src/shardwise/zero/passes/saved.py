@@ -7,8 +7,10 @@ unit only its place there is kept, and reading it gathers the unit: a graph hold
 kept as autograd keeps it.
 
 Of such hooks autograd calls one pair, the innermost. Pairs around the call (activation checkpointing, offloading) are
-called from here with every tensor. Pairs inside of it (a checkpoint in a block) take the place of this one: what they
-hand out has been recomputed, or was a copy.
+called from here with every tensor, but for those that say that they want activations only (`activations_only`, an
+attribute of what their functions are bound to). Pairs inside of it (a checkpoint in a block) take the place of this
+one: what they hand out has been recomputed, or was a copy. They may ask whether a tensor is their business
+(`lets_go`), and hand on to this pair what is not.
 """
 
 from __future__ import annotations
@@ -21,10 +23,11 @@ from torch.autograd.graph import saved_tensors_hooks
 
 from shardwise.compat import (
     backward_pass,
+    check_version,
     never_compiled,
     reason_against_saved_hooks,
     saved_hooks_in_force,
-    without_overrides,
+    version_counter,
 )
 from shardwise.zero.units.unit import SectionMemory, Unit
 
@@ -42,7 +45,6 @@ class SavedValues:
     def __init__(self, recall: Callable[[Unit], None]) -> None:
         self.recall = recall
         self._units: dict[int, Unit] = {}
-        self._nothing: dict[torch.device, torch.Tensor] = {}
 
     def know(self, unit: Unit) -> None:
         """Note where the whole values of a unit lie until it is released."""
@@ -98,16 +100,13 @@ class SavedValues:
         section = unit.owner_of(tensor) if unit is not None else None
         if unit is None or section is None or tensor.is_conj() or tensor.is_neg():
             return None
-        with without_overrides():
-            counter = tensor.detach()
-            view = (tensor.dtype, tensor.storage_offset(), tensor.size(), tensor.stride())
-            counter.data = self._empty(tensor.device)
+        counter = version_counter(tensor)
+        view = (tensor.dtype, tensor.storage_offset(), tensor.size(), tensor.stride())
         return _Place(unit, section, view, counter, counter._version)
 
-    def _empty(self, device: torch.device) -> torch.Tensor:
-        if device not in self._nothing:
-            self._nothing[device] = torch.empty(0, device=device)
-        return self._nothing[device]
+    def lets_go(self, tensor: torch.Tensor) -> bool:
+        """Whether a pair inside of this one may keep a tensor in its own way: nothing is known of it here."""
+        return self.place_of(tensor) is None
 
     def cover(self) -> None:
         """Watch what the node that runs now saves, if its graph is to be differentiated again.
@@ -135,17 +134,8 @@ class SavedValues:
             self.recall(packed.unit)
             return packed.tensor()
         tensor, version = packed
-        _check_version(tensor, version, tensor)
+        check_version(tensor, version, tensor)
         return tensor
-
-
-def _check_version(counter: torch.Tensor, version: int, tensor: torch.Tensor) -> None:
-    if counter._version != version:
-        raise RuntimeError(
-            "one of the variables needed for gradient computation has been modified by an inplace operation: a "
-            f"{tensor.dtype} tensor of shape {tuple(tensor.shape)} is at version {counter._version}; expected "
-            f"version {version} instead"
-        )
 
 
 class _Place:
@@ -178,7 +168,7 @@ class _Place:
             found = full.as_strided(size, stride, offset)
         else:
             found = torch.empty(0, dtype=dtype, device=full.device).set_(full.untyped_storage(), offset, size, stride)
-        _check_version(self.counter, self.version, found)
+        check_version(self.counter, self.version, found)
         return found
 
 
@@ -189,10 +179,19 @@ class _Around:
         self.saved = saved
         self._outer_pack = pack
         self._outer_unpack = unpack
+        self._outer = getattr(pack, "__self__", None)
+        self._alone = getattr(self._outer, "activations_only", False)
+
+    def lets_go(self, tensor: torch.Tensor) -> bool:
+        """See `SavedValues.lets_go`."""
+        asked = getattr(self._outer, "lets_go", None)
+        return self.saved.lets_go(tensor) and asked is not None and bool(asked(tensor))
 
     @never_compiled
     def pack(self, tensor: torch.Tensor) -> Any:
         place = self.saved.place_of(tensor)
+        if place is not None and self._alone:
+            return place
         packed = self._outer_pack(tensor)
         # Where the other pair keeps the tensor itself, its place is kept instead.
         itself = place is not None and isinstance(packed, torch.Tensor) and place.unit.owns(packed)
@@ -204,6 +203,8 @@ class _Around:
             self.saved.cover()
         if type(packed) is _Place:
             self.saved.recall(packed.unit)
+            if self._alone:
+                return packed.tensor()
             tensor, unit = self._outer_unpack(packed.tensor()), packed.unit
         else:
             tensor, unit = self._outer_unpack(packed.content), packed.unit

@@ -115,7 +115,7 @@ class GradientSums:
                 for piece in section.layout.pieces(*section.own_range)
                 if counts[piece.index]
             ]
-            part.runs = Runs(runs, self._parameters, sections[0].steps_on)
+            part.runs = Runs(runs, self._parameters, gradients[0].device)
         return part.runs
 
     def _own_runs(self) -> Runs:

@@ -164,12 +164,15 @@ _HOST = {True: "host", False: "pageable"}
 def where_of(zero: ZeroConfig) -> Where:
     """Return in which places state lives, as the `zero_optimization` section says.
 
-    Gradients wait for the optimizer where it steps: on the host, also if its state comes there from a disk.
+    Gradients wait for the optimizer where it steps unless they are asked to be on a disk: on the host, also if its
+    state comes there from a disk.
     """
     optimizer, parameters = zero.offload_optimizer, zero.offload_param
     stepped = "device" if optimizer is None else _PLACES[optimizer.device]
     kept = "device" if parameters is None else _PLACES[parameters.device]
-    waiting = "device" if optimizer is None or stepped == "device" else _HOST[optimizer.pin_memory]
+    waiting = "device"
+    if optimizer is not None and stepped != "device":
+        waiting = "disk" if optimizer.gradients == "nvme" else _HOST[optimizer.pin_memory]
     return Where(
         optimizer=stepped,
         gradients=waiting,

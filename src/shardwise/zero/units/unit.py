@@ -35,7 +35,7 @@ from shardwise.comm.pieces import Places
 from shardwise.compat import never_compiled, storage_users, without_overrides
 from shardwise.device.ranges import named
 from shardwise.errors import UsageError
-from shardwise.memory import Accountant, Category
+from shardwise.memory import Accountant, Category, Tier
 from shardwise.memory.places import ALL_AT_HAND, Borrowed, Homes, Loans, StateHome, borrowed
 from shardwise.registry import LogicalTensor, Registry
 from shardwise.zero.units import released
@@ -158,11 +158,18 @@ class SectionMemory:
     @property
     def stepping(self) -> list[Borrowed]:
         """What has to be borrowed so that an optimizer can step the section."""
-        return [(loans, loans is not self.gradient_loans) for loans in self.away if not self._in_place(loans)]
+        found = [loans for loans in self.away if not self._in_place(loans)]
+        return [(x, x is not self.gradient_loans) for x in found if x is not self.gradient_loans or not self._fetches]
 
     def _in_place(self, loans: Loans) -> bool:
         """Whether what is lent elsewhere is worked on where it lives, because the optimizer steps there."""
         return self.steps_apart and loans.away and loans.home.at_hand
+
+    @property
+    def _fetches(self) -> bool:
+        """Whether the gradient is read into memory of the host to be stepped: it is lent to another device."""
+        loans = self.gradient_loans
+        return self.steps_apart and loans.away and not loans.home.at_hand and loans.home.used_on is None
 
     @property
     def own_range(self) -> tuple[int, int]:
@@ -208,9 +215,15 @@ class SectionMemory:
 
     @property
     def stepped_gradient(self) -> torch.Tensor:
-        """The gradient for `master` where the optimizer reads it."""
+        """The gradient for `master` where the optimizer reads it (once: it may be a copy)."""
         gradient = self.whole_gradient
-        return self.gradient_loans.in_place(gradient) if self._in_place(self.gradient_loans) else gradient
+        if self._in_place(self.gradient_loans):
+            return self.gradient_loans.in_place(gradient)
+        if self._fetches and not self.gradient_loans.lent:
+            fetched = torch.empty(gradient.shape, dtype=gradient.dtype, device=self.steps_on)
+            self._accountant.hold(Category.GRADIENTS, fetched, Tier.HOST)
+            return self.gradient_loans.read(gradient, fetched)
+        return gradient
 
     @property
     def lends_gradient(self) -> bool:
@@ -231,15 +244,15 @@ class SectionMemory:
             self._accountant.remove(Category.GRADIENTS, self.gradient.nbytes, self._gradients.tier)
 
     @contextlib.contextmanager
-    def lending_gradient(self) -> Iterator[None]:
+    def lending_gradient(self) -> Iterator[torch.Tensor]:
         """Show the gradient to an optimizer inside the block; memory that is still referred to afterwards is left."""
         shown = self.stepped_gradient
         users = storage_users(shown)
         try:
-            yield
+            yield shown
         finally:
             gradient = self.whole_gradient
-            if users is None or storage_users(shown) != users:
+            if not self._fetches and (users is None or storage_users(shown) != users):
                 self.gradient = None
                 if self.gradient_loans.away:
                     self.gradient_loans.forget(gradient)

@@ -168,7 +168,7 @@ class WholeUpdate(ReducedUpdate):
 
         What lives elsewhere is lent as a whole.
         """
-        borrowing = [borrows for unit in self.units if _whole(unit) for borrows in unit.borrowing()]
+        borrowing = [(loans, True) for unit in self.units for section in _whole(unit) for loans in section.away]
         with borrowed([*self.borrowing(), *borrowing]):
             with self._gradients_there():
                 yield

@@ -328,15 +328,15 @@ class SegmentUpdate(ReducedUpdate):
         if isinstance(factor, torch.Tensor) and any(section.steps_apart for section in part.sections):
             factor = factor.to("cpu")
         if flat is not None and flat.takes_flat():
-            gradients = [(segment, section.stepped_gradient[place]) for section, place, segment in part.segments]
+            shown = {id(section): section.stepped_gradient for section in part.sections}
+            gradients = [(segment, shown[id(section)][place]) for section, place, segment in part.segments]
             flat.step_flat(factor=factor, gradients=gradients, outputs=outputs, origins=part.origins)
             self._outputs.send()
             return
         with contextlib.ExitStack() as lent:
-            for section in {id(section): section for section, _, _ in part.segments}.values():
-                lent.enter_context(section.lending_gradient())
+            shown = {id(section): lent.enter_context(section.lending_gradient()) for section in part.sections}
             try:
-                self._show_gradients(part.segments, flat is not None)
+                self._show_gradients(part.segments, shown, flat is not None)
                 if flat is not None:
                     flat.step_flat(factor=factor, gradients=None, outputs=outputs, origins=part.origins)
                 else:
@@ -372,10 +372,10 @@ class SegmentUpdate(ReducedUpdate):
                     ],
                 )
 
-    def _show_gradients(self, segments: Sequence[_Segment], any_dtype: bool) -> None:
-        """Put the gradients into the segments' `.grad`."""
+    def _show_gradients(self, segments: Sequence[_Segment], shown: Mapping[int, torch.Tensor], any_dtype: bool) -> None:
+        """Put the gradients, which are given by section, into the segments' `.grad`."""
         for section, place, segment in segments:
-            gradient = section.stepped_gradient[place]
+            gradient = shown[id(section)][place]
             if any_dtype:
                 allow_gradient_dtype(segment, gradient.dtype)
             fits = gradient.dtype is segment.dtype or getattr(segment, "grad_dtype", None) is gradient.dtype

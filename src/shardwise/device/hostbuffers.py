@@ -1,0 +1,130 @@
+"""Memory of the host for copies of what lies on a device: as large as is asked for, and used again from pass to pass.
+
+Pinning memory takes longer than copying into it once, and torch's own allocator of pinned memory rounds sizes up to
+powers of two. So buffers of a CUDA device are mappings of their own, which are pinned once and kept.
+"""
+
+from __future__ import annotations
+
+import bisect
+import mmap
+
+import torch
+
+from shardwise.device.pinned import pin, unpin
+from shardwise.device.staging import Copied
+
+_LARGER = 2
+"""What is kept serves for requests of at least this part of its size."""
+
+
+_Kept = tuple[torch.Tensor, "Copied | None", int]
+"""A buffer, a place behind the last copy from it, and the round in which it was given back."""
+
+
+class HostBuffers:
+    """Buffers of one device.
+
+    Args:
+        device: from and to which they are copied.
+        keep: keep what is given back for later requests; None: where the device is CUDA.
+
+    Attributes:
+        keep: see above.
+        pinned: whether all memory that has been taken is pinned.
+
+    Example:
+        >>> buffers = HostBuffers(torch.device("cpu"), keep=True)
+        >>> buffer = buffers.take(100)
+        >>> buffers.give_back(buffer, None)
+        >>> buffers.take(60).numel(), buffers.take(60) is buffer
+        (100, False)
+    """
+
+    def __init__(self, device: torch.device, keep: bool | None = None) -> None:
+        self._cuda = device.type == "cuda"
+        self.keep = self._cuda if keep is None else keep or self._cuda
+        self._kept: dict[int, list[_Kept]] = {}  # by size
+        self._sizes: list[int] = []  # of these, in order
+        self._addresses: dict[int, int] = {}  # of pinned buffers, by id()
+        self._out = 0
+        self._round = 0
+        self.pinned = self._cuda
+
+    def take(self, size: int, *, real: bool = True) -> torch.Tensor:
+        """Return at least so many bytes, of undefined content: the smallest kept buffer that is not far too large.
+
+        Args:
+            size: in bytes.
+            real: False: of a dry run, in which no memory is taken.
+        """
+        if not self._out:
+            self._begin_round()
+        self._out += 1
+        place = bisect.bisect_left(self._sizes, size)
+        if place < len(self._sizes) and self._sizes[place] <= _LARGER * size:
+            entries = self._kept[self._sizes[place]]
+            buffer = entries.pop()[0]
+            if not entries:
+                del self._kept[self._sizes.pop(place)]
+            return buffer
+        if not (self._cuda and real):
+            return torch.empty(size, dtype=torch.uint8, device="cpu")
+        return self._mapped(size)
+
+    def give_back(self, buffer: torch.Tensor, copied: Copied | None) -> None:
+        """Take a buffer back.
+
+        Args:
+            buffer: that nobody reads or writes any more but the copies up to the mark.
+            copied: behind the last copy from it.
+        """
+        self._out -= 1
+        if self.keep:
+            self._put((buffer, copied, self._round))
+
+    def _put(self, entry: _Kept) -> None:
+        size = entry[0].numel()
+        if size not in self._kept:
+            self._kept[size] = []
+            bisect.insort(self._sizes, size)
+        self._kept[size].append(entry)
+
+    def _empty(self) -> list[_Kept]:
+        entries = [entry for kept in self._kept.values() for entry in kept]
+        self._kept.clear()
+        self._sizes.clear()
+        return entries
+
+    def _begin_round(self) -> None:
+        """Let go of what the round before, in which everything was given back in the end, had no use for."""
+        if any(entry[2] < self._round for kept in self._kept.values() for entry in kept):
+            entries = self._empty()
+            for entry in entries:
+                if entry[2] == self._round:
+                    self._put(entry)
+            self._let_go([entry for entry in entries if entry[2] < self._round])
+        self._round += 1
+
+    def _mapped(self, size: int) -> torch.Tensor:
+        memory = mmap.mmap(-1, size, flags=mmap.MAP_PRIVATE | mmap.MAP_ANONYMOUS)
+        buffer = torch.frombuffer(memory, dtype=torch.uint8)
+        if pin(buffer.data_ptr(), size):
+            self._addresses[id(buffer)] = buffer.data_ptr()
+        else:
+            self.pinned = False
+        return buffer
+
+    def _let_go(self, entries: list[_Kept]) -> None:
+        for buffer, copied, _ in entries:
+            if copied is not None:
+                copied.synchronize()
+            if id(buffer) in self._addresses:
+                unpin(self._addresses.pop(id(buffer)))
+
+    def close(self) -> None:
+        """Let go of everything that is kept."""
+        self._let_go(self._empty())
+
+    def __del__(self) -> None:
+        self.close()

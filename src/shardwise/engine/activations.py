@@ -1,0 +1,72 @@
+"""What becomes of activations in an engine's forward passes: they may live on the host until the backward pass."""
+
+from __future__ import annotations
+
+import contextlib
+from typing import TYPE_CHECKING, Any
+
+import torch
+from torch import nn
+
+from shardwise.compat import never_compiled
+from shardwise.memory import Accountant
+from shardwise.offload import ActivationOffload
+from shardwise.recompute import times
+from shardwise.recompute.settings import Settings, following, in_force
+from shardwise.trees import tensors_in
+from shardwise.utils.logging import logger
+
+if TYPE_CHECKING:
+    from shardwise.config import Config
+
+
+class Activations:
+    """The sections `activation_offload` and `activation_checkpointing` of one engine.
+
+    Args:
+        config: the engine's.
+        module: whose forward passes they are; its buffers stay where they are.
+        device: the engine's.
+        accountant: counts the bytes on the host.
+    """
+
+    def __init__(self, config: Config, module: nn.Module, device: torch.device, accountant: Accountant) -> None:
+        self._settings = Settings.of(config.activation_checkpointing)
+        self._moves = config.activation_offload.enabled
+        self._every = config.steps_per_print
+        self._offload = ActivationOffload(
+            min_bytes=config.activation_offload.min_bytes, device=device, accountant=accountant, stay=module.buffers()
+        )
+
+    @never_compiled
+    def around(self, given: Any) -> contextlib.AbstractContextManager[Any]:
+        """Return the context of a forward pass.
+
+        Args:
+            given: the arguments; they stay where they are.
+        """
+        if not (self._moves or self._settings or in_force()):
+            return contextlib.nullcontext()
+        return self._around(given)
+
+    @contextlib.contextmanager
+    def _around(self, given: Any) -> Any:
+        moved = self._offload.around(tensors_in(given)) if self._moves else contextlib.nullcontext()
+        with following(self._settings, self._offload), moved:
+            yield
+
+    def tell(self, steps: int, rank: int) -> None:
+        """Log how long checkpointed functions have taken, if that is asked for and due.
+
+        Args:
+            steps: taken so far.
+            rank: this process in the job; the first one logs.
+        """
+        profiles = (self._settings | in_force()).profile
+        if rank == 0 and profiles and self._every and steps % self._every == 0:
+            for name, found in times(clear=True).items():
+                logger.info("step=%d checkpointed %s: %s", steps, name, found)
+
+    def close(self) -> None:
+        """Give back memory of the host that is kept from pass to pass."""
+        self._offload.close()

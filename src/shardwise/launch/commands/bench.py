@@ -1,0 +1,304 @@
+"""`shardwise bench`: how fast parts of this machine are, and the settings that suit them."""
+
+from __future__ import annotations
+
+import json
+import os
+import re
+from dataclasses import dataclass
+from pathlib import Path
+from typing import TYPE_CHECKING, Annotated, Any, Optional
+
+import typer
+
+from shardwise.errors import CommandLineError, OffloadError, ShardwiseError
+
+if TYPE_CHECKING:
+    from shardwise.offload.measure import Speed, Way
+
+_UNITS = {"": 1, "B": 1} | {
+    f"{unit}{ending}": (1000 if ending == "B" else 1024) ** power
+    for power, unit in enumerate("KMGT", 1)
+    for ending in ("", "B", "IB")
+}
+_LARGE, _QUICK = 1 << 30, 256 << 20
+_LEAST = 16 << 20
+"""Bytes of a file below which figures would be of nothing but the first requests."""
+
+_MEMORY_FILE_SYSTEMS = ("tmpfs", "ramfs")
+
+
+def register(app: typer.Typer) -> None:
+    """Add the group of subcommands."""
+    group = typer.Typer(
+        name="bench",
+        help=(summary := "Measure parts of this machine, and show the settings that suit them."),
+        short_help=summary,  # left alone, it is cut
+        rich_markup_mode=None,
+        no_args_is_help=True,
+    )
+    group.callback()(lambda: None)  # with one subcommand only, it would take the group's place
+    group.command("io")(io)
+    app.add_typer(group)
+
+
+def io(
+    directory: Annotated[
+        str, typer.Option("--dir", metavar="DIR", help="A directory on the disk, as nvme_path.")
+    ] = ".",
+    size: Annotated[
+        Optional[str],  # noqa: UP045  (typer reads it at run time)
+        typer.Option(
+            metavar="SIZE",
+            help="Of the file, as 4G; memory is needed for as much. Default: 1G (--quick: 256M), or a quarter of what "
+            "is free, if that is less.",
+        ),
+    ] = None,
+    block_size: Annotated[str, typer.Option(metavar="SIZES", help="Bytes of a request, with commas.")] = "",
+    queue_depth: Annotated[str, typer.Option(metavar="NUMBERS", help="Requests in flight for each thread.")] = "",
+    threads: Annotated[str, typer.Option(metavar="NUMBERS", help="aio.intra_op_parallelism.")] = "",
+    rounds: Annotated[
+        Optional[int],  # noqa: UP045
+        typer.Option(metavar="N", help="Passes of each setting; the median is shown. Default: 3 (--quick: 1)."),
+    ] = None,
+    read: Annotated[bool, typer.Option("--read/--no-read", help="Measure reading.")] = True,
+    write: Annotated[bool, typer.Option("--write/--no-write", help="Measure writing.")] = True,
+    quick: Annotated[bool, typer.Option("--quick", help="Fewer settings, one round, a smaller file.")] = False,
+    as_json: Annotated[
+        Optional[str],  # noqa: UP045
+        typer.Option("--json", metavar="FILE", help="Write everything there as JSON, too."),
+    ] = None,
+) -> None:
+    """Measure the disk of a directory with different `aio` settings, and show the section to paste.
+
+    Values are moved as offloading to disk moves them, and by plain loops. Nothing is left on the disk.
+    """
+    show(
+        Wanted(
+            directory=directory,
+            size=None if size is None else parse_bytes(size, "--size"),
+            blocks=_list(block_size, "--block-size", parse_bytes) or ((1 << 20, 4 << 20) if quick else Wanted.blocks),
+            depths=_list(queue_depth, "--queue-depth", parse_count) or ((4, 8, 16) if quick else Wanted.depths),
+            threads=_list(threads, "--threads", parse_count) or ((1,) if quick else Wanted.threads),
+            rounds=rounds if rounds is not None else 1 if quick else Wanted.rounds,
+            read=read,
+            write=write,
+            most=_QUICK if quick else _LARGE,
+            file=as_json,
+        )
+    )
+
+
+@dataclass(frozen=True)
+class Wanted:
+    """What is to be measured.
+
+    Attributes:
+        directory: on the disk.
+        size: bytes of the file; None: `most`, or less if there is little space.
+        blocks, depths, threads: of the settings.
+        rounds: passes of each.
+        read, write: what is measured.
+        most: see `size`.
+        file: where everything is written as JSON; None: nowhere.
+    """
+
+    directory: str
+    size: int | None = None
+    blocks: tuple[int, ...] = (256 << 10, 1 << 20, 4 << 20)
+    depths: tuple[int, ...] = (4, 8, 16, 32)
+    threads: tuple[int, ...] = (1, 4)
+    rounds: int = 3
+    read: bool = True
+    write: bool = True
+    most: int = _LARGE
+    file: str | None = None
+
+
+def parse_bytes(text: str, name: str) -> int:
+    """Return a number of bytes.
+
+    Args:
+        text: as 4096, 256K, 1M or 2GiB (powers of 1024), or 1GB (powers of 1000).
+        name: what messages call it.
+
+    Raises:
+        CommandLineError: it is none.
+
+    >>> parse_bytes("1M", "it"), parse_bytes("1.5KiB", "it"), parse_bytes("2GB", "it")
+    (1048576, 1536, 2000000000)
+    """
+    match = re.fullmatch(r"(\d+(?:\.\d+)?)\s*([A-Za-z]*)", text.strip())
+    found = int(float(match[1]) * _UNITS.get(match[2].upper(), 0)) if match else 0
+    if found < 1:
+        raise CommandLineError(f"{name} {text}: give bytes, as 4096, 256K, 1M or 4G.")
+    return found
+
+
+def parse_count(text: str, name: str) -> int:
+    """Return a number that is 1 or more.
+
+    Raises:
+        CommandLineError: it is none.
+    """
+    if not text.strip().isdecimal() or int(text) < 1:
+        raise CommandLineError(f"{name} {text}: give a number, 1 or more.")
+    return int(text)
+
+
+def _list(text: str, name: str, parse: Any) -> tuple[int, ...]:
+    return tuple(parse(part, name) for part in text.split(",")) if text else ()
+
+
+def show(wanted: Wanted) -> None:
+    """Measure, and print a table and the section to paste.
+
+    Raises:
+        CommandLineError: something that was asked for cannot be measured.
+        OffloadError: the disk has failed.
+    """
+    size = _size(wanted, _check(wanted))
+    from shardwise.launch.console import Bar, in_bytes, output, table
+    from shardwise.offload.measure import MeasuredFile, Way, settings, smallest, way
+
+    directory = Path(wanted.directory).resolve()
+    options = settings(wanted.blocks, wanted.depths, wanted.threads)
+    kinds = {"write": wanted.write, "read": wanted.read}
+    try:
+        file = MeasuredFile(directory, size, max(wanted.blocks))
+    except OffloadError as error:
+        reason = error.__cause__.strerror if isinstance(error.__cause__, OSError) else str(error)
+        raise CommandLineError(f"{wanted.directory}: no file of {in_bytes(size)} can be made: {reason}.") from error
+    try:
+        with Bar("measuring") as bar:
+            found = file.speeds([way(one) for one in options], wanted.rounds, **kinds, progress=bar.show)
+            speeds = dict(zip(options, found, strict=True))
+            best = smallest(speeds)
+            # Beside one another once more: a minute later a disk may have another speed.
+            beside = [way(best), way(best)._replace(plain=True), Way(way(best).block, 1, plain=True)]
+            again = file.speeds(beside, max(wanted.rounds, 3), **kinds, progress=bar.show)
+    except OSError as error:
+        raise OffloadError(f"{directory}: the disk has failed: {error.strerror}") from error
+    finally:
+        file.close()
+    section = {
+        "block_size": best.block_size,
+        "queue_depth": best.queue_depth,
+        "intra_op_parallelism": best.threads,
+    }
+    system = _file_system(directory)
+    if wanted.file is not None:
+        everything = {
+            "directory": str(directory),
+            "file_system": system,
+            "direct": file.direct,
+            "size": size,
+            "rounds": wanted.rounds,
+            "bytes_per_second": [{**_named(one), **speed._asdict()} for one, speed in speeds.items()],
+            "beside_plain_loops": [_compared(one, speed) for one, speed in zip(beside, again, strict=True)],
+            "aio": section,
+        }
+        _save(wanted.file, everything)
+    console = output()
+    through = "past the page cache (O_DIRECT)" if file.direct else "through the page cache: it does not take O_DIRECT"
+    console.print(f"{directory}: {system}, {through}")
+    if system in _MEMORY_FILE_SYSTEMS:
+        console.print(f"warning: {system} is memory, not a disk")
+    console.print(f"{in_bytes(size)} a pass, {wanted.rounds} of each, median in GB/s")
+    names = ("block_size", "queue_depth", "intra_op_parallelism", "write", "read")
+    shown = table(*names, "", numbers=names)
+    for one, speed in speeds.items():
+        shown.add_row(*(str(value) for value in _named(one).values()), *_cells(speed), "chosen" if one == best else "")
+    shown.add_section()
+    labels = ("chosen, again", f"plain loops, {best.in_flight} threads", "plain loop, 1 thread")
+    for label, compared, speed in zip(labels, beside, again, strict=True):
+        shown.add_row(str(compared.block), "", "", *_cells(speed), label)
+    console.print(shown)
+    console.print("Only the product of queue_depth and intra_op_parallelism matters here.")
+    console.print(json.dumps({"aio": section}, indent=2))
+
+
+def _check(wanted: Wanted) -> int:
+    """Refuse what cannot be measured, before torch is imported; return how many bytes the disk has."""
+    directory = wanted.directory
+    if not os.path.isdir(directory):
+        raise CommandLineError(f"{directory}: there is no such directory.")
+    if not os.access(directory, os.W_OK | os.X_OK):
+        raise CommandLineError(f"{directory}: this user cannot write there.")
+    if not wanted.read and not wanted.write:
+        raise CommandLineError("Neither reading nor writing: nothing is left to measure.")
+    if wanted.rounds < 1:
+        raise CommandLineError(f"--rounds {wanted.rounds}: give 1 or more.")
+    if wanted.file is not None and not os.path.isdir(os.path.dirname(os.path.abspath(wanted.file))):
+        raise CommandLineError(f"--json {wanted.file}: there is no such directory.")
+    found = os.statvfs(directory)
+    free = found.f_bavail * found.f_frsize
+    if wanted.size is not None and wanted.size > free:
+        raise CommandLineError(f"{directory}: {free} bytes are free there, and the file is to have {wanted.size}.")
+    if wanted.size is None and free // 4 < _LEAST:
+        raise CommandLineError(f"{directory}: {free} bytes are free there, too little for a measurement.")
+    return free
+
+
+def _size(wanted: Wanted, free: int) -> int:
+    """Return the bytes of the file, a multiple of those of the largest request.
+
+    Args:
+        wanted: what is to be measured.
+        free: bytes that the disk has.
+
+    Raises:
+        CommandLineError: there is too little memory for it, or it is smaller than a request.
+    """
+    import torch
+
+    from shardwise.memory import memory_limit
+    from shardwise.offload.unnamed import padded
+
+    limit = memory_limit(torch.device("cpu"))
+    memory = wanted.most if limit is None else limit.share - limit.own
+    if wanted.size is not None and limit is not None and wanted.size > memory:
+        raise CommandLineError(
+            f"A file of {wanted.size} bytes needs as much memory, and {limit.name} leaves {memory} bytes."
+        )
+    largest = padded(max(wanted.blocks))
+    size = wanted.size if wanted.size is not None else min(wanted.most, free // 4, memory // 4)
+    if size < largest:
+        raise CommandLineError(
+            f"A file of {size} bytes is smaller than a request of {largest} bytes; give more, or smaller blocks."
+        )
+    return size - size % largest
+
+
+def _named(one: Any) -> dict[str, int]:
+    return {"block_size": one.block_size, "queue_depth": one.queue_depth, "intra_op_parallelism": one.threads}
+
+
+def _compared(one: Way, speed: Speed) -> dict[str, Any]:
+    return {"plain": one.plain, "block_size": one.block, "in_flight": one.in_flight, **speed._asdict()}
+
+
+def _cells(speed: Speed) -> list[str]:
+    return ["-" if value is None else f"{value / 1e9:.2f}" for value in speed]
+
+
+def _save(path: str, everything: dict[str, Any]) -> None:
+    try:
+        Path(path).write_text(json.dumps(everything, indent=2) + "\n", encoding="utf-8")
+    except OSError as error:
+        raise ShardwiseError(f"--json {path}: {error.strerror}") from error
+
+
+def _file_system(directory: Path) -> str:
+    """Return the type of the file system that a directory is on."""
+    try:
+        lines = Path("/proc/self/mounts").read_text(encoding="utf-8", errors="replace").splitlines()
+    except OSError:
+        return "unknown file system"
+    found, most = "unknown file system", -1
+    for line in lines:
+        _, place, kind, *_ = line.split(" ")
+        place = place.replace("\\040", " ")
+        if len(place) >= most and directory.is_relative_to(place):
+            found, most = kind, len(place)
+    return found

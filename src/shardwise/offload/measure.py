@@ -1,0 +1,198 @@
+"""How fast a disk is with which `aio` section, by moving values as training does, beside a plain loop."""
+
+from __future__ import annotations
+
+import os
+import statistics
+import threading
+import time
+from collections.abc import Callable, Iterable, Sequence
+from itertools import product
+from pathlib import Path
+from typing import NamedTuple
+
+import numpy as np
+import torch
+
+from shardwise.offload.files import DiskOptions
+from shardwise.offload.transfers import Threads, Values
+from shardwise.offload.unnamed import move_all, open_unnamed, padded, paged, take_space
+
+TOLERANCE = 0.03
+"""How much more time than the fastest setting a smaller one may take and be preferred: figures vary by as much."""
+
+_STEP = 16 << 20
+
+
+class Speed(NamedTuple):
+    """Bytes in a second; None: not measured."""
+
+    write: float | None
+    read: float | None
+
+    @property
+    def time(self) -> float:
+        """Seconds for a byte that is moved in every way that was measured."""
+        return sum(1 / speed for speed in self if speed)
+
+
+class Way(NamedTuple):
+    """One way of moving the values of a file.
+
+    Attributes:
+        block: bytes of a request.
+        in_flight: requests that are with the disk at the same time.
+        plain: by a loop in each of as many threads, which calls the system and nothing else, instead of a `SwapFile`.
+    """
+
+    block: int
+    in_flight: int
+    plain: bool = False
+
+
+def settings(blocks: Iterable[int], depths: Iterable[int], threads: Iterable[int]) -> list[DiskOptions]:
+    """Return all combinations that are not the same to the disk.
+
+    >>> [(one.queue_depth, one.threads) for one in settings([4096], [4, 8], [1, 2])]
+    [(4, 1), (8, 1), (8, 2)]
+    """
+    found: dict[Way, DiskOptions] = {}
+    for block, count, depth in product(blocks, sorted(threads), depths):
+        one = DiskOptions(block, depth, count)
+        found.setdefault(way(one), one)
+    return list(found.values())
+
+
+def way(options: DiskOptions) -> Way:
+    """Return how values are moved with some options."""
+    return Way(padded(options.block_size), options.in_flight)
+
+
+def smallest(speeds: dict[DiskOptions, Speed]) -> DiskOptions:
+    """Return the setting with the fewest bytes in flight among those that are about as fast as the fastest.
+
+    >>> slow, fast, faster = DiskOptions(queue_depth=1), DiskOptions(queue_depth=2), DiskOptions(queue_depth=4)
+    >>> smallest({slow: Speed(1, 2), faster: Speed(2.02, 2), fast: Speed(2, 2)}) == fast
+    True
+    """
+    most = min(speed.time for speed in speeds.values()) * (1 + TOLERANCE)
+    good = [options for options, speed in speeds.items() if speed.time <= most]
+    return min(good, key=lambda options: (options.block_size * options.in_flight, options.in_flight))
+
+
+class MeasuredFile:
+    """A file without a name whose values are moved in several ways, from and to the same memory.
+
+    Args:
+        directory: where it is.
+        size: its bytes; memory is needed for as many.
+        block: bytes of the largest request to come.
+
+    Attributes:
+        direct: whether the page cache is passed by.
+
+    Raises:
+        OffloadError: no such file can be made there.
+    """
+
+    def __init__(self, directory: Path, size: int, block: int) -> None:
+        self._file = open_unnamed(directory, padded(block))
+        self.direct = self._file.direct
+        try:
+            take_space(self._file.descriptor, directory, 0, padded(size), f"a file in {directory}")
+        except BaseException:
+            self.close()
+            raise
+        self._directory = directory
+        self._memory = paged(size)
+        source = np.random.default_rng(0)
+        for start in range(0, size, _STEP):  # no disk makes less of it
+            self._memory[start : start + _STEP] = np.frombuffer(source.bytes(min(_STEP, size - start)), np.uint8)
+        self._written: dict[int, Values] = {}  # by the size of blocks
+
+    def close(self) -> None:
+        """Give the space back."""
+        os.close(self._file.descriptor)
+
+    def speeds(
+        self,
+        ways: Sequence[Way],
+        rounds: int,
+        *,
+        write: bool = True,
+        read: bool = True,
+        progress: Callable[[int, int], None] = lambda done, total: None,
+    ) -> list[Speed]:
+        """Measure ways of moving the values: in each round all, so that what else happens meets them alike.
+
+        Args:
+            ways: to be measured.
+            rounds: how often; the median counts.
+            write, read: what is measured.
+            progress: told how many of how many passes are done.
+
+        Raises:
+            OffloadError, OSError: the disk has failed.
+        """
+        for block in {one.block for one in ways if not one.plain}:
+            # The first pass over space that was only reserved is slower than any other; and reads need the sums.
+            if block not in self._written:
+                self._move(Way(block, 8), True)
+        kinds = [kind for kind, wanted in ((True, write), (False, read)) if wanted]
+        passes = [(number, one, kind) for number, one in enumerate(ways) for kind in kinds] * rounds
+        seconds: dict[tuple[int, bool], list[float]] = {}
+        for done, (number, one, kind) in enumerate(passes):
+            progress(done, len(passes))
+            seconds.setdefault((number, kind), []).append((self._loop if one.plain else self._move)(one, kind))
+        progress(len(passes), len(passes))
+
+        def speed(number: int, kind: bool) -> float | None:
+            measured = seconds.get((number, kind))
+            return self._memory.size / statistics.median(measured) if measured else None
+
+        return [Speed(speed(number, True), speed(number, False)) for number in range(len(ways))]
+
+    def _move(self, one: Way, writes: bool) -> float:
+        """Return how long one pass takes by the threads of a `SwapFile`, with the sums that it makes and compares."""
+        own = self._file._replace(descriptor=os.dup(self._file.descriptor))
+        threads = Threads(own, one.block, one.in_flight, f"a file in {self._directory}")
+        try:
+            memory = torch.from_numpy(self._memory)
+            threads.begin(Values(0), memory[:0], writes=True).wait()  # starts them
+            begun = time.perf_counter()
+            threads.begin(self._written.setdefault(one.block, Values(0)), memory, writes=writes).wait()
+            return time.perf_counter() - begun
+        finally:
+            threads.close()
+
+    def _loop(self, one: Way, writes: bool) -> float:
+        """Return how long one pass takes by plain loops."""
+        call = os.pwritev if writes else os.preadv
+        whole = self._memory[: self._memory.size - self._memory.size % one.block]
+        failures: list[BaseException] = []
+        ended = threading.Event()
+
+        def work(number: int) -> None:
+            try:
+                for place in range(number * one.block, whole.size, one.in_flight * one.block):
+                    if ended.is_set():
+                        return
+                    move_all(call, self._file.descriptor, whole[place : place + one.block], place)
+            except OSError as error:
+                failures.append(error)
+
+        loops = [threading.Thread(target=work, args=(number,), daemon=True) for number in range(one.in_flight)]
+        begun = time.perf_counter()
+        for loop in loops:
+            loop.start()
+        try:
+            for loop in loops:
+                loop.join()
+            seconds = time.perf_counter() - begun
+        finally:  # Ctrl-C, too: nobody may write to the file when it is closed
+            ended.set()
+            for loop in loops:
+                loop.join()
+        if failures:
+            raise failures[0]
+        return seconds * self._memory.size / max(1, whole.size)

@@ -1,0 +1,161 @@
+"""How long checkpointed functions take: forward, computed again, and backward.
+
+On a CUDA device times are those of its events, which are read when somebody asks; on a CPU those of the clock.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import threading
+import time
+from collections.abc import Callable, Iterator
+from dataclasses import dataclass
+from typing import Any
+
+import torch
+
+from shardwise.trees import tensors_in
+
+Called = Callable[..., Any]
+
+_PENDING = 1024
+"""Intervals of a device that are kept before they are added up."""
+
+
+@dataclass(frozen=True)
+class CheckpointTimes:
+    """What the checkpointed calls of one function have taken, in seconds.
+
+    Attributes:
+        calls: of the function in forward passes.
+        forward: in these.
+        recompute: while it was called again in backward passes.
+        backward: from its outputs' gradients to those of its inputs, `recompute` included.
+    """
+
+    calls: int = 0
+    forward: float = 0.0
+    recompute: float = 0.0
+    backward: float = 0.0
+
+    def __str__(self) -> str:
+        return (
+            f"{self.calls} calls: forward {1e3 * self.forward:.1f} ms, recompute {1e3 * self.recompute:.1f} ms, "
+            f"backward {1e3 * self.backward:.1f} ms"
+        )
+
+
+class Timer:
+    """Adds up times by function and phase."""
+
+    def __init__(self) -> None:
+        self._lock = threading.RLock()
+        self._sums: dict[str, dict[str, float]] = {}
+        self._pending: list[tuple[str, str, Any, Any]] = []
+
+    def call(self, name: str, run: Callable[[Called], Any], function: Called, given: Any) -> Any:
+        """Time one checkpointed call.
+
+        Args:
+            name: of the function.
+            run: makes the call with a function that it is given.
+            function: what is checkpointed.
+            given: its arguments, which tell the device.
+
+        Returns:
+            What `run` returns.
+        """
+        from shardwise.zero.passes.calls import Use  # not before somebody wants times
+
+        cuda = any(tensor.is_cuda for tensor in tensors_in(given))
+        begun: list[Any] = []
+        calls = 0
+
+        def timed(*args: Any, **kwargs: Any) -> Any:
+            nonlocal calls
+            calls += 1
+            with self._interval(name, "forward" if calls == 1 else "recompute", cuda):
+                return function(*args, **kwargs)
+
+        def before() -> None:
+            if not begun:
+                begun.append(_now(cuda))
+
+        def done(use: Use) -> None:
+            if begun:
+                self._add(name, "backward", begun.pop(), _now(cuda))
+
+        use = Use(done)
+        outputs = run(timed)
+        self._count(name)
+        use.follow(outputs, before)
+        return outputs
+
+    @contextlib.contextmanager
+    def _interval(self, name: str, phase: str, cuda: bool) -> Iterator[None]:
+        start = _now(cuda)
+        try:
+            yield
+        finally:
+            self._add(name, phase, start, _now(cuda))
+
+    def _count(self, name: str) -> None:
+        with self._lock:
+            sums = self._of(name)
+            sums["calls"] += 1
+
+    def _of(self, name: str) -> dict[str, float]:
+        return self._sums.setdefault(name, {"calls": 0, "forward": 0.0, "recompute": 0.0, "backward": 0.0})
+
+    def _add(self, name: str, phase: str, start: Any, end: Any) -> None:
+        with self._lock:
+            if isinstance(end, float):
+                self._of(name)[phase] += end - start
+                return
+            self._pending.append((name, phase, start, end))
+            if len(self._pending) > _PENDING:
+                self._fold(self._pending[: _PENDING // 2])
+                del self._pending[: _PENDING // 2]
+
+    def _fold(self, intervals: list[tuple[str, str, Any, Any]]) -> None:
+        for name, phase, start, end in intervals:
+            end.synchronize()
+            self._of(name)[phase] += start.elapsed_time(end) / 1e3
+
+    def read(self, clear: bool) -> dict[str, CheckpointTimes]:
+        """Return the sums by function, waiting for the device where it has been timed."""
+        with self._lock:
+            self._fold(self._pending)
+            self._pending.clear()
+            found = {
+                name: CheckpointTimes(int(sums["calls"]), sums["forward"], sums["recompute"], sums["backward"])
+                for name, sums in self._sums.items()
+            }
+            if clear:
+                self._sums.clear()
+            return found
+
+
+def _now(cuda: bool) -> Any:
+    if not cuda:
+        return time.perf_counter()
+    event = torch.cuda.Event(enable_timing=True)
+    event.record()
+    return event
+
+
+TIMER = Timer()
+"""That of this process."""
+
+
+def times(*, clear: bool = False) -> dict[str, CheckpointTimes]:
+    """Return how long checkpointed functions have taken since `profile` was switched on, by their names.
+
+    Args:
+        clear: begin anew.
+
+    Example:
+        >>> times(clear=True)
+        {}
+    """
+    return TIMER.read(clear)

@@ -1,0 +1,106 @@
+"""A device that is not the processor: nothing of either is used together with the other.
+
+The engine's parts run on tensors without memory of a device that does not exist, for which torch still checks that
+operations have all of their tensors on one device.
+"""
+
+from __future__ import annotations
+
+import contextlib
+from collections.abc import Iterator
+from typing import Any
+from unittest import mock
+
+import pytest
+import torch
+from torch import nn
+
+from shardwise.config import resolve
+from shardwise.engine import dryrun
+from shardwise.memory import Tier
+from shardwise.memory.dryrun import fake_copy
+from shardwise.optim import registry
+from tests.harness import run_ranks
+from tests.offload.settings import FROM_STAGE_1, PLACES, offload
+
+DEVICE = "npy:0"
+
+
+class Net(nn.Module):
+    def __init__(self) -> None:
+        super().__init__()
+        self.blocks = nn.ModuleList(nn.Sequential(nn.Linear(64, 96), nn.ReLU(), nn.Linear(96, 64)) for _ in range(5))
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        for block in self.blocks:
+            x = x + block(x)
+        return x.float().square().mean()
+
+
+def moved(module: nn.Module, mode: Any) -> nn.Module:
+    twin = fake_copy(module, mode)
+    with mode:
+        for part in twin.modules():
+            for name, parameter in part._parameters.items():
+                if parameter is not None:
+                    blank = torch.empty(parameter.shape, dtype=parameter.dtype, device=DEVICE)
+                    part._parameters[name] = nn.Parameter(blank)
+    return twin
+
+
+plain_tensor = torch.tensor
+
+
+def made_there(data: Any, *, device: Any = None, **options: Any) -> torch.Tensor:
+    made = plain_tensor(data, **options)
+    return made if device is None else torch.empty(made.shape, dtype=made.dtype, device=device)
+
+
+@contextlib.contextmanager
+def another_device() -> Iterator[None]:
+    setup = pytest.importorskip("torch.utils.backend_registration")._setup_privateuseone_for_python_backend
+    if not hasattr(torch, "npy"):
+        setup("npy")
+    with (
+        mock.patch.object(dryrun, "fake_copy", moved),
+        mock.patch("torch.random.fork_rng", lambda *_: contextlib.nullcontext()),
+        mock.patch("torch.tensor", made_there),
+    ):
+        yield
+
+
+def planned(place: str, stage: int, kind: str, precision: str, accumulation: int) -> tuple[int, dict[Tier, int]]:
+    model = Net()
+    if kind == "torch":
+        optimizer: torch.optim.Optimizer = torch.optim.AdamW(model.parameters(), lr=1e-3)
+    else:
+        options = {"device": torch.device("cpu"), "named": list(model.named_parameters())}
+        optimizer = registry.build(kind, list(model.parameters()), {"lr": 1e-3}, **options)
+    config = {
+        "train_micro_batch_size_per_gpu": 4,
+        "gradient_accumulation_steps": accumulation,
+        "gradient_clipping": 1.0,
+        "zero_optimization": {"stage": stage, "stage3_param_persistence_threshold": 0, **offload(place, "unused")},
+        **({precision: {"enabled": True}} if precision != "fp32" else {}),
+    }
+    dtype = {"fp32": torch.float32, "bf16": torch.bfloat16, "fp16": torch.float16}[precision]
+    with another_device():
+        groups = [group["params"] for group in optimizer.param_groups]
+        settings = resolve(config, world_size=2).config
+        twin = dryrun.Twin(model, optimizer, groups, settings, world=2, device=torch.device(DEVICE))
+        plan = twin.run(torch.empty((4, 64), dtype=dtype, device="meta"), accumulation)
+    return plan.total, plan.elsewhere
+
+
+def planned_in_turn(place: str, kind: str, precision: str) -> None:
+    for stage in (1, 3) if place in FROM_STAGE_1 else (3,):
+        for accumulation in (1, 2):
+            _, elsewhere = planned(place, stage, kind, precision, accumulation)
+            assert elsewhere[Tier.DISK if "on disk" in place else Tier.HOST]
+
+
+@pytest.mark.parametrize("kind", ["torch", "AdamW", "Lamb", "Muon", "Lion"])
+@pytest.mark.parametrize("precision", ["fp32", "bf16", "fp16"])
+@pytest.mark.parametrize("place", PLACES)
+def test_nothing_of_two_devices_meets(place: str, kind: str, precision: str) -> None:
+    run_ranks(planned_in_turn, 1, place, kind, precision)

@@ -1,0 +1,225 @@
+"""What goes wrong with disks while training, and going on afterwards, in the same place or in another one."""
+
+from __future__ import annotations
+
+import contextlib
+import os
+import signal
+import subprocess
+import sys
+from pathlib import Path
+from typing import Any
+from unittest import mock
+
+import pytest
+import torch
+
+from shardwise.errors import ConfigError, OffloadError
+from shardwise.offload.files import SwapFile
+from tests.harness import run_ranks
+from tests.models import CASES
+from tests.offload.settings import PLACES, offload
+from tests.zero.training import Outcome, Setting, assert_identical, digest, masters, start
+
+CASE = CASES["gpt"]
+
+
+def made(zero: dict[str, Any], accumulation: int = 1) -> Any:
+    setting = Setting(
+        3, precision="bf16", accumulation=accumulation, clip=0.5, optimizer="AdamW", lr=1e-2, zero=tuple(zero.items())
+    )
+    return start(CASE, setting)
+
+
+def steps(engine: Any, first: int, last: int) -> None:
+    for step in range(first, last):
+        for micro in range(engine.gradient_accumulation_steps()):
+            batch = CASE.data(step, micro, torch.distributed.get_rank(), torch.bfloat16)
+            engine.backward(CASE.loss(engine, batch))
+            engine.step()
+
+
+def swap_file(engine: Any) -> SwapFile:
+    file = engine.sharded.homes.optimizer._file
+    assert isinstance(file, SwapFile)
+    return file
+
+
+def spoiled(directory: str, how: str) -> str:
+    engine = made(offload("optimizer on disk", directory))
+    steps(engine, 0, 1)
+    file = swap_file(engine)
+    if how == "damaged":
+        with open(f"/proc/self/fd/{file._descriptor}", "r+b") as other:  # not past the page cache, which asks for more
+            other.seek(8192)
+            other.write(b"\x55" * 4096)
+    else:
+        os.ftruncate(file._descriptor, 4096)
+    with pytest.raises(OffloadError) as error:
+        steps(engine, 1, 2)
+    engine.destroy()
+    return str(error.value)
+
+
+@pytest.mark.parametrize(("how", "told"), [("damaged", "damaged"), ("truncated", "end")])
+def test_a_swap_file_that_is_not_what_was_written_is_named(tmp_path: Path, how: str, told: str) -> None:
+    (said,) = run_ranks(spoiled, 1, str(tmp_path), how)
+    assert said.startswith(f"rank 0's swap file in {tmp_path}: ") and told in said
+
+
+def refused(zero: dict[str, Any], full: bool = False) -> str:
+    error = OSError(28, "No space left on device")
+    there = mock.patch("os.posix_fallocate", side_effect=error) if full else contextlib.nullcontext()
+    with there, pytest.raises((OffloadError, ConfigError)) as caught:
+        made(zero)
+    return str(caught.value)
+
+
+def test_a_disk_that_is_full_says_so_before_training(tmp_path: Path) -> None:
+    (said,) = run_ranks(refused, 1, offload("optimizer on disk", str(tmp_path)), full=True)
+    assert "No space left" in said and str(tmp_path) in said and "nvme_path" in said and "are free" in said
+
+
+@pytest.mark.parametrize("place", ["optimizer on disk", "parameters on disk"])
+def test_a_place_that_is_no_directory(tmp_path: Path, place: str) -> None:
+    file = tmp_path / "file"
+    file.write_text("")
+    assert str(file) in run_ranks(refused, 1, offload(place, str(file / "swap")))[0]
+
+
+def test_a_disk_without_a_directory_is_refused_when_the_engine_is_made() -> None:
+    (said,) = run_ranks(refused, 1, {"offload_optimizer": {"device": "nvme"}})
+    assert "offload_optimizer.nvme_path" in said and "name a directory" in said
+
+
+# -- going on ----------------------------------------------------------------------------------------------------------
+
+
+def trained(zero: dict[str, Any], directory: str, first: int, last: int) -> Outcome:
+    """Train from a checkpoint, or from the beginning, and save."""
+    engine = made(zero, accumulation=2)
+    if first:
+        engine.load_checkpoint(directory)
+    steps(engine, first, last)
+    engine.save_checkpoint(directory)
+    found = Outcome(masters(engine.module))
+    engine.destroy()
+    return found
+
+
+MOVES = [
+    ("optimizer on disk", "optimizer on disk", 1),
+    ("all on disk", None, 2),
+    (None, "all on disk", 1),
+    ("all on host", "half of the optimizer on host", 2),
+    ("half of the optimizer on host", "all on disk", 2),
+    ("some parameters near", "optimizer on host", 1),
+]
+
+
+@pytest.mark.parametrize(("before", "after", "world"), MOVES)
+def test_checkpoints_go_from_any_place_into_any_other(
+    tmp_path: Path, before: str | None, after: str | None, world: int
+) -> None:
+    def keys(place: str | None) -> dict[str, Any]:
+        return {} if place is None else offload(place, str(tmp_path / "swap"))
+
+    whole = run_ranks(trained, world, {}, str(tmp_path / "resident"), 0, 4)[0]
+    run_ranks(trained, world, keys(before), str(tmp_path / "saved"), 0, 2)
+    moved = run_ranks(trained, world, keys(after), str(tmp_path / "saved"), 2, 4)[0]
+    assert_identical(moved, whole, f"{before} -> {after}")
+
+
+def test_a_checkpoint_of_offloaded_state_fits_another_number_of_ranks(tmp_path: Path) -> None:
+    zero = offload("all on disk", str(tmp_path / "swap"))
+    first = run_ranks(trained, 2, zero, str(tmp_path / "saved"), 0, 2)[0]
+    second = run_ranks(trained, 1, zero, str(tmp_path / "saved"), 2, 2)[0]
+    assert_identical(second, first, "2 ranks -> 1")
+
+
+KILLED = """
+import os, signal, sys
+import torch
+from tests.offload import test_faults as faults
+from shardwise.offload.files import SwapFile
+
+directory, swap, kill = sys.argv[1:]
+engine = faults.made(faults.offload("all on disk", swap))
+if os.path.exists(directory):
+    engine.load_checkpoint(directory)
+write, count = SwapFile.write, 0
+
+def counting(self, extent, memory):
+    global count
+    count += 1
+    transfer = write(self, extent, memory)
+    if engine.global_steps == 2 and count > 5 and kill == "yes":
+        os.kill(os.getpid(), signal.SIGKILL)
+    return transfer
+
+SwapFile.write = counting
+while engine.global_steps < 4:
+    count = 0
+    faults.steps(engine, engine.global_steps, engine.global_steps + 1)
+    engine.save_checkpoint(directory)
+print("digest", faults.masters_digest(engine))
+engine.destroy()
+"""
+
+
+def masters_digest(engine: Any) -> str:
+    found = masters(engine.module)
+    return digest([found[name] for name in sorted(found)])
+
+
+def run_until(directory: Path, swap: Path, kill: str) -> subprocess.CompletedProcess[str]:
+    program = [sys.executable, "-c", KILLED, str(directory), str(swap), kill]
+    return subprocess.run(program, capture_output=True, text=True, timeout=120, check=False)
+
+
+def test_killed_in_the_middle_of_a_swap_it_goes_on_with_the_same_bits(tmp_path: Path) -> None:
+    swap = tmp_path / "swap"
+    whole = run_until(tmp_path / "whole", swap, "no")
+    assert whole.returncode == 0, whole.stderr
+    killed = run_until(tmp_path / "killed", swap, "yes")
+    assert killed.returncode == -signal.SIGKILL, killed.stderr
+    assert not list(swap.iterdir())
+    resumed = run_until(tmp_path / "killed", swap, "no")
+    assert resumed.returncode == 0, resumed.stderr
+    assert resumed.stdout.split("digest")[1] == whole.stdout.split("digest")[1]
+
+
+def trained_at_real_size(place: str, directory: str) -> tuple[str, int]:
+    """Two steps of a model with a unit of 64 MiB and more."""
+    import shardwise
+
+    torch.manual_seed(0)
+    model = torch.nn.Sequential(torch.nn.Linear(4096, 4200, bias=False), torch.nn.Linear(4200, 8, bias=False))
+    zero = {"stage": 3, "stage3_param_persistence_threshold": 0}
+    zero.update(offload(place, directory) if place in PLACES else {})
+    engine, *_ = shardwise.initialize(
+        model=model,
+        config={
+            "train_micro_batch_size_per_gpu": 2,
+            "optimizer": {"type": "AdamW", "params": {"lr": 1e-2}},
+            "gradient_clipping": 1.0,
+            "zero_optimization": zero,
+        },
+    )
+    for _ in range(2):
+        engine.backward(engine(torch.ones(2, 4096)).square().mean())
+        engine.step()
+    largest = max(section.shard.nbytes for unit in engine.sharded.units for section in unit.sections)
+    found = masters(engine.module)
+    result = digest([found[name] for name in sorted(found)])
+    engine.destroy()
+    return result, largest
+
+
+@pytest.mark.parametrize("place", ["all on host", "all on disk"])
+def test_shards_of_real_size(tmp_path: Path, place: str) -> None:
+    (resident, largest), (away, _) = (
+        run_ranks(trained_at_real_size, 1, where, str(tmp_path))[0] for where in ("device", place)
+    )
+    assert largest == 0 or largest >= 64 << 20
+    assert away == resident

@@ -1,0 +1,240 @@
+"""What every place has to do (`shardwise.memory.places.StateHome`); a new one is added to `PLACES` here."""
+
+from __future__ import annotations
+
+import contextlib
+import gc
+from collections.abc import Callable, Iterator
+from pathlib import Path
+
+import pytest
+import torch
+from hypothesis import HealthCheck, given, settings
+from hypothesis import strategies as st
+
+from shardwise.memory import Accountant, Category, Tier
+from shardwise.memory.places import Loans, StateHome, borrowed, in_turn, tier_in_use
+from shardwise.offload import Disks, HostPlace
+from tests.offload.settings import played_device
+from tests.zero.elsewhere import Elsewhere
+
+CPU = torch.device("cpu")
+
+
+@contextlib.contextmanager
+def on_disk(directory: Path, used_on: torch.device | None, far: bool) -> Iterator[StateHome]:
+    with played_device() if far else contextlib.nullcontext():
+        place = Disks(parameters=directory).place(directory, CPU, used_on)
+        yield place
+        place.close()
+
+
+PLACES: dict[str, Callable[[Path], contextlib.AbstractContextManager[StateHome]]] = {
+    "host": lambda path: contextlib.nullcontext(HostPlace(CPU)),
+    "pageable host": lambda path: contextlib.nullcontext(HostPlace(CPU, pinned=False)),
+    "disk": lambda path: on_disk(path, None, far=False),
+    "disk, used on the host": lambda path: on_disk(path, CPU, far=False),
+    "disk of a device": lambda path: on_disk(path, None, far=True),
+    "elsewhere": lambda path: contextlib.nullcontext(Elsewhere(frees=True).on(CPU)),
+}
+
+
+@pytest.fixture(params=PLACES)
+def home(request: pytest.FixtureRequest, tmp_path: Path) -> Iterator[StateHome]:
+    with PLACES[request.param](tmp_path) as place:
+        yield place
+        gc.collect()
+
+
+def counted(accountant: Accountant, tier: Tier) -> int:
+    return sum(accountant.live_in(tier).values())
+
+
+def test_a_tensor_keeps_its_values_and_its_views_and_has_memory_only_while_it_is_lent(home: StateHome) -> None:
+    accountant, used = Accountant(), tier_in_use(home)
+    tensor = torch.arange(1000, dtype=torch.float32)
+    view, expected = tensor[10:20].view(2, 5), tensor.clone()
+    loans = Loans(home, accountant)
+    loans.keep(Category.MASTER, tensor)
+    assert tensor.untyped_storage().nbytes() == 0
+    assert counted(accountant, home.tier) == 4000 and counted(accountant, used) == (4000 if used is home.tier else 0)
+    for _ in range(2):
+        with loans.lent_out(written=True):
+            assert torch.equal(tensor, expected) and torch.equal(view, expected[10:20].view(2, 5))
+            assert counted(accountant, used) >= 4000
+            view.add_(1)
+            expected[10:20] += 1
+        assert tensor.untyped_storage().nbytes() == 0
+    with loans.lent_out(written=False):
+        tensor.zero_()  # not stored
+    assert torch.equal(loans.read(tensor), expected)
+    loans.start()
+    loans.finish()
+    loans.forget(tensor)
+    assert torch.equal(tensor, expected) and counted(accountant, Tier.DISK) == counted(accountant, Tier.HOST) == 0
+    del tensor, view
+    assert counted(accountant, Tier.DEVICE) == 0
+
+
+def test_what_is_not_read_is_not_brought_and_what_is_written_then_is_stored(home: StateHome) -> None:
+    loans, tensor = Loans(home, Accountant()), torch.ones(5000)
+    loans.keep(Category.GRADIENTS, tensor)
+    with loans.lent_out(read=False, written=True):
+        tensor.fill_(3)
+    assert torch.equal(loans.read(tensor), torch.full((5000,), 3.0))
+
+
+def test_a_loan_inside_of_another_brings_nothing_and_writing_counts_at_the_end(home: StateHome) -> None:
+    accountant = Accountant()
+    loans, tensor = Loans(home, accountant), torch.zeros(64)
+    loans.keep(Category.MASTER, tensor)
+    with loans.lent_out(written=False):
+        with loans.lent_out(written=True):
+            tensor += 1
+        assert torch.equal(loans.read(tensor), torch.ones(64)) and loans.lent == 1
+    assert torch.equal(loans.read(tensor), torch.ones(64))
+
+
+@pytest.mark.parametrize("dtype", [torch.bfloat16, torch.int64, torch.uint8, torch.bool])
+@pytest.mark.parametrize("size", [0, 1, 4097])
+def test_dtypes_and_sizes(home: StateHome, dtype: torch.dtype, size: int) -> None:
+    tensor = torch.arange(size).to(dtype)
+    expected = tensor.clone()
+    loans = Loans(home, Accountant())
+    loans.keep(Category.OPTIMIZER, tensor)
+    with loans.lent_out(written=True):
+        assert torch.equal(tensor, expected)
+    into = torch.empty_like(expected)
+    assert loans.read(tensor, into) is into and torch.equal(into, expected)
+
+
+def test_what_has_no_memory_of_its_own_stays_where_it_is(home: StateHome) -> None:
+    whole = torch.arange(12.0)
+    accountant = Accountant()
+    loans = Loans(home, accountant)
+    for part in (whole[3:5], whole.view(3, 4).t()):
+        loans.keep(Category.MASTER, part)
+    assert torch.equal(whole, torch.arange(12.0)) and counted(accountant, home.tier) in (0, 48)
+
+
+def test_looking_ahead_changes_nothing_but_where_bytes_are(home: StateHome) -> None:
+    accountant = Accountant()
+    loans, tensor = Loans(home, accountant), torch.arange(3000.0)
+    expected, most = tensor.clone(), tensor.nbytes
+    loans.keep(Category.PARAMETERS, tensor)
+    before = counted(accountant, Tier.HOST)
+    for use in ("read", "lend", "write", "forget"):
+        loans.look_ahead(tensor)
+        assert counted(accountant, Tier.HOST) - before == (most if home.lags else 0)
+        if use == "read":
+            assert torch.equal(loans.read(tensor), expected)
+        elif use == "forget":
+            loans.start(read=False)
+            loans.forget(tensor)
+            continue
+        else:
+            with loans.lent_out(read=use == "lend", written=True):
+                assert use == "write" or torch.equal(tensor, expected)
+                tensor.copy_(expected.neg_())
+        assert counted(accountant, Tier.HOST) == before
+    assert counted(accountant, Tier.HOST) == 0
+
+
+def test_what_the_host_can_work_on_is_worked_on_there(home: StateHome) -> None:
+    loans, tensor = Loans(home, Accountant()), torch.arange(6.0).view(2, 3)
+    loans.keep(Category.GRADIENTS, tensor)
+    if not home.at_hand:
+        return
+    there = loans.in_place(tensor)
+    assert there.shape == tensor.shape and there.dtype == tensor.dtype and loans.in_place(tensor) is there
+    there *= 2
+    assert torch.equal(loans.read(tensor), torch.arange(6.0).view(2, 3) * 2)
+
+
+def test_units_in_turn_have_memory_for_three(home: StateHome) -> None:
+    accountant, used = Accountant(), tier_in_use(home)
+    parts = [(Loans(home, accountant), torch.full((2500,), float(number))) for number in range(8)]
+    for loans, tensor in parts:
+        loans.keep(Category.OPTIMIZER, tensor)
+    resting = counted(accountant, used)
+    accountant.reset_peak()
+    seen: list[float] = []
+
+    def use(part: tuple[Loans, torch.Tensor]) -> None:
+        seen.append(part[1][0].item())
+        part[1].add_(100)
+
+    for _ in range(2):
+        in_turn([(part, [(part[0], True)]) for part in parts], use)
+    assert seen == [*map(float, range(8)), *(100.0 + number for number in range(8))]
+    assert counted(accountant, used) == resting
+    assert accountant.peak_total_in(used) - resting <= (3 if home.lags else 2) * 10_000
+    for number, (loans, tensor) in enumerate(parts):
+        assert torch.equal(loans.read(tensor), torch.full((2500,), 200.0 + number))
+
+
+def test_an_exception_in_between_leaves_everything_stored(home: StateHome) -> None:
+    parts = [(Loans(home, Accountant()), torch.zeros(500)) for _ in range(4)]
+    for loans, tensor in parts:
+        loans.keep(Category.OPTIMIZER, tensor)
+
+    def use(part: tuple[Loans, torch.Tensor]) -> None:
+        part[1].add_(1)
+        if part is parts[2]:
+            raise KeyError
+
+    with pytest.raises(KeyError):
+        in_turn([(part, [(part[0], True)]) for part in parts], use)
+    assert [loans.lent for loans, _ in parts] == [0] * 4
+    assert [loans.read(tensor)[0].item() for loans, tensor in parts] == [1, 1, 1, 0]
+    with pytest.raises(KeyError), borrowed([(loans, True) for loans, _ in parts]):
+        raise KeyError
+    assert all(tensor.untyped_storage().nbytes() == 0 for _, tensor in parts)
+
+
+@pytest.mark.parametrize("name", PLACES)
+@settings(max_examples=25, deadline=None, suppress_health_check=[HealthCheck.function_scoped_fixture])
+@given(
+    sizes=st.lists(st.integers(1, 9000), min_size=1, max_size=4),
+    uses=st.lists(
+        st.tuples(st.integers(0, 3), st.sampled_from(["write", "look", "read", "renew", "again"])), max_size=12
+    ),
+)
+def test_any_order_of_uses(name: str, tmp_path: Path, sizes: list[int], uses: list[tuple[int, str]]) -> None:
+    with PLACES[name](tmp_path) as home:
+        accountant = Accountant()
+        loans = [Loans(home, accountant) for _ in sizes]
+        tensors = [torch.rand(size) for size in sizes]
+        expected = [tensor.clone() for tensor in tensors]
+        for one, tensor in zip(loans, tensors, strict=True):
+            one.keep(Category.MASTER, tensor)
+        for place, use in uses:
+            number = place % len(sizes)
+            if use == "look":
+                loans[number].look_ahead(tensors[number])
+            elif use == "again":
+                tensors[number] = expected[number].clone()
+                loans[number].keep_only(Category.MASTER, [tensors[number]])
+            elif use == "read":
+                assert torch.equal(loans[number].read(tensors[number]), expected[number])
+            else:
+                with loans[number].lent_out(read=use == "write", written=True):
+                    expected[number] = expected[number] + 1 if use == "write" else torch.rand(sizes[number])
+                    tensors[number].copy_(expected[number])
+        for one, tensor, right in zip(loans, tensors, expected, strict=True):
+            assert torch.equal(one.read(tensor), right)
+            one.clear()
+        assert counted(accountant, Tier.DISK) == counted(accountant, Tier.HOST) == 0
+
+
+def test_values_of_real_size(home: StateHome) -> None:
+    tensor = torch.randint(256, (80 << 20,), dtype=torch.uint8)
+    expected = tensor.clone()
+    loans = Loans(home, Accountant())
+    loans.keep(Category.OPTIMIZER, tensor)
+    loans.look_ahead(tensor)
+    with loans.lent_out(written=True):
+        assert torch.equal(tensor, expected)
+        tensor[-1] ^= 255
+        expected[-1] ^= 255
+    assert torch.equal(loans.read(tensor), expected)
