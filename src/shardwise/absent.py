@@ -20,7 +20,8 @@ ELASTIC = (
     "processes)"
 )
 COMPRESS = "compression of models (pruning, quantisation, eigenvalues of layers) is not built yet"
-OFFLOAD = "offload to the host and to disk is not built yet"
+DIRECT = "GPUDirect Storage is not built yet: data goes from disk to the device through page-locked memory of the host"
+ZENFLOW = "ZenFlow, which steps a part of the gradients some steps late, is not built yet"
 HYBRID = "the hybrid engine is not built yet"
 DATA = "data efficiency (curriculum, dropping of layers or of their tokens, data analysis) is not built yet"
 UNIVERSAL = "the universal checkpoint format is not built yet (checkpoints here fit any layout as they are)"
@@ -37,6 +38,12 @@ TILES = "computing in tiles of the sequence is not built yet"
 OPS = "there are no operators to build: everything runs in plain torch"
 INNER = "it is an inner part of DeepSpeed, which has no counterpart here"
 WRAPPERS = "it is an inner part of DeepSpeed: here all ZeRO stages are one code path, without wrappers of optimizers"
+SWAPPERS = (
+    "it is an inner part of DeepSpeed: here state is kept on disks by `shardwise.offload`, which is asked for by "
+    "zero_optimization.offload_optimizer and offload_param"
+)
+TUNING = "disks are measured by `shardwise bench io` (with the drop-in also `ds_io` and `ds_nvme_tune`)"
+WRITERS = "checkpoints are written by `shardwise.checkpoint`, without file writers that could be exchanged"
 FILES = "checkpoints here are safetensors and JSON, which `shardwise.checkpoint` writes, and no files of this form"
 
 _COALESCED = (
@@ -72,7 +79,6 @@ _ENGINE: dict[str, str] = {
         "get_deepspeed_compile_backend get_deepcompile_backend get_autosp_backend get_autotp_backend "
         "compile_zero_optimization_stage uses_parallelization_pass_only"
     ),
-    OFFLOAD: "offload_states reload_states",
     "printing the engine's state is not built yet (engine.memory_report() has its memory)": "dump_state",
     "garbage collection is left to Python (gc.collect())": "collect_python_gc",
     INNER: "get_optimizer_configuration is_first_weights_partition_group",

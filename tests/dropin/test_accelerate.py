@@ -91,6 +91,23 @@ def test_stages(ranks: Ranks, tmp_path: Path) -> None:
         assert found[0][0] == found[1][0] and found[2][0] == found[3][0]
 
 
+def offloaded() -> list[list[float]]:
+    """Losses at stage 3 without offload, and with it."""
+    found = []
+    for places in ({}, {"offload_optimizer_device": "cpu", "offload_param_device": "cpu"}):
+        acc = accelerator({**plugin_of(3), **places})
+        model, optimizer, loader = prepared(acc)
+        found.append(train(acc, model, optimizer, loader))
+        model.destroy()
+    return found
+
+
+def test_offload(ranks: Ranks) -> None:
+    for plain, moved in ranks(offloaded, 2):
+        # Where the optimizer is offloaded, Accelerate takes DeepSpeed's own instead of torch's.
+        assert moved == pytest.approx(plain, rel=1e-5) and moved[-1] < moved[0]
+
+
 def from_file(path: str) -> tuple[list[float], str]:
     """A configuration from a file with "auto" values and bf16."""
     acc = accelerator({"hf_ds_config": path}, mixed_precision="bf16")

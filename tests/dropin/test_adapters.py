@@ -456,7 +456,7 @@ def test_helpers(tmp_path: Path) -> None:
 
 def test_builders_say_what_works_here(caplog: pytest.LogCaptureFixture) -> None:
     working = {name for name, builder in operators.ALL_OPS.items() if builder.is_compatible()}
-    assert working == {"cpu_adam", "cpu_adagrad", "cpu_lion", "fused_adam", "fused_lamb", "fused_lion"}
+    assert working == {"async_io", "cpu_adam", "cpu_adagrad", "cpu_lion", "fused_adam", "fused_lamb", "fused_lion"}
     for name, builder in operators.ALL_OPS.items():
         assert builder.name == builder.NAME == name
         if name in working:

@@ -428,8 +428,10 @@ def test_old_keys() -> None:
 
 
 def test_not_built() -> None:
-    with pytest.raises(NotBuiltError, match="offload_param: this version does not have parameter offload; switch"):
-        accepted(zero_optimization={"stage": 3, "offload_param": {"device": "cpu"}})
+    with pytest.raises(NotBuiltError, match="pipeline parallelism; remove the section"):
+        accepted(pipeline={"stages": 2})
+    with pytest.raises(NotBuiltError, match="GPUDirect Storage; switch it off"):
+        accepted(aio={"use_gds": True})
     elsewhere("dropin/test_published.py", "test_it_starts_or_is_refused_as_the_table_says")
 
 

@@ -116,7 +116,7 @@ def test_words_of_formats() -> None:
     import deepspeed
     from deepspeed.checkpoint import constants as checkpoint
     from deepspeed.git_version_info import compatible_ops, installed_ops, torch_info
-    from deepspeed.ops.op_builder import AsyncIOBuilder, CPUAdamBuilder
+    from deepspeed.ops.op_builder import AsyncIOBuilder, CPUAdamBuilder, GDSBuilder
     from deepspeed.runtime import constants, lr_schedules
     from deepspeed.runtime.config import get_gradient_clipping
     from deepspeed.runtime.config_utils import dict_raise_error_on_duplicate_keys, get_scalar_param
@@ -143,7 +143,8 @@ def test_words_of_formats() -> None:
     ) == leaf_module_config.DEFAULT_LEAF_MODULE_CLASSES
     assert checkpoint.FP32_FLAT_GROUPS == "fp32_flat_groups"
     assert installed_ops == compatible_ops == deepspeed.ops.__compatible_ops__
-    assert compatible_ops[CPUAdamBuilder.NAME] and not compatible_ops[AsyncIOBuilder.NAME]
+    assert compatible_ops[CPUAdamBuilder.NAME] and compatible_ops[AsyncIOBuilder.NAME]
+    assert not compatible_ops[GDSBuilder.NAME]
     assert torch_info["version"] == ".".join(torch.__version__.split(".")[:2])
     assert deepspeed.is_compile_supported()
 

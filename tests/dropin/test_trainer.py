@@ -132,6 +132,25 @@ def stages(directory: str) -> dict[int | None, Any]:
     return {stage: trained(f"{directory}/{stage}", stage) for stage in (None, 0, 1, 2, 3)}
 
 
+def offloaded(directory: str) -> list[Logged]:
+    """Two steps without offload, and with it."""
+    found = []
+    for number, places in enumerate(((), ("offload_optimizer",), ("offload_optimizer", "offload_param"))):
+        given = config(3)
+        given["zero_optimization"] |= {place: {"device": "cpu", "pin_memory": True} for place in places}
+        ran = trainer(f"{directory}/{number}", given, gpt2, max_steps=2, eval_strategy="no", save_strategy="no")
+        ran.train()
+        found.append(logged(ran))
+        ran.deepspeed.destroy()
+    return found
+
+
+def test_offload(ranks: Ranks, tmp_path: Path) -> None:
+    for plain, *moved in ranks(offloaded, 2, str(tmp_path)):
+        assert len(plain["loss"]) == 2
+        assert all(logs == plain for logs in moved)
+
+
 @pytest.mark.slow
 def test_stages(ranks: Ranks, tmp_path: Path) -> None:
     for found in ranks(stages, 2, str(tmp_path)):

@@ -16,6 +16,8 @@ class Shelf:
 
     tier = Tier.DISK
     lends = True
+    at_hand = False
+    lags = False
     used_on = None
 
     def __init__(self) -> None:
@@ -26,6 +28,8 @@ class Shelf:
 
 
 class Kept:
+    staged = 0
+
     def __init__(self, shelf: Shelf, tensor: torch.Tensor) -> None:
         self._shelf = shelf
         self._tensor = tensor
@@ -44,6 +48,12 @@ class Kept:
         if written:
             self._values.copy_(self._tensor)
         self._tensor.fill_(torch.nan)
+
+    def settle(self) -> None:
+        pass
+
+    def look_ahead(self) -> None:
+        pass
 
     def copy_to(self, target: torch.Tensor) -> None:
         target.copy_(self._values)

@@ -44,6 +44,8 @@ MEMBERS: dict[str, dict[str, Entry]] = {
             "empty_partition_cache()",
             "deepspeed_io(dataset, batch_size=None, route='train', pin_memory=True, data_sampler=None, "
             "collate_fn=None, num_local_io_workers=None)",
+            "offload_states(include=None, device=..., pin_memory=True, non_blocking=False)",
+            "reload_states(non_blocking=False)",
             "destroy()",
         ),
         # checkpoints
@@ -90,6 +92,9 @@ MEMBERS: dict[str, dict[str, Entry]] = {
     "deepspeed.zero.ZeroParamStatus": members("AVAILABLE NOT_AVAILABLE INFLIGHT"),
     "deepspeed.runtime.zero.config.ZeroStageEnum": members("disabled optimizer_states gradients weights max_stage"),
     "deepspeed.runtime.zero.offload_config.OffloadDeviceEnum": members("none cpu nvme"),
+    "deepspeed.runtime.zero.offload_config.OffloadStateTypeEnum": members(
+        "optim_states hp_params lp_params lp_grads contiguous_grad_buffer"
+    ),
     PARAMETER: joined(
         members("ds_id ds_shape ds_numel ds_status partition_numel item"),
         absent(_NO_STATE, "ds_numel_aligned ds_tensor ds_param_type ds_persist ds_active_sub_modules"),

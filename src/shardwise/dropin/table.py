@@ -23,17 +23,20 @@ from shardwise.absent import (
     MICS,
     MOE,
     MONITOR,
-    OFFLOAD,
     OPS,
     PIPELINE,
     PROFILER,
     SEQUENCE,
     SPARSE,
+    SWAPPERS,
     TENSOR,
     TILED,
     TILES,
+    TUNING,
     UNIVERSAL,
     WRAPPERS,
+    WRITERS,
+    ZENFLOW,
 )
 from shardwise.dropin.entries import Entry, absent, classes, functions, joined, modules, raising, values
 
@@ -534,9 +537,10 @@ TABLE: dict[str, dict[str, Entry]] = {
     ),
     "deepspeed.runtime.zero.offload_config": joined(
         _OFFLOAD_SECTIONS,
-        raising(OFFLOAD, "OffloadStateTypeEnum resolve_nvme_path"),
+        classes("shardwise.zero", "OffloadStateTypeEnum"),
+        raising(SWAPPERS, "resolve_nvme_path"),
     ),
-    "deepspeed.runtime.zero.offload_states": raising(OFFLOAD, "get_state_devices"),
+    "deepspeed.runtime.zero.offload_states": functions("shardwise.engine.states", "get_state_devices(model, state)"),
     "deepspeed.runtime.zero.utils": joined(
         functions(f"{_ADAPT}.building", "is_zero_param"),
         functions(f"{_ADAPT}.engine_optimizer", "is_zero_supported_optimizer"),
@@ -711,22 +715,22 @@ TABLE: dict[str, dict[str, Entry]] = {
     "deepspeed.runtime.comm.coalesced_collectives": raising(
         INNER, "reduce_scatter_coalesced all_to_all_quant_reduce all_to_all_loco_quant_reduce"
     ),
-    "deepspeed.runtime.swap_tensor": raising(OFFLOAD, "MIN_SWAPPABLE_BYTES"),
+    "deepspeed.runtime.swap_tensor": raising(SWAPPERS, "MIN_SWAPPABLE_BYTES"),
     "deepspeed.runtime.swap_tensor.utils": raising(
-        OFFLOAD,
+        SWAPPERS,
         "MIN_SWAPPABLE_BYTES MIN_AIO_BYTES AIO_ALIGNED_BYTES SwapBuffer SwapBufferPool SwapBufferManager "
         "swap_in_tensors swap_out_tensors get_sized_buffer get_sized_buffers print_object",
     ),
-    "deepspeed.runtime.swap_tensor.constants": raising(
-        OFFLOAD,
-        "AIO AIO_BLOCK_SIZE AIO_QUEUE_DEPTH AIO_THREAD_COUNT AIO_INTRA_OP_PARALLELISM AIO_SINGLE_SUBMIT "
-        "AIO_OVERLAP_EVENTS AIO_USE_GDS",
+    "deepspeed.runtime.swap_tensor.constants": values(
+        f"{_ADAPT}.keys",
+        *("AIO", "AIO_BLOCK_SIZE", "AIO_QUEUE_DEPTH", "AIO_THREAD_COUNT", "AIO_INTRA_OP_PARALLELISM"),
+        *("AIO_SINGLE_SUBMIT", "AIO_OVERLAP_EVENTS", "AIO_USE_GDS"),
     ),
     "deepspeed.runtime.swap_tensor.partitioned_param_swapper": raising(
-        OFFLOAD, "AsyncPartitionedParameterSwapper PartitionedParamStatus"
+        SWAPPERS, "AsyncPartitionedParameterSwapper PartitionedParamStatus"
     ),
-    "deepspeed.runtime.swap_tensor.partitioned_optimizer_swapper": raising(OFFLOAD, "PartitionedOptimizerSwapper"),
-    "deepspeed.runtime.swap_tensor.pipelined_optimizer_swapper": raising(OFFLOAD, "PipelinedOptimizerSwapper"),
+    "deepspeed.runtime.swap_tensor.partitioned_optimizer_swapper": raising(SWAPPERS, "PartitionedOptimizerSwapper"),
+    "deepspeed.runtime.swap_tensor.pipelined_optimizer_swapper": raising(SWAPPERS, "PipelinedOptimizerSwapper"),
     "deepspeed.runtime.tensor_parallel": raising(TENSOR, "AUTOTP_MODE:class TpTrainingManager TPTrainingConfig"),
     "deepspeed.runtime.tensor_parallel.config": raising(
         TENSOR, "AUTOTP_MODE:class TPConfig TPTrainingConfig resolve_tp_config _get_hf_tp_plan"
@@ -864,7 +868,7 @@ TABLE: dict[str, dict[str, Entry]] = {
     "deepspeed.ops.adam": joined(
         _FUSED_ADAM,
         _CPU_ADAM,
-        raising(OFFLOAD, "ZenFlowCPUAdam ZenFlowSelectiveAdamW ZenFlowSelectiveAdamW_stage3"),
+        raising(ZENFLOW, "ZenFlowCPUAdam ZenFlowSelectiveAdamW ZenFlowSelectiveAdamW_stage3"),
     ),
     "deepspeed.ops.adam.fused_adam": _FUSED_ADAM,
     "deepspeed.ops.adam.cpu_adam": _CPU_ADAM,
@@ -1006,8 +1010,8 @@ TABLE: dict[str, dict[str, Entry]] = {
     ),
     "deepspeed.inference.v2.ragged": raising(INFERENCE, "DSStateManager DSStateManagerConfig RaggedBatchWrapper"),
     "deepspeed.inference.v2.inference_utils": raising(INFERENCE, "ActivationType DtypeEnum NormTypeEnum ceil_div"),
-    "deepspeed.io": raising(OFFLOAD, "MockFileWriter PyFileWriter FastFileWriter FastFileWriterConfig"),
-    "deepspeed.nvme": absent(OFFLOAD, "*", _UNKNOWN),
+    "deepspeed.io": raising(WRITERS, "MockFileWriter PyFileWriter FastFileWriter FastFileWriterConfig"),
+    "deepspeed.nvme": absent(TUNING, "*", _UNKNOWN),
     "deepspeed.launcher.runner": joined(
         functions("shardwise.dropin.launcher", "main(args=None)", "fetch_hostfile(hostfile_path)"),
         values("shardwise.dropin.launcher", "DEEPSPEED_ENVIRONMENT_NAME"),

@@ -81,7 +81,7 @@ class Checkpoints:
         asynchronous: bool | None = None,
     ) -> None:
         """See `Engine.save_checkpoint`."""
-        self._sharded.check_open("engine.save_checkpoint()")
+        self._sharded.check_there("engine.save_checkpoint()")
         config = self._resolution.config
         begun_at = time.monotonic()
         waited = self.background.settle_last()
@@ -138,7 +138,7 @@ class Checkpoints:
         load_param_groups: bool = True,
     ) -> tuple[str | None, dict[str, Any] | None]:
         """See `Engine.load_checkpoint`."""
-        self._sharded.check_open("engine.load_checkpoint()")
+        self._sharded.check_there("engine.load_checkpoint()")
         if self.background.saving is not None:
             self.background.saving.wait()  # if it has failed, that is raised where saving is the matter
         self._sharded.hooks.settle()

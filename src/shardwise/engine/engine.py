@@ -30,6 +30,7 @@ from shardwise.engine.exhausted import explained, explaining
 from shardwise.engine.getters import reads_config
 from shardwise.engine.recovery import Resumed
 from shardwise.engine.scaling import cast_floats, scale_gradients_of
+from shardwise.engine.states import check_device, give_methods, kinds_of, take_methods
 from shardwise.engine.step import StepReport, TrainStep
 from shardwise.errors import AbsentAttributeError, NotScalarError, UsageError
 from shardwise.memory import is_out_of_memory
@@ -56,6 +57,7 @@ if TYPE_CHECKING:
     from shardwise.engine.plans import MemoryPlans
     from shardwise.memory import MemoryReport
     from shardwise.zero.model import ShardedModel
+    from shardwise.zero.units.presence import OffloadStateTypeEnum
 
 
 _LIKE: dict[str, str] = {}
@@ -156,6 +158,8 @@ class Engine(nn.Module):
         self._activations = activations
         self._resolution = resolution
         self._autocast_dtype = autocast_dtype(resolution.config)
+        if self.optimizer is not None:
+            give_methods(self.optimizer, self)
 
     # -- what clients read ---------------------------------------------------------------------------------------------
 
@@ -388,7 +392,7 @@ class Engine(nn.Module):
             UsageError: the engine has been destroyed, or the model has other parameters than it had.
             OutOfMemoryError: memory has run out; it says which setting would have fitted. So in `backward` and `step`.
         """
-        self.sharded.check_open("the engine's forward()")
+        self.sharded.check_there("the engine's forward()", values=True)
         # A transform of torch.func differentiates by itself, and accumulates nothing.
         own = torch.is_grad_enabled() and not transforming()
         if own:
@@ -443,7 +447,7 @@ class Engine(nn.Module):
             UsageError: it is no tensor that requires a gradient, `weight` cannot be a weight or is given where
                 gradients are summed over ranks (`gradient_allreduce_op` "sum"), or the engine has been destroyed.
         """
-        self.sharded.check_open("engine.backward()")
+        self.sharded.check_there("engine.backward()")
         if not isinstance(loss, torch.Tensor):
             raise UsageError(f"engine.backward(loss) expects a scalar tensor, got {type(loss).__name__}")
         _check_scalar(loss, "engine.backward(loss)")
@@ -513,7 +517,7 @@ class Engine(nn.Module):
             NonFiniteError: a gradient is not finite, and `non_finite` is "stop". Parameters, optimizer and schedule are
                 as they were; the window's gradients are dropped.
         """
-        self.sharded.check_open("engine.step()")
+        self.sharded.check_there("engine.step()")
         if self.optimizer is None:
             raise UsageError(f"engine.step(): {self._no_optimizer()}")
         with explaining(lambda: self._memory.circumstances("engine.step()", stepping=True)):
@@ -599,7 +603,7 @@ class Engine(nn.Module):
         Raises:
             UsageError: the engine has been destroyed.
         """
-        self.sharded.check_open("engine.gathered()")
+        self.sharded.check_there("engine.gathered()", values=True)
         return self.sharded.whole()
 
     @property
@@ -1183,6 +1187,69 @@ class Engine(nn.Module):
         """
         return self._memory.budget
 
+    def offload_states(
+        self,
+        include: Iterable[OffloadStateTypeEnum | str] | None = None,
+        device: Any = "cpu",
+        pin_memory: bool = True,
+        non_blocking: bool = False,
+    ) -> None:
+        """Move the engine's state to the host between steps, so that somebody else has the memory of the device.
+
+        Everything comes back bit by bit with `reload_states`. Until then whatever needs what is away raises: forward
+        passes, evaluation and `save_16bit_model` need the parameters; backward passes, steps and checkpoints need
+        everything. Every rank calls it with the same arguments. What has been moved before stays there, and so does
+        what lives on the host or on a disk by the configuration (`offload_optimizer`, `offload_param`).
+
+        Whoever still refers to the memory of whole parameters (a `state_dict()`, a view) keeps it, with the values.
+        Other memory is given back by force: tensors of `engine.optimizer` must not be read meanwhile. What lossy
+        gradient reduction keeps, and buffers of modules, stay on the device.
+
+        Args:
+            include: kinds of state (`shardwise.zero.OffloadStateTypeEnum`), or their names: `optim_states`,
+                `hp_params` (master weights; where the optimizer steps the parameters themselves these are they),
+                `lp_params` (parameters), `lp_grads` and `contiguous_grad_buffer` (gradients of an unfinished window,
+                reduced and still to be reduced). None: all.
+            device: "cpu".
+            pin_memory: page-lock the memory of the host, if the device is a CUDA device: copies are faster.
+            non_blocking: return at once. The memory is free for what this process launches later; torch keeps it from
+                other processes until `torch.cuda.empty_cache()`.
+
+        Raises:
+            UsageError: it is called inside of a pass, or of a block that gathers parameters; the optimizer is one of
+                the 1-bit family, whose state is bound to the device; or an argument cannot be used.
+
+        Example:
+            >>> import shardwise
+            >>> from shardwise.memory import Tier
+            >>> engine, *_ = shardwise.initialize(
+            ...     model=torch.nn.Linear(512, 512, bias=False),
+            ...     config={"train_batch_size": 4, "optimizer": {"type": "AdamW", "params": {"lr": 1e-3}}},
+            ... )
+            >>> engine.offload_states()
+            >>> sum(engine.accountant.live_in(Tier.DEVICE).values()) < 1000
+            True
+            >>> engine.reload_states()
+            >>> engine(torch.ones(4, 512)).shape
+            torch.Size([4, 512])
+            >>> engine.destroy()
+        """
+        self.sharded.check_open("engine.offload_states()")
+        check_device(device)
+        self.sharded.offload_states(kinds_of(include), pinned=pin_memory, wait=not non_blocking)
+
+    def reload_states(self, non_blocking: bool = False) -> None:
+        """Bring back what `offload_states` has moved; nothing happens if there is nothing. Every rank calls it.
+
+        Args:
+            non_blocking: return at once; what is launched on the current stream comes behind the copies.
+
+        Raises:
+            UsageError: the engine has been destroyed.
+        """
+        self.sharded.check_open("engine.reload_states()")
+        self.sharded.reload_states(wait=not non_blocking)
+
     # -- the end -------------------------------------------------------------------------------------------------------
 
     def destroy(self) -> None:
@@ -1202,6 +1269,8 @@ class Engine(nn.Module):
         failure = self._checkpoints.background.finish()
         if not self.sharded.closed:
             self._step.close()
+            if self.optimizer is not None:
+                take_methods(self.optimizer)
         self._faults.end()
         try:
             self.sharded.close()

@@ -169,7 +169,7 @@ class FaultTolerance:
 
     def check_signals(self) -> None:
         """See `Engine.check_signals`."""
-        self._sharded.check_open("engine.check_signals()")
+        self._sharded.check_there("engine.check_signals()")
         facts = self._signals.facts(self._job.rank)
         if facts:
             told = torch.tensor(facts, dtype=torch.float64, device=self._sharded.device)
@@ -220,7 +220,7 @@ class FaultTolerance:
 
     def copy_to_memory(self) -> MemoryCopy:
         """See `Engine.copy_to_memory`."""
-        self._sharded.check_open("engine.copy_to_memory()")
+        self._sharded.check_there("engine.copy_to_memory()")
         if self.copies is None:
             raise UsageError(
                 "engine.copy_to_memory(): the configuration asks for no copies; add "
@@ -305,7 +305,7 @@ class FaultTolerance:
 
     def resume(self, save_dir: str | os.PathLike[str]) -> dict[str, Any] | None:
         """See `Engine.resume`."""
-        self._sharded.check_open("engine.resume()")
+        self._sharded.check_there("engine.resume()")
         self._sharded.hooks.settle()
         began = time.perf_counter()
         with phase(self._job, "resume") as looked:

@@ -53,7 +53,7 @@ class Interchange:
         overwrite: bool = False,
     ) -> None:
         """See `Engine.export`."""
-        self._sharded.check_open("engine.export()")
+        self._sharded.check_there("engine.export()")
         with phase(self._job, "export"):
             request = request_of(path, format, dtype, max_shard_size, exclude_frozen_parameters, all_names, overwrite)
         self._sharded.hooks.settle()
@@ -68,7 +68,7 @@ class Interchange:
         tag: str | int | None = None,
     ) -> LoadedWeights:
         """See `Engine.load_weights`."""
-        self._sharded.check_open("engine.load_weights()")
+        self._sharded.check_there("engine.load_weights()")
         self._sharded.hooks.settle()
         found = load_weights(self._sharded, path, tag=tag, strict=strict, rename=rename)
         self._step.drop_gradients()
@@ -84,7 +84,7 @@ class Interchange:
         max_shard_size: int | str | None,
     ) -> None:
         """See `Engine.save_16bit_model`."""
-        self._sharded.check_open("engine.save_16bit_model()")
+        self._sharded.check_there("engine.save_16bit_model()", values=True)
         parent = directory.check_directory(save_dir, "save_dir")
         weights.write_weights(
             self._sharded,
@@ -96,14 +96,14 @@ class Interchange:
 
     def state_dict(self, exclude_frozen_parameters: bool, keep_vars: bool) -> dict[str, Any]:
         """See `Engine.module_state_dict`."""
-        self._sharded.check_open("engine.module_state_dict()")
+        self._sharded.check_there("engine.module_state_dict()", values=True)
         if keep_vars:
             raise UsageError("module_state_dict(keep_vars=True): values are gathered copies; use keep_vars=False")
         return weights.state_dict(self._sharded, exclude_frozen=exclude_frozen_parameters)
 
     def consolidated(self, exclude_frozen_parameters: bool) -> dict[str, Any] | None:
         """Return the whole state dict on rank 0 and None elsewhere."""
-        self._sharded.check_open("engine._consolidated_16bit_state_dict()")
+        self._sharded.check_there("engine._consolidated_16bit_state_dict()", values=True)
         first = self._job.rank == 0
         found = weights.state_dict(self._sharded, exclude_frozen=exclude_frozen_parameters, keep=first)
         return found if first else None
@@ -116,7 +116,7 @@ class Interchange:
         allowed_missing_keys: Iterable[str] | None,
     ) -> None:
         """See `Engine.load_module_state_dict`."""
-        self._sharded.check_open("engine.load_module_state_dict()")
+        self._sharded.check_there("engine.load_module_state_dict()")
         self._sharded.hooks.settle()
         inner = checkpoint.get("module")
         values = inner if isinstance(inner, Mapping) else checkpoint

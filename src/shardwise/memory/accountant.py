@@ -244,6 +244,21 @@ class Accountant:
         """Leave the memory behind a tensor out: its bytes are told by `add` and `remove`."""
         self._claim(None, tensor)
 
+    def rehouse(self, tensor: torch.Tensor, tier: Tier) -> None:
+        """Count the memory behind a tensor, as large as it was, in another tier from now on.
+
+        Nothing happens if it is not counted as a tensor's.
+        """
+        known = self._held.get(id(tensor.untyped_storage()))
+        if known is None:
+            return
+        entry = known[0]
+        self._evaluate()
+        if entry.category is not None and entry.tier is not tier:
+            self.remove(entry.category, entry.size, entry.tier)
+            self.add(entry.category, entry.size, tier)
+        entry.tier = tier
+
     def observe(self, tensor: torch.Tensor) -> None:
         """Count the memory behind a new tensor under `default`, unless somebody has claimed it or will."""
         if not self.knows(tensor):

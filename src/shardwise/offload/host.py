@@ -69,6 +69,8 @@ class _Kept:
         self._copies.follow()
         if written:
             self._copies.copy(self._values, self._bytes)
+            # What has not been lent before belongs to another stream, which must not take it again too early.
+            self._copies.keep(self._bytes)
         with self._copies.use():
             self._storage.resize_(0)
         self._moved = self._copies.mark()

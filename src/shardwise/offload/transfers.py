@@ -54,7 +54,7 @@ class Transfer:
         self.values = values
         self.writes = writes
         self._tensor: torch.Tensor | None = memory
-        self.memory = _bytes_of(memory)
+        self.memory = bytes_of(memory)
         self.aligned = memory.data_ptr() % threads.file.memory_alignment == 0
         self.left = 0
         self.next: Transfer | None = None
@@ -95,7 +95,7 @@ class Transfer:
         self._ended.set()
 
 
-def _bytes_of(tensor: torch.Tensor) -> Bytes:
+def bytes_of(tensor: torch.Tensor) -> Bytes:
     """Return the memory of a tensor, which has to be kept; after `Tensor.numpy` it could not be given back."""
     if not tensor.numel():
         return np.empty(0, np.uint8)

@@ -6,5 +6,12 @@ from shardwise.zero.parameters.gathered import (
     unregister_external_parameter,
 )
 from shardwise.zero.parameters.init import Init
+from shardwise.zero.units.presence import OffloadStateTypeEnum
 
-__all__ = ["GatheredParameters", "Init", "register_external_parameter", "unregister_external_parameter"]
+__all__ = [
+    "GatheredParameters",
+    "Init",
+    "OffloadStateTypeEnum",
+    "register_external_parameter",
+    "unregister_external_parameter",
+]

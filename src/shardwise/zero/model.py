@@ -25,7 +25,15 @@ from shardwise.comm.whereabouts import being_in, publish
 from shardwise.device.ranges import named
 from shardwise.device.staging import Copied
 from shardwise.errors import ConfigError, ConflictError, DesyncError, PeerLostError, UsageError
-from shardwise.memory import Accountant, Category, give_back_freed_memory, module_bytes, resident_bytes, virtual_bytes
+from shardwise.memory import (
+    Accountant,
+    Category,
+    Tier,
+    give_back_freed_memory,
+    module_bytes,
+    resident_bytes,
+    virtual_bytes,
+)
 from shardwise.memory.places import ALL_AT_HAND, Borrowed, Homes, borrowed, in_turn
 from shardwise.precision.dtypes import PrecisionPolicy
 from shardwise.precision.norms import clip_coefficient
@@ -44,11 +52,13 @@ from shardwise.zero.passes.reduce import Reducer
 from shardwise.zero.passes.rows import find_tables
 from shardwise.zero.passes.sidechannel import SideChannel
 from shardwise.zero.passes.sums import GradientSums
+from shardwise.zero.states import MovingStates
 from shardwise.zero.units import released
 from shardwise.zero.units.layout import ShardSlice, lay_out
 from shardwise.zero.units.numbering import Numbering
 from shardwise.zero.units.partition import find_units
 from shardwise.zero.units.plan import Plan
+from shardwise.zero.units.presence import OffloadStateTypeEnum, Presence
 from shardwise.zero.units.unit import SectionMemory, Unit, UnitState
 from shardwise.zero.updates.communicated import CommunicatedUpdate
 from shardwise.zero.updates.owned import MixedUpdate, WholeUpdate
@@ -134,6 +144,7 @@ class ShardedModel:
         self.closed = ""
         self._driver: Driver = Alone()
         self.units: list[Unit] = []
+        self.presence = Presence()
         self.stepping = stepping
         self.update: Update | None = None
         self.owners: WholeUpdate | None = None
@@ -175,6 +186,7 @@ class ShardedModel:
             self.registry,
             self.channel,
             domain.gathers,
+            self.presence,
             prefetch=plan.prefetch,
             prefetch_elements=plan.prefetch_elements,
             backward=self.update is not None,
@@ -198,6 +210,7 @@ class ShardedModel:
                 gatherer=self.gatherer,
                 update=self.update,
                 driver=self._driver,
+                presence=self.presence,
             )
             self.gatherer.reducer = self.reducer
             self.sums = GradientSums(self.units, self.numbering, self.comm, device, accountant, self.reducer)
@@ -209,6 +222,8 @@ class ShardedModel:
         self.hooks = Hooks(module, self.units, self.gatherer)
         self.guards = Guards(module, self.registry, optimizer, self._absent)
         self.places = MemoryGuard(module, self.registry, self.units)
+        gradients = [] if self.reducer is None else self.reducer.gradients.values()
+        self._states = MovingStates(self.units, self.update, gradients, device, accountant, self.presence)
         self._trainable = [p for p, t in zip(self.registry.parameters, self.registry, strict=True) if t.trainable]
         self._section_of = {
             slot.index: (unit, section)
@@ -307,6 +322,7 @@ class ShardedModel:
         tensor = self.registry.find(parameter)
         if tensor is None or self.gatherer.phase is not Phase.IDLE:
             return False
+        self.presence.require(f"parameter {tensor.name!r} cannot be used", values=True)
         return self.gatherer.absent(self._section_of[tensor.index][0])
 
     # -- passes ------------------------------------------------------------------------------------------------------
@@ -375,6 +391,19 @@ class ShardedModel:
         """
         if self.closed:
             raise UsageError(f"{what}: {self.closed}")
+
+    def check_there(self, what: str, *, values: bool = False) -> None:
+        """`check_open`, and raise if state has been moved off the device.
+
+        Args:
+            what: cannot be done then.
+            values: it needs the parameters only.
+
+        Raises:
+            UsageError: see above.
+        """
+        self.check_open(what)
+        self.presence.require(what, values=values)
 
     def check_can_step(self) -> None:
         """Raise where a step could not do what is expected of it; nothing has been changed then.
@@ -605,6 +634,7 @@ class ShardedModel:
 
         Masters of trained parameters: what the optimizer steps here. Of the others this rank's range of the parameter.
         """
+        self.presence.require("the engine's state cannot be read or written")
         self.take_changes()
         runs = {}
         for index, (section, own) in self._own_pieces().items():
@@ -716,6 +746,7 @@ class ShardedModel:
         Args:
             units: whose state; None: of all. Tensors that are stepped whole are lent all or none.
         """
+        self.presence.require("the engine's state cannot be read or written")
         wanted: list[Borrowed] = []
         for unit in self.units if units is None else units:
             wanted += unit.borrowing()
@@ -740,6 +771,7 @@ class ShardedModel:
     def gather(self, parameters: Iterable[nn.Parameter]) -> list[Unit]:
         """Gather the released units of some parameters outside of passes (all ranks must call); return those units."""
         self.hooks.settle()
+        self.presence.require("parameters cannot be gathered", values=True)
         wanted = self.units_of(parameters)
         self.gatherer.let_go(wanted)
         changed: list[Unit] = []
@@ -789,6 +821,7 @@ class ShardedModel:
         """
         try:
             if src is not None:
+                self.presence.require("changed parameters cannot be stored")
                 for unit in self.units_of(parameters):
                     ranks = unit.domain.ranks
                     root = ranks.group_rank(src) if src in ranks.members else 0
@@ -813,6 +846,62 @@ class ShardedModel:
         finally:
             self.gatherer.suspended = False
             self.let_go(gathered)
+
+    # -- state off the device for a while ----------------------------------------------------------------------------
+
+    def offload_states(self, kinds: Collection[OffloadStateTypeEnum], *, pinned: bool, wait: bool) -> None:
+        """Move state that lives on the device to the host, until `reload_states` (all ranks call, between passes).
+
+        Args:
+            kinds: what is moved; what has been moved before, or lives elsewhere anyway, stays there.
+            pinned: page-lock memory of the host.
+            wait: return when the memory of the device is free.
+
+        Raises:
+            UsageError: a pass is under way, parameters are gathered, or the optimizer communicates itself.
+        """
+        self.hooks.settle()
+        if isinstance(self.update, CommunicatedUpdate):
+            raise UsageError(
+                f"engine.offload_states(): {type(self.optimizer).__name__} communicates itself, and its state is bound "
+                "to memory of the device. Take an optimizer whose gradients the engine reduces"
+            )
+        if self.gatherer.phase is not Phase.IDLE or self.gatherer.suspended or any(unit.pins for unit in self.units):
+            raise UsageError(
+                "engine.offload_states(): a pass is under way, or parameters are gathered (GatheredParameters, "
+                "engine.gathered()). Call it between steps, outside of such blocks"
+            )
+        self.gatherer.let_go()
+        self.finish_gathers()
+        self.await_copies()
+        if OffloadStateTypeEnum.lp_params in kinds:
+            self._meet("offload_states()")
+        self._states.offload(kinds, pinned=pinned, wait=wait)
+        if wait:
+            give_back_freed_memory()  # to whoever has use for it, in this process or in another
+
+    def reload_states(self, *, wait: bool) -> None:
+        """Bring back what `offload_states` has moved (all ranks call).
+
+        Args:
+            wait: return when everything is there; else the device goes on when it is.
+        """
+        parameters = OffloadStateTypeEnum.lp_params in self.presence.away
+        self._states.reload(wait=wait)
+        self._shards_written()
+        if parameters:
+            self._meet("reload_states()")
+
+    def _meet(self, where: str) -> None:
+        """Wait for the other ranks: one that is still in a pass may ask this one for its shards."""
+        if self.channel is not None:
+            self.comm.barrier(where)
+
+    def state_tiers(self, kind: OffloadStateTypeEnum) -> set[Tier]:
+        """Return on what state of a kind lies now; nothing if there is none of it."""
+        return self._states.tiers(kind)
+
+    # -- shardwise.zero.units.released.Owner ---------------------------------------------------------------------------
 
     def touch(self, parameter: nn.Parameter, what: str) -> Touch | None:
         """See `shardwise.zero.units.released.Owner`."""
@@ -861,6 +950,7 @@ class ShardedModel:
         """
         if self.closed:
             return
+        self._states.reload(wait=False)
         self.closed = why
         try:
             apart = self._end_together()
@@ -946,6 +1036,7 @@ class ShardedModel:
             self.channel.on_want = _ignore
         self.driver = Alone()
         self.gatherer.close()
+        self._states.close()
         self.reducer = None
         self.channel = self.sums = None
         self._section_of = {}

@@ -117,7 +117,7 @@ def main(given=None):
         "train_micro_batch_size_per_gpu": BATCH,
         "optimizer": {"type": "Adam", "params": {"lr": 1e-3}},
         "bf16": {"enabled": args.dtype == "bf16"},
-        "zero_optimization": {"stage": args.stage},
+        "zero_optimization": {"stage": args.stage, "offload_optimizer": {"device": "cpu"}},
     }
     model, _, _, _ = deepspeed.initialize(model=model, model_parameters=model.parameters(), config=ds_config)
     model.train()

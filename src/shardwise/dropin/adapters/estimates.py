@@ -5,9 +5,7 @@ gradient as it is added up in fp32, 12 for the fp32 master weight and two moment
 optimizations toward training trillion parameter models", 2020, section 3). Stage 2 shards the latter two, stage 3 all
 three, and holds the largest layer and the next one whole. A model that is not built under `zero.Init` is built by every
 process in fp32. Activations and buffers are not in it: `engine.memory_report()` and `engine.memory_plans()` are exact,
-and count them.
-
-This version does not offload; figures with offload say what the states would take.
+and count them, on the host and on disks too.
 """
 
 from __future__ import annotations

@@ -47,7 +47,9 @@ class OpBuilder:
         return self.home is not None
 
     def load(self, verbose: bool = True) -> ModuleType:
-        """Return the module of shardwise that does the operator's work; it has its own functions, not the operator's.
+        """Return the module of shardwise that does the operator's work.
+
+        It has its own functions, not the operator's; only that of `AsyncIOBuilder` has `aio_handle`.
 
         Raises:
             NotBuiltError: there is none.
@@ -78,9 +80,9 @@ CPULionBuilder = _done("CPULionBuilder", "cpu_lion", "shardwise.optim.lion")
 FusedAdamBuilder = _done("FusedAdamBuilder", "fused_adam", "shardwise.optim.adam")
 FusedLambBuilder = _done("FusedLambBuilder", "fused_lamb", "shardwise.optim.lamb")
 FusedLionBuilder = _done("FusedLionBuilder", "fused_lion", "shardwise.optim.lion")
-AsyncIOBuilder = _missing("AsyncIOBuilder", "async_io", absent.OFFLOAD)
-GDSBuilder = _missing("GDSBuilder", "gds", absent.OFFLOAD)
-PinMemoryBuilder = _missing("PinMemoryBuilder", "pin_memory", absent.OFFLOAD)
+AsyncIOBuilder = _done("AsyncIOBuilder", "async_io", "shardwise.dropin.adapters.aio")
+GDSBuilder = _missing("GDSBuilder", "gds", absent.DIRECT)
+PinMemoryBuilder = _missing("PinMemoryBuilder", "pin_memory", "memory is pinned by torch itself (tensor.pin_memory())")
 SparseAttnBuilder = _missing("SparseAttnBuilder", "sparse_attn", absent.SPARSE)
 RandomLTDBuilder = _missing("RandomLTDBuilder", "random_ltd", absent.DATA)
 EvoformerAttnBuilder = _missing("EvoformerAttnBuilder", "evoformer_attn", absent.LAYERS)

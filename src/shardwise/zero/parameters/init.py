@@ -34,10 +34,19 @@ class PartStore:
         comm: the ranks.
         quantized_weights: the engine that adopts the parameters is to gather them as codes.
         owns_comm: give the groups of `comm` back when no part is left.
+        place: where parts wait for the engine; None: each where its parameter was built.
     """
 
-    def __init__(self, comm: Communicator, *, quantized_weights: bool = False, owns_comm: bool = False) -> None:
+    def __init__(
+        self,
+        comm: Communicator,
+        *,
+        quantized_weights: bool = False,
+        owns_comm: bool = False,
+        place: torch.device | None = None,
+    ) -> None:
         self.comm = comm
+        self._place = place
         self._owns_comm = owns_comm
         self.quantized_weights = quantized_weights
         self.open = False
@@ -73,7 +82,7 @@ class PartStore:
         flat = self._to_travel(values.contiguous().view(-1))
         self.comm.broadcast(flat, src, "zero.Init").wait()
         size = -(-flat.numel() // self.comm.world)
-        part = torch.zeros(size, dtype=values.dtype, device=values.device)
+        part = torch.zeros(size, dtype=values.dtype, device=self._place or values.device)
         mine = flat[self.comm.rank * size : (self.comm.rank + 1) * size]
         part[: mine.numel()] = mine
         self._parts[parameter] = part
@@ -110,12 +119,12 @@ class PartStore:
 
         A use of its values is refused as one of the parameter's own is; both can be gathered.
         """
-        return None if self.open else self._with_part(parameter, self._parts[parameter])
+        return None if self.open else self._with_part(parameter, self._parts[parameter], parameter.device)
 
-    def _with_part(self, parameter: nn.Parameter, part: torch.Tensor) -> nn.Parameter:
-        """Return another parameter of the same name and shape, of which this rank has this part."""
+    def _with_part(self, parameter: nn.Parameter, part: torch.Tensor, device: torch.device) -> nn.Parameter:
+        """Return another parameter of the same name and shape on a device, of which this rank has this part."""
         with without_overrides():
-            like = torch.empty((), dtype=part.dtype, device=part.device).expand(parameter.shape)
+            like = torch.empty((), dtype=part.dtype, device=device).expand(parameter.shape)
             other = nn.Parameter(released.blank(like), requires_grad=False)
         self._parts[other] = part
         self.names[other] = self.names.get(parameter, "")
@@ -132,7 +141,7 @@ class PartStore:
         """See `released.Owner`: each rank converts its part."""
         if self.open:
             return None
-        return self._with_part(parameter, self._parts[parameter].to(device=device, dtype=dtype))
+        return self._with_part(parameter, self._parts[parameter].to(self._place or device, dtype), device)
 
     def replace(self, parameter: nn.Parameter, other: nn.Parameter) -> bool:
         """See `released.Owner`."""
@@ -213,13 +222,14 @@ class Init:
         enabled: False makes the context do nothing.
         dtype: cast floating parameters as they are sharded; default: keep full precision, from which fp32 masters
             start.
-        remote_device: `cpu` or None; other places are refused.
+        remote_device: `cpu` or `nvme`: parts wait for the engine on the host, wherever parameters are built (on a disk
+            only the engine puts them, as `zero_optimization.offload_param` says); None or `none`: where they are built.
         mpu: gives the data-parallel group by `get_data_parallel_group()`.
         zero_quantized_weights: the engine gathers the model as 8-bit codes, as if the configuration had said so
             (`zero_optimization.zero_quantized_weights`).
         mem_efficient_linear, pin_memory, zero_param_parallel_group, zero_quantized_nontrainable_weights,
         sequence_data_parallel_group, param_swapper: accepted from existing code; asking for weights stored as integers
-            or swapped is refused.
+            is refused, and so is a swapper of the caller's. Parts are copied once, so that pinning has no effect.
 
     Example:
         >>> import shardwise, torch
@@ -256,10 +266,9 @@ class Init:
         ):
             if value:
                 raise UsageError(f"zero.Init({name}=...) is not available in this version; leave it out")
-        if remote_device not in (None, "none", "cpu"):
-            raise UsageError(
-                f"zero.Init(remote_device={remote_device!r}) is not available in this version; use None or 'cpu'"
-            )
+        remote = getattr(remote_device, "value", remote_device)
+        if remote not in (None, "none", "cpu", "nvme"):
+            raise UsageError(f"zero.Init(remote_device={remote!r}): it is None, 'none', 'cpu' or 'nvme'")
         source = config_dict_or_path if config_dict_or_path is not None else config
         self._enabled = enabled and _shards_parameters(source)
         self._dtype = dtype
@@ -275,7 +284,8 @@ class Init:
         if group is None and mpu is not None:
             group = mpu.get_data_parallel_group()
         comm = Communicator(group, Ledger(), choose_device(local_rank()), name="zero.Init")
-        self._store = PartStore(comm, quantized_weights=zero_quantized_weights, owns_comm=True)
+        place = torch.device("cpu") if remote in ("cpu", "nvme") else None
+        self._store = PartStore(comm, quantized_weights=zero_quantized_weights, owns_comm=True, place=place)
         if module is not None:
             shard_module(module, self._store, dtype)
 

@@ -40,6 +40,7 @@ from shardwise.registry import Registry
 from shardwise.trees import tensors_in
 from shardwise.zero.passes.calls import AtEnd, Use
 from shardwise.zero.passes.saved import SavedValues
+from shardwise.zero.units.presence import Presence
 from shardwise.zero.units.unit import Purpose, Unit, UnitState
 
 
@@ -102,6 +103,7 @@ class Gatherer:
         registry: finds the unit of a parameter.
         channel: rescue for units that are needed again after their release; None where nothing is sharded.
         gathers: launches what units gather.
+        presence: knows whether the parameters have been moved off the device.
         prefetch: gather the next unit while the current one computes.
         prefetch_elements: gather further units ahead as long as they have at most this many elements together.
         backward: whether backward passes are to be expected.
@@ -116,6 +118,7 @@ class Gatherer:
         registry: Registry,
         channel: Channel | None,
         gathers: Runner,
+        presence: Presence,
         *,
         prefetch: bool = True,
         prefetch_elements: int = 0,
@@ -128,6 +131,7 @@ class Gatherer:
         self.rescues = 0
         self._channel = channel
         self._gathers = gathers
+        self._presence = presence
         self._lock = threading.RLock()
         self._parked = False
         self._passes_back = 0
@@ -212,6 +216,14 @@ class Gatherer:
 
     # -- passes ------------------------------------------------------------------------------------------------------
 
+    def check_forward(self) -> None:
+        """Raise if no forward pass can be started.
+
+        Raises:
+            UsageError: the parameters have been moved off the device.
+        """
+        self._presence.require("a forward pass cannot begin", values=True)
+
     def begin_forward(self) -> None:
         """Start a forward pass."""
         self.let_go()
@@ -255,6 +267,7 @@ class Gatherer:
         if self.reducer is not None:
             self.reducer.begin()
             return
+        self._presence.require("a backward pass cannot begin", values=True)
         # Nothing is trained, but gradients of the inputs are wanted (a frozen teacher, an adversary).
         if self.phase is Phase.BACKWARD:
             if self._at_end is None or not self._at_end.dropped:
@@ -618,6 +631,8 @@ class Gatherer:
         tensor = self.registry.find(parameter)
         assert tensor is not None
         unit = self._unit_of[tensor.index]
+        if self.phase is Phase.IDLE:
+            self._presence.require(f"{what}: parameter {tensor.name!r} cannot be used", values=True)
         if not unit.sharded:
             unit.finish_gather()
             return None

@@ -100,6 +100,7 @@ class Hooks:
         if gatherer.phase is Phase.BACKWARD or module is self._outermost:
             self.settle(entered=module)
         if gatherer.phase is Phase.IDLE:
+            gatherer.check_forward()
             self._calls.clear()
             self._outermost = module
             gatherer.begin_forward()

@@ -46,6 +46,7 @@ from shardwise.zero.passes.gradients import UnitGradients
 from shardwise.zero.passes.rows import DENSE, RowReduction, Rows, Table, Together, affordable, most_rows
 from shardwise.zero.units.peaks import ReductionSizes, reduced_alone
 from shardwise.zero.units.plan import Plan
+from shardwise.zero.units.presence import Presence
 from shardwise.zero.units.unit import SectionMemory, Unit
 from shardwise.zero.updates.update import Update
 
@@ -65,6 +66,7 @@ class Reducer:
         gatherer: the other half of the passes.
         update: steps what is reduced here.
         driver: knows where in a window a pass is.
+        presence: knows whether state has been moved off the device.
 
     Attributes:
         watching: keep, of each unit, whether this rank's gradients were finite when they were sent.
@@ -87,6 +89,7 @@ class Reducer:
         gatherer: Gatherer,
         update: Update,
         driver: Driver,
+        presence: Presence,
     ) -> None:
         self.domain = domain
         self.accountant = accountant
@@ -96,6 +99,7 @@ class Reducer:
         self._keeps_gradients = keeps_gradients
         self.compressor = compressor if domain.world > 1 else None
         self.gatherer, self.update, self.driver = gatherer, update, driver
+        self._presence = presence
         self.local = False
         self._own: dict[int, torch.Tensor] = {}
         self.boundary = True
@@ -161,6 +165,7 @@ class Reducer:
             if self._at_end is None or not self._at_end.dropped:
                 return
             self.end()  # an exception has cut an earlier pass short, and nothing has settled it
+        self._presence.require("a backward pass cannot begin")
         self._at_end = AtEnd(self.end)
         self._start()
 
@@ -177,6 +182,7 @@ class Reducer:
 
     def pass_over(self) -> None:
         """Take part in a backward pass of the others: the loss of this rank does not depend on the model."""
+        self._presence.require("a backward pass cannot begin")
         self._start(outside=True)
         self.end()
 

@@ -338,6 +338,13 @@ class SectionMemory:
         """Let go of the whole buffer."""
         self.full = self.source = torch.empty(0, dtype=self.layout.dtype, device=self.device)
 
+    def lie_in(self, full: torch.Tensor) -> None:
+        """Let whole values that stay gathered lie in other memory, with what are views of them."""
+        self.full = self.source = full
+        self.shard = full[self.shard_range]
+        if self.master is not None and self.master_is_parameter:
+            self.master = self.published
+
     def drop(self) -> None:
         """Give all memory back (whole values are there, and nobody's any more)."""
         self.free()
@@ -721,6 +728,23 @@ class Unit:
             section.free()
         self._arrived = None
         self.state = UnitState.RELEASED
+
+    def hide(self) -> None:
+        """Take the parameters of a unit that stays gathered out of its memory, which is to go: their use is noticed.
+
+        See `show`.
+        """
+        self.finish_gather()
+        self._arrived = None  # it may refer to the memory
+        self.conceal()
+        self._detach()
+        self.state = UnitState.RELEASED
+
+    def show(self) -> None:
+        """Put the parameters into the memory again that the sections have now, and that has their values."""
+        self.attach()
+        self.state = UnitState.GATHERED
+        self.expose()
 
     def wait_concealed(self) -> None:
         """Keep the whole values for the next pass, as if they had been released and gathered again."""

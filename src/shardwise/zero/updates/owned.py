@@ -31,6 +31,7 @@ from shardwise.zero.updates.update import (
     hold_state,
     state_dtype,
     take_changes,
+    tensors_of,
 )
 
 
@@ -315,6 +316,26 @@ class WholeUpdate(ReducedUpdate):
         """See `Update.publish`."""
         self._distribute(unit)
 
+    def own_masters(self) -> Iterator[tuple[torch.Tensor, StateHome]]:
+        """See `Update.own_masters`: where every rank steps everything they belong to sections."""
+        for master in self.masters.values() if not self.replicated else ():
+            yield master.detach(), self.loans.home
+
+    def own_state(self) -> Iterator[tuple[torch.Tensor, StateHome]]:
+        """See `Update.own_state`."""
+        for master in self.masters.values():
+            for value in tensors_of(self.optimizer.state.get(master, {})):
+                yield value, self.loans.home
+
+    def take_new_views(self) -> None:
+        """See `Update.take_new_views`."""
+        for unit in self.units if self.replicated else ():
+            for section in _whole(unit):
+                if section.master_is_parameter and not section.sharded and section.master is not None:
+                    for slot in section.layout.slots:
+                        values = section.master[slot.offset : slot.offset + slot.numel]
+                        self.masters[slot.index].data = values.view(self.registry[slot.index].shape)
+
 
 class MixedUpdate(ReducedUpdate):
     """Optimizers with groups of both kinds: each part serves its own sections, and the optimizer steps once.
@@ -389,6 +410,20 @@ class MixedUpdate(ReducedUpdate):
         """See `Update.publish`."""
         self.segments.publish(unit)
         self.whole.publish(unit)
+
+    def own_masters(self) -> Iterator[tuple[torch.Tensor, StateHome]]:
+        """See `Update.own_masters`."""
+        yield from self.whole.own_masters()
+
+    def own_state(self) -> Iterator[tuple[torch.Tensor, StateHome]]:
+        """See `Update.own_state`."""
+        yield from self.segments.own_state()
+        yield from self.whole.own_state()
+
+    def take_new_views(self) -> None:
+        """See `Update.take_new_views`."""
+        self.segments.take_new_views()
+        self.whole.take_new_views()
 
 
 def _whole(unit: Unit) -> list[SectionMemory]:

@@ -20,7 +20,7 @@ from torch import nn
 from shardwise.comm.communicator import Communicator
 from shardwise.compat import allow_gradient_dtype, global_step_hooks, only_counts_steps
 from shardwise.memory import Accountant, Category
-from shardwise.memory.places import Borrowed, borrowed, in_turn, tier_in_use
+from shardwise.memory.places import Borrowed, StateHome, borrowed, in_turn, tier_in_use
 from shardwise.precision.tensornorms import NORMS, TensorNorms, TensorRun
 from shardwise.registry import Registry
 from shardwise.zero.units.layout import Lane, ShardSlice
@@ -37,6 +37,7 @@ from shardwise.zero.updates.update import (
     hold,
     state_dtype,
     take_changes,
+    tensors_of,
 )
 
 
@@ -444,6 +445,22 @@ class SegmentUpdate(ReducedUpdate):
             for key in elementwise if section.optimizer_loans.away else ():
                 section.optimizer_loans.keep(Category.OPTIMIZER, state[key])
             hold(state, self._accountant, tier_in_use(section.optimizer_loans.home))
+
+    def own_masters(self) -> Iterator[tuple[torch.Tensor, StateHome]]:
+        """See `Update.own_masters`: all belong to sections."""
+        yield from ()
+
+    def own_state(self) -> Iterator[tuple[torch.Tensor, StateHome]]:
+        """See `Update.own_state`."""
+        for section, _, segment in self._segments:
+            for value in tensors_of(self.optimizer.state.get(segment, {})):
+                yield value, section.optimizer_loans.home
+
+    def take_new_views(self) -> None:
+        """See `Update.take_new_views`."""
+        for section, place, segment in self._segments:
+            if section.master_is_parameter and not section.sharded and section.master is not None:
+                segment.data = section.master[place]
 
     def _zero_padding(self, segment: nn.Parameter, tensors: Sequence[torch.Tensor]) -> None:
         pieces = next(pieces for other, pieces in self._origins if other is segment)

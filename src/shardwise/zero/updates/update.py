@@ -7,7 +7,7 @@ instance is kept: its parameter groups are edited in place and state that it alr
 
 from __future__ import annotations
 
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any, Protocol
 
@@ -16,6 +16,7 @@ from torch import nn
 
 from shardwise.errors import CheckpointError
 from shardwise.memory import Accountant, Category, Tier
+from shardwise.memory.places import StateHome
 from shardwise.registry import LogicalTensor
 from shardwise.zero.units.unit import Unit
 
@@ -94,6 +95,15 @@ class Update(Protocol):
     def publish(self, unit: Unit) -> None:
         """Write masters that somebody has changed into the parameters' memory (all ranks call)."""
 
+    def own_masters(self) -> Iterator[tuple[torch.Tensor, StateHome]]:
+        """Yield master weights that belong to no section, and where they live."""
+
+    def own_state(self) -> Iterator[tuple[torch.Tensor, StateHome]]:
+        """Yield what the optimizer keeps for more than one element, and where it lives."""
+
+    def take_new_views(self) -> None:
+        """Whole parameters lie in other memory now: so does what is stepped there."""
+
     def stays_local(self) -> bool:
         """Whether the gradients of the window that begins now are only added up locally (the same on all ranks)."""
 
@@ -159,6 +169,13 @@ def hold_state(optimizer: torch.optim.Optimizer, accountant: Accountant, tier: T
     """Tell the accountant about an optimizer's state; known tensors are passed over, some optimizers make new ones."""
     for state in optimizer.state.values():
         hold(state, accountant, tier)
+
+
+def tensors_of(state: Mapping[str, Any]) -> Iterator[torch.Tensor]:
+    """Yield what an optimizer keeps for more than one element; counts of steps stay where they are."""
+    for value in state.values():
+        if isinstance(value, torch.Tensor) and value.layout is torch.strided and value.numel() > 1:
+            yield value
 
 
 def hold(state: Mapping[str, Any], accountant: Accountant, tier: Tier) -> None:

@@ -1,0 +1,215 @@
+"""Tensors in files that have names: the handle that scripts use for their own swapping and saving.
+
+What engines keep on a disk is in files without names (`shardwise.offload.files`).
+"""
+
+from __future__ import annotations
+
+import os
+from collections.abc import Callable
+from concurrent.futures import Future, ThreadPoolExecutor
+from typing import Any
+
+import torch
+
+from shardwise.device.staging import CopyStream
+from shardwise.errors import OffloadError
+from shardwise.offload.transfers import bytes_of
+from shardwise.offload.unnamed import ALIGNMENT, move_all
+
+
+class FileHandle:
+    """Reads and writes tensors from and to named files, in blocks that threads move side by side.
+
+    Transfers begin when they are asked for; those that are not waited for at once end with `wait`. A buffer must not
+    change before that. Tensors of a device go by way of the host. Files are read and written through the page cache,
+    and a file is as long as what was last written makes it at least: it is never cut.
+
+    Args:
+        block_size: bytes of one request.
+        queue_depth: requests in flight, of each of `intra_op_parallelism`.
+        single_submit, overlap_events: accepted; every request in flight has a thread of its own.
+        intra_op_parallelism: factor on the requests in flight.
+
+    Example:
+        >>> import tempfile
+        >>> handle, path = FileHandle(), tempfile.mkdtemp() + "/values"
+        >>> handle.sync_pwrite(torch.arange(4), path)
+        1
+        >>> back = torch.empty(4, dtype=torch.int64)
+        >>> handle.async_pread(back, path), handle.wait()
+        (0, 1)
+        >>> back
+        tensor([0, 1, 2, 3])
+    """
+
+    def __init__(
+        self,
+        block_size: int = 1 << 20,
+        queue_depth: int = 128,
+        single_submit: bool = False,
+        overlap_events: bool = False,
+        intra_op_parallelism: int = 1,
+    ) -> None:
+        self._settings = (block_size, queue_depth, single_submit, overlap_events, intra_op_parallelism)
+        self._block = block_size
+        self._threads = ThreadPoolExecutor(queue_depth * intra_op_parallelism, "shardwise-file")
+        self._under_way: list[_UnderWay] = []
+        self._locked: dict[int, torch.Tensor] = {}
+
+    def pread(self, buffer: torch.Tensor, filename: str, validate: bool, asynchronous: bool, offset: int = 0) -> int:
+        """Fill a contiguous tensor with the bytes of a file from `offset` on.
+
+        Args:
+            buffer: on the host or on a device.
+            filename: the file.
+            validate: accepted; a file that is too short, and an error of the system, are told in any case.
+            asynchronous: return at once; `wait` ends it.
+            offset: place in the file.
+
+        Returns:
+            Transfers that have ended: 1, or 0 if it is asynchronous.
+
+        Raises:
+            OffloadError: the file cannot be read, or ends before the tensor is full; if asynchronous by `wait`.
+        """
+        return self._take(_UnderWay(self._begin, buffer, filename, offset, writes=False), asynchronous)
+
+    def pwrite(self, buffer: torch.Tensor, filename: str, validate: bool, asynchronous: bool, offset: int = 0) -> int:
+        """Write the bytes of a contiguous tensor into a file from `offset` on; see `pread`."""
+        return self._take(_UnderWay(self._begin, buffer, filename, offset, writes=True), asynchronous)
+
+    def read(self, buffer: torch.Tensor, filename: str, validate: bool = True, offset: int = 0) -> int:
+        """`pread`, and wait for it."""
+        return self.pread(buffer, filename, validate, False, offset)
+
+    def write(self, buffer: torch.Tensor, filename: str, validate: bool = True, offset: int = 0) -> int:
+        """`pwrite`, and wait for it."""
+        return self.pwrite(buffer, filename, validate, False, offset)
+
+    def sync_pread(self, buffer: torch.Tensor, filename: str, offset: int = 0) -> int:
+        """`pread`, and wait for it."""
+        return self.pread(buffer, filename, True, False, offset)
+
+    def sync_pwrite(self, buffer: torch.Tensor, filename: str, offset: int = 0) -> int:
+        """`pwrite`, and wait for it."""
+        return self.pwrite(buffer, filename, True, False, offset)
+
+    def async_pread(self, buffer: torch.Tensor, filename: str, offset: int = 0) -> int:
+        """`pread` that `wait` ends."""
+        return self.pread(buffer, filename, True, True, offset)
+
+    def async_pwrite(self, buffer: torch.Tensor, filename: str, offset: int = 0) -> int:
+        """`pwrite` that `wait` ends."""
+        return self.pwrite(buffer, filename, True, True, offset)
+
+    def wait(self) -> int:
+        """Wait for all transfers that have begun, and return how many they were.
+
+        Raises:
+            OffloadError: one has failed; all have ended.
+        """
+        under_way, self._under_way = self._under_way, []
+        errors = [error for error in (transfer.end() for transfer in under_way) if error is not None]
+        if errors:
+            raise errors[0]
+        return len(under_way)
+
+    def new_cpu_locked_tensor(self, num_elem: int, example_tensor: torch.Tensor) -> torch.Tensor:
+        """Return memory of the host for so many elements like those of another tensor, page-locked if CUDA is in use.
+
+        It is there until `free_cpu_locked_tensor`.
+        """
+        cuda = torch.cuda.is_initialized()
+        device = torch.device("cuda", torch.cuda.current_device()) if cuda else torch.device("cpu")
+        size = num_elem * example_tensor.element_size()
+        made = CopyStream(device).host_bytes(size).view(example_tensor.dtype)
+        self._locked[made.data_ptr()] = made
+        return made
+
+    def free_cpu_locked_tensor(self, tensor: torch.Tensor) -> bool:
+        """Let go of what `new_cpu_locked_tensor` has returned; return whether it was."""
+        return self._locked.pop(tensor.data_ptr(), None) is not None
+
+    def get_block_size(self) -> int:
+        """Return the bytes of one request."""
+        return self._settings[0]
+
+    def get_queue_depth(self) -> int:
+        """Return the requests in flight, of each of `get_intra_op_parallelism`."""
+        return self._settings[1]
+
+    def get_single_submit(self) -> bool:
+        """Return what was given."""
+        return self._settings[2]
+
+    def get_overlap_events(self) -> bool:
+        """Return what was given."""
+        return self._settings[3]
+
+    def get_intra_op_parallelism(self) -> int:
+        """Return the factor on the requests in flight."""
+        return self._settings[4]
+
+    def get_alignment(self) -> int:
+        """Return of what places in files and sizes are best multiples; all are taken."""
+        return ALIGNMENT
+
+    def _take(self, transfer: _UnderWay, asynchronous: bool) -> int:
+        if asynchronous:
+            self._under_way.append(transfer)
+            return 0
+        error = transfer.end()
+        if error is not None:
+            raise error
+        return 1
+
+    def _begin(self, move: Callable[[int, int], None], size: int) -> list[Future[None]]:
+        starts = range(0, size, self._block)
+        return [self._threads.submit(move, start, min(self._block, size - start)) for start in starts]
+
+
+class _UnderWay:
+    """A transfer that has begun."""
+
+    def __init__(self, begin: Any, buffer: torch.Tensor, filename: str, offset: int, *, writes: bool) -> None:
+        if not buffer.is_contiguous():
+            raise ValueError(f"expected a contiguous tensor, found strides {buffer.stride()} of {tuple(buffer.shape)}")
+        self._buffer = None if writes else buffer.detach()
+        self._host = buffer.detach().cpu()  # itself, if it is there
+        self._what = f"{'writing' if writes else 'reading'} {self._host.nbytes} bytes at offset {offset} of {filename}"
+        self._error: OffloadError | None = None
+        self._descriptor = -1
+        self._parts: list[Future[None]] = []
+        memory = bytes_of(self._host.view(-1).view(torch.uint8))
+        call = os.pwritev if writes else os.preadv
+
+        def move(start: int, size: int) -> None:
+            count = move_all(call, self._descriptor, memory[start : start + size], offset + start)
+            if count < size:
+                raise OffloadError(f"{self._what}: the file ends after {offset + start + count} bytes")
+
+        try:
+            flags = os.O_WRONLY | os.O_CREAT if writes else os.O_RDONLY
+            self._descriptor = os.open(filename, flags | os.O_CLOEXEC, 0o600)
+            self._parts = begin(move, memory.size)
+        except OSError as error:
+            self._error = self._failed(error)
+
+    def end(self) -> OffloadError | None:
+        """Wait for it; return what has gone wrong."""
+        for part in self._parts:
+            error = part.exception()
+            if error is not None and self._error is None:
+                self._error = error if isinstance(error, OffloadError) else self._failed(error)
+        if self._descriptor >= 0:
+            os.close(self._descriptor)
+            self._descriptor = -1
+        if self._error is None and self._buffer is not None and self._host.data_ptr() != self._buffer.data_ptr():
+            self._buffer.copy_(self._host)
+        return self._error
+
+    def _failed(self, cause: BaseException) -> OffloadError:
+        error = OffloadError(f"{self._what}: {getattr(cause, 'strerror', None) or cause}")
+        error.__cause__ = cause
+        return error
