@@ -23,7 +23,7 @@ PRODUCTS = (
     "engine/",
     "hf/",
     "memory/",
-    "offload/test_training.py",
+    "offload/",
     "optim/test_muon.py",
     "optim/test_onebit.py",
     "recompute/",

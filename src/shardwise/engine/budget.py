@@ -45,13 +45,13 @@ from shardwise.memory.limits import existing
 from shardwise.memory.report import readable
 from shardwise.memory.watchdog import EXIT_CODE, Watchdog
 from shardwise.offload import Disks
-from shardwise.offload.speed import MEASURED, Speed, copy_speed, disk_speed
 from shardwise.utils.logging import logger
 
 if TYPE_CHECKING:
     from shardwise.comm.communicator import Communicator
     from shardwise.config import Config
     from shardwise.engine.dryrun import MemoryPlan
+    from shardwise.offload.speed import Speed
 
 NEAR = 0.9
 """A plan that takes more than this part of what there is gets a warning."""
@@ -442,6 +442,8 @@ def _traffic(
 
 
 def _measured(config: Config, device: torch.device, tier: Tier, directory: Path | None) -> Speed | None:
+    from shardwise.offload.speed import MEASURED, copy_speed, disk_speed  # it loads NumPy
+
     try:
         if tier is Tier.HOST:
             return copy_speed(device)
