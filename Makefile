@@ -16,9 +16,9 @@ export OMP_NUM_THREADS ?= 1
 # Tests start hundreds of processes; where Python may not keep what it has compiled, each compiles shardwise anew.
 export PYTHONDONTWRITEBYTECODE :=
 
-.PHONY: help venv demo demo-again test test-gpu exhaustive matrix versions lint format bench bench-gpu soak hostile docs clean
+.PHONY: help venv demo demo-again offload test test-gpu exhaustive matrix versions lint format bench bench-gpu soak hostile docs clean
 help:
-	@echo "make demo | demo-again | test | test-gpu | exhaustive | matrix | versions | lint | format | bench | bench-gpu | soak | hostile | docs | clean"
+	@echo "make demo | demo-again | offload | test | test-gpu | exhaustive | matrix | versions | lint | format | bench | bench-gpu | soak | hostile | docs | clean"
 
 venv: $(STAMP)
 
@@ -56,6 +56,10 @@ demo-again:
 # After so many failures the run ends: if ranks hang, each test takes until its limit.
 test: $(STAMP)
 	OMP_NUM_THREADS=1 $(BIN)/python -m pytest -q --progress --durations=20 -n 2 --dist worksteal --maxfail 20
+
+# A model whose state is eight times as large as the device trains; what was planned, measured and allowed is printed.
+offload: $(DEMO_STAMP)
+	@$(BIN)/shardwise run --nproc 1 examples/offload.py
 
 # The tests that need a CUDA device; `make test` skips them where there is none.
 test-gpu: $(STAMP)

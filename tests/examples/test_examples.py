@@ -95,3 +95,16 @@ def test_finetuning_lowers_the_loss(family: str, stage: int, tmp_path: Path) -> 
     assert len(losses) == 2
     assert losses[1] < losses[0] - 0.5
     assert (saved / "model.safetensors").is_file()
+
+
+def test_state_eight_times_as_large_as_the_device_trains(tmp_path: Path) -> None:
+    config = json.loads((EXAMPLES / "offload.json").read_text())
+    config["zero_optimization"]["offload_optimizer"]["nvme_path"] = str(tmp_path / "swap")
+    (tmp_path / "config.json").write_text(json.dumps(config))
+    output = launch("offload.py", "--config", str(tmp_path / "config.json"), "--steps", "6")
+    assert "everything on the device is refused" in output and '"offload_optimizer": {"device": "cpu"}' in output
+    used, limit, times = re.findall(r"on the device ([\d.]+) MiB of ([\d.]+); (\d+) x as much state", output)[0]
+    assert float(used) <= float(limit) and times == "8"
+    losses = [float(loss) for loss in re.findall(r"\[rank 0\] step +\d+  loss ([\d.]+)", output)]
+    assert losses[-1] < losses[0]
+    assert not list((tmp_path / "swap").iterdir())

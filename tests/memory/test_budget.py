@@ -19,6 +19,7 @@ from shardwise.engine import budget
 from shardwise.engine.plans import Offload, Planner, Setting, offloads
 from shardwise.errors import ConfigError
 from shardwise.memory import MemoryLimit, OutOfMemoryError, Tier
+from shardwise.offload import speed
 from shardwise.offload.files import SwapFile
 from tests.harness import run_ranks
 from tests.memory.test_exhausted import under_limit
@@ -329,7 +330,7 @@ def test_the_cost_is_told_before_training(tmp_path: Path, caplog: pytest.LogCapt
     limits = {"disk": "1GB", "disk_endurance": "600TB"}
     with (
         mock.patch.object(budget, "WORTH_MEASURING", 1),
-        mock.patch.object(budget, "MEASURED", 1 << 20),
+        mock.patch.object(speed, "MEASURED", 1 << 20),
         caplog.at_level(logging.INFO, "shardwise"),
     ):
         engine = start({"stage": 1, "offload_optimizer": place}, memory_limits=limits)
