@@ -1,0 +1,83 @@
+"""State on the host and on disks of a CUDA device: the same training, less on the device, copies in order."""
+
+from __future__ import annotations
+
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+from torch import nn
+
+import shardwise
+from shardwise.memory import Tier
+from tests.offload.settings import FROM_STAGE_1, PLACES, offload
+
+WIDTH, LAYERS = 512, 6
+
+
+class Net(nn.Module):
+    def __init__(self) -> None:
+        super().__init__()
+        self.blocks = nn.ModuleList(
+            nn.Sequential(nn.Linear(WIDTH, 2 * WIDTH), nn.GELU(), nn.Linear(2 * WIDTH, WIDTH)) for _ in range(LAYERS)
+        )
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        for block in self.blocks:
+            x = x + block(x)
+        return x.float().square().mean()
+
+
+def train(zero: dict[str, Any], precision: str, optimizer: str = "AdamW") -> tuple[dict[str, torch.Tensor], int]:
+    """Parameters after some steps, and most bytes that the device has held in the last one."""
+    torch.manual_seed(0)
+    config = {
+        "train_micro_batch_size_per_gpu": 8,
+        "gradient_accumulation_steps": 2,
+        "gradient_clipping": 0.5,
+        "optimizer": {"type": optimizer, "params": {"lr": 1e-3}},
+        "zero_optimization": {"stage3_param_persistence_threshold": 0, **zero},
+        **({precision: {"enabled": True}} if precision != "fp32" else {}),
+    }
+    engine, *_ = shardwise.initialize(model=Net(), config=config)
+    dtype = {"fp32": torch.float32, "bf16": torch.bfloat16, "fp16": torch.float16}[precision]
+    for step in range(4):
+        engine.accountant.reset_peak()
+        for micro in range(2):
+            torch.manual_seed(10 * step + micro)
+            engine.backward(engine(torch.randn(8, WIDTH, device="cuda", dtype=dtype)))
+            engine.step()
+    peak = engine.accountant.peak_total_in(Tier.DEVICE)
+    with shardwise.zero.GatheredParameters(list(engine.module.parameters())):
+        found = {name: parameter.detach().cpu().clone() for name, parameter in engine.module.named_parameters()}
+    engine.destroy()
+    return found, peak
+
+
+@pytest.mark.parametrize("precision", ["fp32", "bf16", "fp16"])
+@pytest.mark.parametrize("place", PLACES)
+def test_training_is_the_same_with_less_on_the_device(tmp_path: Path, place: str, precision: str) -> None:
+    for stage in (1, 3) if place in FROM_STAGE_1 else (3,):
+        resident, most = train({"stage": stage}, precision)
+        away, held = train({"stage": stage, **offload(place, str(tmp_path))}, precision)
+        assert held < most
+        for name, values in resident.items():
+            # The processor's Adam and norm round differently from the device's in their last digits.
+            torch.testing.assert_close(away[name], values, rtol=2e-2 if precision != "fp32" else 1e-4, atol=1e-4)
+
+
+@pytest.mark.parametrize("place", PLACES)
+def test_the_same_bits_each_time(tmp_path: Path, place: str) -> None:
+    """What is read too early or overwritten too soon differs from run to run."""
+    first, second = (train({"stage": 3, **offload(place, str(tmp_path))}, "bf16")[0] for _ in range(2))
+    assert all(torch.equal(values, second[name]) for name, values in first.items())
+
+
+@pytest.mark.parametrize("optimizer", ["Lamb", "Muon", "Lion"])
+def test_other_optimizers(tmp_path: Path, optimizer: str) -> None:
+    resident, _ = train({"stage": 3}, "fp32", optimizer)
+    for place in ("optimizer on host", "all on disk"):
+        away, _ = train({"stage": 3, **offload(place, str(tmp_path))}, "fp32", optimizer)
+        for name, values in resident.items():
+            torch.testing.assert_close(away[name], values, rtol=1e-3, atol=1e-4)
