@@ -203,6 +203,7 @@ class Extent:
 
     def __init__(self, file: SwapFile, place: int, size: int) -> None:
         self._file = file
+        self._room = padded(size)
         self.size = size
         self.offset = place
         self.values = Values(place)
@@ -215,4 +216,4 @@ class Extent:
             last = self.values.last
             if last is not None:
                 last.settle()
-            self._file.give_back(self.offset, padded(self.size))
+            self._file.give_back(self.offset, self._room)
