@@ -7,7 +7,6 @@ with `finish`; what was given back written has its memory until it has been stor
 
 from __future__ import annotations
 
-import contextlib
 from dataclasses import dataclass
 from pathlib import Path
 from typing import TYPE_CHECKING, Any, Protocol
@@ -15,7 +14,6 @@ from typing import TYPE_CHECKING, Any, Protocol
 import torch
 
 from shardwise.device.staging import CopyStream, copy_stream, is_far
-from shardwise.errors import OffloadError
 from shardwise.memory import Tier
 
 if TYPE_CHECKING:
@@ -26,6 +24,9 @@ if TYPE_CHECKING:
 class _Transfer(Protocol):
     def wait(self) -> None:
         """Block until it has ended."""
+
+    def settle(self) -> None:
+        """The same; it is no matter how it has ended."""
 
 
 class Files(Protocol):
@@ -55,6 +56,9 @@ class _Nothing:
         return self
 
     def wait(self) -> None:
+        pass
+
+    def settle(self) -> None:
         pass
 
     def free(self) -> None:
@@ -166,10 +170,10 @@ class _Kept:
         self._near: torch.Tensor | None = None
 
     def __del__(self) -> None:
-        for transfer in (self._reading, self._writing):  # memory that threads still use must not go
+        # Memory that threads still use must not go. When Python ends, modules may have gone before.
+        for transfer in (self._reading, self._writing):
             if transfer is not None:
-                with contextlib.suppress(OffloadError):
-                    transfer.wait()
+                transfer.settle()
         self._extent.free()
 
     def start(self, *, read: bool) -> None:
