@@ -323,7 +323,7 @@ GROUPED: dict[str, Callable[[Case], Run]] = {
 """Systems that divide state over groups of `GROUP` neighbouring ranks, and the same without groups."""
 
 
-AIO = {"block_size": 1 << 20, "queue_depth": 8, "intra_op_parallelism": 1}
+AIO = {"block_size": 2 << 20, "queue_depth": 8, "intra_op_parallelism": 1}
 SUB_GROUP = 10_000_000
 """Elements of DeepSpeed's optimizer on a disk that are stepped together; by default it would be the whole model."""
 BUFFERS = {"optimizer": 12, "parameters": 48}

@@ -11,8 +11,10 @@ past the page cache and do nothing else, in several ways; the fastest counts.
 
 *overlap*: the same parts, and the parameters of an engine, on a disk that is played: memory whose bytes arrive when one
 disk of a given speed would have them. The speed is chosen so that moving takes half as long as computing, or as long.
-"hidden" is the part of the time of moving by which training does not take longer than with everything in memory. A part
-is computed by several steps of AdamW (one takes hardly longer than copying in memory: no disk keeps up with it).
+"hidden" is the part of the time of moving by which training does not take longer than with everything in memory; "of
+waiting" compares with a disk that is played to be infinitely fast, and leaves out the processor's own work for moving
+(copies and new pages, which on a GPU it does beside the computation). A part is computed by several steps of AdamW (one
+takes hardly longer than copying in memory: no disk keeps up with it).
 
 All take turns, forwards and then backwards through the list, so that a noisy machine is noisy for all of them.
 """
@@ -41,7 +43,7 @@ from shardwise.memory import Accountant, Category
 from shardwise.memory.places import ON_HOST, Loans, StateHome, borrowed, in_turn
 from shardwise.offload import DiskPlace, Disks
 from shardwise.offload.files import DiskOptions, SwapFile
-from shardwise.offload.unnamed import move_all, open_unnamed, paged, take_space
+from shardwise.offload.unnamed import Bytes, move_all, open_unnamed, paged, take_space
 from shardwise.optim import AdamW
 
 CPU = torch.device("cpu")
@@ -156,7 +158,7 @@ class PlainLoops:
     Args:
         directory: where it is.
         size: bytes that one pass reads and writes.
-        most: bytes in flight at most.
+        most: bytes of memory, for all blocks in turn.
     """
 
     def __init__(self, directory: Path, size: int, most: int) -> None:
@@ -176,9 +178,8 @@ class PlainLoops:
         """Each thread reads a block, writes it back, and goes to the next."""
 
         def work(number: int) -> None:
-            mine = self._memory[number * block : (number + 1) * block]
             for place in range(number * block, self._size, threads * block):
-                part = mine[: min(block, self._size - place)]
+                part = self._part(place, block)
                 move_all(os.preadv, self._file.descriptor, part, place)
                 move_all(os.pwritev, self._file.descriptor, part, place)
 
@@ -189,12 +190,16 @@ class PlainLoops:
         half = threads // 2
 
         def work(call: Callable[..., int], number: int) -> None:
-            mine = self._memory[number * block : (number + 1) * block]
             for place in range(number % half * block, self._size, half * block):
-                move_all(call, self._file.descriptor, mine[: min(block, self._size - place)], place)
+                move_all(call, self._file.descriptor, self._part(place, block), place)
 
         calls = [os.preadv] * half + [os.pwritev] * half
         _all([threading.Thread(target=work, args=(call, number)) for number, call in enumerate(calls)])
+
+    def _part(self, place: int, block: int) -> Bytes:
+        """Return memory for a block of the file: one block after the other takes the next part of it."""
+        start = place // block % (self._memory.size // block) * block
+        return self._memory[start : start + min(block, self._size - place)]
 
 
 def _all(threads: list[threading.Thread]) -> None:
@@ -206,11 +211,11 @@ def _all(threads: list[threading.Thread]) -> None:
 
 def disk(options: argparse.Namespace) -> Rows:
     """Return how fast parts are read and written in turn, and plain loops."""
-    count, elements = (4, 100_000) if options.quick else (12, 7 << 20)
+    count, elements = (4, 1 << 19) if options.quick else (12, 7 << 20)
     settings = DiskOptions()
     file = SwapFile(options.directory, settings, label="the swap file")
     state = Parts(DiskPlace(file, CPU, CPU), count, elements)
-    loops = PlainLoops(options.directory, state.bytes, 32 << 20)
+    loops = PlainLoops(options.directory, state.bytes, 3 * state.bytes // count)
     shapes = [(4, 1 << 20), (8, 1 << 20), (8, 4 << 20)]
     ways: dict[str, Callable[[], object]] = {"in turn": state.in_turn}
     for threads, block in shapes:
@@ -253,6 +258,8 @@ class Move:
     def wait(self) -> None:
         """Block until they are there."""
         self._ended.wait()
+
+    settle = wait
 
 
 class Space:
@@ -396,34 +403,30 @@ def overlap(options: argparse.Namespace) -> Rows:
 def hidden(name: str, training: Training, rounds: int) -> Rows:
     """Return how much of moving is hidden at several speeds."""
     played = training.played
-    training.moving()
-    usual = statistics.median(training.resident() for _ in range(3))
+    training.resident(), training.moving()
     before = played.moved
     training.moving()
     size = played.moved - before
-    found: dict[str, list[tuple[float, float, float]]] = {share: [] for share in SHARES}
+    found: dict[str, list[list[float]]] = {share: [] for share in SHARES}
     for turn in range(rounds):
         for share in SHARES if turn % 2 == 0 else reversed(SHARES):
-            near = training.resident()
-            played.speed = size / (SHARES[share] * usual)
+            near, at_once = training.resident(), training.moving()
+            moving = SHARES[share] * near
+            played.speed = size / moving
             away = training.moving()
             played.speed = float("inf")
+            at_once = (at_once + training.moving()) / 2
             near = (near + training.resident()) / 2
-            found[share].append((near, away, (near + SHARES[share] * usual - away) / (SHARES[share] * usual)))
+            figures = [near, moving, at_once, away, (near + moving - away) / moving, (at_once + moving - away) / moving]
+            found[share].append(figures)
     played.close()
+    fields = ("resident_ms", "moving_ms", "at_once_ms", "with_ms")
     rows = []
     for share, measured in found.items():
-        near, away, part = (statistics.median(column) for column in zip(*measured, strict=True))
-        rows.append(
-            {
-                "system": f"{name}, {share}",
-                "resident_ms": near * 1e3,
-                "moving_ms": SHARES[share] * usual * 1e3,
-                "with_ms": away * 1e3,
-                "hidden": part,
-                "bytes": size,
-            }
-        )
+        *times, part, of_waiting = (statistics.median(column) for column in zip(*measured, strict=True))
+        row: dict[str, Any] = {"system": f"{name}, {share}"}
+        row |= {field: value * 1e3 for field, value in zip(fields, times, strict=True)}
+        rows.append({**row, "hidden": part, "hidden_of_waiting": of_waiting, "bytes": size})
     return rows
 
 
