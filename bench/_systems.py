@@ -323,6 +323,90 @@ GROUPED: dict[str, Callable[[Case], Run]] = {
 """Systems that divide state over groups of `GROUP` neighbouring ranks, and the same without groups."""
 
 
+AIO = {"block_size": 2 << 20, "queue_depth": 8, "intra_op_parallelism": 1}
+SUB_GROUP = 10_000_000
+"""Elements of DeepSpeed's optimizer on a disk that are stepped together; by default it would be the whole model."""
+BUFFERS = {"optimizer": 12, "parameters": 48}
+"""Of DeepSpeed for what is on a disk: with 5 and 8 it ends in assertions ("Not enough buffers")."""
+FEW_LIVE = {
+    "stage3_max_live_parameters": 30_000_000,
+    "stage3_max_reuse_distance": 0,
+    "stage3_prefetch_bucket_size": 10_000_000,
+}
+"""Of DeepSpeed for parameters on a disk: by default it would keep those of a model of this size, and lack buffers."""
+
+
+def _place(device: str, directory: str) -> dict[str, Any]:
+    return {"device": device, "nvme_path": directory} if device == "nvme" else {"device": device}
+
+
+def offloaded(case: Case, stage: int, directory: str, optimizer: str, parameters: str = "none") -> Run:
+    """shardwise with its default settings, and state elsewhere.
+
+    Args:
+        case: what is trained.
+        stage: of ZeRO.
+        directory: on a disk.
+        optimizer, parameters: where they are: "none", "cpu" or "nvme".
+    """
+    keys: dict[str, Any] = {"offload_optimizer": _place(optimizer, directory)}
+    if parameters != "none":
+        keys["offload_param"] = _place(parameters, directory)
+    if parameters == "nvme":
+        keys["offload_param"]["max_in_cpu"] = 0
+    return shardwise(case, stage, **keys)
+
+
+def offloaded_peer(case: Case, stage: int, directory: str, optimizer: str, parameters: str = "none") -> Run:
+    """DeepSpeed with its own optimizer for the host and its default settings, and state elsewhere; see `offloaded`.
+
+    On a disk it reads and writes while it steps, and has buffers for the largest tensors.
+    """
+    import deepspeed as peer
+
+    model = case.model()
+    largest = max(parameter.numel() for parameter in model.parameters())
+    disk = (
+        {"pipeline_read": True, "pipeline_write": True, "buffer_count": BUFFERS["optimizer"]}
+        if optimizer == "nvme"
+        else {}
+    )
+    zero: dict[str, Any] = {"offload_optimizer": _place(optimizer, directory) | disk}
+    if optimizer == "nvme":
+        zero["sub_group_size"] = SUB_GROUP
+    if parameters != "none":
+        zero["offload_param"] = _place(parameters, directory)
+    if parameters == "nvme":
+        zero["offload_param"] |= {"buffer_count": BUFFERS["parameters"], "buffer_size": largest, "max_in_cpu": 0}
+        zero |= FEW_LIVE
+    config = _config(case, stage) | {"steps_per_print": 10**9, "aio": AIO}
+    config["zero_optimization"] |= zero
+    config["optimizer"] = {"type": "AdamW", "params": {"lr": 1e-4, "weight_decay": 0.0}}
+    engine, *_ = peer.initialize(model=model, config=config)
+    return EngineRun(case, engine)
+
+
+OFFLOADED: dict[str, dict[str, Callable[[Case, str], Run]]] = {
+    "host": {
+        "shardwise 3": lambda case, directory: shardwise(case, 3),
+        "shardwise 2, optimizer on host": lambda case, directory: offloaded(case, 2, directory, "cpu"),
+        "shardwise 3, optimizer on host": lambda case, directory: offloaded(case, 3, directory, "cpu"),
+        "shardwise 3, all on host": lambda case, directory: offloaded(case, 3, directory, "cpu", "cpu"),
+        "DeepSpeed 2, optimizer on host": lambda case, directory: offloaded_peer(case, 2, directory, "cpu"),
+        "DeepSpeed 3, optimizer on host": lambda case, directory: offloaded_peer(case, 3, directory, "cpu"),
+        "DeepSpeed 3, all on host": lambda case, directory: offloaded_peer(case, 3, directory, "cpu", "cpu"),
+    },
+    "disk": {
+        "shardwise 3": lambda case, directory: shardwise(case, 3),
+        "shardwise 3, optimizer on disk": lambda case, directory: offloaded(case, 3, directory, "nvme"),
+        "shardwise 3, all on disk": lambda case, directory: offloaded(case, 3, directory, "nvme", "nvme"),
+        "DeepSpeed 3, optimizer on disk": lambda case, directory: offloaded_peer(case, 3, directory, "nvme"),
+        "DeepSpeed 3, all on disk": lambda case, directory: offloaded_peer(case, 3, directory, "nvme", "nvme"),
+    },
+}
+"""Systems with state elsewhere, by what takes turns; they are given a directory on a disk."""
+
+
 def available() -> list[str]:
     """Return the names of the systems that are installed."""
     found = importlib.util.find_spec("deepspeed") is not None

@@ -1,4 +1,4 @@
-"""Draw the results in bench/results: time and memory of each system, communication, largest batch, growth.
+"""Draw the results in bench/results: time and memory of each system, communication, largest batch, growth, offload.
 
 python bench/plot.py [--results bench/results]
 
@@ -19,6 +19,7 @@ matplotlib.use("Agg")
 import matplotlib.pyplot as plt
 from _jobs import parser, read
 from matplotlib.axes import Axes
+from matplotlib.patches import Patch
 
 COLOURS = {"alone": "#888888", "DDP": "#444444", "FSDP2": "#4c78a8", "DeepSpeed": "#e1812c", "shardwise": "#2a9d5c"}
 MARKS = ("o", "s", "^", "D")
@@ -32,10 +33,15 @@ class Absent(Exception):
 
 def rows(folder: Path, name: str) -> Rows:
     """Return the rows of a result file."""
+    found: Rows = _record(folder, name)["rows"]
+    return found
+
+
+def _record(folder: Path, name: str) -> dict[str, Any]:
     path = folder / f"{name}.json"
     if not path.exists():
         raise Absent(name)
-    found: Rows = json.loads(path.read_text())["rows"]
+    found: dict[str, Any] = json.loads(path.read_text())
     return found
 
 
@@ -126,6 +132,45 @@ def growth(folder: Path) -> None:
     axes.legend(fontsize=8, loc="center left", bbox_to_anchor=(1, 0.5), frameon=False)
 
 
+TIERS = {"device": "device", "host": "memory of the host", "disk": "disk"}
+KINDS = {
+    "parameters": "#4c78a8",
+    "gathered window": "#9ecae9",
+    "activations": "#e1812c",
+    "gradients": "#b279a2",
+    "communication buffers": "#888888",
+    "master weights": "#2a9d5c",
+    "optimizer state": "#88d27a",
+    "other": "#cccccc",
+}
+
+
+def offload_step(folder: Path) -> None:
+    """Memory by tier over one step of an engine with everything on a disk."""
+    course = _record(folder, "offload_memory_98M_bf16_1")["course"]
+    marks, length = course["marks"], course["interval"]
+    _, axes = plt.subplots(3, 1, figsize=(10, 7), layout="constrained", sharex=True)
+    drawn = dict.fromkeys(kind for kinds in course["bytes"].values() for kind in kinds)
+    for place, (tier, title) in zip(axes, TIERS.items(), strict=True):
+        kinds = course["bytes"][tier]
+        names = [kind for kind in KINDS if kind in kinds]
+        values = [[value / 1e6 for value in kinds[name]] for name in names]
+        times = [number * length for number in range(len(values[0]))] if values else []
+        place.stackplot(times, values, colors=[KINDS[name] for name in names], step="post", linewidth=0)
+        highest = max(map(sum, zip(*values, strict=True)), default=1)
+        place.set_ylim(0, 1.18 * highest)
+        place.set_ylabel(f"{title}, MB")
+        place.spines[["top", "right"]].set_visible(False)
+        for name, begin in marks.items():
+            place.axvline(begin, color="black", linewidth=0.8, linestyle=":")
+            if place is axes[0] and name != "end":
+                place.text(begin + 0.005 * marks["end"], 1.1 * highest, name, fontsize=9, va="center")
+    axes[-1].set_xlabel("seconds")
+    axes[-1].set_xlim(0, marks["end"])
+    patches = [Patch(color=colour, label=kind) for kind, colour in KINDS.items() if kind in drawn]
+    axes[1].legend(handles=patches, fontsize=8, loc="center left", bbox_to_anchor=(1, 0.5), frameon=False)
+
+
 def convergence(group: str) -> Callable[[Path], None]:
     """Return a function that draws the losses of a group of ways, and what they send, in one figure."""
 
@@ -160,6 +205,7 @@ PLOTS: dict[str, Callable[[Path], None]] = {
     "communication": communication,
     "largest_batch": largest_batch,
     "growth": growth,
+    "offload_step": offload_step,
 }
 
 

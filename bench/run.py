@@ -32,6 +32,11 @@ PARTS: dict[str, list[str]] = {
     "growth": ["growth.py"],
     "comm": ["comm_gloo.py"],
     "optimizer": ["cpu_adam.py"],
+    "offload": [
+        "offload.py",
+        *(f"offload_time.py --place {place} --nproc {nproc}" for place in ("host", "disk") for nproc in (1, 2)),
+        "offload_memory.py",
+    ],
     "plan": ["plan_time.py"],
     "checkpoint": [
         "checkpoint_io.py --nproc 1",

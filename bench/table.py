@@ -27,6 +27,7 @@ PLOTS = {
     "time_and_memory": "Step time and peak memory of each system",
     "communication": "Step time over DDP's, and the part of it blocked in collectives, on 1 to 8 ranks",
     "largest_batch": "Largest batch under the limit, and samples trained a second",
+    "offload_step": "Memory of the device, of the host and on the disk over one step",
     "growth": "Processor time of a step over the number of layers, by number of layers",
     **{
         f"convergence_{group}": "Training loss by steps, and bytes sent"
@@ -359,6 +360,34 @@ def common(results: Results, names: Sequence[str]) -> str:
 
 
 GROUPS = "groups_27M_bf16_4_accumulation4"
+OFFLOAD_TIMES = {
+    (place, world): f"offload_time_{place}_98M_bf16_{world}" for place in ("host", "disk") for world in (1, 2)
+}
+OFFLOAD_MEMORY = "offload_memory_98M_bf16_1"
+
+
+def offload_times(results: Results) -> list[str]:
+    """Return the table of steps with state elsewhere: rows of the host, then of a disk."""
+    fields = ("median_ms", "over_resident", "over_deepspeed", "passes_ms", "update_ms")
+    lines = []
+    for (place, world), name in OFFLOAD_TIMES.items():
+        record = results.find(name)
+        for row in record["rows"] if record else []:
+            lines.append([row["system"], place, str(world), *(shown(row[field]) for field in fields)])
+    head = ["", "turns of", "ranks", "step, ms", "over resident", "over DeepSpeed", "passes, ms", "update, ms"]
+    return grid(head, lines)
+
+
+def offload_memory(results: Results) -> list[str]:
+    """Return the table of bytes a parameter by tier."""
+    record = results.find(OFFLOAD_MEMORY)
+    tiers = ("device", "host", "disk")
+    fields = ["peak", *(f"{kind}_{tier}" for tier in tiers for kind in ("planned", "counted"))]
+    head = ["", "resident peak", *(f"{tier}, {kind}" for tier in tiers for kind in ("planned", "counted"))]
+    rows = record["rows"] if record else []
+    return grid(head, [[row["system"], *(shown(row.get(field)) for field in fields)] for row in rows])
+
+
 MEMORY, LARGEST, LENGTHS = "memory_98M_bf16_4", "largest_batch_27M_fp32_2", "growth_lengths_2"
 SECTIONS = [
     Section(
@@ -523,6 +552,64 @@ SECTIONS = [
             ("lowest, ns", "cpu_adam", "lowest_ns"),
             ("of a copy's", "cpu_adam", "over_copy"),
         ),
+    ),
+    Section(
+        "Optimizer step on the host",
+        "AdamW with gradients in fp32, scaled, and a bf16 copy, on 50 million elements: bytes that it cannot avoid to "
+        "move over its time, beside a plain copy and a triad (a = b + c) of as many bytes with as many threads.",
+        ["offload_step"],
+        compare(
+            ("GB/s", "offload_step", "gb_per_s"),
+            ("of a copy's", "offload_step", "of_copy"),
+            ("of a triad's", "offload_step", "of_triad"),
+        ),
+    ),
+    Section(
+        "State on a disk",
+        "*in turn*: the optimizer's state of twelve units of 7 million parameters, on a disk, is read and written as "
+        "by a step that computes nothing, with sums over all bytes. The others are plain loops that read and write as "
+        "many bytes past the page cache and do nothing else: *back and forth*, each thread a block and then the same; "
+        "*side by side*, half of the threads read. Bytes of both directions.",
+        ["offload_disk"],
+        compare(
+            ("GB/s", "offload_disk", "gb_per_s"),
+            ("highest, GB/s", "offload_disk", "highest_gb_per_s"),
+            ("of the fastest loop's", "offload_disk", "of_plain"),
+        ),
+    ),
+    Section(
+        "Moving hidden behind computing",
+        "State on a disk that is played: memory whose bytes take as long as one disk of a given speed would need, half "
+        "as long as computing with everything in memory (*resident*), or as long. *hidden*: the part of the time of "
+        "moving by which training does not get longer. *of waiting*: the same beside an infinitely fast disk, which "
+        "leaves out the processor's own work for moving (copies, new pages). Optimizer state of twelve parts, each "
+        "stepped 24 times (one step hardly takes longer than a copy); parameters of a GPT of 98 million, forward and "
+        "backward.",
+        ["offload_overlap"],
+        compare(
+            ("resident, ms", "offload_overlap", "resident_ms"),
+            ("moving, ms", "offload_overlap", "moving_ms"),
+            ("together, ms", "offload_overlap", "with_ms"),
+            ("hidden", "offload_overlap", "hidden"),
+            ("of waiting", "offload_overlap", "hidden_of_waiting"),
+        ),
+    ),
+    Section(
+        "Step time with state elsewhere",
+        "GPT of 98 million parameters, AdamW in bf16, batch 1 x 64 per rank; systems with state on the host take turns "
+        "in one job, those with state on a disk in another. DeepSpeed steps with DeepSpeedCPUAdam. *over resident*: "
+        "over stage 3 of shardwise with everything on the device; *over DeepSpeed*: over DeepSpeed in the same "
+        "setting. On CPU ranks the device is a part of the same memory.",
+        list(OFFLOAD_TIMES.values()),
+        offload_times,
+    ),
+    Section(
+        "Memory by tier",
+        "The same on one rank, in bytes per parameter: highest resident size in training above the bare process, "
+        "and what shardwise has planned before the first step and counted, without activations.",
+        [OFFLOAD_MEMORY],
+        offload_memory,
+        "offload_step",
     ),
     Section(
         "One GPU",

@@ -120,3 +120,24 @@ def test_the_adam_benchmark_runs(tmp_path: Path) -> None:
     assert found["copy of 30 bytes"]["over_copy"] == 1
     assert all(row["median_ns"] > 0 for row in found.values())
     assert "| shardwise AdamW | 28 |" in bench("table.py", "--results", str(tmp_path))
+
+
+@pytest.mark.thorough
+def test_offloading_is_measured(tmp_path: Path) -> None:
+    options = ["--quick", "--results", str(tmp_path), "--directory", str(tmp_path)]
+    with ThreadPoolExecutor() as pool:
+        parts = pool.submit(bench, "offload.py", *options)
+        times = pool.submit(bench, "offload_time.py", "--place", "disk", *options)
+        memory = pool.submit(bench, "offload_memory.py", *options)
+    assert all(one.result() for one in (parts, times, memory))
+    by_threads = {row["system"]: row for row in rows(tmp_path / "offload_step.json")}
+    assert by_threads["copy, 1 thread"]["of_copy"] == 1 and by_threads["AdamW, 1 thread"]["gb_per_s"] > 0
+    first, *loops = rows(tmp_path / "offload_disk.json")
+    assert first["system"] == "in turn" and first["of_plain"] > 0 and max(row["of_plain"] for row in loops) == 1
+    assert all(row["with_ms"] > 0 and row["hidden"] <= 1.5 for row in rows(tmp_path / "offload_overlap.json"))
+    names = [row["system"] for row in rows(tmp_path / "offload_time_disk_98M_bf16_1.json")]
+    assert names == ["shardwise 3", "shardwise 3, optimizer on disk", "shardwise 3, all on disk"]
+    (row,) = rows(tmp_path / "offload_memory_98M_bf16_1.json")
+    assert row["planned_disk"] == row["counted_disk"] >= 14  # parameters, masters and two moments
+    assert "offload_step.png\n" in bench("plot.py", "--results", str(tmp_path))
+    assert "| shardwise 3, all on disk | disk | 1 |" in bench("table.py", "--results", str(tmp_path))

@@ -168,6 +168,34 @@ def test_many_at_the_same_time(file: SwapFile) -> None:
     assert file.size == 0  # everything was given back
 
 
+@pytest.mark.parametrize("count", [1, 2])
+def test_reading_and_writing_take_turns(tmp_path: Path, monkeypatch: pytest.MonkeyPatch, count: int) -> None:
+    moves: list[str] = []
+    asked = threading.Event()
+    calls = {"w": os.pwritev, "r": os.preadv}
+    file = SwapFile(tmp_path, DiskOptions(BLOCK, count), label="it")
+    first, second = file.reserve(8 * BLOCK), file.reserve(8 * BLOCK)
+    file.write(first, random(8 * BLOCK)).wait()
+
+    def noted(kind: str) -> Callable[..., int]:
+        def call(*arguments: Any) -> int:
+            asked.wait()
+            moves.append(kind)
+            return calls[kind](*arguments)
+
+        return call
+
+    monkeypatch.setattr(os, "pwritev", noted("w"))
+    monkeypatch.setattr(os, "preadv", noted("r"))
+    transfers = [file.write(second, random(8 * BLOCK)), file.read(first, random(8 * BLOCK))]
+    asked.set()
+    for transfer in transfers:
+        transfer.wait()
+    assert sorted(moves) == 8 * ["r"] + 8 * ["w"]
+    assert all(abs(moves[:place].count("r") - moves[:place].count("w")) <= 2 * count for place in range(len(moves)))
+    file.close()
+
+
 @given(st.lists(st.tuples(st.integers(0, 5), st.sampled_from(["write", "read", "free"]), st.sampled_from(SIZES))))
 def test_any_order_of_uses(steps: list[tuple[int, str, int]]) -> None:
     file = shared()

@@ -7,7 +7,6 @@ with `finish`; what was given back written has its memory until it has been stor
 
 from __future__ import annotations
 
-import contextlib
 from dataclasses import dataclass
 from pathlib import Path
 from typing import TYPE_CHECKING, Any, Protocol
@@ -15,7 +14,6 @@ from typing import TYPE_CHECKING, Any, Protocol
 import torch
 
 from shardwise.device.staging import CopyStream, copy_stream, is_far
-from shardwise.errors import OffloadError
 from shardwise.memory import Tier
 
 if TYPE_CHECKING:
@@ -26,6 +24,9 @@ if TYPE_CHECKING:
 class _Transfer(Protocol):
     def wait(self) -> None:
         """Block until it has ended."""
+
+    def settle(self) -> None:
+        """The same; it is no matter how it has ended."""
 
 
 class Files(Protocol):
@@ -52,6 +53,9 @@ class _Nothing:
         return self
 
     def wait(self) -> None:
+        pass
+
+    def settle(self) -> None:
         pass
 
     def close(self) -> None:
@@ -190,18 +194,20 @@ class _Kept:
         self._storage = tensor.untyped_storage()
         self._size = self._storage.nbytes()
         self._bytes = torch.empty(0, dtype=torch.uint8, device=tensor.device).set_(self._storage)
-        self._extent = file.reserve(self._size)
         self.staged = self._size if copies is not None else 0
         self._reading: _Transfer | None = None
         self._writing: _Transfer | None = None
         self._near: torch.Tensor | None = None
+        self._extent: Any = None
+        self._extent = file.reserve(self._size)
 
     def __del__(self) -> None:
-        for transfer in (self._reading, self._writing):  # memory that threads still use must not go
+        # Memory that threads still use must not go. When Python ends, modules may have gone before.
+        for transfer in (self._reading, self._writing):
             if transfer is not None:
-                with contextlib.suppress(OffloadError):
-                    transfer.wait()
-        self._extent.free()
+                transfer.settle()
+        if self._extent is not None:  # there was space for it
+            self._extent.free()
 
     def start(self, *, read: bool) -> None:
         """See `Stored.start`."""

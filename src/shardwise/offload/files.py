@@ -26,11 +26,12 @@ class DiskOptions:
     Attributes:
         block_size: bytes of one request; brought up to a multiple of 4096. Memory that the disk does not take as it is
             (not from `aligned_bytes`, nor pinned) goes by way of buffers, of as many bytes for each request in flight.
+            With less than a huge page two requests wait for the same page of new memory.
         queue_depth: requests in flight for each of `threads`.
         threads: `intra_op_parallelism`.
     """
 
-    block_size: int = 1 << 20
+    block_size: int = 2 << 20
     queue_depth: int = 8
     threads: int = 1
 
@@ -203,6 +204,7 @@ class Extent:
 
     def __init__(self, file: SwapFile, place: int, size: int) -> None:
         self._file = file
+        self._room = padded(size)
         self.size = size
         self.offset = place
         self.values = Values(place)
@@ -215,4 +217,4 @@ class Extent:
             last = self.values.last
             if last is not None:
                 last.settle()
-            self._file.give_back(self.offset, padded(self.size))
+            self._file.give_back(self.offset, self._room)

@@ -1,8 +1,9 @@
 """Values on their way between memory and a file, in blocks that threads move side by side.
 
-Whoever asks for a transfer goes on at once. Its blocks stand in one queue, from which each thread takes the next: so as
-many requests are with the disk as there are threads. A block that was written is remembered by a sum over its bytes,
-which is compared when it is read.
+Whoever asks for a transfer goes on at once. Its blocks stand in a queue, from which each thread takes the next: so as
+many requests are with the disk as there are threads. Where there is something to read and something to write, each
+thread does one after the other: most disks do both at once, in less time than one after the other takes. A block that
+was written is remembered by a sum over its bytes, which is compared when it is read.
 
 Transfers of the same values are made one after the other, in the order in which they were asked for: a read sees the
 write before it, a write does not overtake the read before it. The blocks of the later one come into the queue when the
@@ -12,11 +13,13 @@ earlier one has ended, so that no thread ever waits for another.
 from __future__ import annotations
 
 import atexit
+import contextlib
 import ctypes
 import os
 import threading
 import time
 import weakref
+from collections import deque
 from dataclasses import dataclass, field
 from queue import SimpleQueue
 
@@ -95,6 +98,9 @@ class Transfer:
         self._ended.set()
 
 
+_Block = tuple[Transfer, int]
+
+
 def bytes_of(tensor: torch.Tensor) -> Bytes:
     """Return the memory of a tensor, which has to be kept; after `Tensor.numpy` it could not be given back."""
     if not tensor.numel():
@@ -126,7 +132,8 @@ class Threads:
         self.bytes_written = 0
         self._count = count
         self._lock = threading.Lock()
-        self._queue: SimpleQueue[tuple[Transfer, int] | _End] = SimpleQueue()
+        self._queue: SimpleQueue[_End | None] = SimpleQueue()  # None: of one of the blocks
+        self._blocks: tuple[deque[_Block], deque[_Block]] = deque(), deque()  # to be read, to be written
         self._threads: list[threading.Thread] = []
         self._alive = 0
         self._closing = False  # blocks in the queue are let go
@@ -214,7 +221,8 @@ class Threads:
                 transfer.fail(f"{size} bytes are to be read at offset {values.place}, where {there}")
             transfer.left = 0 if transfer.failed else -(-size // self.block)
             for number in range(transfer.left):
-                self._queue.put((transfer, number))
+                self._blocks[transfer.writes].append((transfer, number))
+                self._queue.put(None)
             transfer = None if transfer.left else self._end(transfer)
 
     def _end(self, transfer: Transfer) -> Transfer | None:
@@ -237,11 +245,14 @@ class Threads:
 
     def _work(self, bounce: Bytes) -> None:
         """Move one block after the other, with a buffer for those that the disk does not take as they are."""
+        writes = False
         while True:
             found = self._queue.get()
-            if not isinstance(found, _End):
-                self._take(*found, bounce)
-                del found  # while nothing is to be done, nothing is kept
+            if found is None:
+                transfer, number = self._next(not writes)
+                writes = transfer.writes
+                self._take(transfer, number, bounce)
+                del transfer  # while nothing is to be done, nothing is kept
             elif found.first:
                 with self._lock:  # whoever was putting blocks into the queue has done so
                     for _ in self._threads:
@@ -252,6 +263,13 @@ class Threads:
             self._alive -= 1
             if not self._alive:
                 os.close(self.file.descriptor)
+
+    def _next(self, writes: bool) -> _Block:
+        """Return the next block: one that is to be written, or read, if there is one; of some kind there is one."""
+        while True:
+            for blocks in (self._blocks[writes], self._blocks[not writes]):
+                with contextlib.suppress(IndexError):  # other threads may be faster
+                    return blocks.popleft()
 
     def _take(self, transfer: Transfer, number: int, bounce: Bytes) -> None:
         if self._closing:
