@@ -599,14 +599,16 @@ SECTIONS = [
         "GPT of 98 million parameters, AdamW in bf16, batch 1 x 64 per rank; systems with state on the host take turns "
         "in one job, those with state on a disk in another. DeepSpeed steps with DeepSpeedCPUAdam. *over resident*: "
         "over stage 3 of shardwise with everything on the device; *over DeepSpeed*: over DeepSpeed in the same "
-        "setting. On CPU ranks the device is a part of the same memory.",
+        "setting. On CPU ranks the device is a part of the same memory. Other programs ran on the machine: on 2 ranks "
+        "single turns of one system took up to twice as long as others.",
         list(OFFLOAD_TIMES.values()),
         offload_times,
     ),
     Section(
         "Memory by tier",
-        "The same on one rank, in bytes per parameter: highest resident size in training above the bare process, "
-        "and what shardwise has planned before the first step and counted, without activations.",
+        "The same on one rank, in bytes per parameter: highest resident size in training above the bare process, and "
+        "what shardwise has planned before the first step and counted, without activations. DeepSpeed has 12 buffers "
+        "for its optimizer and 48 for parameters on a disk; with 5 and 8 it stopped for lack of them.",
         [OFFLOAD_MEMORY],
         offload_memory,
         "offload_step",
