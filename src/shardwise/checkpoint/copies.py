@@ -240,7 +240,7 @@ class MemoryCopies:
         size = sum(tensor.nbytes for tensor in part.tensors.values())
         created = time.time()
         try:
-            facts = write_tensors(os.path.join(draft, part.file), part.tensors, part.bring, over=True)
+            facts = write_tensors(os.path.join(draft, part.file), part.tensors, over=True, bring=part.bring)
             told: dict[str, Any] = {"facts": [facts.size, list(facts.checksums)], **part.to_json()}
             if self._comm.rank == 0:
                 told["header"] = {**header, "optimizer": self._optimizer_name()}

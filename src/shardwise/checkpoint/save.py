@@ -200,7 +200,7 @@ def _compare_tags(request: SaveRequest, tags: Sequence[str], rank: int) -> None:
 def _write(part: Part, path: str, request: SaveRequest) -> None:
     size = sum(tensor.nbytes for tensor in part.tensors.values())
     try:
-        facts = write_tensors(os.path.join(path, part.file), part.tensors, part.bring, direct=request.direct)
+        facts = write_tensors(os.path.join(path, part.file), part.tensors, direct=request.direct, bring=part.bring)
         told = {"facts": [facts.size, list(facts.checksums)], **part.to_json()}
         directory.write_file(os.path.join(path, beside(part.file, FACTS)), json.dumps(told).encode())
     except OSError as error:

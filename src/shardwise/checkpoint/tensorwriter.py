@@ -194,10 +194,10 @@ class TensorWriter:
 def write_tensors(
     path: str,
     tensors: Mapping[str, torch.Tensor],
-    bring: Bring = at_hand,
     *,
     direct: bool = False,
     over: bool = False,
+    bring: Bring = at_hand,
 ) -> FileFacts:
     """Write a file of tensors with checksums; it is on disk when this returns. See `TensorWriter`."""
     specs = {name: Spec(tensor.dtype, tuple(tensor.shape)) for name, tensor in tensors.items()}
