@@ -326,10 +326,16 @@ class PlayedDisk:
 
 
 class Training:
-    """What is timed with state in memory, and with state on a played disk."""
+    """What is timed with state in memory, and with state on a played disk.
+
+    Attributes:
+        played: the disk.
+        moved: bytes that it has moved in what was timed last.
+    """
 
     def __init__(self) -> None:
         self.played = PlayedDisk()
+        self.moved = 0
 
     def resident(self) -> float:
         """Return the seconds with everything in memory."""
@@ -354,9 +360,11 @@ class Steps(Training):
 
     def moving(self) -> float:
         """See `Training.moving`."""
-        begin = time.perf_counter()
+        before, begin = self.played.moved, time.perf_counter()
         self._state.in_turn(STEPS)
-        return time.perf_counter() - begin
+        seconds = time.perf_counter() - begin
+        self.moved = self.played.moved - before
+        return seconds
 
 
 class Passes(Training):
@@ -383,13 +391,17 @@ class Passes(Training):
         return self._passes(self._away)
 
     def _passes(self, run: Any) -> float:
-        # A step follows, and what it has to move is not measured.
+        # What a step has to move is not measured.
+        speed, self.played.speed = self.played.speed, float("inf")
         run.update()
         run.finish()
         self.played.idle()
-        begin = time.perf_counter()
+        self.played.speed = speed
+        before, begin = self.played.moved, time.perf_counter()
         run.passes()
-        return time.perf_counter() - begin
+        seconds = time.perf_counter() - begin
+        self.moved = self.played.moved - before
+        return seconds
 
 
 def overlap(options: argparse.Namespace) -> Rows:
@@ -403,10 +415,9 @@ def overlap(options: argparse.Namespace) -> Rows:
 def hidden(name: str, training: Training, rounds: int) -> Rows:
     """Return how much of moving is hidden at several speeds."""
     played = training.played
-    training.resident(), training.moving()
-    before = played.moved
+    training.resident()
     training.moving()
-    size = played.moved - before
+    size = training.moved
     found: dict[str, list[list[float]]] = {share: [] for share in SHARES}
     for turn in range(rounds):
         for share in SHARES if turn % 2 == 0 else reversed(SHARES):
