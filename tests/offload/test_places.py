@@ -3,17 +3,21 @@
 from __future__ import annotations
 
 import contextlib
+import errno
 import gc
+import os
 import subprocess
 import sys
 from collections.abc import Callable, Iterator
 from pathlib import Path
+from unittest import mock
 
 import pytest
 import torch
 from hypothesis import HealthCheck, given, settings
 from hypothesis import strategies as st
 
+from shardwise.errors import OffloadError
 from shardwise.memory import Accountant, Category, Tier
 from shardwise.memory.places import Loans, StateHome, borrowed, in_turn, tier_in_use
 from shardwise.offload import Disks, HostPlace
@@ -255,3 +259,18 @@ def test_values_of_real_size(home: StateHome) -> None:
         tensor[-1] ^= 255
         expected[-1] ^= 255
     assert torch.equal(loans.read(tensor), expected)
+
+
+def test_what_cannot_be_stored_is_told_and_leaves_no_memory_behind(tmp_path: Path) -> None:
+    with on_disk(tmp_path, CPU, far=False) as home:
+        accountant = Accountant()
+        parts = [(Loans(home, accountant), torch.zeros(500)) for _ in range(4)]
+        for loans, tensor in parts:
+            loans.keep(Category.OPTIMIZER, tensor)
+        resting = counted(accountant, Tier.HOST)
+        error = OSError(errno.EIO, os.strerror(errno.EIO))
+        told = pytest.raises(OffloadError, match=r"Input/output error\. Check the disk.*last checkpoint")
+        with mock.patch("os.pwritev", side_effect=error), told:
+            in_turn([(part, [(part[0], True)]) for part in parts], lambda part: part[1].add_(1))
+        assert all(tensor.untyped_storage().nbytes() == 0 for _, tensor in parts)
+        assert counted(accountant, Tier.HOST) == resting and [loans.lent for loans, _ in parts] == [0] * 4

@@ -303,12 +303,17 @@ class Loans:
             self.settle()
 
     def settle(self) -> None:
-        """Have the memory of what was given back: where it is still being stored the host waits for that."""
-        unsettled, self._unsettled = self._unsettled, []
-        for loan in unsettled:
-            loan.stored.settle()
-            self._arrived(loan)
-            self._accountant.remove(loan.category, loan.tensor.nbytes, self._tier)
+        """Have the memory of what was given back: where it is still being stored the host waits for that.
+
+        Raises:
+            OffloadError: something could not be stored; the memory is free all the same.
+        """
+        with contextlib.ExitStack() as all_of_them:
+            while self._unsettled:
+                loan = self._unsettled.pop()
+                all_of_them.callback(self._accountant.remove, loan.category, loan.tensor.nbytes, self._tier)
+                all_of_them.callback(self._arrived, loan)
+                all_of_them.callback(loan.stored.settle)
 
     def in_place(self, tensor: torch.Tensor) -> torch.Tensor:
         """Return the values of a tensor for the host to read and write, where they are stored (if `home.at_hand`)."""
@@ -417,8 +422,9 @@ def _borrowed(wanted: Sequence[Borrowed]) -> Iterator[None]:
 
 def settle(wanted: Sequence[Borrowed]) -> None:
     """Have the memory of what has been borrowed and given back."""
-    for loans, _ in wanted:
-        loans.settle()
+    with contextlib.ExitStack() as all_of_them:
+        for loans, _ in reversed(wanted):
+            all_of_them.callback(loans.settle)
 
 
 def in_turn(parts: Sequence[tuple[T, Sequence[Borrowed]]], use: Callable[[T], None]) -> None:
@@ -442,5 +448,4 @@ def in_turn(parts: Sequence[tuple[T, Sequence[Borrowed]]], use: Callable[[T], No
                         ahead.callback(loans.give_back, written=False)
                     use(part)
     finally:
-        for _, wanted in parts[-2:]:
-            settle(wanted)
+        settle([borrows for _, wanted in parts for borrows in wanted])

@@ -246,9 +246,11 @@ class _Kept:
     def settle(self) -> None:
         """See `Stored.settle`."""
         writing, self._writing = self._writing, None
-        if writing is not None:
-            writing.wait()
-        self._storage.resize_(0)
+        try:
+            if writing is not None:
+                writing.wait()
+        finally:
+            self._storage.resize_(0)
 
     def in_place(self) -> torch.Tensor:
         """Nothing can be worked on there."""

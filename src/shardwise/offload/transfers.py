@@ -280,7 +280,7 @@ class Threads:
             except Exception as error:
                 what = "writing" if transfer.writes else "reading"
                 reason = (error.strerror or str(error)) if isinstance(error, OSError) else repr(error)
-                transfer.fail(f"{what} {self._where(transfer, number)}: {reason}", error)
+                transfer.fail(f"{what} {self._where(transfer, number)}: {reason}. {_GO_ON}", error)
         with self._lock:
             transfer.left -= 1
             if not transfer.left:
@@ -316,13 +316,11 @@ class Threads:
             os.posix_fadvise(self.file.descriptor, values.place + start, moved.size, os.POSIX_FADV_DONTNEED)
         if count < moved.size:
             what = "written" if transfer.writes else "read: the file ends there, it was cut short"
-            transfer.fail(f"of {self._where(transfer, number)} only {count} were {what}")
+            transfer.fail(f"of {self._where(transfer, number)} only {count} were {what}. {_GO_ON}")
         elif not transfer.writes:
             if _sum(moved[: mine.size]) != values.sums[number]:
-                transfer.fail(
-                    f"{self._where(transfer, number)} are damaged: the disk has not given back what was written. Go on "
-                    "from the last checkpoint, and check the disk"
-                )
+                damaged = "are damaged: the disk has not given back what was written"
+                transfer.fail(f"{self._where(transfer, number)} {damaged}. {_GO_ON}")
             elif moved is not mine:
                 mine[:] = moved[: mine.size]
 
@@ -344,6 +342,7 @@ class _End:
     first: bool = False
 
 
+_GO_ON = "Check the disk, or name another one in nvme_path, and go on from the last checkpoint"
 _CLOSED = "it was closed before the transfer had ended"
 
 
