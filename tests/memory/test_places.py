@@ -52,7 +52,7 @@ class Kept:
     def settle(self) -> None:
         pass
 
-    def look_ahead(self) -> None:
+    def look_ahead(self, target: torch.Tensor | None = None) -> None:
         pass
 
     def copy_to(self, target: torch.Tensor) -> None:

@@ -113,7 +113,7 @@ class Held:
     def settle(self) -> None:
         assert self._state != "lent"
 
-    def look_ahead(self) -> None:
+    def look_ahead(self, target: torch.Tensor | None = None) -> None:
         pass
 
     def in_place(self) -> torch.Tensor:

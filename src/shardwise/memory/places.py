@@ -42,8 +42,12 @@ class Stored(Protocol):
     def settle(self) -> None:
         """Have the host wait until the tensor's memory, taken by `give_back`, is free."""
 
-    def look_ahead(self) -> None:
-        """Begin to bring the values to where `copy_to` or `start` has them sooner, if that takes time."""
+    def look_ahead(self, target: torch.Tensor | None = None) -> None:
+        """Begin to bring the values to where `copy_to` or `start` has them sooner, if that takes time.
+
+        Args:
+            target: where `copy_to` will bring them. What it holds is undefined until then.
+        """
 
     def in_place(self) -> torch.Tensor:
         """Return the stored bytes for the host to read and write, when all copies are made (where `at_hand`)."""
@@ -365,13 +369,13 @@ class Loans:
         self._arrived(loan)
         return target
 
-    def look_ahead(self, tensor: torch.Tensor) -> None:
-        """Begin to bring the values of a tensor that will be `read` next, if that takes time."""
+    def look_ahead(self, tensor: torch.Tensor, into: torch.Tensor | None = None) -> None:
+        """Begin to bring the values of a tensor that will be `read` next (into the same memory), if that takes time."""
         loan = self._kept.get(id(tensor.untyped_storage()))
         if loan is not None and self.home.lags and not (self.lent or loan.staged):
-            self._coming(loan, tensor.nbytes)
+            self._coming(loan, loan.stored.staged if into is not None else tensor.nbytes)
             with self._accountant.owning(None):
-                loan.stored.look_ahead()
+                loan.stored.look_ahead(into)
 
     def _move(self, *, read: int = 0, written: int = 0) -> None:
         self._accountant.move(self.home.tier, read=read, written=written)

@@ -217,11 +217,15 @@ class _Kept:
         else:
             self._forget_near()
 
-    def look_ahead(self) -> None:
+    def look_ahead(self, target: torch.Tensor | None = None) -> None:
         """See `Stored.look_ahead`."""
         if self._reading is None:
-            there = self._copies is None and self._storage.nbytes() == self._size
-            self._near = self._bytes if there else self._host_bytes()
+            if self._copies is not None:
+                self._near = self._host_bytes()
+            elif target is not None:
+                self._near = target.view(-1).view(torch.uint8)
+            else:
+                self._near = self._bytes if self._storage.nbytes() == self._size else self._host_bytes()
             self._reading = self._file.read(self._extent, self._near)
 
     def finish(self) -> None:
@@ -263,7 +267,9 @@ class _Kept:
             self._file.read(self._extent, flat).wait()
         else:
             self.look_ahead()
-            self._copy(flat, self._arrived())
+            near = self._arrived()
+            if near.untyped_storage()._cdata != flat.untyped_storage()._cdata:  # it was not read into the target
+                self._copy(flat, near)
 
     def _copy(self, target: torch.Tensor, near: torch.Tensor) -> None:
         target.copy_(near, non_blocking=True)

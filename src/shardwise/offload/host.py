@@ -75,7 +75,7 @@ class _Kept:
             self._storage.resize_(0)
         self._moved = self._copies.mark()
 
-    def look_ahead(self) -> None:
+    def look_ahead(self, target: torch.Tensor | None = None) -> None:
         """See `Stored.look_ahead`: it is near."""
 
     def settle(self) -> None:

@@ -334,6 +334,10 @@ class SectionMemory:
         """Write the shard into its range of the whole buffer."""
         self.shard_loans.read(self.shard, self.full[self.shard_range])
 
+    def begin_to_bring_shard(self) -> None:
+        """Begin with that, if it takes time."""
+        self.shard_loans.look_ahead(self.shard, self.full[self.shard_range])
+
     def free(self) -> None:
         """Let go of the whole buffer."""
         self.full = self.source = torch.empty(0, dtype=self.layout.dtype, device=self.device)
@@ -376,16 +380,24 @@ class SectionMemory:
             self.published.copy_(self.master)
 
 
-class _Here:
-    """A gather that has ended."""
+class _Coming:
+    """Shards that come from where they live into the whole buffers, which nobody else fills.
+
+    Args:
+        sections: theirs.
+    """
 
     scratch: Sequence[torch.Tensor] = ()
 
+    def __init__(self, sections: Sequence[SectionMemory]) -> None:
+        self._sections = sections
+        for section in sections:
+            section.begin_to_bring_shard()
+
     def wait(self) -> None:
-        """Nothing is to be waited for."""
-
-
-_HERE = _Here()
+        """Wait until they are there."""
+        for section in self._sections:
+            section.bring_shard()
 
 
 class ShardSource:
@@ -412,11 +424,13 @@ class ShardSource:
         # What lives elsewhere is brought to where it is to be in the whole buffer, and gathered from there.
         moves = [(s.full, s.full[s.shard_range], level) for s in sections]
         launches = self._domain.gathering(moves, 0, label, kind)
+        if not launches:
+            return [lambda: _Coming(sections)]
 
         def begin() -> Link:
             for section in sections:
                 section.bring_shard()
-            return launches[0]() if launches else _HERE
+            return launches[0]()
 
         return [begin, *launches[1:]]
 
@@ -822,8 +836,8 @@ class Unit:
         self.domain.gathers.follow()
 
     def look_ahead(self) -> None:
-        """Begin to bring the shard, if that takes time: the unit is gathered next."""
-        if self.state is UnitState.RELEASED:
+        """Begin to bring the shard, if the gather that is launched next would wait for it."""
+        if self.state is UnitState.RELEASED and (self.level or self.domain.beside):
             for section in self.sections:
                 section.shard_loans.look_ahead(section.shard)
 
