@@ -31,6 +31,7 @@ import tempfile
 import threading
 import time
 from collections.abc import Callable, Iterator, Mapping
+from dataclasses import replace
 from pathlib import Path
 from typing import Any
 from unittest import mock
@@ -368,13 +369,20 @@ class Steps(Training):
 
 
 class Passes(Training):
-    """Forward and backward passes of an engine whose parameters are on the disk."""
+    """Forward and backward passes of an engine whose parameters are on the disk.
 
-    def __init__(self, size: str, directory: Path) -> None:
+    Args:
+        size: of the model.
+        rows: of the batch.
+        directory: any.
+    """
+
+    def __init__(self, size: str, rows: int, directory: Path) -> None:
         from _systems import SIZES, Case, shardwise
 
         super().__init__()
-        case = Case(SIZES[size], bf16=True)
+        case = Case(replace(SIZES[size], rows=rows), bf16=True)
+        self.tokens = rows * case.size.length
         on_disk = {"offload_param": {"device": "nvme", "nvme_path": str(directory), "max_in_cpu": 0}}
         with mock.patch.object(Disks, "_file", lambda disks, directory: self.played):
             self._away = shardwise(case, 3, **on_disk)
@@ -407,9 +415,11 @@ class Passes(Training):
 def overlap(options: argparse.Namespace) -> Rows:
     """Return how much of moving is hidden behind an optimizer's step, and behind the passes of an engine."""
     count, elements = (4, 100_000) if options.quick else (12, 2 << 20)
-    steps = hidden("optimizer state in steps", Steps(count, elements), options.rounds)
-    passes = Passes("tiny" if options.quick else "98M", options.directory)
-    return [*steps, *hidden("parameters in passes", passes, options.rounds)]
+    rows = hidden("optimizer state in steps", Steps(count, elements), options.rounds)
+    for batch in (1, 8):
+        passes = Passes("tiny" if options.quick else "98M", batch, options.directory)
+        rows += hidden(f"parameters in passes of {passes.tokens} tokens", passes, options.rounds)
+    return rows
 
 
 def hidden(name: str, training: Training, rounds: int) -> Rows:
@@ -460,7 +470,7 @@ def main() -> None:
             rows = MEASURED[name](options)
             for row in rows:
                 figures = "  ".join(f"{key} {value:.3g}" for key, value in row.items() if isinstance(value, float))
-                print(f"{row['system']:40s} {figures}", flush=True)
+                print(f"{row['system']:52s} {figures}", flush=True)
             save(options.results, f"offload_{name}", rows, rounds=options.rounds)
 
 

@@ -74,8 +74,8 @@ def test_the_next_is_on_its_way_while_one_is_used() -> None:
     shelf, accountant, loans = three()
     in_turn([(n, [(one, n > 0)]) for n, one in enumerate(loans)], lambda n: shelf.said.append(f"use {n}"))
     assert shelf.said == [
-        "start 0", "finish 0", "start 1", "use 0", "drop 0",
-        "finish 1", "start 2", "use 1", "store 1",
+        "start 0", "start 1", "finish 0", "use 0", "drop 0",
+        "start 2", "finish 1", "use 1", "store 1",
         "finish 2", "use 2", "store 2",
     ]  # fmt: skip
     assert accountant.peak[M] == 2 * 16 and accountant.live[M] == 0

@@ -403,25 +403,30 @@ T = TypeVar("T")
 def borrowed(wanted: Sequence[Borrowed]) -> Iterator[None]:
     """Have all of some loans inside of the block."""
     try:
-        with _borrowed(wanted):
+        with _lent(wanted):
+            _finish(wanted)
             yield
     finally:
         settle(wanted)
 
 
 @contextlib.contextmanager
-def _borrowed(wanted: Sequence[Borrowed]) -> Iterator[None]:
+def _lent(wanted: Sequence[Borrowed]) -> Iterator[None]:
+    """Begin to borrow; at the end of the block everything is given back."""
     started = 0
     try:
         for loans, _ in wanted:
             loans.start()
             started += 1
-        for loans, _ in wanted:
-            loans.finish()
         yield
     finally:
         for loans, written in wanted[:started]:
             loans.give_back(written=written)
+
+
+def _finish(wanted: Sequence[Borrowed]) -> None:
+    for loans, _ in wanted:
+        loans.finish()
 
 
 def settle(wanted: Sequence[Borrowed]) -> None:
@@ -434,8 +439,8 @@ def settle(wanted: Sequence[Borrowed]) -> None:
 def in_turn(parts: Sequence[tuple[T, Sequence[Borrowed]]], use: Callable[[T], None]) -> None:
     """Use parts of something one after the other, each lent meanwhile.
 
-    While one is used the next one is on its way, and the one before may still be being stored: there is memory for
-    three, whatever their number.
+    While one is waited for and used the next one is on its way, and the one before may still be being stored: there is
+    memory for three, whatever their number.
 
     Args:
         parts: each with what it borrows.
@@ -444,12 +449,13 @@ def in_turn(parts: Sequence[tuple[T, Sequence[Borrowed]]], use: Callable[[T], No
     try:
         with contextlib.ExitStack() as ahead:
             for number, (part, wanted) in enumerate(parts):
-                with ahead.pop_all(), _borrowed(wanted):
+                with ahead.pop_all(), _lent(wanted):
                     if number >= 2:
                         settle(parts[number - 2][1])
                     for loans, _ in parts[number + 1][1] if number + 1 < len(parts) else ():
                         loans.start()
                         ahead.callback(loans.give_back, written=False)
+                    _finish(wanted)
                     use(part)
     finally:
         settle([borrows for _, wanted in parts for borrows in wanted])

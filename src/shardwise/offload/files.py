@@ -26,12 +26,12 @@ class DiskOptions:
     Attributes:
         block_size: bytes of one request; brought up to a multiple of 4096. Memory that the disk does not take as it is
             (not from `aligned_bytes`, nor pinned) goes by way of buffers, of as many bytes for each request in flight.
-            With less than a huge page two requests wait for the same page of new memory.
+            Of smaller ones many begin or end within a huge page of new memory, for which two requests wait then.
         queue_depth: requests in flight for each of `threads`.
         threads: `intra_op_parallelism`.
     """
 
-    block_size: int = 2 << 20
+    block_size: int = 4 << 20
     queue_depth: int = 8
     threads: int = 1
 

@@ -113,7 +113,7 @@ class ActivationOffload(ConfigSection):
 class AIO(ConfigSection):
     """`aio`: asynchronous disk access, used by offloading to disk."""
 
-    block_size: Int = key(2_097_152, "Bytes per request.", gt=0)
+    block_size: Int = key(4_194_304, "Bytes per request.", gt=0)
     queue_depth: Int = key(8, "Requests in flight, of each of intra_op_parallelism.", gt=0)
     intra_op_parallelism: Int = key(1, "Factor on the requests in flight.", gt=0)
     thread_count: Int | None = key(
