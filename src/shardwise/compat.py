@@ -152,6 +152,17 @@ def storage_users(tensor: torch.Tensor) -> int | None:
     return None if count is None else count(tensor.untyped_storage()._cdata)
 
 
+def is_shared(tensor: torch.Tensor) -> bool:
+    """Whether other tensors or objects refer to the memory behind a tensor, or may do so."""
+    users = storage_users(tensor)
+    return users is None or users != _users_of_one()
+
+
+@functools.cache
+def _users_of_one() -> int | None:
+    return storage_users(torch.empty(0, device="cpu"))
+
+
 def share_memory(one: torch.Tensor, other: torch.Tensor) -> bool:
     """Whether two tensors lie in the same memory, of which those of a dry run have none that could be compared."""
     return one.untyped_storage()._cdata == other.untyped_storage()._cdata

@@ -127,6 +127,7 @@ class Gatherer:
         self.units = list(units)
         self.registry = registry
         self.phase = Phase.IDLE
+        self._heir: Unit | None = None
         self.suspended = False
         self.rescues = 0
         self._channel = channel
@@ -307,6 +308,9 @@ class Gatherer:
         self._watched &= self._used
 
     def _begin(self, order: list[Unit]) -> None:
+        if self._heir is not None:  # the pass before has not come to its gather
+            self._heir.renounce()
+            self._heir = None
         # What the script has gathered around the pass is whole on all ranks.
         self._sequence = [unit for unit in order if not unit.pins]
         self._position = {unit.index: place for place, unit in enumerate(self._sequence)}
@@ -512,7 +516,7 @@ class Gatherer:
             return
         if count >= self._expected[unit.index] and unit.index not in self._held and not self.suspended:
             if self._passes:
-                unit.release()
+                self._release(unit)
             else:
                 self._resting[unit.index] = unit
 
@@ -622,7 +626,14 @@ class Gatherer:
         """Release a unit whose gradients are complete, unless its values may still be needed."""
         busy = unit.index in self._held or self.in_use(unit) or self.suspended
         if self.phase is Phase.BACKWARD and not busy:
-            unit.release()
+            self._release(unit)
+
+    def _release(self, unit: Unit) -> None:
+        """Release a unit; the next one to be gathered may have its memory."""
+        with self._lock:  # peers may have gathers launched
+            following = self._sequence[self._next] if self._next < len(self._sequence) else None
+            self._heir = following if following is not None and following.state is UnitState.RELEASED else None
+            unit.release(self._heir)
 
     # -- access by the user (shardwise.zero.units.released.Owner) ----------------------------------------------------
 

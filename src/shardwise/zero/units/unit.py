@@ -32,7 +32,7 @@ from shardwise.comm.chain import Launch, Link
 from shardwise.comm.communicator import Communicator
 from shardwise.comm.domain import Domain
 from shardwise.comm.pieces import Places
-from shardwise.compat import never_compiled, storage_users, without_overrides
+from shardwise.compat import is_shared, never_compiled, storage_users, without_overrides
 from shardwise.device.ranges import named
 from shardwise.errors import UsageError
 from shardwise.memory import Accountant, Category, Tier
@@ -148,6 +148,7 @@ class SectionMemory:
         self.gradient: torch.Tensor | None = None
         self.second: torch.Tensor | None = None
         self._second_range = slice(0)
+        self._inherited: torch.Tensor | None = None
         accountant.hold(Category.GATHERED if self.sharded else Category.PARAMETERS, self.full)
 
     @cached_property
@@ -314,8 +315,24 @@ class SectionMemory:
 
     def allocate(self) -> None:
         """Take memory, of undefined content, for the whole buffer."""
+        if self._inherited is not None:
+            self.full, self._inherited = self._inherited, None
+            return
         self.full = torch.empty(self.layout.numel, dtype=self.layout.dtype, device=self.device)
         self._accountant.hold(Category.GATHERED, self.full)
+
+    def hand_on(self, heir: SectionMemory) -> None:
+        """Let a section that is gathered next have the memory of this one, if it is as large and nobody refers to it.
+
+        New memory costs the processor the time to clear it. (The allocators of devices keep memory themselves.)
+        """
+        alike = heir.layout.numel == self.layout.numel and heir.layout.dtype is self.layout.dtype
+        if alike and self.full.numel() and not is_shared(self.full):
+            heir._inherited = self.full.data  # with a count of changes of its own
+
+    def renounce(self) -> None:
+        """Give back what `hand_on` has left, if it has not been used."""
+        self._inherited = None
 
     def keep_second(self, world: int, rank: int) -> None:
         """Keep a second shard, of the values sharded over `world` ranks of which this is number `rank`."""
@@ -726,8 +743,12 @@ class Unit:
         """Whether a tensor lies in the memory of the whole values."""
         return self.owner_of(tensor) is not None
 
-    def release(self) -> None:
-        """Let go of the memory of the whole values (sharded units only)."""
+    def release(self, heir: Unit | None = None) -> None:
+        """Let go of the memory of the whole values (sharded units only).
+
+        Args:
+            heir: the unit that is gathered next; may have it.
+        """
         if not self.sharded or self.state is UnitState.RELEASED or self.pins:
             return
         self.finish_gather()
@@ -738,10 +759,18 @@ class Unit:
         self.conceal()
         self._detach()
         self.domain.gathers.follow()  # to which the memory belongs: it takes it again behind what has used it
+        if heir is not None and not self.domain.beside:
+            for section, other in zip(self.sections, heir.sections, strict=False):
+                section.hand_on(other)
         for section in self.sections:
             section.free()
         self._arrived = None
         self.state = UnitState.RELEASED
+
+    def renounce(self) -> None:
+        """Give back memory that another unit has left, if it has not been used."""
+        for section in self.sections:
+            section.renounce()
 
     def hide(self) -> None:
         """Take the parameters of a unit that stays gathered out of its memory, which is to go: their use is noticed.
