@@ -9,8 +9,11 @@ from typing import Any
 
 import pytest
 import torch
+from torch import nn
 
+import shardwise
 from shardwise.memory import Category, Tier
+from shardwise.precision import OverflowReport
 from tests.harness import run_ranks
 from tests.memory import test_report as reports
 from tests.models import CASES
@@ -96,3 +99,33 @@ def test_plans_are_the_measurements_in_each_tier(
         assert {row.name for row in before} >= ({"disk"} if "disk" in place else {"host"})
         for planned, measured in zip(before, after, strict=True):
             assert reports.close(planned.planned, measured.measured), planned.name
+
+
+class Spoilt(nn.Module):
+    """A layer whose weight's gradient is infinite."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.layer = nn.Linear(4, 2)
+        self.layer.weight.register_hook(lambda gradient: gradient * torch.inf)
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        return self.layer(x)
+
+
+def skipped(zero: dict[str, Any]) -> OverflowReport | None:
+    with played_device():
+        config = {"train_micro_batch_size_per_gpu": 1, "fp16": {"enabled": True}, "zero_optimization": zero}
+        model = Spoilt()
+        engine, *_ = shardwise.initialize(model=model, optimizer=torch.optim.AdamW(model.parameters()), config=config)
+        engine.backward(engine(torch.ones(1, 4, dtype=torch.float16)).sum())
+        engine.step()
+        found = engine.last_step.overflow
+        engine.destroy()
+    return found
+
+
+@pytest.mark.parametrize("place", ["optimizer on host", "optimizer on disk"])
+def test_an_overflow_is_explained_by_gradients_that_are_elsewhere(tmp_path: Path, place: str) -> None:
+    for found in run_ranks(skipped, 2, {"stage": 2, **offload(place, str(tmp_path))}):
+        assert found.parameter == "layer.weight" and found.infinite == 8

@@ -740,11 +740,12 @@ class ShardedModel:
 
     # -- access ------------------------------------------------------------------------------------------------------
 
-    def lent(self, units: Sequence[Unit] | None = None) -> AbstractContextManager[None]:
+    def lent(self, units: Sequence[Unit] | None = None, *, written: bool = True) -> AbstractContextManager[None]:
         """Have all that units keep elsewhere on the device inside of the block; it may be written.
 
         Args:
             units: whose state; None: of all. Tensors that are stepped whole are lent all or none.
+            written: False: it is only read.
         """
         self.presence.require("the engine's state cannot be read or written")
         wanted: list[Borrowed] = []
@@ -755,7 +756,7 @@ class ShardedModel:
                 wanted.append((gradients.loans, True))
         if self.owners is not None:
             wanted += self.owners.borrowing()
-        return borrowed(wanted)
+        return borrowed([(loans, written and writes) for loans, writes in wanted])
 
     def _take_over(self, unit: Unit) -> None:
         assert self.update is not None
