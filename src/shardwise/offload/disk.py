@@ -259,7 +259,9 @@ class _Kept:
     def exchange(self, other: _Kept) -> None:
         """See `Stored.exchange`."""
         for kept in (self, other):
-            kept._forget_near()
+            if kept._reading is not None:
+                kept._reading.settle()
+            kept._reading = kept._near = None
         self._extent, other._extent = other._extent, self._extent
 
     def copy_to(self, target: torch.Tensor) -> None:

@@ -278,8 +278,8 @@ class _Copy:
     def start(self) -> None:
         """Have memory."""
         if self.stored is not None:
-            self.accountant.add(Category.BUFFERS, self.draft.nbytes, Tier.HOST)
             self.stored.start(read=False)
+            self.accountant.add(Category.BUFFERS, self.draft.nbytes, Tier.HOST)
 
     def bring(self) -> None:
         """Have the values."""
