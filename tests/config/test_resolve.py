@@ -269,8 +269,6 @@ def test_offload_that_cannot_be(stage: int, keys: dict[str, Any], path: str, tol
         ({"device": "nvme", "nvme_path": "/fast", "gradients": "nvme"}, {}, "`gradients` nvme"),
         ({}, {"optimizer": {"type": "Lamb", "params": {}}}, "Lamb is stepped when all gradients are there"),
         ({}, {"optimizer": {"type": "sgd", "params": {"lr": 1}}}, "take Adam"),
-        ({}, {"bf16": {"enabled": True, "bf16_master_weights_and_grads": True}}, "fp32 master weights"),
-        ({}, {"bf16": {"enabled": True, "master_weights": "none"}}, "fp32 master weights"),
     ],
 )
 def test_early_steps_that_cannot_be(keys: dict[str, Any], more: dict[str, Any], told: str) -> None:

@@ -7,6 +7,7 @@ import gc
 import subprocess
 import sys
 import threading
+import time
 from collections.abc import Callable, Iterator
 from pathlib import Path
 from typing import Any
@@ -35,6 +36,9 @@ SCALED = {"enabled": True, "initial_scale_power": 16, "hysteresis": 1, "loss_sca
 """Loss scaling whose first steps overflow, and some later ones, too."""
 
 
+ALONE = {"enabled": True, "master_weights": "none", "rounding": "stochastic"}
+
+
 @contextlib.contextmanager
 def patient() -> Iterator[None]:
     """Have steps wait until all is stepped that has been given to the thread: how many units that are is then known."""
@@ -49,7 +53,7 @@ def patient() -> Iterator[None]:
 
 
 def make(zero: dict[str, Any], stage: int, precision: str, accumulation: int = 1, clip: float = 0.0) -> Any:
-    extra = (("fp16", SCALED),) if precision == "fp16" else ()
+    extra = {"fp16": (("fp16", SCALED),), "bf16 alone": (("bf16", ALONE),)}.get(precision, ())
     setting = Setting(
         stage, precision=precision, accumulation=accumulation, clip=clip, zero=tuple(zero.items()), extra=extra
     )
@@ -142,6 +146,7 @@ HOST_AND_DISK = ("optimizer on host", "optimizer on disk")
             (*HOST_AND_DISK, "half of the optimizer on host", "all on host", "some parameters near"),
         ),
         (2, 3, "fp16", 2, 0.0, HOST_AND_DISK),
+        (2, 2, "bf16 alone", 1, 0.0, HOST_AND_DISK),
         (1, 3, "fp32", 1, 1e-3, HOST_AND_DISK),
     ],
 )
@@ -153,6 +158,37 @@ def test_the_same_bits(
         assert (True, False) in kinds or clip == 1e-3
         assert any(clipped for _, clipped in kinds) == (clip in (0.4, 1e-3))
         assert any(not applied for applied, _ in kinds) == (precision == "fp16")
+
+
+def hurried(zero: dict[str, Any]) -> None:
+    """Steps come while the thread is at work: what it has not begun is stepped as always."""
+    bring = early._Copy.bring
+
+    def slow(self: early._Copy) -> None:
+        time.sleep(0.001)
+        bring(self)
+
+    found = []
+    for keys in ({}, zero):
+        engine = make(keys, 2, "bf16", 1, 0.4)
+        kept = lost = 0
+        with mock.patch.object(early._Copy, "bring", slow):
+            for step in range(12):
+                backward(engine, step)
+                engine.step()
+                kept, lost = kept + engine.last_step.early, lost + engine.last_step.early_in_vain
+        found.append(seen(engine))
+        units = len(engine.sharded.units)
+        engine.destroy()
+    assert found[0] == found[1]
+    assert kept + lost < 11 * units
+
+
+@pytest.mark.parametrize("place", HOST_AND_DISK)
+def test_steps_that_come_early(tmp_path: Path, place: str) -> None:
+    zero = offload(place, str(tmp_path))
+    zero["offload_optimizer"]["super_offload"] = True
+    run_ranks(hurried, 2, zero)
 
 
 def replicated() -> Any:

@@ -174,7 +174,7 @@ def _zero(config: Config) -> Iterator[Problem]:
 
 def _early_steps(config: Config) -> Iterator[Problem]:
     """What leaves nothing that the host could step before the backward pass has ended."""
-    offload, bf16 = config.zero_optimization.offload_optimizer, config.bf16
+    offload = config.zero_optimization.offload_optimizer
     if offload is None or not offload.super_offload:
         return
     at, name = "zero_optimization.offload_optimizer.super_offload", config.optimizer.type
@@ -185,9 +185,6 @@ def _early_steps(config: Config) -> Iterator[Problem]:
         yield Problem(at, message, ConflictError)
     if offload.gradients == "nvme":
         message = "needs gradients in the host's memory, found `gradients` nvme; remove one of them"
-        yield Problem(at, message, ConflictError)
-    if config.fp16.fp16_master_weights_and_grads or bf16.bf16_master_weights_and_grads or bf16.master_weights == "none":
-        message = "steps fp32 master weights early, and there are none beside the 16-bit parameters; remove this key"
         yield Problem(at, message, ConflictError)
     model = None if name is None else names.optimizer_model(name)
     if model is not None and not issubclass(model, Elementwise):

@@ -47,9 +47,8 @@ class EarlySteps:
     def __init__(self, optimizer: torch.optim.Optimizer, parts: Mapping[int, Part], accountant: Accountant) -> None:
         self._optimizer = optimizer
         self._accountant = accountant
-        self._parts = {
-            index: part for index, part in parts.items() if part.sections and all(map(_serves, part.sections))
-        }
+        apart = {index: [section.steps_apart for section in part.sections] for index, part in parts.items()}
+        self._parts = {index: part for index, part in parts.items() if apart[index] and all(apart[index])}
         self._drafts: dict[int, _Draft] = {}
         self._jobs: dict[int, _Job] = {}
         self._terms: _Terms | None = None
@@ -57,7 +56,7 @@ class EarlySteps:
         self._kept = self._lost = 0
         left = sum(bool(part.sections) for part in parts.values()) - len(self._parts)
         if left:
-            _say(f"{left} of {left + len(self._parts)} units, which are on the device or have no fp32 master weights")
+            _say(f"{left} of {left + len(self._parts)} units, which are on the device")
 
     def offer(self, index: int, factor: Factor) -> None:
         """Begin to step a unit whose gradient is complete, if that can be done.
@@ -163,12 +162,6 @@ class EarlySteps:
         draft = self._drafts.pop(index, None)
         if draft is not None:
             draft.discard()
-
-
-def _serves(section: Any) -> bool:
-    """Whether a section has masters of its own, in memory of the host or on a disk, of which parameters are copies."""
-    wide: torch.dtype = torch.promote_types(section.master_dtype, torch.float32)
-    return section.steps_apart and section.master_dtype is wide
 
 
 def _say(what: str) -> None:
