@@ -412,7 +412,7 @@ def failing(zero: dict[str, Any], error: Exception, where: str) -> None:
 
 
 @pytest.mark.parametrize("place", HOST_AND_DISK)
-@pytest.mark.parametrize("where", ["bring", "give_back"])
+@pytest.mark.parametrize("where", ["of", "bring", "give_back"])
 def test_an_error_in_the_thread_is_raised_by_the_step_which_can_be_taken_again(
     tmp_path: Path, place: str, where: str
 ) -> None:

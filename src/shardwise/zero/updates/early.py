@@ -16,7 +16,6 @@ import copy
 from collections.abc import Iterator, Mapping
 from concurrent.futures import Future, ThreadPoolExecutor, wait
 from dataclasses import dataclass
-from functools import partial
 from typing import Any, NamedTuple
 
 import torch
@@ -75,24 +74,32 @@ class EarlySteps:
                 "shardwise.optim, without hooks or wrappers of step() that may want gradients in .grad"
             )
             return
-        terms = self._terms = self._terms or _Terms.of(self._optimizer, factor)
+        self._terms = self._terms or _Terms.of(self._optimizer, factor)
+        try:
+            self._jobs[index] = self._begin(self._draft_of(index), self._terms)
+        except Exception as error:  # such as a full disk; the pass goes on, for which other ranks wait
+            self._jobs[index] = _Job(None, [], Future())
+            self._jobs[index].future.set_exception(error)
+
+    def _draft_of(self, index: int) -> _Draft:
         draft = self._drafts.get(index)
         if draft is None or not draft.is_of(self._optimizer):
             self._discard(index)
-            draft = self._drafts[index] = _Draft(part, self._optimizer, self._accountant)
-        work = partial(draft.step, twin_of(self._optimizer, draft.groups(terms.options, self._optimizer)), terms.factor)
-        self._jobs[index] = _Job(draft, draft.versions(), self._begin(work, imagined=not draft.has_values))
+            draft = self._drafts[index] = _Draft(self._parts[index], self._optimizer, self._accountant)
+        return draft
 
-    def _begin(self, work: partial[None], *, imagined: bool) -> Future[None]:
-        if imagined:
-            done: Future[None] = Future()
+    def _begin(self, draft: _Draft, terms: _Terms) -> _Job:
+        twin = twin_of(self._optimizer, draft.groups(terms.options, self._optimizer))
+        versions = draft.versions()
+        if not draft.has_values:  # a dry run, which threads would not be in
             with self._accountant.owning(None):  # no tracker sees temporaries of the thread
-                work()
+                draft.step(twin, terms.factor)
+            done: Future[None] = Future()
             done.set_result(None)
-            return done
+            return _Job(draft, versions, done)
         if self._thread is None:
             self._thread = ThreadPoolExecutor(1, thread_name_prefix="shardwise-early")
-        return self._thread.submit(work)
+        return _Job(draft, versions, self._thread.submit(draft.step, twin, terms.factor))
 
     def take(self, factor: Factor) -> set[int]:
         """Let the units that have been stepped just so be stepped; return which. The others are as they were.
@@ -117,7 +124,7 @@ class EarlySteps:
             self._kept += len(kept)
             self._lost += len(jobs) - len(kept)
         for index in kept:
-            jobs[index].draft.adopt(self._optimizer)
+            self._drafts[index].adopt(self._optimizer)
         return kept
 
     def drop(self) -> None:
@@ -130,9 +137,9 @@ class EarlySteps:
 
     def _end(self) -> dict[int, _Job]:
         """Wait for the thread; return what it has done, well or not."""
-        jobs, self._jobs, self._terms = self._jobs, {}, None
-        begun = {index: job for index, job in jobs.items() if not job.future.cancel()}
+        begun = {index: job for index, job in self._jobs.items() if not job.future.cancel()}
         wait([job.future for job in begun.values()])
+        self._jobs, self._terms = {}, None
         return begun
 
     def settle(self) -> None:
@@ -217,18 +224,19 @@ class _Job:
     """A unit that the thread steps.
 
     Attributes:
-        draft: its copy.
+        draft: its copy; None: it could not be made.
         versions: of what it is a copy of, when it was given to the thread.
         future: of the work.
     """
 
-    draft: _Draft
+    draft: _Draft | None
     versions: list[int]
     future: Future[None]
 
     def counts(self, optimizer: torch.optim.Optimizer) -> bool:
         """Whether nobody has written, or put other things into the place of, what has been copied."""
-        return self.draft.adoptable and self.draft.is_of(optimizer) and self.draft.versions() == self.versions
+        draft = self.draft
+        return draft is not None and draft.adoptable and draft.is_of(optimizer) and draft.versions() == self.versions
 
 
 @dataclass
@@ -326,22 +334,27 @@ class _Draft:
     def __init__(self, part: Part, optimizer: torch.optim.Optimizer, accountant: Accountant) -> None:
         self.adoptable = False
         self._part = part
-        self._masters: dict[int, _Copy] = {}
-        for section in part.sections:
+        self._masters: dict[int, _Copy] = {}  # by `id` of the section
+        self._segments: list[nn.Parameter] = []
+        self._states: list[dict[str, _Copy]] = []
+        self._others: list[dict[str, Any]] = []  # what is no tensor, copied anew in each step
+        try:
+            self._make(optimizer, accountant)
+        except BaseException:
+            self.discard()
+            raise
+
+    def _make(self, optimizer: torch.optim.Optimizer, accountant: Accountant) -> None:
+        for section in self._part.sections:
             assert section.master is not None
             self._masters[id(section)] = _Copy.of(section.master, section.optimizer_loans, accountant)
-        drafts = {key: made.draft for key, made in self._masters.items()}
-        self._segments = [nn.Parameter(drafts[id(s)][place], requires_grad=False) for s, place, _ in part.segments]
-        # What is no tensor is copied anew in each step.
-        self._states: list[dict[str, _Copy]] = [
-            {
-                key: _Copy.of(value, section.optimizer_loans, accountant)
-                for key, value in optimizer.state[segment].items()
-                if isinstance(value, torch.Tensor)
-            }
-            for section, _, segment in part.segments
-        ]
-        self._others: list[dict[str, Any]] = []
+        for section, place, segment in self._part.segments:
+            draft = self._masters[id(section)].draft[place]
+            self._segments.append(nn.Parameter(draft, requires_grad=False))
+            self._states.append(copies := {})
+            for key, value in optimizer.state[segment].items():
+                if isinstance(value, torch.Tensor):
+                    copies[key] = _Copy.of(value, section.optimizer_loans, accountant)
         for made in self._copies():
             made.rest()
 
