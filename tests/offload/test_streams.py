@@ -2,13 +2,17 @@
 
 from __future__ import annotations
 
+import contextlib
 from pathlib import Path
+from typing import Any
 from unittest import mock
 
 import pytest
 
 from shardwise.device import checking
 from shardwise.device.staging import Copied, CopyStream
+from shardwise.optim import AdamW
+from shardwise.zero.updates.segments import SegmentUpdate
 from tests.device.recorded import record_all
 from tests.models import CASES
 from tests.offload.settings import FROM_STAGE_1, PLACES, offload, played_device
@@ -17,10 +21,18 @@ from tests.zero.training import Setting
 SCHEDULES = [*((1, place) for place in FROM_STAGE_1), *((3, place) for place in PLACES)]
 
 
-def problems(directory: Path, stage: int, place: str, optimizer: str = "AdamW") -> list[str]:
-    zero = tuple(offload(place, str(directory)).items())
-    setting = Setting(stage, clip=1.0, optimizer=optimizer, precision="bf16", accumulation=2, zero=zero)
-    with played_device():
+def flat(name: str, parameters: Any, lr: float) -> AdamW:
+    """Make an optimizer that can be stepped early."""
+    return AdamW(list(parameters), lr=lr)
+
+
+def problems(directory: Path, stage: int, place: str, *, early: bool = False) -> list[str]:
+    zero = offload(place, str(directory))
+    if early:
+        zero["offload_optimizer"]["super_offload"] = True
+    setting = Setting(stage, clip=1.0, optimizer="AdamW", precision="bf16", accumulation=2, zero=tuple(zero.items()))
+    made = mock.patch("tests.zero.training.make_optimizer", flat) if early else contextlib.nullcontext()
+    with played_device(), made:
         traces = record_all(CASES["gpt"], setting, world=2)
     assert any("copies" in event.stream for event in traces[0].events)
     return [str(problem) for problem in checking.check(traces)]
@@ -29,6 +41,14 @@ def problems(directory: Path, stage: int, place: str, optimizer: str = "AdamW") 
 @pytest.mark.parametrize(("stage", "place"), SCHEDULES)
 def test_every_schedule_is_in_order(tmp_path: Path, stage: int, place: str) -> None:
     assert problems(tmp_path, stage, place) == []
+
+
+@pytest.mark.parametrize("stage", [1, 3])
+@pytest.mark.parametrize("place", ["optimizer on host", "optimizer on disk"])
+def test_early_steps_are_in_order(tmp_path: Path, stage: int, place: str) -> None:
+    with mock.patch.object(SegmentUpdate, "_write_out", autospec=True, side_effect=SegmentUpdate._write_out) as written:
+        assert problems(tmp_path, stage, place, early=True) == []
+    assert written.call_count
 
 
 def nothing(*_: object) -> None:

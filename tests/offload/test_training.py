@@ -9,13 +9,26 @@ from typing import Any
 
 import pytest
 import torch
+from torch import nn
 
+import shardwise
 from shardwise.memory import Category, Tier
+from shardwise.optim import AdamW
+from shardwise.precision import OverflowReport
 from tests.harness import run_ranks
 from tests.memory import test_report as reports
 from tests.models import CASES
 from tests.offload.settings import FROM_STAGE_1, PLACES, offload, played_device
-from tests.zero.training import Outcome, Setting, assert_identical, ranks_agree, start, train_all
+from tests.zero.training import (
+    Outcome,
+    Setting,
+    assert_identical,
+    digest,
+    masters,
+    ranks_agree,
+    start,
+    train_all,
+)
 
 
 def train_at(name: str, setting: Setting, zero: Sequence[dict[str, Any]], far: bool) -> list[Outcome]:
@@ -96,3 +109,61 @@ def test_plans_are_the_measurements_in_each_tier(
         assert {row.name for row in before} >= ({"disk"} if "disk" in place else {"host"})
         for planned, measured in zip(before, after, strict=True):
             assert reports.close(planned.planned, measured.measured), planned.name
+
+
+def rounded(rounding: str, places: Sequence[dict[str, Any]], far: bool) -> None:
+    """Without fp32 masters what the host has stepped is, bit for bit, what the device computes with."""
+    extra = (("bf16", {"enabled": True, "master_weights": "none", "rounding": rounding}),)
+    found = []
+    for zero in places:
+        with played_device() if far else contextlib.nullcontext():
+            case = CASES["gpt"]
+            model = case.make()
+            setting = Setting(2, precision="bf16", zero=tuple(zero.items()), extra=extra)
+            engine = start(case, setting, model, AdamW(case.groups(model), lr=1e-2))
+            for step in range(3):
+                engine.backward(case.loss(engine, case.data(step, 0, 0, torch.bfloat16)))
+                engine.step()
+            stepped = masters(model)
+            for name, parameter in model.named_parameters():
+                assert torch.equal(parameter.float(), stepped[name]), name
+            found.append(digest(list(stepped.values())))
+            engine.destroy()
+    assert len(set(found)) == 1
+
+
+@pytest.mark.parametrize("rounding", ["nearest", "stochastic", "kahan"])
+@pytest.mark.parametrize("far", [False, True], ids=["cpu", "device"])
+def test_the_same_bits_without_masters(tmp_path: Path, rounding: str, far: bool) -> None:
+    places = [{}, *(offload(place, str(tmp_path)) for place in FROM_STAGE_1)]
+    run_ranks(rounded, 2, rounding, places, far)
+
+
+class Spoilt(nn.Module):
+    """A layer whose weight's gradient is infinite."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.layer = nn.Linear(4, 2)
+        self.layer.weight.register_hook(lambda gradient: gradient * torch.inf)
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        return self.layer(x)
+
+
+def skipped(zero: dict[str, Any]) -> OverflowReport | None:
+    with played_device():
+        config = {"train_micro_batch_size_per_gpu": 1, "fp16": {"enabled": True}, "zero_optimization": zero}
+        model = Spoilt()
+        engine, *_ = shardwise.initialize(model=model, optimizer=torch.optim.AdamW(model.parameters()), config=config)
+        engine.backward(engine(torch.ones(1, 4, dtype=torch.float16)).sum())
+        engine.step()
+        found = engine.last_step.overflow
+        engine.destroy()
+    return found
+
+
+@pytest.mark.parametrize("place", ["optimizer on host", "optimizer on disk"])
+def test_an_overflow_is_explained_by_gradients_that_are_elsewhere(tmp_path: Path, place: str) -> None:
+    for found in run_ranks(skipped, 2, {"stage": 2, **offload(place, str(tmp_path))}):
+        assert found.parameter == "layer.weight" and found.infinite == 8

@@ -116,6 +116,10 @@ class Held:
     def look_ahead(self, target: torch.Tensor | None = None) -> None:
         pass
 
+    def exchange(self, other: Held) -> None:
+        assert self._state == other._state == "kept"
+        self._values, other._values = other._values, self._values
+
     def in_place(self) -> torch.Tensor:
         raise AssertionError("it has to be lent")
 

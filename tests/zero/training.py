@@ -124,7 +124,7 @@ def masters(model: nn.Module) -> Tensors:
     update = sharded.update
     sharded.take_changes()
     pieces: dict[str, tuple[torch.dtype, Sequence[Run]]] = {}
-    with sharded.lent():
+    with sharded.lent(written=False):
         for tensor in sharded.registry:
             if tensor.trainable and update is not None:
                 dtype = torch.promote_types(sharded.section_of(tensor.index).master_dtype, torch.float32)
@@ -144,7 +144,7 @@ def gradients(model: nn.Module) -> Tensors:
     sharded = sharded_of(model)
     sharded.hooks.settle()
     pieces: dict[str, tuple[torch.dtype, Sequence[Run]]] = {}
-    with sharded.lent():
+    with sharded.lent(written=False):
         for tensor in sharded.registry:
             runs = sharded.gradient_runs(tensor.index) if tensor.trainable and sharded.update is not None else None
             if runs is not None:

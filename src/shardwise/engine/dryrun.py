@@ -188,7 +188,8 @@ class Twin:
             for begins in (lambda: True, self._begin_losing):
                 if not begins():
                     break
-                self._window(given, accumulation, loss)
+                for _ in range(1 if self.sharded.early is None else 2):  # what is stepped early is what has state
+                    self._window(given, accumulation, loss)
                 self.sharded.finish_gathers()
                 self.accountant.reset_peak()
                 for _ in range(1 if found is None else 2):  # some lossy steps differ by turns

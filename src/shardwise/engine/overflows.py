@@ -34,8 +34,9 @@ def explain_overflow(
     index = sharded.numbering.index(place)
     found, finite = Found(), True
     if index is not None:
-        runs = (sharded.gradient_runs(index) or ()) if sharded.numbering.counts[index] else ()
-        found = Found.of([values for _, _, values in runs])
+        if sharded.numbering.counts[index]:
+            with sharded.lent([sharded.unit_of(index)], written=False):
+                found = Found.of([values for _, _, values in sharded.gradient_runs(index) or ()])
         finite = sharded.reducer.gradients[sharded.unit_of(index).index].finite
     told = job.exchange((lost, finite, *_known(sharded, index), *astuple(found)), "overflow")
     return replace(

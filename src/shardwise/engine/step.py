@@ -49,6 +49,10 @@ class StepReport:
             step was skipped.
         weight: sum of the weights of the window's micro-batches over all ranks (0-D fp64 tensor), or None without.
         overflow: why the step was skipped, or None if it was not; the same on all ranks.
+        early: units of this rank that had been stepped when `step()` came, and have been taken over
+            (`offload_optimizer.super_offload`).
+        early_in_vain: those that have not, since the step before: it was clipped or skipped, gradients were dropped,
+            or somebody has changed what a step depends on.
     """
 
     applied: bool
@@ -59,6 +63,8 @@ class StepReport:
     clipped_norm: torch.Tensor | None = None
     weight: torch.Tensor | None = None
     overflow: OverflowReport | None = None
+    early: int = 0
+    early_in_vain: int = 0
 
 
 @dataclass(frozen=True)
@@ -360,6 +366,7 @@ class TrainStep:
         self._unscaled = False
         self._window = self._new_window()
         sharded.end_window(report.applied)
+        report = self._count_early(report)
         self.last_step, self.applied = report, report.applied
         self._tell_overflow(not report.applied)
         if self.loss_scaler is not None:
@@ -380,6 +387,13 @@ class TrainStep:
         if every and self.global_steps % every == 0 and self._job.rank == 0:
             logger.info("step=%d skipped=%d lr=%s", self.global_steps, self.skipped_steps, self._rates())
         return True
+
+    def _count_early(self, report: StepReport) -> StepReport:
+        early = self._sharded.early
+        if early is None:
+            return report
+        kept, lost = early.counted()
+        return replace(report, early=kept, early_in_vain=lost)
 
     def _rates(self) -> list[float]:
         return [] if self._optimizer is None else [float(group["lr"]) for group in self._optimizer.param_groups]
@@ -539,6 +553,13 @@ class TrainStep:
         """
         ranks = self._sharded.domain.world if self._averages else 1
         return ranks * self._batches.steps * self._scale_of_sums()
+
+    def likely_factor(self) -> float | torch.Tensor | None:
+        """See `shardwise.zero.passes.driver.Driver`; the sum of the weights of all ranks is not known before."""
+        if self._pass_weight is not None or self._window.weighted:
+            return None
+        factor, clip = self._factor(None), float(self._config.gradient_clipping)
+        return self._sharded.clip_factor(torch.zeros((), dtype=torch.float64), clip) * factor if clip else factor
 
     def gradient_factor(self) -> float | torch.Tensor:
         """Return what turns the sums held now into the gradient of the micro-batches so far (all ranks call)."""

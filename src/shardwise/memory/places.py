@@ -11,7 +11,7 @@ from __future__ import annotations
 import contextlib
 from collections.abc import Callable, Collection, Iterator, Sequence
 from dataclasses import dataclass
-from typing import Protocol, TypeVar
+from typing import Any, Protocol, TypeVar
 
 import torch
 
@@ -51,6 +51,9 @@ class Stored(Protocol):
 
     def in_place(self) -> torch.Tensor:
         """Return the stored bytes for the host to read and write, when all copies are made (where `at_hand`)."""
+
+    def exchange(self, other: Any) -> None:
+        """Let each have what the other one has stored, which is in the same place and as large; neither is lent."""
 
 
 class StateHome(Protocol):
@@ -318,6 +321,17 @@ class Loans:
                 all_of_them.callback(self._accountant.remove, loan.category, loan.tensor.nbytes, self._tier)
                 all_of_them.callback(self._arrived, loan)
                 all_of_them.callback(loan.stored.settle)
+
+    def stored(self, tensor: torch.Tensor) -> Stored | None:
+        """Return what has the values of a tensor; None if it has memory of its own."""
+        loan = self._kept.get(id(tensor.untyped_storage()))
+        return None if loan is None else loan.stored
+
+    def exchange(self, tensor: torch.Tensor, other: Stored) -> None:
+        """Let a tensor that lives in the place have what `other`, which nobody lends, has stored; vice versa."""
+        loan = self._kept[id(tensor.untyped_storage())]
+        loan.stored.exchange(other)
+        loan.view = None
 
     def in_place(self, tensor: torch.Tensor) -> torch.Tensor:
         """Return the values of a tensor for the host to read and write, where they are stored (if `home.at_hand`)."""

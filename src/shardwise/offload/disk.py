@@ -260,6 +260,14 @@ class _Kept:
         """Nothing can be worked on there."""
         raise NotImplementedError("what lives on a disk has to be lent")
 
+    def exchange(self, other: _Kept) -> None:
+        """See `Stored.exchange`."""
+        for kept in (self, other):
+            if kept._reading is not None:
+                kept._reading.settle()
+            kept._reading = kept._near = None
+        self._extent, other._extent = other._extent, self._extent
+
     def copy_to(self, target: torch.Tensor) -> None:
         """See `Stored.copy_to`."""
         flat = target.view(-1).view(torch.uint8)

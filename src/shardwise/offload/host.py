@@ -87,6 +87,11 @@ class _Kept:
             self._moved.synchronize()
         return self._values
 
+    def exchange(self, other: _Kept) -> None:
+        """See `Stored.exchange`."""
+        mine, theirs = self.in_place(), other.in_place()
+        self._values, other._values = theirs, mine
+
     def copy_to(self, target: torch.Tensor) -> None:
         """See `Stored.copy_to`."""
         self.finish()

@@ -449,11 +449,6 @@ class ElementwiseOptimizer(torch.optim.Optimizer):
         else:
             gradients = [part.tensors["gradient"] for part in parts]
         self.update(Batch(values, gradients, states, step, lambda i: like(f"temporary {i}"), divisor), group)
-        copied = [
-            (part.tensors["output"], v) for part, v in zip(parts, values, strict=True) if "output" in part.tensors
-        ]
-        if copied:
-            torch._foreach_copy_([output for output, _ in copied], [value for _, value in copied])
         for position, part in enumerate(parts):
 
             def noise(stream: int, part: _Run = part) -> torch.Tensor:
@@ -480,6 +475,9 @@ class ElementwiseOptimizer(torch.optim.Optimizer):
                 if self._rounds(parameter.dtype) == "stochastic":
                     round_stochastically(value, noise(0))
                 parameter.copy_(value)
+        copied = [part.tensors for part in parts if "output" in part.tensors]
+        if copied:
+            torch._foreach_copy_([of["output"] for of in copied], [of["parameter"] for of in copied])
 
     def _gradients(
         self, parts: Sequence[_Run], like: Callable[[str], list[torch.Tensor]], dtype: torch.dtype

@@ -32,9 +32,9 @@ def _find(parameter: torch.Tensor) -> tuple[ShardedModel, int] | None:
     return None if tensor is None or not tensor.trainable else (owner, tensor.index)
 
 
-def _lent(model: ShardedModel, index: int) -> AbstractContextManager[None]:
-    """Have what the engine keeps of a parameter on the device inside of the block."""
-    return model.lent([model.unit_of(index)])
+def _lent(model: ShardedModel, index: int, *, written: bool = False) -> AbstractContextManager[None]:
+    """Have what the engine keeps of a parameter on the device inside of the block; it may be `written`."""
+    return model.lent([model.unit_of(index)], written=written)
 
 
 def _assemble(model: ShardedModel, index: int, runs: Iterable[Run], dtype: torch.dtype, whole: bool) -> torch.Tensor:
@@ -93,7 +93,7 @@ def safe_set_full_fp32_param(parameter: torch.Tensor, value: torch.Tensor) -> No
     if unit.state is not UnitState.RELEASED:
         model.values_of(index).copy_(flat)
         unit.store_shard()
-    with _lent(model, index):
+    with _lent(model, index, written=True):
         for start, stop, master in model.update.master_pieces(index):
             master.copy_(flat[start:stop])
     if unit.state is UnitState.RELEASED:
@@ -140,7 +140,7 @@ def safe_set_full_grad(parameter: torch.Tensor, value: torch.Tensor) -> None:
             "safe_set_full_grad: gradients of this window are not reduced yet; call it after the last micro-batch"
         )
     section, factor = model.section_of(index), model.driver.gradient_factor()
-    with _lent(model, index):
+    with _lent(model, index, written=True):
         for piece in section.layout.pieces(section.master_start, section.master_stop):
             if piece.index == index:
                 target = section.whole_gradient[piece.offset : piece.offset + piece.stop - piece.start]
@@ -200,7 +200,7 @@ def safe_set_full_optimizer_state(parameter: torch.Tensor, value: torch.Tensor, 
     assert model.update is not None
     flat = _checked(model, index, value)
     model.await_copies()
-    with _lent(model, index):
+    with _lent(model, index, written=True):
         for start, stop, state in model.update.state_pieces(index, optim_state_key):
             state.copy_(flat[start:stop])
     model.update.state_was_set()
@@ -238,7 +238,7 @@ def safe_set_local_fp32_param(parameter: torch.Tensor, value: torch.Tensor) -> N
     model, index = found
     assert model.update is not None
     model.take_changes()
-    with _lent(model, index):
+    with _lent(model, index, written=True):
         _fill(model, index, [master for _, _, master in model.update.master_pieces(index)], value)
     model.publish(model.units_of([parameter]))
 
@@ -274,7 +274,7 @@ def safe_set_local_grad(parameter: torch.Tensor, value: torch.Tensor) -> None:
     if found is None:
         return
     model, index = found
-    with _lent(model, index):
+    with _lent(model, index, written=True):
         runs = _local_gradient(model, index, "safe_set_local_grad")
         if runs is not None:
             _fill(model, index, runs, value / model.driver.gradient_factor())
@@ -298,7 +298,7 @@ def safe_get_local_optimizer_state(parameter: torch.Tensor, optim_state_key: str
             return _joined(model, runs, runs[0].dtype)
     if model.update.master_ranges(index):
         return None
-    with model.lent():
+    with model.lent(written=False):
         return _empty_state(model, optim_state_key)
 
 
@@ -322,7 +322,7 @@ def safe_set_local_optimizer_state(parameter: torch.Tensor, value: torch.Tensor,
         return
     model, index = found
     assert model.update is not None
-    with _lent(model, index):
+    with _lent(model, index, written=True):
         runs = [state for _, _, state in model.update.state_pieces(index, optim_state_key)]
         if runs:
             model.await_copies()

@@ -61,6 +61,7 @@ from shardwise.zero.units.plan import Plan
 from shardwise.zero.units.presence import OffloadStateTypeEnum, Presence
 from shardwise.zero.units.unit import SectionMemory, Unit, UnitState
 from shardwise.zero.updates.communicated import CommunicatedUpdate
+from shardwise.zero.updates.early import EarlySteps
 from shardwise.zero.updates.owned import MixedUpdate, WholeUpdate
 from shardwise.zero.updates.segments import SegmentUpdate
 from shardwise.zero.updates.update import StateKind, Stepping, Update
@@ -102,6 +103,7 @@ class ShardedModel:
         client_groups: the parameters that each of the optimizer's groups had before the engine.
         sums: forms norms of gradients and sums that travel with them; None for a model that is only evaluated.
         owners: the part of `update` that steps whole tensors; None if there is none.
+        early: steps units before the step comes; None: nothing does.
         copied: behind copies of what the optimizer steps that somebody has begun; None: there are none.
     """
 
@@ -148,6 +150,7 @@ class ShardedModel:
         self.stepping = stepping
         self.update: Update | None = None
         self.owners: WholeUpdate | None = None
+        self.early: EarlySteps | None = None
         specs = find_units(module, self.registry, plan.unit_cap, leaves)
         self.numbering = Numbering(self.registry, specs, domains, self.comm)
         self.homes = homes
@@ -195,6 +198,8 @@ class ShardedModel:
         self.sums: GradientSums | None = None
         if self.update is not None:
             self.update.bind()
+            if plan.steps_early:
+                self.early = self._step_early(self.update)
             for unit in sharded:
                 unit.take_over = self._take_over
                 unit.await_copies = self.await_copies
@@ -211,6 +216,7 @@ class ShardedModel:
                 update=self.update,
                 driver=self._driver,
                 presence=self.presence,
+                early=self.early,
             )
             self.gatherer.reducer = self.reducer
             self.sums = GradientSums(self.units, self.numbering, self.comm, device, accountant, self.reducer)
@@ -276,6 +282,16 @@ class ShardedModel:
         if len(stepping.whole) == len(optimizer.param_groups):
             return whole, whole
         return MixedUpdate(segments, whole), whole
+
+    def _step_early(self, update: Update) -> EarlySteps | None:
+        """Have units stepped while the backward pass still runs, where that can be done."""
+        if isinstance(update, SegmentUpdate) and not self.stepping.norms:
+            return update.step_early()
+        warn_once(
+            f"offload_optimizer.super_offload has no effect: {type(self.optimizer).__name__} steps whole tensors, or "
+            "asks for their norms, for which all gradients have to be there"
+        )
+        return None
 
     def _check_owners(self, groups: Sequence[dict[str, Any]]) -> None:
         """Raise for parameters that the optimizer has and the model has not: no rank would ever step them."""
@@ -367,6 +383,8 @@ class ShardedModel:
         """Multiply the accumulated gradients."""
         if isinstance(factor, float) and factor == 1.0:
             return
+        if self.early is not None:
+            self.early.drop()
         if self.reducer is not None and self.reducer.local:
             for own in self.reducer.own_gradients():
                 own.mul_(factor)
@@ -715,6 +733,8 @@ class ShardedModel:
             tensors: views of what this rank keeps, each with what stands for it.
             use: is called with what stands for those that are there now.
         """
+        if self.early is not None:
+            self.early.settle()
         away = [loans for unit in self.units for section in unit.sections for loans in section.away]
         away += [loans for loans, _ in self.owners.borrowing()] if self.owners is not None else []
         lenders = {storage: loans for loans in away for storage in loans.storages}
@@ -740,13 +760,16 @@ class ShardedModel:
 
     # -- access ------------------------------------------------------------------------------------------------------
 
-    def lent(self, units: Sequence[Unit] | None = None) -> AbstractContextManager[None]:
+    def lent(self, units: Sequence[Unit] | None = None, *, written: bool = True) -> AbstractContextManager[None]:
         """Have all that units keep elsewhere on the device inside of the block; it may be written.
 
         Args:
             units: whose state; None: of all. Tensors that are stepped whole are lent all or none.
+            written: False: it is only read.
         """
         self.presence.require("the engine's state cannot be read or written")
+        if self.early is not None:
+            self.early.drop() if written else self.early.settle()
         wanted: list[Borrowed] = []
         for unit in self.units if units is None else units:
             wanted += unit.borrowing()
@@ -755,7 +778,7 @@ class ShardedModel:
                 wanted.append((gradients.loans, True))
         if self.owners is not None:
             wanted += self.owners.borrowing()
-        return borrowed(wanted)
+        return borrowed([(loans, written and writes) for loans, writes in wanted])
 
     def _take_over(self, unit: Unit) -> None:
         assert self.update is not None
@@ -874,6 +897,8 @@ class ShardedModel:
         self.gatherer.let_go()
         self.finish_gathers()
         self.await_copies()
+        if self.early is not None:
+            self.early.settle()
         if OffloadStateTypeEnum.lp_params in kinds:
             self._meet("offload_states()")
         self._states.offload(kinds, pinned=pinned, wait=wait)
@@ -1038,7 +1063,7 @@ class ShardedModel:
         self.gatherer.close()
         self._states.close()
         self.reducer = None
-        self.channel = self.sums = None
+        self.channel = self.sums = self.early = None
         self._section_of = {}
 
 

@@ -72,8 +72,8 @@ class OffloadOptimizer(ConfigSection):
     )
     super_offload: bool = key(
         False,
-        "Scheme for tightly coupled CPU and GPU.",
-        no_effect="it changes when state is stepped, not the result; state is stepped unit by unit",
+        "Step units on the host as soon as their gradients are there, while the backward pass still runs, on a copy of "
+        "master weights and state beside them. It is taken over if the step neither clips nor is skipped; same bits.",
     )
     cpuadam_cores_perc: float = key(
         0.8,

@@ -48,6 +48,7 @@ from shardwise.zero.units.peaks import ReductionSizes, reduced_alone
 from shardwise.zero.units.plan import Plan
 from shardwise.zero.units.presence import Presence
 from shardwise.zero.units.unit import SectionMemory, Unit
+from shardwise.zero.updates.early import EarlySteps
 from shardwise.zero.updates.update import Update
 
 
@@ -67,6 +68,7 @@ class Reducer:
         update: steps what is reduced here.
         driver: knows where in a window a pass is.
         presence: knows whether state has been moved off the device.
+        early: steps units whose gradients are complete; None: nothing does before the step.
 
     Attributes:
         watching: keep, of each unit, whether this rank's gradients were finite when they were sent.
@@ -90,6 +92,7 @@ class Reducer:
         update: Update,
         driver: Driver,
         presence: Presence,
+        early: EarlySteps | None = None,
     ) -> None:
         self.domain = domain
         self.accountant = accountant
@@ -100,6 +103,7 @@ class Reducer:
         self.compressor = compressor if domain.world > 1 else None
         self.gatherer, self.update, self.driver = gatherer, update, driver
         self._presence = presence
+        self._early = early
         self.local = False
         self._own: dict[int, torch.Tensor] = {}
         self.boundary = True
@@ -124,6 +128,7 @@ class Reducer:
         self._in_flight: deque[_Flight] = deque()
         self._onward: tuple[UnitGradients, Chain, Sequence[SectionMemory]] | None = None
         self._replicating: list[Link] = []
+        self._incomplete: list[UnitGradients] = []  # of which these are
         self._returned: UnitGradients | None = None  # what has just been given back, and may still be being stored
         self._hooks: list[Any] = []
         for gradients in self.gradients.values():
@@ -174,6 +179,8 @@ class Reducer:
         self.brought = False
         self.boundary = self.driver.reduces_now()
         self._settle_local()
+        if self._early is not None:
+            self._early.drop()  # gradients are added to
         self._next = 0
         for gradients in self.gradients.values():
             gradients.begin(used=self.gatherer.used(gradients.unit), outside=outside)
@@ -217,6 +224,8 @@ class Reducer:
             for handle in self._replicating:
                 handle.wait()
         self._replicating = []
+        while self._incomplete:
+            self._offer(self._incomplete.pop(0))
         self._settle_returned()
         self.partial = False
 
@@ -712,6 +721,10 @@ class Reducer:
             links.append(domain.reduce(launches))
         if not gradients.lends:
             self._replicating += links
+            if links and domain.world > 1:
+                self._incomplete.append(gradients)
+            else:
+                self._offer(gradients)
             return
         with self.gatherer.parked():
             for link in links:
@@ -720,6 +733,14 @@ class Reducer:
         # What is stored may take as long as the next unit's reduction.
         self._settle_returned()
         self._returned = gradients
+        self._offer(gradients)
+
+    def _offer(self, gradients: UnitGradients) -> None:
+        """The gradient of a unit is complete."""
+        if self._early is not None and self.boundary:
+            factor = self.driver.likely_factor()
+            if factor is not None:
+                self._early.offer(gradients.unit.index, factor)
 
     def _settle_returned(self) -> None:
         if self._returned is not None:
@@ -796,6 +817,8 @@ class Reducer:
 
     def clear(self) -> None:
         """Start a new step: what is accumulated counts no more, and its memory is given back (or kept, if so asked)."""
+        if self._early is not None:
+            self._early.drop()
         self.partial = False
         self._own = {}
         for gradients in self.gradients.values():

@@ -1,8 +1,8 @@
 """Stepping flat runs of master weights: elementwise optimizers.
 
 A segment is one lane of a section's master, or of the part that this rank has of it; there is one list of segments per
-parameter group. An optimizer whose class can (`FlatOptimizer`) scales the gradients and writes the parameters' copy in
-the pass of its update.
+parameter group. An optimizer whose class can (`shardwise.zero.updates.parts.FlatOptimizer`) scales the gradients and
+writes the parameters' copy in the pass of its update.
 """
 
 from __future__ import annotations
@@ -10,22 +10,24 @@ from __future__ import annotations
 import contextlib
 import copy
 from collections.abc import Iterator, Mapping, Sequence
-from dataclasses import dataclass, replace
+from dataclasses import replace
 from functools import cached_property
-from typing import Any, Protocol, cast
+from typing import Any
 
 import torch
 from torch import nn
 
 from shardwise.comm.communicator import Communicator
 from shardwise.compat import allow_gradient_dtype, global_step_hooks, only_counts_steps
-from shardwise.memory import Accountant, Category
+from shardwise.memory import Accountant, Category, Tier
 from shardwise.memory.places import Borrowed, StateHome, borrowed, in_turn, tier_in_use
 from shardwise.precision.tensornorms import NORMS, TensorNorms, TensorRun
 from shardwise.registry import Registry
 from shardwise.zero.units.layout import Lane, ShardSlice
 from shardwise.zero.units.numbering import Numbering
 from shardwise.zero.units.unit import SectionMemory, Unit
+from shardwise.zero.updates.early import EarlySteps
+from shardwise.zero.updates.parts import Origins, Part, Segment, flat_optimizer
 from shardwise.zero.updates.returning import Outputs
 from shardwise.zero.updates.update import (
     ReducedUpdate,
@@ -41,46 +43,6 @@ from shardwise.zero.updates.update import (
 )
 
 
-class FlatOptimizer(Protocol):
-    """An elementwise optimizer that scales gradients and writes low-precision copies in the pass of its update.
-
-    Its class has these two methods beside those of an optimizer of PyTorch.
-    """
-
-    def takes_flat(self) -> bool:
-        """Whether `step_flat` may be given gradients now (hooks of `step()` may want them in `.grad`)."""
-
-    def step_flat(
-        self,
-        *,
-        factor: float | torch.Tensor,
-        gradients: Sequence[tuple[nn.Parameter, torch.Tensor]] | None,
-        outputs: Sequence[tuple[nn.Parameter, torch.Tensor]],
-        origins: Sequence[tuple[nn.Parameter, Sequence[tuple[int, int, int, int]]]],
-    ) -> None:
-        """Do `step()`.
-
-        Args:
-            factor: what gradients are to be multiplied by.
-            gradients: of each parameter; they may be written. None: they are in `.grad`.
-            outputs: flat tensors in the parameters' memory that get a copy of what has been updated.
-            origins: (logical tensor, first element of it, first element of the segment, count), for all pieces of each.
-        """
-
-
-_Segment = tuple[SectionMemory, slice, nn.Parameter]
-_Origins = tuple[nn.Parameter, list[tuple[int, int, int, int]]]
-
-
-@dataclass
-class _Part:
-    """Segments of some sections, each with its place in the section's master, and where their elements come from."""
-
-    sections: list[SectionMemory]
-    segments: list[_Segment]
-    origins: list[_Origins]
-
-
 class SegmentUpdate(ReducedUpdate):
     """Elementwise optimizers: steps segments of master weights.
 
@@ -93,6 +55,9 @@ class SegmentUpdate(ReducedUpdate):
         accountant: is told about optimizer state.
         is_elementwise: whether a state entry (value, elements of its parameter, name) has one value per element.
         norms: the optimizer asks for norms of whole tensors.
+
+    Attributes:
+        early: steps units before the step comes; None: nothing does.
     """
 
     def __init__(
@@ -116,11 +81,12 @@ class SegmentUpdate(ReducedUpdate):
         self._accountant = accountant
         self._outputs = Outputs(job.device, accountant)
         self._is_elementwise = is_elementwise
-        self._segments: list[_Segment] = []
-        self._origins: list[_Origins] = []
+        self._segments: list[Segment] = []
+        self._origins: list[Origins] = []
         self._runs: dict[int, list[tuple[SectionMemory, ShardSlice, nn.Parameter]]] = {}
-        self._everything = _Part([], self._segments, self._origins)
-        self._parts: list[tuple[_Part, list[Borrowed]]] = []  # of the same, unit by unit, with what has to be lent
+        self._everything = Part([], self._segments, self._origins)
+        self._parts: list[tuple[Part, list[Borrowed]]] = []  # of the same, unit by unit, with what has to be lent
+        self.early: EarlySteps | None = None
 
     def capture(self, unit: Unit) -> None:
         """Nothing: segments are views of the units' own masters."""
@@ -138,7 +104,7 @@ class SegmentUpdate(ReducedUpdate):
                     if not section.layout.whole:
                         self._place_lane(section, lane, members, old_state)
                 sections = [section for section in unit.trainable if not section.layout.whole]
-                part = _Part(sections, self._segments[first:], self._origins[first:])
+                part = Part(sections, self._segments[first:], self._origins[first:])
                 self._everything.sections += sections
                 self._parts.append((part, [loans for section in sections for loans in section.stepping]))
                 self._keep_state(part)
@@ -258,21 +224,38 @@ class SegmentUpdate(ReducedUpdate):
 
     def takes_factor(self, optimizer: torch.optim.Optimizer) -> bool:
         """See `Update.takes_factor`."""
-        flat = _flat_optimizer(optimizer)
+        flat = flat_optimizer(optimizer)
         return flat is not None and flat.takes_flat()
 
     def step(self, optimizer: torch.optim.Optimizer, factor: float | torch.Tensor) -> None:
         """Step all segments and write the results into the parameters' memory.
 
         If something has to be lent, or brought back to the device, that is done unit by unit, where the optimizer can
-        be stepped so.
+        be stepped so. What has been stepped early is only written into the parameters' memory.
         """
-        if self._apart and self._splits(optimizer):
-            self._outputs.make_room([part.sections for part, _ in self._parts])
-            in_turn(self._parts, lambda part: self._step_alone(optimizer, factor, part))
-            self._hold_state()
-        else:
+        done = set() if self.early is None else self.early.take(factor)
+        if not done and not (self._apart and self._splits(optimizer)):
             self.step_at_once(optimizer, factor)
+            return
+        self._outputs.make_room([part.sections for part, _ in self._parts])
+
+        def step(number: int) -> None:
+            part, _ = self._parts[number]
+            if number in done:
+                self._write_out(part)
+            else:
+                self._step_alone(optimizer, factor, part)
+
+        parts = [
+            (number, _not_stepped(part, wanted) if number in done else wanted)
+            for number, (part, wanted) in enumerate(self._parts)
+        ]
+        in_turn(parts, step)
+        flat = flat_optimizer(optimizer)
+        if flat is not None and len(done) == len(self._parts):
+            # Hooks and what counts the steps run once at least.
+            flat.step_flat(factor=factor, gradients=[], outputs=[], origins=[])
+        self._hold_state()
 
     def step_at_once(self, optimizer: torch.optim.Optimizer, factor: float | torch.Tensor) -> None:
         """Step in one call, for which everything is lent."""
@@ -300,7 +283,7 @@ class SegmentUpdate(ReducedUpdate):
         """
         if self._norms:
             return False
-        flat = _flat_optimizer(optimizer)
+        flat = flat_optimizer(optimizer)
         if flat is not None:
             return flat.takes_flat()
         hooks = (*optimizer._optimizer_step_pre_hooks.values(), *optimizer._optimizer_step_post_hooks.values())
@@ -309,7 +292,7 @@ class SegmentUpdate(ReducedUpdate):
         plain = wrapper is None or only_counts_steps(wrapper)
         return type(optimizer).__module__.startswith("torch.optim.") and own and plain
 
-    def _step_alone(self, optimizer: torch.optim.Optimizer, factor: float | torch.Tensor, part: _Part) -> None:
+    def _step_alone(self, optimizer: torch.optim.Optimizer, factor: float | torch.Tensor, part: Part) -> None:
         """Step a part as if it were everything."""
         chosen = {id(segment) for _, _, segment in part.segments}
         members = [group["params"] for group in optimizer.param_groups]
@@ -320,9 +303,9 @@ class SegmentUpdate(ReducedUpdate):
         finally:
             assign_groups(optimizer, members)
 
-    def _step(self, optimizer: torch.optim.Optimizer, factor: float | torch.Tensor, part: _Part) -> None:
+    def _step(self, optimizer: torch.optim.Optimizer, factor: float | torch.Tensor, part: Part) -> None:
         """Step what the optimizer has in its groups now."""
-        flat = _flat_optimizer(optimizer)
+        flat = flat_optimizer(optimizer)
         written = self._outputs.of(part.sections)
         outputs = [(s, written[id(section)][at]) for section, at, s in part.segments if id(section) in written]
         if isinstance(factor, torch.Tensor) and any(section.steps_apart for section in part.sections):
@@ -350,6 +333,17 @@ class SegmentUpdate(ReducedUpdate):
                     written[id(section)].copy_(section.master)
         self._outputs.send()
 
+    def _write_out(self, part: Part) -> None:
+        """Write the masters of what has been stepped into the parameters' memory."""
+        written = self._outputs.of(part.sections)
+        for section in part.sections:
+            assert section.master is not None
+            values = section.optimizer_loans.read(section.master)
+            if values is not section.master:
+                self._accountant.hold(Category.BUFFERS, values, Tier.HOST)
+            written[id(section)].copy_(values)
+        self._outputs.send()
+
     def _hold_state(self) -> None:
         """Tell the accountant about the optimizer's state; what is known is passed over, some optimizers make more."""
         for section, _, segment in self._segments:
@@ -357,7 +351,7 @@ class SegmentUpdate(ReducedUpdate):
             if state:
                 hold(state, self._accountant, tier_in_use(section.optimizer_loans.home))
 
-    def _keep_state(self, part: _Part) -> None:
+    def _keep_state(self, part: Part) -> None:
         """Have what the optimizer keeps for each element of a part live where it should."""
         for section in part.sections:
             if section.optimizer_loans.away:
@@ -372,7 +366,7 @@ class SegmentUpdate(ReducedUpdate):
                     ],
                 )
 
-    def _show_gradients(self, segments: Sequence[_Segment], shown: Mapping[int, torch.Tensor], any_dtype: bool) -> None:
+    def _show_gradients(self, segments: Sequence[Segment], shown: Mapping[int, torch.Tensor], any_dtype: bool) -> None:
         """Put the gradients, which are given by section, into the segments' `.grad`."""
         for section, place, segment in segments:
             gradient = shown[id(section)][place]
@@ -419,6 +413,8 @@ class SegmentUpdate(ReducedUpdate):
 
     def clear_state(self) -> None:
         """See `Update.clear_state`."""
+        if self.early is not None:
+            self.early.forget_copies()
         self.optimizer.state.clear()
         for part, _ in self._parts:
             self._keep_state(part)
@@ -435,6 +431,8 @@ class SegmentUpdate(ReducedUpdate):
         self, index: int, elementwise: Mapping[str, torch.dtype], whole: Mapping[str, Any], *, filled: bool = False
     ) -> None:
         """See `Update.make_state`."""
+        if self.early is not None:
+            self.early.drop()
         for section, _, segment in self._runs.get(index, ()):
             tensor = self.registry[index]
             state = self.optimizer.state[segment]
@@ -445,6 +443,16 @@ class SegmentUpdate(ReducedUpdate):
             for key in elementwise if section.optimizer_loans.away else ():
                 section.optimizer_loans.keep(Category.OPTIMIZER, state[key])
             hold(state, self._accountant, tier_in_use(section.optimizer_loans.home))
+
+    def step_early(self) -> EarlySteps:
+        """Have units stepped as soon as their gradients are there; return what does that."""
+        self.early = EarlySteps(self.optimizer, {n: part for n, (part, _) in enumerate(self._parts)}, self._accountant)
+        return self.early
+
+    def detach(self) -> None:
+        """See `Update.detach`."""
+        if self.early is not None:
+            self.early.close()
 
     def own_masters(self) -> Iterator[tuple[torch.Tensor, StateHome]]:
         """See `Update.own_masters`: all belong to sections."""
@@ -478,7 +486,7 @@ class SegmentUpdate(ReducedUpdate):
                 section.publish()
 
 
-def _flat_optimizer(optimizer: torch.optim.Optimizer) -> FlatOptimizer | None:
-    """Return the optimizer as one that steps flat ranges in one pass, if its class is."""
-    methods = ("takes_flat", "step_flat")
-    return cast(FlatOptimizer, optimizer) if all(callable(getattr(optimizer, m, None)) for m in methods) else None
+def _not_stepped(part: Part, wanted: Sequence[Borrowed]) -> list[Borrowed]:
+    """Return what has to be lent of a part that is only written into the parameters' memory."""
+    shards = [section.shard_loans for section in part.sections]
+    return [(loans, written) for loans, written in wanted if any(loans is shard for shard in shards)]

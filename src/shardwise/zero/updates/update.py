@@ -237,7 +237,7 @@ def add_state(
             value = value.to("cpu" if key == "step" and not on_device else stepped.device, copy=True)
         if key not in state:
             state[key] = value
-        elif not _equal(state[key], value):
+        elif not equal_values(state[key], value):
             raise CheckpointError(
                 f"optimizer state {key!r} of {tensor.name!r} is {value!r}; that of parameters which are stepped "
                 f"together with it is {state[key]!r}. Put them into different parameter groups, or start with fresh "
@@ -245,7 +245,8 @@ def add_state(
             )
 
 
-def _equal(first: Any, second: Any) -> bool:
+def equal_values(first: Any, second: Any) -> bool:
+    """Whether two entries of an optimizer's state or groups are of one type and have the same values."""
     if isinstance(first, torch.Tensor) and isinstance(second, torch.Tensor):
         return torch.equal(first, second)
     return type(first) is type(second) and bool(first == second)
