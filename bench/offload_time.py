@@ -68,7 +68,7 @@ def rows_of(seconds: dict[str, list[list[float]]]) -> list[dict[str, Any]]:
     medians = {name: statistics.median(map(sum, turns)) for name, turns in seconds.items()}
     rows = []
     for name, turns in seconds.items():
-        peer = name.replace("shardwise", "DeepSpeed")
+        peer = name.replace("shardwise", "DeepSpeed").removesuffix(", stepped early")
         rows.append(
             {
                 "system": name,
@@ -109,7 +109,7 @@ def main() -> None:
     for row in rows:
         ratio = "" if row["over_deepspeed"] is None else f"  over DeepSpeed {row['over_deepspeed']:.2f}"
         print(
-            f"{row['system']:32s} median {row['median_ms']:6.0f} ms ({row['lowest_ms']:6.0f} to "
+            f"{row['system']:46s} median {row['median_ms']:6.0f} ms ({row['lowest_ms']:6.0f} to "
             f"{row['highest_ms']:6.0f})  passes {row['passes_ms']:6.0f}  update {row['update_ms']:6.0f}{ratio}"
         )
     for name, reason in found["missing"].items():
