@@ -2,7 +2,9 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable
+import contextlib
+from collections.abc import Callable, Sequence
+from contextlib import AbstractContextManager
 from typing import Any
 
 import pytest
@@ -64,8 +66,9 @@ def report(
     zero: dict[str, Any] | None = None,
     model: Callable[[], nn.Module] | None = None,
     more: dict[str, Any] | None = None,
+    circumstances: Sequence[Callable[[], AbstractContextManager[Any]]] = (contextlib.nullcontext,),
 ) -> tuple[MemoryReport, MemoryReport]:
-    """Reports made before the first step and after a tracked one."""
+    """Reports made before the first step and after tracked ones, one in each of some circumstances."""
     torch.manual_seed(5)
     config = settings(stage, precision, optimizer, accumulation if managed else 1, keep)
     config["managed_gradient_accumulation"] = managed
@@ -85,7 +88,9 @@ def report(
     step()
     engine.accountant.reset_peak()
     with track_activations(engine.accountant):
-        step()
+        for circumstance in circumstances:
+            with circumstance():
+                step()
     after = engine.memory_report(batch)
     engine.destroy()
     return before, after

@@ -470,10 +470,26 @@ def test_what_cannot_be_stepped_early_is_said_once(name: str) -> None:
     assert f"{name}" in said and ("Lion" in said if name == "AdamW" else "whole tensors" in said)
 
 
+@contextlib.contextmanager
+def in_vain() -> Iterator[None]:
+    """Have steps made as always, whatever has been stepped early."""
+    take = early.EarlySteps.take
+
+    def dropping(self: early.EarlySteps, factor: Any) -> set[int]:
+        self.drop()
+        return take(self, factor)
+
+    with mock.patch.object(early.EarlySteps, "take", dropping):
+        yield
+
+
 def reported(zero: dict[str, Any], stage: int, far: bool) -> Any:
     with played_device() if far else contextlib.nullcontext(), patient():
         more = {"gradient_clipping": 0.0}
-        before, after = reports.report(stage, "bf16", keep=0, accumulation=2, zero=zero, more=more)
+        circumstances = (contextlib.nullcontext, in_vain)
+        before, after = reports.report(
+            stage, "bf16", keep=0, accumulation=2, zero=zero, more=more, circumstances=circumstances
+        )
     for category in (*reports.ENGINE, Category.ACTIVATIONS):
         assert reports.close(before.row(category).planned, after.row(category).measured), category
     return before.elsewhere, after.elsewhere
