@@ -337,6 +337,11 @@ class TrainStep:
         """Take the step that ends a window; return False, and change nothing, if no rank has run a backward pass."""
         sharded = self._sharded
         sharded.check_can_step()
+        with sharded.coming():
+            return self._update_now(lr_kwargs)
+
+    def _update_now(self, lr_kwargs: dict[str, Any] | None) -> bool:
+        sharded = self._sharded
         prepared = self._prepared = self._prepared or self._prepare()
         if prepared is None:
             self.drop_gradients()

@@ -450,7 +450,11 @@ def settle(wanted: Sequence[Borrowed]) -> None:
             all_of_them.callback(loans.settle)
 
 
-def in_turn(parts: Sequence[tuple[T, Sequence[Borrowed]]], use: Callable[[T], None]) -> None:
+def in_turn(
+    parts: Sequence[tuple[T, Sequence[Borrowed]]],
+    use: Callable[[T], None],
+    begun: contextlib.ExitStack | None = None,
+) -> None:
     """Use parts of something one after the other, each lent meanwhile.
 
     While one is waited for and used the next one is on its way, and the one before may still be being stored: there is
@@ -459,9 +463,10 @@ def in_turn(parts: Sequence[tuple[T, Sequence[Borrowed]]], use: Callable[[T], No
     Args:
         parts: each with what it borrows.
         use: is called with each.
+        begun: gives back what the caller has begun to borrow for the first one.
     """
     try:
-        with contextlib.ExitStack() as ahead:
+        with contextlib.ExitStack() if begun is None else begun.pop_all() as ahead:
             for number, (part, wanted) in enumerate(parts):
                 with ahead.pop_all(), _lent(wanted):
                     if number >= 2:

@@ -465,6 +465,10 @@ class ShardedModel:
                     self.update.refresh(unit)
         self.guards.note()
 
+    def coming(self) -> AbstractContextManager[None]:
+        """Begin to bring what `step` needs first, which may come inside of the block."""
+        return contextlib.nullcontext() if self.update is None else self.update.coming()
+
     def step(self, factor: float | torch.Tensor = 1.0) -> None:
         """Step the optimizer with the accumulated gradients and start bringing the results to all ranks.
 

@@ -87,6 +87,7 @@ class SegmentUpdate(ReducedUpdate):
         self._everything = Part([], self._segments, self._origins)
         self._parts: list[tuple[Part, list[Borrowed]]] = []  # of the same, unit by unit, with what has to be lent
         self.early: EarlySteps | None = None
+        self._begun = contextlib.ExitStack()
 
     def capture(self, unit: Unit) -> None:
         """Nothing: segments are views of the units' own masters."""
@@ -227,6 +228,18 @@ class SegmentUpdate(ReducedUpdate):
         flat = flat_optimizer(optimizer)
         return flat is not None and flat.takes_flat()
 
+    @contextlib.contextmanager
+    def coming(self) -> Iterator[None]:
+        """See `Update.coming`: master weights and state of the first part, if they will be stepped."""
+        with self._begun:
+            if self._parts and self.early is None:
+                part, wanted = self._parts[0]
+                for loans, _ in wanted:
+                    if any(loans is section.optimizer_loans for section in part.sections):
+                        loans.start()
+                        self._begun.callback(loans.give_back, written=False)
+            yield
+
     def step(self, optimizer: torch.optim.Optimizer, factor: float | torch.Tensor) -> None:
         """Step all segments and write the results into the parameters' memory.
 
@@ -250,7 +263,7 @@ class SegmentUpdate(ReducedUpdate):
             (number, _not_stepped(part, wanted) if number in done else wanted)
             for number, (part, wanted) in enumerate(self._parts)
         ]
-        in_turn(parts, step)
+        in_turn(parts, step, self._begun)
         flat = flat_optimizer(optimizer)
         if flat is not None and len(done) == len(self._parts):
             # Hooks and what counts the steps run once at least.

@@ -7,7 +7,9 @@ instance is kept: its parameter groups are edited in place and state that it alr
 
 from __future__ import annotations
 
+import contextlib
 from collections.abc import Callable, Iterator, Mapping, Sequence
+from contextlib import AbstractContextManager
 from dataclasses import dataclass
 from typing import Any, Protocol
 
@@ -52,6 +54,9 @@ class Update(Protocol):
 
     def takes_factor(self, optimizer: torch.optim.Optimizer) -> bool:
         """Whether `step` can multiply the gradients now; else they have to be multiplied before."""
+
+    def coming(self) -> AbstractContextManager[None]:
+        """Begin to bring what `step` needs first, which may come inside of the block."""
 
     def step(self, optimizer: torch.optim.Optimizer, factor: float | torch.Tensor) -> None:
         """Step with the accumulated gradients times `factor`; write the results into the parameters' memory."""
@@ -133,6 +138,10 @@ class ReducedUpdate:
     def stays_local(self) -> bool:
         """See `Update.stays_local`."""
         return False
+
+    def coming(self) -> AbstractContextManager[None]:
+        """See `Update.coming`: all is there, or is brought at once."""
+        return contextlib.nullcontext()
 
     def check_agreed(self, what: str) -> None:
         """See `Update.check_agreed`: all ranks have the same parameters."""
