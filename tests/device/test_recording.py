@@ -228,10 +228,10 @@ def gathers_do_not_wait_for_the_step() -> Iterator[None]:
 
     release = Unit.release
 
-    def released(self: Unit) -> None:
+    def released(self: Unit, heir: Unit | None = None) -> None:
         # Else what is released says that the step has come before it.
         with mock.patch.object(Runner, "follow", lambda self: None):
-            release(self)
+            release(self, heir)
 
     with (
         mock.patch.object(ShardedModel, "_shards_written", shards_written),
@@ -245,9 +245,9 @@ def gathers_do_not_wait_for_the_step() -> Iterator[None]:
 def memory_is_gathered_into_while_it_is_still_computed_with() -> Iterator[None]:
     release = Unit.release
 
-    def released(self: Unit) -> None:
+    def released(self: Unit, heir: Unit | None = None) -> None:
         with mock.patch.object(Runner, "follow", lambda self: None):
-            release(self)
+            release(self, heir)
 
     with mock.patch.object(Unit, "release", released):
         yield
