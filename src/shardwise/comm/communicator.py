@@ -32,6 +32,7 @@ from shardwise.comm import groups, native
 from shardwise.comm.ledger import Ledger, Record, user_line
 from shardwise.comm.rendezvous import node
 from shardwise.comm.setup import timeout_from_environment
+from shardwise.comm.stalls import waiting_for
 from shardwise.comm.whereabouts import Whereabouts, describe
 from shardwise.compat import backend_of, timeout_of
 from shardwise.device.streams import Streams, streams_of
@@ -110,7 +111,8 @@ class Handle:
             return
         start = time.perf_counter()
         try:
-            self._pending.wait()
+            with waiting_for(self._record, start):
+                self._pending.wait()
         except PeerLostError as error:
             if self._whereabouts is None or self._record is None:
                 raise
@@ -505,7 +507,7 @@ class Communicator:
         self._own_groups, self._groups = [], {}
 
     def _next(self, kind: str, record: Record) -> tuple[dist.ProcessGroup, int]:
-        record.kind = kind
+        record.kind, record.turn = kind, self._count[kind]
         count = self._count[kind] % (1 << _COUNT_BITS)
         self._count[kind] += 1
         # Ranks that are in different collectives must not take each other's messages: where the sizes differ Gloo

@@ -43,7 +43,11 @@ def user_line(limit: int = 64) -> str:
     """
     if (line := getattr(_here, "line", None)) is not None:
         return str(line)
-    frame: FrameType | None = sys._getframe(1)
+    return line_of(sys._getframe(1), limit)
+
+
+def line_of(frame: FrameType | None, limit: int = 64) -> str:
+    """Return the same for a frame of any thread."""
     for _ in range(limit):
         if frame is None:
             return ""
@@ -77,6 +81,7 @@ class Record:
         waited: seconds that the caller was blocked in `wait()`, or None while in flight.
         finished: `time.perf_counter()` at the end of `wait()`, or None while in flight.
         kind: with which collectives it is in one order, where there are several such sequences.
+        turn: its number in that order, the same on all ranks.
         ranks: number of ranks in the group.
     """
 
@@ -92,6 +97,7 @@ class Record:
     finished: float | None = None
     kind: str = ""
     ranks: int = 1
+    turn: int = 0
 
 
 @dataclass

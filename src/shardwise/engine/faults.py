@@ -20,7 +20,9 @@ from shardwise.checkpoint.agree import phase
 from shardwise.checkpoint.copies import GENERATIONS, Generation, MemoryCopies, MemoryCopy
 from shardwise.checkpoint.load import Options
 from shardwise.checkpoint.newest import OnDisk, newest
+from shardwise.comm.communicator import members_of
 from shardwise.comm.environment import MEMORY_DIRECTORY
+from shardwise.comm.stalls import StallWatch
 from shardwise.engine.background import saved_bytes
 from shardwise.engine.recovery import FirstStep, Resumed
 from shardwise.engine.signals import SignalWatch, signal_named
@@ -86,9 +88,15 @@ class FaultTolerance:
         self._copies_wait = False
         self._given_client_state: Callable[[], Mapping[str, Any]] | None = None
         self._first_step = FirstStep(job.rank)
+        self._stalls: StallWatch | None = None
 
     def guard(self) -> None:
         """Switch on what the configuration asks for (all ranks call)."""
+        limit = float(self._resolution.config.stall_limit)
+        if limit and self._job.world > 1:
+            ranks = members_of(self._job.user_group)
+            self._stalls = StallWatch(ranks, ranks[self._job.rank], limit, self._job.ledger)
+            self._stalls.start()
         section = self._resolution.config.checkpoint
         if section.on_signal is not None:
             asked = section.on_signal
@@ -291,6 +299,8 @@ class FaultTolerance:
 
     def end(self) -> None:
         """Give signals back, and remove copies that nobody else would, unless a failure makes them the way to go on."""
+        if self._stalls is not None:
+            self._stalls.close()
         self._signals.close()
         if sys.exc_info()[0] is None:
             self._remove_copies()

@@ -89,6 +89,12 @@ class Config(ConfigSection):
         False, "Sum gradients in rank order on NCCL too, which makes runs repeatable bit by bit."
     )
     strict_sync: bool = key(False, "Report ranks that take different branches of the model.")
+    stall_limit: float = key(
+        30.0,
+        "Seconds that a collective may wait before all ranks are asked where they are: the log says who is waited for, "
+        "and ranks that wait for each other in different collectives end. 0: never.",
+        ge=0,
+    )
     sparse_gradients: bool = key(False, "Reduce gradients of embeddings with sparse=True as row numbers and rows.")
     disable_allgather: bool = key(
         False, "Old switch of the all-gather.", no_effect="parameters could not be updated without it"
