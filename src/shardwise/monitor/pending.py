@@ -71,8 +71,10 @@ def _checked(event: Any) -> tuple[str, float | torch.Tensor, int]:
         at = int(step) if isinstance(step, float) and step.is_integer() else operator.index(step)
     except TypeError:
         raise UsageError(f"write_events(): the step of {name!r} is an integer, found {step!r}") from None
-    if isinstance(value, torch.Tensor) and value.numel() == 1 and value.device.type != "cpu":
-        return name, value.detach().reshape(()).double(), at
+    if isinstance(value, torch.Tensor):
+        value = value.detach()
+        if value.numel() == 1 and value.device.type != "cpu":
+            return name, value.reshape(()).double(), at
     try:
         if isinstance(value, str | bytes):
             raise TypeError

@@ -54,7 +54,7 @@ class Worker:
         self._failing = self._told_failing = False
         self._told_at = -TELL_AGAIN_S
         self._process = os.getpid()
-        self._thread = threading.Thread(target=self._run, name=f"shardwise-{name}", daemon=True)
+        self._thread = threading.Thread(target=self._run, name=f"shardwise-monitor-{name}", daemon=True)
         atexit.register(self.close)
         self._thread.start()
 
@@ -71,7 +71,7 @@ class Worker:
             while self._held > self._room and len(self._queue) > 1:
                 oldest = self._queue.popleft()
                 self._held -= len(oldest)
-                dropped = self._lost == 0
+                dropped |= self._lost == 0
                 self._lost += len(oldest)
             self._changed.notify_all()
         if dropped:
@@ -146,7 +146,7 @@ class Worker:
             try:
                 events.extend(pending.read())
             except RuntimeError as error:  # the device has failed, and with it what was on it
-                self._lost += len(pending)
+                self._lose(len(pending))
                 self._failed(error)
         for _ in range(ATTEMPTS):
             if self._ready() and self._offer(events):
@@ -155,7 +155,11 @@ class Worker:
                 if self._changed.wait_for(lambda: self._closing, self._pause):
                     break
             self._pause = min(2 * self._pause, LONGEST_PAUSE_S)
-        self._lost += len(events)
+        self._lose(len(events))
+
+    def _lose(self, count: int) -> None:
+        with self._changed:
+            self._lost += count
 
     def _ready(self) -> bool:
         if not self._is_open:
