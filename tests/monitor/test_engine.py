@@ -52,7 +52,7 @@ def read(directory: Path | str) -> Series:
     for path in Path(directory, "run").glob("*.csv"):
         with open(path, newline="", encoding="utf-8") as file:
             rows = list(csv.reader(file))
-        assert rows[0] == ["step", path.stem.rpartition("Samples_")[2]]
+        assert rows[0][0] == "step" and path.stem.endswith(f"_{rows[0][1]}")
         found[path.stem] = [(int(at), float(value)) for at, value in rows[1:]]
     lines: Series = {}
     for text in Path(directory, "run", "events.jsonl").read_text().splitlines():
