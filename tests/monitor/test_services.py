@@ -15,7 +15,7 @@ from typing import Any
 
 import pytest
 
-from shardwise.monitor import Monitor
+from shardwise.monitor import Event, Monitor
 from tests.monitor.test_engine import build, step
 
 Points = dict[str, list[tuple[int, float]]]
@@ -86,7 +86,6 @@ def test_tensorboard_begins_another_file_where_one_cannot_be_written(tmp_path: P
     pytest.importorskip("tensorboard")
     from tensorboard.backend.event_processing.event_accumulator import EventAccumulator
 
-    from shardwise.monitor import Event
     from shardwise.monitor.tensorboard import TensorBoard
 
     service = TensorBoard(SimpleNamespace(output_path=str(tmp_path), job_name="run"))
@@ -182,6 +181,14 @@ def test_mlflow_in_a_directory(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) 
     assert (run.info.run_name, run.info.status) == ("first", "FINISHED")
     found = {name: client.get_metric_history(run.info.run_id, name) for name in run.data.metrics}
     check({name: [(metric.step, metric.value) for metric in metrics] for name, metrics in found.items()}, expected)
+    from shardwise.monitor.mlflow import MLflow, allowed
+
+    service = MLflow(SimpleNamespace(**{**section, "experiment": "names"}))
+    service.open()
+    names = ["f1 (macro)", "../up", "a//b", "..", "\u00e4:%", "x" * 300]
+    service.log([Event(name, 1.0, 1, 12.0) for name in names])
+    [run] = client.search_runs([client.get_experiment_by_name("names").experiment_id])
+    assert run.data.metrics.keys() == {allowed(name) for name in names}
     trained(mlflow=section)  # the experiment is there already
     assert len(client.search_runs([client.get_experiment_by_name("mine").experiment_id])) == 2
 

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import re
 from collections.abc import Sequence
 from typing import Any
 
@@ -10,8 +11,20 @@ from mlflow.tracking import MlflowClient
 
 from .service import Event, Service
 
+_LONGEST = 250
+"""Characters of a name."""
 _MOST = 1000
 """Metrics that a server takes in one request."""
+
+
+def allowed(name: str) -> str:
+    """Return a name in the form that MLflow takes: it refuses all metrics of a request because of one.
+
+    >>> allowed("Eval/f1 (macro)"), allowed("../loss")
+    ('Eval/f1 _macro_', 'loss')
+    """
+    parts = re.sub(r"[^\w./ -]", "_", name).split("/")
+    return "/".join(part for part in parts if part not in ("", ".", ".."))[:_LONGEST] or "_"
 
 
 class MLflow(Service):
@@ -38,7 +51,7 @@ class MLflow(Service):
 
     def log(self, events: Sequence[Event]) -> None:
         """Send a metric for each."""
-        metrics = [Metric(event.name, event.value, int(1000 * event.time), event.step) for event in events]
+        metrics = [Metric(allowed(event.name), event.value, int(1000 * event.time), event.step) for event in events]
         for begin in range(0, len(metrics), _MOST):
             self._client.log_batch(self._run, metrics=metrics[begin : begin + _MOST])
 

@@ -29,7 +29,7 @@ class Service(Protocol):
         """Get ready. Called before the first events, and again after anything has raised: what is still good stays."""
 
     def log(self, events: Sequence[Event]) -> None:
-        """Take events, in the order in which they were handed over."""
+        """Take events, in the order in which they were handed over; the same ones again if it has raised before."""
 
     def flush(self) -> None:
         """Have what was taken survive the end of this process, however it comes. Nothing to do where `log` does."""

@@ -29,11 +29,12 @@ class WandB(Service):
 
     def open(self) -> None:
         """Begin a run, if there is none."""
-        if self._run is None:
-            self._own = wandb.run is None
+        if self._run is None and wandb.run is not None:
+            self._run = wandb.run
+        elif self._run is None:
             section = self._section
-            made = wandb.init if self._own else lambda **_: wandb.run
-            self._run = made(project=section.project, group=section.group, entity=section.team)
+            self._run = wandb.init(project=section.project, group=section.group, entity=section.team)
+            self._own = True
 
     def log(self, events: Sequence[Event]) -> None:
         """Log together what has the same step."""
