@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import csv
+import doctest
 import json
 import math
 import threading
@@ -16,7 +17,7 @@ import pytest
 import torch
 
 from shardwise.errors import UsageError
-from shardwise.monitor import Event, Monitor, Service, pending
+from shardwise.monitor import Event, Monitor, Service, monitor, pending
 from shardwise.monitor.files import CSVFiles, JSONLines, append
 from shardwise.monitor.pending import Pending
 from shardwise.monitor.worker import Worker
@@ -33,6 +34,11 @@ def events(*found: tuple[str, float, int]) -> list[Event]:
 def rows(path: Path) -> list[list[str]]:
     with open(path, newline="", encoding="utf-8") as file:
         return list(csv.reader(file))
+
+
+@pytest.mark.parametrize("module", [monitor, pending])
+def test_examples_of_docstrings(module: Any) -> None:
+    assert doctest.testmod(module).failed == 0
 
 
 def test_csv_has_a_file_for_each_name_and_is_appended_to(tmp_path: Path) -> None:
@@ -145,10 +151,10 @@ def test_values_on_a_device_are_read_by_the_service_in_one_copy(monkeypatch: pyt
     ],
 )
 def test_what_is_no_event_is_refused_where_it_is_written(event: Any, message: str, tmp_path: Path) -> None:
-    monitor = Monitor(SimpleNamespace(csv_monitor=section(tmp_path)))
+    writing = Monitor(SimpleNamespace(csv_monitor=section(tmp_path)))
     try:
         with pytest.raises(UsageError, match=message):
-            monitor.write_events([("good", 1.0, 1), event])
+            writing.write_events([("good", 1.0, 1), event])
     finally:
-        monitor.close()
+        writing.close()
     assert list(tmp_path.rglob("*.csv")) == []
