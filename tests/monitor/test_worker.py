@@ -3,6 +3,8 @@
 from __future__ import annotations
 
 import logging
+import subprocess
+import sys
 import threading
 import time
 from collections.abc import Iterator, Sequence
@@ -141,7 +143,7 @@ def test_the_end_waits_for_a_service_no_longer_than_it_may(told: list[str]) -> N
     begun = time.monotonic()
     running.close(0.2)
     assert time.monotonic() - begun < 2
-    assert told == ["monitor recording: has not ended in the 0.2 s that it had; 1 events are not known to be written"]
+    assert told == ["monitor recording: has not ended in time, and is left; 1 events are not known to be written"]
     service.go_on.set()
 
 
@@ -170,3 +172,34 @@ def test_a_service_that_asks_to_exit_ends_nothing(told: list[str]) -> None:
     assert running.flush(10) and service.steps == [0]
     running.close()
     assert logging.getLogger("shardwise") is logger and "SystemExit" in told[0]
+
+
+ENDS_EARLY = """
+import atexit, time
+from shardwise.monitor.pending import Pending
+from shardwise.monitor.worker import Worker
+
+class Service:
+    ended = False
+    def open(self):
+        time.sleep(1)
+        atexit.register(self.end)  # as packages do
+    def end(self):
+        self.ended = True
+    def log(self, events):
+        print([event.step for event in events], self.ended)
+    def flush(self):
+        pass
+    def close(self):
+        print("closed", self.ended)
+
+worker = Worker("slow", Service())
+worker.put(Pending([("x", 1.0, 3)]))
+raise ValueError("of the script")
+"""
+
+
+def test_a_program_that_ends_while_a_service_opens_loses_nothing() -> None:
+    done = subprocess.run([sys.executable, "-c", ENDS_EARLY], capture_output=True, text=True, timeout=60)
+    assert done.returncode == 1 and "of the script" in done.stderr
+    assert done.stdout == "[3] False\nclosed False\n"

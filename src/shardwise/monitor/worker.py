@@ -10,8 +10,10 @@ whatever the network does.
 from __future__ import annotations
 
 import atexit
+import functools
 import os
 import threading
+import weakref
 from collections import deque
 from time import monotonic
 
@@ -29,7 +31,7 @@ ATTEMPTS = 3
 SHORTEST_PAUSE_S, LONGEST_PAUSE_S = 1.0, 60.0
 TELL_AGAIN_S = 600.0
 """Failures that come and go are told no more often."""
-CLOSE_S = 10.0
+CLOSE_S = 30.0
 """How long the end of a run waits for a service."""
 
 
@@ -55,7 +57,8 @@ class Worker:
         self._told_at = -TELL_AGAIN_S
         self._process = os.getpid()
         self._thread = threading.Thread(target=self._run, name=f"shardwise-monitor-{name}", daemon=True)
-        atexit.register(self.close)
+        _close_at_exit()
+        _running.add(self)
         self._thread.start()
 
     # -- on the thread of training -------------------------------------------------------------------------------------
@@ -101,12 +104,11 @@ class Worker:
             return  # a copy of the process, which does not have the thread
         self.end()
         self._thread.join(max(0.0, limit))
-        atexit.unregister(self.close)
+        _running.discard(self)
         if self._thread.is_alive():
             logger.warning(
-                "monitor %s: has not ended in the %g s that it had; %d events are not known to be written",
+                "monitor %s: has not ended in time, and is left; %d events are not known to be written",
                 self.name,
-                limit,
                 self._held,
             )
         self._tell_lost()
@@ -169,9 +171,6 @@ class Worker:
                 self._failed(error)
                 return False
             self._is_open = True
-            # What was registered last is called first: the service's package may end it at exit by itself.
-            atexit.unregister(self.close)
-            atexit.register(self.close)
         return True
 
     def _offer(self, events: list[Event]) -> bool:
@@ -213,3 +212,27 @@ class Worker:
         if lost > self._told_lost:
             logger.warning("monitor %s: %d events are lost since the beginning", self.name, lost)
             self._told_lost = lost
+
+
+_running: weakref.WeakSet[Worker] = weakref.WeakSet()
+
+
+@functools.cache
+def _close_at_exit() -> None:
+    """Have all services ended when the program has come to its end, before their packages do something of their own.
+
+    Functions of `atexit` run last registered first, and packages register theirs whenever a service opens: W&B would
+    stop the process that it writes with, while events still wait. Python calls those of `threading` before; it does not
+    promise to keep them, so `atexit` is the other way.
+    """
+    register = getattr(threading, "_register_atexit", atexit.register)
+    register(_close_all)
+
+
+def _close_all() -> None:
+    until = monotonic() + CLOSE_S
+    workers = list(_running)
+    for worker in workers:
+        worker.end()
+    for worker in workers:
+        worker.close(until - monotonic())
