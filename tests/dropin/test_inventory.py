@@ -172,6 +172,9 @@ def subject(path: str) -> Any:
         return importlib.import_module("deepspeed").initialize(model=model, config=settings)[0]
     if name == "DeepSpeedAccelerator":
         return importlib.import_module("deepspeed").get_accelerator()
+    if name == "MonitorMaster":
+        home = importlib.import_module("deepspeed.monitor.config")
+        return importlib.import_module(parent).MonitorMaster(home.get_monitor_config({}))
     cls = getattr(importlib.import_module(parent.replace("deepspeed.zero", "deepspeed.runtime.zero")), name)
     return cls() if name in ("CommsLogger", "CPUAdamBuilder") else cls
 

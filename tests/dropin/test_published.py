@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import contextlib
 import json
 import traceback
 from collections.abc import Callable, Iterator
@@ -17,6 +18,8 @@ from typer.testing import CliRunner
 from shardwise.config import resolve
 from shardwise.errors import ConfigError, NotBuiltError
 from shardwise.launch.cli import app
+from shardwise.monitor import Service, registry
+from shardwise.monitor import monitor as monitors
 from shardwise.schedules import build as build_schedule
 from tests.dropin.clients import MISSING, Ranks, forget, mean_over_ranks, ranks
 from tests.dropin.published import DIRECTORY, WORLD, Published, facts_of, published, update
@@ -73,6 +76,24 @@ def prepared(path: str, steps: int) -> Any:
     return filled.config
 
 
+class Nowhere(Service):
+    """A service without its package, and without a network."""
+
+    def __init__(self, section: Any) -> None:
+        pass
+
+
+@contextlib.contextmanager
+def writing_nowhere() -> Iterator[None]:
+    """Have packages of monitors, and nothing come of it: tests/monitor has the services."""
+    known, make = registry._is_there, monitors.make
+    registry._is_there, monitors.make = lambda module: True, lambda name, section: Nowhere(section)
+    try:
+        yield
+    finally:
+        registry._is_there, monitors.make = known, make
+
+
 def outcome(name: str, path: str, through_trainer: bool) -> dict[str, Any]:
     """Start a file and train two steps; what became of it."""
     import deepspeed
@@ -85,9 +106,10 @@ def outcome(name: str, path: str, through_trainer: bool) -> dict[str, Any]:
         raw = config if isinstance(config, dict) else resolve(config, world_size=WORLD).raw
         model = tiny(bool(raw.get("sparse_gradients")))
         client = None if "optimizer" in raw else torch.optim.AdamW(model.parameters(), lr=PLAIN_LR)
-        engine, *_ = deepspeed.initialize(
-            model=model, model_parameters=model.parameters(), optimizer=client, config=config
-        )
+        with writing_nowhere():
+            engine, *_ = deepspeed.initialize(
+                model=model, model_parameters=model.parameters(), optimizer=client, config=config
+            )
         found["facts"] = {**facts_of(engine._resolution), "stage": engine.zero_optimization_stage()}
         found["losses"] = [float(loss) for loss in trained(engine)]
     except ConfigError as error:

@@ -85,7 +85,6 @@ _COMPRESSION = (
     "channel_pruning",
 )
 _SHARD = "`zero_optimization.stage` 3 makes room for large layers on many ranks"
-_LOG = "log from the script: `engine.last_step` has loss scale, norm and learning rate of each step; switch this off"
 _PRECISION = 'switch it off and write "bf16": {"enabled": true} (or fp16, or torch_autocast)'
 _SAMPLES = "order the samples in the script's own dataset or sampler, and switch this off"
 _COMPRESSED = "train the plain model, or compress it with a library for that (torch.ao); switch this off"
@@ -130,10 +129,6 @@ UNBUILT: tuple[Unbuilt, ...] = (
     Unbuilt(
         "flops_profiler.enabled", "the FLOPs profiler", _on, "switch it off, or count with torch.utils.flop_counter"
     ),
-    Unbuilt("tensorboard.enabled", "TensorBoard", _on, _LOG),
-    Unbuilt("wandb.enabled", "Weights & Biases", _on, _LOG),
-    Unbuilt("csv_monitor.enabled", "CSV monitoring", _on, _LOG),
-    Unbuilt("comet.enabled", "Comet", _on, _LOG),
     Unbuilt(
         "checkpoint.load_universal",
         "the universal checkpoint format",

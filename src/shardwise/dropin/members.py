@@ -22,7 +22,7 @@ MEMBERS: dict[str, dict[str, Entry]] = {
         members("sequence_parallel_size global_steps global_samples micro_steps skipped_steps gas_boundary_ctr mpu"),
         members("data_parallel_group seq_data_parallel_group mesh_device has_moe_layers num_experts param_names"),
         members("pipeline_parallelism enable_backward_allreduce gradient_average inside_no_sync_ctxt dist_backend"),
-        members("communication_data_type is_compiled"),
+        members("communication_data_type is_compiled monitor"),
         # training
         members(
             "forward(*inputs, **kwargs)",
@@ -86,6 +86,9 @@ MEMBERS: dict[str, dict[str, Entry]] = {
         members("comms_dict configure start_profiling_comms stop_profiling_comms start_profiling_op(op_name_list)"),
         members("stop_profiling_op(op_name_list)", "append get_raw_data has_data reset_data get_operation_names"),
         members("get_total_operations get_operation_summary(operation_name)", "log_all"),
+    ),
+    "deepspeed.monitor.monitor.MonitorMaster": members(
+        "tb_monitor wandb_monitor csv_monitor comet_monitor enabled", "write_events(event_list)"
     ),
     "deepspeed.ops.op_builder.CPUAdamBuilder": members("NAME name is_compatible(verbose=False)", "load(verbose=True)"),
     "deepspeed.runtime.lr_schedules.WarmupLR": members("get_lr get_last_lr step state_dict load_state_dict"),

@@ -22,7 +22,6 @@ from shardwise.absent import (
     LINEAR,
     MICS,
     MOE,
-    MONITOR,
     OPS,
     PIPELINE,
     PROFILER,
@@ -957,16 +956,30 @@ TABLE: dict[str, dict[str, Entry]] = {
     ),
     "deepspeed.checkpoint.ds_to_universal": raising(UNIVERSAL, "main dp_index_to_str"),
     # -- everything else ----------------------------------------------------------------------------------------------
-    "deepspeed.monitor.monitor": raising(
-        MONITOR, "MonitorMaster Monitor TensorBoardMonitor WandbMonitor csvMonitor:class CometMonitor"
+    "deepspeed.monitor.monitor": classes(
+        f"{_ADAPT}.monitors",
+        "MonitorMaster(monitor_config)",
+        "Monitor(monitor_config)",
+        "TensorBoardMonitor",
+        "WandbMonitor",
+        "csvMonitor",
+        "CometMonitor",
     ),
-    "deepspeed.monitor.config": raising(
-        MONITOR, "get_monitor_config DeepSpeedMonitorConfig TensorBoardConfig WandbConfig CSVConfig CometConfig"
+    "deepspeed.monitor.config": joined(
+        functions(f"{_ADAPT}.monitors", "get_monitor_config(param_dict)"),
+        classes(f"{_ADAPT}.monitors", "DeepSpeedMonitorConfig"),
+        classes(
+            "shardwise.config.schema.observe",
+            "TensorBoardConfig = TensorBoard",
+            "WandbConfig = WandB",
+            "CSVConfig = CSVMonitor",
+            "CometConfig = Comet",
+        ),
     ),
-    "deepspeed.monitor.tensorboard": raising(MONITOR, "TensorBoardMonitor"),
-    "deepspeed.monitor.wandb": raising(MONITOR, "WandbMonitor"),
-    "deepspeed.monitor.csv_monitor": raising(MONITOR, "csvMonitor:class"),
-    "deepspeed.monitor.comet": raising(MONITOR, "CometMonitor"),
+    "deepspeed.monitor.tensorboard": classes(f"{_ADAPT}.monitors", "TensorBoardMonitor"),
+    "deepspeed.monitor.wandb": classes(f"{_ADAPT}.monitors", "WandbMonitor"),
+    "deepspeed.monitor.csv_monitor": classes(f"{_ADAPT}.monitors", "csvMonitor"),
+    "deepspeed.monitor.comet": classes(f"{_ADAPT}.monitors", "CometMonitor"),
     "deepspeed.profiling.flops_profiler": absent(
         PROFILER,
         "FlopsProfiler get_model_profile number_to_string macs_to_string flops_to_string bytes_to_string "

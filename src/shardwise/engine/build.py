@@ -47,6 +47,7 @@ from shardwise.engine.modules import (
     leaves_of,
     place_buffers,
 )
+from shardwise.engine.monitoring import StepEvents
 from shardwise.engine.plans import Subject
 from shardwise.engine.recovery import note_ready
 from shardwise.engine.scaling import prescale_of, scales_loss
@@ -56,6 +57,7 @@ from shardwise.engine.stepping import make_optimizer, make_scheduler, prepare_op
 from shardwise.engine.zeropp import reduction
 from shardwise.errors import ConfigError, ConflictError, NotBuiltError, UsageError
 from shardwise.memory import Accountant, Category
+from shardwise.monitor import Monitor, check_packages, switched_on
 from shardwise.offload import Disks, homes_of
 from shardwise.optim import is_elementwise_state
 from shardwise.precision.autocast import wire_dtypes
@@ -146,6 +148,7 @@ def initialize(
     # The configuration before anything is made: most mistakes are found here, on every rank alike.
     resolution = _resolve(source, len(members), optimizer)
     settings = resolution.config
+    check_packages(settings)
     grid = None if mesh_param is None else arrangement_of(mesh_param, settings.zero_optimization, members)
 
     # The device before the groups: each backend serves one type of device.
@@ -214,13 +217,17 @@ def initialize(
     signals = SignalWatch()
     batches = Batches(settings, data, device)
     scaler = LossScaler.from_config(settings.fp16) if scales_loss(settings) else None
-    step = TrainStep(sharded, settings, job, batches, stepped, scheduler, scaler, signals)
+    shows_loss = job.rank == 0 and bool(switched_on(settings))
+    step = TrainStep(sharded, settings, job, batches, stepped, scheduler, scaler, signals, shows_loss)
     checkpoints = Checkpoints(sharded, resolution, job, step, batches)
     if watched is not None:
         watched.checkpoint = checkpoints.known
     faults = FaultTolerance(sharded, resolution, job, step, batches, checkpoints, signals)
     if training_data is not None:
         batches.training_dataloader = batches.loader(training_data, collate_fn=collate_fn)
+
+    # Last of all, as nothing that fails from here on leaves services running.
+    monitor = Monitor(settings, job.rank)
     engine = Engine(
         sharded=sharded,
         step=step,
@@ -230,6 +237,8 @@ def initialize(
         faults=faults,
         memory=MemoryReporting(sharded, resolution, job, step, batches, checkpoints, faults, budget, watched),
         activations=Activations(settings, model, device, accountant),
+        monitor=monitor,
+        events=StepEvents(monitor, step),
         resolution=resolution,
         job=job,
         data=data,

@@ -54,8 +54,10 @@ if TYPE_CHECKING:
     from shardwise.engine.faults import FaultTolerance
     from shardwise.engine.interchange import CustomLoad, Interchange
     from shardwise.engine.memory import MemoryReporting
+    from shardwise.engine.monitoring import StepEvents
     from shardwise.engine.plans import MemoryPlans
     from shardwise.memory import MemoryReport
+    from shardwise.monitor import Monitor
     from shardwise.zero.model import ShardedModel
     from shardwise.zero.units.presence import OffloadStateTypeEnum
 
@@ -86,6 +88,7 @@ class Engine(nn.Module):
         resumed: what `resume` has found; None before.
         accountant: bytes held, by category.
         ledger: every collective of this engine.
+        monitor: writes to the services that the configuration switches on (`shardwise.monitor.Monitor`).
         param_groups: the optimizer's. With `defaults` and `state` an engine can stand where a framework steps an
             optimizer (Lightning Fabric asks for these before it calls `engine.step()`).
         defaults: the optimizer's.
@@ -126,6 +129,8 @@ class Engine(nn.Module):
         faults: FaultTolerance,
         memory: MemoryReporting,
         activations: Activations,
+        monitor: Monitor,
+        events: StepEvents,
         resolution: Resolution,
         job: Communicator,
         data: Communicator,
@@ -156,6 +161,8 @@ class Engine(nn.Module):
         self._faults = faults
         self._memory = memory
         self._activations = activations
+        self.monitor = monitor
+        self._events = events
         self._resolution = resolution
         self._autocast_dtype = autocast_dtype(resolution.config)
         if self.optimizer is not None:
@@ -523,6 +530,7 @@ class Engine(nn.Module):
         with explaining(lambda: self._memory.circumstances("engine.step()", stepping=True)):
             ended = self._step.take(lr_kwargs)
         if ended:
+            self._events.write()
             self._activations.tell(self.global_steps, self.job.rank)
             self._memory.check_limit()
             self._faults.after_boundary()
@@ -1272,6 +1280,7 @@ class Engine(nn.Module):
             if self.optimizer is not None:
                 take_methods(self.optimizer)
         self._faults.end()
+        self.monitor.close()
         try:
             self.sharded.close()
         finally:

@@ -49,6 +49,9 @@ class StepReport:
             step was skipped.
         weight: sum of the weights of the window's micro-batches over all ranks (0-D fp64 tensor), or None without.
         overflow: why the step was skipped, or None if it was not; the same on all ranks.
+        samples: of all ranks that have gone into the step.
+        loss: mean loss of this rank's calls of `engine.backward()`, weighted as they were (fp64 tensor of one element);
+            None if no monitor writes on this rank, or the script has differentiated losses by itself.
         early: units of this rank that had been stepped when `step()` came, and have been taken over
             (`offload_optimizer.super_offload`).
         early_in_vain: those that have not, since the step before: it was clipped or skipped, gradients were dropped,
@@ -63,6 +66,8 @@ class StepReport:
     clipped_norm: torch.Tensor | None = None
     weight: torch.Tensor | None = None
     overflow: OverflowReport | None = None
+    samples: int = 0
+    loss: torch.Tensor | None = None
     early: int = 0
     early_in_vain: int = 0
 
@@ -96,6 +101,7 @@ class TrainStep:
         scheduler: stepped after every applied update; None: there is none.
         scaler: of losses; None: they are not scaled.
         signals: those that came to this rank are told to all with each step.
+        shows_loss: steps report the loss.
 
     Attributes:
         lr_scheduler: see `scheduler`; may be changed.
@@ -121,6 +127,7 @@ class TrainStep:
         scheduler: Any,
         scaler: LossScaler | None,
         signals: SignalWatch,
+        shows_loss: bool = False,
     ) -> None:
         self.lr_scheduler = scheduler
         self.loss_scaler = scaler
@@ -134,6 +141,7 @@ class TrainStep:
         self._batches = batches
         self._optimizer = optimizer
         self._signals = signals
+        self._shows_loss = shows_loss
         self._boundary: bool | None = None
         self._loss_is_scaled = self._scale_entered = self._unscaled = False
         self._prepared: _Prepared | None = None
@@ -182,6 +190,9 @@ class TrainStep:
         zero = counted is not None and not isinstance(counted, torch.Tensor) and counted == 0.0
         if self._window.losses is not None and not zero:
             self._window.losses.append(loss.detach())
+        if self._window.shown is not None and not zero:
+            whole = loss.detach() if scale_wrt_gas else loss.detach() * self._batches.steps
+            self._window.shown.append((whole, 1.0 if counted is None else counted))
         scaled = loss if isinstance(factor, float) and factor == 1.0 else loss * factor
         self._loss_is_scaled = self._scale_entered = True
         self._pass_weight = counted
@@ -285,7 +296,9 @@ class TrainStep:
         return self._managed and self.micro_steps == self.window_began
 
     def _new_window(self) -> Window:
-        return Window(losses=None if self._non_finite.policy == "ignore" else [])
+        return Window(
+            losses=None if self._non_finite.policy == "ignore" else [], shown=[] if self._shows_loss else None
+        )
 
     def drop_gradients(self) -> None:
         """Forget the gradients that have been accumulated: the window starts anew."""
@@ -353,7 +366,8 @@ class TrainStep:
             )
         # They are taken to be as many on each rank.
         samples = self._batches.total if self._managed else self._batches.samples(self._window.passes)
-        report = replace(prepared.report, lr=tuple(self._rates()))
+        loss = self._window.mean_loss()
+        report = replace(prepared.report, lr=tuple(self._rates()), samples=samples, loss=loss)
         overflow = report.overflow
         if overflow is not None and self._non_finite.policy == "stop":
             self.drop_gradients()

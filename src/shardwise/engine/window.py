@@ -72,6 +72,7 @@ class Window:
         weighted: passes that had one.
         unweighted: passes that had none.
         losses: losses of `engine.backward()`, kept where gradients that are not finite are (0-D, not scaled).
+        shown: where somebody wants to see the loss: the losses of `engine.backward()` and what each counts.
         agreed: number of the backward pass (the same on all ranks) after which somebody has asked for the sums of the
             facts over ranks, and these sums.
     """
@@ -80,6 +81,7 @@ class Window:
     weighted: int = 0
     unweighted: int = 0
     losses: list[torch.Tensor] | None = None
+    shown: list[tuple[torch.Tensor, Weight]] | None = None
     agreed: tuple[int, torch.Tensor] | None = None
 
     @property
@@ -98,6 +100,21 @@ class Window:
     def facts(self) -> list[Weight]:
         """Return what is summed over ranks: the weight, and the passes of either kind."""
         return [self.weight, float(self.weighted), float(self.unweighted)]
+
+    def mean_loss(self) -> torch.Tensor | None:
+        """Return the mean of the losses that are shown, weighted as they count, or None if there are none.
+
+        The host does not wait for it.
+        """
+        if not self.shown:
+            return None
+        if self.weighted == 0:
+            return torch.stack([loss.reshape(()) for loss, _ in self.shown]).double().mean()
+        total: Weight = 0.0
+        summed = torch.zeros((), dtype=torch.float64, device=self.shown[0][0].device)
+        for loss, weight in self.shown:
+            total, summed = total + weight, summed + loss.double().reshape(()) * weight
+        return summed / total
 
     def lost(self) -> bool:
         """Whether a loss of the window is not finite (waits for the device)."""

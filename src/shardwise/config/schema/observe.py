@@ -71,6 +71,23 @@ class CSVMonitor(ConfigSection):
     job_name: str = key("DeepSpeedJobName", "Name of the run.")
 
 
+class JSONLMonitor(ConfigSection):
+    """`jsonl_monitor`."""
+
+    enabled: bool = key(False, "Write all metrics to one file of JSON lines.")
+    output_path: str = key("", "Directory; the file is output_path/job_name/events.jsonl.")
+    job_name: str = key("DeepSpeedJobName", "Name of the run.")
+
+
+class MLflow(ConfigSection):
+    """`mlflow`."""
+
+    enabled: bool = key(False, "Log to MLflow.")
+    tracking_uri: str | None = key(None, "Server or directory; null: MLflow's default (MLFLOW_TRACKING_URI).")
+    experiment: str = key("shardwise", "Experiment; it is made if there is none of this name.", min_length=1)
+    run_name: str | None = key(None, "Name of the run; null: MLflow makes one up.")
+
+
 class Comet(ConfigSection):
     """`comet`."""
 

@@ -8,7 +8,17 @@ from .base import ConfigSection, DType, Int, LogLevel, StepCount, Whole, key, se
 from .checkpoint import CheckpointOptions, DataStates, Nebula
 from .compress import CompressionTraining, Eigenvalue, QuantizeTraining, WeightQuantization
 from .data import DataEfficiency, LegacyCurriculum, ProgressiveLayerDrop
-from .observe import Comet, CommsLoggerOptions, CSVMonitor, FlopsProfiler, TensorBoard, Timers, WandB
+from .observe import (
+    Comet,
+    CommsLoggerOptions,
+    CSVMonitor,
+    FlopsProfiler,
+    JSONLMonitor,
+    MLflow,
+    TensorBoard,
+    Timers,
+    WandB,
+)
 from .offload import AIO, ActivationOffload, MemoryLimits
 from .optim import Optimizer, Scheduler
 from .parallel import (
@@ -142,6 +152,8 @@ class Config(ConfigSection):
     wandb: WandB = section(WandB, "Weights & Biases.")
     csv_monitor: CSVMonitor = section(CSVMonitor, "CSV files.")
     comet: Comet = section(Comet, "Comet.")
+    mlflow: MLflow = section(MLflow, "MLflow.")
+    jsonl_monitor: JSONLMonitor = section(JSONLMonitor, "JSON lines.")
 
     checkpoint: CheckpointOptions = section(CheckpointOptions, "Saved state.")
     nebula: Nebula = section(Nebula, "External checkpoint service.")

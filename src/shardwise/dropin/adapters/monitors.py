@@ -1,0 +1,128 @@
+"""DeepSpeed's monitors: outside of an engine, and one for each service."""
+
+from __future__ import annotations
+
+from abc import ABC, abstractmethod
+from collections.abc import Iterable, Mapping
+from types import SimpleNamespace
+from typing import Any
+
+from shardwise import monitor
+from shardwise.comm.api import get_rank
+from shardwise.config.schema.base import ConfigSection, section
+from shardwise.config.schema.observe import Comet, CSVMonitor, JSONLMonitor, MLflow, TensorBoard, WandB
+
+
+class DeepSpeedMonitorConfig(ConfigSection):
+    """The sections of monitors."""
+
+    tensorboard: TensorBoard = section(TensorBoard, "TensorBoard.")
+    wandb: WandB = section(WandB, "Weights & Biases.")
+    csv_monitor: CSVMonitor = section(CSVMonitor, "CSV files.")
+    comet: Comet = section(Comet, "Comet.")
+    mlflow: MLflow = section(MLflow, "MLflow.")
+    jsonl_monitor: JSONLMonitor = section(JSONLMonitor, "JSON lines.")
+
+
+def get_monitor_config(param_dict: Mapping[str, Any]) -> DeepSpeedMonitorConfig:
+    """Return the sections of monitors of a configuration."""
+    found = {name: param_dict[name] for name in DeepSpeedMonitorConfig.model_fields if name in param_dict}
+    return DeepSpeedMonitorConfig.model_validate(found)
+
+
+class Monitor(ABC):
+    """What scripts derive monitors of their own from.
+
+    Args:
+        monitor_config: is kept.
+    """
+
+    @abstractmethod
+    def __init__(self, monitor_config: Any) -> None:
+        self.monitor_config = monitor_config
+
+    @abstractmethod
+    def write_events(self, event_list: Iterable[Any]) -> None:
+        """Write (name, value, step) each."""
+
+
+class _OfService(Monitor):
+    """A monitor of one service; rank 0 writes.
+
+    Args:
+        config: the service's section.
+    """
+
+    _section = ""
+
+    def __init__(self, config: Any) -> None:
+        super().__init__(config)
+        sections = SimpleNamespace(**{self._section: config})
+        monitor.check_packages(sections)
+        self._writer = monitor.Monitor(sections, get_rank())
+        self.enabled = self._writer.enabled
+
+    def write_events(self, event_list: Iterable[Any]) -> None:
+        """See `shardwise.monitor.Monitor.write_events`."""
+        self._writer.write_events(event_list)
+
+
+class TensorBoardMonitor(_OfService):
+    """TensorBoard."""
+
+    _section = "tensorboard"
+
+
+class WandbMonitor(_OfService):
+    """Weights & Biases."""
+
+    _section = "wandb"
+
+
+class csvMonitor(_OfService):
+    """CSV files."""
+
+    _section = "csv_monitor"
+
+
+class CometMonitor(_OfService):
+    """Comet."""
+
+    _section = "comet"
+
+
+class _MLflowMonitor(_OfService):
+    _section = "mlflow"
+
+
+class _JSONLMonitor(_OfService):
+    _section = "jsonl_monitor"
+
+
+class MonitorMaster(Monitor):
+    """All services that are switched on.
+
+    Args:
+        monitor_config: from `get_monitor_config`, or anything with such sections as attributes.
+
+    Attributes:
+        enabled: one is.
+        tb_monitor: of TensorBoard; so are `wandb_monitor`, `csv_monitor` and `comet_monitor` of theirs.
+    """
+
+    def __init__(self, monitor_config: Any) -> None:
+        super().__init__(monitor_config)
+        self.tb_monitor = TensorBoardMonitor(monitor_config.tensorboard)
+        self.wandb_monitor = WandbMonitor(monitor_config.wandb)
+        self.csv_monitor = csvMonitor(monitor_config.csv_monitor)
+        self.comet_monitor = CometMonitor(monitor_config.comet)
+        own = {"mlflow": _MLflowMonitor, "jsonl_monitor": _JSONLMonitor}
+        others = [make(getattr(monitor_config, name, None)) for name, make in own.items()]
+        self._all = [self.tb_monitor, self.wandb_monitor, self.csv_monitor, self.comet_monitor, *others]
+        self.enabled = any(member.enabled for member in self._all)
+
+    def write_events(self, event_list: Iterable[Any]) -> None:
+        """Write events to each; see `shardwise.monitor.Monitor.write_events`."""
+        events = list(event_list)
+        for member in self._all:
+            member.write_events(events)

@@ -1,0 +1,49 @@
+"""What an engine writes to its monitor by itself, at the end of each step."""
+
+from __future__ import annotations
+
+from time import perf_counter
+from typing import TYPE_CHECKING
+
+from shardwise.monitor import Monitor
+
+if TYPE_CHECKING:
+    from shardwise.engine.step import TrainStep
+
+PREFIX = "Train/Samples/"
+
+
+class StepEvents:
+    """Loss, learning rates, loss scale, gradient norm and speed of each step, over the samples of all ranks so far.
+
+    Nothing is waited for: values on a device are read when they have arrived. Times are the host's between the ends of
+    two steps, whatever else the script has done in between.
+
+    Args:
+        monitor: is written to.
+        step: reports.
+    """
+
+    def __init__(self, monitor: Monitor, step: TrainStep) -> None:
+        self._monitor = monitor
+        self._step = step
+        self._ended: float | None = None
+
+    def write(self) -> None:
+        """Write what the last step has reported."""
+        report = self._step.last_step
+        if not self._monitor.writes or report is None:
+            return
+        events = {"train_loss": report.loss, "grad_norm": report.grad_norm}
+        # The first group by the name that scripts look for.
+        rates = {f"lr_{group}" if group else "lr": rate for group, rate in enumerate(report.lr)}
+        scale = {} if self._step.loss_scaler is None else {"loss_scale": report.loss_scale}
+        now = perf_counter()
+        speed = {}
+        if self._ended is not None:
+            seconds = now - self._ended
+            speed = {"step_time_ms": 1e3 * seconds, "samples_per_second": report.samples / max(seconds, 1e-9)}
+        self._ended = now
+        found = {name: value for name, value in events.items() if value is not None} | rates | scale | speed
+        at = self._step.global_samples
+        self._monitor.write_events([(PREFIX + name, value, at) for name, value in found.items()])

@@ -1,0 +1,93 @@
+"""The services by the section of the configuration that switches them on, and the packages that they need."""
+
+from __future__ import annotations
+
+import importlib
+import importlib.util
+import sys
+from dataclasses import dataclass
+from typing import Any
+
+from shardwise.errors import ConfigError
+
+from .service import Service
+
+
+@dataclass(frozen=True)
+class Known:
+    """One service.
+
+    Attributes:
+        where: module and class.
+        module: what it imports; None: nothing that is not always there.
+        package: what is installed to have it.
+    """
+
+    where: str
+    module: str | None = None
+    package: str = ""
+
+
+SERVICES: dict[str, Known] = {
+    "tensorboard": Known("shardwise.monitor.tensorboard:TensorBoard", "tensorboard", "tensorboard"),
+    "wandb": Known("shardwise.monitor.wandb:WandB", "wandb", "wandb"),
+    "csv_monitor": Known("shardwise.monitor.files:CSVFiles"),
+    "comet": Known("shardwise.monitor.comet:Comet", "comet_ml", "comet_ml"),
+    "mlflow": Known("shardwise.monitor.mlflow:MLflow", "mlflow", "mlflow-skinny"),
+    "jsonl_monitor": Known("shardwise.monitor.files:JSONLines"),
+}
+"""Section of the configuration -> its service."""
+
+
+def switched_on(config: Any) -> dict[str, Any]:
+    """Return the sections that are there and switched on.
+
+    Args:
+        config: has them as attributes, not necessarily all.
+    """
+    sections = {name: getattr(config, name, None) for name in SERVICES}
+    return {name: section for name, section in sections.items() if section is not None and section.enabled}
+
+
+def check_packages(config: Any) -> None:
+    """Raise if a service is switched on whose package is missing.
+
+    Every rank looks, so that all raise or none: after a restart any of them may be the one that writes.
+
+    Raises:
+        ConfigError: names the sections and what to install.
+    """
+    missing = []
+    for name in switched_on(config):
+        known = SERVICES[name]
+        if known.module is not None and not _is_there(known.module):
+            missing.append(
+                f'{name}.enabled: the package "{known.package}" is not installed; `pip install {known.package}` '
+                f'(`pip install "shardwise[monitors]"` has all of them), or switch {name} off'
+            )
+    if missing:
+        raise ConfigError("\n".join(missing))
+
+
+def _is_there(module: str) -> bool:
+    return sys.modules.get(module) is not None or importlib.util.find_spec(module) is not None
+
+
+def make(name: str, section: Any) -> Service:
+    """Return the service of a section.
+
+    Raises:
+        ConfigError: its package cannot be imported.
+    """
+    known = SERVICES[name]
+    home, _, attribute = known.where.partition(":")
+    if known.module is not None:
+        try:
+            importlib.import_module(known.module)
+        except Exception as error:
+            raise ConfigError(
+                f'{name}.enabled: the package "{known.package}" is installed and cannot be imported '
+                f"({type(error).__name__}: {error}); repair it, or switch {name} off"
+            ) from error
+    service: Service = getattr(importlib.import_module(home), attribute)(section)
+    return service

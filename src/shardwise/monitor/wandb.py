@@ -1,0 +1,51 @@
+"""Weights & Biases, on line or off line (`WANDB_MODE=offline`, `wandb sync` later)."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from itertools import groupby
+from typing import Any
+
+import wandb
+
+from .service import Event, Service
+
+STEP = "events/step"
+"""Name of the x axis. W&B's own counts calls and only goes up; events may come in any order, and from others, too."""
+
+
+class WandB(Service):
+    """Section `wandb`. A run that the script has begun is used, and left open.
+
+    Args:
+        section: has `project`, `group` and `team`.
+    """
+
+    def __init__(self, section: Any) -> None:
+        self._section = section
+        self._run: Any = None
+        self._own = False
+        self._known: set[str] = set()
+
+    def open(self) -> None:
+        """Begin a run, if there is none."""
+        if self._run is None and wandb.run is not None:
+            self._run = wandb.run
+        elif self._run is None:
+            section = self._section
+            self._run = wandb.init(project=section.project, group=section.group, entity=section.team)
+            self._own = True
+
+    def log(self, events: Sequence[Event]) -> None:
+        """Log together what has the same step."""
+        for event in events:
+            if event.name not in self._known:
+                self._run.define_metric(event.name, step_metric=STEP)
+                self._known.add(event.name)
+        for step, together in groupby(events, key=lambda event: event.step):
+            self._run.log({**{event.name: event.value for event in together}, STEP: step})
+
+    def close(self) -> None:
+        """End the run, if it was begun here."""
+        if self._own:
+            self._run.finish()
