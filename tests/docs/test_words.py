@@ -32,7 +32,6 @@ def test_what_is_called_missing_is_refused(page: str) -> None:
         "pipeline": "pipeline.enabled",
         "sequence": "sequence_parallel_size",
         "Monitors": "tensorboard.enabled",
-        "profilers": "flops_profiler.enabled",
         "autotuner": "autotuning.enabled",
     }
     for words, key in keys.items():

@@ -127,9 +127,6 @@ UNBUILT: tuple[Unbuilt, ...] = (
         _on,
         "switch it off; `zero_optimization.stage` 3 divides the experts over the ranks like other parameters",
     ),
-    Unbuilt(
-        "flops_profiler.enabled", "the FLOPs profiler", _on, "switch it off, or count with torch.utils.flop_counter"
-    ),
     Unbuilt("tensorboard.enabled", "TensorBoard", _on, _LOG),
     Unbuilt("wandb.enabled", "Weights & Biases", _on, _LOG),
     Unbuilt("csv_monitor.enabled", "CSV monitoring", _on, _LOG),

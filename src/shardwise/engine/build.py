@@ -48,6 +48,7 @@ from shardwise.engine.modules import (
     place_buffers,
 )
 from shardwise.engine.plans import Subject
+from shardwise.engine.profiling import Profiling
 from shardwise.engine.recovery import note_ready
 from shardwise.engine.scaling import prescale_of, scales_loss
 from shardwise.engine.signals import SignalWatch
@@ -230,6 +231,7 @@ def initialize(
         faults=faults,
         memory=MemoryReporting(sharded, resolution, job, step, batches, checkpoints, faults, budget, watched),
         activations=Activations(settings, model, device, accountant),
+        profiling=Profiling(sharded, settings, job, batches, step),
         resolution=resolution,
         job=job,
         data=data,
