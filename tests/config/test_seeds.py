@@ -90,6 +90,7 @@ ACCEPTED = {
         },
         "fp16": {"enabled": True},
     },
+    "time breakdown": small(wall_clock_breakdown=True),
     "profiler": small(flops_profiler=FLOPS_PROFILER),
     "initial scale": small(fp16={"enabled": True, "loss_scale": 0, "initial_scale_power": 16}),
 }
@@ -145,7 +146,6 @@ def test_accepted(name: str) -> None:
 
 
 WARNED = {
-    "time breakdown": (small(wall_clock_breakdown=True), "wall_clock_breakdown"),
     "recomputation": (
         small(activation_checkpointing=CHECKPOINTING),
         "activation_checkpointing.partition_activations",

@@ -217,7 +217,6 @@ UNBUILT: tuple[Unbuilt, ...] = (
 )
 
 UNHEARD: tuple[Unheard, ...] = (
-    Unheard("wall_clock_breakdown", _on, "phases of a step are not timed yet"),
     Unheard("memory_breakdown", _on, "memory is not printed phase by phase; engine.memory_report() tells it"),
     Unheard("timers", _set, "there is no throughput timer yet"),
     Unheard("disable_python_gc", _on, "garbage collection is left to Python; gc.disable() in the script does it"),

@@ -1,24 +1,25 @@
-"""What rank 0 tells of an engine's steps while it trains: what they compute. The other ranks do nothing."""
+"""What rank 0 tells of an engine's steps while it trains: what they compute, and what they take. The others do nothing.
+
+Where the configuration asks for none of it, nothing is installed, and nothing is done in a step.
+"""
 
 from __future__ import annotations
 
 import contextlib
+import math
+from collections.abc import Iterator
 from contextlib import AbstractContextManager
 from typing import TYPE_CHECKING, Any
 
-import torch
-
 from shardwise.compat import never_compiled
-from shardwise.device.clock import Instant, now, seconds_between
 from shardwise.profile import ModuleProfile
+from shardwise.profile.breakdown import BACKWARD, FORWARD, STEP, Breakdown
 from shardwise.profile.counting import FlopCount
 from shardwise.profile.report import report, summary, write
 from shardwise.profile.tree import profile_of
-from shardwise.utils.logging import warn_once
+from shardwise.utils.logging import logger, warn_once
 
 if TYPE_CHECKING:
-    from collections.abc import Iterator
-
     from shardwise.comm.communicator import Communicator
     from shardwise.config import Config
     from shardwise.engine.batch import Batches
@@ -29,12 +30,12 @@ _NOTHING = contextlib.nullcontext()
 
 
 class Profiling:
-    """The section `flops_profiler` of one engine.
+    """The sections `flops_profiler` and the key `wall_clock_breakdown` of one engine.
 
     Args:
         sharded: the model.
         config: validated.
-        job: all ranks; the first one profiles.
+        job: all ranks; the first one tells.
         batches: sizes.
         steps: counts the steps.
 
@@ -54,14 +55,90 @@ class Profiling:
         self._cuda = sharded.device.type == "cuda"
         self._waits = self._options.enabled and job.rank == 0
         self._count: FlopCount | None = None
-        self._spans: dict[str, list[tuple[Instant, Instant]]] = {}
+        self._parts = Breakdown(self._cuda)  # of the step that is profiled
+        every = config.steps_per_print
+        self._every = int(every) if every and math.isfinite(every) and job.rank == 0 else 0
+        self._times: Breakdown | None = None
+        self._timed = 0  # steps since times were told
+        if self._every and (config.wall_clock_breakdown or self._options.enabled):
+            self._times = Breakdown(self._cuda)
+        if job.rank == 0 and config.wall_clock_breakdown and not every:
+            warn_once("wall_clock_breakdown: times are printed with `steps_per_print`, which is not set")
+
+    # -- what happens ------------------------------------------------------------------------------------------------
 
     @never_compiled
-    def forward(self) -> AbstractContextManager[Any]:
-        """Return the context of a forward pass."""
-        return self._forward() if self._waits and torch.is_grad_enabled() else _NOTHING
+    def forward(self, own: bool) -> AbstractContextManager[Any]:
+        """Return the context of a forward pass.
 
-    def _forward(self) -> AbstractContextManager[Any]:
+        Args:
+            own: it is one of training.
+        """
+        return self._forward() if own and (self._waits or self._times) else _NOTHING
+
+    @contextlib.contextmanager
+    def _forward(self) -> Iterator[None]:
+        if self._waits:
+            self._begin_count()
+        with contextlib.ExitStack() as stack:
+            if self._times is not None:
+                stack.enter_context(self._times.part(FORWARD))
+            if self._count is not None:
+                stack.enter_context(self._count.counting())
+            yield
+
+    def backward(self) -> AbstractContextManager[Any]:
+        """Return the context of a backward pass."""
+        return self._backward() if self._count or self._times else _NOTHING
+
+    @contextlib.contextmanager
+    def _backward(self) -> Iterator[None]:
+        with contextlib.ExitStack() as stack:
+            if self._times is not None:
+                stack.enter_context(self._times.backward())
+            if self._count is not None:
+                stack.enter_context(self._parts.part(BACKWARD))
+                stack.enter_context(self._count.counting())
+            yield
+
+    def step(self) -> AbstractContextManager[Any]:
+        """Return the context of a step."""
+        return self._step() if self._count or self._times else _NOTHING
+
+    @contextlib.contextmanager
+    def _step(self) -> Iterator[None]:
+        with contextlib.ExitStack() as stack:
+            for parts in (self._times, self._parts if self._count else None):
+                if parts is not None:
+                    stack.enter_context(parts.part(STEP))
+            yield
+
+    def after_step(self) -> None:
+        """A window has ended: tell what is due."""
+        self._timed += 1
+        if self._every and self._steps.global_steps % self._every == 0:
+            self._tell_times()
+        if self._count is not None:
+            self._tell_profile(self._count)
+
+    def close(self) -> None:
+        """Take everything off the model."""
+        if self._count is not None:
+            self._count.stop()
+            self._count = None
+
+    # -- times -------------------------------------------------------------------------------------------------------
+
+    def _tell_times(self) -> None:
+        steps, self._timed = self._timed, 0
+        if self._times is not None:
+            means = {part: 1e3 * seconds / steps for part, seconds in self._times.read().items()}
+            told = " | ".join(f"{part}: {mean:.2f}" for part, mean in means.items())
+            logger.info("step=%d time (ms) | %s", self._steps.global_steps, told)
+
+    # -- what a step computes ----------------------------------------------------------------------------------------
+
+    def _begin_count(self) -> None:
         taken, wanted = self._steps.global_steps, self._options.profile_step
         if taken > wanted:
             warn_once(
@@ -69,41 +146,15 @@ class Profiling:
                 f"set it to {taken} or more"
             )
             self._waits = False
-        if taken != wanted:
-            return _NOTHING
-        if self._count is None:
+        elif taken == wanted and self._count is None:
             self._count = FlopCount(self._sharded.module)
             self._count.start()
-        return self._count.counting()
 
-    def backward(self) -> AbstractContextManager[Any]:
-        """Return the context of a backward pass."""
-        return _NOTHING if self._count is None else self._counted_backward(self._count)
-
-    @contextlib.contextmanager
-    def _counted_backward(self, count: FlopCount) -> Iterator[None]:
-        with self._timed("backward"), count.counting():
-            yield
-
-    def step(self) -> AbstractContextManager[Any]:
-        """Return the context of a step."""
-        return _NOTHING if self._count is None else self._timed("step")
-
-    @contextlib.contextmanager
-    def _timed(self, what: str) -> Iterator[None]:
-        begun = now(self._cuda)
-        yield
-        self._spans.setdefault(what, []).append((begun, now(self._cuda)))
-
-    def after_step(self) -> None:
-        """A window has ended: the profile is complete, if it was the window's."""
-        if self._count is None:
-            return
-        count, self._count, self._waits = self._count, None, False
+    def _tell_profile(self, count: FlopCount) -> None:
+        self._count, self._waits = None, False
         count.stop()
         self.profile = profile_of(count, self._sharded.registry.numel_of)
-        seconds = {what: sum(seconds_between(*span) for span in spans) for what, spans in self._spans.items()}
-        self._spans = {}
+        seconds = self._parts.read()
         options = self._options
         passes = count.calls[count.model]
         head = summary(
@@ -112,19 +163,13 @@ class Profiling:
                 f"profile of {type(count.model).__name__}, step {options.profile_step}: what rank 0 of "
                 f"{self._job.world} computes for {passes} micro-batches of {self._batches.micro} samples"
             ),
-            backward_s=seconds.get("backward", 0.0),
-            step_s=seconds.get("step", 0.0),
+            backward_s=seconds.get(BACKWARD, 0.0),
+            step_s=seconds.get(STEP, 0.0),
             recompute_factor=options.recompute_fwd_factor,
         )
-        if "backward" not in seconds:
+        if BACKWARD not in seconds:
             head.append("backward passes have not been seen: call engine.backward(loss), not loss.backward()")
         lines = report(
             self.profile, head, depth=options.module_depth, top=options.top_modules, detailed=options.detailed
         )
         write(lines, options.output_file)
-
-    def close(self) -> None:
-        """Take everything off the model."""
-        if self._count is not None:
-            self._count.stop()
-            self._count = None
