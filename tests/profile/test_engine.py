@@ -84,11 +84,21 @@ def test_the_profile_of_a_step_on_two_ranks(stage: int, accumulation: int, recom
 
 def test_switched_off_it_puts_nothing_on_the_model() -> None:
     without = engine_of(1)
-    before = hooks(without), without._profiling.forward(True), without._profiling.backward(), without._profiling.step()
+    before = (
+        hooks(without),
+        without._profiling.forward(True, (), {}),
+        without._profiling.backward(),
+        without._profiling.step(),
+    )
     without.destroy()
     engine = engine_of(1, flops_profiler={"enabled": True, "profile_step": 7})
     window(engine)
-    after = hooks(engine), without._profiling.forward(True), engine._profiling.backward(), engine._profiling.step()
+    after = (
+        hooks(engine),
+        engine._profiling.forward(True, (), {}),
+        engine._profiling.backward(),
+        engine._profiling.step(),
+    )
     assert before == after
     engine.destroy()
 

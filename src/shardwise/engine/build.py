@@ -231,7 +231,7 @@ def initialize(
         faults=faults,
         memory=MemoryReporting(sharded, resolution, job, step, batches, checkpoints, faults, budget, watched),
         activations=Activations(settings, model, device, accountant),
-        profiling=Profiling(sharded, settings, job, batches, step),
+        profiling=Profiling(sharded, settings, job, data, batches, step),
         resolution=resolution,
         job=job,
         data=data,

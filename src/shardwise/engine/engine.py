@@ -409,7 +409,7 @@ class Engine(nn.Module):
             with (
                 autocast(self.device, self._autocast_dtype),
                 self._activations.around((inputs, kwargs)),
-                self._profiling.forward(own),
+                self._profiling.forward(own, inputs, kwargs),
             ):
                 outputs = self.module(*inputs, **kwargs)
         except (RuntimeError, MemoryError) as error:

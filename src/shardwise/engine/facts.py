@@ -22,6 +22,7 @@ _A_RANKS_OWN = frozenset(
         "memory_breakdown",
         "steps_per_print",
         "tensorboard",
+        "timers",
         "wall_clock_breakdown",
         "wandb",
     }

@@ -1,4 +1,6 @@
-"""What rank 0 tells of an engine's steps while it trains: what they compute, and what they take. The others do nothing.
+"""What rank 0 tells of an engine's steps while it trains: what they compute, what they take, how fast they go.
+
+The other ranks do nothing.
 
 Where the configuration asks for none of it, nothing is installed, and nothing is done in a step.
 """
@@ -7,14 +9,19 @@ from __future__ import annotations
 
 import contextlib
 import math
-from collections.abc import Iterator
+from collections.abc import Iterator, Mapping
 from contextlib import AbstractContextManager
 from typing import TYPE_CHECKING, Any
 
+import torch
+
 from shardwise.compat import never_compiled
+from shardwise.precision.autocast import autocast_dtype
 from shardwise.profile import ModuleProfile
 from shardwise.profile.breakdown import BACKWARD, FORWARD, STEP, Breakdown
 from shardwise.profile.counting import FlopCount
+from shardwise.profile.peaks import peak_of
+from shardwise.profile.rates import Rates
 from shardwise.profile.report import report, summary, write
 from shardwise.profile.tree import profile_of
 from shardwise.utils.logging import logger, warn_once
@@ -30,12 +37,13 @@ _NOTHING = contextlib.nullcontext()
 
 
 class Profiling:
-    """The sections `flops_profiler` and the key `wall_clock_breakdown` of one engine.
+    """The sections `flops_profiler` and `timers`, and the key `wall_clock_breakdown`, of one engine.
 
     Args:
         sharded: the model.
         config: validated.
         job: all ranks; the first one tells.
+        data: the ranks that share the data.
         batches: sizes.
         steps: counts the steps.
 
@@ -44,7 +52,13 @@ class Profiling:
     """
 
     def __init__(
-        self, sharded: ShardedModel, config: Config, job: Communicator, batches: Batches, steps: TrainStep
+        self,
+        sharded: ShardedModel,
+        config: Config,
+        job: Communicator,
+        data: Communicator,
+        batches: Batches,
+        steps: TrainStep,
     ) -> None:
         self.profile: ModuleProfile | None = None
         self._options = config.flops_profiler
@@ -62,24 +76,36 @@ class Profiling:
         self._timed = 0  # steps since times were told
         if self._every and (config.wall_clock_breakdown or self._options.enabled):
             self._times = Breakdown(self._cuda)
+        self._rates: Rates | None = None
+        self._samples = 0  # before the step
+        if self._every and config.timers.throughput.enabled:
+            peak = None
+            if self._cuda:
+                dtype = autocast_dtype(config) or sharded.policy.compute_dtype or torch.float32
+                peak = peak_of(torch.cuda.get_device_name(sharded.device), dtype)
+            self._rates = Rates(data.world, config.timers.throughput.synchronized, sharded.device, peak)
         if job.rank == 0 and config.wall_clock_breakdown and not every:
             warn_once("wall_clock_breakdown: times are printed with `steps_per_print`, which is not set")
 
     # -- what happens ------------------------------------------------------------------------------------------------
 
     @never_compiled
-    def forward(self, own: bool) -> AbstractContextManager[Any]:
+    def forward(self, own: bool, args: tuple[Any, ...], kwargs: Mapping[str, Any]) -> AbstractContextManager[Any]:
         """Return the context of a forward pass.
 
         Args:
             own: it is one of training.
+            args: of the module.
+            kwargs: of the module.
         """
-        return self._forward() if own and (self._waits or self._times) else _NOTHING
+        if own and self._rates is not None:
+            self._rates.saw(args, kwargs)
+        if own and self._waits:
+            self._begin_count()
+        return self._forward() if own and (self._count or self._times) else _NOTHING
 
     @contextlib.contextmanager
     def _forward(self) -> Iterator[None]:
-        if self._waits:
-            self._begin_count()
         with contextlib.ExitStack() as stack:
             if self._times is not None:
                 stack.enter_context(self._times.part(FORWARD))
@@ -103,6 +129,7 @@ class Profiling:
 
     def step(self) -> AbstractContextManager[Any]:
         """Return the context of a step."""
+        self._samples = self._steps.global_samples
         return self._step() if self._count or self._times else _NOTHING
 
     @contextlib.contextmanager
@@ -116,10 +143,14 @@ class Profiling:
     def after_step(self) -> None:
         """A window has ended: tell what is due."""
         self._timed += 1
+        if self._rates is not None:
+            self._rates.stepped(self._steps.global_samples - self._samples)
         if self._every and self._steps.global_steps % self._every == 0:
             self._tell_times()
         if self._count is not None:
             self._tell_profile(self._count)
+            if self._rates is not None:
+                self._rates.restart()  # counting takes time
 
     def close(self) -> None:
         """Take everything off the model."""
@@ -135,6 +166,9 @@ class Profiling:
             means = {part: 1e3 * seconds / steps for part, seconds in self._times.read().items()}
             told = " | ".join(f"{part}: {mean:.2f}" for part, mean in means.items())
             logger.info("step=%d time (ms) | %s", self._steps.global_steps, told)
+        rates = self._rates.read(None if self.profile is None else self.profile.flops) if self._rates else ""
+        if rates:
+            logger.info("step=%d throughput: %s", self._steps.global_steps, rates)
 
     # -- what a step computes ----------------------------------------------------------------------------------------
 

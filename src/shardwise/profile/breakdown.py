@@ -1,4 +1,4 @@
-"""Times of the parts of a step. On a CUDA device they are those of its events, and the host waits when they are read."""
+"""Times of the parts of a step: on a CUDA device those of its events, for which the host waits when they are read."""
 
 from __future__ import annotations
 
