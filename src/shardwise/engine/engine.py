@@ -411,7 +411,10 @@ class Engine(nn.Module):
                 self._activations.around((inputs, kwargs)),
                 self._profiling.forward(own, inputs, kwargs),
             ):
-                outputs = self.module(*inputs, **kwargs)
+                if self._profiling.count is None:
+                    outputs = self.module(*inputs, **kwargs)
+                else:
+                    outputs = self._profiling.counted(inputs, kwargs)
         except (RuntimeError, MemoryError) as error:
             if not is_out_of_memory(error):
                 raise

@@ -49,6 +49,7 @@ class Profiling:
 
     Attributes:
         profile: of the step that was profiled; None before.
+        count: of the step under way, if it is profiled: modules are to be called by `counted`.
     """
 
     def __init__(
@@ -61,6 +62,7 @@ class Profiling:
         steps: TrainStep,
     ) -> None:
         self.profile: ModuleProfile | None = None
+        self.count: FlopCount | None = None
         self._options = config.flops_profiler
         self._sharded = sharded
         self._job = job
@@ -68,7 +70,6 @@ class Profiling:
         self._steps = steps
         self._cuda = sharded.device.type == "cuda"
         self._waits = self._options.enabled and job.rank == 0
-        self._count: FlopCount | None = None
         self._parts = Breakdown(self._cuda)  # of the step that is profiled
         every = config.steps_per_print
         self._every = int(every) if every and math.isfinite(every) and job.rank == 0 else 0
@@ -102,40 +103,41 @@ class Profiling:
             self._rates.saw(args, kwargs)
         if own and self._waits:
             self._begin_count()
-        return self._forward() if own and (self._count or self._times) else _NOTHING
+        return self._times.part(FORWARD) if own and self._times is not None else _NOTHING
 
-    @contextlib.contextmanager
-    def _forward(self) -> Iterator[None]:
-        with contextlib.ExitStack() as stack:
-            if self._times is not None:
-                stack.enter_context(self._times.part(FORWARD))
-            if self._count is not None:
-                stack.enter_context(self._count.counting())
-            yield
+    @never_compiled
+    def counted(self, args: tuple[Any, ...], kwargs: Mapping[str, Any]) -> Any:
+        """Call the module and count, if this is a pass of training; return what it returns.
+
+        The whole call is kept out of `torch.compile`: operators can be counted only where they run by themselves.
+        """
+        assert self.count is not None
+        with self.count.counting() if torch.is_grad_enabled() else _NOTHING:
+            return self._sharded.module(*args, **kwargs)
 
     def backward(self) -> AbstractContextManager[Any]:
         """Return the context of a backward pass."""
-        return self._backward() if self._count or self._times else _NOTHING
+        return self._backward() if self.count or self._times else _NOTHING
 
     @contextlib.contextmanager
     def _backward(self) -> Iterator[None]:
         with contextlib.ExitStack() as stack:
             if self._times is not None:
                 stack.enter_context(self._times.backward())
-            if self._count is not None:
+            if self.count is not None:
                 stack.enter_context(self._parts.part(BACKWARD))
-                stack.enter_context(self._count.counting())
+                stack.enter_context(self.count.counting())
             yield
 
     def step(self) -> AbstractContextManager[Any]:
         """Return the context of a step."""
         self._samples = self._steps.global_samples
-        return self._step() if self._count or self._times else _NOTHING
+        return self._step() if self.count or self._times else _NOTHING
 
     @contextlib.contextmanager
     def _step(self) -> Iterator[None]:
         with contextlib.ExitStack() as stack:
-            for parts in (self._times, self._parts if self._count else None):
+            for parts in (self._times, self._parts if self.count else None):
                 if parts is not None:
                     stack.enter_context(parts.part(STEP))
             yield
@@ -147,16 +149,16 @@ class Profiling:
             self._rates.stepped(self._steps.global_samples - self._samples)
         if self._every and self._steps.global_steps % self._every == 0:
             self._tell_times()
-        if self._count is not None:
-            self._tell_profile(self._count)
+        if self.count is not None:
+            self._tell_profile(self.count)
             if self._rates is not None:
                 self._rates.restart()  # counting takes time
 
     def close(self) -> None:
         """Take everything off the model."""
-        if self._count is not None:
-            self._count.stop()
-            self._count = None
+        if self.count is not None:
+            self.count.stop()
+            self.count = None
 
     # -- times -------------------------------------------------------------------------------------------------------
 
@@ -180,12 +182,12 @@ class Profiling:
                 f"set it to {taken} or more"
             )
             self._waits = False
-        elif taken == wanted and self._count is None:
-            self._count = FlopCount(self._sharded.module)
-            self._count.start()
+        elif taken == wanted and self.count is None:
+            self.count = FlopCount(self._sharded.module)
+            self.count.start()
 
     def _tell_profile(self, count: FlopCount) -> None:
-        self._count, self._waits = None, False
+        self.count, self._waits = None, False
         count.stop()
         self.profile = profile_of(count, self._sharded.registry.numel_of)
         seconds = self._parts.read()

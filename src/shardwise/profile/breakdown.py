@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import contextlib
-from collections import Counter
 from collections.abc import Iterator
 from contextlib import AbstractContextManager
 from typing import Any
@@ -27,7 +26,7 @@ class Breakdown:
 
     def __init__(self, cuda: bool) -> None:
         self._cuda = cuda
-        self._sums: Counter[str] = Counter()
+        self._sums: dict[str, float] = {}
         self._pending: list[tuple[str, Instant, Instant]] = []
 
     @contextlib.contextmanager
@@ -52,7 +51,7 @@ class Breakdown:
 
     def _fold(self, count: int) -> None:
         for name, begun, ended in self._pending[:count]:
-            self._sums[name] += seconds_between(begun, ended)  # type: ignore[assignment]
+            self._sums[name] = self._sums.get(name, 0.0) + seconds_between(begun, ended)
         del self._pending[:count]
 
     def read(self) -> dict[str, float]:
@@ -66,7 +65,7 @@ class Breakdown:
             (['fwd', 'bwd', 'bwd_inner', 'bwd_allreduce'], {})
         """
         self._fold(len(self._pending))
-        sums, self._sums = dict(self._sums), Counter()
+        sums, self._sums = self._sums, {}
         if BACKWARD in sums:
             sums.setdefault(REDUCE, 0.0)
             sums[INNER] = sums[BACKWARD] - sums[REDUCE]

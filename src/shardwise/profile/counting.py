@@ -68,7 +68,6 @@ class FlopCount:
         self.calls: Counter[nn.Module] = Counter()
         self._cuda = any(parameter.is_cuda for parameter in model.parameters())
         self._spans: list[tuple[nn.Module, Instant, Instant]] = []
-        self._seconds: Counter[nn.Module] = Counter()
         classes = tuple(ignored)
         self._left_out = {part for m in model.modules() if isinstance(m, classes) for part in m.modules()}
         self._formulas = {operator: self._counted(formula) for operator, formula in formulas().items()}
@@ -109,12 +108,12 @@ class FlopCount:
         with eager, counter:
             yield
 
-    def seconds(self) -> Counter[nn.Module]:
+    def seconds(self) -> dict[nn.Module, float]:
         """Return how long forward calls of each module have taken, waiting for the device."""
+        found: dict[nn.Module, float] = {}
         for module, start, end in self._spans:
-            self._seconds[module] += seconds_between(start, end)  # type: ignore[assignment]
-        self._spans = []
-        return self._seconds
+            found[module] = found.get(module, 0.0) + seconds_between(start, end)
+        return found
 
     def _counted(self, formula: Formula) -> Formula:
         def count(*args: Any, **kwargs: Any) -> int:

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-from collections import Counter
 from collections.abc import Callable, Collection, Iterator
 from dataclasses import dataclass
 from typing import Any
@@ -76,7 +75,7 @@ def profile_of(count: FlopCount, numel: Numel = nn.Parameter.numel, *, timed: bo
         numel: tells how many elements a parameter has, where ranks hold parts of it.
         timed: False: nothing has really been computed, so times mean nothing.
     """
-    seconds = count.seconds() if timed else Counter[nn.Module]()
+    seconds = count.seconds() if timed else {}
     return _profile("", count.model, count, seconds, numel, {count.model})
 
 
@@ -84,7 +83,7 @@ def _profile(
     name: str,
     module: nn.Module,
     count: FlopCount,
-    seconds: Counter[nn.Module],
+    seconds: dict[nn.Module, float],
     numel: Numel,
     seen: set[nn.Module],
 ) -> ModuleProfile:
@@ -102,7 +101,7 @@ def _profile(
         name=name,
         kind=type(module).__name__,
         parameters=sum(numel(parameter) for parameter in module.parameters()),
-        seconds=float(seconds[module]),
+        seconds=seconds.get(module, 0.0),
         calls=count.calls[module],
         children=tuple(children),
         **sums,
