@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+from typing import Any
+
 import torch
 from torch import nn
 from torch.autograd.graph import get_gradient_edge, saved_tensors_hooks
@@ -44,6 +46,25 @@ def test_nodes_are_numbered_in_the_order_in_which_they_are_made() -> None:
     numbers = compat.number_of(first.grad_fn), compat.number_of(second.grad_fn)
     assert begin <= numbers[0] < middle <= numbers[1] < compat.number_now()
     assert compat.number_of(get_gradient_edge(x).node) == compat.LEAF_NUMBER
+
+
+def test_autograd_tells_which_node_runs() -> None:
+    seen: list[int | None] = []
+
+    class Look(torch.autograd.Function):
+        @staticmethod
+        def forward(ctx: Any, x: torch.Tensor) -> torch.Tensor:
+            return x.clone()
+
+        @staticmethod
+        def backward(ctx: Any, gradient: torch.Tensor) -> torch.Tensor:
+            node = compat.current_node()
+            seen.append(None if node is None else compat.number_of(node))
+            return gradient
+
+    out = Look.apply(torch.ones(2, requires_grad=True))
+    out.sum().backward()
+    assert seen == [compat.number_of(out.grad_fn)] and compat.current_node() is None
 
 
 def test_callbacks_run_at_the_end_of_a_backward_pass() -> None:

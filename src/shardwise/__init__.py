@@ -25,7 +25,19 @@ _PUBLIC = {
 }
 _MODULES = {
     name: f"shardwise.{name}"
-    for name in ("checkpoint", "comm", "config", "data", "errors", "memory", "optim", "schedules", "utils", "zero")
+    for name in (
+        "checkpoint",
+        "comm",
+        "config",
+        "data",
+        "errors",
+        "memory",
+        "optim",
+        "profile",
+        "schedules",
+        "utils",
+        "zero",
+    )
 } | {"checkpointing": "shardwise.recompute"}
 
 __all__ = [

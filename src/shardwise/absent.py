@@ -11,7 +11,6 @@ MOE = "mixture of experts is not built yet"
 TENSOR = "tensor parallelism is not built yet"
 SEQUENCE = "sequence parallelism is not built yet"
 INFERENCE = "inference is not built yet"
-PROFILER = "profilers and timers are not built yet"
 AUTOTUNER = "the autotuner is not built yet"
 SPARSE = "sparse attention is not built yet"
 ELASTIC = (
@@ -56,8 +55,11 @@ _ENGINE: dict[str, str] = {
     "DeepSpeedConfig(engine.config) reads it as a whole": "_config",
     "engine.last_load says what was loaded": "loaded_checkpoint_dp_world_size loaded_checkpoint_mp_world_size",
     MOE: "expert_parallel_group expert_data_parallel_group gate_modules moe_layers load_moe_state_dict",
-    PROFILER: "timers tput_timer flops_profiler get_wall_clock_timers print_forward_breakdown",
     "engine.monitor.write_events() writes them": "summary_events",
+    "times are logged (`wall_clock_breakdown`, `timers.throughput`), and no timers of the engine are handed out": (
+        "timers tput_timer get_wall_clock_timers print_forward_breakdown"
+    ),
+    "engine.last_profile has what was counted": "flops_profiler",
     "checkpoints have no exchangeable engines": "checkpoint_engine",
     COMPRESS: "compression_scheduler quantizer",
     DATA: (

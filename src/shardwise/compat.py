@@ -288,6 +288,11 @@ def backward_pass() -> int | None:
     return None if number == -1 else number
 
 
+def current_node() -> Node | None:
+    """Return the node that a backward pass runs now on this thread, or None."""
+    return torch._C._current_autograd_node()
+
+
 def will_run(node: Node) -> bool:
     """Whether the backward pass that autograd is in runs a node that accumulates into a parameter."""
     try:

@@ -36,6 +36,8 @@ def small(**keys: Any) -> dict[str, Any]:
     return {"train_micro_batch_size_per_gpu": 1, **keys}
 
 
+FLOPS_PROFILER = {"enabled": True, "profile_step": 1, "module_depth": -1, "top_modules": 3, "detailed": True}
+
 ACCEPTED = {
     "batch only": small(),
     "optimizer": small(optimizer=ADAM),
@@ -88,6 +90,8 @@ ACCEPTED = {
         },
         "fp16": {"enabled": True},
     },
+    "time breakdown": small(wall_clock_breakdown=True),
+    "profiler": small(flops_profiler=FLOPS_PROFILER),
     "initial scale": small(fp16={"enabled": True, "loss_scale": 0, "initial_scale_power": 16}),
 }
 
@@ -118,10 +122,8 @@ SPARSE_ATTENTION = {
     "horizontal_global_attention": False,
     "num_different_global_patterns": 4,
 }
-FLOPS_PROFILER = {"enabled": True, "profile_step": 1, "module_depth": -1, "top_modules": 3, "detailed": True}
 
 REFUSED = {
-    "profiler": (small(flops_profiler=FLOPS_PROFILER), ["flops_profiler.enabled"]),
     "autotuning": (small(autotuning=AUTOTUNING), ["autotuning.enabled"]),
     "sparse attention": (small(sparse_attention=SPARSE_ATTENTION), ["sparse_attention"]),
     "hybrid parallelism": (
@@ -144,7 +146,6 @@ def test_accepted(name: str) -> None:
 
 
 WARNED = {
-    "time breakdown": (small(wall_clock_breakdown=True), "wall_clock_breakdown"),
     "recomputation": (
         small(activation_checkpointing=CHECKPOINTING),
         "activation_checkpointing.partition_activations",

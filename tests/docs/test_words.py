@@ -31,7 +31,6 @@ def test_what_is_called_missing_is_refused(page: str) -> None:
         "Tensor, pipeline and sequence parallelism": "tensor_parallel",
         "pipeline": "pipeline.enabled",
         "sequence": "sequence_parallel_size",
-        "Profilers": "flops_profiler.enabled",
         "autotuner": "autotuning.enabled",
     }
     for words, key in keys.items():

@@ -38,6 +38,10 @@ IMPORTS: dict[str, tuple[str, ...]] = {
         "get_optim_files)",
     ),
     "peft 0.21": ("import deepspeed",),
+    "timm (benchmark.py), S4 (utils/flops.py) and scripts that count operations": (
+        "from deepspeed.profiling.flops_profiler import get_model_profile",
+        "from deepspeed.profiling.flops_profiler import FlopsProfiler",
+    ),
     "OpenRLHF": (
         "from deepspeed.ops.adam import DeepSpeedCPUAdam, FusedAdam",
         "from deepspeed.runtime.zero.partition_parameters import ZeroParamStatus",
@@ -380,10 +384,6 @@ IMPORTS: dict[str, tuple[str, ...]] = {
 """Who -> statements that work."""
 
 ASKED: dict[str, tuple[str, ...]] = {
-    "timm (benchmark.py) and S4 (utils/flops.py)": (
-        "from deepspeed.profiling.flops_profiler import get_model_profile",
-    ),
-    "scripts that count operations": ("from deepspeed.profiling.flops_profiler import FlopsProfiler",),
     "OpenFold, Protenix, tFold, RosettaFold": (
         "from deepspeed.ops.deepspeed4science import DS4Sci_EvoformerAttention",
     ),

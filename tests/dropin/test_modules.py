@@ -102,8 +102,8 @@ class TestInstalled:
         ("statement", "message"),
         [
             ("from deepspeed.comm import cdb", "DeepSpeed's own backends"),
-            ("from deepspeed.profiling.flops_profiler import get_model_profile", "profilers and timers"),
-            ("import deepspeed.profiling.flops_profiler", "profilers and timers"),
+            ("from deepspeed.ops.deepspeed4science import DS4Sci_EvoformerAttention", "fused layers"),
+            ("import deepspeed.ops.deepspeed4science", "fused layers"),
             ("from deepspeed import nvme", "disks are measured by"),
         ],
     )
@@ -128,7 +128,7 @@ class TestInstalled:
         assert importlib.util.find_spec("deepspeed.ops.deepspeed4science") is None
         assert importlib.util.find_spec("deepspeed.nonsense") is None
         with pytest.raises(ModuleNotFoundError):  # as of any module whose parent is missing
-            importlib.util.find_spec("deepspeed.profiling.flops_profiler")
+            importlib.util.find_spec("deepspeed.ops.deepspeed4science.evoformer_attn")
 
     def test_assignments_reach_the_library(self) -> None:
         from deepspeed.runtime.zero import partition_parameters

@@ -71,11 +71,6 @@ def _split(value: Any) -> bool:
     return value.enabled is not False and max(sizes) > 1
 
 
-def _set(value: Any) -> bool:
-    """Whether any key of the section differs from its default."""
-    return bool(value.model_dump(exclude_defaults=True))
-
-
 _COMPRESSION = (
     "weight_quantization",
     "activation_quantization",
@@ -125,9 +120,6 @@ UNBUILT: tuple[Unbuilt, ...] = (
         "expert parallelism",
         _on,
         "switch it off; `zero_optimization.stage` 3 divides the experts over the ranks like other parameters",
-    ),
-    Unbuilt(
-        "flops_profiler.enabled", "the FLOPs profiler", _on, "switch it off, or count with torch.utils.flop_counter"
     ),
     Unbuilt(
         "checkpoint.load_universal",
@@ -215,9 +207,7 @@ UNBUILT: tuple[Unbuilt, ...] = (
 )
 
 UNHEARD: tuple[Unheard, ...] = (
-    Unheard("wall_clock_breakdown", _on, "phases of a step are not timed yet"),
     Unheard("memory_breakdown", _on, "memory is not printed phase by phase; engine.memory_report() tells it"),
-    Unheard("timers", _set, "there is no throughput timer yet"),
     Unheard("disable_python_gc", _on, "garbage collection is left to Python; gc.disable() in the script does it"),
     Unheard("graph_harvesting", _on, "kernels of the optimizer are not recorded as CUDA graphs"),
     Unheard("zero_optimization.enable_sanity_checks", _on, "there are no further checks to switch on"),

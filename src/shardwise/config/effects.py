@@ -8,6 +8,7 @@ not look like one that does.
 
 from __future__ import annotations
 
+import math
 from typing import Any
 
 from .built import value_at
@@ -133,6 +134,11 @@ def _overruled(path: tuple[str, ...], config: Config, world_size: int) -> str:
     moves = config.activation_offload.enabled or saved.cpu_checkpointing
     if path == ("activation_offload", "min_bytes") and not moves:
         return "no activations are moved"
+    silent = not config.steps_per_print or math.isinf(config.steps_per_print)
+    if path == ("wall_clock_breakdown",) and config.wall_clock_breakdown and silent:
+        return "times are printed with `steps_per_print`, which is not set"
+    if path == ("timers",) and config.timers.throughput.enabled and silent:
+        return "rates are printed with `steps_per_print`, which is not set"
     if path == ("sparse_attention",) and sparse is not None and sparse.mode == "dense":
         return 'the mode "dense" is ordinary attention'
     return ""

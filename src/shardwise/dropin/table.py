@@ -24,7 +24,6 @@ from shardwise.absent import (
     MOE,
     OPS,
     PIPELINE,
-    PROFILER,
     SEQUENCE,
     SPARSE,
     SWAPPERS,
@@ -329,7 +328,16 @@ _CHECKPOINT_KEYS = values(
     "UNIVERSAL_CHECKPOINT_INFO",
 )
 _ONE_MACHINE = "processes are started by `shardwise run`, on one machine"
-_TIMM = "timm's benchmark.py takes another profiler when the import fails"
+_FLOPS_PROFILER = joined(
+    classes("shardwise.profile", "FlopsProfiler(model, ds_engine=None, recompute_fwd_factor=0.0)"),
+    functions(
+        "shardwise.profile",
+        "get_model_profile(model, input_shape=None, args=..., kwargs=..., print_profile=True, detailed=True, "
+        "module_depth=-1, top_modules=1, warm_up=1, as_string=True, output_file=None, ignore_modules=None, "
+        "mode='forward')",
+    ),
+)
+_ROWS = "nothing is put on modules: FlopsProfiler(...).profile has what each of them computes"
 _UNKNOWN = "no script is known that imports a name of it"
 _ULYSSES = "Oumi and installers of long-context stacks take a failing import or `find_spec` for an answer"
 _TOPOLOGY = raising(PIPELINE, "ProcessTopology")
@@ -427,12 +435,22 @@ TABLE: dict[str, dict[str, Entry]] = {
         f"{_ADAPT}.helpers", "required_torch_version(min_version=None, max_version=None)"
     ),
     "deepspeed.utils.exceptions": raising("nothing raises it", "DeprecatedException"),
-    "deepspeed.utils.timer": raising(
-        PROFILER,
-        "SynchronizedWallClockTimer ThroughputTimer NoopTimer CudaEventTimer trim_mean FORWARD_MICRO_TIMER "
-        "FORWARD_GLOBAL_TIMER BACKWARD_MICRO_TIMER BACKWARD_GLOBAL_TIMER BACKWARD_INNER_MICRO_TIMER "
-        "BACKWARD_INNER_GLOBAL_TIMER BACKWARD_REDUCE_MICRO_TIMER BACKWARD_REDUCE_GLOBAL_TIMER STEP_MICRO_TIMER "
-        "STEP_GLOBAL_TIMER TIME_EPSILON",
+    "deepspeed.utils.timer": joined(
+        classes(
+            "shardwise.profile.timers",
+            "SynchronizedWallClockTimer()",
+            "ThroughputTimer(config, batch_size, start_step=2, steps_per_output=None, monitor_memory=False, "
+            "logging_fn=None)",
+            "NoopTimer",
+        ),
+        functions("shardwise.profile.timers", "trim_mean(data, trim_percent)"),
+        values(
+            "shardwise.profile.timers",
+            *("FORWARD_MICRO_TIMER", "FORWARD_GLOBAL_TIMER", "BACKWARD_MICRO_TIMER", "BACKWARD_GLOBAL_TIMER"),
+            *("BACKWARD_INNER_MICRO_TIMER", "BACKWARD_INNER_GLOBAL_TIMER", "BACKWARD_REDUCE_MICRO_TIMER"),
+            *("BACKWARD_REDUCE_GLOBAL_TIMER", "STEP_MICRO_TIMER", "STEP_GLOBAL_TIMER", "TIME_EPSILON"),
+        ),
+        raising("SynchronizedWallClockTimer takes a device's events by itself", "CudaEventTimer"),
     ),
     "deepspeed.utils.nvtx": _NVTX,
     "deepspeed.utils.numa": raising(_NUMA, "get_numactl_cmd"),
@@ -980,13 +998,20 @@ TABLE: dict[str, dict[str, Entry]] = {
     "deepspeed.monitor.wandb": classes(f"{_ADAPT}.monitors", "WandbMonitor"),
     "deepspeed.monitor.csv_monitor": classes(f"{_ADAPT}.monitors", "csvMonitor"),
     "deepspeed.monitor.comet": classes(f"{_ADAPT}.monitors", "CometMonitor"),
-    "deepspeed.profiling.flops_profiler": absent(
-        PROFILER,
-        "FlopsProfiler get_model_profile number_to_string macs_to_string flops_to_string bytes_to_string "
-        "params_to_string duration_to_string get_module_flops get_module_macs get_module_duration",
-        _TIMM,
+    "deepspeed.profiling.flops_profiler": joined(
+        _FLOPS_PROFILER,
+        functions(
+            "shardwise.profile.words",
+            "number_to_string(num, units=None, precision=...)",
+            "macs_to_string(macs, units=None, precision=...)",
+            "flops_to_string(flops, units=None, precision=...)",
+            "bytes_to_string(b, units=None, precision=...)",
+            "params_to_string(params_num, units=None, precision=...)",
+            "duration_to_string(duration, units=None, precision=...)",
+        ),
+        raising(_ROWS, "get_module_flops get_module_macs get_module_duration"),
     ),
-    "deepspeed.profiling.flops_profiler.profiler": absent(PROFILER, "FlopsProfiler get_model_profile", _TIMM),
+    "deepspeed.profiling.flops_profiler.profiler": _FLOPS_PROFILER,
     "deepspeed.compression": raising(COMPRESS, "compression_scheduler"),
     "deepspeed.compression.compress": raising(COMPRESS, "init_compression redundancy_clean student_initialization"),
     "deepspeed.compression.helper": joined(

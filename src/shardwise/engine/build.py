@@ -49,6 +49,7 @@ from shardwise.engine.modules import (
 )
 from shardwise.engine.monitoring import StepEvents
 from shardwise.engine.plans import Subject
+from shardwise.engine.profiling import Profiling
 from shardwise.engine.recovery import note_ready
 from shardwise.engine.scaling import prescale_of, scales_loss
 from shardwise.engine.signals import SignalWatch
@@ -239,6 +240,7 @@ def initialize(
         activations=Activations(settings, model, device, accountant),
         monitor=monitor,
         events=StepEvents(monitor, step),
+        profiling=Profiling(sharded, settings, job, data, batches, step),
         resolution=resolution,
         job=job,
         data=data,

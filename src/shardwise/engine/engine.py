@@ -56,8 +56,10 @@ if TYPE_CHECKING:
     from shardwise.engine.memory import MemoryReporting
     from shardwise.engine.monitoring import StepEvents
     from shardwise.engine.plans import MemoryPlans
+    from shardwise.engine.profiling import Profiling
     from shardwise.memory import MemoryReport
     from shardwise.monitor import Monitor
+    from shardwise.profile import ModuleProfile
     from shardwise.zero.model import ShardedModel
     from shardwise.zero.units.presence import OffloadStateTypeEnum
 
@@ -131,6 +133,7 @@ class Engine(nn.Module):
         activations: Activations,
         monitor: Monitor,
         events: StepEvents,
+        profiling: Profiling,
         resolution: Resolution,
         job: Communicator,
         data: Communicator,
@@ -163,6 +166,7 @@ class Engine(nn.Module):
         self._activations = activations
         self.monitor = monitor
         self._events = events
+        self._profiling = profiling
         self._resolution = resolution
         self._autocast_dtype = autocast_dtype(resolution.config)
         if self.optimizer is not None:
@@ -409,8 +413,15 @@ class Engine(nn.Module):
             inputs, kwargs = cast_floats((inputs, kwargs), torch.float16)
         self._memory.remember_call(inputs, kwargs)
         try:
-            with autocast(self.device, self._autocast_dtype), self._activations.around((inputs, kwargs)):
-                outputs = self.module(*inputs, **kwargs)
+            with (
+                autocast(self.device, self._autocast_dtype),
+                self._activations.around((inputs, kwargs)),
+                self._profiling.forward(own, inputs, kwargs),
+            ):
+                if self._profiling.count is None:
+                    outputs = self.module(*inputs, **kwargs)
+                else:
+                    outputs = self._profiling.counted(inputs, kwargs)
         except (RuntimeError, MemoryError) as error:
             if not is_out_of_memory(error):
                 raise
@@ -463,7 +474,7 @@ class Engine(nn.Module):
                 "engine.backward(loss): the loss does not require a gradient; was it computed under no_grad?"
             )
         explained_here = explaining(lambda: self._memory.circumstances("engine.backward()", graph=True))
-        with self._step.passing(loss, weight, scale_wrt_gas) as roots, explained_here:
+        with self._step.passing(loss, weight, scale_wrt_gas) as roots, explained_here, self._profiling.backward():
             self.sharded.backward(roots, retain_graph=retain_graph)
         steps = self._batches.steps
         return loss / steps if scale_wrt_gas and steps > 1 and weight is None else loss
@@ -527,10 +538,11 @@ class Engine(nn.Module):
         self.sharded.check_there("engine.step()")
         if self.optimizer is None:
             raise UsageError(f"engine.step(): {self._no_optimizer()}")
-        with explaining(lambda: self._memory.circumstances("engine.step()", stepping=True)):
+        with explaining(lambda: self._memory.circumstances("engine.step()", stepping=True)), self._profiling.step():
             ended = self._step.take(lr_kwargs)
         if ended:
             self._events.write()
+            self._profiling.after_step()
             self._activations.tell(self.global_steps, self.job.rank)
             self._memory.check_limit()
             self._faults.after_boundary()
@@ -1188,6 +1200,11 @@ class Engine(nn.Module):
         )
 
     @property
+    def last_profile(self) -> ModuleProfile | None:
+        """What rank 0 has counted in the step that `flops_profiler` names, by module; None before, and elsewhere."""
+        return self._profiling.profile
+
+    @property
     def memory_budget(self) -> Budget | None:
         """What was planned against what there is when the engine was made, on each tier, and what a step moves.
 
@@ -1284,6 +1301,7 @@ class Engine(nn.Module):
         try:
             self.sharded.close()
         finally:
+            self._profiling.close()
             self._activations.close()
             for ranks in dict.fromkeys((self.job, self.data)):
                 ranks.destroy()  # whoever waits for this rank is told

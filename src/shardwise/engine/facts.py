@@ -24,6 +24,7 @@ _A_RANKS_OWN = frozenset(
         "mlflow",
         "steps_per_print",
         "tensorboard",
+        "timers",
         "wall_clock_breakdown",
         "wandb",
     }

@@ -7,13 +7,11 @@ from __future__ import annotations
 
 import contextlib
 import threading
-import time
 from collections.abc import Callable, Iterator
 from dataclasses import dataclass
 from typing import Any
 
-import torch
-
+from shardwise.device.clock import now, seconds_between
 from shardwise.trees import tensors_in
 
 Called = Callable[..., Any]
@@ -79,11 +77,11 @@ class Timer:
 
         def before() -> None:
             if not begun:
-                begun.append(_now(cuda))
+                begun.append(now(cuda))
 
         def done(use: Use) -> None:
             if begun:
-                self._add(name, "backward", begun.pop(), _now(cuda))
+                self._add(name, "backward", begun.pop(), now(cuda))
 
         use = Use(done)
         outputs = run(timed)
@@ -93,11 +91,11 @@ class Timer:
 
     @contextlib.contextmanager
     def _interval(self, name: str, phase: str, cuda: bool) -> Iterator[None]:
-        start = _now(cuda)
+        start = now(cuda)
         try:
             yield
         finally:
-            self._add(name, phase, start, _now(cuda))
+            self._add(name, phase, start, now(cuda))
 
     def _count(self, name: str) -> None:
         with self._lock:
@@ -110,7 +108,7 @@ class Timer:
     def _add(self, name: str, phase: str, start: Any, end: Any) -> None:
         with self._lock:
             if isinstance(end, float):
-                self._of(name)[phase] += end - start
+                self._of(name)[phase] += seconds_between(start, end)
                 return
             self._pending.append((name, phase, start, end))
             if len(self._pending) > _PENDING:
@@ -119,8 +117,7 @@ class Timer:
 
     def _fold(self, intervals: list[tuple[str, str, Any, Any]]) -> None:
         for name, phase, start, end in intervals:
-            end.synchronize()
-            self._of(name)[phase] += start.elapsed_time(end) / 1e3
+            self._of(name)[phase] += seconds_between(start, end)
 
     def read(self, clear: bool) -> dict[str, CheckpointTimes]:
         """Return the sums by function, waiting for the device where it has been timed."""
@@ -134,14 +131,6 @@ class Timer:
             if clear:
                 self._sums.clear()
             return found
-
-
-def _now(cuda: bool) -> Any:
-    if not cuda:
-        return time.perf_counter()
-    event = torch.cuda.Event(enable_timing=True)
-    event.record()
-    return event
 
 
 TIMER = Timer()

@@ -97,6 +97,11 @@ class Registry:
         index = self._index.get(id(parameter))
         return None if index is None else self.tensors[index]
 
+    def numel_of(self, parameter: torch.Tensor) -> int:
+        """Return the number of elements of the whole tensor that a parameter object is, or is a part of."""
+        tensor = self.find(parameter)
+        return parameter.numel() if tensor is None else math.prod(tensor.global_shape)
+
     @classmethod
     def of(
         cls,

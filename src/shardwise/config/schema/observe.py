@@ -24,8 +24,10 @@ class CommsLoggerOptions(ConfigSection):
 class Throughput(ConfigSection):
     """`timers.throughput`: samples per second."""
 
-    enabled: bool = key(True, "Measure samples per second.")
-    synchronized: bool = key(True, "Synchronize the device for exact times.")
+    enabled: bool = key(
+        True, "Print samples, tokens and (after the FLOPs profiler) operations per second with `steps_per_print`."
+    )
+    synchronized: bool = key(True, "Wait for the device before each print, for exact times; no step waits in between.")
 
 
 class Timers(ConfigSection):

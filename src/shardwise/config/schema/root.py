@@ -142,7 +142,9 @@ class Config(ConfigSection):
         "Print progress every so many steps; null, 0 or infinity: never.",
         default_note="null in DeepSpeed since 2024-10, 10 before (and in its documentation)",
     )
-    wall_clock_breakdown: bool = key(False, "Time the phases of a step.")
+    wall_clock_breakdown: bool = key(
+        False, "Print what forward, backward and step take, in the mean of the steps since the last print."
+    )
     memory_breakdown: bool = key(False, "Print memory at the phases of a step.")
     dump_state: bool = key(False, "Log the effective configuration, with all defaults (rank 0).")
     log_level: LogLevel | None = key(None, "Level of the library's logger; null: as it is.")

@@ -2,11 +2,8 @@
 
 from __future__ import annotations
 
-import importlib
 import json
-import sys
 from collections.abc import Iterator
-from pathlib import Path
 from typing import TYPE_CHECKING, Annotated, Any
 
 import typer
@@ -14,8 +11,6 @@ import typer
 from shardwise.sizes import size_in_bytes
 
 if TYPE_CHECKING:
-    from torch import nn
-
     from shardwise.engine.plans import Room, SettingPlan
 
 PARTS = {
@@ -75,6 +70,7 @@ def plan(
     from shardwise.config import load
     from shardwise.engine.plans import plan_model
     from shardwise.errors import CommandLineError
+    from shardwise.launch.models import named_model, tokens
 
     if precision not in ("fp32", "bf16", "fp16"):
         raise CommandLineError(f"--precision {precision}: give fp32, bf16 or fp16.")
@@ -97,10 +93,10 @@ def plan(
             "train_micro_batch_size_per_gpu": micro_batch,
             "gradient_accumulation_steps": accumulation,
         }
-        model = _model(name, recompute)
+        model = named_model(name, recompute)
         numel = sum(parameter.numel() for parameter in model.parameters())
         plans = plan_model(
-            model, settings, ranks=ranks, stages=chosen, batch=_batch(micro_batch, length), rooms=rooms
+            model, settings, ranks=ranks, stages=chosen, batch=tokens(micro_batch, length), rooms=rooms
         ).plans
         if as_json:
             found[name] = {"parameters": numel, "plans": [_as_dict(one) for one in plans]}
@@ -108,37 +104,6 @@ def plan(
             _show(f"{name}: {numel:,} parameters, {ranks} rank{'s' * (ranks > 1)}", plans, speeds, bool(rooms))
     if as_json:
         typer.echo(json.dumps(found, indent=2))
-
-
-def _model(name: str, recompute: bool) -> nn.Module:
-    """Build a model whose parameters have no memory."""
-    import torch
-
-    from shardwise.errors import CommandLineError
-    from shardwise.launch.architectures import SHAPES, Decoder
-
-    with torch.device("meta"):
-        if name in SHAPES:
-            return Decoder(SHAPES[name], recompute=recompute)
-        module, _, function = name.partition(":")
-        if not function:
-            raise CommandLineError(f"{name} is not known; give {', '.join(SHAPES)}, or module:function.")
-        sys.path.insert(0, str(Path.cwd()))
-        try:
-            made = getattr(importlib.import_module(module), function)()
-        except (ImportError, AttributeError) as error:
-            raise CommandLineError(f"{name}: {error}.") from error
-        finally:
-            sys.path.pop(0)
-    if not isinstance(made, torch.nn.Module):
-        raise CommandLineError(f"{name} has returned {type(made).__name__}; it must return a torch.nn.Module.")
-    return made
-
-
-def _batch(micro_batch: int, length: int) -> Any:
-    import torch
-
-    return torch.empty(micro_batch, length, dtype=torch.int64, device="meta") if length else None
 
 
 def _as_dict(one: SettingPlan) -> dict[str, Any]:

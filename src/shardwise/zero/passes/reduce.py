@@ -705,7 +705,7 @@ class Reducer:
             return
         gradients, chain, own_only = self._onward
         self._onward = None
-        with self.gatherer.parked():
+        with self.gatherer.parked(), named("wait for reduction", gradients.unit.name):
             chain.wait()
         self._replicate(gradients, own_only)
 

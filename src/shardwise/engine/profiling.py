@@ -1,0 +1,211 @@
+"""What rank 0 tells of an engine's steps while it trains: what they compute, what they take, how fast they go.
+
+The other ranks do nothing.
+
+Where the configuration asks for none of it, nothing is installed, and nothing is done in a step.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import math
+from collections.abc import Iterator, Mapping
+from contextlib import AbstractContextManager
+from typing import TYPE_CHECKING, Any
+
+import torch
+
+from shardwise.compat import never_compiled
+from shardwise.precision.autocast import autocast_dtype
+from shardwise.profile import ModuleProfile
+from shardwise.profile.breakdown import BACKWARD, FORWARD, STEP, Breakdown
+from shardwise.profile.counting import FlopCount
+from shardwise.profile.peaks import peak_of
+from shardwise.profile.rates import Rates
+from shardwise.profile.report import report, summary, write
+from shardwise.profile.tree import profile_of
+from shardwise.utils.logging import logger, warn_once
+
+if TYPE_CHECKING:
+    from shardwise.comm.communicator import Communicator
+    from shardwise.config import Config
+    from shardwise.engine.batch import Batches
+    from shardwise.engine.step import TrainStep
+    from shardwise.zero.model import ShardedModel
+
+_NOTHING = contextlib.nullcontext()
+
+
+class Profiling:
+    """The sections `flops_profiler` and `timers`, and the key `wall_clock_breakdown`, of one engine.
+
+    Args:
+        sharded: the model.
+        config: validated.
+        job: all ranks; the first one tells.
+        data: the ranks that share the data.
+        batches: sizes.
+        steps: counts the steps.
+
+    Attributes:
+        profile: of the step that was profiled; None before.
+        count: of the step under way, if it is profiled: modules are to be called by `counted`.
+    """
+
+    def __init__(
+        self,
+        sharded: ShardedModel,
+        config: Config,
+        job: Communicator,
+        data: Communicator,
+        batches: Batches,
+        steps: TrainStep,
+    ) -> None:
+        self.profile: ModuleProfile | None = None
+        self.count: FlopCount | None = None
+        self._options = config.flops_profiler
+        self._sharded = sharded
+        self._job = job
+        self._batches = batches
+        self._steps = steps
+        self._cuda = sharded.device.type == "cuda"
+        self._waits = self._options.enabled and job.rank == 0
+        self._parts = Breakdown(self._cuda)  # of the step that is profiled
+        every = config.steps_per_print
+        self._every = int(every) if every and math.isfinite(every) and job.rank == 0 else 0
+        self._times: Breakdown | None = None
+        self._timed = 0  # steps since times were told
+        if self._every and (config.wall_clock_breakdown or self._options.enabled):
+            self._times = Breakdown(self._cuda)
+        self._rates: Rates | None = None
+        self._samples = 0  # before the step
+        if self._every and config.timers.throughput.enabled:
+            peak = None
+            if self._cuda:
+                dtype = autocast_dtype(config) or sharded.policy.compute_dtype or torch.float32
+                peak = peak_of(torch.cuda.get_device_name(sharded.device), dtype)
+            self._rates = Rates(data.world, config.timers.throughput.synchronized, sharded.device, peak)
+        if job.rank == 0 and config.wall_clock_breakdown and not every:
+            warn_once("wall_clock_breakdown: times are printed with `steps_per_print`, which is not set")
+
+    # -- what happens ------------------------------------------------------------------------------------------------
+
+    @never_compiled
+    def forward(self, own: bool, args: tuple[Any, ...], kwargs: Mapping[str, Any]) -> AbstractContextManager[Any]:
+        """Return the context of a forward pass.
+
+        Args:
+            own: it is one of training.
+            args: of the module.
+            kwargs: of the module.
+        """
+        if own and self._rates is not None:
+            self._rates.saw(args, kwargs)
+        if own and self._waits:
+            self._begin_count()
+        return self._times.part(FORWARD) if own and self._times is not None else _NOTHING
+
+    @never_compiled
+    def counted(self, args: tuple[Any, ...], kwargs: Mapping[str, Any]) -> Any:
+        """Call the module and count, if this is a pass of training; return what it returns.
+
+        The whole call is kept out of `torch.compile`: operators can be counted only where they run by themselves.
+        """
+        assert self.count is not None
+        with self.count.counting() if torch.is_grad_enabled() else _NOTHING:
+            return self._sharded.module(*args, **kwargs)
+
+    def backward(self) -> AbstractContextManager[Any]:
+        """Return the context of a backward pass."""
+        return self._backward() if self.count or self._times else _NOTHING
+
+    @contextlib.contextmanager
+    def _backward(self) -> Iterator[None]:
+        with contextlib.ExitStack() as stack:
+            if self._times is not None:
+                stack.enter_context(self._times.backward())
+            if self.count is not None:
+                stack.enter_context(self._parts.part(BACKWARD))
+                stack.enter_context(self.count.counting())
+            yield
+
+    def step(self) -> AbstractContextManager[Any]:
+        """Return the context of a step."""
+        self._samples = self._steps.global_samples
+        return self._step() if self.count or self._times else _NOTHING
+
+    @contextlib.contextmanager
+    def _step(self) -> Iterator[None]:
+        with contextlib.ExitStack() as stack:
+            for parts in (self._times, self._parts if self.count else None):
+                if parts is not None:
+                    stack.enter_context(parts.part(STEP))
+            yield
+
+    def after_step(self) -> None:
+        """A window has ended: tell what is due."""
+        self._timed += 1
+        if self._rates is not None:
+            self._rates.stepped(self._steps.global_samples - self._samples)
+        if self._every and self._steps.global_steps % self._every == 0:
+            self._tell_times()
+        if self.count is not None:
+            self._tell_profile(self.count)
+            if self._rates is not None:
+                self._rates.restart()  # counting takes time
+
+    def close(self) -> None:
+        """Take everything off the model."""
+        if self.count is not None:
+            self.count.stop()
+            self.count = None
+
+    # -- times -------------------------------------------------------------------------------------------------------
+
+    def _tell_times(self) -> None:
+        steps, self._timed = self._timed, 0
+        if self._times is not None:
+            means = {part: 1e3 * seconds / steps for part, seconds in self._times.read().items()}
+            told = " | ".join(f"{part}: {mean:.2f}" for part, mean in means.items())
+            logger.info("step=%d time (ms) | %s", self._steps.global_steps, told)
+        rates = self._rates.read(None if self.profile is None else self.profile.flops) if self._rates else ""
+        if rates:
+            logger.info("step=%d throughput: %s", self._steps.global_steps, rates)
+
+    # -- what a step computes ----------------------------------------------------------------------------------------
+
+    def _begin_count(self) -> None:
+        taken, wanted = self._steps.global_steps, self._options.profile_step
+        if taken > wanted:
+            warn_once(
+                f"flops_profiler.profile_step {wanted}: {taken} steps have been taken already, so none is profiled; "
+                f"set it to {taken} or more"
+            )
+            self._waits = False
+        elif taken == wanted and self.count is None:
+            self.count = FlopCount(self._sharded.module)
+            self.count.start()
+
+    def _tell_profile(self, count: FlopCount) -> None:
+        self.count, self._waits = None, False
+        count.stop()
+        self.profile = profile_of(count, self._sharded.registry.numel_of)
+        seconds = self._parts.read()
+        options = self._options
+        passes = count.calls[count.model]
+        head = summary(
+            self.profile,
+            title=(
+                f"profile of {type(count.model).__name__}, step {options.profile_step}: what rank 0 of "
+                f"{self._job.world} computes for {passes} micro-batches of {self._batches.micro} samples"
+            ),
+            backward_s=seconds.get(BACKWARD, 0.0),
+            step_s=seconds.get(STEP, 0.0),
+            recompute_factor=options.recompute_fwd_factor,
+        )
+        if BACKWARD not in seconds:
+            head.append("backward passes have not been seen: call engine.backward(loss), not loss.backward()")
+        lines = report(
+            self.profile, head, depth=options.module_depth, top=options.top_modules, detailed=options.detailed
+        )
+        write(lines, options.output_file)

@@ -1,0 +1,94 @@
+"""`shardwise profile`: tell what a model computes, without its memory and without its device."""
+
+from __future__ import annotations
+
+import json
+from typing import TYPE_CHECKING, Annotated, Any
+
+import typer
+
+if TYPE_CHECKING:
+    from torch import nn
+
+    from shardwise.profile import ModuleProfile
+
+
+def register(app: typer.Typer) -> None:
+    """Add the subcommand."""
+    app.command("profile")(profile)
+
+
+def profile(
+    models: Annotated[
+        list[str],
+        typer.Argument(
+            help="bloom-560m, bloom-1b1, bloom-7b1, llama-7b, llama-13b, llama-70b, or module:function of your own, "
+            "which returns a module.",
+            metavar="MODEL...",
+        ),
+    ],
+    micro_batch: Annotated[int, typer.Option(metavar="N", help="Sequences in a micro-batch.")] = 1,
+    length: Annotated[int, typer.Option(metavar="N", help="Tokens in a sequence.")] = 512,
+    depth: Annotated[int, typer.Option(metavar="N", help="Deepest module that is listed; -1: all.")] = 1,
+    top: Annotated[int, typer.Option(metavar="N", help="Classes of modules that are listed for each depth.")] = 1,
+    recompute: Annotated[bool, typer.Option("--recompute", help="Recompute the layers of the named models.")] = False,
+    forward_only: Annotated[bool, typer.Option("--forward-only", help="Run no backward pass.")] = False,
+    as_json: Annotated[bool, typer.Option("--json", help="Print numbers as one JSON object.")] = False,
+) -> None:
+    """Print floating-point operations by module, by running a micro-batch on tensors without memory.
+
+    No device is needed. The tensors are taken to lie on the CPU. The backward pass and what it computes again are
+    counted apart; there are no times.
+    """
+    from shardwise.errors import CommandLineError
+    from shardwise.launch.models import named_model
+    from shardwise.profile.report import report, summary
+
+    if min(micro_batch, length, top) < 1 or depth < -1:
+        raise CommandLineError("--micro-batch, --length and --top are 1 or more, --depth -1 or more.")
+    found: dict[str, Any] = {}
+    for name in models:
+        counted = _counted(named_model(name, recompute), micro_batch, length, forward_only)
+        if as_json:
+            found[name] = counted.as_dict()
+            continue
+        size = f"{micro_batch} sequence{'s' * (micro_batch > 1)} of {length} tokens"
+        head = summary(counted, title=f"{name}: {counted.parameters:,} parameters, {size}")
+        typer.echo("\n".join([*report(counted, head, depth=depth, top=top), ""]))
+    if as_json:
+        typer.echo(json.dumps(found, indent=2))
+
+
+def _counted(model: nn.Module, micro_batch: int, length: int, forward_only: bool) -> ModuleProfile:
+    """Run a micro-batch of token numbers, and count."""
+    import warnings
+
+    import torch
+    from torch._subclasses.fake_tensor import FakeTensorMode
+
+    from shardwise.errors import CommandLineError
+    from shardwise.launch.models import tokens
+    from shardwise.memory import fake_copy
+    from shardwise.memory.dryrun import Answers, arguments_of, fake_values, loss_of, undisturbed
+    from shardwise.profile.counting import FlopCount
+    from shardwise.profile.tree import profile_of
+
+    mode = FakeTensorMode(allow_non_fake_inputs=True)
+    twin = fake_copy(model, mode)
+    args, kwargs = arguments_of(fake_values(tokens(micro_batch, length), mode))
+    count = FlopCount(twin)
+    with undisturbed(), mode, warnings.catch_warnings(), torch.set_grad_enabled(not forward_only):
+        warnings.filterwarnings("ignore", message="Accessing the data pointer of FakeTensor")
+        count.start()
+        try:
+            with count.counting(), Answers():
+                output = twin(*args, **kwargs)
+                if not forward_only:
+                    loss_of(output).backward()
+        except Exception as error:
+            raise CommandLineError(
+                f"{type(model).__name__} cannot be run on token numbers without values: {error}"
+            ) from error
+        finally:
+            count.stop()
+    return profile_of(count, timed=False)

@@ -1,0 +1,47 @@
+"""Models that are named on the command line, without memory for their parameters."""
+
+from __future__ import annotations
+
+import importlib
+import sys
+from pathlib import Path
+from typing import Any
+
+import torch
+from torch import nn
+
+from shardwise.errors import CommandLineError
+from shardwise.launch.architectures import SHAPES, Decoder
+
+
+def named_model(name: str, recompute: bool) -> nn.Module:
+    """Build a model whose parameters have no memory.
+
+    Args:
+        name: one of `SHAPES`, or module:function, looked for in the working directory, too.
+        recompute: of a named model's layers.
+
+    Raises:
+        CommandLineError: there is no such model, or the function returns none.
+    """
+    with torch.device("meta"):
+        if name in SHAPES:
+            return Decoder(SHAPES[name], recompute=recompute)
+        module, _, function = name.partition(":")
+        if not function:
+            raise CommandLineError(f"{name} is not known; give {', '.join(SHAPES)}, or module:function.")
+        sys.path.insert(0, str(Path.cwd()))
+        try:
+            made = getattr(importlib.import_module(module), function)()
+        except (ImportError, AttributeError) as error:
+            raise CommandLineError(f"{name}: {error}.") from error
+        finally:
+            sys.path.pop(0)
+    if not isinstance(made, nn.Module):
+        raise CommandLineError(f"{name} has returned {type(made).__name__}; it must return a torch.nn.Module.")
+    return made
+
+
+def tokens(sequences: int, length: int) -> Any:
+    """Return a batch without values: (sequences, length) token numbers; None for length 0."""
+    return torch.empty(sequences, length, dtype=torch.int64, device="meta") if length else None

@@ -1,0 +1,72 @@
+"""Times of the parts of a step: on a CUDA device those of its events, for which the host waits when they are read."""
+
+from __future__ import annotations
+
+import contextlib
+from collections.abc import Iterator
+from contextlib import AbstractContextManager
+from typing import Any
+
+from shardwise.device.clock import Instant, now, seconds_between
+from shardwise.device.ranges import listening
+
+FORWARD, BACKWARD, INNER, REDUCE, STEP = "fwd", "bwd", "bwd_inner", "bwd_allreduce", "step"
+
+_REDUCTIONS = ("reduce", "wait for reduction")
+_PENDING = 4096
+"""Intervals of a device that are kept before they are added up."""
+
+
+class Breakdown:
+    """Adds up the time of each part.
+
+    Args:
+        cuda: parts run on the current CUDA device.
+    """
+
+    def __init__(self, cuda: bool) -> None:
+        self._cuda = cuda
+        self._sums: dict[str, float] = {}
+        self._pending: list[tuple[str, Instant, Instant]] = []
+
+    @contextlib.contextmanager
+    def part(self, name: str) -> Iterator[None]:
+        """Time the block as a part of this name."""
+        begun = now(self._cuda)
+        try:
+            yield
+        finally:
+            self._pending.append((name, begun, now(self._cuda)))
+            if len(self._pending) > _PENDING:  # the older half has been reached long ago
+                self._fold(_PENDING // 2)
+
+    @contextlib.contextmanager
+    def backward(self) -> Iterator[None]:
+        """Time the block as a backward pass, and what reductions take of it."""
+        with listening(self._reducing), self.part(BACKWARD):
+            yield
+
+    def _reducing(self, what: str) -> AbstractContextManager[Any]:
+        return self.part(REDUCE) if what in _REDUCTIONS else contextlib.nullcontext()
+
+    def _fold(self, count: int) -> None:
+        for name, begun, ended in self._pending[:count]:
+            self._sums[name] = self._sums.get(name, 0.0) + seconds_between(begun, ended)
+        del self._pending[:count]
+
+    def read(self) -> dict[str, float]:
+        """Return the seconds of each part that there was, and begin anew; waits for the device.
+
+        Example:
+            >>> times = Breakdown(cuda=False)
+            >>> with times.backward(), times.part(FORWARD):
+            ...     pass
+            >>> list(times.read()), times.read()
+            (['fwd', 'bwd', 'bwd_inner', 'bwd_allreduce'], {})
+        """
+        self._fold(len(self._pending))
+        sums, self._sums = self._sums, {}
+        if BACKWARD in sums:
+            sums.setdefault(REDUCE, 0.0)
+            sums[INNER] = sums[BACKWARD] - sums[REDUCE]
+        return {name: sums[name] for name in (FORWARD, BACKWARD, INNER, REDUCE, STEP) if name in sums}

@@ -1,0 +1,163 @@
+"""Counting floating-point operations by the module that does them, in the forward pass, the backward pass, and again.
+
+Operators are counted by torch's FlopCounterMode where they run. In a forward pass they belong to the innermost module
+that is being called. Autograd numbers the nodes of its graph in the order in which they are made, so that an operator
+of a backward pass belongs to the module in whose call its node was made. Nothing is put into the graph.
+
+What runs in a backward pass inside of a module's call, or with gradients switched on, is recomputation (activation
+checkpointing), and is counted apart.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import sys
+import threading
+from bisect import bisect_right
+from collections import Counter
+from collections.abc import Iterable, Iterator
+from contextlib import AbstractContextManager
+from typing import Any, NamedTuple
+
+import torch
+from torch import nn
+
+from shardwise.compat import backward_pass, current_node, number_now, number_of
+from shardwise.device.clock import Instant, now, seconds_between
+from shardwise.profile.formulas import Formula, formulas
+
+FORWARD, RECOMPUTE, BACKWARD = "forward", "recompute", "backward"
+
+
+class _Call(NamedTuple):
+    """A call of a module that is running."""
+
+    module: nn.Module
+    again: bool
+    """It has begun in a backward pass."""
+    begun: Instant
+
+
+class _Untracked:
+    """In the place of the modules that torch's counter would follow by hooks in the graph."""
+
+    parents = ()
+
+    def __enter__(self) -> None:
+        pass
+
+    def __exit__(self, *_: Any) -> None:
+        pass
+
+
+class FlopCount:
+    """Counts what a model computes, between `start` and `stop`.
+
+    Args:
+        model: hooks are put on its modules meanwhile.
+        ignored: modules of these classes are left out, with all that is in them.
+
+    Attributes:
+        flops: by module and phase, of what each has computed itself; None: outside of all modules.
+        calls: of each module in forward passes.
+    """
+
+    def __init__(self, model: nn.Module, ignored: Iterable[type[nn.Module]] = ()) -> None:
+        self.model = model
+        self.flops: Counter[tuple[nn.Module | None, str]] = Counter()
+        self.calls: Counter[nn.Module] = Counter()
+        self._cuda = any(parameter.is_cuda for parameter in model.parameters())
+        self._spans: list[tuple[nn.Module, Instant, Instant]] = []
+        classes = tuple(ignored)
+        self._left_out = {part for m in model.modules() if isinstance(m, classes) for part in m.modules()}
+        self._formulas = {operator: self._counted(formula) for operator, formula in formulas().items()}
+        self._handles: list[Any] = []
+        self._running: list[_Call] = []
+        self._thread = 0
+        # From which number of autograd's on nodes are made by which module.
+        self._starts: list[int] = []
+        self._makers: list[nn.Module | None] = []
+
+    def start(self) -> None:
+        """Put the hooks on."""
+        self._thread = threading.get_ident()
+        for module in self.model.modules():
+            self._handles.append(module.register_forward_pre_hook(self._enter))
+            self._handles.append(module.register_forward_hook(self._leave, prepend=True, always_call=True))
+
+    def stop(self) -> None:
+        """Take the hooks off."""
+        for handle in self._handles:
+            handle.remove()
+        self._handles = []
+        self._running = []
+        self._starts, self._makers = [], []
+
+    @contextlib.contextmanager
+    def counting(self) -> Iterator[None]:
+        """Count operators inside of the block. Compiled modules are run as they were written: their kernels are none
+        of torch's operators.
+        """
+        from torch.utils.flop_counter import FlopCounterMode  # not before somebody counts
+
+        counter = FlopCounterMode(display=False, custom_mapping=self._formulas)
+        counter.mod_tracker = _Untracked()  # type: ignore[assignment]
+        eager: AbstractContextManager[Any] = contextlib.nullcontext()
+        if "torch._dynamo" in sys.modules:  # else nothing is compiled
+            eager = torch.compiler.set_stance("force_eager")
+        with eager, counter:
+            yield
+
+    def seconds(self) -> dict[nn.Module, float]:
+        """Return how long forward calls of each module have taken, waiting for the device."""
+        found: dict[nn.Module, float] = {}
+        for module, start, end in self._spans:
+            found[module] = found.get(module, 0.0) + seconds_between(start, end)
+        return found
+
+    def _counted(self, formula: Formula) -> Formula:
+        def count(*args: Any, **kwargs: Any) -> int:
+            flops = formula(*args, **kwargs)
+            self._record(flops)
+            return flops
+
+        count._get_raw = True  # type: ignore[attr-defined]  # it is given tensors, not shapes
+        return count
+
+    def _record(self, flops: int) -> None:
+        if backward_pass() is None or (self._running and not self._running[0].again):
+            phase = FORWARD  # derivatives inside of a module's call are a part of what it computes
+        elif self._running or torch.is_grad_enabled():
+            phase = RECOMPUTE
+        else:
+            phase = BACKWARD
+        module = self._running[-1].module if self._running else self._maker()
+        if module not in self._left_out:
+            self.flops[module, phase] += flops
+
+    def _maker(self) -> nn.Module | None:
+        """Return the module that has made the node which a backward pass runs now."""
+        node = current_node()
+        place = 0 if node is None else bisect_right(self._starts, number_of(node))
+        return self._makers[place - 1] if place else None
+
+    def _mark(self) -> None:
+        # Each thread numbers its own nodes, and a device's thread runs only what is recomputed.
+        if threading.get_ident() == self._thread:
+            self._starts.append(number_now())
+            self._makers.append(self._running[-1].module if self._running else None)
+
+    def _enter(self, module: nn.Module, _: Any) -> None:
+        self._running.append(_Call(module, backward_pass() is not None, now(self._cuda)))
+        self._mark()
+
+    def _leave(self, module: nn.Module, *_: Any) -> None:
+        for place in reversed(range(len(self._running))):
+            if self._running[place].module is module:
+                call = self._running[place]
+                del self._running[place:]
+                if not call.again:
+                    self.calls[module] += 1
+                    self._spans.append((module, call.begun, now(self._cuda)))
+                break
+        self._mark()

@@ -1,0 +1,54 @@
+"""How much devices can compute, from their makers' data sheets: dense products of matrices, without sparsity."""
+
+from __future__ import annotations
+
+from typing import NamedTuple
+
+import torch
+
+
+class Peak(NamedTuple):
+    """What a device can compute at most.
+
+    Attributes:
+        tflops: 10^12 floating-point operations in a second.
+        said: device and number type.
+    """
+
+    tflops: float
+    said: str
+
+
+_PEAKS: tuple[tuple[str, dict[str, float]], ...] = (
+    ("H100 PCIe", {"16-bit": 756.0, "TF32": 378.0, "FP32": 51.0}),
+    ("H100", {"16-bit": 989.0, "TF32": 494.0, "FP32": 67.0}),
+    ("H200", {"16-bit": 989.0, "TF32": 494.0, "FP32": 67.0}),
+    ("A100", {"16-bit": 312.0, "TF32": 156.0, "FP32": 19.5}),
+    ("L40S", {"16-bit": 362.0, "TF32": 183.0, "FP32": 91.6}),
+    ("A40", {"16-bit": 149.7, "TF32": 74.8, "FP32": 37.4}),
+    ("A10", {"16-bit": 125.0, "TF32": 62.5, "FP32": 31.2}),
+    ("V100-PCIE", {"16-bit": 112.0, "FP32": 14.0}),
+    ("V100-SXM2", {"16-bit": 125.0, "FP32": 15.7}),
+    ("T4", {"16-bit": 65.0, "FP32": 8.1}),
+)
+"""Part of the name that the driver gives -> TFLOP/s; the first that fits counts."""
+
+
+def peak_of(name: str, dtype: torch.dtype) -> Peak | None:
+    """Return the peak of a device, or None where none is known.
+
+    Args:
+        name: as the driver gives it.
+        dtype: in which products of matrices are computed; fp32 is TF32 where torch may use it.
+
+    Example:
+        >>> peak_of("NVIDIA H100 80GB HBM3", torch.bfloat16)
+        Peak(tflops=989.0, said='H100, 16-bit')
+        >>> peak_of("Some CPU", torch.float32)
+    """
+    kind = "16-bit" if dtype.itemsize == 2 else "FP32" if torch.get_float32_matmul_precision() == "highest" else "TF32"
+    for part, peaks in _PEAKS:
+        if part in name:
+            kind = "FP32" if kind == "TF32" and kind not in peaks else kind  # it has no such units
+            return Peak(peaks[kind], f"{part}, {kind}") if dtype.itemsize in (2, 4) and kind in peaks else None
+    return None

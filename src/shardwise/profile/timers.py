@@ -1,0 +1,329 @@
+"""Timers that a script starts and stops, with the names and the interface that scripts for DeepSpeed use.
+
+On a CUDA device that is in use times are those of its events; the host waits where a time is read.
+"""
+
+from __future__ import annotations
+
+import time
+from collections.abc import Callable, Iterable, Sequence
+from typing import Any
+
+import torch
+
+from shardwise.device.clock import Instant, now, seconds_between
+from shardwise.errors import UsageError
+from shardwise.utils.logging import log_dist
+
+FORWARD_MICRO_TIMER = "fwd_microstep"
+FORWARD_GLOBAL_TIMER = "fwd"
+BACKWARD_MICRO_TIMER = "bwd_microstep"
+BACKWARD_GLOBAL_TIMER = "bwd"
+BACKWARD_INNER_MICRO_TIMER = "bwd_inner_microstep"
+BACKWARD_INNER_GLOBAL_TIMER = "bwd_inner"
+BACKWARD_REDUCE_MICRO_TIMER = "bwd_allreduce_microstep"
+BACKWARD_REDUCE_GLOBAL_TIMER = "bwd_allreduce"
+STEP_MICRO_TIMER = "step_microstep"
+STEP_GLOBAL_TIMER = "step"
+TIME_EPSILON = 1e-6
+"""Seconds: intervals that are shorter are taken to be as long where something is divided by them."""
+
+
+def _on_cuda() -> bool:
+    return torch.cuda.is_available() and torch.cuda.is_initialized()
+
+
+class Timer:
+    """Adds up intervals.
+
+    Args:
+        name: for messages.
+    """
+
+    def __init__(self, name: str) -> None:
+        self.name = name
+        self._begun: Instant | None = None
+        self._intervals: list[tuple[Instant, Instant]] = []
+
+    def start(self) -> None:
+        """Begin an interval.
+
+        Raises:
+            UsageError: one has begun.
+        """
+        if self._begun is not None:
+            raise UsageError(f"timer {self.name!r}: start() is called twice; call stop() in between")
+        self._begun = now(_on_cuda())
+
+    def stop(self, reset: bool = False, record: bool = True) -> None:
+        """End the interval.
+
+        Args:
+            reset: forget those before it.
+            record: False: it does not count.
+
+        Raises:
+            UsageError: none has begun.
+        """
+        if self._begun is None:
+            raise UsageError(f"timer {self.name!r}: stop() without start()")
+        begun, self._begun = self._begun, None
+        if reset:
+            self._intervals = []
+        if record:
+            self._intervals.append((begun, now(not isinstance(begun, float))))
+
+    def reset(self) -> None:
+        """Forget all intervals, and one that has begun."""
+        self._begun, self._intervals = None, []
+
+    def milliseconds(self) -> list[float]:
+        """Return the intervals that have ended, waiting for the device."""
+        return [1e3 * seconds_between(*interval) for interval in self._intervals]
+
+    def elapsed(self, reset: bool = True) -> float:
+        """Return the milliseconds of all intervals together.
+
+        Args:
+            reset: forget them.
+        """
+        found = sum(self.milliseconds())
+        if reset:
+            self._intervals = []
+        return found
+
+    def mean(self) -> float:
+        """Return the mean of the intervals without the longest and the shortest tenth, in milliseconds."""
+        return trim_mean(self.milliseconds(), 0.1)
+
+
+class SynchronizedWallClockTimer:
+    """Timers by name: `timers("load").start()`.
+
+    Example:
+        >>> timers = SynchronizedWallClockTimer()
+        >>> timers("load").start()
+        >>> timers("load").stop()
+        >>> timers.has_timer("load"), timers("load").elapsed() >= 0.0
+        (True, True)
+    """
+
+    def __init__(self) -> None:
+        self.timers: dict[str, Timer] = {}
+
+    def __call__(self, name: str) -> Timer:
+        """Return the timer of a name, which is made when it is first asked for."""
+        return self.timers.setdefault(name, Timer(name))
+
+    def get_timers(self) -> dict[str, Timer]:
+        """Return all timers by name."""
+        return self.timers
+
+    def has_timer(self, name: str) -> bool:
+        """Whether there is a timer of this name."""
+        return name in self.timers
+
+    def log(
+        self,
+        names: Iterable[str],
+        normalizer: float = 1.0,
+        reset: bool = True,
+        memory_breakdown: bool = False,
+        ranks: list[int] | None = None,
+    ) -> None:
+        """Log times in milliseconds.
+
+        Args:
+            names: of timers; those that there are not are left out.
+            normalizer: what they are divided by.
+            reset: begin anew.
+            memory_breakdown: also log the device's memory.
+            ranks: that log; None: the first.
+
+        Raises:
+            UsageError: the divisor is not above 0.
+        """
+        found = self.get_mean(names, normalizer, reset, mean=False)
+        told = " | ".join(f"{name}: {value:.2f}" for name, value in found.items())
+        if memory_breakdown and _on_cuda():
+            used, most = torch.cuda.memory_allocated() / 1e9, torch.cuda.max_memory_allocated() / 1e9
+            told += f" | memory (GB): {used:.2f}, at most {most:.2f}"
+        log_dist(f"time (ms) | {told}", ranks or [0])
+
+    def get_mean(
+        self, names: Iterable[str], normalizer: float = 1.0, reset: bool = True, *, mean: bool = True
+    ) -> dict[str, float]:
+        """Return mean times in milliseconds.
+
+        Args:
+            names: of timers; those that there are not are left out.
+            normalizer: what they are divided by.
+            reset: begin anew.
+            mean: False: their sums.
+
+        Raises:
+            UsageError: the divisor is not above 0.
+        """
+        if normalizer <= 0:
+            raise UsageError(f"timers: normalizer={normalizer!r}; expected a number above 0")
+        found = {}
+        for name in names:
+            if name in self.timers:
+                timer = self.timers[name]
+                found[name] = (timer.mean() if mean else timer.elapsed(reset=False)) / normalizer
+                if reset:
+                    timer.reset()
+        return found
+
+
+class NoopTimer:
+    """In the place of timers where nothing is to be timed."""
+
+    def __call__(self, name: str) -> NoopTimer:
+        """Return itself, which is also the timer."""
+        return self
+
+    def start(self) -> None:
+        """Do nothing."""
+
+    def stop(self, **_: Any) -> None:
+        """Do nothing."""
+
+    reset = start
+
+    def elapsed(self, **_: Any) -> float:
+        """Return 0."""
+        return 0.0
+
+    def mean(self) -> float:
+        """Return 0."""
+        return 0.0
+
+    def has_timer(self, name: str) -> bool:
+        """Whether there is a timer: all are this one."""
+        return True
+
+    def log(self, *_: Any, **__: Any) -> None:
+        """Do nothing."""
+
+    def get_mean(self, *_: Any, **__: Any) -> dict[str, float]:
+        """Return nothing."""
+        return {}
+
+
+class ThroughputTimer:
+    """Samples per second between `start()` and `stop()` of each step.
+
+    Args:
+        config: has `enabled` and `synchronized` (the section `timers.throughput`).
+        batch_size: samples of all ranks in a step.
+        start_step: the steps before this one are not counted.
+        steps_per_output: log each so many steps; None: never.
+        monitor_memory: also log the device's memory.
+        logging_fn: is given what is logged; None: the log, on rank 0.
+
+    Raises:
+        UsageError: `batch_size` is below 1.
+    """
+
+    def __init__(
+        self,
+        config: Any,
+        batch_size: int,
+        start_step: int = 2,
+        steps_per_output: int | None = None,
+        monitor_memory: bool = False,
+        logging_fn: Callable[[str], Any] | None = None,
+    ) -> None:
+        if batch_size < 1:
+            raise UsageError(f"ThroughputTimer(batch_size={batch_size}): expected 1 or more samples")
+        self.config = config
+        self.batch_size = batch_size
+        self.start_step = start_step
+        self.steps_per_output = steps_per_output
+        self.monitor_memory = monitor_memory
+        self.logging = logging_fn if logging_fn is not None else lambda text: log_dist(text, [0])
+        self.epoch_count = self.micro_step_count = self.global_step_count = 0
+        self.total_elapsed_time = self.step_elapsed_time = 0.0
+        self.started = False
+        self._begun = 0.0
+        self._counted = self._told_step = 0
+        self._told_time = 0.0
+
+    def update_epoch_count(self) -> None:
+        """A pass over the data has ended."""
+        self.epoch_count += 1
+        self.micro_step_count = 0
+
+    def _now(self) -> float:
+        if self.config.synchronized and _on_cuda():
+            torch.cuda.synchronize()
+        return time.perf_counter()
+
+    def start(self) -> None:
+        """A micro-batch begins."""
+        if self.config.enabled:
+            self.started = True
+            if self.global_step_count >= self.start_step:
+                self._begun = self._now()
+
+    def stop(self, global_step: bool = False, report_speed: bool = True) -> None:
+        """A micro-batch has ended; nothing happens if none has begun.
+
+        Args:
+            global_step: a step has ended with it.
+            report_speed: log, if it is due.
+        """
+        if not self.config.enabled or not self.started:
+            return
+        self.started = False
+        self.micro_step_count += 1
+        if self._begun:
+            took = self._now() - self._begun
+            self._begun = 0.0
+            self.total_elapsed_time += took
+            self.step_elapsed_time += took
+            self._counted += global_step
+        if not global_step:
+            return
+        self.global_step_count += 1
+        due = self.steps_per_output and self.global_step_count % self.steps_per_output == 0
+        if report_speed and due and self._counted > self._told_step:
+            steps, seconds = self._counted - self._told_step, self.total_elapsed_time - self._told_time
+            now_speed = steps * self.batch_size / max(seconds, TIME_EPSILON)
+            told = (
+                f"epoch={self.epoch_count} micro_step={self.micro_step_count} step={self.global_step_count} "
+                f"samples/s={now_speed:.4g}, since the beginning {self.avg_samples_per_sec():.4g}"
+            )
+            if self.monitor_memory and _on_cuda():
+                told += f", memory (GB) {torch.cuda.memory_allocated() / 1e9:.2f}"
+            self.logging(told)
+            self._told_step, self._told_time = self._counted, self.total_elapsed_time
+        self.step_elapsed_time = 0.0
+
+    def avg_samples_per_sec(self) -> float:
+        """Return samples per second of all steps that were counted; minus infinity before there is one."""
+        if not self._counted:
+            return float("-inf")
+        return self._counted * self.batch_size / max(self.total_elapsed_time, TIME_EPSILON)
+
+
+def trim_mean(data: Sequence[float], trim_percent: float) -> float:
+    """Return the mean without a share of the largest and as many of the smallest values; 0 of nothing.
+
+    Args:
+        data: the values.
+        trim_percent: that share, from 0 to 1.
+
+    Raises:
+        UsageError: the share is below 0 or above 1.
+
+    >>> trim_mean([100.0, 1.0, 2.0, 3.0, -5.0], 0.2), trim_mean([], 0.1)
+    (2.0, 0.0)
+    """
+    if not 0.0 <= trim_percent <= 1.0:
+        raise UsageError(f"trim_mean(trim_percent={trim_percent!r}): expected a number from 0 to 1")
+    kept = sorted(data)
+    cut = min(int(trim_percent * len(kept)), max(0, (len(kept) - 1) // 2))
+    kept = kept[cut : len(kept) - cut]
+    return sum(kept) / len(kept) if kept else 0.0

@@ -1,0 +1,142 @@
+"""`wall_clock_breakdown`: where the time of a step goes, on rank 0, each `steps_per_print` steps."""
+
+from __future__ import annotations
+
+import logging
+import re
+import time
+from typing import Any
+
+import pytest
+import torch
+from torch import nn
+
+from shardwise.config import resolve
+from shardwise.utils.logging import logger
+from tests.harness import run_ranks
+from tests.profile.test_engine import engine_of, window
+
+ON: dict[str, Any] = {"wall_clock_breakdown": True, "steps_per_print": 2}
+
+
+class Lines(logging.Handler):
+    """Keeps what is logged inside of the block."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.found: list[str] = []
+
+    def emit(self, record: logging.LogRecord) -> None:
+        self.found.append(record.getMessage())
+
+    def __enter__(self) -> list[str]:
+        logger.addHandler(self)
+        return self.found
+
+    def __exit__(self, *_: Any) -> None:
+        logger.removeHandler(self)
+
+
+def times(lines: list[str]) -> list[dict[str, float]]:
+    """The parts of each line of times."""
+    return [
+        {part: float(ms) for part, ms in re.findall(r"(\w+): ([\d.]+)", line)} for line in lines if "time (ms)" in line
+    ]
+
+
+class Sleeps(torch.autograd.Function):
+    @staticmethod
+    def forward(ctx: Any, x: torch.Tensor) -> torch.Tensor:
+        time.sleep(0.03)
+        return x.clone()
+
+    @staticmethod
+    def backward(ctx: Any, gradient: torch.Tensor) -> torch.Tensor:
+        time.sleep(0.06)
+        return gradient
+
+
+class Slow(nn.Module):
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        return Sleeps.apply(x)  # type: ignore[no-any-return]
+
+
+def told(stage: int, accumulation: int) -> tuple[list[str], int]:
+    engine = engine_of(stage, accumulation, **ON)
+    engine.module.norm = nn.Sequential(Slow())
+    with Lines() as lines:
+        for _ in range(4):
+            window(engine, accumulation)
+    waited = len(engine._profiling._times._pending) if engine._profiling._times is not None else 0
+    engine.destroy()
+    return lines, waited
+
+
+@pytest.mark.parametrize(("stage", "accumulation"), [(0, 1), (3, 2)])
+def test_times_of_the_parts_on_two_ranks(stage: int, accumulation: int) -> None:
+    (lines, waited), (others, _) = run_ranks(told, 2, stage, accumulation)
+    found = times(lines)
+    assert len(found) == 2 and waited == 0 and not times(others)
+    assert [line.partition(" ")[0] for line in lines if "time (ms)" in line] == ["step=2", "step=4"]
+    for parts in found:
+        assert list(parts) == ["fwd", "bwd", "bwd_inner", "bwd_allreduce", "step"]
+        assert 30 * accumulation <= parts["fwd"] and 60 * accumulation <= parts["bwd_inner"]
+        assert parts["bwd"] == pytest.approx(parts["bwd_inner"] + parts["bwd_allreduce"], abs=0.02)
+        assert parts["bwd_allreduce"] > 0 and parts["step"] > 0
+
+
+def late(rank_that_sleeps: int) -> list[str]:
+    """One rank comes late to its backward pass, for which the other waits in a reduction."""
+    engine = engine_of(1, **ON)
+    with Lines() as lines:
+        for _ in range(2):
+            loss = engine(torch.zeros(2, 8, dtype=torch.int64)).square().mean()
+            if engine.global_rank == rank_that_sleeps:
+                time.sleep(0.2)
+            engine.backward(loss)
+            engine.step()
+    engine.destroy()
+    return lines
+
+
+def test_waiting_for_another_rank_is_reduction() -> None:
+    (parts,) = times(run_ranks(late, 2, 1)[0])
+    assert parts["bwd_allreduce"] > 150 > parts["bwd_inner"]
+
+
+def test_evaluation_and_other_engines_are_not_in_it() -> None:
+    engine, other = engine_of(0, wall_clock_breakdown=True, steps_per_print=10), engine_of(0)
+    for _ in range(2):
+        window(engine)
+        window(other)
+        with torch.no_grad():
+            engine(torch.zeros(2, 8, dtype=torch.int64))
+    assert engine._profiling._times is not None and other._profiling._times is None
+    seen = [name for name, *_ in engine._profiling._times._pending]
+    assert seen.count("fwd") == seen.count("bwd") == seen.count("step") == 2
+    assert seen.count("bwd_allreduce") % 2 == 0 < len(seen)
+    engine.destroy()
+    other.destroy()
+
+
+@pytest.mark.parametrize("more", [{"steps_per_print": float("inf")}, {"steps_per_print": 0}, {"steps_per_print": None}])
+def test_nothing_is_timed_that_is_not_printed(more: dict[str, Any], monkeypatch: pytest.MonkeyPatch) -> None:
+    warned: list[str] = []
+    monkeypatch.setattr("shardwise.engine.profiling.warn_once", warned.append)
+    engine = engine_of(0, wall_clock_breakdown=True, **more)
+    assert engine._profiling._times is None
+    assert len(warned) == (more["steps_per_print"] != float("inf"))
+    engine.destroy()
+    config = {"train_batch_size": 1, "wall_clock_breakdown": True, **more}
+    assert [note.path for note in resolve(config).no_effect] == ["wall_clock_breakdown"]
+
+
+def test_an_exception_in_a_pass_leaves_nothing_behind() -> None:
+    engine = engine_of(0, **ON)
+    with pytest.raises(IndexError):
+        engine(torch.full((2, 8), 99))
+    with Lines() as lines:
+        window(engine)
+        window(engine)
+    assert len(times(lines)) == 1
+    engine.destroy()

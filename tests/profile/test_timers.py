@@ -1,0 +1,118 @@
+"""Timers that a script starts and stops."""
+
+from __future__ import annotations
+
+import time
+from typing import Any
+
+import pytest
+import torch
+
+from shardwise.config.schema.observe import Throughput
+from shardwise.device.clock import now, seconds_between
+from shardwise.errors import UsageError
+from shardwise.profile import timers as module
+from shardwise.profile.timers import NoopTimer, SynchronizedWallClockTimer, ThroughputTimer, trim_mean
+from tests.profile.test_breakdown import Lines
+
+
+def test_intervals_by_name() -> None:
+    timers = SynchronizedWallClockTimer()
+    for _ in range(2):
+        timers("load").start()
+        time.sleep(0.02)
+        timers("load").stop()
+    timers("load").start()
+    timers("load").stop(record=False)
+    assert 40 <= timers("load").elapsed(reset=False) < 400 and 20 <= timers("load").mean() < 200
+    with Lines() as lines:
+        timers.log(["load", "nothing"], normalizer=2.0)
+    (line,) = lines
+    assert line.startswith("time (ms) | load: ") and 20 <= float(line.rpartition(" ")[2]) < 200
+    assert timers("load").elapsed() == 0.0 and timers.get_mean(["load"]) == {"load": 0.0}
+    assert timers.has_timer("load") and not timers.has_timer("nothing") and list(timers.get_timers()) == ["load"]
+
+
+def test_wrong_calls() -> None:
+    timers = SynchronizedWallClockTimer()
+    with pytest.raises(UsageError, match=r"timer 'load': stop\(\) without start"):
+        timers("load").stop()
+    timers("load").start()
+    with pytest.raises(UsageError, match="twice"):
+        timers("load").start()
+    with pytest.raises(UsageError, match="normalizer=0"):
+        timers.log(["load"], normalizer=0)
+    with pytest.raises(UsageError, match="batch_size=0"):
+        ThroughputTimer(Throughput(), 0)
+    with pytest.raises(UsageError, match="from 0 to 1"):
+        trim_mean([1.0], 2)
+
+
+def test_nothing_is_timed() -> None:
+    timers = NoopTimer()
+    timers("load").start()
+    timers("load").stop(record=False)
+    timers.log(["load"])
+    assert timers("load").elapsed(reset=True) == timers("load").mean() == 0.0 and not timers.get_mean(["load"])
+
+
+def test_throughput_of_a_script(monkeypatch: pytest.MonkeyPatch) -> None:
+    class Clock:
+        now = 1.0
+
+        def perf_counter(self) -> float:
+            return self.now
+
+    clock, told = Clock(), []
+    monkeypatch.setattr(module, "time", clock)
+    timer = ThroughputTimer(Throughput(), 8, steps_per_output=2, logging_fn=told.append)
+    assert timer.avg_samples_per_sec() == float("-inf")
+    for step in range(6):
+        for micro in range(2):
+            timer.start()
+            clock.now += 1.0 if step < 4 else 2.0
+            timer.stop(global_step=micro == 1)
+            clock.now += 5  # what lies between is not counted
+    assert [line.partition("samples/s=")[2] for line in told] == [
+        "4, since the beginning 4",
+        "2, since the beginning 2.667",
+    ]
+    off = ThroughputTimer(Throughput(enabled=False), 8, logging_fn=told.append)
+    off.start()
+    off.stop(global_step=True)
+    assert off.global_step_count == 0 and len(told) == 2
+
+
+class Event:
+    """Stands in for an event of a device, which gets there 5 ms later each time."""
+
+    made = 0
+
+    def __init__(self, enable_timing: bool = False) -> None:
+        assert enable_timing
+        self.waited = False
+
+    def record(self) -> None:
+        Event.made += 1
+        self.place = Event.made
+
+    def synchronize(self) -> None:
+        self.waited = True
+
+    def elapsed_time(self, other: Any) -> float:
+        assert other.waited
+        return 5.0 * (other.place - self.place)
+
+
+def test_times_of_a_device_are_read_late(monkeypatch: pytest.MonkeyPatch) -> None:
+    from shardwise.profile.breakdown import Breakdown
+
+    monkeypatch.setattr(torch.cuda, "Event", Event)
+    start, end = now(cuda=True), now(cuda=True)
+    assert not end.waited
+    assert seconds_between(start, end) == pytest.approx(0.005) and end.waited and not start.waited
+    times = Breakdown(cuda=True)
+    for _ in range(5000):  # more than are kept
+        with times.part("fwd"):
+            pass
+    assert times.read()["fwd"] == pytest.approx(25.0)
