@@ -316,7 +316,7 @@ def test_everything_wrong_is_reported_at_once() -> None:
                 "zero_optimization": {"stagee": 1, "stage": 7},
                 "optimizer": {"type": "Adam", "params": {"lrr": 1}},
                 "scheduler": {"type": "WarmupLR", "params": {"warmup_num_steps": -1}},
-                "flops_profiler": {"enabled": True},
+                "autotuning": {"enabled": True},
                 "fp16": {"enabled": True},
                 "bf16": {"enabled": True},
             }
@@ -328,7 +328,7 @@ def test_everything_wrong_is_reported_at_once() -> None:
         "gradient_clipping",
         "optimizer.params.lrr",
         "scheduler.params.warmup_num_steps",
-        "flops_profiler.enabled",
+        "autotuning.enabled",
         "fp16.enabled",
         "train_batch_size",
     }
@@ -342,7 +342,7 @@ def test_a_mistyped_batch_key_is_reported_once() -> None:
 
 
 def test_class_of_the_error_says_what_kind_of_problem_it_is() -> None:
-    assert type(only_problem({"train_batch_size": 8, "flops_profiler": {"enabled": True}})) is NotBuiltError
+    assert type(only_problem({"train_batch_size": 8, "autotuning": {"enabled": True}})) is NotBuiltError
     assert type(only_problem({"gradient_accumulation_steps": 8})) is BatchSizeError
 
 
