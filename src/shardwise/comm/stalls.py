@@ -325,6 +325,19 @@ class StallWatch:
         self._end(EXIT_CODE)
 
 
+_watching: list[StallWatch] = []
+
+
+def watch(ranks: Sequence[int], rank: int, limit: float, ledger: Ledger) -> StallWatch:
+    """Start the watch of this process in place of the one that an earlier engine has started; see `StallWatch`."""
+    while _watching:
+        _watching.pop().close()
+    started = StallWatch(ranks, rank, limit, ledger)
+    started.start()
+    _watching.append(started)
+    return started
+
+
 _CHECK = (
     "Look for a branch (`if rank == 0:`, a condition on data) that leaves out or adds a forward pass, backward(), "
     "step(), evaluation or save_checkpoint() on some ranks, and for loaders that give ranks different numbers of "

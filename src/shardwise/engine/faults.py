@@ -22,7 +22,7 @@ from shardwise.checkpoint.load import Options
 from shardwise.checkpoint.newest import OnDisk, newest
 from shardwise.comm.communicator import members_of
 from shardwise.comm.environment import MEMORY_DIRECTORY
-from shardwise.comm.stalls import StallWatch
+from shardwise.comm.stalls import StallWatch, watch
 from shardwise.engine.background import saved_bytes
 from shardwise.engine.recovery import FirstStep, Resumed
 from shardwise.engine.signals import SignalWatch, signal_named
@@ -95,8 +95,7 @@ class FaultTolerance:
         limit = float(self._resolution.config.stall_limit)
         if limit and self._job.world > 1:
             ranks = members_of(self._job.user_group)
-            self._stalls = StallWatch(ranks, ranks[self._job.rank], limit, self._job.ledger)
-            self._stalls.start()
+            self._stalls = watch(ranks, ranks[self._job.rank], limit, self._job.ledger)
         section = self._resolution.config.checkpoint
         if section.on_signal is not None:
             asked = section.on_signal
