@@ -17,6 +17,7 @@ import torch
 import torch.distributed as dist
 from torch.distributed import ProcessGroup, ReduceOp
 
+from shardwise.comm.calls import check_call
 from shardwise.comm.ledger import user_line
 from shardwise.comm.logger import comms_logger
 from shardwise.compat import all_gather_single, reduce_scatter_single
@@ -96,7 +97,7 @@ def destroy_process_group(group: Group = None) -> None:
 
 
 def _collective(
-    counted: str | None = None, *, asynchronous: bool = False, needed: bool = True
+    counted: str | None = None, *, asynchronous: bool = False, needed: bool = True, by: str = "all"
 ) -> Callable[[Callable[P, Any]], Callable[P, Any]]:
     """Make a collective of a function that launches it: if the log wants it, it is recorded when it has ended.
 
@@ -104,6 +105,7 @@ def _collective(
         counted: the argument whose bytes are recorded.
         asynchronous: the function does not block; else its argument `async_op` tells.
         needed: whether it is an error that there is no process group; otherwise there is nothing to do then.
+        by: who calls with tensors of which shapes: "all" with the same; "each" with its own; "two": two ranks.
     """
 
     def decorate(launch: Callable[P, Any]) -> Callable[P, Any]:
@@ -120,6 +122,9 @@ def _collective(
                     return None
                 missing = "there is no process group; call shardwise.init_distributed() first"
                 raise UsageError(f"shardwise.comm.{launch.__name__}: {missing}")
+            if by != "two":
+                alike = given[counted] if counted is not None and by == "all" else None
+                check_call(launch.__name__, alike, given["group"])
             asked = bool(given.get("prof"))
             if not (asked or comms_logger.wants(name)):
                 return launch(*args, **kwargs)
@@ -257,7 +262,7 @@ def reduce_scatter_tensor(
     return reduce_scatter_single(output_tensor, tensor, op=op, group=group, async_op=async_op)
 
 
-@_collective("tensor")
+@_collective("tensor", by="each")
 def all_to_all_single(
     output: torch.Tensor,
     tensor: torch.Tensor,
@@ -271,7 +276,7 @@ def all_to_all_single(
     return dist.all_to_all_single(output, tensor, output_split_sizes, input_split_sizes, group, async_op)
 
 
-@_collective("input_tensor_list")
+@_collective("input_tensor_list", by="each")
 def all_to_all(
     output_tensor_list: list[torch.Tensor],
     input_tensor_list: list[torch.Tensor],
@@ -309,25 +314,25 @@ def scatter(
     return dist.scatter(tensor, scatter_list, src, group, async_op)
 
 
-@_collective("tensor")
+@_collective("tensor", by="two")
 def send(tensor: torch.Tensor, dst: int, group: Group = None, tag: int = 0, **log: Unpack[Log]) -> Any:
     """Send a tensor to global rank `dst`."""
     return dist.send(tensor, dst, group, tag)
 
 
-@_collective("tensor")
+@_collective("tensor", by="two")
 def recv(tensor: torch.Tensor, src: int | None = None, group: Group = None, tag: int = 0, **log: Unpack[Log]) -> Any:
     """Receive a tensor from global rank `src` (None: from anyone)."""
     return dist.recv(tensor, src, group, tag)
 
 
-@_collective("tensor", asynchronous=True)
+@_collective("tensor", asynchronous=True, by="two")
 def isend(tensor: torch.Tensor, dst: int, group: Group = None, tag: int = 0, **log: Unpack[Log]) -> Any:
     """Send a tensor to global rank `dst` without blocking."""
     return dist.isend(tensor, dst, group, tag)
 
 
-@_collective("tensor", asynchronous=True)
+@_collective("tensor", asynchronous=True, by="two")
 def irecv(tensor: torch.Tensor, src: int | None = None, group: Group = None, tag: int = 0, **log: Unpack[Log]) -> Any:
     """Receive a tensor from global rank `src` without blocking."""
     return dist.irecv(tensor, src, group, tag)

@@ -30,9 +30,9 @@ import torch.distributed as dist
 
 from shardwise.comm import groups, native
 from shardwise.comm.ledger import Ledger, Record, user_line
+from shardwise.comm.positions import follow, waiting_for
 from shardwise.comm.rendezvous import node
 from shardwise.comm.setup import timeout_from_environment
-from shardwise.comm.stalls import waiting_for
 from shardwise.comm.whereabouts import Whereabouts, describe
 from shardwise.compat import backend_of, timeout_of
 from shardwise.device.streams import Streams, streams_of
@@ -182,6 +182,7 @@ class Communicator:
         self._nodes = nodes
         self._gloo = False
         self._neighbours: Neighbours | None = None
+        self._members: Sequence[int] = ()
         self.imagined = False
         self._whereabouts: Whereabouts | None = None
         self.timeout = (timeout_of(group, device) if initialised else None) or timeout_from_environment()
@@ -189,7 +190,7 @@ class Communicator:
             backend = _backend(group, device)
             self._gloo = backend == "gloo"
             self.imagined = backend == "fake"
-            ranks = self.members
+            ranks = self._members = self.members
             self._whereabouts = Whereabouts(ledger, ranks, self.rank)
             # On Gloo tags keep kinds apart, so one extra group is enough to keep clear of the user's own traffic.
             for kind in KINDS[:1] if self._gloo else _APART:
@@ -537,12 +538,14 @@ class Communicator:
         return self._whereabouts.explain(error, what, user_line(), waited)
 
     def _open(self, op: str, size: int, sent: int, label: str) -> Record:
-        return self.ledger.open(op, self.name, size, sent if self.world > 1 else 0, label, self.world)
+        return self.ledger.open(op, self.name, size, sent if self.world > 1 else 0, label, self.world, self._members)
 
     def _handle(self, pending: PendingCollective | None, record: Record) -> Handle:
         if pending is None:
             self.ledger.close(record, 0.0)
             return Handle(None, None, self.ledger)
+        if isinstance(pending, native.Works):
+            follow(record, pending.ends())
         return Handle(pending, record, self.ledger, self._whereabouts)
 
 

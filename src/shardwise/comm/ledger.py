@@ -16,7 +16,7 @@ import sys
 import threading
 import time
 from collections import deque
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass, field
 from types import FrameType
 
@@ -52,13 +52,18 @@ def line_of(frame: FrameType | None, limit: int = 64) -> str:
         if frame is None:
             return ""
         name = frame.f_code.co_filename
-        ours = _ours.get(name)
-        if ours is None:
-            ours = _ours[name] = _is_ours(name)
-        if not ours:
+        if is_of_script(name):
             return f"{name}:{frame.f_lineno}"
         frame = frame.f_back
     return ""
+
+
+def is_of_script(file: str) -> bool:
+    """Whether a file belongs to the user, not to this package or torch."""
+    ours = _ours.get(file)
+    if ours is None:
+        ours = _ours[file] = _is_ours(file)
+    return not ours
 
 
 def _is_ours(file: str) -> bool:
@@ -83,6 +88,7 @@ class Record:
         kind: with which collectives it is in one order, where there are several such sequences.
         turn: its number in that order, the same on all ranks.
         ranks: number of ranks in the group.
+        members: their global numbers; nothing: not known.
     """
 
     sequence: int
@@ -98,6 +104,7 @@ class Record:
     kind: str = ""
     ranks: int = 1
     turn: int = 0
+    members: Sequence[int] = ()
 
 
 @dataclass
@@ -132,11 +139,15 @@ class Ledger:
     def __post_init__(self) -> None:
         self._records = deque(maxlen=self.capacity)
 
-    def open(self, op: str, group: str, size: int, sent: int, label: str, ranks: int = 1) -> Record:
+    def open(
+        self, op: str, group: str, size: int, sent: int, label: str, ranks: int = 1, members: Sequence[int] = ()
+    ) -> Record:
         """Append and return a record; called immediately before the collective is launched."""
         line = user_line() if self.record_lines else ""
         with self._lock:  # chains are continued by threads of their own
-            record = Record(self.sequence, op, group, size, sent, label, line, time.perf_counter(), ranks=ranks)
+            record = Record(
+                self.sequence, op, group, size, sent, label, line, time.perf_counter(), ranks=ranks, members=members
+            )
             self.sequence += 1
             self._records.append(record)
             totals = self.totals.setdefault(op, Totals())

@@ -16,12 +16,13 @@ import os
 import sys
 import threading
 import time
+import traceback
 from collections.abc import Iterable, Sequence
 from typing import Any
 
 import torch.distributed as dist
 
-from shardwise.comm.ledger import Ledger, Record, user_line
+from shardwise.comm.ledger import Ledger, Record, is_of_script, user_line
 from shardwise.comm.rendezvous import answers
 from shardwise.compat import default_store
 from shardwise.errors import DesyncError, PeerLostError
@@ -29,6 +30,11 @@ from shardwise.errors import DesyncError, PeerLostError
 PATIENCE_S = 1.0
 """How long a rank that fails waits for word from the others: they fail within milliseconds of it, or not at all."""
 
+FAILED = "failed"
+"""Key of the traceback of a rank that has ended with an exception, the last one."""
+
+_TRACEBACK = 4000
+"""Letters of it that are told."""
 _POLL_S = 0.02
 _DYING_S = 0.1
 """How long the sockets of a process that has been killed may outlive one another."""
@@ -67,10 +73,31 @@ def publish(word: Word) -> None:
 
 
 def publish_end() -> None:
-    """Write that this process ends, for ranks that still wait for it."""
+    """Write that this process ends, for ranks that still wait for it; if by an exception, with its traceback."""
     error = getattr(sys, "last_value", None)
-    text = "has ended without an exception" if error is None else f"has ended with {type(error).__name__}: {error}"
-    publish({"state": "ended", "text": text, "failed": error is not None})
+    if error is None:
+        publish({"state": "ended", "text": "has ended without an exception", "failed": False})
+        return
+    text = f"has ended with {type(error).__name__}: {error}"
+    line = _raised_at(error)
+    publish({"state": "ended", "text": f"{text}{f' at {line}' if line else ''}", "failed": True})
+    store = default_store()
+    if store is not None and answers(store):
+        trace = "".join(traceback.format_exception(error))[-_TRACEBACK:]
+        try:
+            store.set(key_of(FAILED), f"rank {dist.get_rank()} {text}. Its traceback:\n{trace}")
+        except RuntimeError:
+            return
+
+
+def _raised_at(error: BaseException) -> str:
+    """Return the line of the script that has led to an exception, as far as there is one."""
+    found, trace = "", error.__traceback__
+    while trace is not None:
+        if is_of_script(trace.tb_frame.f_code.co_filename):
+            found = f"{trace.tb_frame.f_code.co_filename}:{trace.tb_lineno}"
+        trace = trace.tb_next
+    return found
 
 
 def being_in(method: str, failure: BaseException | None) -> str:
@@ -114,9 +141,14 @@ def _checked(data: bytes) -> Word | None:
         return None
 
 
+def key_of(*parts: object) -> str:
+    """Return a key of the store, of this attempt: a restarted job may meet in the store of the one before."""
+    first, *rest = parts
+    return "/".join(map(str, ("shardwise", first, os.environ.get("TORCHELASTIC_RESTART_COUNT", "0"), *rest)))
+
+
 def _key(rank: int) -> str:
-    # A restarted job may meet in the store of the attempt before.
-    return f"shardwise/whereabouts/{os.environ.get('TORCHELASTIC_RESTART_COUNT', '0')}/{rank}"
+    return key_of("whereabouts", rank)
 
 
 class Whereabouts:

@@ -132,6 +132,15 @@ class EngineDataLoader:
         current = self._current = _Epoch(number, start)
         return self._hand_out(self._source.batches(number, start), current)
 
+    @property
+    def progress(self) -> str:
+        """How far it has come, for messages: `has given 3 batches of epoch 0`; empty before the first."""
+        current = self._current
+        if current is None:
+            return ""
+        done = "has ended after" if current.ended else "has given"
+        return f"{done} {current.handed_out} batches of epoch {current.number}"
+
     def set_epoch(self, epoch: int) -> None:
         """Choose the epoch that the next iteration goes through, from its beginning.
 

@@ -17,6 +17,7 @@ from torch import nn
 
 from shardwise.comm.agreement import check_agreement
 from shardwise.comm.api import configure as configure_log
+from shardwise.comm.calls import compare_calls
 from shardwise.comm.communicator import Communicator, members_of
 from shardwise.comm.domain import REPLICATE, Domain
 from shardwise.comm.environment import DEVICE_LIMIT
@@ -328,6 +329,7 @@ def _check_mpu(mpu: Any) -> None:
 
 def _communicator(settings: Any, group: Any, device: torch.device) -> Communicator:
     """Return the communicator of a group, with a ledger that the communication log reads if it is on."""
+    compare_calls(settings.strict_sync)
     ledger = Ledger()
     comm = Communicator(group, ledger, device, ordered=settings.deterministic_reduce)
     if settings.comms_logger.enabled:

@@ -22,7 +22,7 @@ from shardwise.checkpoint.load import Options
 from shardwise.checkpoint.newest import OnDisk, newest
 from shardwise.comm.communicator import members_of
 from shardwise.comm.environment import MEMORY_DIRECTORY
-from shardwise.comm.stalls import StallWatch, watch
+from shardwise.comm.stalls import StallWatch, stop_watching, watch
 from shardwise.engine.background import saved_bytes
 from shardwise.engine.recovery import FirstStep, Resumed
 from shardwise.engine.signals import SignalWatch, signal_named
@@ -95,7 +95,7 @@ class FaultTolerance:
         limit = float(self._resolution.config.stall_limit)
         if limit and self._job.world > 1:
             ranks = members_of(self._job.user_group)
-            self._stalls = watch(ranks, ranks[self._job.rank], limit, self._job.ledger)
+            self._stalls = watch(ranks, ranks[self._job.rank], limit, self._job.ledger, self._facts)
         section = self._resolution.config.checkpoint
         if section.on_signal is not None:
             asked = section.on_signal
@@ -112,6 +112,10 @@ class FaultTolerance:
             )
             self.copies.check_finite = self._resolution.config.non_finite != "ignore"
             self._tell_where()
+
+    def _facts(self) -> dict[str, Any]:
+        loader = self._batches.training_dataloader
+        return {"step": self._step.global_steps, "loader": "" if loader is None else loader.progress}
 
     def _memory_directory(self, given: str | None) -> str:
         found = given or os.environ.get(MEMORY_DIRECTORY)
@@ -299,7 +303,7 @@ class FaultTolerance:
     def end(self) -> None:
         """Give signals back, and remove copies that nobody else would, unless a failure makes them the way to go on."""
         if self._stalls is not None:
-            self._stalls.close()
+            stop_watching(self._stalls)
         self._signals.close()
         if sys.exc_info()[0] is None:
             self._remove_copies()

@@ -1,0 +1,192 @@
+"""Mistakes and accidents on some ranks of a job: each is named, and ends the job or not as it should."""
+
+from __future__ import annotations
+
+import re
+import subprocess
+import sys
+import time
+from dataclasses import dataclass
+from pathlib import Path
+
+import pytest
+
+from shardwise.comm.stalls import EXIT_CODE
+
+SCRIPT = """
+import os, signal, sys, time
+import torch
+import shardwise
+fault, ranks = sys.argv[1], int(os.environ["WORLD_SIZE"])
+shardwise.init_distributed()
+torch.manual_seed(0)
+layers = torch.nn.ModuleList(torch.nn.Linear(16, 16) for _ in range(4))
+class Model(torch.nn.Module):
+    def __init__(self):
+        super().__init__()
+        self.layers = layers
+    def forward(self, x, order):
+        for index in order:
+            x = self.layers[index](x)
+        return x
+config = {
+    "train_micro_batch_size_per_gpu": 2, "optimizer": {"type": "AdamW", "params": {"lr": 1e-3}},
+    "zero_optimization": {"stage": 3, "stage3_param_persistence_threshold": 0}, "stall_limit": 2.0,
+    "strict_sync": fault in ("skips", "swaps", "shape"),
+}
+engine, *_ = shardwise.initialize(model=Model(), config=config)
+rank = torch.distributed.get_rank()
+class Slow(torch.utils.data.Dataset):
+    def __len__(self):
+        return 1
+    def __getitem__(self, index):
+        time.sleep(6)  # SLOW LOADER
+        return index
+def train(order):
+    engine.backward(engine(torch.ones(2, 16), order).sum())  # TRAIN
+    engine.step()
+for step in range(3 if fault == "uneven" and rank == 1 else 4):
+    order = [0, 1, 2, 3]
+    if step == 2 and rank == 1:
+        if fault == "extra":
+            engine.eval(); engine(torch.ones(2, 16), order); engine.train()  # EXTRA
+        elif fault == "own":
+            torch.distributed.all_reduce(torch.ones(3))  # OWN
+        elif fault == "save":
+            engine.save_checkpoint("saved")  # SAVE
+        elif fault == "sleeps":
+            time.sleep(6)  # SLEEP
+        elif fault == "loader":
+            list(torch.utils.data.DataLoader(Slow()))
+        elif fault == "stopped":
+            if not os.fork():  # lets it go on again
+                parent = os.getppid(); time.sleep(8); os.kill(parent, signal.SIGCONT); os._exit(0)
+            os.kill(os.getpid(), signal.SIGSTOP)
+        elif fault == "raises":
+            raise ValueError("seeded")  # RAISE
+        elif fault == "killed":
+            os.kill(os.getpid(), signal.SIGKILL)
+        elif fault == "skips":
+            order = [0, 1, 3]
+        elif fault == "swaps":
+            order = [1, 0, 2, 3]
+    if fault == "shape" and step == 2:
+        shardwise.comm.all_reduce(torch.ones(2 + rank % 2))  # SHAPE
+    train(order)
+if fault == "uneven":
+    engine.save_checkpoint("saved")  # LAST
+print(f"rank {rank} is done", flush=True)
+engine.destroy()
+torch.distributed.destroy_process_group()
+"""
+
+
+@dataclass(frozen=True)
+class Fault:
+    """What is to be seen.
+
+    Attributes:
+        code: exit code of the job.
+        said: patterns in its standard error; @NAME is the line of the script with that comment.
+    """
+
+    code: int
+    said: tuple[str, ...]
+
+
+STUCK = "the ranks wait for each other in different collectives"
+FAULTS = {
+    "extra": Fault(EXIT_CODE, (STUCK, r"They part here:\n.*rank 0: .*@TRAIN\n.*rank 1: .*@EXTRA")),
+    "own": Fault(EXIT_CODE, (STUCK, r"torch\.distributed\.all_reduce\(\) has been called by rank 1 at .*@OWN")),
+    "save": Fault(EXIT_CODE, (STUCK, r"save_checkpoint\(\) has been called by rank 1 at .*@SAVE")),
+    "uneven": Fault(EXIT_CODE, (STUCK, r"save_checkpoint\(\) has been called by rank 1 at .*@LAST.*number of batches")),
+    "shape": Fault(
+        1,
+        (
+            r"DesyncError: strict_sync: the ranks have called different collectives:\n"
+            r".*rank 0: all_reduce\(float32\[2\]\) at .*@SHAPE\n.*rank 1: all_reduce\(float32\[3\]\) at .*@SHAPE",
+        ),
+    ),
+    "skips": Fault(1, (r"strict_sync: ranks \[1\].*'layers\.2'.*rank 1 \['layers\.0', 'layers\.1', 'layers\.3'\]",)),
+    "swaps": Fault(1, (r"DesyncError: strict_sync: ranks \[1\].*rank 1 \['layers\.1', 'layers\.0'",)),
+    "raises": Fault(1, (r"ValueError: seeded", r"rank 1 failed first: exit code 1")),
+    "killed": Fault(137, (r"rank 1 failed first: killed by SIGKILL",)),
+    "stopped": Fault(0, (r"for rank 1:\n.*rank 1: does not answer: its process \(\d+\) is stopped",)),
+    "sleeps": Fault(0, (r"for rank 1:\n.*rank 1: is outside of collectives at .*@SLEEP",)),
+    "loader": Fault(0, (r"for rank 1:\n.*rank 1: is in its data loader at .*@SLOW LOADER",)),
+}
+QUICK = {("extra", 2), ("stopped", 2)}
+"""Those of `make test`: the judgement of the others is tested in test_stalls.py."""
+
+
+def runs_in(process: Path, directory: Path) -> bool:
+    try:
+        return (process / "cwd").readlink() == directory
+    except OSError:
+        return False
+
+
+@pytest.mark.parametrize(
+    ("fault", "ranks"),
+    [
+        pytest.param(fault, ranks, marks=[] if (fault, ranks) in QUICK else pytest.mark.thorough)
+        for fault in FAULTS
+        for ranks in (2, 4)
+    ],
+)
+def test_faults(tmp_path: Path, fault: str, ranks: int) -> None:
+    (tmp_path / "train.py").write_text(SCRIPT)
+    lines = {text.partition("# ")[2]: number for number, text in enumerate(SCRIPT.splitlines(), 1)}
+    begin = time.monotonic()
+    job = subprocess.run(
+        [sys.executable, "-m", "shardwise.launch", "run", "--nproc", str(ranks), "train.py", fault],
+        cwd=tmp_path, capture_output=True, text=True, timeout=280,
+    )  # fmt: skip
+    print(job.stdout, job.stderr, time.monotonic() - begin)
+    expected = FAULTS[fault]
+    assert job.returncode == expected.code
+    said = re.sub(r"^\[rank \d+\] ", "", job.stderr, flags=re.MULTILINE)
+    for pattern in expected.said:
+        placed = re.sub(r"@([A-Z ]*[A-Z])", lambda name: rf"train\.py:{lines[name[1]]}", pattern)
+        assert re.search(placed, said), placed
+    if not expected.code:
+        assert job.stdout.count("is done") == ranks
+    assert not [path for path in Path("/proc").glob("[0-9]*") if runs_in(path, tmp_path)]
+
+
+SLOW = """
+import random, sys, time
+import torch
+import shardwise
+shardwise.init_distributed()
+torch.manual_seed(0)
+model = torch.nn.Sequential(*(torch.nn.Linear(16, 16) for _ in range(4)))
+config = {
+    "train_micro_batch_size_per_gpu": 2, "optimizer": {"type": "AdamW", "params": {"lr": 1e-3}},
+    "zero_optimization": {"stage": int(sys.argv[1])}, "stall_limit": 0.5,
+}
+engine, *_ = shardwise.initialize(model=model, config=config)
+chance = random.Random(100 * int(sys.argv[2]) + torch.distributed.get_rank())
+for step in range(6):
+    for _ in range(3):
+        if chance.random() < 0.2:
+            time.sleep(chance.uniform(0.2, 2.0))  # four times the limit
+    engine.backward(engine(torch.ones(2, 16)).sum())
+    if chance.random() < 0.2:
+        time.sleep(chance.uniform(0.2, 2.0))
+    engine.step()
+engine.destroy()
+torch.distributed.destroy_process_group()
+"""
+
+
+@pytest.mark.thorough
+@pytest.mark.parametrize("seed", range(20))
+def test_slow_jobs_are_left_alone(tmp_path: Path, seed: int) -> None:
+    (tmp_path / "train.py").write_text(SLOW)
+    command = [sys.executable, "-m", "shardwise.launch", "run", "--nproc", str(2 + seed % 3), "train.py"]
+    job = subprocess.run(
+        [*command, str(seed % 4), str(seed)], cwd=tmp_path, capture_output=True, text=True, timeout=280
+    )
+    assert job.returncode == 0, job.stderr
+    assert STUCK not in job.stderr
