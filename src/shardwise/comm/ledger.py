@@ -89,6 +89,7 @@ class Record:
         turn: its number in that order, the same on all ranks.
         ranks: number of ranks in the group.
         members: their global numbers; nothing: not known.
+        call: `file:line` where the script has called the engine, if the model's own code has `line`.
     """
 
     sequence: int
@@ -105,6 +106,7 @@ class Record:
     ranks: int = 1
     turn: int = 0
     members: Sequence[int] = ()
+    call: str = ""
 
 
 @dataclass
@@ -131,6 +133,7 @@ class Ledger:
     capacity: int = 4096
     record_lines: bool = True
     sequence: int = 0
+    call: str = ""
     totals: dict[str, Totals] = field(default_factory=dict)
     listener: Callable[[Record], None] | None = None
     _records: deque[Record] = field(init=False)
@@ -148,6 +151,7 @@ class Ledger:
             record = Record(
                 self.sequence, op, group, size, sent, label, line, time.perf_counter(), ranks=ranks, members=members
             )
+            record.call = self.call if self.call != line else ""
             self.sequence += 1
             self._records.append(record)
             totals = self.totals.setdefault(op, Totals())
@@ -155,6 +159,15 @@ class Ledger:
             totals.size += size
             totals.sent += sent
         return record
+
+    @contextlib.contextmanager
+    def inside_call(self) -> Iterator[None]:
+        """Have records of the block say from where the script has called the engine."""
+        before, self.call = self.call, user_line() if self.record_lines else ""
+        try:
+            yield
+        finally:
+            self.call = before
 
     def close(self, record: Record, waited: float) -> None:
         """Complete a record after its `wait()`; `waited` is the time the caller was blocked, in seconds."""

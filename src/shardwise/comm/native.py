@@ -48,7 +48,8 @@ class Works:
 
     def ends(self) -> Callable[[], bool]:
         """Return what tells, from any thread and without waiting, whether the backend has come to their end."""
-        works = list(self._works)
+        together = [getattr(work, "works", [work]) for work in self._works]  # some have been launched as one
+        works = [work for several in together for work in several if hasattr(work, "is_completed")]
         return lambda: all(work.is_completed() for work in works)
 
     def wait(self) -> None:

@@ -85,13 +85,14 @@ class Position:
         kind: with which collectives that is in one order.
         members: global ranks that take part in it; nothing: not known.
         line: `file:line` of the script that has led there, or where the script is.
+        call: `file:line` where it has called the engine, if that is not `line`.
         doing: what the script is in ("engine.step()", "its data loader"); empty: not known.
         seconds: for which it has waited.
         number: of the wait on that rank.
         step: steps that it has taken; -1: not known.
         loader: what the engine's data loader has done; empty: not known.
-        past: the last collectives that it has launched, the oldest first: name, kind, number in that order, line,
-            bytes.
+        past: the last collectives that it has launched, the oldest first: name, kind, number in that order, line
+            where the script has called the engine, bytes.
     """
 
     what: str = ""
@@ -99,6 +100,7 @@ class Position:
     kind: str = ""
     members: Sequence[int] = ()
     line: str = ""
+    call: str = ""
     doing: str = ""
     seconds: float = 0.0
     number: int = -1
@@ -146,6 +148,7 @@ class Position:
 
     def __str__(self) -> str:
         at = f" at {self.line}" if self.line else ""
+        at += f", called at {self.call}" if self.call else ""
         inside = f", in {self.doing}" if self.doing else ""
         after = f", after {self.step} steps" if self.step >= 0 else ""
         if self.waits:
@@ -210,11 +213,13 @@ class Here:
         rest: dict[str, Any] = {"doing": script.doing, "line": script.line, **self._facts()}
         if self._ledger is not None:
             records = self._ledger.records(self._ledger.sequence - _PAST)
-            rest["past"] = [(named(one), order_of(one), one.turn, one.line, _size(one)) for one in records if one.kind]
+            rest["past"] = [
+                (named(one), order_of(one), one.turn, one.call or one.line, _size(one)) for one in records if one.kind
+            ]
         wait = self._wait(script.blocked)
         if wait is not None:
             record, seconds = wait
-            rest["line"] = record.line or script.line
+            rest |= {"line": record.line or script.line, "call": record.call}
             return Position(
                 what=named(record),
                 size=_size(record),

@@ -155,7 +155,7 @@ def _advice(places: Mapping[int, Position]) -> list[str]:
     if len(doing) > 1:
         for method, ranks in doing.items():
             if method in _TOGETHER or method.startswith("torch."):
-                lines = " and ".join(sorted({places[rank].line for rank in ranks}))
+                lines = " and ".join(sorted({places[rank].call or places[rank].line for rank in ranks}))
                 others = [rank for rank in places if rank not in ranks]
                 found.append(
                     f"{method} has been called by {_ranks(ranks)} at {lines}, and not by {_ranks(others)}: every rank "
@@ -291,10 +291,13 @@ class StallWatch:
             return
         self._told = {here.number: 2 * here.seconds}  # waits that have ended count no more
         before = self._ask(store)
-        self._pause(store, self._limit * _LATER, lambda: False)
-        if self._closed.is_set() or self._where().number != here.number:
-            return
-        now = self._ask(store)
+        now = before
+        if all(place is not None and place.waits for place in before.values()):
+            self._pause(store, self._limit * _LATER, lambda: False)
+            if self._closed.is_set() or self._where().number != here.number:
+                return
+            now = self._ask(store)
+        now[self._rank] = now[self._rank] or here
         report = judge(before, now, self._rank, self._silent(store, now))
         if report.stuck:
             store.set(self._key("stuck"), report.text)

@@ -415,6 +415,7 @@ class Engine(nn.Module):
         try:
             with (
                 autocast(self.device, self._autocast_dtype),
+                self.job.ledger.inside_call(),
                 self._activations.around((inputs, kwargs)),
                 self._profiling.forward(own, inputs, kwargs),
             ):
