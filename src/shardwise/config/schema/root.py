@@ -98,7 +98,11 @@ class Config(ConfigSection):
     deterministic_reduce: bool = key(
         False, "Sum gradients in rank order on NCCL too, which makes runs repeatable bit by bit."
     )
-    strict_sync: bool = key(False, "Report ranks that take different branches of the model.")
+    strict_sync: bool = key(
+        False,
+        "Compare at each step which layers ranks have used, in which order, and with each collective of shardwise.comm "
+        "what they have called; an error if they differ.",
+    )
     stall_limit: float = key(
         30.0,
         "Seconds that a collective may wait before all ranks are asked where they are: the log says who is waited for, "
