@@ -455,6 +455,13 @@ class Communicator:
         """The global numbers of its ranks, in their order."""
         return members_of(self.user_group)
 
+    def groups_of_ranks(self) -> dict[str, list[int]]:
+        """Return the global numbers of the ranks of this communicator and its parts, by the name in records."""
+        found = {self.name: self.members}
+        for part in self._parts:
+            found.update(part.groups_of_ranks())
+        return found
+
     def barrier(self, label: str = "barrier") -> None:
         """Block until every rank of the group is here."""
         sign = torch.zeros(1, device=self.device)

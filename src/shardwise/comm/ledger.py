@@ -19,6 +19,7 @@ from collections import deque
 from collections.abc import Callable, Iterator
 from dataclasses import dataclass, field
 from types import FrameType
+from typing import Protocol
 
 _PACKAGE = os.path.dirname(os.path.dirname(os.path.abspath(__file__)))
 _ours: dict[str, bool] = {}
@@ -100,6 +101,16 @@ class Record:
     turn: int = 0
 
 
+class Watcher(Protocol):
+    """Is told of each collective on the thread, and where there are streams on the stream, that it belongs to."""
+
+    def opened(self, record: Record) -> None:
+        """A collective is about to be launched."""
+
+    def closed(self, record: Record) -> None:
+        """It has been waited for."""
+
+
 @dataclass
 class Totals:
     """Count and bytes of one kind of collective since the ledger was made or reset."""
@@ -126,6 +137,7 @@ class Ledger:
     sequence: int = 0
     totals: dict[str, Totals] = field(default_factory=dict)
     listener: Callable[[Record], None] | None = None
+    watcher: Watcher | None = None
     _records: deque[Record] = field(init=False)
     _lock: threading.Lock = field(default_factory=threading.Lock, init=False, repr=False)
 
@@ -143,12 +155,16 @@ class Ledger:
             totals.count += 1
             totals.size += size
             totals.sent += sent
+        if self.watcher is not None:
+            self.watcher.opened(record)
         return record
 
     def close(self, record: Record, waited: float) -> None:
         """Complete a record after its `wait()`; `waited` is the time the caller was blocked, in seconds."""
         record.waited = waited
         record.finished = time.perf_counter()
+        if self.watcher is not None:
+            self.watcher.closed(record)
         if self.listener is not None:
             self.listener(record)
 

@@ -362,7 +362,8 @@ class ShardedModel:
         reducer = self.reducer
         passes = reducer.passes if reducer is not None else 0
         if tensors:
-            torch.autograd.backward(tensors, grad_tensors, retain_graph=retain_graph)
+            with named("backward"):
+                torch.autograd.backward(tensors, grad_tensors, retain_graph=retain_graph)
         if reducer is not None and reducer.passes == passes:
             reducer.pass_over()
 
