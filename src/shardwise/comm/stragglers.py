@@ -1,7 +1,7 @@
 """Stragglers: who waits in collectives, for whom, and how much of it is the transfer itself.
 
-Every rank has a record of each collective: when it came (launched it), and during which time it was blocked in `wait()`.
-Nothing can be complete before the last rank has come. What a rank was blocked before that moment it has waited for that
+Every rank has a record of each collective: when it came (launched it), and how long it was blocked in `wait()`. Nothing
+can be complete before the last rank has come. What a rank was blocked before that moment it has waited for that
 rank; what it was blocked afterwards is transfer. A rank that has launched early and waits nowhere has waited for
 nobody, however late others come, and a rank that comes late to what nobody is blocked in costs nothing.
 
@@ -97,9 +97,7 @@ class Stragglers:
         for rank, shares in sorted(self.ranks.items()):
             cells = f"{1e3 * shares.waited:>20.1f}{1e3 * shares.caused:>23.1f}{1e3 * shares.transfer:>12.1f}"
             lines.append(f"{rank:>6}{cells}")
-        lines.append(
-            f"{self.collectives} collectives; clocks of ranks are known to {1e3 * self.uncertainty:.3f} ms"
-        )
+        lines.append(f"{self.collectives} collectives; clocks of ranks are known to {1e3 * self.uncertainty:.3f} ms")
         return "\n".join(lines)
 
 

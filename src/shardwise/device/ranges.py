@@ -1,7 +1,7 @@
 """Named ranges: what profilers and timelines say about the time between a model's own operators.
 
-A range is shown by torch's profiler, by NVTX under `emit_nvtx`, and to listeners of this process, by the same name. Those
-by which the work is divided finely (`detailed`) are made only while somebody looks.
+A range is shown by torch's profiler, by NVTX under `emit_nvtx`, and to listeners of this process, by the same name.
+Those by which the work is divided finely (`detailed`) are made only while somebody looks.
 """
 
 from __future__ import annotations

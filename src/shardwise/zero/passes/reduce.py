@@ -443,8 +443,10 @@ class Reducer:
 
     def _stretch(self) -> None:
         """Tell whoever looks which unit is differentiated now: the next one whose gradients are not complete."""
-        coming = next((gradients.unit.name for gradients in self._order if not gradients.complete), "")
-        if coming != self._stretches.unit:
+        coming = next((gradients.unit.name for gradients in self._order if not gradients.complete), None)
+        if coming is None:
+            self._stretches.end()
+        elif coming != self._stretches.unit:
             self._stretches.begin(coming)
 
     def advance(self, unit: Unit) -> None:
