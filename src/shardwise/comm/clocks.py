@@ -12,7 +12,7 @@ Clocks drift by some millionths: whoever records for long measures at both ends.
 from __future__ import annotations
 
 import time
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from typing import TYPE_CHECKING, NamedTuple
 
 import torch
@@ -50,18 +50,40 @@ def measure(comm: Communicator, rounds: int = 32, clock: Callable[[], float] = t
         return Clock(at=clock())
     told = torch.zeros(comm.world, 2, dtype=torch.float64, device=comm.device)
     mine = told[comm.rank]
+
+    def tell(left: float, had: float) -> Sequence[float]:
+        mine.copy_(torch.tensor([left, had], dtype=torch.float64))
+        comm.all_gather([(told.view(-1), mine)], LABEL, kind="explicit").wait()
+        first: list[float] = told[0].tolist()
+        return first
+
+    return measure_by(tell, comm.rank, rounds, clock)
+
+
+def measure_by(
+    tell: Callable[[float, float], Sequence[float]],
+    rank: int,
+    rounds: int,
+    clock: Callable[[], float] = time.perf_counter,
+) -> Clock:
+    """Do the same over any gather of two numbers.
+
+    Args:
+        tell: takes this rank's numbers, and returns those of rank 0 when it has all ranks'.
+        rank: of this process.
+        rounds: see `measure`.
+        clock: see `measure`.
+    """
     low, high = float("-inf"), float("inf")
     left = had = 0.0  # when this rank's last message left, and when it had all others'
     for number in range(rounds + 1):
         before, left = left, clock()
-        mine.copy_(torch.tensor([left, had], dtype=torch.float64))
-        comm.all_gather([(told.view(-1), mine)], LABEL, kind="explicit").wait()
-        first_left, first_had = told[0].tolist()
+        first_left, first_had = tell(left, had)
         had = clock()
         low = max(low, first_left - had)
         if number:
             high = min(high, first_had - before)
-    return Clock((low + high) / 2, abs(high - low) / 2, had) if comm.rank else Clock(at=had)
+    return Clock((low + high) / 2, abs(high - low) / 2, had) if rank else Clock(at=had)
 
 
 def between(start: Clock, end: Clock | None, at: float) -> float:

@@ -81,7 +81,11 @@ class PendingCollective(Protocol):
 
 
 class Handle:
-    """A launched collective whose record is closed by the first `wait()`."""
+    """A launched collective whose record is closed by the first `wait()`.
+
+    Attributes:
+        record: of the ledger.
+    """
 
     def __init__(
         self,
@@ -92,6 +96,7 @@ class Handle:
     ) -> None:
         self._pending = pending
         self._record = record
+        self.record = record
         self._ledger = ledger
         self._whereabouts = whereabouts
 

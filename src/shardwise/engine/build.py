@@ -337,13 +337,7 @@ def _communicator(settings: Any, group: Any, device: torch.device) -> Communicat
     comm = Communicator(group, ledger, device, ordered=settings.deterministic_reduce)
     if settings.comms_logger.enabled:
         configure_log(settings)
-        ledger.listener = lambda record: comms_logger.append(
-            record.op,
-            record.size,
-            (record.finished or record.launched) - record.launched if comm.waits_on_host else None,
-            record.ranks,
-            record.line,
-        )
+        ledger.listener = comms_logger.source(comm)
     return comm
 
 

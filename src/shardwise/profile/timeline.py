@@ -1,7 +1,7 @@
 """One rank's timeline: what is written down while steps run, and the trace that is made of it afterwards.
 
-While it records, a `Recorder` keeps the ends of each range (`shardwise.device.ranges`) and each record of the ledger; on
-a CUDA device events on the streams, which are read after the last step. All the rest comes later: times of rank 0's
+While it records, a `Recorder` keeps the ends of each range (`shardwise.device.ranges`) and records of the ledger; on a
+CUDA device events on the streams, which are read after the last step. All the rest comes later: times of rank 0's
 clock, tracks, what was idle. Memory is bounded: from `most` spans on nothing is kept, and the trace says so.
 
 The trace has the JSON object format of the Trace Event Format, which ui.perfetto.dev and chrome://tracing open.
@@ -214,6 +214,8 @@ class Recorder:
             for record, step, opened in self._records.values()
             if record.finished is not None and record.sequence in self._ends and record.label != LABEL
         ]
+        if self.cuda:
+            _blame_streams(found)
         found += self._other_waits(told)
         found += _idle(found, told(self.begun), told(self.ended))
         for event in found:
@@ -312,6 +314,21 @@ class Recorder:
                     }
                 )
         return found
+
+
+def _blame_streams(events: Sequence[Event]) -> None:
+    """Say of each gather and reduction how long the stream that computes has stood still for it."""
+    stood: dict[tuple[str, str], list[Event]] = {}
+    for event in events:
+        if event["cat"] == "wait":
+            kind = "gather" if event["args"]["what"] == "wait for gather" else "reduce"
+            stood.setdefault((kind, event["args"]["unit"]), []).append(event)
+    for event in events:
+        if "turn" in event["args"]:
+            start, stop = event["ts"], event["ts"] + event["dur"]
+            waits = stood.get((event["cat"], event["args"]["unit"]), [])
+            both = [min(stop, wait["ts"] + wait["dur"]) - max(start, wait["ts"]) for wait in waits]
+            event["args"]["waited"] = round(sum(seconds for seconds in both if seconds > 0), 3)
 
 
 def category_of(kind: str) -> str:

@@ -95,8 +95,8 @@ def read(directory: str | Path) -> list[Timeline]:
     files = sorted(directory.glob("timeline-*.json"))
     if not files:
         raise TimelineError(
-            f"{directory}: there is no timeline-*.json. Ranks write them after the last step of the section `timeline`, "
-            "or when the engine is destroyed before that"
+            f"{directory}: there is no timeline-*.json. Ranks write them after the last step of the section "
+            "`timeline`, or when the engine is destroyed before that"
         )
     return [_checked(file) for file in files]
 
@@ -120,7 +120,7 @@ def _checked(file: Path) -> Timeline:
 
 
 def merge(timelines: Sequence[Timeline]) -> list[Event]:
-    """Return the events of all ranks, with arrows from who came last to a collective to those who were blocked by it."""
+    """Return the events of all ranks, with arrows from who came last to a collective to those blocked by it."""
     found = [event for timeline in timelines for event in timeline.events]
     number = 0
     for together in _met(timelines):
@@ -261,10 +261,8 @@ def rows(summary: Summary) -> Iterator[list[str]]:
     late: Mapping[int, Shares] = summary.stragglers.ranks
     yield ["rank", *(f"{share} (s)" for share in SHARES), "whole (s)", "hidden", "waited for others (s)", "caused (s)"]
     for times in summary.ranks:
-        cells = [
-            f"{times.shares.get(share, 0.0):.3f} {times.shares.get(share, 0.0) / times.whole if times.whole else 0:4.0%}"
-            for share in SHARES
-        ]
+        parts = [times.shares.get(share, 0.0) for share in SHARES]
+        cells = [f"{part:.3f} {part / times.whole if times.whole else 0:4.0%}" for part in parts]
         hidden = f"{times.hidden / times.under_way:.0%}" if times.under_way else "-"
         own = late.get(times.rank, Shares())
         yield [str(times.rank), *cells, f"{times.whole:.3f}", hidden, f"{own.waited:.3f}", f"{own.caused:.3f}"]

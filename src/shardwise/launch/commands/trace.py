@@ -51,8 +51,8 @@ def trace(
     console().print(shown)
     unknown = 1e3 * summary.stragglers.uncertainty
     typer.echo(
-        "hidden: while gathers and reductions were under way, the rank did not wait for them; caused: others waited for "
-        f"it. {summary.stragglers.collectives} collectives compared; clocks are known to {unknown:.3f} ms."
+        "hidden: while gathers and reductions were under way, the rank did not wait for them; caused: others waited for"
+        f" it. {summary.stragglers.collectives} collectives compared; clocks are known to {unknown:.3f} ms."
     )
     for times in summary.ranks:
         if times.moved:
