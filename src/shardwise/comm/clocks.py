@@ -24,6 +24,10 @@ LABEL = "clocks"
 """Of the collectives that measure, in the ledger."""
 
 
+def _now() -> float:
+    return time.perf_counter()
+
+
 class Clock(NamedTuple):
     """A rank's clock against rank 0's, at one moment.
 
@@ -38,7 +42,7 @@ class Clock(NamedTuple):
     at: float = 0.0
 
 
-def measure(comm: Communicator, rounds: int = 32, clock: Callable[[], float] = time.perf_counter) -> Clock:
+def measure(comm: Communicator, rounds: int = 32, clock: Callable[[], float] = _now) -> Clock:
     """Compare the clocks of all ranks (all call; a small collective a round, which blocks).
 
     Args:
@@ -64,7 +68,7 @@ def measure_by(
     tell: Callable[[float, float], Sequence[float]],
     rank: int,
     rounds: int,
-    clock: Callable[[], float] = time.perf_counter,
+    clock: Callable[[], float] = _now,
 ) -> Clock:
     """Do the same over any gather of two numbers.
 

@@ -142,6 +142,8 @@ class Timelines:
             )
             recording.recorder = recorder
             recording.installed.enter_context(listening(recorder))
+            for record in self._job.ledger.in_flight():
+                recorder.opened(record)
             self._job.ledger.watcher = recorder
         self._recording = recording
 
