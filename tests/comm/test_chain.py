@@ -11,7 +11,7 @@ import pytest
 import torch
 
 from shardwise.comm.chain import Chain, Runner
-from shardwise.comm.ledger import user_line
+from shardwise.comm.ledger import Record, user_line
 from shardwise.device.streams import streams_of
 from shardwise.errors import PeerLostError
 
@@ -44,6 +44,41 @@ def launching(seen: list[str], name: str, link: Link) -> Callable[[], Link]:
         return link
 
     return launch
+
+
+class Recorded(Link):
+    """A collective of 0.2 s, with a record that says so as a ledger does."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.record = Record(0, "all_gather", "dp", 8, 4, "a", "", time.perf_counter(), kind="gather", ranks=2)
+
+    def wait(self) -> None:
+        time.sleep(0.2)
+        self.record.finished = time.perf_counter()
+        self.record.waited = self.record.finished - self.record.launched
+
+
+@pytest.mark.parametrize(("busy", "blocked"), [(0.0, (0.2, 0.2)), (0.3, (0.0, 0.1)), (0.6, (0.0, 0.0))])
+def test_records_have_the_time_that_the_caller_was_blocked(
+    runner: Runner, busy: float, blocked: tuple[float, float]
+) -> None:
+    links: list[Recorded] = []
+
+    def launch() -> Link:
+        links.append(Recorded())
+        return links[-1]
+
+    chain = runner.start([launch, launch])
+    time.sleep(busy)
+    since = time.perf_counter()
+    chain.wait_first()
+    chain.wait()
+    waited = time.perf_counter() - since
+    records = [link.record for link in links]
+    assert [record.waited for record in records] == [pytest.approx(seconds, abs=0.09) for seconds in blocked]
+    assert sum(record.waited or 0.0 for record in records) <= waited + 0.01
+    runner.close()
 
 
 def test_what_follows_is_launched_without_the_caller(runner: Runner) -> None:
