@@ -155,16 +155,18 @@ class Ledger:
             totals.count += 1
             totals.size += size
             totals.sent += sent
-        if self.watcher is not None:
-            self.watcher.opened(record)
+        watcher = self.watcher  # which another thread may take away
+        if watcher is not None:
+            watcher.opened(record)
         return record
 
     def close(self, record: Record, waited: float) -> None:
         """Complete a record after its `wait()`; `waited` is the time the caller was blocked, in seconds."""
         record.waited = waited
         record.finished = time.perf_counter()
-        if self.watcher is not None:
-            self.watcher.closed(record)
+        watcher = self.watcher
+        if watcher is not None:
+            watcher.closed(record)
         if self.listener is not None:
             self.listener(record)
 
