@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import doctest
+import importlib
 import json
 import time
 from collections import Counter, defaultdict
@@ -16,7 +18,7 @@ from torch import nn
 import shardwise
 from shardwise.device import ranges
 from shardwise.errors import ConfigError, UsageError
-from shardwise.profile.timeline import CATEGORIES, TRACKS, Recorder, file_of
+from shardwise.profile.timeline import CATEGORIES, TRACKS, Recorder, _blame_streams, file_of
 from shardwise.profile.trace import SHARES, Timeline, merge, read, summarize
 from tests.harness import run_ranks
 from tests.profile.test_breakdown import Lines
@@ -370,6 +372,27 @@ def test_a_device_that_runs_ahead_is_brought_to_the_hosts_clock() -> None:
     recorder = Recorder(cuda=False, most=10, step=lambda: 0, sizes={}, memory=dict)
     recorder._first, recorder._last = (100.0, Mark(100.0)), (110.0, Mark(110.0))
     assert recorder._on_host(Mark(105.0)) == pytest.approx(105.0)
+
+
+def test_on_streams_a_rank_is_blocked_as_long_as_its_computing_stands_still() -> None:
+    events = [
+        span("gather", 1, 5, tid=40, unit="a", turn=0, waited=0.0),
+        span("gather", 6, 8, tid=40, unit="a", turn=1, waited=0.0),
+        span("reduce", 1, 8, tid=50, unit="a", turn=0, waited=0.0),
+        span("wait", 3, 5, what="wait for gather", unit="a"),
+        span("wait", 4, 7, what="wait for gather", unit="b"),
+        span("wait", 7.5, 8, what="wait for reduction", unit="a"),
+    ]
+    _blame_streams(events)
+    assert [event["args"]["waited"] for event in events[:3]] == [2e6, 0.0, 0.5e6]
+
+
+@pytest.mark.parametrize(
+    "name", ["comm.clocks", "comm.stragglers", "device.ranges", "profile.timeline", "profile.trace"]
+)
+def test_doctests(name: str) -> None:
+    options = doctest.ELLIPSIS | doctest.NORMALIZE_WHITESPACE
+    assert doctest.testmod(importlib.import_module(f"shardwise.{name}"), optionflags=options).failed == 0
 
 
 # -- units of real size ------------------------------------------------------------------------------------------------
