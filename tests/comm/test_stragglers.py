@@ -15,7 +15,7 @@ from tests.harness import run_ranks
 from tests.models import language_loss
 from tests.profile.test_engine import BATCH, engine_of, window
 
-LATE_S, TIMES = 0.02, 10
+LATE_S, TIMES = 0.05, 7
 
 
 def part(launched: float, waited: float, finished: float, key: str = "gather:0@dp:0") -> Part:
@@ -67,25 +67,29 @@ def test_records_without_an_order_or_an_end_have_no_part() -> None:
 # -- a rank that is late -----------------------------------------------------------------------------------------------
 
 
-def trained(stage: int, log: bool, config: dict[str, Any]) -> tuple[Stragglers, list[float], Any]:
-    """Steps in which rank 1 comes late to its backward passes; also returned is when each rank came to them."""
+Steps = list[tuple[Stragglers, float]]
+"""What each step's collectives show, and when the rank came to its backward pass."""
+
+
+def trained(stage: int, log: bool, config: dict[str, Any]) -> tuple[Steps, Any]:
+    """Steps in which rank 1 comes late to its backward passes."""
     engine = engine_of(stage, comms_logger={"enabled": log}, **config)
     window(engine)
-    since = engine.ledger.sequence
     shardwise.comm.reset_log()
-    came: list[float] = []
+    steps: Steps = []
     for _ in range(TIMES):
         loss = language_loss(engine, BATCH)
         engine.job.barrier()  # what the ranks are late by in the forward pass is not what is tested
+        since = engine.ledger.sequence
         if engine.global_rank == 1:
             time.sleep(LATE_S)
-        came.append(time.perf_counter())
+        came = time.perf_counter()
         engine.backward(loss)
         engine.step()
-    found = engine.stragglers(since)
+        steps.append((engine.stragglers(since), came))
     logged = shardwise.comm.log_summary(show_straggler=True, return_dict=True) if log else None
     engine.destroy()
-    return found, came, logged
+    return steps, logged
 
 
 TWO_LEVELS = {
@@ -99,31 +103,34 @@ TWO_LEVELS = {
     ids=["2 ranks", "3 ranks", "stage 0", "replicas"],
 )
 def test_a_late_rank_is_named(world: int, stage: int, config: dict[str, Any]) -> None:
-    results = run_ranks(trained, world, stage, False, config)
-    found = results[0][0]
-    assert all(other == found for other, _, _ in results)
-    came = [times for _, times, _ in results]
-    others = set(range(world)) - {1}
-    # Ranks of one machine have one clock. Sleeps are longer than asked for where the machine is busy.
-    late = {rank: sum(max(0.0, b - a) for a, b in zip(came[rank], came[1], strict=True)) for rank in others}
-    assert all(seconds >= 0.9 * LATE_S * TIMES for seconds in late.values())
-    # So much, at any place, is the fault of ranks that nobody has made late.
-    noise = sum(found.ranks[rank].caused for rank in others)
-    assert found.ranks[1].caused == pytest.approx(sum(late.values()), rel=0.1, abs=3 * noise + 0.02)
-    for rank in others:
-        assert found.ranks[rank].waited == pytest.approx(late[rank], rel=0.1, abs=3 * noise + 0.02)
-        assert found.ranks[rank].caused < found.ranks[1].caused
-    assert found.uncertainty < 0.05
+    results = [steps for steps, _ in run_ranks(trained, world, stage, False, config)]
+    others = sorted(set(range(world)) - {1})
+    wrong: list[float] = []
+    for number in range(TIMES):
+        found = results[0][number][0]
+        assert all(steps[number][0] == found for steps in results) and found.uncertainty < 0.05
+        # Ranks of one machine have one clock. Sleeps are longer than asked for where the machine is busy.
+        late = {rank: results[1][number][1] - results[rank][number][1] for rank in others}
+        differ = [abs(found.ranks[rank].waited - late[rank]) for rank in others]
+        wrong.append(max(differ) + abs(found.ranks[1].caused - sum(late.values())))
+    # A busy machine holds ranks up as well, at any place. In the quietest step only the sleep is seen.
+    assert min(wrong) <= 0.1 * LATE_S * world
+    caused = [sum(found.ranks[rank].caused for found, _ in results[0]) for rank in range(world)]
+    assert caused[1] == max(caused) and caused[1] >= 0.7 * LATE_S * TIMES * len(others)
 
 
 def test_the_log_names_it_too() -> None:
-    (found, _, logged), (_, _, other) = run_ranks(trained, 2, 3, True, {})
+    (steps, logged), (_, other) = run_ranks(trained, 2, 3, True, {})
     again = json.loads(json.dumps(logged))["stragglers"]
-    assert again["ranks"]["1"]["caused"] == pytest.approx(found.ranks[1].caused, rel=0.1)
+    caused = sum(found.ranks[1].caused for found, _ in steps)
+    # The log has the forward passes and the barriers, too.
+    assert again["ranks"]["1"]["caused"] >= 0.9 * caused >= 0.7 * LATE_S * TIMES
     assert set(again) == {"ranks", "by_op", "collectives", "uncertainty"}
+    assert again["collectives"] > sum(found.collectives for found, _ in steps)
     assert other["stragglers"] == logged["stragglers"]
     assert len(logged["straggler_analysis"]) == 2
-    assert json.loads(json.dumps(found.as_dict()))["ranks"]["0"]["waited"] == found.ranks[0].waited
+    first = steps[0][0]
+    assert json.loads(json.dumps(first.as_dict()))["ranks"]["0"]["waited"] == first.ranks[0].waited
 
 
 def test_one_rank_waits_for_nobody() -> None:
