@@ -229,6 +229,11 @@ def forget_groups() -> None:
             function.__defaults__ = tuple(None if isinstance(value, dist.ProcessGroup) else value for value in defaults)
 
 
+def profiler_active() -> bool:
+    """Whether a profiler of this process is recording; True if this version of torch does not tell."""
+    return bool(getattr(torch.autograd.profiler, "_is_profiler_enabled", True))
+
+
 def global_step_hooks() -> list[Callable[..., Any]]:
     """Return the hooks that run around the step of every optimizer; none where torch does not tell."""
     optimizer_module = sys.modules[torch.optim.Optimizer.__module__]

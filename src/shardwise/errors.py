@@ -106,6 +106,10 @@ class NonFiniteError(ShardwiseError, ArithmeticError):
     """A gradient is infinite or not a number, and the configuration asks to stop then."""
 
 
+class TimelineError(ShardwiseError, ValueError):
+    """A directory has no timelines, or a file is none."""
+
+
 class LossScaleError(ShardwiseError, ArithmeticError):
     """Gradients overflow although the loss scale is as small as it may be."""
 

@@ -11,7 +11,7 @@ import pytest
 import torch
 
 from shardwise.comm.chain import Chain, Runner
-from shardwise.comm.ledger import user_line
+from shardwise.comm.ledger import Record, user_line
 from shardwise.device.streams import streams_of
 from shardwise.errors import PeerLostError
 
@@ -44,6 +44,46 @@ def launching(seen: list[str], name: str, link: Link) -> Callable[[], Link]:
         return link
 
     return launch
+
+
+class Recorded(Link):
+    """A collective that ends when it is told to, with a record that says so as a ledger does."""
+
+    def __init__(self, done: threading.Event) -> None:
+        super().__init__(done)
+        self.record = Record(0, "all_gather", "dp", 8, 4, "a", "", time.perf_counter(), kind="gather", ranks=2)
+
+    def wait(self) -> None:
+        super().wait()
+        self.record.finished = time.perf_counter()
+        self.record.waited = self.record.finished - self.record.launched
+
+
+def test_records_have_the_time_that_the_caller_was_blocked(runner: Runner) -> None:
+    done, links = [threading.Event(), threading.Event()], []
+
+    def launch() -> Link:
+        links.append(Recorded(done[len(links)]))
+        return links[-1]
+
+    chain = runner.start([launch, launch])
+    time.sleep(0.05)
+    done[0].set()
+    deadline = time.monotonic() + 10
+    while len(links) < 2 and time.monotonic() < deadline:
+        time.sleep(0.001)
+    since = time.perf_counter()
+    end = threading.Timer(0.1, done[1].set)
+    end.start()
+    chain.wait()
+    until = time.perf_counter()
+    first, second = (link.record for link in links)
+    # The thread has waited for the first one, and nobody else.
+    assert first.waited == 0.0 and first.finished is not None and first.finished <= since
+    assert second.waited is not None and second.finished is not None
+    assert 0.05 < second.waited <= until - since
+    end.join()
+    runner.close()
 
 
 def test_what_follows_is_launched_without_the_caller(runner: Runner) -> None:

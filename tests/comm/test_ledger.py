@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import pytest
 
-from shardwise.comm.ledger import Ledger, user_line
+from shardwise.comm.ledger import Ledger, Record, user_line
 from shardwise.comm.logger import CommsLogger, bandwidths, readable, trimmed_mean
 from shardwise.errors import UsageError
 
@@ -105,3 +105,24 @@ def test_what_is_recorded_can_be_chosen_as_it_goes(capsys: pytest.CaptureFixture
     assert "all_reduce" in capsys.readouterr().out
     with pytest.raises(UsageError, match="on every rank"):
         log.log_all(show_straggler=True)
+
+
+def test_a_watcher_is_told_of_the_beginning_and_the_end() -> None:
+    class Told:
+        def __init__(self) -> None:
+            self.heard: list[tuple[str, int, bool]] = []
+
+        def opened(self, record: Record) -> None:
+            self.heard.append(("opened", record.sequence, record.finished is not None))
+
+        def closed(self, record: Record) -> None:
+            self.heard.append(("closed", record.sequence, record.finished is not None))
+
+    told, ledger = Told(), Ledger()
+    before = ledger.open("all_gather", "dp", 8, 4, "a")
+    ledger.watcher = told
+    ledger.close(ledger.open("all_gather", "dp", 8, 4, "b"), 0.1)
+    ledger.close(before, 0.1)
+    ledger.watcher = None
+    ledger.close(ledger.open("all_gather", "dp", 8, 4, "c"), 0.1)
+    assert told.heard == [("opened", 1, False), ("closed", 1, True), ("closed", 0, True)]

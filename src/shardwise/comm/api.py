@@ -10,7 +10,7 @@ from __future__ import annotations
 import functools
 import inspect
 import time
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from typing import TYPE_CHECKING, Any, ParamSpec, TypedDict
 
 import torch
@@ -18,8 +18,10 @@ import torch.distributed as dist
 from torch.distributed import ProcessGroup, ReduceOp
 
 from shardwise.comm.calls import check_call
+from shardwise.comm.clocks import measure_by
 from shardwise.comm.ledger import user_line
 from shardwise.comm.logger import comms_logger
+from shardwise.comm.stragglers import Stragglers, blame
 from shardwise.compat import all_gather_single, reduce_scatter_single
 from shardwise.errors import UsageError
 
@@ -368,12 +370,15 @@ def log_summary(show_straggler: bool = False, return_dict: bool = False) -> Any:
     """Print the communication log on rank 0; every rank must call it.
 
     Args:
-        show_straggler: also print how long each rank spent in communication.
+        show_straggler: also print how long each rank spent in communication, and which rank has waited for which in
+            the newest collectives of engines (`shardwise.comm.stragglers`).
         return_dict: return the summary as a dictionary.
     """
     barrier(log_name="log_summary_barrier")
     times: list[Any] = []
+    found = None
     if show_straggler:
+        found = straggler_summary()
         mine = sum(sum(entry[1]) for sizes in comms_logger.comms_dict.values() for entry in sizes.values())
         times = [mine] * get_world_size()
         if is_initialized():
@@ -383,10 +388,34 @@ def log_summary(show_straggler: bool = False, return_dict: bool = False) -> Any:
         print(comms_logger.table(), flush=True)
         for rank, value in enumerate(times):
             print(f"rank {rank}: {float(value):.2f} ms in communication", flush=True)
+        if found is not None and found.collectives:
+            print(found.table(), flush=True)
     barrier(log_name="log_summary_barrier")
     if return_dict:
-        return {"summary": comms_logger.summary(), "straggler_analysis": [float(t) for t in times]}
+        late = {} if found is None else {"stragglers": found.as_dict()}
+        return {"summary": comms_logger.summary(), "straggler_analysis": [float(t) for t in times], **late}
     return None
+
+
+def straggler_summary() -> Stragglers:
+    """Return which rank has waited for which in the newest collectives of engines (every rank must call it).
+
+    The communication log has to be on; `engine.stragglers()` reads an engine's ledger, which always is.
+    """
+    own = comms_logger.parts()
+    if not is_initialized() or get_world_size() == 1:
+        return blame({get_rank(): own})
+    told: list[Any] = [None] * get_world_size()
+
+    def tell(left: float, had: float) -> Sequence[float]:
+        dist.all_gather_object(told, (left, had))
+        first: tuple[float, float] = told[0]
+        return first
+
+    clock = measure_by(tell, get_rank(), rounds=16)
+    own = [part._replace(launched=part.launched + clock.offset, finished=part.finished + clock.offset) for part in own]
+    dist.all_gather_object(told, (clock.uncertainty, own))
+    return blame({rank: parts for rank, (_, parts) in enumerate(told)}, max(unknown for unknown, _ in told))
 
 
 def configure(

@@ -12,6 +12,7 @@ import atexit
 import queue
 import sys
 import threading
+import time
 import weakref
 from collections.abc import Callable, Sequence
 from contextlib import AbstractContextManager
@@ -20,7 +21,7 @@ from typing import Any, Protocol
 
 import torch
 
-from shardwise.comm.ledger import on_behalf_of, user_line
+from shardwise.comm.ledger import Record, on_behalf_of, user_line
 from shardwise.device.streams import Mark, Streams
 from shardwise.errors import PeerLostError
 
@@ -55,6 +56,7 @@ class Chain:
         self._rest = list(rest)
         self._line = user_line()
         self._begun, self._ended = threading.Event(), threading.Event()
+        self._records: list[Record] = []  # of what has ended
         self._error: BaseException | None = None
 
     @property
@@ -67,10 +69,12 @@ class Chain:
         try:
             with on_behalf_of(self._line):
                 self._handle.wait()
+                self._note()
                 self._begun.set()
                 while self._rest:
                     self._handle = self._rest.pop(0)()  # nothing refers to its buffers once it has ended
                     self._handle.wait()
+                    self._note()
         except BaseException as error:
             self._error = error
         finally:
@@ -91,8 +95,19 @@ class Chain:
         """Block until the last collective has ended; raises as `wait_first` does."""
         self._wait(self._ended)
 
+    def _note(self) -> None:
+        """The thread has waited, which has blocked nobody who trains so far."""
+        record = getattr(self._handle, "record", None)
+        if record is not None:
+            record.waited = 0.0
+            self._records.append(record)
+
     def _wait(self, event: threading.Event) -> None:
+        since = time.perf_counter()
         event.wait()
+        for record in list(self._records):
+            if record.finished is not None and record.finished > since:
+                record.waited = record.finished - max(since, record.launched)
         if self._error is not None:
             raise self._error
 

@@ -81,7 +81,11 @@ class PendingCollective(Protocol):
 
 
 class Handle:
-    """A launched collective whose record is closed by the first `wait()`."""
+    """A launched collective whose record is closed by the first `wait()`.
+
+    Attributes:
+        record: of the ledger.
+    """
 
     def __init__(
         self,
@@ -92,6 +96,7 @@ class Handle:
     ) -> None:
         self._pending = pending
         self._record = record
+        self.record = record
         self._ledger = ledger
         self._whereabouts = whereabouts
 
@@ -455,6 +460,13 @@ class Communicator:
     def members(self) -> list[int]:
         """The global numbers of its ranks, in their order."""
         return members_of(self.user_group)
+
+    def groups_of_ranks(self) -> dict[str, list[int]]:
+        """Return the global numbers of the ranks of this communicator and its parts, by the name in records."""
+        found = {self.name: self.members}
+        for part in self._parts:
+            found.update(part.groups_of_ranks())
+        return found
 
     def barrier(self, label: str = "barrier") -> None:
         """Block until every rank of the group is here."""

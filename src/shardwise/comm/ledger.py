@@ -19,6 +19,7 @@ from collections import deque
 from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass, field
 from types import FrameType
+from typing import Protocol
 
 _PACKAGE = os.path.dirname(os.path.dirname(os.path.abspath(__file__)))
 _ours: dict[str, bool] = {}
@@ -109,6 +110,16 @@ class Record:
     call: str = ""
 
 
+class Watcher(Protocol):
+    """Is told of each collective on the thread, and where there are streams on the stream, that it belongs to."""
+
+    def opened(self, record: Record) -> None:
+        """A collective is about to be launched."""
+
+    def closed(self, record: Record) -> None:
+        """It has been waited for."""
+
+
 @dataclass
 class Totals:
     """Count and bytes of one kind of collective since the ledger was made or reset."""
@@ -136,6 +147,7 @@ class Ledger:
     call: str = ""
     totals: dict[str, Totals] = field(default_factory=dict)
     listener: Callable[[Record], None] | None = None
+    watcher: Watcher | None = None
     _records: deque[Record] = field(init=False)
     _lock: threading.Lock = field(default_factory=threading.Lock, init=False, repr=False)
 
@@ -158,6 +170,9 @@ class Ledger:
             totals.count += 1
             totals.size += size
             totals.sent += sent
+        watcher = self.watcher  # which another thread may take away
+        if watcher is not None:
+            watcher.opened(record)
         return record
 
     @contextlib.contextmanager
@@ -173,6 +188,9 @@ class Ledger:
         """Complete a record after its `wait()`; `waited` is the time the caller was blocked, in seconds."""
         record.waited = waited
         record.finished = time.perf_counter()
+        watcher = self.watcher
+        if watcher is not None:
+            watcher.closed(record)
         if self.listener is not None:
             self.listener(record)
 

@@ -13,10 +13,17 @@ size / t (2 * size / t for all-reduce) and bus bandwidth corrects for what a rin
 from __future__ import annotations
 
 import threading
-from collections.abc import Sequence
-from typing import Any
+import weakref
+from collections import deque
+from collections.abc import Callable, Sequence
+from typing import TYPE_CHECKING, Any
 
+from shardwise.comm.stragglers import Part, parts_of
 from shardwise.errors import UsageError
+
+if TYPE_CHECKING:
+    from shardwise.comm.communicator import Communicator
+    from shardwise.comm.ledger import Record
 
 Entry = list[Any]
 """[count, latencies in ms, algorithm bandwidths, bus bandwidths] of one collective at one size; see `append`."""
@@ -25,6 +32,8 @@ UNKNOWN = "-"
 """What is printed for a time that was not measured."""
 
 _WHOLE = ("all_gather", "reduce_scatter")
+_KEPT = 4096
+"""Collectives of engines whose times are kept one by one."""
 
 
 def bandwidths(op: str, size: int, seconds: float, world: int) -> tuple[float, float]:
@@ -69,6 +78,8 @@ class CommsLogger:
         self.prof_all = True
         self.prof_ops: list[str] = []
         self._lock = threading.Lock()
+        self._records: deque[tuple[int, Record]] = deque(maxlen=_KEPT)
+        self._sources: list[weakref.ref[Communicator]] = []
 
     def configure(
         self,
@@ -125,6 +136,35 @@ class CommsLogger:
                 [0],
             )
 
+    def source(self, comm: Communicator) -> Callable[[Record], None]:
+        """Return what is to be told of each collective of an engine when it has ended.
+
+        Args:
+            comm: the engine's. Ranks make their engines in the same order.
+        """
+        number = len(self._sources)
+        reference = weakref.ref(comm)
+        self._sources.append(reference)
+
+        def told(record: Record) -> None:
+            alive = reference()
+            known = alive is not None and alive.waits_on_host
+            seconds = (record.finished or record.launched) - record.launched if known else None
+            if self.wants(record.op):
+                self._records.append((number, record))
+            self.append(record.op, record.size, seconds, record.ranks, record.line)
+
+        return told
+
+    def parts(self) -> list[Part]:
+        """Return this rank's part in the newest collectives of engines; times are of this rank."""
+        groups = [comm.groups_of_ranks() if (comm := source()) is not None else {} for source in self._sources]
+        return [
+            part._replace(key=f"{number}/{part.key}")
+            for number, record in list(self._records)
+            for part in parts_of([record], groups[number], lambda at: at)
+        ]
+
     def start_profiling_comms(self) -> None:
         """Record every operation from now on."""
         self.configure(enabled=True, prof_all=True)
@@ -171,6 +211,7 @@ class CommsLogger:
     def reset_data(self) -> None:
         """Forget what has been recorded."""
         self.comms_dict = {}
+        self._records.clear()
 
     def has_data(self) -> bool:
         """Whether anything has been recorded."""

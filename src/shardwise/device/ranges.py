@@ -1,26 +1,46 @@
-"""Named ranges: what a profiler's trace says about the time between a model's own operators."""
+"""Named ranges: what profilers and timelines say about the time between a model's own operators.
+
+A range is shown by torch's profiler, by NVTX under `emit_nvtx`, and to listeners of this process, by the same name.
+Those by which the work is divided finely (`detailed`) are made only while somebody looks.
+"""
 
 from __future__ import annotations
 
 import contextlib
+import threading
 from collections.abc import Callable, Iterator
 from contextlib import AbstractContextManager
-from typing import Any
+from typing import Any, Protocol
 
 import torch
 
-Listener = Callable[[str], AbstractContextManager[Any]]
-"""Returns what is around a range, of which it is told `what`."""
+from shardwise.compat import profiler_active
 
-_listener: Listener | None = None
+_NOTHING = contextlib.nullcontext()
 
 
-def named(what: str, unit: str = "") -> AbstractContextManager[Any]:
+class Listener(Protocol):
+    """Is told of ranges."""
+
+    def around(self, what: str, unit: str, size: int) -> AbstractContextManager[Any]:
+        """Return what is around a range; arguments as in `named`."""
+
+    def flight(self, what: str, unit: str, size: int) -> Callable[[], None]:
+        """Something has been launched; return what is to be called at its end."""
+
+
+_listeners: tuple[Listener, ...] = ()
+_changing = threading.Lock()
+
+
+def named(what: str, unit: str = "", size: int = 0) -> AbstractContextManager[Any]:
     """Return a context that torch's profiler (and NVTX, under `emit_nvtx`) shows by this name.
 
     Args:
-        what: "gather", "wait for gather", "reduce", "wait for reduction" or "step".
+        what: "forward", "backward", "step", "boundary"; "gather", "wait for gather", "reduce", "wait for reduction";
+            "lend", "wait for loan", "store", "wait for store", "copy".
         unit: whose parameters or gradients they are.
+        size: bytes, where they are not those of the unit.
 
     Example:
         >>> with torch.profiler.profile() as profile, named("gather", "layers.0"):
@@ -29,29 +49,99 @@ def named(what: str, unit: str = "") -> AbstractContextManager[Any]:
         'shardwise::gather layers.0'
     """
     shown = torch.profiler.record_function(f"shardwise::{what} {unit}".rstrip())
-    return shown if _listener is None else _heard(shown, _listener(what))
+    return _heard(shown, what, unit, size) if _listeners else shown
 
 
 @contextlib.contextmanager
-def _heard(shown: AbstractContextManager[Any], around: AbstractContextManager[Any]) -> Iterator[None]:
-    with shown, around:
+def _heard(shown: AbstractContextManager[Any], what: str, unit: str, size: int) -> Iterator[None]:
+    with contextlib.ExitStack() as stack:
+        stack.enter_context(shown)
+        for listener in _listeners:
+            stack.enter_context(listener.around(what, unit, size))
         yield
+
+
+def watched() -> bool:
+    """Whether somebody looks: a listener, or torch's profiler."""
+    return bool(_listeners) or profiler_active()
+
+
+def detailed(what: str, unit: str = "", size: int = 0) -> AbstractContextManager[Any]:
+    """Return what `named` does while somebody looks, and else a context that does nothing.
+
+    >>> detailed("forward", "layers.0")
+    <contextlib.nullcontext object at ...>
+    """
+    return named(what, unit, size) if watched() else _NOTHING
+
+
+def _landed() -> None:
+    """Nobody has been told of the launch."""
+
+
+def launched(what: str, unit: str = "", size: int = 0) -> Callable[[], None]:
+    """Tell listeners that something is on its way; what is returned is to be called at its end, on any thread.
+
+    Profilers do not show it: their ranges belong to threads.
+
+    Args:
+        what: "bring" or "take".
+        unit: whose values.
+        size: bytes.
+    """
+    if not _listeners:
+        return _landed
+    ends = [listener.flight(what, unit, size) for listener in _listeners]
+
+    def landed() -> None:
+        for end in ends:
+            end()
+
+    return landed
+
+
+class Stretches:
+    """Ranges of which each begins where the one before ends, made while somebody looks.
+
+    Example:
+        >>> stretches = Stretches("backward")
+        >>> with torch.profiler.profile() as profile:
+        ...     for unit in ("layers.1", "layers.0"):
+        ...         stretches.begin(unit)
+        ...     stretches.end()
+        >>> [event.name for event in profile.events()]
+        ['shardwise::backward layers.1', 'shardwise::backward layers.0']
+    """
+
+    def __init__(self, what: str) -> None:
+        self._what = what
+        self._range: AbstractContextManager[Any] | None = None
+        self.unit: str | None = None
+
+    def begin(self, unit: str) -> None:
+        """Begin the stretch of a unit."""
+        self.end()
+        self._range, self.unit = named(self._what, unit), unit
+        self._range.__enter__()
+
+    def end(self) -> None:
+        """End the last one; nothing happens where there is none."""
+        if self._range is not None:
+            self._range.__exit__(None, None, None)
+            self._range = self.unit = None
 
 
 @contextlib.contextmanager
 def listening(listener: Listener) -> Iterator[None]:
     """Have somebody told of the ranges inside of the block, on all threads: a device's backward pass has its own.
 
-    Example:
-        >>> heard = []
-        >>> with listening(lambda what: contextlib.nullcontext(heard.append(what))), named("reduce", "head"):
-        ...     pass
-        >>> heard
-        ['reduce']
+    Blocks may lie in one another, and may end in any order.
     """
-    global _listener
-    before, _listener = _listener, listener
+    global _listeners
+    with _changing:
+        _listeners = (*_listeners, listener)
     try:
         yield
     finally:
-        _listener = before
+        with _changing:
+            _listeners = tuple(other for other in _listeners if other is not listener)

@@ -56,6 +56,7 @@ from shardwise.engine.scaling import prescale_of, scales_loss
 from shardwise.engine.signals import SignalWatch
 from shardwise.engine.step import TrainStep
 from shardwise.engine.stepping import make_optimizer, make_scheduler, prepare_optimizer
+from shardwise.engine.timelines import Timelines
 from shardwise.engine.zeropp import reduction
 from shardwise.errors import ConfigError, ConflictError, NotBuiltError, UsageError
 from shardwise.memory import Accountant, Category
@@ -228,6 +229,8 @@ def initialize(
     if training_data is not None:
         batches.training_dataloader = batches.loader(training_data, collate_fn=collate_fn)
 
+    timelines = Timelines(sharded, settings, job, step)
+
     # Last of all, as nothing that fails from here on leaves services running.
     monitor = Monitor(settings, job.rank)
     engine = Engine(
@@ -242,6 +245,7 @@ def initialize(
         monitor=monitor,
         events=StepEvents(monitor, step),
         profiling=Profiling(sharded, settings, job, data, batches, step),
+        timelines=timelines,
         resolution=resolution,
         job=job,
         data=data,
@@ -254,6 +258,7 @@ def initialize(
 
     # Signals that come from here on find a whole engine.
     faults.guard()
+    timelines.begin_if_due()
     if job.rank == 0 and stepped is not None:
         logger.info("precision: %s", engine.precision_in_words())
     if job.rank == 0 and settings.dump_state:
@@ -334,13 +339,7 @@ def _communicator(settings: Any, group: Any, device: torch.device) -> Communicat
     comm = Communicator(group, ledger, device, ordered=settings.deterministic_reduce)
     if settings.comms_logger.enabled:
         configure_log(settings)
-        ledger.listener = lambda record: comms_logger.append(
-            record.op,
-            record.size,
-            (record.finished or record.launched) - record.launched if comm.waits_on_host else None,
-            record.ranks,
-            record.line,
-        )
+        ledger.listener = comms_logger.source(comm)
     return comm
 
 

@@ -25,6 +25,7 @@ from shardwise.checkpoint.report import LoadReport
 from shardwise.compat import never_compiled, transforming
 from shardwise.config.compression import sends_values
 from shardwise.data import EngineDataLoader
+from shardwise.device.ranges import detailed
 from shardwise.engine.attributes import Held, OfOptimizer
 from shardwise.engine.exhausted import explained, explaining
 from shardwise.engine.getters import reads_config
@@ -46,6 +47,7 @@ if TYPE_CHECKING:
     from shardwise.checkpoint.selection import Patterns, Rename
     from shardwise.comm.communicator import Communicator
     from shardwise.comm.ledger import Ledger
+    from shardwise.comm.stragglers import Stragglers
     from shardwise.config import Resolution
     from shardwise.engine.activations import Activations
     from shardwise.engine.batch import Batches
@@ -57,6 +59,7 @@ if TYPE_CHECKING:
     from shardwise.engine.monitoring import StepEvents
     from shardwise.engine.plans import MemoryPlans
     from shardwise.engine.profiling import Profiling
+    from shardwise.engine.timelines import Timelines
     from shardwise.memory import MemoryReport
     from shardwise.monitor import Monitor
     from shardwise.profile import ModuleProfile
@@ -134,6 +137,7 @@ class Engine(nn.Module):
         monitor: Monitor,
         events: StepEvents,
         profiling: Profiling,
+        timelines: Timelines,
         resolution: Resolution,
         job: Communicator,
         data: Communicator,
@@ -167,6 +171,7 @@ class Engine(nn.Module):
         self.monitor = monitor
         self._events = events
         self._profiling = profiling
+        self._timelines = timelines
         self._resolution = resolution
         self._autocast_dtype = autocast_dtype(resolution.config)
         if self.optimizer is not None:
@@ -539,11 +544,13 @@ class Engine(nn.Module):
         self.sharded.check_there("engine.step()")
         if self.optimizer is None:
             raise UsageError(f"engine.step(): {self._no_optimizer()}")
-        with explaining(lambda: self._memory.circumstances("engine.step()", stepping=True)), self._profiling.step():
+        explained_here = explaining(lambda: self._memory.circumstances("engine.step()", stepping=True))
+        with explained_here, self._profiling.step(), detailed("boundary"):
             ended = self._step.take(lr_kwargs)
         if ended:
             self._events.write()
             self._profiling.after_step()
+            self._timelines.after_step()
             self._activations.tell(self.global_steps, self.job.rank)
             self._memory.check_limit()
             self._faults.after_boundary()
@@ -1205,6 +1212,56 @@ class Engine(nn.Module):
         """What rank 0 has counted in the step that `flops_profiler` names, by module; None before, and elsewhere."""
         return self._profiling.profile
 
+    def record_timeline(
+        self, path: str | os.PathLike[str], *, ranks: Sequence[int] | None = None, max_events: int | None = None
+    ) -> contextlib.AbstractContextManager[None]:
+        """Record what happens inside of the block, as the section `timeline` does for some steps (all ranks call).
+
+        Each rank writes `timeline-RRRRR.json` at the end of the block; `shardwise trace` joins the files. The block
+        begins and ends outside of passes and steps. If it ends with an exception, other ranks are not asked for their
+        clocks once more.
+
+        Args:
+            path: directory.
+            ranks: those that record, by their number among all; None: all.
+            max_events: ranges and collectives that are kept at most; None: as configured.
+
+        Raises:
+            UsageError: a timeline is being recorded already, or the engine has been destroyed.
+
+        Example:
+            >>> import shardwise, tempfile
+            >>> engine, *_ = shardwise.initialize(
+            ...     model=torch.nn.Linear(4, 1),
+            ...     config={"train_batch_size": 2, "optimizer": {"type": "AdamW", "params": {"lr": 1e-2}}},
+            ... )
+            >>> with tempfile.TemporaryDirectory() as directory:
+            ...     with engine.record_timeline(directory):
+            ...         _ = engine.backward(engine(torch.ones(2, 4)).mean())
+            ...         engine.step()
+            ...     os.listdir(directory)
+            ['timeline-00000.json']
+            >>> engine.destroy()
+        """
+        self.sharded.check_open("engine.record_timeline()")
+        return self._timelines.record(os.fspath(path), ranks, max_events)
+
+    def stragglers(self, since: int = 0) -> Stragglers:
+        """Return which rank has waited for which in the engine's last collectives (all ranks call, between steps).
+
+        It reads the ledger, which is always written: nothing has to be switched on. `print(found.table())` shows it;
+        `found.as_dict()` is for JSON. On NCCL the host does not wait for collectives; record a timeline there.
+
+        Args:
+            since: sequence number (`engine.ledger.sequence` at some moment) of the first collective that counts; the
+                ledger has the newest 4096.
+
+        Raises:
+            UsageError: the engine has been destroyed.
+        """
+        self.sharded.check_open("engine.stragglers()")
+        return self._timelines.stragglers(since)
+
     @property
     def memory_budget(self) -> Budget | None:
         """What was planned against what there is when the engine was made, on each tier, and what a step moves.
@@ -1292,6 +1349,7 @@ class Engine(nn.Module):
                 exception is being handled it is a warning instead.
         """
         self._memory.close()
+        self._timelines.close()
         failure = self._checkpoints.background.finish()
         if not self.sharded.closed:
             self._step.close()

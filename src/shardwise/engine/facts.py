@@ -31,7 +31,7 @@ _A_RANKS_OWN = frozenset(
 )
 """Sections of the configuration that say what a rank reports, not what it computes."""
 
-_A_MACHINES_OWN = frozenset({"checkpoint.memory_copies.directory"})
+_A_MACHINES_OWN = frozenset({"checkpoint.memory_copies.directory", "timeline.path"})
 """Paths that machines may have each of its own."""
 
 

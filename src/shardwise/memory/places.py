@@ -10,12 +10,16 @@ from __future__ import annotations
 
 import contextlib
 from collections.abc import Callable, Collection, Iterator, Sequence
+from contextlib import AbstractContextManager
 from dataclasses import dataclass
 from typing import Any, Protocol, TypeVar
 
 import torch
 
+from shardwise.device.ranges import detailed, launched, watched
 from shardwise.memory.accountant import Accountant, Category, Tier
+
+_NOTHING = contextlib.nullcontext()
 
 
 class Stored(Protocol):
@@ -193,6 +197,7 @@ class Loans:
     Args:
         home: the place.
         accountant: is told of the bytes.
+        label: whose tensors they are, for profilers and timelines.
 
     Attributes:
         away: whether what lives in the place is lent.
@@ -206,10 +211,12 @@ class Loans:
         False
     """
 
-    def __init__(self, home: StateHome, accountant: Accountant) -> None:
+    def __init__(self, home: StateHome, accountant: Accountant, label: str = "") -> None:
         self.home = home
         self.away = home.lends
         self.lent = 0
+        self._label = label
+        self._on_its_way: list[Callable[[], None]] = []  # to be called when all is there, or stored
         self._accountant = accountant
         self._tier = tier_in_use(home)
         self._written = False
@@ -273,28 +280,52 @@ class Loans:
         self.lent += 1
         if self.lent == 1:
             self.settle()
-            for loan in self._kept.values():
-                self._accountant.add(loan.category, loan.tensor.nbytes, self._tier)
+            with self._shown("lend"):
                 if read:
-                    self._coming(loan, loan.stored.staged)
-                    self._move(read=loan.tensor.nbytes)
-                with self._accountant.owning(None):
-                    loan.stored.start(read=read)
+                    self._set_out("bring")
+                for loan in self._kept.values():
+                    self._accountant.add(loan.category, loan.tensor.nbytes, self._tier)
+                    if read:
+                        self._coming(loan, loan.stored.staged)
+                        self._move(read=loan.tensor.nbytes)
+                    with self._accountant.owning(None):
+                        loan.stored.start(read=read)
+
+    def _shown(self, what: str) -> AbstractContextManager[Any]:
+        return detailed(what, self._label, self._size) if self._kept and watched() else _NOTHING
+
+    @property
+    def _size(self) -> int:
+        return sum(loan.tensor.nbytes for loan in self._kept.values())
+
+    def _set_out(self, what: str) -> None:
+        if self._kept and watched():
+            self._on_its_way.append(launched(what, self._label, self._size))
+
+    def _land(self) -> None:
+        while self._on_its_way:
+            self._on_its_way.pop()()
 
     def finish(self) -> None:
         """Let the current stream go on when everything is there."""
-        for loan in self._kept.values():
-            if not loan.fresh:
-                loan.stored.finish()
-                self._arrived(loan)
+        with self._shown("wait for loan"):
+            for loan in self._kept.values():
+                if not loan.fresh:
+                    loan.stored.finish()
+                    self._arrived(loan)
+        self._land()
 
     def give_back(self, *, written: bool) -> None:
         """End a loan. What is not lent any more is stored if one of the loans has written it; see `settle`."""
         self.lent -= 1
         self._written |= written
         if not self.lent:
-            for loan in list(self._kept.values()):
-                self._return(loan, written=self._written or loan.fresh)
+            self._land()
+            with self._shown("store"):
+                if self._written:
+                    self._set_out("take")
+                for loan in list(self._kept.values()):
+                    self._return(loan, written=self._written or loan.fresh)
             self._written = False
 
     def _return(self, loan: _Loan, *, written: bool) -> None:
@@ -315,7 +346,10 @@ class Loans:
         Raises:
             OffloadError: something could not be stored; the memory is free all the same.
         """
-        with contextlib.ExitStack() as all_of_them:
+        if not self._unsettled:
+            return
+        with self._shown("wait for store"), contextlib.ExitStack() as all_of_them:
+            all_of_them.callback(self._land)
             while self._unsettled:
                 loan = self._unsettled.pop()
                 all_of_them.callback(self._accountant.remove, loan.category, loan.tensor.nbytes, self._tier)
@@ -378,7 +412,7 @@ class Loans:
         target = torch.empty_like(tensor) if into is None else into
         self._move(read=tensor.nbytes)
         self._coming(loan, loan.stored.staged)
-        with self._accountant.owning(None):
+        with detailed("copy", self._label, tensor.nbytes), self._accountant.owning(None):
             loan.stored.copy_to(target)
         self._arrived(loan)
         return target

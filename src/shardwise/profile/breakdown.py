@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import contextlib
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from contextlib import AbstractContextManager
 from typing import Any
 
@@ -43,11 +43,16 @@ class Breakdown:
     @contextlib.contextmanager
     def backward(self) -> Iterator[None]:
         """Time the block as a backward pass, and what reductions take of it."""
-        with listening(self._reducing), self.part(BACKWARD):
+        with listening(self), self.part(BACKWARD):
             yield
 
-    def _reducing(self, what: str) -> AbstractContextManager[Any]:
+    def around(self, what: str, unit: str, size: int) -> AbstractContextManager[Any]:
+        """See `shardwise.device.ranges.Listener`."""
         return self.part(REDUCE) if what in _REDUCTIONS else contextlib.nullcontext()
+
+    def flight(self, what: str, unit: str, size: int) -> Callable[[], None]:
+        """See `shardwise.device.ranges.Listener`: nobody waits for it here."""
+        return lambda: None
 
     def _fold(self, count: int) -> None:
         for name, begun, ended in self._pending[:count]:

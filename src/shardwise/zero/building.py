@@ -149,6 +149,7 @@ class UnitBuilder:
                 accumulate_dtype=self._policy.accumulation_dtype(layout.dtype),
                 accountant=self._accountant,
                 homes=homes,
+                label=spec.name,
             )
             sections.append(section)
             if not section.master_is_parameter and any(

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from typing import Literal
 
-from .base import ConfigSection, Int, Strings, key, section
+from .base import ConfigSection, Int, Ints, Strings, key, section
 
 
 class CommsLoggerOptions(ConfigSection):
@@ -46,6 +46,19 @@ class FlopsProfiler(ConfigSection):
     top_modules: Int = key(1, "Modules to list per depth.", gt=0)
     detailed: bool = key(True, "Print the profile of every module.")
     output_file: str | None = key(None, "File to write; null: standard output.")
+
+
+class Timeline(ConfigSection):
+    """`timeline`: a trace of some steps, for ui.perfetto.dev and chrome://tracing."""
+
+    enabled: bool = key(False, "Record a timeline of some steps.")
+    path: str = key("timeline", "Directory; each rank writes timeline-RRRRR.json there.", min_length=1)
+    start_step: Int = key(2, "Steps of this process before the first one that is recorded.", ge=0)
+    steps: Int = key(3, "Steps to record.", gt=0)
+    ranks: Ints | None = key(None, "Ranks that record; null: all.")
+    max_events: Int = key(
+        200_000, "Ranges and collectives that a rank keeps at most; the file says what is left out.", gt=0
+    )
 
 
 class TensorBoard(ConfigSection):

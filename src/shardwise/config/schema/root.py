@@ -16,6 +16,7 @@ from .observe import (
     JSONLMonitor,
     MLflow,
     TensorBoard,
+    Timeline,
     Timers,
     WandB,
 )
@@ -154,6 +155,7 @@ class Config(ConfigSection):
     log_level: LogLevel | None = key(None, "Level of the library's logger; null: as it is.")
     timers: Timers = section(Timers, "Timers.")
     flops_profiler: FlopsProfiler = section(FlopsProfiler, "Floating-point operations.")
+    timeline: Timeline = section(Timeline, "A trace of some steps.")
     tensorboard: TensorBoard = section(TensorBoard, "TensorBoard.")
     wandb: WandB = section(WandB, "Weights & Biases.")
     csv_monitor: CSVMonitor = section(CSVMonitor, "CSV files.")

@@ -41,7 +41,7 @@ class UnitGradients:
         self.comm = unit.domain.dimensions[0]
         self.level = level
         self._gatherer = gatherer
-        self.loans = Loans(unit.trainable[0].gradient_loans.home, accountant)
+        self.loans = Loans(unit.trainable[0].gradient_loans.home, accountant, unit.name)
         self._lent: Sequence[Loans] = ()
         self._borrowed = [section.gradient_loans for section in unit.trainable if self.loans.away]
         self.resting = self.loans.away

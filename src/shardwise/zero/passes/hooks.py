@@ -6,13 +6,16 @@ enters and leaves it. Hooks lie outside of the modules' forward, so that a compi
 
 from __future__ import annotations
 
+import contextlib
 from collections.abc import Sequence
+from contextlib import AbstractContextManager
 from typing import Any, NamedTuple
 
 import torch
 from torch import nn
 
 from shardwise.compat import backward_pass, calls_running, transforming
+from shardwise.device.ranges import detailed
 from shardwise.trees import tensors_in
 from shardwise.zero.passes.calls import Use
 from shardwise.zero.passes.gather import Gatherer, Phase
@@ -28,6 +31,8 @@ class _Call(NamedTuple):
     watched: list[Unit]
     opened: bool
     """Whether what autograd saves is watched on behalf of this call."""
+    range: AbstractContextManager[Any]
+    """Around what it computes."""
 
 
 class Hooks:
@@ -54,6 +59,8 @@ class Hooks:
             self._install(module, entered)
 
     def _install(self, module: nn.Module, units: list[Unit]) -> None:
+        name = " ".join(unit.name for unit in units)
+
         def before(module: nn.Module, args: tuple[Any, ...], kwargs: dict[str, Any]) -> None:
             gatherer = self.gatherer
             if self._passes_by():
@@ -68,7 +75,9 @@ class Hooks:
             if watched:
                 use = gatherer.begin_use(watched)
             opened = any(unit.sharded for unit in watched) and gatherer.saved.open()
-            self._calls.append(_Call(module, use, watched, opened))
+            computing = detailed("forward", name)
+            computing.__enter__()
+            self._calls.append(_Call(module, use, watched, opened, computing))
 
         def after(module: nn.Module, args: Any, kwargs: Any, outputs: Any) -> None:
             gatherer = self.gatherer
@@ -114,8 +123,10 @@ class Hooks:
                 for call in returned:
                     if call.opened:
                         self.gatherer.saved.close()
+                for call in reversed(returned):
+                    call.range.__exit__(None, None, None)
                 return returned[0]
-        return _Call(module, None, [], False)
+        return _Call(module, None, [], False, contextlib.nullcontext())
 
     def _close(self) -> None:
         self._outermost = None

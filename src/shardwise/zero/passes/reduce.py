@@ -36,7 +36,7 @@ from shardwise.comm.compression import Compressor, Flat, Reduction, is_active
 from shardwise.comm.domain import Domain
 from shardwise.comm.pieces import Pieces
 from shardwise.compat import never_compiled
-from shardwise.device.ranges import named
+from shardwise.device.ranges import Stretches, named, watched
 from shardwise.errors import UsageError
 from shardwise.memory import Accountant, Category
 from shardwise.zero.passes.calls import AtEnd
@@ -130,6 +130,7 @@ class Reducer:
         self._replicating: list[Link] = []
         self._incomplete: list[UnitGradients] = []  # of which these are
         self._returned: UnitGradients | None = None  # what has just been given back, and may still be being stored
+        self._stretches = Stretches("backward")
         self._hooks: list[Any] = []
         for gradients in self.gradients.values():
             unit = gradients.unit
@@ -186,6 +187,8 @@ class Reducer:
             gradients.begin(used=self.gatherer.used(gradients.unit), outside=outside)
         self.driver.backward_begins()
         self.gatherer.begin_backward()
+        if watched() and not outside:
+            self._stretch()
 
     def pass_over(self) -> None:
         """Take part in a backward pass of the others: the loss of this rank does not depend on the model."""
@@ -201,6 +204,7 @@ class Reducer:
         """
         if not self.active:
             return
+        self._stretches.end()
         if self.reducing:
             self._sweep()
         else:
@@ -437,6 +441,14 @@ class Reducer:
         if targets:
             torch._foreach_copy_(targets, found)
 
+    def _stretch(self) -> None:
+        """Tell whoever looks which unit is differentiated now: the next one whose gradients are not complete."""
+        coming = next((gradients.unit.name for gradients in self._order if not gradients.complete), None)
+        if coming is None:
+            self._stretches.end()
+        elif coming != self._stretches.unit:
+            self._stretches.begin(coming)
+
     def advance(self, unit: Unit) -> None:
         """Something has happened that may complete the gradients of a unit."""
         gradients = self.gradients.get(unit.index)
@@ -447,6 +459,8 @@ class Reducer:
             if gradients is not None and gradients.loans.away and not self.reducing:
                 gradients.rest()
             self._pump()
+            if self._stretches.unit is not None:
+                self._stretch()
 
     def _pump(self) -> None:
         """Launch the reductions whose turn it is and whose gradients are complete."""

@@ -102,6 +102,7 @@ class SectionMemory:
         accumulate_dtype: of the gradient.
         accountant: is told about the buffers.
         homes: where its state lives.
+        label: the unit's name.
 
     Attributes:
         written_level: at which level this rank's range is that gets new values here.
@@ -125,6 +126,7 @@ class SectionMemory:
         accumulate_dtype: torch.dtype,
         accountant: Accountant,
         homes: Homes = ALL_AT_HAND,
+        label: str = "",
     ) -> None:
         self.layout = layout
         self.domain = domain
@@ -135,9 +137,9 @@ class SectionMemory:
         self._accountant = accountant
         home = homes.whole if layout.whole else homes.optimizer
         self.steps_on = home.used_on or device
-        self.optimizer_loans = Loans(home, accountant)
-        self.gradient_loans = Loans(homes.gradients, accountant)
-        self.shard_loans, self.second_loans = (Loans(homes.parameters, accountant) for _ in range(2))
+        self.optimizer_loans = Loans(home, accountant, label)
+        self.gradient_loans = Loans(homes.gradients, accountant, label)
+        self.shard_loans, self.second_loans = (Loans(homes.parameters, accountant, label) for _ in range(2))
         self.full = torch.zeros(layout.numel, dtype=layout.dtype, device=device)
         self.sharded = levels.parameters > 0 or self.shard_loans.away
         self.master_start, self.master_stop = layout.range_of(domain.place, levels.optimizer)
@@ -644,7 +646,8 @@ class Unit:
     def finish_spread(self) -> None:
         """Wait until the shard is valid."""
         if self._refreshing is not None:
-            self._refreshing.wait()
+            with named("wait for gather", self.name):
+                self._refreshing.wait()
             self._refreshing = None
 
     def _source_for(self, purpose: Purpose) -> GatherSource:
@@ -700,7 +703,9 @@ class Unit:
     def join_gather(self, purpose: Purpose) -> None:
         """Take part in a gather of the others though the whole values are here already."""
         self.domain.gathers.follow()  # the current stream may still read what is written once more
-        self._launch(purpose).wait()
+        link = self._launch(purpose)
+        with named("wait for gather", self.name):
+            link.wait()
         self._complete()
 
     def fetched(self, purpose: Purpose) -> None:

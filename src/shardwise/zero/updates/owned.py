@@ -88,7 +88,7 @@ class WholeUpdate(ReducedUpdate):
         self.registry = registry
         self.replicated = replicated or domains.main.world == 1
         self._accountant = accountant
-        self.loans = Loans(home, accountant)
+        self.loans = Loans(home, accountant, "whole tensors")
         self._tier = tier_in_use(home)
         self._is_elementwise = is_elementwise
         stepped = [tensor for tensor in registry if tensor.trainable and tensor.group in stepping.whole]

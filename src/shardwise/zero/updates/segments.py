@@ -19,6 +19,7 @@ from torch import nn
 
 from shardwise.comm.communicator import Communicator
 from shardwise.compat import allow_gradient_dtype, global_step_hooks, only_counts_steps
+from shardwise.device.ranges import detailed
 from shardwise.memory import Accountant, Category, Tier
 from shardwise.memory.places import Borrowed, StateHome, borrowed, in_turn, tier_in_use
 from shardwise.precision.tensornorms import NORMS, TensorNorms, TensorRun
@@ -257,7 +258,8 @@ class SegmentUpdate(ReducedUpdate):
             if number in done:
                 self._write_out(part)
             else:
-                self._step_alone(optimizer, factor, part)
+                with detailed("step", self.units[number].name):
+                    self._step_alone(optimizer, factor, part)
 
         parts = [
             (number, _not_stepped(part, wanted) if number in done else wanted)

@@ -1,0 +1,201 @@
+"""Stragglers: who waits in collectives, for whom, and how much of it is the transfer itself.
+
+Every rank has a record of each collective: when it came (launched it), and how long it was blocked in `wait()`. Nothing
+can be complete before the last rank has come. What a rank was blocked before that moment it has waited for that
+rank; what it was blocked afterwards is transfer. A rank that has launched early and waits nowhere has waited for
+nobody, however late others come, and a rank that comes late to what nobody is blocked in costs nothing.
+
+Ranks are matched by the number of the collective in its order, which is the same on all ranks.
+"""
+
+from __future__ import annotations
+
+from collections import defaultdict
+from collections.abc import Callable, Iterable, Mapping, Sequence
+from dataclasses import asdict, dataclass, field
+from typing import TYPE_CHECKING, Any, NamedTuple
+
+from shardwise.comm.clocks import LABEL, Clock, measure
+
+if TYPE_CHECKING:
+    from shardwise.comm.communicator import Communicator
+    from shardwise.comm.ledger import Record
+
+Key = str
+"""Names a collective; the same on all ranks that take part, and different from all others."""
+
+
+class Part(NamedTuple):
+    """One rank's part in a collective. Times in seconds of rank 0's clock.
+
+    Attributes:
+        key: see `key_of`.
+        op: name of the operation.
+        launched: when the rank came.
+        waited: seconds that it was blocked.
+        finished: when it had waited.
+    """
+
+    key: Key
+    op: str
+    launched: float
+    waited: float
+    finished: float
+
+
+@dataclass
+class Shares:
+    """Seconds of one rank.
+
+    Attributes:
+        waited: blocked in collectives until the last rank had come.
+        caused: that others were blocked until this rank had come.
+        transfer: blocked after all had come.
+    """
+
+    waited: float = 0.0
+    caused: float = 0.0
+    transfer: float = 0.0
+
+
+@dataclass
+class Stragglers:
+    """What the ranks have waited for each other.
+
+    Attributes:
+        ranks: of each rank, by its number.
+        by_op: the same for each operation.
+        collectives: how many have been compared.
+        uncertainty: seconds by which clocks of ranks may differ from what was assumed.
+
+    Example:
+        >>> late = [[Part("gather/0", "all_gather", 0.0, 3.0, 3.0)], [Part("gather/0", "all_gather", 2.0, 1.0, 3.0)]]
+        >>> found = blame(dict(enumerate(late)))
+        >>> found.ranks[0], found.ranks[1]
+        (Shares(waited=2.0, caused=0.0, transfer=1.0), Shares(waited=0.0, caused=2.0, transfer=1.0))
+    """
+
+    ranks: dict[int, Shares] = field(default_factory=dict)
+    by_op: dict[str, dict[int, Shares]] = field(default_factory=dict)
+    collectives: int = 0
+    uncertainty: float = 0.0
+
+    def as_dict(self) -> dict[str, Any]:
+        """Return it as JSON has it: keys are text."""
+        return {
+            "ranks": {str(rank): asdict(shares) for rank, shares in self.ranks.items()},
+            "by_op": {
+                op: {str(rank): asdict(shares) for rank, shares in ranks.items()} for op, ranks in self.by_op.items()
+            },
+            "collectives": self.collectives,
+            "uncertainty": self.uncertainty,
+        }
+
+    def table(self) -> str:
+        """Return a table of all ranks, in milliseconds."""
+        lines = [f"{'rank':>6}{'waited for others':>20}{'others waited for it':>23}{'transfer':>12}   (ms)"]
+        for rank, shares in sorted(self.ranks.items()):
+            cells = f"{1e3 * shares.waited:>20.1f}{1e3 * shares.caused:>23.1f}{1e3 * shares.transfer:>12.1f}"
+            lines.append(f"{rank:>6}{cells}")
+        lines.append(f"{self.collectives} collectives; clocks of ranks are known to {1e3 * self.uncertainty:.3f} ms")
+        return "\n".join(lines)
+
+
+class Lateness(NamedTuple):
+    """Who came last to a collective, when, and how long each rank was blocked until then."""
+
+    last: int
+    came: float
+    blocked: dict[int, float]
+
+
+def lateness(parts: Mapping[int, Part]) -> Lateness:
+    """Return who of all that take part came last, and how long the others were blocked until then."""
+    last = max(parts, key=lambda rank: parts[rank].launched)
+    came = parts[last].launched
+    blocked = {
+        rank: max(0.0, min(part.finished, came) - (part.finished - part.waited))
+        for rank, part in parts.items()
+        if rank != last
+    }
+    return Lateness(last, came, blocked)
+
+
+def blame(parts: Mapping[int, Iterable[Part]], uncertainty: float = 0.0) -> Stragglers:
+    """Return who has waited for whom.
+
+    Args:
+        parts: of each rank, by its number; collectives that only one rank has are left out.
+        uncertainty: see `Stragglers`.
+    """
+    met: dict[Key, dict[int, Part]] = defaultdict(dict)
+    for rank, own in parts.items():
+        for part in own:
+            met[part.key][rank] = part
+    found = Stragglers({rank: Shares() for rank in sorted(parts)}, uncertainty=uncertainty)
+    for together in met.values():
+        if len(together) < 2:
+            continue
+        found.collectives += 1
+        late = lateness(together)
+        for rank, part in together.items():
+            blocked = late.blocked.get(rank, 0.0)
+            for shares in (found.ranks, _of(found.by_op, part.op, found.ranks)):
+                shares[rank].waited += blocked
+                shares[rank].transfer += max(0.0, part.waited - blocked)
+                shares[late.last].caused += blocked
+    return found
+
+
+def _of(by_op: dict[str, dict[int, Shares]], op: str, ranks: Iterable[int]) -> dict[int, Shares]:
+    return by_op.setdefault(op, {rank: Shares() for rank in ranks})
+
+
+def key_of(record: Record, members: Sequence[int]) -> Key:
+    """Return what names the record's collective on all ranks; empty if it is in no order.
+
+    Args:
+        record: of the collective.
+        members: global numbers of the ranks of its group.
+    """
+    if not record.kind or len(members) < 2:
+        return ""
+    return f"{record.kind}:{record.turn}@{record.group}:{members[0]}"
+
+
+def parts_of(
+    records: Iterable[Record], members: Mapping[str, Sequence[int]], to_first: Callable[[float], float]
+) -> list[Part]:
+    """Return this rank's part in the collectives that have ended.
+
+    Args:
+        records: of the ledger.
+        members: the ranks of each group, by its name.
+        to_first: turns a time of this rank into one of rank 0.
+    """
+    parts = []
+    for record in records:
+        key = key_of(record, members.get(record.group, ()))
+        if key and record.finished is not None and record.label != LABEL:
+            parts.append(
+                Part(key, record.op, to_first(record.launched), record.waited or 0.0, to_first(record.finished))
+            )
+    return parts
+
+
+def compare(comm: Communicator, since: int = 0) -> Stragglers:
+    """Compare what all ranks have waited in the collectives that their ledgers still have (all ranks call).
+
+    Where the host does not wait for collectives (NCCL), what it is not blocked in counts nothing.
+
+    Args:
+        comm: the ranks that are compared; its ledger has the records.
+        since: sequence number of the first record that is looked at.
+    """
+    records = list(comm.ledger.records(since))
+    clock: Clock = measure(comm)
+    own = parts_of(records, comm.groups_of_ranks(), lambda at: at + clock.offset)
+    rank = comm.members[comm.rank] if comm.world > 1 else 0
+    everyone = comm.exchange([rank, clock.uncertainty, own], "stragglers")
+    found = {number: [Part(*part) for part in parts] for number, _, parts in everyone}
+    return blame(found, max(uncertainty for _, uncertainty, _ in everyone))

@@ -1,0 +1,191 @@
+"""Timelines of an engine's steps, and who waits for whom: the section `timeline`, `engine.record_timeline`,
+`engine.stragglers`.
+
+The ranks compare their clocks together before the first step that is recorded and after the last one, never in a step.
+Each writes a file of its own. What ends early (an engine that is destroyed, an exception) is written without asking the
+other ranks. While nothing is recorded nothing is installed.
+"""
+
+from __future__ import annotations
+
+import contextlib
+from collections.abc import Iterator, Mapping, Sequence
+from pathlib import Path
+from typing import TYPE_CHECKING
+
+from shardwise.comm.clocks import Clock, measure
+from shardwise.comm.stragglers import Stragglers, compare
+from shardwise.device.ranges import listening
+from shardwise.errors import UsageError
+from shardwise.profile.timeline import Recorder, file_of, hostname, write
+from shardwise.utils.logging import logger
+
+if TYPE_CHECKING:
+    from shardwise.comm.communicator import Communicator
+    from shardwise.config import Config
+    from shardwise.engine.step import TrainStep
+    from shardwise.zero.model import ShardedModel
+
+
+class _Recording:
+    """A timeline that is being recorded.
+
+    Attributes:
+        recorder: has what has been recorded; None on ranks that record nothing.
+        file: where it will be.
+        clock: at the beginning.
+        first: number of the first step.
+        left: steps still to come; None: until somebody ends it.
+        installed: takes everything off again.
+    """
+
+    def __init__(self, recorder: Recorder | None, file: Path, clock: Clock, first: int, left: int | None) -> None:
+        self.recorder = recorder
+        self.file = file
+        self.clock = clock
+        self.first = first
+        self.left = left
+        self.installed = contextlib.ExitStack()
+
+
+class Timelines:
+    """See the module docstring.
+
+    Args:
+        sharded: the model.
+        config: validated.
+        job: all ranks; its ledger is recorded.
+        steps: counts the steps.
+    """
+
+    def __init__(self, sharded: ShardedModel, config: Config, job: Communicator, steps: TrainStep) -> None:
+        self._sharded = sharded
+        self._job = job
+        self._steps = steps
+        self._options = config.timeline
+        self._until = self._options.start_step if self._options.enabled else -1  # steps until recording begins
+        self._recording: _Recording | None = None
+        self._rank = job.members[job.rank]
+        if self._options.enabled:
+            made = sorted(set(self._options.ranks or ()) - set(job.members))
+            if made:
+                raise UsageError(f"timeline.ranks: there are no ranks {made}; the job has {job.world} ranks, from 0 on")
+
+    def begin_if_due(self) -> None:
+        """Begin what the configuration asks for (all ranks call, outside of steps)."""
+        if self._until == 0:
+            options = self._options
+            self._begin(Path(options.path), options.steps, options.ranks, options.max_events)
+        if self._until >= 0:
+            self._until -= 1
+
+    def after_step(self) -> None:
+        """A window has ended."""
+        recording = self._recording
+        if recording is not None and recording.left is not None:
+            recording.left -= 1
+            if not recording.left:
+                self._end(together=True)
+        if self._until >= 0:
+            self.begin_if_due()
+
+    @contextlib.contextmanager
+    def record(
+        self, path: str | Path, ranks: Sequence[int] | None = None, max_events: int | None = None
+    ) -> Iterator[None]:
+        """See `Engine.record_timeline`."""
+        self._begin(Path(path), None, ranks, self._options.max_events if max_events is None else max_events)
+        mine = self._recording
+        together = False
+        try:
+            yield
+            together = True
+        finally:
+            if self._recording is mine:
+                self._end(together=together)
+
+    def close(self) -> None:
+        """Write what has been recorded so far, without the other ranks."""
+        self._until = -1
+        self._end(together=False)
+
+    def stragglers(self, since: int = 0) -> Stragglers:
+        """See `Engine.stragglers`."""
+        return compare(self._job, since)
+
+    # -- one recording -----------------------------------------------------------------------------------------------
+
+    def _begin(self, path: Path, steps: int | None, ranks: Sequence[int] | None, most: int) -> None:
+        if self._recording is not None:
+            raise UsageError(
+                f"a timeline is being recorded already, into {self._recording.file.parent}: end it first, or leave the "
+                "section `timeline` of the configuration out"
+            )
+        file = path / file_of(self._rank)
+        mine = ranks is None or self._rank in ranks
+        refused = ""
+        if mine:
+            try:
+                path.mkdir(parents=True, exist_ok=True)
+            except OSError as error:
+                refused = f"{path}: {error.strerror or error}"
+        clock = measure(self._job)
+        if refused:
+            logger.warning("timeline: rank %d cannot write %s; it records nothing", self._rank, refused)
+            mine = False
+        recording = _Recording(None, file, clock, self._steps.global_steps, steps)
+        if mine:
+            cuda = self._sharded.device.type == "cuda"
+            sizes = {unit.name: unit.nbytes for unit in self._sharded.units}
+            recorder = Recorder(
+                cuda=cuda, most=most, step=lambda: self._steps.global_steps, sizes=sizes, memory=self._memory
+            )
+            recording.recorder = recorder
+            recording.installed.enter_context(listening(recorder))
+            for record in self._job.ledger.in_flight():
+                recorder.opened(record)
+            self._job.ledger.watcher = recorder
+        self._recording = recording
+
+    def _memory(self) -> Mapping[str, int]:
+        return {category.value: size for category, size in self._sharded.accountant.live.items()}
+
+    def _end(self, *, together: bool) -> None:
+        recording, self._recording = self._recording, None
+        if recording is None:
+            return
+        recording.installed.close()
+        self._job.ledger.watcher = None
+        recorder = recording.recorder
+        if recorder is not None:
+            recorder.finish()
+        later = measure(self._job) if together else None
+        if recorder is None:
+            return
+        host = hostname()
+        events = recorder.events(self._rank, host, self._job.groups_of_ranks(), recording.clock, later)
+        if recorder.left_out:
+            logger.warning(
+                "timeline: rank %d has left out %d ranges and collectives beyond the first %d; record fewer steps, or "
+                "raise timeline.max_events",
+                self._rank,
+                recorder.left_out,
+                recorder.most,
+            )
+        try:
+            write(
+                recording.file,
+                events,
+                rank=self._rank,
+                world=self._job.world,
+                host=host,
+                first_step=recording.first,
+                steps=self._steps.global_steps - recording.first,
+                left_out=recorder.left_out,
+                clock_uncertainty_us=round(1e6 * max(c.uncertainty for c in (recording.clock, later) if c), 3),
+            )
+        except OSError as error:
+            logger.warning("timeline: rank %d cannot write %s: %s", self._rank, recording.file, error)
+            return
+        if self._rank == 0:
+            logger.info("timeline: steps from %d on are in %s", recording.first, recording.file.parent)

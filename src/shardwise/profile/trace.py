@@ -1,0 +1,268 @@
+"""Timelines of all ranks in one: the merged trace, and a table of where each rank's time went.
+
+The time of a rank is divided up: each moment belongs to what stands first in `SHARES` and is going on then. Waiting
+counts before moving, moving before stepping and computing, in which both lie; what is left is idle.
+"""
+
+from __future__ import annotations
+
+import json
+from collections import defaultdict
+from collections.abc import Iterable, Iterator, Mapping, Sequence
+from dataclasses import asdict, dataclass, field
+from pathlib import Path
+from typing import Any
+
+from shardwise.comm.stragglers import Part, Shares, Stragglers, blame, lateness
+from shardwise.errors import TimelineError
+from shardwise.profile.timeline import FLIGHTS_TRACK, FORMAT, Event, write
+
+SHARES = ("gather waits", "reduction waits", "other waits", "moves", "step", "compute", "idle")
+"""What a rank's time is divided into."""
+
+LEAST_WAIT_US = 50.0
+"""Ranks that have waited for another one for this long are connected with it by an arrow."""
+
+Interval = tuple[float, float]
+
+
+@dataclass
+class Timeline:
+    """What one rank has written.
+
+    Attributes:
+        rank: its number.
+        host: its machine.
+        about: what else its file says of itself.
+        events: of the trace.
+    """
+
+    rank: int
+    host: str
+    about: Mapping[str, Any]
+    events: list[Event]
+
+
+@dataclass
+class RankTimes:
+    """Where one rank's time went, in seconds.
+
+    Attributes:
+        rank: its number.
+        whole: from the first to the last moment of the recording.
+        shares: by the names of `SHARES`; their sum is `whole`.
+        under_way: while gathers or reductions were under way: launched, and not waited for yet.
+        hidden: of that, while the rank did not wait for them.
+        moved: while state was brought from or taken to other tiers.
+        moves_hidden: of that, while the rank did not wait for it.
+    """
+
+    rank: int
+    whole: float = 0.0
+    shares: dict[str, float] = field(default_factory=dict)
+    under_way: float = 0.0
+    hidden: float = 0.0
+    moved: float = 0.0
+    moves_hidden: float = 0.0
+
+
+@dataclass
+class Summary:
+    """What a merged trace says in numbers.
+
+    Attributes:
+        ranks: where the time of each rank went.
+        stragglers: who has waited for whom.
+    """
+
+    ranks: list[RankTimes]
+    stragglers: Stragglers
+
+    def as_dict(self) -> dict[str, Any]:
+        """Return it as JSON has it."""
+        return {"ranks": [asdict(times) for times in self.ranks], "stragglers": self.stragglers.as_dict()}
+
+
+def read(directory: str | Path) -> list[Timeline]:
+    """Return the timelines in a directory, in the order of ranks.
+
+    Raises:
+        TimelineError: there is none, or a file is no timeline.
+    """
+    directory = Path(directory)
+    if not directory.is_dir():
+        raise TimelineError(f"{directory}: there is no such directory; it is `timeline.path` of the configuration")
+    files = sorted(directory.glob("timeline-*.json"))
+    if not files:
+        raise TimelineError(
+            f"{directory}: there is no timeline-*.json. Ranks write them after the last step of the section "
+            "`timeline`, or when the engine is destroyed before that"
+        )
+    return [_checked(file) for file in files]
+
+
+def _checked(file: Path) -> Timeline:
+    try:
+        content = json.loads(file.read_bytes())
+        about, events = content["otherData"], content["traceEvents"]
+        if about["format"] != FORMAT:
+            raise ValueError(f"its format is {about['format']!r}, and not {FORMAT!r}")
+        for event in events:
+            if event["ph"] == "X":
+                start, length, args = event["ts"], event["dur"], event["args"]
+                numbers = all(isinstance(number, (int, float)) for number in (start, length))
+                if not numbers or length < 0 or not isinstance(args, dict) or not isinstance(event["cat"], str):
+                    raise ValueError(f"{event['name']!r} is no event of a timeline")
+        return Timeline(int(about["rank"]), str(about["host"]), about, events)
+    except (OSError, ValueError, KeyError, TypeError, RecursionError) as error:
+        said = f"it has no {error}" if isinstance(error, KeyError) else error
+        raise TimelineError(f"{file}: this is not a timeline that shardwise has written: {said}") from None
+
+
+def merge(timelines: Sequence[Timeline]) -> list[Event]:
+    """Return the events of all ranks, with arrows from who came last to a collective to those blocked by it."""
+    found = [event for timeline in timelines for event in timeline.events]
+    number = 0
+    for together in _met(timelines):
+        parts = {rank: _part(event) for rank, event in together.items()}
+        late = lateness(parts)
+        waited = {rank: seconds for rank, seconds in late.blocked.items() if 1e6 * seconds >= LEAST_WAIT_US}
+        for rank in waited:
+            number += 1
+            first, second = together[late.last], together[rank]
+            arrow = {"name": "came last", "cat": "straggler", "id": number}
+            begin = {"ph": "s", "ts": first["ts"], "pid": first["pid"], "tid": first["tid"]}
+            end = {
+                "ph": "f",
+                "bp": "e",
+                "ts": second["ts"] + second["dur"] - min(1.0, second["dur"] / 2),
+                "pid": rank,
+                "tid": second["tid"],
+            }
+            found += [{**arrow, **begin}, {**arrow, **end}]
+    return found
+
+
+def write_merged(timelines: Sequence[Timeline], path: str | Path) -> None:
+    """Write one trace of all ranks.
+
+    Raises:
+        OSError: it cannot be written.
+    """
+    write(Path(path), merge(timelines), ranks=[timeline.rank for timeline in timelines])
+
+
+def _met(timelines: Sequence[Timeline]) -> Iterator[dict[int, Event]]:
+    """Yield the events of each collective that more than one rank has, by rank."""
+    met: dict[str, dict[int, Event]] = defaultdict(dict)
+    for timeline in timelines:
+        for event in _complete(timeline.events):
+            if event["args"].get("id"):
+                met[event["args"]["id"]][timeline.rank] = event
+    return (together for together in met.values() if len(together) > 1)
+
+
+def _complete(events: Iterable[Event]) -> Iterator[Event]:
+    return (event for event in events if event["ph"] == "X")
+
+
+def _part(event: Event) -> Part:
+    args, start = event["args"], event["ts"] / 1e6
+    return Part(args["id"], args["op"], start, args["waited"] / 1e6, start + event["dur"] / 1e6)
+
+
+def summarize(timelines: Sequence[Timeline]) -> Summary:
+    """Return where the time of each rank went, and who has waited for whom."""
+    parts = {
+        timeline.rank: [_part(event) for event in _complete(timeline.events) if event["args"].get("id")]
+        for timeline in timelines
+    }
+    unknown = max((float(timeline.about.get("clock_uncertainty_us", 0.0)) for timeline in timelines), default=0.0)
+    return Summary([_times(timeline) for timeline in timelines], blame(parts, unknown / 1e6))
+
+
+def _times(timeline: Timeline) -> RankTimes:
+    of: dict[str, list[Interval]] = defaultdict(list)
+    flights: list[Interval] = []
+    for event in _complete(timeline.events):
+        interval = event["ts"], event["ts"] + event["dur"]
+        if event["tid"] >= FLIGHTS_TRACK[0] and event["cat"] == "move":
+            flights.append(interval)
+        else:
+            of[_share(event)].append(interval)
+    found = RankTimes(timeline.rank)
+    ends = [end for share in SHARES for interval in of[share] for end in interval]
+    if not ends:
+        return found
+    found.whole = (max(ends) - min(ends)) / 1e6
+    taken: list[Interval] = []
+    for share in SHARES:
+        before = _length(taken)
+        taken = union([*taken, *of[share]])
+        found.shares[share] = (_length(taken) - before) / 1e6
+    found.shares["idle"] += max(0.0, found.whole - sum(found.shares.values()))
+    under_way = union([*of["gather"], *of["reduce"]])
+    waits = union([*of["gather waits"], *of["reduction waits"]])
+    found.under_way = _length(under_way) / 1e6
+    found.hidden = found.under_way - _length(common(under_way, waits)) / 1e6
+    moved = union(flights)
+    found.moved = _length(moved) / 1e6
+    found.moves_hidden = found.moved - _length(common(moved, union(of["moves"]))) / 1e6
+    return found
+
+
+def _share(event: Event) -> str:
+    """Return what a moment of this event belongs to; of collectives under way, their category."""
+    category = event["cat"]
+    if category == "wait":
+        what = event["args"].get("what", "")
+        return {"wait for gather": "gather waits", "wait for reduction": "reduction waits"}.get(what, "other waits")
+    return "moves" if category == "move" else str(category)
+
+
+def union(intervals: Iterable[Interval]) -> list[Interval]:
+    """Return the moments of any of some intervals, as intervals in order that do not touch.
+
+    >>> union([(3, 4), (0, 2), (1, 3)])
+    [(0, 4)]
+    """
+    found: list[Interval] = []
+    for start, stop in sorted(intervals):
+        if found and start <= found[-1][1]:
+            found[-1] = found[-1][0], max(found[-1][1], stop)
+        else:
+            found.append((start, stop))
+    return found
+
+
+def common(one: Sequence[Interval], other: Sequence[Interval]) -> list[Interval]:
+    """Return the moments that two unions have in common.
+
+    >>> common([(0, 4), (6, 9)], [(3, 7)])
+    [(3, 4), (6, 7)]
+    """
+    found, place = [], 0
+    for start, stop in one:
+        while place < len(other) and other[place][1] <= start:
+            place += 1
+        at = place
+        while at < len(other) and other[at][0] < stop:
+            found.append((max(start, other[at][0]), min(stop, other[at][1])))
+            at += 1
+    return found
+
+
+def _length(intervals: Iterable[Interval]) -> float:
+    return sum(stop - start for start, stop in intervals)
+
+
+def rows(summary: Summary) -> Iterator[list[str]]:
+    """Yield the cells of a table, its header first."""
+    late: Mapping[int, Shares] = summary.stragglers.ranks
+    yield ["rank", *(f"{share} (s)" for share in SHARES), "whole (s)", "hidden", "waited for others (s)", "caused (s)"]
+    for times in summary.ranks:
+        parts = [times.shares.get(share, 0.0) for share in SHARES]
+        cells = [f"{part:.3f} {part / times.whole if times.whole else 0:4.0%}" for part in parts]
+        hidden = f"{times.hidden / times.under_way:.0%}" if times.under_way else "-"
+        own = late.get(times.rank, Shares())
+        yield [str(times.rank), *cells, f"{times.whole:.3f}", hidden, f"{own.waited:.3f}", f"{own.caused:.3f}"]

@@ -1,0 +1,425 @@
+"""Timelines: valid traces of real steps, on one clock, which change nothing and cost nothing when they are off."""
+
+from __future__ import annotations
+
+import doctest
+import importlib
+import json
+import time
+from collections import Counter, defaultdict
+from pathlib import Path
+from typing import Any
+from unittest import mock
+
+import pytest
+import torch
+from torch import nn
+
+import shardwise
+from shardwise.device import ranges
+from shardwise.errors import ConfigError, UsageError
+from shardwise.profile.timeline import CATEGORIES, TRACKS, Recorder, _blame_streams, file_of
+from shardwise.profile.trace import SHARES, Timeline, merge, read, summarize
+from tests.harness import run_ranks
+from tests.profile.test_breakdown import Lines
+from tests.profile.test_engine import engine_of, hooks, window
+
+UNITS = {"tokens", "blocks.0", "blocks.1", "norm"}
+STEPS = 2
+
+
+def recorded(
+    stage: int, accumulation: int, path: str, ahead: float = 0.0, config: dict[str, Any] | None = None
+) -> tuple[list[torch.Tensor], list[Any]]:
+    """Train; return the parameters, and what was installed before, in and after the recorded steps."""
+    clock = time.perf_counter
+    shift = ahead * torch.distributed.get_rank() if torch.distributed.is_initialized() else 0.0
+    with mock.patch("time.perf_counter", lambda: clock() + shift):
+        section = {"enabled": bool(path), "path": path or "unused", "start_step": 1, "steps": STEPS}
+        engine = engine_of(stage, accumulation, **{"timeline": section, **(config or {})})
+        installed = []
+        for _ in range(STEPS + 2):
+            window(engine, accumulation)
+            installed.append((len(ranges._listeners), engine.ledger.watcher is not None, hooks(engine)))
+        state = engine.module_state_dict()
+        engine.destroy()
+    return [state[name] for name in sorted(state)], installed
+
+
+def of(events: list[dict[str, Any]], **wanted: Any) -> list[dict[str, Any]]:
+    """The complete events whose fields, or arguments, have these values."""
+    found = [event for event in events if event["ph"] == "X"]
+    return [e for e in found if all(e.get(k, e["args"].get(k)) == value for k, value in wanted.items())]
+
+
+def check_format(events: list[dict[str, Any]], rank: int) -> None:
+    """What viewers ask of a trace, and our own promises on top."""
+    kinds = Counter(event["ph"] for event in events)
+    assert set(kinds) == {"X", "M", "C"}
+    names = {(e["name"], e["tid"]): e["args"] for e in events if e["ph"] == "M"}
+    assert names["process_name", 0]["name"].startswith(f"rank {rank} on ")
+    tracks: dict[int, list[dict[str, Any]]] = defaultdict(list)
+    for event in events:
+        assert event["pid"] == rank and isinstance(event["tid"], int) and event["name"]
+        if event["ph"] == "X":
+            assert event["cat"] in TRACKS
+            assert event["dur"] >= 0 and isinstance(event["ts"], (int, float))
+            assert {"unit", "bytes", "line", "step"} <= set(event["args"])
+            assert names["thread_name", event["tid"]]["name"]
+            tracks[event["tid"]].append(event)
+        elif event["ph"] == "C":
+            assert all(isinstance(value, int) for value in event["args"].values())
+    for track in tracks.values():  # side by side, or in one another
+        open_until: list[float] = []
+        for event in sorted(track, key=lambda event: (event["ts"], -event["dur"])):
+            start, stop = event["ts"], event["ts"] + event["dur"]
+            while open_until and open_until[-1] <= start + 5e-4:
+                open_until.pop()
+            assert not open_until or stop <= open_until[-1] + 2e-3, event
+            open_until.append(stop)
+
+
+def check_clocks(timelines: list[Timeline]) -> int:
+    """No rank has the result of a collective before all have come to it; return how many were looked at."""
+    met: dict[str, list[dict[str, Any]]] = defaultdict(list)
+    for timeline in timelines:
+        for event in timeline.events:
+            if event["ph"] == "X" and event["args"].get("id"):
+                met[event["args"]["id"]].append(event)
+    unknown = sum(timeline.about["clock_uncertainty_us"] for timeline in timelines)
+    for events in met.values():
+        assert len(events) == len(timelines)
+        assert len({(e["name"], e["cat"], e["args"]["bytes"], e["args"]["turn"]) for e in events}) == 1
+        first_end = min(event["ts"] + event["dur"] for event in events)
+        assert first_end >= max(event["ts"] for event in events) - unknown - 1.0
+    return len(met)
+
+
+@pytest.mark.parametrize(("stage", "accumulation"), [(3, 1), (1, 2), (3, 2)])
+def test_the_timelines_of_two_ranks(stage: int, accumulation: int, tmp_path: Path) -> None:
+    # The second rank's clock is far from the first one's, as on another machine.
+    results = run_ranks(recorded, 2, stage, accumulation, str(tmp_path), 7000.0)
+    timelines = read(tmp_path)
+    assert [timeline.rank for timeline in timelines] == [0, 1]
+    assert sorted(path.name for path in tmp_path.iterdir()) == [file_of(0), file_of(1)]
+    for timeline in timelines:
+        check_format(timeline.events, timeline.rank)
+        assert {key: timeline.about[key] for key in ("first_step", "steps", "world", "left_out")} == {
+            "first_step": 1,
+            "steps": STEPS,
+            "world": 2,
+            "left_out": 0,
+        }
+        events = timeline.events
+        for unit in ("blocks.0", "blocks.1"):
+            assert len(of(events, name=f"forward {unit}")) == STEPS * accumulation
+        assert len(of(events, name="backward")) == STEPS * accumulation
+        reducing = STEPS * (accumulation if stage > 1 else 1)
+        assert len(of(events, name="backward blocks.1")) == STEPS * accumulation
+        assert len(of(events, name="reduce_scatter blocks.0")) == reducing
+        assert len(of(events, name="step")) == STEPS
+        assert {event["args"]["step"] for event in of(events, name="step")} == {1, 2}
+        gathers = [event for event in of(events, cat="gather") if event["args"]["unit"] == "blocks.0"]
+        # One of the units is kept between the passes; the others are gathered twice.
+        assert len(gathers) == (2 * STEPS * accumulation if stage == 3 else STEPS)
+        assert all(event["args"]["bytes"] == 5120 for event in gathers)
+        assert any("test_engine.py" in event["args"]["line"] for event in of(events, cat="step"))
+        backward = of(events, name="backward")[0]
+        inside = of(events, name="backward blocks.1")[0]
+        assert backward["ts"] <= inside["ts"]
+        assert inside["ts"] + inside["dur"] <= backward["ts"] + backward["dur"] + 0.01
+        memory = [event for event in events if event["ph"] == "C"]
+        assert len(memory) == STEPS * (2 * accumulation + 1)
+        assert all(event["args"]["parameters"] > 0 for event in memory)
+    assert check_clocks(timelines) > 10
+    plain = run_ranks(recorded, 2, stage, accumulation, "")
+    for (state, installed), (other, off) in zip(results, plain, strict=True):
+        assert all(map(torch.equal, state, other))
+        assert [on[:2] for on in installed] == [(1, True), (1, True), (0, False), (0, False)]
+        assert {on[:2] for on in off} == {(0, False)}
+        assert {on[2] for on in installed} == {on[2] for on in off}
+
+
+@pytest.mark.parametrize("device", ["cpu", "nvme"])
+def test_what_is_moved_is_shown(device: str, tmp_path: Path) -> None:
+    disk = tmp_path / "disk"
+    disk.mkdir()
+    place = {"device": device, **({"nvme_path": str(disk)} if device == "nvme" else {})}
+    config = {"zero_optimization": {"stage": 2, "offload_optimizer": place}}
+    run_ranks(recorded, 2, 2, 1, str(tmp_path / "out"), 0.0, config)
+    timelines = read(tmp_path / "out")
+    for timeline in timelines:
+        check_format(timeline.events, timeline.rank)
+        moves = of(timeline.events, cat="move")
+        steps = of(timeline.events, name="step blocks.1")
+        if device == "cpu":  # the memory of the host is where a CPU computes
+            assert not moves and not steps
+            continue
+        assert len(steps) == STEPS
+        shown = Counter(event["args"]["what"] for event in moves if event["args"]["unit"] == "blocks.1")
+        assert shown["bring"] == shown["take"] == shown["lend"] == STEPS
+        brought = of(timeline.events, name="bring blocks.1")[0]
+        assert brought["args"]["bytes"] == 7680  # master weights and two moments of half of the unit
+        assert brought["ts"] + brought["dur"] <= steps[0]["ts"]
+    times = summarize(timelines).ranks[0]
+    assert (times.moved > 0) == (times.shares["moves"] > 0) == (device == "nvme")
+    assert 0 <= times.moves_hidden <= times.moved
+
+
+def test_a_table_divides_the_time_of_each_rank(tmp_path: Path) -> None:
+    run_ranks(recorded, 2, 3, 1, str(tmp_path))
+    timelines = read(tmp_path)
+    summary = summarize(timelines)
+    for times in summary.ranks:
+        assert tuple(times.shares) == SHARES
+        assert sum(times.shares.values()) == pytest.approx(times.whole)
+        assert min(times.shares.values()) >= 0
+        assert times.shares["compute"] > 0 and times.shares["gather waits"] > 0
+        assert 0 < times.hidden < times.under_way <= times.whole
+    assert summary.stragglers.collectives > 10
+    assert json.loads(json.dumps(summary.as_dict()))["ranks"][1]["rank"] == 1
+    arrows = [event for event in merge(timelines) if event["ph"] in "sf"]
+    begins = {event["id"]: event for event in arrows if event["ph"] == "s"}
+    for event in arrows:
+        assert event["ph"] == "s" or event["pid"] != begins[event["id"]]["pid"]
+
+
+def span(cat: str, start: float, stop: float, tid: int = 0, **args: Any) -> dict[str, Any]:
+    return {
+        "name": cat,
+        "cat": cat,
+        "ph": "X",
+        "ts": start * 1e6,
+        "dur": (stop - start) * 1e6,
+        "tid": tid,
+        "args": args,
+    }
+
+
+def test_each_moment_is_counted_once() -> None:
+    events = [
+        span("compute", 0, 10),
+        span("gather", 1, 6, tid=40),
+        span("wait", 4, 6, what="wait for gather"),
+        span("step", 10, 14),
+        span("move", 11, 12, what="wait for loan"),
+        span("move", 8, 12, tid=80, what="bring"),
+        span("wait", 13, 14, what="wait for collective"),
+        span("idle", 14, 16),
+        span("compute", 16, 17),
+    ]
+    (times,) = summarize([Timeline(0, "here", {}, events)]).ranks
+    assert times.whole == 17
+    assert times.shares == {
+        "gather waits": 2,
+        "reduction waits": 0,
+        "other waits": 1,
+        "moves": 1,
+        "step": 2,
+        "compute": 9,
+        "idle": 2,
+    }
+    assert (times.under_way, times.hidden, times.moved, times.moves_hidden) == (5, 3, 4, 3)
+
+
+# -- what ends early, and what does not fit ----------------------------------------------------------------------------
+
+
+def ends_early(path: str, how: str) -> str:
+    rank = torch.distributed.get_rank()
+    if how == "destroyed":
+        engine = engine_of(3, timeline={"enabled": True, "path": path, "start_step": 0, "steps": 50})
+        window(engine)
+        engine.destroy()
+        return ""
+    engine = engine_of(3)
+    text = ""
+    if how == "raises":
+        try:
+            with engine.record_timeline(path):
+                window(engine)
+                raise RuntimeError(f"rank {rank}")
+        except RuntimeError as error:
+            text = str(error)
+    elif how == "some ranks":
+        with engine.record_timeline(Path(path), ranks=[1]):
+            window(engine)
+    elif how == "too much":
+        with Lines() as lines, engine.record_timeline(path, max_events=20):
+            window(engine)
+        text = "\n".join(lines)
+    elif how == "twice":
+        with engine.record_timeline(path):
+            window(engine)
+            try:
+                with engine.record_timeline(path):
+                    pass
+            except UsageError as error:
+                text = str(error)
+            engine.destroy()  # before the block has ended: what there is is written, once
+    elif how == "no place":
+        Path(path).parent.joinpath(f"file{rank}").write_text("")
+        with Lines() as lines, engine.record_timeline(Path(path).parent / f"file{rank}"):
+            window(engine)
+        text = "\n".join(lines)
+    window(engine) if how != "twice" else None
+    assert not ranges._listeners and engine.ledger.watcher is None
+    engine.destroy()
+    return text
+
+
+@pytest.mark.parametrize("how", ["destroyed", "raises", "some ranks", "too much", "twice", "no place"])
+def test_a_recording_that_ends_early(how: str, tmp_path: Path) -> None:
+    path = tmp_path / "out"
+    texts = run_ranks(ends_early, 2, str(path), how)
+    if how == "no place":
+        assert not path.exists()
+        assert all("cannot write" in text and f"file{rank}" in text for rank, text in enumerate(texts))
+        return
+    timelines = read(path)
+    assert [timeline.rank for timeline in timelines] == ([1] if how == "some ranks" else [0, 1])
+    for timeline in timelines:
+        if how == "too much":
+            kept = [event for event in of(timeline.events) if event["cat"] not in ("idle", "wait")]
+            assert timeline.about["left_out"] > 20 and len(kept) <= 20
+        else:
+            check_format(timeline.events, timeline.rank)
+            assert timeline.about["steps"] == 1
+    if how == "raises":
+        assert texts == ["rank 0", "rank 1"]
+    elif how == "too much":
+        assert all("has left out" in text and "max_events" in text for text in texts)
+    elif how == "twice":
+        assert all("being recorded already" in text for text in texts)
+
+
+def test_ranks_that_are_not_there_are_refused() -> None:
+    with pytest.raises(UsageError, match=r"timeline\.ranks: there are no ranks \[1, 4\]"):
+        engine_of(0, timeline={"enabled": True, "ranks": [0, 1, 4]})
+    with pytest.raises(ConfigError, match=r"timeline\.steps"):
+        engine_of(0, timeline={"steps": 0})
+
+
+# -- ranges ------------------------------------------------------------------------------------------------------------
+
+
+@pytest.mark.parametrize("stage", [0, 3])
+def test_profilers_show_the_same_ranges(stage: int) -> None:
+    engine = engine_of(stage)
+    window(engine)
+    with torch.profiler.profile() as profile:
+        window(engine)
+    engine.destroy()
+    shown = Counter(event.name for event in profile.events() if event.name.startswith("shardwise::"))
+    for name in ("forward blocks.0", "backward blocks.1", "backward", "boundary", "step", "reduce blocks.0"):
+        assert shown[f"shardwise::{name}"] == 1
+
+
+def test_where_nobody_looks_no_range_is_made() -> None:
+    engine = engine_of(3)
+    with mock.patch.object(ranges, "named", side_effect=AssertionError("made")):
+        window(engine)
+        engine.destroy()
+    assert ranges.detailed("forward", "a") is ranges.detailed("backward", "b")
+
+
+class Told:
+    def __init__(self) -> None:
+        self.heard: list[tuple[str, ...]] = []
+
+    def around(self, what: str, unit: str, size: int) -> Any:
+        self.heard.append((what, unit))
+        return mock.MagicMock()
+
+    def flight(self, what: str, unit: str, size: int) -> Any:
+        self.heard.append((what, unit))
+        return lambda: self.heard.append(("landed", unit))
+
+
+def test_several_may_listen_and_leave_in_any_order() -> None:
+    one, other = Told(), Told()
+    first, second = ranges.listening(one), ranges.listening(other)
+    first.__enter__()
+    second.__enter__()
+    landed = ranges.launched("bring", "a")
+    first.__exit__(None, None, None)
+    with ranges.detailed("step", "b"):
+        landed()
+    second.__exit__(None, None, None)
+    with ranges.named("step", "c"):
+        ranges.launched("take", "c")()
+    assert one.heard == [("bring", "a"), ("landed", "a")]
+    assert other.heard == [("bring", "a"), ("step", "b"), ("landed", "a")]
+
+
+def test_every_range_has_a_category() -> None:
+    said = ranges.named.__doc__ or ""
+    for what in CATEGORIES:
+        assert f'"{what}"' in said + (ranges.launched.__doc__ or "")
+    assert set(CATEGORIES.values()) <= set(TRACKS)
+
+
+def test_a_device_that_runs_ahead_is_brought_to_the_hosts_clock() -> None:
+    class Mark:
+        """An event of a device whose clock is a thousandth too fast."""
+
+        def __init__(self, at: float) -> None:
+            self.at = at
+
+        def elapsed_time(self, other: Mark) -> float:
+            return (other.at - self.at) * 1e3 * 1.001
+
+    recorder = Recorder(cuda=False, most=10, step=lambda: 0, sizes={}, memory=dict)
+    recorder._first, recorder._last = (100.0, Mark(100.0)), (110.0, Mark(110.0))
+    assert recorder._on_host(Mark(105.0)) == pytest.approx(105.0)
+
+
+def test_on_streams_a_rank_is_blocked_as_long_as_its_computing_stands_still() -> None:
+    events = [
+        span("gather", 1, 5, tid=40, unit="a", turn=0, waited=0.0),
+        span("gather", 6, 8, tid=40, unit="a", turn=1, waited=0.0),
+        span("reduce", 1, 8, tid=50, unit="a", turn=0, waited=0.0),
+        span("wait", 3, 5, what="wait for gather", unit="a"),
+        span("wait", 4, 7, what="wait for gather", unit="b"),
+        span("wait", 7.5, 8, what="wait for reduction", unit="a"),
+    ]
+    _blame_streams(events)
+    assert [event["args"]["waited"] for event in events[:3]] == [2e6, 0.0, 0.5e6]
+
+
+@pytest.mark.parametrize(
+    "name", ["comm.clocks", "comm.stragglers", "device.ranges", "profile.timeline", "profile.trace"]
+)
+def test_doctests(name: str) -> None:
+    options = doctest.ELLIPSIS | doctest.NORMALIZE_WHITESPACE
+    assert doctest.testmod(importlib.import_module(f"shardwise.{name}"), optionflags=options).failed == 0
+
+
+# -- units of real size ------------------------------------------------------------------------------------------------
+
+
+def large(path: str) -> None:
+    model = nn.Sequential(nn.Linear(8192, 4096, bias=False), nn.Linear(4096, 8, bias=False))
+    config = {
+        "train_micro_batch_size_per_gpu": 2,
+        "zero_optimization": {"stage": 3, "stage3_param_persistence_threshold": 0},
+        "optimizer": {"type": "SGD", "params": {"lr": 1e-2}},
+    }
+    engine, *_ = shardwise.initialize(model=model, config=config)
+    engine.backward(engine(torch.ones(2, 8192)).mean())
+    engine.step()
+    with engine.record_timeline(path):
+        engine.backward(engine(torch.ones(2, 8192)).mean())
+        engine.step()
+    engine.destroy()
+
+
+@pytest.mark.thorough
+def test_a_unit_of_which_a_rank_has_64_mebibytes(tmp_path: Path) -> None:
+    run_ranks(large, 2, str(tmp_path))
+    timelines = read(tmp_path)
+    assert check_clocks(timelines) >= 4
+    for timeline in timelines:
+        check_format(timeline.events, timeline.rank)
+        gathers = [event for event in of(timeline.events, cat="gather") if event["args"]["bytes"] == 128 << 20]
+        assert gathers and all(event["dur"] > 0 for event in gathers)
