@@ -167,8 +167,9 @@ class Checkpoints:
         options: Options,
         load_lr_scheduler_states: bool = True,
         custom_load_fn: CustomLoad | None = None,
+        data: bool = True,
     ) -> tuple[str | None, dict[str, Any] | None]:
-        """Load a checkpoint as `load` does, from arguments that have been checked."""
+        """Load a checkpoint as `load` does, from arguments that have been checked; `data`: go back in the data, too."""
 
         def check(saved: Checkpoint) -> None:
             with_scheduler = load_lr_scheduler_states and not options.module_only
@@ -195,7 +196,7 @@ class Checkpoints:
             if saved.notes:
                 self._log(f"{loaded.path}: not taken over: {'; '.join(saved.notes)}")
             with phase(self._job, f"loading checkpoint {loaded.path}"):
-                self._take_training_state(loaded, options, load_lr_scheduler_states)
+                self._take_training_state(loaded, options, load_lr_scheduler_states, data)
         if self._job.rank == 0 and (matched.report.differs or matched.report.notes):
             logger.warning("%s", matched.report)
         self._last, self._last_in_background = loaded.path, False
@@ -261,6 +262,7 @@ class Checkpoints:
                 "loader": None if loader is None else loader.state_dict(),
                 "compression": self._kept(),
                 "optimizer": self._sharded.rank_state(),
+                **({} if self._step.watch is None else {"watch": self._step.watch.state()}),
             },
             scheduler=None if scheduler is None else scheduler.state_dict(),
             scaler=None if self._step.loss_scaler is None else self._step.loss_scaler.state_dict(),
@@ -285,7 +287,7 @@ class Checkpoints:
                 "and the layout it was saved with; training goes on from what all ranks agree on"
             )
 
-    def _take_training_state(self, loaded: Loaded, options: Options, with_scheduler: bool) -> None:
+    def _take_training_state(self, loaded: Loaded, options: Options, with_scheduler: bool, data: bool) -> None:
         path, world = loaded.path, self._job.world
         if with_scheduler and self._step.lr_scheduler is not None:
             self._step.lr_scheduler.load_state_dict(loaded.scheduler)
@@ -305,7 +307,9 @@ class Checkpoints:
         same = len(loaded.manifest.ranks) == world
         own = loaded.rank if loaded.rank is not None else loaded.first
         self._take_kept(own.get("compression") if options.optimizer else None, loaded)
-        if self._batches.training_dataloader is not None and own["loader"] is not None:
+        if self._step.watch is not None:
+            self._step.watch.load(own.get("watch"), self._sharded.device)
+        if data and self._batches.training_dataloader is not None and own["loader"] is not None:
             self._batches.training_dataloader.load_state_dict((own if same else loaded.first)["loader"])
         if not same and own["rng"] is not None:
             self._log(

@@ -48,6 +48,7 @@ if TYPE_CHECKING:
     from shardwise.comm.ledger import Ledger
     from shardwise.config import Resolution
     from shardwise.engine.activations import Activations
+    from shardwise.engine.anomalies import Anomaly
     from shardwise.engine.batch import Batches
     from shardwise.engine.budget import Budget
     from shardwise.engine.checkpointing import Checkpoints
@@ -83,7 +84,7 @@ class Engine(nn.Module):
         data: the ranks that share the data.
         global_steps: boundaries passed, skipped steps included.
         micro_steps: calls of `step()`, but for those that had nothing to do.
-        skipped_steps: steps skipped because of an overflow.
+        skipped_steps: steps skipped because of an overflow or a spike.
         global_samples: samples of all ranks that have gone into steps.
         last_step: what the last `step()` at a boundary did (`StepReport`).
         last_load: what the last `load_checkpoint` has done, and what differed; None before.
@@ -532,8 +533,9 @@ class Engine(nn.Module):
         Raises:
             UsageError: the engine has no optimizer, or has been destroyed.
             SyncError: inside `no_sync()`.
-            NonFiniteError: a gradient is not finite, and `non_finite` is "stop". Parameters, optimizer and schedule are
-                as they were; the window's gradients are dropped.
+            NonFiniteError: a gradient is not finite, and `non_finite` is "stop", or "rewind" too often. Parameters,
+                optimizer and schedule are as they were; the window's gradients are dropped.
+            AnomalyError: so for what `anomaly_watch` says; also if there is no copy in memory to go back to.
         """
         self.sharded.check_there("engine.step()")
         if self.optimizer is None:
@@ -545,7 +547,10 @@ class Engine(nn.Module):
             self._profiling.after_step()
             self._activations.tell(self.global_steps, self.job.rank)
             self._memory.check_limit()
-            self._faults.after_boundary()
+            if self._step.rewinding is not None:
+                self._faults.rewind()
+            else:
+                self._faults.after_boundary()
 
     def _no_optimizer(self) -> str:
         section = self._resolution.config.optimizer
@@ -555,6 +560,24 @@ class Engine(nn.Module):
             "there is no optimizer, because initialize() found nothing to train: no parameter of the model (or of "
             "model_parameters) required a gradient"
         )
+
+    @property
+    def anomalies(self) -> tuple[Anomaly, ...]:
+        """The last things noticed that should not be (gradients that are not finite, spikes, rewinds), oldest first.
+
+        The same on all ranks. Spikes are looked for with `anomaly_watch`. On a GPU a warning is known a step later.
+        """
+        return tuple(self._step.anomalies.noted)
+
+    @property
+    def loss_history(self) -> tuple[tuple[int, float], ...]:
+        """(step, mean loss of all ranks) of the last steps, the oldest first; empty without `anomaly_watch`."""
+        return () if self._step.watch is None else tuple(self._step.watch.losses.values)
+
+    @property
+    def grad_norm_history(self) -> tuple[tuple[int, float], ...]:
+        """(step, global gradient norm) of the last steps, the oldest first; empty without `anomaly_watch`."""
+        return () if self._step.watch is None else tuple(self._step.watch.norms.values)
 
     def was_step_applied(self) -> bool:
         """Whether the last `step()` updated the parameters."""
