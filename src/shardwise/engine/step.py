@@ -416,10 +416,11 @@ class TrainStep:
         report = self._count_early(report)
         self.last_step, self.applied = report, report.applied
         self._tell_overflow(not report.applied)
+        searched = overflow is not None and self._searched(overflow)
         if self.loss_scaler is not None:
             self.loss_scaler.update(overflow is not None, overflow or "")
         if overflow is not None:
-            self._tell_skipped(report, overflow)
+            self._tell_skipped(report, overflow, searched)
         self.global_steps += 1
         self.global_samples += samples
         if not report.applied:
@@ -459,14 +460,17 @@ class TrainStep:
             "this step"
         )
 
-    def _tell_skipped(self, report: StepReport, overflow: OverflowReport) -> None:
-        """Say that a step with gradients that are not finite is not taken."""
+    def _tell_skipped(self, report: StepReport, overflow: OverflowReport, searched: bool) -> None:
+        """Say that a step with gradients that are not finite is not taken; `searched`: to find a loss scale."""
         before, now = report.loss_scale, self.scale
         change = f"stays at {now:g}" if before == now else f"goes from {before:g} to {now:g}"
         message = "step %d is skipped: overflow in %s%s"
-        if self._searched(overflow):
+        if searched:
             if self._job.rank == 0:
                 logger.info(message, self.global_steps, overflow, f"; the loss scale {change}")
+            if self.loss_scaler is not None and self.loss_scaler.exhausted:  # now: the next overflow is no search
+                self._tracer.arm(self.global_steps)
+                self._window.trace = self._tracer.new_window(self.global_steps)
             return
         told = "" if self.loss_scaler is None else f"; the loss scale {change}"
         anomaly = Anomaly.of_overflow(self.global_steps, overflow, self._non_finite.policy)
