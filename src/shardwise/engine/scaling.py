@@ -77,7 +77,9 @@ def checks_overflow(config: Config) -> bool:
 
 def computes_norm(config: Config) -> bool:
     """Whether steps compute the gradient norm: to clip, to find overflows, to watch or to report it."""
-    asked = config.gradient_clipping or config.zero_optimization.compute_grad_norm or config.anomaly_watch.enabled
+    watch = config.anomaly_watch
+    watched = watch.enabled and watch.grad_norm_spike != "ignore"
+    asked = config.gradient_clipping or config.zero_optimization.compute_grad_norm or watched
     return bool(asked) or checks_overflow(config)
 
 

@@ -13,7 +13,7 @@ from __future__ import annotations
 import math
 from collections import deque
 from collections.abc import Mapping, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from statistics import median
 from typing import TYPE_CHECKING, Any, Literal
 
@@ -155,15 +155,20 @@ class SpikeWatch:
         return any(action in ("skip", "stop", "rewind") for action in self._actions.values())
 
     def judge(
-        self, step: int, loss: float | None, norm: float, sums: torch.Tensor, factor: float | torch.Tensor
+        self,
+        step: int,
+        loss: float | None,
+        norm: float | None,
+        sums: torch.Tensor | None,
+        factor: float | torch.Tensor,
     ) -> list[Spike]:
         """Return what is unusual of a step, and remember the step.
 
         Args:
             step: its number.
             loss: mean of all ranks; None if there is none.
-            norm: of the gradients.
-            sums: squares of the gradient of each parameter.
+            norm: of the gradients; None if it is not computed.
+            sums: squares of the gradient of each parameter; None if they are not.
             factor: what turns the sums of gradients into the gradient.
         """
         found: list[Spike] = []
@@ -172,19 +177,16 @@ class SpikeWatch:
             ("grad_norm_spike", self.norms, norm),
         )
         for kind, history, value in kinds:
-            if value is None or not math.isfinite(value) or self._actions[kind] == "ignore":
+            if value is None or not math.isfinite(value):
                 continue
             judged = history.judge(step, value)
-            if judged is not None:
+            if judged is not None and self._actions[kind] != "ignore":
                 found.append(Spike(kind, value, *judged, action=self._actions[kind]))
-        if math.isfinite(norm):
+        if sums is not None and norm is not None and math.isfinite(norm):
             squares = sums * (factor * factor)
-            if self._usual is None:
-                self._usual = squares
-            else:
-                grown = self._grown(squares) if found else ()
-                found = [Spike(**{**vars(spike), "grown": grown}) for spike in found]
-                self._usual = torch.lerp(self._usual, squares, SHARE)
+            grown = self._grown(squares) if found and self._usual is not None else ()
+            found = [replace(spike, grown=grown) for spike in found]
+            self._usual = squares if self._usual is None else torch.lerp(self._usual, squares, SHARE)
         return found
 
     def _grown(self, squares: torch.Tensor) -> tuple[tuple[str, float], ...]:

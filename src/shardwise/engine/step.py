@@ -439,25 +439,26 @@ class TrainStep:
             AnomalyError: all ranks alike; the window's gradients are dropped, and everything else is as it was.
         """
         overflow, spike = report.overflow, report.spike
-        action = self._non_finite.policy if overflow is not None else spike.action if spike is not None else "warn"
+        key, action, cause = "", "warn", ""
+        if spike is not None:
+            key, action, cause = f"anomaly_watch.{spike.kind}", spike.action, str(spike)
+        if overflow is not None and action not in ("stop", "rewind"):
+            key, action, cause = "non_finite", self._non_finite.policy, f"gradients are not finite: {overflow}"
         if action not in ("stop", "rewind"):
             return
-        key = "non_finite" if overflow is not None or spike is None else f"anomaly_watch.{spike.kind}"
-        what = f"gradients are not finite, and `{key}` is" if spike is None else f"`{key}` is"
         most = self._config.anomaly_watch.max_rewinds
         if action == "rewind" and self.anomalies.rewinds < most:
-            self.rewinding = f'{what} "rewind": {spike or overflow}'
+            self.rewinding = f'`{key}` is "rewind": {cause}'
             return
         why = f'"{action}"' if action == "stop" else f'"rewind", which was done {most} times (`max_rewinds`) already'
-        step = self.global_steps
+        step, kind = self.global_steps, AnomalyError
         if overflow is not None:
             self.anomalies.note_quietly(Anomaly.of_overflow(step, overflow, "stop"))
+            kind = NonFiniteError
         self.drop_gradients()
         self.micro_steps = self.window_began
-        kind = AnomalyError if overflow is None else NonFiniteError
         raise kind(
-            f"step {step}: {what} {why}: {spike or overflow}. Parameters and optimizer state are as they were before "
-            "this step"
+            f"step {step}: {cause}. `{key}` is {why}. Parameters and optimizer state are as they were before this step"
         )
 
     def _tell_skipped(self, report: StepReport, overflow: OverflowReport, searched: bool) -> None:
@@ -557,7 +558,7 @@ class TrainStep:
             overflow = explain_overflow(sharded, self._job, sums, abs(float(factor)), self.scale, lost)
             if not self._searched(overflow):
                 overflow = self._non_finite.traced(overflow, self.global_steps, self._window)
-        elif heard.spike is not None:
+        if heard.spike is not None and (overflow is None or heard.spike.action in ("stop", "rewind")):
             spike = heard.spike
         if overflow is None and clip and norm is not None:
             coefficient = sharded.clip_factor(norm, clip)
@@ -607,20 +608,21 @@ class TrainStep:
         if evidence is not None and self._non_finite.policy == "warn":
             self._non_finite.hear(bool(told[FACTS + 1]), evidence, late=late)
         spike = None
-        if self.watch is not None and evidence is not None and norm is not None:
-            assert evidence.of_parameters is not None
+        if self.watch is not None and evidence is not None:
             loss = told[FACTS + 2] / told[FACTS + 3] if told[FACTS + 3] else None
-            spike = self._judged(evidence.step, loss, norm, evidence)
+            spike = self._judged(evidence, loss, norm)
         return _Heard(bool(told[FACTS]), norm is None or math.isfinite(norm), spike)
 
-    def _judged(self, step: int, loss: float | None, norm: float, evidence: Evidence) -> Spike | None:
+    def _judged(self, evidence: Evidence, loss: float | None, norm: float | None) -> Spike | None:
         """Say what is unusual of a step, and return that which asks for most (all ranks call)."""
-        assert self.watch is not None and evidence.of_parameters is not None
-        found = self.watch.judge(step, loss, norm, evidence.of_parameters, evidence.factor)
+        assert self.watch is not None
+        squares = evidence.of_parameters if norm is not None and evidence.summed else None
+        step = evidence.step
+        found = self.watch.judge(step, loss, norm, squares, evidence.factor)
         for spike in found:
-            done = {"skip": "; the step is skipped", "stop": "; the run ends", "rewind": "; the step is undone"}
+            done = "" if spike.action == "warn" else f" (`anomaly_watch.{spike.kind}` is {spike.action})"
             anomaly = Anomaly.of_spike(step, spike)
-            self.anomalies.note(anomaly, "step %d: %s%s. %s", step, spike, done.get(spike.action, ""), anomaly.advice)
+            self.anomalies.note(anomaly, "step %d: %s%s; %s", step, spike, done, anomaly.advice)
         order = ("warn", "skip", "rewind", "stop")
         return max(found, key=lambda spike: order.index(spike.action), default=None)
 
