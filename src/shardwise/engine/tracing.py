@@ -6,8 +6,10 @@ the device, and nothing that the host waits for. They are read only if the step 
 Then the first look in time that was not finite names the module: that whose outputs were looked at, or the one around
 it, between whose modules the value was made.
 
-A tensor that goes to several modules has one gradient, their sum. So each module is given an alias of its
-differentiable inputs, whose gradient is what this module has contributed.
+A tensor that goes to several modules has one gradient, their sum. What a module has contributed to it is seen where the
+nodes of autograd that are the module's own hand it on: they are found when the module has returned, by a walk from its
+outputs to its inputs that passes by what the modules inside of it have done. Nothing is added to the graph, so that
+gradients are added up in the same order, and are the same to the bit.
 
 What is expected to be infinite is passed over: an input without a gradient that has no other such values than minus
 infinity (a mask), and one of minus infinity that the module turns into finite values (a softmax).
@@ -23,9 +25,10 @@ from typing import TYPE_CHECKING, Any, Literal
 
 import torch
 from torch import nn
+from torch.autograd.graph import Node
 
 from shardwise.comm.ledger import user_line
-from shardwise.compat import backward_pass, transforming
+from shardwise.compat import backward_pass, number_of, transforming
 from shardwise.precision.origin import Origin
 from shardwise.precision.overflow import OverflowReport
 from shardwise.trees import tensors_in
@@ -38,7 +41,8 @@ MOST = 1 << 17
 """Looks that are kept of a window; a script that differentiates without ever stepping does not fill memory."""
 
 _FLOATS = frozenset({torch.float16, torch.bfloat16, torch.float32, torch.float64})
-_CONTAINERS = (nn.Sequential, nn.ModuleList, nn.ModuleDict)
+_FAR = 4096
+"""Nodes of a module's own that are looked through."""
 
 
 class Call:
@@ -52,9 +56,11 @@ class Call:
         went_in: looks at its inputs.
         came_out: looks at its outputs.
         gradients: looks at the gradients of its outputs.
+        begins: nodes of autograd that have made its inputs.
+        inside: of the modules it has called, nodes that have made the outputs, each with those that made the inputs.
     """
 
-    __slots__ = ("around", "came_out", "gradients", "micro_batch", "name", "of_class", "went_in")
+    __slots__ = ("around", "begins", "came_out", "gradients", "inside", "micro_batch", "name", "of_class", "went_in")
 
     def __init__(self, name: str, of_class: str, around: Call | None, micro_batch: int) -> None:
         self.name = name
@@ -64,6 +70,8 @@ class Call:
         self.went_in: list[Look] = []
         self.came_out: list[Look] = []
         self.gradients: list[Look] = []
+        self.begins: set[Node] = set()
+        self.inside: dict[Node, set[Node]] = {}
 
 
 class Look:
@@ -157,10 +165,9 @@ class Tracer:
             self._handles.append(module.register_forward_hook(ModuleHook(after), with_kwargs=True, always_call=True))
 
     def _hooks(self, module: nn.Module, name: str) -> tuple[Callable[..., Any], Callable[..., Any]]:
-        aliases = not isinstance(module, _CONTAINERS)
         of_class = type(module).__name__
 
-        def before(module: nn.Module, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
+        def before(module: nn.Module, args: tuple[Any, ...], kwargs: dict[str, Any]) -> None:
             running = self._running
             if module is self._root:
                 running.clear()  # calls that were cut short
@@ -170,18 +177,18 @@ class Tracer:
             call = Call(name, of_class, running[-1] if running else None, self.micro_batch())
             running.append(call)
             if not self._on or len(self._trace) > MOST:
-                return None
+                return
             if name not in self._lines:
                 self._lines[name] = user_line()
             if not again:
                 for key, parameter in module._parameters.items():
                     if type(parameter) is nn.Parameter:
                         self._look("parameter", call, parameter, key)
-                for values in _tensors((args, kwargs)):
-                    look = self._look("input", call, values)
-                    if look is not None:
-                        call.went_in.append(look)
-            return self._aliased(call, args, kwargs) if aliases and torch.is_grad_enabled() else None
+            for values in _tensors((args, kwargs)):
+                if values.grad_fn is not None:
+                    call.begins.add(values.grad_fn)
+                if not again and (look := self._look("input", call, values)) is not None:
+                    call.went_in.append(look)
 
         def after(module: nn.Module, args: Any, kwargs: Any, outputs: Any) -> None:
             running = self._running
@@ -193,33 +200,57 @@ class Tracer:
             if not self._on or len(self._trace) > MOST:
                 return
             again = backward_pass() is not None
+            made: set[Node] = set()
             for values in _tensors(outputs):
                 hooked = self._known(values)
-                if not again:
-                    look = self._look("output", call, values)
-                    if look is not None:
-                        call.came_out.append(look)
-                if hooked is None and values.requires_grad and values.grad_fn is not None:
+                if not again and (look := self._look("output", call, values)) is not None:
+                    call.came_out.append(look)
+                if not values.requires_grad or (node := values.grad_fn) is None:
+                    continue
+                if hooked is None:
                     values.register_hook(self._gradient_hook("output_gradient", call))
+                if node not in call.begins:
+                    made.add(node)
+            if call.begins:
+                self._follow(call, made)
+            if call.around is not None:
+                call.around.inside.update((node, call.begins) for node in made)
+            call.begins, call.inside = set(), {}  # they keep activations alive
 
         return before, after
 
-    def _aliased(self, call: Call, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
-        """Return arguments of which tensors that are differentiated are aliases; None if there are none."""
-        made: dict[int, torch.Tensor] = {}
+    def _follow(self, call: Call, made: set[Node]) -> None:
+        """Watch the gradients that a module's own nodes hand on to its inputs.
 
-        def alias(value: Any) -> Any:
-            if type(value) is not torch.Tensor or value.grad_fn is None or value.dtype not in _FLOATS:
-                return value
-            if id(value) not in made:
-                known = self._known(value)
-                made[id(value)] = view = value.view_as(value)
-                view.register_hook(self._gradient_hook("input_gradient", call))
-                self._note(view, None if known is None else known[0])
-            return made[id(value)]
+        Args:
+            call: of the module, which has returned.
+            made: nodes that have made its outputs.
+        """
+        newest = max(number_of(node) for node in call.begins)
+        pending, seen = list(made), set(made)
+        while pending and len(seen) < _FAR:
+            node = pending.pop()
+            befores = call.inside.get(node)
+            if befores is None:
+                own = [place for place, (before, _) in enumerate(node.next_functions) if before in call.begins]
+                if own:
+                    node.register_hook(self._handed_on(call, own))
+                befores = {before for before, _ in node.next_functions if before is not None}
+            # What is not newer than all inputs was made before the call.
+            further = {before for before in befores - seen - call.begins if number_of(before) > newest}
+            pending += further
+            seen |= further
 
-        args, kwargs = tuple(map(alias, args)), {key: alias(value) for key, value in kwargs.items()}
-        return (args, kwargs) if made else None
+    def _handed_on(self, call: Call, places: list[int]) -> Callable[..., None]:
+        look = self._gradient_hook("input_gradient", call)
+
+        def after(handed: tuple[torch.Tensor | None, ...], _: Any) -> None:
+            for place in places:
+                gradient = handed[place] if place < len(handed) else None
+                if gradient is not None:
+                    look(gradient)
+
+        return after
 
     def _gradient_hook(self, what: str, call: Call) -> Callable[[torch.Tensor], None]:
         trace = self._trace
