@@ -709,8 +709,8 @@ class Engine(nn.Module):
         or not at all, also where one of this name exists.
 
         Values that are infinite or NaN are said in the log, and the checkpoint is marked: `resume` prefers the last one
-        without, which `checkpoint.keep_last` does not remove. With `non_finite` "skip", "stop" or "rewind" `latest` goes on
-        naming the one before.
+        without, which `checkpoint.keep_last` does not remove. With `non_finite` "skip", "stop" or "rewind" `latest`
+        goes on naming the one before.
 
         In the middle of an accumulation window the gradients so far are not saved, which the log says: whoever goes on
         from the checkpoint begins the window anew, with the micro-batches that follow.

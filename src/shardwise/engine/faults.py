@@ -314,7 +314,7 @@ class FaultTolerance:
             with copies.assembled(generation) as name:
                 if name is None:
                     continue
-                self._checkpoints.restore(copies.path, name, Options(verify=False), data=False)
+                self._checkpoints.restore(copies.path, name, Options(verify=False), going_back=True)
             step.anomalies.rewinds = rewinds
             most = self._resolution.config.anomaly_watch.max_rewinds
             advice = "where it recurs, leave out the data of these steps, or lower the learning rate"
