@@ -2,12 +2,16 @@
 
 from __future__ import annotations
 
+import functools
+import gc
 import logging
+import weakref
 from typing import Any
 
 import pytest
 import torch
 from torch import nn
+from torch.utils.checkpoint import checkpoint as reentrant
 
 import shardwise
 from shardwise.engine.step import TrainStep
@@ -187,6 +191,54 @@ def test_the_first_module_is_named(stage: int, precision: str, recomputes: bool)
     assert run_ranks(traced, 2, stage, precision, recomputes, hows) == [[], []]
 
 
+def recomputed(stage: int) -> list[Any]:
+    """With torch's re-entrant checkpoints, whose passes are without gradients first, and nested afterwards."""
+    engine = build(stage)
+    for block in engine.module.blocks:
+        block.forward = functools.partial(reentrant, block.run, use_reentrant=True)
+    found = []
+    for how in ("output", "code", "input_gradient", "code_gradient"):
+        window(engine, how)
+        overflow = engine.last_step.overflow
+        origin = None if overflow is None else overflow.origin
+        found.append(None if origin is None else (origin.what, origin.module, origin.ranks, origin.micro_batch))
+    engine.destroy()
+    return found
+
+
+def test_modules_that_are_computed_again_within_the_backward_pass() -> None:
+    expected = [
+        [how, module, [1], 1]
+        for how, module in (
+            ("output", "blocks.1.spoiler"),
+            ("code", "blocks.1"),
+            ("input_gradient", "blocks.1.spoiler"),
+            ("code_gradient", "blocks.1"),
+        )
+    ]
+    for found in run_ranks(recomputed, 2, 3):
+        assert [None if one is None else [*one[:2], list(one[2]), one[3]] for one in found] == expected
+
+
+def held(trace: str) -> int:
+    """Return how many outputs of modules are left after the backward pass, before the step."""
+    engine = build(0, non_finite="warn", anomaly_watch={"enabled": True, "trace": trace})
+    outputs: list[Any] = []
+    for module in engine.module.modules():
+        module.register_forward_hook(lambda _, args, output: outputs.append(weakref.ref(output)))
+    gc.disable()
+    engine.backward(engine(torch.ones(2, 4)).square().mean())
+    alive = sum(output() is not None for output in outputs)
+    gc.enable()
+    assert outputs
+    engine.destroy()
+    return alive
+
+
+def test_watching_keeps_no_activation_alive() -> None:
+    assert run_ranks(held, 1, "always") == [0]
+
+
 def heard_late(stage: int) -> tuple[list[Any], list[Any]]:
     """As on a device that the host does not wait for, with the policy to warn; modules are watched after the first."""
     handler = Events()
@@ -247,7 +299,7 @@ def test_the_search_for_a_loss_scale_is_nothing_unusual() -> None:
 def trained(stage: int, watch: dict[str, Any]) -> list[Any]:
     engine = build(stage, recomputes=True, anomaly_watch=watch, non_finite="warn", gradient_clipping=1.0)
     before = engine.ledger.sequence
-    for number in range(4):
+    for number in range(2):
         window(engine, value=1.0 + number)
     values = [(n, values.clone()) for runs in engine.sharded.value_runs().values() for n, _, values in runs]
     launched = engine.ledger.sequence - before

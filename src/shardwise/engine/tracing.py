@@ -174,7 +174,9 @@ class Tracer:
             again = backward_pass() is not None
             if not running:
                 self._on = torch.is_grad_enabled() and not transforming()
-            call = Call(name, of_class, running[-1] if running else None, self.micro_batch())
+            micro_batch = self.micro_batch()
+            around = running[-1] if running else self._holder(name, micro_batch) if again else None
+            call = Call(name, of_class, around, micro_batch)
             running.append(call)
             if not self._on or len(self._trace) > MOST:
                 return
@@ -218,6 +220,15 @@ class Tracer:
             call.begins, call.inside = set(), {}  # they keep activations alive
 
         return before, after
+
+    def _holder(self, name: str, micro_batch: int) -> Call | None:
+        """Stand in, where a part of a module is computed again by itself, for the call of the module that holds it."""
+        while name:
+            name = name.rpartition(".")[0]
+            module = self._root.get_submodule(name)
+            if not isinstance(module, nn.ModuleList | nn.ModuleDict):
+                return Call(name, type(module).__name__, None, micro_batch)
+        return None
 
     def _follow(self, call: Call, made: set[Node]) -> None:
         """Watch the gradients that a module's own nodes hand on to its inputs.
