@@ -102,7 +102,11 @@ class SyncError(UsageError, AssertionError):
     """Gradients would be stepped without having been reduced."""
 
 
-class NonFiniteError(ShardwiseError, ArithmeticError):
+class AnomalyError(ShardwiseError, ArithmeticError):
+    """A step is not what it should be, and the configuration asks to stop then, or to go back to where it cannot."""
+
+
+class NonFiniteError(AnomalyError):
     """A gradient is infinite or not a number, and the configuration asks to stop then."""
 
 

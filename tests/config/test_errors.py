@@ -35,7 +35,7 @@ UNKNOWN = [
     (with_batch(overlap_comm=True), "overlap_comm", f"write `{ZERO}.overlap_comm`"),
     (with_batch(loss_scale=0), "loss_scale", "write `fp16.loss_scale`"),
     (with_batch(lr=0.1), "lr", "no key of the top level"),
-    (with_batch(enabled=True), "enabled", "belongs to other sections, such as `comms_logger.enabled`"),
+    (with_batch(enabled=True), "enabled", "belongs to other sections, such as `anomaly_watch.enabled`"),
     (with_batch(micro_batch_size=4), "micro_batch_size", "`train_micro_batch_size_per_gpu`"),
     (with_batch(gradient_accumulation_step=4), "gradient_accumulation_step", "`gradient_accumulation_steps`"),
     (with_batch(**{"gradient-clipping": 1.0}), "gradient-clipping", "`gradient_clipping`"),

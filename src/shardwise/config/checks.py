@@ -27,6 +27,7 @@ def check_combinations(config: Config, found: Scan, world_size: int) -> list[Pro
         *_checkpoint(config),
         *_ranks(config, world_size),
         *_checkpoints(config, found),
+        *_watch(config),
     ]
 
 
@@ -305,6 +306,30 @@ def _checkpoint(config: Config) -> Iterator[Problem]:
     if not asked.exit_on and not asked.save_on:
         message = "names no signal in `exit_on` and none in `save_on`; name one, or remove the section"
         yield Problem("checkpoint.on_signal", message)
+
+
+def _watch(config: Config) -> Iterator[Problem]:
+    watch = config.anomaly_watch
+    asking = {"non_finite": config.non_finite}
+    if watch.enabled:
+        asking |= {
+            "anomaly_watch.loss_spike": watch.loss_spike,
+            "anomaly_watch.grad_norm_spike": watch.grad_norm_spike,
+        }
+    if config.checkpoint.memory_copies is None:
+        for path, action in asking.items():
+            if action == "rewind":
+                message = (
+                    'is "rewind", and there is nothing to go back to: add "checkpoint": {"memory_copies": {"every": '
+                    '10}}, or choose "skip" or "stop"'
+                )
+                yield Problem(path, message, ConflictError)
+    if watch.min_steps > watch.window:
+        message = (
+            f"is {watch.min_steps}, and no more than `anomaly_watch.window` = {watch.window} steps are ever compared, "
+            "so no value would be judged; lower it or widen the window"
+        )
+        yield Problem("anomaly_watch.min_steps", message, ConflictError)
 
 
 def _ranks(config: Config, world_size: int) -> Iterator[Problem]:

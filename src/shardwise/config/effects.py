@@ -86,6 +86,8 @@ def _holds_anyway(path: tuple[str, ...], config: Config) -> bool:
     """Whether keys of a section hold although it is switched off."""
     if path == ("activation_offload",):
         return config.activation_checkpointing.cpu_checkpointing
+    if path == ("anomaly_watch",):  # the limit of rewinds
+        return config.non_finite == "rewind"
     if path == ("fp16",):  # its loss scale is that of autocast
         return config.torch_autocast.enabled and config.torch_autocast.dtype == "fp16"
     return path == ("bf16",) and config.bf16.check_grad_overflow
@@ -139,6 +141,12 @@ def _overruled(path: tuple[str, ...], config: Config, world_size: int) -> str:
         return "times are printed with `steps_per_print`, which is not set"
     if path == ("timers",) and config.timers.throughput.enabled and silent:
         return "rates are printed with `steps_per_print`, which is not set"
+    watch = config.anomaly_watch
+    if path == ("anomaly_watch", "trace_steps") and watch.enabled and watch.trace != "after":
+        return f'it belongs to `anomaly_watch.trace` "after", which is "{watch.trace}"'
+    if path == ("anomaly_watch", "max_rewinds"):
+        asking = {config.non_finite, watch.loss_spike, watch.grad_norm_spike} if watch.enabled else {config.non_finite}
+        return "" if "rewind" in asking else 'nothing asks for "rewind"'
     if path == ("sparse_attention",) and sparse is not None and sparse.mode == "dense":
         return 'the mode "dense" is ordinary attention'
     return ""

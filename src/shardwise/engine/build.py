@@ -220,7 +220,7 @@ def initialize(
     signals = SignalWatch()
     batches = Batches(settings, data, device)
     scaler = LossScaler.from_config(settings.fp16) if scales_loss(settings) else None
-    shows_loss = job.rank == 0 and bool(switched_on(settings))
+    shows_loss = bool(switched_on(settings)) or settings.anomaly_watch.enabled
     step = TrainStep(sharded, settings, job, batches, stepped, scheduler, scaler, signals, shows_loss)
     checkpoints = Checkpoints(sharded, resolution, job, step, batches)
     if watched is not None:

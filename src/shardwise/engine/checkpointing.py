@@ -167,8 +167,12 @@ class Checkpoints:
         options: Options,
         load_lr_scheduler_states: bool = True,
         custom_load_fn: CustomLoad | None = None,
+        going_back: bool = False,
     ) -> tuple[str | None, dict[str, Any] | None]:
-        """Load a checkpoint as `load` does, from arguments that have been checked."""
+        """Load a checkpoint as `load` does, from arguments that have been checked.
+
+        Going back, within a run, leaves the place in the training data as it is, and what is known of checkpoints.
+        """
 
         def check(saved: Checkpoint) -> None:
             with_scheduler = load_lr_scheduler_states and not options.module_only
@@ -195,11 +199,12 @@ class Checkpoints:
             if saved.notes:
                 self._log(f"{loaded.path}: not taken over: {'; '.join(saved.notes)}")
             with phase(self._job, f"loading checkpoint {loaded.path}"):
-                self._take_training_state(loaded, options, load_lr_scheduler_states)
+                self._take_training_state(loaded, options, load_lr_scheduler_states, going_back)
         if self._job.rank == 0 and (matched.report.differs or matched.report.notes):
             logger.warning("%s", matched.report)
-        self._last, self._last_in_background = loaded.path, False
-        self.last_load = replace(matched.report, notes=matched.report.notes + self._notes)
+        if not going_back:
+            self._last, self._last_in_background = loaded.path, False
+            self.last_load = replace(matched.report, notes=matched.report.notes + self._notes)
         return loaded.path, loaded.client
 
     def _check_training_state(self, manifest: Manifest, path: str, *, with_scheduler: bool) -> None:
@@ -261,6 +266,7 @@ class Checkpoints:
                 "loader": None if loader is None else loader.state_dict(),
                 "compression": self._kept(),
                 "optimizer": self._sharded.rank_state(),
+                **({} if self._step.watch is None else {"watch": self._step.watch.state()}),
             },
             scheduler=None if scheduler is None else scheduler.state_dict(),
             scaler=None if self._step.loss_scaler is None else self._step.loss_scaler.state_dict(),
@@ -285,7 +291,7 @@ class Checkpoints:
                 "and the layout it was saved with; training goes on from what all ranks agree on"
             )
 
-    def _take_training_state(self, loaded: Loaded, options: Options, with_scheduler: bool) -> None:
+    def _take_training_state(self, loaded: Loaded, options: Options, with_scheduler: bool, going_back: bool) -> None:
         path, world = loaded.path, self._job.world
         if with_scheduler and self._step.lr_scheduler is not None:
             self._step.lr_scheduler.load_state_dict(loaded.scheduler)
@@ -305,7 +311,9 @@ class Checkpoints:
         same = len(loaded.manifest.ranks) == world
         own = loaded.rank if loaded.rank is not None else loaded.first
         self._take_kept(own.get("compression") if options.optimizer else None, loaded)
-        if self._batches.training_dataloader is not None and own["loader"] is not None:
+        if self._step.watch is not None:
+            self._step.watch.load(own.get("watch"), self._sharded.device)
+        if not going_back and self._batches.training_dataloader is not None and own["loader"] is not None:
             self._batches.training_dataloader.load_state_dict((own if same else loaded.first)["loader"])
         if not same and own["rng"] is not None:
             self._log(

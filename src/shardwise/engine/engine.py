@@ -50,6 +50,7 @@ if TYPE_CHECKING:
     from shardwise.comm.stragglers import Stragglers
     from shardwise.config import Resolution
     from shardwise.engine.activations import Activations
+    from shardwise.engine.anomalies import Anomaly
     from shardwise.engine.batch import Batches
     from shardwise.engine.budget import Budget
     from shardwise.engine.checkpointing import Checkpoints
@@ -86,7 +87,7 @@ class Engine(nn.Module):
         data: the ranks that share the data.
         global_steps: boundaries passed, skipped steps included.
         micro_steps: calls of `step()`, but for those that had nothing to do.
-        skipped_steps: steps skipped because of an overflow.
+        skipped_steps: steps skipped because of an overflow or a spike.
         global_samples: samples of all ranks that have gone into steps.
         last_step: what the last `step()` at a boundary did (`StepReport`).
         last_load: what the last `load_checkpoint` has done, and what differed; None before.
@@ -538,8 +539,9 @@ class Engine(nn.Module):
         Raises:
             UsageError: the engine has no optimizer, or has been destroyed.
             SyncError: inside `no_sync()`.
-            NonFiniteError: a gradient is not finite, and `non_finite` is "stop". Parameters, optimizer and schedule are
-                as they were; the window's gradients are dropped.
+            NonFiniteError: a gradient is not finite, and `non_finite` is "stop", or "rewind" too often. Parameters,
+                optimizer and schedule are as they were; the window's gradients are dropped.
+            AnomalyError: so for what `anomaly_watch` says; also if there is no copy in memory to go back to.
         """
         self.sharded.check_there("engine.step()")
         if self.optimizer is None:
@@ -553,7 +555,10 @@ class Engine(nn.Module):
             self._timelines.after_step()
             self._activations.tell(self.global_steps, self.job.rank)
             self._memory.check_limit()
-            self._faults.after_boundary()
+            if self._step.rewinding is not None:
+                self._faults.rewind()
+            else:
+                self._faults.after_boundary()
 
     def _no_optimizer(self) -> str:
         section = self._resolution.config.optimizer
@@ -563,6 +568,24 @@ class Engine(nn.Module):
             "there is no optimizer, because initialize() found nothing to train: no parameter of the model (or of "
             "model_parameters) required a gradient"
         )
+
+    @property
+    def anomalies(self) -> tuple[Anomaly, ...]:
+        """The last things noticed that should not be (gradients that are not finite, spikes, rewinds), oldest first.
+
+        The same on all ranks. Spikes are looked for with `anomaly_watch`. On a GPU a warning is known a step later.
+        """
+        return tuple(self._step.anomalies.noted)
+
+    @property
+    def loss_history(self) -> tuple[tuple[int, float], ...]:
+        """(step, mean loss of all ranks) of the last steps, the oldest first; empty without `anomaly_watch`."""
+        return () if self._step.watch is None else tuple(self._step.watch.losses.values)
+
+    @property
+    def grad_norm_history(self) -> tuple[tuple[int, float], ...]:
+        """(step, global gradient norm) of the last steps, the oldest first; empty without `anomaly_watch`."""
+        return () if self._step.watch is None else tuple(self._step.watch.norms.values)
 
     def was_step_applied(self) -> bool:
         """Whether the last `step()` updated the parameters."""
@@ -694,8 +717,8 @@ class Engine(nn.Module):
         or not at all, also where one of this name exists.
 
         Values that are infinite or NaN are said in the log, and the checkpoint is marked: `resume` prefers the last one
-        without, which `checkpoint.keep_last` does not remove. With `non_finite` "skip" or "stop" `latest` goes on
-        naming the one before.
+        without, which `checkpoint.keep_last` does not remove. With `non_finite` "skip", "stop" or "rewind" `latest`
+        goes on naming the one before.
 
         In the middle of an accumulation window the gradients so far are not saved, which the log says: whoever goes on
         from the checkpoint begins the window anew, with the micro-batches that follow.

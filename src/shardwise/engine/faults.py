@@ -23,10 +23,11 @@ from shardwise.checkpoint.newest import OnDisk, newest
 from shardwise.comm.communicator import members_of
 from shardwise.comm.environment import MEMORY_DIRECTORY
 from shardwise.comm.stalls import StallWatch, stop_watching, watch
+from shardwise.engine.anomalies import Anomaly
 from shardwise.engine.background import saved_bytes
 from shardwise.engine.recovery import FirstStep, Resumed
 from shardwise.engine.signals import SignalWatch, signal_named
-from shardwise.errors import CheckpointError, CheckpointPathError, NonFiniteStateError, UsageError
+from shardwise.errors import AnomalyError, CheckpointError, CheckpointPathError, NonFiniteStateError, UsageError
 from shardwise.memory import Category
 from shardwise.utils.logging import logger
 
@@ -299,6 +300,42 @@ class FaultTolerance:
                 raise  # it has never worked: the configuration cannot be right
             if self._job.rank == 0:
                 logger.error("no copy in memory at step %d; training goes on: %s", self._step.global_steps, error)
+
+    def rewind(self) -> None:
+        """A step is to be undone: go back to the newest copy in memory; the data goes on where it is.
+
+        Raises:
+            AnomalyError: there is no copy yet, or none is whole; the step was not taken.
+        """
+        step, why = self._step, self._step.rewinding
+        assert why is not None
+        step.rewinding = None
+        at, rewinds = step.global_steps - 1, step.anomalies.rewinds + 1
+        self._sharded.hooks.settle()
+        copies = self.copies
+        for generation in copies.generations() if copies is not None else ():
+            assert copies is not None
+            with copies.assembled(generation) as name:
+                if name is None:
+                    continue
+                self._checkpoints.restore(copies.path, name, Options(verify=False), going_back=True)
+            step.anomalies.rewinds = rewinds
+            most = self._resolution.config.anomaly_watch.max_rewinds
+            advice = "where it recurs, leave out the data of these steps, or lower the learning rate"
+            step.anomalies.note(
+                Anomaly("rewind", at, why, "rewind", value=float(generation.steps), advice=advice),
+                "step %d: back to the copy in memory of step %d (rewind %d of %d); the data goes on where it is. %s",
+                at,
+                generation.steps,
+                rewinds,
+                most,
+                why,
+            )
+            return
+        raise AnomalyError(
+            f"step {at}: {why}. There is no whole copy in memory to go back to yet: copies are made every "
+            f"{0 if copies is None else copies.every} steps (checkpoint.memory_copies.every). The step was not taken"
+        )
 
     def end(self) -> None:
         """Give signals back, and remove copies that nobody else would, unless a failure makes them the way to go on."""

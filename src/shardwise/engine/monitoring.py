@@ -14,7 +14,8 @@ PREFIX = "Train/Samples/"
 
 
 class StepEvents:
-    """Loss, learning rates, loss scale, gradient norm and speed of each step, over the samples of all ranks so far.
+    """Loss, learning rates, loss scale, gradient norm, speed and anomalies of each step, over the samples of all ranks
+    so far.
 
     Nothing is waited for: values on a device are read when they have arrived. Times are the host's between the ends of
     two steps, whatever else the script has done in between.
@@ -32,6 +33,7 @@ class StepEvents:
     def write(self) -> None:
         """Write what the last step has reported."""
         report = self._step.last_step
+        noticed = self._step.anomalies.take_new()
         if not self._monitor.writes or report is None:
             return
         events = {"train_loss": report.loss, "grad_norm": report.grad_norm}
@@ -46,4 +48,6 @@ class StepEvents:
         self._ended = now
         found = {name: value for name, value in events.items() if value is not None} | rates | scale | speed
         at = self._step.global_samples
+        # What is not a number has happened once.
+        found |= {one.kind: 1.0 if one.value is None else one.value for one in noticed}
         self._monitor.write_events([(PREFIX + name, value, at) for name, value in found.items()])

@@ -6,11 +6,12 @@ wait, and hears of it at the next step. Only then is it looked at more closely, 
 
 from __future__ import annotations
 
-from dataclasses import dataclass
-from typing import TYPE_CHECKING, Literal
+from dataclasses import dataclass, replace
+from typing import TYPE_CHECKING
 
 import torch
 
+from shardwise.engine.anomalies import Anomalies, Anomaly
 from shardwise.engine.overflows import explain_late, explain_overflow
 from shardwise.engine.window import Window
 from shardwise.precision.overflow import OverflowReport, first_not_finite
@@ -18,6 +19,8 @@ from shardwise.utils.logging import logger
 
 if TYPE_CHECKING:
     from shardwise.comm.communicator import Communicator
+    from shardwise.engine.scaling import OnNonFinite
+    from shardwise.engine.tracing import Tracer
     from shardwise.zero.model import ShardedModel
 
 
@@ -47,6 +50,8 @@ class NonFinite:
         sharded: the model.
         job: all ranks that step together.
         policy: "skip" where steps with an overflow are skipped to find a loss scale; otherwise the key `non_finite`.
+        anomalies: where they are noted.
+        tracer: knows in which module values became so.
 
     Attributes:
         since: number of the step that began the present series of steps with such gradients; None if the last step
@@ -54,10 +59,12 @@ class NonFinite:
     """
 
     def __init__(
-        self, sharded: ShardedModel, job: Communicator, policy: Literal["warn", "skip", "stop", "ignore"]
+        self, sharded: ShardedModel, job: Communicator, policy: OnNonFinite, anomalies: Anomalies, tracer: Tracer
     ) -> None:
         self._sharded = sharded
         self._job = job
+        self._anomalies = anomalies
+        self._tracer = tracer
         self.policy = policy
         self.since: int | None = None
 
@@ -88,13 +95,23 @@ class NonFinite:
             if report is None:
                 return
             self.since = evidence.step
-            if first:
-                logger.warning(
-                    "step %d: gradients are not finite, and the update makes parameters infinite or NaN. %s. The key "
-                    '"non_finite" says what to do: "warn" (so now), "skip" such steps, "stop" before the update',
-                    evidence.step,
-                    report,
-                )
+            report = self.traced(report, evidence.step, evidence.window)
+            self._anomalies.note(
+                Anomaly.of_overflow(evidence.step, report, "warn"),
+                "step %d: gradients are not finite, and the update makes parameters infinite or NaN. %s. The key "
+                '"non_finite" says what to do: "warn" (so now), "skip" such steps, "stop" before the update, "rewind" '
+                "to a copy in memory",
+                evidence.step,
+                report,
+            )
+
+    def traced(self, report: OverflowReport, step: int, window: Window) -> OverflowReport:
+        """Return a report with the module in which it began, as far as that has been watched, and have modules watched
+        from now on if so configured (all ranks call).
+        """
+        origin = self._tracer.explained(report, window.trace, window.losses, self._job)
+        self._tracer.arm(step)
+        return replace(report, origin=origin)
 
     def _explained(self, evidence: Evidence, late: bool) -> OverflowReport | None:
         sharded, values = self._sharded, evidence.of_parameters

@@ -58,7 +58,10 @@ def scales_loss(config: Config) -> bool:
     return bool(config.fp16.enabled) or autocast_dtype(config) is torch.float16
 
 
-def on_non_finite(config: Config) -> Literal["warn", "skip", "stop", "ignore"]:
+OnNonFinite = Literal["warn", "skip", "stop", "rewind", "ignore"]
+
+
+def on_non_finite(config: Config) -> OnNonFinite:
     """Return what a step does about a gradient that is not finite."""
     if scales_loss(config):
         return "skip"  # the loss scale is found in this way
@@ -69,12 +72,15 @@ def on_non_finite(config: Config) -> Literal["warn", "skip", "stop", "ignore"]:
 
 def checks_overflow(config: Config) -> bool:
     """Whether steps with gradients that are not finite are not taken, which has to be known before the update."""
-    return on_non_finite(config) in ("skip", "stop")
+    return on_non_finite(config) in ("skip", "stop", "rewind")
 
 
 def computes_norm(config: Config) -> bool:
-    """Whether steps compute the gradient norm: to clip, to find overflows, or to report it."""
-    return bool(config.gradient_clipping or config.zero_optimization.compute_grad_norm) or checks_overflow(config)
+    """Whether steps compute the gradient norm: to clip, to find overflows, to watch or to report it."""
+    watch = config.anomaly_watch
+    watched = watch.enabled and watch.grad_norm_spike != "ignore"
+    asked = config.gradient_clipping or config.zero_optimization.compute_grad_norm or watched
+    return bool(asked) or checks_overflow(config)
 
 
 def prescale_of(config: Config, ranks: int) -> float:

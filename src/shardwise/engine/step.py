@@ -17,11 +17,14 @@ import torch
 
 from shardwise.comm.ledger import user_line
 from shardwise.device import Later
+from shardwise.engine.anomalies import Anomalies, Anomaly
 from shardwise.engine.nonfinite import Evidence, NonFinite
 from shardwise.engine.overflows import explain_overflow
 from shardwise.engine.scaling import checks_overflow, computes_norm, on_non_finite
-from shardwise.engine.window import FACTS, Weight, Window, check_mixed, checked_weight, reference_for
-from shardwise.errors import NonFiniteError, SyncError, UsageError
+from shardwise.engine.spikes import Spike, SpikeWatch
+from shardwise.engine.tracing import Tracer
+from shardwise.engine.window import FACTS, LOSS_FACTS, Weight, Window, check_mixed, checked_weight, reference_for
+from shardwise.errors import AnomalyError, NonFiniteError, SyncError, UsageError
 from shardwise.precision.norms import combine
 from shardwise.precision.overflow import OverflowReport
 from shardwise.utils.logging import logger, warn_once
@@ -40,7 +43,7 @@ class StepReport:
     """What the last `step()` at a boundary did.
 
     Attributes:
-        applied: parameters were updated (False: skipped because of an overflow).
+        applied: parameters were updated (False: skipped because of an overflow or a spike).
         grad_norm: global L2 norm of the gradients before clipping (0-D fp64 tensor), or None if not computed.
         clip_coefficient: factor by which clipping reduced the gradients (0-D tensor), or None without clipping.
         loss_scale: loss scale that these gradients had.
@@ -48,10 +51,13 @@ class StepReport:
         clipped_norm: norm after clipping: grad_norm times clip_coefficient. None if the norm was not computed, or the
             step was skipped.
         weight: sum of the weights of the window's micro-batches over all ranks (0-D fp64 tensor), or None without.
-        overflow: why the step was skipped, or None if it was not; the same on all ranks.
+        overflow: gradients that were not finite, for which the step was skipped; None if it was not for them. The same
+            on all ranks.
+        spike: what was unusual of the step (`anomaly_watch`), if that was known before the update; the step was skipped
+            for it if it was not applied. The same on all ranks.
         samples: of all ranks that have gone into the step.
-        loss: mean loss of this rank's calls of `engine.backward()`, weighted as they were (fp64 tensor of one element);
-            None if no monitor writes on this rank, or the script has differentiated losses by itself.
+        loss: mean of the losses that all ranks have passed to `engine.backward()`, weighted as they were (0-D fp64
+            tensor); None if neither a monitor nor `anomaly_watch` wants it, or this rank has passed none.
         early: units of this rank that had been stepped when `step()` came, and have been taken over
             (`offload_optimizer.super_offload`).
         early_in_vain: those that have not, since the step before: it was clipped or skipped, gradients were dropped,
@@ -66,6 +72,7 @@ class StepReport:
     clipped_norm: torch.Tensor | None = None
     weight: torch.Tensor | None = None
     overflow: OverflowReport | None = None
+    spike: Spike | None = None
     samples: int = 0
     loss: torch.Tensor | None = None
     early: int = 0
@@ -89,6 +96,21 @@ class _Prepared:
     scaled: bool = False
 
 
+@dataclass(frozen=True)
+class _Heard:
+    """What all ranks have said.
+
+    Attributes:
+        complained: something that ends the step.
+        finite: the norm is, as far as somebody has asked.
+        spike: what is unusual.
+    """
+
+    complained: bool = False
+    finite: bool = True
+    spike: Spike | None = None
+
+
 class TrainStep:
     """See the module docstring. It drives the model's passes (`shardwise.zero.passes.driver.Driver`).
 
@@ -101,14 +123,17 @@ class TrainStep:
         scheduler: stepped after every applied update; None: there is none.
         scaler: of losses; None: they are not scaled.
         signals: those that came to this rank are told to all with each step.
-        shows_loss: steps report the loss.
+        shows_loss: steps report the loss (the same on all ranks).
 
     Attributes:
+        anomalies: what has been noticed.
+        watch: judges losses and gradient norms; None: nobody does.
+        rewinding: what has to be undone by going back to a copy in memory; None: nothing.
         lr_scheduler: see `scheduler`; may be changed.
         loss_scaler: see `scaler`.
         global_steps: boundaries passed, skipped steps included.
         micro_steps: calls of `take`, but for those that had nothing to do.
-        skipped_steps: steps skipped because of an overflow.
+        skipped_steps: steps skipped because of an overflow or a spike.
         global_samples: samples of all ranks that have gone into steps.
         window_began: `micro_steps` where the accumulation window has begun.
         new_micro_batch: the model has been run for training since the last step.
@@ -145,11 +170,19 @@ class TrainStep:
         self._boundary: bool | None = None
         self._loss_is_scaled = self._scale_entered = self._unscaled = False
         self._prepared: _Prepared | None = None
-        self._non_finite = NonFinite(sharded, job, on_non_finite(config))
+        watch = config.anomaly_watch
+        self.anomalies = Anomalies(job.rank)
+        self.watch: SpikeWatch | None = None
+        if watch.enabled and sharded.reducer is not None:
+            self.watch = SpikeWatch(watch, sharded.numbering.names)
+        self.rewinding: str | None = None
+        self._tracer = Tracer(sharded.module, watch.trace if watch.enabled else "off", watch.trace_steps)
+        self._tracer.micro_batch = lambda: self._window.passes
+        self._non_finite = NonFinite(sharded, job, on_non_finite(config), self.anomalies, self._tracer)
         self._window = self._new_window()
         self._pass_weight: Weight | None = None
         self._reference_asked = False
-        self._told: tuple[Later, Evidence] | None = None
+        self._told: tuple[Later, Evidence, bool] | None = None
         sharded.driver = self
         if sharded.reducer is not None:
             sharded.reducer.watching = on_non_finite(config) != "ignore"
@@ -297,7 +330,9 @@ class TrainStep:
 
     def _new_window(self) -> Window:
         return Window(
-            losses=None if self._non_finite.policy == "ignore" else [], shown=[] if self._shows_loss else None
+            losses=None if self._non_finite.policy == "ignore" else [],
+            shown=[] if self._shows_loss else None,
+            trace=self._tracer.new_window(self.global_steps),
         )
 
     def drop_gradients(self) -> None:
@@ -366,16 +401,9 @@ class TrainStep:
             )
         # They are taken to be as many on each rank.
         samples = self._batches.total if self._managed else self._batches.samples(self._window.passes)
-        loss = self._window.mean_loss()
-        report = replace(prepared.report, lr=tuple(self._rates()), samples=samples, loss=loss)
+        report = replace(prepared.report, lr=tuple(self._rates()), samples=samples)
         overflow = report.overflow
-        if overflow is not None and self._non_finite.policy == "stop":
-            self.drop_gradients()
-            self.micro_steps = self.window_began
-            raise NonFiniteError(
-                f'step {self.global_steps}: gradients are not finite, and `non_finite` is "stop": {overflow}. '
-                "Parameters and optimizer state are as they were before this step"
-            )
+        self._decide(report)
         if report.applied:
             if not prepared.scaled and not sharded.takes_factor():
                 sharded.scale_gradients(prepared.factor)
@@ -388,14 +416,11 @@ class TrainStep:
         report = self._count_early(report)
         self.last_step, self.applied = report, report.applied
         self._tell_overflow(not report.applied)
+        searched = overflow is not None and self._searched(overflow)
         if self.loss_scaler is not None:
-            self.loss_scaler.update(not report.applied, overflow or "")
-        if overflow is not None and self._job.rank == 0:
-            before, now = report.loss_scale, self.scale
-            change = f"stays at {now:g}" if before == now else f"goes from {before:g} to {now:g}"
-            told = "" if self.loss_scaler is None else f"; the loss scale {change}"
-            level = logging.WARNING if self.loss_scaler is None else logging.INFO  # scales are searched in this way
-            logger.log(level, "step %d is skipped: overflow in %s%s", self.global_steps, overflow, told)
+            self.loss_scaler.update(overflow is not None, overflow or "")
+        if overflow is not None:
+            self._tell_skipped(report, overflow, searched)
         self.global_steps += 1
         self.global_samples += samples
         if not report.applied:
@@ -406,6 +431,56 @@ class TrainStep:
         if every and self.global_steps % every == 0 and self._job.rank == 0:
             logger.info("step=%d skipped=%d lr=%s", self.global_steps, self.skipped_steps, self._rates())
         return True
+
+    def _decide(self, report: StepReport) -> None:
+        """Act on what is known of a step before its update: raise if it is to stop, note if the engine is to go back.
+
+        Raises:
+            AnomalyError: all ranks alike; the window's gradients are dropped, and everything else is as it was.
+        """
+        overflow, spike = report.overflow, report.spike
+        key, action, cause = "", "warn", ""
+        if spike is not None:
+            key, action, cause = f"anomaly_watch.{spike.kind}", spike.action, str(spike)
+        if overflow is not None and action not in ("stop", "rewind"):
+            key, action, cause = "non_finite", self._non_finite.policy, f"gradients are not finite: {overflow}"
+        if action not in ("stop", "rewind"):
+            return
+        most = self._config.anomaly_watch.max_rewinds
+        if action == "rewind" and self.anomalies.rewinds < most:
+            self.rewinding = f'`{key}` is "rewind": {cause}'
+            return
+        why = f'"{action}"' if action == "stop" else f'"rewind", which was done {most} times (`max_rewinds`) already'
+        step, kind = self.global_steps, AnomalyError
+        if overflow is not None:
+            self.anomalies.note_quietly(Anomaly.of_overflow(step, overflow, "stop"))
+            kind = NonFiniteError
+        self.drop_gradients()
+        self.micro_steps = self.window_began
+        raise kind(
+            f"step {step}: {cause}. `{key}` is {why}. Parameters and optimizer state are as they were before this step"
+        )
+
+    def _tell_skipped(self, report: StepReport, overflow: OverflowReport, searched: bool) -> None:
+        """Say that a step with gradients that are not finite is not taken; `searched`: to find a loss scale."""
+        before, now = report.loss_scale, self.scale
+        change = f"stays at {now:g}" if before == now else f"goes from {before:g} to {now:g}"
+        message = "step %d is skipped: overflow in %s%s"
+        if searched:
+            if self._job.rank == 0:
+                logger.info(message, self.global_steps, overflow, f"; the loss scale {change}")
+            if self.loss_scaler is not None and self.loss_scaler.exhausted:  # now: the next overflow is no search
+                self._tracer.arm(self.global_steps)
+                self._window.trace = self._tracer.new_window(self.global_steps)
+            return
+        told = "" if self.loss_scaler is None else f"; the loss scale {change}"
+        anomaly = Anomaly.of_overflow(self.global_steps, overflow, self._non_finite.policy)
+        level = logging.WARNING if self.loss_scaler is None else logging.INFO
+        self.anomalies.note(anomaly, message, self.global_steps, overflow, told, level=level)
+
+    def _searched(self, overflow: OverflowReport) -> bool:
+        """Whether an overflow is nothing but a step of the search for a loss scale."""
+        return self.loss_scaler is not None and overflow.phase != "forward" and not self.loss_scaler.exhausted
 
     def _count_early(self, report: StepReport) -> StepReport:
         early = self._sharded.early
@@ -424,7 +499,8 @@ class TrainStep:
             optimizer.overflow = overflow  # type: ignore[attr-defined]
 
     def close(self) -> None:
-        """Take off the optimizer what it was told."""
+        """Take off the optimizer what it was told, and the hooks off the model."""
+        self._tracer.remove()
         if self._optimizer is not None and self.loss_scaler is not None:
             vars(self._optimizer).pop("overflow", None)
 
@@ -450,7 +526,8 @@ class TrainStep:
         if self._non_finite.policy == "warn" and not computes_norm(config):
             probe = sharded.sums.probe()
             wrong = self._non_finite.flag(probe)
-        facts = [*self._window.facts(), reported, wrong, *self._signals.facts(self._job.rank)]
+        losses = self._window.loss_facts() if self._shows_loss else []
+        facts = [*self._window.facts(), reported, wrong, *losses, *self._signals.facts(self._job.rank)]
         sums = norm = None
         if computes_norm(config):
             sums, told = sharded.sums.squares(facts)
@@ -467,32 +544,39 @@ class TrainStep:
             if self._non_finite.policy == "warn":
                 told[FACTS + 1] = self._non_finite.flag(norm)
         evidence = Evidence(self.global_steps, self._window, factor, sums if probe is None else probe, probe is None)
-        checked = norm if checks_overflow(config) else None
-        now = asked or checked is not None or told.device.type == "cpu"
-        complained, finite = self._listen(told, evidence, now=now, checked=checked)
-        if complained:
+        checks = checks_overflow(config)
+        decides = self.watch is not None and self.watch.decides
+        now = asked or checks or decides or told.device.type == "cpu"
+        checked = norm if checks or self.watch is not None else None
+        heard = self._listen(told, evidence, now=now, checked=checked)
+        if heard.complained:
             self._refuse(unused or [])
-        overflow = coefficient = None
+        overflow = spike = coefficient = None
         multiplier = factor
-        if sums is not None and not finite:
+        if checks and sums is not None and not heard.finite:
             lost = self._window.lost()
             overflow = explain_overflow(sharded, self._job, sums, abs(float(factor)), self.scale, lost)
-        elif clip and norm is not None:
+            if not self._searched(overflow):
+                overflow = self._non_finite.traced(overflow, self.global_steps, self._window)
+        if heard.spike is not None and (overflow is None or heard.spike.action in ("stop", "rewind")):
+            spike = heard.spike
+        if overflow is None and clip and norm is not None:
             coefficient = sharded.clip_factor(norm, clip)
             multiplier = coefficient * factor
         if weight is not None and self.loss_scaler is not None and self.loss_scaler.reference_weight is None:
             # The first pass had no weight, or one of zero; the window was counted in units of 1.
             self.loss_scaler.reference_weight = reference_for(float(weight / told[1])) if float(weight) else None
-        applied = overflow is None
+        applied = overflow is None and (spike is None or spike.action == "warn")
         clipped = None if norm is None or not applied else norm if coefficient is None else norm * coefficient
-        report = StepReport(applied, norm, coefficient, self.scale, (), clipped, weight, overflow)
+        loss = told[FACTS + 2] / told[FACTS + 3] if self._window.shown else None
+        report = StepReport(applied, norm, coefficient, self.scale, (), clipped, weight, overflow, spike, loss=loss)
         return _Prepared(report, reducer.passes, multiplier)
 
     # -- what the ranks have said ------------------------------------------------------------------------------------
 
     def _listen(
         self, told: torch.Tensor, evidence: Evidence | None, *, now: bool, checked: torch.Tensor | None = None
-    ) -> tuple[bool, bool]:
+    ) -> _Heard:
         """Learn what the ranks have said: now, or at the next step where nothing but weights, signals and a warning
         depends on it and it would mean waiting now.
 
@@ -500,32 +584,47 @@ class TrainStep:
             told: by the ranks.
             evidence: what is known of the gradients.
             now: wait for it.
-            checked: a number that comes along if it is waited for.
-
-        Returns:
-            Whether any rank has reported something, and whether `checked` is finite.
+            checked: a number that comes along.
         """
         self.hear_before()
+        values = Later(told if checked is None else torch.cat([told, checked.reshape(1)]))
         if evidence is not None and not now:
-            self._told = Later(told), evidence
-            return False, True
-        # The host waits once for both.
-        values = Later(told if checked is None else torch.cat([told, checked.reshape(1)])).read()
-        finite = checked is None or math.isfinite(values[-1])
-        return self._hear(values[: told.numel()], evidence, late=False), finite
+            self._told = values, evidence, checked is not None
+            return _Heard()
+        # The host waits once for all.
+        return self._hear(values.read(), evidence, checked is not None, late=False)
 
     def hear_before(self) -> None:
         """Learn what the ranks have said at the last step, if that has not been heard yet (all ranks call)."""
         before, self._told = self._told, None
         if before is not None:
-            self._hear(before[0].read(), before[1], late=True)
+            self._hear(before[0].read(), before[1], before[2], late=True)
 
-    def _hear(self, told: list[float], evidence: Evidence | None, *, late: bool) -> bool:
-        self._signals.hear(told[FACTS + 2 :])
+    def _hear(self, values: list[float], evidence: Evidence | None, normed: bool, *, late: bool) -> _Heard:
+        told, norm = (values[:-1], values[-1]) if normed else (values, None)
+        signals = FACTS + 2 + (LOSS_FACTS if self._shows_loss else 0)
+        self._signals.hear(told[signals:])
         check_mixed(told[:FACTS])
         if evidence is not None and self._non_finite.policy == "warn":
             self._non_finite.hear(bool(told[FACTS + 1]), evidence, late=late)
-        return bool(told[FACTS])
+        spike = None
+        if self.watch is not None and evidence is not None:
+            loss = told[FACTS + 2] / told[FACTS + 3] if told[FACTS + 3] else None
+            spike = self._judged(evidence, loss, norm)
+        return _Heard(bool(told[FACTS]), norm is None or math.isfinite(norm), spike)
+
+    def _judged(self, evidence: Evidence, loss: float | None, norm: float | None) -> Spike | None:
+        """Say what is unusual of a step, and return that which asks for most (all ranks call)."""
+        assert self.watch is not None
+        squares = evidence.of_parameters if norm is not None and evidence.summed else None
+        step = evidence.step
+        found = self.watch.judge(step, loss, norm, squares, evidence.factor)
+        for spike in found:
+            done = "" if spike.action == "warn" else f" (`anomaly_watch.{spike.kind}` is {spike.action})"
+            anomaly = Anomaly.of_spike(step, spike)
+            self.anomalies.note(anomaly, "step %d: %s%s; %s", step, spike, done, anomaly.advice)
+        order = ("warn", "skip", "rewind", "stop")
+        return max(found, key=lambda spike: order.index(spike.action), default=None)
 
     def _refuse(self, unused: list[str]) -> None:
         """Raise on every rank what is wrong with the window's gradients on some rank; `unused`: names on this one."""

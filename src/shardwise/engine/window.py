@@ -19,6 +19,7 @@ from typing import Any
 
 import torch
 
+from shardwise.engine.tracing import Trace
 from shardwise.errors import UsageError
 
 Weight = float | torch.Tensor
@@ -26,6 +27,9 @@ Weight = float | torch.Tensor
 
 FACTS = 3
 """Numbers that `Window.facts` gives."""
+
+LOSS_FACTS = 2
+"""Numbers that `Window.loss_facts` gives."""
 
 
 def checked_weight(weight: Any) -> Weight:
@@ -73,6 +77,7 @@ class Window:
         unweighted: passes that had none.
         losses: losses of `engine.backward()`, kept where gradients that are not finite are (0-D, not scaled).
         shown: where somebody wants to see the loss: the losses of `engine.backward()` and what each counts.
+        trace: where modules are watched: what has been seen of them.
         agreed: number of the backward pass (the same on all ranks) after which somebody has asked for the sums of the
             facts over ranks, and these sums.
     """
@@ -82,6 +87,7 @@ class Window:
     unweighted: int = 0
     losses: list[torch.Tensor] | None = None
     shown: list[tuple[torch.Tensor, Weight]] | None = None
+    trace: Trace | None = None
     agreed: tuple[int, torch.Tensor] | None = None
 
     @property
@@ -101,20 +107,18 @@ class Window:
         """Return what is summed over ranks: the weight, and the passes of either kind."""
         return [self.weight, float(self.weighted), float(self.unweighted)]
 
-    def mean_loss(self) -> torch.Tensor | None:
-        """Return the mean of the losses that are shown, weighted as they count, or None if there are none.
+    def loss_facts(self) -> list[Weight]:
+        """Return what is summed over ranks for the mean loss: the losses as they count, and what they count.
 
-        The host does not wait for it.
+        The host does not wait for them.
         """
         if not self.shown:
-            return None
-        if self.weighted == 0:
-            return torch.stack([loss.reshape(()) for loss, _ in self.shown]).double().mean()
-        total: Weight = 0.0
+            return [0.0, 0.0]
+        counted: Weight = 0.0
         summed = torch.zeros((), dtype=torch.float64, device=self.shown[0][0].device)
         for loss, weight in self.shown:
-            total, summed = total + weight, summed + loss.double().reshape(()) * weight
-        return summed / total
+            counted, summed = counted + weight, summed + loss.double().reshape(()) * weight
+        return [summed, counted]
 
     def lost(self) -> bool:
         """Whether a loss of the window is not finite (waits for the device)."""

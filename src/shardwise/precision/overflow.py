@@ -8,6 +8,8 @@ from typing import Literal
 
 import torch
 
+from shardwise.precision.origin import Origin
+
 Phase = Literal["forward", "backward", "reduce"]
 
 
@@ -62,6 +64,7 @@ class OverflowReport:
             was not there any more when it was looked at.
         nan: elements that are not a number.
         largest: largest finite absolute value of its gradient, as the step would have seen it.
+        origin: the module in which it began; None if nobody has watched modules (`anomaly_watch.trace`).
     """
 
     phase: Phase
@@ -73,6 +76,7 @@ class OverflowReport:
     infinite: int | None = None
     nan: int | None = None
     largest: float | None = None
+    origin: Origin | None = None
 
     def __str__(self) -> str:
         """Return it in words.
@@ -81,6 +85,9 @@ class OverflowReport:
         backward: gradients on rank 1 were not finite. First parameter: 'up.weight' (unit 'blocks.1'), of whose 8 \
 elements 2 are infinite and 1 NaN; the largest other is 0.5 (128 with the loss scale 256)
         """
+        return f"{self._words()}. {self.origin}" if self.origin is not None else self._words()
+
+    def _words(self) -> str:
         who = f"rank{'s' if len(self.ranks) > 1 else ''} {', '.join(map(str, self.ranks))}"
         how = {
             "forward": f"the loss on {who} was not finite",

@@ -105,6 +105,11 @@ class LossScaler:
         """What the loss of the next backward pass is multiplied by."""
         return self._scale
 
+    @property
+    def exhausted(self) -> bool:
+        """Whether another overflow would not be a step of the search for a scale."""
+        return not self.dynamic or (self._scale <= self._minimum and self._tolerance <= 1)
+
     def update(self, overflow: bool, reason: object = "") -> None:
         """Advance by one step.
 

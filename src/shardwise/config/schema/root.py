@@ -32,6 +32,7 @@ from .parallel import (
 )
 from .precision import AMP, BF16, FP16, MSAMP, DataTypes, TorchAutocast
 from .tuning import Autotuning, Compile, Elasticity, HybridEngine
+from .watch import AnomalyWatch
 from .zero import ZeroConfig
 
 
@@ -83,11 +84,13 @@ class Config(ConfigSection):
         ge=0,
     )
 
-    non_finite: Literal["warn", "skip", "stop", "ignore"] = key(
+    non_finite: Literal["warn", "skip", "stop", "rewind", "ignore"] = key(
         "warn",
         "An infinite or NaN gradient (without loss scaling, which always skips): warn, and update; skip the step; "
-        "stop before the update; do not look. bf16.check_grad_overflow true is skip.",
+        "stop before the update; rewind to the copy in memory (`checkpoint.memory_copies`); do not look. "
+        "bf16.check_grad_overflow true is skip.",
     )
+    anomaly_watch: AnomalyWatch = section(AnomalyWatch, "Loss spikes, gradient norms, and where values become NaN.")
 
     communication_data_type: DType | None = key(None, "Type of gradients on the wire; null: the model's type.")
     seq_parallel_communication_data_type: DType | None = key(

@@ -1,0 +1,35 @@
+"""Watching the numbers of a run: losses, gradient norms, and where values become infinite or NaN."""
+
+from __future__ import annotations
+
+from typing import Literal
+
+from .base import ConfigSection, Int, key
+
+OnSpike = Literal["warn", "skip", "stop", "rewind", "ignore"]
+
+
+class AnomalyWatch(ConfigSection):
+    """`anomaly_watch`: loss spikes, gradients that grow, and the module in which values become infinite or NaN. A
+    section of ours.
+    """
+
+    enabled: bool = key(False, "Watch losses, gradient norms and modules.")
+    trace: Literal["off", "after", "always"] = key(
+        "after",
+        "Watch what modules hand on, to name the one in which values become infinite or NaN: never, for `trace_steps` "
+        "steps after one whose gradients were not finite, or always, which names the first one too.",
+    )
+    trace_steps: Int = key(100, "Steps for which modules are watched after one whose gradients were not finite.", gt=0)
+    loss_spike: OnSpike = key(
+        "warn",
+        "A mean loss far above the last ones: warn; skip the step; stop before the update; rewind to the copy in "
+        "memory (`checkpoint.memory_copies`); do not look.",
+    )
+    grad_norm_spike: OnSpike = key("warn", "The same of a gradient norm.")
+    window: Int = key(100, "Steps with which a value is compared.", ge=4)
+    min_steps: Int = key(30, "Steps before the first value is judged.", ge=3)
+    threshold: float = key(
+        8.0, "Deviations above the median of the window from which a value is a spike (1.4826 MAD is one).", gt=0
+    )
+    max_rewinds: Int = key(3, "Rewinds after which the next anomaly that asks for one ends the run instead.", gt=0)

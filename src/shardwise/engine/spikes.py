@@ -1,0 +1,219 @@
+"""Losses and gradient norms that are far above what they were: found by the median and the median deviation.
+
+A value is compared with the median of the last values, in units of their median absolute deviation (MAD), which a few
+outliers among them do not move (Hampel, 1974; as the *modified z-score*, Iglewicz and Hoaglin, 1993). 1.4826 MAD is the
+standard deviation of values that are normally distributed. Norms are compared by their logarithms: they change by
+factors, over orders of magnitude. Values that hardly change at all have a smallest deviation, `FLOOR` of the median.
+
+Everything here is computed by all ranks from numbers that are the same on all of them, so they decide alike.
+"""
+
+from __future__ import annotations
+
+import math
+from collections import deque
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass, replace
+from statistics import median
+from typing import TYPE_CHECKING, Any, Literal
+
+import torch
+
+if TYPE_CHECKING:
+    from shardwise.config.schema.watch import AnomalyWatch
+
+HISTORY = 1000
+"""Values that are kept for people to look at."""
+
+FLOOR = 0.01
+"""Smallest deviation: of the median of losses, and as a factor of norms."""
+
+NORMAL = 1.4826
+"""Standard deviation of normally distributed values over their median absolute deviation."""
+
+SHARE = 0.05
+"""What the last step counts in the usual size of a parameter's gradient."""
+
+NAMED = 3
+"""Parameters that are named."""
+
+Kind = Literal["loss_spike", "grad_norm_spike"]
+Action = Literal["warn", "skip", "stop", "rewind", "ignore"]
+
+
+@dataclass(frozen=True)
+class Spike:
+    """A loss or a gradient norm that is far above the last ones; the same on all ranks.
+
+    Attributes:
+        kind: which of the two.
+        value: what it was.
+        usual: the median of the last ones.
+        deviations: how far above that, in standard deviations.
+        action: what is done about it.
+        grown: parameters whose gradients have grown most, and by which factor.
+    """
+
+    kind: Kind
+    value: float
+    usual: float
+    deviations: float
+    action: Action = "warn"
+    grown: tuple[tuple[str, float], ...] = ()
+
+    def __str__(self) -> str:
+        """Return it in words.
+
+        >>> print(Spike("loss_spike", 9.5, 2.25, 31.0, grown=(("blocks.1.up.weight", 80.0),)))
+        the mean loss of all ranks is 9.5, where it was about 2.25: 31 deviations above. Gradients have grown most in \
+'blocks.1.up.weight' (80 times)
+        """
+        what = "the mean loss of all ranks" if self.kind == "loss_spike" else "the norm of the gradients"
+        grown = ", ".join(f"{name!r} ({factor:.3g} times)" for name, factor in self.grown)
+        more = f". Gradients have grown most in {grown}" if grown else ""
+        above = f"{self.deviations:.3g} deviations above"
+        return f"{what} is {self.value:.5g}, where it was about {self.usual:.5g}: {above}{more}"
+
+
+class History:
+    """The last values of one number, and whether a new one is far above them.
+
+    Args:
+        window: how many values a new one is compared with.
+        threshold: deviations above the median from which it is a spike.
+        least: no value is judged before so many.
+        factors: values change by factors.
+
+    >>> history = History(window=10, threshold=8.0, least=3)
+    >>> [history.judge(step, value) for step, value in enumerate([2.0, 2.1, 1.9, 2.05])]
+    [None, None, None, None]
+    >>> usual, deviations = history.judge(4, 9.0)
+    >>> round(usual, 3), round(deviations)
+    (2.025, 94)
+    """
+
+    def __init__(self, window: int, threshold: float, least: int, factors: bool = False) -> None:
+        self._window = window
+        self._threshold = threshold
+        self._least = least
+        self._factors = factors
+        self.values: deque[tuple[int, float]] = deque(maxlen=max(HISTORY, window))
+
+    def judge(self, step: int, value: float) -> tuple[float, float] | None:
+        """Keep a value, and return the median before it and its distance in deviations if it is a spike."""
+        before = [value for _, value in self.values][-self._window :]
+        self.values.append((step, value))
+        if len(before) < self._least:
+            return None
+        seen, now = (list(map(self._seen, before)), self._seen(value)) if self._factors else (before, value)
+        middle = median(seen)
+        floor = FLOOR if self._factors else FLOOR * abs(middle)
+        deviation = max(NORMAL * median([abs(one - middle) for one in seen]), floor, 1e-300)
+        distance = (now - middle) / deviation
+        return (median(before), distance) if distance > self._threshold else None
+
+    @staticmethod
+    def _seen(value: float) -> float:
+        return math.log(max(value, 1e-300))
+
+    def state(self) -> list[list[float]]:
+        """Return what `load` needs."""
+        return [[float(step), value] for step, value in self.values]
+
+    def load(self, state: Sequence[Sequence[float]]) -> None:
+        """Go on from a state."""
+        self.values.clear()
+        self.values.extend((int(step), float(value)) for step, value in state)
+
+
+class SpikeWatch:
+    """Judges the steps of one engine.
+
+    Args:
+        options: the section `anomaly_watch`.
+        names: of the parameters, by place.
+
+    Attributes:
+        losses: mean losses of all ranks.
+        norms: of the gradients.
+    """
+
+    def __init__(self, options: AnomalyWatch, names: Sequence[str]) -> None:
+        arguments = options.window, options.threshold, options.min_steps
+        self.losses = History(*arguments)
+        self.norms = History(*arguments, factors=True)
+        self._actions: dict[Kind, Action] = {
+            "loss_spike": options.loss_spike,
+            "grad_norm_spike": options.grad_norm_spike,
+        }
+        self._names = names
+        self._usual: torch.Tensor | None = None
+
+    @property
+    def decides(self) -> bool:
+        """Whether anything depends on its verdict before the update."""
+        return any(action in ("skip", "stop", "rewind") for action in self._actions.values())
+
+    def judge(
+        self,
+        step: int,
+        loss: float | None,
+        norm: float | None,
+        sums: torch.Tensor | None,
+        factor: float | torch.Tensor,
+    ) -> list[Spike]:
+        """Return what is unusual of a step, and remember the step.
+
+        Args:
+            step: its number.
+            loss: mean of all ranks; None if there is none.
+            norm: of the gradients; None if it is not computed.
+            sums: squares of the gradient of each parameter; None if they are not.
+            factor: what turns the sums of gradients into the gradient.
+        """
+        found: list[Spike] = []
+        kinds: tuple[tuple[Kind, History, float | None], ...] = (
+            ("loss_spike", self.losses, loss),
+            ("grad_norm_spike", self.norms, norm),
+        )
+        for kind, history, value in kinds:
+            if value is None or not math.isfinite(value):
+                continue
+            judged = history.judge(step, value)
+            if judged is not None and self._actions[kind] != "ignore":
+                found.append(Spike(kind, value, *judged, action=self._actions[kind]))
+        if sums is not None and norm is not None and math.isfinite(norm):
+            squares = sums * (factor * factor)
+            grown = self._grown(squares) if found and self._usual is not None else ()
+            found = [replace(spike, grown=grown) for spike in found]
+            self._usual = squares if self._usual is None else torch.lerp(self._usual, squares, SHARE)
+        return found
+
+    def _grown(self, squares: torch.Tensor) -> tuple[tuple[str, float], ...]:
+        assert self._usual is not None
+        factors = (squares / self._usual.clamp(min=1e-300)).sqrt().tolist()
+        first = sorted(range(len(factors)), key=lambda place: -factors[place])[:NAMED]
+        return tuple((self._names[place], factors[place]) for place in first if factors[place] > 1.0)
+
+    def state(self) -> dict[str, Any]:
+        """Return what `load` needs, as values that a checkpoint can hold."""
+        return {
+            "losses": _packed(self.losses.state()),
+            "norms": _packed(self.norms.state()),
+            "usual": None if self._usual is None else self._usual.cpu(),
+        }
+
+    def load(self, state: Mapping[str, Any] | None, device: torch.device) -> None:
+        """Go on from a state; None: begin anew."""
+        state = state or {}
+        for history, name in ((self.losses, "losses"), (self.norms, "norms")):
+            packed = state.get(name)
+            history.load([] if packed is None else packed.tolist())
+        usual = state.get("usual")
+        if usual is not None:
+            usual = usual.to(device, torch.float64) if usual.shape == (len(self._names),) else None
+        self._usual = usual
+
+
+def _packed(pairs: list[list[float]]) -> torch.Tensor:
+    return torch.tensor(pairs, dtype=torch.float64).reshape(-1, 2)

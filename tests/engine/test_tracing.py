@@ -1,0 +1,319 @@
+"""Where values became infinite or NaN first: module, rank, phase, micro-batch and line, at every stage."""
+
+from __future__ import annotations
+
+import functools
+import gc
+import logging
+import weakref
+from typing import Any
+
+import pytest
+import torch
+from torch import nn
+from torch.utils.checkpoint import checkpoint as reentrant
+
+import shardwise
+from shardwise.engine.step import TrainStep
+from shardwise.recompute import checkpoint
+from shardwise.utils.logging import logger
+from tests.engine.test_idle_steps import exchange_rank
+from tests.harness import run_ranks
+
+
+class Events(logging.Handler):
+    """Keeps what log records tell programs."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.events: list[dict[str, Any]] = []
+
+    def emit(self, record: logging.LogRecord) -> None:
+        if (event := getattr(record, "event", None)) is not None:
+            self.events.append(event)
+
+
+class BadGradient(torch.autograd.Function):
+    """Passes values on, and spoils their gradient."""
+
+    @staticmethod
+    def forward(ctx: Any, x: torch.Tensor, value: float) -> torch.Tensor:
+        ctx.value = value
+        return x.clone()
+
+    @staticmethod
+    def backward(ctx: Any, gradient: torch.Tensor) -> tuple[torch.Tensor, None]:
+        return gradient * ctx.value, None
+
+
+class Spoiler(nn.Module):
+    """Passes values on, but for what `how` says."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.how = ""
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        if self.how == "output":
+            return x * float("inf")
+        return BadGradient.apply(x, float("nan")) if self.how == "input_gradient" else x * 1.0
+
+
+class Block(nn.Module):
+    """Residual, with code of its own between its modules, a mask, and an activation in place."""
+
+    def __init__(self, recomputes: bool) -> None:
+        super().__init__()
+        self.norm, self.up, self.spoiler = nn.LayerNorm(6), nn.Linear(6, 8), Spoiler()
+        self.act, self.down, self.soft = nn.ReLU(inplace=True), nn.Linear(8, 6), nn.Softmax(-1)
+        self.how = ""
+        self.recomputes = recomputes
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        return checkpoint(self.run, x) if self.recomputes else self.run(x)
+
+    def run(self, x: torch.Tensor) -> torch.Tensor:
+        h = self.up(self.norm(x))
+        if self.how == "code":
+            h = (h - h) / (h - h)
+        elif self.how == "code_gradient":
+            h = BadGradient.apply(h, float("nan"))
+        h = self.down(self.act(self.spoiler(h)))
+        weights = self.soft(h.masked_fill(torch.arange(6) > 3, float("-inf")))  # infinite, and as it should be
+        return x + h + weights
+
+
+class Net(nn.Module):
+    def __init__(self, recomputes: bool = False) -> None:
+        super().__init__()
+        self.first = nn.Linear(4, 6)
+        self.blocks = nn.ModuleList(Block(recomputes) for _ in range(3))
+        self.last = nn.Linear(6, 2)
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        x = self.first(x)
+        for block in self.blocks:
+            x = block(x)
+        return self.last(x)
+
+
+PRECISIONS: dict[str, dict[str, Any]] = {
+    "fp32": {},
+    "bf16": {"bf16": {"enabled": True}},
+    "fp16": {"fp16": {"enabled": True, "loss_scale": 8.0}},
+}
+HOWS = {
+    "output": ("forward", "blocks.1.spoiler", "infinite"),
+    "code": ("forward", "blocks.1", "NaN"),
+    "batch": ("forward", None, "NaN"),
+    "loss": ("forward", None, "NaN"),
+    "parameter": ("forward", "blocks.1.down", "NaN"),
+    "input_gradient": ("backward", "blocks.1.spoiler", "NaN"),
+    "code_gradient": ("backward", "blocks.1", "NaN"),
+    "own_gradient": ("backward", "last", "NaN"),
+}
+
+
+def build(stage: int, recomputes: bool = False, **config: Any) -> Any:
+    torch.manual_seed(1)
+    given = {
+        "train_micro_batch_size_per_gpu": 2,
+        "gradient_accumulation_steps": 2,
+        "zero_optimization": {"stage": stage, "stage3_param_persistence_threshold": 0},
+        "optimizer": {"type": "SGD", "params": {"lr": 0.01}},
+        "non_finite": "skip",
+        "anomaly_watch": {"enabled": True, "trace": "always"},
+    }
+    return shardwise.initialize(model=Net(recomputes), config={**given, **config})[0]
+
+
+def window(engine: Any, how: str = "", rank: int = 1, micro_batch: int = 1, value: float = 1.0) -> None:
+    """Train one window; on a rank, in one of its micro-batches, something goes wrong."""
+    block = engine.module.blocks[1]
+    for number in range(2):
+        bad = how if exchange_rank() == rank and number == micro_batch else ""
+        block.how, block.spoiler.how = bad, bad
+        x = torch.linspace(-1, 2, 8).view(2, 4).to(engine.module.first.weight.dtype) * value
+        if bad == "batch":
+            x[0, 0] = float("nan")
+        y = engine(x)
+        if bad == "own_gradient":
+            engine.module.last.bias.register_hook(lambda gradient: gradient * float("nan"))
+        loss = y.float().square().mean()
+        engine.backward(loss * float("nan") if bad == "loss" else loss)
+        engine.step()
+    block.how = block.spoiler.how = ""
+
+
+def damage(engine: Any, name: str, value: float) -> float:
+    """Change one value of a parameter; return what it was."""
+    parameter = dict(engine.module.named_parameters())[name]
+    with shardwise.zero.GatheredParameters([parameter], modifier_rank=0), torch.no_grad():
+        before = float(parameter.reshape(-1)[0])
+        parameter.view(-1)[0] = value
+    return before
+
+
+def traced(stage: int, precision: str, recomputes: bool, hows: list[str]) -> list[str]:
+    """Return what is wrong with what is said of each way to go wrong."""
+    engine = build(stage, recomputes, **PRECISIONS[precision])
+    wrong = []
+    for how in hows:
+        window(engine)
+        if engine.last_step.overflow is not None:
+            wrong.append(f"before {how}: {engine.last_step.overflow}")
+        if how == "parameter":
+            before = damage(engine, "blocks.1.down.weight", float("nan"))
+        window(engine, how)
+        if how == "parameter":
+            damage(engine, "blocks.1.down.weight", before)
+        overflow = engine.last_step.overflow
+        origin = None if overflow is None else overflow.origin
+        phase, module, kind = HOWS[how]
+        everywhere = how == "parameter"
+        expected = (how, phase, module, kind, (0, 1) if everywhere else (1,))
+        found = None if origin is None else (origin.what, origin.phase, origin.module, origin.kind, origin.ranks)
+        if found != expected:
+            wrong.append(f"{how}: {found}: {overflow}")
+        elif origin.micro_batch != (None if how == "own_gradient" else 0 if everywhere else 1):
+            wrong.append(f"{how}: micro-batch {origin.micro_batch}")
+        elif "test_tracing.py:" not in origin.line or str(origin) not in str(overflow):
+            wrong.append(f"{how}: {overflow}")
+    engine.destroy()
+    return wrong
+
+
+@pytest.mark.parametrize("recomputes", [False, True])
+@pytest.mark.parametrize("precision", list(PRECISIONS))
+@pytest.mark.parametrize("stage", [0, 1, 2, 3])
+def test_the_first_module_is_named(stage: int, precision: str, recomputes: bool) -> None:
+    hows = [how for how in HOWS if not (how == "own_gradient" and (stage == 3 or precision == "fp16"))]
+    assert run_ranks(traced, 2, stage, precision, recomputes, hows) == [[], []]
+
+
+def recomputed(stage: int) -> list[Any]:
+    """With torch's re-entrant checkpoints, whose passes are without gradients first, and nested afterwards."""
+    engine = build(stage)
+    for block in engine.module.blocks:
+        block.forward = functools.partial(reentrant, block.run, use_reentrant=True)
+    found = []
+    for how in ("output", "code", "input_gradient", "code_gradient"):
+        window(engine, how)
+        overflow = engine.last_step.overflow
+        origin = None if overflow is None else overflow.origin
+        found.append(None if origin is None else (origin.what, origin.module, origin.ranks, origin.micro_batch))
+    engine.destroy()
+    return found
+
+
+def test_modules_that_are_computed_again_within_the_backward_pass() -> None:
+    expected = [
+        [how, module, [1], 1]
+        for how, module in (
+            ("output", "blocks.1.spoiler"),
+            ("code", "blocks.1"),
+            ("input_gradient", "blocks.1.spoiler"),
+            ("code_gradient", "blocks.1"),
+        )
+    ]
+    for found in run_ranks(recomputed, 2, 3):
+        assert [None if one is None else [*one[:2], list(one[2]), one[3]] for one in found] == expected
+
+
+def held(trace: str) -> int:
+    """Return how many outputs of modules are left after the backward pass, before the step."""
+    engine = build(0, non_finite="warn", anomaly_watch={"enabled": True, "trace": trace})
+    outputs: list[Any] = []
+    for module in engine.module.modules():
+        module.register_forward_hook(lambda _, args, output: outputs.append(weakref.ref(output)))
+    gc.disable()
+    engine.backward(engine(torch.ones(2, 4)).square().mean())
+    alive = sum(output() is not None for output in outputs)
+    gc.enable()
+    assert outputs
+    engine.destroy()
+    return alive
+
+
+def test_watching_keeps_no_activation_alive() -> None:
+    assert run_ranks(held, 1, "always") == [0]
+
+
+def heard_late(stage: int) -> tuple[list[Any], list[Any]]:
+    """As on a device that the host does not wait for, with the policy to warn; modules are watched after the first."""
+    handler = Events()
+    logger.addHandler(handler)
+    listen = TrainStep._listen
+    TrainStep._listen = lambda self, told, evidence, *, now, **more: listen(self, told, evidence, now=False, **more)
+    try:
+        engine = build(stage, non_finite="warn", anomaly_watch={"enabled": True, "trace": "after", "trace_steps": 2})
+        watched = []
+        for how in ("", "input_gradient", "", "", "", "", ""):
+            window(engine, how)
+            watched.append(bool(engine._step._tracer.watching))
+        engine.destroy()
+        hooks = [hook for module in engine.module.modules() for hook in module._forward_hooks]
+    finally:
+        TrainStep._listen = listen
+        logger.removeHandler(handler)
+    return handler.events, [watched, hooks, [(one.kind, one.step) for one in engine.anomalies]]
+
+
+def test_late_and_only_afterwards() -> None:
+    """Of the first bad step nothing is known of modules; those after it are watched for two steps."""
+    (events, seen), (others, same) = run_ranks(heard_late, 2, 3)
+    assert others == [] and seen == same
+    (event,) = events
+    assert (event["kind"], event["step"], event["rank"], event["module"]) == ("non_finite", 1, 1, None)
+    assert '"trace": "always"' in event["advice"] and event["phase"] == "backward"
+    watched, hooks, anomalies = seen
+    assert watched == [False, False, True, True, False, False, False] and hooks == []
+    assert anomalies == [("non_finite", 1)]
+
+
+def searches(scale: dict[str, Any], how: str) -> tuple[list[Any], str]:
+    handler = Events()
+    logger.addHandler(handler)
+    engine = build(2, fp16={"enabled": True, "hysteresis": 1, **scale}, anomaly_watch={"enabled": True})
+    error = ""
+    try:
+        for _ in range(3):
+            window(engine, how)
+    except shardwise.errors.LossScaleError as raised:
+        error = str(raised)
+    watching = engine._step._tracer.watching
+    engine.destroy()
+    logger.removeHandler(handler)
+    return [watching, [event["kind"] for event in handler.events], len(engine.anomalies)], error
+
+
+def test_the_search_for_a_loss_scale_is_nothing_unusual() -> None:
+    (seen, error), _ = run_ranks(searches, 2, {"initial_scale_power": 24}, "")
+    assert (seen, error) == ([False, [], 0], "")
+    (seen, error), _ = run_ranks(searches, 2, {"initial_scale_power": 8}, "loss")
+    assert seen == [True, ["non_finite"] * 3, 3] and error == ""
+    (seen, error), _ = run_ranks(searches, 2, {"initial_scale_power": 1}, "input_gradient")
+    assert seen[0] and "module 'blocks.1.spoiler' (Spoiler) made NaN gradients" in error
+
+
+def trained(stage: int, watch: dict[str, Any]) -> list[Any]:
+    engine = build(stage, recomputes=True, anomaly_watch=watch, non_finite="warn", gradient_clipping=1.0)
+    before = engine.ledger.sequence
+    for number in range(2):
+        window(engine, value=1.0 + number)
+    values = [(n, values.clone()) for runs in engine.sharded.value_runs().values() for n, _, values in runs]
+    launched = engine.ledger.sequence - before
+    small = engine.ledger.totals["all_reduce"].count
+    engine.destroy()
+    return [values, launched, small]
+
+
+@pytest.mark.parametrize("stage", [0, 3])
+def test_watching_changes_no_bit_and_sends_nothing_more(stage: int) -> None:
+    plain = run_ranks(trained, 2, stage, {})
+    for watch in ({"enabled": True}, {"enabled": True, "trace": "always"}):
+        for (values, launched, small), (others, as_many, as_small) in zip(
+            run_ranks(trained, 2, stage, watch), plain, strict=True
+        ):
+            assert (launched, small) == (as_many, as_small)
+            assert all(a == b and torch.equal(x, y) for (a, x), (b, y) in zip(values, others, strict=True))
