@@ -52,13 +52,14 @@ if TYPE_CHECKING:
     from shardwise.engine.budget import Budget
     from shardwise.engine.checkpointing import Checkpoints
     from shardwise.engine.faults import FaultTolerance
+    from shardwise.engine.following import Following
     from shardwise.engine.interchange import CustomLoad, Interchange
     from shardwise.engine.memory import MemoryReporting
     from shardwise.engine.monitoring import StepEvents
     from shardwise.engine.plans import MemoryPlans
     from shardwise.engine.profiling import Profiling
     from shardwise.memory import MemoryReport
-    from shardwise.monitor import Monitor
+    from shardwise.monitor import Monitor, RunLog
     from shardwise.profile import ModuleProfile
     from shardwise.zero.model import ShardedModel
     from shardwise.zero.units.presence import OffloadStateTypeEnum
@@ -91,6 +92,7 @@ class Engine(nn.Module):
         accountant: bytes held, by category.
         ledger: every collective of this engine.
         monitor: writes to the services that the configuration switches on (`shardwise.monitor.Monitor`).
+        run_log: what is written of this rank's steps (`shardwise.monitor.RunLog`); None: nothing is.
         param_groups: the optimizer's. With `defaults` and `state` an engine can stand where a framework steps an
             optimizer (Lightning Fabric asks for these before it calls `engine.step()`).
         defaults: the optimizer's.
@@ -134,6 +136,7 @@ class Engine(nn.Module):
         monitor: Monitor,
         events: StepEvents,
         profiling: Profiling,
+        following: Following,
         resolution: Resolution,
         job: Communicator,
         data: Communicator,
@@ -167,6 +170,7 @@ class Engine(nn.Module):
         self.monitor = monitor
         self._events = events
         self._profiling = profiling
+        self._following = following
         self._resolution = resolution
         self._autocast_dtype = autocast_dtype(resolution.config)
         if self.optimizer is not None:
@@ -211,6 +215,11 @@ class Engine(nn.Module):
     def ledger(self) -> Ledger:
         """Every collective of this engine."""
         return self.job.ledger
+
+    @property
+    def run_log(self) -> RunLog | None:
+        """What is written of this rank's steps, for `shardwise report`."""
+        return self._following.log
 
     @property
     def config(self) -> Any:
@@ -417,6 +426,7 @@ class Engine(nn.Module):
                 autocast(self.device, self._autocast_dtype),
                 self._activations.around((inputs, kwargs)),
                 self._profiling.forward(own, inputs, kwargs),
+                self._following.forward(own, inputs, kwargs),
             ):
                 if self._profiling.count is None:
                     outputs = self.module(*inputs, **kwargs)
@@ -474,7 +484,12 @@ class Engine(nn.Module):
                 "engine.backward(loss): the loss does not require a gradient; was it computed under no_grad?"
             )
         explained_here = explaining(lambda: self._memory.circumstances("engine.backward()", graph=True))
-        with self._step.passing(loss, weight, scale_wrt_gas) as roots, explained_here, self._profiling.backward():
+        with (
+            self._step.passing(loss, weight, scale_wrt_gas) as roots,
+            explained_here,
+            self._profiling.backward(),
+            self._following.backward(),
+        ):
             self.sharded.backward(roots, retain_graph=retain_graph)
         steps = self._batches.steps
         return loss / steps if scale_wrt_gas and steps > 1 and weight is None else loss
@@ -538,11 +553,13 @@ class Engine(nn.Module):
         self.sharded.check_there("engine.step()")
         if self.optimizer is None:
             raise UsageError(f"engine.step(): {self._no_optimizer()}")
-        with explaining(lambda: self._memory.circumstances("engine.step()", stepping=True)), self._profiling.step():
+        explained_here = explaining(lambda: self._memory.circumstances("engine.step()", stepping=True))
+        with explained_here, self._profiling.step(), self._following.step():
             ended = self._step.take(lr_kwargs)
         if ended:
             self._events.write()
             self._profiling.after_step()
+            self._following.after_step()
             self._activations.tell(self.global_steps, self.job.rank)
             self._memory.check_limit()
             self._faults.after_boundary()
@@ -1298,6 +1315,7 @@ class Engine(nn.Module):
                 take_methods(self.optimizer)
         self._faults.end()
         self.monitor.close()
+        self._following.close()
         try:
             self.sharded.close()
         finally:
