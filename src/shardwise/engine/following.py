@@ -253,8 +253,8 @@ def _told(lap: Lap) -> dict[str, Any]:
     return {
         "live": lap.total,
         "peak": lap.peak_total,
-        "live_by_category": {category.value: size for category, size in lap.live.items() if size},
-        "peak_by_category": {category.value: size for category, size in lap.peak.items() if size},
+        "at_peak": {category.value: size for category, size in lap.at_peak.items() if size},
+        "peaks": {category.value: size for category, size in lap.peak.items() if size},
     }
 
 

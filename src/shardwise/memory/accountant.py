@@ -86,12 +86,14 @@ class Lap(NamedTuple):
     Attributes:
         live: held now, by category.
         peak: most held at once in each category since the lap before.
+        at_peak: held by category at the moment of `peak_total`.
         total: held now.
         peak_total: most held at once since the lap before.
     """
 
     live: dict[Category, int]
     peak: dict[Category, int]
+    at_peak: dict[Category, int]
     total: int
     peak_total: int
 
@@ -116,7 +118,7 @@ class _Counts:
 
     def lap(self) -> Lap:
         """Return what is held now, and most since the lap before; peaks since `begin` go on."""
-        ended = Lap(dict(self.live), self.peak, self.total, self.peak_total)
+        ended = Lap(dict(self.live), self.peak, self.at_peak, self.total, self.peak_total)
         self.before = self.peaks()
         self._start()
         return ended
