@@ -59,7 +59,8 @@ if TYPE_CHECKING:
     from shardwise.engine.plans import MemoryPlans
     from shardwise.engine.profiling import Profiling
     from shardwise.memory import MemoryReport
-    from shardwise.monitor import Monitor, RunLog
+    from shardwise.monitor import Monitor
+    from shardwise.monitor.runlog import RunLog
     from shardwise.profile import ModuleProfile
     from shardwise.zero.model import ShardedModel
     from shardwise.zero.units.presence import OffloadStateTypeEnum
@@ -92,7 +93,7 @@ class Engine(nn.Module):
         accountant: bytes held, by category.
         ledger: every collective of this engine.
         monitor: writes to the services that the configuration switches on (`shardwise.monitor.Monitor`).
-        run_log: what is written of this rank's steps (`shardwise.monitor.RunLog`); None: nothing is.
+        run_log: what is written of this rank's steps (`shardwise.monitor.runlog.RunLog`); None: nothing is.
         param_groups: the optimizer's. With `defaults` and `state` an engine can stand where a framework steps an
             optimizer (Lightning Fabric asks for these before it calls `engine.step()`).
         defaults: the optimizer's.

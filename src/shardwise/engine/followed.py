@@ -18,7 +18,6 @@ from shardwise._version import __version__
 from shardwise.comm.environment import PROGRESS
 from shardwise.config.export import effective
 from shardwise.memory.report import MemoryReport
-from shardwise.monitor import RunLog
 from shardwise.monitor.progress import Mode, Progress, mode_of
 
 if TYPE_CHECKING:
@@ -27,6 +26,7 @@ if TYPE_CHECKING:
     from shardwise.engine.engine import Engine
     from shardwise.engine.memory import MemoryReporting
     from shardwise.engine.step import TrainStep
+    from shardwise.monitor.runlog import RunLog
 
 _SECRET = re.compile(r"(^|_)(api_?key|token|secret|password|credentials?)$", re.IGNORECASE)
 _LOGIN = re.compile(r"(?<=://)[^/@\s]+@")
@@ -40,6 +40,8 @@ def log_of(config: Config, job: Communicator, step: TrainStep) -> tuple[RunLog, 
     section = config.run_log
     if not section.enabled:
         return None
+    from shardwise.monitor.runlog import RunLog
+
     own = {"host": socket.gethostname(), "process": os.getpid(), "path": section.path or _new_directory()}
     ranks = job.exchange(own, "run_log")
     path = Path(ranks[0]["path"]).expanduser()

@@ -18,12 +18,12 @@ from shardwise.memory import Tier, resident_bytes
 from shardwise.memory.accountant import Lap
 from shardwise.monitor.pending import Pending
 from shardwise.monitor.progress import Memory, Progress, State
-from shardwise.monitor.runlog import RunLog
 from shardwise.profile.rates import tokens_in
 
 if TYPE_CHECKING:
     from shardwise.comm.ledger import Ledger, Record
     from shardwise.engine.step import StepReport, TrainStep
+    from shardwise.monitor.runlog import RunLog
     from shardwise.zero.model import ShardedModel
 
 _NOTHING = contextlib.nullcontext()

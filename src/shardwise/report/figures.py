@@ -1,7 +1,7 @@
 """What is drawn: each figure as the data and layout of plotly.js.
 
-Colours are names that begin with "@"; the page puts in those of the light or the dark design. Names that come from files
-go through `shown`, because plotly.js reads some HTML in texts.
+Colours are names that begin with "@"; the page puts in those of the light or the dark design. Names that come from
+files go through `shown`, because plotly.js reads some HTML in texts.
 """
 
 from __future__ import annotations
@@ -20,15 +20,17 @@ Spec = dict[str, Any]
 
 MOST_SPANS = 3000
 """Parts of a timeline that are drawn."""
+MOST_IN_LANE = 250
+"""Parts of a timeline that are drawn of each thread or stream: some steps, which is what can be told apart."""
 _CATEGORIES = {
+    "idle": "@line",
+    "wait": "@quiet",
     "compute": "@c1",
-    "idle": "@quiet",
     "step": "@c3",
     "move": "@c5",
     "gather": "@c2",
     "reduce": "@c4",
     "collective": "@c6",
-    "wait": "@c7",
 }
 """Colours of a timeline; what comes later is drawn above what comes before."""
 _COLOURS = ("@c1", "@c2", "@c3", "@c4", "@c5", "@c6", "@c7", "@quiet")
@@ -180,8 +182,8 @@ def speed(summary: Summary) -> Figure | None:
     usual = sorted(point.seconds or 0.0 for point in points)[min(len(points) - 1, int(0.98 * len(points)))]
     range_of = {"range": [0, 1.3 * usual]} if max(point.seconds or 0.0 for point in points) > 2 * usual else {}
     said = (
-        f"Above, {what} of all ranks in a second. Below, seconds of a step: the line is the slowest rank's from the end "
-        "of one step to the end of the next"
+        f"Above, {what} of all ranks in a second. Below, seconds of a step: the line is the slowest rank's from the "
+        "end of one step to the end of the next"
     )
     if parts:
         said += ", the areas are its parts in the mean over ranks; what is between is data, and the rest of the script"
@@ -274,13 +276,15 @@ def tiers(summary: Summary) -> Figure | None:
         data.append(_line(name, x, peaks, _TIERS[name]))
         if planned.get(name):
             level = planned[name] / size
-            data.append(_line(f"{name}, planned", x, [level] * len(x), _TIERS[name], line={"dash": "dot", "width": 1.5}))
+            data.append(
+                _line(f"{name}, planned", x, [level] * len(x), _TIERS[name], line={"dash": "dot", "width": 1.5})
+            )
     resident = [row.resident / size or None for _, row in rows]
     if any(resident):
         data.append(_line("process", x, resident, "@quiet"))
     said = (
-        f"Rank {rank.number}: most that each tier held in a step, what was planned for it, and the resident size of the "
-        "process, in which are also Python, torch and data."
+        f"Rank {rank.number}: most that each tier held in a step, what was planned for it, and the resident size of "
+        "the process, in which are also Python, torch and data."
     )
     return Figure(
         "tiers", "Memory by tier", said + _together(summary), data, _layout((unit, {"rangemode": "tozero"})), 340
@@ -307,7 +311,10 @@ def _bars(
     names = list(panels[0][1])[::-1]
     labels = [shown(one, 26) for one in names]
     width = (1.0 - 0.08 * (len(panels) - 1)) / len(panels)
-    data, layout = [], {"yaxis": {"automargin": True, "ticks": ""}, "bargap": 0.35, "showlegend": False}
+    data, layout = (
+        [],
+        {"yaxis": {"automargin": True, "ticks": "", "showgrid": False}, "bargap": 0.35, "showlegend": False},
+    )
     for place, (unit, values, words) in enumerate(panels):
         suffix = str(place + 1) if place else ""
         sizes = [values[one] for one in names]
@@ -345,7 +352,7 @@ def communication(summary: Summary) -> Figure | None:
         return None
     ordered = dict(sorted(found.items(), key=lambda item: item[1][2], reverse=True)[:12])
     ranks = len(summary.ranks)
-    who = f"all {ranks} ranks together" if ranks > 1 else "one rank"
+    who = f"{ranks} ranks together" if ranks > 1 else "one rank"
     said = f"All steps, {who}. Sent is what goes on the wire; waited is how long the host stood still for results."
     if summary.run.about.get("waits_on_host") is False:
         said += " With NCCL the device waits, not the host: see the timeline."
@@ -374,9 +381,10 @@ def units(summary: Summary) -> Figure | None:
     return _bars("units", "Slowest units", said, (("waited in a step", each, in_seconds),))
 
 
-def window(spans: Sequence[Span], most: int = MOST_SPANS) -> list[Span]:
+def window(spans: Sequence[Span]) -> list[Span]:
     """Return the spans in the order of time; those in the middle, if there are too many for a page."""
     ordered = sorted(spans, key=lambda span: span.start)
+    most = min(MOST_SPANS, MOST_IN_LANE * len({(span.rank, span.lane) for span in ordered}))
     first = max(0, (len(ordered) - most) // 2)
     return ordered[first : first + most]
 
@@ -417,6 +425,6 @@ def timeline(summary: Summary) -> Figure | None:
     layout = {
         "barmode": "overlay",
         "xaxis": {"title": {"text": "milliseconds"}},
-        "yaxis": {"tickvals": list(range(len(lanes))), "ticktext": labels, "automargin": True, "ticks": ""},
+        "yaxis": {"tickvals": list(range(len(lanes))), "ticktext": labels, "ticks": "", "showgrid": False},
     }
     return Figure("timeline", "Timeline", said, data, layout, 130 + 26 * max(2, len(lanes)))

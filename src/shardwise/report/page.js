@@ -33,7 +33,7 @@
       const chart = document.getElementById("chart-" + name);
       const narrow = chart.clientWidth < 520;
       const full = {
-        font: { family: style.fontFamily, size: narrow ? 11 : 12, color: "@soft" },
+        font: { family: getComputedStyle(document.body).fontFamily, size: narrow ? 11 : 12, color: "@soft" },
         paper_bgcolor: "rgba(0,0,0,0)", plot_bgcolor: "rgba(0,0,0,0)",
         margin: { l: 48, r: 14, t: 8, b: 36 },
         hovermode: "x unified", hoverlabel: { bgcolor: "@card", bordercolor: "@line", font: { color: "@ink" } },

@@ -1,7 +1,7 @@
 """The page: headings, numbers and tables as HTML, and what the figures are drawn from as data.
 
-Whatever comes from files is escaped. A policy in the page's head lets only its own two scripts run, so that nothing else
-could, and lets it fetch nothing.
+Whatever comes from files is escaped. A policy in the page's head lets only its own two scripts run, so that nothing
+else could, and lets it fetch nothing.
 """
 
 from __future__ import annotations
@@ -88,7 +88,7 @@ def render(run: Run, library: str) -> str:
     style = resources.files(__package__).joinpath("page.css").read_text(encoding="utf-8")
     hashes = " ".join(_hash(code) for code in (script, library))
     policy = f"default-src 'none'; script-src {hashes}; style-src 'unsafe-inline'; img-src data: blob:"
-    title = f"{_text(run.about.get('model')) or 'Run'} – {run.path.resolve().name}"
+    title = f"{_text(run.about.get('model')) or 'Run'} - {run.path.resolve().name}"
     packed = base64.b64encode(gzip.compress(library.encode(), mtime=0)).decode()
     specs = json.dumps([figure.spec for figure in drawn.values()], allow_nan=False, separators=(",", ":"))
     return "".join(
@@ -128,9 +128,13 @@ def _sections(summary: Summary, drawn: Mapping[str, Figure]) -> Iterable[str]:
     yield from _head(summary)
     if run.notes:
         notes = "".join(f"<li>{escape(_text(note))}</li>" for note in run.notes)
-        yield f"<section class='notes' aria-labelledby='notes'><h2 id='notes'>Not everything could be read</h2><ul>{notes}</ul></section>\n"
+        heading = "<h2 id='notes'>Not everything could be read</h2>"
+        yield f"<section class='notes' aria-labelledby='notes'>{heading}<ul>{notes}</ul></section>\n"
     if not summary.points:
-        yield "<section><h2>No steps yet</h2><p>No rank has written a step: the run has just begun, or has ended before its first step.</p></section>\n"
+        yield (
+            "<section><h2>No steps yet</h2><p>No rank has written a step: the run has just begun, or has ended before "
+            "its first step.</p></section>\n"
+        )
     yield from _warnings(run.events, _configured(run))
     for names in (("loss", "speed"), ("memory", "tiers"), ("communication", "units"), ("gradients",), ("timeline",)):
         boxes = [_figure(drawn[name]) for name in names if name in drawn]
@@ -291,12 +295,16 @@ def _kind(kind: str, event: Event, all_of_it: Sequence[Event]) -> str:
     return (
         f"<li{bad}><div class='head'><b>{escape(kind.replace('_', ' '))}</b>"
         f"<span>{escape(', '.join(part for part in said if part))}</span></div>"
-        f"<p>{escape(_text(event.get('text')))}</p>" + (f"<p class='advice'>{escape(advice)}</p>" if advice else "") + "</li>"
+        f"<p>{escape(_text(event.get('text')))}</p>"
+        + (f"<p class='advice'>{escape(advice)}</p>" if advice else "")
+        + "</li>"
     )
 
 
 def _some(ranks: Sequence[int]) -> str:
-    return ", ".join(map(str, ranks)) if len(ranks) <= 8 else f"{', '.join(map(str, ranks[:8]))} and {len(ranks) - 8} more"
+    return (
+        ", ".join(map(str, ranks)) if len(ranks) <= 8 else f"{', '.join(map(str, ranks[:8]))} and {len(ranks) - 8} more"
+    )
 
 
 def _list(events: Sequence[Event]) -> str:
@@ -309,11 +317,14 @@ def _list(events: Sequence[Event]) -> str:
         step = event.get("step")
         cells = (clock, step if isinstance(step, int) else NOTHING, event.get("rank", NOTHING), event.get("kind", ""))
         rows.append(
-            "<tr>" + "".join(f"<td>{escape(str(cell)[:80])}</td>" for cell in cells)
+            "<tr>"
+            + "".join(f"<td>{escape(str(cell)[:80])}</td>" for cell in cells)
             + f"<td class='text'>{escape(_text(event.get('text')) + more)}</td></tr>"
         )
     heads = "".join(f"<th scope='col'>{name}</th>" for name in ("time", "step", "rank", "kind", "what"))
-    return _scroll("Warnings, one by one", f"<table><thead><tr>{heads}</tr></thead><tbody>{''.join(rows)}</tbody></table>")
+    return _scroll(
+        "Warnings, one by one", f"<table><thead><tr>{heads}</tr></thead><tbody>{''.join(rows)}</tbody></table>"
+    )
 
 
 # -- tables ------------------------------------------------------------------------------------------------------------
@@ -346,11 +357,16 @@ def _memory_table(summary: Summary) -> str:
     planned = summary.planned("categories")
     # Of most ranks the first row has what building the engine has left behind.
     names = [name for name, size in highest(device.peaks, planned).items() if size]
-    rows = [[name, in_bytes(planned.get(name)), in_bytes(device.peaks.get(name, 0.0)), _beyond(device.peaks, planned, name)] for name in names]
+    rows = [
+        [name, in_bytes(planned.get(name)), in_bytes(device.peaks.get(name, 0.0)), _beyond(device.peaks, planned, name)]
+        for name in names
+    ]
     tiers = summary.planned("tiers")
     for tier in (*[name for name in rank.whole.memory if name != "device"], "device"):
         peak = rank.whole.memory[tier].peak
-        rows.append([f"on {tier}, at most", in_bytes(tiers.get(tier)), in_bytes(peak), _beyond({tier: peak}, tiers, tier)])
+        rows.append(
+            [f"on {tier}, at most", in_bytes(tiers.get(tier)), in_bytes(peak), _beyond({tier: peak}, tiers, tier)]
+        )
     table = _table("Memory against plan", ("", "planned", "measured", "difference"), rows, total=True)
     said = (
         f"Most that rank {rank.number} held at once in each category, which need not be at the same moment."
@@ -359,7 +375,7 @@ def _memory_table(summary: Summary) -> str:
     )
     return (
         "<section aria-labelledby='against'><h2 id='against'>Memory against plan</h2>"
-        f"{table}<p class='under'>{escape(said)}</p></section>\n"
+        f"{table}<p class='after'>{escape(said)}</p></section>\n"
     )
 
 
@@ -408,7 +424,7 @@ def _ranks_table(summary: Summary) -> str:
         "<section aria-labelledby='ranks'><h2 id='ranks'>Ranks</h2>"
         + (f"<p>{escape(verdict)}</p>" if verdict else "")
         + _table("Ranks", columns, rows)
-        + f"<p class='under'>{escape(said)}</p></section>\n"
+        + f"<p class='after'>{escape(said)}</p></section>\n"
     )
 
 
@@ -418,11 +434,12 @@ def _verdict(ranks: Sequence[Rank]) -> str:
     slowest, others = ordered[0], ordered[1:]
     theirs = sum(rank.waited for rank in others) / len(others)
     step = max(rank.step_seconds or 0.0 for rank in ranks)
-    if theirs - slowest.waited < 0.03 * step:
+    if theirs - slowest.waited < 0.05 * step:
         return "No rank is waited for more than the others."
     return (
         f"Rank {slowest.number} is waited for: it waits {in_seconds(slowest.waited)} in a step, the others "
-        f"{in_seconds(theirs)}. Without the difference a step would take up to {percent(theirs - slowest.waited, step)} less."
+        f"{in_seconds(theirs)}. Without the difference a step would take up to "
+        f"{percent(theirs - slowest.waited, step)} less."
     )
 
 

@@ -85,7 +85,9 @@ def read_run(path: Path) -> Run:
     """
     if not path.is_dir():
         found = "is a file" if path.exists() else "does not exist"
-        raise ReportError(f"{path}: {found}; expected a run directory, as the section run_log of the configuration makes")
+        raise ReportError(
+            f"{path}: {found}; expected a run directory, as the section run_log of the configuration makes"
+        )
     try:
         names = sorted(entry.name for entry in path.iterdir())
     except OSError as error:
@@ -95,8 +97,8 @@ def read_run(path: Path) -> Run:
     timelines = sorted(path.glob(TIMELINES))
     if not files and RUN not in names and not timelines:
         raise ReportError(
-            f"{path}: nothing of a run is here (no {RUN}, no steps-*.jsonl). Name the directory that run_log.path of the "
-            f"configuration says{_children(path)}"
+            f"{path}: nothing of a run is here (no {RUN}, no steps-*.jsonl). Name the directory that run_log.path of "
+            f"the configuration says{_children(path)}"
         )
     _read_about(run)
     for name, (kind, rank) in files.items():

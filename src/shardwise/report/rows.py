@@ -46,13 +46,16 @@ def _lists(value: Any, length: int) -> dict[str, tuple[float, ...]]:
 
 def add(first: Sums, second: Mapping[str, float]) -> Sums:
     """Return the sums of entries."""
-    return {name: first.get(name, 0.0) + second.get(name, 0.0) for name in (*first, *(n for n in second if n not in first))}
+    return {
+        name: first.get(name, 0.0) + second.get(name, 0.0) for name in (*first, *(n for n in second if n not in first))
+    }
 
 
 def highest(first: Sums, second: Mapping[str, float]) -> Sums:
     """Return the greater of entries."""
     return {
-        name: max(first.get(name, 0.0), second.get(name, 0.0)) for name in (*first, *(n for n in second if n not in first))
+        name: max(first.get(name, 0.0), second.get(name, 0.0))
+        for name in (*first, *(n for n in second if n not in first))
     }
 
 

@@ -216,7 +216,11 @@ def smoothed(values: Sequence[float | None], over: int) -> list[float | None]:
     """
     found: list[float | None] = []
     for place in range(len(values)):
-        near = [value for value in values[max(0, place - over + 1) : place + 1] if value is not None and math.isfinite(value)]
+        near = [
+            value
+            for value in values[max(0, place - over + 1) : place + 1]
+            if value is not None and math.isfinite(value)
+        ]
         found.append(sum(near) / len(near) if near else None)
     return found
 

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import math
 
-NOTHING = "–"
+NOTHING = "-"
 """What stands for a number that is not known."""
 
 
@@ -12,13 +12,19 @@ def in_bytes(size: float | None) -> str:
     """Return a size with three digits and its unit.
 
     >>> in_bytes(0), in_bytes(1536), in_bytes(100 << 20), in_bytes(None)
-    ('0 B', '1.50 KiB', '100 MiB', '–')
+    ('0 B', '1.50 KiB', '100 MiB', '-')
     """
     if size is None:
         return NOTHING
     unit, divisor = byte_unit(size)
     value = size / divisor
-    return f"{value:.0f} {unit}" if unit == "B" or value >= 99.95 else f"{value:.3g} {unit}" if value >= 10 else f"{value:.2f} {unit}"
+    return (
+        f"{value:.0f} {unit}"
+        if unit == "B" or value >= 99.95
+        else f"{value:.3g} {unit}"
+        if value >= 10
+        else f"{value:.2f} {unit}"
+    )
 
 
 def byte_unit(most: float) -> tuple[str, int]:
@@ -51,7 +57,7 @@ def counted(value: float | None) -> str:
     """Return a count or a rate.
 
     >>> counted(1234567), counted(12.345), counted(0), counted(None)
-    ('1,234,567', '12.3', '0', '–')
+    ('1,234,567', '12.3', '0', '-')
     """
     if value is None or not math.isfinite(value):
         return NOTHING
@@ -71,6 +77,6 @@ def percent(part: float, whole: float) -> str:
     """Return a share.
 
     >>> percent(1, 8), percent(1, 0)
-    ('12 %', '–')
+    ('12 %', '-')
     """
     return f"{100 * part / whole:.0f} %" if whole > 0 else NOTHING
