@@ -311,10 +311,9 @@ def _bars(
     names = list(panels[0][1])[::-1]
     labels = [shown(one, 26) for one in names]
     width = (1.0 - 0.08 * (len(panels) - 1)) / len(panels)
-    data, layout = (
-        [],
-        {"yaxis": {"automargin": True, "ticks": "", "showgrid": False}, "bargap": 0.35, "showlegend": False},
-    )
+    axis = {"automargin": True, "ticks": "", "showgrid": False, "tickvals": list(range(len(names))), "ticktext": labels}
+    data: list[Spec] = []
+    layout: Spec = {"yaxis": axis, "bargap": 0.35, "showlegend": False}
     for place, (unit, values, words) in enumerate(panels):
         suffix = str(place + 1) if place else ""
         sizes = [values[one] for one in names]
@@ -341,7 +340,6 @@ def _bars(
             "nticks": 4,
             "showticklabels": False,
         }
-    layout["yaxis"] |= {"tickvals": list(range(len(names))), "ticktext": labels}
     return Figure(name, title, said, data, layout, 90 + _ROW * max(2, len(names)) + 10 * len(names))
 
 

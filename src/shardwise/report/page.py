@@ -51,7 +51,7 @@ def write_report(directory: Path, out: Path | None = None) -> Path:
     out = directory / "report.html" if out is None else out
     hidden = out.with_name(f".{out.name}.{os.getpid()}")
     try:
-        hidden.write_text(page, encoding="utf-8")
+        hidden.write_text(page, encoding="utf-8", errors="replace")  # half a surrogate pair may stand in JSON
         os.replace(hidden, out)
     except OSError as error:
         hidden.unlink(missing_ok=True)
@@ -136,20 +136,19 @@ def _sections(summary: Summary, drawn: Mapping[str, Figure]) -> Iterable[str]:
             "its first step.</p></section>\n"
         )
     yield from _warnings(run.events, _configured(run))
-    for names in (("loss", "speed"), ("memory", "tiers"), ("communication", "units"), ("gradients",), ("timeline",)):
-        boxes = [_figure(drawn[name]) for name in names if name in drawn]
-        if "memory" in names:
-            boxes.append(_memory_table(summary))
-        if "units" in names and len(summary.ranks) > 0:
-            boxes.append(_ranks_table(summary))
-        boxes = [box for box in boxes if box]
-        if len(boxes) > 1:
-            paired, rest = (boxes[:2], boxes[2:]) if len(boxes) > 2 or "loss" in names else (boxes, [])
-            yield f"<div class='pair'>{''.join(paired)}</div>\n"
-            yield from rest
-        else:
-            yield from boxes
+    box = {name: _figure(figure) for name, figure in drawn.items()}
+    yield _beside(box.get("loss", ""), box.get("speed", ""))
+    yield _beside(box.get("memory", ""), box.get("tiers", ""))
+    yield _memory_table(summary)
+    yield _beside(box.get("communication", "") + _ranks_table(summary), box.get("units", ""))
+    yield box.get("gradients", "")
+    yield box.get("timeline", "")
     yield from _configuration(run)
+
+
+def _beside(left: str, right: str) -> str:
+    """Return boxes beside each other, where the page is wide enough; by itself one without another."""
+    return f"<div class='pair'><div>{left}</div><div>{right}</div></div>\n" if left and right else left or right
 
 
 def _figure(figure: Figure) -> str:
@@ -395,6 +394,8 @@ def _beyond(measured: Mapping[str, float], planned: Mapping[str, float], name: s
 
 def _ranks_table(summary: Summary) -> str:
     ranks = summary.ranks
+    if not ranks:
+        return ""
     known = [rank for rank in ranks if rank.step_seconds]
     on_host = summary.run.about.get("waits_on_host") is not False
     rows = []
