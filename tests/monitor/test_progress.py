@@ -1,0 +1,120 @@
+"""How progress is shown: when, what, and what becomes of a bar when something else is printed."""
+
+from __future__ import annotations
+
+import io
+import os
+import pty
+import sys
+import threading
+from typing import Any
+
+import pytest
+
+from shardwise.monitor.pending import Pending
+from shardwise.monitor.progress import BAR_S, Memory, Progress, State
+from shardwise.utils.logging import logger
+
+
+class Late(Pending):
+    """A loss that arrives when it is told to."""
+
+    there = False
+
+    def arrived(self) -> bool:
+        return self.there
+
+
+def lines(out: io.StringIO) -> list[str]:
+    found = out.getvalue().splitlines()
+    out.seek(0)
+    out.truncate()
+    return found
+
+
+def test_a_line_at_once_then_after_each_interval_and_at_the_end() -> None:
+    out = io.StringIO()
+    progress = Progress("lines", 40, 10.0, out)
+    shown = []
+    for step in range(1, 41):
+        if progress.due(step, float(step)):
+            progress.show(State(step, float(step), 8 * step, 4000 * step, Pending([("loss", 1.5, step)])))
+            shown.append(step)
+    assert shown == [1, 11, 21, 31, 40]
+    found = lines(out)
+    assert found[0] == "step 1/40 | loss 1.5"
+    assert found[1] == "step 11/40 | loss 1.5 | 1.00 s/step | 4000 tokens/s | 29 s left"
+    assert found[-1].startswith("step 40/40") and "left" not in found[-1]
+    assert not progress.due(41, 1000.0)
+
+
+def test_a_loss_on_a_device_is_not_waited_for() -> None:
+    out = io.StringIO()
+    progress = Progress("lines", None, 10.0, out)
+    late = Late([("loss", 2.5, 1)])
+    assert progress.due(1, 1.0)
+    progress.show(State(1, 1.0, 8, loss=late, memory=[Memory("device", 3 << 30, 4 << 30)]))
+    assert not progress.due(2, 2.0) and not lines(out)
+    late.there = True
+    assert not progress.due(3, 3.0)
+    assert lines(out) == ["step 1 | loss 2.5 | device 3.0 of 4.0 GiB"]
+    progress.show(State(12, 12.0, 96, loss=Late([("loss", 2.0, 12)])))
+    progress.close()
+    progress.close()
+    assert lines(out) == ["step 12 | loss 2 | 1.00 s/step | 8 samples/s"]
+
+
+def test_nobody_reads_any_more(monkeypatch: pytest.MonkeyPatch) -> None:
+    out = io.StringIO()
+    progress = Progress("lines", None, 10.0, out)
+    out.close()
+    progress.show(State(1, 1.0))
+    progress.close()
+
+
+def test_what_is_printed_goes_above_the_bar(monkeypatch: pytest.MonkeyPatch) -> None:
+    """On a terminal: lines of the script and of the log stay whole, the bar stays the last line, the cursor is there."""
+    pyte = pytest.importorskip("pyte", reason="no terminal to look at")
+    reader, writer = pty.openpty()
+    screen = pyte.Screen(100, 12)
+    stream = pyte.ByteStream(screen)
+    got = bytearray()
+
+    def listen() -> None:
+        while True:
+            try:
+                data = os.read(reader, 4096)
+            except OSError:
+                return
+            if not data:
+                return
+            got.extend(data)
+
+    thread = threading.Thread(target=listen, daemon=True)
+    thread.start()
+    with open(writer, "w", closefd=True) as terminal:
+        monkeypatch.setenv("TERM", "xterm")
+        monkeypatch.setenv("COLUMNS", "100")
+        monkeypatch.setattr(sys, "stderr", terminal)
+        monkeypatch.setattr(sys, "stdout", terminal)
+        handlers: list[Any] = [handler for handler in logger.handlers if hasattr(handler, "setStream")]
+        before = [handler.setStream(terminal) for handler in handlers]
+        try:
+            progress = Progress("bar", 4, 10.0)
+            for step in range(1, 5):
+                progress.show(State(step, step * BAR_S, 8 * step, loss=Pending([("loss", 1.0, step)])))
+                print(f"line {step}")
+                logger.warning("warning %d", step)
+            assert all(handler.stream is terminal for handler in handlers)
+            print("the end")
+            terminal.flush()
+        finally:
+            for handler, stream_before in zip(handlers, before, strict=True):
+                handler.setStream(stream_before)
+        monkeypatch.undo()
+    thread.join(5)
+    stream.feed(bytes(got))
+    shown = [line.rstrip() for line in screen.display if line.strip()]
+    assert shown[:2] == ["line 1", shown[1]] and shown[1].endswith("[WARNING] warning 1")
+    assert [line for line in shown if "step 4/4" in line] and sum("━" in line for line in shown) == 1
+    assert shown[-1] == "the end" and not screen.cursor.hidden
