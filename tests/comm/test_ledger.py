@@ -28,6 +28,7 @@ def test_records_are_written_before_launch_and_closed_after_waiting() -> None:
     assert ledger.totals["reduce_scatter"].sent == 15
     ledger.reset()
     assert not ledger.totals
+    assert ledger.open("x", "dp", 0, 0, "").sequence == 4
 
 
 def test_several_are_told_of_what_has_been_waited_for() -> None:
@@ -37,7 +38,6 @@ def test_several_are_told_of_what_has_been_waited_for() -> None:
         ledger.listen(lambda record, name=name: seen.append((name, record.sequence)))  # type: ignore[misc]
     ledger.close(ledger.open("all_gather", "dp", 100, 50, "block.0"), 0.25)
     assert seen == [("first", 0), ("second", 0), ("third", 0)]
-    assert ledger.open("x", "dp", 0, 0, "").sequence == 4
 
 
 def test_the_users_line_is_found() -> None:

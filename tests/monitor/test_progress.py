@@ -73,7 +73,7 @@ def test_nobody_reads_any_more(monkeypatch: pytest.MonkeyPatch) -> None:
 
 
 def test_what_is_printed_goes_above_the_bar(monkeypatch: pytest.MonkeyPatch) -> None:
-    """On a terminal: lines of the script and of the log stay whole, the bar stays the last line, the cursor is there."""
+    """On a terminal: lines of the script and of the log stay whole, the bar is below them, the cursor is there."""
     pyte = pytest.importorskip("pyte", reason="no terminal to look at")
     reader, writer = pty.openpty()
     screen = pyte.Screen(100, 12)

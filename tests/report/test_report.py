@@ -239,21 +239,15 @@ def test_no_steps_yet(tmp_path: Path) -> None:
     assert "No steps yet" in page.text and page.figures == {}
 
 
-@pytest.mark.parametrize(
-    "wrong",
-    [
-        {name: value}
-        for value in (None, "x", [], {}, -1, True, 1e400, [1], {"a": {"b": []}}, "nan", 10**400)
-        for name in row(1)
-        if name != "step"
-    ],
-    ids=str,
-)
-def test_any_value_may_be_anything(wrong: dict[str, Any]) -> None:
-    found = Row.of({**row(5), **wrong})
-    assert found is not None
-    run = reading.Run(Path("."), ABOUT, {0: [found, found.then(found)]})
-    assert Page(render(run, LIBRARY)).figures
+@pytest.mark.parametrize("wrong", [None, "x", [], {}, -1, True, 1e400, [1], {"a": {"b": []}}, "nan", 10**400])
+def test_any_value_may_be_anything(wrong: Any) -> None:
+    for name in set(row(1)) - {"step"}:
+        found = Row.of({**row(5), name: wrong})
+        assert found is not None
+        run = reading.Run(Path("."), {**ABOUT, "plan": wrong, "limits": wrong}, {0: [found, found.then(found)]})
+        assert Page(render(run, LIBRARY)).figures, name
+    for name in ABOUT:
+        assert Page(render(reading.Run(Path("."), {**ABOUT, name: wrong}), LIBRARY)).text, name
 
 
 def test_a_step_that_is_not_a_number_is_not_a_row() -> None:

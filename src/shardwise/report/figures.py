@@ -281,7 +281,7 @@ def tiers(summary: Summary) -> Figure | None:
             )
     resident = [row.resident / size or None for _, row in rows]
     if any(resident):
-        data.append(_line("process", x, resident, "@quiet"))
+        data.append(_line("process", x, resident, "@soft"))
     said = (
         f"Rank {rank.number}: most that each tier held in a step, what was planned for it, and the resident size of "
         "the process, in which are also Python, torch and data."
