@@ -86,7 +86,7 @@ def test_environment_of_the_workers() -> None:
 
 
 def test_ranks_are_told_of_progress() -> None:
-    placement = Placement((0,), None)
+    placement = Placement(1, None)
 
     def told(job: Job, **env: str) -> str | None:
         return worker_environment(job, placement, env).get(PROGRESS)

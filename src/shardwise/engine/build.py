@@ -37,7 +37,7 @@ from shardwise.engine.engine import Engine
 from shardwise.engine.exhausted import Circumstances, explaining
 from shardwise.engine.facts import facts_of
 from shardwise.engine.faults import FaultTolerance
-from shardwise.engine.followed import describe, display_of, log_of, shows
+from shardwise.engine.followed import describe, device_limit, display_of, log_of, shows
 from shardwise.engine.following import Following
 from shardwise.engine.interchange import Interchange
 from shardwise.engine.memory import MemoryReporting
@@ -235,7 +235,7 @@ def initialize(
     # Last of all, as nothing that fails from here on leaves services running.
     monitor = Monitor(settings, job.rank)
     log, ranks = log_of(settings, job, step) or (None, [])
-    display, limit = display_of(settings, job.rank), settings.memory_limits.device
+    display, limit = display_of(settings, job.rank), device_limit(settings, device)
     engine = Engine(
         sharded=sharded,
         step=step,

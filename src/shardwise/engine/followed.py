@@ -158,6 +158,13 @@ def display_of(config: Config, rank: int) -> Progress | None:
     return Progress(mode, total_steps(config), config.progress.interval)
 
 
+def device_limit(config: Config, device: torch.device) -> int | None:
+    """Return how many bytes a rank may hold on its device, for display; None: not known."""
+    if config.memory_limits.device is not None:
+        return config.memory_limits.device
+    return torch.cuda.get_device_properties(device).total_memory if device.type == "cuda" else None
+
+
 def total_steps(config: Config) -> int | None:
     """Return how many steps a run has, if that is known."""
     given = config.progress.total_steps

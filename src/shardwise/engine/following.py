@@ -67,6 +67,7 @@ class Following:
         self._tokens: int | None = 0  # of this rank since the beginning
         self._every = every
         self._steps = 0  # since the last row
+        self._last = 0.0  # end of the last step
         self._ended: float | None = None  # of the last row, or the beginning of the first step
         self._before = (0, 0)  # samples and tokens at the last row
         self._parts: list[tuple[str, Instant, Instant]] = []
@@ -111,18 +112,21 @@ class Following:
         if not self._on or report is None:
             return
         self._steps += 1
+        self._last = clock = time.perf_counter()
         at = self._step.global_steps
-        clock = time.perf_counter()
         if self.log is not None and at % self._every == 0:
             self._write(report, clock)
         if self.display is not None and self.display.due(at, clock):
             self.display.show(self._state(report, clock))
 
     def close(self) -> None:
-        """Write what is left, and take the display away."""
+        """Write what is left, and take the display away. Closing twice does nothing."""
         if self.display is not None:
             self.display.close()
         if self.log is not None:
+            report = self._step.last_step
+            if self._steps and report is not None:
+                self._write(report, self._last)
             self.log.close()
 
     # -- the run log -------------------------------------------------------------------------------------------------
