@@ -20,7 +20,7 @@ Spec = dict[str, Any]
 
 MOST_SPANS = 3000
 """Parts of a timeline that are drawn."""
-MOST_IN_LANE = 250
+MOST_IN_LANE = 160
 """Parts of a timeline that are drawn of each thread or stream: some steps, which is what can be told apart."""
 _CATEGORIES = {
     "idle": "@line",
@@ -36,6 +36,8 @@ _CATEGORIES = {
 _COLOURS = ("@c1", "@c2", "@c3", "@c4", "@c5", "@c6", "@c7", "@quiet")
 _TIERS = {"device": "@c1", "host": "@c2", "disk": "@c3"}
 _PHASES = {"forward": "@c1", "backward": "@c2", "step": "@c3"}
+_LANES = {"ticks": "", "showgrid": False, "zeroline": False}
+"""An axis whose places are names."""
 _ROW = 22
 """Pixels of a bar with its room."""
 
@@ -311,7 +313,7 @@ def _bars(
     names = list(panels[0][1])[::-1]
     labels = [shown(one, 26) for one in names]
     width = (1.0 - 0.08 * (len(panels) - 1)) / len(panels)
-    axis = {"automargin": True, "ticks": "", "showgrid": False, "tickvals": list(range(len(names))), "ticktext": labels}
+    axis = {"automargin": True, **_LANES, "tickvals": list(range(len(names))), "ticktext": labels}
     data: list[Spec] = []
     layout: Spec = {"yaxis": axis, "bargap": 0.35, "showlegend": False}
     for place, (unit, values, words) in enumerate(panels):
@@ -422,7 +424,7 @@ def timeline(summary: Summary) -> Figure | None:
         said += f" {left:,} parts before and after are left out; the file has all (open it in ui.perfetto.dev)."
     layout = {
         "barmode": "overlay",
-        "xaxis": {"title": {"text": "milliseconds"}},
-        "yaxis": {"tickvals": list(range(len(lanes))), "ticktext": labels, "ticks": "", "showgrid": False},
+        "xaxis": {"title": {"text": "milliseconds"}, "rangemode": "nonnegative"},
+        "yaxis": {"tickvals": list(range(len(lanes))), "ticktext": labels, **_LANES},
     }
     return Figure("timeline", "Timeline", said, data, layout, 130 + 26 * max(2, len(lanes)))

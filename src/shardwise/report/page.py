@@ -269,7 +269,8 @@ def _warnings(events: Sequence[Event], configured: Sequence[Event]) -> Iterable[
     for kind, own in sorted(kinds.items(), key=lambda item: (item[0] == "warning", -len(item[1]))):
         # One kind has many causes where no more is known of it.
         several = list({_text(event.get("text")): event for event in own}.values())
-        for event in several[:8] if kind == "warning" else own[-1:]:
+        advised = [event for event in own if _text(event.get("advice"))] or own
+        for event in several[:8] if kind == "warning" else advised[-1:]:
             yield _kind(kind, event, own if kind != "warning" else [event])
     yield "</ul>"
     if len(events) > 1:
