@@ -9,6 +9,7 @@ import pytest
 
 from shardwise.comm.environment import PROGRESS
 from shardwise.errors import CommandLineError
+from shardwise.launch.cli import main
 from shardwise.launch.job import Job, check, command, run_job, worker_environment
 from shardwise.launch.placement import Placement, Resources
 
@@ -95,3 +96,12 @@ def test_ranks_are_told_of_progress() -> None:
     assert told(Job("train.py", progress="auto")) == "auto"
     assert told(Job("train.py", progress="auto"), **{PROGRESS: "off"}) == "off"
     assert told(Job("train.py", progress="off"), **{PROGRESS: "auto"}) == "off"
+
+
+@pytest.mark.parametrize(("options", "told"), [([], "auto"), (["-q"], "off")])
+def test_a_quiet_run_has_no_progress(options: list[str], told: str, folder, monkeypatch) -> None:
+    jobs: list[Job] = []
+    monkeypatch.setattr("shardwise.launch.commands.run.run_job", lambda job: jobs.append(job) or 0)
+    with pytest.raises(SystemExit) as ended:
+        main(["run", *options, "train.py"])
+    assert ended.value.code == 0 and [job.progress for job in jobs] == [told]
