@@ -14,7 +14,6 @@ import argparse
 import json
 import os
 import re
-import time
 from collections import Counter, defaultdict
 from contextlib import nullcontext
 from functools import reduce
@@ -28,7 +27,7 @@ import torch.nn.functional as F
 from torch import nn
 
 import shardwise
-from shardwise.memory import resident_bytes, track_activations
+from shardwise.memory import track_activations
 
 CONTEXT, VOCABULARY, WIDTH, HEADS, LAYERS = 128, 1024, 384, 6, 6  # 11.1 million parameters
 
@@ -206,49 +205,6 @@ def draw(losses: list[float], held_out: list[tuple[int, float]], path: Path) -> 
     figure.savefig(path, dpi=120)
 
 
-class Display:
-    """Progress on rank 0: a bar on a terminal, a line now and then elsewhere."""
-
-    MEASURED = 5
-    """Steps after which it says how long the rest will take; the one before them is slower."""
-
-    def __init__(self, engine: Any, steps: int) -> None:
-        from rich.console import Console
-        from rich.progress import BarColumn, MofNCompleteColumn, Progress, TextColumn
-
-        self.engine, self.steps = engine, steps
-        self.begun, self.first = 0.0, 0  # set by the first step
-        self.console = Console()
-        columns = BarColumn(bar_width=10), MofNCompleteColumn(), TextColumn("{task.fields[state]}")
-        self.bar = Progress(*columns, console=self.console, disable=engine.global_rank != 0)
-        self.task = self.bar.add_task("", total=steps, completed=engine.global_steps, state="")
-
-    def show(self, loss: float) -> None:
-        """Tell of a step that has been taken."""
-        engine, step = self.engine, self.engine.global_steps
-        if not self.begun:
-            self.begun, self.first = time.perf_counter(), step
-            return
-        seconds = (time.perf_counter() - self.begun) / (step - self.first)
-        left = spoken((self.steps - step) * seconds)
-        if step - self.first == self.MEASURED and engine.global_rank == 0:
-            self.bar.console.print(
-                f"{self.steps - step} steps left, about {left}; Ctrl-C pauses. Memory is that of the engine's tensors "
-                "on rank 0, of all that its process takes"
-            )
-        speed = engine.train_batch_size() * CONTEXT / seconds
-        held, resident = engine.accountant.total / 2**20, (resident_bytes() or 0) / 2**20
-        state = f"loss {loss:.3f}  {speed:,.0f} tokens/s  {left} left  memory {held:.0f} of {resident:.0f} MiB"
-        self.bar.update(self.task, completed=step, state=state)
-        if engine.global_rank == 0 and not self.console.is_terminal and (step % 20 == 0 or step == self.steps):
-            print(f"step {step}/{self.steps}  {state}", flush=True)
-
-
-def spoken(seconds: float) -> str:
-    """Return a time in words: seconds below a minute and a half, minutes above."""
-    return f"{seconds:.0f} s" if seconds < 90 else f"{seconds / 60:.0f} min"
-
-
 # -- training ----------------------------------------------------------------------------------------------------------
 
 
@@ -272,6 +228,7 @@ def main() -> None:
     config = json.loads(args.config.read_text())
     config["checkpoint"]["on_signal"]["save_dir"] = str(args.out)
     steps = args.steps or config["scheduler"]["params"]["total_num_steps"]
+    config["progress"] = {"mode": "auto", "total_steps": steps}
     main_rank = os.environ.get("RANK", "0") == "0"
 
     def say(text: str) -> None:
@@ -304,22 +261,20 @@ def main() -> None:
     batches = iter(shardwise.RepeatingLoader(loader))
     batch = next(batches) if engine.global_steps >= steps else None  # stopped after the last step
     engine.accountant.reset_peak()  # what was evaluated so far had the whole model gathered
-    display = Display(engine, steps)
+    say(f"{steps - engine.global_steps} steps to go; Ctrl-C pauses")
     try:
-        with display.bar:
-            while engine.global_steps < steps:
-                last = engine.global_steps == steps - 1
-                with track_activations(engine.accountant) if last else nullcontext():
-                    batch = next(batches)
-                    loss = engine(batch)
-                    engine.backward(loss)
-                    mean = loss.detach().clone()
-                    dist.all_reduce(mean)
-                    losses.append(float(mean) / engine.world_size)
-                    engine.step()  # after Ctrl-C it saves and raises SystemExit
-                display.show(losses[-1])
-                if engine.global_steps % args.save_every == 0 and not last:
-                    engine.save_checkpoint(args.out, client_state=state)
+        while engine.global_steps < steps:
+            last = engine.global_steps == steps - 1
+            with track_activations(engine.accountant) if last else nullcontext():
+                batch = next(batches)
+                loss = engine(batch)
+                engine.backward(loss)
+                mean = loss.detach().clone()
+                dist.all_reduce(mean)
+                losses.append(float(mean) / engine.world_size)
+                engine.step()  # after Ctrl-C it saves and raises SystemExit
+            if engine.global_steps % args.save_every == 0 and not last:
+                engine.save_checkpoint(args.out, client_state=state)
     except SystemExit:
         say(
             f"paused after step {engine.global_steps} of {steps}, saved in {args.out}. The same command goes on from "

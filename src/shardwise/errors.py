@@ -66,6 +66,10 @@ class CommandLineError(LaunchError, ValueError):
     """A command-line option is missing, has a wrong value, or contradicts another one."""
 
 
+class ReportError(ShardwiseError, RuntimeError):
+    """A run cannot be drawn: nothing of it is there, or what draws it is not installed."""
+
+
 class ReleasedParameterError(ShardwiseError, RuntimeError):
     """The values of a sharded parameter were asked for where they are not gathered."""
 

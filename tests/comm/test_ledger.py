@@ -31,6 +31,15 @@ def test_records_are_written_before_launch_and_closed_after_waiting() -> None:
     assert ledger.open("x", "dp", 0, 0, "").sequence == 4
 
 
+def test_several_are_told_of_what_has_been_waited_for() -> None:
+    ledger = Ledger()
+    seen: list[tuple[str, int]] = []
+    for name in ("first", "second", "third"):
+        ledger.listen(lambda record, name=name: seen.append((name, record.sequence)))  # type: ignore[misc]
+    ledger.close(ledger.open("all_gather", "dp", 100, 50, "block.0"), 0.25)
+    assert seen == [("first", 0), ("second", 0), ("third", 0)]
+
+
 def test_the_users_line_is_found() -> None:
     assert "test_ledger.py:" in user_line()
     assert "test_ledger.py:" in Ledger().open("x", "dp", 0, 0, "").line

@@ -7,7 +7,9 @@ import sys
 
 import pytest
 
+from shardwise.comm.environment import PROGRESS
 from shardwise.errors import CommandLineError
+from shardwise.launch.cli import main
 from shardwise.launch.job import Job, check, command, run_job, worker_environment
 from shardwise.launch.placement import Placement, Resources
 
@@ -82,3 +84,24 @@ def test_environment_of_the_workers() -> None:
     limited = worker_environment(Job("x", device_limit="2GiB"), Placement(1, None), {"SHARDWISE_DEVICE_LIMIT": "1GiB"})
     assert limited["SHARDWISE_DEVICE_LIMIT"] == "2GiB"
     assert "GLOO_SOCKET_IFNAME" not in worker_environment(Job("x", master_addr="10.0.0.1"), Placement(1, None), {})
+
+
+def test_ranks_are_told_of_progress() -> None:
+    placement = Placement(1, None)
+
+    def told(job: Job, **env: str) -> str | None:
+        return worker_environment(job, placement, env).get(PROGRESS)
+
+    assert told(Job("train.py")) is None and told(Job("train.py"), **{PROGRESS: "auto"}) == "auto"
+    assert told(Job("train.py", progress="auto")) == "auto"
+    assert told(Job("train.py", progress="auto"), **{PROGRESS: "off"}) == "off"
+    assert told(Job("train.py", progress="off"), **{PROGRESS: "auto"}) == "off"
+
+
+@pytest.mark.parametrize(("options", "told"), [([], "auto"), (["-q"], "off")])
+def test_a_quiet_run_has_no_progress(options: list[str], told: str, folder, monkeypatch) -> None:
+    jobs: list[Job] = []
+    monkeypatch.setattr("shardwise.launch.commands.run.run_job", lambda job: jobs.append(job) or 0)
+    with pytest.raises(SystemExit) as ended:
+        main(["run", *options, "train.py"])
+    assert ended.value.code == 0 and [job.progress for job in jobs] == [told]

@@ -92,14 +92,16 @@ def test_raw_passes_bytes_and_still_keeps_lines() -> None:
     assert channel.text().endswith("ValueError: no")
 
 
-def test_lines_go_below_an_unfinished_progress_bar() -> None:
+def test_lines_take_the_place_of_a_progress_bar_and_go_below_an_unfinished_line() -> None:
     terminal, cursor = io.BytesIO(), Cursor()
     out, err = Screen(terminal, cursor), Screen(terminal, cursor)
-    err.write(b"\r 50%", raw=True)
+    err.write(b"\r 50", raw=True)
+    err.write(b"%", raw=True)
     out.write(b"[rank 1] x\n")
     out.write(b"[rank 1] y\n")
-    err.write(b"\r 60%", raw=True)
-    assert terminal.getvalue() == b"\r 50%\n[rank 1] x\n[rank 1] y\n\r 60%"
+    err.write(b"\r 60%\nname: ", raw=True)
+    out.write(b"[rank 1] z\n")
+    assert terminal.getvalue() == b"\r 50%\r\x1b[2K[rank 1] x\n[rank 1] y\n\r 60%\nname: \n[rank 1] z\n"
 
 
 def test_begin_of_the_last_traceback_is_known() -> None:

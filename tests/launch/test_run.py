@@ -429,3 +429,20 @@ def test_a_script_may_end_without_destroying_its_engine(tmp_path, ranks: int, fi
     assert done.stdout.count("done 1") == ranks
     for word in ("terminate", "frame #", "Traceback", "recvValue"):
         assert word not in done.stdout + done.stderr
+
+
+STEPS = """
+import sys, torch, shardwise
+config = {"train_batch_size": 1, "optimizer": {"type": "SGD", "params": {"lr": 0.1}}, "progress": {"total_steps": 2}}
+engine, *_ = shardwise.initialize(model=torch.nn.Linear(3, 1), config=config)
+for _ in range(2):
+    engine.backward(engine(torch.ones(1, 3)).mean())
+    engine.step()
+print("trained")
+"""
+
+
+def test_progress_is_shown_by_default(tmp_path: Path) -> None:
+    shown = _run(_script(tmp_path, STEPS))
+    assert shown.stdout == "[rank 0] trained\n"
+    assert re.findall(r"^\[rank 0\] step (\d)/2 \| loss ", shown.stderr, re.MULTILINE) == ["1", "2"]

@@ -168,3 +168,26 @@ def test_tiers_are_counted_apart() -> None:
     assert [accountant.peak_total_in(tier) for tier in Tier] == [10, 50, 0]
     accountant.reset_peak()
     assert accountant.peak_total_in(Tier.HOST) == 30
+
+
+def test_laps_leave_peaks_as_they_are() -> None:
+    accountant = Accountant()
+    accountant.add(Category.GATHERED, 100)
+    accountant.remove(Category.GATHERED, 100)
+    accountant.add(Category.BUFFERS, 30)
+    first = accountant.lap()[Tier.DEVICE]
+    assert (first.peak_total, first.total, first.at_peak[Category.GATHERED]) == (100, 30, 100)
+    accountant.add(Category.BUFFERS, 20)
+    accountant.add(Category.MASTER, 7, Tier.HOST)
+    second = accountant.lap()
+    assert (second[Tier.DEVICE].peak_total, second[Tier.DEVICE].peak[Category.GATHERED]) == (50, 0)
+    assert second[Tier.HOST].peak_total == 7
+    assert (accountant.peak_total, accountant.at_peak[Category.GATHERED], accountant.peak[Category.BUFFERS]) == (
+        100,
+        100,
+        50,
+    )
+    accountant.add(Category.BUFFERS, 60)
+    assert (accountant.peak_total, accountant.at_peak[Category.BUFFERS]) == (110, 110)
+    accountant.reset_peak()
+    assert accountant.peak_total == 110 and accountant.peak[Category.GATHERED] == 0

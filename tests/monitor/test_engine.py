@@ -148,7 +148,8 @@ def test_off_does_nothing() -> None:
         "engine.backward(engine(torch.ones(2, 3)).mean()); engine.step()\n"
         "engine.monitor.write_events(None)\n"
         "assert not engine.monitor.enabled and engine.last_step.loss is None and engine.monitor.flush()\n"
-        "assert not {'wandb', 'mlflow', 'tensorboard', 'comet_ml', 'shardwise.monitor.files'} & set(sys.modules)\n"
+        "assert not {'wandb', 'mlflow', 'tensorboard', 'comet_ml', 'shardwise.monitor.files', "
+        "'shardwise.monitor.runlog', 'rich'} & set(sys.modules)\n"
         "assert not [t for t in threading.enumerate() if t.name.startswith('shardwise-monitor')]\n"
     )
     subprocess.run([sys.executable, "-c", code], check=True, timeout=120)

@@ -36,6 +36,8 @@ RECOVERY_FILE = "SHARDWISE_RECOVERY_FILE"
 """Variable in which `shardwise run` asks the ranks of a restarted job when training has gone on."""
 DEVICE_LIMIT = "SHARDWISE_DEVICE_LIMIT"
 """Variable that overrules `memory_limits.device`: most bytes of a rank on its device, as "2GiB"."""
+PROGRESS = "SHARDWISE_PROGRESS"
+"""Variable in which `shardwise run` says whether ranks show their progress: "auto", or "off" whatever is configured."""
 NO_LAUNCHER = "no launcher"
 
 

@@ -194,6 +194,19 @@ class Ledger:
         if self.listener is not None:
             self.listener(record)
 
+    def listen(self, listener: Callable[[Record], None]) -> None:
+        """Have a function told of each collective that has been waited for, beside those that already are."""
+        before = self.listener
+        if before is None:
+            self.listener = listener
+            return
+
+        def both(record: Record) -> None:
+            before(record)
+            listener(record)
+
+        self.listener = both
+
     def records(self, since: int = 0) -> Iterator[Record]:
         """Yield the kept records with a sequence number of at least `since`, oldest first."""
         return (record for record in list(self._records) if record.sequence >= since)

@@ -27,6 +27,10 @@ class Later:
             self._arrived = torch.cuda.Event()
             self._arrived.record(torch.cuda.current_stream(values.device))
 
+    def arrived(self) -> bool:
+        """Whether `read` would not wait."""
+        return self._arrived is None or bool(self._arrived.query())
+
     def read(self) -> list[float]:
         """Return the values, waiting for those that are still under way; zeros in a dry run, which has none."""
         if not has_values(self._values):

@@ -126,6 +126,7 @@ def job_of(arguments: list[str]) -> Job:
         core_list=given.bind_core_list,
         log_dir=None if given.enable_each_rank_log == "None" else given.enable_each_rank_log,
         quiet=given.quiet,
+        progress="off" if given.quiet else None,
     )
 
 

@@ -38,6 +38,8 @@ from shardwise.engine.engine import Engine
 from shardwise.engine.exhausted import Circumstances, explaining
 from shardwise.engine.facts import facts_of
 from shardwise.engine.faults import FaultTolerance
+from shardwise.engine.followed import describe, device_limit, display_of, log_of, shows
+from shardwise.engine.following import Following
 from shardwise.engine.interchange import Interchange
 from shardwise.engine.memory import MemoryReporting
 from shardwise.engine.mesh import arrangement_of, domain_of, domains_of
@@ -220,7 +222,8 @@ def initialize(
     signals = SignalWatch()
     batches = Batches(settings, data, device)
     scaler = LossScaler.from_config(settings.fp16) if scales_loss(settings) else None
-    shows_loss = bool(switched_on(settings)) or settings.anomaly_watch.enabled
+    shows_loss = bool(switched_on(settings)) or settings.anomaly_watch.enabled or settings.run_log.enabled
+    shows_loss |= shows(settings)
     step = TrainStep(sharded, settings, job, batches, stepped, scheduler, scaler, signals, shows_loss)
     checkpoints = Checkpoints(sharded, resolution, job, step, batches)
     if watched is not None:
@@ -230,9 +233,12 @@ def initialize(
         batches.training_dataloader = batches.loader(training_data, collate_fn=collate_fn)
 
     timelines = Timelines(sharded, settings, job, step)
+    memory = MemoryReporting(sharded, resolution, job, step, batches, checkpoints, faults, budget, watched)
 
     # Last of all, as nothing that fails from here on leaves services running.
     monitor = Monitor(settings, job.rank)
+    log, ranks = log_of(settings, job, step) or (None, [])
+    display, limit = display_of(settings, job.rank), device_limit(settings, device)
     engine = Engine(
         sharded=sharded,
         step=step,
@@ -240,12 +246,13 @@ def initialize(
         checkpoints=checkpoints,
         interchange=Interchange(sharded, job, step),
         faults=faults,
-        memory=MemoryReporting(sharded, resolution, job, step, batches, checkpoints, faults, budget, watched),
+        memory=memory,
         activations=Activations(settings, model, device, accountant),
         monitor=monitor,
         events=StepEvents(monitor, step),
         profiling=Profiling(sharded, settings, job, data, batches, step),
         timelines=timelines,
+        following=Following(sharded, step, job.ledger, data.world, log, settings.run_log.every, display, limit),
         resolution=resolution,
         job=job,
         data=data,
@@ -255,6 +262,8 @@ def initialize(
         mpu=mpu,
         mesh_device=mesh_param,
     )
+    if log is not None:
+        describe(engine, resolution, memory, log, ranks)
 
     # Signals that come from here on find a whole engine.
     faults.guard()

@@ -55,6 +55,7 @@ if TYPE_CHECKING:
     from shardwise.engine.budget import Budget
     from shardwise.engine.checkpointing import Checkpoints
     from shardwise.engine.faults import FaultTolerance
+    from shardwise.engine.following import Following
     from shardwise.engine.interchange import CustomLoad, Interchange
     from shardwise.engine.memory import MemoryReporting
     from shardwise.engine.monitoring import StepEvents
@@ -63,6 +64,7 @@ if TYPE_CHECKING:
     from shardwise.engine.timelines import Timelines
     from shardwise.memory import MemoryReport
     from shardwise.monitor import Monitor
+    from shardwise.monitor.runlog import RunLog
     from shardwise.profile import ModuleProfile
     from shardwise.zero.model import ShardedModel
     from shardwise.zero.units.presence import OffloadStateTypeEnum
@@ -95,6 +97,7 @@ class Engine(nn.Module):
         accountant: bytes held, by category.
         ledger: every collective of this engine.
         monitor: writes to the services that the configuration switches on (`shardwise.monitor.Monitor`).
+        run_log: what is written of this rank's steps (`shardwise.monitor.runlog.RunLog`); None: nothing is.
         param_groups: the optimizer's. With `defaults` and `state` an engine can stand where a framework steps an
             optimizer (Lightning Fabric asks for these before it calls `engine.step()`).
         defaults: the optimizer's.
@@ -139,6 +142,7 @@ class Engine(nn.Module):
         events: StepEvents,
         profiling: Profiling,
         timelines: Timelines,
+        following: Following,
         resolution: Resolution,
         job: Communicator,
         data: Communicator,
@@ -173,6 +177,7 @@ class Engine(nn.Module):
         self._events = events
         self._profiling = profiling
         self._timelines = timelines
+        self._following = following
         self._resolution = resolution
         self._autocast_dtype = autocast_dtype(resolution.config)
         if self.optimizer is not None:
@@ -217,6 +222,11 @@ class Engine(nn.Module):
     def ledger(self) -> Ledger:
         """Every collective of this engine."""
         return self.job.ledger
+
+    @property
+    def run_log(self) -> RunLog | None:
+        """What is written of this rank's steps, for `shardwise report`."""
+        return self._following.log
 
     @property
     def config(self) -> Any:
@@ -424,6 +434,7 @@ class Engine(nn.Module):
                 self.job.ledger.inside_call(),
                 self._activations.around((inputs, kwargs)),
                 self._profiling.forward(own, inputs, kwargs),
+                self._following.forward(own, inputs, kwargs),
             ):
                 if self._profiling.count is None:
                     outputs = self.module(*inputs, **kwargs)
@@ -481,7 +492,12 @@ class Engine(nn.Module):
                 "engine.backward(loss): the loss does not require a gradient; was it computed under no_grad?"
             )
         explained_here = explaining(lambda: self._memory.circumstances("engine.backward()", graph=True))
-        with self._step.passing(loss, weight, scale_wrt_gas) as roots, explained_here, self._profiling.backward():
+        with (
+            self._step.passing(loss, weight, scale_wrt_gas) as roots,
+            explained_here,
+            self._profiling.backward(),
+            self._following.backward(),
+        ):
             self.sharded.backward(roots, retain_graph=retain_graph)
         steps = self._batches.steps
         return loss / steps if scale_wrt_gas and steps > 1 and weight is None else loss
@@ -547,12 +563,13 @@ class Engine(nn.Module):
         if self.optimizer is None:
             raise UsageError(f"engine.step(): {self._no_optimizer()}")
         explained_here = explaining(lambda: self._memory.circumstances("engine.step()", stepping=True))
-        with explained_here, self._profiling.step(), detailed("boundary"):
+        with explained_here, self._profiling.step(), self._following.step(), detailed("boundary"):
             ended = self._step.take(lr_kwargs)
         if ended:
             self._events.write()
             self._profiling.after_step()
             self._timelines.after_step()
+            self._following.after_step()
             self._activations.tell(self.global_steps, self.job.rank)
             self._memory.check_limit()
             if self._step.rewinding is not None:
@@ -1380,6 +1397,7 @@ class Engine(nn.Module):
                 take_methods(self.optimizer)
         self._faults.end()
         self.monitor.close()
+        self._following.close()
         try:
             self.sharded.close()
         finally:

@@ -20,8 +20,16 @@ import uuid
 from collections.abc import Mapping
 from dataclasses import dataclass, field
 from pathlib import Path
+from typing import Literal
 
-from shardwise.comm.environment import DEVICE_LIMIT, LOOPBACK, MEMORY_DIRECTORY, RECOVERY_FILE, is_loopback
+from shardwise.comm.environment import (
+    DEVICE_LIMIT,
+    LOOPBACK,
+    MEMORY_DIRECTORY,
+    PROGRESS,
+    RECOVERY_FILE,
+    is_loopback,
+)
 from shardwise.errors import CommandLineError, LaunchError
 from shardwise.launch.cores import Cores, available, deal, parse_list
 from shardwise.launch.hosts import is_this_machine
@@ -54,6 +62,8 @@ class Job:
         tags: whose lines get `[rank N]` in front; "auto" leaves rank 0 as it is on a terminal.
         grace: seconds that processes have to end after the first signal; None: 60 s where they handle it, else 5 s.
         device_limit: most bytes of each rank on its device; None: as configured.
+        progress: what the ranks are told of showing their progress: "auto", or "off" whatever is configured; None:
+            nothing.
     """
 
     script: str
@@ -73,6 +83,7 @@ class Job:
     tags: Tags = "auto"
     grace: float | None = None
     device_limit: str | None = None
+    progress: Literal["auto", "off"] | None = None
 
 
 def run_job(job: Job) -> int:
@@ -210,6 +221,10 @@ def worker_environment(
         variables["CUDA_VISIBLE_DEVICES"] = ",".join(placement.devices)
     if job.device_limit is not None:
         variables[DEVICE_LIMIT] = job.device_limit
+    if job.progress == "off":
+        variables[PROGRESS] = "off"
+    elif job.progress is not None:
+        variables.setdefault(PROGRESS, job.progress)
     # torch takes all cores for each process; together they would take nproc times as many.
     variables.setdefault("OMP_NUM_THREADS", str(cores or max(1, _cores() // placement.nproc)))
     if is_loopback(job.master_addr) and any(name == "lo" for _, name in socket.if_nameindex()):

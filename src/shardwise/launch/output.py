@@ -3,8 +3,8 @@
 One thread reads every worker's standard output and error from a pipe (or, for rank 0 on a terminal, from a
 pseudo-terminal, so that progress bars and colours behave as without a launcher). Whole lines are written
 with the rank in front, so that lines of different ranks never mix. Invariant: every byte that a worker
-printed is shown, but for states of a progress bar that a carriage return has overwritten, and for the
-`[rankN]: ` that torch puts in front of tracebacks where our prefix says the same.
+printed is shown, but for states of a progress bar that a carriage return has overwritten, or that gave way to a line
+of another rank, and for the `[rankN]: ` that torch puts in front of tracebacks where our prefix says the same.
 """
 
 from __future__ import annotations
@@ -29,6 +29,8 @@ LONGEST_LINE = 1 << 20
 KEPT_LINES = 2000
 CHUNK = 1 << 16
 
+_ERASED = b"\r\x1b[2K"
+"""What takes a line off a terminal."""
 _LINE_END = re.compile(rb"(\r*\n|\r+)")
 _TRACEBACK = (b"Traceback (most recent call last)", b"+ Exception Group Traceback (most recent call last)")
 
@@ -37,9 +39,15 @@ Tags = Literal["auto", "always", "never"]
 
 @dataclass
 class Cursor:
-    """Whether the last thing on a terminal was an unfinished line of rank 0."""
+    """What the last thing on a terminal was.
+
+    Attributes:
+        mid_line: an unfinished line of rank 0.
+        bar: that line is one that overwrites itself, as progress bars do.
+    """
 
     mid_line: bool = False
+    bar: bool = False
 
 
 class Screen:
@@ -59,8 +67,12 @@ class Screen:
         """Write whole lines, or raw bytes of rank 0; never raises, as a lost reader must not end the job."""
         if self._broken or not data:
             return
-        # A progress bar leaves the cursor in its line; other lines go below it.
-        start = b"\n" if self._cursor.mid_line and not raw else b""
+        # Other lines go below an unfinished one, and take the place of a progress bar, which is drawn again below them.
+        start = b""
+        if self._cursor.mid_line and not raw:
+            start = _ERASED if self._cursor.bar else b"\n"
+        unfinished = data[data.rfind(b"\n") + 1 :]
+        self._cursor.bar = raw and (b"\r" in unfinished or (self._cursor.bar and b"\n" not in data))
         self._cursor.mid_line = raw and not data.endswith(b"\n")
         try:
             self._file.write(start + data)

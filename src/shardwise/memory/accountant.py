@@ -80,10 +80,28 @@ class Moved(NamedTuple):
         return Moved(self.read * count, self.written * count)
 
 
-class _Counts:
-    """Bytes of one tier."""
+class Lap(NamedTuple):
+    """Bytes in one tier.
 
-    __slots__ = ("at_peak", "live", "peak", "peak_total", "total")
+    Attributes:
+        live: held now, by category.
+        peak: most held at once in each category since the lap before.
+        at_peak: held by category at the moment of `peak_total`.
+        total: held now.
+        peak_total: most held at once since the lap before.
+    """
+
+    live: dict[Category, int]
+    peak: dict[Category, int]
+    at_peak: dict[Category, int]
+    total: int
+    peak_total: int
+
+
+class _Counts:
+    """Bytes of one tier; peaks are those of the lap under way, and `before` has those of the laps before it."""
+
+    __slots__ = ("at_peak", "before", "live", "peak", "peak_total", "total")
 
     def __init__(self) -> None:
         self.live: dict[Category, int] = dict.fromkeys(Category, 0)
@@ -92,7 +110,26 @@ class _Counts:
 
     def begin(self) -> None:
         """Let peaks start from what is live now."""
+        self.before: tuple[dict[Category, int], dict[Category, int], int] | None = None
+        self._start()
+
+    def _start(self) -> None:
         self.peak, self.at_peak, self.peak_total = dict(self.live), dict(self.live), self.total
+
+    def lap(self) -> Lap:
+        """Return what is held now, and most since the lap before; peaks since `begin` go on."""
+        ended = Lap(dict(self.live), self.peak, self.at_peak, self.total, self.peak_total)
+        self.before = self.peaks()
+        self._start()
+        return ended
+
+    def peaks(self) -> tuple[dict[Category, int], dict[Category, int], int]:
+        """Return `peak`, `at_peak` and `peak_total` since `begin`."""
+        if self.before is None:
+            return self.peak, self.at_peak, self.peak_total
+        peak, at_peak, total = self.before
+        highest = {category: max(size, peak[category]) for category, size in self.peak.items()}
+        return (highest, self.at_peak, self.peak_total) if self.peak_total > total else (highest, at_peak, total)
 
 
 class _Entry:
@@ -171,7 +208,7 @@ class Accountant:
     def peak(self) -> dict[Category, int]:
         """Most bytes held at once in each category since the last `reset_peak()`; not all at the same time."""
         self._evaluate()
-        return dict(self._device.peak)
+        return dict(self._device.peaks()[0])
 
     @property
     def total(self) -> int:
@@ -188,7 +225,7 @@ class Accountant:
     def at_peak(self) -> dict[Category, int]:
         """Bytes by category at the moment of `peak_total`."""
         self._evaluate()
-        return dict(self._device.at_peak)
+        return dict(self._device.peaks()[1])
 
     def live_in(self, tier: Tier) -> dict[Category, int]:
         """Return the bytes held in a tier now, by category."""
@@ -198,7 +235,7 @@ class Accountant:
     def peak_total_in(self, tier: Tier) -> int:
         """Return the most bytes held in a tier at once since the last `reset_peak()`."""
         self._evaluate()
-        return self._counts[tier].peak_total
+        return self._counts[tier].peaks()[2]
 
     @property
     def peak_near(self) -> int:
@@ -217,6 +254,21 @@ class Accountant:
             counts.begin()
         self._peak_near = self._near
         self.tracked = self._trackers > 0
+
+    def lap(self) -> dict[Tier, Lap]:
+        """Return what is held in each tier, and most since this was last called, by whoever follows a run.
+
+        What `peak` and its like say goes on.
+
+        >>> accountant = Accountant()
+        >>> accountant.add(Category.GATHERED, 100)
+        >>> accountant.remove(Category.GATHERED, 60)
+        >>> [accountant.lap()[Tier.DEVICE].peak_total for _ in range(2)], accountant.peak_total
+        ([100, 40], 100)
+        """
+        with self._evaluating:
+            self._evaluate_log()
+            return {tier: counts.lap() for tier, counts in self._counts.items()}
 
     # -- telling -----------------------------------------------------------------------------------------------------
 

@@ -10,7 +10,7 @@ import comet_ml
 from .service import Event, Service
 
 
-class Comet(Service):
+class Comet(Service[Event]):
     """Section `comet`.
 
     Args:

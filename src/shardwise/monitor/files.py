@@ -18,7 +18,7 @@ _LONGEST = 200
 """Characters of the name of a file, below the limit of 255 bytes that file systems have."""
 
 
-class CSVFiles(Service):
+class CSVFiles(Service[Event]):
     """Section `csv_monitor`: a file for each name, with a line for each event.
 
     Args:
@@ -43,7 +43,7 @@ class CSVFiles(Service):
             append(self._directory / file, lines, header=_csv([("step", name.rpartition("/")[2])]))
 
 
-class JSONLines(Service):
+class JSONLines(Service[Event]):
     """Section `jsonl_monitor`: a file with an object for each event.
 
     Args:

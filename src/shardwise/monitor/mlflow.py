@@ -27,7 +27,7 @@ def allowed(name: str) -> str:
     return "/".join(part for part in parts if part not in ("", ".", ".."))[:_LONGEST] or "_"
 
 
-class MLflow(Service):
+class MLflow(Service[Event]):
     """Section `mlflow`.
 
     Args:

@@ -50,6 +50,10 @@ class Pending:
     def __len__(self) -> int:
         return len(self._events)
 
+    def arrived(self) -> bool:
+        """Whether `read` would not wait."""
+        return all(later.arrived() for later in self._later)
+
     def read(self) -> list[Event]:
         """Return the events, waiting for values that are still under way."""
         arrived = iter([value for later in self._later for value in later.read()])

@@ -10,7 +10,7 @@ from typing import Any
 
 from shardwise.errors import ConfigError
 
-from .service import Service
+from .service import Event, Service
 
 
 @dataclass(frozen=True)
@@ -73,7 +73,7 @@ def _is_there(module: str) -> bool:
     return sys.modules.get(module) is not None or importlib.util.find_spec(module) is not None
 
 
-def make(name: str, section: Any) -> Service:
+def make(name: str, section: Any) -> Service[Event]:
     """Return the service of a section.
 
     Raises:
@@ -89,5 +89,5 @@ def make(name: str, section: Any) -> Service:
                 f'{name}.enabled: the package "{known.package}" is installed and cannot be imported '
                 f"({type(error).__name__}: {error}); repair it, or switch {name} off"
             ) from error
-    service: Service = getattr(importlib.import_module(home), attribute)(section)
+    service: Service[Event] = getattr(importlib.import_module(home), attribute)(section)
     return service

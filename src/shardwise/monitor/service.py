@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Sequence
-from typing import NamedTuple, Protocol
+from typing import NamedTuple, Protocol, TypeVar
 
 
 class Event(NamedTuple):
@@ -22,13 +22,30 @@ class Event(NamedTuple):
     time: float
 
 
-class Service(Protocol):
-    """A place to write to. Its methods are called on one thread, may take as long as they need, and may raise."""
+Taken = TypeVar("Taken", contravariant=True)
+Brought = TypeVar("Brought", covariant=True)
+
+
+class Handed(Protocol[Brought]):
+    """What is handed over at once; some of it may still be on its way from a device."""
+
+    def __len__(self) -> int:
+        """Return how many it brings."""
+
+    def read(self) -> Sequence[Brought]:
+        """Return what it brings, waiting for what is still under way."""
+
+
+class Service(Protocol[Taken]):
+    """A place to write to; what it takes are events, if not said otherwise.
+
+    Its methods are called on one thread, may take as long as they need, and may raise.
+    """
 
     def open(self) -> None:
         """Get ready. Called before the first events, and again after anything has raised: what is still good stays."""
 
-    def log(self, events: Sequence[Event]) -> None:
+    def log(self, events: Sequence[Taken]) -> None:
         """Take events, in the order in which they were handed over; the same ones again if it has raised before."""
 
     def flush(self) -> None:

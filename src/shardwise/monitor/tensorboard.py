@@ -9,7 +9,7 @@ from typing import Any
 from .service import Event, Service
 
 
-class TensorBoard(Service):
+class TensorBoard(Service[Event]):
     """Section `tensorboard`.
 
     Args:

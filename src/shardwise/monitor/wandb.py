@@ -14,7 +14,7 @@ STEP = "events/step"
 """Name of the x axis. W&B's own counts calls and only goes up; events may come in any order, and from others, too."""
 
 
-class WandB(Service):
+class WandB(Service[Event]):
     """Section `wandb`. A run that the script has begun is used, and left open.
 
     Args:

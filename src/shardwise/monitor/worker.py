@@ -16,11 +16,11 @@ import threading
 import weakref
 from collections import deque
 from time import monotonic
+from typing import Any
 
 from shardwise.utils.logging import logger
 
-from .pending import Pending
-from .service import Event, Service
+from .service import Handed, Service
 
 ROOM = 20_000
 """Events that are kept for a service; about a quarter of an hour at 4 steps a second."""
@@ -44,11 +44,11 @@ class Worker:
         room: events that are kept.
     """
 
-    def __init__(self, name: str, service: Service, room: int = ROOM) -> None:
+    def __init__(self, name: str, service: Service[Any], room: int = ROOM) -> None:
         self.name = name
         self._service = service
         self._room = room
-        self._queue: deque[Pending] = deque()
+        self._queue: deque[Handed[Any]] = deque()
         self._changed = threading.Condition()
         self._held = self._lost = self._told_lost = 0
         self._busy = self._closing = self._is_open = False
@@ -63,7 +63,7 @@ class Worker:
 
     # -- on the thread of training -------------------------------------------------------------------------------------
 
-    def put(self, events: Pending) -> None:
+    def put(self, events: Handed[Any]) -> None:
         """Hand events over; those that have waited longest are dropped where there is no room."""
         dropped = False
         with self._changed:
@@ -132,18 +132,18 @@ class Worker:
             except (Exception, SystemExit) as error:
                 self._failed(error)
 
-    def _take(self) -> list[Pending]:
+    def _take(self) -> list[Handed[Any]]:
         """Return what is offered next; nothing if the end has come."""
         with self._changed:
             self._changed.wait_for(lambda: self._queue or self._closing)
-            taken: list[Pending] = []
+            taken: list[Handed[Any]] = []
             while self._queue and sum(map(len, taken)) < AT_ONCE:
                 taken.append(self._queue.popleft())
             self._busy = bool(taken)
             return taken
 
-    def _deliver(self, taken: list[Pending]) -> None:
-        events: list[Event] = []
+    def _deliver(self, taken: list[Handed[Any]]) -> None:
+        events: list[Any] = []
         for pending in taken:
             try:
                 events.extend(pending.read())
@@ -173,7 +173,7 @@ class Worker:
             self._is_open = True
         return True
 
-    def _offer(self, events: list[Event]) -> bool:
+    def _offer(self, events: list[Any]) -> bool:
         try:
             self._service.log(events)
             self._service.flush()

@@ -115,3 +115,32 @@ class Comet(ConfigSection):
     experiment_key: str | None = key(None, "Key of an existing experiment.")
     online: bool | None = key(None, "Online or offline; null: Comet's default.")
     mode: Literal["get", "create", "get_or_create"] | None = key(None, "Attach to or create an experiment.")
+
+
+class RunLog(ConfigSection):
+    """`run_log`: what `shardwise report` draws; every rank writes its own files."""
+
+    enabled: bool = key(False, "Write the run log.")
+    path: str | None = key(
+        None,
+        "Directory of this run, the same on all ranks; null: runs/DATE-TIME where the job is started.",
+        min_length=1,
+    )
+    every: Int = key(1, "Steps from one row to the next.", gt=0)
+    plan: bool = key(
+        True, "Plan memory by category first, to compare it with: a dry run, some 30 ms for each unit of the model."
+    )
+
+
+class Progress(ConfigSection):
+    """`progress`: how far training is, on standard error of the first rank."""
+
+    mode: Literal["auto", "bar", "lines", "off"] | None = key(
+        None,
+        "A bar, plain lines, or nothing; auto: a bar on a terminal, lines elsewhere. null: auto where `shardwise run` "
+        "has started a script that is not written for DeepSpeed, else off.",
+    )
+    total_steps: Int | None = key(
+        None, "Steps until the end; null: `total_num_steps` of the schedule, if it has one.", gt=0
+    )
+    interval: float = key(10.0, "Seconds from one line to the next.", gt=0)

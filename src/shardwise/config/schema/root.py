@@ -15,6 +15,8 @@ from .observe import (
     FlopsProfiler,
     JSONLMonitor,
     MLflow,
+    Progress,
+    RunLog,
     TensorBoard,
     Timeline,
     Timers,
@@ -165,6 +167,8 @@ class Config(ConfigSection):
     comet: Comet = section(Comet, "Comet.")
     mlflow: MLflow = section(MLflow, "MLflow.")
     jsonl_monitor: JSONLMonitor = section(JSONLMonitor, "JSON lines.")
+    run_log: RunLog = section(RunLog, "What a run does, step by step, in files that `shardwise report` draws.")
+    progress: Progress = section(Progress, "How far training is.")
 
     checkpoint: CheckpointOptions = section(CheckpointOptions, "Saved state.")
     nebula: Nebula = section(Nebula, "External checkpoint service.")

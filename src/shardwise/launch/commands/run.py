@@ -122,7 +122,7 @@ def run(
         ),
     ] = None,
     quiet: Annotated[
-        bool, typer.Option("--quiet", "-q", help="Print nothing but the ranks' output and errors.")
+        bool, typer.Option("--quiet", "-q", help="Print nothing but what the script prints, and errors: no progress.")
     ] = False,
 ) -> None:
     """Run SCRIPT as several processes on this machine, and end with the code of the first that fails."""
@@ -144,5 +144,6 @@ def run(
         tags=tag_output,  # type: ignore[arg-type]  # checked with the rest of the job
         grace=grace,
         device_limit=device_limit,
+        progress="off" if quiet else "auto",
     )
     raise typer.Exit(run_job(job))

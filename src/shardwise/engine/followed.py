@@ -1,0 +1,174 @@
+"""What a run is: where its log lies, what that says of it as a whole, and who shows its progress."""
+
+from __future__ import annotations
+
+import os
+import platform
+import re
+import socket
+import sys
+import time
+from collections.abc import Sequence
+from pathlib import Path
+from typing import TYPE_CHECKING, Any
+
+import torch
+
+from shardwise._version import __version__
+from shardwise.comm.environment import PROGRESS
+from shardwise.config.export import effective
+from shardwise.memory.report import MemoryReport
+from shardwise.monitor.progress import Mode, Progress, mode_of
+
+if TYPE_CHECKING:
+    from shardwise.comm.communicator import Communicator
+    from shardwise.config import Config, Resolution
+    from shardwise.engine.engine import Engine
+    from shardwise.engine.memory import MemoryReporting
+    from shardwise.engine.step import TrainStep
+    from shardwise.monitor.runlog import RunLog
+
+_SECRET = re.compile(r"(^|_)(api_?key|token|secret|password|credentials?)$", re.IGNORECASE)
+_LOGIN = re.compile(r"(?<=://)[^/@\s]+@")
+HIDDEN = "(not written)"
+
+
+def log_of(config: Config, job: Communicator, step: TrainStep) -> tuple[RunLog, list[Any]] | None:
+    """Return the run log of this rank, in a directory that is the same on all, and where each rank runs (all ranks
+    call); None: it is not asked for.
+    """
+    section = config.run_log
+    if not section.enabled:
+        return None
+    from shardwise.monitor.runlog import RunLog
+
+    own = {"host": socket.gethostname(), "process": os.getpid(), "path": section.path or _new_directory()}
+    ranks = job.exchange(own, "run_log")
+    path = Path(ranks[0]["path"]).expanduser()
+    return RunLog(path, job.rank, lambda: step.global_steps), [
+        {"host": each["host"], "process": each["process"]} for each in ranks
+    ]
+
+
+def _new_directory() -> str:
+    """Return the name of a directory that is not there yet."""
+    named = f"runs/{time.strftime('%Y%m%d-%H%M%S')}"
+    names = [named, *(f"{named}-{number}" for number in range(2, 100))]
+    return next((name for name in names if not os.path.lexists(name)), named)
+
+
+def describe(
+    engine: Engine, resolution: Resolution, memory: MemoryReporting, log: RunLog, ranks: Sequence[Any]
+) -> None:
+    """Have the first rank write what is run.
+
+    Args:
+        engine: runs it.
+        resolution: its configuration.
+        memory: plans.
+        log: of this rank.
+        ranks: where each runs.
+    """
+    if engine.job.rank != 0:
+        return
+    settings = resolution.config
+    log.write_run(
+        {
+            "time": time.time(),
+            "step": engine.global_steps,
+            "world": engine.job.world,
+            "ranks": ranks,
+            "versions": {"shardwise": __version__, "torch": torch.__version__, "python": platform.python_version()},
+            "device": _device(engine.device),
+            "waits_on_host": engine.job.waits_on_host,
+            "model": type(engine.module).__name__,
+            "parameters": sum(tensor.numel for tensor in engine.sharded.registry),
+            "optimizer": None if engine.optimizer is None else type(engine.optimizer).__name__,
+            "stage": engine.sharded.plan.stage,
+            "precision": engine.precision_in_words(),
+            "batch": dict(zip(("total", "micro", "accumulation"), engine.get_batch_info(), strict=True)),
+            "total_steps": total_steps(settings),
+            "limits": {
+                name: limit
+                for name in ("device", "host", "disk")
+                if (limit := getattr(settings.memory_limits, name)) is not None
+            },
+            "plan": _planned(memory.memory_report()) if settings.run_log.plan else None,
+            "warnings": [str(warning) for warning in resolution.warnings],
+            "configuration": without_secrets(effective(resolution)),
+        }
+    )
+
+
+def _device(device: torch.device) -> str:
+    return torch.cuda.get_device_name(device) if device.type == "cuda" else device.type
+
+
+def _planned(report: MemoryReport) -> dict[str, Any] | None:
+    """Return what the first rank is planned to hold at most, by tier, and on the device by category."""
+    if report.total.planned is None:
+        return None
+    tiers = {"device": report.total.planned, **{row.name: row.planned for row in report.elsewhere}}
+    return {
+        "tiers": {name: size for name, size in tiers.items() if size is not None},
+        "categories": {row.name: row.planned for row in report.rows if row.planned is not None},
+    }
+
+
+def without_secrets(value: Any) -> Any:
+    """Return a configuration in which keys, tokens and passwords are not shown.
+
+    >>> without_secrets({"comet": {"api_key": "xyz", "project": None}, "uri": "https://me:pass@host/"})
+    {'comet': {'api_key': '(not written)', 'project': None}, 'uri': 'https://(not written)@host/'}
+    """
+    if isinstance(value, dict):
+        return {
+            name: HIDDEN if _SECRET.search(str(name)) and inner is not None else without_secrets(inner)
+            for name, inner in value.items()
+        }
+    if isinstance(value, list | tuple):
+        return [without_secrets(inner) for inner in value]
+    return _LOGIN.sub(f"{HIDDEN}@", value) if isinstance(value, str) else value
+
+
+# -- progress ----------------------------------------------------------------------------------------------------------
+
+
+def shown_as(config: Config) -> Mode:
+    """Return how the first rank shows progress. Scripts written for DeepSpeed, and the frameworks that call it, print
+    what they do themselves."""
+    return mode_of(
+        config.progress.mode,
+        os.environ.get(PROGRESS, ""),
+        own_output="deepspeed" in sys.modules,
+        terminal=sys.stderr.isatty(),
+    )
+
+
+def shows(config: Config) -> bool:
+    """Whether the first rank shows progress."""
+    return shown_as(config) != "off"
+
+
+def display_of(config: Config, rank: int) -> Progress | None:
+    """Return what shows the progress of a rank; None: nothing does."""
+    mode = shown_as(config)
+    if rank != 0 or mode == "off":
+        return None
+    return Progress(mode, total_steps(config), config.progress.interval)
+
+
+def device_limit(config: Config, device: torch.device) -> int | None:
+    """Return how many bytes a rank may hold on its device, for display; None: not known."""
+    if config.memory_limits.device is not None:
+        return config.memory_limits.device
+    return torch.cuda.get_device_properties(device).total_memory if device.type == "cuda" else None
+
+
+def total_steps(config: Config) -> int | None:
+    """Return how many steps a run has, if that is known."""
+    given = config.progress.total_steps
+    scheduled = config.scheduler.params.get("total_num_steps")
+    if given is not None:
+        return given
+    return int(scheduled) if isinstance(scheduled, int | float) and scheduled >= 1 else None

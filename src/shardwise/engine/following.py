@@ -1,0 +1,269 @@
+"""Following a run: what each step has been, for the run log and for the display of progress.
+
+Where neither is asked for nothing is installed, and nothing is done in a step.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import threading
+import time
+from collections.abc import Callable, Mapping
+from contextlib import AbstractContextManager
+from typing import TYPE_CHECKING, Any
+
+from shardwise.compat import never_compiled
+from shardwise.device.clock import Instant, now, seconds_between
+from shardwise.memory import Tier, resident_bytes
+from shardwise.memory.accountant import Lap
+from shardwise.monitor.pending import Pending
+from shardwise.monitor.progress import Memory, Progress, State
+from shardwise.profile.rates import tokens_in
+
+if TYPE_CHECKING:
+    from shardwise.comm.ledger import Ledger, Record
+    from shardwise.engine.step import StepReport, TrainStep
+    from shardwise.monitor.runlog import RunLog
+    from shardwise.zero.model import ShardedModel
+
+_NOTHING = contextlib.nullcontext()
+_UNITS = 8
+"""Units of a row: those for which has been waited longest."""
+
+
+class Following:
+    """See the module docstring.
+
+    Args:
+        sharded: the model.
+        step: reports.
+        ledger: every collective.
+        ranks: that share the data; each has as many tokens as this one.
+        log: of this rank; None: there is none.
+        every: steps from one row of it to the next.
+        display: of this rank; None: there is none.
+        limit: most bytes that the device may hold; None: not known.
+    """
+
+    def __init__(
+        self,
+        sharded: ShardedModel,
+        step: TrainStep,
+        ledger: Ledger,
+        ranks: int,
+        log: RunLog | None = None,
+        every: int = 1,
+        display: Progress | None = None,
+        limit: int | None = None,
+    ) -> None:
+        self.log = log
+        self.display = display
+        self._on = log is not None or display is not None
+        self._accountant = sharded.accountant
+        self._cuda = sharded.device.type == "cuda"
+        self._step = step
+        self._ranks = ranks
+        self._limit = limit
+        self._tokens: int | None = 0  # of this rank since the beginning
+        self._every = every
+        self._steps = 0  # since the last row
+        self._last = 0.0  # end of the last step
+        self._ended: float | None = None  # of the last row, or the beginning of the first step
+        self._before = (0, 0)  # samples and tokens at the last row
+        self._parts: list[tuple[str, Instant, Instant]] = []
+        self._waits = _Waits()
+        self._ledger = ledger
+        self._collectives: dict[str, tuple[int, int, int]] = {}
+        self._moved = {tier: self._accountant.moved(tier) for tier in Tier}
+        if log is not None:
+            self._collectives = self._totals()
+            self._accountant.lap()
+            ledger.listen(self._waits.heard)
+
+    # -- what happens ------------------------------------------------------------------------------------------------
+
+    @never_compiled
+    def forward(self, own: bool, args: tuple[Any, ...], kwargs: Mapping[str, Any]) -> AbstractContextManager[Any]:
+        """Return the context of a forward pass; `own`: it is one of training."""
+        if not (own and self._on):
+            return _NOTHING
+        if self._tokens is not None:
+            found = tokens_in(args, kwargs)
+            self._tokens = None if found is None else self._tokens + found
+        if self._ended is None:
+            self._ended = time.perf_counter()
+            self._before = self._step.global_samples, 0
+        return self._part("forward")
+
+    def backward(self) -> AbstractContextManager[Any]:
+        """Return the context of a backward pass."""
+        return self._part("backward")
+
+    def step(self) -> AbstractContextManager[Any]:
+        """Return the context of a step."""
+        return self._part("step")
+
+    def _part(self, name: str) -> AbstractContextManager[Any]:
+        return _NOTHING if self.log is None else _Part(name, self._parts, self._cuda)
+
+    def after_step(self) -> None:
+        """A window has ended: write and show what is due."""
+        report = self._step.last_step
+        if not self._on or report is None:
+            return
+        self._steps += 1
+        self._last = clock = time.perf_counter()
+        at = self._step.global_steps
+        if self.log is not None and at % self._every == 0:
+            self._write(report, clock)
+        if self.display is not None and self.display.due(at, clock):
+            self.display.show(self._state(report, clock))
+
+    def close(self) -> None:
+        """Write what is left, and take the display away. Closing twice does nothing."""
+        if self.display is not None:
+            self.display.close()
+        if self.log is not None:
+            report = self._step.last_step
+            if self._steps and report is not None:
+                self._write(report, self._last)
+            self.log.close()
+
+    # -- the run log -------------------------------------------------------------------------------------------------
+
+    def _write(self, report: StepReport, clock: float) -> None:
+        step = self._step
+        samples, tokens = step.global_samples, self._tokens
+        values: dict[str, Any] = {
+            "time": time.time(),
+            "step": step.global_steps,
+            "samples": samples,
+            "steps": self._steps,
+            "lr": report.lr,
+            "applied": report.applied,
+        }
+        if step.loss_scaler is not None:
+            values["loss_scale"] = report.loss_scale
+        if self._ended is not None:
+            seconds = max(clock - self._ended, 1e-9)
+            values |= {"seconds": seconds, "samples_per_second": (samples - self._before[0]) / seconds}
+            if tokens:
+                values["tokens"] = (tokens - self._before[1]) * self._ranks
+                values["tokens_per_second"] = values["tokens"] / seconds
+        self._ended, self._before, self._steps = clock, (samples, tokens or 0), 0
+        pending = Pending(
+            (name, value, step.global_steps)
+            for name, value in (("loss", report.loss), ("grad_norm", report.grad_norm))
+            if value is not None
+        )
+        assert self.log is not None
+        self.log.write_step(values, pending, self._rest())
+
+    def _rest(self) -> Callable[[dict[str, Any]], None]:
+        """Take what has been counted since the last row; return what puts it into one."""
+        parts, self._parts = self._parts, []
+        laps = self._accountant.lap()
+        totals, before = self._totals(), self._collectives
+        self._collectives = totals
+        moved, moved_before = {tier: self._accountant.moved(tier) for tier in Tier}, self._moved
+        self._moved = moved
+        by_op, by_unit = self._waits.taken()
+
+        def finish(row: dict[str, Any]) -> None:
+            row["phases"] = _summed(parts)
+            row["memory"] = {tier.value: _told(lap) for tier, lap in laps.items() if lap.total or lap.peak_total}
+            row["resident"] = resident_bytes()
+            row["communication"] = {
+                op: [*counts, by_op.get(op, 0.0)]
+                for op, after in totals.items()
+                if (counts := _since(after, before.get(op, (0, 0, 0))))[0] or op in by_op
+            }
+            longest = sorted(by_unit.items(), key=lambda item: item[1], reverse=True)[:_UNITS]
+            row["units"] = {unit: seconds for unit, seconds in longest if seconds > 0}
+            row["moved"] = {
+                tier.value: moved[tier] - moved_before[tier] for tier in Tier if moved[tier] != moved_before[tier]
+            }
+
+        return finish
+
+    def _totals(self) -> dict[str, tuple[int, int, int]]:
+        return {op: (each.count, each.size, each.sent) for op, each in list(self._ledger.totals.items())}
+
+    # -- the display -------------------------------------------------------------------------------------------------
+
+    def _state(self, report: StepReport, clock: float) -> State:
+        step, accountant = self._step, self._accountant
+        held = [Memory("device", accountant.peak_total, self._limit)]
+        host = accountant.peak_total_in(Tier.HOST)
+        if host:
+            held.append(Memory("host", host))
+        return State(
+            step=step.global_steps,
+            clock=clock,
+            samples=step.global_samples,
+            tokens=None if self._tokens is None else self._tokens * self._ranks,
+            loss=None if report.loss is None else Pending([("loss", report.loss, step.global_steps)]),
+            memory=held,
+        )
+
+
+class _Part:
+    """Notes when a block has begun and ended."""
+
+    __slots__ = ("_begun", "_cuda", "_name", "_parts")
+
+    def __init__(self, name: str, parts: list[tuple[str, Instant, Instant]], cuda: bool) -> None:
+        self._name, self._parts, self._cuda = name, parts, cuda
+
+    def __enter__(self) -> None:
+        self._begun = now(self._cuda)
+
+    def __exit__(self, *_: object) -> None:
+        self._parts.append((self._name, self._begun, now(self._cuda)))
+
+
+class _Waits:
+    """Adds up what has been waited for collectives, on whatever thread."""
+
+    def __init__(self) -> None:
+        self._lock = threading.Lock()
+        self._by_op: dict[str, float] = {}
+        self._by_unit: dict[str, float] = {}
+
+    def heard(self, record: Record) -> None:
+        """A collective has been waited for."""
+        waited = record.waited or 0.0
+        with self._lock:
+            self._by_op[record.op] = self._by_op.get(record.op, 0.0) + waited
+            self._by_unit[record.label] = self._by_unit.get(record.label, 0.0) + waited
+
+    def taken(self) -> tuple[dict[str, float], dict[str, float]]:
+        """Return the seconds since the last call, by operation and by unit."""
+        with self._lock:
+            found = self._by_op, self._by_unit
+            self._by_op, self._by_unit = {}, {}
+        return found
+
+
+def _summed(parts: list[tuple[str, Instant, Instant]]) -> dict[str, float]:
+    found: dict[str, float] = {}
+    for name, begun, ended in parts:
+        found[name] = found.get(name, 0.0) + seconds_between(begun, ended)
+    return found
+
+
+def _told(lap: Lap) -> dict[str, Any]:
+    """Return the bytes of a tier, without categories that it has not."""
+    return {
+        "live": lap.total,
+        "peak": lap.peak_total,
+        "at_peak": {category.value: size for category, size in lap.at_peak.items() if size},
+        "peaks": {category.value: size for category, size in lap.peak.items() if size},
+    }
+
+
+def _since(after: tuple[int, int, int], before: tuple[int, int, int]) -> tuple[int, int, int]:
+    """Return what has been added; everything, if the ledger has been reset."""
+    if after[0] < before[0]:
+        return after
+    return after[0] - before[0], after[1] - before[1], after[2] - before[2]

@@ -1,0 +1,292 @@
+"""Progress: how far training is, as a bar on a terminal or as a line now and then, on standard error.
+
+Whoever trains hands over a state a few times a second at most, and does not wait: the loss is shown when it has arrived
+from its device, and a thread draws the bar.
+"""
+
+from __future__ import annotations
+
+import atexit
+import contextlib
+import logging
+import sys
+from collections import deque
+from dataclasses import dataclass
+from typing import IO, TYPE_CHECKING, Any, Literal
+
+from shardwise.utils.logging import logger
+
+from .pending import Pending
+
+if TYPE_CHECKING:
+    from rich.text import Text
+
+Mode = Literal["bar", "lines", "off"]
+
+BAR_S = 0.25
+"""Seconds from one state of a bar to the next, at least."""
+_MARKS = 16
+"""States over which speed is measured."""
+_WIDTH = 16
+"""Cells of a bar."""
+
+
+@dataclass(frozen=True)
+class Memory:
+    """What is held.
+
+    Attributes:
+        where: "device" or "host".
+        size: most bytes at once.
+        limit: bytes that there are; None: not known.
+    """
+
+    where: str
+    size: int
+    limit: int | None = None
+
+
+@dataclass(frozen=True)
+class State:
+    """How far training is.
+
+    Attributes:
+        step: steps taken.
+        clock: `time.perf_counter()` at the end of the last one.
+        samples: of all ranks so far.
+        tokens: of all ranks so far; None or 0: not known.
+        loss: of the last step; None: not known.
+        memory: on each tier.
+    """
+
+    step: int
+    clock: float
+    samples: int = 0
+    tokens: int | None = None
+    loss: Pending | None = None
+    memory: list[Memory] | tuple[Memory, ...] = ()
+
+
+def mode_of(mode: str | None, launcher: str, *, own_output: bool, terminal: bool) -> Mode:
+    """Return how progress is shown.
+
+    Args:
+        mode: as configured; None: the launcher decides.
+        launcher: what it has said: "auto", "off", which overrules the configuration, or nothing.
+        own_output: the script is known to print what it does.
+        terminal: standard error is one.
+
+    >>> mode_of(None, "", own_output=False, terminal=True), mode_of(None, "auto", own_output=False, terminal=True)
+    ('off', 'bar')
+    >>> mode_of("auto", "", own_output=True, terminal=False), mode_of("bar", "off", own_output=False, terminal=True)
+    ('lines', 'off')
+    """
+    if launcher == "off":
+        return "off"
+    if mode is None:
+        mode = "auto" if launcher == "auto" and not own_output else "off"
+    if mode == "auto":
+        return "bar" if terminal else "lines"
+    return mode  # type: ignore[return-value]  # the schema has no others
+
+
+class Progress:
+    """What is shown, from the first state on.
+
+    Args:
+        mode: "bar" or "lines".
+        total: steps until the end; None: not known.
+        interval: seconds from one line to the next.
+        out: where to; None: standard error.
+    """
+
+    def __init__(
+        self, mode: Literal["bar", "lines"], total: int | None, interval: float, out: IO[str] | None = None
+    ) -> None:
+        self._total = total
+        self._every = BAR_S if mode == "bar" else interval
+        self._view: _Bar | _Lines = _Bar(total, out) if mode == "bar" else _Lines(out)
+        self._marks: deque[State] = deque(maxlen=_MARKS)
+        self._next = 0.0
+        self._closed = False
+        self._loss: float | None = None
+        self._waiting: State | None = None
+        atexit.register(self.close)
+
+    def due(self, step: int, clock: float) -> bool:
+        """Show what has waited for its loss, if that has arrived; return whether a state is to be handed over."""
+        if self._closed:
+            return False
+        if self._waiting is not None and _arrived(self._waiting):
+            self._draw(self._waiting)
+        return clock >= self._next or step == self._total
+
+    def show(self, state: State) -> None:
+        """Show a state as soon as its loss is there."""
+        self._next = state.clock + self._every
+        if _arrived(state) or state.step == self._total:
+            self._draw(state)
+        else:
+            self._waiting = state
+        if state.step == self._total:
+            self.close()
+
+    def _draw(self, state: State) -> None:
+        self._waiting = None
+        if state.loss is not None:
+            self._loss = state.loss.read()[0].value
+        self._marks.append(state)
+        self._view.show(state.step, self.words(state))
+
+    def words(self, state: State) -> list[str]:
+        """Return what is said of a state, in the order of importance but for the first: how far it is."""
+        first, steps = self._marks[0], state.step - self._marks[0].step
+        said = [f"step {state.step}" if self._total is None else f"step {state.step}/{self._total}"]
+        if self._loss is not None:
+            said.append(f"loss {self._loss:.4g}")
+        if steps > 0:
+            seconds = (state.clock - first.clock) / steps
+            said.append(f"{_time(seconds)}/step")
+            rate = 1.0 / max(state.clock - first.clock, 1e-9)
+            if state.tokens and first.tokens is not None:
+                said.append(f"{_count((state.tokens - first.tokens) * rate)} tokens/s")
+            else:
+                said.append(f"{_count((state.samples - first.samples) * rate)} samples/s")
+            if self._total is not None and state.step < self._total:
+                said.append(f"{_spoken((self._total - state.step) * seconds)} left")
+        said += [_memory(each) for each in state.memory]
+        return said
+
+    def close(self) -> None:
+        """Leave the last state where it is, and end. Closing twice does nothing."""
+        if self._closed:
+            return
+        self._closed = True
+        atexit.unregister(self.close)
+        with contextlib.suppress(Exception):  # a device that has failed; at the end of a process, a closed stream
+            if self._waiting is not None:
+                self._draw(self._waiting)
+        self._view.close()
+
+
+def _arrived(state: State) -> bool:
+    return state.loss is None or state.loss.arrived()
+
+
+class _Lines:
+    """A line for each state."""
+
+    def __init__(self, out: IO[str] | None) -> None:
+        self._out = out
+
+    def show(self, step: int, words: list[str]) -> None:
+        with contextlib.suppress(OSError, ValueError):  # nobody reads any more
+            print(" | ".join(words), file=self._out or sys.stderr, flush=True)
+
+    def close(self) -> None:
+        pass
+
+
+class _Bar:
+    """A bar that a thread draws; what the script prints goes above it."""
+
+    def __init__(self, total: int | None, out: IO[str] | None) -> None:
+        self._total = total
+        self._out = out
+        self._said: tuple[int, list[str]] = (0, [])
+        self._live: Any = None
+        self._handlers: list[tuple[logging.StreamHandler[Any], Any]] = []
+
+    def show(self, step: int, words: list[str]) -> None:
+        self._said = step, words
+        if self._live is None:
+            self._begin()
+
+    def _begin(self) -> None:
+        from rich.console import Console
+        from rich.live import Live
+
+        class Unhidden(Console):
+            """A console whose cursor stays: a process that is killed could not bring it back."""
+
+            def show_cursor(self, show: bool = True) -> bool:
+                return False
+
+        error = sys.stderr
+        self._live = Live(
+            get_renderable=self._picture,
+            console=Unhidden(file=self._out, stderr=self._out is None, soft_wrap=False),
+            refresh_per_second=4,
+            redirect_stdout=sys.stdout.isatty(),
+            redirect_stderr=self._out is None,
+            vertical_overflow="crop",
+        )
+        self._live.start()
+        # The log's handlers have the stream that was there before.
+        for handler in logger.handlers:
+            if isinstance(handler, logging.StreamHandler) and handler.stream is error:
+                self._handlers.append((handler, handler.setStream(sys.stderr)))
+
+    def _picture(self) -> Text:
+        from rich.text import Text
+
+        step, words = self._said
+        text = Text(no_wrap=True, overflow="ellipsis")
+        if self._total is not None:
+            done = min(_WIDTH, round(_WIDTH * step / self._total))
+            text.append("━" * done, "green").append("━" * (_WIDTH - done), "bright_black").append(" ")
+        return text.append("  ".join(words))
+
+    def close(self) -> None:
+        for handler, stream in self._handlers:
+            handler.setStream(stream)
+        self._handlers = []
+        if self._live is not None:
+            with contextlib.suppress(OSError, ValueError):
+                self._live.stop()
+            self._live = None
+
+
+def _time(seconds: float) -> str:
+    """Return a short time.
+
+    >>> _time(0.0123), _time(2.345)
+    ('12 ms', '2.35 s')
+    """
+    return f"{1e3 * seconds:.0f} ms" if seconds < 0.9995 else f"{seconds:.2f} s"
+
+
+def _spoken(seconds: float) -> str:
+    """Return a time that is left.
+
+    >>> _spoken(45), _spoken(150), _spoken(9000)
+    ('45 s', '2 min', '2 h 30 min')
+    """
+    if seconds < 90:
+        return f"{seconds:.0f} s"
+    minutes = round(seconds / 60)
+    return f"{minutes} min" if minutes < 90 else f"{minutes // 60} h {minutes % 60} min"
+
+
+def _count(value: float) -> str:
+    """Return a rate.
+
+    >>> _count(5.234), _count(812.3), _count(12345), _count(3.2e6)
+    ('5.23', '812', '12.3k', '3.2M')
+    """
+    if value >= 1e6:
+        return f"{value / 1e6:.3g}M"
+    if value >= 1e4:
+        return f"{value / 1e3:.3g}k"
+    return f"{value:.3g}" if value < 100 else f"{value:.0f}"
+
+
+def _memory(held: Memory) -> str:
+    """Return what is held, of what there is.
+
+    >>> _memory(Memory("device", 3 << 30, 8 << 30))
+    'device 3.0 of 8.0 GiB'
+    """
+    size, unit, digits = (2**30, "GiB", 1) if max(held.size, held.limit or 0) >= 2**30 else (2**20, "MiB", 0)
+    most = "" if held.limit is None else f" of {held.limit / size:.{digits}f}"
+    return f"{held.where} {held.size / size:.{digits}f}{most} {unit}"

@@ -1,0 +1,220 @@
+"""A row of the run log, and several that follow each other made one."""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Mapping
+from dataclasses import dataclass, field
+from typing import Any
+
+Sums = dict[str, float]
+
+
+def number(value: Any) -> float | None:
+    """Return a number as the run log writes it; None: it is none.
+
+    >>> number(3), number("inf"), number("3"), number(True)
+    (3.0, inf, None, None)
+    """
+    if isinstance(value, bool):
+        return None
+    if isinstance(value, int | float):
+        try:
+            return float(value)
+        except OverflowError:
+            return None
+    return float(value) if value in ("inf", "-inf", "nan") else None
+
+
+def _numbers(value: Any) -> Sums:
+    """Return the entries of an object that are finite numbers."""
+    if not isinstance(value, Mapping):
+        return {}
+    found = ((str(name), number(inner)) for name, inner in value.items())
+    return {name: inner for name, inner in found if inner is not None and math.isfinite(inner)}
+
+
+def _lists(value: Any, length: int) -> dict[str, tuple[float, ...]]:
+    """Return the entries of an object that are lists of so many finite numbers."""
+    found = {}
+    for name, inner in value.items() if isinstance(value, Mapping) else ():
+        numbers = [number(one) for one in inner] if isinstance(inner, list) and len(inner) == length else [None]
+        if all(one is not None and math.isfinite(one) for one in numbers):
+            found[str(name)] = tuple(one for one in numbers if one is not None)
+    return found
+
+
+def add(first: Sums, second: Mapping[str, float]) -> Sums:
+    """Return the sums of entries."""
+    return {
+        name: first.get(name, 0.0) + second.get(name, 0.0) for name in (*first, *(n for n in second if n not in first))
+    }
+
+
+def highest(first: Sums, second: Mapping[str, float]) -> Sums:
+    """Return the greater of entries."""
+    return {
+        name: max(first.get(name, 0.0), second.get(name, 0.0))
+        for name in (*first, *(n for n in second if n not in first))
+    }
+
+
+@dataclass(frozen=True)
+class Held:
+    """Memory of one tier; bytes.
+
+    Attributes:
+        live: at the end.
+        peak: most at once.
+        at_peak: by category at that moment.
+        peaks: most at once in each category.
+    """
+
+    live: float
+    peak: float
+    at_peak: Sums = field(default_factory=dict)
+    peaks: Sums = field(default_factory=dict)
+
+    def then(self, other: Held) -> Held:
+        """Return both, one after the other."""
+        higher = other if other.peak > self.peak else self
+        return Held(other.live, higher.peak, higher.at_peak, highest(self.peaks, other.peaks))
+
+
+@dataclass(frozen=True)
+class Row:
+    """What one rank has written of some steps.
+
+    Attributes:
+        first: number of the first of them.
+        step: number of the last.
+        steps: how many.
+        time: at the end, seconds since 1970.
+        loss: mean; None: not known.
+        lr: of the first group at the end.
+        grad_norm: the highest.
+        loss_scale: at the end.
+        skipped: steps that were not applied.
+        seconds: of all steps; None: not known.
+        samples: of all ranks.
+        tokens: of all ranks; 0: not known.
+        phases: seconds by part of a step.
+        memory: by tier.
+        resident: bytes of the process.
+        communication: count, bytes, bytes sent and seconds waited, by operation.
+        units: seconds waited by unit.
+        moved: bytes read and written by tier.
+    """
+
+    first: int
+    step: int
+    steps: int
+    time: float
+    loss: float | None = None
+    lr: float | None = None
+    grad_norm: float | None = None
+    loss_scale: float | None = None
+    skipped: int = 0
+    seconds: float | None = None
+    samples: float = 0.0
+    tokens: float = 0.0
+    phases: Sums = field(default_factory=dict)
+    memory: dict[str, Held] = field(default_factory=dict)
+    resident: float = 0.0
+    communication: dict[str, tuple[float, ...]] = field(default_factory=dict)
+    units: Sums = field(default_factory=dict)
+    moved: dict[str, tuple[float, ...]] = field(default_factory=dict)
+
+    @property
+    def waited(self) -> float:
+        """Seconds waited for collectives."""
+        return sum(values[3] for values in self.communication.values())
+
+    @staticmethod
+    def of(found: Any) -> Row | None:
+        """Return the row of an object that was read; None: it is not one."""
+        if not isinstance(found, Mapping) or isinstance(found.get("step"), bool):
+            return None
+        step, steps = found.get("step"), found.get("steps", 1)
+        if not isinstance(step, int) or not 0 <= step < 1 << 53:
+            return None
+        steps = steps if isinstance(steps, int) and 1 <= steps <= max(step, 1) else 1
+        memory = {}
+        for tier, held in found["memory"].items() if isinstance(found.get("memory"), Mapping) else ():
+            if isinstance(held, Mapping):
+                live, peak = (_finite(held.get(name)) or 0.0 for name in ("live", "peak"))
+                memory[str(tier)] = Held(live, peak, _numbers(held.get("at_peak")), _numbers(held.get("peaks")))
+        seconds = _finite(found.get("seconds"))
+        rates = found.get("lr")
+        return Row(
+            first=step - steps + 1,
+            step=step,
+            steps=steps,
+            time=_finite(found.get("time")) or 0.0,
+            loss=number(found.get("loss")),
+            lr=_finite(rates[0]) if isinstance(rates, list) and rates else None,
+            grad_norm=number(found.get("grad_norm")),
+            loss_scale=_finite(found.get("loss_scale")),
+            skipped=int(found.get("applied") is False),
+            seconds=seconds,
+            samples=(_finite(found.get("samples_per_second")) or 0.0) * (seconds or 0.0),
+            tokens=_finite(found.get("tokens")) or 0.0,
+            phases=_numbers(found.get("phases")),
+            memory=memory,
+            resident=_finite(found.get("resident")) or 0.0,
+            communication=_lists(found.get("communication"), 4),
+            units=_numbers(found.get("units")),
+            moved=_lists(found.get("moved"), 2),
+        )
+
+    def then(self, other: Row) -> Row:
+        """Return both as one, `other` being later."""
+        return Row(
+            first=self.first,
+            step=other.step,
+            steps=self.steps + other.steps,
+            time=other.time,
+            loss=_mean(self, other, "loss"),
+            lr=other.lr,
+            grad_norm=_worst(self.grad_norm, other.grad_norm),
+            loss_scale=other.loss_scale,
+            skipped=self.skipped + other.skipped,
+            seconds=_mean(self, other, "seconds", sums=True),
+            samples=self.samples + other.samples,
+            tokens=self.tokens + other.tokens,
+            phases=add(self.phases, other.phases),
+            memory=_joined(self.memory, other.memory, Held.then),
+            resident=max(self.resident, other.resident),
+            communication=_joined(self.communication, other.communication, plus),
+            units=add(self.units, other.units),
+            moved=_joined(self.moved, other.moved, plus),
+        )
+
+
+def plus(first: tuple[float, ...], second: tuple[float, ...]) -> tuple[float, ...]:
+    """Return the sums place by place."""
+    return tuple(one + other for one, other in zip(first, second, strict=True))
+
+
+def _joined(first: dict[str, Any], second: dict[str, Any], join: Any) -> dict[str, Any]:
+    return {**first, **{name: join(first[name], value) if name in first else value for name, value in second.items()}}
+
+
+def _finite(value: Any) -> float | None:
+    found = number(value)
+    return found if found is not None and math.isfinite(found) else None
+
+
+def _mean(one: Row, other: Row, name: str, sums: bool = False) -> float | None:
+    """Return the mean of what is known over the steps, or the sum as it were if all were known."""
+    known = [(value, row.steps) for row in (one, other) if (value := getattr(row, name)) is not None]
+    if not known:
+        return None
+    if sums:
+        return float(sum(value for value, _ in known) * (one.steps + other.steps) / sum(steps for _, steps in known))
+    return float(sum(value * steps for value, steps in known) / sum(steps for _, steps in known))
+
+
+def _worst(one: float | None, other: float | None) -> float | None:
+    known = [value for value in (one, other) if value is not None]
+    return next((value for value in known if math.isnan(value)), max(known)) if known else None

@@ -1,0 +1,234 @@
+"""Adding up what the rows of all ranks say."""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Iterable, Sequence
+from dataclasses import dataclass, field
+from functools import cached_property, reduce
+from typing import Any
+
+from .reading import Run
+from .rows import Held, Row, Sums, add, plus
+
+MOST_POINTS = 600
+"""Points of a line: more are not seen, and make a page heavy."""
+
+
+@dataclass(frozen=True)
+class Point:
+    """Some steps, of all ranks.
+
+    Attributes:
+        step: the last of them.
+        steps: how many.
+        ranks: what each rank has written of them.
+    """
+
+    step: int
+    steps: int
+    ranks: dict[int, Row]
+
+    def mean(self, name: str) -> float | None:
+        """Return the mean of an attribute of the rows over ranks that know it."""
+        known = [value for row in self.ranks.values() if (value := getattr(row, name)) is not None]
+        return sum(known) / len(known) if known else None
+
+    def most(self, name: str) -> float | None:
+        """Return the greatest; not a number, if one is not."""
+        known = [value for row in self.ranks.values() if (value := getattr(row, name)) is not None]
+        return next((value for value in known if math.isnan(value)), max(known)) if known else None
+
+    @property
+    def seconds(self) -> float | None:
+        """Seconds of a step; that of the rank that took longest."""
+        known = [row.seconds / row.steps for row in self.ranks.values() if row.seconds is not None]
+        return max(known) if known else None
+
+    def phase(self, name: str) -> float:
+        """Return the seconds of a part of a step, in the mean over ranks."""
+        return sum(row.phases.get(name, 0.0) / row.steps for row in self.ranks.values()) / len(self.ranks)
+
+
+@dataclass
+class Rank:
+    """All of one rank.
+
+    Attributes:
+        number: of the rank.
+        whole: its rows as one.
+        steady: the same without the first row, in which much is made; all, if there is no other.
+        host: machine; None: not known.
+        last: points at which it has waited least of all ranks, which is to say that the others have waited for it.
+    """
+
+    number: int
+    whole: Row
+    steady: Row
+    host: str | None
+    last: int = 0
+
+    @property
+    def step_seconds(self) -> float | None:
+        """Seconds of a step in the mean."""
+        return None if self.steady.seconds is None else self.steady.seconds / self.steady.steps
+
+    @property
+    def waited(self) -> float:
+        """Seconds of a step in which it has waited for collectives, in the mean."""
+        return self.steady.waited / self.steady.steps
+
+
+@dataclass
+class Summary:
+    """What a run is in numbers.
+
+    Attributes:
+        run: that was read.
+        points: all steps, some together in long runs.
+    """
+
+    run: Run
+    points: list[Point] = field(init=False)
+
+    def __post_init__(self) -> None:
+        self.points = points_of(self.run.rows)
+
+    @cached_property
+    def ranks(self) -> list[Rank]:
+        """Each rank that has written steps."""
+        found = []
+        for number, rows in sorted(self.run.rows.items()):
+            whole = reduce(Row.then, rows)
+            steady = reduce(Row.then, rows[1:]) if len(rows) > 1 else whole
+            found.append(Rank(number, whole, steady, self.host(number)))
+        by_number = {rank.number: rank for rank in found}
+        for point in self.points[1:]:
+            if len(point.ranks) > 1:
+                by_number[min(point.ranks, key=lambda number: point.ranks[number].waited)].last += 1
+        return found
+
+    def host(self, rank: int) -> str | None:
+        """Return the name of a rank's machine, if it is known."""
+        ranks = self.run.about.get("ranks")
+        if isinstance(ranks, list) and rank < len(ranks) and isinstance(ranks[rank], dict):
+            host = ranks[rank].get("host")
+            return host if isinstance(host, str) else None
+        return None
+
+    @cached_property
+    def largest(self) -> Rank | None:
+        """The rank that has held most on its device."""
+        held = [rank for rank in self.ranks if "device" in rank.whole.memory]
+        return max(held, key=lambda rank: rank.whole.memory["device"].peak) if held else None
+
+    @cached_property
+    def communication(self) -> dict[str, tuple[float, ...]]:
+        """Count, bytes, bytes sent and seconds waited by operation, of all ranks."""
+        found: dict[str, tuple[float, ...]] = {}
+        for rank in self.ranks:
+            for op, values in rank.whole.communication.items():
+                found[op] = plus(found[op], values) if op in found else values
+        return found
+
+    @cached_property
+    def units(self) -> Sums:
+        """Seconds waited by unit, of all ranks but for the first row of each, longest first."""
+        found: Sums = {}
+        for rank in self.ranks:
+            found = add(found, rank.steady.units)
+        return dict(sorted(found.items(), key=lambda item: item[1], reverse=True))
+
+    @property
+    def steps(self) -> int:
+        """Number of the last step."""
+        return max((rank.whole.step for rank in self.ranks), default=0)
+
+    @property
+    def step_seconds(self) -> float | None:
+        """Seconds of a step in the mean, of the rank that takes longest."""
+        return max((rank.step_seconds for rank in self.ranks if rank.step_seconds is not None), default=None)
+
+    def rate(self, what: str) -> float | None:
+        """Return "samples" or "tokens" of all ranks in a second; None: not known."""
+        for rank in self.ranks:
+            number, seconds = getattr(rank.steady, what), rank.steady.seconds
+            if number and seconds:
+                return float(number / seconds)
+        return None
+
+    def planned(self, of: str) -> Sums:
+        """Return planned bytes by name; `of`: "tiers", or "categories" of the device."""
+        return numbers_in(self.run.about.get("plan"), of)
+
+    def limits(self) -> Sums:
+        """Return limits by tier."""
+        return numbers_in(self.run.about, "limits")
+
+    @property
+    def last_loss(self) -> float | None:
+        """Loss of the last tenth of the steps, in the mean."""
+        known = [loss for point in self.points if (loss := point.mean("loss")) is not None]
+        last = known[-max(1, len(known) // 10) :]
+        return sum(last) / len(last) if last else None
+
+
+def numbers_in(value: Any, name: str) -> Sums:
+    """Return the numbers of an object inside of another; none, if that is not what is there."""
+    inner = value.get(name) if isinstance(value, dict) else None
+    if not isinstance(inner, dict):
+        return {}
+    return {
+        str(key): float(number)
+        for key, number in inner.items()
+        if isinstance(number, int | float) and not isinstance(number, bool) and 0 <= number < 1e300
+    }
+
+
+def points_of(rows: dict[int, list[Row]], most: int = MOST_POINTS) -> list[Point]:
+    """Return the steps of all ranks, no more than `most` points, with steps together where there are more.
+
+    >>> points = points_of({0: [Row(n, n, 1, 0.0, loss=n) for n in range(1, 7)]}, most=3)
+    >>> [(point.step, point.steps, point.mean("loss")) for point in points]
+    [(2, 2, 1.5), (4, 2, 3.5), (6, 2, 5.5)]
+    """
+    if not rows:
+        return []
+    first = min(own[0].step for own in rows.values())
+    last = max(own[-1].step for own in rows.values())
+    width = max(1, math.ceil((last - first + 1) / most))
+    found: dict[int, dict[int, Row]] = {}
+    for rank, own in sorted(rows.items()):
+        for row in own:
+            ranks = found.setdefault((row.step - first) // width, {})
+            ranks[rank] = ranks[rank].then(row) if rank in ranks else row
+    return [
+        Point(max(row.step for row in ranks.values()), max(row.steps for row in ranks.values()), ranks)
+        for _, ranks in sorted(found.items())
+    ]
+
+
+def smoothed(values: Sequence[float | None], over: int) -> list[float | None]:
+    """Return the mean of each value and those before it that are numbers, `over` in all.
+
+    >>> smoothed([1.0, 3.0, None, 5.0], 2)
+    [1.0, 2.0, 3.0, 5.0]
+    """
+    found: list[float | None] = []
+    for place in range(len(values)):
+        near = [
+            value
+            for value in values[max(0, place - over + 1) : place + 1]
+            if value is not None and math.isfinite(value)
+        ]
+        found.append(sum(near) / len(near) if near else None)
+    return found
+
+
+def names_by_size(held: Iterable[Held]) -> list[str]:
+    """Return the categories of memory that there are, the largest first."""
+    most: Sums = {}
+    for each in held:
+        for name, size in each.at_peak.items():
+            most[name] = max(most.get(name, 0.0), size)
+    return sorted(most, key=lambda name: most[name], reverse=True)
