@@ -414,6 +414,7 @@ class Engine(nn.Module):
         self._memory.remember_call(inputs, kwargs)
         try:
             with (
+                self.sharded.interruptions.watching(),
                 autocast(self.device, self._autocast_dtype),
                 self._activations.around((inputs, kwargs)),
                 self._profiling.forward(own, inputs, kwargs),
@@ -474,7 +475,9 @@ class Engine(nn.Module):
                 "engine.backward(loss): the loss does not require a gradient; was it computed under no_grad?"
             )
         explained_here = explaining(lambda: self._memory.circumstances("engine.backward()", graph=True))
-        with self._step.passing(loss, weight, scale_wrt_gas) as roots, explained_here, self._profiling.backward():
+        watched = self.sharded.interruptions.watching()
+        passing = self._step.passing(loss, weight, scale_wrt_gas)
+        with passing as roots, explained_here, watched, self._profiling.backward():
             self.sharded.backward(roots, retain_graph=retain_graph)
         steps = self._batches.steps
         return loss / steps if scale_wrt_gas and steps > 1 and weight is None else loss
@@ -538,7 +541,8 @@ class Engine(nn.Module):
         self.sharded.check_there("engine.step()")
         if self.optimizer is None:
             raise UsageError(f"engine.step(): {self._no_optimizer()}")
-        with explaining(lambda: self._memory.circumstances("engine.step()", stepping=True)), self._profiling.step():
+        explained_here = explaining(lambda: self._memory.circumstances("engine.step()", stepping=True))
+        with explained_here, self._profiling.step(), self.sharded.interruptions.watching():
             ended = self._step.take(lr_kwargs)
         if ended:
             self._events.write()

@@ -253,6 +253,7 @@ class FaultTolerance:
                 f"{self._batches.steps} micro-batches)"
             )
         self._checkpoints.check_can_save()
+        self._sharded.interruptions.check_whole("copy_to_memory()", self._checkpoints.known() or "the last checkpoint")
         config = self._resolution.config.model_dump(mode="json")
         state = self._checkpoints.training_state(self._client_state())
         return state, {"layout": self._checkpoints.layout(), "config": config}

@@ -21,7 +21,7 @@ from shardwise.engine.nonfinite import Evidence, NonFinite
 from shardwise.engine.overflows import explain_overflow
 from shardwise.engine.scaling import checks_overflow, computes_norm, on_non_finite
 from shardwise.engine.window import FACTS, Weight, Window, check_mixed, checked_weight, reference_for
-from shardwise.errors import NonFiniteError, SyncError, UsageError
+from shardwise.errors import NonFiniteError, OffloadError, SyncError, UsageError
 from shardwise.precision.norms import combine
 from shardwise.precision.overflow import OverflowReport
 from shardwise.utils.logging import logger, warn_once
@@ -305,6 +305,7 @@ class TrainStep:
         self._prepared = None
         self._unscaled = False
         self._window = self._new_window()
+        self._sharded.interruptions.give_up()
         if self._sharded.reducer is not None:
             self._sharded.reducer.clear()
 
@@ -378,7 +379,11 @@ class TrainStep:
             )
         if report.applied:
             if not prepared.scaled and not sharded.takes_factor():
-                sharded.scale_gradients(prepared.factor)
+                try:
+                    sharded.scale_gradients(prepared.factor)
+                except OffloadError:  # some are scaled
+                    self.drop_gradients()
+                    raise
                 prepared = self._prepared = replace(prepared, scaled=True)
             sharded.step(1.0 if prepared.scaled else prepared.factor)
         self._prepared = None

@@ -1,0 +1,131 @@
+"""Steps and passes that an error of a disk has ended: what all ranks learn of it, and what is still whole.
+
+Where state lives on a disk, ranks tell each other at the end of each step whether theirs have failed: so all raise, and
+none waits for another. What has not been stepped can be stepped later, with the same bits, and what a disk has not
+taken stays in memory. A pass has no such end: there the other ranks wait for one that has failed until it has gone.
+"""
+
+from __future__ import annotations
+
+import contextlib
+from collections.abc import Iterator
+
+from shardwise.comm.communicator import Communicator
+from shardwise.errors import CheckpointError, OffloadError, UsageError
+from shardwise.zero.updates.update import Update
+
+
+class Interruptions:
+    """See the module docstring.
+
+    Args:
+        job: all ranks that step together.
+        update: steps; None: nothing is trained.
+        on_disk: something that a step reads or writes is on a disk.
+
+    Attributes:
+        halfway: why the state is between two steps; empty if it is not.
+    """
+
+    def __init__(self, job: Communicator, update: Update | None, *, on_disk: bool) -> None:
+        self.halfway = ""
+        self._job = job
+        self._update = update
+        self._on_disk = on_disk
+        self._given_up = False
+        self._alone = ""
+        self._agreed: OffloadError | None = None
+
+    @contextlib.contextmanager
+    def stepping(self) -> Iterator[None]:
+        """Step inside of the block; all ranks raise if a disk of one of them has failed.
+
+        Raises:
+            OffloadError: it says on which rank, and how to go on.
+        """
+        update = self._update
+        if not self._on_disk or update is None or update.progress() is None:
+            yield
+            return
+        failure: OffloadError | None = None
+        try:
+            yield
+        except OffloadError as error:
+            failure = error
+        told = None if failure is None else str(failure)
+        everyone = self._job.exchange([told, *(update.progress() or ())], "disks")
+        failed = [(rank, told) for rank, (told, *_) in enumerate(everyone) if told is not None]
+        if not failed:
+            self.halfway = ""
+            return
+        stepped, units = (sum(said[place] for said in everyone) for place in (1, 2))
+        where = f"{stepped} of {units} units" + (f" of {self._job.world} ranks" if self._job.world > 1 else "")
+        self.halfway = f"{where} had been stepped when a disk failed in engine.step()" if stepped else ""
+        goes_on = (
+            f"{where} have been stepped: engine.step() steps the others, and nothing can be saved before"
+            if stepped
+            else "Nothing has been stepped: engine.step() tries again, and engine.save_checkpoint() saves the state as "
+            "it was before"
+        )
+        first = told or f"engine.step(): on rank {failed[0][0]}: {failed[0][1]}"
+        self._agreed = OffloadError(f"{first}. {goes_on}")
+        raise self._agreed from failure
+
+    @contextlib.contextmanager
+    def watching(self) -> Iterator[None]:
+        """Take note if a disk fails inside of the block while other ranks wait for this one."""
+        try:
+            yield
+        except OffloadError as error:
+            if self._job.world > 1 and error is not self._agreed:
+                self._alone = str(error)
+            raise
+
+    def give_up(self) -> None:
+        """The gradients of the step are dropped: what has not been stepped never will be."""
+        self._given_up = bool(self.halfway)
+        if self._update is not None:
+            self._update.end_step()
+
+    def loaded(self) -> None:
+        """All state has been replaced."""
+        self.halfway = ""
+        self._given_up = False
+
+    def check_reachable(self, what: str) -> None:
+        """Raise where the other ranks are waiting in a pass, and would not take part in anything else.
+
+        Raises:
+            UsageError: it says that `what` cannot be done.
+        """
+        if self._alone:
+            raise UsageError(
+                f"{what}: a disk has failed on this rank in the middle of a pass, in which the other ranks wait for "
+                f"it ({self._alone}). End the process, and go on from the last checkpoint"
+            )
+
+    def check_can_step(self) -> None:
+        """Raise where a step would come on top of half of another one.
+
+        Raises:
+            UsageError: see above.
+        """
+        if self._given_up:
+            raise UsageError(
+                f"engine.step(): {self.halfway}, and its gradients have been dropped, so that the others never will "
+                "be. Load a checkpoint"
+            )
+
+    def check_whole(self, what: str, otherwise: str) -> None:
+        """Raise where the state is between two steps.
+
+        Args:
+            what: cannot be done then.
+            otherwise: from what one could go on.
+
+        Raises:
+            CheckpointError: see above.
+        """
+        if self.halfway:
+            way = "Its gradients have been dropped" if self._given_up else "Call engine.step(), which steps the others"
+            raise CheckpointError(f"{what}: {self.halfway}. {way}; or go on from {otherwise}")
