@@ -386,8 +386,8 @@ def test_what_cannot_be_read_is_not_stored_over_what_is_there(tmp_path: Path) ->
 
         with mock.patch("os.preadv", reading), pytest.raises(OffloadError, match="reading 2000 bytes"):
             in_turn(wanted, lambda part: part[1].add_(10))
-        with mock.patch("os.preadv", side_effect=OSError(errno.EIO, "")), pytest.raises(OffloadError):
-            with parts[3][0].lent_out(written=True):
-                raise AssertionError("it has not come")
+        failing = mock.patch("os.preadv", side_effect=OSError(errno.EIO, ""))
+        with failing, pytest.raises(OffloadError), parts[3][0].lent_out(written=True):
+            raise AssertionError("it has not come")
         assert [loans.read(tensor)[0].item() for loans, tensor in parts] == [10, 11, 2, 3]
         assert all(tensor.untyped_storage().nbytes() == 0 and not loans.lent for loans, tensor in parts)

@@ -505,8 +505,8 @@ class Loans:
         loan.held = held
 
 
-Borrowed = tuple[Loans, bool]
-"""What is lent, and whether it will be written."""
+Borrowed = tuple[Loans, bool | None]
+"""What is lent, and whether it will be written; None: all of it will, so that its values need not be brought."""
 
 T = TypeVar("T")
 
@@ -526,9 +526,10 @@ def borrowed(wanted: Sequence[Borrowed]) -> Iterator[None]:
 def _lent(wanted: Sequence[Borrowed]) -> Iterator[Callable[[], None]]:
     """Begin to borrow, and give the block what ends that; at its end everything is given back.
 
-    What has not come, because of an error, is not stored: it would take the place of good values.
+    What has not come, because of an error, is not stored: it would take the place of good values; nor is what should
+    have been overwritten and has not.
     """
-    come = False
+    come = done = False
 
     def finish() -> None:
         nonlocal come
@@ -539,13 +540,14 @@ def _lent(wanted: Sequence[Borrowed]) -> Iterator[Callable[[], None]]:
     started: list[Borrowed] = []
     try:
         for borrows in wanted:
-            borrows[0].start()
+            borrows[0].start(read=borrows[1] is not None)
             started.append(borrows)
         yield finish
+        done = True
     finally:
         with contextlib.ExitStack() as all_of_them:
             for loans, written in reversed(started):
-                all_of_them.callback(loans.give_back, written=written and come)
+                all_of_them.callback(loans.give_back, written=done if written is None else written and come)
 
 
 def settle(wanted: Sequence[Borrowed]) -> None:
@@ -596,8 +598,8 @@ def in_turn(
                     with ahead.pop_all(), _lent(wanted) as finish:
                         if number >= 2:
                             settle(parts[number - 2][1])
-                        for loans, _ in parts[number + 1][1] if number + 1 < len(parts) else ():
-                            loans.start()
+                        for loans, written in parts[number + 1][1] if number + 1 < len(parts) else ():
+                            loans.start(read=written is not None)
                             ahead.callback(loans.give_back, written=False)
                         finish()
                         use(part)
