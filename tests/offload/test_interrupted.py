@@ -182,4 +182,60 @@ def dropped(directory: str) -> tuple[str, str]:
 def test_half_a_step_without_its_gradients_is_not_trained_on(tmp_path: Path) -> None:
     ((unsaved, refused),) = run_ranks(dropped, 1, str(tmp_path))
     assert "gradients have been dropped" in unsaved and str(tmp_path / "saved") in unsaved
-    assert "gradients have been dropped" in refused and "Load a checkpoint" in refused
+    assert "gradients have been dropped" in refused and "load a checkpoint" in refused
+
+
+def saved_by_itself(directory: str, after: int) -> list[str]:
+    import torch
+
+    engine = made(offload("optimizer on disk", directory))
+    engine.checkpoint_on_signal(f"{directory}/saved")
+    steps(engine, 0, 2)
+    backward(engine, 2)
+    here = torch.distributed.get_rank() == torch.distributed.get_world_size() - 1
+    with failing(engine, "preadv", errno.EIO, after if here else 1 << 30), pytest.raises(OffloadError):
+        engine.step()
+    engine.destroy()
+    return sorted(os.listdir(f"{directory}/saved")) if os.path.exists(f"{directory}/saved") else []
+
+
+@pytest.mark.parametrize(("world", "after"), [(1, 0), (2, 0), (2, 7)])
+def test_with_a_directory_for_signals_what_is_whole_is_saved(tmp_path: Path, world: int, after: int) -> None:
+    expected = [] if after else ["global_step2", "latest"]
+    assert run_ranks(saved_by_itself, world, str(tmp_path), after) == [expected] * world
+    if expected:
+        whole = run_ranks(undisturbed, world, "optimizer on disk", str(tmp_path))[0]
+        assert run_ranks(goes_on, world, "optimizer on disk", str(tmp_path), str(tmp_path / "saved"))[0] == whole
+
+
+def of_whole_tensors(directory: str) -> tuple[str, str]:
+    from tests.zero.training import Setting, start
+
+    setting = Setting(3, optimizer="Lamb", zero=tuple(offload("optimizer on disk", directory).items()))
+    engine = start(CASE, setting)
+    backward_in_fp32(engine, 0)
+    engine.step()
+    engine.save_checkpoint(f"{directory}/saved")
+    backward_in_fp32(engine, 1)
+    with failing(engine, "preadv", errno.EIO, 3), pytest.raises(OffloadError):
+        engine.step()
+    with pytest.raises(UsageError) as refused:
+        engine.step()
+    with pytest.raises(CheckpointError) as unsaved:
+        engine.save_checkpoint(f"{directory}/other")
+    engine.load_checkpoint(f"{directory}/saved")
+    backward_in_fp32(engine, 1)
+    engine.step()
+    engine.destroy()
+    return str(refused.value), str(unsaved.value)
+
+
+def backward_in_fp32(engine: Any, step: int) -> None:
+    import torch
+
+    engine.backward(CASE.loss(engine, CASE.data(step, 0, 0, torch.float32)))
+
+
+def test_what_is_not_stepped_unit_by_unit_is_not_gone_on_with(tmp_path: Path) -> None:
+    for said in run_ranks(of_whole_tensors, 1, str(tmp_path))[0]:
+        assert "cannot be told" in said and "Nothing can step the others" in said

@@ -278,6 +278,25 @@ def test_units_of_other_sizes_have_no_more_memory_than_has_been_lent_at_once(tmp
         assert all(torch.equal(loans.read(t), e) for (loans, t), e in zip(parts, expected, strict=True))
 
 
+def test_memory_with_which_something_comes_is_not_kept(tmp_path: Path) -> None:
+    with on_disk(tmp_path, CPU, far=False) as home:
+        accountant = Accountant()
+        parts = [(Loans(home, accountant), torch.ones(500)) for _ in range(9)]
+        for loans, tensor in parts:
+            loans.keep(Category.MASTER, tensor)
+        made = []
+
+        def use(part: tuple[Loans, torch.Tensor]) -> None:
+            made.append(part[1] + 1)  # as an optimizer makes its state
+            part[0].keep(Category.OPTIMIZER, made[-1])
+
+        for most in (6, 6):  # one of a unit that comes and one of another, with three in all
+            accountant.reset_peak()
+            in_turn([(part, [(part[0], True)]) for part in parts], use if not made else lambda part: None)
+            assert accountant.peak_total_in(Tier.HOST) <= most * 2000
+        assert all(part[0].read(tensor)[0] == 2 for part, tensor in zip(parts, made, strict=True))
+
+
 def test_an_exception_in_between_leaves_everything_stored(home: StateHome) -> None:
     parts = [(Loans(home, Accountant()), torch.zeros(500)) for _ in range(4)]
     for loans, tensor in parts:

@@ -32,7 +32,7 @@ from shardwise.engine.recovery import Resumed
 from shardwise.engine.scaling import cast_floats, scale_gradients_of
 from shardwise.engine.states import check_device, give_methods, kinds_of, take_methods
 from shardwise.engine.step import StepReport, TrainStep
-from shardwise.errors import AbsentAttributeError, NotScalarError, UsageError
+from shardwise.errors import AbsentAttributeError, NotScalarError, OffloadError, UsageError
 from shardwise.memory import is_out_of_memory
 from shardwise.precision.autocast import autocast, autocast_dtype, described
 from shardwise.precision.dtypes import parse_dtype
@@ -537,13 +537,19 @@ class Engine(nn.Module):
             SyncError: inside `no_sync()`.
             NonFiniteError: a gradient is not finite, and `non_finite` is "stop". Parameters, optimizer and schedule are
                 as they were; the window's gradients are dropped.
+            OffloadError: a disk with state has failed, on this rank or on another one. Called again, it goes on where
+                it has been.
         """
         self.sharded.check_there("engine.step()")
         if self.optimizer is None:
             raise UsageError(f"engine.step(): {self._no_optimizer()}")
         explained_here = explaining(lambda: self._memory.circumstances("engine.step()", stepping=True))
-        with explained_here, self._profiling.step(), self.sharded.interruptions.watching():
-            ended = self._step.take(lr_kwargs)
+        try:
+            with explained_here, self._profiling.step(), self.sharded.interruptions.watching():
+                ended = self._step.take(lr_kwargs)
+        except OffloadError as error:
+            self._faults.save_after(error)
+            raise
         if ended:
             self._events.write()
             self._profiling.after_step()

@@ -26,7 +26,7 @@ from shardwise.comm.stalls import StallWatch, watch
 from shardwise.engine.background import saved_bytes
 from shardwise.engine.recovery import FirstStep, Resumed
 from shardwise.engine.signals import SignalWatch, signal_named
-from shardwise.errors import CheckpointError, CheckpointPathError, NonFiniteStateError, UsageError
+from shardwise.errors import CheckpointError, CheckpointPathError, NonFiniteStateError, OffloadError, UsageError
 from shardwise.memory import Category
 from shardwise.utils.logging import logger
 
@@ -222,6 +222,19 @@ class FaultTolerance:
         if ends:
             self._remove_copies()  # what is on disk now is newer
             raise SystemExit(EXIT_BASE + ends[0])
+
+    def save_after(self, error: OffloadError) -> None:
+        """A disk has failed in a step: save, if a directory is known for that and the state is whole."""
+        if not self._save_on_signal_to or not self._sharded.interruptions.leaves_state_whole(error):
+            return
+        try:
+            self._checkpoints.save(self._save_on_signal_to, client_state=self._client_state(), asynchronous=False)
+        except Exception as failure:
+            if self._job.rank == 0:
+                logger.error("a disk has failed, and the state could not be saved: %s", failure)
+            return
+        if self._job.rank == 0:
+            logger.error("a disk has failed: saved step %d in %s", self._step.global_steps, self._save_on_signal_to)
 
     # -- copies in memory --------------------------------------------------------------------------------------------
 

@@ -305,7 +305,7 @@ class TrainStep:
         self._prepared = None
         self._unscaled = False
         self._window = self._new_window()
-        self._sharded.interruptions.give_up()
+        self._sharded.give_up_step()
         if self._sharded.reducer is not None:
             self._sharded.reducer.clear()
 

@@ -187,6 +187,7 @@ class _Loan:
         view: what is stored, as a tensor like it on the host.
         staged: bytes of the host that are taken now, because it is on its way.
         held: bytes of the host that are taken now, because the place has not taken the values.
+        given: its memory was given to it here, and is not that with which it has come.
     """
 
     tensor: torch.Tensor
@@ -196,6 +197,7 @@ class _Loan:
     view: torch.Tensor | None = None
     staged: int = 0
     held: int = 0
+    given: bool = False
 
 
 class Spare:
@@ -346,6 +348,7 @@ class Loans:
         self.lent += 1
         if self.lent == 1:
             for loan in self._kept.values():
+                loan.given = True
                 spare = self._spare_of(loan)
                 if spare is not None:
                     spare.give(loan.tensor.untyped_storage(), loan.tensor.nbytes)
@@ -407,8 +410,11 @@ class Loans:
         return Spare(self._accountant)
 
     def _spare_of(self, loan: _Loan) -> Spare | None:
-        """Return what has memory for a tensor: one of the host that values are read into, and written from."""
-        return self.spare if self.home.lags and not loan.stored.staged else None
+        """Return what has memory for a tensor: one of the host that values are read into, and written from.
+
+        State that the optimizer makes in its first step comes with memory of its own, which would come on top.
+        """
+        return self.spare if self.home.lags and loan.given and not loan.stored.staged else None
 
     def stored(self, tensor: torch.Tensor) -> Stored | None:
         """Return what has the values of a tensor; None if it has memory of its own."""

@@ -158,7 +158,7 @@ class ShardedModel:
         if optimizer is not None:
             self.update, self.owners = self._make_update(optimizer, is_elementwise, domains)
         places = (homes.optimizer, homes.whole, homes.gradients, homes.parameters)
-        self.interruptions = Interruptions(self.comm, self.update, on_disk=any(place.lags for place in places))
+        self.interruptions = Interruptions(self.comm, on_disk=any(place.lags for place in places))
         self._check_domains(domains, compressor)
         if sparse_gradients and (compressor is not None or stepping.communicates):
             raise ConfigError(
@@ -488,7 +488,7 @@ class ShardedModel:
             self.accountant.owning(Category.OTHER),
             self.guards.stepping(),
             named("step"),
-            self.interruptions.stepping(),
+            self.interruptions.stepping(self.update),
         ):
             self.update.step(self.optimizer, factor)
         if not self.stepped:
@@ -532,6 +532,12 @@ class ShardedModel:
                 f"rank {self.comm.rank} {[names[i] for i in self.gatherer.trace]}. Without strict_sync this is "
                 "allowed: what a rank has not used contributes a zero gradient."
             )
+
+    def give_up_step(self) -> None:
+        """The gradients of the window are dropped: what a step that has raised has left out is never stepped."""
+        self.interruptions.give_up()
+        if self.update is not None:
+            self.update.end_step()
 
     def end_window(self, applied: bool) -> None:
         """Forget the accumulated gradients; on the first call agree on the order of units with the other ranks.

@@ -20,32 +20,40 @@ class Interruptions:
 
     Args:
         job: all ranks that step together.
-        update: steps; None: nothing is trained.
         on_disk: something that a step reads or writes is on a disk.
 
     Attributes:
         halfway: why the state is between two steps; empty if it is not.
     """
 
-    def __init__(self, job: Communicator, update: Update | None, *, on_disk: bool) -> None:
+    def __init__(self, job: Communicator, *, on_disk: bool) -> None:
         self.halfway = ""
         self._job = job
-        self._update = update
         self._on_disk = on_disk
-        self._given_up = False
+        self._no_way = ""  # why the others cannot be stepped
         self._alone = ""
         self._agreed: OffloadError | None = None
 
     @contextlib.contextmanager
-    def stepping(self) -> Iterator[None]:
+    def stepping(self, update: Update) -> Iterator[None]:
         """Step inside of the block; all ranks raise if a disk of one of them has failed.
+
+        Args:
+            update: steps.
 
         Raises:
             OffloadError: it says on which rank, and how to go on.
         """
-        update = self._update
-        if not self._on_disk or update is None or update.progress() is None:
+        if not self._on_disk:
             yield
+            return
+        if update.progress() is None:
+            try:
+                yield
+            except OffloadError:
+                self.halfway = "a disk failed in engine.step(), and how many units had been stepped cannot be told"
+                self._no_way = "Nothing can step the others"
+                raise
             return
         failure: OffloadError | None = None
         try:
@@ -81,16 +89,18 @@ class Interruptions:
                 self._alone = str(error)
             raise
 
+    def leaves_state_whole(self, error: OffloadError) -> bool:
+        """Whether all ranks have this error of a step, and state is as it was before the step."""
+        return not self.halfway and (self._job.world == 1 or error is self._agreed)
+
     def give_up(self) -> None:
         """The gradients of the step are dropped: what has not been stepped never will be."""
-        self._given_up = bool(self.halfway)
-        if self._update is not None:
-            self._update.end_step()
+        if self.halfway:
+            self._no_way = "Its gradients have been dropped"
 
     def loaded(self) -> None:
         """All state has been replaced."""
-        self.halfway = ""
-        self._given_up = False
+        self.halfway = self._no_way = ""
 
     def check_reachable(self, what: str) -> None:
         """Raise where the other ranks are waiting in a pass, and would not take part in anything else.
@@ -110,11 +120,8 @@ class Interruptions:
         Raises:
             UsageError: see above.
         """
-        if self._given_up:
-            raise UsageError(
-                f"engine.step(): {self.halfway}, and its gradients have been dropped, so that the others never will "
-                "be. Load a checkpoint"
-            )
+        if self._no_way:
+            raise UsageError(f"engine.step(): {self.halfway}. {self._no_way}: load a checkpoint")
 
     def check_whole(self, what: str, otherwise: str) -> None:
         """Raise where the state is between two steps.
@@ -127,5 +134,5 @@ class Interruptions:
             CheckpointError: see above.
         """
         if self.halfway:
-            way = "Its gradients have been dropped" if self._given_up else "Call engine.step(), which steps the others"
+            way = self._no_way or "Call engine.step(), which steps the others"
             raise CheckpointError(f"{what}: {self.halfway}. {way}; or go on from {otherwise}")
