@@ -564,17 +564,17 @@ def settle(wanted: Sequence[Borrowed]) -> None:
 
 
 @contextlib.contextmanager
-def _sparing(wanted: Sequence[Borrowed]) -> Iterator[None]:
+def _sparing(wanted: Sequence[Borrowed]) -> Iterator[Spare | None]:
     """Let what is given back inside of the block leave its memory to what is lent there next; in the end, to nobody."""
     lagging = [loans for loans, _ in wanted if loans.home.lags and loans.spare is None]
     if not (lagging and can_hand_memory_on):
-        yield
+        yield None
         return
     spare = lagging[0].spare_memory()
     try:
         for loans in lagging:
             loans.spare = spare
-        yield
+        yield spare
     finally:
         for loans in lagging:
             loans.spare = None
@@ -597,7 +597,7 @@ def in_turn(
         begun: gives back what the caller has begun to borrow for the first one.
     """
     everything = [borrows for _, wanted in parts for borrows in wanted]
-    with _sparing(everything):
+    with _sparing(everything) as spare:
         try:
             with contextlib.ExitStack() if begun is None else begun.pop_all() as ahead:
                 for number, (part, wanted) in enumerate(parts):
@@ -607,6 +607,8 @@ def in_turn(
                         for loans, written in parts[number + 1][1] if number + 1 < len(parts) else ():
                             loans.start(read=written is not None)
                             ahead.callback(loans.give_back, written=False)
+                        if spare is not None:
+                            spare.clear()  # of other sizes
                         finish()
                         use(part)
         finally:
