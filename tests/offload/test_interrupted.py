@@ -199,9 +199,10 @@ def saved_by_itself(directory: str, after: int) -> list[str]:
     return sorted(os.listdir(f"{directory}/saved")) if os.path.exists(f"{directory}/saved") else []
 
 
-@pytest.mark.parametrize(("world", "after"), [(1, 0), (2, 0), (2, 7)])
+@pytest.mark.parametrize(("world", "after"), [(1, 0), (1, 7), (2, 0)])
 def test_with_a_directory_for_signals_what_is_whole_is_saved(tmp_path: Path, world: int, after: int) -> None:
-    expected = [] if after else ["global_step2", "latest"]
+    # Another rank has stepped all of its units before it learns of the error.
+    expected = [] if after or world > 1 else ["global_step2", "latest"]
     assert run_ranks(saved_by_itself, world, str(tmp_path), after) == [expected] * world
     if expected:
         whole = run_ranks(undisturbed, world, "optimizer on disk", str(tmp_path))[0]
