@@ -8,6 +8,7 @@ taken stays in memory. A pass has no such end: there the other ranks wait for on
 from __future__ import annotations
 
 import contextlib
+import weakref
 from collections.abc import Iterator
 
 from shardwise.comm.communicator import Communicator
@@ -32,7 +33,7 @@ class Interruptions:
         self._on_disk = on_disk
         self._no_way = ""  # why the others cannot be stepped
         self._alone = ""
-        self._agreed: OffloadError | None = None
+        self._agreed: weakref.ref[OffloadError] | None = None  # its frames hold memory
 
     @contextlib.contextmanager
     def stepping(self, update: Update) -> Iterator[None]:
@@ -76,8 +77,12 @@ class Interruptions:
             "it was before"
         )
         first = told or f"engine.step(): on rank {failed[0][0]}: {failed[0][1]}"
-        self._agreed = OffloadError(f"{first}. {goes_on}")
-        raise self._agreed from failure
+        agreed = OffloadError(f"{first}. {goes_on}")
+        self._agreed = weakref.ref(agreed)
+        try:
+            raise agreed from failure
+        finally:
+            del agreed, failure
 
     @contextlib.contextmanager
     def watching(self) -> Iterator[None]:
@@ -85,13 +90,16 @@ class Interruptions:
         try:
             yield
         except OffloadError as error:
-            if self._job.world > 1 and error is not self._agreed:
+            if self._job.world > 1 and not self._is_agreed(error):
                 self._alone = str(error)
             raise
 
     def leaves_state_whole(self, error: OffloadError) -> bool:
         """Whether all ranks have this error of a step, and state is as it was before the step."""
-        return not self.halfway and (self._job.world == 1 or error is self._agreed)
+        return not self.halfway and (self._job.world == 1 or self._is_agreed(error))
+
+    def _is_agreed(self, error: OffloadError) -> bool:
+        return self._agreed is not None and error is self._agreed()
 
     def give_up(self) -> None:
         """The gradients of the step are dropped: what has not been stepped never will be."""
