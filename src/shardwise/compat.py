@@ -163,6 +163,15 @@ def _users_of_one() -> int | None:
     return storage_users(torch.empty(0, device="cpu"))
 
 
+can_hand_memory_on = hasattr(torch.UntypedStorage, "_swap_data_ptr_")
+"""Whether memory can go from one storage to another (from torch 2.12 on); both keep their tensors."""
+
+
+def hand_memory_on(giver: torch.UntypedStorage, heir: torch.UntypedStorage) -> None:
+    """Let a storage that has no memory have that of another one of the same device, which has none afterwards."""
+    heir._swap_data_ptr_(giver)  # type: ignore[attr-defined]
+
+
 def share_memory(one: torch.Tensor, other: torch.Tensor) -> bool:
     """Whether two tensors lie in the same memory, of which those of a dry run have none that could be compared."""
     return one.untyped_storage()._cdata == other.untyped_storage()._cdata

@@ -597,7 +597,7 @@ def test_the_memory_is_reused_grows_and_takes_any_tensor() -> None:
             "number": torch.tensor(3.5, dtype=torch.float64),
             "none": torch.zeros(0, 3),
         }
-        image, middle, stop = taken.take(tensors, [b"one", b"two" * count])
+        image, middle, stop = taken.add(taken.take(tensors, room=3 + 3 * count), [b"one", b"two" * count])
         data = os.pread(taken.descriptor, stop, 0)
         assert data[image:middle] == b"one" and data[middle:] == b"two" * count
         from safetensors.torch import load

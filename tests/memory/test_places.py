@@ -28,7 +28,7 @@ class Shelf:
 
 
 class Kept:
-    staged = 0
+    staged = held = 0
 
     def __init__(self, shelf: Shelf, tensor: torch.Tensor) -> None:
         self._shelf = shelf

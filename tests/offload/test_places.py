@@ -17,10 +17,11 @@ import torch
 from hypothesis import HealthCheck, given, settings
 from hypothesis import strategies as st
 
+from shardwise.compat import can_hand_memory_on
 from shardwise.errors import OffloadError
-from shardwise.memory import Accountant, Category, Tier
+from shardwise.memory import Accountant, Category, Tier, places
 from shardwise.memory.places import Loans, StateHome, borrowed, in_turn, tier_in_use
-from shardwise.offload import Disks, HostPlace
+from shardwise.offload import Disks, HostPlace, disk
 from tests.offload.settings import played_device
 from tests.zero.elsewhere import Elsewhere
 
@@ -217,6 +218,85 @@ def test_units_in_turn_have_memory_for_three(home: StateHome) -> None:
         assert torch.equal(loans.read(tensor), torch.full((2500,), 200.0 + number))
 
 
+@contextlib.contextmanager
+def new_memory() -> Iterator[list[int]]:
+    """Give the sizes of the memory that loans of a disk take from the system."""
+    sizes: list[int] = []
+    start = disk._Kept.start
+
+    def started(kept: disk._Kept, *, read: bool) -> None:
+        if not kept._storage.nbytes():
+            sizes.append(kept._size)
+        start(kept, read=read)
+
+    with mock.patch.object(disk._Kept, "start", started):
+        yield sizes
+
+
+@pytest.mark.skipif(not can_hand_memory_on, reason="storages cannot leave their memory to others")
+def test_the_first_three_units_leave_their_memory_to_the_others(tmp_path: Path) -> None:
+    with on_disk(tmp_path, CPU, far=False) as home:
+        accountant = Accountant()
+        parts = [
+            (Loans(home, accountant), [torch.full((900,), float(n)), torch.full((500,), -float(n))]) for n in range(9)
+        ]
+        views = [tensors[0].view(30, 30)[5] for _, tensors in parts]
+        for loans, tensors in parts:
+            for tensor in tensors:
+                loans.keep(Category.OPTIMIZER, tensor)
+        resting = counted(accountant, Tier.HOST)
+
+        def use(part: tuple[Loans, list[torch.Tensor]]) -> None:
+            number = parts.index(part)
+            assert views[number].tolist() == [number] * 30 and part[1][1][-1] == -number
+            for tensor in part[1]:
+                tensor.mul_(2)
+
+        with new_memory() as sizes:
+            in_turn([(part, [(part[0], True)]) for part in parts], use)
+        assert sorted(sizes) == [2000] * 3 + [3600] * 3
+        assert counted(accountant, Tier.HOST) == resting and parts[0][0].spare is None
+        for number, (loans, tensors) in enumerate(parts):
+            assert all(tensor.untyped_storage().nbytes() == 0 for tensor in tensors)
+            assert loans.read(tensors[0]).tolist() == [2 * number] * 900
+
+
+@pytest.mark.parametrize("hands_on", [True, False])
+def test_units_of_other_sizes_have_no_more_memory_than_has_been_lent_at_once(tmp_path: Path, hands_on: bool) -> None:
+    sizes = [5000, 20, 300, 300, 5000, 40, 40, 40, 40, 6000, 20, 300, 300]
+    three = max(sum(sizes[n : n + 3]) for n in range(len(sizes)))
+    with on_disk(tmp_path, CPU, far=False) as home, mock.patch.object(places, "can_hand_memory_on", hands_on):
+        accountant = Accountant()
+        parts = [(Loans(home, accountant), torch.rand(size)) for size in sizes]
+        expected = [tensor + 1 for _, tensor in parts]
+        for loans, tensor in parts:
+            loans.keep(Category.OPTIMIZER, tensor)
+        accountant.reset_peak()
+        in_turn([(part, [(part[0], True)]) for part in parts], lambda part: part[1].add_(1))
+        assert 4 * max(sizes) < accountant.peak_total_in(Tier.HOST) <= 4 * three
+        assert counted(accountant, Tier.HOST) == 0
+        assert all(torch.equal(loans.read(t), e) for (loans, t), e in zip(parts, expected, strict=True))
+
+
+def test_memory_with_which_something_comes_is_not_kept(tmp_path: Path) -> None:
+    with on_disk(tmp_path, CPU, far=False) as home:
+        accountant = Accountant()
+        parts = [(Loans(home, accountant), torch.ones(500)) for _ in range(9)]
+        for loans, tensor in parts:
+            loans.keep(Category.MASTER, tensor)
+        made = []
+
+        def use(part: tuple[Loans, torch.Tensor]) -> None:
+            made.append(part[1] + 1)  # as an optimizer makes its state
+            part[0].keep(Category.OPTIMIZER, made[-1])
+
+        for most in (6, 6):  # one of a unit that comes and one of another, with three in all
+            accountant.reset_peak()
+            in_turn([(part, [(part[0], True)]) for part in parts], use if not made else lambda part: None)
+            assert accountant.peak_total_in(Tier.HOST) <= most * 2000
+        assert all(part[0].read(tensor)[0] == 2 for part, tensor in zip(parts, made, strict=True))
+
+
 def test_an_exception_in_between_leaves_everything_stored(home: StateHome) -> None:
     parts = [(Loans(home, Accountant()), torch.zeros(500)) for _ in range(4)]
     for loans, tensor in parts:
@@ -284,7 +364,7 @@ def test_values_of_real_size(home: StateHome) -> None:
     assert torch.equal(loans.read(tensor), expected)
 
 
-def test_what_cannot_be_stored_is_told_and_leaves_no_memory_behind(tmp_path: Path) -> None:
+def test_what_cannot_be_stored_is_told_and_stays_in_memory_until_it_can(tmp_path: Path) -> None:
     with on_disk(tmp_path, CPU, far=False) as home:
         accountant = Accountant()
         parts = [(Loans(home, accountant), torch.zeros(500)) for _ in range(4)]
@@ -296,4 +376,37 @@ def test_what_cannot_be_stored_is_told_and_leaves_no_memory_behind(tmp_path: Pat
         with mock.patch("os.pwritev", side_effect=error), told:
             in_turn([(part, [(part[0], True)]) for part in parts], lambda part: part[1].add_(1))
         assert all(tensor.untyped_storage().nbytes() == 0 for _, tensor in parts)
-        assert counted(accountant, Tier.HOST) == resting and [loans.lent for loans, _ in parts] == [0] * 4
+        assert [loans.lent for loans, _ in parts] == [0] * 4
+        # The first one could not be stored when the third was to come, and the second one after that.
+        assert counted(accountant, Tier.HOST) == resting + 2 * 2000
+        assert [loans.read(tensor)[0].item() for loans, tensor in parts] == [1, 1, 0, 0]
+        for loans, tensor in parts[:2]:
+            loans.look_ahead(tensor)
+            assert torch.equal(loans.read(tensor), torch.ones(500))
+        in_turn([(part, [(part[0], True)]) for part in parts], lambda part: part[1].add_(1))
+        assert counted(accountant, Tier.HOST) == resting
+        assert [loans.read(tensor)[-1].item() for loans, tensor in parts] == [2, 2, 1, 1]
+
+
+def test_what_cannot_be_read_is_not_stored_over_what_is_there(tmp_path: Path) -> None:
+    with on_disk(tmp_path, CPU, far=False) as home:
+        parts = [(Loans(home, Accountant()), torch.full((500,), float(number))) for number in range(4)]
+        for loans, tensor in parts:
+            loans.keep(Category.OPTIMIZER, tensor)
+        wanted = [(part, [(part[0], True)]) for part in parts]
+        read, count = os.preadv, 0
+
+        def reading(*args: object) -> int:
+            nonlocal count
+            count += 1
+            if count == 3:
+                raise OSError(errno.EIO, os.strerror(errno.EIO))
+            return read(*args)  # type: ignore[arg-type]
+
+        with mock.patch("os.preadv", reading), pytest.raises(OffloadError, match="reading 2000 bytes"):
+            in_turn(wanted, lambda part: part[1].add_(10))
+        failing = mock.patch("os.preadv", side_effect=OSError(errno.EIO, ""))
+        with failing, pytest.raises(OffloadError), parts[3][0].lent_out(written=True):
+            raise AssertionError("it has not come")
+        assert [loans.read(tensor)[0].item() for loans, tensor in parts] == [10, 11, 2, 3]
+        assert all(tensor.untyped_storage().nbytes() == 0 and not loans.lent for loans, tensor in parts)

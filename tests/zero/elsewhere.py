@@ -62,7 +62,7 @@ class Elsewhere:
 class Held:
     """One tensor that is kept."""
 
-    staged = 0
+    staged = held = 0
 
     def __init__(self, place: Elsewhere, tensor: torch.Tensor) -> None:
         self._place = place

@@ -39,7 +39,7 @@ from shardwise.checkpoint.collect import Part, TrainingState, add_shared
 from shardwise.checkpoint.patience import Progress
 from shardwise.checkpoint.protocols import CheckpointedModel
 from shardwise.checkpoint.publish import FACTS, FAILURE, LOCK, Whole, beside, stands
-from shardwise.checkpoint.save import Drafted, SaveRequest, drafted, whole_of
+from shardwise.checkpoint.save import Drafted, SaveRequest, drafted, names_of, whole_of
 from shardwise.checkpoint.snapshot import Snapshot
 from shardwise.checkpoint.writer import LIMIT, NOT_FOR_US, Outcome, WriteJob
 from shardwise.comm.communicator import Communicator
@@ -50,6 +50,8 @@ from shardwise.utils.logging import logger
 _PROGRAM = "import sys; sys.path.append(sys.argv[1]); from shardwise.checkpoint.writer import main; main()"
 _LEAVE_S = 5.0
 """How long an idle process may take to leave."""
+_WHOLE = 1 << 16
+"""Bytes that what is known of a checkpoint probably takes; more is found room for."""
 _LOOK_S = 1.0
 """How often somebody who waits looks at the process."""
 
@@ -301,6 +303,7 @@ class Background:
         self._process: _Process | None = None
         self._lock: int | None = None
         self._ends: list[int] = []
+        self._part = b""
         self.report: SaveReport | None = None
         self.unsettled = False
 
@@ -324,12 +327,11 @@ class Background:
         """Behind the copies of what only the optimizer writes; None: they have been made."""
         return self._snapshot.copied
 
-    def prepare(self, made: Drafted, whole: Whole | None, later: Collection[str]) -> None:
+    def prepare(self, made: Drafted, later: Collection[str]) -> None:
         """Take the snapshot, have a process, and lock this rank's file in the draft. Nothing may be pending.
 
         Args:
             made: what is saved.
-            whole: what is known of the checkpoint, on rank 0.
             later: tensors that stay as they are until `copied` has been waited for.
 
         Raises:
@@ -344,11 +346,20 @@ class Background:
                 )
             self._process = _Process(self._desk)  # it starts while the snapshot is taken
             weakref.finalize(self, _Process.dismiss, self._process)
-        known = [made.part.to_json()] if whole is None else [made.part.to_json(), vars(whole)]
-        self._ends = self._snapshot.take(
-            made.part.tensors, [json.dumps(one).encode() for one in known], later, made.part.bring
-        )
+        self._part = json.dumps(made.part.to_json()).encode()
+        room = len(self._part) + _WHOLE
+        self._ends = [self._snapshot.take(made.part.tensors, later, made.part.bring, room)]
         self._lock = directory.lock_file(os.path.join(made.path, beside(made.part.file, LOCK)))
+
+    def complete(self, whole: Whole | None) -> None:
+        """Add what is known of the checkpoint, on rank 0, after `prepare`.
+
+        Raises:
+            CheckpointError: there is too little memory.
+        """
+        known = [] if whole is None else [json.dumps(vars(whole)).encode()]
+        self._ends = self._snapshot.add(self._ends[0], [self._part, *known])
+        self._part = b""
 
     def give_up(self) -> None:
         """Undo `prepare`, if another rank has failed in it."""
@@ -468,17 +479,20 @@ def save_in_background(
         try:
             with phase(comm, what) as taken:
                 add_shared(made.part, model, made.told)
-                whole = whole_of(model, request, made.not_finite) if comm.rank == 0 else None
+                background.prepare(made, _stepped_only(model, made.part))
+                taken.said = [platform.node(), made.part.not_finite]
+            not_finite = names_of([said[1] for said in taken.heard], request, comm.rank)
+            with phase(comm, what):
+                whole = whole_of(model, request, not_finite) if comm.rank == 0 else None
                 if whole is not None:
                     whole = replace(whole, directory=os.path.abspath(whole.directory))
-                background.prepare(made, whole, _stepped_only(model, made.part))
-                taken.said = platform.node()
+                background.complete(whole)
         except BaseException:
             background.give_up()
             raise
     job = background.job(made, request, comm.rank, comm.world)
     if comm.rank == 0:
-        job = replace(job, unseen=_unseen(job, taken.heard))
+        job = replace(job, unseen=_unseen(job, [said[0] for said in taken.heard]))
     report = SaveReport(os.path.join(request.directory, made.tag))
     background.launch(job, made.draft, report)
     return report

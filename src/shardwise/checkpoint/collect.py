@@ -9,7 +9,7 @@ from __future__ import annotations
 
 import hashlib
 import itertools
-from collections.abc import Iterator, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass, field
 from typing import Any
 
@@ -50,14 +50,19 @@ class Part:
     Args:
         file: name of the rank's file.
         bring: has tensors brought that do not live where they can be read.
+        looks: whether `bring` looks for values that are infinite or NaN.
 
     Attributes:
+        not_finite: trained parameters and optimizer states of which this rank writes such values, as far as they have
+            been brought. Buffers are not looked at: masks are infinite.
         runs: names of the tensors that are runs of values and of optimizer states, where they are stepped.
     """
 
-    def __init__(self, file: str, bring: Bring = at_hand) -> None:
+    def __init__(self, file: str, bring: Bring = at_hand, *, looks: bool = False) -> None:
         self.file = file
-        self.bring = bring
+        self.not_finite: list[str] = []
+        self._bring = bring
+        self._looks = looks
         self.runs: set[str] = set()
         self.tensors: dict[str, torch.Tensor] = {}
         self.stored: list[StoredTensor] = []
@@ -65,7 +70,7 @@ class Part:
         self.trees: dict[str, Any] = {}
         self.order: list[str] = []
         self.excluded: list[str] = []
-        self._trained: list[tuple[str, torch.Tensor]] = []
+        self._trained: dict[str, str] = {}  # names for people, by key
 
     def to_json(self) -> dict[str, Any]:
         """Return what rank 0 needs of this part."""
@@ -90,49 +95,53 @@ class Part:
         """Store runs of a logical tensor, or of a box of it."""
         slices = []
         for start, stop, view in runs:
-            self._watch(tensor, view)
             key = self.put(f"{tensor.kind}/{tensor.name}[{start}:{stop}]", view)
+            self._watch(tensor, key)
             self.runs.add(key)
             slices.append(Slice(self.file, key, start, stop, box))
         self.stored.append(StoredTensor(**{**vars(tensor), "slices": tuple(slices)}))
 
     def add_whole(self, tensor: StoredTensor, values: torch.Tensor) -> None:
         """Store a logical tensor as a whole, in its own shape."""
-        self._watch(tensor, values)
         name = tensor.name if tensor.rank is None else f"{tensor.name}@{tensor.rank}"
         key = self.put(f"{tensor.kind}/{name}", values.detach().contiguous())
+        self._watch(tensor, key)
         slices = (Slice(self.file, key, 0, tensor.numel),)
         self.stored.append(StoredTensor(**{**vars(tensor), "slices": slices}))
 
-    def _watch(self, tensor: StoredTensor, values: torch.Tensor) -> None:
+    def _watch(self, tensor: StoredTensor, key: str) -> None:
+        values = self.tensors[key]
         if (tensor.trainable or tensor.kind.startswith(OPTIMIZER)) and values.is_floating_point() and values.numel():
-            self._trained.append((f"{tensor.kind} {tensor.name}", values.detach()))
+            self._trained[key] = f"{tensor.kind} {tensor.name}"
 
-    def not_finite(self) -> list[str]:
-        """Return the trained parameters and optimizer states of which this rank writes infinite or NaN values.
+    def bring(self, tensors: Sequence[tuple[str, torch.Tensor]], use: Callable[[Sequence[str]], None]) -> None:
+        """Have tensors of the file brought, and used, some of them at a time (see `Bring`).
 
-        One pass over what is written, at the speed of where it lives. Buffers are not looked at: masks are infinite.
+        What is looked at is looked at while it is there: bringing it once more may take as long as writing it.
         """
-        found: list[str] = []
 
-        def look(trained: Sequence[tuple[str, torch.Tensor]]) -> None:
-            for _, run in itertools.groupby(trained, key=lambda pair: pair[1].device):
-                here = list(run)
-                norms = torch._foreach_norm([values for _, values in here])
-                finite = torch.isfinite(torch.stack([norm.double() for norm in norms])).tolist()
-                # A norm may be too large for its type where no value is.
-                found.extend(
-                    name
-                    for (name, values), fine in zip(here, finite, strict=True)
-                    if not fine and not bool(torch.isfinite(values).all())
-                )
+        def look_and_use(keys: Sequence[str]) -> None:
+            self._look([key for key in keys if key in self._trained])
+            use(keys)
 
-        if self._trained:
-            self.bring([(pair, pair[1]) for pair in self._trained], look)
-        return found
+        self._bring(tensors, look_and_use if self._looks else use)
+
+    def _look(self, keys: Sequence[str]) -> None:
+        for _, run in itertools.groupby(keys, key=lambda key: self.tensors[key].device):
+            here = list(run)
+            norms = torch._foreach_norm([self.tensors[key].detach() for key in here])
+            finite = torch.isfinite(torch.stack([norm.double() for norm in norms])).tolist()
+            # A norm may be too large for its type where no value is.
+            self.not_finite += [
+                self._trained[key]
+                for key, fine in zip(here, finite, strict=True)
+                if not fine and not bool(torch.isfinite(self.tensors[key]).all())
+            ]
 
 
-def collect(model: CheckpointedModel, file: str, state: TrainingState, excluded: frozenset[int]) -> Part:
+def collect(
+    model: CheckpointedModel, file: str, state: TrainingState, excluded: frozenset[int], *, check_finite: bool = False
+) -> Part:
     """Gather what this rank writes. Tensors are views of live memory: nothing is copied.
 
     Args:
@@ -140,11 +149,12 @@ def collect(model: CheckpointedModel, file: str, state: TrainingState, excluded:
         file: name of this rank's file.
         state: everything else that is saved.
         excluded: indices of parameters to leave out.
+        check_finite: look for values that are infinite or NaN when they are brought.
 
     Raises:
         CheckpointError: something cannot be saved; the message names it.
     """
-    part = Part(file, model.bring)
+    part = Part(file, model.bring, looks=check_finite)
     part.order = [tensor.name for tensor in model.registry]
     values, ranges = model.value_runs(), model.saved_ranges()
     for tensor in model.registry:

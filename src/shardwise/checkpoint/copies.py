@@ -195,9 +195,8 @@ class MemoryCopies:
         try:
             with phase(comm, what) as collected:
                 state, header = prepare()
-                part = collect(self._model, file, state, frozenset())
-                collected.said = [holdings(self._model), part.not_finite() if self.check_finite else []]
-            self._check_finite([name for said in collected.heard for name in said[1]])
+                part = collect(self._model, file, state, frozenset(), check_finite=self.check_finite)
+                collected.said = holdings(self._model)
             steps = state.counters["global_steps"]
             name = f"step{steps}-{self._token}-{self._count}"
             draft = os.path.join(self.path, f".{name}{_PARTIAL}")
@@ -206,9 +205,10 @@ class MemoryCopies:
                     self._begin(draft)
                     self._remove(keep=(self._newest, os.path.basename(draft)))
             with phase(comm, what) as written:
-                add_shared(part, self._model, [said[0] for said in collected.heard])
-                written.said = self._write(part, draft, steps, header)
-            sizes: list[list[int]] = written.heard
+                add_shared(part, self._model, collected.heard)
+                written.said = [self._write(part, draft, steps, header), part.not_finite]
+            self._check_finite([name for said in written.heard for name in said[1]])
+            sizes: list[list[int]] = [said[0] for said in written.heard]
             shipments = self._shipments(sizes)
             if shipments:
                 with phase(comm, what):

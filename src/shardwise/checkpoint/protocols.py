@@ -15,11 +15,8 @@ from shardwise.registry import LogicalTensor, Registry
 T = TypeVar("T")
 
 
-class Bring(Protocol):
-    """Has values brought to where they can be read, a few at a time; see `CheckpointedModel.bring`."""
-
-    def __call__(self, tensors: Sequence[tuple[T, torch.Tensor]], use: Callable[[Sequence[T]], None]) -> None:
-        """Call `use` with what stands for those that are there now."""
+Bring = Callable[[Sequence[tuple[str, torch.Tensor]], Callable[[Sequence[str]], None]], None]
+"""Has tensors that have keys brought to where they can be read, a few at a time; see `CheckpointedModel.bring`."""
 
 
 def at_hand(tensors: Sequence[tuple[T, torch.Tensor]], use: Callable[[Sequence[T]], None]) -> None:

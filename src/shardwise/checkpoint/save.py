@@ -93,7 +93,6 @@ class Drafted:
         draft: the draft itself, on rank 0.
         part: what this rank writes; what several ranks have is still to be added.
         told: what each rank has of what several may have; see `shardwise.checkpoint.collect.add_shared`.
-        not_finite: trained parameters and optimizer states with infinite or NaN values.
     """
 
     path: str
@@ -102,7 +101,6 @@ class Drafted:
     draft: directory.Draft | None
     part: Part
     told: list[dict[str, Any]]
-    not_finite: list[str]
 
 
 def save(model: CheckpointedModel, request: SaveRequest, state: TrainingState) -> str:
@@ -117,13 +115,15 @@ def save(model: CheckpointedModel, request: SaveRequest, state: TrainingState) -
     """
     comm, what = model.comm, request.what
     with drafted(model, request, state) as made:
-        with phase(comm, what), told_if_long(f"{what}: rank {comm.rank} writes its part"):
+        with phase(comm, what) as written, told_if_long(f"{what}: rank {comm.rank} writes its part"):
             add_shared(made.part, model, made.told)
             _write(made.part, made.path, request)
+            written.said = made.part.not_finite
+        not_finite = names_of(written.heard, request, comm.rank)
         with phase(comm, what):
             if made.draft is not None:
                 with told_if_long(f"{what}: the checkpoint is published"):
-                    notes = publish(made.draft, whole_of(model, request, made.not_finite))
+                    notes = publish(made.draft, whole_of(model, request, not_finite))
                 for note in notes:
                     logger.info("%s", note)
     return os.path.join(request.directory, made.tag)
@@ -147,17 +147,22 @@ def drafted(model: CheckpointedModel, request: SaveRequest, state: TrainingState
         _compare_tags(request, [said["tag"] for said in begin.heard], comm.rank)
         path, token = begin.heard[0]["draft"]
         with phase(comm, what) as collected:
-            part = collect(model, file_name(comm.rank, comm.world, token), state, request.excluded)
-            collected.said = [holdings(model), part.not_finite() if request.check_finite else []]
-        told = [said[0] for said in collected.heard]
-        not_finite = list(dict.fromkeys(name for said in collected.heard for name in said[1]))
-        if not_finite and comm.rank == 0:
-            _tell_not_finite(request, not_finite)
-        yield Drafted(path, token, begin.heard[0]["tag"], draft, part, told, not_finite)
+            file = file_name(comm.rank, comm.world, token)
+            part = collect(model, file, state, request.excluded, check_finite=request.check_finite)
+            collected.said = holdings(model)
+        yield Drafted(path, token, begin.heard[0]["tag"], draft, part, collected.heard)
     except BaseException:
         if draft is not None:
             draft.discard()
         raise
+
+
+def names_of(told: Sequence[Sequence[str]], request: SaveRequest, rank: int) -> list[str]:
+    """Return what has values that are infinite or NaN, of which each rank has told, and say so once."""
+    found = list(dict.fromkeys(name for names in told for name in names))
+    if found and rank == 0:
+        _tell_not_finite(request, found)
+    return found
 
 
 def _tell_not_finite(request: SaveRequest, names: Sequence[str]) -> None:

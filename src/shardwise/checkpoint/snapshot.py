@@ -63,28 +63,27 @@ class Snapshot:
     def take(
         self,
         tensors: Mapping[str, torch.Tensor],
-        texts: Sequence[bytes] = (),
         later: Collection[str] = (),
         bring: Bring = at_hand,
-    ) -> list[int]:
-        """Copy tensors and texts; the values may change as soon as this returns, but for those that say otherwise.
+        room: int = 0,
+    ) -> int:
+        """Copy tensors; the values may change as soon as this returns, but for those that say otherwise.
 
         Args:
             tensors: of any device and layout, by name.
-            texts: laid down behind the tensors.
             later: names of tensors that stay as they are until `copied` has been waited for.
             bring: has those brought that live elsewhere.
+            room: bytes that are kept for `add`.
 
         Returns:
-            Ends of what the memory now holds: of a safetensors file, and of each text behind it.
+            The end of what the memory now holds, a safetensors file.
 
         Raises:
             CheckpointError: there is not so much memory.
         """
         layout = layout_of({name: Spec(tensor.dtype, tuple(tensor.shape)) for name, tensor in tensors.items()})
-        ends = list(itertools.accumulate(map(len, texts), initial=layout.size))
         self.settle()
-        self._reserve(ends[-1])
+        self._reserve(layout.size + room)
         assert self._map is not None
         if is_far(self._device):
             self._stream = self._stream or copy_stream(self._device)
@@ -104,6 +103,20 @@ class Snapshot:
                     self.copied = self._stream.mark()
                     if not after:
                         self.copied.wait()
+        return layout.size
+
+    def add(self, end: int, texts: Sequence[bytes]) -> list[int]:
+        """Lay texts down behind what ends there.
+
+        Returns:
+            That end, and those of the texts.
+
+        Raises:
+            CheckpointError: there is not so much memory.
+        """
+        ends = list(itertools.accumulate(map(len, texts), initial=end))
+        self._reserve(ends[-1])
+        assert self._map is not None
         for begin, text in zip(ends, texts, strict=False):
             self._map[begin : begin + len(text)] = text
         return ends

@@ -105,6 +105,7 @@ class Checkpoints:
                 latest_if_not_finite=on_non_finite(config) in ("warn", "ignore"),
             )
             self.check_can_save()
+            self._sharded.interruptions.check_whole("save_checkpoint()", self.known() or "the last checkpoint")
             self._tell_of_window()
             state = self.training_state({} if client_state is None else dict(client_state))
             begun.said = [parent, background]
@@ -191,6 +192,8 @@ class Checkpoints:
             if custom_load_fn is not None:
                 load_custom(self._sharded, self._job, custom_load_fn, saved.module_values())
         self._step.drop_gradients()
+        if not options.module_only:
+            self._sharded.interruptions.loaded()
         if self._sharded.compressor is not None:
             self._sharded.compressor.clear()  # it is of gradients at other values
         if not loaded.manifest.finite:

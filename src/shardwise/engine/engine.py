@@ -33,7 +33,7 @@ from shardwise.engine.recovery import Resumed
 from shardwise.engine.scaling import cast_floats, scale_gradients_of
 from shardwise.engine.states import check_device, give_methods, kinds_of, take_methods
 from shardwise.engine.step import StepReport, TrainStep
-from shardwise.errors import AbsentAttributeError, NotScalarError, UsageError
+from shardwise.errors import AbsentAttributeError, NotScalarError, OffloadError, UsageError
 from shardwise.memory import is_out_of_memory
 from shardwise.precision.autocast import autocast, autocast_dtype, described
 from shardwise.precision.dtypes import parse_dtype
@@ -430,6 +430,7 @@ class Engine(nn.Module):
         self._memory.remember_call(inputs, kwargs)
         try:
             with (
+                self.sharded.interruptions.watching(),
                 autocast(self.device, self._autocast_dtype),
                 self.job.ledger.inside_call(),
                 self._activations.around((inputs, kwargs)),
@@ -495,6 +496,7 @@ class Engine(nn.Module):
         with (
             self._step.passing(loss, weight, scale_wrt_gas) as roots,
             explained_here,
+            self.sharded.interruptions.watching(),
             self._profiling.backward(),
             self._following.backward(),
         ):
@@ -558,13 +560,20 @@ class Engine(nn.Module):
             NonFiniteError: a gradient is not finite, and `non_finite` is "stop", or "rewind" too often. Parameters,
                 optimizer and schedule are as they were; the window's gradients are dropped.
             AnomalyError: so for what `anomaly_watch` says; also if there is no copy in memory to go back to.
+            OffloadError: a disk with state has failed, on this rank or on another one. Called again, it goes on where
+                it has been.
         """
         self.sharded.check_there("engine.step()")
         if self.optimizer is None:
             raise UsageError(f"engine.step(): {self._no_optimizer()}")
         explained_here = explaining(lambda: self._memory.circumstances("engine.step()", stepping=True))
-        with explained_here, self._profiling.step(), self._following.step(), detailed("boundary"):
-            ended = self._step.take(lr_kwargs)
+        watched = self.sharded.interruptions.watching()
+        try:
+            with explained_here, self._profiling.step(), self._following.step(), watched, detailed("boundary"):
+                ended = self._step.take(lr_kwargs)
+        except OffloadError as error:
+            self._faults.save_after(error)
+            raise
         if ended:
             self._events.write()
             self._profiling.after_step()

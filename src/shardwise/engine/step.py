@@ -24,7 +24,7 @@ from shardwise.engine.scaling import checks_overflow, computes_norm, on_non_fini
 from shardwise.engine.spikes import Spike, SpikeWatch
 from shardwise.engine.tracing import Tracer
 from shardwise.engine.window import FACTS, LOSS_FACTS, Weight, Window, check_mixed, checked_weight, reference_for
-from shardwise.errors import AnomalyError, NonFiniteError, SyncError, UsageError
+from shardwise.errors import AnomalyError, NonFiniteError, OffloadError, SyncError, UsageError
 from shardwise.precision.norms import combine
 from shardwise.precision.overflow import OverflowReport
 from shardwise.utils.logging import logger, warn_once
@@ -340,6 +340,7 @@ class TrainStep:
         self._prepared = None
         self._unscaled = False
         self._window = self._new_window()
+        self._sharded.give_up_step()
         if self._sharded.reducer is not None:
             self._sharded.reducer.clear()
 
@@ -406,7 +407,11 @@ class TrainStep:
         self._decide(report)
         if report.applied:
             if not prepared.scaled and not sharded.takes_factor():
-                sharded.scale_gradients(prepared.factor)
+                try:
+                    sharded.scale_gradients(prepared.factor)
+                except OffloadError:  # some are scaled
+                    self.drop_gradients()
+                    raise
                 prepared = self._prepared = replace(prepared, scaled=True)
             sharded.step(1.0 if prepared.scaled else prepared.factor)
         self._prepared = None

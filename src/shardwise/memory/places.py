@@ -16,6 +16,7 @@ from typing import Any, Protocol, TypeVar
 
 import torch
 
+from shardwise.compat import can_hand_memory_on, hand_memory_on
 from shardwise.device.ranges import detailed, launched, watched
 from shardwise.memory.accountant import Accountant, Category, Tier
 
@@ -31,6 +32,10 @@ class Stored(Protocol):
 
     staged: int
 
+    @property
+    def held(self) -> int:
+        """Bytes of the host with values that the place has not taken, because of an error; it is asked again."""
+
     def start(self, *, read: bool) -> None:
         """Give the tensor memory again and begin to bring the values; its content is undefined unless `read`."""
 
@@ -43,8 +48,12 @@ class Stored(Protocol):
     def copy_to(self, target: torch.Tensor) -> None:
         """Bring what has been stored into another tensor like this one, for the current stream (on any thread)."""
 
-    def settle(self) -> None:
-        """Have the host wait until the tensor's memory, taken by `give_back`, is free."""
+    def settle(self, leave: Callable[[torch.UntypedStorage], None] | None = None) -> None:
+        """Have the host wait until the tensor's memory, taken by `give_back`, is free.
+
+        Args:
+            leave: takes it instead of the system (where the place lags, and nothing is staged).
+        """
 
     def look_ahead(self, target: torch.Tensor | None = None) -> None:
         """Begin to bring the values to where `copy_to` or `start` has them sooner, if that takes time.
@@ -181,6 +190,8 @@ class _Loan:
         fresh: it has never been stored.
         view: what is stored, as a tensor like it on the host.
         staged: bytes of the host that are taken now, because it is on its way.
+        held: bytes of the host that are taken now, because the place has not taken the values.
+        given: its memory was given to it here, and is not that with which it has come.
     """
 
     tensor: torch.Tensor
@@ -189,6 +200,65 @@ class _Loan:
     fresh: bool = True
     view: torch.Tensor | None = None
     staged: int = 0
+    held: int = 0
+    given: bool = False
+
+
+class Spare:
+    """Memory of the host that tensors have left behind, for the next ones that are as large.
+
+    New memory costs the processor the time to clear it. There is never more than has been lent at once: before a tensor
+    gets new memory, as much of what has been left goes back to the system.
+
+    Args:
+        accountant: is told of the bytes.
+
+    Attributes:
+        bytes: that are left now.
+    """
+
+    def __init__(self, accountant: Accountant) -> None:
+        self.bytes = 0
+        self._accountant = accountant
+        self._counted = 0
+        self._left: list[torch.UntypedStorage] = []
+
+    def leave(self, storage: torch.UntypedStorage) -> None:
+        """Take the memory of a storage (see `count`)."""
+        size = storage.nbytes()
+        if not (can_hand_memory_on and storage.resizable()):  # who has a NumPy array of it would see what comes next
+            storage.resize_(0)
+        elif size:
+            kept = torch.UntypedStorage(0, device=storage.device)
+            hand_memory_on(storage, kept)
+            self._left.append(kept)
+            self.bytes += size
+
+    def give(self, storage: torch.UntypedStorage, size: int) -> None:
+        """Give a storage without memory `size` bytes, of undefined content, if as many were left; else make room."""
+        fits = next((number for number, kept in enumerate(self._left) if kept.nbytes() == size), None)
+        if fits is not None:
+            hand_memory_on(self._left.pop(fits), storage)
+            self.bytes -= size
+        else:
+            self._free(size)
+        self.count()
+
+    def count(self) -> None:
+        """Tell the accountant of what is left."""
+        self._accountant.add(Category.BUFFERS, self.bytes - self._counted, Tier.HOST)
+        self._counted = self.bytes
+
+    def clear(self) -> None:
+        """Give everything back to the system."""
+        self._free(self.bytes)
+        self.count()
+
+    def _free(self, size: int) -> None:
+        while self._left and size > 0:
+            freed = self._left.pop(0).nbytes()
+            self.bytes -= freed
+            size -= freed
 
 
 class Loans:
@@ -202,6 +272,7 @@ class Loans:
     Attributes:
         away: whether what lives in the place is lent.
         lent: how often they are lent now.
+        spare: where memory of the host comes from, and goes to, meanwhile; see `in_turn`.
 
     Example:
         >>> loans = Loans(ON_DEVICE, Accountant())
@@ -217,6 +288,7 @@ class Loans:
         self.lent = 0
         self._label = label
         self._on_its_way: list[Callable[[], None]] = []  # to be called when all is there, or stored
+        self.spare: Spare | None = None
         self._accountant = accountant
         self._tier = tier_in_use(home)
         self._written = False
@@ -261,6 +333,7 @@ class Loans:
         loan = self._kept.pop(id(tensor.untyped_storage()), None)
         if loan is not None:
             self._arrived(loan)
+            self._count_held(loan, 0)
             self._accountant.remove(loan.category, tensor.nbytes, self.home.tier)
             if self.lent:
                 self._accountant.remove(loan.category, tensor.nbytes, self._tier)
@@ -277,13 +350,18 @@ class Loans:
 
     def start(self, *, read: bool = True) -> None:
         """Begin to lend everything; of undefined content, if it is not lent already, unless `read`."""
+        if not self.lent:
+            self.settle()
         self.lent += 1
         if self.lent == 1:
-            self.settle()
             with self._shown("lend"):
                 if read:
                     self._set_out("bring")
                 for loan in self._kept.values():
+                    loan.given = True
+                    spare = self._spare_of(loan)
+                    if spare is not None:
+                        spare.give(loan.tensor.untyped_storage(), loan.tensor.nbytes)
                     self._accountant.add(loan.category, loan.tensor.nbytes, self._tier)
                     if read:
                         self._coming(loan, loan.stored.staged)
@@ -321,22 +399,22 @@ class Loans:
         self._written |= written
         if not self.lent:
             self._land()
-            with self._shown("store"):
-                if self._written:
+            written, self._written = self._written, False
+            with self._shown("store"), contextlib.ExitStack() as all_of_them:
+                if written:
                     self._set_out("take")
-                for loan in list(self._kept.values()):
-                    self._return(loan, written=self._written or loan.fresh)
-            self._written = False
+                for loan in reversed(self._kept.values()):
+                    all_of_them.callback(self._return, loan, written=written or loan.fresh)
 
     def _return(self, loan: _Loan, *, written: bool) -> None:
         self._arrived(loan)
         if written:
             self._coming(loan, loan.stored.staged)
             self._move(written=loan.tensor.nbytes)
+        self._unsettled.append(loan)
         with self._accountant.owning(None):
             loan.stored.give_back(written=written)
         loan.fresh = False
-        self._unsettled.append(loan)
         if not (self.home.lags and written):
             self.settle()
 
@@ -344,7 +422,7 @@ class Loans:
         """Have the memory of what was given back: where it is still being stored the host waits for that.
 
         Raises:
-            OffloadError: something could not be stored; the memory is free all the same.
+            OffloadError: something could not be stored. Its values stay in the memory of the host until it can.
         """
         if not self._unsettled:
             return
@@ -352,9 +430,24 @@ class Loans:
             all_of_them.callback(self._land)
             while self._unsettled:
                 loan = self._unsettled.pop()
+                spare = self._spare_of(loan)
+                if spare is not None:
+                    all_of_them.callback(spare.count)
                 all_of_them.callback(self._accountant.remove, loan.category, loan.tensor.nbytes, self._tier)
                 all_of_them.callback(self._arrived, loan)
-                all_of_them.callback(loan.stored.settle)
+                all_of_them.callback(self._count_held, loan)
+                all_of_them.callback(loan.stored.settle, *(() if spare is None else (spare.leave,)))
+
+    def spare_memory(self) -> Spare:
+        """Return what keeps memory between loans, of which the accountant is told."""
+        return Spare(self._accountant)
+
+    def _spare_of(self, loan: _Loan) -> Spare | None:
+        """Return what has memory for a tensor: one of the host that values are read into, and written from.
+
+        State that the optimizer makes in its first step comes with memory of its own, which would come on top.
+        """
+        return self.spare if self.home.lags and loan.given and not loan.stored.staged else None
 
     def stored(self, tensor: torch.Tensor) -> Stored | None:
         """Return what has the values of a tensor; None if it has memory of its own."""
@@ -365,6 +458,7 @@ class Loans:
         """Let a tensor that lives in the place have what `other`, which nobody lends, has stored; vice versa."""
         loan = self._kept[id(tensor.untyped_storage())]
         loan.stored.exchange(other)
+        self._count_held(loan)
         loan.view = None
 
     def in_place(self, tensor: torch.Tensor) -> torch.Tensor:
@@ -381,12 +475,16 @@ class Loans:
     def lent_out(self, *, read: bool = True, written: bool) -> Iterator[None]:
         """Lend everything inside of the block."""
         self.start(read=read)
+        come = False
         try:
             self.finish()
+            come = True
             yield
         finally:
-            self.give_back(written=written)
-            self.settle()
+            try:
+                self.give_back(written=written and come)
+            finally:
+                self.settle()
 
     @contextlib.contextmanager
     def shown(self) -> Iterator[None]:
@@ -440,9 +538,14 @@ class Loans:
             self._accountant.remove(Category.BUFFERS, loan.staged, Tier.HOST)
             loan.staged = 0
 
+    def _count_held(self, loan: _Loan, held: int | None = None) -> None:
+        held = loan.stored.held if held is None else held
+        self._accountant.add(Category.BUFFERS, held - loan.held, Tier.HOST)
+        loan.held = held
 
-Borrowed = tuple[Loans, bool]
-"""What is lent, and whether it will be written."""
+
+Borrowed = tuple[Loans, bool | None]
+"""What is lent, and whether it will be written; None: all of it will, so that its values need not be brought."""
 
 T = TypeVar("T")
 
@@ -451,30 +554,39 @@ T = TypeVar("T")
 def borrowed(wanted: Sequence[Borrowed]) -> Iterator[None]:
     """Have all of some loans inside of the block."""
     try:
-        with _lent(wanted):
-            _finish(wanted)
+        with _lent(wanted) as finish:
+            finish()
             yield
     finally:
         settle(wanted)
 
 
 @contextlib.contextmanager
-def _lent(wanted: Sequence[Borrowed]) -> Iterator[None]:
-    """Begin to borrow; at the end of the block everything is given back."""
-    started = 0
-    try:
+def _lent(wanted: Sequence[Borrowed]) -> Iterator[Callable[[], None]]:
+    """Begin to borrow, and give the block what ends that; at its end everything is given back.
+
+    What has not come, because of an error, is not stored: it would take the place of good values; nor is what should
+    have been overwritten and has not.
+    """
+    come = done = False
+
+    def finish() -> None:
+        nonlocal come
         for loans, _ in wanted:
-            loans.start()
-            started += 1
-        yield
+            loans.finish()
+        come = True
+
+    started: list[Borrowed] = []
+    try:
+        for borrows in wanted:
+            borrows[0].start(read=borrows[1] is not None)
+            started.append(borrows)
+        yield finish
+        done = True
     finally:
-        for loans, written in wanted[:started]:
-            loans.give_back(written=written)
-
-
-def _finish(wanted: Sequence[Borrowed]) -> None:
-    for loans, _ in wanted:
-        loans.finish()
+        with contextlib.ExitStack() as all_of_them:
+            for loans, written in reversed(started):
+                all_of_them.callback(loans.give_back, written=done if written is None else written and come)
 
 
 def settle(wanted: Sequence[Borrowed]) -> None:
@@ -482,6 +594,24 @@ def settle(wanted: Sequence[Borrowed]) -> None:
     with contextlib.ExitStack() as all_of_them:
         for loans, _ in reversed(wanted):
             all_of_them.callback(loans.settle)
+
+
+@contextlib.contextmanager
+def _sparing(wanted: Sequence[Borrowed]) -> Iterator[Spare | None]:
+    """Let what is given back inside of the block leave its memory to what is lent there next; in the end, to nobody."""
+    lagging = [loans for loans, _ in wanted if loans.home.lags and loans.spare is None]
+    if not (lagging and can_hand_memory_on):
+        yield None
+        return
+    spare = lagging[0].spare_memory()
+    try:
+        for loans in lagging:
+            loans.spare = spare
+        yield spare
+    finally:
+        for loans in lagging:
+            loans.spare = None
+        spare.clear()
 
 
 def in_turn(
@@ -492,23 +622,27 @@ def in_turn(
     """Use parts of something one after the other, each lent meanwhile.
 
     While one is waited for and used the next one is on its way, and the one before may still be being stored: there is
-    memory for three, whatever their number.
+    memory for three, whatever their number, and one leaves its memory of the host to the third after it.
 
     Args:
         parts: each with what it borrows.
         use: is called with each.
         begun: gives back what the caller has begun to borrow for the first one.
     """
-    try:
-        with contextlib.ExitStack() if begun is None else begun.pop_all() as ahead:
-            for number, (part, wanted) in enumerate(parts):
-                with ahead.pop_all(), _lent(wanted):
-                    if number >= 2:
-                        settle(parts[number - 2][1])
-                    for loans, _ in parts[number + 1][1] if number + 1 < len(parts) else ():
-                        loans.start()
-                        ahead.callback(loans.give_back, written=False)
-                    _finish(wanted)
-                    use(part)
-    finally:
-        settle([borrows for _, wanted in parts for borrows in wanted])
+    everything = [borrows for _, wanted in parts for borrows in wanted]
+    with _sparing(everything) as spare:
+        try:
+            with contextlib.ExitStack() if begun is None else begun.pop_all() as ahead:
+                for number, (part, wanted) in enumerate(parts):
+                    with ahead.pop_all(), _lent(wanted) as finish:
+                        if number >= 2:
+                            settle(parts[number - 2][1])
+                        for loans, written in parts[number + 1][1] if number + 1 < len(parts) else ():
+                            loans.start(read=written is not None)
+                            ahead.callback(loans.give_back, written=False)
+                        if spare is not None:
+                            spare.clear()  # of other sizes
+                        finish()
+                        use(part)
+        finally:
+            settle(everything)

@@ -7,6 +7,7 @@ with `finish`; what was given back written has its memory until it has been stor
 
 from __future__ import annotations
 
+from collections.abc import Callable
 from dataclasses import dataclass
 from pathlib import Path
 from typing import TYPE_CHECKING, Any, Protocol
@@ -14,6 +15,7 @@ from typing import TYPE_CHECKING, Any, Protocol
 import torch
 
 from shardwise.device.staging import CopyStream, copy_stream, is_far
+from shardwise.errors import OffloadError
 from shardwise.memory import Tier
 
 if TYPE_CHECKING:
@@ -197,6 +199,8 @@ class _Kept:
         self.staged = self._size if copies is not None else 0
         self._reading: _Transfer | None = None
         self._writing: _Transfer | None = None
+        self._leaving: torch.Tensor | None = None  # what is being written
+        self._unwritten: torch.Tensor | None = None  # values that the disk has not taken
         self._near: torch.Tensor | None = None
         self._extent: Any = None
         self._extent = file.reserve(self._size)
@@ -211,7 +215,8 @@ class _Kept:
 
     def start(self, *, read: bool) -> None:
         """See `Stored.start`."""
-        self._storage.resize_(self._size)
+        if self._storage.nbytes() != self._size:  # nobody has left some for it
+            self._storage.resize_(self._size)
         if read:
             self.look_ahead()
         else:
@@ -220,6 +225,9 @@ class _Kept:
     def look_ahead(self, target: torch.Tensor | None = None) -> None:
         """See `Stored.look_ahead`."""
         if self._reading is None:
+            if self._unwritten is not None:
+                self._near, self._reading = self._unwritten, _Nothing()
+                return
             if self._copies is not None:
                 self._near = self._host_bytes()
             elif target is not None:
@@ -237,24 +245,40 @@ class _Kept:
 
     def give_back(self, *, written: bool) -> None:
         """See `Stored.give_back`."""
-        self._forget_near()
-        if written:
+        if not written:
+            self._drop_near()
+        else:
+            self._forget_near()
             values = self._bytes
             if self._copies is not None:
                 values = self._host_bytes()
                 self._copies.follow()
                 self._copies.copy(values, self._bytes)
                 self._copies.mark().synchronize()
-            self._writing = self._file.write(self._extent, values)
+            self._writing, self._leaving = self._file.write(self._extent, values), values
 
-    def settle(self) -> None:
+    @property
+    def held(self) -> int:
+        """See `Stored.held`."""
+        return 0 if self._unwritten is None else self._size
+
+    def settle(self, leave: Callable[[torch.UntypedStorage], None] | None = None) -> None:
         """See `Stored.settle`."""
         writing, self._writing = self._writing, None
+        leaving, self._leaving = self._leaving, None
         try:
             if writing is not None:
                 writing.wait()
+                self._unwritten = None
+        except OffloadError:  # they stay here until the disk takes them
+            assert leaving is not None
+            self._unwritten = leaving.clone() if leaving is self._bytes else leaving
+            raise
         finally:
-            self._storage.resize_(0)
+            if leave is not None:
+                leave(self._storage)
+            else:
+                self._storage.resize_(0)
 
     def in_place(self) -> torch.Tensor:
         """Nothing can be worked on there."""
@@ -263,15 +287,14 @@ class _Kept:
     def exchange(self, other: _Kept) -> None:
         """See `Stored.exchange`."""
         for kept in (self, other):
-            if kept._reading is not None:
-                kept._reading.settle()
-            kept._reading = kept._near = None
+            kept._drop_near()
         self._extent, other._extent = other._extent, self._extent
+        self._unwritten, other._unwritten = other._unwritten, self._unwritten
 
     def copy_to(self, target: torch.Tensor) -> None:
         """See `Stored.copy_to`."""
         flat = target.view(-1).view(torch.uint8)
-        if self._reading is None and target.device.type == "cpu":
+        if self._reading is None and self._unwritten is None and target.device.type == "cpu":
             self._file.read(self._extent, flat).wait()
         else:
             self.look_ahead()
@@ -295,6 +318,12 @@ class _Kept:
     def _forget_near(self) -> None:
         if self._reading is not None:
             self._arrived()
+
+    def _drop_near(self) -> None:
+        """Wait for what is being read, which nobody wants."""
+        if self._reading is not None:
+            self._reading.settle()
+            self._reading = self._near = None
 
     def _host_bytes(self) -> torch.Tensor:
         if self._copies is not None:

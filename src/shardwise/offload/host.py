@@ -6,6 +6,8 @@ stream has been given before; the host does not wait.
 
 from __future__ import annotations
 
+from collections.abc import Callable
+
 import torch
 
 from shardwise.device.staging import Copied, CopyStream, copy_stream
@@ -41,7 +43,7 @@ class HostPlace:
 class _Kept:
     """The values of one tensor on the host (`shardwise.memory.places.Stored`)."""
 
-    staged = 0
+    staged = held = 0
 
     def __init__(self, copies: CopyStream, tensor: torch.Tensor, *, pinned: bool) -> None:
         self._copies = copies
@@ -78,7 +80,7 @@ class _Kept:
     def look_ahead(self, target: torch.Tensor | None = None) -> None:
         """See `Stored.look_ahead`: it is near."""
 
-    def settle(self) -> None:
+    def settle(self, leave: Callable[[torch.UntypedStorage], None] | None = None) -> None:
         """See `Stored.settle`: what comes behind it on the device has the memory."""
 
     def in_place(self) -> torch.Tensor:

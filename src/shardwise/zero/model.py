@@ -62,6 +62,7 @@ from shardwise.zero.units.presence import OffloadStateTypeEnum, Presence
 from shardwise.zero.units.unit import SectionMemory, Unit, UnitState
 from shardwise.zero.updates.communicated import CommunicatedUpdate
 from shardwise.zero.updates.early import EarlySteps
+from shardwise.zero.updates.interrupted import Interruptions
 from shardwise.zero.updates.owned import MixedUpdate, WholeUpdate
 from shardwise.zero.updates.segments import SegmentUpdate
 from shardwise.zero.updates.update import StateKind, Stepping, Update
@@ -156,6 +157,8 @@ class ShardedModel:
         self.homes = homes
         if optimizer is not None:
             self.update, self.owners = self._make_update(optimizer, is_elementwise, domains)
+        places = (homes.optimizer, homes.whole, homes.gradients, homes.parameters)
+        self.interruptions = Interruptions(self.comm, on_disk=any(place.lags for place in places))
         self._check_domains(domains, compressor)
         if sparse_gradients and (compressor is not None or stepping.communicates):
             raise ConfigError(
@@ -422,6 +425,7 @@ class ShardedModel:
             UsageError: see above.
         """
         self.check_open(what)
+        self.interruptions.check_reachable(what)
         self.presence.require(what, values=values)
 
     def check_can_step(self) -> None:
@@ -434,6 +438,7 @@ class ShardedModel:
             raise UsageError(
                 "step() inside gathered(): the gathered parameters would stay as they are; leave the block first"
             )
+        self.interruptions.check_can_step()
         self.places.check()
         self.guards.check_frozen()
 
@@ -480,7 +485,12 @@ class ShardedModel:
         self.gatherer.let_go()
         self.finish_gathers()
         self.take_changes()
-        with self.accountant.owning(Category.OTHER), self.guards.stepping(), named("step"):
+        with (
+            self.accountant.owning(Category.OTHER),
+            self.guards.stepping(),
+            named("step"),
+            self.interruptions.stepping(self.update),
+        ):
             self.update.step(self.optimizer, factor)
         if not self.stepped:
             self.stepped = True
@@ -524,6 +534,12 @@ class ShardedModel:
                 "allowed: what a rank has not used contributes a zero gradient."
             )
 
+    def give_up_step(self) -> None:
+        """The gradients of the window are dropped: what a step that has raised has left out is never stepped."""
+        self.interruptions.give_up()
+        if self.update is not None:
+            self.update.end_step()
+
     def end_window(self, applied: bool) -> None:
         """Forget the accumulated gradients; on the first call agree on the order of units with the other ranks.
 
@@ -531,6 +547,8 @@ class ShardedModel:
             applied: whether they have been stepped.
         """
         assert self.reducer is not None
+        if self.update is not None:
+            self.update.end_step()
         self.reducer.clear()
         if self.reducer.compressor is not None:
             self.reducer.compressor.end_step(applied)

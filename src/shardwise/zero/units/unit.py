@@ -162,7 +162,20 @@ class SectionMemory:
     def stepping(self) -> list[Borrowed]:
         """What has to be borrowed so that an optimizer can step the section."""
         found = [loans for loans in self.away if not self._in_place(loans)]
-        return [(x, x is not self.gradient_loans) for x in found if x is not self.gradient_loans or not self._fetches]
+        wanted = [x for x in found if x is not self.gradient_loans or not self._fetches]
+        return [
+            (x, None if x is self.shard_loans and self._is_overwritten else x is not self.gradient_loans)
+            for x in wanted
+        ]
+
+    @property
+    def _is_overwritten(self) -> bool:
+        """Whether a step writes each element of the shard, from masters of their own, and reads none."""
+        if not self.layout.trainable or self.master_is_parameter or self.written_level != self.levels.parameters:
+            return False
+        first, last = self.master_start, self.master_stop
+        stepped = sum(lane.stop - lane.start for lane in self.layout.segments(first, last))
+        return self.shard_range == slice(first, last) and stepped == last - first
 
     def _in_place(self, loans: Loans) -> bool:
         """Whether what is lent elsewhere is worked on where it lives, because the optimizer steps there."""

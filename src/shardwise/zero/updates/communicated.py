@@ -243,6 +243,10 @@ class CommunicatedUpdate(SegmentUpdate):
         """See `Update.takes_factor`: what is communicated is what has been multiplied."""
         return False
 
+    def progress(self) -> tuple[int, int] | None:
+        """See `Update.progress`: ranks exchange values while they step."""
+        return None
+
     def step(self, optimizer: torch.optim.Optimizer, factor: float | torch.Tensor) -> None:
         """Step with reduced gradients or this rank's own, multiplied before, and write into the parameters' memory."""
         local = self.stays_local()

@@ -370,6 +370,10 @@ class MixedUpdate(ReducedUpdate):
             self.segments.step_at_once(optimizer, factor)
             self.whole.keep_state()
 
+    def end_step(self) -> None:
+        """See `Update.end_step`."""
+        self.segments.end_step()
+
     def refresh(self, unit: Unit) -> None:
         """See `Update.refresh`."""
         self.segments.refresh(unit)

@@ -88,6 +88,8 @@ class SegmentUpdate(ReducedUpdate):
         self._everything = Part([], self._segments, self._origins)
         self._parts: list[tuple[Part, list[Borrowed]]] = []  # of the same, unit by unit, with what has to be lent
         self.early: EarlySteps | None = None
+        self._stepped: set[int] = set()  # numbers of parts, in a step that has not been ended
+        self._taken: set[int] = set()  # those that have been stepped early
         self._begun = contextlib.ExitStack()
 
     def capture(self, unit: Unit) -> None:
@@ -233,8 +235,9 @@ class SegmentUpdate(ReducedUpdate):
     def coming(self) -> Iterator[None]:
         """See `Update.coming`: master weights and state of the first part, if they will be stepped."""
         with self._begun:
-            if self._parts and self.early is None:
-                part, wanted = self._parts[0]
+            left = [one for number, one in enumerate(self._parts) if number not in self._stepped]
+            if left and self.early is None:
+                part, wanted = left[0]
                 for loans, _ in wanted:
                     if any(loans is section.optimizer_loans for section in part.sections):
                         loans.start()
@@ -247,23 +250,26 @@ class SegmentUpdate(ReducedUpdate):
         If something has to be lent, or brought back to the device, that is done unit by unit, where the optimizer can
         be stepped so. What has been stepped early is only written into the parameters' memory.
         """
-        done = set() if self.early is None else self.early.take(factor)
-        if not done and not (self._apart and self._splits(optimizer)):
+        done = self._taken
+        if self.early is not None:
+            done |= self.early.take(factor)
+        if not done and not self._stepped and not (self._apart and self._splits(optimizer)):
             self.step_at_once(optimizer, factor)
             return
         self._outputs.make_room([part.sections for part, _ in self._parts])
 
         def step(number: int) -> None:
-            part, _ = self._parts[number]
             if number in done:
-                self._write_out(part)
+                self._write_out(self._parts[number][0])
+                self._stepped.add(number)
             else:
                 with detailed("step", self.units[number].name):
-                    self._step_alone(optimizer, factor, part)
+                    self._step_alone(optimizer, factor, number)
 
         parts = [
             (number, _not_stepped(part, wanted) if number in done else wanted)
             for number, (part, wanted) in enumerate(self._parts)
+            if number not in self._stepped
         ]
         in_turn(parts, step, self._begun)
         flat = flat_optimizer(optimizer)
@@ -277,6 +283,7 @@ class SegmentUpdate(ReducedUpdate):
         self._outputs.make_room([self._everything.sections])
         with borrowed(self._away):
             self._step(optimizer, factor, self._everything)
+            self._stepped.update(range(len(self._parts)))
             for part, _ in self._parts if self._away else ():
                 self._keep_state(part)
         self._hold_state()
@@ -307,13 +314,24 @@ class SegmentUpdate(ReducedUpdate):
         plain = wrapper is None or only_counts_steps(wrapper)
         return type(optimizer).__module__.startswith("torch.optim.") and own and plain
 
-    def _step_alone(self, optimizer: torch.optim.Optimizer, factor: float | torch.Tensor, part: Part) -> None:
+    def progress(self) -> tuple[int, int] | None:
+        """See `Update.progress`: norms of whole tensors are formed by all ranks together."""
+        return None if self._norms else (len(self._stepped | self._taken), len(self._parts))
+
+    def end_step(self) -> None:
+        """See `Update.end_step`."""
+        self._stepped.clear()
+        self._taken.clear()
+
+    def _step_alone(self, optimizer: torch.optim.Optimizer, factor: float | torch.Tensor, number: int) -> None:
         """Step a part as if it were everything."""
+        part, _ = self._parts[number]
         chosen = {id(segment) for _, _, segment in part.segments}
         members = [group["params"] for group in optimizer.param_groups]
         try:
             assign_groups(optimizer, [[p for p in group if id(p) in chosen] for group in members])
             self._step(optimizer, factor, part)
+            self._stepped.add(number)
             self._keep_state(part)
         finally:
             assign_groups(optimizer, members)

@@ -61,6 +61,15 @@ class Update(Protocol):
     def step(self, optimizer: torch.optim.Optimizer, factor: float | torch.Tensor) -> None:
         """Step with the accumulated gradients times `factor`; write the results into the parameters' memory."""
 
+    def progress(self) -> tuple[int, int] | None:
+        """Return how many units have been stepped in a step that has not been ended, and how many there are.
+
+        If `step` has raised, it goes on with the others when it is called again. None: it cannot.
+        """
+
+    def end_step(self) -> None:
+        """The step is over: the next one begins anew."""
+
     def refresh(self, unit: Unit) -> None:
         """Take over parameter values of a gathered unit that somebody has changed."""
 
@@ -142,6 +151,13 @@ class ReducedUpdate:
     def coming(self) -> AbstractContextManager[None]:
         """See `Update.coming`: all is there, or is brought at once."""
         return contextlib.nullcontext()
+
+    def progress(self) -> tuple[int, int] | None:
+        """See `Update.progress`: ranks exchange values while they step."""
+        return None
+
+    def end_step(self) -> None:
+        """See `Update.end_step`."""
 
     def check_agreed(self, what: str) -> None:
         """See `Update.check_agreed`: all ranks have the same parameters."""

@@ -1,0 +1,146 @@
+"""Steps and passes that an error of a disk has ended: what all ranks learn of it, and what is still whole.
+
+Where state lives on a disk, ranks tell each other at the end of each step whether theirs have failed: so all raise, and
+none waits for another. What has not been stepped can be stepped later, with the same bits, and what a disk has not
+taken stays in memory. A pass has no such end: there the other ranks wait for one that has failed until it has gone.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import weakref
+from collections.abc import Iterator
+
+from shardwise.comm.communicator import Communicator
+from shardwise.errors import CheckpointError, OffloadError, UsageError
+from shardwise.zero.updates.update import Update
+
+
+class Interruptions:
+    """See the module docstring.
+
+    Args:
+        job: all ranks that step together.
+        on_disk: something that a step reads or writes is on a disk.
+
+    Attributes:
+        halfway: why the state is between two steps; empty if it is not.
+    """
+
+    def __init__(self, job: Communicator, *, on_disk: bool) -> None:
+        self.halfway = ""
+        self._job = job
+        self._on_disk = on_disk
+        self._no_way = ""  # why the others cannot be stepped
+        self._alone = ""
+        self._agreed: weakref.ref[OffloadError] | None = None  # its frames hold memory
+
+    @contextlib.contextmanager
+    def stepping(self, update: Update) -> Iterator[None]:
+        """Step inside of the block; all ranks raise if a disk of one of them has failed.
+
+        Args:
+            update: steps.
+
+        Raises:
+            OffloadError: it says on which rank, and how to go on.
+        """
+        if not self._on_disk:
+            yield
+            return
+        if update.progress() is None:
+            try:
+                yield
+            except OffloadError:
+                self.halfway = "a disk failed in engine.step(), and how many units had been stepped cannot be told"
+                self._no_way = "Nothing can step the others"
+                raise
+            return
+        failure: OffloadError | None = None
+        try:
+            yield
+        except OffloadError as error:
+            failure = error
+        told = None if failure is None else str(failure)
+        everyone = self._job.exchange([told, *(update.progress() or ())], "disks")
+        failed = [(rank, told) for rank, (told, *_) in enumerate(everyone) if told is not None]
+        if not failed:
+            self.halfway = ""
+            return
+        stepped, units = (sum(said[place] for said in everyone) for place in (1, 2))
+        where = f"{stepped} of {units} units" + (f" of {self._job.world} ranks" if self._job.world > 1 else "")
+        self.halfway = f"{where} had been stepped when a disk failed in engine.step()" if stepped else ""
+        goes_on = (
+            f"{where} have been stepped: engine.step() steps the others, and nothing can be saved before"
+            if stepped
+            else "Nothing has been stepped: engine.step() tries again, and engine.save_checkpoint() saves the state as "
+            "it was before"
+        )
+        first = told or f"engine.step(): on rank {failed[0][0]}: {failed[0][1]}"
+        agreed = OffloadError(f"{first}. {goes_on}")
+        self._agreed = weakref.ref(agreed)
+        try:
+            raise agreed from failure
+        finally:
+            del agreed, failure
+
+    @contextlib.contextmanager
+    def watching(self) -> Iterator[None]:
+        """Take note if a disk fails inside of the block while other ranks wait for this one."""
+        try:
+            yield
+        except OffloadError as error:
+            if self._job.world > 1 and not self._is_agreed(error):
+                self._alone = str(error)
+            raise
+
+    def leaves_state_whole(self, error: OffloadError) -> bool:
+        """Whether all ranks have this error of a step, and state is as it was before the step."""
+        return not self.halfway and (self._job.world == 1 or self._is_agreed(error))
+
+    def _is_agreed(self, error: OffloadError) -> bool:
+        return self._agreed is not None and error is self._agreed()
+
+    def give_up(self) -> None:
+        """The gradients of the step are dropped: what has not been stepped never will be."""
+        if self.halfway:
+            self._no_way = "Its gradients have been dropped"
+
+    def loaded(self) -> None:
+        """All state has been replaced."""
+        self.halfway = self._no_way = ""
+
+    def check_reachable(self, what: str) -> None:
+        """Raise where the other ranks are waiting in a pass, and would not take part in anything else.
+
+        Raises:
+            UsageError: it says that `what` cannot be done.
+        """
+        if self._alone:
+            raise UsageError(
+                f"{what}: a disk has failed on this rank in the middle of a pass, in which the other ranks wait for "
+                f"it ({self._alone}). End the process, and go on from the last checkpoint"
+            )
+
+    def check_can_step(self) -> None:
+        """Raise where a step would come on top of half of another one.
+
+        Raises:
+            UsageError: see above.
+        """
+        if self._no_way:
+            raise UsageError(f"engine.step(): {self.halfway}. {self._no_way}: load a checkpoint")
+
+    def check_whole(self, what: str, otherwise: str) -> None:
+        """Raise where the state is between two steps.
+
+        Args:
+            what: cannot be done then.
+            otherwise: from what one could go on.
+
+        Raises:
+            CheckpointError: see above.
+        """
+        if self.halfway:
+            way = self._no_way or "Call engine.step(), which steps the others"
+            raise CheckpointError(f"{what}: {self.halfway}. {way}; or go on from {otherwise}")

@@ -1,0 +1,242 @@
+"""Disks that fail in the middle of a step or of a pass: what is said, what can be saved, and how it goes on."""
+
+from __future__ import annotations
+
+import contextlib
+import errno
+import os
+from collections.abc import Iterator
+from pathlib import Path
+from typing import Any
+from unittest import mock
+
+import pytest
+
+from shardwise.errors import CheckpointError, OffloadError, UsageError
+from shardwise.memory import Category, Tier
+from tests.harness import run_ranks
+from tests.offload.settings import offload
+from tests.offload.test_faults import CASE, made, masters_digest, steps
+
+
+@contextlib.contextmanager
+def failing(engine: Any, call: str, code: int, after: int, times: int = 1) -> Iterator[None]:
+    """Let calls of the system on the engine's swap files fail, beginning with one of them."""
+    files = {home._file._descriptor for home in vars(engine.sharded.homes).values() if home.tier is Tier.DISK}
+    real, count = getattr(os, call), 0
+
+    def called(descriptor: int, *args: Any) -> int:
+        nonlocal count
+        if descriptor in files:
+            count += 1
+            if after < count <= after + times:
+                raise OSError(code, os.strerror(code))
+        return int(real(descriptor, *args))
+
+    with mock.patch(f"os.{call}", called):
+        yield
+
+
+def backward(engine: Any, step: int) -> None:
+    import torch
+
+    batch = CASE.data(step, 0, torch.distributed.get_rank(), torch.bfloat16)
+    engine.backward(CASE.loss(engine, batch))
+
+
+def undisturbed(place: str, directory: str) -> str:
+    engine = made(offload(place, directory))
+    steps(engine, 0, 4)
+    found = masters_digest(engine)
+    engine.destroy()
+    return found
+
+
+def disturbed(place: str, directory: str, call: str, code: int, after: int, rank: int, times: int) -> tuple[str, ...]:
+    """Train as `undisturbed`, with a disk that fails in the third step; return digest and what was said."""
+    import torch
+
+    engine = made(offload(place, directory))
+    steps(engine, 0, 2)
+    backward(engine, 2)
+    here = torch.distributed.get_rank() == rank
+    before = engine.sharded.accountant.live_in(Tier.HOST)[Category.BUFFERS]
+    with (
+        failing(engine, call, code, after if here else 1 << 30, times),
+        pytest.raises(OffloadError) as error,
+    ):
+        engine.step()
+    assert engine.global_steps == 2
+    said = str(error.value)
+    held = engine.sharded.accountant.live_in(Tier.HOST)[Category.BUFFERS] - before
+    assert (held > 0) == (here and call == "pwritev")  # values that the disk has not taken
+    saved = "saved"
+    try:
+        engine.save_checkpoint(f"{directory}/saved")
+    except CheckpointError as refused:
+        saved = str(refused)
+    engine.step()
+    assert engine.global_steps == 3
+    steps(engine, 3, 4)
+    assert engine.sharded.accountant.live_in(Tier.HOST)[Category.BUFFERS] == before
+    found = masters_digest(engine)
+    engine.destroy()
+    return found, said, saved
+
+
+def goes_on(place: str, directory: str, path: str) -> str:
+    engine = made(offload(place, directory))
+    engine.load_checkpoint(path)
+    steps(engine, 2, 4)
+    found = masters_digest(engine)
+    engine.destroy()
+    return found
+
+
+FAULTS = [
+    pytest.param("optimizer on disk", "preadv", errno.EIO, 0, 1, id="first-read"),
+    pytest.param("optimizer on disk", "preadv", errno.EIO, 7, 1, id="later-read"),
+    pytest.param("optimizer on disk", "pwritev", errno.ENOSPC, 2, 3, id="writes"),
+    pytest.param("all on disk", "pwritev", errno.EIO, 5, 1, id="write-of-all"),
+]
+
+
+@pytest.mark.parametrize("world", [1, 2])
+@pytest.mark.parametrize(("place", "call", "code", "after", "times"), FAULTS)
+def test_a_step_that_a_disk_has_ended_goes_on_with_the_same_bits(
+    tmp_path: Path, world: int, place: str, call: str, code: int, after: int, times: int
+) -> None:
+    whole = run_ranks(undisturbed, world, place, str(tmp_path))
+    found = run_ranks(disturbed, world, place, str(tmp_path), call, code, after, world - 1, times)
+    for rank, (bits, said, saved) in enumerate(found):
+        assert bits == whole[rank]
+        assert os.strerror(code) in said and "swap file" in said and f"rank {world - 1}" in said
+        if saved == "saved":
+            assert "Nothing has been stepped" in said and "save_checkpoint() saves" in said
+        else:
+            assert "units" in said and "have been stepped: engine.step() steps the others" in said
+            assert "had been stepped when a disk failed" in saved and "Call engine.step()" in saved
+    if found[0][2] == "saved":
+        assert run_ranks(goes_on, world, place, str(tmp_path), str(tmp_path / "saved"))[0] == whole[0]
+
+
+def in_a_pass(directory: str, where: str) -> tuple[str, str, str]:
+    """Train as `undisturbed`, with disks of all ranks that fail in a pass of the third step."""
+    import torch
+
+    engine = made(offload("all on disk", directory))
+    steps(engine, 0, 2)
+    batch = CASE.data(2, 0, torch.distributed.get_rank(), torch.bfloat16)
+    loss = CASE.loss(engine, batch) if where == "backward" else None
+    with failing(engine, "preadv", errno.EIO, 1), pytest.raises(OffloadError) as error:
+        engine.backward(loss if loss is not None else CASE.loss(engine, batch))
+    del loss
+    saved = digest = ""
+    try:
+        engine.save_checkpoint(f"{directory}/saved")
+    except UsageError as refused:
+        saved = str(refused)
+    else:
+        engine.zero_grad()
+        steps(engine, 2, 4)
+        digest = masters_digest(engine)
+    engine.destroy()
+    return digest, str(error.value), saved
+
+
+@pytest.mark.parametrize("where", ["forward", "backward"])
+def test_a_pass_that_a_disk_has_ended_can_be_repeated_by_one_rank(tmp_path: Path, where: str) -> None:
+    (whole,) = run_ranks(undisturbed, 1, "all on disk", str(tmp_path))
+    ((digest, said, saved),) = run_ranks(in_a_pass, 1, str(tmp_path), where)
+    assert digest == whole and os.strerror(errno.EIO) in said and not saved
+    assert run_ranks(goes_on, 1, "all on disk", str(tmp_path), str(tmp_path / "saved")) == [whole]
+
+
+def test_where_others_wait_in_a_pass_nothing_is_begun(tmp_path: Path) -> None:
+    for _, said, saved in run_ranks(in_a_pass, 2, str(tmp_path), "forward"):
+        assert os.strerror(errno.EIO) in said
+        assert "other ranks wait" in saved and "End the process, and go on from the last checkpoint" in saved
+
+
+def dropped(directory: str) -> tuple[str, str]:
+    engine = made(offload("optimizer on disk", directory))
+    steps(engine, 0, 1)
+    engine.save_checkpoint(f"{directory}/saved")
+    expected = masters_digest(engine)
+    backward(engine, 1)
+    with failing(engine, "preadv", errno.EIO, 7), pytest.raises(OffloadError):
+        engine.step()
+    engine.zero_grad()
+    with pytest.raises(CheckpointError) as unsaved:
+        engine.save_checkpoint(f"{directory}/other")
+    backward(engine, 1)
+    with pytest.raises(UsageError) as refused:
+        engine.step()
+    engine.load_checkpoint(f"{directory}/saved")
+    assert masters_digest(engine) == expected
+    steps(engine, 1, 2)
+    engine.destroy()
+    return str(unsaved.value), str(refused.value)
+
+
+def test_half_a_step_without_its_gradients_is_not_trained_on(tmp_path: Path) -> None:
+    ((unsaved, refused),) = run_ranks(dropped, 1, str(tmp_path))
+    assert "gradients have been dropped" in unsaved and str(tmp_path / "saved") in unsaved
+    assert "gradients have been dropped" in refused and "load a checkpoint" in refused
+
+
+def saved_by_itself(directory: str, after: int) -> list[str]:
+    import torch
+
+    engine = made(offload("optimizer on disk", directory))
+    engine.checkpoint_on_signal(f"{directory}/saved")
+    steps(engine, 0, 2)
+    backward(engine, 2)
+    here = torch.distributed.get_rank() == torch.distributed.get_world_size() - 1
+    with failing(engine, "preadv", errno.EIO, after if here else 1 << 30), pytest.raises(OffloadError):
+        engine.step()
+    engine.destroy()
+    return sorted(os.listdir(f"{directory}/saved")) if os.path.exists(f"{directory}/saved") else []
+
+
+@pytest.mark.parametrize(("world", "after"), [(1, 0), (1, 7), (2, 0)])
+def test_with_a_directory_for_signals_what_is_whole_is_saved(tmp_path: Path, world: int, after: int) -> None:
+    # Another rank has stepped all of its units before it learns of the error.
+    expected = [] if after or world > 1 else ["global_step2", "latest"]
+    assert run_ranks(saved_by_itself, world, str(tmp_path), after) == [expected] * world
+    if expected:
+        whole = run_ranks(undisturbed, world, "optimizer on disk", str(tmp_path))[0]
+        assert run_ranks(goes_on, world, "optimizer on disk", str(tmp_path), str(tmp_path / "saved"))[0] == whole
+
+
+def of_whole_tensors(directory: str) -> tuple[str, str]:
+    from tests.zero.training import Setting, start
+
+    setting = Setting(3, optimizer="Lamb", zero=tuple(offload("optimizer on disk", directory).items()))
+    engine = start(CASE, setting)
+    backward_in_fp32(engine, 0)
+    engine.step()
+    engine.save_checkpoint(f"{directory}/saved")
+    backward_in_fp32(engine, 1)
+    with failing(engine, "preadv", errno.EIO, 3), pytest.raises(OffloadError):
+        engine.step()
+    with pytest.raises(UsageError) as refused:
+        engine.step()
+    with pytest.raises(CheckpointError) as unsaved:
+        engine.save_checkpoint(f"{directory}/other")
+    engine.load_checkpoint(f"{directory}/saved")
+    backward_in_fp32(engine, 1)
+    engine.step()
+    engine.destroy()
+    return str(refused.value), str(unsaved.value)
+
+
+def backward_in_fp32(engine: Any, step: int) -> None:
+    import torch
+
+    engine.backward(CASE.loss(engine, CASE.data(step, 0, 0, torch.float32)))
+
+
+def test_what_is_not_stepped_unit_by_unit_is_not_gone_on_with(tmp_path: Path) -> None:
+    for said in run_ranks(of_whole_tensors, 1, str(tmp_path))[0]:
+        assert "cannot be told" in said and "Nothing can step the others" in said
