@@ -22,7 +22,7 @@ from shardwise.comm.communicator import Communicator, members_of
 from shardwise.comm.domain import REPLICATE, Domain
 from shardwise.comm.environment import DEVICE_LIMIT
 from shardwise.comm.ledger import Ledger
-from shardwise.comm.logger import comms_logger
+from shardwise.comm.logger import EngineLog, comms_logger
 from shardwise.comm.setup import init_distributed, local_rank
 from shardwise.config import Facts, Resolution, config_arguments, config_path, resolve
 from shardwise.config.export import effective
@@ -221,6 +221,7 @@ def initialize(
     scaler = LossScaler.from_config(settings.fp16) if scales_loss(settings) else None
     shows_loss = job.rank == 0 and bool(switched_on(settings))
     step = TrainStep(sharded, settings, job, batches, stepped, scheduler, scaler, signals, shows_loss)
+    job.ledger.step = lambda: step.global_steps
     checkpoints = Checkpoints(sharded, resolution, job, step, batches)
     if watched is not None:
         watched.checkpoint = checkpoints.known
@@ -230,6 +231,7 @@ def initialize(
 
     # Last of all, as nothing that fails from here on leaves services running.
     monitor = Monitor(settings, job.rank)
+    events = StepEvents(monitor, step)
     engine = Engine(
         sharded=sharded,
         step=step,
@@ -240,8 +242,8 @@ def initialize(
         memory=MemoryReporting(sharded, resolution, job, step, batches, checkpoints, faults, budget, watched),
         activations=Activations(settings, model, device, accountant),
         monitor=monitor,
-        events=StepEvents(monitor, step),
-        profiling=Profiling(sharded, settings, job, data, batches, step),
+        events=events,
+        profiling=Profiling(sharded, settings, job, data, batches, step, events),
         resolution=resolution,
         job=job,
         data=data,
@@ -334,13 +336,8 @@ def _communicator(settings: Any, group: Any, device: torch.device) -> Communicat
     comm = Communicator(group, ledger, device, ordered=settings.deterministic_reduce)
     if settings.comms_logger.enabled:
         configure_log(settings)
-        ledger.listener = lambda record: comms_logger.append(
-            record.op,
-            record.size,
-            (record.finished or record.launched) - record.launched if comm.waits_on_host else None,
-            record.ranks,
-            record.line,
-        )
+        ledger.listener = EngineLog(comms_logger, comm.waits_on_host)
+        ledger.timed = device.type == "cuda"
     return comm
 
 
