@@ -11,6 +11,7 @@ from typing import Any
 import pytest
 
 from shardwise.config import Facts, describe, effective, resolve
+from shardwise.config.export import without_secrets
 from shardwise.config.tree import walk
 from shardwise.errors import ConfigError, ConflictError, NotBuiltError
 from shardwise.memory.places import Where
@@ -583,3 +584,5 @@ def test_secrets_are_neither_shown_nor_stored() -> None:
     assert rows["comet.api_key"] == "***" and rows["mlflow.tracking_uri"] == "https://***@host:5000/a@b"
     assert "k3y" not in json.dumps(shown) and effective(resolve(shown)) == shown
     assert effective(resolve({"train_batch_size": 1}))["comet"]["api_key"] is None
+    given = without_secrets(source)
+    assert given["comet"] == {"enabled": True, "api_key": "***"} and list(given) == list(source)

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import math
 import re
+from collections.abc import Mapping
 from typing import Any, NamedTuple
 
 from .compression import method_parameters
@@ -107,7 +108,7 @@ def effective(resolution: Resolution) -> dict[str, Any]:
     It is what is saved beside checkpoints: resolving it again gives the same values, also in a version with
     other defaults. Infinity, which JSON does not have, becomes null where it means "never". Secrets are masked.
     """
-    values = _to_show(resolution.config.model_dump(), Config)
+    values = without_secrets(_without_deprecated(resolution.config.model_dump(), Config))
     steps = values.get("steps_per_print")
     if isinstance(steps, float) and math.isinf(steps):
         values["steps_per_print"] = None
@@ -117,8 +118,7 @@ def effective(resolution: Resolution) -> dict[str, Any]:
     return values
 
 
-def _to_show(values: dict[str, Any], model: type[ConfigSection]) -> dict[str, Any]:
-    """Return the values without those of deprecated keys, and without secrets."""
+def _without_deprecated(values: dict[str, Any], model: type[ConfigSection]) -> dict[str, Any]:
     result: dict[str, Any] = {}
     keys = keys_of(model)
     for name, value in values.items():
@@ -126,7 +126,27 @@ def _to_show(values: dict[str, Any], model: type[ConfigSection]) -> dict[str, An
         if key is not None and key.replacement:
             continue
         if key is not None and key.kind == "section" and key.child is not None and isinstance(value, dict):
-            value = _to_show(value, key.child)
+            value = _without_deprecated(value, key.child)
+        result[name] = value
+    return result
+
+
+def without_secrets(values: Mapping[str, Any], model: type[ConfigSection] = Config) -> dict[str, Any]:
+    """Return values of a configuration as they may be seen: `***` for secrets, and for passwords in addresses.
+
+    Args:
+        values: as they were given, or all.
+        model: the section that they are of.
+
+    >>> without_secrets({"train_batch_size": 8, "comet": {"enabled": True, "api_key": "k3y"}})
+    {'train_batch_size': 8, 'comet': {'enabled': True, 'api_key': '***'}}
+    """
+    result: dict[str, Any] = {}
+    keys = keys_of(model)
+    for name, value in values.items():
+        key = keys.get(name)
+        if key is not None and key.kind == "section" and key.child is not None and isinstance(value, Mapping):
+            value = without_secrets(value, key.child)
         result[name] = value if key is None else _shown(key, value)
     return result
 

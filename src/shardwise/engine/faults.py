@@ -23,6 +23,7 @@ from shardwise.checkpoint.newest import OnDisk, newest
 from shardwise.comm.communicator import members_of
 from shardwise.comm.environment import MEMORY_DIRECTORY
 from shardwise.comm.stalls import StallWatch, stop_watching, watch
+from shardwise.config import effective
 from shardwise.engine.background import saved_bytes
 from shardwise.engine.recovery import FirstStep, Resumed
 from shardwise.engine.signals import SignalWatch, signal_named
@@ -257,7 +258,7 @@ class FaultTolerance:
                 f"{self._batches.steps} micro-batches)"
             )
         self._checkpoints.check_can_save()
-        config = self._resolution.config.model_dump(mode="json")
+        config = effective(self._resolution)
         state = self._checkpoints.training_state(self._client_state())
         return state, {"layout": self._checkpoints.layout(), "config": config}
 
