@@ -187,8 +187,12 @@ def watching(results: Results) -> list[str]:
         record = results.find(name)
         fields = ("processor_ms", "processor_over_percent", "median_ms", "over_percent")
         for row in record["rows"] if record else []:
-            lines.append([row["system"], str(world), *(shown(row[field]) for field in fields)])
-    return grid(["switched on", "ranks", "processor, ms", "over nothing, %", "step, ms", "over nothing, %"], lines)
+            rounds = row["processor_over_percent_of_rounds"]  # sorted
+            quarter = len(rounds) // 4
+            half = f"{rounds[quarter]:.1f} to {rounds[-1 - quarter]:.1f}"
+            lines.append([row["system"], str(world), *(shown(row[field]) for field in fields), half])
+    head = ["switched on", "ranks", "processor, ms", "over nothing, %", "step, ms", "over nothing, %"]
+    return grid([*head, "processor, half of the rounds, %"], lines)
 
 
 def collectives(results: Results) -> list[str]:
@@ -480,7 +484,8 @@ SECTIONS = [
         "GPT of 7 million parameters, fp32, stage 3, batch 2 x 128 per rank: a step with all monitoring switched on "
         "(CSV and JSON lines, times and memory of the parts, throughput, the communication log with its file, the "
         "watch for waits; prints each 10 steps) over one with none of it. Medians of the ratios of turns beside one "
-        "another. Processor time is that of all threads of a rank, those that write included.",
+        "another. Processor time is that of all threads of a rank, those that write included. The last column says how "
+        "far rounds differ: what is less than that has not been resolved.",
         list(MONITORING.values()),
         watching,
     ),
