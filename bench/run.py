@@ -30,6 +30,7 @@ PARTS: dict[str, list[str]] = {
     "largest_batch": ["largest_batch.py"],
     "startup": ["startup.py"],
     "growth": ["growth.py"],
+    "monitoring": [f"monitoring.py --nproc {nproc}" for nproc in (1, 2)],
     "comm": ["comm_gloo.py"],
     "optimizer": ["cpu_adam.py"],
     "offload": [

@@ -146,6 +146,7 @@ STEP_FILES = {
 }
 RANK_FILES = {world: f"step_time_7M_fp32_{world}" for world in (1, 2, 4, 8)}
 STARTUP = "startup_27M_fp32_2"
+MONITORING = {world: f"monitoring_7M_fp32_{world}" for world in (1, 2)}
 COLLECTIVE_BYTES = (64 * 1024, 32 * 1024 * 1024)
 Table = Callable[[Results], list[str]]
 
@@ -177,6 +178,21 @@ def layers(results: Results) -> list[str]:
     depths = list(rows[0]["microseconds_per_layer"]) if rows else []
     lines = [[row["system"], *(shown(row["microseconds_per_layer"][depth]) for depth in depths)] for row in rows]
     return grid(["microseconds a layer", *(f"{depth} layers" for depth in depths)], lines)
+
+
+def watching(results: Results) -> list[str]:
+    """Return the table of what watching a run costs, by number of ranks."""
+    lines = []
+    for world, name in MONITORING.items():
+        record = results.find(name)
+        fields = ("processor_ms", "processor_over_percent", "median_ms", "over_percent")
+        for row in record["rows"] if record else []:
+            rounds = row["processor_over_percent_of_rounds"]  # sorted
+            quarter = len(rounds) // 4
+            half = f"{rounds[quarter]:.1f} to {rounds[-1 - quarter]:.1f}"
+            lines.append([row["system"], str(world), *(shown(row[field]) for field in fields), half])
+    head = ["switched on", "ranks", "processor, ms", "over nothing, %", "step, ms", "over nothing, %"]
+    return grid([*head, "processor, half of the rounds, %"], lines)
 
 
 def collectives(results: Results) -> list[str]:
@@ -462,6 +478,16 @@ SECTIONS = [
         "a model of 26 million parameters, on 2 ranks; most of it is torch loading its compiler.",
         [STARTUP],
         startup,
+    ),
+    Section(
+        "Watching a run",
+        "GPT of 7 million parameters, fp32, stage 3, batch 2 x 128 per rank: a step with all monitoring switched on "
+        "(CSV and JSON lines, times and memory of the parts, throughput, the communication log with its file, the "
+        "watch for waits; prints each 10 steps) over one with none of it. Medians of the ratios of turns beside one "
+        "another. Processor time is that of all threads of a rank, those that write included. The last column says how "
+        "far rounds differ: what is less than that has not been resolved.",
+        list(MONITORING.values()),
+        watching,
     ),
     Section(
         "Growth with layers",

@@ -2,9 +2,19 @@
 
 from __future__ import annotations
 
+import json
+from pathlib import Path
+from typing import Any
+
 import pytest
 
-from shardwise.comm.logger import UNKNOWN, CommsLogger
+from shardwise.comm import ledger as ledgers
+from shardwise.comm import logfile, logger
+from shardwise.comm.ledger import Ledger
+from shardwise.comm.logger import UNKNOWN, CommsLogger, EngineLog
+from shardwise.errors import ConfigError
+from tests.harness import run_ranks
+from tests.profile.test_engine import engine_of, window
 
 
 def test_what_was_not_measured_is_counted_without_times(capsys: pytest.CaptureFixture[str]) -> None:
@@ -22,3 +32,138 @@ def test_what_was_not_measured_is_counted_without_times(capsys: pytest.CaptureFi
     assert measured == ["1000", "B", "1", "500.00", "500.00", "0.00", "0.00"]
     assert unknown == ["1000", "B", "2", *[UNKNOWN] * 4]
     assert log.get_total_operations() == 3
+
+
+def test_of_many_calls_the_newest_times_are_kept_and_the_total_is_of_all(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(logger, "_KEPT", 10)
+    log = CommsLogger()
+    log.configure(enabled=True)
+    for number in range(105):
+        log.append("all_reduce", 8, number / 1e3, 2)
+    count, latencies, algorithm, bus = log.comms_dict["all_reduce"][8]
+    assert count == 105 and len(latencies) == len(algorithm) == len(bus) <= 20 and latencies[-1] == 104
+    assert log.summary()["all_reduce"][8]["total_latency_ms"] == pytest.approx(sum(range(105)))
+    log.comms_dict = {"all_reduce": {8: [1, [2.0], [1.0], [1.0]]}}  # as a script may put it there
+    log.append("all_reduce", 8, 1.0, 2)
+    assert log.comms_dict["all_reduce"][8][0] == 1
+
+
+class Mark:
+    """A place of a device that gets there when it is told to."""
+
+    at = 0.0
+    reached = False
+
+    def query(self) -> bool:
+        return self.reached
+
+    def synchronize(self) -> None:
+        self.reached = True
+
+    def elapsed_time(self, other: Mark) -> float:
+        return other.at - self.at
+
+
+def test_times_of_a_device_are_read_when_it_has_got_there(monkeypatch: pytest.MonkeyPatch) -> None:
+    marks: list[Mark] = []
+
+    def now(cuda: bool) -> Mark:
+        marks.append(Mark())
+        marks[-1].at = 5.0 * len(marks)
+        return marks[-1]
+
+    monkeypatch.setattr(ledgers, "now", now)
+    log = CommsLogger()
+    log.configure(enabled=True)
+    ledger = Ledger(timed=True)
+    ledger.listener = EngineLog(log, on_host=False)
+    for _ in range(3):
+        record = ledger.open("all_gather", "data", 1000, 500, "layers.0", 2)
+        record.begun = now(True)
+        ledger.close(record, 0.0)
+        if len(marks) == 4:
+            marks[1].reached = True  # the first collective has ended, and nobody has waited
+    assert log.comms_dict["all_gather"][1000][:2] == [1, [5.0]] and not marks[3].reached
+    assert log.get_operation_summary("all_gather")[1000]["count"] == 3  # a summary waits
+    assert log.get_raw_data()["all_gather"][1000][1] == [5.0, 5.0, 5.0] and marks[5].reached
+
+
+def lines_of(root: str) -> tuple[list[dict[str, Any]], list[Any], dict[str, Any]]:
+    engine = engine_of(3, comms_logger={"enabled": True, "path": root})
+    for _ in range(2):
+        window(engine)
+    engine.sharded.finish_gathers()
+    rank, log = engine.global_rank, logger.comms_logger
+    log.append("mine", 4, 0.5, 2, "here:1")
+    log.settle()
+    found = [json.loads(text) for text in Path(root, f"rank_{rank}.jsonl").read_text().splitlines()]
+    records = [
+        (record.op, record.label, record.size, record.sent, record.step)
+        for record in engine.ledger.records()
+        if record.finished is not None
+    ]
+    step = {op: {unit: one.sent for unit, one in units.items()} for op, units in engine.communication(1).items()}
+    log.configure(enabled=False, path="")
+    log.reset_data()
+    engine.destroy()
+    return found, records, step
+
+
+def test_a_line_for_each_collective_of_each_rank(tmp_path: Path) -> None:
+    answers = run_ranks(lines_of, 2, str(tmp_path / "log"))
+    for rank, (lines, records, step) in enumerate(answers):
+        *engines, mine = lines
+        told = [(line["op"], line["unit"], line["bytes"], line["sent"], line["step"]) for line in engines]
+        assert sorted(told) == sorted(records) and {line["rank"] for line in lines} == {rank}
+        assert {line["step"] for line in engines} == {0, 1} and len(engines) > 10
+        assert all(0 <= line["waited_ms"] <= line["ms"] + 1e-6 and line["time"] > 1e9 for line in engines)
+        assert [line["time"] for line in engines] == sorted(line["time"] for line in engines)
+        assert {line["group"] for line in engines} == {"data_parallel"}
+        assert (mine["op"], mine["bytes"], mine["ms"], mine["line"]) == ("mine", 4, 500.0, "here:1")
+        assert mine["step"] is None and mine["sent"] is None
+        for op, units in step.items():
+            for unit, sent in units.items():
+                assert sent == sum(row[3] for row in records if (row[0], row[1], row[4]) == (op, unit, 1))
+        assert {"all_gather", "reduce_scatter", "all_reduce"} <= set(step)
+
+
+def test_a_file_that_cannot_be_written(tmp_path: Path) -> None:
+    (tmp_path / "file").touch()
+    log = CommsLogger()
+    with pytest.raises(ConfigError, match=r"comms_logger\.path: .*file/rank_0\.jsonl cannot be written"):
+        log.configure(path=str(tmp_path / "file"))
+    assert log.file is None
+
+
+def test_what_comes_faster_than_it_can_be_written_is_dropped_and_counted(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(logfile, "_MOST", 3)
+    monkeypatch.setattr(logfile, "_EVERY_S", 60.0)
+    log = CommsLogger()
+    log.configure(enabled=True, path=str(tmp_path))
+    file = log.file
+    assert file is not None
+    for number in range(5):
+        log.append("all_reduce", number, None, 2)
+    assert file.dropped == 2
+    log.configure(path="")
+    assert log.file is None and not file._thread.is_alive()
+    assert [json.loads(text)["bytes"] for text in file.path.read_text().splitlines()] == [0, 1, 2]
+
+
+def test_a_disk_that_fails_stops_the_file_and_nothing_else(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(logfile, "_EVERY_S", 60.0)
+
+    def full(*_: Any) -> int:
+        raise OSError(28, "No space left on device")
+
+    log = CommsLogger()
+    log.configure(enabled=True, path=str(tmp_path))
+    log.append("all_reduce", 8, None, 2)
+    with monkeypatch.context() as patched:
+        patched.setattr(logfile.os, "write", full)
+        log.settle()
+        log.append("all_reduce", 8, None, 2)
+        log.configure(path="")
+    assert log.comms_dict["all_reduce"][8][0] == 2

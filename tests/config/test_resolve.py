@@ -11,6 +11,7 @@ from typing import Any
 import pytest
 
 from shardwise.config import Facts, describe, effective, resolve
+from shardwise.config.export import without_secrets
 from shardwise.config.tree import walk
 from shardwise.errors import ConfigError, ConflictError, NotBuiltError
 from shardwise.memory.places import Where
@@ -566,3 +567,22 @@ def test_numbers_of_arguments_stay_as_they_are_written() -> None:
     params = {"lr": 1, "betas": [0, 0.5], "weight_decay": 0}
     found = resolve({"train_batch_size": 8, "optimizer": {"type": "Adam", "params": params}}).config.optimizer.params
     assert [(value, type(value)) for value in found.values()] == [(1, int), ([0, 0.5], list), (0, int)]
+
+
+def test_secrets_are_neither_shown_nor_stored() -> None:
+    source = {
+        "train_batch_size": 1,
+        "comet": {"enabled": True, "api_key": "k3y"},
+        "mlflow": {"enabled": True, "tracking_uri": "https://me:p4ss@host:5000/a@b"},
+    }
+    found = resolve(source)
+    assert found.config.comet.api_key == "k3y" and "p4ss" in found.config.mlflow.tracking_uri
+    shown = effective(found)
+    assert shown["comet"]["api_key"] == "***"
+    assert shown["mlflow"]["tracking_uri"] == "https://***@host:5000/a@b"
+    rows = {row.path: row.value for row in describe(found)}
+    assert rows["comet.api_key"] == "***" and rows["mlflow.tracking_uri"] == "https://***@host:5000/a@b"
+    assert "k3y" not in json.dumps(shown) and effective(resolve(shown)) == shown
+    assert effective(resolve({"train_batch_size": 1}))["comet"]["api_key"] is None
+    given = without_secrets(source)
+    assert given["comet"] == {"enabled": True, "api_key": "***"} and list(given) == list(source)

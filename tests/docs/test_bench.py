@@ -59,7 +59,10 @@ def test_the_other_benchmarks_run(tmp_path: Path) -> None:
             pool.submit(bench, script, "--quick", "--systems", "shardwise 2", "--results", str(tmp_path), *options)
             for script, options in scripts.items()
         ]
-    assert all(one.result() for one in found)
+        watched = pool.submit(bench, "monitoring.py", "--quick", "--nproc", "1", "--parts", "--results", str(tmp_path))
+    assert all(one.result() for one in found) and watched.result()
+    nothing, everything, *parts = rows(tmp_path / "monitoring_7M_fp32_1.json")
+    assert nothing["over_percent"] == 0 < everything["processor_ms"] and len(parts) > 3
     (row,) = rows(tmp_path / "growth_layers_1.json")
     assert all(microseconds > 0 for microseconds in row["microseconds_per_layer"].values())
     (row,) = rows(tmp_path / "growth_lengths_1.json")

@@ -436,7 +436,7 @@ def test_not_built() -> None:
 
 
 def test_prints_less() -> None:
-    keys = {"memory_breakdown": True}
+    keys = {"graph_harvesting": True}
     warned = accepted(**keys, activation_checkpointing={"partition_activations": True}).warnings
     split = "activation_checkpointing.partition_activations"
     assert [warning.partition(":")[0] for warning in warned] == [*keys, split]

@@ -318,3 +318,25 @@ def test_files_are_opened_for_appending_only(tmp_path: Path) -> None:
         thread.join()
     lines = path.read_text().splitlines()
     assert len(lines) == 400 and set(lines) == {"a" * 50, "b" * 50} and os.path.getsize(path) == 400 * 51
+
+
+def test_times_of_the_parts_are_events_where_they_are_printed(tmp_path: Path) -> None:
+    shared = {"csv_monitor": section(tmp_path), "jsonl_monitor": section(tmp_path)}
+    engine = build(**shared, wall_clock_breakdown=True, steps_per_print=2)
+    for _ in range(5):
+        step(engine)
+    engine.destroy()
+    found = read(tmp_path)
+    parts = ("forward", "backward", "backward_inner", "backward_allreduce", "step")
+    series = {part: found[f"Train_Samples_elapsed_time_ms_{part}"] for part in parts}
+    assert all([at for at, _ in values] == [4, 8] for values in series.values())
+    for number in range(2):
+        forward, backward, inner, reduction, update = (series[part][number][1] for part in parts)
+        assert min(forward, inner, update) > 0 and backward == pytest.approx(inner + reduction)
+
+
+def test_no_times_where_none_are_printed(tmp_path: Path) -> None:
+    engine = build(csv_monitor=section(tmp_path), jsonl_monitor=section(tmp_path), wall_clock_breakdown=True)
+    step(engine)
+    engine.destroy()
+    assert not [name for name in read(tmp_path) if "elapsed" in name]

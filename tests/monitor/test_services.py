@@ -211,7 +211,7 @@ def test_comet(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.delitem(sys.modules, "shardwise.monitor.comet", raising=False)
     try:
         section = {"enabled": True, "samples_log_interval": 4, "online": False, "experiment_name": "first"}
-        trained(comet={**section, "mode": "create"})
+        trained(comet={**section, "mode": "create", "api_key": "***"})  # as a shown configuration has it
     finally:
         sys.modules.pop("shardwise.monitor.comet", None)
     begun = {"api_key": None, "workspace": None, "project": None, "experiment_key": None}

@@ -140,3 +140,58 @@ def test_an_exception_in_a_pass_leaves_nothing_behind() -> None:
         window(engine)
     assert len(times(lines)) == 1
     engine.destroy()
+
+
+# -- memory_breakdown --------------------------------------------------------------------------------------------------
+
+
+def held(stage: int) -> tuple[list[str], dict[str, Any]]:
+    engine = engine_of(stage, 2, memory_breakdown=True, steps_per_print=2)
+    with Lines() as lines:
+        for _ in range(3):
+            window(engine, 2)
+    engine.sharded.finish_gathers()
+    live = {category.value: size for category, size in engine.accountant.live.items()}
+    engine.destroy()
+    return [line for line in lines if "memory of rank" in line], live
+
+
+@pytest.mark.parametrize("stage", [1, 3])
+def test_memory_at_the_phases_of_a_step(stage: int) -> None:
+    (lines, live), (others, _) = run_ranks(held, 2, stage)
+    assert len(lines) == 1 and not others
+    head, columns, *rows = lines[0].splitlines()
+    assert head == "step=2 memory of rank 0"
+    titles = ["before forward", "after forward", "after backward", "after step", "peak"]
+    assert re.split(r"  +", columns.strip()) == titles
+    cells = {name: sizes for name, *sizes in (re.split(r"  +", row) for row in rows)}
+    assert {"parameters", "optimizer state", "gradients", "total"} <= set(cells)
+    assert cells["optimizer state"][-1] == cells["optimizer state"][0] == f"{live['optimizer state'] / 1024:.2f} KiB"
+    # The second micro-batch begins with the gradients of the first, and the step frees them.
+    assert cells["gradients"][0] != "-" and cells["gradients"][3] == "-"
+    assert cells["gradients"][2] != "-" and cells["gradients"][4] != "-"
+
+
+def test_memory_without_prints(monkeypatch: pytest.MonkeyPatch) -> None:
+    warned: list[str] = []
+    monkeypatch.setattr("shardwise.engine.profiling.warn_once", warned.append)
+    engine = engine_of(0, memory_breakdown=True)
+    window(engine)
+    assert warned == ["memory_breakdown: memory is printed with `steps_per_print`, which is not set"]
+    engine.destroy()
+    found = resolve({"train_batch_size": 1, "memory_breakdown": True})
+    assert [note.path for note in found.no_effect] == ["memory_breakdown"] and not found.warnings
+
+
+def test_memory_on_tiers_and_of_a_step_without_engine_backward() -> None:
+    offload = {"stage": 2, "offload_optimizer": {"device": "cpu"}}
+    engine = engine_of(
+        2, memory_breakdown=True, wall_clock_breakdown=True, steps_per_print=1, zero_optimization=offload
+    )
+    with Lines() as lines:
+        engine(torch.zeros(2, 8, dtype=torch.int64)).square().mean().backward()
+        engine.step()
+    (text,) = [line for line in lines if "memory of rank" in line]
+    assert "on host" in text and "after backward" not in text and "after step" in text
+    assert [list(parts) for parts in times(lines)] == [["fwd", "step"]]
+    engine.destroy()

@@ -435,6 +435,7 @@ def configure(
             prof_ops=section.prof_ops,
             verbose=section.verbose,
             debug=section.debug,
+            path=getattr(section, "path", None),
         )
     comms_logger.configure(enabled=enabled, prof_all=prof_all, prof_ops=prof_ops, verbose=verbose, debug=debug)
 

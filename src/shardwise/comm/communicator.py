@@ -35,6 +35,7 @@ from shardwise.comm.rendezvous import node
 from shardwise.comm.setup import timeout_from_environment
 from shardwise.comm.whereabouts import Whereabouts, describe
 from shardwise.compat import backend_of, timeout_of
+from shardwise.device.clock import now
 from shardwise.device.streams import Streams, streams_of
 from shardwise.errors import DesyncError, PeerLostError, UsageError
 
@@ -558,6 +559,8 @@ class Communicator:
             return Handle(None, None, self.ledger)
         if isinstance(pending, native.Works):
             follow(record, pending.ends())
+            if self.ledger.timed:
+                record.begun = now(cuda=True)
         return Handle(pending, record, self.ledger, self._whereabouts)
 
 

@@ -21,6 +21,8 @@ from dataclasses import dataclass, field
 from types import FrameType
 from typing import Protocol
 
+from shardwise.device.clock import Instant, now
+
 _PACKAGE = os.path.dirname(os.path.dirname(os.path.abspath(__file__)))
 _ours: dict[str, bool] = {}
 """Whether frames of a file are passed over: there are few files, and every collective walks the stack."""
@@ -91,6 +93,9 @@ class Record:
         ranks: number of ranks in the group.
         members: their global numbers; nothing: not known.
         call: `file:line` where the script has called the engine, if the model's own code has `line`.
+        step: optimizer steps that the engine had taken.
+        begun: where the current stream was at launch, where a device is timed (`Ledger.timed`).
+        ended: where the stream was that may read the result.
     """
 
     sequence: int
@@ -108,6 +113,9 @@ class Record:
     turn: int = 0
     members: Sequence[int] = ()
     call: str = ""
+    step: int = 0
+    begun: Instant = None
+    ended: Instant = None
 
 
 class Watcher(Protocol):
@@ -122,7 +130,13 @@ class Watcher(Protocol):
 
 @dataclass
 class Totals:
-    """Count and bytes of one kind of collective since the ledger was made or reset."""
+    """Count and bytes of one kind of collective.
+
+    Attributes:
+        count: of collectives.
+        size: bytes of their messages.
+        sent: bytes that this rank has put on the wire.
+    """
 
     count: int = 0
     size: int = 0
@@ -131,7 +145,12 @@ class Totals:
 
 @dataclass
 class Ledger:
-    """Ring buffer of `Record` plus totals by operation; see the module docstring.
+    """Ring buffer of `Record` plus totals by operation since it was made or reset; see the module docstring.
+
+    Attributes:
+        listener: is given each record when it is complete.
+        step: tells how many optimizer steps have been taken.
+        timed: collectives of a device get events at launch and where their result may be read.
 
     Example:
         >>> ledger = Ledger()
@@ -148,6 +167,8 @@ class Ledger:
     totals: dict[str, Totals] = field(default_factory=dict)
     listener: Callable[[Record], None] | None = None
     watcher: Watcher | None = None
+    step: Callable[[], int] | None = None
+    timed: bool = False
     _records: deque[Record] = field(init=False)
     _lock: threading.Lock = field(default_factory=threading.Lock, init=False, repr=False)
 
@@ -159,9 +180,20 @@ class Ledger:
     ) -> Record:
         """Append and return a record; called immediately before the collective is launched."""
         line = user_line() if self.record_lines else ""
+        step = 0 if self.step is None else self.step()
         with self._lock:  # chains are continued by threads of their own
             record = Record(
-                self.sequence, op, group, size, sent, label, line, time.perf_counter(), ranks=ranks, members=members
+                self.sequence,
+                op,
+                group,
+                size,
+                sent,
+                label,
+                line,
+                time.perf_counter(),
+                ranks=ranks,
+                members=members,
+                step=step,
             )
             record.call = self.call if self.call != line else ""
             self.sequence += 1
@@ -191,6 +223,8 @@ class Ledger:
         watcher = self.watcher
         if watcher is not None:
             watcher.closed(record)
+        if record.begun is not None:
+            record.ended = now(cuda=True)
         if self.listener is not None:
             self.listener(record)
 
@@ -210,6 +244,25 @@ class Ledger:
     def records(self, since: int = 0) -> Iterator[Record]:
         """Yield the kept records with a sequence number of at least `since`, oldest first."""
         return (record for record in list(self._records) if record.sequence >= since)
+
+    def of_step(self, step: int) -> dict[str, dict[str, Totals]]:
+        """Return what the kept records of a step come to, by operation and label.
+
+        Example:
+            >>> ledger = Ledger(step=lambda: 3)
+            >>> for unit in ("layers.0", "layers.1", "layers.0"):
+            ...     _ = ledger.open("all_gather", "world", 1024, 512, unit)
+            >>> ledger.of_step(3)["all_gather"]["layers.0"]
+            Totals(count=2, size=2048, sent=1024)
+        """
+        found: dict[str, dict[str, Totals]] = {}
+        for record in list(self._records):
+            if record.step == step:
+                totals = found.setdefault(record.op, {}).setdefault(record.label, Totals())
+                totals.count += 1
+                totals.size += record.size
+                totals.sent += record.sent
+        return found
 
     def in_flight(self) -> list[Record]:
         """Return the kept records whose collective has been launched but not waited for."""

@@ -8,17 +8,22 @@ Conventions: sizes in bytes, latency in milliseconds, bandwidth in Gbit/s. For n
 size / t (2 * size / t for all-reduce) and bus bandwidth corrects for what a ring must move: all-reduce size / t * 2 (n
 - 1) / n; gather- and scatter-like collectives are counted with the size of the whole (n times one rank's part) and (n -
 1) / n; all-to-all (n - 1) / n. Averages leave out the fastest and slowest tenth.
+
+Memory is bounded: of each operation and size the newest times are kept; counts and totals are of all.
 """
 
 from __future__ import annotations
 
 import threading
+import time
 import weakref
 from collections import deque
-from collections.abc import Callable, Sequence
+from collections.abc import Sequence
 from typing import TYPE_CHECKING, Any
 
+from shardwise.comm.logfile import Line, LogFile
 from shardwise.comm.stragglers import Part, parts_of
+from shardwise.device.clock import seconds_between
 from shardwise.errors import UsageError
 
 if TYPE_CHECKING:
@@ -28,11 +33,14 @@ if TYPE_CHECKING:
 Entry = list[Any]
 """[count, latencies in ms, algorithm bandwidths, bus bandwidths] of one collective at one size; see `append`."""
 
+_KEPT = 4096
+"""Times of one operation and size that are kept at least; up to twice as many are."""
+
 UNKNOWN = "-"
 """What is printed for a time that was not measured."""
 
 _WHOLE = ("all_gather", "reduce_scatter")
-_KEPT = 4096
+_KEPT_RECORDS = 4096
 """Collectives of engines whose times are kept one by one."""
 
 
@@ -62,12 +70,31 @@ def trimmed_mean(values: Sequence[float], trim: float = 0.1) -> float:
     return sum(kept) / len(kept) if kept else 0.0
 
 
+class _Entry(list[Any]):
+    """An `Entry` that knows the sum of all latencies, also of those that are no longer kept."""
+
+    def __init__(self) -> None:
+        super().__init__([0, [], [], []])
+        self.total_ms = 0.0
+
+    def add(self, measured: Sequence[float]) -> None:
+        """Count a call and, if its latency and bandwidths were measured, keep them."""
+        self[0] += 1
+        if measured:
+            self.total_ms += measured[0]
+            for column, value in zip(self[1:], measured, strict=True):
+                column.append(value)
+                if len(column) >= 2 * _KEPT:
+                    del column[:_KEPT]
+
+
 class CommsLogger:
     """Collects latencies by operation and size.
 
     Attributes:
         comms_dict: operation name -> size in bytes -> `Entry`. May be replaced by an empty dict to start anew.
         enabled: whether anything is recorded.
+        file: gets a line for each call; None: there is none.
     """
 
     def __init__(self) -> None:
@@ -77,9 +104,11 @@ class CommsLogger:
         self.debug = False
         self.prof_all = True
         self.prof_ops: list[str] = []
+        self.file: LogFile | None = None
         self._lock = threading.Lock()
-        self._records: deque[tuple[int, Record]] = deque(maxlen=_KEPT)
+        self._records: deque[tuple[int, Record]] = deque(maxlen=_KEPT_RECORDS)
         self._sources: list[weakref.ref[Communicator]] = []
+        self._engines: weakref.WeakSet[EngineLog] = weakref.WeakSet()
 
     def configure(
         self,
@@ -89,6 +118,7 @@ class CommsLogger:
         prof_ops: Sequence[str] | None = None,
         verbose: bool | None = None,
         debug: bool | None = None,
+        path: str | None = None,
     ) -> None:
         """Change settings; None leaves one as it is.
 
@@ -98,34 +128,75 @@ class CommsLogger:
             prof_ops: names recorded when `prof_all` is off.
             verbose: print each operation as it ends.
             debug: append the line of the caller to the recorded name.
+            path: directory of the file; "" writes no file any more.
+
+        Raises:
+            ConfigError: the file cannot be written.
         """
         self.enabled = self.enabled if enabled is None else enabled
         self.prof_all = self.prof_all if prof_all is None else prof_all
         self.prof_ops = self.prof_ops if prof_ops is None else list(prof_ops)
         self.verbose = self.verbose if verbose is None else verbose
         self.debug = self.debug if debug is None else debug
+        if path is not None:
+            self._write_to(path)
+
+    def _write_to(self, directory: str) -> None:
+        import torch.distributed as dist
+
+        former, rank = self.file, dist.get_rank() if dist.is_available() and dist.is_initialized() else 0
+        made = LogFile(directory, rank) if directory else None
+        self.file = made
+        if former is not None:
+            former.close()
 
     def wants(self, op: str) -> bool:
         """Whether an operation would be recorded."""
         return self.enabled and (self.prof_all or op in self.prof_ops)
 
     def append(
-        self, op: str, size: int, seconds: float | None, world: int, line: str = "", *, asked: bool = False
+        self,
+        op: str,
+        size: int,
+        seconds: float | None,
+        world: int,
+        line: str = "",
+        *,
+        asked: bool = False,
+        record: Record | None = None,
     ) -> None:
         """Record one call: `size` bytes of the whole message in `seconds` over `world` ranks.
 
         `seconds` is None where the host does not know: waiting for NCCL, it only tells the device to wait. `asked`:
-        this call is to be recorded whatever the settings are.
+        this call is to be recorded whatever the settings are. `record`: what an engine's ledger knows of it.
         """
         if not (asked or self.wants(op)):
             return
         name = f"{op} | {line}" if self.debug and line else op
         measured = () if seconds is None else (seconds * 1e3, *bandwidths(op, size, seconds, world))
         with self._lock:
-            entry = self.comms_dict.setdefault(name, {}).setdefault(size, [0, [], [], []])
-            entry[0] += 1
-            for column, value in zip(entry[1:], measured, strict=False):
-                column.append(value)
+            sizes = self.comms_dict.setdefault(name, {})
+            entry = sizes.get(size)
+            if not isinstance(entry, _Entry):
+                entry = sizes[size] = _Entry()
+            entry.add(measured)
+        if self.file is not None:
+            self.file.put(
+                Line(
+                    time=time.time(),
+                    step=None if record is None else record.step,
+                    rank=self.file.rank,
+                    op=op,
+                    group="" if record is None else record.group,
+                    unit="" if record is None else record.label,
+                    bytes=size,
+                    sent=None if record is None else record.sent,
+                    waited_ms=None if record is None or record.waited is None else record.waited * 1e3,
+                    ms=measured[0] if measured else None,
+                    busbw_gbps=measured[2] if measured else None,
+                    line=line,
+                )
+            )
         if self.verbose:
             from shardwise.utils.logging import log_dist
 
@@ -136,25 +207,14 @@ class CommsLogger:
                 [0],
             )
 
-    def source(self, comm: Communicator) -> Callable[[Record], None]:
+    def source(self, comm: Communicator) -> EngineLog:
         """Return what is to be told of each collective of an engine when it has ended.
 
         Args:
             comm: the engine's. Ranks make their engines in the same order.
         """
-        number = len(self._sources)
-        reference = weakref.ref(comm)
-        self._sources.append(reference)
-
-        def told(record: Record) -> None:
-            alive = reference()
-            known = alive is not None and alive.waits_on_host
-            seconds = (record.finished or record.launched) - record.launched if known else None
-            if self.wants(record.op):
-                self._records.append((number, record))
-            self.append(record.op, record.size, seconds, record.ranks, record.line)
-
-        return told
+        self._sources.append(weakref.ref(comm))
+        return EngineLog(self, len(self._sources) - 1, comm.waits_on_host)
 
     def parts(self) -> list[Part]:
         """Return this rank's part in the newest collectives of engines; times are of this rank."""
@@ -181,8 +241,19 @@ class CommsLogger:
         """Take operations off the list of those that are recorded."""
         self.prof_ops = [name for name in self.prof_ops if name not in op_name_list]
 
+    def settle(self) -> None:
+        """Wait for the devices of engines, so that the times of all collectives are known, and write them to the file.
+
+        What returns or prints a summary does so by itself.
+        """
+        for engine in list(self._engines):
+            engine.settle()
+        if self.file is not None:
+            self.file.flush()
+
     def get_raw_data(self) -> dict[str, dict[int, Entry]]:
         """Return a copy of what has been recorded."""
+        self.settle()
         return {
             name: {size: [entry[0], *map(list, entry[1:])] for size, entry in sizes.items()}
             for name, sizes in self.comms_dict.items()
@@ -230,11 +301,12 @@ class CommsLogger:
 
         The last four are 0 where no time was measured (see `append`).
         """
+        self.settle()
         return {
             name: {
                 size: {
                     "count": entry[0],
-                    "total_latency_ms": sum(entry[1]),
+                    "total_latency_ms": entry.total_ms if isinstance(entry, _Entry) else sum(entry[1]),
                     "avg_latency_ms": trimmed_mean(entry[1]),
                     "tput_avg_gbps": trimmed_mean(entry[2]),
                     "busbw_avg_gbps": trimmed_mean(entry[3]),
@@ -266,6 +338,52 @@ class CommsLogger:
                 ]
                 lines.append("".join(f"{cell:<20}" for cell in cells))
         return "\n".join(lines)
+
+
+class EngineLog:
+    """Listens to an engine's ledger, and writes into the communication log.
+
+    Times of a device are those of its events, read when it has got there: nobody waits for them in a step.
+
+    Args:
+        log: see there.
+        number: of the engine, in the order in which they were made.
+        on_host: waiting for a collective is the host's; else the device's.
+    """
+
+    _MOST = 4096
+    """Collectives whose events are kept until the device has got there; of what is older no times are known."""
+
+    def __init__(self, log: CommsLogger, number: int, on_host: bool) -> None:
+        self._log = log
+        self._number = number
+        log._engines.add(self)
+        self._on_host = on_host
+        self._pending: deque[Record] = deque()
+
+    def __call__(self, record: Record) -> None:
+        """Take a complete record."""
+        if not self._log.wants(record.op):
+            return
+        self._log._records.append((self._number, record))
+        if record.ended is None:
+            self._take(record, (record.finished or record.launched) - record.launched if self._on_host else None)
+            return
+        self._pending.append(record)
+        while self._pending and self._pending[0].ended.query():
+            first = self._pending.popleft()
+            self._take(first, seconds_between(first.begun, first.ended))
+        if len(self._pending) > self._MOST:
+            self._take(self._pending.popleft(), None)
+
+    def settle(self) -> None:
+        """Wait for the device, and take the rest."""
+        while self._pending:
+            first = self._pending.popleft()
+            self._take(first, seconds_between(first.begun, first.ended))
+
+    def _take(self, record: Record, seconds: float | None) -> None:
+        self._log.append(record.op, record.size, seconds, record.ranks, record.line, record=record)
 
 
 def readable(size: int) -> str:

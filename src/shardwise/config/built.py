@@ -207,7 +207,6 @@ UNBUILT: tuple[Unbuilt, ...] = (
 )
 
 UNHEARD: tuple[Unheard, ...] = (
-    Unheard("memory_breakdown", _on, "memory is not printed phase by phase; engine.memory_report() tells it"),
     Unheard("disable_python_gc", _on, "garbage collection is left to Python; gc.disable() in the script does it"),
     Unheard("graph_harvesting", _on, "kernels of the optimizer are not recorded as CUDA graphs"),
     Unheard("zero_optimization.enable_sanity_checks", _on, "there are no further checks to switch on"),

@@ -3,14 +3,19 @@
 from __future__ import annotations
 
 import math
+import re
+from collections.abc import Mapping
 from typing import Any, NamedTuple
 
 from .compression import method_parameters
 from .resolve import Resolution
-from .schema.base import AUTO, ConfigSection
+from .schema.base import AUTO, MASK, ConfigSection
 from .schema.gradients import METHODS
 from .schema.root import Config
 from .tree import Key, keys_of, raw_json_schema, walk
+
+_PASSWORD = re.compile(r"(://)[^/@\s]*:[^/@\s]*@")
+"""User and password in an address, as `mlflow.tracking_uri` may have them."""
 
 
 class KeyRow(NamedTuple):
@@ -101,9 +106,9 @@ def effective(resolution: Resolution) -> dict[str, Any]:
     """Return every value that the run uses, as a plain dictionary that is itself a valid configuration.
 
     It is what is saved beside checkpoints: resolving it again gives the same values, also in a version with
-    other defaults. Infinity, which JSON does not have, becomes null where it means "never".
+    other defaults. Infinity, which JSON does not have, becomes null where it means "never". Secrets are masked.
     """
-    values = _without_deprecated(resolution.config.model_dump(), Config)
+    values = without_secrets(_without_deprecated(resolution.config.model_dump(), Config))
     steps = values.get("steps_per_print")
     if isinstance(steps, float) and math.isinf(steps):
         values["steps_per_print"] = None
@@ -126,6 +131,33 @@ def _without_deprecated(values: dict[str, Any], model: type[ConfigSection]) -> d
     return result
 
 
+def without_secrets(values: Mapping[str, Any], model: type[ConfigSection] = Config) -> dict[str, Any]:
+    """Return values of a configuration as they may be seen: `***` for secrets, and for passwords in addresses.
+
+    Args:
+        values: as they were given, or all.
+        model: the section that they are of.
+
+    >>> without_secrets({"train_batch_size": 8, "comet": {"enabled": True, "api_key": "k3y"}})
+    {'train_batch_size': 8, 'comet': {'enabled': True, 'api_key': '***'}}
+    """
+    result: dict[str, Any] = {}
+    keys = keys_of(model)
+    for name, value in values.items():
+        key = keys.get(name)
+        if key is not None and key.kind == "section" and key.child is not None and isinstance(value, Mapping):
+            value = without_secrets(value, key.child)
+        result[name] = value if key is None else _shown(key, value)
+    return result
+
+
+def _shown(key: Key, value: Any) -> Any:
+    """Return a value as it may be seen: no secret, and no password in an address."""
+    if key.secret:
+        return value and MASK
+    return _PASSWORD.sub(rf"\1{MASK}@", value) if isinstance(value, str) else value
+
+
 def describe(resolution: Resolution) -> list[KeyRow]:
     """Return one row for every value that the user wrote or the library chose, in the order of the schema.
 
@@ -138,7 +170,7 @@ def describe(resolution: Resolution) -> list[KeyRow]:
         dots = ".".join(path)
         if key.kind in ("section", "map", "list") or "*" in path or "[]" in path or key.replacement:
             continue
-        value = _at(resolution.config, path)
+        value = _shown(key, _at(resolution.config, path))
         if key.kind == "free":
             for name, item in (value or {}).items():
                 inner = f"{dots}.{name}"

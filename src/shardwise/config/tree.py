@@ -14,7 +14,7 @@ from typing import Annotated, Any, Literal, Union, get_args, get_origin
 from pydantic.fields import FieldInfo
 
 from .problems import Path, dotted
-from .schema.base import AUTO, DEPRECATED_FOR, FREE_FORM, IN_WORDS, NO_EFFECT, OTHER_NAMES, ConfigSection
+from .schema.base import AUTO, DEPRECATED_FOR, FREE_FORM, IN_WORDS, NO_EFFECT, OTHER_NAMES, SECRET, ConfigSection
 from .schema.root import Config
 
 RETIRED: dict[str, str] = {
@@ -70,6 +70,11 @@ class Key:
     def no_effect(self) -> str:
         """Why the key changes nothing here, or an empty string."""
         return str(self.extra.get(NO_EFFECT, ""))
+
+    @property
+    def secret(self) -> bool:
+        """Whether the value is not to be shown."""
+        return bool(self.extra.get(SECRET))
 
     @property
     def default(self) -> Any:

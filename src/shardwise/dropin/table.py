@@ -253,7 +253,7 @@ _DEBUG = joined(
         "lazy_init_hp_params_optimizer_state",
     ),
 )
-_NVTX = functions(f"{_ADAPT}.helpers", "instrument_w_nvtx(func)")
+_NVTX = functions("shardwise.utils.nvtx", "instrument_w_nvtx(func)")
 _NUMA = "the launcher binds processes to cores by itself (--bind_cores_to_rank), without numactl"
 _MUON = "Muon is `optimizer.type` Muon of the configuration, or `shardwise.optim.Muon`"
 _OFFLOAD_SECTIONS = joined(

@@ -225,6 +225,7 @@ def initialize(
     shows_loss = bool(switched_on(settings)) or settings.anomaly_watch.enabled or settings.run_log.enabled
     shows_loss |= shows(settings)
     step = TrainStep(sharded, settings, job, batches, stepped, scheduler, scaler, signals, shows_loss)
+    job.ledger.step = lambda: step.global_steps
     checkpoints = Checkpoints(sharded, resolution, job, step, batches)
     if watched is not None:
         watched.checkpoint = checkpoints.known
@@ -239,6 +240,7 @@ def initialize(
     monitor = Monitor(settings, job.rank)
     log, ranks = log_of(settings, job, step) or (None, [])
     display, limit = display_of(settings, job.rank), device_limit(settings, device)
+    events = StepEvents(monitor, step)
     engine = Engine(
         sharded=sharded,
         step=step,
@@ -249,8 +251,8 @@ def initialize(
         memory=memory,
         activations=Activations(settings, model, device, accountant),
         monitor=monitor,
-        events=StepEvents(monitor, step),
-        profiling=Profiling(sharded, settings, job, data, batches, step),
+        events=events,
+        profiling=Profiling(sharded, settings, job, data, batches, step, events),
         timelines=timelines,
         following=Following(sharded, step, job.ledger, data.world, log, settings.run_log.every, display, limit),
         resolution=resolution,
@@ -349,6 +351,7 @@ def _communicator(settings: Any, group: Any, device: torch.device) -> Communicat
     if settings.comms_logger.enabled:
         configure_log(settings)
         ledger.listener = comms_logger.source(comm)
+        ledger.timed = device.type == "cuda"
     return comm
 
 

@@ -46,7 +46,7 @@ if TYPE_CHECKING:
     from shardwise.checkpoint.importing import Rename as RenameWeights
     from shardwise.checkpoint.selection import Patterns, Rename
     from shardwise.comm.communicator import Communicator
-    from shardwise.comm.ledger import Ledger
+    from shardwise.comm.ledger import Ledger, Totals
     from shardwise.comm.stragglers import Stragglers
     from shardwise.config import Resolution
     from shardwise.engine.activations import Activations
@@ -1318,6 +1318,27 @@ class Engine(nn.Module):
         None where all state is on the device and `memory_limits` asks for nothing.
         """
         return self._memory.budget
+
+    def communication(self, step: int | None = None) -> dict[str, dict[str, Totals]]:
+        """Return what this rank's collectives of a step come to: by operation, then by unit or purpose.
+
+        It is read from the ledger, which keeps the newest 4096 collectives; of a step that is older, or has more, it
+        is what is left. A gather of updated parameters counts for the step in which it is launched.
+
+        Args:
+            step: its number, from 0; None: the last one that has been taken.
+
+        Example:
+            >>> import shardwise, torch
+            >>> config = {"train_batch_size": 2, "optimizer": {"type": "SGD", "params": {"lr": 0.1}}}
+            >>> engine, *_ = shardwise.initialize(model=torch.nn.Linear(4, 1), config=config)
+            >>> engine.backward(engine(torch.ones(2, 4)).mean())
+            >>> engine.step()
+            >>> engine.communication()["all_reduce"]["gradient_norm"].count
+            1
+            >>> engine.destroy()
+        """
+        return self.ledger.of_step(self.global_steps - 1 if step is None else step)
 
     def offload_states(
         self,

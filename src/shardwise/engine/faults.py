@@ -23,6 +23,7 @@ from shardwise.checkpoint.newest import OnDisk, newest
 from shardwise.comm.communicator import members_of
 from shardwise.comm.environment import MEMORY_DIRECTORY
 from shardwise.comm.stalls import StallWatch, stop_watching, watch
+from shardwise.config import effective
 from shardwise.engine.anomalies import Anomaly
 from shardwise.engine.background import saved_bytes
 from shardwise.engine.recovery import FirstStep, Resumed
@@ -279,7 +280,7 @@ class FaultTolerance:
             )
         self._checkpoints.check_can_save()
         self._sharded.interruptions.check_whole("copy_to_memory()", self._checkpoints.known() or "the last checkpoint")
-        config = self._resolution.config.model_dump(mode="json")
+        config = effective(self._resolution)
         state = self._checkpoints.training_state(self._client_state())
         return state, {"layout": self._checkpoints.layout(), "config": config}
 

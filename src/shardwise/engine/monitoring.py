@@ -2,15 +2,25 @@
 
 from __future__ import annotations
 
+from collections.abc import Mapping
 from time import perf_counter
 from typing import TYPE_CHECKING
 
 from shardwise.monitor import Monitor
+from shardwise.profile.breakdown import BACKWARD, FORWARD, INNER, REDUCE, STEP
 
 if TYPE_CHECKING:
     from shardwise.engine.step import TrainStep
 
 PREFIX = "Train/Samples/"
+_TIMES = {
+    FORWARD: "forward",
+    BACKWARD: "backward",
+    INNER: "backward_inner",
+    REDUCE: "backward_allreduce",
+    STEP: "step",
+}
+"""Part of a step -> what its event is called, after `elapsed_time_ms_`."""
 
 
 class StepEvents:
@@ -51,3 +61,10 @@ class StepEvents:
         # What is not a number has happened once.
         found |= {one.kind: 1.0 if one.value is None else one.value for one in noticed}
         self._monitor.write_events([(PREFIX + name, value, at) for name, value in found.items()])
+
+    def write_times(self, means: Mapping[str, float]) -> None:
+        """Write what the parts of a step have taken in the mean of the last steps, in milliseconds."""
+        at = self._step.global_samples
+        self._monitor.write_events(
+            [(f"{PREFIX}elapsed_time_ms_{_TIMES[part]}", mean, at) for part, mean in means.items()]
+        )

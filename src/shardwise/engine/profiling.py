@@ -1,4 +1,4 @@
-"""What rank 0 tells of an engine's steps while it trains: what they compute, what they take, how fast they go.
+"""What rank 0 tells of an engine's steps while it trains: what they compute, take and hold, how fast they go.
 
 The other ranks do nothing.
 
@@ -16,6 +16,8 @@ from typing import TYPE_CHECKING, Any
 import torch
 
 from shardwise.compat import never_compiled
+from shardwise.memory import phases
+from shardwise.memory.phases import MemoryPhases
 from shardwise.precision.autocast import autocast_dtype
 from shardwise.profile import ModuleProfile
 from shardwise.profile.breakdown import BACKWARD, FORWARD, STEP, Breakdown
@@ -30,14 +32,16 @@ if TYPE_CHECKING:
     from shardwise.comm.communicator import Communicator
     from shardwise.config import Config
     from shardwise.engine.batch import Batches
+    from shardwise.engine.monitoring import StepEvents
     from shardwise.engine.step import TrainStep
     from shardwise.zero.model import ShardedModel
 
 _NOTHING = contextlib.nullcontext()
+_AFTER = {FORWARD: phases.FORWARD, BACKWARD: phases.BACKWARD, STEP: phases.STEP}
 
 
 class Profiling:
-    """The sections `flops_profiler` and `timers`, and the key `wall_clock_breakdown`, of one engine.
+    """The sections `flops_profiler` and `timers`, and the keys `wall_clock_breakdown` and `memory_breakdown`.
 
     Args:
         sharded: the model.
@@ -46,6 +50,7 @@ class Profiling:
         data: the ranks that share the data.
         batches: sizes.
         steps: counts the steps.
+        events: are told the times, for the monitors.
 
     Attributes:
         profile: of the step that was profiled; None before.
@@ -60,6 +65,7 @@ class Profiling:
         data: Communicator,
         batches: Batches,
         steps: TrainStep,
+        events: StepEvents,
     ) -> None:
         self.profile: ModuleProfile | None = None
         self.count: FlopCount | None = None
@@ -68,6 +74,7 @@ class Profiling:
         self._job = job
         self._batches = batches
         self._steps = steps
+        self._events = events
         self._cuda = sharded.device.type == "cuda"
         self._waits = self._options.enabled and job.rank == 0
         self._parts = Breakdown(self._cuda)  # of the step that is profiled
@@ -85,8 +92,12 @@ class Profiling:
                 dtype = autocast_dtype(config) or sharded.policy.compute_dtype or torch.float32
                 peak = peak_of(torch.cuda.get_device_name(sharded.device), dtype)
             self._rates = Rates(data.world, config.timers.throughput.synchronized, sharded.device, peak)
-        if job.rank == 0 and config.wall_clock_breakdown and not every:
-            warn_once("wall_clock_breakdown: times are printed with `steps_per_print`, which is not set")
+        self._held: MemoryPhases | None = None
+        if self._every and config.memory_breakdown:
+            self._held = MemoryPhases(sharded.accountant, sharded.device)
+        for name, what in (("wall_clock_breakdown", "times are"), ("memory_breakdown", "memory is")):
+            if job.rank == 0 and getattr(config, name) and not every:
+                warn_once(f"{name}: {what} printed with `steps_per_print`, which is not set")
 
     # -- what happens ------------------------------------------------------------------------------------------------
 
@@ -103,7 +114,26 @@ class Profiling:
             self._rates.saw(args, kwargs)
         if own and self._waits:
             self._begin_count()
+        if own and self._held_now is not None:
+            return self._part(FORWARD)
         return self._times.part(FORWARD) if own and self._times is not None else _NOTHING
+
+    @property
+    def _held_now(self) -> MemoryPhases | None:
+        """What looks at memory, if the step under way is to be told of."""
+        return None if self._held is None or (self._steps.global_steps + 1) % self._every else self._held
+
+    @contextlib.contextmanager
+    def _part(self, part: str) -> Iterator[None]:
+        """Time a part of a step that is to be told of, and look at memory before the first one and after each."""
+        held = self._held_now
+        assert held is not None
+        if part == FORWARD:
+            held.look(phases.BEFORE)
+        times = self._times
+        with _NOTHING if times is None else times.backward() if part == BACKWARD else times.part(part):
+            yield
+        held.look(_AFTER[part])
 
     @never_compiled
     def counted(self, args: tuple[Any, ...], kwargs: Mapping[str, Any]) -> Any:
@@ -117,12 +147,14 @@ class Profiling:
 
     def backward(self) -> AbstractContextManager[Any]:
         """Return the context of a backward pass."""
-        return self._backward() if self.count or self._times else _NOTHING
+        return self._backward() if self.count or self._times or self._held_now else _NOTHING
 
     @contextlib.contextmanager
     def _backward(self) -> Iterator[None]:
         with contextlib.ExitStack() as stack:
-            if self._times is not None:
+            if self._held_now is not None:
+                stack.enter_context(self._part(BACKWARD))
+            elif self._times is not None:
                 stack.enter_context(self._times.backward())
             if self.count is not None:
                 stack.enter_context(self._parts.part(BACKWARD))
@@ -132,14 +164,17 @@ class Profiling:
     def step(self) -> AbstractContextManager[Any]:
         """Return the context of a step."""
         self._samples = self._steps.global_samples
-        return self._step() if self.count or self._times else _NOTHING
+        return self._step() if self.count or self._times or self._held_now else _NOTHING
 
     @contextlib.contextmanager
     def _step(self) -> Iterator[None]:
         with contextlib.ExitStack() as stack:
-            for parts in (self._times, self._parts if self.count else None):
-                if parts is not None:
-                    stack.enter_context(parts.part(STEP))
+            if self._held_now is not None:
+                stack.enter_context(self._part(STEP))
+            elif self._times is not None:
+                stack.enter_context(self._times.part(STEP))
+            if self.count is not None:
+                stack.enter_context(self._parts.part(STEP))
             yield
 
     def after_step(self) -> None:
@@ -168,6 +203,9 @@ class Profiling:
             means = {part: 1e3 * seconds / steps for part, seconds in self._times.read().items()}
             told = " | ".join(f"{part}: {mean:.2f}" for part, mean in means.items())
             logger.info("step=%d time (ms) | %s", self._steps.global_steps, told)
+            self._events.write_times(means)
+        if self._held is not None:
+            logger.info("step=%d memory of rank 0\n%s", self._steps.global_steps, self._held.table())
         rates = self._rates.read(None if self.profile is None else self.profile.flops) if self._rates else ""
         if rates:
             logger.info("step=%d throughput: %s", self._steps.global_steps, rates)

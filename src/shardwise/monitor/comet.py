@@ -7,6 +7,8 @@ from typing import Any
 
 import comet_ml
 
+from shardwise.config.schema.base import MASK
+
 from .service import Event, Service
 
 
@@ -28,7 +30,7 @@ class Comet(Service[Event]):
             return
         section = self._section
         self._experiment = comet_ml.start(
-            api_key=section.api_key,
+            api_key=None if section.api_key == MASK else section.api_key,
             workspace=section.workspace,
             project=section.project,
             experiment_key=section.experiment_key,

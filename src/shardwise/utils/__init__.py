@@ -22,6 +22,7 @@ _PUBLIC = {
     "memory_status": "shardwise.memory",
     "see_memory_usage": "shardwise.memory",
     "RepeatingLoader": "shardwise.data",
+    "instrument_w_nvtx": "shardwise.utils.nvtx",
     "log_dist": "shardwise.utils.logging",
     "logger": "shardwise.utils.logging",
 }

@@ -19,12 +19,16 @@ from shardwise.sizes import size_in_bytes
 AUTO = "auto"
 """The value that asks the library to choose."""
 
+MASK = "***"
+"""What stands for a secret where a configuration is shown or stored. Given, it counts as nothing."""
+
 OTHER_NAMES = "x-other-names"
 DEPRECATED_FOR = "x-deprecated-for"
 NO_EFFECT = "x-no-effect"
 DEFAULT_NOTE = "x-default-note"
 FREE_FORM = "x-free-form"
 IN_WORDS = "x-in-words"
+SECRET = "x-secret"
 
 
 class ConfigSection(BaseModel):
@@ -85,6 +89,7 @@ def key(
     no_effect: str = "",
     default_note: str = "",
     free_form: bool = False,
+    secret: bool = False,
     **constraints: Any,
 ) -> Any:
     """Declare one key of a section.
@@ -97,6 +102,7 @@ def key(
         no_effect: why the key is accepted although it changes nothing in this library.
         default_note: why this default, where other libraries have had several.
         free_form: the value is a dictionary whose keys are not part of this schema.
+        secret: the value is shown and stored as `MASK`.
         constraints: passed to `pydantic.Field` (`ge`, `gt`, `le`, `lt`, `min_length`, ...).
     """
     extra: dict[str, Any] = {}
@@ -110,6 +116,8 @@ def key(
         extra[DEFAULT_NOTE] = default_note
     if free_form:
         extra[FREE_FORM] = True
+    if secret:
+        extra[SECRET] = True
     return Field(default, description=description, json_schema_extra=extra or None, **constraints)
 
 

@@ -19,6 +19,7 @@ class CommsLoggerOptions(ConfigSection):
     prof_all: bool = key(True, "Record all operations.")
     prof_ops: Strings = key([], "Operations to record when prof_all is false.")
     debug: bool = key(False, "Append the calling function to the name of the operation.")
+    path: str = key("", "Directory: each rank also writes a line for every collective to path/rank_N.jsonl.")
 
 
 class Throughput(ConfigSection):
@@ -110,7 +111,7 @@ class Comet(ConfigSection):
     samples_log_interval: Int = key(100, "Samples between two points.", gt=0)
     project: str | None = key(None, "Project.")
     workspace: str | None = key(None, "Workspace.")
-    api_key: str | None = key(None, "API key.")
+    api_key: str | None = key(None, "API key; null or `***`: that of the environment (COMET_API_KEY).", secret=True)
     experiment_name: str | None = key(None, "Name of the experiment.")
     experiment_key: str | None = key(None, "Key of an existing experiment.")
     online: bool | None = key(None, "Online or offline; null: Comet's default.")

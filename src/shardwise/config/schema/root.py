@@ -155,7 +155,9 @@ class Config(ConfigSection):
     wall_clock_breakdown: bool = key(
         False, "Print what forward, backward and step take, in the mean of the steps since the last print."
     )
-    memory_breakdown: bool = key(False, "Print memory at the phases of a step.")
+    memory_breakdown: bool = key(
+        False, "Print what rank 0 holds at the phases of a step, by category, with `steps_per_print`."
+    )
     dump_state: bool = key(False, "Log the effective configuration, with all defaults (rank 0).")
     log_level: LogLevel | None = key(None, "Level of the library's logger; null: as it is.")
     timers: Timers = section(Timers, "Timers.")

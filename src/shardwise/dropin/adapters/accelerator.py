@@ -17,6 +17,7 @@ import torch
 from shardwise.dropin.adapters.operators import OpBuilder, create_op_builder, op_builder
 from shardwise.errors import UsageError
 from shardwise.memory import peak_resident_bytes, resident_bytes
+from shardwise.utils.nvtx import range_pop, range_push
 
 VARIABLE = "DS_ACCELERATOR"
 KINDS = ("cuda", "cpu")
@@ -281,13 +282,13 @@ class Accelerator:
         """Whether Triton's kernels run on it; shardwise has none."""
         return self._cuda and torch.cuda.get_device_capability() >= (7, 0)
 
-    def range_push(self, msg: str) -> Any:
+    def range_push(self, msg: str) -> int:
         """Begin a range that a profiler shows."""
-        return torch.cuda.nvtx.range_push(msg) if self._cuda else None
+        return range_push(msg)
 
-    def range_pop(self) -> Any:
+    def range_pop(self) -> int:
         """End the innermost range."""
-        return torch.cuda.nvtx.range_pop() if self._cuda else None
+        return range_pop()
 
     def lazy_call(self, callback: Callable[[], Any]) -> Any:
         """Call something once the device is in use: here at once."""

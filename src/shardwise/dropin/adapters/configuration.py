@@ -7,6 +7,7 @@ from typing import Any
 
 from shardwise.comm.api import get_world_size
 from shardwise.config import Config, load, resolve
+from shardwise.config.export import without_secrets
 from shardwise.config.schema.precision import BF16, FP16
 from shardwise.dropin.adapters.keys import GRADIENT_CLIPPING, GRADIENT_CLIPPING_DEFAULT
 from shardwise.errors import UsageError
@@ -54,8 +55,8 @@ class DeepSpeedConfig:
         raise AttributeError(f"DeepSpeedConfig has no attribute {name!r}, and configurations no key of this name")
 
     def print_user_config(self) -> None:
-        """Log the configuration as it was given."""
-        logger.info("configuration: %s", self._param_dict)
+        """Log the configuration as it was given, without secrets."""
+        logger.info("configuration: %s", without_secrets(self._param_dict))
 
 
 def load_ds_config(config: Any) -> dict[str, Any]:

@@ -161,19 +161,6 @@ def recursive_setattr(model: torch.nn.Module, module_name: str, module: Any) -> 
     setattr(recursive_getattr(model, parent) if parent else model, name, module)
 
 
-def instrument_w_nvtx(func: Callable[..., _Value]) -> Callable[..., _Value]:
-    """Return a function that shows its calls in NVIDIA's profilers, where there is CUDA."""
-
-    @functools.wraps(func)
-    def call(*args: Any, **kwargs: Any) -> _Value:
-        if not torch.cuda.is_available():
-            return func(*args, **kwargs)
-        with torch.cuda.nvtx.range(getattr(func, "__qualname__", repr(func))):
-            return func(*args, **kwargs)
-
-    return call
-
-
 def is_compile_supported() -> bool:
     """Whether torch has torch.compile: every version that is supported has it."""
     return True

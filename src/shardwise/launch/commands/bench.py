@@ -37,8 +37,8 @@ def register(app: typer.Typer) -> None:
         rich_markup_mode=None,
         no_args_is_help=True,
     )
-    group.callback()(lambda: None)  # with one subcommand only, it would take the group's place
     group.command("io")(io)
+    group.command("comm")(comm)
     app.add_typer(group)
 
 
@@ -87,6 +87,55 @@ def io(
             file=as_json,
         )
     )
+
+
+def comm(
+    nproc: Annotated[
+        Optional[int],  # noqa: UP045
+        typer.Option(metavar="N", help="Processes. Default: one for each visible CUDA device, or two on the CPU."),
+    ] = None,
+    include: Annotated[str, typer.Option("--include", "-i", metavar="SPEC", help="Slots to use, as for `run`.")] = "",
+    exclude: Annotated[str, typer.Option("--exclude", "-e", metavar="SPEC", help="Slots not to use.")] = "",
+    hostfile: Annotated[
+        Optional[str],  # noqa: UP045
+        typer.Option("--hostfile", "-H", metavar="PATH", help="Machines, one a line: `host slots=N`."),
+    ] = None,
+    ops: Annotated[str, typer.Option(metavar="NAMES", help="Collectives, with commas. Default: all.")] = "",
+    dtype: Annotated[str, typer.Option(metavar="NAMES", help="fp32, bf16, fp16, fp64, with commas.")] = "fp32",
+    minsize: Annotated[str, typer.Option(metavar="SIZE", help="Smallest message; each is 16 times the last.")] = "4K",
+    maxsize: Annotated[str, typer.Option(metavar="SIZE", help="Largest message.")] = "16M",
+    sizes: Annotated[str, typer.Option(metavar="SIZES", help="These messages, with commas, instead.")] = "",
+    trials: Annotated[int, typer.Option(metavar="N", help="Trials that count; the median is shown.")] = 10,
+    warmups: Annotated[int, typer.Option(metavar="N", help="Trials before them.")] = 2,
+    unit: Annotated[str, typer.Option(metavar="UNIT", help="Of bandwidths: GB/s or Gbit/s.")] = "GB/s",
+    as_json: Annotated[
+        Optional[str],  # noqa: UP045
+        typer.Option("--json", metavar="FILE", help="Write everything there as JSON, too."),
+    ] = None,
+) -> None:
+    """Measure the collectives of this machine, check their results, and say what is in their way.
+
+    Each is measured as the engine uses it, and as torch's own, beside what the links give. Started by torchrun it
+    measures over all machines of that job. The exit code is 1 if a result is wrong.
+    """
+    from shardwise.launch.commbench import OPS, CommWanted, run, sizes_between
+    from shardwise.launch.placement import Resources
+
+    given = _list(sizes, "--sizes", parse_bytes)
+    least, most = parse_bytes(minsize, "--minsize"), parse_bytes(maxsize, "--maxsize")
+    if least > most:
+        raise CommandLineError(f"--minsize {minsize} is more than --maxsize {maxsize}.")
+    wanted = CommWanted(
+        resources=Resources(nproc, None, include or None, exclude or None, hostfile),
+        ops=tuple(ops.split(",")) if ops else OPS,
+        dtypes=tuple(dtype.split(",")),
+        sizes=given or sizes_between(least, most),
+        trials=trials,
+        warmups=warmups,
+        unit=unit,
+        file=as_json,
+    )
+    raise typer.Exit(run(wanted))
 
 
 @dataclass(frozen=True)

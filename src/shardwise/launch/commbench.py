@@ -1,0 +1,416 @@
+"""`shardwise bench comm`: is communication right, how fast is it, and what is in its way?
+
+The command starts the ranks itself, as `shardwise run` does. Started by a launcher (`torchrun --nnodes 2 ... -m
+shardwise.launch bench comm`) it measures as one of that job's ranks, over all its machines, and rank 0 shows the table.
+"""
+
+from __future__ import annotations
+
+import json
+import os
+import socket
+import statistics
+import tempfile
+from collections.abc import Mapping
+from dataclasses import dataclass, field
+from pathlib import Path
+from typing import Any
+
+from shardwise.errors import CommandLineError, ShardwiseError
+from shardwise.launch.placement import Resources
+
+OPS = ("all_reduce", "all_gather", "reduce_scatter", "all_to_all", "broadcast", "pt2pt")
+DTYPES = ("fp32", "bf16", "fp16", "fp64")
+UNITS = {"GB/s": 1 / 8, "Gbit/s": 1.0}
+_STEP = 16
+
+SLOW = 2.0
+"""How many times slower than the others a rank is that is named."""
+POOR = 0.3
+"""Share of what the link gives below which a large message is told of."""
+_LARGE = 1 << 20
+_BEHIND = 1.5
+"""How many times slower than torch's own collective ours is told of."""
+
+
+@dataclass(frozen=True)
+class CommWanted:
+    """What is to be measured.
+
+    Attributes:
+        resources: how many processes, on which slots.
+        ops: of `OPS`.
+        dtypes: of `DTYPES`.
+        sizes: bytes of messages.
+        share: of the memory of a rank, which decides on one size up to the largest of `sizes`; None: all `sizes`.
+        trials: that count.
+        warmups: trials before them.
+        unit: of bandwidths, of `UNITS`.
+        raw: print numbers without units.
+        file: where everything is written as JSON; None: nowhere.
+    """
+
+    resources: Resources = field(default_factory=Resources)
+    ops: tuple[str, ...] = OPS
+    dtypes: tuple[str, ...] = ("fp32",)
+    sizes: tuple[int, ...] = (4 << 10, 64 << 10, 1 << 20, 16 << 20)
+    share: float | None = None
+    trials: int = 10
+    warmups: int = 2
+    unit: str = "GB/s"
+    raw: bool = False
+    file: str | None = None
+
+    @property
+    def plan(self) -> dict[str, Any]:
+        """What the ranks are told."""
+        return {
+            "ops": self.ops,
+            "dtypes": self.dtypes,
+            "sizes": self.sizes,
+            "trials": self.trials,
+            "warmups": self.warmups,
+        }
+
+
+def sizes_between(least: int, most: int) -> tuple[int, ...]:
+    """Return sizes, each 16 times the one before, up to `most`, which is among them.
+
+    >>> sizes_between(1024, 1 << 20), sizes_between(4096, 100_000)
+    ((1024, 16384, 262144, 1048576), (4096, 65536, 100000))
+    """
+    found = []
+    while least < most:
+        found.append(least)
+        least *= _STEP
+    return (*found, most)
+
+
+def check(wanted: CommWanted) -> None:
+    """Refuse what cannot be measured, before torch is imported.
+
+    Raises:
+        CommandLineError: naming the option and what to do.
+    """
+    for option, given, known in (("--ops", wanted.ops, OPS), ("--dtype", wanted.dtypes, DTYPES)):
+        unknown = [name for name in given if name not in known]
+        if unknown or not given:
+            raise CommandLineError(f"{option} {','.join(unknown)}: choose among {', '.join(known)}.")
+    if wanted.trials < 1 or wanted.warmups < 0:
+        raise CommandLineError(f"--trials {wanted.trials}, --warmups {wanted.warmups}: give 1 or more, and 0 or more.")
+    if wanted.unit not in UNITS:
+        raise CommandLineError(f"--unit {wanted.unit}: choose {' or '.join(UNITS)}.")
+    if wanted.file is not None and not os.path.isdir(os.path.dirname(os.path.abspath(wanted.file))):
+        raise CommandLineError(f"--json {wanted.file}: there is no such directory.")
+    if wanted.resources.nproc == 1:
+        raise CommandLineError("--nproc 1: one process communicates with nobody. Give 2 or more.")
+    names = {name for _, name in socket.if_nameindex()}
+    for variable in ("GLOO_SOCKET_IFNAME", "NCCL_SOCKET_IFNAME"):
+        asked = os.environ.get(variable, "").partition(",")[0]
+        if variable.startswith("GLOO") and asked and asked not in names:
+            raise CommandLineError(
+                f"{variable}={asked}: this machine has no such interface; it has {', '.join(sorted(names))}."
+            )
+
+
+def run(wanted: CommWanted) -> int:
+    """Measure and show; return the exit code: 1 if a result is wrong, that of a rank that has failed, else 0.
+
+    Raises:
+        CommandLineError: something that was asked for cannot be measured.
+    """
+    check(wanted)
+    launched = int(os.environ.get("WORLD_SIZE") or 1)
+    if launched > 1:
+        from shardwise.launch.commranks import measured
+
+        wanted = _fitting(wanted, int(os.environ.get("LOCAL_WORLD_SIZE") or launched))
+        found = measured(wanted.plan)
+        return show(found, wanted) if found["rank"] == 0 else int(not _right(found))
+    return _start(wanted)
+
+
+def _start(wanted: CommWanted) -> int:
+    from dataclasses import replace
+
+    from shardwise.launch.job import Job, run_job
+    from shardwise.launch.placement import find_devices, place
+
+    devices = find_devices()
+    resources = wanted.resources
+    if len(devices.names) < 2 and resources == Resources():
+        resources = replace(resources, nproc=2)
+    if len(devices.names) == 1 and (resources.nproc or 2) > 1:
+        # NCCL has one device a rank; what can be measured here is the host.
+        os.environ["CUDA_VISIBLE_DEVICES"] = ""
+        devices = find_devices()
+    nproc = place(resources, devices).nproc
+    if nproc == 1:
+        raise CommandLineError("One slot: one process communicates with nobody. Give --nproc 2 or more.")
+    wanted = _fitting(wanted, nproc)
+    with tempfile.TemporaryDirectory(prefix="shardwise-bench-") as folder:
+        answer = Path(folder, "found.json")
+        arguments = (json.dumps(wanted.plan), str(answer))
+        module = "shardwise.launch.commranks"
+        code = run_job(Job(module, arguments, resources, module=True, quiet=True))
+        if code:
+            return code
+        return show(json.loads(answer.read_text(encoding="utf-8")), wanted)
+
+
+def _fitting(wanted: CommWanted, nproc: int) -> CommWanted:
+    """Refuse sizes for which there is too little memory, or find the one that is a share of it."""
+    from dataclasses import replace
+
+    import torch
+
+    from shardwise.comm.measure import COPIES
+    from shardwise.memory import memory_limit
+
+    cuda = torch.cuda.device_count() >= nproc
+    limit = memory_limit(torch.device("cuda", 0) if cuda else torch.device("cpu"), 1 if cuda else nproc)
+    if limit is None:
+        return wanted
+    free = max(0, limit.share - limit.own)
+    if wanted.share is not None:
+        size = min(max(wanted.sizes), int(free * wanted.share / COPIES))
+        wanted = replace(wanted, sizes=(1 << max(size, 1024).bit_length() - 1,))
+    if COPIES * max(wanted.sizes) > free:
+        raise CommandLineError(
+            f"Messages of {max(wanted.sizes)} bytes take up to {COPIES} times as much on each of {nproc} ranks, and "
+            f"{limit.name} leaves {free} bytes to each. Give a smaller --maxsize."
+        )
+    return wanted
+
+
+# -- what is said ------------------------------------------------------------------------------------------------------
+
+
+def _right(found: Mapping[str, Any]) -> bool:
+    return not any(row["wrong"] for row in found["rows"])
+
+
+_BY_MEMORY = ("all_gather", "reduce_scatter", "all_reduce")
+"""What ranks of one machine exchange by reading each other's memory; a small all-reduce goes through sockets."""
+
+
+def link_speed(found: Mapping[str, Any], op: str = "all_gather") -> tuple[float | None, str]:
+    """Return bytes a second that a collective of these ranks cannot beat, and what that is; None: not known.
+
+    Over several machines it is the slowest stream between two of them, or the slowest interface that is used, if that
+    is known and slower. Ranks of one machine that read each other's memory copy; messages go through sockets.
+    """
+    links = found["links"]
+    numbers = links["machines"]
+    across = [one for one in links["streams"] if len({numbers[rank] for rank in one["ranks"]}) > 1]
+    if links["transport"] == "nccl" and not across:
+        return None, "the devices' own links, which are not measured"
+    if across:
+        stream = min(min(one["there"], one["back"]) for one in across)
+        speeds = [one["up"].get(one["used"], {}).get("speed") for one in links["interfaces"]]
+        told = [speed for speed in speeds if speed]
+        if told and min(told) < stream:
+            return min(told), "the slowest interface between the machines"
+        return stream, "the slowest stream between two machines"
+    if links["transport"] == "memory" and op in _BY_MEMORY:
+        return min(links["copy"]), "plain copies in memory, all ranks at once"
+    return min(min(one["there"], one["back"]) for one in links["streams"]), "streams through sockets"
+
+
+def share_of_link(row: Mapping[str, Any], found: Mapping[str, Any]) -> float | None:
+    """Return the best trial's bus bandwidth, of what the engine uses (else of torch's), over what the link gives."""
+    best = row.get("ours") or row["torch"]
+    speed, _ = link_speed(found, row["op"])
+    return None if not speed else best["busbw_gbps"] * best["median_us"] / best["min_us"] * 1e9 / 8 / speed
+
+
+def verdicts(found: Mapping[str, Any]) -> list[str]:
+    """Return what is wrong and what to do about it, the worst first; nothing if no trouble was found."""
+    return [*_wrong(found), *_slow_ranks(found), *_interfaces(found), *_poor(found), *_behind(found)]
+
+
+def _wrong(found: Mapping[str, Any]) -> list[str]:
+    said = []
+    for row in found["rows"]:
+        for way, ranks in row["wrong"].items():
+            rank, words = next(iter(ranks.items()))
+            whose = "shardwise's" if way == "ours" else "torch's"
+            said.append(
+                f"WRONG RESULT: {whose} {row['op']} of {row['bytes']} bytes ({row['dtype']}) on rank "
+                f"{', '.join(ranks)}: rank {rank}: {words}. Do not train on this machine before it is right: check "
+                "memory and cables, and the versions of driver, torch and NCCL."
+            )
+    return said
+
+
+def _slow_ranks(found: Mapping[str, Any]) -> list[str]:
+    links = found["links"]
+    said = []
+    for what, values, unit, more in (
+        ("copies memory at", [one / 1e9 for one in links["copy"]], "GB/s", True),
+        ("takes for the same computation", links["compute_ms"], "ms", False),
+    ):
+        for rank, own in enumerate(values):
+            others = statistics.median([value for place, value in enumerate(values) if place != rank])
+            if (others / own if more else own / others) >= SLOW:
+                host = links["interfaces"][rank]["host"]
+                said.append(
+                    f"rank {rank} ({host}) is slow: it {what} {own:.2f} {unit}, the others {others:.2f}. Every "
+                    "collective waits for it. Look there for other programs on its cores (top, --bind-cores), for a "
+                    "limit of its container, and for throttling."
+                )
+    streams = links["streams"]
+    for place, one in enumerate(streams):
+        own = min(one["there"], one["back"])
+        others = [min(other["there"], other["back"]) for number, other in enumerate(streams) if number != place]
+        if others and statistics.median(others) >= SLOW * own:
+            rank = one["ranks"][1]
+            end = links["interfaces"][rank]
+            said.append(
+                f"the way to rank {rank} ({end['host']}) is slow: {own / 1e9:.2f} GB/s from and to rank 0, "
+                f"{statistics.median(others) / 1e9:.2f} to the others. Check its interface "
+                f"({end['used'] or 'unknown'}), cable and switch port."
+            )
+    return said
+
+
+def _interfaces(found: Mapping[str, Any]) -> list[str]:
+    links = found["links"]
+    variable = "NCCL_SOCKET_IFNAME" if links["transport"] == "nccl" else "GLOO_SOCKET_IFNAME"
+    said = []
+    if len(set(links["machines"])) == 1:
+        one = links["interfaces"][0]
+        if links["transport"] != "nccl" and one["used"] and not _loopback(one):
+            said.append(
+                f"all ranks are on one machine, and their messages go through {one['used']}: unset {variable}, or set "
+                f"it to lo."
+            )
+        return said
+    for rank, one in enumerate(links["interfaces"]):
+        if links["machines"].index(links["machines"][rank]) != rank:
+            continue  # each machine once
+        speeds = {name: facts["speed"] for name, facts in one["up"].items() if facts["speed"]}
+        fastest = max(speeds, key=lambda name: speeds[name], default="")
+        if one["used"] in speeds and speeds[fastest] > speeds[one["used"]]:
+            said.append(
+                f"rank {rank} ({one['host']}) uses {one['used']} ({speeds[one['used']] * 8 / 1e9:.0f} Gbit/s), and "
+                f"{fastest} has {speeds[fastest] * 8 / 1e9:.0f}: set {variable}={fastest} on all machines that have it."
+            )
+    return said
+
+
+def _loopback(one: Mapping[str, Any]) -> bool:
+    return one["used"] in ("lo", "lo0") or bool(one["up"].get(one["used"], {}).get("loopback"))
+
+
+def _poor(found: Mapping[str, Any]) -> list[str]:
+    largest: dict[str, Mapping[str, Any]] = {}
+    for row in found["rows"]:
+        if row["bytes"] >= _LARGE and row["bytes"] >= largest.get(row["op"], row)["bytes"]:
+            largest[row["op"]] = row
+    shares = {op: share_of_link(row, found) for op, row in largest.items()}
+    low = {op: share for op, share in shares.items() if share is not None and share < POOR}
+    if not low:
+        return []
+    links = found["links"]
+    fix = {
+        "memory": "more ranks than cores, or other programs on them, are the usual reason",
+        "messages": "check the interface, its MTU, and that nobody else uses the network",
+        "nccl": "check the interface (NCCL_DEBUG=INFO shows which is used), and that nobody else uses the network",
+    }[links["transport"]]
+    if links["transport"] == "messages" and len(set(links["machines"])) == 1:
+        fix = "ranks of one machine are faster where they may read each other's memory (SHARDWISE_TRANSPORT)"
+    told = ", ".join(f"{op} {share:.0%}" for op, share in low.items())
+    return [f"large messages reach little of what the links give: {told}; {fix}."]
+
+
+def _behind(found: Mapping[str, Any]) -> list[str]:
+    behind = [
+        f"{row['op']} of {row['bytes']} bytes ({1 / row['times_torch']:.1f} times)"
+        for row in found["rows"]
+        if row["bytes"] >= _LARGE and row["times_torch"] and row["times_torch"] < 1 / _BEHIND
+    ]
+    return [f"torch's own collective is faster than the engine's here: {', '.join(behind)}."] if behind else []
+
+
+def show(found: Mapping[str, Any], wanted: CommWanted) -> int:
+    """Print the table and the verdicts, write the JSON, and return the exit code."""
+    said = verdicts(found)
+    if wanted.file is not None:
+        rows = []
+        for row in found["rows"]:
+            speed, what = link_speed(found, row["op"])
+            rows.append({**row, "link_bytes_per_second": speed, "link": what, "link_share": share_of_link(row, found)})
+        everything = {key: value for key, value in found.items() if key not in ("rank", "rows")}
+        everything |= {"rows": rows}
+        everything |= {"right": _right(found), "verdicts": said}
+        try:
+            Path(wanted.file).write_text(json.dumps(everything, indent=2) + "\n", encoding="utf-8")
+        except OSError as error:
+            raise ShardwiseError(f"--json {wanted.file}: {error.strerror}") from error
+    from shardwise.launch.console import output
+
+    console = output()
+    for line in _head(found):
+        console.print(line)
+    console.print(_table(found, wanted))
+    if _right(found):
+        console.print("Results are right on all ranks.")
+    for line in said:
+        console.print(f"- {line}")
+    return int(not _right(found))
+
+
+def _head(found: Mapping[str, Any]) -> list[str]:
+    links = found["links"]
+    machines = len(set(links["machines"]))
+    lines = [
+        f"{found['ranks']} ranks on {machines} machine{'s' * (machines > 1)}, {found['backend']}, {found['device']}, "
+        f"transport: {links['transport']}",
+        f"copies on each rank: {_listed(one / 1e9 for one in links['copy'])} GB/s; the same computation: "
+        f"{_listed(links['compute_ms'])} ms",
+    ]
+    lines += [
+        f"stream between ranks 0 and {one['ranks'][1]}: {one['there'] / 1e9:.2f} GB/s, back {one['back'] / 1e9:.2f}, "
+        f"there and back {one['trip_us']:.0f} us"
+        for one in links["streams"]
+    ]
+    by_what: dict[str, list[str]] = {}
+    for op in dict.fromkeys(row["op"] for row in found["rows"]):
+        speed, what = link_speed(found, op)
+        told = f"{what}: {speed / 1e9:.2f} GB/s" if speed is not None else what
+        by_what.setdefault(told, []).append(op)
+    return [*lines, *(f"the link of {', '.join(ops)}: {told}" for told, ops in by_what.items())]
+
+
+def _listed(values: Any) -> str:
+    return ", ".join(f"{value:.2f}" for value in values)
+
+
+def _table(found: Mapping[str, Any], wanted: CommWanted) -> Any:
+    from shardwise.launch.console import in_bytes, table
+
+    numbers = ("size", "us", "min", "p95", "algbw", "busbw", "of link", "torch us", "x torch")
+    shown = table("op", "dtype", *numbers, "right", numbers=numbers)
+    factor = UNITS[wanted.unit]
+    for row in found["rows"]:
+        best = row.get("ours") or row["torch"]
+        share = share_of_link(row, found)
+        torchs = row.get("torch")
+        shown.add_row(
+            row["op"],
+            row["dtype"],
+            str(row["bytes"]) if wanted.raw else in_bytes(row["bytes"]),
+            *(f"{best[key]:.1f}" for key in ("median_us", "min_us", "p95_us")),
+            *(f"{best[key] * factor:.3f}" for key in ("algbw_gbps", "busbw_gbps")),
+            "-" if share is None else f"{share:.2f}" if wanted.raw else f"{share:.0%}",
+            "-" if torchs is None else f"{torchs['median_us']:.1f}",
+            "-" if row["times_torch"] is None else f"{row['times_torch']:.2f}",
+            "NO" if row["wrong"] else "yes",
+        )
+    shown.caption = (
+        f"us: median of {found['trials']} trials of the slowest rank; bandwidths in {wanted.unit}; of link: the best "
+        "trial; x torch: how many times faster than torch's own. pt2pt is torch's: ranks 0 and 1, one way"
+    )
+    shown.caption_justify = "left"
+    return shown

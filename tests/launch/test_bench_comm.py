@@ -1,0 +1,268 @@
+"""`shardwise bench comm`: results are checked, times and links are told, and what is in the way is named."""
+
+from __future__ import annotations
+
+import copy
+import json
+import os
+import subprocess
+import sys
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+
+from shardwise.comm.communicator import Communicator
+from shardwise.comm.interfaces import interfaces
+from shardwise.comm.ledger import Ledger
+from shardwise.comm.measure import OPS, Exchange, Plan, measure
+from shardwise.launch import commbench
+from shardwise.launch.cli import main
+from shardwise.launch.commbench import CommWanted, link_speed, share_of_link, show, verdicts
+from tests.harness import run_ranks
+
+CPU = torch.device("cpu")
+SMALL = Plan(sizes=(1000, 200_000), dtypes=(torch.float32, torch.bfloat16), trials=2, warmups=1)
+
+
+def measured(transport: str) -> dict[str, Any]:
+    os.environ["SHARDWISE_TRANSPORT"] = transport
+    comm = Communicator(None, Ledger(), CPU)
+    try:
+        return measure(comm, SMALL)
+    finally:
+        comm.destroy()
+
+
+@pytest.mark.parametrize(("world", "transport"), [(2, "memory"), (3, "messages")])
+def test_all_collectives_on_all_ranks(world: int, transport: str) -> None:
+    answers = run_ranks(measured, world, transport)
+    found = answers[0]
+    assert all(answer == found for answer in answers)
+    assert [(row["op"], row["dtype"]) for row in found["rows"][::2]] == [
+        (op, dtype) for op in OPS for dtype in ("float32", "bfloat16")
+    ]
+    for row in found["rows"]:
+        assert not row["wrong"] and row["bytes"] % world == 0 and row["bytes"] >= 1000
+        way = row["torch" if row["op"] == "pt2pt" else "ours"]
+        assert 0 < way["min_us"] <= way["median_us"] <= way["p95_us"]
+        assert len(way["rank_median_us"]) == world and ("ours" in row) == (row["op"] != "pt2pt")
+        assert row["refused_by_torch"] or "torch" in row
+    links = found["links"]
+    assert links["transport"] == transport and links["machines"] == [0] * world
+    assert len(links["copy"]) == len(links["compute_ms"]) == world and min(links["copy"]) > 0
+    assert [one["ranks"] for one in links["streams"]] == [[0, peer] for peer in range(1, world)]
+    assert all(min(one["there"], one["back"], one["trip_us"]) > 0 for one in links["streams"])
+    assert {one["used"] for one in links["interfaces"]} == {"lo"}
+    speed, what = link_speed(found)
+    expected = "plain copies in memory, all ranks at once" if transport == "memory" else "streams through sockets"
+    assert what == expected and speed
+
+
+def spoiled(op: str) -> tuple[list[str], list[str]]:
+    """What is said of a result in which one rank has a wrong number."""
+    comm = Communicator(None, Ledger(), CPU)
+    exchange = Exchange(comm, op, torch.float32, 4096)
+    exchange.fill()
+    before = comm.exchange(exchange.wrong(), "before")
+    (exchange.torchs if op == "pt2pt" else exchange.ours)()
+    right = comm.exchange(exchange.wrong(), "right")
+    if comm.rank == 1:
+        result = {"reduce_scatter": exchange._own, "all_to_all": exchange._other}.get(op, exchange._full)
+        result[17] = 99.0
+    wrong = comm.exchange(exchange.wrong(), "wrong")
+    comm.destroy()
+    assert right == ["", ""] and before[1]  # what has not run is wrong
+    return before, wrong
+
+
+@pytest.mark.parametrize("op", OPS)
+def test_a_wrong_number_is_found(op: str) -> None:
+    for _, wrong in run_ranks(spoiled, 2, op):
+        assert wrong[0] == "" and wrong[1].startswith("element 17 is 99, expected ")
+
+
+# -- what is said ------------------------------------------------------------------------------------------------------
+
+
+def figures(us: float, gbps: float) -> dict[str, Any]:
+    return {
+        "median_us": us,
+        "min_us": us,
+        "p95_us": us,
+        "algbw_gbps": gbps,
+        "busbw_gbps": gbps,
+        "rank_median_us": [us] * 4,
+    }
+
+
+def found_by(**links: Any) -> dict[str, Any]:
+    """Four ranks on one machine, without trouble."""
+    interface = {"host": "a", "named": "lo", "used": "lo", "up": {"lo": {"speed": None, "loopback": True}}}
+    row = {"op": "all_gather", "dtype": "float32", "bytes": 1 << 22, "wrong": {}, "refused_by_torch": ""}
+    row |= {"ours": figures(100.0, 40.0), "torch": figures(200.0, 20.0), "times_torch": 2.0}
+    streams = [{"ranks": [0, peer], "there": 2e9, "back": 2e9, "trip_us": 20.0} for peer in (1, 2, 3)]
+    told = {"transport": "memory", "machines": [0] * 4, "copy": [10e9] * 4, "compute_ms": [1.0] * 4}
+    told |= {"streams": streams, "interfaces": [copy.deepcopy(interface) for _ in range(4)]} | links
+    facts = {"ranks": 4, "backend": "gloo", "device": "cpu", "torch": "2.13", "trials": 3, "warmups": 1, "rank": 0}
+    return {**facts, "links": told, "rows": [row]}
+
+
+def on_two_machines(speeds: dict[str, float | None], used: str) -> dict[str, Any]:
+    up = {name: {"speed": speed, "loopback": name == "lo"} for name, speed in speeds.items()}
+    ends = [{"host": host, "named": used, "used": used, "up": up} for host in "aabb"]
+    return found_by(transport="messages", machines=[0, 0, 2, 2], interfaces=ends)
+
+
+def test_without_trouble_nothing_is_said(capsys: pytest.CaptureFixture[str]) -> None:
+    found = found_by()
+    assert verdicts(found) == [] and share_of_link(found["rows"][0], found) == pytest.approx(0.5)
+    assert show(found, CommWanted()) == 0
+    shown = capsys.readouterr().out
+    assert "4 ranks on 1 machine, gloo, cpu, transport: memory" in shown and "50%" in shown
+    assert shown.rstrip().endswith("Results are right on all ranks.")
+
+
+def test_a_wrong_result_is_named_and_is_the_exit_code(capsys: pytest.CaptureFixture[str], tmp_path: Path) -> None:
+    found = found_by()
+    found["rows"][0]["wrong"] = {"ours": {"2": "element 5 is 1, expected 3"}}
+    file = tmp_path / "found.json"
+    assert show(found, CommWanted(file=str(file))) == 1
+    assert "WRONG RESULT: shardwise's all_gather of 4194304 bytes (float32) on rank 2" in capsys.readouterr().out
+    told = json.loads(file.read_text())
+    assert told["right"] is False and "element 5" in told["verdicts"][0]
+
+
+@pytest.mark.parametrize(
+    ("links", "said"),
+    [
+        ({"copy": [10e9, 10e9, 2e9, 10e9]}, "rank 2 (a) is slow: it copies memory at 2.00 GB/s, the others 10.00"),
+        ({"compute_ms": [1.0, 1.0, 1.0, 3.0]}, "rank 3 (a) is slow: it takes for the same computation 3.00 ms"),
+        (
+            {
+                "streams": [
+                    {"ranks": [0, peer], "there": speed, "back": 2e9, "trip_us": 1.0}
+                    for peer, speed in ((1, 2e9), (2, 2e8), (3, 2e9))
+                ]
+            },
+            "the way to rank 2 (a) is slow: 0.20 GB/s from and to rank 0, 2.00 to the others",
+        ),
+    ],
+)
+def test_who_is_slower_than_the_others_is_named(links: dict[str, Any], said: str) -> None:
+    (verdict,) = [line for line in verdicts(found_by(**links)) if "slow" in line]
+    assert verdict.startswith(said)
+
+
+def test_messages_of_one_machine_that_leave_it() -> None:
+    found = found_by(transport="messages")
+    for one in found["links"]["interfaces"]:
+        one |= {"named": "eth0", "used": "eth0", "up": {"eth0": {"speed": 1.25e9, "loopback": False}}}
+    assert [line for line in verdicts(found) if "eth0" in line] == [
+        "all ranks are on one machine, and their messages go through eth0: unset GLOO_SOCKET_IFNAME, or set it to lo."
+    ]
+
+
+def test_the_slower_of_two_interfaces_between_machines() -> None:
+    found = on_two_machines({"eth0": 1.25e8, "ib0": 1.25e10}, "eth0")
+    assert link_speed(found) == (1.25e8, "the slowest interface between the machines")
+    said = [line for line in verdicts(found) if "ib0" in line]
+    assert [line.partition(" uses")[0] for line in said] == ["rank 0 (a)", "rank 2 (b)"]
+    assert all("eth0 (1 Gbit/s), and ib0 has 100" in line for line in said)
+    assert all("set GLOO_SOCKET_IFNAME=ib0" in line for line in said)
+    fast = on_two_machines({"eth0": 1.25e8, "ib0": 1.25e10}, "ib0")
+    assert link_speed(fast) == (2e9, "the slowest stream between two machines") and not verdicts(fast)[1:]
+    assert link_speed(on_two_machines({"eth0": None}, "eth0"))[0] == 2e9
+
+
+def test_low_bandwidth_and_what_torch_does_better() -> None:
+    found = found_by()
+    found["rows"][0] |= {"ours": figures(1000.0, 4.0), "times_torch": 0.2}
+    poor, behind = verdicts(found)
+    assert "all_gather 5%" in poor and "more ranks than cores" in poor
+    assert behind == "torch's own collective is faster than the engine's here: all_gather of 4194304 bytes (5.0 times)."
+    found["links"]["transport"] = "messages"
+    assert "SHARDWISE_TRANSPORT" in verdicts(found)[0]
+    found["rows"][0]["bytes"] = 4096
+    assert verdicts(found) == []
+
+
+def test_interfaces_of_this_machine(tmp_path: Path) -> None:
+    (lo,) = [one for one in interfaces() if one.loopback]
+    assert lo.address == "127.0.0.1"
+    (tmp_path / lo.name).mkdir()
+    (tmp_path / lo.name / "speed").write_text("10000\n")
+    assert interfaces(tmp_path) == [lo._replace(speed=1.25e9)]
+    (tmp_path / lo.name / "speed").write_text("-1\n")
+    assert interfaces(tmp_path) == [lo]
+
+
+# -- the command -------------------------------------------------------------------------------------------------------
+
+
+def refused(capsys: pytest.CaptureFixture[str], *arguments: str) -> str:
+    with pytest.raises(SystemExit) as ended:
+        main(["bench", "comm", *arguments])
+    shown = capsys.readouterr()
+    assert ended.value.code == 2 and not shown.out and shown.err.startswith("shardwise: error: ")
+    return shown.err
+
+
+@pytest.mark.parametrize(
+    ("arguments", "message"),
+    [
+        (["--nproc", "1"], "--nproc 1: one process communicates with nobody. Give 2 or more."),
+        (["--nproc", "0"], "--nproc 0: a job has at least one"),
+        (["--ops", "all_reduce,gossip"], "--ops gossip: choose among all_reduce, all_gather"),
+        (["--dtype", "int8"], "--dtype int8: choose among fp32"),
+        (["--sizes", "1M,much"], "--sizes much: give bytes"),
+        (["--minsize", "1M", "--maxsize", "1K"], "--minsize 1M is more than --maxsize 1K."),
+        (["--maxsize", "4000T"], "take up to 4 times as much on each of 2 ranks, and "),
+        (["--trials", "0"], "--trials 0"),
+        (["--unit", "furlongs"], "--unit furlongs: choose GB/s or Gbit/s."),
+        (["--json", "/nowhere/x.json"], "--json /nowhere/x.json: there is no such directory"),
+        (["--hostfile", "/nowhere/hosts"], "/nowhere/hosts"),
+    ],
+)
+def test_what_cannot_be_measured(capsys: pytest.CaptureFixture[str], arguments: list[str], message: str) -> None:
+    assert message in refused(capsys, *arguments)
+
+
+def test_an_interface_that_is_not_there(capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setenv("GLOO_SOCKET_IFNAME", "eth77")
+    assert "GLOO_SOCKET_IFNAME=eth77: this machine has no such interface; it has " in refused(capsys)
+
+
+def test_a_share_of_the_memory_is_one_size() -> None:
+    wanted = CommWanted(sizes=(1 << 20,), share=0.3)
+    assert commbench._fitting(wanted, 2).sizes == (1 << 20,)
+    (size,) = commbench._fitting(CommWanted(sizes=(1 << 60,), share=0.01), 2).sizes
+    assert 1024 <= size < 1 << 40 and size & (size - 1) == 0
+
+
+def command(*arguments: str, **env: str) -> subprocess.CompletedProcess[str]:
+    ran = [sys.executable, "-m", "shardwise.launch", "bench", "comm", "--nproc", "2", "--trials", "1", *arguments]
+    return subprocess.run(ran, capture_output=True, text=True, timeout=120, env={**os.environ, **env})
+
+
+def test_from_outside(tmp_path: Path) -> None:
+    file = tmp_path / "found.json"
+    done = command("--ops", "all_gather,pt2pt", "--sizes", "4K", "--warmups", "0", "--json", str(file))
+    assert (done.returncode, done.stderr) == (0, "")
+    assert "2 ranks on 1 machine, gloo, cpu" in done.stdout and "Results are right on all ranks." in done.stdout
+    told = json.loads(file.read_text())
+    assert [row["op"] for row in told["rows"]] == ["all_gather", "pt2pt"] and told["right"]
+    assert all(row["link_share"] > 0 for row in told["rows"])
+
+
+def test_a_rank_that_dies(tmp_path: Path) -> None:
+    (tmp_path / "sitecustomize.py").write_text(
+        "import os, threading\n"
+        "if os.environ.get('RANK') == '1':\n"
+        "    from shardwise.comm import measure\n"
+        "    measure._streams = lambda comm: os._exit(7)\n"
+    )
+    path = os.pathsep.join([str(tmp_path), os.environ.get("PYTHONPATH", "")])
+    done = command("--sizes", "4K", PYTHONPATH=path)
+    assert done.returncode == 7 and "rank 1" in done.stderr and "Results are right" not in done.stdout
