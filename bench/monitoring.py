@@ -38,6 +38,9 @@ SECTIONS: dict[str, Callable[[Path], dict[str, Any]]] = {
     },
     "communication log": lambda folder: {"comms_logger": {"enabled": True, "path": str(folder / "comm")}},
     "waits": lambda folder: {"stall_limit": 30},
+    "run log": lambda folder: {"run_log": {"enabled": True, "path": str(folder / "run"), "plan": False}},
+    "progress": lambda folder: {"progress": {"mode": "lines"}},
+    "anomalies": lambda folder: {"anomaly_watch": {"enabled": True}},
 }
 """What is switched on, by name: keys of the configuration. Each has `steps_per_print` 10, too."""
 

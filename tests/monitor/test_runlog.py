@@ -14,7 +14,7 @@ from torch import nn
 
 import shardwise
 from shardwise.comm.environment import PROGRESS
-from shardwise.engine.followed import HIDDEN
+from shardwise.config.export import MASK
 from shardwise.runfiles import RUN, events_file, steps_file
 from shardwise.utils.logging import logger
 from tests.harness import run_ranks
@@ -76,7 +76,7 @@ def test_every_rank_writes_its_steps_and_warnings(tmp_path: Path) -> None:
     about = json.loads((tmp_path / "run" / RUN).read_text())
     assert (about["model"], about["parameters"], about["world"], about["stage"]) == ("Sequential", 61, 2, 3)
     assert about["batch"] == {"total": 8, "micro": 2, "accumulation": 2}
-    assert about["configuration"]["comet"]["api_key"] == HIDDEN
+    assert about["configuration"]["comet"]["api_key"] == MASK
     assert "sesame" not in (tmp_path / "run" / RUN).read_text()
     assert about["plan"]["tiers"]["device"] > 0 and len(about["ranks"]) == 2
     for rank, told in enumerate(known):

@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import os
 import platform
-import re
 import socket
 import sys
 import time
@@ -27,10 +26,6 @@ if TYPE_CHECKING:
     from shardwise.engine.memory import MemoryReporting
     from shardwise.engine.step import TrainStep
     from shardwise.monitor.runlog import RunLog
-
-_SECRET = re.compile(r"(^|_)(api_?key|token|secret|password|credentials?)$", re.IGNORECASE)
-_LOGIN = re.compile(r"(?<=://)[^/@\s]+@")
-HIDDEN = "(not written)"
 
 
 def log_of(config: Config, job: Communicator, step: TrainStep) -> tuple[RunLog, list[Any]] | None:
@@ -95,7 +90,7 @@ def describe(
             },
             "plan": _planned(memory.memory_report()) if settings.run_log.plan else None,
             "warnings": [str(warning) for warning in resolution.warnings],
-            "configuration": without_secrets(effective(resolution)),
+            "configuration": effective(resolution),
         }
     )
 
@@ -113,22 +108,6 @@ def _planned(report: MemoryReport) -> dict[str, Any] | None:
         "tiers": {name: size for name, size in tiers.items() if size is not None},
         "categories": {row.name: row.planned for row in report.rows if row.planned is not None},
     }
-
-
-def without_secrets(value: Any) -> Any:
-    """Return a configuration in which keys, tokens and passwords are not shown.
-
-    >>> without_secrets({"comet": {"api_key": "xyz", "project": None}, "uri": "https://me:pass@host/"})
-    {'comet': {'api_key': '(not written)', 'project': None}, 'uri': 'https://(not written)@host/'}
-    """
-    if isinstance(value, dict):
-        return {
-            name: HIDDEN if _SECRET.search(str(name)) and inner is not None else without_secrets(inner)
-            for name, inner in value.items()
-        }
-    if isinstance(value, list | tuple):
-        return [without_secrets(inner) for inner in value]
-    return _LOGIN.sub(f"{HIDDEN}@", value) if isinstance(value, str) else value
 
 
 # -- progress ----------------------------------------------------------------------------------------------------------
