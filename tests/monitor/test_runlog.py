@@ -85,7 +85,8 @@ def test_every_rank_writes_its_steps_and_warnings(tmp_path: Path) -> None:
             (1, 8, [0.1], True),
             (2, 16, [0.1], True),
         ]
-        assert [row["loss"] for row in rows] == pytest.approx(told["losses"])
+        both = [sum(losses) / 2 for losses in zip(known[0]["losses"], known[1]["losses"], strict=True)]
+        assert [row["loss"] for row in rows] == pytest.approx(both)
         assert [row["grad_norm"] for row in rows] == pytest.approx(told["norms"])
         assert [row["memory"]["device"]["peak"] for row in rows] == told["peaks"]
         for row in rows:
@@ -112,6 +113,13 @@ def test_every_rank_writes_its_steps_and_warnings(tmp_path: Path) -> None:
             "level": "warning",
             "text": f"late by {rank}",
         }
+
+
+def test_a_timeline_goes_into_the_same_directory(tmp_path: Path) -> None:
+    engine = build(tmp_path, timeline={"enabled": True, "start_step": 0, "steps": 1}, run_log={"plan": False})
+    step(engine)
+    engine.destroy()
+    assert {path.name for path in tmp_path.iterdir()} >= {RUN, steps_file(0), "timeline-00000.json"}
 
 
 def test_rows_of_several_steps_and_a_second_start(tmp_path: Path) -> None:

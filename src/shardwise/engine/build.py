@@ -265,6 +265,7 @@ def initialize(
         mesh_device=mesh_param,
     )
     if log is not None:
+        timelines.directory = log.directory
         describe(engine, resolution, memory, log, ranks)
 
     # Signals that come from here on find a whole engine.

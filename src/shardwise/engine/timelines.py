@@ -56,9 +56,13 @@ class Timelines:
         config: validated.
         job: all ranks; its ledger is recorded.
         steps: counts the steps.
+
+    Attributes:
+        directory: where files go if the configuration does not say.
     """
 
     def __init__(self, sharded: ShardedModel, config: Config, job: Communicator, steps: TrainStep) -> None:
+        self.directory = Path("timeline")
         self._sharded = sharded
         self._job = job
         self._steps = steps
@@ -75,7 +79,9 @@ class Timelines:
         """Begin what the configuration asks for (all ranks call, outside of steps)."""
         if self._until == 0:
             options = self._options
-            self._begin(Path(options.path), options.steps, options.ranks, options.max_events)
+            self._begin(
+                Path(options.path) if options.path else self.directory, options.steps, options.ranks, options.max_events
+            )
         if self._until >= 0:
             self._until -= 1
 

@@ -53,7 +53,11 @@ class Timeline(ConfigSection):
     """`timeline`: a trace of some steps, for ui.perfetto.dev and chrome://tracing."""
 
     enabled: bool = key(False, "Record a timeline of some steps.")
-    path: str = key("timeline", "Directory; each rank writes timeline-RRRRR.json there.", min_length=1)
+    path: str | None = key(
+        None,
+        "Directory; each rank writes timeline-RRRRR.json there; null: that of the run log, or timeline.",
+        min_length=1,
+    )
     start_step: Int = key(2, "Steps of this process before the first one that is recorded.", ge=0)
     steps: Int = key(3, "Steps to record.", gt=0)
     ranks: Ints | None = key(None, "Ranks that record; null: all.")
