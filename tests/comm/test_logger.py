@@ -76,7 +76,7 @@ def test_times_of_a_device_are_read_when_it_has_got_there(monkeypatch: pytest.Mo
     log = CommsLogger()
     log.configure(enabled=True)
     ledger = Ledger(timed=True)
-    ledger.listener = EngineLog(log, on_host=False)
+    ledger.listener = EngineLog(log, 0, on_host=False)
     for _ in range(3):
         record = ledger.open("all_gather", "data", 1000, 500, "layers.0", 2)
         record.begun = now(True)

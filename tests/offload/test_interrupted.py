@@ -210,10 +210,11 @@ def test_with_a_directory_for_signals_what_is_whole_is_saved(tmp_path: Path, wor
 
 
 def of_whole_tensors(directory: str) -> tuple[str, str]:
+    from shardwise.optim import Lamb
     from tests.zero.training import Setting, start
 
-    setting = Setting(3, optimizer="Lamb", zero=tuple(offload("optimizer on disk", directory).items()))
-    engine = start(CASE, setting)
+    setting = Setting(3, zero=tuple(offload("optimizer on disk", directory).items()))
+    engine = start(CASE, setting, optimizer=lambda parameters: Lamb(parameters, lr=setting.lr))
     backward_in_fp32(engine, 0)
     engine.step()
     engine.save_checkpoint(f"{directory}/saved")
