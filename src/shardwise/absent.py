@@ -83,7 +83,6 @@ _ENGINE: dict[str, str] = {
     "printing the engine's state is not built yet (engine.memory_report() has its memory)": "dump_state",
     "garbage collection is left to Python (gc.collect())": "collect_python_gc",
     INNER: "get_optimizer_configuration is_first_weights_partition_group",
-    SEQUENCE: "get_sequence_parallel_group",
 }
 """Reason -> members of DeepSpeedEngine, separated by spaces."""
 

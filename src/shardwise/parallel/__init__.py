@@ -1,0 +1,21 @@
+"""Parallelism within a model: sequences that several ranks share."""
+
+from shardwise.parallel.attention import DistributedAttention
+from shardwise.parallel.data import RoundRobinLoader, SequenceLoader, split
+from shardwise.parallel.huggingface import share_attention
+from shardwise.parallel.loss import mean_loss, token_loss
+from shardwise.parallel.sequence import SequenceGroup, begin, current, end
+
+__all__ = [
+    "DistributedAttention",
+    "RoundRobinLoader",
+    "SequenceGroup",
+    "SequenceLoader",
+    "begin",
+    "current",
+    "end",
+    "mean_loss",
+    "share_attention",
+    "split",
+    "token_loss",
+]
