@@ -103,7 +103,7 @@ def alone(kind: str, steps: int, copies: int, dtype: torch.dtype, packed: bool =
     from shardwise.parallel.data import complete
 
     model = MODELS[kind](shared=False).to(dtype)
-    optimizer = torch.optim.AdamW(model.parameters(), lr=1e-2, eps=1e-6)
+    optimizer = torch.optim.SGD(model.parameters(), lr=0.2, momentum=0.9)
     losses = []
     for step in range(steps):
         batch = complete(data(step, copies, packed=packed))

@@ -11,7 +11,7 @@ from torch.distributed.device_mesh import DeviceMesh
 
 from shardwise.comm.communicator import members_of
 from shardwise.errors import ConflictError, UsageError
-from shardwise.parallel.sequence import NAME, SequenceGroup, current, let_go, partition, take_over
+from shardwise.parallel.sequence import NAME, SequenceGroup, across, current, let_go, partition, take_over
 from shardwise.zero.passes.modulehook import ModuleHook
 
 if TYPE_CHECKING:
@@ -113,10 +113,10 @@ class SharedSequences:
     def __init__(self, job: Communicator, size: int, asked: Asked | None) -> None:
         lines = _lines(job, size, asked)
         self._part = job.part(lines, NAME)
-        self.data = job.part([list(ranks) for ranks in zip(*lines, strict=True)], "data_parallel")
+        self.data = job.part(across(lines), "data_parallel")
         existing = asked.group if asked is not None and asked.group is not None else current()
         self._new = existing is None or existing.members != self._part.members
-        self.group = SequenceGroup(self._part) if self._new or existing is None else existing
+        self.group = SequenceGroup(self._part, self.data) if self._new or existing is None else existing
         if self._new:
             take_over(self.group)
         else:

@@ -5,17 +5,21 @@ from shardwise.parallel.data import RoundRobinLoader, SequenceLoader, split
 from shardwise.parallel.huggingface import share_attention
 from shardwise.parallel.loss import mean_loss, token_loss
 from shardwise.parallel.sequence import SequenceGroup, begin, current, end
+from shardwise.parallel.tiled import TiledMLP, sequence_tiled_compute, tiled_loss
 
 __all__ = [
     "DistributedAttention",
     "RoundRobinLoader",
     "SequenceGroup",
     "SequenceLoader",
+    "TiledMLP",
     "begin",
     "current",
     "end",
     "mean_loss",
+    "sequence_tiled_compute",
     "share_attention",
     "split",
+    "tiled_loss",
     "token_loss",
 ]

@@ -70,15 +70,18 @@ class SequenceGroup:
 
     Args:
         comm: of the ranks.
+        data: of the ranks at this rank's place in all sequences, which get different samples.
 
     Attributes:
+        data: see above.
         size: number of ranks.
         rank: this process's number among them.
         aligned: a batch has been split in which every rank's part is a sample of its own.
         exchanges: calls of attention layers that have exchanged heads.
     """
 
-    def __init__(self, comm: Communicator) -> None:
+    def __init__(self, comm: Communicator, data: Communicator | None = None) -> None:
+        self.data = data
         self.size, self.rank = comm.world, comm.rank
         self.aligned = False
         self.exchanges = 0
@@ -295,6 +298,15 @@ def partition(size: int, world: int) -> list[list[int]]:
     return [list(range(first, first + size)) for first in range(0, world, size)]
 
 
+def across(lines: Sequence[Sequence[int]]) -> list[list[int]]:
+    """Return the ranks at the same place of all sequences.
+
+    >>> across([[0, 1], [2, 3]])
+    [[0, 2], [1, 3]]
+    """
+    return [list(ranks) for ranks in zip(*lines, strict=True)]
+
+
 def begin(size: int, device: torch.device | None = None) -> SequenceGroup:
     """Make the groups of ranks that share sequences, before there is an engine (all ranks call).
 
@@ -319,8 +331,10 @@ def begin(size: int, device: torch.device | None = None) -> SequenceGroup:
 
     everybody = Communicator(None, Ledger(), choose_device(local_rank()) if device is None else device)
     lines = partition(size, everybody.world)
-    comm = everybody if size == 1 and everybody.world == 1 else everybody.part(lines, NAME)
-    group = SequenceGroup(comm)
+    if everybody.world == 1:
+        group = SequenceGroup(everybody, everybody)
+    else:
+        group = SequenceGroup(everybody.part(lines, NAME), everybody.part(across(lines), "data_parallel"))
     try:
         take_over(group)
     except ConflictError:
