@@ -91,9 +91,7 @@ def peak(tokens: int, words: int, tiles: int) -> int:
     return accountant.peak[Category.ACTIVATIONS]
 
 
-@pytest.mark.parametrize(
-    ("tokens", "words"), [(1024, 16384), pytest.param(8192, 131072, marks=pytest.mark.thorough)]
-)
+@pytest.mark.parametrize(("tokens", "words"), [(1024, 16384), pytest.param(8192, 131072, marks=pytest.mark.thorough)])
 def test_memory_is_that_of_a_tile(tokens: int, words: int) -> None:
     logits = 4 * tokens * words
     assert peak(tokens, words, 64) < 0.1 * logits

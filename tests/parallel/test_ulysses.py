@@ -38,6 +38,7 @@ def shared(heads: int, keys: int, lengths: list[int], transposed: bool) -> Any:
     q, k, v = (x.requires_grad_() for x in parts[:3])
     before = group.comm.ledger.sequence
     if transposed:  # (tokens, rows, heads, width)
+
         def local(*given: torch.Tensor, **how: Any) -> torch.Tensor:
             return scaled_dot_product_attention(*(x.permute(1, 2, 0, 3) for x in given), **how).permute(2, 0, 1, 3)
 
@@ -49,9 +50,7 @@ def shared(heads: int, keys: int, lengths: list[int], transposed: bool) -> Any:
     forward = group.comm.ledger.sequence
     (found * parts[3]).sum().backward()
     records = [
-        (r.op, r.size, r.sent, r.sequence >= forward)
-        for r in group.comm.ledger.records(before)
-        if r.op == "all_to_all"
+        (r.op, r.size, r.sent, r.sequence >= forward) for r in group.comm.ledger.records(before) if r.op == "all_to_all"
     ]
     result = [found.detach(), q.grad, k.grad, v.grad]
     end()

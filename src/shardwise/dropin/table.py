@@ -839,7 +839,8 @@ TABLE: dict[str, dict[str, Entry]] = {
     "deepspeed.sequence.layer": joined(
         classes(
             "shardwise.parallel",
-            "DistributedAttention(local_attention, sequence_process_group, scatter_idx=2, gather_idx=0, sp_stream=None)",
+            "DistributedAttention(local_attention, sequence_process_group, scatter_idx=2, gather_idx=0, "
+            "sp_stream=None)",
         ),
         raising(INNER, "_SeqAllToAll _DimZeroAllToAll apply_rotary_pos_emb _rotate_half"),
     ),

@@ -132,7 +132,7 @@ def arrangement_of(mesh: object, zero: ZeroConfig, members: Sequence[int]) -> Ar
     """
     if not isinstance(mesh, DeviceMesh):
         raise UsageError(
-            f"initialize(mesh_param=...) expects a torch.distributed.device_mesh.DeviceMesh, or a pair of numbers (ranks "
+            "initialize(mesh_param=...) expects a torch.distributed.device_mesh.DeviceMesh, or a pair of numbers (ranks "
             f"with data of their own, ranks that share a sequence), got {type(mesh).__name__} {mesh!r}"
         )
     ranks = mesh.mesh

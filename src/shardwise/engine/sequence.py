@@ -85,7 +85,9 @@ def _of_mesh(mesh: DeviceMesh, members: Sequence[int]) -> Asked:
         )
     ranks = mesh.mesh.view(1, -1) if len(names) == 1 else mesh.mesh if names[1] in _SEQUENCE else mesh.mesh.T
     if sorted(ranks.flatten().tolist()) != sorted(members):
-        raise UsageError(f"{what} has ranks {ranks.flatten().tolist()}; the engine has ranks {list(members)}, each once")
+        raise UsageError(
+            f"{what} has ranks {ranks.flatten().tolist()}; the engine has ranks {list(members)}, each once"
+        )
     own = {rank: number for number, rank in enumerate(members)}
     lines = [[own[rank] for rank in row] for row in ranks.tolist()]
     if any(line != sorted(line) for line in lines):

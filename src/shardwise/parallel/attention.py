@@ -133,8 +133,8 @@ class DistributedAttention(nn.Module):
             lengths = group.lengths(own) if has_values(query) else [own] * group.size
         elif len(lengths) != group.size or lengths[group.rank] != own:
             raise UsageError(
-                f"DistributedAttention: lengths={list(lengths)} should be the tokens of each of {group.size} ranks, and "
-                f"rank {group.rank} has {own}"
+                f"DistributedAttention: lengths={list(lengths)} should be the tokens of each of {group.size} ranks, "
+                f"and rank {group.rank} has {own}"
             )
 
         def local(*whole: torch.Tensor) -> torch.Tensor:

@@ -1,9 +1,9 @@
 """Models of transformers whose attention works on sequences that several ranks share.
 
 transformers looks attention up by name in a registry (`AttentionInterface`), and what makes its masks in another one
-(`AttentionMaskInterface`). Both get an entry: the mask of a rank's tokens is of no use, so the second one hands on which
-tokens are padding, and the first one makes the mask of the whole sequence where one is needed: for padding, for several
-samples in a row, and for sliding windows.
+(`AttentionMaskInterface`). Both get an entry: the mask of a rank's tokens is of no use, so the second one hands on
+which tokens are padding, and the first one makes the mask of the whole sequence where one is needed: for padding, for
+several samples in a row, and for sliding windows.
 """
 
 from __future__ import annotations
@@ -46,16 +46,17 @@ def share_attention(model: nn.Module, core: str | None = None, *, in_eval: bool 
     Raises:
         UsageError: it is no such model, or its attention cannot be shared.
     """
-    config = getattr(model, "config", None)
-    if config is None or not hasattr(model, "set_attn_implementation"):
+    config: Any = getattr(model, "config", None)
+    choose: Any = getattr(model, "set_attn_implementation", None)
+    if config is None or choose is None:
         raise UsageError(
-            f"share_attention(model) expects a model of transformers, got {type(model).__name__}; wrap the attention of "
-            "other models in shardwise.parallel.DistributedAttention"
+            f"share_attention(model) expects a model of transformers, got {type(model).__name__}; wrap the attention "
+            "of other models in shardwise.parallel.DistributedAttention"
         )
     chosen = core or str(getattr(config, "_attn_implementation", None) or "sdpa").removeprefix(PREFIX)
     _check(chosen, config)
     register(chosen, PREFIX + chosen, in_eval=in_eval)
-    model.set_attn_implementation(PREFIX + chosen)
+    choose(PREFIX + chosen)
     for part in model.modules():
         if getattr(part, "config", None) is not None:
             _models[id(part.config)] = model
@@ -72,7 +73,8 @@ def _check(core: str, config: Any) -> None:
     group = current()
     if group is not None and isinstance(heads, int) and heads < group.size:
         raise UsageError(
-            f"sequence parallelism over {group.size} ranks needs at least as many attention heads, the model has {heads}"
+            f"sequence parallelism over {group.size} ranks needs at least as many attention heads, the model has "
+            f"{heads}"
         )
     if getattr(config, "attention_chunk_size", None):
         raise UsageError("attention in chunks (attention_chunk_size) does not work on shared sequences yet")
@@ -158,12 +160,12 @@ def _attention(core: Callable[..., Any], kind: str, in_eval: bool) -> Callable[.
             owner = module
             if q.shape[2] == k.shape[2] and getattr(module, "num_key_value_groups", 1) > 1:
                 owner = _Ungrouped(module)  # type: ignore[assignment]
-            found = core(owner, *(x.transpose(1, 2) for x in (q, k, v)), whole, *args, **kwargs)
+            found = core(owner, q.transpose(1, 2), k.transpose(1, 2), v.transpose(1, 2), whole, *args, **kwargs)
             output: torch.Tensor = found[0]
             return output
 
-        given = (x.transpose(1, 2) for x in (query, key, value))
-        return shared_attention(local, group, *given, layout.lengths), None
+        q, k, v = (x.transpose(1, 2) for x in (query, key, value))
+        return shared_attention(local, group, q, k, v, layout.lengths), None
 
     attention.core = core  # type: ignore[attr-defined]
     return attention
@@ -181,9 +183,7 @@ class _Ungrouped:
         return getattr(self._module, name)
 
 
-def _whole_mask(
-    layout: Layout, kind: str, rows: int, causal: bool, window: int | None, device: torch.device
-) -> Any:
+def _whole_mask(layout: Layout, kind: str, rows: int, causal: bool, window: int | None, device: torch.device) -> Any:
     """Return the mask of the whole sequence in the form that an attention takes; None: it needs none."""
     if kind.startswith("flash"):
         return layout.kept

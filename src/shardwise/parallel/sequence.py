@@ -66,7 +66,7 @@ class Layout:
 class SequenceGroup:
     """The ranks that share sequences, this one among them.
 
-    It is what `deepspeed.initialize(mpu=...)` expects: it answers for the group, its size and this process's rank in it.
+    It is what `deepspeed.initialize(mpu=...)` expects: it answers for the group, its size and this process's rank.
 
     Args:
         comm: of the ranks.
@@ -241,11 +241,24 @@ def _runs(positions: torch.Tensor | None) -> list[int] | None:
 
 _current: list[SequenceGroup] = []
 _given: dict[dist.ProcessGroup, SequenceGroup] = {}
+_begun: list[tuple[SequenceGroup, Communicator]] = []
+_of_job: list[Any] = [None]
 
 
 def current() -> SequenceGroup | None:
     """Return the process's own group; None: every rank has sequences of its own."""
+    _settle()
     return _current[-1] if _current else None
+
+
+def _settle() -> None:
+    """Forget groups of ranks whose job has been left (`destroy_process_group`)."""
+    default = dist.group.WORLD if dist.is_available() and dist.is_initialized() else None
+    if default is not _of_job[0]:
+        _current.clear()
+        _given.clear()
+        _begun.clear()
+        _of_job[0] = default
 
 
 def needed() -> SequenceGroup:
@@ -344,11 +357,9 @@ def begin(size: int, device: torch.device | None = None) -> SequenceGroup:
     return group
 
 
-_begun: list[tuple[SequenceGroup, Communicator]] = []
-
-
 def end() -> None:
     """Give back what `begin` has made (all ranks call)."""
+    _settle()
     while _begun:
         group, everybody = _begun.pop()
         let_go(group)

@@ -154,7 +154,9 @@ def sequence_tiled_compute(
     [0.0, 2.0, 4.0, 6.0, 8.0, 10.0]
     """
     if output_reduction not in (None, "mean", "sum"):
-        raise UsageError(f'sequence_tiled_compute(output_reduction={output_reduction!r}): expected "mean", "sum" or None')
+        raise UsageError(
+            f'sequence_tiled_compute(output_reduction={output_reduction!r}): expected "mean", "sum" or None'
+        )
     wrong = {name: tuple(v.shape) for name, v in kwargs_to_shard.items() if v is not None and v.shape[1] != seqlen}
     if wrong:
         raise UsageError(f"sequence_tiled_compute(seqlen={seqlen}): expected as many in dimension 1, found {wrong}")

@@ -9,6 +9,7 @@ there are fewer of the latter than ranks, a head is sent to each rank that needs
 
 from __future__ import annotations
 
+import itertools
 from collections.abc import Sequence
 from typing import Any
 
@@ -85,12 +86,13 @@ class _Swap:
 
 def _send_heads(group: SequenceGroup, x: torch.Tensor, lengths: Sequence[int], runs: Sequence[Run]) -> _Swap:
     """Begin: each rank gets its heads of this rank's tokens."""
-    rows, tokens, _, *rest = x.shape
+    rows, tokens = x.shape[:2]
     each = rows * x[0, 0, 0].numel()
     sent = [tokens * (end - first) * each for first, end in runs]
     given = x.new_empty(sum(sent))
     for part, (first, end) in zip(given.split(sent), runs, strict=True):
-        part.view(rows, tokens, end - first, *rest).copy_(x[:, :, first:end])
+        piece = x[:, :, first:end]
+        part.view(piece.shape).copy_(piece)
     own = runs[group.rank][1] - runs[group.rank][0]
     return _Swap(group, given, sent, [length * own * each for length in lengths], "sequence_to_heads")
 
@@ -107,7 +109,7 @@ def _take_tokens(swap: _Swap, like: torch.Tensor, lengths: Sequence[int], heads:
 
 def _send_tokens(group: SequenceGroup, x: torch.Tensor, lengths: Sequence[int], runs: Sequence[Run]) -> _Swap:
     """Begin: each rank gets its tokens of this rank's heads."""
-    rows, _, heads, *rest = x.shape
+    rows, _, heads = x.shape[:3]
     each = rows * x[0, 0, 0].numel()
     sent = [length * heads * each for length in lengths]
     given = x.new_empty(sum(sent))
@@ -118,12 +120,10 @@ def _send_tokens(group: SequenceGroup, x: torch.Tensor, lengths: Sequence[int], 
 
 
 def _take_heads(swap: _Swap, like: torch.Tensor, tokens: int, heads: int, runs: Sequence[Run]) -> torch.Tensor:
-    """End `_send_tokens`: all heads of this rank's tokens; heads that several ranks had are added up, in their order."""
+    """End `_send_tokens`: all heads of this rank's tokens. Heads that several ranks had are added up, in rank order."""
     rows, _, _, *rest = like.shape
-    parts = [
-        part.view(rows, tokens, end - first, *rest) for part, (first, end) in zip(swap.wait(), runs, strict=True)
-    ]
-    if all(end == first for (_, end), (first, _) in zip(runs, runs[1:], strict=False)):
+    parts = [part.view(rows, tokens, end - first, *rest) for part, (first, end) in zip(swap.wait(), runs, strict=True)]
+    if all(end == first for (_, end), (first, _) in itertools.pairwise(runs)):
         return torch.cat(parts, dim=2)
     wide = torch.promote_types(like.dtype, torch.float32)
     total = torch.zeros(rows, tokens, heads, *rest, dtype=wide, device=like.device)
@@ -146,7 +146,7 @@ class _ToHeads(torch.autograd.Function):
         return tuple(taken)
 
     @staticmethod
-    @torch.autograd.function.once_differentiable  # type: ignore[untyped-decorator]
+    @torch.autograd.function.once_differentiable
     def backward(ctx: Any, *grads: torch.Tensor) -> Any:
         group, lengths = ctx.group, ctx.lengths
         swaps = [_send_tokens(group, g, lengths, run) for g, run in zip(grads, ctx.runs, strict=True)]
@@ -168,7 +168,7 @@ class _ToTokens(torch.autograd.Function):
         return _take_heads(swap, x, lengths[group.rank], run[-1][1], run)
 
     @staticmethod
-    @torch.autograd.function.once_differentiable  # type: ignore[untyped-decorator]
+    @torch.autograd.function.once_differentiable
     def backward(ctx: Any, grad: torch.Tensor) -> Any:
         swap = _send_heads(ctx.group, grad, ctx.lengths, ctx.run)
         return None, None, None, _take_tokens(swap, grad, ctx.lengths, ctx.own)
