@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import contextlib
 from typing import Any
 
 import pytest
@@ -169,3 +170,24 @@ def test_a_checkpoint_knows_nothing_of_shared_sequences(tmp_path: Any) -> None:
         ends.append(after)
     for name, value in ends[0].items():
         torch.testing.assert_close(ends[1][name], value, rtol=1e-4, atol=1e-6)
+
+
+def step_once(how: str) -> Any:
+    """Gradients of one step with activations that are recomputed, offloaded, or neither."""
+    extra: dict[str, Any] = {"bf16": {"enabled": False}}
+    model = MODELS["llama"](shared=True)
+    if how == "recomputed":
+        model.gradient_checkpointing_enable(gradient_checkpointing_kwargs={"use_reentrant": False})
+    engine, *_ = shardwise.initialize(model=model, config=config(3, 2, **extra))
+    with shardwise.offload_activations(min_bytes=1) if how == "offloaded" else contextlib.nullcontext():
+        loss, tokens = loss_of(engine, own_rows(engine, 0, True))
+    engine.backward(loss, weight=tokens)
+    found = gradients(engine.module)
+    engine.destroy()
+    return found
+
+
+@pytest.mark.parametrize("how", ["recomputed", "offloaded"])
+def test_activations_may_be_recomputed_or_offloaded(how: str) -> None:
+    plain, other = (run_ranks(step_once, 2, kind)[0] for kind in ("plain", how))
+    assert all(torch.equal(other[name], value) for name, value in plain.items())
