@@ -2,7 +2,11 @@
 
 from __future__ import annotations
 
+import os
+import subprocess
+import sys
 import warnings
+from pathlib import Path
 from typing import Any
 
 import pytest
@@ -12,6 +16,7 @@ import torch.distributed.nn.functional
 from shardwise.parallel import begin, end, share_attention, split
 from shardwise.parallel.data import complete
 from tests.harness import run_ranks
+from tests.parallel.accelerated import alone
 from tests.parallel.models import VOCABULARY, data
 
 
@@ -188,3 +193,16 @@ def test_without_a_group_the_model_is_as_before() -> None:
     batch.pop("shift_labels")
     plain, shared = model_of("packed"), share_attention(model_of("packed"))
     assert torch.equal(plain(**batch).logits, shared(**batch).logits)
+
+
+def test_accelerate_shares_sequences() -> None:
+    """`ParallelismConfig(sp_backend="deepspeed")`, with one sample after the other of each rank's loader."""
+    script = str(Path(__file__).parent / "accelerated.py")
+    command = [sys.executable, "-m", "shardwise.launch", "run", "--nproc", "2", "--no-local-rank", script, "shared"]
+    environment = {**os.environ, "ACCELERATE_USE_DEEPSPEED": "true"}
+    done = subprocess.run(command, capture_output=True, text=True, timeout=200, env=environment)
+    assert done.returncode == 0, done.stdout + done.stderr
+    told = [line.split()[line.split().index("losses") + 1 :] for line in done.stdout.splitlines() if "losses" in line]
+    assert len(told) == 2
+    for losses in told:
+        assert [float(loss) for loss in losses] == pytest.approx(alone(), rel=1e-5)
