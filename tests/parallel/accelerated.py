@@ -1,4 +1,4 @@
-"""A script of Accelerate whose ranks share sequences; rank 0 prints the losses. Without arguments one process trains."""
+"""A script of Accelerate whose ranks share sequences; rank 0 prints the losses. Without arguments one trains."""
 
 from __future__ import annotations
 
@@ -16,9 +16,7 @@ def model() -> Any:
 
     torch.manual_seed(0)
     sizes = dict(hidden_size=16, intermediate_size=24, num_hidden_layers=2, num_attention_heads=4)
-    config = LlamaConfig(
-        vocab_size=37, num_key_value_heads=2, use_cache=False, attn_implementation="sdpa", **sizes
-    )
+    config = LlamaConfig(vocab_size=37, num_key_value_heads=2, use_cache=False, attn_implementation="sdpa", **sizes)
     return LlamaForCausalLM(config)
 
 

@@ -135,6 +135,7 @@ def wrong() -> dict[str, str]:
     from shardwise.parallel import share_attention
 
     found["heads"] = error(lambda: share_attention(model))
+    found["ring"] = error(lambda: share_attention(model, "ring")(**split(batch), attention_mask=torch.eye(4)[:2, :4]))
     found["core"] = error(lambda: share_attention(model, "eager"))
     found["other"] = error(lambda: share_attention(Unshared()))
     end()
@@ -152,6 +153,7 @@ SAID = {
     "second": r"shared by ranks \[0, 1\] here, and should be by",
     "none": "set sequence_parallel_size in the configuration",
     "heads": "over 2 ranks needs at least as many attention heads, the model has 1",
+    "ring": "this batch or model has padding",
     "core": "'eager' cannot work on shared sequences; choose one of sdpa",
     "other": "expects a model of transformers, got Unshared",
 }

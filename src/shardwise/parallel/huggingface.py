@@ -18,6 +18,7 @@ from torch import nn
 from shardwise.compat import has_values
 from shardwise.errors import UsageError
 from shardwise.parallel.attention import shared_attention
+from shardwise.parallel.ring import ring_attention
 from shardwise.parallel.sequence import Layout, SequenceGroup, current
 
 PREFIX = "shardwise_"
@@ -25,6 +26,9 @@ PREFIX = "shardwise_"
 
 CORES = ("sdpa", "flex_attention", "flash_attention_2", "flash_attention_3", "flash_attention_4")
 """Attentions that can be shared: they make no mask of their own, or can do without."""
+
+RING = "ring"
+"""Name of ring attention (`shardwise.parallel.ring`); without ranks to share a sequence it is `sdpa`."""
 
 _models: weakref.WeakValueDictionary[int, nn.Module] = weakref.WeakValueDictionary()
 """Models whose attention is shared, by the identity of their configuration."""
@@ -38,6 +42,7 @@ def share_attention(model: nn.Module, core: str | None = None, *, in_eval: bool 
     Args:
         model: a `PreTrainedModel`.
         core: the attention of one process: `sdpa`, `flex_attention` or `flash_attention_2` to `4`; None: the model's.
+            Or `ring`, which needs no heads to divide, and knows no masks but causal ones.
         in_eval: also in evaluation mode. False: there each rank has whole sequences of its own.
 
     Returns:
@@ -64,17 +69,17 @@ def share_attention(model: nn.Module, core: str | None = None, *, in_eval: bool 
 
 
 def _check(core: str, config: Any) -> None:
-    if core not in CORES:
+    if core not in (*CORES, RING):
         raise UsageError(
-            f"the attention {core!r} cannot work on shared sequences; choose one of {', '.join(CORES)} "
+            f"the attention {core!r} cannot work on shared sequences; choose one of {', '.join(CORES)}, ring "
             '(from_pretrained(..., attn_implementation="sdpa"))'
         )
     heads = getattr(config, "num_attention_heads", None)
     group = current()
-    if group is not None and isinstance(heads, int) and heads < group.size:
+    if core != RING and group is not None and isinstance(heads, int) and heads < group.size:
         raise UsageError(
             f"sequence parallelism over {group.size} ranks needs at least as many attention heads, the model has "
-            f"{heads}"
+            f"{heads}; share_attention(model, {RING!r}) needs none"
         )
     if getattr(config, "attention_chunk_size", None):
         raise UsageError("attention in chunks (attention_chunk_size) does not work on shared sequences yet")
@@ -91,7 +96,8 @@ def register(core: str, name: str, *, in_eval: bool = True) -> None:
     from transformers.masking_utils import ALL_MASK_ATTENTION_FUNCTIONS, AttentionMaskInterface
     from transformers.modeling_utils import ALL_ATTENTION_FUNCTIONS, AttentionInterface
 
-    attention, mask = ALL_ATTENTION_FUNCTIONS[core], ALL_MASK_ATTENTION_FUNCTIONS[core]
+    local = "sdpa" if core == RING else core
+    attention, mask = ALL_ATTENTION_FUNCTIONS[local], ALL_MASK_ATTENTION_FUNCTIONS[local]
     AttentionInterface.register(name, _attention(_core_of(attention), core, in_eval))
     AttentionMaskInterface.register(name, _mask(_core_of(mask), in_eval))
 
@@ -152,6 +158,10 @@ def _attention(core: Callable[..., Any], kind: str, in_eval: bool) -> Callable[.
             layout = Layout([own] * group.size)
         causal = kwargs.get("is_causal")
         causal = bool(getattr(module, "is_causal", True) if causal is None else causal)
+        if kind == RING:
+            _check_ring(layout, kwargs)
+            out = ring_attention(group, query, key, value, layout.lengths, causal=causal, scale=kwargs.get("scaling"))
+            return out.transpose(1, 2).contiguous(), None
         whole = _whole_mask(layout, kind, rows, causal, kwargs.get("sliding_window"), query.device)
         if kind.startswith("flash") and layout.positions is not None:
             kwargs["position_ids"] = layout.positions
@@ -169,6 +179,22 @@ def _attention(core: Callable[..., Any], kind: str, in_eval: bool) -> Callable[.
 
     attention.core = core  # type: ignore[attr-defined]
     return attention
+
+
+def _check_ring(layout: Layout, kwargs: dict[str, Any]) -> None:
+    window = kwargs.get("sliding_window")
+    asks = {
+        "several samples in a row": layout.positions is not None,
+        "padding": layout.kept is not None,
+        "a sliding window": window is not None and window < sum(layout.lengths),
+        "dropout": bool(kwargs.get("dropout")),
+    }
+    if any(asks.values()):
+        found = ", ".join(what for what, asked in asks.items() if asked)
+        raise UsageError(
+            f"ring attention knows no masks but causal ones, and no dropout; this batch or model has {found}. Use as "
+            "many ranks a sequence as there are heads, or fewer, and share_attention(model, 'sdpa')"
+        )
 
 
 class _Ungrouped:

@@ -32,7 +32,7 @@ def query_runs(heads: int, ranks: int) -> list[Run]:
     if heads < ranks:
         raise UsageError(
             f"sequence parallelism over {ranks} ranks needs at least as many attention heads, the model has {heads}: "
-            f"set sequence_parallel_size to {heads} or less"
+            f"set sequence_parallel_size to {heads} or less, or use shardwise.parallel.RingAttention"
         )
     return [run_of(heads, ranks, rank) for rank in range(ranks)]
 
