@@ -185,3 +185,16 @@ def test_batches_of_each_rank_are_handed_round() -> None:
         start = 100 * (number % 2) + 10 * (number // 2)
         assert ids[0] + more[0] == [start + place for place in range(7)]
         assert places[0] + further[0] == list(range(7))
+
+
+def planned() -> Any:
+    engine, *_ = shardwise.initialize(model=llama(shared=True), config=CONFIG, mesh_param=(1, 2))
+    batch = split(data(0, 1))
+    plans = engine.memory_plans(batch, loss=lambda given: loss_of(engine.module, given)[0], stages=[1, 3]).plans
+    found = [(plan.note, plan.setting.config["train_batch_size"], plan.peaks["activations"] > 0) for plan in plans]
+    engine.destroy()
+    return found
+
+
+def test_plans_are_made_of_a_rank_s_part() -> None:
+    assert run_ranks(planned, 2)[0] == [("", 2, True)] * 2
