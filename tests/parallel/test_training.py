@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import contextlib
+import warnings
 from typing import Any
 
 import pytest
@@ -177,7 +178,9 @@ def step_once(how: str) -> Any:
     extra: dict[str, Any] = {"bf16": {"enabled": False}}
     model = MODELS["llama"](shared=True)
     if how == "recomputed":
-        model.gradient_checkpointing_enable(gradient_checkpointing_kwargs={"use_reentrant": False})
+        with warnings.catch_warnings():
+            warnings.simplefilter("ignore", FutureWarning)  # transformers renames it
+            model.gradient_checkpointing_enable(gradient_checkpointing_kwargs={"use_reentrant": False})
     engine, *_ = shardwise.initialize(model=model, config=config(3, 2, **extra))
     with shardwise.offload_activations(min_bytes=1) if how == "offloaded" else contextlib.nullcontext():
         loss, tokens = loss_of(engine, own_rows(engine, 0, True))
