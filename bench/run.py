@@ -28,6 +28,7 @@ PARTS: dict[str, list[str]] = {
     "groups": ["groups.py"],
     "memory": ["memory.py"],
     "largest_batch": ["largest_batch.py"],
+    "longest_sequence": ["longest_sequence.py"],
     "startup": ["startup.py"],
     "growth": ["growth.py"],
     "monitoring": [f"monitoring.py --nproc {nproc}" for nproc in (1, 2)],

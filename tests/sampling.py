@@ -26,6 +26,7 @@ PRODUCTS = (
     "offload/",
     "optim/test_muon.py",
     "optim/test_onebit.py",
+    "parallel/",
     "recompute/",
     "zero/",
 )

@@ -33,6 +33,7 @@ _MODULES = {
         "errors",
         "memory",
         "optim",
+        "parallel",
         "profile",
         "schedules",
         "utils",

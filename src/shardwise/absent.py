@@ -9,7 +9,8 @@ from __future__ import annotations
 PIPELINE = "pipeline parallelism is not built yet"
 MOE = "mixture of experts is not built yet"
 TENSOR = "tensor parallelism is not built yet"
-SEQUENCE = "sequence parallelism is not built yet"
+FPDT = "FPDT, which keeps attention's chunks on the host, is not built yet (shardwise.offload_activations joins)"
+SHARED_VOCABULARY = "losses over a vocabulary that ranks share are not built yet (shardwise.parallel.tiled_loss)"
 INFERENCE = "inference is not built yet"
 AUTOTUNER = "the autotuner is not built yet"
 SPARSE = "sparse attention is not built yet"
@@ -31,7 +32,6 @@ MICS = (
 )
 LINEAR = "LoRA and quantised linear layers are not built yet"
 TILED = "tiled linear layers are not built yet"
-TILES = "computing in tiles of the sequence is not built yet"
 # What will not come.
 OPS = "there are no operators to build: everything runs in plain torch"
 INNER = "it is an inner part of DeepSpeed, which has no counterpart here"
@@ -83,7 +83,6 @@ _ENGINE: dict[str, str] = {
     "printing the engine's state is not built yet (engine.memory_report() has its memory)": "dump_state",
     "garbage collection is left to Python (gc.collect())": "collect_python_gc",
     INNER: "get_optimizer_configuration is_first_weights_partition_group",
-    SEQUENCE: "get_sequence_parallel_group",
 }
 """Reason -> members of DeepSpeedEngine, separated by spaces."""
 

@@ -28,6 +28,7 @@ def program(page):
         ("README.md", r"after 50 steps: loss \d"),
         ("docs/getting-started.md", r"epoch 2: loss \d"),
         ("docs/parts.md", r"loss \d.*, norm \d.*, 128 parameters of 256 here"),
+        ("docs/sequence.md", r"loss \d.* of 128 tokens here, 252 in all"),
         ("docs/accumulation.md", r"loss \d.*the mean over 32 tokens"),
         pytest.param(
             "docs/export.md",

@@ -28,9 +28,8 @@ def test_what_is_called_missing_is_refused(page: str) -> None:
     text = (ROOT / page).read_text(encoding="utf-8").partition("not there yet")[2].partition("\n## ")[0]
     keys = {
         "expert parallelism": "expert_parallel.enabled",
-        "Tensor, pipeline and sequence parallelism": "tensor_parallel",
+        "Tensor and pipeline parallelism": "tensor_parallel",
         "pipeline": "pipeline.enabled",
-        "sequence": "sequence_parallel_size",
         "autotuner": "autotuning.enabled",
     }
     for words, key in keys.items():

@@ -380,19 +380,19 @@ IMPORTS: dict[str, tuple[str, ...]] = {
         "from deepspeed.autotuning.scheduler import ResourceManager",
         "from deepspeed.ops.fp_quantizer import FP_Quantize, matmul_fp8",
     ),
+    "Oumi, with shared sequences": (
+        "from deepspeed.runtime.sequence_parallel.ulysses_sp import (TiledFusedLogitsLoss, UlyssesSPAttentionHF, "
+        "UlyssesSPDataLoaderAdapter)",
+    ),
+    "accelerate 1.15, with shared sequences": (
+        "from deepspeed.runtime.sequence_parallel.ulysses_sp import UlyssesSPAttentionHF, UlyssesSPDataLoaderAdapter",
+    ),
 }
 """Who -> statements that work."""
 
 ASKED: dict[str, tuple[str, ...]] = {
     "OpenFold, Protenix, tFold, RosettaFold": (
         "from deepspeed.ops.deepspeed4science import DS4Sci_EvoformerAttention",
-    ),
-    "Oumi": (
-        "from deepspeed.runtime.sequence_parallel.ulysses_sp import (TiledFusedLogitsLoss, UlyssesSPAttentionHF, "
-        "UlyssesSPDataLoaderAdapter)",
-    ),
-    "accelerate 1.15, with sequence parallelism only": (
-        "from deepspeed.runtime.sequence_parallel.ulysses_sp import UlyssesSPAttentionHF, UlyssesSPDataLoaderAdapter",
     ),
     "scripts with a second way, because `deepspeed.zero` is a name and no module, in DeepSpeed, too": (
         "from deepspeed.zero import GatheredParameters",

@@ -259,7 +259,7 @@ def test_wrong_arguments_are_named(tmp_path: Path) -> None:
     with pytest.raises(UsageError, match=r"2 parameters or buffers of the model have no shape yet \(0\.weight\)"):
         shardwise.initialize(model=nn.Sequential(nn.LazyLinear(3)), config=CONFIG)
     with pytest.raises(UsageError, match="mesh_param"):
-        shardwise.initialize(model=net(), config=CONFIG, mesh_param=(1, 1))
+        shardwise.initialize(model=net(), config=CONFIG, mesh_param=(1,))
 
 
 def wrong_schedulers() -> list[str]:

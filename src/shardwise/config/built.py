@@ -85,7 +85,6 @@ _SAMPLES = "order the samples in the script's own dataset or sampler, and switch
 _COMPRESSED = "train the plain model, or compress it with a library for that (torch.ao); switch this off"
 
 UNBUILT: tuple[Unbuilt, ...] = (
-    Unbuilt("sequence_parallel_size", "sequence parallelism", _above_one, "set it to 1, and shorten sequences"),
     Unbuilt("amp.enabled", "Apex AMP, which torch has replaced", _on, _PRECISION),
     Unbuilt("msamp.enabled", "MS-AMP", _on, _PRECISION),
     Unbuilt(

@@ -20,6 +20,8 @@ class Facts:
         gradient_accumulation_steps: micro-batches per step.
         total_num_steps: optimizer steps of the whole run.
         warmup_num_steps: optimizer steps of the warm-up.
+        sequence_parallel_size: ranks that share a sequence, by what is not in the configuration (arguments of
+            `initialize`).
         precision: the type that the caller trains in.
     """
 
@@ -32,4 +34,5 @@ class Facts:
     gradient_accumulation_steps: int | None = None
     total_num_steps: int | None = None
     warmup_num_steps: int | None = None
+    sequence_parallel_size: int | None = None
     precision: Literal["fp32", "fp16", "bf16"] | None = None

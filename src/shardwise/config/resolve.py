@@ -11,6 +11,8 @@ from __future__ import annotations
 from dataclasses import dataclass, field, replace
 from typing import Any
 
+from shardwise.errors import ConflictError
+
 from . import names
 from .auto import resolve_autos
 from .batch import MICRO, STEPS, TRAIN, ResolvedBatch, solve
@@ -62,7 +64,7 @@ def resolve(source: Any, *, world_size: int = 1, facts: Facts | None = None) -> 
 
     Args:
         source: anything that `load` accepts.
-        world_size: number of data-parallel ranks.
+        world_size: number of ranks; fewer get different samples where some share a sequence.
         facts: what the caller knows about model and training, for values that are "auto".
 
     Raises:
@@ -86,6 +88,7 @@ def resolve(source: Any, *, world_size: int = 1, facts: Facts | None = None) -> 
     notes += auto_notes
     config, value_notes, value_problems = validate(found)
     notes += value_notes
+    copies, sequence_problems = _copies(config, found, world_size, facts)
     problems = [
         *found.problems,
         *auto_problems,
@@ -95,8 +98,9 @@ def resolve(source: Any, *, world_size: int = 1, facts: Facts | None = None) -> 
         *check_compression(config, found),
         *check_combinations(config, found, world_size),
         *check_built(config, found),
+        *sequence_problems,
     ]
-    solved = solve(config, world_size, facts, found, document)
+    solved = solve(config, copies, facts, found, document)
     if isinstance(solved, ResolvedBatch):
         notes += _fill_batch(config, solved)
     elif not _explained(problems):
@@ -121,6 +125,26 @@ def resolve(source: Any, *, world_size: int = 1, facts: Facts | None = None) -> 
         given=frozenset(dotted(path) for path in found.given),
         beyond=document.beyond,
     )
+
+
+def _copies(config: Config, found: Scan, world_size: int, facts: Facts) -> tuple[int, list[Problem]]:
+    """Settle how many ranks share a sequence; return how many groups of them get different samples."""
+    path, asked = "sequence_parallel_size", facts.sequence_parallel_size
+    if asked is not None and (path,) in found.given and asked != config.sequence_parallel_size:
+        message = f"is {config.sequence_parallel_size}, but the arguments of initialize() say {asked}; remove one"
+        return world_size, [Problem(path, message, ConflictError)]
+    size = config.sequence_parallel_size = asked or config.sequence_parallel_size
+    if world_size % size:
+        message = (
+            f"is {size}, but there are {world_size} ranks, which are not whole groups of {size}; choose a divisor of "
+            f"{world_size}, or start a multiple of {size} ranks"
+        )
+        return world_size, [Problem(path, message, ConflictError)]
+    copies, wanted = world_size // size, config.data_parallel_size
+    if size > 1 and wanted not in (None, copies):
+        message = f"is {wanted}, but {world_size} ranks of which {size} share a sequence are {copies}; remove the key"
+        return copies, [Problem("data_parallel_size", message, ConflictError)]
+    return copies, []
 
 
 def _explained(problems: list[Problem]) -> bool:

@@ -15,6 +15,7 @@ from shardwise.absent import (
     DATA,
     ELASTIC,
     FILES,
+    FPDT,
     HYBRID,
     INFERENCE,
     INNER,
@@ -24,12 +25,11 @@ from shardwise.absent import (
     MOE,
     OPS,
     PIPELINE,
-    SEQUENCE,
+    SHARED_VOCABULARY,
     SPARSE,
     SWAPPERS,
     TENSOR,
     TILED,
-    TILES,
     TUNING,
     UNIVERSAL,
     WRAPPERS,
@@ -339,7 +339,6 @@ _FLOPS_PROFILER = joined(
 )
 _ROWS = "nothing is put on modules: FlopsProfiler(...).profile has what each of them computes"
 _UNKNOWN = "no script is known that imports a name of it"
-_ULYSSES = "Oumi and installers of long-context stacks take a failing import or `find_spec` for an answer"
 _TOPOLOGY = raising(PIPELINE, "ProcessTopology")
 
 TABLE: dict[str, dict[str, Entry]] = {
@@ -816,21 +815,43 @@ TABLE: dict[str, dict[str, Entry]] = {
         "init_process_groups can_send_recv send recv wait send_obj recv_obj _is_valid_send_recv _get_send_recv_group",
     ),
     "deepspeed.runtime.sequence_parallel.ulysses_sp": joined(
-        absent(SEQUENCE, "UlyssesSPAttentionHF UlyssesSPDataLoaderAdapter", _ULYSSES),
-        absent(TILES, "sequence_tiled_compute SequenceTiledCompute TiledMLP TiledFusedLogitsLoss", _ULYSSES),
+        classes(
+            f"{_ADAPT}.sequences",
+            "UlyssesSPAttentionHF",
+            "UlyssesSPDataLoaderAdapter(dl, sp_rank, sp_group, sp_world_size, device)",
+            "SequenceTiledCompute",
+            "TiledMLP",
+            "TiledFusedLogitsLoss",
+        ),
+        functions(
+            "shardwise.parallel",
+            "sequence_tiled_compute(fn, seqlen, shards, kwargs_to_shard, kwargs_to_pass, grad_requiring_tensor_key, "
+            "compute_params=None, output_unshard_dimension=1, output_reduction='mean')",
+        ),
     ),
-    "deepspeed.runtime.sequence_parallel.parallel_state_sp": absent(SEQUENCE, "*", _ULYSSES),
-    "deepspeed.sequence.layer": raising(
-        SEQUENCE, "DistributedAttention _SeqAllToAll _DimZeroAllToAll apply_rotary_pos_emb _rotate_half"
+    "deepspeed.runtime.sequence_parallel.parallel_state_sp": functions(
+        f"{_ADAPT}.sequences",
+        "initialize_sequence_parallel(sequence_parallel_size)",
+        "get_sequence_parallel_group()",
+        "get_sequence_parallel_world_size()",
+        "get_sequence_parallel_rank()",
     ),
-    "deepspeed.sequence.cross_entropy": raising(SEQUENCE, "vocab_sequence_parallel_cross_entropy"),
+    "deepspeed.sequence.layer": joined(
+        classes(
+            "shardwise.parallel",
+            "DistributedAttention(local_attention, sequence_process_group, scatter_idx=2, gather_idx=0, "
+            "sp_stream=None)",
+        ),
+        raising(INNER, "_SeqAllToAll _DimZeroAllToAll apply_rotary_pos_emb _rotate_half"),
+    ),
+    "deepspeed.sequence.cross_entropy": raising(SHARED_VOCABULARY, "vocab_sequence_parallel_cross_entropy"),
     "deepspeed.sequence.fpdt_layer": raising(
-        SEQUENCE,
+        FPDT,
         "FPDT_InputConstruct FPDT_Attention FPDT_FFN FPDT_LogitsLoss SequenceChunk "
         "_FPDTGPUOffloadingAttentionImpl_:class",
     ),
     "deepspeed.sequence.vocab_parallel_ops": raising(
-        SEQUENCE, "vocab_parallel_entropy vocab_parallel_kl_div vocab_parallel_logprobs"
+        SHARED_VOCABULARY, "vocab_parallel_entropy vocab_parallel_kl_div vocab_parallel_logprobs"
     ),
     "deepspeed.moe": raising(MOE, "MoE"),
     "deepspeed.moe.layer": raising(MOE, "MoE"),

@@ -55,6 +55,7 @@ from shardwise.engine.plans import Subject
 from shardwise.engine.profiling import Profiling
 from shardwise.engine.recovery import note_ready
 from shardwise.engine.scaling import prescale_of, scales_loss
+from shardwise.engine.sequence import SharedSequences, asked_by
 from shardwise.engine.signals import SignalWatch
 from shardwise.engine.step import TrainStep
 from shardwise.engine.stepping import make_optimizer, make_scheduler, prepare_optimizer
@@ -108,13 +109,16 @@ def initialize(
         training_data: dataset from which the returned loader draws.
         lr_scheduler: a scheduler, or a callable that gets the optimizer. Overrides the `scheduler` section.
         distributed_port: port of the rendezvous where no launcher has set one.
-        mpu: model-parallel unit; its `get_data_parallel_group()` gives the ranks to shard over.
+        mpu: model-parallel unit; its `get_data_parallel_group()` gives the ranks to shard over. One that has
+            `get_sequence_parallel_group()` of several ranks says which ranks share sequences; state is then divided
+            over all ranks, or over those of its `get_sequence_data_parallel_group()`.
         dist_init_required: False: use the process group that there is; None or True: create it if there is none.
         collate_fn: makes a batch from a list of samples.
         config: dict, path, or base64 or text JSON.
         mesh_param: a DeviceMesh of the ranks to shard over, with a dimension `shard`, or with `replicate` and `shard`:
             state is divided over the one and replicated over the other (HSDP; also the key
-            `zero_optimization.mics_shard_size`).
+            `zero_optimization.mics_shard_size`). Or a pair of numbers, ranks with data of their own and ranks that
+            share a sequence, or a mesh with a dimension `sp` (also the key `sequence_parallel_size`).
         config_params: older name of `config`.
 
     Returns:
@@ -147,23 +151,29 @@ def initialize(
     # The process group first: batch sizes depend on how many ranks there are.
     init_distributed(distributed_port=distributed_port, verbose=False, dist_init_required=dist_init_required)
     _check_mpu(mpu)
-    group = mpu.get_data_parallel_group() if mpu is not None else None
+    group = _group_of(mpu)
     members = members_of(group)
+    asked = asked_by(mpu, mesh_param, members)
 
     # The configuration before anything is made: most mistakes are found here, on every rank alike.
-    resolution = _resolve(source, len(members), optimizer)
+    resolution = _resolve(source, len(members), optimizer, None if asked is None else asked.size)
     settings = resolution.config
     check_packages(settings)
-    grid = None if mesh_param is None else arrangement_of(mesh_param, settings.zero_optimization, members)
+    is_grid = mesh_param is not None and (asked is None or asked.where == "initialize(mpu=...)")
+    grid = None if not is_grid else arrangement_of(mesh_param, settings.zero_optimization, members)
 
     # The device before the groups: each backend serves one type of device.
     own_number = local_rank()
     device = choose_device(own_number, getattr(args, "device_rank", None))
 
-    # The groups: who acts together, who shares the data, and who shares parameters. The first two are the same ranks as
-    # long as there is no model parallelism.
+    # The groups: who acts together, who gets different data, who shares a sequence, and who shares parameters. All
+    # share the latter, so that the first two are the same ranks as long as every rank has sequences of its own.
     job = data = _communicator(settings, group, device)
-    domain = domain_of(settings, data, grid)
+    sequences = None
+    if settings.sequence_parallel_size > 1:
+        sequences = SharedSequences(job, settings.sequence_parallel_size, asked)
+        data = sequences.data
+    domain = domain_of(settings, job, grid)
     domains = domains_of(model, domain)
 
     # What is divided over which ranks, in which number types; what is made from here on is counted.
@@ -235,6 +245,8 @@ def initialize(
 
     timelines = Timelines(sharded, settings, job, step)
     memory = MemoryReporting(sharded, resolution, job, step, batches, checkpoints, faults, budget, watched)
+    if sequences is not None:
+        sequences.watch(model)
 
     # Last of all, as nothing that fails from here on leaves services running.
     monitor = Monitor(settings, job.rank)
@@ -252,12 +264,13 @@ def initialize(
         activations=Activations(settings, model, device, accountant),
         monitor=monitor,
         events=events,
-        profiling=Profiling(sharded, settings, job, data, batches, step, events),
+        profiling=Profiling(sharded, settings, job, batches, step, events),
         timelines=timelines,
-        following=Following(sharded, step, job.ledger, data.world, log, settings.run_log.every, display, limit),
+        following=Following(sharded, step, job.ledger, job.world, log, settings.run_log.every, display, limit),
         resolution=resolution,
         job=job,
         data=data,
+        sequences=sequences,
         local_rank=own_number,
         client_optimizer=optimizer,
         client_lr_scheduler=lr_scheduler,
@@ -294,17 +307,19 @@ def _config_source(args: Any, config: Any, config_params: Any) -> Any:
     return next(iter(named.values()))
 
 
-def _resolve(source: Any, world: int, client_optimizer: Any) -> Resolution:
+def _resolve(source: Any, world: int, client_optimizer: Any, sequence: int | None) -> Resolution:
     """Read the configuration, and log its warnings as loudly as it asks for.
 
     Args:
         source: dict, path or text.
-        world: ranks that share the data.
+        world: all ranks.
         client_optimizer: knows what an "auto" learning rate is, if it is an instance.
+        sequence: ranks that share a sequence, by the arguments; None: they do not say.
     """
     groups = client_optimizer.param_groups if isinstance(client_optimizer, torch.optim.Optimizer) else []
     lr = groups[0].get("lr") if groups else None
-    resolution = resolve(source, world_size=world, facts=Facts(lr=None if lr is None else float(lr)))
+    facts = Facts(lr=None if lr is None else float(lr), sequence_parallel_size=sequence)
+    resolution = resolve(source, world_size=world, facts=facts)
     _take_device_limit(resolution)
     if resolution.config.log_level is not None:
         logger.setLevel(resolution.config.log_level.upper())
@@ -331,6 +346,16 @@ _MODEL_PARALLEL_SIZES = (
     "get_pipe_parallel_world_size",
     "get_pipeline_model_parallel_world_size",
 )
+
+
+def _group_of(mpu: Any) -> Any:
+    """Return the process group of all ranks that a model-parallel unit is of; None: the default group."""
+    if mpu is None:
+        return None
+    shared = int(getattr(mpu, "get_sequence_parallel_world_size", lambda: 1)()) > 1
+    if shared or not hasattr(mpu, "get_data_parallel_group"):
+        return getattr(mpu, "get_sequence_data_parallel_group", lambda: None)()
+    return mpu.get_data_parallel_group()
 
 
 def _check_mpu(mpu: Any) -> None:

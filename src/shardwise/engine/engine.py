@@ -61,6 +61,7 @@ if TYPE_CHECKING:
     from shardwise.engine.monitoring import StepEvents
     from shardwise.engine.plans import MemoryPlans
     from shardwise.engine.profiling import Profiling
+    from shardwise.engine.sequence import SharedSequences
     from shardwise.engine.timelines import Timelines
     from shardwise.memory import MemoryReport
     from shardwise.monitor import Monitor
@@ -86,7 +87,7 @@ class Engine(nn.Module):
         training_dataloader: made from `training_data`, or None.
         config: the dictionary that the user passed.
         job: all ranks that step, agree and save together.
-        data: the ranks that share the data.
+        data: the ranks that get different samples.
         global_steps: boundaries passed, skipped steps included.
         micro_steps: calls of `step()`, but for those that had nothing to do.
         skipped_steps: steps skipped because of an overflow or a spike.
@@ -120,7 +121,6 @@ class Engine(nn.Module):
     last_load = Held[LoadReport | None]("_checkpoints")
     resumed = Held[Resumed | None]("_faults")
 
-    sequence_parallel_size = 1
     mp_world_size = 1
     pipeline_parallelism = False
     has_moe_layers = False
@@ -146,6 +146,7 @@ class Engine(nn.Module):
         resolution: Resolution,
         job: Communicator,
         data: Communicator,
+        sequences: SharedSequences | None,
         local_rank: int,
         client_optimizer: Any = None,
         client_lr_scheduler: Any = None,
@@ -163,6 +164,7 @@ class Engine(nn.Module):
         self.device = sharded.device
         self.job = job
         self.data = data
+        self._sequences = sequences
         self.local_rank = local_rank
         self.mpu = mpu
         self.mesh_device = mesh_device
@@ -235,13 +237,18 @@ class Engine(nn.Module):
 
     @property
     def world_size(self) -> int:
-        """Number of ranks that share the data."""
-        return self.data.world
+        """Number of ranks."""
+        return self.job.world
 
     @property
     def dp_world_size(self) -> int:
-        """Number of data-parallel ranks."""
+        """Number of ranks that get different samples."""
         return self.data.world
+
+    @property
+    def sequence_parallel_size(self) -> int:
+        """Number of ranks that share a sequence."""
+        return 1 if self._sequences is None else self._sequences.group.size
 
     @property
     def seq_dp_world_size(self) -> int:
@@ -314,6 +321,10 @@ class Engine(nn.Module):
     def get_data_parallel_rank(self) -> int:
         """Return this process's rank in the data-parallel group."""
         return self.data.rank
+
+    def get_sequence_parallel_group(self) -> Any:
+        """Return the process group of the ranks that share this rank's sequences; None: it has them alone."""
+        return None if self._sequences is None else self._sequences.group.group
 
     def get_tensor_parallel_rank(self) -> int:
         """Return this process's rank among tensor-parallel ranks."""
@@ -1433,6 +1444,8 @@ class Engine(nn.Module):
         finally:
             self._profiling.close()
             self._activations.close()
+            if self._sequences is not None:
+                self._sequences.close()
             for ranks in dict.fromkeys((self.job, self.data)):
                 ranks.destroy()  # whoever waits for this rank is told
         if failure is not None:

@@ -38,7 +38,7 @@ class Following:
         sharded: the model.
         step: reports.
         ledger: every collective.
-        ranks: that share the data; each has as many tokens as this one.
+        ranks: of the job; each has as many tokens as this one.
         log: of this rank; None: there is none.
         every: steps from one row of it to the next.
         display: of this rank; None: there is none.

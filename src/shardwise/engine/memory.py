@@ -174,7 +174,8 @@ class MemoryReporting:
                         f"engine.memory_plans(): micro-batch {micro} on {world} ranks does not divide the global batch "
                         f"of {batch} samples"
                     )
-                settings += [Setting(stage, micro, batch // (micro * world), world) for stage in stages]
+                steps = batch // (micro * world)
+                settings += [Setting(stage, micro, steps, world, sequence=now.sequence) for stage in stages]
         planner = Planner(subject, sample_batch, loss)
         at = self.circumstances("engine.memory_plans()")
         limit, room = room_for(at, planner)
@@ -203,7 +204,9 @@ class MemoryReporting:
             self._watched.close()
 
     def _setting(self) -> Setting:
-        return Setting(self.sharded.plan.stage, self._batches.micro, self._batches.steps, self._comm.world)
+        sequence = self._resolution.config.sequence_parallel_size
+        micro, steps = self._batches.micro, self._batches.steps
+        return Setting(self.sharded.plan.stage, micro, steps, self._comm.world, sequence=sequence)
 
     def _subject(self) -> Subject:
         return Subject(

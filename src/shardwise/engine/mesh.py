@@ -132,8 +132,8 @@ def arrangement_of(mesh: object, zero: ZeroConfig, members: Sequence[int]) -> Ar
     """
     if not isinstance(mesh, DeviceMesh):
         raise UsageError(
-            f"initialize(mesh_param=...) expects a torch.distributed.device_mesh.DeviceMesh, got {type(mesh).__name__} "
-            f"{mesh!r}: sequence parallelism, for which DeepSpeed takes a pair of numbers, is not built yet"
+            "initialize(mesh_param=...) expects a torch.distributed.device_mesh.DeviceMesh, or a pair of numbers "
+            f"(ranks with data of their own, ranks that share a sequence), got {type(mesh).__name__} {mesh!r}"
         )
     ranks = mesh.mesh
     names = mesh.mesh_dim_names or ("replicate", "shard")[2 - ranks.ndim :] if ranks.ndim <= 2 else mesh.mesh_dim_names

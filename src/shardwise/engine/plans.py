@@ -133,7 +133,8 @@ class Room:
 
 @dataclass(frozen=True)
 class Setting:
-    """What can be changed without changing what is trained: the global batch is micro_batch * accumulation * ranks.
+    """What can be changed without changing what is trained: the global batch is micro_batch * accumulation * ranks,
+    of which `sequence` share one.
 
     Where state lives (`offload`) is as it is configured if that is None.
     """
@@ -143,6 +144,7 @@ class Setting:
     accumulation: int
     ranks: int
     offload: Offload | None = None
+    sequence: int = 1
 
     @property
     def cost(self) -> tuple[int, int, int, int, int]:
@@ -167,7 +169,7 @@ class Setting:
     def config(self) -> dict[str, Any]:
         """The keys of the configuration that say it; the number of ranks is the launcher's."""
         return {
-            "train_batch_size": self.micro_batch * self.accumulation * self.ranks,
+            "train_batch_size": self.micro_batch * self.accumulation * self.ranks // self.sequence,
             "train_micro_batch_size_per_gpu": self.micro_batch,
             "gradient_accumulation_steps": self.accumulation,
             "zero_optimization": {"stage": self.stage, **({} if self.offload is None else self.offload.config)},
@@ -206,7 +208,7 @@ class Setting:
             samples = batch // ranks
             for micro in _halvings(samples, self.micro_batch):
                 for stage in TABLE:
-                    setting = Setting(stage, micro, samples // micro, ranks)
+                    setting = Setting(stage, micro, samples // micro, ranks, sequence=self.sequence)
                     alone = ranks == 1 and stage != self.stage  # one rank has nothing to shard
                     if stage >= self.stage and setting != self and not alone:
                         found.append(setting)
@@ -358,7 +360,8 @@ class Subject:
         config = resolution.config
         micro, steps = int(config.train_micro_batch_size_per_gpu or 1), int(config.gradient_accumulation_steps or 1)
         groups = [list(group["params"]) for group in optimizer.param_groups] if optimizer is not None else []
-        setting = Setting(config.zero_optimization.stage, micro, steps, domain.world)
+        sequence = config.sequence_parallel_size
+        setting = Setting(config.zero_optimization.stage, micro, steps, domain.world, sequence=sequence)
         return cls(module, optimizer, groups, resolution, domain.ranks, setting, domain.arrangement)
 
 
@@ -473,7 +476,8 @@ def _merged(raw: dict[str, Any], setting: Setting) -> dict[str, Any]:
 def _facts(subject: Subject) -> Facts:
     groups = subject.optimizer.param_groups if subject.optimizer is not None else []
     lr = groups[0].get("lr") if groups else None
-    return Facts(lr=None if lr is None else float(lr))
+    sequence = subject.resolution.config.sequence_parallel_size
+    return Facts(lr=None if lr is None else float(lr), sequence_parallel_size=sequence if sequence > 1 else None)
 
 
 def plan_model(

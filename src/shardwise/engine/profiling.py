@@ -47,7 +47,6 @@ class Profiling:
         sharded: the model.
         config: validated.
         job: all ranks; the first one tells.
-        data: the ranks that share the data.
         batches: sizes.
         steps: counts the steps.
         events: are told the times, for the monitors.
@@ -62,7 +61,6 @@ class Profiling:
         sharded: ShardedModel,
         config: Config,
         job: Communicator,
-        data: Communicator,
         batches: Batches,
         steps: TrainStep,
         events: StepEvents,
@@ -91,7 +89,7 @@ class Profiling:
             if self._cuda:
                 dtype = autocast_dtype(config) or sharded.policy.compute_dtype or torch.float32
                 peak = peak_of(torch.cuda.get_device_name(sharded.device), dtype)
-            self._rates = Rates(data.world, config.timers.throughput.synchronized, sharded.device, peak)
+            self._rates = Rates(job.world, config.timers.throughput.synchronized, sharded.device, peak)
         self._held: MemoryPhases | None = None
         if self._every and config.memory_breakdown:
             self._held = MemoryPhases(sharded.accountant, sharded.device)

@@ -40,7 +40,7 @@ class Rates:
     evaluation, saving.
 
     Args:
-        ranks: that share the data; each has as many tokens as this one.
+        ranks: of the job; each has as many tokens as this one.
         synchronized: wait for the device before the clock is read. Otherwise it may be behind.
         device: of the model.
         peak: of the device; None: it is not known.

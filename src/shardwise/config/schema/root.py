@@ -59,8 +59,13 @@ class Config(ConfigSection):
         "gradients (gradient_accumulation_steps is 1 then).",
     )
     dataloader_drop_last: bool = key(False, "The engine's loader drops the last incomplete batch.")
-    sequence_parallel_size: Int = key(1, "Ranks that share one sequence.", ge=1)
-    data_parallel_size: Int | None = key(None, "Must be the number of ranks.", ge=1)
+    sequence_parallel_size: Int = key(
+        1,
+        "Ranks that share one sequence; it divides the number of ranks. Batch sizes count groups of so many ranks, and "
+        "ZeRO divides over all of them.",
+        ge=1,
+    )
+    data_parallel_size: Int | None = key(None, "Must be the number of ranks / sequence_parallel_size.", ge=1)
     use_data_before_expert_parallelism: bool = key(
         False, "Order of ranks in expert groups.", no_effect="there are no expert groups"
     )

@@ -1,6 +1,7 @@
 """Process groups and ranks of a script without its engine, by DeepSpeed's getters.
 
-There is one kind of parallelism in this version: over data. So ranks of the others are 0, and there is one of them.
+There are two kinds of parallelism in this version: over data, and over sequences (`shardwise.parallel`). Ranks of the
+others are 0, and there is one of them.
 """
 
 from __future__ import annotations
@@ -11,6 +12,7 @@ import torch.distributed as dist
 
 from shardwise.comm.api import get_rank, get_world_size
 from shardwise.errors import UsageError
+from shardwise.parallel.sequence import SequenceGroup, current
 
 mpu: Any = None
 """The model-parallel unit whose groups these are; None: data-parallel ranks are all ranks."""
@@ -36,7 +38,11 @@ def initialize(ep_size: int = 1, mpu: Any = None) -> None:
 
 
 def get_data_parallel_group() -> Any:
-    """Return the group of ranks that share the parameters and have data of their own."""
+    """Return the group of ranks that have data of their own."""
+    shared = _shared()
+    if shared is not None:
+        assert shared.data is not None
+        return shared.data.user_group
     if mpu is not None:
         return mpu.get_data_parallel_group()
     return dist.group.WORLD
@@ -69,17 +75,40 @@ def get_model_parallel_world_size() -> int:
 
 def _get_sequence_parallel_group() -> Any:
     """Return the group of ranks that share a sequence, or None: every rank has its own."""
-    return None
+    shared = _shared()
+    return None if shared is None else shared.group
 
 
 def _get_sequence_parallel_rank() -> int:
     """Return this process's rank in that group."""
-    return 0
+    shared = _shared()
+    return 0 if shared is None else shared.rank
 
 
 def _get_sequence_parallel_world_size() -> int:
     """Return the size of that group."""
-    return 1
+    shared = _shared()
+    return 1 if shared is None else shared.size
+
+
+def _get_sequence_data_parallel_group() -> Any:
+    """Return the group of ranks that share the parameters: all of those that have data or a part of a sequence."""
+    return get_data_parallel_group() if _shared() is None else dist.group.WORLD
+
+
+def _get_sequence_data_parallel_rank() -> int:
+    """Return this process's rank in that group."""
+    return get_rank(_get_sequence_data_parallel_group())
+
+
+def _get_sequence_data_parallel_world_size() -> int:
+    """Return the size of that group."""
+    return get_world_size(_get_sequence_data_parallel_group())
+
+
+def _shared() -> SequenceGroup | None:
+    group = current()
+    return group if group is not None and group.data is not None else None
 
 
 get_tensor_parallel_group = get_model_parallel_group
@@ -88,6 +117,3 @@ get_tensor_parallel_world_size = get_model_parallel_world_size
 _get_data_parallel_group = get_data_parallel_group
 _get_data_parallel_rank = get_data_parallel_rank
 _get_data_parallel_world_size = get_data_parallel_world_size
-_get_sequence_data_parallel_group = get_data_parallel_group
-_get_sequence_data_parallel_rank = get_data_parallel_rank
-_get_sequence_data_parallel_world_size = get_data_parallel_world_size

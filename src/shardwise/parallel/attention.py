@@ -1,0 +1,153 @@
+"""Attention over sequences that several ranks share, around any attention of one process."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Sequence
+from typing import Any
+
+import torch
+import torch.distributed as dist
+from torch import nn
+
+from shardwise.compat import has_values
+from shardwise.errors import UsageError
+from shardwise.parallel.sequence import SequenceGroup, group_of, needed
+from shardwise.parallel.ulysses import key_runs, query_runs, repeats, to_heads, to_tokens
+
+
+def shared_attention(
+    attention: Callable[..., torch.Tensor],
+    group: SequenceGroup,
+    query: torch.Tensor,
+    key: torch.Tensor,
+    value: torch.Tensor,
+    lengths: Sequence[int],
+    *,
+    grouped: bool = True,
+) -> torch.Tensor:
+    """Return the attention of this rank's tokens to the whole sequence (all ranks of the group call).
+
+    Args:
+        attention: gets query, key and value as (rows, all tokens, some heads, width), and returns its result in the
+            same form.
+        group: the ranks.
+        query, key, value: (rows, this rank's tokens, all heads, width); there may be fewer heads of the latter two.
+        lengths: tokens of each rank.
+        grouped: `attention` takes fewer key heads than query heads, in the model's proportion.
+
+    Raises:
+        UsageError: there are fewer query heads than ranks, or a rank has no token.
+    """
+    heads, keys = query.shape[2], key.shape[2]
+    if min(lengths) < 1:
+        raise UsageError(
+            f"sequence parallelism: the ranks have {list(lengths)} tokens of a sequence, and each needs at least one; "
+            f"pad sequences to {group.size} tokens, or lower sequence_parallel_size"
+        )
+    runs = query_runs(heads, group.size)
+    wanted = key_runs(heads, keys, runs)
+    q, k, v = to_heads(group, [query, key, value], lengths, [runs, wanted, wanted])
+    belongs = repeats(heads, keys, runs[group.rank])
+    if not (grouped and belongs == heads // keys) and belongs != 1:
+        places = belongs if isinstance(belongs, list) else [n // belongs for n in range(q.shape[2])]
+        index = torch.tensor(places, device=k.device)
+        k, v = k.index_select(2, index), v.index_select(2, index)
+    return to_tokens(group, attention(q, k, v), lengths, runs)
+
+
+class DistributedAttention(nn.Module):
+    """Attention of one process, made one over sequences that several ranks share.
+
+    The local attention is called with all tokens and some of the heads, so it has to know nothing of ranks: what it
+    masks, it masks by places in the whole sequence. It draws its dropout from each rank's own random numbers.
+
+    Args:
+        local_attention: called as `local_attention(query, key, value, *args, **kwargs)`; a module or a function. It
+            gets, and returns, tensors in the form that this module gets. With fewer key heads than query heads it gets
+            as many of both, unless it can be given the model's proportion.
+        sequence_process_group: the ranks; None: those of the engine (`sequence_parallel_size`), or of
+            `shardwise.parallel.begin`.
+        scatter_idx: dimension of the heads.
+        gather_idx: dimension of the tokens. The default is DeepSpeed's, (tokens, rows, heads, width); the form of
+            `torch.nn.functional.scaled_dot_product_attention` has heads in dimension 1 and tokens in 2.
+        sp_stream: taken from existing code; the exchanges are launched together in any case.
+
+    Example:
+        >>> import torch
+        >>> from torch.nn.functional import scaled_dot_product_attention
+        >>> from shardwise.parallel import DistributedAttention, begin, end
+        >>> group = begin(1)
+        >>> attention = DistributedAttention(scaled_dot_product_attention, scatter_idx=1, gather_idx=2)
+        >>> q = torch.randn(2, 4, 8, 16)  # rows, heads, tokens, width
+        >>> attention(q, q, q, is_causal=True).shape
+        torch.Size([2, 4, 8, 16])
+        >>> end()
+    """
+
+    def __init__(
+        self,
+        local_attention: Callable[..., Any],
+        sequence_process_group: SequenceGroup | dist.ProcessGroup | None = None,
+        scatter_idx: int = 2,
+        gather_idx: int = 0,
+        sp_stream: Any = None,
+    ) -> None:
+        super().__init__()
+        if sorted({scatter_idx, gather_idx}) not in ([0, 2], [1, 2]):
+            raise UsageError(
+                f"DistributedAttention(scatter_idx={scatter_idx}, gather_idx={gather_idx}): heads and tokens are in "
+                "dimensions 2 and 0, 2 and 1, or 1 and 2 of four"
+            )
+        self.local_attn = local_attention
+        self.scatter_idx, self.gather_idx = scatter_idx, gather_idx
+        self._group = group_of(sequence_process_group)
+
+    def forward(
+        self,
+        query: torch.Tensor,
+        key: torch.Tensor,
+        value: torch.Tensor,
+        *args: Any,
+        lengths: Sequence[int] | None = None,
+        batch_dim_idx: int | None = None,
+        **kwargs: Any,
+    ) -> torch.Tensor:
+        """Return the result of this rank's tokens (all ranks of the group call).
+
+        Args:
+            query: of this rank's tokens, with all heads.
+            key: the same; there may be fewer heads, each for as many query heads.
+            value: as `key`.
+            args, kwargs: for the local attention. A first one that is a number is taken for `batch_dim_idx`.
+            lengths: tokens of each rank; None: the ranks ask each other, once in a forward pass of an engine.
+            batch_dim_idx: the dimension of rows, which DeepSpeed's callers pass; it follows from the other two.
+
+        Raises:
+            UsageError: see `shardwise.parallel.attention.shared_attention`, or there is no group of ranks.
+        """
+        if args and isinstance(args[0], int) and not isinstance(args[0], bool):
+            args = args[1:]
+        group = self._group or needed()
+        own = query.shape[self.gather_idx]
+        if lengths is None:
+            lengths = group.lengths(own) if has_values(query) else [own] * group.size
+        elif len(lengths) != group.size or lengths[group.rank] != own:
+            raise UsageError(
+                f"DistributedAttention: lengths={list(lengths)} should be the tokens of each of {group.size} ranks, "
+                f"and rank {group.rank} has {own}"
+            )
+
+        def local(*whole: torch.Tensor) -> torch.Tensor:
+            found: torch.Tensor = self.local_attn(*map(self._back, whole), *args, **kwargs)
+            return self._forth(found)
+
+        q, k, v = map(self._forth, (query, key, value))
+        return self._back(shared_attention(local, group, q, k, v, lengths, grouped=False))
+
+    def _forth(self, tensor: torch.Tensor) -> torch.Tensor:
+        """View as (rows, tokens, heads, width)."""
+        return tensor.movedim((self.gather_idx, self.scatter_idx), (1, 2))
+
+    def _back(self, tensor: torch.Tensor) -> torch.Tensor:
+        """View as the caller has it."""
+        return tensor.movedim((1, 2), (self.gather_idx, self.scatter_idx))

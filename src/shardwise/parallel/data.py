@@ -1,0 +1,212 @@
+"""Batches for ranks that share sequences: each rank gets its run of the tokens of all rows.
+
+Labels are shifted before the split, as the next token may be another rank's: the part of `labels` is called
+`shift_labels`, and belongs to the tokens at the same places. Positions are those in the whole sequence.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterator, Mapping
+from typing import Any
+
+import torch
+import torch.nn.functional as F
+
+from shardwise.errors import UsageError
+from shardwise.parallel.sequence import SequenceGroup, needed, run_of
+
+IGNORED = -100
+"""The label of tokens without one."""
+
+_TOKENS = ("input_ids", "inputs_embeds", "labels", "shift_labels", "position_ids")
+"""Keys of a batch that tell how long its sequences are; the first that is there does."""
+
+
+def split(batch: Any, group: SequenceGroup | None = None) -> Any:
+    """Return this rank's part of a batch that all ranks of its sequence group have.
+
+    Args:
+        batch: tensors of the form (rows, tokens, ...): one, a tuple or list of them, or a dictionary with `input_ids`
+            or `inputs_embeds`. Of a dictionary, what has as many tokens is split and the rest kept. `labels` become
+            `shift_labels`, one place to the left; `position_ids` are added where they are missing.
+        group: the ranks; None: the process's own.
+
+    Raises:
+        UsageError: there are fewer tokens than ranks, or nothing tells how many tokens there are.
+
+    Example:
+        >>> import torch
+        >>> from shardwise.parallel import begin, end, split
+        >>> group = begin(1)
+        >>> split({"input_ids": torch.tensor([[5, 6, 7]]), "labels": torch.tensor([[5, 6, 7]])})["shift_labels"]
+        tensor([[   6,    7, -100]])
+        >>> end()
+    """
+    group = group or needed()
+    return _part(complete(batch), group, group.rank)
+
+
+def complete(batch: Any) -> Any:
+    """Return a batch of whole sequences with what depends on neighbouring tokens: shifted labels and positions."""
+    if not isinstance(batch, Mapping):
+        return batch
+    found = dict(batch)
+    if isinstance(found.get("labels"), torch.Tensor):
+        labels = found.pop("labels")
+        if found.get("shift_labels") is None:
+            found["shift_labels"] = F.pad(labels, (0, 1), value=IGNORED)[:, 1:].contiguous()
+    if found.get("position_ids") is None:
+        like = found[_key(found)]
+        found["position_ids"] = torch.arange(like.shape[1], device=like.device).unsqueeze(0)
+    return found
+
+
+def _key(batch: Mapping[str, Any]) -> str:
+    for name in _TOKENS:
+        if isinstance(batch.get(name), torch.Tensor) and batch[name].dim() > 1:
+            return name
+    raise UsageError(
+        f"a batch with the keys {list(batch)} cannot be split among the ranks of a sequence: expected one of "
+        f"{', '.join(_TOKENS)}, of the form (rows, tokens, ...)"
+    )
+
+
+def _part(batch: Any, group: SequenceGroup, rank: int) -> Any:
+    """Return a rank's part of a completed batch."""
+    if isinstance(batch, torch.Tensor):
+        return _cut(batch, batch.shape[1] if batch.dim() > 1 else -1, group, rank)
+    if isinstance(batch, Mapping):
+        key = _key(batch)
+        length = batch[key].shape[1]
+        _note_aligned(batch.get("position_ids"), length, group)
+        return {
+            name: _cut(value, length, group, rank)
+            if isinstance(value, torch.Tensor) and value.dim() > 1 and value.shape[1] == length
+            else value
+            for name, value in batch.items()
+        }
+    if isinstance(batch, (tuple, list)) and batch and all(isinstance(value, torch.Tensor) for value in batch):
+        parts = [_part(value, group, rank) for value in batch]
+        return type(batch)(*parts) if hasattr(batch, "_fields") else type(batch)(parts)
+    raise UsageError(
+        f"a batch of type {type(batch).__name__} cannot be split among the ranks of a sequence: expected a tensor, a "
+        "tuple or list of tensors, or a dictionary"
+    )
+
+
+def _cut(tensor: torch.Tensor, length: int, group: SequenceGroup, rank: int) -> torch.Tensor:
+    if length < group.size:
+        raise UsageError(
+            f"sequence parallelism: a batch of shape {tuple(tensor.shape)} cannot be split among {group.size} ranks; "
+            f"expected (rows, tokens, ...) with at least {group.size} tokens. Pad it, or lower sequence_parallel_size"
+        )
+    first, end = run_of(length, group.size, rank)
+    return tensor[:, first:end].contiguous()
+
+
+def _note_aligned(positions: Any, length: int, group: SequenceGroup) -> None:
+    """Remember that a batch has samples which are as long as each rank's part (see `SequenceGroup.layout`)."""
+    if group.aligned or not isinstance(positions, torch.Tensor) or length % group.size or positions.is_cuda:
+        return
+    rows = positions.reshape(-1, length).view(-1, group.size, length // group.size)
+    group.aligned = group.size > 1 and bool((rows == torch.arange(length // group.size)).all())
+
+
+class SequenceLoader:
+    """A loader whose batches all ranks of a sequence have, and which gives each rank its part.
+
+    `initialize(training_data=...)` makes such a loader: ranks that share sequences draw the same samples. What this
+    class does not have is looked up in the loader (`state_dict`, `set_epoch`, `sampler`).
+
+    Args:
+        loader: gives batches that `split` takes.
+        group: the ranks; None: the process's own, when it is iterated over.
+    """
+
+    def __init__(self, loader: Any, group: SequenceGroup | None = None) -> None:
+        self.loader = loader
+        self._group = group
+
+    def __iter__(self) -> Iterator[Any]:
+        group = self._group or needed()
+        return (split(batch, group) for batch in self.loader)
+
+    def __len__(self) -> int:
+        return len(self.loader)
+
+    def __getattr__(self, name: str) -> Any:
+        if name == "loader":
+            raise AttributeError(name)
+        return getattr(self.loader, name)
+
+
+class RoundRobinLoader:
+    """A loader that has other batches on each rank, which the ranks of a sequence work on together, one by one.
+
+    In each round every rank takes a batch of its own and hands the others their parts; then come the batch of the
+    group's first rank, that of the second, and so on. A round in which a rank has none left is not begun.
+
+    Args:
+        loader: gives dictionaries of tensors; see `split`.
+        group: the ranks; None: the process's own, when it is iterated over.
+        device: where the parts go.
+    """
+
+    def __init__(self, loader: Any, group: SequenceGroup | None = None, device: torch.device | None = None) -> None:
+        self.loader = loader
+        self._group = group
+        self._device = device
+
+    def __len__(self) -> int:
+        return len(self.loader) * (self._group or needed()).size
+
+    def __iter__(self) -> Iterator[Any]:
+        group = self._group or needed()
+        batches = iter(self.loader)
+        while True:
+            batch = next(batches, None)
+            parts = None if batch is None else self._parts(batch, group)
+            described = None if parts is None else [_describe(part) for part in parts]
+            told = group.comm.exchange(described, "sequence_batches")
+            if any(found is None for found in told):
+                return
+            assert parts is not None
+            yield from self._handed_round(parts, [found[group.rank] for found in told], group)
+
+    def _parts(self, batch: Any, group: SequenceGroup) -> list[dict[str, torch.Tensor]]:
+        """Return what each rank gets of this rank's batch."""
+        if not isinstance(batch, Mapping) or not all(isinstance(v, torch.Tensor) for v in batch.values()):
+            raise UsageError(
+                f"RoundRobinLoader: ranks can hand round dictionaries of tensors, found {type(batch).__name__}"
+                + (f" with {[k for k, v in batch.items() if not isinstance(v, torch.Tensor)]}" if batch else "")
+            )
+        whole = complete(batch)
+        return [_part(whole, group, rank) for rank in range(group.size)]
+
+    def _handed_round(
+        self, parts: list[dict[str, torch.Tensor]], coming: list[Any], group: SequenceGroup
+    ) -> Iterator[dict[str, torch.Tensor]]:
+        device = group.comm.device
+        flat = [torch.cat([_bytes(value, device) for value in part.values()]) for part in parts]
+        sent, sizes = [part.numel() for part in flat], [sum(size for *_, size in items) for items in coming]
+        received = torch.empty(sum(sizes), dtype=torch.uint8, device=device)
+        group.comm.all_to_all(received, torch.cat(flat), sizes, sent, "sequence_batches").wait()
+        for piece, items in zip(received.split(sizes), coming, strict=True):
+            values = piece.split([size for *_, size in items])
+            yield {
+                name: value.clone().view(getattr(torch, dtype)).view(shape).to(self._device or device)
+                for (name, dtype, shape, _), value in zip(items, values, strict=True)
+            }
+
+    def __getattr__(self, name: str) -> Any:
+        if name == "loader":
+            raise AttributeError(name)
+        return getattr(self.loader, name)
+
+
+def _describe(part: Mapping[str, torch.Tensor]) -> list[list[Any]]:
+    return [[name, str(v.dtype).removeprefix("torch."), list(v.shape), v.nbytes] for name, v in part.items()]
+
+
+def _bytes(tensor: torch.Tensor, device: torch.device) -> torch.Tensor:
+    return tensor.to(device).contiguous().view(-1).view(torch.uint8)

@@ -1,0 +1,72 @@
+"""Losses of sequences that several ranks share.
+
+A rank's loss is the mean over its own tokens. Weighed by their number it is exact: `engine.backward(loss,
+weight=tokens)` gives the gradient of the mean over all tokens of all ranks. `mean_loss` makes of the losses of one
+sequence's ranks that of the sequence, which every rank differentiates.
+"""
+
+from __future__ import annotations
+
+from typing import Any
+
+import torch
+import torch.nn.functional as F
+
+from shardwise.parallel.data import IGNORED
+from shardwise.parallel.sequence import SequenceGroup, needed
+
+
+def token_loss(
+    logits: torch.Tensor, labels: torch.Tensor, ignore_index: int = IGNORED
+) -> tuple[torch.Tensor, torch.Tensor]:
+    """Return the mean cross entropy over this rank's tokens that have a label, and their number.
+
+    Without such a token the loss is 0, and so are its gradients.
+
+    Args:
+        logits: (rows, tokens, vocabulary).
+        labels: (rows, tokens), of the same places: `shift_labels` of `split`.
+        ignore_index: label of tokens without one.
+
+    >>> loss, tokens = token_loss(torch.zeros(1, 3, 4), torch.tensor([[1, 2, -100]]))
+    >>> round(float(loss), 3), int(tokens)
+    (1.386, 2)
+    """
+    wide = torch.promote_types(logits.dtype, torch.float32)
+    total = F.cross_entropy(
+        logits.flatten(0, -2).to(wide), labels.flatten(), ignore_index=ignore_index, reduction="sum"
+    )
+    tokens = (labels != ignore_index).sum()
+    return total / tokens.clamp(min=1), tokens
+
+
+class _Mean(torch.autograd.Function):
+    @staticmethod
+    def forward(ctx: Any, loss: torch.Tensor, tokens: torch.Tensor, group: SequenceGroup) -> torch.Tensor:
+        own = torch.where(tokens > 0, loss.detach().double() * tokens, 0.0)
+        sums = torch.stack([own, tokens.double()])
+        group.comm.all_reduce(sums, "sequence_loss").wait()
+        total = sums[1].clamp(min=1)
+        ctx.save_for_backward(tokens * group.size / total)
+        return (sums[0] / total).to(loss.dtype)
+
+    @staticmethod
+    def backward(ctx: Any, grad: torch.Tensor) -> Any:
+        (share,) = ctx.saved_tensors
+        return (grad * share).to(grad.dtype), None, None
+
+
+def mean_loss(loss: torch.Tensor, tokens: torch.Tensor | int, group: SequenceGroup | None = None) -> torch.Tensor:
+    """Return the mean over the tokens of a whole sequence, the same on all its ranks (they call together).
+
+    Each rank calls `engine.backward` on it, without a weight: the engine's mean over ranks is then the mean over
+    sequences of the mean over each one's tokens. DeepSpeed's scripts do this with a differentiable all-gather.
+
+    Args:
+        loss: mean over this rank's tokens (not looked at where there are none).
+        tokens: their number.
+        group: the ranks; None: the process's own.
+    """
+    count = torch.as_tensor(tokens, device=loss.device)
+    found: torch.Tensor = _Mean.apply(loss, count, group or needed())
+    return found

@@ -1,0 +1,228 @@
+"""Ring attention (Liu et al., 2310.01889): keys and values go from rank to rank, queries stay.
+
+Each rank keeps the queries of its own tokens with all heads, so that any number of ranks may share a sequence. In each
+of P steps it attends to the keys of one rank while these travel on to the next; results are put together by their
+softmax's sums, as in flash attention. The backward pass sends keys and values round again, and with them the gradients
+that the ranks add up, which come home with one step more.
+
+A rank sends its keys and values P - 1 times, where Ulysses sends each tensor once: it is for where heads run out. With
+a causal mask later ranks attend to more tokens than earlier ones, which wait for them.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterator, Sequence
+from typing import Any
+
+import torch
+import torch.distributed as dist
+from torch import nn
+
+from shardwise.comm.communicator import Handle
+from shardwise.compat import has_values
+from shardwise.errors import UsageError
+from shardwise.parallel.sequence import SequenceGroup, group_of, needed
+
+_QUERIES = 512
+"""Queries for which scores are there at a time."""
+
+
+class _Hop:
+    """Memory on its way to the next rank, and what comes from the one before."""
+
+    def __init__(self, group: SequenceGroup, sent: torch.Tensor, coming: int, label: str) -> None:
+        self._sent = sent
+        self._received = sent.new_empty(coming)
+        self._handle: Handle | None = None
+        if has_values(sent):
+            gives, takes = [0] * group.size, [0] * group.size
+            gives[(group.rank + 1) % group.size] = sent.numel()
+            takes[(group.rank - 1) % group.size] = coming
+            self._handle = group.comm.all_to_all(self._received, sent, takes, gives, label)
+
+    def wait(self) -> torch.Tensor:
+        if self._handle is not None:
+            self._handle.wait()
+        return self._received
+
+
+class _Ring:
+    """Where the tokens of each rank lie, and which of them a rank's queries see."""
+
+    def __init__(self, group: SequenceGroup, lengths: Sequence[int], causal: bool, scale: float) -> None:
+        self.group, self.lengths, self.causal, self.scale = group, list(lengths), causal, scale
+        self.starts = [sum(lengths[:rank]) for rank in range(len(lengths))]
+
+    def source(self, step: int) -> int:
+        """Return whose keys are here in a step."""
+        return (self.group.rank - step) % self.group.size
+
+    def seen(self, source: int) -> bool:
+        """Whether a rank's keys are seen by any query here."""
+        return not self.causal or source <= self.group.rank
+
+    def scores(self, q: torch.Tensor, k: torch.Tensor, first: int, source: int) -> torch.Tensor:
+        """Return the scores of queries from place `first` of this rank's: (rows, key heads, queries of each, q, k)."""
+        found = torch.einsum("bhgqd,bhkd->bhgqk", q, k) * self.scale
+        if self.causal and source == self.group.rank:
+            places = torch.arange(first, first + q.shape[3], device=q.device).unsqueeze(1)
+            found = found.masked_fill(torch.arange(k.shape[2], device=q.device) > places, float("-inf"))
+        return found
+
+
+def _pieces(tensor: torch.Tensor) -> Iterator[tuple[int, torch.Tensor]]:
+    """Yield queries in pieces, with the place of the first."""
+    first = 0
+    for piece in tensor.split(_QUERIES, dim=3):
+        yield first, piece
+        first += piece.shape[3]
+
+
+class _RingAttention(torch.autograd.Function):
+    """Queries as (rows, key heads, queries of each, tokens, width), keys and values as (rows, heads, tokens, width)."""
+
+    @staticmethod
+    def forward(ctx: Any, ring: _Ring, q: torch.Tensor, k: torch.Tensor, v: torch.Tensor) -> torch.Tensor:
+        group = ring.group
+        wide = torch.promote_types(q.dtype, torch.float32)
+        total = torch.zeros(q.shape, dtype=wide, device=q.device)
+        sums = torch.zeros(q.shape[:-1], dtype=wide, device=q.device)
+        most = torch.full_like(sums, float("-inf"))
+        here = torch.stack([k, v])
+        for step in range(group.size):
+            source, last = ring.source(step), step + 1 == group.size
+            hop = None if last else _travel(ring, here, step)
+            if ring.seen(source):
+                keys, values = here.to(wide)
+                for first, piece in _pieces(q.to(wide)):
+                    part = slice(first, first + piece.shape[3])
+                    scores = ring.scores(piece, keys, first, source)
+                    higher = torch.maximum(most[..., part], scores.amax(-1))
+                    shrunk = torch.exp(most[..., part] - higher)
+                    weights = torch.exp(scores - higher.unsqueeze(-1))
+                    sums[..., part] = sums[..., part] * shrunk + weights.sum(-1)
+                    total[..., part, :] *= shrunk.unsqueeze(-1)
+                    total[..., part, :] += torch.einsum("bhgqk,bhkd->bhgqd", weights, values)
+                    most[..., part] = higher
+            if hop is not None:
+                here = hop.wait().view(2, *k.shape[:2], ring.lengths[ring.source(step + 1)], k.shape[3])
+        group.exchanges += 1
+        out = (total / sums.unsqueeze(-1)).to(q.dtype)
+        ctx.ring = ring
+        ctx.save_for_backward(q, k, v, out, most + sums.log())
+        return out
+
+    @staticmethod
+    @torch.autograd.function.once_differentiable
+    def backward(ctx: Any, grad: torch.Tensor) -> Any:
+        ring: _Ring = ctx.ring
+        group = ring.group
+        q, k, v, out, norms = ctx.saved_tensors
+        wide = norms.dtype
+        dots = (grad.to(wide) * out.to(wide)).sum(-1)
+        of_q = torch.zeros(q.shape, dtype=wide, device=q.device)
+        here = torch.stack([k, v])
+        of_here = torch.zeros(here.shape, dtype=wide, device=q.device)
+        for step in range(group.size):
+            source, last = ring.source(step), step + 1 == group.size
+            hop = None if last else _travel(ring, here, step)
+            if ring.seen(source):
+                keys, values = here.to(wide)
+                for first, piece in _pieces(q.to(wide)):
+                    part = slice(first, first + piece.shape[3])
+                    given = grad[..., part, :].to(wide)
+                    weights = torch.exp(ring.scores(piece, keys, first, source) - norms[..., part].unsqueeze(-1))
+                    of_here[1] += torch.einsum("bhgqk,bhgqd->bhkd", weights, given)
+                    weights *= torch.einsum("bhgqd,bhkd->bhgqk", given, values) - dots[..., part].unsqueeze(-1)
+                    weights *= ring.scale
+                    of_q[..., part, :] += torch.einsum("bhgqk,bhkd->bhgqd", weights, keys)
+                    of_here[0] += torch.einsum("bhgqk,bhgqd->bhkd", weights, piece)
+            shape = (2, *k.shape[:2], ring.lengths[ring.source(step + 1)], k.shape[3])
+            if hop is not None:
+                here = hop.wait().view(shape)
+            if group.size > 1:
+                of_here = _travel(ring, of_here, step).wait().view(shape)
+        return None, of_q.to(q.dtype), of_here[0].to(k.dtype), of_here[1].to(v.dtype)
+
+
+def _travel(ring: _Ring, here: torch.Tensor, step: int) -> _Hop:
+    each = here.numel() // ring.lengths[ring.source(step)]
+    coming = each * ring.lengths[ring.source(step + 1)]
+    return _Hop(ring.group, here.reshape(-1), coming, "sequence_ring")
+
+
+def ring_attention(
+    group: SequenceGroup,
+    query: torch.Tensor,
+    key: torch.Tensor,
+    value: torch.Tensor,
+    lengths: Sequence[int],
+    *,
+    causal: bool = True,
+    scale: float | None = None,
+) -> torch.Tensor:
+    """Return the attention of this rank's tokens to the whole sequence (all ranks of the group call).
+
+    Args:
+        group: the ranks.
+        query: (rows, heads, this rank's tokens, width).
+        key: the same, or with fewer heads, each for as many query heads.
+        value: as `key`.
+        lengths: tokens of each rank.
+        causal: tokens see those before them and themselves.
+        scale: of the scores; None: 1 / sqrt(width).
+
+    Raises:
+        UsageError: the shapes do not fit.
+    """
+    rows, heads, tokens, width = query.shape
+    if key.shape != value.shape or heads % key.shape[1] or key.shape[2] != tokens or key.shape[3] != width:
+        raise UsageError(
+            f"ring attention: query {tuple(query.shape)}, key {tuple(key.shape)} and value {tuple(value.shape)} do not "
+            "fit: expected (rows, heads, tokens, width) with the same tokens and width, and query heads that are a "
+            "multiple of key heads"
+        )
+    ring = _Ring(group, lengths, causal, width**-0.5 if scale is None else scale)
+    grouped = query.reshape(rows, key.shape[1], heads // key.shape[1], tokens, width)
+    found: torch.Tensor = _RingAttention.apply(ring, grouped, key, value)
+    return found.reshape(query.shape)
+
+
+class RingAttention(nn.Module):
+    """Attention over sequences that more ranks may share than there are heads; see `shardwise.parallel.ring`.
+
+    Plain attention: a causal mask or none, no dropout, no padding.
+
+    Args:
+        sequence_process_group: the ranks; None: those of the engine, or of `shardwise.parallel.begin`.
+
+    Example:
+        >>> import torch
+        >>> from shardwise.parallel import RingAttention, begin, end
+        >>> group = begin(1)
+        >>> q = torch.randn(2, 1, 8, 16)  # rows, heads, tokens, width
+        >>> expected = torch.nn.functional.scaled_dot_product_attention(q, q, q, is_causal=True)
+        >>> torch.testing.assert_close(RingAttention()(q, q, q), expected)
+        >>> end()
+    """
+
+    def __init__(self, sequence_process_group: SequenceGroup | dist.ProcessGroup | None = None) -> None:
+        super().__init__()
+        self._group = group_of(sequence_process_group)
+
+    def forward(
+        self,
+        query: torch.Tensor,
+        key: torch.Tensor,
+        value: torch.Tensor,
+        *,
+        is_causal: bool = True,
+        scale: float | None = None,
+        lengths: Sequence[int] | None = None,
+    ) -> torch.Tensor:
+        """Return the result of this rank's tokens; see `ring_attention`. Without `lengths` the ranks ask each other."""
+        group = self._group or needed()
+        own = query.shape[2]
+        if lengths is None:
+            lengths = group.lengths(own) if has_values(query) else [own] * group.size
+        return ring_attention(group, query, key, value, lengths, causal=is_causal, scale=scale)

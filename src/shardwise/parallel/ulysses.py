@@ -1,0 +1,196 @@
+"""Ulysses (Jacobs et al., "DeepSpeed Ulysses", 2309.14509): attention over whole sequences, of some heads on each rank.
+
+Outside of attention a rank has some tokens of a sequence with all heads; an all-to-all makes of that all tokens with
+some heads, and another one takes the result back. With P ranks each moves 1 / P of a tensor, whatever the length.
+
+Heads need not divide evenly: each rank has a run of query heads, and the key and value heads that these ask for. Where
+there are fewer of the latter than ranks, a head is sent to each rank that needs it, and to no other.
+"""
+
+from __future__ import annotations
+
+import itertools
+from collections.abc import Sequence
+from typing import Any
+
+import torch
+
+from shardwise.compat import has_values
+from shardwise.errors import UsageError
+from shardwise.parallel.sequence import SequenceGroup, run_of
+
+Run = tuple[int, int]
+"""The first of some heads, and the one behind the last."""
+
+
+def query_runs(heads: int, ranks: int) -> list[Run]:
+    """Return the query heads of each rank.
+
+    Raises:
+        UsageError: there are fewer heads than ranks.
+    """
+    if heads < ranks:
+        raise UsageError(
+            f"sequence parallelism over {ranks} ranks needs at least as many attention heads, the model has {heads}: "
+            f"set sequence_parallel_size to {heads} or less, or use shardwise.parallel.RingAttention"
+        )
+    return [run_of(heads, ranks, rank) for rank in range(ranks)]
+
+
+def key_runs(heads: int, keys: int, runs: Sequence[Run]) -> list[Run]:
+    """Return the key (and value) heads that the query heads of each rank ask for.
+
+    >>> key_runs(8, 2, [(0, 2), (2, 4), (4, 6), (6, 8)])
+    [(0, 1), (0, 1), (1, 2), (1, 2)]
+
+    Raises:
+        UsageError: query heads are not a multiple of key heads.
+    """
+    if keys < 1 or heads % keys:
+        raise UsageError(f"attention has {heads} query heads and {keys} key heads; the first must be a multiple")
+    group = heads // keys
+    return [(first // group, (end - 1) // group + 1) for first, end in runs]
+
+
+def repeats(heads: int, keys: int, run: Run) -> int | list[int]:
+    """Return how the key heads that a rank has belong to its query heads.
+
+    Returns:
+        How many query heads each key head has, if all have as many and in order; else, for each query head, the place
+        of its key head among those that the rank has.
+
+    >>> repeats(8, 4, (0, 4)), repeats(6, 2, (2, 4)), repeats(6, 2, (0, 4))
+    (2, 1, [0, 0, 0, 1])
+    """
+    group = heads // keys
+    wanted = [head // group - run[0] // group for head in range(*run)]
+    each = len(wanted) // (wanted[-1] + 1)
+    return each if wanted == [place // each for place in range(len(wanted))] else wanted
+
+
+class _Swap:
+    """An exchange under way, of one tensor laid out as (rows, tokens, heads, ...)."""
+
+    def __init__(self, group: SequenceGroup, given: torch.Tensor, sent: list[int], got: list[int], label: str) -> None:
+        self.received = given.new_empty(sum(got))
+        self.sizes = got
+        self._sent = given
+        self._handle = group.comm.all_to_all(self.received, given, got, sent, label) if has_values(given) else None
+
+    def wait(self) -> list[torch.Tensor]:
+        """Return what each rank has sent."""
+        if self._handle is not None:
+            self._handle.wait()
+        return list(self.received.split(self.sizes))
+
+
+def _send_heads(group: SequenceGroup, x: torch.Tensor, lengths: Sequence[int], runs: Sequence[Run]) -> _Swap:
+    """Begin: each rank gets its heads of this rank's tokens."""
+    rows, tokens = x.shape[:2]
+    each = rows * x[0, 0, 0].numel()
+    sent = [tokens * (end - first) * each for first, end in runs]
+    given = x.new_empty(sum(sent))
+    for part, (first, end) in zip(given.split(sent), runs, strict=True):
+        piece = x[:, :, first:end]
+        part.view(piece.shape).copy_(piece)
+    own = runs[group.rank][1] - runs[group.rank][0]
+    return _Swap(group, given, sent, [length * own * each for length in lengths], "sequence_to_heads")
+
+
+def _take_tokens(swap: _Swap, like: torch.Tensor, lengths: Sequence[int], heads: int) -> torch.Tensor:
+    """End `_send_heads`: all tokens of this rank's heads."""
+    rows, _, _, *rest = like.shape
+    parts = swap.wait()
+    if rows == 1:  # they lie one behind the other
+        return swap.received.view(1, sum(lengths), heads, *rest)
+    views = [part.view(rows, length, heads, *rest) for part, length in zip(parts, lengths, strict=True)]
+    return torch.cat(views, dim=1)
+
+
+def _send_tokens(group: SequenceGroup, x: torch.Tensor, lengths: Sequence[int], runs: Sequence[Run]) -> _Swap:
+    """Begin: each rank gets its tokens of this rank's heads."""
+    rows, _, heads = x.shape[:3]
+    each = rows * x[0, 0, 0].numel()
+    sent = [length * heads * each for length in lengths]
+    given = x.new_empty(sum(sent))
+    for part, piece in zip(given.split(sent), x.split(list(lengths), dim=1), strict=True):
+        part.view(piece.shape).copy_(piece)
+    own = lengths[group.rank]
+    return _Swap(group, given, sent, [own * (end - first) * each for first, end in runs], "sequence_to_tokens")
+
+
+def _take_heads(swap: _Swap, like: torch.Tensor, tokens: int, heads: int, runs: Sequence[Run]) -> torch.Tensor:
+    """End `_send_tokens`: all heads of this rank's tokens. Heads that several ranks had are added up, in rank order."""
+    rows, _, _, *rest = like.shape
+    parts = [part.view(rows, tokens, end - first, *rest) for part, (first, end) in zip(swap.wait(), runs, strict=True)]
+    if all(end == first for (_, end), (first, _) in itertools.pairwise(runs)):
+        return torch.cat(parts, dim=2)
+    wide = torch.promote_types(like.dtype, torch.float32)
+    total = torch.zeros(rows, tokens, heads, *rest, dtype=wide, device=like.device)
+    for part, (first, end) in zip(parts, runs, strict=True):
+        total[:, :, first:end] += part
+    return total.to(like.dtype)
+
+
+class _ToHeads(torch.autograd.Function):
+    """From (rows, own tokens, all heads) to (rows, all tokens, own heads), of several tensors at once."""
+
+    @staticmethod
+    def forward(ctx: Any, group: SequenceGroup, lengths: list[int], runs: list[list[Run]], *given: torch.Tensor) -> Any:
+        ctx.group, ctx.lengths, ctx.runs = group, lengths, runs
+        ctx.heads = [x.shape[2] for x in given]
+        swaps = [_send_heads(group, x, lengths, run) for x, run in zip(given, runs, strict=True)]
+        own = [run[group.rank][1] - run[group.rank][0] for run in runs]
+        taken = [_take_tokens(s, x, lengths, n) for s, x, n in zip(swaps, given, own, strict=True)]
+        group.exchanges += 1
+        return tuple(taken)
+
+    @staticmethod
+    @torch.autograd.function.once_differentiable
+    def backward(ctx: Any, *grads: torch.Tensor) -> Any:
+        group, lengths = ctx.group, ctx.lengths
+        swaps = [_send_tokens(group, g, lengths, run) for g, run in zip(grads, ctx.runs, strict=True)]
+        own = lengths[group.rank]
+        back = [
+            _take_heads(swap, g, own, heads, run)
+            for swap, g, heads, run in zip(swaps, grads, ctx.heads, ctx.runs, strict=True)
+        ]
+        return None, None, None, *back
+
+
+class _ToTokens(torch.autograd.Function):
+    """From (rows, all tokens, own heads) to (rows, own tokens, all heads)."""
+
+    @staticmethod
+    def forward(ctx: Any, group: SequenceGroup, lengths: list[int], run: list[Run], x: torch.Tensor) -> Any:
+        ctx.group, ctx.lengths, ctx.run, ctx.own = group, lengths, run, x.shape[2]
+        swap = _send_tokens(group, x, lengths, run)
+        return _take_heads(swap, x, lengths[group.rank], run[-1][1], run)
+
+    @staticmethod
+    @torch.autograd.function.once_differentiable
+    def backward(ctx: Any, grad: torch.Tensor) -> Any:
+        swap = _send_heads(ctx.group, grad, ctx.lengths, ctx.run)
+        return None, None, None, _take_tokens(swap, grad, ctx.lengths, ctx.own)
+
+
+def to_heads(
+    group: SequenceGroup, tensors: Sequence[torch.Tensor], lengths: Sequence[int], runs: Sequence[Sequence[Run]]
+) -> tuple[torch.Tensor, ...]:
+    """Return all tokens of this rank's heads (all ranks of the group call; one all-to-all for each tensor).
+
+    Args:
+        group: the ranks.
+        tensors: each (rows, this rank's tokens, all heads, ...).
+        lengths: tokens of each rank.
+        runs: for each tensor, the heads that each rank gets.
+    """
+    given = [list(run) for run in runs]
+    found: tuple[torch.Tensor, ...] = _ToHeads.apply(group, list(lengths), given, *tensors)
+    return found
+
+
+def to_tokens(group: SequenceGroup, tensor: torch.Tensor, lengths: Sequence[int], run: Sequence[Run]) -> torch.Tensor:
+    """Return all heads of this rank's tokens: the way back from `to_heads`; the runs share no head."""
+    found: torch.Tensor = _ToTokens.apply(group, list(lengths), list(run), tensor)
+    return found

@@ -1,0 +1,116 @@
+"""Models and data for training over shared sequences, and the loop of one process to compare with."""
+
+from __future__ import annotations
+
+from typing import Any
+
+import torch
+from torch import nn
+from torch.nn.functional import scaled_dot_product_attention
+
+from shardwise.parallel import DistributedAttention, token_loss
+
+VOCABULARY, ROWS = 37, 2
+
+Batch = dict[str, torch.Tensor]
+
+
+class Block(nn.Module):
+    def __init__(self, width: int, heads: int, shared: bool) -> None:
+        super().__init__()
+        self.heads = heads
+        self.norm1, self.norm2 = nn.LayerNorm(width), nn.LayerNorm(width)
+        self.qkv, self.out = nn.Linear(width, 3 * width), nn.Linear(width, width)
+        self.up, self.down = nn.Linear(width, 2 * width), nn.Linear(2 * width, width)
+        attention = scaled_dot_product_attention
+        self.attend: Any = DistributedAttention(attention, scatter_idx=1, gather_idx=2) if shared else attention
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        rows, length, width = x.shape
+        q, k, v = self.qkv(self.norm1(x)).view(rows, length, 3, self.heads, -1).permute(2, 0, 3, 1, 4)
+        x = x + self.out(self.attend(q, k, v, is_causal=True).transpose(1, 2).reshape(rows, length, width))
+        return x + self.down(torch.tanh(self.up(self.norm2(x))))
+
+
+class GPT(nn.Module):
+    """Three heads, which two ranks cannot have evenly."""
+
+    def __init__(self, shared: bool) -> None:
+        super().__init__()
+        self.tokens, self.places = nn.Embedding(VOCABULARY, 12), nn.Embedding(32, 12)
+        self.blocks = nn.ModuleList(Block(12, 3, shared) for _ in range(2))
+        self.norm, self.head = nn.LayerNorm(12), nn.Linear(12, VOCABULARY, bias=False)
+
+    def forward(self, input_ids: torch.Tensor, position_ids: torch.Tensor) -> torch.Tensor:
+        x = self.tokens(input_ids) + self.places(position_ids)
+        for block in self.blocks:
+            x = block(x)
+        return self.head(self.norm(x))
+
+
+def gpt(shared: bool) -> nn.Module:
+    torch.manual_seed(7)
+    return GPT(shared)
+
+
+def llama(shared: bool) -> nn.Module:
+    """Four query heads for two key heads."""
+    from transformers import LlamaConfig, LlamaForCausalLM
+
+    from shardwise.parallel import share_attention
+
+    config = LlamaConfig(
+        vocab_size=VOCABULARY,
+        hidden_size=16,
+        intermediate_size=24,
+        num_hidden_layers=2,
+        num_attention_heads=4,
+        num_key_value_heads=2,
+        max_position_embeddings=64,
+        attn_implementation="sdpa",
+        use_cache=False,
+    )
+    torch.manual_seed(7)
+    model = LlamaForCausalLM(config)
+    return share_attention(model) if shared else model
+
+
+MODELS = {"gpt": gpt, "llama": llama}
+
+
+def loss_of(model: Any, batch: Batch) -> tuple[torch.Tensor, torch.Tensor]:
+    found = model(input_ids=batch["input_ids"], position_ids=batch["position_ids"])
+    return token_loss(found if isinstance(found, torch.Tensor) else found.logits, batch["shift_labels"])
+
+
+def data(step: int, copies: int, length: int = 15, packed: bool = False) -> Batch:
+    """The batch of all copies of the model: rows of odd length, the first tokens of some without a label."""
+    torch.manual_seed(100 + step)
+    tokens = torch.randint(VOCABULARY, (copies * ROWS, length))
+    labels = tokens.clone()
+    for row in range(len(labels)):
+        labels[row, : 3 * row + 2] = -100
+    batch = {"input_ids": tokens, "labels": labels}
+    if packed:
+        cuts = [4 + step % 3, 11]
+        runs = [torch.arange(n) for n in (cuts[0], cuts[1] - cuts[0], length - cuts[1])]
+        batch["position_ids"] = torch.cat(runs).expand(copies * ROWS, -1).contiguous()
+    return batch
+
+
+def alone(kind: str, steps: int, copies: int, dtype: torch.dtype, packed: bool = False) -> Any:
+    """Losses, last gradients and parameters of one process that has all."""
+    from shardwise.parallel.data import complete
+
+    model = MODELS[kind](shared=False).to(dtype)
+    optimizer = torch.optim.SGD(model.parameters(), lr=0.2, momentum=0.9)
+    losses = []
+    for step in range(steps):
+        batch = complete(data(step, copies, packed=packed))
+        loss, _ = loss_of(model, batch)
+        losses.append(float(loss.detach()))
+        optimizer.zero_grad()
+        loss.backward()
+        optimizer.step()
+    grads = {name: p.grad.clone() for name, p in model.named_parameters()}  # type: ignore[union-attr]
+    return losses, grads, {name: p.detach().clone() for name, p in model.named_parameters()}

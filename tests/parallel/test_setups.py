@@ -1,0 +1,200 @@
+"""Other ways to ask for shared sequences, and set-ups that cannot work: errors that say what to do."""
+
+from __future__ import annotations
+
+from typing import Any
+
+import pytest
+import torch
+import torch.distributed as dist
+from torch import nn
+from torch.distributed.device_mesh import init_device_mesh
+
+import shardwise
+from shardwise.config import resolve
+from shardwise.errors import ConflictError, UsageError
+from shardwise.parallel import RoundRobinLoader, begin, current, end, split
+from tests.harness import run_ranks
+from tests.parallel.models import MODELS, data, llama, loss_of
+
+CONFIG = {
+    "train_micro_batch_size_per_gpu": 2,
+    "optimizer": {"type": "SGD", "params": {"lr": 0.1}},
+    "zero_optimization": {"stage": 1},
+}
+
+
+def error(call: Any) -> str:
+    try:
+        call()
+    except (UsageError, ConflictError) as raised:
+        return str(raised)
+    return "nothing"
+
+
+class Unit:
+    """A model-parallel unit as Megatron's, of ranks that are no neighbours."""
+
+    def __init__(self) -> None:
+        groups = [dist.new_group(ranks) for ranks in ([0, 2], [1, 3])]
+        self.group = groups[dist.get_rank() % 2]
+
+    def get_sequence_parallel_group(self) -> Any:
+        return self.group
+
+    def get_sequence_parallel_world_size(self) -> int:
+        return 2
+
+
+def asked(how: str) -> Any:
+    more: dict[str, Any] = {}
+    begun = None
+    if how == "pair":
+        more["mesh_param"] = (2, 2)
+    elif how == "mesh":
+        more["mesh_param"] = init_device_mesh("cpu", (2, 2), mesh_dim_names=("sp", "dp"))
+    elif how == "unit":
+        more["mpu"] = Unit()
+    elif how == "begun":
+        begun = more["mpu"] = begin(2)
+    engine, *_ = shardwise.initialize(model=MODELS["gpt"](shared=True), config=CONFIG, **more)
+    batch = data(0, 1)
+    loss, tokens = loss_of(engine, split(batch))
+    engine.backward(loss, weight=tokens)
+    engine.step()
+    counted = sum(record.op == "all_to_all" for record in engine.ledger.records())
+    found = dist.get_process_group_ranks(engine.get_sequence_parallel_group()), engine.train_batch_size(), counted
+    engine.destroy()
+    assert current() is begun
+    end()
+    return found
+
+
+@pytest.mark.parametrize("how", ["pair", "mesh", "unit", "begun"])
+def test_ways_to_ask(how: str) -> None:
+    sequences = [[0, 2], [1, 3]] if how in ("mesh", "unit") else [[0, 1], [2, 3]]
+    for rank, (ranks, batch, counted) in enumerate(run_ranks(asked, 4, how)):
+        assert ranks == next(line for line in sequences if rank in line)
+        assert batch == 4
+        assert counted == 2 * 8  # two layers, forth and back
+
+
+@pytest.mark.parametrize(
+    ("more", "said"),
+    [
+        ({"sequence_parallel_size": 3}, "sequence_parallel_size: is 3, but there are 4 ranks"),
+        ({"sequence_parallel_size": 2, "data_parallel_size": 4}, "data_parallel_size: is 4, but 4 ranks of which 2"),
+    ],
+)
+def test_sizes_that_do_not_fit(more: dict[str, Any], said: str) -> None:
+    with pytest.raises(ConflictError, match=said):
+        resolve({**CONFIG, **more}, world_size=4)
+
+
+def test_batch_sizes_count_groups_of_ranks() -> None:
+    found = resolve({**CONFIG, "train_batch_size": 8, "sequence_parallel_size": 2}, world_size=4).config
+    assert (found.train_micro_batch_size_per_gpu, found.gradient_accumulation_steps) == (2, 2)
+
+
+class Unshared(nn.Module):
+    def __init__(self) -> None:
+        super().__init__()
+        self.inner = MODELS["gpt"](shared=False)
+
+    def forward(self, **batch: torch.Tensor) -> torch.Tensor:
+        return self.inner(**batch)
+
+
+def wrong() -> dict[str, str]:
+    config = {**CONFIG, "sequence_parallel_size": 2}
+
+    def start(model: nn.Module, **more: Any) -> Any:
+        return shardwise.initialize(model=model, config=config, **more)[0]
+
+    found = {"pair": error(lambda: start(Unshared(), mesh_param=(1, 3)))}
+    found["conflict"] = error(lambda: start(Unshared(), mesh_param=(2, 1)))
+    batch = {"input_ids": torch.ones(2, 8, dtype=torch.int64), "position_ids": torch.arange(8).view(1, 8)}
+    engine = start(Unshared())
+    found["unshared"] = error(lambda: engine(**batch))
+    engine.destroy()
+    engine = start(llama(shared=True))
+    found["whole"] = error(lambda: engine(**batch))
+    engine.destroy()
+    engine = start(llama(shared=True))
+    part = split(batch)
+    mask = torch.ones(2, 1, 4, 4, dtype=torch.bool)
+    found["pairs"] = error(lambda: engine(**part, attention_mask=mask))
+    found["short"] = error(lambda: split({"input_ids": torch.ones(2, 1, dtype=torch.int64)}))
+    found["keys"] = error(lambda: split({"pixels": torch.ones(2)}))
+    found["second"] = error(lambda: begin(1))
+    engine.destroy()
+    model = llama(shared=True)
+    found["none"] = error(lambda: split(batch))
+    model.config.num_attention_heads = 1
+    begin(2)
+    from shardwise.parallel import share_attention
+
+    found["heads"] = error(lambda: share_attention(model))
+    found["ring"] = error(lambda: share_attention(model, "ring")(**split(batch), attention_mask=torch.eye(4)[:2, :4]))
+    found["core"] = error(lambda: share_attention(model, "eager"))
+    found["other"] = error(lambda: share_attention(Unshared()))
+    end()
+    return found
+
+
+SAID = {
+    "pair": r"mesh_param=\(1, 3\)\): 1 x 3 ranks, but there are 2",
+    "conflict": "is 2, but the arguments of initialize\\(\\) say 1",
+    "unshared": "Unshared has run without any exchange of heads .*share_attention",
+    "whole": r"all 2 ranks have positions 0 to 7, so each has the whole sequence.*SequenceLoader",
+    "pairs": r"mask of shape \(2, 1, 4, 4\); expected",
+    "short": "at least 2 tokens",
+    "keys": r"the keys \['pixels'\] cannot be split",
+    "second": r"shared by ranks \[0, 1\] here, and should be by",
+    "none": "set sequence_parallel_size in the configuration",
+    "heads": "over 2 ranks needs at least as many attention heads, the model has 1",
+    "ring": "this batch or model has padding",
+    "core": "'eager' cannot work on shared sequences; choose one of sdpa",
+    "other": "expects a model of transformers, got Unshared",
+}
+
+
+def test_wrong_set_ups_say_what_to_do() -> None:
+    for found in run_ranks(wrong, 2):
+        assert found.keys() == SAID.keys()
+        for name, message in SAID.items():
+            with pytest.raises(UsageError, match=message):
+                raise UsageError(found[name])
+
+
+def handed_round() -> Any:
+    group = begin(2)
+    own = [
+        {"input_ids": torch.arange(7) + 100 * group.rank + 10 * n + torch.zeros(1, 1, dtype=torch.int64)}
+        for n in range(3 - group.rank)  # the second rank has fewer
+    ]
+    found = [(part["input_ids"].tolist(), part["position_ids"].tolist()) for part in RoundRobinLoader(own, group)]
+    end()
+    return found
+
+
+def test_batches_of_each_rank_are_handed_round() -> None:
+    left, right = run_ranks(handed_round, 2)
+    assert len(left) == len(right) == 4
+    for number, ((ids, places), (more, further)) in enumerate(zip(left, right, strict=True)):
+        start = 100 * (number % 2) + 10 * (number // 2)
+        assert ids[0] + more[0] == [start + place for place in range(7)]
+        assert places[0] + further[0] == list(range(7))
+
+
+def planned() -> Any:
+    engine, *_ = shardwise.initialize(model=llama(shared=True), config=CONFIG, mesh_param=(1, 2))
+    batch = split(data(0, 1))
+    plans = engine.memory_plans(batch, stages=[1, 3]).plans
+    found = [(plan.note, plan.setting.config["train_batch_size"], plan.peaks["activations"] > 0) for plan in plans]
+    engine.destroy()
+    return found
+
+
+def test_plans_are_made_of_a_rank_s_part() -> None:
+    assert run_ranks(planned, 2)[0] == [("", 2, True)] * 2
