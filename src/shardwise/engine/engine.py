@@ -1167,7 +1167,7 @@ class Engine(nn.Module):
             >>> runs = tempfile.mkdtemp()
             >>> engine.checkpoint_on_signal(runs)
             >>> os.kill(os.getpid(), signal.SIGUSR1)  # as a scheduler would
-            >>> _ = engine.backward(engine(torch.ones(2, 4)).mean())
+            >>> _ = _ = engine.backward(engine(torch.ones(2, 4)).mean())
             >>> engine.step()
             >>> sorted(os.listdir(runs))
             ['global_step1', 'latest']
