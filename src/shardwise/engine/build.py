@@ -35,6 +35,7 @@ from shardwise.engine.budget import make as make_budget
 from shardwise.engine.budget import wanted as budget_wanted
 from shardwise.engine.checkpointing import Checkpoints
 from shardwise.engine.engine import Engine
+from shardwise.engine.experts import divide_experts
 from shardwise.engine.exhausted import Circumstances, explaining
 from shardwise.engine.facts import facts_of
 from shardwise.engine.faults import FaultTolerance
@@ -161,6 +162,8 @@ def initialize(
     # long as there is no model parallelism.
     job = data = _communicator(settings, group, device)
     domain = domain_of(settings, data, grid)
+    # Experts are divided before anybody asks who has which parameter.
+    groups = divide_experts(model, settings, data)
     domains = domains_of(model, domain)
 
     # What is divided over which ranks, in which number types; what is made from here on is counted.
@@ -245,6 +248,7 @@ def initialize(
         resolution=resolution,
         job=job,
         data=data,
+        expert_groups=groups,
         local_rank=own_number,
         client_optimizer=optimizer,
         client_lr_scheduler=lr_scheduler,

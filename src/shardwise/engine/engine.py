@@ -34,6 +34,7 @@ from shardwise.engine.states import check_device, give_methods, kinds_of, take_m
 from shardwise.engine.step import StepReport, TrainStep
 from shardwise.errors import AbsentAttributeError, NotScalarError, UsageError
 from shardwise.memory import is_out_of_memory
+from shardwise.moe.exchange import Divided
 from shardwise.precision.autocast import autocast, autocast_dtype, described
 from shardwise.precision.dtypes import parse_dtype
 from shardwise.precision.scaler import LossScaler
@@ -58,6 +59,7 @@ if TYPE_CHECKING:
     from shardwise.engine.plans import MemoryPlans
     from shardwise.engine.profiling import Profiling
     from shardwise.memory import MemoryReport
+    from shardwise.moe import ExpertGroup
     from shardwise.monitor import Monitor
     from shardwise.profile import ModuleProfile
     from shardwise.zero.model import ShardedModel
@@ -116,9 +118,7 @@ class Engine(nn.Module):
     sequence_parallel_size = 1
     mp_world_size = 1
     pipeline_parallelism = False
-    has_moe_layers = False
     enable_backward_allreduce = True
-    num_experts: tuple[int, ...] = ()
 
     def __init__(
         self,
@@ -137,6 +137,7 @@ class Engine(nn.Module):
         resolution: Resolution,
         job: Communicator,
         data: Communicator,
+        expert_groups: Mapping[int, ExpertGroup],
         local_rank: int,
         client_optimizer: Any = None,
         client_lr_scheduler: Any = None,
@@ -154,6 +155,7 @@ class Engine(nn.Module):
         self.device = sharded.device
         self.job = job
         self.data = data
+        self._expert_groups = expert_groups
         self.local_rank = local_rank
         self.mpu = mpu
         self.mesh_device = mesh_device
@@ -246,6 +248,30 @@ class Engine(nn.Module):
     def seq_data_parallel_group(self) -> Any:
         """The process group over which gradients are averaged."""
         return self.sharded.comm.user_group
+
+    @property
+    def has_moe_layers(self) -> bool:
+        """Whether the model has layers of experts (`shardwise.moe`)."""
+        return bool(self.moe_layers)
+
+    @property
+    def moe_layers(self) -> list[Divided]:
+        """Layers of experts, in the model's order."""
+        return [module for module in self.module.modules() if isinstance(module, Divided)]
+
+    @property
+    def num_experts(self) -> list[int]:
+        """Number of experts of each of them."""
+        return [layer.num_experts for layer in self.moe_layers]
+
+    @property
+    def expert_parallel_group(self) -> dict[str, Any]:
+        """The process groups of ranks among which tokens travel, by "ep_size_" and their size."""
+        return {
+            f"ep_size_{size}": group.comm.user_group
+            for size, group in self._expert_groups.items()
+            if group.comm is not None
+        }
 
     @property
     def dist_backend(self) -> str | None:
