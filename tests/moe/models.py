@@ -64,7 +64,7 @@ def plain(
         room = max(math.ceil(len(tokens) * k * capacity_factor / count), 4)
     pairs = [(t, c) for c in range(k) for t in range(len(tokens))]
     if k > 2:
-        pairs.sort(key=lambda pair: -float(probabilities[pair[0], chosen[pair[0]][pair[1]]]))
+        pairs.sort(key=lambda pair: -probabilities[pair[0], chosen[pair[0]][pair[1]]].item())
     taken = [0] * count
     kept: list[list[int]] = [[] for _ in tokens]
     for t, c in pairs:
@@ -79,6 +79,6 @@ def plain(
             row = row + probabilities[t, e] / whole * experts[e](tokens[t])
         rows.append(row)
     judged = [chosen[t][c] for t in range(len(tokens)) for c in range(1 if k == 2 else k)]
-    parts = torch.tensor([judged.count(e) / len(judged) for e in range(count)])
+    parts = torch.tensor([judged.count(e) / len(judged) for e in range(count)], dtype=tokens.dtype)
     loss = count * (parts * probabilities.mean(0)).sum()
     return torch.stack(rows), loss, taken

@@ -65,16 +65,16 @@ def divided(stage: int, ep_size: int, options: dict[str, Any], accumulation: int
     return told
 
 
-def alone(world: int, options: dict[str, Any], accumulation: int) -> list[Any]:
+def alone(world: int, options: dict[str, Any], accumulation: int, dtype: torch.dtype = torch.float64) -> list[Any]:
     """The same training by one process, which has all experts and each rank's batches, one after the other."""
-    model = Model(1, **options)
+    model = Model(1, **options).to(dtype)
     optimizer = torch.optim.SGD(model.parameters(), lr=RATE, momentum=0.9)
     told = []
     for step in range(STEPS):
         losses = []
         optimizer.zero_grad(set_to_none=False)
         for rank in range(world):
-            own = [model(batch(step, micro, rank)) / accumulation for micro in range(accumulation)]
+            own = [model(batch(step, micro, rank).to(dtype)) / accumulation for micro in range(accumulation)]
             (sum(own) / world).backward()  # type: ignore[union-attr]
             losses.append(sum(loss.item() for loss in own))
         grads = {n: torch.zeros_like(p) if p.grad is None else p.grad.clone() for n, p in model.named_parameters()}
@@ -85,7 +85,8 @@ def alone(world: int, options: dict[str, Any], accumulation: int) -> list[Any]:
 
 
 def compare(world: int, stage: int, ep_size: int, options: dict[str, Any], accumulation: int) -> None:
-    expected = alone(world, options, accumulation)
+    """Gradients differ by 1e-6 of a tensor's norm, or where terms cancel by no more than a plain loop's, twice."""
+    expected, rounded = (alone(world, options, accumulation, dtype) for dtype in (torch.float64, torch.float32))
     for rank, told in enumerate(run_ranks(divided, world, stage, ep_size, options, accumulation)):
         for step, ((loss, norm, grads), (losses, whole, others)) in enumerate(zip(told, expected, strict=True)):
             assert loss == pytest.approx(losses[rank], rel=1e-6), (rank, step)
@@ -93,8 +94,9 @@ def compare(world: int, stage: int, ep_size: int, options: dict[str, Any], accum
             here = EXPERTS // ep_size
             assert sum(".deepspeed_experts." in name for name in grads) == 2 * here * 4
             for name, grad in grads.items():
-                off = (grad - others[name]).norm() / max(others[name].norm(), 1e-3 * whole)
-                assert off <= 1e-6, (rank, step, name, float(off))
+                off, plain = ((some - others[name]).norm() for some in (grad, rounded[step][2][name]))
+                limit = max(1e-6 * others[name].norm(), 2 * plain)
+                assert off <= limit, (rank, step, name, float(off), float(limit))
 
 
 @pytest.mark.parametrize(("stage", "options", "accumulation"), [(1, DROPS, 2), (3, KEEPS, 1)])

@@ -13,7 +13,7 @@ layers of one `ep_size` share them.
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from typing import Any
 
 import torch
@@ -207,7 +207,13 @@ ALONE = ExpertGroup()
 """The group of a rank that has all experts."""
 
 
-def bind_experts(model: nn.Module, comm: Communicator, *, data_first: bool = False) -> dict[int, ExpertGroup]:
+def bind_experts(
+    model: nn.Module,
+    comm: Communicator,
+    *,
+    data_first: bool = False,
+    prepare: Callable[[Divided], None] | None = None,
+) -> dict[int, ExpertGroup]:
     """Make the groups for a model's experts, one for each `ep_size`, and declare each rank's part (all ranks call).
 
     Args:
@@ -215,6 +221,7 @@ def bind_experts(model: nn.Module, comm: Communicator, *, data_first: bool = Fal
         comm: all ranks.
         data_first: ranks with the same experts are neighbours, not those of a group
             (`use_data_before_expert_parallelism`).
+        prepare: is called for each layer, before it takes what is its own.
 
     Returns:
         The groups by `ep_size`.
@@ -228,6 +235,8 @@ def bind_experts(model: nn.Module, comm: Communicator, *, data_first: bool = Fal
         if isinstance(module, Divided):
             if module.ep_size not in groups:
                 groups[module.ep_size] = _group(path, module.ep_size, comm, data_first)
+            if prepare is not None:
+                prepare(module)
             module.bind(path, groups[module.ep_size])
     return groups
 

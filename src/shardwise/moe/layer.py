@@ -165,6 +165,11 @@ class MoE(Divided):
         self._first = dist.get_rank() % self.ep_size * self.num_local_experts
         return nn.ModuleList(list(experts)[self._first : self._first + self.num_local_experts])
 
+    @property
+    def listed(self) -> bool:
+        """Whether this rank has kept its own of a list of experts."""
+        return self._first is not None
+
     def set_deepspeed_parallelism(self, use_data_before_expert_parallel_: bool = False) -> None:
         """Do nothing: `shardwise.initialize()` makes the groups of all layers.
 
