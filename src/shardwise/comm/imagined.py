@@ -52,6 +52,7 @@ class ImaginedCommunicator(Communicator):
         self._parts: list[Communicator] = []
         self._own_groups, self._groups = [], {}
         self._neighbours = self._whereabouts = None
+        self._members = ()
         self._nodes = ["imagined"] * world
         self._per_node = world if like is None else like._per_node
         self._waits = device.type == "cpu" if like is None else like.waits_on_host

@@ -7,6 +7,7 @@ been dropped) has the number one past the last, which stands for a row of zeros.
 
 from __future__ import annotations
 
+import itertools
 from dataclasses import dataclass
 from typing import Any
 
@@ -118,12 +119,21 @@ def by_expert(sizes: list[list[int]], device: torch.device) -> tuple[torch.Tenso
         >>> [order.tolist() for order in by_expert([[1, 2], [1, 0]], torch.device("cpu"))]
         [[0, 3, 1, 2], [0, 2, 3, 1]]
     """
-    counts = torch.tensor(sizes, dtype=torch.int64)
-    experts = torch.arange(counts.shape[1]).repeat(counts.shape[0])
-    order = torch.argsort(torch.repeat_interleave(experts, counts.reshape(-1)), stable=True)
-    inverse = torch.empty_like(order)
-    inverse[order] = torch.arange(len(order))
+    by_rank = _runs([size for own in sizes for size in own])
+    width = len(sizes[0])
+    turned = [rank * width + expert for expert in range(width) for rank in range(len(sizes))]
+    by_turn = _runs([by_rank[run][1] - by_rank[run][0] for run in turned])
+    places = dict(zip(turned, by_turn, strict=True))
+    # Runs whose ends are known, so that plans of memory, where tensors have no values, can make them, too.
+    order = torch.cat([torch.arange(*by_rank[run]) for run in turned])
+    inverse = torch.cat([torch.arange(*places[run]) for run in range(len(by_rank))])
     return order.to(device, non_blocking=True), inverse.to(device, non_blocking=True)
+
+
+def _runs(sizes: list[int]) -> list[tuple[int, int]]:
+    """Return where each of several runs begins and ends, one after the other."""
+    ends = list(itertools.accumulate(sizes))
+    return [(end - size, end) for end, size in zip(ends, sizes, strict=True)]
 
 
 def permuted(rows: torch.Tensor, order: torch.Tensor, inverse: torch.Tensor) -> torch.Tensor:
