@@ -188,7 +188,13 @@ class Named(torch.nn.Module):
         return self.mine(values, chosen, weights)
 
 
-NAMES = {"expert_pattern": "mine", "router_pattern": "route", "expert_w1": "one", "expert_w2": "two", "expert_w3": "three"}
+NAMES = {
+    "expert_pattern": "mine",
+    "router_pattern": "route",
+    "expert_w1": "one",
+    "expert_w2": "two",
+    "expert_w3": "three",
+}
 
 
 @pytest.mark.parametrize("activation", ["gelu", "quick_gelu"])
@@ -214,10 +220,16 @@ def test_names_and_activation_of_the_configuration(activation: str) -> None:
 @pytest.mark.parametrize(
     ("keys", "match"),
     [
-        ({}, r"has no block with the children 'experts' \(with stacked parameters gate_up_proj, down_proj\) and 'gate'"),
+        (
+            {},
+            r"has no block with the children 'experts' \(with stacked parameters gate_up_proj, down_proj\) and 'gate'",
+        ),
         ({**NAMES, "moe_layer_pattern": "^2$"}, r"whose name matches '\^2\$'"),
         ({**NAMES, "preset_model": "mixtral"}, r"of the family 'mixtral'"),
-        ({**NAMES, "autoep_size": 3, "expert_activation": "silu"}, r"autoep_size: 3 ranks cannot have as many of the 4"),
+        (
+            {**NAMES, "autoep_size": 3, "expert_activation": "silu"},
+            r"autoep_size: 3 ranks cannot have as many of the 4",
+        ),
         ({**NAMES, "expert_activation": "sillu"}, r"expert_activation: 'sillu' is no function"),
         (NAMES, r"the experts of 0.mine have no `act_fn`"),
         ({**NAMES, "num_experts_attr": "experts"}, r"model.config.experts is None, and 0.mine has 4 experts"),

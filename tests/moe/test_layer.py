@@ -11,6 +11,7 @@ from torch import nn
 
 from shardwise.errors import NotBuiltError, UsageError
 from shardwise.moe import ExpertLoad, MoE
+from shardwise.moe.experts import grouped_linear
 from shardwise.moe.gates import capacity_of, route
 from tests.moe.models import EXPERTS, WIDTH, expert, plain
 
@@ -157,7 +158,11 @@ def test_load_is_counted_while_somebody_looks() -> None:
         ({"use_tutel": True}, NotBuiltError, r"use_tutel=True\) is not built"),
         ({"enable_expert_tensor_parallelism": True}, NotBuiltError, r"enable_expert_tensor_parallelism=True\) is not"),
         ({"expert": nn.ModuleList([nn.Linear(1, 1)])}, UsageError, r"1 experts are given, num_experts is 4"),
-        ({"expert": nn.ModuleList(expert() for _ in range(4)), "ep_size": 2}, UsageError, r"MoE without its groups: of"),
+        (
+            {"expert": nn.ModuleList(expert() for _ in range(4)), "ep_size": 2},
+            UsageError,
+            r"MoE without its groups: of",
+        ),
     ],
 )
 def test_wrong_arguments(options: dict[str, Any], error: type[Exception], match: str) -> None:
@@ -172,3 +177,24 @@ def test_divided_experts_need_an_engine() -> None:
         layer(torch.zeros(1, WIDTH))
     with pytest.raises(UsageError, match="MoE without its groups: ep_size=2, and there is no process group"):
         layer.set_deepspeed_parallelism()
+
+
+def test_one_grouped_product_is_one_for_each_expert(monkeypatch: pytest.MonkeyPatch) -> None:
+    """The product that GPUs take, as torch computes it on a CPU."""
+    rows, weight = torch.randn(20, 16).bfloat16(), torch.randn(4, 24, 16).bfloat16()
+    found = []
+    for grouped in (False, True):
+        asked: list[int] = []
+
+        def product(some: torch.Tensor, ends: list[int] = asked) -> Any:
+            ends.append(len(some))
+            return lambda r, w, offsets: torch.nn.functional.grouped_mm(r, w, offs=offsets)
+
+        monkeypatch.setattr("shardwise.moe.experts.grouped_product", product)
+        own = [value.clone().requires_grad_() for value in (rows, weight)]
+        output = grouped_linear(*own, [5, 0, 14, 1], grouped=grouped)
+        output.float().square().sum().backward()
+        assert bool(asked) is grouped
+        found.append([output, *(value.grad for value in own)])
+    for one, other in zip(*found, strict=True):
+        assert torch.allclose(one.float(), other.float(), rtol=0.02, atol=0.02 * float(other.abs().max()))  # type: ignore[union-attr]

@@ -121,7 +121,12 @@ UNBUILT: tuple[Unbuilt, ...] = (
         for name, what, asks, instead in (
             ("route_norm", "routers of its own", _given, _ROUTES),
             ("route_scale", "routers of its own", lambda value: value != 1, _ROUTES),
-            ("score_apply", "routing weights that are applied before the experts", lambda v: v == "pre", 'write "auto"'),
+            (
+                "score_apply",
+                "routing weights that are applied before the experts",
+                lambda v: v == "pre",
+                'write "auto"',
+            ),
             ("num_expert_groups", "routers of its own", _given, _ROUTES),
             ("num_limited_groups", "routers of its own", _given, _ROUTES),
             ("score_func", "routers of its own", lambda value: value != "auto", _ROUTES),

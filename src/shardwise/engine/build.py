@@ -35,8 +35,8 @@ from shardwise.engine.budget import make as make_budget
 from shardwise.engine.budget import wanted as budget_wanted
 from shardwise.engine.checkpointing import Checkpoints
 from shardwise.engine.engine import Engine
-from shardwise.engine.experts import divide_experts
 from shardwise.engine.exhausted import Circumstances, explaining
+from shardwise.engine.experts import divide_experts
 from shardwise.engine.facts import facts_of
 from shardwise.engine.faults import FaultTolerance
 from shardwise.engine.interchange import Interchange

@@ -149,16 +149,14 @@ class _Take(torch.autograd.Function):
     """
 
     @staticmethod
-    def forward(
-        ctx: Any, rows: torch.Tensor, index: torch.Tensor, copies: torch.Tensor, whole: bool
-    ) -> torch.Tensor:
+    def forward(ctx: Any, rows: torch.Tensor, index: torch.Tensor, copies: torch.Tensor, whole: bool) -> torch.Tensor:
         ctx.save_for_backward(copies)
         ctx.whole = whole
         return _with_zeros(rows, whole)[index]
 
     @staticmethod
     @once_differentiable
-    def backward(ctx: Any, gradient: torch.Tensor) -> tuple[torch.Tensor | None, ...]:  # type: ignore[override]
+    def backward(ctx: Any, gradient: torch.Tensor) -> tuple[torch.Tensor | None, ...]:
         (copies,) = ctx.saved_tensors
         found = _with_zeros(gradient, ctx.whole)[copies]
         return found[0] if len(copies) == 1 else found.sum(0), None, None, None

@@ -13,17 +13,32 @@ layers of one `ep_size` share them.
 
 from __future__ import annotations
 
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Iterable, Sequence
 from typing import Any
 
 import torch
 from torch import nn
 from torch.autograd.function import once_differentiable
+from torch.utils.weak import WeakTensorKeyDictionary
 
 from shardwise.comm.communicator import Communicator
 from shardwise.compat import has_values
 from shardwise.errors import ConfigError, UsageError
 from shardwise.registry import declare_part
+
+_experts: WeakTensorKeyDictionary = WeakTensorKeyDictionary()
+
+
+def mark_experts(parameters: Iterable[torch.Tensor], ep_size: int) -> None:
+    """Note that parameters are of experts that are divided over so many ranks."""
+    for parameter in parameters:
+        _experts[parameter] = f"ep_size_{ep_size}"
+
+
+def expert_group_of(parameter: torch.Tensor) -> str | None:
+    """Return the name of the group of ranks over which an expert's parameter is divided; None: it is no expert's."""
+    name: str | None = _experts.get(parameter)
+    return name
 
 
 class ExpertGroup:
@@ -56,9 +71,7 @@ class ExpertGroup:
         here = experts // self.size
         return self.place * here, (self.place + 1) * here
 
-    def declare(
-        self, parameter: nn.Parameter, *, name: str | None = None, experts: int | None = None
-    ) -> None:
+    def declare(self, parameter: nn.Parameter, *, name: str | None = None, experts: int | None = None) -> None:
         """Say that a parameter is of this rank's experts: by the tensor's name, or as a part of a stacked one.
 
         Args:
@@ -133,7 +146,7 @@ class _Exchange(torch.autograd.Function):
 
     @staticmethod
     @once_differentiable
-    def backward(ctx: Any, gradient: torch.Tensor) -> tuple[torch.Tensor | None, ...]:  # type: ignore[override]
+    def backward(ctx: Any, gradient: torch.Tensor) -> tuple[torch.Tensor | None, ...]:
         back = _all_to_all(gradient, ctx.comm, ctx.received, ctx.sent, f"{ctx.label}, backward")
         return back, None, None, None, None
 
@@ -244,8 +257,8 @@ def bind_experts(
 def _group(path: str, size: int, comm: Communicator, data_first: bool) -> ExpertGroup:
     if comm.world % size:
         raise (ConfigError if comm.imagined else UsageError)(
-            f"{path}: ep_size={size} does not divide the {comm.world} ranks. Choose a divisor of {comm.world}, or start "
-            f"a multiple of {size} ranks"
+            f"{path}: ep_size={size} does not divide the {comm.world} ranks. Choose a divisor of {comm.world}, or "
+            f"start a multiple of {size} ranks"
         )
     if size == 1:
         return ExpertGroup()

@@ -176,9 +176,7 @@ class TopKGate(nn.Module):
         if not 1 <= k <= num_experts:
             raise UsageError(f"MoE(k={k}, num_experts={num_experts}): expected 1 <= k <= num_experts")
         if noisy_gate_policy not in POLICIES:
-            raise UsageError(
-                f"MoE(noisy_gate_policy={noisy_gate_policy!r}): expected None, 'Jitter' or 'RSample'"
-            )
+            raise UsageError(f"MoE(noisy_gate_policy={noisy_gate_policy!r}): expected None, 'Jitter' or 'RSample'")
         self.wg = nn.Linear(model_dim, num_experts, bias=False)
         self.k = k
         self.capacity_factor = capacity_factor

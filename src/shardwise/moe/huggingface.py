@@ -20,7 +20,7 @@ from torch import nn
 
 from shardwise.errors import ConfigError, UsageError
 from shardwise.moe.dispatch import counted, in_turn
-from shardwise.moe.exchange import Divided, ExpertGroup
+from shardwise.moe.exchange import Divided, ExpertGroup, mark_experts
 from shardwise.moe.experts import grouped_linear, in_turn_of
 
 if TYPE_CHECKING:
@@ -98,6 +98,7 @@ class StackedExperts(Divided):
             self.register_parameter(name, given.get_parameter(name))
         self.num_experts = len(given.get_parameter(names.gate))
         self.ep_size = ep_size
+        mark_experts(self.parameters(), ep_size)
         self.act_fn = activation
         self.grouped = grouped
         self._own: tuple[int, int] | None = None
@@ -114,8 +115,8 @@ class StackedExperts(Divided):
             self._own = own
         elif self._own != own and group.comm is not None and not group.comm.imagined:
             raise UsageError(
-                f"{path}: this rank has kept the experts from {self._own[0]} to {self._own[1]} and would now need those "
-                f"from {own[0]} to {own[1]}. Build the model again"
+                f"{path}: this rank has kept the experts from {self._own[0]} to {self._own[1]} and would now need "
+                f"those from {own[0]} to {own[1]}. Build the model again"
             )
         for name in self._names.parameters:
             group.declare(self.get_parameter(name), experts=self.num_experts)
@@ -191,8 +192,8 @@ def convert(model: nn.Module, section: ExpertParallel) -> list[str]:
             f"parameters {', '.join(names.parameters)}) and {names.router!r}"
             + (f" whose name matches {section.moe_layer_pattern!r}" if section.moe_layer_pattern is not None else "")
             + (f" of the family {section.preset_model!r}" if section.preset_model is not None else "")
-            + f". Name them with {_SECTION}.moe_layer_pattern, expert_pattern, router_pattern, expert_w1, expert_w2 and "
-            "expert_w3, or switch the section off"
+            + f". Name them with {_SECTION}.moe_layer_pattern, expert_pattern, router_pattern, expert_w1, expert_w2 "
+            "and expert_w3, or switch the section off"
         )
     return found
 
@@ -229,8 +230,8 @@ def _check(path: str, given: nn.Module, names: Names, section: ExpertParallel, m
     count = len(given.get_parameter(names.gate))
     if count % section.autoep_size:
         raise ConfigError(
-            f"{_SECTION}.autoep_size: {section.autoep_size} ranks cannot have as many of the {count} experts of {path}; "
-            f"choose a divisor of {count}"
+            f"{_SECTION}.autoep_size: {section.autoep_size} ranks cannot have as many of the {count} experts of "
+            f"{path}; choose a divisor of {count}"
         )
     if section.num_experts_attr is not None:
         said = getattr(getattr(model, "config", None), section.num_experts_attr, None)

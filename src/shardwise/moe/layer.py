@@ -14,7 +14,7 @@ from torch import nn
 
 from shardwise.errors import NotBuiltError, UsageError
 from shardwise.moe.dispatch import in_turn
-from shardwise.moe.exchange import Divided, ExpertGroup
+from shardwise.moe.exchange import Divided, ExpertGroup, mark_experts
 from shardwise.moe.experts import Experts, in_turn_of, through_slots
 from shardwise.moe.gates import Routing, TopKGate
 
@@ -146,6 +146,7 @@ class MoE(Divided):
             top2_2nd_expert_sampling,
         )
         self.deepspeed_moe = MOELayer(gate, Experts(local, self.num_local_experts))
+        mark_experts(self.deepspeed_moe.experts.parameters(), ep_size)
         if use_residual:
             self.mlp = copy.deepcopy(one)
             self.coefficient = nn.Linear(hidden_size, 2)
@@ -159,8 +160,8 @@ class MoE(Divided):
         if not (dist.is_available() and dist.is_initialized()):
             raise UsageError(
                 f"MoE without its groups: of a list of experts each of ep_size={self.ep_size} ranks keeps its own, and "
-                "this process does not know its rank yet. Call shardwise.init_distributed() before, or give one expert, "
-                "which is copied"
+                "this process does not know its rank yet. Call shardwise.init_distributed() before, or give one "
+                "expert, which is copied"
             )
         self._first = dist.get_rank() % self.ep_size * self.num_local_experts
         return nn.ModuleList(list(experts)[self._first : self._first + self.num_local_experts])
@@ -192,7 +193,9 @@ class MoE(Divided):
                 f"those from {first} on. Lists of experts are for groups of consecutive ranks of all processes "
                 "(no mpu, no use_data_before_expert_parallelism); give one expert, which is copied"
             )
-        inside = f"{path}.deepspeed_moe.experts.deepspeed_experts" if path else "deepspeed_moe.experts.deepspeed_experts"
+        inside = (
+            f"{path}.deepspeed_moe.experts.deepspeed_experts" if path else "deepspeed_moe.experts.deepspeed_experts"
+        )
         for number, expert in enumerate(self.deepspeed_moe.experts.deepspeed_experts):
             for name, parameter in expert.named_parameters():
                 group.declare(parameter, name=f"{inside}.{first + number}.{name}")

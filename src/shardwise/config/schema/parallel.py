@@ -126,9 +126,7 @@ class ExpertParallel(ConfigSection):
         None, "Attribute of the model's config with the number of experts, which is checked."
     )
     top_k_attr: str | None = key(None, "Config attribute with the experts per token.", no_effect=_ROUTER)
-    has_shared_experts: bool | None = key(
-        None, "The layer has experts that every token uses.", no_effect=_SHARED
-    )
+    has_shared_experts: bool | None = key(None, "The layer has experts that every token uses.", no_effect=_SHARED)
     shared_experts_pattern: str | None = key(None, "Name of the shared experts.", no_effect=_SHARED)
     shared_experts_gate_pattern: str | None = key(None, "Name of the shared experts' gate.", no_effect=_SHARED)
     async_split_plan: bool = key(False, "Exchange token counts asynchronously.", no_effect=_TORCH)
@@ -139,9 +137,7 @@ class ExpertParallel(ConfigSection):
         no_effect="it is one where the model has them in one tensor",
     )
     comm_backend: Literal["comm", "deepep"] = key("comm", "Library that exchanges tokens.")
-    comm_num_sm: Int = key(
-        12, "Streaming multiprocessors for exchanging tokens.", gt=0, no_effect="DeepEP is not used"
-    )
+    comm_num_sm: Int = key(12, "Streaming multiprocessors for exchanging tokens.", gt=0, no_effect="DeepEP is not used")
     comm_qp_margin: Int = key(4, "Spare queue pairs for exchanging tokens.", ge=0, no_effect="DeepEP is not used")
     comm_max_tokens_per_rank: Int = key(
         0, "Most tokens per rank in an exchange; 0: no limit.", ge=0, no_effect="DeepEP is not used"
