@@ -28,6 +28,7 @@ def program(page):
         ("README.md", r"after 50 steps: loss \d"),
         ("docs/getting-started.md", r"epoch 2: loss \d"),
         ("docs/parts.md", r"loss \d.*, norm \d.*, 128 parameters of 256 here"),
+        ("docs/moe.md", r"loss \d.*, 2 of 4 experts here"),
         ("docs/accumulation.md", r"loss \d.*the mean over 32 tokens"),
         pytest.param(
             "docs/export.md",
