@@ -72,7 +72,7 @@ def section(**keys: Any) -> ExpertParallel:
 
 
 def away(found: torch.Tensor, expected: torch.Tensor) -> float:
-    return float((found - expected).norm() / expected.norm().clamp(min=1e-6))
+    return float((found - expected).detach().norm() / expected.detach().norm().clamp(min=1e-6))
 
 
 @pytest.mark.parametrize("family", list(FAMILIES))
