@@ -334,7 +334,11 @@ def others() -> tuple[Any, ...]:
     again, *_ = shardwise.initialize(model=model, config=settings)
     again.backward(again(torch.ones(3, WIDTH)))
     again.step()
+    engine.destroy()  # of the former one, which takes nothing off the model any more
+    again(torch.ones(3, WIDTH))
     again.destroy()
+    with pytest.raises(UsageError, match="MoE without its groups"):
+        model(torch.ones(3, WIDTH))
     return *found, names, engine.has_moe_layers
 
 
@@ -342,3 +346,63 @@ def test_groups_are_made_once_and_in_either_order() -> None:
     for rank, found in enumerate(run_ranks(others, 4)):
         group, same = ((0, 2), (1, 3))[rank % 2], ((0, 1), (2, 3))[rank // 2]
         assert found == (group, same, True, (0, 1, 2, 3), [EXPERTS] * 3, ["ep_size_2", "ep_size_4"], True)
+
+
+# -- beside other features ---------------------------------------------------------------------------------------------
+
+
+class Recomputed(Model):
+    """The same, whose blocks are computed again in the backward pass."""
+
+    def forward(self, values: torch.Tensor) -> torch.Tensor:
+        total = values.new_zeros(())
+        for block in self.blocks:
+            values, l_aux = shardwise.checkpointing.checkpoint(block, values)
+            total = total + 0.01 * l_aux
+        return self.head(values).square().mean() + total
+
+
+def beside(kind: str, stage: int) -> list[dict[str, torch.Tensor]]:
+    found = []
+    for with_it in (False, True):
+        shardwise.init_distributed(verbose=False)
+        settings = config(stage, 2, "AdamW")
+        if kind == "fp16":
+            settings["fp16"] = {"enabled": True, "initial_scale_power": 4}
+        if kind == "offload" and with_it:
+            settings["zero_optimization"]["offload_optimizer"] = {"device": "cpu"}
+            if stage == 3:
+                settings["zero_optimization"]["offload_param"] = {"device": "cpu"}
+        model = (Recomputed if kind == "recompute" and with_it else Model)(
+            1 if kind == "fp16" and with_it else 2, **KEEPS
+        )
+        engine, *_ = shardwise.initialize(model=model, config=settings)
+        for step in range(2):
+            for micro in range(2):
+                values_ = batch(step, micro, dist.get_rank()).to(next(model.parameters()).dtype)
+                engine.backward(engine(values_))
+                engine.step()
+        found.append(values(engine))
+        engine.destroy()
+    return found
+
+
+@pytest.mark.parametrize(
+    ("kind", "stage"),
+    [
+        ("recompute", 3),
+        ("offload", 2),
+        pytest.param("recompute", 1, marks=pytest.mark.thorough),
+        pytest.param("offload", 3, marks=pytest.mark.thorough),
+    ],
+)
+def test_bits_beside_other_features(kind: str, stage: int) -> None:
+    for plain, other in run_ranks(beside, 4, kind, stage):
+        assert plain.keys() == other.keys()
+        assert all(torch.equal(value, other[name]) for name, value in plain.items())
+
+
+def test_half_precision() -> None:
+    """Experts over ranks, and all experts on each, step from gradients of 16 bits."""
+    for plain, other in run_ranks(beside, 2, "fp16", 1):
+        assert all(torch.allclose(value, other[name], atol=2e-2) for name, value in plain.items())

@@ -27,6 +27,7 @@ from shardwise.config.compression import sends_values
 from shardwise.data import EngineDataLoader
 from shardwise.engine.attributes import Held, OfOptimizer
 from shardwise.engine.exhausted import explained, explaining
+from shardwise.engine.experts import release_experts
 from shardwise.engine.getters import reads_config
 from shardwise.engine.recovery import Resumed
 from shardwise.engine.scaling import cast_floats, scale_gradients_of
@@ -1330,6 +1331,7 @@ class Engine(nn.Module):
         finally:
             self._profiling.close()
             self._activations.close()
+            release_experts(self.module, self._expert_groups)
             for ranks in dict.fromkeys((self.job, self.data)):
                 ranks.destroy()  # whoever waits for this rank is told
         if failure is not None:

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections.abc import Mapping
 from typing import TYPE_CHECKING
 
 from torch import nn
@@ -43,6 +44,13 @@ def divide_experts(model: nn.Module, config: Config, comm: Communicator) -> dict
         data_first=config.use_data_before_expert_parallelism,
         prepare=None if comm.imagined else _make_whole,
     )
+
+
+def release_experts(model: nn.Module, groups: Mapping[int, ExpertGroup]) -> None:
+    """Take groups that are about to end off the layers that still have them."""
+    for layer in model.modules():
+        if isinstance(layer, Divided) and layer.group in groups.values():
+            layer.group = None
 
 
 def _make_whole(layer: Divided) -> None:

@@ -66,6 +66,9 @@ class ExpertGroup:
     def __deepcopy__(self, memo: dict[int, Any]) -> ExpertGroup:
         return self  # copies of a model exchange among the same ranks
 
+    def __reduce__(self) -> tuple[type[ExpertGroup], tuple[()]]:
+        return ExpertGroup, ()  # a pickled model has no ranks
+
     def own(self, experts: int) -> tuple[int, int]:
         """Return the first of this rank's experts, and the one after the last."""
         here = experts // self.size
@@ -205,14 +208,14 @@ class Divided(nn.Module):
         Raises:
             UsageError: there is none.
         """
-        if self.group is not None:
+        if self.group is not None and self.group.size == self.ep_size:
             return self.group
         if self.ep_size == 1:
             return ALONE
         raise UsageError(
             f"MoE without its groups: the layer divides its {self.num_experts} experts over ep_size={self.ep_size} "
-            "ranks, and no engine has made groups of ranks. Pass the model to shardwise.initialize() before it is "
-            "called"
+            "ranks, and has no engine that has made groups of ranks. Pass the model to shardwise.initialize() before it "
+            "is called"
         )
 
 
