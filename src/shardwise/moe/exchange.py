@@ -214,8 +214,8 @@ class Divided(nn.Module):
             return ALONE
         raise UsageError(
             f"MoE without its groups: the layer divides its {self.num_experts} experts over ep_size={self.ep_size} "
-            "ranks, and has no engine that has made groups of ranks. Pass the model to shardwise.initialize() before it "
-            "is called"
+            "ranks, and has no engine that has made groups of ranks. Pass the model to shardwise.initialize() before "
+            "it is called"
         )
 
 
