@@ -128,6 +128,7 @@ def trained(families: list[str], stage: int, ep_size: int, path: str, built: boo
     ("families", "stage", "world", "built"),
     [
         (["mixtral", "qwen3_moe"], 3, 2, True),
+        (["mixtral"], 3, 4, True),
         pytest.param(list(FAMILIES), 0, 2, False, marks=pytest.mark.thorough),
         pytest.param(list(FAMILIES), 1, 4, False, marks=pytest.mark.thorough),
         pytest.param(list(FAMILIES), 2, 4, False, marks=pytest.mark.thorough),
