@@ -32,6 +32,7 @@ _MODULES = {
         "data",
         "errors",
         "memory",
+        "moe",
         "optim",
         "parallel",
         "profile",

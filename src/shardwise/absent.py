@@ -7,7 +7,6 @@ from __future__ import annotations
 
 # Features that are not built yet.
 PIPELINE = "pipeline parallelism is not built yet"
-MOE = "mixture of experts is not built yet"
 TENSOR = "tensor parallelism is not built yet"
 FPDT = "FPDT, which keeps attention's chunks on the host, is not built yet (shardwise.offload_activations joins)"
 SHARED_VOCABULARY = "losses over a vocabulary that ranks share are not built yet (shardwise.parallel.tiled_loss)"
@@ -54,7 +53,11 @@ _REDUCES = "gradients are reduced while backward() runs and clipped in step(), s
 _ENGINE: dict[str, str] = {
     "DeepSpeedConfig(engine.config) reads it as a whole": "_config",
     "engine.last_load says what was loaded": "loaded_checkpoint_dp_world_size loaded_checkpoint_mp_world_size",
-    MOE: "expert_parallel_group expert_data_parallel_group gate_modules moe_layers load_moe_state_dict",
+    "its sums belong to the engine's reductions; engine.expert_parallel_group has the groups of tokens": (
+        "expert_data_parallel_group"
+    ),
+    "`engine.moe_layers` has the layers, whose `deepspeed_moe.gate` is the gate": "gate_modules",
+    "engine.load_checkpoint() loads experts, divided in whatever way": "load_moe_state_dict",
     "engine.monitor.write_events() writes them": "summary_events",
     "times are logged (`wall_clock_breakdown`, `timers.throughput`), and no timers of the engine are handed out": (
         "timers tput_timer get_wall_clock_timers print_forward_breakdown"

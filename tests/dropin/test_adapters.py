@@ -384,8 +384,8 @@ def test_collectives_with_other_names() -> None:
     assert collectives.has_all_gather_into_tensor() and not collectives.has_coalescing_manager()
 
 
-def test_expert_parallelism_is_not_built() -> None:
-    with pytest.raises(UsageError, match="expert parallelism is not built"):
+def test_sizes_of_groups_of_experts_are_those_of_layers() -> None:
+    with pytest.raises(UsageError, match="it is an argument of each MoE layer"):
         groups.initialize(ep_size=2)
     groups.initialize()
     assert groups.mpu is None

@@ -562,7 +562,7 @@ def test_coalesce() -> None:
 
 def test_moe_questions() -> None:
     elsewhere("dropin/test_names.py", "test_a_model_without_experts_is_divided_into_nothing_else")
-    elsewhere("dropin/test_names.py", "test_parameters_of_experts_are_refused")
+    elsewhere("dropin/test_names.py", "test_marks_of_experts_are_refused")
 
 
 def test_grad_norm(facts: Facts) -> None:

@@ -9,7 +9,7 @@ import torch
 from torch import nn
 
 import shardwise
-from shardwise.errors import AbsentNameError, UsageError
+from shardwise.errors import UsageError
 from shardwise.utils import safe_get_full_grad, safe_update_full_grad_vectorized
 from shardwise.zero.units import leaves
 from tests.harness import run_ranks
@@ -48,7 +48,31 @@ def test_a_model_without_experts_is_divided_into_nothing_else() -> None:
 
 
 @pytest.mark.usefixtures("installed")
-def test_parameters_of_experts_are_refused() -> None:
+def test_experts_are_taken_out_of_parameter_groups() -> None:
+    from deepspeed.moe import utils as moe
+    from deepspeed.moe.layer import MoE
+
+    net = torch.nn.Sequential(torch.nn.Linear(4, 4), MoE(4, torch.nn.Linear(4, 4), num_experts=3))
+    assert moe.has_moe_layers(net) == (True, 3)
+    shared, experts = moe.split_params_into_shared_and_expert_params(net.parameters())
+    assert len(shared) == 3 and len(experts) == 6 and all(map(moe.is_moe_param, experts))
+    for limit, sizes in ((178956971, [3, 6]), (20, [3, 2, 2, 2])):
+        groups = moe.split_params_into_different_moe_groups_for_optimizer(
+            {"params": net.parameters(), "lr": 0.1, "name": "all"}, limit
+        )
+        assert [len(group["params"]) for group in groups] == sizes
+        assert [moe.is_moe_param_group(group) for group in groups] == [False] + [True] * (len(sizes) - 1)
+        assert {group["lr"] for group in groups} == {0.1} and groups[1]["name"] == "ep_size_1"
+    assert [len(group["params"]) for group in moe.configure_moe_param_groups(net.parameters())] == [3, 6]
+    engine, *_ = shardwise.initialize(
+        model=net, model_parameters=groups, config={"train_batch_size": 1, "optimizer": {"type": "Adam"}}
+    )
+    assert engine.has_moe_layers and engine.num_experts == [3]
+    engine.destroy()
+
+
+@pytest.mark.usefixtures("installed")
+def test_marks_of_experts_are_refused() -> None:
     from deepspeed.moe import utils as moe
 
     net = model()
@@ -59,7 +83,7 @@ def test_parameters_of_experts_are_refused() -> None:
         lambda: moe.configure_moe_param_groups(net.parameters()),
         lambda: moe.has_moe_layers(net),
     ):
-        with pytest.raises(AbsentNameError, match=r"1 parameters are marked .* mixture of experts is not built yet"):
+        with pytest.raises(UsageError, match=r"1 parameters are marked .* marks are not read"):
             call()
 
 

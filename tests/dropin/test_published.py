@@ -31,23 +31,53 @@ STEPS = 2
 PLAIN_LR = 1e-3
 
 
+class MixtralExperts(nn.Module):
+    """Stacked, as transformers has them."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.gate_up_proj = nn.Parameter(torch.randn(4, 48, 16) / 4)
+        self.down_proj = nn.Parameter(torch.randn(4, 16, 24) / 5)
+        self.act_fn = nn.SiLU()
+
+    def forward(self, values: torch.Tensor, chosen: torch.Tensor, weights: torch.Tensor) -> torch.Tensor:
+        gate, up = torch.einsum("th,eih->tei", values, self.gate_up_proj).chunk(2, dim=-1)
+        every = torch.einsum("tei,ehi->teh", self.act_fn(gate) * up, self.down_proj)
+        return (every.gather(1, chosen[..., None].expand(-1, -1, 16)) * weights[..., None]).sum(1)
+
+
+class MixtralBlock(nn.Module):
+    """Each row goes to two of four experts."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.gate, self.experts = nn.Linear(16, 4), MixtralExperts()
+
+    def forward(self, values: torch.Tensor) -> torch.Tensor:
+        weights, chosen = torch.softmax(self.gate(values), dim=1).topk(2, dim=1)
+        mixed: torch.Tensor = values + self.experts(values, chosen, weights)
+        return mixed
+
+
 class Tiny(nn.Module):
     """A model with a table and two layers; `config` is what the Trainer reads sizes from."""
 
-    def __init__(self, sparse: bool) -> None:
+    def __init__(self, sparse: bool, experts: bool) -> None:
         super().__init__()
+        self.mix = MixtralBlock() if experts else nn.Identity()
         self.config = SimpleNamespace(hidden_size=16)
         self.table = nn.Embedding(32, 16, sparse=sparse)
         self.up, self.down = nn.Linear(16, 32), nn.Linear(32, 1)
 
     def forward(self, tokens: torch.Tensor) -> torch.Tensor:
-        h = self.table(tokens).mean(1)
+        h = self.mix(self.table(tokens).mean(1))
         return self.down(torch.tanh(self.up(h))).float().square().mean()
 
 
-def tiny(sparse: bool = False) -> Tiny:
+def tiny(raw: dict[str, Any]) -> Tiny:
+    """Return a model with what a configuration speaks of."""
     torch.manual_seed(3)
-    return Tiny(sparse)
+    return Tiny(bool(raw.get("sparse_gradients")), "expert_parallel" in raw)
 
 
 def micro_batch(step: int, micro: int, rank: int, rows: int) -> torch.Tensor:
@@ -71,7 +101,7 @@ def prepared(path: str, steps: int) -> Any:
         deepspeed=path,
     )
     filled = arguments.hf_deepspeed_config
-    filled.trainer_config_finalize(arguments, tiny(), steps)
+    filled.trainer_config_finalize(arguments, tiny({}), steps)
     forget()
     return filled.config
 
@@ -104,7 +134,7 @@ def outcome(name: str, path: str, through_trainer: bool) -> dict[str, Any]:
         config = prepared(path, 10) if through_trainer else path
         found["handed"] = config
         raw = config if isinstance(config, dict) else resolve(config, world_size=WORLD).raw
-        model = tiny(bool(raw.get("sparse_gradients")))
+        model = tiny(raw)
         client = None if "optimizer" in raw else torch.optim.AdamW(model.parameters(), lr=PLAIN_LR)
         with writing_nowhere():
             engine, *_ = deepspeed.initialize(
@@ -227,7 +257,7 @@ def equivalent(raw: dict[str, Any]) -> Callable[..., torch.optim.Optimizer] | No
 def reference(entry: Published, raw: dict[str, Any]) -> list[float]:
     """The same steps by plain torch, in one process over the batches of all ranks."""
     assert entry.starts is not None
-    model = tiny()
+    model = tiny({key: value for key, value in raw.items() if key != "sparse_gradients"})
     make = equivalent(raw)
     assert make is not None
     optimizer = make(model.parameters())

@@ -108,3 +108,12 @@ def test_state_eight_times_as_large_as_the_device_trains(tmp_path: Path) -> None
     losses = [float(loss) for loss in re.findall(r"\[rank 0\] step +\d+  loss ([\d.]+)", output)]
     assert losses[-1] < losses[0]
     assert not list((tmp_path / "swap").iterdir())
+
+
+def test_experts_over_ranks_train_as_on_one() -> None:
+    found = []
+    for size in ("2", "1"):
+        output = launch("moe.py", "--ep-size", size, "--steps", "21")
+        assert output.count(f"has {8 // int(size)} of 8 experts") == 2
+        found.append([float(loss) for loss in re.findall(r"step +\d+  loss ([\d.]+)", output)])
+    assert found[0] == pytest.approx(found[1], rel=0.05) and found[0][-1] < found[0][0]

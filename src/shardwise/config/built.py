@@ -82,6 +82,7 @@ _COMPRESSION = (
 _SHARD = "`zero_optimization.stage` 3 makes room for large layers on many ranks"
 _PRECISION = 'switch it off and write "bf16": {"enabled": true} (or fp16, or torch_autocast)'
 _SAMPLES = "order the samples in the script's own dataset or sampler, and switch this off"
+_ROUTES = "leave it out: the model's own router decides, as the model's config says"
 _COMPRESSED = "train the plain model, or compress it with a library for that (torch.ao); switch this off"
 
 UNBUILT: tuple[Unbuilt, ...] = (
@@ -114,11 +115,24 @@ UNBUILT: tuple[Unbuilt, ...] = (
     Unbuilt("pipeline.enabled", "pipeline parallelism", _on, f"remove the section; {_SHARD}"),
     Unbuilt("pipeline.stages", "pipeline parallelism", _above_one, f"remove the section; {_SHARD}"),
     Unbuilt("tensor_parallel", "tensor parallelism", _split, f"remove the section; {_SHARD}"),
-    Unbuilt(
-        "expert_parallel.enabled",
-        "expert parallelism",
-        _on,
-        "switch it off; `zero_optimization.stage` 3 divides the experts over the ranks like other parameters",
+    *(
+        Unbuilt(f"expert_parallel.{name}", what, asks, instead, within=("expert_parallel.enabled",))
+        for name, what, asks, instead in (
+            ("route_norm", "routers of its own", _given, _ROUTES),
+            ("route_scale", "routers of its own", lambda value: value != 1, _ROUTES),
+            (
+                "score_apply",
+                "routing weights that are applied before the experts",
+                lambda v: v == "pre",
+                'write "auto"',
+            ),
+            ("num_expert_groups", "routers of its own", _given, _ROUTES),
+            ("num_limited_groups", "routers of its own", _given, _ROUTES),
+            ("score_func", "routers of its own", lambda value: value != "auto", _ROUTES),
+            ("top_k", "routers of its own", lambda value: value != "auto", _ROUTES),
+            ("routed_scaling_factor", "routers of its own", lambda value: value != "auto", _ROUTES),
+            ("comm_backend", "DeepEP", lambda value: value == "deepep", 'write "comm"'),
+        )
     ),
     Unbuilt(
         "checkpoint.load_universal",

@@ -21,6 +21,7 @@ MEMBERS: dict[str, dict[str, Entry]] = {
         members("training_dataloader local_rank global_rank world_size dp_world_size mp_world_size seq_dp_world_size"),
         members("sequence_parallel_size global_steps global_samples micro_steps skipped_steps gas_boundary_ctr mpu"),
         members("data_parallel_group seq_data_parallel_group mesh_device has_moe_layers num_experts param_names"),
+        members("moe_layers expert_parallel_group"),
         members("pipeline_parallelism enable_backward_allreduce gradient_average inside_no_sync_ctxt dist_backend"),
         members("communication_data_type is_compiled monitor"),
         # training

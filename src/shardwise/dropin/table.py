@@ -22,7 +22,6 @@ from shardwise.absent import (
     LAYERS,
     LINEAR,
     MICS,
-    MOE,
     OPS,
     PIPELINE,
     SHARED_VOCABULARY,
@@ -209,7 +208,7 @@ _GROUPS = joined(
     ),
     values(f"{_ADAPT}.groups", "mpu", "mesh_device"),
     raising(
-        MOE,
+        "an engine makes the groups of its layers: engine.expert_parallel_group has them",
         "_get_expert_parallel_group _get_expert_parallel_rank _get_expert_parallel_world_size "
         "_get_expert_data_parallel_group _get_expert_data_parallel_rank _get_expert_data_parallel_world_size "
         "_get_max_expert_size _get_max_expert_size_name",
@@ -224,6 +223,12 @@ _GROUPS = joined(
         "the engine's group is that of `mpu`, or all ranks; it is not set",
         "set_data_parallel_group set_data_parallel_rank set_data_parallel_world_size",
     ),
+)
+_MOE = classes(
+    "shardwise.moe.layer",
+    "MoE(hidden_size, expert, num_experts=1, ep_size=1, k=1, capacity_factor=1.0, eval_capacity_factor=1.0, "
+    "min_capacity=4, use_residual=False, noisy_gate_policy=None, drop_tokens=True, use_rts=True, use_tutel=False, "
+    "enable_expert_tensor_parallelism=False, top2_2nd_expert_sampling=True)",
 )
 _COMMS_LOGGING = joined(
     classes("shardwise.comm.logger", "CommsLogger"),
@@ -853,17 +858,17 @@ TABLE: dict[str, dict[str, Entry]] = {
     "deepspeed.sequence.vocab_parallel_ops": raising(
         SHARED_VOCABULARY, "vocab_parallel_entropy vocab_parallel_kl_div vocab_parallel_logprobs"
     ),
-    "deepspeed.moe": raising(MOE, "MoE"),
-    "deepspeed.moe.layer": raising(MOE, "MoE"),
+    "deepspeed.moe": _MOE,
+    "deepspeed.moe.layer": _MOE,
     "deepspeed.moe.sharded_moe": raising(
-        MOE,
+        "tokens are sorted here, without matrices of tokens and places; `shardwise.moe.gates` and `dispatch` do it",
         "MOELayer TopKGate top1gating top2gating topkgating gumbel_rsample einsum get_selected_experts _AllToAll "
         "_capacity _one_hot_to_float _top_idx MOE_TIMER TOPK_GATE_TIMER FIRST_ALLTOALL_TIMER SECOND_ALLTOALL_TIMER",
     ),
-    "deepspeed.moe.experts": raising(MOE, "Experts"),
-    "deepspeed.moe.mappings": raising(MOE, "gather_tokens drop_tokens"),
+    "deepspeed.moe.experts": raising("`shardwise.moe.experts` has another way to call them", "Experts"),
+    "deepspeed.moe.mappings": raising(TENSOR, "gather_tokens drop_tokens"),
     "deepspeed.moe.utils": functions(
-        f"{_ADAPT}.experts",
+        "shardwise.moe.utils",
         "has_moe_layers(m)",
         "is_moe_param(param)",
         "split_params_into_shared_and_expert_params(params)",

@@ -36,6 +36,7 @@ from shardwise.engine.budget import wanted as budget_wanted
 from shardwise.engine.checkpointing import Checkpoints
 from shardwise.engine.engine import Engine
 from shardwise.engine.exhausted import Circumstances, explaining
+from shardwise.engine.experts import divide_experts
 from shardwise.engine.facts import facts_of
 from shardwise.engine.faults import FaultTolerance
 from shardwise.engine.followed import describe, device_limit, display_of, log_of, shows
@@ -174,6 +175,8 @@ def initialize(
         sequences = SharedSequences(job, settings.sequence_parallel_size, asked)
         data = sequences.data
     domain = domain_of(settings, job, grid)
+    # Experts are divided before anybody asks who has which parameter.
+    groups = divide_experts(model, settings, job)
     domains = domains_of(model, domain)
 
     # What is divided over which ranks, in which number types; what is made from here on is counted.
@@ -271,6 +274,7 @@ def initialize(
         job=job,
         data=data,
         sequences=sequences,
+        expert_groups=groups,
         local_rank=own_number,
         client_optimizer=optimizer,
         client_lr_scheduler=lr_scheduler,

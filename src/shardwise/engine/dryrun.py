@@ -21,6 +21,7 @@ from shardwise.comm.domain import Domain
 from shardwise.comm.imagined import ImaginedCommunicator
 from shardwise.engine.activations import Activations
 from shardwise.engine.batch import Batches
+from shardwise.engine.experts import divide_experts
 from shardwise.engine.mesh import domain_of, domains_of
 from shardwise.engine.modules import leaves_of, place_buffers
 from shardwise.engine.scaling import cast_floats, prescale_of, scale_gradients_of, scales_loss
@@ -136,6 +137,7 @@ class Twin:
         with self._computing():
             comm = ImaginedCommunicator(world, device, rank=like.rank if like is not None else 0, like=like)
             domain = domain_of(config, comm) if grid is None else Domain(comm, grid)
+            divide_experts(twin, config, comm)
             policy = policy_from_config(config)
             plan = Plan.of(config.zero_optimization, domain)
             self._disks = Disks.of(config, comm.rank, imagined=True)

@@ -28,6 +28,7 @@ from shardwise.data import EngineDataLoader
 from shardwise.device.ranges import detailed
 from shardwise.engine.attributes import Held, OfOptimizer
 from shardwise.engine.exhausted import explained, explaining
+from shardwise.engine.experts import release_experts
 from shardwise.engine.getters import reads_config
 from shardwise.engine.recovery import Resumed
 from shardwise.engine.scaling import cast_floats, scale_gradients_of
@@ -35,6 +36,7 @@ from shardwise.engine.states import check_device, give_methods, kinds_of, take_m
 from shardwise.engine.step import StepReport, TrainStep
 from shardwise.errors import AbsentAttributeError, NotScalarError, OffloadError, UsageError
 from shardwise.memory import is_out_of_memory
+from shardwise.moe.exchange import Divided
 from shardwise.precision.autocast import autocast, autocast_dtype, described
 from shardwise.precision.dtypes import parse_dtype
 from shardwise.precision.scaler import LossScaler
@@ -64,6 +66,7 @@ if TYPE_CHECKING:
     from shardwise.engine.sequence import SharedSequences
     from shardwise.engine.timelines import Timelines
     from shardwise.memory import MemoryReport
+    from shardwise.moe import ExpertGroup
     from shardwise.monitor import Monitor
     from shardwise.monitor.runlog import RunLog
     from shardwise.profile import ModuleProfile
@@ -123,9 +126,7 @@ class Engine(nn.Module):
 
     mp_world_size = 1
     pipeline_parallelism = False
-    has_moe_layers = False
     enable_backward_allreduce = True
-    num_experts: tuple[int, ...] = ()
 
     def __init__(
         self,
@@ -147,6 +148,7 @@ class Engine(nn.Module):
         job: Communicator,
         data: Communicator,
         sequences: SharedSequences | None,
+        expert_groups: Mapping[int, ExpertGroup],
         local_rank: int,
         client_optimizer: Any = None,
         client_lr_scheduler: Any = None,
@@ -165,6 +167,7 @@ class Engine(nn.Module):
         self.job = job
         self.data = data
         self._sequences = sequences
+        self._expert_groups = expert_groups
         self.local_rank = local_rank
         self.mpu = mpu
         self.mesh_device = mesh_device
@@ -269,6 +272,30 @@ class Engine(nn.Module):
     def seq_data_parallel_group(self) -> Any:
         """The process group over which gradients are averaged."""
         return self.sharded.comm.user_group
+
+    @property
+    def has_moe_layers(self) -> bool:
+        """Whether the model has layers of experts (`shardwise.moe`)."""
+        return bool(self.moe_layers)
+
+    @property
+    def moe_layers(self) -> list[Divided]:
+        """Layers of experts, in the model's order."""
+        return [module for module in self.module.modules() if isinstance(module, Divided)]
+
+    @property
+    def num_experts(self) -> list[int]:
+        """Number of experts of each of them."""
+        return [layer.num_experts for layer in self.moe_layers]
+
+    @property
+    def expert_parallel_group(self) -> dict[str, Any]:
+        """The process groups of ranks among which tokens travel, by "ep_size_" and their size."""
+        return {
+            f"ep_size_{size}": group.comm.user_group
+            for size, group in self._expert_groups.items()
+            if group.comm is not None
+        }
 
     @property
     def dist_backend(self) -> str | None:
@@ -1446,6 +1473,7 @@ class Engine(nn.Module):
             self._activations.close()
             if self._sequences is not None:
                 self._sequences.close()
+            release_experts(self.module, self._expert_groups)
             for ranks in dict.fromkeys((self.job, self.data)):
                 ranks.destroy()  # whoever waits for this rank is told
         if failure is not None:

@@ -75,28 +75,41 @@ class TensorParallel(ConfigSection):
     vocab_parallel_ce_backend: Literal["torch", "liger"] = key("torch", "Cross entropy over a split vocabulary.")
 
 
+_ROUTER = "the model's own router decides"
+_SHARED = "experts that every token uses stay in the model's own block"
+_TORCH = "tokens are sorted, exchanged and added up in one way, in torch"
+
+
 class ExpertParallel(ConfigSection):
-    """`expert_parallel`: distribute the experts of mixture-of-experts layers over ranks."""
+    """`expert_parallel`: distribute the experts of a model of transformers over ranks."""
 
     enabled: bool = key(False, "Distribute experts.")
-    autoep_size: Int = key(1, "Expert-parallel degree.", ge=1)
+    autoep_size: Int = key(1, "Ranks over which the experts of a layer are divided.", ge=1)
     expert_tensor_parallel_size: Annotated[Literal[1], Whole] = key(
         1, "Tensor-parallel degree inside an expert; only 1."
     )
-    validate_folding_routing: bool = key(False, "Check routing when expert and other dimensions are folded.")
-    preset_model: Literal["mixtral", "qwen3_moe", "qwen3_5_moe", "deepseek_v2", "deepseek_v3"] | None = key(
-        None, "Use the names of this model family."
+    validate_folding_routing: bool = key(
+        False,
+        "Check routing when expert and other dimensions are folded.",
+        no_effect="there is no other dimension that ranks of a group could be folded with",
     )
-    moe_layer_pattern: str | None = key(None, "Regular expression that matches mixture-of-experts layers.")
-    expert_pattern: str | None = key(None, "Name of the child that holds the experts.")
-    router_pattern: str | None = key(None, "Name of the child that routes.")
-    use_grouped_mm: bool = key(True, "Compute all local experts in one grouped matrix product.")
-    disable_triton_grouped_mm: bool = key(False, "Do not use the Triton grouped matrix product.")
+    preset_model: Literal["mixtral", "qwen3_moe", "qwen3_5_moe", "deepseek_v2", "deepseek_v3"] | None = key(
+        None, "Divide the blocks of this model family only."
+    )
+    moe_layer_pattern: str | None = key(
+        None, "Regular expression found in the names of the blocks to be divided; null: all."
+    )
+    expert_pattern: str | None = key(None, "Name of a block's child that holds the experts; null: experts.")
+    router_pattern: str | None = key(None, "Name of a block's child that routes; null: gate.")
+    use_grouped_mm: bool = key(True, "Compute all local experts in one grouped matrix product, where torch can.")
+    disable_triton_grouped_mm: bool = key(
+        False, "Do not use the Triton grouped matrix product.", no_effect="it is torch's own that is used"
+    )
     route_norm: bool | None = key(None, "Normalise the weights of the chosen experts.")
     route_scale: float = key(1.0, "Factor on routing weights.")
     score_apply: Literal["auto", "pre", "post"] = key("auto", "Apply routing weights before or after the experts.")
     combine_impl: Literal["auto", "weighted_sum", "legacy_bmm", "fused_weighted_sum"] = key(
-        "auto", "How expert outputs are combined."
+        "auto", "How expert outputs are combined.", no_effect=_TORCH
     )
     num_expert_groups: Int | None = key(None, "Groups of experts for group-limited routing.", gt=0)
     num_limited_groups: Int | None = key(None, "Groups that a token may use.", gt=0)
@@ -104,22 +117,34 @@ class ExpertParallel(ConfigSection):
     top_k: Literal["auto"] | Int = key("auto", "Experts per token.")
     load_balance_coeff: None = key(None, "Only null.")
     routed_scaling_factor: Literal["auto"] | float = key("auto", "Factor on routed outputs.")
-    expert_w1: str | None = key(None, "Name of the gate projection.")
-    expert_w2: str | None = key(None, "Name of the down projection.")
-    expert_w3: str | None = key(None, "Name of the up projection; null: fused with the gate.")
-    num_experts_attr: str | None = key(None, "Config attribute with the number of experts.")
-    top_k_attr: str | None = key(None, "Config attribute with the experts per token.")
-    has_shared_experts: bool | None = key(None, "The layer has experts that every token uses.")
-    shared_experts_pattern: str | None = key(None, "Name of the shared experts.")
-    shared_experts_gate_pattern: str | None = key(None, "Name of the shared experts' gate.")
-    async_split_plan: bool = key(False, "Exchange token counts asynchronously.")
-    row_weighting_impl: Literal["auto", "eager", "fused"] = key("auto", "How rows are weighted.")
-    gate_up_impl: Literal["separate", "fused"] = key("separate", "Gate and up projection in one product or two.")
+    expert_w1: str | None = key(
+        None, "Name of the stacked gate projections, or of gate and up projections in one; null: gate_up_proj."
+    )
+    expert_w2: str | None = key(None, "Name of the stacked down projections; null: down_proj.")
+    expert_w3: str | None = key(None, "Name of the stacked up projections; null: fused with the gate.")
+    num_experts_attr: str | None = key(
+        None, "Attribute of the model's config with the number of experts, which is checked."
+    )
+    top_k_attr: str | None = key(None, "Config attribute with the experts per token.", no_effect=_ROUTER)
+    has_shared_experts: bool | None = key(None, "The layer has experts that every token uses.", no_effect=_SHARED)
+    shared_experts_pattern: str | None = key(None, "Name of the shared experts.", no_effect=_SHARED)
+    shared_experts_gate_pattern: str | None = key(None, "Name of the shared experts' gate.", no_effect=_SHARED)
+    async_split_plan: bool = key(False, "Exchange token counts asynchronously.", no_effect=_TORCH)
+    row_weighting_impl: Literal["auto", "eager", "fused"] = key("auto", "How rows are weighted.", no_effect=_TORCH)
+    gate_up_impl: Literal["separate", "fused"] = key(
+        "separate",
+        "Gate and up projection in one product or two.",
+        no_effect="it is one where the model has them in one tensor",
+    )
     comm_backend: Literal["comm", "deepep"] = key("comm", "Library that exchanges tokens.")
-    comm_num_sm: Int = key(12, "Streaming multiprocessors for exchanging tokens.", gt=0)
-    comm_qp_margin: Int = key(4, "Spare queue pairs for exchanging tokens.", ge=0)
-    comm_max_tokens_per_rank: Int = key(0, "Most tokens per rank in an exchange; 0: no limit.", ge=0)
-    expert_activation: str | None = key(None, "Activation function of the experts.")
+    comm_num_sm: Int = key(12, "Streaming multiprocessors for exchanging tokens.", gt=0, no_effect="DeepEP is not used")
+    comm_qp_margin: Int = key(4, "Spare queue pairs for exchanging tokens.", ge=0, no_effect="DeepEP is not used")
+    comm_max_tokens_per_rank: Int = key(
+        0, "Most tokens per rank in an exchange; 0: no limit.", ge=0, no_effect="DeepEP is not used"
+    )
+    expert_activation: str | None = key(
+        None, "Activation of the experts, by its name in torch.nn.functional or transformers; null: the model's."
+    )
 
 
 class SparseAttention(ConfigSection):

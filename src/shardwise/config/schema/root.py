@@ -67,7 +67,7 @@ class Config(ConfigSection):
     )
     data_parallel_size: Int | None = key(None, "Must be the number of ranks / sequence_parallel_size.", ge=1)
     use_data_before_expert_parallelism: bool = key(
-        False, "Order of ranks in expert groups.", no_effect="there are no expert groups"
+        False, "Ranks with the same experts are neighbours, not those among which tokens travel."
     )
     vocabulary_size: Int | None = key(None, "Size of the vocabulary; warns if 8 does not divide it.", gt=0)
     disable_python_gc: bool = key(False, "The engine collects cyclic garbage by itself.")

@@ -32,7 +32,7 @@ def initialize(ep_size: int = 1, mpu: Any = None) -> None:
         UsageError: `ep_size` is not 1.
     """
     if ep_size != 1:
-        raise UsageError(f"groups.initialize(ep_size={ep_size}): expert parallelism is not built yet; leave it out")
+        raise UsageError(f"groups.initialize(ep_size={ep_size}): it is an argument of each MoE layer; leave it out")
     if mpu is not None:
         globals()["mpu"] = mpu
 

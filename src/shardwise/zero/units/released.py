@@ -248,7 +248,8 @@ def blank_of(parameter: nn.Parameter) -> torch.Tensor:
     Addresses therefore tell parameters apart, as scripts that count shared weights by `data_ptr()` expect.
     """
     found = _blanks.get(parameter)
-    if found is None or found.dtype is not parameter.dtype or found.device != parameter.device:
+    like = (parameter.dtype, parameter.device, parameter.shape)  # experts of which a rank keeps some change the last
+    if found is None or (found.dtype, found.device, found.shape) != like:
         found = _blanks[parameter] = blank(parameter)
     assert isinstance(found, torch.Tensor)
     return found

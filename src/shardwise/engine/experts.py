@@ -1,0 +1,72 @@
+"""Experts of an engine's model: divided as its layers or the configuration say, before anything is sharded."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from typing import TYPE_CHECKING
+
+from torch import nn
+
+from shardwise.errors import UsageError
+from shardwise.moe import ExpertGroup, bind_experts
+from shardwise.moe.exchange import Divided
+from shardwise.moe.huggingface import convert
+from shardwise.moe.layer import MoE
+from shardwise.zero.parameters.init import PartStore, whole_values
+from shardwise.zero.units.released import disown, owner_of
+
+if TYPE_CHECKING:
+    from shardwise.comm.communicator import Communicator
+    from shardwise.config import Config
+
+
+def divide_experts(model: nn.Module, config: Config, comm: Communicator) -> dict[int, ExpertGroup]:
+    """Make the groups of a model's layers of experts, and declare each rank's (all ranks call).
+
+    Args:
+        model: its layers of experts are bound to the groups; those of a model of transformers become such layers if
+            `expert_parallel` says so.
+        config: validated.
+        comm: all ranks.
+
+    Returns:
+        The groups, by the number of their ranks.
+
+    Raises:
+        UsageError: ranks and layers do not fit.
+        ConfigError: the model has nothing of what the section names.
+    """
+    if config.expert_parallel.enabled:
+        convert(model, config.expert_parallel)
+    return bind_experts(
+        model,
+        comm,
+        data_first=config.use_data_before_expert_parallelism,
+        prepare=None if comm.imagined else _make_whole,
+    )
+
+
+def release_experts(model: nn.Module, groups: Mapping[int, ExpertGroup]) -> None:
+    """Take groups that are about to end off the layers that still have them."""
+    for layer in model.modules():
+        if isinstance(layer, Divided) and layer.group in groups.values():
+            layer.group = None
+
+
+def _make_whole(layer: Divided) -> None:
+    """Take experts that were built under zero.Init out of it: ranks have different ones from here on."""
+    if layer.ep_size == 1:
+        return
+    experts = layer.deepspeed_moe.experts if isinstance(layer, MoE) else layer
+    for name, parameter in experts.named_parameters():
+        if parameter.is_meta:
+            raise UsageError(
+                f"{name} of {type(layer).__name__} is on the meta device: experts that are divided over ranks need "
+                "their values before shardwise.initialize(). Build the model on a CPU or device, or under zero.Init"
+            )
+        built = isinstance(owner_of(parameter), PartStore)
+        if not built or (isinstance(layer, MoE) and layer.listed):
+            continue
+        values, _ = whole_values(parameter)
+        disown(parameter)
+        parameter.data = values.to(parameter.device)

@@ -1,0 +1,166 @@
+"""Tokens in the order of their experts, and back: sorted, without matrices of tokens x experts x places.
+
+A token has k choices. Choices are numbered choice by choice: that of token t at place c is c * tokens + t, so that a
+stable sort has all first choices before the second ones. What has no counterpart (an empty place, a choice that has
+been dropped) has the number one past the last, which stands for a row of zeros.
+"""
+
+from __future__ import annotations
+
+import itertools
+from dataclasses import dataclass
+from typing import Any
+
+import torch
+from torch.autograd.function import once_differentiable
+
+
+@dataclass(frozen=True)
+class Order:
+    """How rows for experts and the choices of tokens correspond.
+
+    Attributes:
+        source: the choice of each row.
+        place: the row of each choice; [k, tokens].
+        whole: every row has a choice and every choice a row.
+    """
+
+    source: torch.Tensor
+    place: torch.Tensor
+    whole: bool
+
+    def spread(self, tokens: torch.Tensor) -> torch.Tensor:
+        """Return the rows for experts: a copy of the token of each."""
+        count = len(tokens)
+        index = self.source % max(count, 1)
+        if not self.whole:
+            index = torch.where(self.source < self.place.numel(), index, count)
+        moved: torch.Tensor = _Take.apply(tokens, index, self.place, self.whole)
+        return moved
+
+    def joined(self, rows: torch.Tensor, weights: torch.Tensor) -> torch.Tensor:
+        """Return the sum of each token's rows, by weights [k, tokens]."""
+        picked: torch.Tensor = _Take.apply(rows, self.place.reshape(-1), self.source[None], self.whole)
+        return (picked.view(*self.place.shape, rows.shape[-1]) * weights[..., None].to(rows.dtype)).sum(0)
+
+
+def ranked(experts: torch.Tensor, count: int, first: torch.Tensor | None = None) -> tuple[torch.Tensor, torch.Tensor]:
+    """Number the choices of each expert.
+
+    Args:
+        experts: chosen; [k, tokens]. The number `count` stands for none.
+        count: number of experts.
+        first: all choices, in the order in which an expert numbers its own; None: theirs.
+
+    Returns:
+        The number of each choice among those of its expert, [k, tokens]; and how many each expert has, [count + 1].
+
+    Example:
+        >>> number, sizes = ranked(torch.tensor([[1, 0, 1]]), 2)
+        >>> number.tolist(), sizes.tolist()
+        ([[0, 0, 1]], [1, 2, 0])
+    """
+    flat = experts.reshape(-1)
+    order = torch.argsort(flat, stable=True) if first is None else first[torch.argsort(flat[first], stable=True)]
+    sizes = counted(flat, count + 1)
+    begins = sizes.cumsum(0) - sizes
+    number = torch.empty_like(flat)
+    number[order] = torch.arange(len(flat), device=flat.device) - begins[flat[order]]
+    return number.view_as(experts), sizes
+
+
+def counted(experts: torch.Tensor, count: int) -> torch.Tensor:
+    """Return how often each number below `count` occurs (on a device without waiting for it)."""
+    flat = experts.reshape(-1)
+    return torch.zeros(count, dtype=torch.int64, device=flat.device).scatter_add_(0, flat, torch.ones_like(flat))
+
+
+def in_slots(experts: torch.Tensor, number: torch.Tensor, count: int, capacity: int) -> Order:
+    """Return the order in which each expert has as many places: what finds none is left out.
+
+    Args:
+        experts: chosen; [k, tokens], `count` for none.
+        number: of each choice among those of its expert.
+        count: number of experts.
+        capacity: places of each.
+    """
+    total = count * capacity
+    fits = (number < capacity) & (experts < count)
+    place = torch.where(fits, experts * capacity + number, total)
+    source = torch.full((total + 1,), experts.numel(), dtype=torch.int64, device=experts.device)
+    source[place.reshape(-1)] = torch.arange(experts.numel(), device=experts.device)
+    return Order(source[:total], place, whole=False)
+
+
+def in_turn(experts: torch.Tensor, rows: int | None = None) -> Order:
+    """Return the order in which the choices of each expert follow those of the one before.
+
+    Args:
+        experts: chosen; [k, tokens].
+        rows: how many there are if some choices are of none, which come last; None: all.
+    """
+    flat = experts.reshape(-1)
+    source = torch.argsort(flat, stable=True)
+    place = torch.empty_like(source)
+    place[source] = torch.arange(len(flat), device=flat.device)
+    if rows is None:
+        return Order(source, place.view_as(experts), whole=True)
+    return Order(source[:rows], place.view_as(experts).clamp(max=rows), whole=False)
+
+
+def by_expert(sizes: list[list[int]], device: torch.device) -> tuple[torch.Tensor, torch.Tensor]:
+    """Return the order by expert of rows that lie by rank, and by expert within; and its inverse.
+
+    Args:
+        sizes: rows from each rank for each expert.
+        device: of the rows.
+
+    Example:
+        >>> [order.tolist() for order in by_expert([[1, 2], [1, 0]], torch.device("cpu"))]
+        [[0, 3, 1, 2], [0, 2, 3, 1]]
+    """
+    by_rank = _runs([size for own in sizes for size in own])
+    width = len(sizes[0])
+    turned = [rank * width + expert for expert in range(width) for rank in range(len(sizes))]
+    by_turn = _runs([by_rank[run][1] - by_rank[run][0] for run in turned])
+    places = dict(zip(turned, by_turn, strict=True))
+    # Runs whose ends are known, so that plans of memory, where tensors have no values, can make them, too.
+    order = torch.cat([torch.arange(*by_rank[run]) for run in turned])
+    inverse = torch.cat([torch.arange(*places[run]) for run in range(len(by_rank))])
+    return order.to(device, non_blocking=True), inverse.to(device, non_blocking=True)
+
+
+def _runs(sizes: list[int]) -> list[tuple[int, int]]:
+    """Return where each of several runs begins and ends, one after the other."""
+    ends = list(itertools.accumulate(sizes))
+    return [(end - size, end) for end, size in zip(ends, sizes, strict=True)]
+
+
+def permuted(rows: torch.Tensor, order: torch.Tensor, inverse: torch.Tensor) -> torch.Tensor:
+    """Return rows in another order; in the backward pass gradients go back by the inverse."""
+    moved: torch.Tensor = _Take.apply(rows, order, inverse[None], True)
+    return moved
+
+
+class _Take(torch.autograd.Function):
+    """Rows by their numbers; the gradient of a row is the sum of those of its copies, read and not scattered.
+
+    So it is formed in one order on every device, and without atomic additions.
+    """
+
+    @staticmethod
+    def forward(ctx: Any, rows: torch.Tensor, index: torch.Tensor, copies: torch.Tensor, whole: bool) -> torch.Tensor:
+        ctx.save_for_backward(copies)
+        ctx.whole = whole
+        return _with_zeros(rows, whole)[index]
+
+    @staticmethod
+    @once_differentiable
+    def backward(ctx: Any, gradient: torch.Tensor) -> tuple[torch.Tensor | None, ...]:
+        (copies,) = ctx.saved_tensors
+        found = _with_zeros(gradient, ctx.whole)[copies]
+        return found[0] if len(copies) == 1 else found.sum(0), None, None, None
+
+
+def _with_zeros(rows: torch.Tensor, whole: bool) -> torch.Tensor:
+    return rows if whole else torch.cat([rows, rows.new_zeros(1, *rows.shape[1:])])

@@ -1,0 +1,274 @@
+"""Ranks that have all experts of a layer together, and what they exchange: rows in one all-to-all, both ways.
+
+Runs of `ep_size` ranks form an expert group, in which each rank has its own experts:
+
+    4 ranks, ep_size 2, experts A to D
+                  A B      C D
+    group 0      rank 0   rank 1
+    group 1      rank 2   rank 3
+
+Ranks 0 and 2 have the same experts: their gradients are summed over these two. An engine makes the groups once and all
+layers of one `ep_size` share them.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterable, Sequence
+from typing import Any
+
+import torch
+from torch import nn
+from torch.autograd.function import once_differentiable
+from torch.utils.weak import WeakTensorKeyDictionary
+
+from shardwise.comm.communicator import Communicator
+from shardwise.compat import has_values
+from shardwise.errors import ConfigError, UsageError
+from shardwise.registry import declare_part
+
+_experts: WeakTensorKeyDictionary = WeakTensorKeyDictionary()
+
+
+def mark_experts(parameters: Iterable[torch.Tensor], ep_size: int) -> None:
+    """Note that parameters are of experts that are divided over so many ranks."""
+    for parameter in parameters:
+        _experts[parameter] = f"ep_size_{ep_size}"
+
+
+def expert_group_of(parameter: torch.Tensor) -> str | None:
+    """Return the name of the group of ranks over which an expert's parameter is divided; None: it is no expert's."""
+    name: str | None = _experts.get(parameter)
+    return name
+
+
+class ExpertGroup:
+    """The ranks among which this rank's tokens travel.
+
+    Args:
+        comm: they; None: this rank alone.
+        ranks: their numbers among all ranks of the engine.
+        replicas: numbers of those that have the same experts as this one.
+
+    Attributes:
+        size: number of ranks.
+        place: which of them this is.
+    """
+
+    def __init__(
+        self, comm: Communicator | None = None, ranks: Sequence[int] = (0,), replicas: Sequence[int] | None = None
+    ) -> None:
+        self.comm = comm
+        self.ranks = tuple(ranks)
+        self.replicas = None if replicas is None else tuple(replicas)
+        self.size = 1 if comm is None else comm.world
+        self.place = 0 if comm is None else comm.rank
+
+    def __deepcopy__(self, memo: dict[int, Any]) -> ExpertGroup:
+        return self  # copies of a model exchange among the same ranks
+
+    def __reduce__(self) -> tuple[type[ExpertGroup], tuple[()]]:
+        return ExpertGroup, ()  # a pickled model has no ranks
+
+    def own(self, experts: int) -> tuple[int, int]:
+        """Return the first of this rank's experts, and the one after the last."""
+        here = experts // self.size
+        return self.place * here, (self.place + 1) * here
+
+    def declare(self, parameter: nn.Parameter, *, name: str | None = None, experts: int | None = None) -> None:
+        """Say that a parameter is of this rank's experts: by the tensor's name, or as a part of a stacked one.
+
+        Args:
+            parameter: of this rank.
+            name: the tensor's, for a parameter of one expert.
+            experts: their number, for a parameter that has them in its first dimension.
+        """
+        if self.replicas is None:
+            return
+        if experts is None:
+            declare_part(parameter, ranks=self.replicas, name=name)
+            return
+        rest = list(parameter.shape[1:])
+        box = [self.own(experts), *((0, size) for size in rest)]
+        declare_part(parameter, ranks=self.replicas, name=name, shape=[experts, *rest], box=box)
+
+    def sizes(self, counts: torch.Tensor, rows: int, label: str) -> tuple[list[list[int]], list[list[int]]]:
+        """Return how many rows this rank sends to each rank for each of its experts, and receives from each.
+
+        The host waits for these numbers, which say how large the exchange is. Where there are no values (plans of
+        memory) all experts are chosen alike.
+
+        Args:
+            counts: rows of this rank for each expert.
+            rows: all of them.
+            label: for the record.
+        """
+        experts = len(counts)
+        here = experts // self.size
+        if not has_values(counts):
+            even = [(rows + experts - 1 - expert) // experts for expert in range(experts)]
+            sent = [even[rank * here : (rank + 1) * here] for rank in range(self.size)]
+            return sent, [sent[self.place]] * self.size
+        if self.comm is None:
+            found = [counts.tolist()]
+            return found, found
+        arriving = torch.empty_like(counts)
+        each = [here] * self.size
+        self.comm.all_to_all(arriving, counts, each, each, f"{label}: counts").wait()
+        both = torch.stack([counts, arriving]).view(2, self.size, here).tolist()
+        return both[0], both[1]
+
+    def exchange(self, rows: torch.Tensor, sent: Sequence[int], received: Sequence[int], label: str) -> torch.Tensor:
+        """Send rows to each rank and return what has come from each, in rank order; gradients travel back.
+
+        Args:
+            rows: for each rank, in rank order.
+            sent: how many for each.
+            received: how many from each.
+            label: for the record.
+        """
+        if self.comm is None:
+            return rows
+        moved: torch.Tensor = _Exchange.apply(rows, self.comm, tuple(sent), tuple(received), label)
+        return moved
+
+
+class _Exchange(torch.autograd.Function):
+    """An all-to-all of rows; its backward pass is the same all-to-all the other way."""
+
+    @staticmethod
+    def forward(
+        ctx: Any,
+        rows: torch.Tensor,
+        comm: Communicator,
+        sent: tuple[int, ...],
+        received: tuple[int, ...],
+        label: str,
+    ) -> torch.Tensor:
+        ctx.comm, ctx.sent, ctx.received, ctx.label = comm, sent, received, label
+        return _all_to_all(rows, comm, sent, received, label)
+
+    @staticmethod
+    @once_differentiable
+    def backward(ctx: Any, gradient: torch.Tensor) -> tuple[torch.Tensor | None, ...]:
+        back = _all_to_all(gradient, ctx.comm, ctx.received, ctx.sent, f"{ctx.label}, backward")
+        return back, None, None, None, None
+
+
+def _all_to_all(
+    rows: torch.Tensor, comm: Communicator, sent: Sequence[int], received: Sequence[int], label: str
+) -> torch.Tensor:
+    width = rows.shape[-1]
+    output = rows.new_empty(sum(received), width)
+    comm.all_to_all(
+        output.view(-1),
+        rows.contiguous().view(-1),
+        [count * width for count in received],
+        [count * width for count in sent],
+        label,
+    ).wait()
+    return output
+
+
+class Divided(nn.Module):
+    """A module whose experts may be divided over ranks.
+
+    Attributes:
+        num_experts: of all ranks of a group.
+        ep_size: ranks of a group.
+        group: they; None as long as no engine has made groups.
+        path: the module's name in the model, for records.
+        counting: choices are counted (`shardwise.moe.load`).
+        counts: how often each expert has been chosen since they were read.
+    """
+
+    num_experts: int
+    ep_size: int
+    group: ExpertGroup | None = None
+    path = "MoE"
+    counting = False
+    counts: torch.Tensor | None = None
+
+    def count(self, chosen: torch.Tensor) -> None:
+        """Add how often each expert has been chosen, if that is asked for."""
+        if self.counting:
+            self.counts = chosen.detach().clone() if self.counts is None else self.counts + chosen.detach()
+
+    def bind(self, path: str, group: ExpertGroup) -> None:
+        """Take the group, and declare this rank's experts as parts.
+
+        Args:
+            path: the module's name in the model.
+            group: made for `ep_size`.
+        """
+        raise NotImplementedError
+
+    def bound(self) -> ExpertGroup:
+        """Return the group.
+
+        Raises:
+            UsageError: there is none.
+        """
+        if self.group is not None and self.group.size == self.ep_size:
+            return self.group
+        if self.ep_size == 1:
+            return ALONE
+        raise UsageError(
+            f"MoE without its groups: the layer divides its {self.num_experts} experts over ep_size={self.ep_size} "
+            "ranks, and has no engine that has made groups of ranks. Pass the model to shardwise.initialize() before "
+            "it is called"
+        )
+
+
+ALONE = ExpertGroup()
+"""The group of a rank that has all experts."""
+
+
+def bind_experts(
+    model: nn.Module,
+    comm: Communicator,
+    *,
+    data_first: bool = False,
+    prepare: Callable[[Divided], None] | None = None,
+) -> dict[int, ExpertGroup]:
+    """Make the groups for a model's experts, one for each `ep_size`, and declare each rank's part (all ranks call).
+
+    Args:
+        model: of the engine.
+        comm: all ranks.
+        data_first: ranks with the same experts are neighbours, not those of a group
+            (`use_data_before_expert_parallelism`).
+        prepare: is called for each layer, before it takes what is its own.
+
+    Returns:
+        The groups by `ep_size`.
+
+    Raises:
+        UsageError: the ranks are no whole number of groups.
+        ConfigError: the same, in a plan for other ranks.
+    """
+    groups: dict[int, ExpertGroup] = {}
+    for path, module in model.named_modules():
+        if isinstance(module, Divided):
+            if module.ep_size not in groups:
+                groups[module.ep_size] = _group(path, module.ep_size, comm, data_first)
+            if prepare is not None:
+                prepare(module)
+            module.bind(path, groups[module.ep_size])
+    return groups
+
+
+def _group(path: str, size: int, comm: Communicator, data_first: bool) -> ExpertGroup:
+    if comm.world % size:
+        raise (ConfigError if comm.imagined else UsageError)(
+            f"{path}: ep_size={size} does not divide the {comm.world} ranks. Choose a divisor of {comm.world}, or "
+            f"start a multiple of {size} ranks"
+        )
+    if size == 1:
+        return ExpertGroup()
+    step = comm.world // size
+    runs = [list(range(first, first + size)) for first in range(0, comm.world, size)]
+    if data_first:
+        runs = [list(range(first, comm.world, step)) for first in range(step)]
+    own = next(run for run in runs if comm.rank in run)
+    place = own.index(comm.rank)
+    return ExpertGroup(comm.part(runs, f"experts_{size}"), own, sorted(run[place] for run in runs))

@@ -1,0 +1,122 @@
+"""The experts of a rank, as modules or as stacked weights, and rows in the order in which they compute them."""
+
+from __future__ import annotations
+
+import copy
+from collections.abc import Callable, Sequence
+
+import torch
+import torch.nn.functional as F
+from torch import nn
+
+from shardwise.compat import grouped_product
+from shardwise.errors import UsageError
+from shardwise.moe.dispatch import by_expert, permuted
+from shardwise.moe.exchange import ExpertGroup
+
+
+class Experts(nn.Module):
+    """Some experts, each a module of its own.
+
+    Args:
+        expert: is copied, so that all begin with its values; or a ModuleList of as many as there are.
+        num_local_experts: of this rank.
+    """
+
+    def __init__(self, expert: nn.Module, num_local_experts: int = 1) -> None:
+        super().__init__()
+        given = list(expert) if isinstance(expert, nn.ModuleList) else []
+        if given and len(given) != num_local_experts:
+            raise UsageError(f"Experts: {len(given)} experts are given, {num_local_experts} expected")
+        copies = (copy.deepcopy(expert) for _ in range(0 if given else num_local_experts))
+        self.deepspeed_experts = nn.ModuleList(given or copies)
+        self.num_local_experts = num_local_experts
+
+    def forward(self, rows: Sequence[torch.Tensor]) -> list[torch.Tensor]:
+        """Return what each expert makes of its rows; all are called, also those that have none."""
+        found = []
+        for expert, own in zip(self.deepspeed_experts, rows, strict=True):
+            made = expert(own)
+            found.append(made[0] if isinstance(made, tuple) else made)  # some return a bias beside it
+        return found
+
+
+def through_slots(
+    group: ExpertGroup,
+    rows: torch.Tensor,
+    experts: int,
+    compute: Callable[[Sequence[torch.Tensor]], Sequence[torch.Tensor]],
+    label: str,
+) -> torch.Tensor:
+    """Have rows computed by the experts of all ranks of a group, where each expert has as many.
+
+    Nothing is waited for: all sizes are known beforehand.
+
+    Args:
+        group: the ranks.
+        rows: of this rank, expert by expert.
+        experts: of all ranks.
+        compute: this rank's experts, given the rows of each.
+        label: for records.
+    """
+    capacity, width = len(rows) // experts, rows.shape[-1]
+    # Ranks that differ in it are told, instead of taking each other's rows.
+    label = f"{label}, {capacity} places"
+    each = [len(rows) // group.size] * group.size
+    arrived = group.exchange(rows, each, each, f"{label}: to experts")
+    here = experts // group.size
+    by_rank = arrived.view(group.size, here, capacity, width).transpose(0, 1).reshape(here, -1, width)
+    made = torch.stack(list(compute(by_rank.unbind(0))))
+    back = made.view(here, group.size, capacity, -1).transpose(0, 1).reshape(len(rows), -1)
+    return group.exchange(back, each, each, f"{label}: from experts")
+
+
+def in_turn_of(
+    group: ExpertGroup,
+    rows: torch.Tensor,
+    sent: Sequence[Sequence[int]],
+    received: Sequence[Sequence[int]],
+    compute: Callable[[torch.Tensor, list[int]], torch.Tensor],
+    label: str,
+) -> torch.Tensor:
+    """Have rows computed by the experts of all ranks of a group, where each expert has some number of them.
+
+    Args:
+        group: the ranks.
+        rows: of this rank, expert by expert.
+        sent: see `ExpertGroup.sizes`.
+        received: see `ExpertGroup.sizes`.
+        compute: this rank's experts, given rows in their order and how many each has.
+        label: for records.
+    """
+    away, arriving = [sum(own) for own in sent], [sum(own) for own in received]
+    arrived = group.exchange(rows, away, arriving, f"{label}: to experts")
+    totals = [sum(own) for own in zip(*received, strict=True)]
+    if group.size == 1:
+        return compute(arrived, totals)
+    order, inverse = by_expert([list(own) for own in received], rows.device)
+    made = permuted(compute(permuted(arrived, order, inverse), totals), inverse, order)
+    return group.exchange(made, arriving, away, f"{label}: from experts")
+
+
+def grouped_linear(rows: torch.Tensor, weight: torch.Tensor, sizes: Sequence[int], *, grouped: bool) -> torch.Tensor:
+    """Multiply the rows of each expert by its own matrix.
+
+    One grouped matrix product where torch has it for this device, dtype and size; otherwise one product an expert.
+
+    Args:
+        rows: expert by expert; [rows, in].
+        weight: [experts, out, in].
+        sizes: rows of each expert.
+        grouped: False: never in one.
+    """
+    if torch.is_autocast_enabled(rows.device.type):
+        dtype = torch.get_autocast_dtype(rows.device.type)
+        rows, weight = rows.to(dtype), weight.to(dtype)
+    product = grouped_product(weight) if grouped and len(rows) else None
+    if product is not None:
+        ends = torch.tensor(sizes, dtype=torch.int32).cumsum(0, dtype=torch.int32)
+        return product(rows, weight.transpose(-2, -1), ends.to(rows.device, non_blocking=True))
+    # One backward node for all of the weights: slices would each make a gradient of the whole.
+    pairs = zip(rows.split(list(sizes)), weight.unbind(0), strict=True)
+    return torch.cat([F.linear(own, matrix) for own, matrix in pairs])

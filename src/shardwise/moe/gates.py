@@ -1,0 +1,207 @@
+"""Gates: which experts a token goes to, with which weights, and the loss that keeps experts busy alike.
+
+One expert a token as in Switch Transformers (arXiv 2101.03961), two as in GShard (2006.16668), or k. Probabilities are
+formed in fp32 where tokens are in fewer bits.
+"""
+
+from __future__ import annotations
+
+import math
+from dataclasses import dataclass
+
+import torch
+import torch.nn.functional as F
+from torch import nn
+
+from shardwise.errors import UsageError
+from shardwise.moe.dispatch import Order, counted, in_slots, ranked
+
+JITTER = 1e-2
+"""Of the policy "Jitter": tokens are multiplied by numbers from 1 - this to 1 + this before they are judged."""
+
+POLICIES = (None, "None", "Jitter", "RSample")
+
+
+@dataclass(frozen=True)
+class Routing:
+    """Where tokens go.
+
+    Attributes:
+        experts: chosen; [k, tokens]. The number of experts stands for none.
+        weights: of each choice in the sum; 0 for what is dropped. [k, tokens].
+        l_aux: loss of imbalance; 1 if all experts are chosen alike.
+        exp_counts: tokens that have chosen each expert, dropped ones among them; [experts].
+        order: places for the tokens; None: nothing is dropped.
+        capacity: places of each expert.
+    """
+
+    experts: torch.Tensor
+    weights: torch.Tensor
+    l_aux: torch.Tensor
+    exp_counts: torch.Tensor
+    order: Order | None
+    capacity: int
+
+
+def capacity_of(tokens: int, experts: int, choices: int, factor: float, least: int) -> int:
+    """Return how many tokens an expert takes.
+
+    Args:
+        tokens: of this rank.
+        experts: among which they choose.
+        choices: of each token.
+        factor: of what each would have if all were chosen alike.
+        least: the result is no smaller.
+
+    Example:
+        >>> capacity_of(10, 4, 1, 1.0, 0), capacity_of(10, 4, 2, 1.2, 0), capacity_of(10, 4, 1, 1.0, 4)
+        (3, 6, 4)
+    """
+    exact = tokens * choices * factor / experts
+    return max(math.ceil(exact * (1 - 1e-12)), least)  # 1.1 * 10 is 11, and a little more in floating point
+
+
+def route(
+    logits: torch.Tensor,
+    k: int,
+    *,
+    capacity_factor: float = 1.0,
+    min_capacity: int = 4,
+    drop_tokens: bool = True,
+    use_rts: bool = True,
+    sampled: bool = False,
+    second_sampled: bool = False,
+    used_token: torch.Tensor | None = None,
+) -> Routing:
+    """Choose experts.
+
+    The loss is that of the papers: the number of experts times the sum over them of their mean probability times the
+    part of the tokens that has chosen them (for k = 2 by their first choice). With k > 1 weights are normalised over
+    the experts that have taken the token.
+
+    Args:
+        logits: [tokens, experts].
+        k: experts a token.
+        capacity_factor: see `capacity_of`.
+        min_capacity: see `capacity_of`.
+        drop_tokens: each expert takes no more than its capacity.
+        use_rts: with k = 1, which tokens are dropped is drawn at random; otherwise the last ones are.
+        sampled: draw choices with their probabilities (Gumbel noise), instead of taking the most probable.
+        second_sampled: with k = 2, draw the second one.
+        used_token: tokens that are not 0 go to experts.
+
+    With k = 2 all first choices come before second ones; with k > 2 the most probable choices of an expert are kept.
+    """
+    tokens, count = logits.shape
+    probabilities = torch.softmax(logits, dim=1)
+    scores = logits.detach()
+    if sampled:
+        scores = scores + _gumbel(scores)
+    if k == 2 and second_sampled:
+        first = scores.argmax(dim=1, keepdim=True)
+        rest = (scores + _gumbel(scores)).scatter(1, first, -torch.inf)
+        chosen = torch.cat([first, rest.argmax(dim=1, keepdim=True)], dim=1).T.contiguous()
+    else:
+        chosen = scores.topk(k, dim=1).indices.T.contiguous()
+    weights = probabilities.gather(1, chosen.T).T
+    experts = chosen
+    if used_token is not None:
+        used = used_token.reshape(1, -1).to(logits.device) != 0
+        experts = torch.where(used, chosen, count)
+        weights = weights * used
+    judged = experts[:1] if k == 2 else experts
+    parts = counted(judged, count + 1)[:count].to(logits.dtype) / max(judged.numel(), 1)
+    l_aux = (probabilities.mean(dim=0) * parts).sum() * count if tokens else probabilities.sum()
+    if not drop_tokens:
+        counts = counted(experts, count + 1)[:count]
+        return Routing(experts, _normalised(weights, k), l_aux, counts, None, 0)
+    capacity = capacity_of(tokens, count, k, capacity_factor, min_capacity)
+    before = None
+    if k == 1 and use_rts:
+        before = torch.argsort(torch.rand(tokens, device=logits.device))
+    elif k > 2:
+        before = torch.argsort(weights.detach().reshape(-1), descending=True, stable=True)
+    number, sizes = ranked(experts, count, before)
+    order = in_slots(experts, number, count, capacity)
+    weights = weights * (order.place < count * capacity)
+    return Routing(experts, _normalised(weights, k), l_aux, sizes[:count], order, capacity)
+
+
+def _normalised(weights: torch.Tensor, k: int) -> torch.Tensor:
+    if k == 1:
+        return weights
+    return weights / weights.sum(dim=0).clamp(min=torch.finfo(weights.dtype).eps)
+
+
+def _gumbel(like: torch.Tensor) -> torch.Tensor:
+    return -torch.empty_like(like).exponential_().log()
+
+
+class TopKGate(nn.Module):
+    """A linear layer without bias that judges tokens, and the choice by its judgement; see `route`.
+
+    Args:
+        model_dim: width of tokens.
+        num_experts: among which they choose.
+        k: experts a token.
+        capacity_factor: while training.
+        eval_capacity_factor: otherwise.
+        min_capacity: places of an expert, at least.
+        noisy_gate_policy: while training: "Jitter" multiplies tokens by numbers near 1 (`JITTER`) before they are
+            judged; "RSample" draws experts with their probabilities. None: neither.
+        drop_tokens: experts take no more than their capacity.
+        use_rts: see `route`.
+        top2_2nd_expert_sampling: with k = 2, while training, the second expert is drawn.
+
+    Raises:
+        UsageError: an argument that is none of these, or more choices than experts.
+    """
+
+    def __init__(
+        self,
+        model_dim: int,
+        num_experts: int,
+        k: int = 1,
+        capacity_factor: float = 1.0,
+        eval_capacity_factor: float = 1.0,
+        min_capacity: int = 8,
+        noisy_gate_policy: str | None = None,
+        drop_tokens: bool = True,
+        use_rts: bool = True,
+        ep_group: object = None,
+        top2_2nd_expert_sampling: bool = True,
+    ) -> None:
+        super().__init__()
+        del ep_group  # a gate sees the tokens of its own rank only
+        if not 1 <= k <= num_experts:
+            raise UsageError(f"MoE(k={k}, num_experts={num_experts}): expected 1 <= k <= num_experts")
+        if noisy_gate_policy not in POLICIES:
+            raise UsageError(f"MoE(noisy_gate_policy={noisy_gate_policy!r}): expected None, 'Jitter' or 'RSample'")
+        self.wg = nn.Linear(model_dim, num_experts, bias=False)
+        self.k = k
+        self.capacity_factor = capacity_factor
+        self.eval_capacity_factor = eval_capacity_factor
+        self.min_capacity = min_capacity
+        self.noisy_gate_policy = None if noisy_gate_policy == "None" else noisy_gate_policy
+        self.drop_tokens = drop_tokens
+        self.use_rts = use_rts
+        self.top2_2nd_expert_sampling = top2_2nd_expert_sampling
+
+    def forward(self, tokens: torch.Tensor, used_token: torch.Tensor | None = None) -> Routing:
+        """Return where tokens [tokens, width] go."""
+        with torch.autocast(tokens.device.type, enabled=False):
+            judged = tokens.to(torch.promote_types(tokens.dtype, torch.float32))
+            if self.training and self.noisy_gate_policy == "Jitter":
+                judged = judged * torch.empty_like(judged).uniform_(1 - JITTER, 1 + JITTER)
+            logits = F.linear(judged, self.wg.weight.to(judged.dtype))
+            return route(
+                logits,
+                self.k,
+                capacity_factor=self.capacity_factor if self.training else self.eval_capacity_factor,
+                min_capacity=self.min_capacity,
+                drop_tokens=self.drop_tokens,
+                use_rts=self.use_rts and self.training,
+                sampled=self.training and self.noisy_gate_policy == "RSample",
+                second_sampled=self.training and self.top2_2nd_expert_sampling,
+                used_token=used_token,
+            )

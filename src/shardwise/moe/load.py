@@ -1,0 +1,64 @@
+"""How busy experts are: counted while somebody looks, on the device, and read when it is written."""
+
+from __future__ import annotations
+
+import torch
+from torch import nn
+
+from shardwise.moe.exchange import Divided
+
+
+class ExpertLoad:
+    """Counts which part of this rank's tokens goes to each expert of each layer.
+
+    Layers count from now on until `close()`. Nothing is waited for: what `events` returns lies on the device, and the
+    monitor reads it when it has arrived.
+
+    Args:
+        model: has layers of experts.
+
+    Example:
+        >>> from torch import nn
+        >>> from shardwise.moe import ExpertLoad, MoE
+        >>> model = nn.Sequential(MoE(4, nn.Linear(4, 4), num_experts=2))
+        >>> load = ExpertLoad(model)
+        >>> _ = model(torch.ones(6, 4))
+        >>> [(name, float(part)) for name, part, _ in load.events(0)][0][0]
+        'Train/Experts/0/0'
+        >>> float(sum(part for _, part, _ in load.events(0)))
+        0.0
+    """
+
+    def __init__(self, model: nn.Module) -> None:
+        self._layers = {path: module for path, module in model.named_modules() if isinstance(module, Divided)}
+        for module in self._layers.values():
+            module.counts = None
+            module.counting = True
+
+    def counts(self) -> dict[str, torch.Tensor]:
+        """Return the choices of each layer's experts since the last call, and begin again."""
+        found = {}
+        for path, module in self._layers.items():
+            if module.counts is not None:
+                found[path] = module.counts
+                module.counts = None
+        return found
+
+    def events(self, step: int, prefix: str = "Train/Experts/") -> list[tuple[str, torch.Tensor, int]]:
+        """Return for `engine.monitor.write_events` which part of the choices each expert has had since the last call.
+
+        Args:
+            step: at which they are written, such as `engine.global_samples`.
+            prefix: of names; layer and expert follow.
+        """
+        found = []
+        for path, counts in self.counts().items():
+            parts = counts.double() / counts.sum().clamp(min=1)
+            found += [(f"{prefix}{path}/{expert}", part, step) for expert, part in enumerate(parts.unbind())]
+        return found
+
+    def close(self) -> None:
+        """Stop counting."""
+        for module in self._layers.values():
+            module.counting = False
+            module.counts = None

@@ -1,0 +1,409 @@
+"""Experts divided over ranks, beneath every ZeRO stage, against one process that has all of them."""
+
+from __future__ import annotations
+
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+import torch.distributed as dist
+
+import shardwise
+from shardwise.errors import UsageError
+from shardwise.memory import Category, track_activations
+from shardwise.moe import MoE
+from shardwise.registry import part_of
+from shardwise.utils import safe_get_full_fp32_param, safe_get_full_grad
+from tests.harness import RankFailure, run_ranks
+from tests.moe.models import EXPERTS, TOKENS, WIDTH, Model, batch, expert
+
+KINDS = (
+    Category.PARAMETERS,
+    Category.MASTER,
+    Category.OPTIMIZER,
+    Category.GRADIENTS,
+    Category.GATHERED,
+    Category.BUFFERS,
+)
+STEPS, CLIP, RATE = 11, 0.05, 0.05
+DROPS = {"k": 2, "capacity_factor": 0.7, "use_rts": False, "top2_2nd_expert_sampling": False}
+KEEPS = {"k": 2, "drop_tokens": False, "top2_2nd_expert_sampling": False}
+ONE = {"k": 1, "use_rts": False, "use_residual": True}
+
+
+def config(stage: int, accumulation: int = 1, optimizer: str = "SGD", **more: Any) -> dict[str, Any]:
+    params = {"lr": RATE, "momentum": 0.9} if optimizer == "SGD" else {"lr": 1e-2}
+    return {
+        "train_micro_batch_size_per_gpu": 2,
+        "gradient_accumulation_steps": accumulation,
+        "gradient_clipping": CLIP,
+        "optimizer": {"type": optimizer, "params": params},
+        "zero_optimization": {"stage": stage, "stage3_param_persistence_threshold": 0},
+        **more,
+    }
+
+
+def started(stage: int, ep_size: int, options: dict[str, Any], accumulation: int = 1, **more: Any) -> Any:
+    if ep_size > 1:
+        shardwise.init_distributed(verbose=False)
+    engine, *_ = shardwise.initialize(model=Model(ep_size, **options), config=config(stage, accumulation, **more))
+    return engine
+
+
+def steps(engine: Any, first: int, last: int) -> list[tuple[float, float, dict[str, torch.Tensor]]]:
+    """Train; return loss, norm and gradients of each step, the latter by the names of tensors."""
+    told = []
+    for step in range(first, last):
+        total = 0.0
+        for micro in range(engine.gradient_accumulation_steps()):
+            loss = engine(batch(step, micro, dist.get_rank()))
+            engine.backward(loss)
+            total += loss.item() / engine.gradient_accumulation_steps()
+            if engine.is_gradient_accumulation_boundary():
+                found = {part_of(p).name or n: safe_get_full_grad(p) for n, p in engine.module.named_parameters()}
+            engine.step()
+        told.append((total, float(engine.last_step.grad_norm), found))
+    return told
+
+
+def divided(stage: int, ep_size: int, options: dict[str, Any], accumulation: int) -> list[Any]:
+    engine = started(stage, ep_size, options, accumulation)
+    told = steps(engine, 0, STEPS)
+    engine.destroy()
+    return told
+
+
+def alone(world: int, options: dict[str, Any], accumulation: int, dtype: torch.dtype = torch.float64) -> list[Any]:
+    """The same training by one process, which has all experts and each rank's batches, one after the other."""
+    model = Model(1, **options).to(dtype)
+    optimizer = torch.optim.SGD(model.parameters(), lr=RATE, momentum=0.9)
+    told = []
+    for step in range(STEPS):
+        losses = []
+        optimizer.zero_grad(set_to_none=False)
+        for rank in range(world):
+            own = [model(batch(step, micro, rank).to(dtype)) / accumulation for micro in range(accumulation)]
+            (sum(own) / world).backward()  # type: ignore[union-attr]
+            losses.append(sum(loss.item() for loss in own))
+        grads = {n: torch.zeros_like(p) if p.grad is None else p.grad.clone() for n, p in model.named_parameters()}
+        norm = float(torch.nn.utils.clip_grad_norm_(model.parameters(), CLIP))
+        optimizer.step()
+        told.append((losses, norm, grads))
+    return told
+
+
+def compare(world: int, stage: int, ep_size: int, options: dict[str, Any], accumulation: int) -> None:
+    """Gradients differ by 1e-6 of a tensor's norm, or where terms cancel by no more than twice a plain loop's,
+    or than a ten-millionth of the whole gradient."""
+    expected, rounded = (alone(world, options, accumulation, dtype) for dtype in (torch.float64, torch.float32))
+    for rank, told in enumerate(run_ranks(divided, world, stage, ep_size, options, accumulation)):
+        for step, ((loss, norm, grads), (losses, whole, others)) in enumerate(zip(told, expected, strict=True)):
+            assert loss == pytest.approx(losses[rank], rel=1e-6), (rank, step)
+            assert norm == pytest.approx(whole, rel=1e-6) and norm > CLIP, (rank, step)
+            here = EXPERTS // ep_size
+            assert sum(".deepspeed_experts." in name for name in grads) == 2 * here * 4
+            for name, grad in grads.items():
+                off, plain = ((some - others[name]).norm() for some in (grad, rounded[step][2][name]))
+                limit = max(1e-6 * others[name].norm(), 2 * plain, 1e-7 * whole)
+                assert off <= limit, (rank, step, name, float(off), float(limit))
+
+
+@pytest.mark.parametrize(("stage", "options", "accumulation"), [(1, DROPS, 2), (3, KEEPS, 1)])
+def test_four_ranks_are_one_process(stage: int, options: dict[str, Any], accumulation: int) -> None:
+    compare(4, stage, 2, options, accumulation)
+
+
+@pytest.mark.thorough
+@pytest.mark.parametrize("world", [2, 4])
+@pytest.mark.parametrize("stage", range(4))
+@pytest.mark.parametrize("options", [DROPS, KEEPS, ONE])
+@pytest.mark.parametrize("accumulation", [1, 2])
+@pytest.mark.parametrize("ep_size", [1, 2, 4])
+def test_any_number_of_ranks_is_one_process(
+    world: int, stage: int, options: dict[str, Any], accumulation: int, ep_size: int
+) -> None:
+    if ep_size <= world:
+        compare(world, stage, ep_size, options, accumulation)
+
+
+# -- what moves, and what is held --------------------------------------------------------------------------------------
+
+
+def exchanged(options: dict[str, Any], uneven: bool) -> tuple[list[tuple[str, int]], int, list[int]]:
+    """Train one micro-batch; return the exchanges of tokens, this rank's number of them and its choices."""
+    engine = started(0, 2, options)
+    if uneven:  # every token to the first expert, none to the others
+        for block in engine.module.blocks:
+            gate = block.moe.deepspeed_moe.gate
+            gate.register_forward_pre_hook(lambda _, given: (given[0].abs(), *given[1:]))
+            weight = torch.zeros_like(gate.wg.weight)
+            weight[0] = 1.0
+            with torch.no_grad():
+                gate.wg.weight.copy_(weight)
+    values = batch(0, 0, dist.get_rank())
+    if options.get("drop_tokens", True) is False and dist.get_rank() % 2:
+        values = values[:1]  # without capacities ranks may have different numbers of tokens
+    since = engine.ledger.sequence
+    engine.backward(engine(values))
+    engine.step()
+    records = [(r.label, r.size) for r in engine.ledger.records(since) if r.op == "all_to_all"]
+    counts = engine.module.blocks[0].moe(values)[2].tolist()
+    engine.destroy()
+    return records, values[..., 0].numel(), counts
+
+
+@pytest.mark.parametrize("uneven", [False, True])
+def test_bytes_of_exchanges(uneven: bool) -> None:
+    layers, row = 2, 4 * WIDTH
+    for records, tokens, counts in run_ranks(exchanged, 4, KEEPS, uneven):
+        rows = [size for label, size in records if "counts" not in label]
+        sent = [size for label, size in records if "to experts" in label and "backward" not in label]
+        assert len(rows) == 4 * layers and sent == [tokens * 2 * row] * layers
+        # What comes back of this rank's tokens in the backward pass is as much.
+        assert sum(size for label, size in records if "from experts, backward" in label) == layers * tokens * 2 * row
+        assert [size for label, size in records if "counts" in label] == [8 * EXPERTS] * layers
+        assert sum(counts) == 2 * tokens and (counts[0] == tokens) >= uneven
+
+
+def test_bytes_of_exchanges_with_capacities() -> None:
+    capacity = max(-(-2 * TOKENS * 2 * 7 // (10 * EXPERTS)), 4)
+    for records, _, _ in run_ranks(exchanged, 2, DROPS, True):
+        assert [size for _, size in records] == [EXPERTS * capacity * 4 * WIDTH] * 8
+        assert all(f"{capacity} places" in label for label, _ in records)
+
+
+LAYERS = 5
+
+
+class Wide(torch.nn.Module):
+    """Nearly all of it are experts."""
+
+    def __init__(self, ep_size: int, drop: bool) -> None:
+        super().__init__()
+        inner = torch.nn.Sequential(torch.nn.Linear(64, 256), torch.nn.ReLU(), torch.nn.Linear(256, 64))
+        options: dict[str, Any] = {"drop_tokens": drop, "use_rts": False}
+        self.layers = torch.nn.ModuleList(MoE(64, inner, EXPERTS, ep_size, **options) for _ in range(LAYERS))
+
+    def forward(self, values: torch.Tensor) -> torch.Tensor:
+        for layer in self.layers:
+            values = values + layer(values)[0]
+        return values.square().mean()
+
+
+def held(drop: bool, settings: list[tuple[int, int]]) -> dict[tuple[int, int], Any]:
+    found = {}
+    for stage, ep_size in settings:
+        shardwise.init_distributed(verbose=False)
+        engine, *_ = shardwise.initialize(
+            model=Wide(ep_size, drop), config=config(stage, optimizer="AdamW", bf16={"enabled": True})
+        )
+        values = torch.randn(64, 64, dtype=torch.bfloat16)
+        with track_activations(engine.accountant):
+            for step in range(3):
+                engine.backward(engine(values))
+                engine.step()
+                if not step:
+                    engine.accountant.reset_peak()
+        report = engine.memory_report(values)
+        rows = {kind: report.row(kind) for kind in (*KINDS, Category.ACTIVATIONS)}
+        found[stage, ep_size] = {k: (row.planned, row.measured) for k, row in rows.items()}, report.notes
+        engine.destroy()
+    return found
+
+
+@pytest.mark.parametrize(
+    ("drop", "settings"),
+    [
+        (True, [(1, 1), (1, 2)]),
+        (False, [(3, 2)]),
+        pytest.param(True, [(0, 2), (1, 4), (2, 2), (3, 1), (3, 2), (3, 4)], marks=pytest.mark.thorough),
+        pytest.param(False, [(0, 2), (1, 1), (1, 4), (2, 2), (3, 1), (3, 4)], marks=pytest.mark.thorough),
+    ],
+)
+def test_memory_is_as_planned_and_falls(drop: bool, settings: list[tuple[int, int]]) -> None:
+    one = 64 * 256 * 2 + 256 + 64
+    dense = EXPERTS * 64
+    for found in run_ranks(held, 4, drop, settings):
+        for (stage, ep_size), (rows, notes) in found.items():
+            for kind, (planned, measured) in rows.items():
+                # Without capacities the plan takes all experts to be chosen alike.
+                limit = 0.35 if kind is Category.ACTIVATIONS and not drop else 0.03
+                assert planned is not None and measured is not None, (stage, ep_size, notes)
+                assert abs(planned - measured) <= limit * max(measured, 1 << 14), (stage, ep_size, kind)
+            if stage == 1:
+                whole = 2 * LAYERS * (EXPERTS // ep_size * one + dense)
+                assert abs(rows[Category.PARAMETERS][1] - whole) <= 0.01 * whole
+
+
+# -- checkpoints -------------------------------------------------------------------------------------------------------
+
+
+def values(engine: Any) -> dict[str, torch.Tensor]:
+    found = {}
+    for name, parameter in engine.module.named_parameters():
+        master = safe_get_full_fp32_param(parameter)
+        assert master is not None
+        found[part_of(parameter).name or name] = master.clone()
+    return found
+
+
+def saving(path: str, ep_size: int, stage: int) -> list[dict[str, torch.Tensor]]:
+    engine = started(stage, ep_size, DROPS, optimizer="AdamW")
+    steps(engine, 0, 2)
+    engine.save_checkpoint(path, tag="a")
+    found = [values(engine)]
+    steps(engine, 2, 4)
+    found.append(values(engine))
+    engine.destroy()
+    return found
+
+
+def loading(path: str, ep_size: int, stage: int) -> list[dict[str, torch.Tensor]]:
+    engine = started(stage, ep_size, DROPS, optimizer="AdamW")
+    engine.load_checkpoint(path, tag="a")
+    found = [values(engine)]
+    steps(engine, 2, 4)
+    found.append(values(engine))
+    engine.destroy()
+    return found
+
+
+def test_checkpoints_fit_any_ep_size(tmp_path: Path) -> None:
+    saved = run_ranks(saving, 4, str(tmp_path), 2, 3)
+    whole, later = ({name: v for rank in saved for name, v in rank[part].items()} for part in range(2))
+    assert len(whole) == len(dict(Model(1, **DROPS).named_parameters()))
+    for ep_size, stage in ((2, 3), (1, 1), (4, 2)):
+        for rank, (loaded, trained) in enumerate(run_ranks(loading, 4, str(tmp_path), ep_size, stage)):
+            assert all(torch.equal(value, whole[name]) for name, value in loaded.items()), (ep_size, rank)
+            for name, value in trained.items():
+                if ep_size == 2:
+                    assert torch.equal(value, saved[rank][1][name]), name
+                assert torch.allclose(value, later[name], rtol=1e-3, atol=1e-5), name
+
+
+# -- what does not fit together ----------------------------------------------------------------------------------------
+
+
+def refused(kind: str) -> None:
+    shardwise.init_distributed(verbose=False)
+    options: dict[str, Any] = {"ep_size": 2}
+    if kind == "world":
+        model: Any = MoE(WIDTH, expert(), EXPERTS, ep_size=4)
+        shardwise.initialize(model=model, config=config(1))
+    elif kind == "order":
+        model = MoE(WIDTH, torch.nn.ModuleList(expert() for _ in range(EXPERTS)), EXPERTS, **options)
+        alone = config(1, use_data_before_expert_parallelism=True)
+        model.__dict__["_first"] = 2 - model.__dict__["_first"]  # as if it had been built elsewhere
+        shardwise.initialize(model=model, config=alone)
+    elif kind == "meta":
+        with torch.device("meta"):
+            model = MoE(WIDTH, expert(), EXPERTS, **options)
+        shardwise.initialize(model=model, config=config(3))
+
+
+@pytest.mark.parametrize(
+    ("kind", "match"),
+    [
+        ("world", r"ep_size=4 does not divide the 2 ranks"),
+        ("order", r"was built with the experts from \d on, and this rank's place in its group has those from \d on"),
+        ("meta", r"is on the meta device: experts that are divided over ranks need their values"),
+    ],
+)
+def test_what_does_not_fit(kind: str, match: str) -> None:
+    with pytest.raises(RankFailure, match=match) as found:
+        run_ranks(refused, 2, kind)
+    assert UsageError.__name__ in str(found.value)
+
+
+def others() -> tuple[Any, ...]:
+    """Neighbours with the same experts; groups of two sizes; a model built under zero.Init; wrapped once more."""
+    shardwise.init_distributed(verbose=False)
+    with shardwise.zero.Init():
+        one = MoE(WIDTH, expert(), EXPERTS, ep_size=2)
+        two = MoE(WIDTH, expert(), EXPERTS, ep_size=4)
+        three = MoE(WIDTH, expert(), EXPERTS, ep_size=2)
+    model = torch.nn.ModuleList([one, two, three])
+    model.forward = lambda x: sum(layer(x)[0].sum() for layer in model)  # type: ignore[method-assign]
+    settings = config(3, use_data_before_expert_parallelism=True)
+    engine, *_ = shardwise.initialize(model=model, config=settings)
+    engine.backward(engine(torch.ones(3, WIDTH)))
+    engine.step()
+    group = one.bound()
+    found = (group.ranks, group.replicas, one.bound() is three.bound(), two.bound().ranks, engine.num_experts)
+    names = sorted(engine.expert_parallel_group)
+    again, *_ = shardwise.initialize(model=model, config=settings)
+    again.backward(again(torch.ones(3, WIDTH)))
+    again.step()
+    engine.destroy()  # of the former one, which takes nothing off the model any more
+    again(torch.ones(3, WIDTH))
+    again.destroy()
+    with pytest.raises(UsageError, match="MoE without its groups"):
+        model(torch.ones(3, WIDTH))
+    return *found, names, engine.has_moe_layers
+
+
+def test_groups_are_made_once_and_in_either_order() -> None:
+    for rank, found in enumerate(run_ranks(others, 4)):
+        group, same = ((0, 2), (1, 3))[rank % 2], ((0, 1), (2, 3))[rank // 2]
+        assert found == (group, same, True, (0, 1, 2, 3), [EXPERTS] * 3, ["ep_size_2", "ep_size_4"], True)
+
+
+# -- beside other features ---------------------------------------------------------------------------------------------
+
+
+class Recomputed(Model):
+    """The same, whose blocks are computed again in the backward pass."""
+
+    def forward(self, values: torch.Tensor) -> torch.Tensor:
+        total = values.new_zeros(())
+        for block in self.blocks:
+            values, l_aux = shardwise.checkpointing.checkpoint(block, values)
+            total = total + 0.01 * l_aux
+        return self.head(values).square().mean() + total
+
+
+def beside(kind: str, stage: int) -> list[dict[str, torch.Tensor]]:
+    found = []
+    for with_it in (False, True):
+        shardwise.init_distributed(verbose=False)
+        settings = config(stage, 2, "AdamW")
+        if kind == "fp16":
+            settings["fp16"] = {"enabled": True, "initial_scale_power": 4}
+        if kind == "offload" and with_it:
+            settings["zero_optimization"]["offload_optimizer"] = {"device": "cpu"}
+            if stage == 3:
+                settings["zero_optimization"]["offload_param"] = {"device": "cpu"}
+        model = (Recomputed if kind == "recompute" and with_it else Model)(
+            1 if kind == "fp16" and with_it else 2, **KEEPS
+        )
+        engine, *_ = shardwise.initialize(model=model, config=settings)
+        for step in range(2):
+            for micro in range(2):
+                values_ = batch(step, micro, dist.get_rank()).to(next(model.parameters()).dtype)
+                engine.backward(engine(values_))
+                engine.step()
+        found.append(values(engine))
+        engine.destroy()
+    return found
+
+
+@pytest.mark.parametrize(
+    ("kind", "stage"),
+    [
+        ("recompute", 3),
+        ("offload", 2),
+        pytest.param("recompute", 1, marks=pytest.mark.thorough),
+        pytest.param("offload", 3, marks=pytest.mark.thorough),
+    ],
+)
+def test_bits_beside_other_features(kind: str, stage: int) -> None:
+    for plain, other in run_ranks(beside, 4, kind, stage):
+        assert plain.keys() == other.keys()
+        assert all(torch.equal(value, other[name]) for name, value in plain.items())
+
+
+def test_half_precision() -> None:
+    """Experts over ranks, and all experts on each, step from gradients of 16 bits."""
+    for plain, other in run_ranks(beside, 2, "fp16", 1):
+        assert all(torch.allclose(value, other[name], atol=2e-2) for name, value in plain.items())

@@ -1,0 +1,262 @@
+"""Models of transformers whose experts are divided: the same outputs, gradients and checkpoints."""
+
+from __future__ import annotations
+
+import copy
+from collections.abc import Callable
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+import torch.distributed as dist
+
+import shardwise
+from shardwise.checkpoint import export
+from shardwise.config.schema.parallel import ExpertParallel
+from shardwise.errors import ConfigError
+from shardwise.moe.huggingface import StackedExperts, convert
+from shardwise.registry import part_of
+from shardwise.utils import safe_get_full_grad
+from tests.harness import run_ranks
+
+transformers = pytest.importorskip("transformers")
+
+BASE = {
+    "hidden_size": 32,
+    "intermediate_size": 48,
+    "num_hidden_layers": 2,
+    "num_attention_heads": 2,
+    "num_key_value_heads": 2,
+    "vocab_size": 50,
+    "max_position_embeddings": 32,
+}
+DEEPSEEK = {
+    "n_routed_experts": 4,
+    "num_experts_per_tok": 2,
+    "moe_intermediate_size": 24,
+    "first_k_dense_replace": 1,
+    "n_group": 2,
+    "topk_group": 1,
+    "q_lora_rank": 16,
+    "kv_lora_rank": 16,
+    "qk_rope_head_dim": 8,
+    "qk_nope_head_dim": 8,
+    "v_head_dim": 16,
+    "n_shared_experts": 1,
+}
+QWEN = {"num_experts": 4, "num_experts_per_tok": 2, "moe_intermediate_size": 24}
+FAMILIES: dict[str, tuple[str, dict[str, Any]]] = {
+    "mixtral": ("Mixtral", {"num_local_experts": 4}),
+    "qwen3_moe": ("Qwen3Moe", {**QWEN, "head_dim": 16}),
+    "qwen2_moe": ("Qwen2Moe", {**QWEN, "shared_expert_intermediate_size": 24}),
+    "deepseek_v2": ("DeepseekV2", {**DEEPSEEK, "topk_method": "greedy"}),
+    "deepseek_v3": ("DeepseekV3", DEEPSEEK),
+}
+
+
+def made(family: str) -> Any:
+    name, more = FAMILIES[family]
+    torch.manual_seed(7)
+    config = getattr(transformers, f"{name}Config")(**BASE, **more)
+    return getattr(transformers, f"{name}ForCausalLM")(config)
+
+
+def tokens(rank: int, step: int = 0) -> torch.Tensor:
+    generator = torch.Generator().manual_seed(100 * step + rank)
+    return torch.randint(50, (2, 10), generator=generator)
+
+
+def section(**keys: Any) -> ExpertParallel:
+    return ExpertParallel(enabled=True, **keys)
+
+
+def away(found: torch.Tensor, expected: torch.Tensor) -> float:
+    return float((found - expected).detach().norm() / expected.detach().norm().clamp(min=1e-6))
+
+
+@pytest.mark.parametrize("family", list(FAMILIES))
+def test_a_converted_model_computes_the_same(family: str) -> None:
+    plain = made(family)
+    model = copy.deepcopy(plain)
+    parameters = dict(model.named_parameters())
+    found = convert(model, section(preset_model=None if family == "qwen2_moe" else family))
+    assert found and all(isinstance(model.get_submodule(name), StackedExperts) for name in found)
+    # Names and objects are what they were.
+    after = dict(model.named_parameters())
+    assert after.keys() == parameters.keys() and all(p is parameters[n] for n, p in after.items())
+    ids = tokens(0)
+    own, expected = (one(input_ids=ids, labels=ids) for one in (model, plain))
+    assert away(own.logits, expected.logits) < 1e-6
+    own.loss.backward()
+    expected.loss.backward()
+    for name, parameter in plain.named_parameters():
+        if parameter.grad is not None:
+            assert away(after[name].grad, parameter.grad) < 1e-6, name  # type: ignore[arg-type]
+
+
+def trained(families: list[str], stage: int, ep_size: int, path: str, built: bool) -> dict[str, Any]:
+    told = {}
+    for family in families:
+        shardwise.init_distributed(verbose=False)
+        with shardwise.zero.Init(enabled=built):
+            model = made(family)
+        config = {
+            "train_micro_batch_size_per_gpu": 2,
+            "gradient_clipping": 1.0,
+            "optimizer": {"type": "SGD", "params": {"lr": 0.1}},
+            "zero_optimization": {"stage": stage, "stage3_param_persistence_threshold": 0},
+            "expert_parallel": {"enabled": True, "autoep_size": ep_size},
+        }
+        engine, *_ = shardwise.initialize(model=model, config=config)
+        rows = []
+        for step in range(3):
+            ids = tokens(dist.get_rank(), step)
+            loss = engine(input_ids=ids, labels=ids).loss
+            engine.backward(loss)
+            grads = {n: safe_get_full_grad(p) for n, p in engine.module.named_parameters()}
+            boxes = {n: part_of(p).box for n, p in engine.module.named_parameters()}
+            engine.step()
+            rows.append((loss.item(), float(engine.last_step.grad_norm), grads))
+        engine.save_checkpoint(path, tag=family)
+        engine.destroy()
+        told[family] = rows, boxes
+    return told
+
+
+@pytest.mark.parametrize(
+    ("families", "stage", "world", "built"),
+    [
+        (["mixtral", "qwen3_moe"], 3, 2, True),
+        (["mixtral"], 3, 4, True),
+        pytest.param(list(FAMILIES), 0, 2, False, marks=pytest.mark.thorough),
+        pytest.param(list(FAMILIES), 1, 4, False, marks=pytest.mark.thorough),
+        pytest.param(list(FAMILIES), 2, 4, False, marks=pytest.mark.thorough),
+        pytest.param(list(FAMILIES), 3, 4, True, marks=pytest.mark.thorough),
+    ],
+)
+def test_divided_experts_train_as_one_process(
+    families: list[str], stage: int, world: int, built: bool, tmp_path: Path
+) -> None:
+    told = run_ranks(trained, world, families, stage, 2, str(tmp_path), built)
+    for family in families:
+        model = made(family)
+        optimizer = torch.optim.SGD(model.parameters(), lr=0.1)
+        for step in range(3):
+            optimizer.zero_grad(set_to_none=False)
+            losses = [model(input_ids=tokens(r, step), labels=tokens(r, step)).loss for r in range(world)]
+            (torch.stack(losses).sum() / world).backward()
+            norm = float(torch.nn.utils.get_total_norm([p.grad for p in model.parameters() if p.grad is not None]))
+            for rank in range(world):
+                rows, boxes = told[rank][family]
+                loss, whole, grads = rows[step]
+                assert loss == pytest.approx(losses[rank].item(), rel=1e-6)
+                assert whole == pytest.approx(norm, rel=1e-5)
+                divided = 0
+                for name, parameter in model.named_parameters():
+                    box = boxes[name]
+                    divided += box is not None
+                    if parameter.grad is not None:
+                        expected = parameter.grad[tuple(slice(*ends) for ends in box or ())]
+                        assert (grads[name] - expected).norm() <= 2e-6 * parameter.grad.norm() + 1e-9, (name, step)
+                assert divided == 2 * len([n for n, m in model.named_modules() if n.endswith(".experts")])
+            torch.nn.utils.clip_grad_norm_(model.parameters(), 1.0)
+            optimizer.step()
+    # The checkpoint is one of the model that it was: exported weights load into it.
+    export(tmp_path / families[0], tmp_path / "weights")
+    from safetensors.torch import load_file
+
+    weights = load_file(tmp_path / "weights" / "model.safetensors")
+    model = made(families[0])
+    report = model.load_state_dict(weights, strict=False)
+    assert not report.unexpected_keys and set(report.missing_keys) <= {"lm_head.weight"}
+
+
+class Named(torch.nn.Module):
+    """Experts under other names, gate and up projections apart."""
+
+    def __init__(self, up: bool = True) -> None:
+        super().__init__()
+        self.route = torch.nn.Linear(8, 4)
+        self.mine = torch.nn.Module()
+        shapes = {"one": (4, 12, 8), "two": (4, 8, 12), "three": (4, 12, 8)}
+        for name, shape in shapes.items():
+            if up or name != "three":
+                self.mine.register_parameter(name, torch.nn.Parameter(torch.randn(shape)))
+
+    def forward(self, values: torch.Tensor) -> torch.Tensor:
+        weights, chosen = torch.softmax(self.route(values), dim=1).topk(2, dim=1)
+        return self.mine(values, chosen, weights)
+
+
+NAMES = {
+    "expert_pattern": "mine",
+    "router_pattern": "route",
+    "expert_w1": "one",
+    "expert_w2": "two",
+    "expert_w3": "three",
+}
+
+
+@pytest.mark.parametrize("activation", ["gelu", "quick_gelu"])
+def test_names_and_activation_of_the_configuration(activation: str) -> None:
+    model = torch.nn.Sequential(Named(), Named())
+    names: dict[str, Any] = {**NAMES, "expert_activation": activation}
+    assert convert(model, section(moe_layer_pattern="^1$", **names)) == ["1.mine"]
+    assert not isinstance(model[0].mine, StackedExperts)
+    values, layer = torch.randn(5, 8), model[1]
+    function: Callable[[torch.Tensor], torch.Tensor] = (
+        torch.nn.functional.gelu if activation == "gelu" else lambda x: x * torch.sigmoid(1.702 * x)
+    )
+    weights, chosen = torch.softmax(layer.route(values), dim=1).topk(2, dim=1)
+    rows = []
+    for value, own, factors in zip(values, chosen.tolist(), weights, strict=True):
+        made = [
+            (function(layer.mine.one[e] @ value) * (layer.mine.three[e] @ value)) @ layer.mine.two[e].T for e in own
+        ]
+        rows.append(sum(f * m for f, m in zip(factors, made, strict=True)))
+    assert away(layer(values), torch.stack(rows)) < 1e-6  # type: ignore[arg-type]
+
+
+@pytest.mark.parametrize(
+    ("keys", "match"),
+    [
+        (
+            {},
+            r"has no block with the children 'experts' \(with stacked parameters gate_up_proj, down_proj\) and 'gate'",
+        ),
+        ({**NAMES, "moe_layer_pattern": "^2$"}, r"whose name matches '\^2\$'"),
+        ({**NAMES, "preset_model": "mixtral"}, r"of the family 'mixtral'"),
+        (
+            {**NAMES, "autoep_size": 3, "expert_activation": "silu"},
+            r"autoep_size: 3 ranks cannot have as many of the 4",
+        ),
+        ({**NAMES, "expert_activation": "sillu"}, r"expert_activation: 'sillu' is no function"),
+        (NAMES, r"the experts of 0.mine have no `act_fn`"),
+        ({**NAMES, "num_experts_attr": "experts"}, r"model.config.experts is None, and 0.mine has 4 experts"),
+        ({**NAMES, "expert_w3": None}, r"the experts of 0.mine \(Module\) have three; only those"),
+    ],
+)
+def test_what_is_not_in_the_model(keys: dict[str, Any], match: str) -> None:
+    with pytest.raises(ConfigError, match=match):
+        convert(torch.nn.Sequential(Named()), section(**keys))
+
+
+@pytest.mark.parametrize(
+    ("key", "value"),
+    [
+        ("route_norm", True),
+        ("route_scale", 2.0),
+        ("score_apply", "pre"),
+        ("num_expert_groups", 2),
+        ("num_limited_groups", 1),
+        ("score_func", "sigmoid"),
+        ("top_k", 2),
+        ("routed_scaling_factor", 2.0),
+        ("comm_backend", "deepep"),
+    ],
+)
+def test_keys_that_ask_for_another_router_are_refused(key: str, value: Any) -> None:
+    config = {"train_batch_size": 1, "expert_parallel": {"enabled": True, key: value}}
+    with pytest.raises(ConfigError, match=rf"expert_parallel.{key}: this version does not have"):
+        shardwise.initialize(model=torch.nn.Linear(1, 1), config=config)

@@ -1,0 +1,204 @@
+"""One rank: the layer is the mixture written down token by token."""
+
+from __future__ import annotations
+
+import copy
+import pickle
+from typing import Any
+
+import pytest
+import torch
+from torch import nn
+
+from shardwise.errors import NotBuiltError, UsageError
+from shardwise.moe import ExpertGroup, ExpertLoad, MoE
+from shardwise.moe.experts import grouped_linear
+from shardwise.moe.gates import capacity_of, route
+from tests.moe.models import EXPERTS, WIDTH, expert, plain
+
+
+def close(found: torch.Tensor, expected: torch.Tensor, what: str) -> None:
+    assert found.dtype == expected.dtype == torch.float64
+    assert (found - expected).norm() <= 1e-13 * expected.norm().clamp(min=1.0), what
+
+
+def compare(layer: MoE, tokens: torch.Tensor, k: int, factor: float | None) -> list[int]:
+    """Compare output, loss and all gradients with those of the plain mixture; return the experts' tokens."""
+    other = copy.deepcopy(layer)
+    own = tokens.clone().requires_grad_()
+    theirs = tokens.clone().requires_grad_()
+    output, l_aux, counts = layer(own.view(2, -1, WIDTH))
+    inner = other.deepspeed_moe
+    made, loss, taken = plain(theirs, inner.gate.wg.weight, list(inner.experts.deepspeed_experts), k, factor)
+    if layer.use_residual:
+        share = torch.softmax(other.coefficient(theirs), dim=-1)
+        made = made * share[:, :1] + other.mlp(theirs) * share[:, 1:]
+    close(output.view_as(made), made, "output")
+    close(l_aux, loss, "l_aux")
+    assert counts.tolist() == taken
+    weights = torch.randn_like(made)
+    ((output.view_as(made) * weights).sum() + l_aux).backward()
+    ((made * weights).sum() + loss).backward()
+    close(own.grad, theirs.grad, "tokens")  # type: ignore[arg-type]
+    for (name, mine), param in zip(layer.named_parameters(), other.parameters(), strict=True):
+        found = torch.zeros_like(mine) if mine.grad is None else mine.grad
+        close(found, torch.zeros_like(param) if param.grad is None else param.grad, name)
+    return taken
+
+
+@pytest.mark.parametrize("k", [1, 2, 4])
+@pytest.mark.parametrize("factor", [None, 0.5, 1.25])
+@pytest.mark.parametrize("residual", [False, True])
+def test_the_layer_is_the_plain_mixture(k: int, factor: float | None, residual: bool) -> None:
+    options: dict[str, Any] = {} if factor is None else {"capacity_factor": factor}
+    experts = nn.ModuleList(expert() for _ in range(EXPERTS))
+    layer = MoE(
+        WIDTH,
+        experts,
+        EXPERTS,
+        k=k,
+        use_rts=False,
+        top2_2nd_expert_sampling=False,
+        drop_tokens=factor is not None,
+        use_residual=residual,
+        **options,
+    ).double()
+    taken = compare(layer, torch.randn(24, WIDTH).double(), k, factor)
+    if factor == 0.5:
+        assert max(taken) > max(24 * k // 8, 4)  # some were dropped
+
+
+@pytest.mark.parametrize("factor", [None, 1.0])
+def test_all_tokens_to_one_expert(factor: float | None) -> None:
+    layer = MoE(WIDTH, expert(), EXPERTS, drop_tokens=factor is not None, use_rts=False).double()
+    with torch.no_grad():
+        layer.deepspeed_moe.gate.wg.weight.zero_()[2] = 1.0
+    assert compare(layer, torch.rand(24, WIDTH).double(), 1, factor) == [0, 0, 24, 0]
+
+
+def test_random_selection_keeps_as_many_and_others() -> None:
+    layer = MoE(WIDTH, expert(), EXPERTS, min_capacity=1)
+    with torch.no_grad():
+        layer.deepspeed_moe.gate.wg.weight.zero_()[2] = 1.0
+    tokens = torch.rand(24, WIDTH)
+    kept = []
+    for _ in range(2):
+        output, _, _ = layer(tokens)
+        kept.append(output.abs().sum(1) > 0)
+        assert kept[-1].sum() == 6
+    assert not torch.equal(*kept)
+    layer.eval()
+    assert (layer(tokens)[0].abs().sum(1) > 0).nonzero().flatten().tolist() == list(range(6))
+
+
+def test_noise_while_training_only() -> None:
+    tokens = torch.randn(64, WIDTH)
+    for policy in ("Jitter", "RSample"):
+        layer = MoE(WIDTH, expert(), EXPERTS, noisy_gate_policy=policy, drop_tokens=False)
+        assert not torch.equal(layer(tokens)[0], layer(tokens)[0])
+        layer.eval()
+        assert torch.equal(layer(tokens)[0], layer(tokens)[0])
+
+
+def test_sampling_draws_by_probability() -> None:
+    logits = torch.tensor([[0.0, 1.0, 2.0, -1.0]]).expand(20000, 4)
+    expected = torch.softmax(logits[0], dim=0)
+    found = route(logits, 1, drop_tokens=False, sampled=True).exp_counts / 20000
+    assert (found - expected).abs().max() < 0.02
+    chosen = route(logits, 2, drop_tokens=False, second_sampled=True).experts
+    assert (chosen[0] == 2).all() and (chosen[1] != 2).all()
+    rest = expected[[0, 1, 3]] / expected[[0, 1, 3]].sum()
+    second = torch.stack([(chosen[1] == e).float().mean() for e in (0, 1, 3)])
+    assert (second - rest).abs().max() < 0.02
+
+
+@pytest.mark.parametrize("drop", [False, True])
+@pytest.mark.parametrize("k", [1, 2])
+def test_tokens_that_are_not_used(k: int, drop: bool) -> None:
+    layer = MoE(WIDTH, expert(), EXPERTS, k=k, drop_tokens=drop, use_rts=False, top2_2nd_expert_sampling=False).double()
+    tokens, used = torch.randn(12, WIDTH).double(), torch.arange(12) % 3 != 0
+    output, _, counts = layer(tokens, used)
+    assert counts.sum() == 8 * k and not output[~used].any()
+    layer.deepspeed_moe.gate.drop_tokens = False
+    close(output[used], layer(tokens[used])[0], "used")
+
+
+@pytest.mark.parametrize("drop", [False, True])
+def test_no_tokens(drop: bool) -> None:
+    layer = MoE(WIDTH, expert(), EXPERTS, drop_tokens=drop)
+    output, l_aux, counts = layer(torch.zeros(0, WIDTH, requires_grad=True))
+    (output.sum() + l_aux).backward()
+    assert output.shape == (0, WIDTH) and counts.tolist() == [0] * EXPERTS and l_aux == 0
+
+
+def test_capacity() -> None:
+    assert capacity_of(100, 10, 1, 1.1, 0) == 11  # not 12, as 1.1 * 10 would be rounded up to
+    assert capacity_of(1, 64, 1, 1.0, 4) == 4
+
+
+def test_load_is_counted_while_somebody_looks() -> None:
+    model = nn.Sequential(nn.Linear(WIDTH, WIDTH), MoE(WIDTH, expert(), EXPERTS, k=2))
+    model(torch.randn(10, WIDTH))
+    load = ExpertLoad(model)
+    assert load.counts() == {}
+    counts = sum(model(torch.randn(10, WIDTH))[2] for _ in range(3))
+    events = load.events(7)
+    assert [(name, step) for name, _, step in events] == [(f"Train/Experts/1/{e}", 7) for e in range(EXPERTS)]
+    assert torch.equal(torch.stack([part for _, part, _ in events]), counts.double() / 60)  # type: ignore[attr-defined]
+    load.close()
+    model(torch.randn(10, WIDTH))
+    assert load.counts() == {}
+
+
+@pytest.mark.parametrize(
+    ("options", "error", "match"),
+    [
+        ({"num_experts": 3, "ep_size": 2}, UsageError, r"num_experts=3, ep_size=2\): .* must be a multiple"),
+        ({"k": 5}, UsageError, r"k=5, num_experts=4\): expected 1 <= k"),
+        ({"noisy_gate_policy": "rsample"}, UsageError, r"noisy_gate_policy='rsample'"),
+        ({"use_tutel": True}, NotBuiltError, r"use_tutel=True\) is not built"),
+        ({"enable_expert_tensor_parallelism": True}, NotBuiltError, r"enable_expert_tensor_parallelism=True\) is not"),
+        ({"expert": nn.ModuleList([nn.Linear(1, 1)])}, UsageError, r"1 experts are given, num_experts is 4"),
+        (
+            {"expert": nn.ModuleList(expert() for _ in range(4)), "ep_size": 2},
+            UsageError,
+            r"MoE without its groups: of",
+        ),
+    ],
+)
+def test_wrong_arguments(options: dict[str, Any], error: type[Exception], match: str) -> None:
+    with pytest.raises(error, match=match):
+        MoE(WIDTH, **({"expert": expert(), "num_experts": 4} | options))
+
+
+def test_divided_experts_need_an_engine() -> None:
+    layer = MoE(WIDTH, expert(), EXPERTS, ep_size=2)
+    assert layer.num_local_experts == 2 and layer.expert_group_name == "ep_size_2"
+    with pytest.raises(UsageError, match=r"MoE without its groups: .* shardwise.initialize\(\) before it is called"):
+        layer(torch.zeros(1, WIDTH))
+    layer.group = pickle.loads(pickle.dumps(ExpertGroup()))  # of a module that was pickled
+    with pytest.raises(UsageError, match="MoE without its groups"):
+        layer(torch.zeros(1, WIDTH))
+    with pytest.raises(UsageError, match="MoE without its groups: ep_size=2, and there is no process group"):
+        layer.set_deepspeed_parallelism()
+
+
+def test_one_grouped_product_is_one_for_each_expert(monkeypatch: pytest.MonkeyPatch) -> None:
+    """The product that GPUs take, as torch computes it on a CPU."""
+    rows, weight = torch.randn(20, 16).bfloat16(), torch.randn(4, 24, 16).bfloat16()
+    found = []
+    for grouped in (False, True):
+        asked: list[int] = []
+
+        def product(some: torch.Tensor, ends: list[int] = asked) -> Any:
+            ends.append(len(some))
+            return lambda r, w, offsets: torch.nn.functional.grouped_mm(r, w, offs=offsets)
+
+        monkeypatch.setattr("shardwise.moe.experts.grouped_product", product)
+        own = [value.clone().requires_grad_() for value in (rows, weight)]
+        output = grouped_linear(*own, [5, 0, 14, 1], grouped=grouped)
+        output.float().square().sum().backward()
+        assert bool(asked) is grouped
+        found.append([output, *(value.grad for value in own)])
+    for one, other in zip(*found, strict=True):
+        assert torch.allclose(one.float(), other.float(), rtol=0.02, atol=0.02 * float(other.detach().abs().max()))  # type: ignore[union-attr]
