@@ -375,7 +375,7 @@ else:
     code, seen = _on_a_terminal([*SHARDWISE, "run", "-q", "--nproc", "2", str(_script(tmp_path, text)), str(tmp_path)])
     assert code == 1
     live, _, report = seen.partition(b"shardwise run: ")
-    assert live == b"\r 50%\r\n[rank 1] hello\r\n\r100%\r\nstopped on purpose\r\n"
+    assert live == b"\r 50%\r\x1b[2K[rank 1] hello\r\n\r100%\r\nstopped on purpose\r\n"
     assert report.startswith(b"rank 0 failed first: exit code 1")
     assert report.rstrip().endswith(b"stopped on purpose")
 

@@ -1194,7 +1194,7 @@ class Engine(nn.Module):
             >>> runs = tempfile.mkdtemp()
             >>> engine.checkpoint_on_signal(runs)
             >>> os.kill(os.getpid(), signal.SIGUSR1)  # as a scheduler would
-            >>> _ = _ = engine.backward(engine(torch.ones(2, 4)).mean())
+            >>> _ = engine.backward(engine(torch.ones(2, 4)).mean())
             >>> engine.step()
             >>> sorted(os.listdir(runs))
             ['global_step1', 'latest']
@@ -1370,7 +1370,7 @@ class Engine(nn.Module):
             >>> import shardwise, torch
             >>> config = {"train_batch_size": 2, "optimizer": {"type": "SGD", "params": {"lr": 0.1}}}
             >>> engine, *_ = shardwise.initialize(model=torch.nn.Linear(4, 1), config=config)
-            >>> engine.backward(engine(torch.ones(2, 4)).mean())
+            >>> _ = engine.backward(engine(torch.ones(2, 4)).mean())
             >>> engine.step()
             >>> engine.communication()["all_reduce"]["gradient_norm"].count
             1
