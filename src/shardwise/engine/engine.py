@@ -1474,6 +1474,7 @@ class Engine(nn.Module):
             if self._sequences is not None:
                 self._sequences.close()
             release_experts(self.module, self._expert_groups)
+            self.job.ledger.step = None  # it asks the step, which has the ledger
             for ranks in dict.fromkeys((self.job, self.data)):
                 ranks.destroy()  # whoever waits for this rank is told
         if failure is not None:

@@ -363,6 +363,7 @@ class FaultTolerance:
         """Give signals back, and remove copies that nobody else would, unless a failure makes them the way to go on."""
         if self._stalls is not None:
             stop_watching(self._stalls)
+            self._stalls = None  # it asks this object where the script is
         self._signals.close()
         if sys.exc_info()[0] is None:
             self._remove_copies()

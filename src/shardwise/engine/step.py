@@ -506,6 +506,7 @@ class TrainStep:
     def close(self) -> None:
         """Take off the optimizer what it was told, and the hooks off the model."""
         self._tracer.remove()
+        self._tracer.micro_batch = int  # it asks this object, which has it
         if self._optimizer is not None and self.loss_scaler is not None:
             vars(self._optimizer).pop("overflow", None)
 
