@@ -70,7 +70,10 @@ def measure(options: argparse.Namespace) -> None:
     logging.getLogger("shardwise").setLevel(logging.INFO)
     case = Case(options.shape, options.dtype == "bf16")
     names = [NOTHING, EVERYTHING, *(SECTIONS if options.parts else ())]
-    with tempfile.TemporaryDirectory() as folder:
+    with tempfile.TemporaryDirectory() as own:
+        shared = [own]
+        dist.broadcast_object_list(shared)
+        folder = shared[0]
         runs = {}
         for place, name in enumerate(names):
             config = {
@@ -97,6 +100,7 @@ def measure(options: argparse.Namespace) -> None:
                     found[name].append((total / options.steps / dist.get_world_size()).tolist())
         for run in runs.values():
             run.close()
+        dist.barrier()
         answer(found)
 
 
