@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Callable, Sequence
+from dataclasses import replace
 from typing import TYPE_CHECKING, Any
 
 import torch
@@ -175,7 +176,9 @@ class MemoryReporting:
                         f"of {batch} samples"
                     )
                 steps = batch // (micro * world)
-                settings += [Setting(stage, micro, steps, world, sequence=now.sequence) for stage in stages]
+                settings += [
+                    replace(now, stage=stage, micro_batch=micro, accumulation=steps, ranks=world) for stage in stages
+                ]
         planner = Planner(subject, sample_batch, loss)
         at = self.circumstances("engine.memory_plans()")
         limit, room = room_for(at, planner)
@@ -204,9 +207,10 @@ class MemoryReporting:
             self._watched.close()
 
     def _setting(self) -> Setting:
-        sequence = self._resolution.config.sequence_parallel_size
+        config = self._resolution.config
         micro, steps = self._batches.micro, self._batches.steps
-        return Setting(self.sharded.plan.stage, micro, steps, self._comm.world, sequence=sequence)
+        sequence, tensor = config.sequence_parallel_size, config.tensor_parallel.size
+        return Setting(self.sharded.plan.stage, micro, steps, self._comm.world, sequence=sequence, tensor=tensor)
 
     def _subject(self) -> Subject:
         return Subject(
