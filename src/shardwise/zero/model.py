@@ -38,7 +38,7 @@ from shardwise.memory.places import ALL_AT_HAND, Borrowed, Homes, borrowed, in_t
 from shardwise.precision.dtypes import PrecisionPolicy
 from shardwise.precision.norms import clip_coefficient
 from shardwise.precision.tensornorms import NORMS
-from shardwise.registry import Registry
+from shardwise.registry import HeldPart, Registry
 from shardwise.utils.logging import logger, warn_once
 from shardwise.zero.building import UnitBuilder
 from shardwise.zero.parameters.guards import Guards
@@ -711,6 +711,13 @@ class ShardedModel:
             else:
                 ranges[index] = [(piece.start, piece.stop) for piece in own]
         return ranges
+
+    def parts_of(self, index: int) -> Sequence[HeldPart]:
+        """Return the parts of tensors that ranks have at the place of this rank's parameter in the units.
+
+        Each part is there once, in one order on all ranks. None where all ranks have the same tensors.
+        """
+        return () if self.numbering.parts is None else self.numbering.parts[index]
 
     def _own_pieces(self) -> dict[int, tuple[SectionMemory, list[ShardSlice]]]:
         found: dict[int, tuple[SectionMemory, list[ShardSlice]]] = {}
