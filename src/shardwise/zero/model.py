@@ -38,7 +38,7 @@ from shardwise.memory.places import ALL_AT_HAND, Borrowed, Homes, borrowed, in_t
 from shardwise.precision.dtypes import PrecisionPolicy
 from shardwise.precision.norms import clip_coefficient
 from shardwise.precision.tensornorms import NORMS
-from shardwise.registry import Registry
+from shardwise.registry import HeldPart, Registry
 from shardwise.utils.logging import logger, warn_once
 from shardwise.zero.building import UnitBuilder
 from shardwise.zero.parameters.guards import Guards
@@ -167,7 +167,7 @@ class ShardedModel:
             )
         tables = self._tables(domains) if sparse_gradients and domain.world > 1 and optimizer is not None else set()
         layouts = [
-            lay_out(spec.tensors, domains.of(spec.ranks).sizes, device.type, stepping.whole, tables) for spec in specs
+            lay_out(spec.tensors, domains.of(spec.domain).sizes, device.type, stepping.whole, tables) for spec in specs
         ]
         # Until a pass has been traced, the order of the modules stands for that of execution.
         forward, backward = list(range(len(specs))), backward_order([spec.modules for spec in specs], module)
@@ -310,7 +310,7 @@ class ShardedModel:
     def _tables(self, domains: Domains) -> set[int]:
         """Return the parameters whose gradients may be reduced as rows."""
         found = [tensor for tensor in map(self.registry.find, find_tables(self.module)[0]) if tensor is not None]
-        return {t.index for t in found if t.trainable and t.numel and domains.of(t.ranks).world > 1}
+        return {t.index for t in found if t.trainable and t.numel and domains.of(t.domain).world > 1}
 
     def _check_domains(self, domains: Domains, compressor: Compressor | None) -> None:
         """Raise where something exchanges among all ranks what only some share, or needs tensors in one piece."""
@@ -711,6 +711,13 @@ class ShardedModel:
             else:
                 ranges[index] = [(piece.start, piece.stop) for piece in own]
         return ranges
+
+    def parts_of(self, index: int) -> Sequence[HeldPart]:
+        """Return the parts of tensors that ranks have at the place of this rank's parameter in the units.
+
+        Each part is there once, in one order on all ranks. None where all ranks have the same tensors.
+        """
+        return () if self.numbering.parts is None else self.numbering.parts[index]
 
     def _own_pieces(self) -> dict[int, tuple[SectionMemory, list[ShardSlice]]]:
         found: dict[int, tuple[SectionMemory, list[ShardSlice]]] = {}
