@@ -112,7 +112,9 @@ def domains_of(model: nn.Module, domain: Domain) -> Domains:
             )
         if lines not in groups:
             groups[lines] = comm if len(members) == comm.world else comm.part(lines, f"part_{number}")
-        found[members, divisor] = Domain(groups[lines], like=domain, prescale=comm.world / (divisor or comm.world))
+        prescale = comm.world / (divisor or comm.world)
+        within = domain.arrangement.within(members, lines)
+        found[members, divisor] = Domain(groups[lines], within, like=domain, prescale=prescale)
     return Domains(domain, found)
 
 
