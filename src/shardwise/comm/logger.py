@@ -69,7 +69,10 @@ def _gbps(bytes_per_second: float) -> float:
 
 
 def trimmed_mean(values: Sequence[float], trim: float = 0.1) -> float:
-    """Return the mean without the lowest and highest `trim` of the values; those in the middle are kept. 0 of nothing."""
+    """Return the mean without the lowest and highest `trim` of the values, but for those in the middle.
+
+    0 of nothing.
+    """
     ordered = sorted(values)
     cut = min(int(len(ordered) * trim), max(0, (len(ordered) - 1) // 2))
     kept = ordered[cut : len(ordered) - cut]
