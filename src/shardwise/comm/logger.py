@@ -69,10 +69,13 @@ def _gbps(bytes_per_second: float) -> float:
 
 
 def trimmed_mean(values: Sequence[float], trim: float = 0.1) -> float:
-    """Return the mean without the lowest and highest `trim` of the values."""
+    """Return the mean without the lowest and highest `trim` of the values, but for those in the middle.
+
+    0 of nothing.
+    """
     ordered = sorted(values)
-    cut = int(len(ordered) * trim)
-    kept = ordered[cut : len(ordered) - cut] or ordered
+    cut = min(int(len(ordered) * trim), max(0, (len(ordered) - 1) // 2))
+    kept = ordered[cut : len(ordered) - cut]
     return sum(kept) / len(kept) if kept else 0.0
 
 
