@@ -13,8 +13,18 @@ from torch import nn
 
 import shardwise
 from shardwise.checkpoint import Checkpoint, verify
-from shardwise.errors import CheckpointError
+from shardwise.errors import CheckpointError, UsageError
 from shardwise.registry import declare_part
+from shardwise.utils import (
+    safe_get_full_fp32_param,
+    safe_get_full_grad,
+    safe_get_full_optimizer_state,
+    safe_get_local_fp32_param,
+    safe_set_full_fp32_param,
+    safe_set_full_grad,
+    safe_set_full_optimizer_state,
+)
+from shardwise.zero import GatheredParameters
 from tests.harness import run_ranks
 from tests.zero import divided
 
@@ -233,3 +243,94 @@ def holed() -> None:
 
 def test_a_tensor_of_which_some_is_nowhere_is_named() -> None:
     run_ranks(holed, 2)
+
+
+# -- single parameters -------------------------------------------------------------------------------------------------
+
+
+def differing(found: dict[str, Any], expected: dict[str, torch.Tensor]) -> list[str]:
+    """Return the names of tensors that are not close to others of the same names and shapes."""
+    assert found.keys() == expected.keys()
+    return [
+        name
+        for name, value in expected.items()
+        if found[name].shape != value.shape or not torch.allclose(found[name], value, rtol=1e-4, atol=1e-6)
+    ]
+
+
+def accessed(size: int, stage: int) -> list[str]:
+    world = dist.get_world_size()
+    engine = made(size, stage)
+    plain_model = divided.Tower()
+    optimizer = torch.optim.AdamW(plain_model.parameters(), lr=0.02, weight_decay=0.1)
+    named, expected = dict(engine.module.named_parameters()), dict(plain_model.named_parameters())
+    shapes = {name: (parameter.shape, type(parameter)) for name, parameter in named.items()}
+    torch.stack([plain_model(divided.rows(0, replica)) for replica in range(world // size)]).mean().backward()
+    engine.backward(engine(divided.rows(0, dist.get_rank() // size)))
+    wrong = differing(
+        {name: safe_get_full_grad(p) for name, p in named.items()}, {n: p.grad for n, p in expected.items()}
+    )
+    # Both are given other gradients, values and, after the step, states.
+    generator = torch.Generator().manual_seed(4)
+    for name, parameter in named.items():
+        gradient, value = (torch.randn(expected[name].shape, generator=generator) / 40 for _ in range(2))
+        safe_set_full_grad(parameter, gradient)
+        safe_set_full_fp32_param(parameter, value)
+        expected[name].grad = gradient
+        expected[name].data.copy_(value)
+    torch.nn.utils.clip_grad_norm_(plain_model.parameters(), CLIP)
+    optimizer.step()
+    engine.step()
+    wrong += differing({name: safe_get_full_fp32_param(p) for name, p in named.items()}, expected)
+    states = {name: optimizer.state[p]["exp_avg_sq"] for name, p in expected.items()}
+    wrong += differing({name: safe_get_full_optimizer_state(p, "exp_avg_sq") for name, p in named.items()}, states)
+    for name, parameter in named.items():
+        state = torch.rand(expected[name].shape, generator=generator)
+        safe_set_full_optimizer_state(parameter, state, "exp_avg")
+        found = safe_get_full_optimizer_state(parameter, "exp_avg")
+        wrong += [] if torch.equal(found, state) else [f"exp_avg of {name}"]
+    wrong += gathered(engine, expected)
+    assert {name: (parameter.shape, type(parameter)) for name, parameter in named.items()} == shapes
+    with pytest.raises(
+        UsageError, match=r"'layers.0.down' has shape .*6, 8.*the given value \(6, \d\) .*this rank has"
+    ):
+        safe_set_full_fp32_param(named["layers.0.down"], torch.zeros(shapes["layers.0.down"][0]))
+    if stage == 3:
+        local = safe_get_local_fp32_param(named["layers.0.down"])
+        assert local is not None and local.numel() <= named["layers.0.down"].numel()
+    engine.destroy()
+    return wrong
+
+
+def gathered(engine: Any, expected: dict[str, torch.Tensor]) -> list[str]:
+    """Read and write parameters in blocks; return what is wrong."""
+    last = dist.get_world_size() - 1
+    named = dict(engine.module.named_parameters())
+    with GatheredParameters(list(named.values())):
+        wrong = differing(named, expected)
+        with torch.no_grad():
+            named["layers.1.both"].fill_(9.0)  # lost
+    with GatheredParameters(list(named.values()), modifier_rank=last):
+        wrong += differing(named, expected)
+        if dist.get_rank() == last:
+            with torch.no_grad():
+                for name in ("layers.0.keys", "layers.1.both", "layers.1.scale", "head.weight"):
+                    named[name].add_(torch.arange(named[name].numel()).view(named[name].shape))
+    for name in ("layers.0.keys", "layers.1.both", "layers.1.scale", "head.weight"):
+        with torch.no_grad():
+            expected[name].add_(torch.arange(expected[name].numel()).view(expected[name].shape))
+    masters = {name: safe_get_full_fp32_param(parameter) for name, parameter in named.items()}
+    found = engine.module_state_dict()
+    with pytest.raises(RuntimeError, match="stop"), GatheredParameters(named["layers.0.down"], modifier_rank=0):
+        named["layers.0.down"].data.zero_()
+        raise RuntimeError("stop")
+    with GatheredParameters(named["layers.0.down"]):
+        wrong += differing({"down": named["layers.0.down"]}, {"down": expected["layers.0.down"]})
+    engine(divided.rows(5, 0))  # the layers compute with their parts again
+    return wrong + differing(masters, expected) + differing(found, expected)
+
+
+@pytest.mark.parametrize(("world", "size", "stage"), [(2, 2, 0), (2, 2, 3), (4, 2, 1), (4, 4, 2), (4, 4, 3)])
+def test_single_parameters_are_whole_tensors(world: int, size: int, stage: int) -> None:
+    for wrong in run_ranks(accessed, world, size, stage):
+        assert wrong == []
