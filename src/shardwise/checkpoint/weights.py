@@ -193,8 +193,7 @@ def load_state_dict(
         runs = model.value_runs()
         for indices in model.lent_in_turn():
             for index in found.keys() & set(indices):
-                box = model.registry[index].box or ()
-                flat = found[index].detach()[tuple(slice(first, end) for first, end in box)].reshape(-1)
+                flat = model.registry[index].cut(found[index].detach()).reshape(-1)
                 for start, stop, view in runs.get(index, ()):
                     view.copy_(flat[start:stop])
         for buffer, tensor in plain:

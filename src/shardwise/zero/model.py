@@ -167,7 +167,7 @@ class ShardedModel:
             )
         tables = self._tables(domains) if sparse_gradients and domain.world > 1 and optimizer is not None else set()
         layouts = [
-            lay_out(spec.tensors, domains.of(spec.ranks).sizes, device.type, stepping.whole, tables) for spec in specs
+            lay_out(spec.tensors, domains.of(spec.domain).sizes, device.type, stepping.whole, tables) for spec in specs
         ]
         # Until a pass has been traced, the order of the modules stands for that of execution.
         forward, backward = list(range(len(specs))), backward_order([spec.modules for spec in specs], module)
@@ -310,7 +310,7 @@ class ShardedModel:
     def _tables(self, domains: Domains) -> set[int]:
         """Return the parameters whose gradients may be reduced as rows."""
         found = [tensor for tensor in map(self.registry.find, find_tables(self.module)[0]) if tensor is not None]
-        return {t.index for t in found if t.trainable and t.numel and domains.of(t.ranks).world > 1}
+        return {t.index for t in found if t.trainable and t.numel and domains.of(t.domain).world > 1}
 
     def _check_domains(self, domains: Domains, compressor: Compressor | None) -> None:
         """Raise where something exchanges among all ranks what only some share, or needs tensors in one piece."""

@@ -94,8 +94,8 @@ class WholeUpdate(ReducedUpdate):
         stepped = [tensor for tensor in registry if tensor.trainable and tensor.group in stepping.whole]
         cost = stepping.cost or math.prod
         self.owner: dict[int, int] = {}
-        for ranks in dict.fromkeys(tensor.ranks for tensor in stepped):
-            shared, comm = [tensor for tensor in stepped if tensor.ranks == ranks], domains.of(ranks).ranks
+        for domain in dict.fromkeys(tensor.domain for tensor in stepped):
+            shared, comm = [tensor for tensor in stepped if tensor.domain == domain], domains.of(domain).ranks
             chosen = owners([float(cost(tensor.shape)) for tensor in shared], comm.world)
             self.owner.update(
                 (tensor.index, comm.rank if self.replicated else rank)
