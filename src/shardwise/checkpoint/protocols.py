@@ -10,7 +10,7 @@ import torch
 from torch import nn
 
 from shardwise.comm.communicator import Communicator
-from shardwise.registry import LogicalTensor, Registry
+from shardwise.registry import HeldPart, LogicalTensor, Registry
 
 T = TypeVar("T")
 
@@ -119,6 +119,12 @@ class CheckpointedModel(Protocol):
         """Return the elements of each parameter that this rank saves; over all ranks each exactly once.
 
         Ranks with the same box of a logical tensor have the same parameter; other boxes are other elements.
+        """
+
+    def parts_of(self, index: int) -> Sequence[HeldPart]:
+        """Return the parts of tensors that ranks have at the place of this rank's parameter in the units.
+
+        Each part is there once, in one order on all ranks. None where all ranks have the same tensors.
         """
 
     def finish_gathers(self) -> None:
