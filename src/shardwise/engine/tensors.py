@@ -11,8 +11,10 @@ from torch.utils.hooks import RemovableHandle
 
 from shardwise.errors import DesyncError, UsageError
 from shardwise.parallel.sequence import across
+from shardwise.parallel.tensor import huggingface
 from shardwise.parallel.tensor.group import NAME, TensorGroup
-from shardwise.parallel.tensor.layers import Parallel, divide
+from shardwise.parallel.tensor.huggingface import divided_parameters
+from shardwise.parallel.tensor.layers import Parallel
 from shardwise.parallel.tensor.plan import cuts_of
 from shardwise.registry import part_of
 from shardwise.trees import tensors_in
@@ -95,12 +97,11 @@ def divide_model(model: nn.Module, group: TensorGroup, config: Config, job: Comm
         module.group = group
     if divided:
         return
-    for path, cut in cuts_of(model, group.size, config.tensor_parallel).items():
-        layer = model.get_submodule(path)
-        for parameter in layer.parameters(recurse=False):
-            if part_of(parameter).ranks is None and not job.imagined and _plain(parameter):
-                job.broadcast(parameter.data, 0, path).wait()
-        divide(layer, cut, group, path)
+    division = cuts_of(model, group.size, config.tensor_parallel, experts=not config.expert_parallel.enabled)
+    for name, parameter in divided_parameters(model, division):
+        if part_of(parameter).ranks is None and not job.imagined and _plain(parameter):
+            job.broadcast(parameter.data, 0, name).wait()
+    huggingface.divide_model(model, division, group)
 
 
 def _plain(parameter: nn.Parameter) -> bool:

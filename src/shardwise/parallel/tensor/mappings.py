@@ -72,28 +72,34 @@ def sum_split(x: torch.Tensor, group: TensorGroup, sizes: Sequence[int], dim: in
 def total(x: torch.Tensor, group: TensorGroup, label: str) -> torch.Tensor:
     """Return the sum over ranks in new memory; half precision is added up in fp32 and rounded once."""
     length = x.numel()
-    flat = x.new_empty(length + -length % group.size)
+    # No view of something else: what a layer returns is often added to in place.
+    found = torch.empty(x.shape, dtype=x.dtype, device=x.device)
+    even = length % group.size == 0
+    flat = found.view(-1) if even else x.new_empty(length + -length % group.size)
     flat[:length].copy_(x.reshape(-1))
     flat[length:].zero_()
     if has_values(flat):
         group.comm.sum_large(flat, label)
-    return flat[:length].view(x.shape)
+    return found if even else found.copy_(flat[:length].view(x.shape))
 
 
 def together(x: torch.Tensor, group: TensorGroup, sizes: Sequence[int], dim: int, label: str) -> torch.Tensor:
     """Return the parts of all ranks, put together in new memory."""
-    outer = x.movedim(dim, 0).contiguous()
-    rest = outer.shape[1:]
-    each = rest.numel()
+    given = x.contiguous().view(-1)
+    each = x.numel() // max(x.shape[dim], 1)
     received = x.new_empty(sum(sizes) * each)
     if has_values(x):
         if len(set(sizes)) == 1:
-            group.comm.all_gather([(received, outer.view(-1))], label, kind="explicit").wait()
+            group.comm.all_gather([(received, given)], label, kind="explicit").wait()
         else:
-            given = outer.view(-1).repeat(group.size)
             counts = [size * each for size in sizes]
-            group.comm.all_to_all(received, given, counts, [outer.numel()] * group.size, label).wait()
-    return received.view(sum(sizes), *rest).movedim(0, dim)
+            copies = given.repeat(group.size)
+            group.comm.all_to_all(received, copies, counts, [given.numel()] * group.size, label).wait()
+    shape, place = list(x.shape), dim % x.dim()
+    parts = received.split([size * each for size in sizes])
+    return torch.cat(
+        [part.view(*shape[:place], size, *shape[place + 1 :]) for part, size in zip(parts, sizes, strict=True)], place
+    )
 
 
 def part(x: torch.Tensor, group: TensorGroup, sizes: Sequence[int], dim: int) -> torch.Tensor:
