@@ -254,6 +254,8 @@ class ShardedModel:
         accountant.construction_peak = accountant.peak_total
         accountant.reset_peak()
         self._order_agreed = self.stepped = False
+        self._scaling = False
+        self._scaled: set[int] = set()  # units whose gradients have been multiplied, while others' have not
         self.copied: Copied | None = None
         give_back_freed_memory()  # of the whole parameters, between the shards
 
@@ -394,7 +396,11 @@ class ShardedModel:
         return self.update is not None and self.optimizer is not None and self.update.takes_factor(self.optimizer)
 
     def scale_gradients(self, factor: float | torch.Tensor) -> None:
-        """Multiply the accumulated gradients."""
+        """Multiply the accumulated gradients.
+
+        Raises:
+            OffloadError: on all ranks alike, if a disk of one of them has failed. Called again, it multiplies the rest.
+        """
         if isinstance(factor, float) and factor == 1.0:
             return
         if self.early is not None:
@@ -408,8 +414,35 @@ class ShardedModel:
             for section in unit.trainable:
                 gradient = section.stepped_gradient
                 gradient.mul_(factor.to(gradient.device) if isinstance(factor, torch.Tensor) else factor)
+            self._scaled.add(unit.index)
 
-        in_turn([(u, [(s.gradient_loans, True) for s in u.trainable if s.lends_gradient]) for u in self.units], scale)
+        left = [unit for unit in self.units if unit.index not in self._scaled]
+        lent = [(u, [(s.gradient_loans, True) for s in u.trainable if s.lends_gradient]) for u in left]
+        self._scaling = True
+        with self.interruptions.agreeing() if self.gradients_on_disk else contextlib.nullcontext():
+            in_turn(lent, scale)
+        self._have_scaled()
+
+    def _have_scaled(self) -> None:
+        self._scaling = False
+        self._scaled.clear()
+
+    def check_gradients_whole(self) -> None:
+        """Raise where a disk has ended `scale_gradients` in the middle.
+
+        Raises:
+            UsageError: some gradients have been multiplied, and others have not.
+        """
+        if self._scaling:
+            raise UsageError(
+                "gradients cannot be read or written now: a disk has failed in engine.step() when those of some units "
+                "had been unscaled and clipped. Call engine.step() again, which goes on there, or engine.zero_grad()"
+            )
+
+    @property
+    def gradients_on_disk(self) -> bool:
+        """Whether accumulated gradients live on disks."""
+        return self.homes.gradients.lags
 
     def clip_factor(self, norm: torch.Tensor, max_norm: float) -> torch.Tensor:
         """Return the clipping coefficient for a global norm."""
@@ -547,6 +580,7 @@ class ShardedModel:
     def give_up_step(self) -> None:
         """The gradients of the window are dropped: what a step that has raised has left out is never stepped."""
         self.interruptions.give_up()
+        self._have_scaled()
         if self.update is not None:
             self.update.end_step()
 

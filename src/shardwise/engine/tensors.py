@@ -1,0 +1,123 @@
+"""Tensors that ranks share: from what the configuration asks for to divided layers and the groups of an engine."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from typing import TYPE_CHECKING, Any
+
+import torch
+from torch import nn
+from torch.utils.hooks import RemovableHandle
+
+from shardwise.errors import DesyncError, UsageError
+from shardwise.parallel.sequence import across
+from shardwise.parallel.tensor.dtensors import DTensors
+from shardwise.parallel.tensor.entry import divide_model, divided_over
+from shardwise.parallel.tensor.group import NAME, TensorGroup
+from shardwise.parallel.tensor.layers import Parallel
+from shardwise.parallel.tensor.marked import declare_marked
+from shardwise.trees import tensors_in
+from shardwise.zero.passes.modulehook import ModuleHook
+
+if TYPE_CHECKING:
+    from shardwise.comm.communicator import Communicator
+    from shardwise.config import Config
+
+
+class SharedTensors:
+    """The group of an engine whose ranks share tensors, as long as it is open (all ranks call).
+
+    Args:
+        job: all ranks.
+        lines: those of each copy of the model, by their numbers in the job.
+        model: its layers are divided, unless they have been before.
+        config: validated; says how.
+        client: layers have been divided by the client and exchange by themselves; parameters are marked.
+
+    Attributes:
+        group: the ranks of this rank's copy of the model.
+
+    Raises:
+        UsageError: nothing in the model can be divided, or the model is divided over other ranks.
+        ConfigError: the configuration names what the model has not.
+    """
+
+    def __init__(
+        self,
+        job: Communicator,
+        lines: Sequence[Sequence[int]],
+        model: nn.Module,
+        config: Config,
+        *,
+        client: bool = False,
+    ) -> None:
+        before = divided_over(model)
+        if before is not None and before.columns != across(lines):
+            raise UsageError(
+                f"this model is divided over ranks {before.columns} by place, and should be over {across(lines)} "
+                "now. Build it again"
+            )
+        self._part = job.part(lines, NAME)
+        self.group = TensorGroup(self._part, across(lines), self._part.rank)
+        self._dtensors = DTensors(model, self.group)
+        self._former: list[tuple[Parallel, TensorGroup]] = []
+        if client:
+            _declare_client_s(model, self.group)
+        elif not self._dtensors:
+            self._former = divide_model(
+                model, self.group, config.tensor_parallel, job, experts=not config.expert_parallel.enabled
+            )
+        self._hooks: list[RemovableHandle] = []
+        self._compared = False
+
+    def exchange(self, optimizer: Any, parameters: Any) -> Any:
+        """Have an optimizer hold what the model's parameters are now, and return a client's list of them so."""
+        return self._dtensors.exchange(optimizer, parameters) if self._dtensors else parameters
+
+    def watch(self, model: nn.Module) -> None:
+        """Compare what the ranks of a copy of the model give it in the first forward pass (parameters are sharded)."""
+        self._dtensors.watch(ModuleHook)
+        self._hooks.append(model.register_forward_pre_hook(ModuleHook(self._begins), with_kwargs=True))
+
+    def _begins(self, model: nn.Module, args: Any, kwargs: Any) -> None:
+        if self._compared or not model.training:
+            return
+        self._compared = True
+        own = [fingerprint(tensor) for tensor in tensors_in((args, kwargs))]
+        told = self._part.exchange(own, "tensor_inputs")
+        if any(other != told[0] for other in told):
+            raise DesyncError(
+                f"tensor parallelism: ranks {self._part.members} have one copy of the model and have to get the same "
+                f"samples, but their inputs differ: {told}. Take samples by engine.get_data_parallel_rank() of "
+                "engine.dp_world_size, or have the loader of shardwise.initialize(training_data=...)"
+            )
+
+    def close(self) -> None:
+        """End it; process groups belong to the job's communicator."""
+        for hook in self._hooks:
+            hook.remove()
+        self._hooks = []
+        self._dtensors.close()
+        self.group.close()
+        for layer, group in self._former:
+            layer.group = group
+
+
+def _declare_client_s(model: nn.Module, group: TensorGroup) -> None:
+    """Declare parts whose layers exchange by themselves."""
+    if not declare_marked(model, group):
+        raise UsageError(
+            f"initialize(mpu=...): {group.size} ranks have a copy of the model among them, and no parameter of "
+            f"{type(model).__name__} says that it is a part: set parameter.tensor_model_parallel = True and "
+            "parameter.partition_dim on those of divided layers, as Megatron does; or set tensor_parallel.autotp_size, "
+            "and plain layers are divided over these ranks"
+        )
+
+
+def fingerprint(tensor: torch.Tensor) -> list[Any]:
+    """Return a few numbers that differ where tensors do."""
+    if not tensor.numel():
+        return [list(tensor.shape)]
+    flat = tensor.detach().reshape(-1).double()
+    weights = torch.linspace(1, 2, flat.numel(), dtype=torch.float64, device=flat.device)
+    return [list(tensor.shape), float(flat.nan_to_num() @ weights)]
