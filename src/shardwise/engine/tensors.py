@@ -14,6 +14,7 @@ from shardwise.parallel.sequence import across
 from shardwise.parallel.tensor.group import NAME, TensorGroup
 from shardwise.parallel.tensor.layers import Parallel, divide
 from shardwise.parallel.tensor.plan import cuts_of
+from shardwise.parallel.tensor.tokens import tokens_of
 from shardwise.registry import part_of
 from shardwise.trees import tensors_in
 from shardwise.zero.passes.modulehook import ModuleHook
@@ -57,6 +58,7 @@ class SharedTensors:
     def watch(self, model: nn.Module) -> None:
         """Compare what the ranks of a copy of the model give it in the first forward pass."""
         self._hooks.append(model.register_forward_pre_hook(ModuleHook(self._begins), with_kwargs=True))
+        self._hooks.append(model.register_forward_hook(ModuleHook(self.group.end_pass)))
 
     def _begins(self, model: nn.Module, args: Any, kwargs: Any) -> None:
         if self._compared or not model.training:
@@ -95,12 +97,16 @@ def divide_model(model: nn.Module, group: TensorGroup, config: Config, job: Comm
         module.group = group
     if divided:
         return
-    for path, cut in cuts_of(model, group.size, config.tensor_parallel).items():
+    cuts = cuts_of(model, group.size, config.tensor_parallel)
+    tokens = tokens_of(model, cuts, config.tensor_parallel) if config.tensor_parallel.sequence_parallel else None
+    for path, cut in (cuts if tokens is None else tokens.cuts).items():
         layer = model.get_submodule(path)
         for parameter in layer.parameters(recurse=False):
             if part_of(parameter).ranks is None and not job.imagined and _plain(parameter):
                 job.broadcast(parameter.data, 0, path).wait()
         divide(layer, cut, group, path)
+    if tokens is not None:
+        tokens.attach(model)
 
 
 def _plain(parameter: nn.Parameter) -> bool:

@@ -35,7 +35,7 @@ def cuts_of(model: nn.Module, size: int, section: TensorParallel) -> dict[str, C
             continue
         for rule in rules.layer_specs if rules is not None else ():
             if any(re.search(pattern, f"{path}.weight") for pattern in rule.patterns):
-                if rule.partition_type != "skip":
+                if rule.partition_type in ("column", "row"):
                     kind: Kind = "row" if rule.partition_type == "row" else "column"
                     features = weight.shape[int((kind == "row") != stores_inputs_first(layer))]
                     found[path] = Cut(kind, runs_of(features, size), whole_output=rule.gather_output)
