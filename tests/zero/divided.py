@@ -1,5 +1,5 @@
-"""Layers that ranks divide among them, declared as parts: a fused projection, a column and a row one, heads that several
-ranks have, and a scale of which ranks have partial gradients. The same model in one process is made by `Whole`.
+"""Layers that ranks divide among them, declared as parts: a fused projection, column and row matrices, heads that some
+ranks share, and a scale of which ranks have partial gradients. The same model in one process is a `Tower` of size 1.
 """
 
 from __future__ import annotations

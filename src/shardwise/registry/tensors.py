@@ -10,7 +10,7 @@ import torch
 from torch import nn
 
 from shardwise import boxes
-from shardwise.boxes import Region, sizes, whole
+from shardwise.boxes import Patch, Region, sizes, whole
 from shardwise.errors import UsageError
 from shardwise.registry.parts import part_of
 
@@ -91,6 +91,37 @@ class LogicalTensor:
         return values if self.box is None else cut(values, self.box)
 
 
+@dataclass(frozen=True)
+class HeldPart:
+    """What some ranks hold of a tensor, as all ranks know it.
+
+    Attributes:
+        name: of the tensor.
+        aliases: further names that the first of these ranks has for it.
+        shape: of the whole tensor.
+        dtype: in which modules compute with it.
+        box: the part.
+        ranks: those that hold it, in ascending order.
+    """
+
+    name: str
+    aliases: tuple[str, ...]
+    shape: tuple[int, ...]
+    dtype: torch.dtype
+    box: Region
+    ranks: tuple[int, ...]
+
+    @property
+    def whole(self) -> bool:
+        """Whether it is all of the tensor."""
+        return self.box == whole(self.shape)
+
+    @property
+    def numel(self) -> int:
+        """Number of its elements."""
+        return math.prod(sizes(self.box))
+
+
 def cut(values: torch.Tensor, box: Region) -> torch.Tensor:
     """Return a region of a tensor: a view where it is a box, else a copy."""
     for dimension, some in enumerate(boxes.ranges(box)):
@@ -103,7 +134,12 @@ def paste(values: torch.Tensor, box: Region, into: torch.Tensor) -> None:
     """Copy the values of a region to their places in a tensor."""
     for patch in boxes.overlap(box, 0, values.numel(), whole(into.shape), 0, into.numel()):
         target = into.as_strided(patch.shape, patch.target_strides, into.storage_offset() + patch.target)
-        target.copy_(values.as_strided(patch.shape, patch.source_strides, values.storage_offset() + patch.source))
+        target.copy_(taken(values, patch))
+
+
+def taken(values: torch.Tensor, patch: Patch) -> torch.Tensor:
+    """Return the view of a patch in its first memory, which a contiguous tensor is."""
+    return values.as_strided(patch.shape, patch.source_strides, values.storage_offset() + patch.source)
 
 
 class Registry:

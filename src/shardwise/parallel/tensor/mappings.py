@@ -79,26 +79,31 @@ def sum_split(x: torch.Tensor, group: TensorGroup, sizes: Sequence[int], dim: in
 
 def total(x: torch.Tensor, group: TensorGroup, label: str) -> torch.Tensor:
     """Return the sum over ranks in new memory (`shardwise.comm.communicator.Communicator.sum_large`)."""
-    flat = x.contiguous().view(-1)
-    length = flat.numel()
-    flat = _filled_up(flat, length + -length % group.size)
-    summed = torch.empty_like(flat)
-    if group.carries(flat):
-        group.comm.sum_large(flat, label, summed)
-    return summed[:length].view(x.shape)
+    flat, length = x.contiguous().view(-1), x.numel()
+    # No view of something else: what a layer returns is often added to in place.
+    found = torch.empty(x.shape, dtype=x.dtype, device=x.device)
+    if not group.carries(x):
+        return found
+    if length % group.size == 0:
+        group.comm.sum_large(flat, label, found.view(-1))
+        return found
+    flat = torch.cat([flat, flat.new_zeros(-length % group.size)])
+    group.comm.sum_large(flat, label)
+    return found.copy_(flat[:length].view(x.shape))
 
 
 def together(x: torch.Tensor, group: TensorGroup, sizes: Sequence[int], dim: int, label: str) -> torch.Tensor:
     """Return the parts of all ranks, put together in new memory; all travel as large as the largest."""
-    most = max(sizes)
-    outer = _filled_up(x.movedim(dim, 0), most)
-    received = x.new_empty(group.size * most, *outer.shape[1:])
+    most, place = max(sizes), dim % x.dim()
+    own = _filled_up(x, most, place).contiguous()
+    in_place = len(set(sizes)) == 1 and own[(slice(0, 1),) * place].numel() == own.numel()
+    shape = [*own.shape[:place], sum(sizes), *own.shape[place + 1 :]] if in_place else [group.size, *own.shape]
+    received = torch.empty(shape, dtype=x.dtype, device=x.device)
     if group.carries(x):
-        group.comm.all_gather([(received.view(-1), outer.view(-1))], label, kind="explicit").wait()
-    if len(set(sizes)) > 1:
-        rows = received.unflatten(0, (group.size, most))
-        received = torch.cat([rows[place, :size] for place, size in enumerate(sizes)])
-    return received.movedim(0, dim)
+        group.comm.all_gather([(received.view(-1), own.view(-1))], label, kind="explicit").wait()
+    if in_place:
+        return received
+    return torch.cat([rows.narrow(place, 0, size) for rows, size in zip(received, sizes, strict=True)], place)
 
 
 def part(x: torch.Tensor, group: TensorGroup, sizes: Sequence[int], dim: int) -> torch.Tensor:
@@ -108,21 +113,21 @@ def part(x: torch.Tensor, group: TensorGroup, sizes: Sequence[int], dim: int) ->
 
 def summed_part(x: torch.Tensor, group: TensorGroup, sizes: Sequence[int], dim: int, label: str) -> torch.Tensor:
     """Return this rank's part of the sum over ranks; half precision is added up in fp32 and rounded once."""
-    most, outer = max(sizes), x.movedim(dim, 0)
-    if len(set(sizes)) > 1:
-        outer = torch.cat([_filled_up(rows, most) for rows in outer.split(list(sizes))])
+    most, place, here = max(sizes), dim % x.dim(), sizes[group.place]
+    given = torch.cat([_filled_up(some, most, place).flatten() for some in x.split(list(sizes), place)])
     wide = torch.float32 if x.dtype in (torch.bfloat16, torch.float16) else x.dtype
-    own = torch.empty(most, *outer.shape[1:], dtype=wide, device=x.device)
+    own = torch.empty([*x.shape[:place], most, *x.shape[place + 1 :]], dtype=wide, device=x.device)
     if group.carries(x):
-        group.comm.reduce_scatter([(own.view(-1), outer.contiguous().view(-1))], label, kind="explicit").wait()
-    return own[: sizes[group.place]].to(x.dtype).movedim(0, dim)
+        group.comm.reduce_scatter([(own.view(-1), given)], label, kind="explicit").wait()
+    return own.to(x.dtype) if here == most else own.narrow(place, 0, here).to(x.dtype, copy=True)
 
 
-def _filled_up(x: torch.Tensor, rows: int) -> torch.Tensor:
-    """Return contiguous memory of so many rows, with zeros behind what is given."""
-    if len(x) == rows:
-        return x.contiguous()
-    return torch.cat([x, x.new_zeros(rows - len(x), *x.shape[1:])])
+def _filled_up(x: torch.Tensor, size: int, dim: int) -> torch.Tensor:
+    """Return a tensor with zeros behind what is given, up to a size."""
+    missing = size - x.shape[dim]
+    if not missing:
+        return x
+    return torch.cat([x, x.new_zeros([*x.shape[:dim], missing, *x.shape[dim + 1 :]])], dim)
 
 
 class _Enter(torch.autograd.Function):

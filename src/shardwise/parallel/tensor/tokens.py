@@ -114,6 +114,12 @@ def tokens_of(model: nn.Module, cuts: dict[str, Cut], section: TensorParallel) -
         ConfigError: the model has no such blocks.
     """
     prefix, (first, *_) = _blocks(model, cuts)
+    adapted = [path for path, cut in cuts.items() if cut.kind == "row" and path.endswith(".base_layer")]
+    if adapted:
+        raise ConfigError(
+            f"{_KEY}: {adapted[0]} has an adapter, which would add all tokens to those of a rank. Switch the key off, "
+            "or leave layers of partition_type row without adapters"
+        )
     rules = section.partition_config.layer_specs if section.partition_config is not None else []
     rules = [rule for rule in rules if rule.partition_type in ("norm", "whole")]
     dims = {_DIMENSION if rule.partition_dim is None else rule.partition_dim for rule in rules} or {_DIMENSION}

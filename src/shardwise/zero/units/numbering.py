@@ -7,15 +7,18 @@ have different tensors they tell each other; where they have the same, a place i
 from __future__ import annotations
 
 import itertools
-from collections.abc import Sequence
+from collections.abc import Iterable, Sequence
+from dataclasses import replace
 from typing import Any
+
+import torch
 
 from shardwise import boxes
 from shardwise.boxes import Region
 from shardwise.comm.communicator import Communicator
 from shardwise.comm.domain import Domains
 from shardwise.errors import DesyncError, UsageError
-from shardwise.registry import Registry
+from shardwise.registry import HeldPart, Registry
 from shardwise.zero.units.partition import UnitSpec
 
 
@@ -33,6 +36,8 @@ class Numbering:
         places: of this rank's tensors, by index.
         counts: whether this rank's domain is the one that counts the tensor, by index: where several have the same part
             of it, one does.
+        parts: what is at the place of this rank's tensors in the units of all ranks, by index: each part once, in the
+            same order everywhere. None where ranks have the same tensors.
 
     Raises:
         DesyncError: ranks have units that do not correspond.
@@ -49,20 +54,23 @@ class Numbering:
         self.names = [tensor.name for tensor in registry]
         self.places = list(range(len(registry)))
         self.counts = [True] * len(registry)
+        self.parts: list[tuple[HeldPart, ...]] | None = None
         if not domains.others and all(tensor.box is None for tensor in registry):
             return
         kinds = list(domains.others)
         shape = [(-1 if spec.domain is None else kinds.index(spec.domain), len(spec.tensors)) for spec in specs]
         own = [(tensor.name, tensor.box, tensor.ranks, tensor.global_shape) for tensor in registry]
-        told = job.exchange((shape, own), "tensors")
-        differ = [rank for rank, (other, _) in enumerate(told) if other != told[0][0]]
+        facts = [(tensor.aliases, str(tensor.dtype).removeprefix("torch.")) for tensor in registry]
+        order = [tensor.index for spec in specs for tensor in spec.tensors]
+        told = job.exchange((shape, own, facts, order), "tensors")
+        differ = [rank for rank, (other, *_) in enumerate(told) if other != told[0][0]]
         if differ:
             raise DesyncError(
                 f"initialize(): rank {differ[0]} has {len(told[differ[0]][0])} units, which are not of as many "
                 f"parameters each, over the same groups of ranks, as the {len(told[0][0])} of rank 0: ranks gather and "
                 "reduce them in one order. Parts of tensors have to be about as large on all ranks"
             )
-        tensors = [(rank, *facts) for rank, (_, held) in enumerate(told) for facts in held]
+        tensors = [(rank, *held) for rank, (_, some, _, _) in enumerate(told) for held in some]
         _check_parts(tensors)
         first: dict[str, list[int] | None] = {}
         for _, name, box, ranks, _ in tensors:
@@ -74,10 +82,28 @@ class Numbering:
         self.places = [place[tensor.name] for tensor in registry]
         mine = told[job.rank][1]
         self.counts = [first[repr((name, box))] == ranks for name, box, ranks, _ in mine]
+        self.parts = [()] * len(registry)
+        for number, index in enumerate(order):
+            self.parts[index] = _at_one_place(
+                (rank, *some[indices[number]], *others[indices[number]])
+                for rank, (_, some, others, indices) in enumerate(told)
+            )
 
     def index(self, place: int | None) -> int | None:
         """Return the index of this rank's part of the tensor at a place; None if it has none."""
         return next((index for index, own in enumerate(self.places) if own == place), None)
+
+
+def _at_one_place(told: Iterable[tuple[Any, ...]]) -> tuple[HeldPart, ...]:
+    """Return the parts that ranks have at one place, each once, from what each rank has told."""
+    found: dict[tuple[str, Region], HeldPart] = {}
+    for rank, name, box, _, shape, aliases, dtype in told:
+        part = boxes.whole(shape) if box is None else boxes.region(box)
+        known = found.get((name, part))
+        if known is None:
+            known = HeldPart(name, tuple(aliases), tuple(shape), getattr(torch, dtype), part, ())
+        found[name, part] = replace(known, ranks=(*known.ranks, rank))
+    return tuple(found.values())
 
 
 def _check_parts(tensors: Sequence[tuple[int, str, Any, Any, Any]]) -> None:
