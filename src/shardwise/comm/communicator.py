@@ -337,8 +337,8 @@ class Communicator:
             return self._launch(lambda: gloo.all_reduce_ordered(tensor, group, tag), record)
         return self._handle(native.all_reduce(tensor, group), record)
 
-    def sum_large(self, flat: torch.Tensor, label: str) -> None:
-        """Sum a 1-D tensor over ranks in place, in rank order: the same bits on every rank (it blocks).
+    def sum_large(self, flat: torch.Tensor, label: str, out: torch.Tensor | None = None) -> None:
+        """Sum a 1-D tensor over ranks, in rank order: the same bits on every rank (it blocks).
 
         Each rank adds up a range and sends the result to the others, as a stage 0 reduction does: twice the tensor is
         sent and it is held once more, on any number of ranks. Half precision is summed in fp32 and rounded once.
@@ -346,12 +346,13 @@ class Communicator:
         Args:
             flat: its length is a multiple of the number of ranks.
             label: for the record.
+            out: becomes the sum; None: `flat` does.
         """
         length = flat.numel() // self.world
         half = flat.dtype in (torch.bfloat16, torch.float16)
         own = torch.empty(length, dtype=torch.float32 if half else flat.dtype, device=flat.device)
         self.reduce_scatter([(own, flat)], label, kind="explicit").wait()
-        self.all_gather([(flat, own.to(flat.dtype))], label, kind="explicit").wait()
+        self.all_gather([(flat if out is None else out, own.to(flat.dtype))], label, kind="explicit").wait()
 
     def broadcast(self, tensor: torch.Tensor, src: int, label: str) -> Handle:
         """Copy a tensor from group rank `src` to all ranks, in place."""

@@ -98,7 +98,7 @@ class RowParallel(Parallel):
             y = mappings.leave(y, group)
         else:
             y = mappings.sum_split(y, group, group.share_tokens(y.shape[cut.tokens]), cut.tokens)
-        return y if self.bias is None else y + self.bias
+        return y if self.bias is None else y + self.bias.to(y.dtype)
 
 
 class WordsParallel(Parallel):

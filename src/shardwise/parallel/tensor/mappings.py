@@ -71,13 +71,14 @@ def sum_split(x: torch.Tensor, group: TensorGroup, sizes: Sequence[int], dim: in
 
 def total(x: torch.Tensor, group: TensorGroup, label: str) -> torch.Tensor:
     """Return the sum over ranks in new memory; half precision is added up in fp32 and rounded once."""
-    length = x.numel()
-    flat = x.new_empty(length + -length % group.size)
-    flat[:length].copy_(x.reshape(-1))
-    flat[length:].zero_()
+    rest = -x.numel() % group.size
+    flat = x.contiguous().view(-1)
+    if rest:
+        flat = torch.cat([flat, flat.new_zeros(rest)])
+    out = torch.empty_like(flat) if rest else torch.empty_like(x, memory_format=torch.contiguous_format)
     if has_values(flat):
-        group.comm.sum_large(flat, label)
-    return flat[:length].view(x.shape)
+        group.comm.sum_large(flat, label, out.view(-1))
+    return out[:-rest].view(x.shape) if rest else out
 
 
 def together(x: torch.Tensor, group: TensorGroup, sizes: Sequence[int], dim: int, label: str) -> torch.Tensor:
