@@ -10,7 +10,7 @@ import torch
 from torch import nn
 
 from shardwise.comm.communicator import Communicator
-from shardwise.registry import LogicalTensor, Registry
+from shardwise.registry import HeldPart, LogicalTensor, Registry
 
 T = TypeVar("T")
 
@@ -121,14 +121,20 @@ class CheckpointedModel(Protocol):
         Ranks with the same box of a logical tensor have the same parameter; other boxes are other elements.
         """
 
+    def parts_of(self, index: int) -> Sequence[HeldPart]:
+        """Return the parts of tensors that ranks have at the place of this rank's parameter in the units.
+
+        Each part is there once, in one order on all ranks. None where all ranks have the same tensors.
+        """
+
     def finish_gathers(self) -> None:
         """Wait for values that are on their way."""
 
     def publish(self) -> None:
         """Bring all copies of the values up to date after `value_runs` have been written (a collective)."""
 
-    def gather(self, parameters: Iterable[nn.Parameter]) -> list[Any]:
-        """Make whole values valid on every rank (a collective)."""
+    def gather_parts(self, parameters: Iterable[nn.Parameter]) -> list[Any]:
+        """Make the whole values of this rank's parts valid on every rank (a collective)."""
 
-    def put_back(self, parameters: Iterable[nn.Parameter], gathered: Any, src: int | None) -> None:
-        """End a `gather`; values of global rank `src`, if given, become everybody's."""
+    def put_parts_back(self, parameters: Iterable[nn.Parameter], gathered: Any, src: int | None) -> None:
+        """End a `gather_parts`; values of global rank `src`, if given, become everybody's."""

@@ -3,6 +3,9 @@ and step.
 
 Functions of whole tensors (`full`) are collectives: every rank of the engine calls them, in the same order. Those of
 one rank's part (`local`) are not, but for `safe_set_local_fp32_param`. A tensor that no engine owns gives None.
+
+Of a parameter that is declared as a part of a tensor (`shardwise.declare_part`), `full` functions give and take the
+whole tensor, as one process would have it, and `local` ones what this rank stores of its part.
 """
 
 from __future__ import annotations
@@ -38,7 +41,10 @@ def _lent(model: ShardedModel, index: int, *, written: bool = False) -> Abstract
 
 
 def _assemble(model: ShardedModel, index: int, runs: Iterable[Run], dtype: torch.dtype, whole: bool) -> torch.Tensor:
-    """Put runs of all ranks together: sums of what ranks store of an element, which all do if it is `whole`."""
+    """Put runs of all ranks together: sums of what ranks store of an element, which all do if it is `whole`.
+
+    Of a tensor of which ranks have parts, each part is put together by the ranks that have it, and then the parts are.
+    """
     tensor, ranks = model.registry[index], model.unit_of(index).domain.ranks
     flat = torch.zeros(tensor.numel + -tensor.numel % ranks.world, dtype=dtype, device=model.device)
     for start, stop, values in runs:
@@ -46,7 +52,7 @@ def _assemble(model: ShardedModel, index: int, runs: Iterable[Run], dtype: torch
     if not whole:
         # Of masters and state every element is zero on all ranks but one, so that the sum is exact.
         ranks.sum_large(flat, tensor.name)
-    return flat[: tensor.numel].view(tensor.shape)
+    return model.wholes.assemble(index, flat[: tensor.numel].view(tensor.shape))
 
 
 def _assemble_state(model: ShardedModel, index: int, runs: Iterable[Run], dtype: torch.dtype) -> torch.Tensor:
@@ -180,7 +186,9 @@ def safe_get_full_optimizer_state(parameter: torch.Tensor, optim_state_key: str)
         runs = model.update.state_pieces(index, optim_state_key)
         # Ranks that store nothing of it learn its type, too.
         known = torch.tensor([float(any(run[2].dtype is kind for run in runs)) for kind in _KINDS], device=model.device)
-        model.unit_of(index).domain.ranks.all_reduce(known, "optimizer_state.known").wait()
+        # So do those with a part of which there is nothing.
+        ranks = model.comm if model.wholes.divided(index) else model.unit_of(index).domain.ranks
+        ranks.all_reduce(known, "optimizer_state.known").wait()
         dtype = next((kind for kind, count in zip(_KINDS, known.tolist(), strict=True) if count), None)
         if dtype is None:
             return None
@@ -368,7 +376,11 @@ def _fill(model: ShardedModel, index: int, runs: list[torch.Tensor], value: torc
 
 
 def _checked(model: ShardedModel, index: int, value: torch.Tensor) -> torch.Tensor:
+    """Return this rank's part of a value for a whole tensor, flat."""
     tensor = model.registry[index]
-    if tuple(value.shape) != tensor.shape:
-        raise UsageError(f"parameter {tensor.name!r} has shape {tensor.shape}, the given value {tuple(value.shape)}")
-    return value.detach().to(model.device).reshape(-1)
+    if tuple(value.shape) != tensor.global_shape:
+        raise UsageError(
+            f"parameter {tensor.name!r} has shape {tensor.global_shape}, the given value {tuple(value.shape)}"
+            + (f" (it is given whole; this rank has the part {tensor.box})" if tensor.box is not None else "")
+        )
+    return tensor.cut(value.detach()).to(model.device).reshape(-1)

@@ -13,7 +13,7 @@ import sys
 from collections.abc import Callable, Collection, Iterable, Iterator, Mapping, Sequence
 from contextlib import AbstractContextManager
 from dataclasses import replace
-from typing import Any, TypeVar
+from typing import Any, NamedTuple, TypeVar
 
 import torch
 from torch import nn
@@ -38,12 +38,13 @@ from shardwise.memory.places import ALL_AT_HAND, Borrowed, Homes, borrowed, in_t
 from shardwise.precision.dtypes import PrecisionPolicy
 from shardwise.precision.norms import clip_coefficient
 from shardwise.precision.tensornorms import NORMS
-from shardwise.registry import Registry
+from shardwise.registry import HeldPart, Registry
 from shardwise.utils.logging import logger, warn_once
 from shardwise.zero.building import UnitBuilder
 from shardwise.zero.parameters.guards import Guards
 from shardwise.zero.parameters.init import PartStore
 from shardwise.zero.parameters.memoryguard import MemoryGuard
+from shardwise.zero.parameters.wholes import Shown, Wholes
 from shardwise.zero.passes.driver import Alone, Driver
 from shardwise.zero.passes.gather import Gatherer, Phase, Touch, backward_order
 from shardwise.zero.passes.hooks import Hooks
@@ -73,6 +74,13 @@ _DESTROYED = (
     "the engine has been destroyed, and its model is a plain one again; pass the model to shardwise.initialize() for a "
     "new engine"
 )
+
+
+class Gathered(NamedTuple):
+    """What `ShardedModel.gather` has gathered: units, and parameters that are whole tensors meanwhile."""
+
+    units: list[Unit]
+    shown: list[Shown]
 
 
 class ShardedModel:
@@ -106,6 +114,7 @@ class ShardedModel:
         owners: the part of `update` that steps whole tensors; None if there is none.
         early: steps units before the step comes; None: nothing does.
         copied: behind copies of what the optimizer steps that somebody has begun; None: there are none.
+        wholes: puts tensors together of which ranks have parts.
     """
 
     def __init__(
@@ -154,6 +163,7 @@ class ShardedModel:
         self.early: EarlySteps | None = None
         specs = find_units(module, self.registry, plan.unit_cap, leaves)
         self.numbering = Numbering(self.registry, specs, domains, self.comm)
+        self.wholes = Wholes(self.registry, self.numbering, self.comm, accountant)
         self.homes = homes
         if optimizer is not None:
             self.update, self.owners = self._make_update(optimizer, is_elementwise, domains)
@@ -167,7 +177,7 @@ class ShardedModel:
             )
         tables = self._tables(domains) if sparse_gradients and domain.world > 1 and optimizer is not None else set()
         layouts = [
-            lay_out(spec.tensors, domains.of(spec.ranks).sizes, device.type, stepping.whole, tables) for spec in specs
+            lay_out(spec.tensors, domains.of(spec.domain).sizes, device.type, stepping.whole, tables) for spec in specs
         ]
         # Until a pass has been traced, the order of the modules stands for that of execution.
         forward, backward = list(range(len(specs))), backward_order([spec.modules for spec in specs], module)
@@ -244,6 +254,8 @@ class ShardedModel:
         accountant.construction_peak = accountant.peak_total
         accountant.reset_peak()
         self._order_agreed = self.stepped = False
+        self._scaling = False
+        self._scaled: set[int] = set()  # units whose gradients have been multiplied, while others' have not
         self.copied: Copied | None = None
         give_back_freed_memory()  # of the whole parameters, between the shards
 
@@ -310,7 +322,7 @@ class ShardedModel:
     def _tables(self, domains: Domains) -> set[int]:
         """Return the parameters whose gradients may be reduced as rows."""
         found = [tensor for tensor in map(self.registry.find, find_tables(self.module)[0]) if tensor is not None]
-        return {t.index for t in found if t.trainable and t.numel and domains.of(t.ranks).world > 1}
+        return {t.index for t in found if t.trainable and t.numel and domains.of(t.domain).world > 1}
 
     def _check_domains(self, domains: Domains, compressor: Compressor | None) -> None:
         """Raise where something exchanges among all ranks what only some share, or needs tensors in one piece."""
@@ -384,7 +396,11 @@ class ShardedModel:
         return self.update is not None and self.optimizer is not None and self.update.takes_factor(self.optimizer)
 
     def scale_gradients(self, factor: float | torch.Tensor) -> None:
-        """Multiply the accumulated gradients."""
+        """Multiply the accumulated gradients.
+
+        Raises:
+            OffloadError: on all ranks alike, if a disk of one of them has failed. Called again, it multiplies the rest.
+        """
         if isinstance(factor, float) and factor == 1.0:
             return
         if self.early is not None:
@@ -398,8 +414,35 @@ class ShardedModel:
             for section in unit.trainable:
                 gradient = section.stepped_gradient
                 gradient.mul_(factor.to(gradient.device) if isinstance(factor, torch.Tensor) else factor)
+            self._scaled.add(unit.index)
 
-        in_turn([(u, [(s.gradient_loans, True) for s in u.trainable if s.lends_gradient]) for u in self.units], scale)
+        left = [unit for unit in self.units if unit.index not in self._scaled]
+        lent = [(u, [(s.gradient_loans, True) for s in u.trainable if s.lends_gradient]) for u in left]
+        self._scaling = True
+        with self.interruptions.agreeing() if self.gradients_on_disk else contextlib.nullcontext():
+            in_turn(lent, scale)
+        self._have_scaled()
+
+    def _have_scaled(self) -> None:
+        self._scaling = False
+        self._scaled.clear()
+
+    def check_gradients_whole(self) -> None:
+        """Raise where a disk has ended `scale_gradients` in the middle.
+
+        Raises:
+            UsageError: some gradients have been multiplied, and others have not.
+        """
+        if self._scaling:
+            raise UsageError(
+                "gradients cannot be read or written now: a disk has failed in engine.step() when those of some units "
+                "had been unscaled and clipped. Call engine.step() again, which goes on there, or engine.zero_grad()"
+            )
+
+    @property
+    def gradients_on_disk(self) -> bool:
+        """Whether accumulated gradients live on disks."""
+        return self.homes.gradients.lags
 
     def clip_factor(self, norm: torch.Tensor, max_norm: float) -> torch.Tensor:
         """Return the clipping coefficient for a global norm."""
@@ -537,6 +580,7 @@ class ShardedModel:
     def give_up_step(self) -> None:
         """The gradients of the window are dropped: what a step that has raised has left out is never stepped."""
         self.interruptions.give_up()
+        self._have_scaled()
         if self.update is not None:
             self.update.end_step()
 
@@ -712,6 +756,13 @@ class ShardedModel:
                 ranges[index] = [(piece.start, piece.stop) for piece in own]
         return ranges
 
+    def parts_of(self, index: int) -> Sequence[HeldPart]:
+        """Return the parts of tensors that ranks have at the place of this rank's parameter in the units.
+
+        Each part is there once, in one order on all ranks. None where all ranks have the same tensors.
+        """
+        return self.wholes.parts_of(index)
+
     def _own_pieces(self) -> dict[int, tuple[SectionMemory, list[ShardSlice]]]:
         found: dict[int, tuple[SectionMemory, list[ShardSlice]]] = {}
         for unit in self.units:
@@ -814,8 +865,46 @@ class ShardedModel:
         wanted = {t.index for t in map(self.registry.find, parameters) if t is not None}
         return [unit for unit in self.units if any(tensor.index in wanted for tensor in unit.tensors)]
 
-    def gather(self, parameters: Iterable[nn.Parameter]) -> list[Unit]:
-        """Gather the released units of some parameters outside of passes (all ranks must call); return those units."""
+    def gather(self, parameters: Iterable[nn.Parameter]) -> Gathered:
+        """Let parameters be whole outside of passes (all ranks must call): those that are parts are the whole tensors.
+
+        Raises:
+            UsageError: see `Wholes.assemble`.
+        """
+        parameters = list(parameters)
+        units = self.gather_parts(parameters)
+        try:
+            return Gathered(units, self.wholes.show(parameters))
+        except BaseException:
+            self.let_go(units)
+            raise
+
+    def put_back(self, parameters: Iterable[nn.Parameter], gathered: Gathered, src: int | None) -> None:
+        """End a `gather`.
+
+        Args:
+            parameters: those that were asked for.
+            gathered: what `gather` returned; released again.
+            src: global rank whose values become everybody's, masters included; None discards changes of what was
+                gathered.
+
+        Raises:
+            UsageError: see `Unit.store_shard`.
+        """
+        parameters = list(parameters)
+        for unit in self.units_of(parameter for _, parameter, _ in gathered.shown):
+            unit.attach()
+        if src is not None and gathered.shown:
+            self.wholes.agree(gathered.shown, self.comm.group_rank(src) if src in self.comm.members else 0)
+            for tensor, _, whole in gathered.shown:
+                self.values_of(tensor.index).copy_(tensor.cut(whole).reshape(-1))
+        self.put_parts_back(parameters, gathered.units, src)
+
+    def gather_parts(self, parameters: Iterable[nn.Parameter]) -> list[Unit]:
+        """Gather the released units of some parameters outside of passes (all ranks must call); return those units.
+
+        Parameters that are parts of tensors stay parts.
+        """
         self.hooks.settle()
         self.presence.require("parameters cannot be gathered", values=True)
         wanted = self.units_of(parameters)
@@ -849,17 +938,17 @@ class ShardedModel:
         unit.expose()
 
     def let_go(self, gathered: Sequence[Unit]) -> None:
-        """Release what `gather` returned."""
+        """Release what `gather_parts` returned."""
         for unit in gathered:
             unit.pins -= 1
             unit.release()
 
-    def put_back(self, parameters: Iterable[nn.Parameter], gathered: Sequence[Unit], src: int | None) -> None:
-        """End a `gather`.
+    def put_parts_back(self, parameters: Iterable[nn.Parameter], gathered: Sequence[Unit], src: int | None) -> None:
+        """End a `gather_parts`.
 
         Args:
             parameters: those that were asked for.
-            gathered: what `gather` returned; released again.
+            gathered: what `gather_parts` returned; released again.
             src: global rank whose values become everybody's, masters included; None discards changes.
 
         Raises:
@@ -885,7 +974,7 @@ class ShardedModel:
     @contextlib.contextmanager
     def whole(self) -> Iterator[None]:
         """Gather everything once: passes inside need no communication, so that their number may differ by rank."""
-        gathered = self.gather(self.registry.parameters)
+        gathered = self.gather_parts(self.registry.parameters)
         self.gatherer.suspended = True
         try:
             yield
@@ -1014,7 +1103,7 @@ class ShardedModel:
             self.reducer.clear()
         while self.units and not apart:
             unit = self.units[0]
-            self.gather(unit.parameters)
+            self.gather_parts(unit.parameters)
             for parameter in unit.parameters:
                 released.disown(parameter)
                 parameter.data = parameter.data.clone()

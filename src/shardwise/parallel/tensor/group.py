@@ -18,6 +18,7 @@ from typing import Any
 import torch
 from torch import nn
 
+from shardwise.boxes import Region, region
 from shardwise.comm.communicator import Communicator
 from shardwise.errors import UsageError
 from shardwise.registry import declare_part
@@ -98,12 +99,15 @@ class TensorGroup:
             divisor=self.copies,
         )
 
-    def box(self, shape: Sequence[int], dim: int, runs: Sequence[Runs]) -> Any:
+    def declare_summands(self, parameter: nn.Parameter) -> None:
+        """Say that each rank has a summand of the gradient of a parameter, which all ranks have whole."""
+        declare_part(parameter, ranks=sorted(rank for column in self.columns for rank in column), divisor=self.copies)
+
+    def box(self, shape: Sequence[int], dim: int, runs: Sequence[Runs]) -> Region:
         """Return what this rank has of such a tensor; arguments as of `declare`."""
         found: list[Any] = [(0, size) for size in shape]
-        own = runs[self.place]
-        found[dim] = own[0] if len(own) == 1 else own
-        return tuple(found)
+        found[dim] = runs[self.place]
+        return region(found)
 
     # -- tokens that the ranks share outside of divided layers ---------------------------------------------------------
 

@@ -22,7 +22,7 @@ from shardwise.parallel.tensor import mappings
 from shardwise.parallel.tensor.group import Runs, TensorGroup
 from shardwise.registry import part_of
 
-Kind = Literal["column", "row", "words", "width"]
+Kind = Literal["column", "picked", "latent", "row", "words", "width"]
 
 
 @dataclass(frozen=True)
@@ -30,10 +30,12 @@ class Cut:
     """How a layer is divided.
 
     Attributes:
-        kind: linear layers: `column` (output features) or `row` (input features); embeddings: `words` or `width`.
-        runs: what each place has of the dimension.
-        whole_output: `column`: put the output together on every rank. Embeddings of which each rank has a part of the
-            width always do.
+        kind: linear layers: `column` (output features) or `row` (input features), or, with a weight that every rank has
+            whole, `picked` (output features, some of which several ranks compute) or `latent` (all output features,
+            some of which ranks use in different ways); embeddings: `words` or `width`.
+        runs: what each place has of the dimension; `latent`: the features that ranks use in different ways.
+        whole_output: `column`, `width`: put the output together on every rank.
+        whole_in_evaluation: `column`: put the output together unless the layer is in training.
         whole_input: `row`: the input is whole on every rank, of which each takes its part.
         tokens: dimension of the tokens, which the ranks share outside of divided layers (sequence-parallel norms):
             inputs are put together from them, and outputs are summed into them. None: every rank has all tokens there.
@@ -42,6 +44,7 @@ class Cut:
     kind: Kind
     runs: tuple[Runs, ...]
     whole_output: bool = False
+    whole_in_evaluation: bool = False
     whole_input: bool = False
     tokens: int | None = None
 
@@ -79,7 +82,38 @@ class ColumnParallel(Parallel):
         else:
             x = mappings.gather_summed(x, group, group.tokens_of_all(x.shape[cut.tokens]), cut.tokens)
         y = cast(nn.Module, super()).forward(x, *args, **kwargs)
-        return mappings.gather(y, group, cut.sizes) if cut.whole_output else y
+        whole = cut.whole_output or (cut.whole_in_evaluation and not cast(nn.Module, self).training)
+        return mappings.gather(y, group, cut.sizes) if whole else y
+
+
+class PickedColumns(Parallel):
+    """A linear layer that every rank has whole, and of which each computes some output features.
+
+    For fused projections of which several ranks need the same features (keys that they share) beside others of their
+    own: parts of the weight would overlap.
+    """
+
+    weight: nn.Parameter
+    bias: nn.Parameter | None
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        """Return this rank's output features."""
+        own = self.cut.runs[self.group.place]
+        weight = self.weight.T if stores_inputs_first(cast(nn.Module, self)) else self.weight
+        rows = torch.cat([weight[first:end] for first, end in own])
+        bias = None if self.bias is None else torch.cat([self.bias[first:end] for first, end in own])
+        return F.linear(mappings.enter(x, self.group), rows, bias)
+
+
+class LatentColumns(Parallel):
+    """A linear layer that every rank has whole, of whose output features ranks use some in different ways."""
+
+    def forward(self, x: torch.Tensor, *args: Any, **kwargs: Any) -> torch.Tensor:
+        """Return all output features; the gradients of some are summed over ranks."""
+        ((first, end),) = self.cut.runs[self.group.place]
+        y = cast(nn.Module, super()).forward(x, *args, **kwargs)
+        used = mappings.enter(y[..., first:end], self.group)
+        return torch.cat([y[..., :first], used, y[..., end:]], -1)
 
 
 class RowParallel(Parallel):
@@ -119,13 +153,15 @@ class WidthParallel(Parallel):
     """An embedding with a part of every vector."""
 
     def forward(self, words: torch.Tensor) -> torch.Tensor:
-        """Return whole vectors."""
+        """Return this rank's parts of vectors, or whole ones."""
         found = cast(nn.Module, super()).forward(words)
-        return mappings.gather(found, self.group, self.cut.sizes)
+        return mappings.gather(found, self.group, self.cut.sizes) if self.cut.whole_output else found
 
 
 _CLASSES: dict[str, type[Parallel]] = {
     "column": ColumnParallel,
+    "picked": PickedColumns,
+    "latent": LatentColumns,
     "row": RowParallel,
     "words": WordsParallel,
     "width": WidthParallel,
@@ -149,7 +185,7 @@ def divide(layer: nn.Module, cut: Cut, group: TensorGroup, path: str) -> None:
     Raises:
         UsageError: this layer cannot be divided so.
     """
-    linear = cut.kind in ("column", "row")
+    linear = cut.kind not in ("words", "width")
     weight = layer._parameters.get("weight")
     if weight is None or weight.dim() != 2 or (not linear and not isinstance(layer, nn.Embedding)):
         raise UsageError(
@@ -162,12 +198,17 @@ def divide(layer: nn.Module, cut: Cut, group: TensorGroup, path: str) -> None:
             "it undivided"
         )
     inputs_first = linear and stores_inputs_first(layer)
-    dim = {"column": int(inputs_first), "row": int(not inputs_first), "words": 0, "width": 1}[cut.kind]
-    narrow(weight, dim, cut, group, f"{path}.weight")
     bias = layer._parameters.get("bias")
-    if bias is not None and cut.kind == "column":
-        narrow(bias, 0, cut, group, f"{path}.bias")
-    _tell_sizes(layer, cut, cut.sizes[group.place], group)
+    if cut.kind == "picked":
+        for parameter in (weight, bias):
+            if parameter is not None:
+                group.declare_summands(parameter)
+    elif cut.kind != "latent":
+        dim = {"column": int(inputs_first), "row": int(not inputs_first), "words": 0, "width": 1}[cut.kind]
+        narrow(weight, dim, cut, group, f"{path}.weight")
+        if bias is not None and cut.kind == "column":
+            narrow(bias, 0, cut, group, f"{path}.bias")
+        _tell_sizes(layer, cut, cut.sizes[group.place], group)
     layer.__class__ = class_of(type(layer), _CLASSES[cut.kind])
     part = cast(Parallel, layer)
     part.cut, part.group = cut, group
@@ -183,8 +224,7 @@ def class_of(base: type, parallel: type[Parallel]) -> type:
 
 def _reduce(self: Any) -> Any:
     base = next(cls for cls in type(self).__mro__[2:] if not issubclass(cls, Parallel))
-    kind = next(cls for cls in _CLASSES.values() if isinstance(self, cls))
-    return _again, (base, kind), self.__dict__
+    return _again, (base, type(self).__mro__[1]), self.__dict__
 
 
 def _again(base: type, parallel: type[Parallel]) -> Any:

@@ -75,26 +75,31 @@ def total(x: torch.Tensor, group: TensorGroup, label: str) -> torch.Tensor:
     flat = x.contiguous().view(-1)
     if rest:
         flat = torch.cat([flat, flat.new_zeros(rest)])
-    out = torch.empty_like(flat) if rest else torch.empty_like(x, memory_format=torch.contiguous_format)
+    # No view of something else: what a layer returns is often added to in place.
+    found = torch.empty(x.shape, dtype=x.dtype, device=x.device)
+    out = torch.empty_like(flat) if rest else found.view(-1)
     if has_values(flat):
-        group.comm.sum_large(flat, label, out.view(-1))
-    return out[:-rest].view(x.shape) if rest else out
+        group.comm.sum_large(flat, label, out)
+    return found.copy_(out[:-rest].view(x.shape)) if rest else found
 
 
 def together(x: torch.Tensor, group: TensorGroup, sizes: Sequence[int], dim: int, label: str) -> torch.Tensor:
     """Return the parts of all ranks, put together in new memory."""
-    outer = x.movedim(dim, 0).contiguous()
-    rest = outer.shape[1:]
-    each = rest.numel()
+    given = x.contiguous().view(-1)
+    each = x.numel() // max(x.shape[dim], 1)
     received = x.new_empty(sum(sizes) * each)
     if has_values(x):
         if len(set(sizes)) == 1:
-            group.comm.all_gather([(received, outer.view(-1))], label, kind="explicit").wait()
+            group.comm.all_gather([(received, given)], label, kind="explicit").wait()
         else:
-            given = outer.view(-1).repeat(group.size)
             counts = [size * each for size in sizes]
-            group.comm.all_to_all(received, given, counts, [outer.numel()] * group.size, label).wait()
-    return received.view(sum(sizes), *rest).movedim(0, dim)
+            copies = given.repeat(group.size)
+            group.comm.all_to_all(received, copies, counts, [given.numel()] * group.size, label).wait()
+    shape, place = list(x.shape), dim % x.dim()
+    parts = received.split([size * each for size in sizes])
+    return torch.cat(
+        [part.view(*shape[:place], size, *shape[place + 1 :]) for part, size in zip(parts, sizes, strict=True)], place
+    )
 
 
 def part(x: torch.Tensor, group: TensorGroup, sizes: Sequence[int], dim: int) -> torch.Tensor:
