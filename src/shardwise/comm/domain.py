@@ -101,15 +101,16 @@ class Arrangement:
         places = {rank: place for place, rank in enumerate(self.order)}
         found = set()
         for line in lines:
-            rest, sizes = [places[rank] for rank in line], []
+            rest: list[int] = [places[rank] for rank in line]
+            sizes: list[int] = []
             for size in reversed(self.sizes):
                 sizes.insert(0, len({place % size for place in rest}))
                 rest = [place // size for place in rest]
             found.add(tuple(sizes) if math.prod(sizes) == len(line) else ())
-        sizes = list(found.pop())
-        if found or not sizes:
+        shape = found.pop()
+        if found or not shape:
             return None
-        kept = [(name, size) for name, size in zip(self.names, sizes, strict=True) if size > 1] or [(SHARD, 1)]
+        kept = [(name, size) for name, size in zip(self.names, shape, strict=True) if size > 1] or [(SHARD, 1)]
         order = sorted(range(len(ranks)), key=lambda number: places[ranks[number]])
         return Arrangement(tuple(name for name, _ in kept), tuple(size for _, size in kept), tuple(order))
 

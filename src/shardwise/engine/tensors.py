@@ -78,6 +78,7 @@ class SharedTensors:
         """Compare what the ranks of a copy of the model give it in the first forward pass (parameters are sharded)."""
         self._dtensors.watch(ModuleHook)
         self._hooks.append(model.register_forward_pre_hook(ModuleHook(self._begins), with_kwargs=True))
+        self._hooks.append(model.register_forward_hook(ModuleHook(self.group.end_pass)))
 
     def _begins(self, model: nn.Module, args: Any, kwargs: Any) -> None:
         if self._compared or not model.training:

@@ -35,9 +35,16 @@ class LayerSpec(ConfigSection):
     """`tensor_parallel.partition_config.layer_specs[]`: how parameters that match are split."""
 
     patterns: Strings = key([], "Regular expressions matched on parameter names.")
-    partition_type: Literal["row", "column", "skip"] = key("column", "Dimension that is split, or skip.")
+    partition_type: Literal["row", "column", "skip", "norm", "whole"] = key(
+        "column",
+        "Dimension that is split, or skip. With sequence_parallel also norm, for norms before divided layers and the "
+        "last one, and whole, for other modules behind such norms that are not divided (then patterns may match "
+        "modules' names).",
+    )
     shape: Annotated[list[Any], BeforeValidator(as_list)] | None = key(None, "Shape of fused sub-parameters.")
-    partition_dim: Int | None = key(None, "Dimension that is split, given directly.")
+    partition_dim: Int | None = key(
+        None, "Dimension that is split, given directly; of norm and whole that of the tokens, null: -2."
+    )
     model_types: Strings | None = key(None, "Model types that this rule is for; null: all.")
     gather_output: bool = key(False, "Gather the layer's output on every rank.")
     grad_allreduce: bool = key(False, "All-reduce the gradient of the layer's input.")
@@ -60,6 +67,11 @@ class TensorParallel(ConfigSection):
     enabled: bool | None = key(None, "false: ignore the sizes below.")
     autotp_size: Int = key(0, "Tensor-parallel degree; 0 or 1: off.", names=("size",), ge=0)
     dtype: DType = key("fp16", "Type of the split parameters.")
+    sequence_parallel: bool = key(
+        False,
+        "Between divided layers each rank has some of the tokens: norms and the residual stream take 1/size of the "
+        "memory, and the same bytes are sent.",
+    )
     tp_overlap_comm: bool = key(False, "Overlap the all-reduce of the backward pass.")
     tp: TPSize | None = key(None, "Nested form of the degree.", names=("tensor_parallel",))
     injection_policy_tuple: Annotated[list[Any], BeforeValidator(as_list)] | None = key(

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from dataclasses import replace
 from typing import TYPE_CHECKING, Any
 
 import torch
@@ -17,6 +18,7 @@ from shardwise.parallel.tensor import huggingface
 from shardwise.parallel.tensor.group import NAME, TensorGroup
 from shardwise.parallel.tensor.layers import Parallel
 from shardwise.parallel.tensor.plan import cuts_of
+from shardwise.parallel.tensor.tokens import tokens_of
 from shardwise.registry import part_of
 
 if TYPE_CHECKING:
@@ -53,10 +55,15 @@ def divide_model(
     if former or any(part_of(p).box is not None and part_of(p).ranks == column for p in model.parameters()):
         return former
     division = cuts_of(model, group.size, section, experts=experts)
+    tokens = tokens_of(model, division.layers, section) if section.sequence_parallel else None
+    if tokens is not None:
+        division = replace(division, layers=tokens.cuts)
     for name, parameter in huggingface.divided_parameters(model, division):
         if part_of(parameter).ranks is None and not everybody.imagined and _plain(parameter):
             everybody.broadcast(parameter.data, 0, name).wait()
     huggingface.divide_model(model, division, group)
+    if tokens is not None:
+        tokens.attach(model)
     return []
 
 
