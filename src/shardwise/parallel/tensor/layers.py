@@ -131,7 +131,7 @@ class RowParallel(Parallel):
             y = mappings.leave(y, group)
         else:
             y = mappings.sum_split(y, group, group.tokens_of_whole(y.shape[cut.tokens]), cut.tokens)
-        return y if self.bias is None else y + self.bias
+        return y if self.bias is None else y + self.bias.to(y.dtype)  # as F.linear under autocast
 
 
 class WordsParallel(Parallel):
