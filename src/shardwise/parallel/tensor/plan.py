@@ -110,7 +110,12 @@ class _Planner:
         rules = section.partition_config
         kinds = {cast(Any, module).config.model_type for _, module in self._inventory.pretrained()}
         every = list(enumerate(rules.layer_specs)) if rules is not None else []
-        self._rules = [(i, rule) for i, rule in every if rule.model_types is None or kinds & set(rule.model_types)]
+        self._rules = [
+            (i, rule)
+            for i, rule in every
+            if rule.partition_type not in ("norm", "whole")  # see `shardwise.parallel.tensor.tokens`
+            and (rule.model_types is None or kinds & set(rule.model_types))
+        ]
         self._defaults = rules is None or rules.use_default_specs
         self._strict = rules is not None and rules.strict_mode
         self._embedding_dim = rules.embedding_partition_dim if rules is not None else 1
