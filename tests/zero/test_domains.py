@@ -424,10 +424,6 @@ def wrong(kind: str) -> None:
         model = make(divided=False)
     elif kind == "units" and rank == 3:
         model.blocks[2].experts.weights = nn.ParameterList()
-    elif kind == "whole":
-        settings = config(3, "Muon", "fp32", 1)
-        settings["optimizer"]["params"]["adjust_lr_fn"] = None
-        settings["optimizer"] = {"type": "Adafactor", "params": {}}
     elif kind == "init":
         with shardwise.zero.Init():
             model.blocks[1].experts = Experts([rank % EXPERTS])
@@ -450,7 +446,6 @@ def wrong(kind: str) -> None:
         ("overlap", UsageError, r"should have each of 4 ranks once"),
         ("fewer", UsageError, r"different numbers of groups of ranks: \[1, 1, 1, 0\]"),
         ("units", DesyncError, r"nits|not given the same"),
-        ("whole", ConflictError, r"this rank has the box .* steps whole tensors"),
         ("init", UsageError, r"is declared as a part that only some ranks have, and was built on the meta device or"),
         ("hpz", ConflictError, r"declare_part\) cannot be combined with zero_optimization.zero_hpz_partition_size"),
         ("onebit", ConflictError, r"cannot have parameters that only some ranks share"),

@@ -192,6 +192,7 @@ class MemoryCopies:
         file = _file_name(comm.rank, comm.world)
         draft = name = ""
         self._count += 1
+        self._model.share_changes()
         try:
             with phase(comm, what) as collected:
                 state, header = prepare()
@@ -519,7 +520,7 @@ def needed_files(model: CheckpointedModel, joined: manifest.Manifest) -> set[str
         if stored.kind != manifest.BUFFER and not runs:
             continue
         if stored.kind != manifest.BUFFER and tensor is not None and stored.shape == tensor.global_shape:
-            own = stored.part(tensor.box)
+            own = stored.part(model.box_of(tensor))
             for start, stop, _ in runs:
                 files.update(part.file for part, _ in own.runs(start, stop))
         else:

@@ -310,6 +310,7 @@ def export_model(model: CheckpointedModel, request: ExportRequest, hold: Callabl
     comm, rank = model.comm, model.comm.rank
     what = f"exporting weights to {request.directory}"
     wanted = wanted_parameters(model, exclude_frozen=request.exclude_frozen)
+    model.share_changes()
     values, ranges = model.value_runs(), model.saved_ranges()
     own: dict[int, list[Run]] = {}
     for index in sorted(wanted):

@@ -193,7 +193,7 @@ def load_state_dict(
         runs = model.value_runs()
         for indices in model.lent_in_turn():
             for index in found.keys() & set(indices):
-                box = model.registry[index].box or ()
+                box = model.box_of(model.registry[index]) or ()
                 flat = found[index].detach()[tuple(slice(first, end) for first, end in box)].reshape(-1)
                 for start, stop, view in runs.get(index, ()):
                     view.copy_(flat[start:stop])

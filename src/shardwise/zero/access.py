@@ -66,7 +66,7 @@ def safe_get_full_fp32_param(parameter: torch.Tensor) -> torch.Tensor | None:
     model, index = found
     assert model.update is not None
     section = model.section_of(index)
-    model.take_changes()
+    model.share_changes()
     dtype = torch.promote_types(section.master_dtype, torch.float32)
     with _lent(model, index):
         return _assemble_state(model, index, model.update.master_pieces(index), dtype)
@@ -86,7 +86,7 @@ def safe_set_full_fp32_param(parameter: torch.Tensor, value: torch.Tensor) -> No
     assert model.update is not None
     flat = _checked(model, index, value)
     model.update.check_agreed(f"parameter {model.registry[index].name!r}")
-    model.take_changes()
+    model.share_changes()
     (unit,) = model.units_of([model.registry.parameters[index]])
     model.gatherer.let_go([unit])
     unit.finish_gather()
@@ -237,7 +237,7 @@ def safe_set_local_fp32_param(parameter: torch.Tensor, value: torch.Tensor) -> N
         return
     model, index = found
     assert model.update is not None
-    model.take_changes()
+    model.share_changes()
     with _lent(model, index, written=True):
         _fill(model, index, [master for _, _, master in model.update.master_pieces(index)], value)
     model.publish(model.units_of([parameter]))
