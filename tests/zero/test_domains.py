@@ -413,8 +413,16 @@ def wrong(kind: str) -> None:
     weight = model.blocks[0].experts.weights[0]
     if kind == "others":
         declare_part(weight, ranks=[(rank + 1) % WORLD])
-    elif kind == "divisors":
-        declare_part(weight, ranks=[rank % EXPERTS, rank % EXPERTS + EXPERTS], divisor=3)
+    elif kind == "overlapping":  # ranks have rows 0 and 1, 1 and 2, ... of one table
+        for name, parameter in model.named_parameters():
+            if name.endswith("shift"):
+                parameter.data = torch.zeros(2, WIDTH)
+                declare_part(parameter, ranks=[rank], shape=(5, WIDTH), box=[(rank, rank + 2), (0, WIDTH)])
+    elif kind == "shapes":
+        for name, parameter in model.named_parameters():
+            if name.endswith("shift"):
+                box = [(rank, rank + 1), (0, WIDTH)]
+                declare_part(parameter, ranks=[rank], shape=(4 + rank // 3, WIDTH), box=box)
     elif kind == "overlap":
         ranks = {0: [0, 1], 1: [0, 1], 2: [1, 2], 3: [3]}[rank]
         for name, parameter in model.named_parameters():
@@ -442,8 +450,9 @@ def wrong(kind: str) -> None:
     ("kind", "error", "match"),
     [
         ("others", UsageError, r"is declared as a part of ranks \[\d\], of 4 ranks, by rank"),
-        ("divisors", UsageError, r"with divisor 3, an earlier one of ranks \[\d, \d\] with 4"),
         ("overlap", UsageError, r"should have each of 4 ranks once"),
+        ("overlapping", UsageError, r"shift': rank 0 has declared the part .* of \[5, 12\], rank 1 .* overlap"),
+        ("shapes", UsageError, r"rank 0 has declared a part of a tensor of shape \[4, 12\], rank 3 of shape \[5, 12\]"),
         ("fewer", UsageError, r"different numbers of groups of ranks: \[1, 1, 1, 0\]"),
         ("units", DesyncError, r"nits|not given the same"),
         ("init", UsageError, r"is declared as a part that only some ranks have, and was built on the meta device or"),
@@ -464,6 +473,9 @@ def test_arguments() -> None:
             declare_part(parameter, ranks=bad)
     with pytest.raises(UsageError, match="needs ranks"):
         declare_part(parameter, divisor=2)
+    for box in ([(0, 1, 2)], [[(0, 1), (0, 2)]], [3]):
+        with pytest.raises(UsageError, match=r"declare_part\(box=.*expected \(first, end\) in each dimension"):
+            declare_part(parameter, box=box)  # type: ignore[arg-type]
     with pytest.raises(UsageError, match="at least 1"):
         declare_part(parameter, ranks=[0], divisor=0)
     assert part_of(parameter) == part_of(nn.Parameter(torch.zeros(1)))

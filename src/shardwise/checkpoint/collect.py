@@ -16,7 +16,7 @@ from typing import Any
 import torch
 from torch import nn
 
-from shardwise.boxes import Box
+from shardwise.boxes import Region, ranges
 from shardwise.checkpoint import codec
 from shardwise.checkpoint.manifest import BUFFER, OPTIMIZER, PARAMETER, Slice, StoredTensor, name_of
 from shardwise.checkpoint.protocols import Bring, CheckpointedModel, Run, at_hand
@@ -91,8 +91,8 @@ class Part:
         """Store a tensor of a tree (`shardwise.checkpoint.codec.PutAside`)."""
         return {"file": self.file, "key": self.put(path, tensor.contiguous())}
 
-    def add_runs(self, tensor: StoredTensor, runs: list[Run], box: Box | None = None) -> None:
-        """Store runs of a logical tensor, or of a box of it."""
+    def add_runs(self, tensor: StoredTensor, runs: list[Run], box: Region | None = None) -> None:
+        """Store runs of a logical tensor, or of a part of it."""
         slices = []
         for start, stop, view in runs:
             key = self.put(f"{tensor.kind}/{tensor.name}[{start}:{stop}]", view)
@@ -208,7 +208,7 @@ def _add_optimizer_state(
     assert model.update is not None
     box = model.box_of(tensor)
     # What cannot be cut is saved by the rank that has the parameter's first element.
-    first = own[0][0] == 0 and all(begin == 0 for begin, _ in box or ())
+    first = own[0][0] == 0 and all(some[0][0] == 0 for some in ranges(box or ()))
     for key, value in model.update.state(tensor.index).items():
         kind = OPTIMIZER + key
         number = isinstance(value, torch.Tensor) and value.dim() == 0

@@ -9,9 +9,9 @@ from typing import Any, Protocol, TypeVar
 import torch
 from torch import nn
 
-from shardwise.boxes import Box
+from shardwise.boxes import Region
 from shardwise.comm.communicator import Communicator
-from shardwise.registry import LogicalTensor, Registry
+from shardwise.registry import HeldPart, LogicalTensor, Registry
 
 T = TypeVar("T")
 
@@ -107,7 +107,7 @@ class CheckpointedModel(Protocol):
     def lent_in_turn(self) -> Iterator[Collection[int]]:
         """Yield all parameters, some at a time; values and state of these are there meanwhile, and may be written."""
 
-    def box_of(self, tensor: LogicalTensor) -> Box | None:
+    def box_of(self, tensor: LogicalTensor) -> Region | None:
         """Return the box of a tensor of which this rank's runs of values and state are; None: all of it."""
 
     def share_changes(self) -> None:
@@ -126,6 +126,12 @@ class CheckpointedModel(Protocol):
         """Return the elements of each parameter that this rank saves; over all ranks each exactly once.
 
         Ranks with the same box of a logical tensor have the same parameter; other boxes are other elements.
+        """
+
+    def parts_of(self, index: int) -> Sequence[HeldPart]:
+        """Return the parts of tensors that ranks have at the place of this rank's parameter in the units.
+
+        Each part is there once, in one order on all ranks. None where all ranks have the same tensors.
         """
 
     def finish_gathers(self) -> None:

@@ -306,15 +306,16 @@ class Domains:
 
     Attributes:
         main: that of all ranks.
-        others: those of parameters that only some ranks share, by these.
+        others: those of parameters that only some ranks share, or whose gradients are divided otherwise, by these ranks
+            and by what sums of gradients over them are divided.
     """
 
     main: Domain
-    others: Mapping[tuple[int, ...], Domain] = field(default_factory=dict)
+    others: Mapping[tuple[tuple[int, ...], int | None], Domain] = field(default_factory=dict)
 
-    def of(self, ranks: tuple[int, ...] | None) -> Domain:
-        """Return the domain of parameters that some ranks share; None: all."""
-        return self.main if ranks is None else self.others[ranks]
+    def of(self, key: tuple[tuple[int, ...], int | None] | None) -> Domain:
+        """Return a domain by its key; None: that of all ranks."""
+        return self.main if key is None else self.others[key]
 
 
 def _after(kind: str, launches: Sequence[Launch]) -> str:

@@ -66,11 +66,6 @@ def _sparse(value: Any) -> bool:
     return value is not None and value.mode != "dense"
 
 
-def _split(value: Any) -> bool:
-    sizes = (value.autotp_size, value.tp.tp_size if value.tp is not None else 1)
-    return value.enabled is not False and max(sizes) > 1
-
-
 _COMPRESSION = (
     "weight_quantization",
     "activation_quantization",
@@ -114,7 +109,6 @@ UNBUILT: tuple[Unbuilt, ...] = (
     ),
     Unbuilt("pipeline.enabled", "pipeline parallelism", _on, f"remove the section; {_SHARD}"),
     Unbuilt("pipeline.stages", "pipeline parallelism", _above_one, f"remove the section; {_SHARD}"),
-    Unbuilt("tensor_parallel", "tensor parallelism", _split, f"remove the section; {_SHARD}"),
     *(
         Unbuilt(f"expert_parallel.{name}", what, asks, instead, within=("expert_parallel.enabled",))
         for name, what, asks, instead in (

@@ -334,7 +334,7 @@ def _watch(config: Config) -> Iterator[Problem]:
 
 def _ranks(config: Config, world_size: int) -> Iterator[Problem]:
     wanted = config.data_parallel_size
-    if wanted is not None and wanted != world_size and config.sequence_parallel_size == 1:
+    if wanted is not None and wanted != world_size and config.sequence_parallel_size * config.tensor_parallel.size == 1:
         message = f"is {wanted}, but there are {world_size} ranks; remove the key or start {wanted} ranks"
         yield Problem("data_parallel_size", message, ConflictError)
 

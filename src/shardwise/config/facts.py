@@ -22,6 +22,7 @@ class Facts:
         warmup_num_steps: optimizer steps of the warm-up.
         sequence_parallel_size: ranks that share a sequence, by what is not in the configuration (arguments of
             `initialize`).
+        tensor_parallel_size: ranks that have a copy of the model among them, likewise.
         precision: the type that the caller trains in.
     """
 
@@ -35,4 +36,5 @@ class Facts:
     total_num_steps: int | None = None
     warmup_num_steps: int | None = None
     sequence_parallel_size: int | None = None
+    tensor_parallel_size: int | None = None
     precision: Literal["fp32", "fp16", "bf16"] | None = None

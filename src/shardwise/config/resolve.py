@@ -127,22 +127,34 @@ def resolve(source: Any, *, world_size: int = 1, facts: Facts | None = None) -> 
     )
 
 
+_TENSOR = "tensor_parallel.autotp_size"
+
+
 def _copies(config: Config, found: Scan, world_size: int, facts: Facts) -> tuple[int, list[Problem]]:
-    """Settle how many ranks share a sequence; return how many groups of them get different samples."""
-    path, asked = "sequence_parallel_size", facts.sequence_parallel_size
-    if asked is not None and (path,) in found.given and asked != config.sequence_parallel_size:
-        message = f"is {config.sequence_parallel_size}, but the arguments of initialize() say {asked}; remove one"
-        return world_size, [Problem(path, message, ConflictError)]
-    size = config.sequence_parallel_size = asked or config.sequence_parallel_size
-    if world_size % size:
+    """Settle how many ranks share a model or a sequence; return how many groups of them get different samples."""
+    for path, now, asked in (
+        ("sequence_parallel_size", config.sequence_parallel_size, facts.sequence_parallel_size),
+        (_TENSOR, config.tensor_parallel.size, facts.tensor_parallel_size),
+    ):
+        given = tuple(path.split(".")) in found.given
+        if asked is not None and given and asked != now:
+            message = f"is {now}, but the arguments of initialize() say {asked}; remove one"
+            return world_size, [Problem(path, message, ConflictError)]
+    sequence = config.sequence_parallel_size = facts.sequence_parallel_size or config.sequence_parallel_size
+    tensor = config.tensor_parallel.autotp_size = facts.tensor_parallel_size or config.tensor_parallel.size
+    share = sequence * tensor
+    path = "sequence_parallel_size" if tensor == 1 else _TENSOR
+    if world_size % share:
+        product = f" x sequence_parallel_size {sequence} = {share}" if 1 not in (tensor, sequence) else ""
         message = (
-            f"is {size}, but there are {world_size} ranks, which are not whole groups of {size}; choose a divisor of "
-            f"{world_size}, or start a multiple of {size} ranks"
+            f"is {tensor if tensor > 1 else sequence}{product}, but there are {world_size} ranks, which are not whole "
+            f"groups of {share}; choose a divisor of {world_size}, or start a multiple of {share} ranks"
         )
         return world_size, [Problem(path, message, ConflictError)]
-    copies, wanted = world_size // size, config.data_parallel_size
-    if size > 1 and wanted not in (None, copies):
-        message = f"is {wanted}, but {world_size} ranks of which {size} share a sequence are {copies}; remove the key"
+    copies, wanted = world_size // share, config.data_parallel_size
+    if share > 1 and wanted not in (None, copies):
+        what = "a sequence" if tensor == 1 else "a copy of the model" if sequence == 1 else "a model and a sequence"
+        message = f"is {wanted}, but {world_size} ranks of which {share} share {what} are {copies}; remove the key"
         return copies, [Problem("data_parallel_size", message, ConflictError)]
     return copies, []
 

@@ -54,12 +54,14 @@ from shardwise.engine.modules import (
 from shardwise.engine.monitoring import StepEvents
 from shardwise.engine.plans import Subject
 from shardwise.engine.profiling import Profiling
+from shardwise.engine.ranks import RankGrid
 from shardwise.engine.recovery import note_ready
 from shardwise.engine.scaling import prescale_of, scales_loss
-from shardwise.engine.sequence import SharedSequences, asked_by
+from shardwise.engine.sequence import SharedSequences, asked_by, sequence_lines
 from shardwise.engine.signals import SignalWatch
 from shardwise.engine.step import TrainStep
 from shardwise.engine.stepping import make_optimizer, make_scheduler, prepare_optimizer
+from shardwise.engine.tensors import SharedTensors
 from shardwise.engine.timelines import Timelines
 from shardwise.engine.zeropp import reduction
 from shardwise.errors import ConfigError, ConflictError, NotBuiltError, UsageError
@@ -167,16 +169,18 @@ def initialize(
     own_number = local_rank()
     device = choose_device(own_number, getattr(args, "device_rank", None))
 
-    # The groups: who acts together, who gets different data, who shares a sequence, and who shares parameters. All
-    # share the latter, so that the first two are the same ranks as long as every rank has sequences of its own.
+    # The groups: who acts together, who gets different data, who shares a sequence, a copy of the model, parameters.
+    # The first two are the same ranks as long as every rank has sequences and a model of its own.
     job = data = _communicator(settings, group, device)
-    sequences = None
-    if settings.sequence_parallel_size > 1:
-        sequences = SharedSequences(job, settings.sequence_parallel_size, asked)
-        data = sequences.data
+    sequence, tensor = settings.sequence_parallel_size, settings.tensor_parallel.size
+    lines = RankGrid.of(job.world, tensor=tensor, sequence=sequence_lines(job, sequence, tensor, asked))
+    if sequence * tensor > 1:
+        data = job.part(lines.data, "data_parallel")
+    sequences = SharedSequences(job, lines.sequence, data, asked) if sequence > 1 else None
     domain = domain_of(settings, job, grid)
-    # Experts are divided before anybody asks who has which parameter.
-    groups = divide_experts(model, settings, job)
+    # Tensors and experts are divided before anybody asks who has which parameter.
+    tensors = SharedTensors(job, lines.tensor, model, settings) if tensor > 1 else None
+    groups = divide_experts(model, settings, job, lines)
     domains = domains_of(model, domain)
 
     # What is divided over which ranks, in which number types; what is made from here on is counted.
@@ -248,8 +252,9 @@ def initialize(
 
     timelines = Timelines(sharded, settings, job, step)
     memory = MemoryReporting(sharded, resolution, job, step, batches, checkpoints, faults, budget, watched)
-    if sequences is not None:
-        sequences.watch(model)
+    for shared in (sequences, tensors):
+        if shared is not None:
+            shared.watch(model)
 
     # Last of all, as nothing that fails from here on leaves services running.
     monitor = Monitor(settings, job.rank)
@@ -274,6 +279,7 @@ def initialize(
         job=job,
         data=data,
         sequences=sequences,
+        tensors=tensors,
         expert_groups=groups,
         local_rank=own_number,
         client_optimizer=optimizer,

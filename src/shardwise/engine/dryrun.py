@@ -24,10 +24,12 @@ from shardwise.engine.batch import Batches
 from shardwise.engine.experts import divide_experts
 from shardwise.engine.mesh import domain_of, domains_of
 from shardwise.engine.modules import leaves_of, place_buffers
+from shardwise.engine.ranks import RankGrid
 from shardwise.engine.scaling import cast_floats, prescale_of, scale_gradients_of, scales_loss
 from shardwise.engine.signals import SignalWatch
 from shardwise.engine.step import TrainStep
 from shardwise.engine.stepping import stepping_of
+from shardwise.engine.tensors import SharedTensors
 from shardwise.engine.zeropp import reduction
 from shardwise.memory import Accountant, Category, Moved, Tier, fake_copy, track_activations, twin_of
 from shardwise.memory.dryrun import Answers, arguments_of, fake_values, loss_of, undisturbed
@@ -137,7 +139,10 @@ class Twin:
         with self._computing():
             comm = ImaginedCommunicator(world, device, rank=like.rank if like is not None else 0, like=like)
             domain = domain_of(config, comm) if grid is None else Domain(comm, grid)
-            divide_experts(twin, config, comm)
+            lines = RankGrid.of(world, tensor=config.tensor_parallel.size, sequence=config.sequence_parallel_size)
+            if config.tensor_parallel.size > 1:
+                SharedTensors(comm, lines.tensor, twin, config)
+            divide_experts(twin, config, comm, lines)
             policy = policy_from_config(config)
             plan = Plan.of(config.zero_optimization, domain)
             self._disks = Disks.of(config, comm.rank, imagined=True)
@@ -159,7 +164,7 @@ class Twin:
                 homes=homes_of(plan.where, device, self._disks),
                 wires=wire_dtypes(twin, config),
             )
-            self._batches = Batches(config, comm, device)
+            self._batches = Batches(config, comm.part(lines.data, "data_parallel"), device)
             self._activations = Activations(config, twin, device, accountant)
             scaler = LossScaler.from_config(config.fp16) if scales_loss(config) else None
             self._step = TrainStep(self.sharded, config, comm, self._batches, own, None, scaler, SignalWatch())

@@ -64,6 +64,7 @@ if TYPE_CHECKING:
     from shardwise.engine.plans import MemoryPlans
     from shardwise.engine.profiling import Profiling
     from shardwise.engine.sequence import SharedSequences
+    from shardwise.engine.tensors import SharedTensors
     from shardwise.engine.timelines import Timelines
     from shardwise.memory import MemoryReport
     from shardwise.moe import ExpertGroup
@@ -148,6 +149,7 @@ class Engine(nn.Module):
         job: Communicator,
         data: Communicator,
         sequences: SharedSequences | None,
+        tensors: SharedTensors | None,
         expert_groups: Mapping[int, ExpertGroup],
         local_rank: int,
         client_optimizer: Any = None,
@@ -167,6 +169,7 @@ class Engine(nn.Module):
         self.job = job
         self.data = data
         self._sequences = sequences
+        self._tensors = tensors
         self._expert_groups = expert_groups
         self.local_rank = local_rank
         self.mpu = mpu
@@ -354,8 +357,8 @@ class Engine(nn.Module):
         return None if self._sequences is None else self._sequences.group.group
 
     def get_tensor_parallel_rank(self) -> int:
-        """Return this process's rank among tensor-parallel ranks."""
-        return 0
+        """Return this process's place among the ranks that have its copy of the model."""
+        return 0 if self._tensors is None else self._tensors.group.place
 
     get_model_parallel_rank = get_tensor_parallel_rank
 
@@ -466,6 +469,8 @@ class Engine(nn.Module):
         if self._resolution.config.fp16.enabled and self._resolution.config.fp16.auto_cast:
             inputs, kwargs = cast_floats((inputs, kwargs), torch.float16)
         self._memory.remember_call(inputs, kwargs)
+        if own:
+            self._memory.forward_begins()
         try:
             with (
                 self.sharded.interruptions.watching(),
@@ -530,6 +535,7 @@ class Engine(nn.Module):
             raise UsageError(
                 "engine.backward(loss): the loss does not require a gradient; was it computed under no_grad?"
             )
+        self._memory.backward_begins()
         explained_here = explaining(lambda: self._memory.circumstances("engine.backward()", graph=True))
         with (
             self._step.passing(loss, weight, scale_wrt_gas) as roots,
@@ -604,6 +610,7 @@ class Engine(nn.Module):
         self.sharded.check_there("engine.step()")
         if self.optimizer is None:
             raise UsageError(f"engine.step(): {self._no_optimizer()}")
+        self._memory.step_begins()
         explained_here = explaining(lambda: self._memory.circumstances("engine.step()", stepping=True))
         watched = self.sharded.interruptions.watching()
         try:
@@ -1471,8 +1478,9 @@ class Engine(nn.Module):
         finally:
             self._profiling.close()
             self._activations.close()
-            if self._sequences is not None:
-                self._sequences.close()
+            for shared in (self._sequences, self._tensors):
+                if shared is not None:
+                    shared.close()
             release_experts(self.module, self._expert_groups)
             self.job.ledger.step = None  # it asks the step, which has the ledger
             for ranks in dict.fromkeys((self.job, self.data)):

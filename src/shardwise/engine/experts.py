@@ -12,15 +12,17 @@ from shardwise.moe import ExpertGroup, bind_experts
 from shardwise.moe.exchange import Divided
 from shardwise.moe.huggingface import convert
 from shardwise.moe.layer import MoE
+from shardwise.parallel.sequence import across
 from shardwise.zero.parameters.init import PartStore, whole_values
 from shardwise.zero.units.released import disown, owner_of
 
 if TYPE_CHECKING:
     from shardwise.comm.communicator import Communicator
     from shardwise.config import Config
+    from shardwise.engine.ranks import RankGrid
 
 
-def divide_experts(model: nn.Module, config: Config, comm: Communicator) -> dict[int, ExpertGroup]:
+def divide_experts(model: nn.Module, config: Config, comm: Communicator, lines: RankGrid) -> dict[int, ExpertGroup]:
     """Make the groups of a model's layers of experts, and declare each rank's (all ranks call).
 
     Args:
@@ -28,6 +30,7 @@ def divide_experts(model: nn.Module, config: Config, comm: Communicator) -> dict
             `expert_parallel` says so.
         config: validated.
         comm: all ranks.
+        lines: which of them have a copy of the model among them: each place's ranks divide experts for themselves.
 
     Returns:
         The groups, by the number of their ranks.
@@ -41,6 +44,7 @@ def divide_experts(model: nn.Module, config: Config, comm: Communicator) -> dict
     return bind_experts(
         model,
         comm,
+        apart=across(lines.tensor),
         data_first=config.use_data_before_expert_parallelism,
         prepare=None if comm.imagined else _make_whole,
     )

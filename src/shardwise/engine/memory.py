@@ -3,11 +3,13 @@
 from __future__ import annotations
 
 from collections.abc import Callable, Sequence
+from dataclasses import replace
 from typing import TYPE_CHECKING, Any
 
 import torch
 
 from shardwise.compat import never_compiled, transforming
+from shardwise.engine.activated import FirstActivations
 from shardwise.engine.exhausted import Circumstances, over_limit, room_for, rooms_at
 from shardwise.engine.plans import MemoryPlans, Planner, Setting, Subject
 from shardwise.errors import UsageError
@@ -22,6 +24,7 @@ from shardwise.memory import (
     shapes_of,
 )
 from shardwise.memory.report import readable
+from shardwise.utils.logging import logger
 
 if TYPE_CHECKING:
     from shardwise.comm.communicator import Communicator
@@ -78,6 +81,9 @@ class MemoryReporting:
         self._faults = faults
         self._last_call: Call | None = None
         self._last_signature: tuple[Any, ...] | None = None
+        self._first: FirstActivations | None = None
+        if budget is not None and budget.checks and sharded.update is not None:
+            self._first = FirstActivations(budget.checks, self.accountant, self.device, job.rank)
 
     def memory_report(
         self, sample_batch: Any = None, *, loss: Callable[[Any], torch.Tensor] | None = None
@@ -175,7 +181,9 @@ class MemoryReporting:
                         f"of {batch} samples"
                     )
                 steps = batch // (micro * world)
-                settings += [Setting(stage, micro, steps, world, sequence=now.sequence) for stage in stages]
+                settings += [
+                    replace(now, stage=stage, micro_batch=micro, accumulation=steps, ranks=world) for stage in stages
+                ]
         planner = Planner(subject, sample_batch, loss)
         at = self.circumstances("engine.memory_plans()")
         limit, room = room_for(at, planner)
@@ -198,15 +206,35 @@ class MemoryReporting:
         if limit is not None and self.accountant.peak_total > limit:
             raise over_limit(self.circumstances(f"step {self._step.global_steps}"), limit)
 
+    def forward_begins(self) -> None:
+        """The module is called for training."""
+        if self._first is not None:
+            self._first.forward_begins()
+
+    def backward_begins(self) -> None:
+        """All that a backward pass needs is there."""
+        if self._first is not None:
+            self._first.backward_begins()
+
+    def step_begins(self) -> None:
+        """Warn, once, if activations have turned out to be more than what was planned leaves room for."""
+        if self._first is None or not self._first.known:
+            return
+        first, self._first = self._first, None
+        warning = first.told(lambda: self.circumstances("the first step"))
+        if warning is not None:
+            logger.warning("%s", warning)
+
     def close(self) -> None:
         """Watch the memory of the machine no more."""
         if self._watched is not None:
             self._watched.close()
 
     def _setting(self) -> Setting:
-        sequence = self._resolution.config.sequence_parallel_size
+        config = self._resolution.config
         micro, steps = self._batches.micro, self._batches.steps
-        return Setting(self.sharded.plan.stage, micro, steps, self._comm.world, sequence=sequence)
+        sequence, tensor = config.sequence_parallel_size, config.tensor_parallel.size
+        return Setting(self.sharded.plan.stage, micro, steps, self._comm.world, sequence=sequence, tensor=tensor)
 
     def _subject(self) -> Subject:
         return Subject(

@@ -122,7 +122,10 @@ class NonFinite:
                 sharded.sums.add(values, "non_finite")
             return explain_late(sharded, self._job, values, evidence.window.lost())
         if not evidence.summed:
-            values, _ = sharded.sums.squares([0.0])
+            own = sharded.sums.nothing()
+            with sharded.interruptions.agreeing():
+                own = sharded.sums.own_squares()
+            values, _ = sharded.sums.squares(own, [0.0])
             if first_not_finite(values) is None:
                 return None  # finite, and larger together than a number of their type can be
         factor, lost = abs(float(evidence.factor)), evidence.window.lost()

@@ -28,15 +28,19 @@ def explain_overflow(
         factor: what turns the sums into the gradient.
         loss_scale: what the losses were multiplied by.
         lost: whether a loss of this rank was not finite.
+
+    Raises:
+        OffloadError: on all ranks alike, if gradients on a disk of one of them cannot be read.
     """
     assert sharded.reducer is not None
     place = first_not_finite(sums)
     index = sharded.numbering.index(place)
     found, finite = Found(), True
     if index is not None:
-        if sharded.numbering.counts[index]:
-            with sharded.lent([sharded.unit_of(index)], written=False):
-                found = Found.of([values for _, _, values in sharded.gradient_runs(index) or ()])
+        with sharded.interruptions.agreeing():
+            if sharded.numbering.counts[index]:
+                with sharded.lent([sharded.unit_of(index)], written=False):
+                    found = Found.of([values for _, _, values in sharded.gradient_runs(index) or ()])
         finite = sharded.reducer.gradients[sharded.unit_of(index).index].finite
     told = job.exchange((lost, finite, *_known(sharded, index), *astuple(found)), "overflow")
     return replace(

@@ -134,7 +134,7 @@ class Room:
 @dataclass(frozen=True)
 class Setting:
     """What can be changed without changing what is trained: the global batch is micro_batch * accumulation * ranks,
-    of which `sequence` share one.
+    of which `sequence` share one, and `tensor` have a copy of the model among them.
 
     Where state lives (`offload`) is as it is configured if that is None.
     """
@@ -145,6 +145,7 @@ class Setting:
     ranks: int
     offload: Offload | None = None
     sequence: int = 1
+    tensor: int = 1
 
     @property
     def cost(self) -> tuple[int, int, int, int, int]:
@@ -169,7 +170,7 @@ class Setting:
     def config(self) -> dict[str, Any]:
         """The keys of the configuration that say it; the number of ranks is the launcher's."""
         return {
-            "train_batch_size": self.micro_batch * self.accumulation * self.ranks // self.sequence,
+            "train_batch_size": self.micro_batch * self.accumulation * self.ranks // (self.sequence * self.tensor),
             "train_micro_batch_size_per_gpu": self.micro_batch,
             "gradient_accumulation_steps": self.accumulation,
             "zero_optimization": {"stage": self.stage, **({} if self.offload is None else self.offload.config)},
@@ -208,7 +209,7 @@ class Setting:
             samples = batch // ranks
             for micro in _halvings(samples, self.micro_batch):
                 for stage in TABLE:
-                    setting = Setting(stage, micro, samples // micro, ranks, sequence=self.sequence)
+                    setting = Setting(stage, micro, samples // micro, ranks, sequence=self.sequence, tensor=self.tensor)
                     alone = ranks == 1 and stage != self.stage  # one rank has nothing to shard
                     if stage >= self.stage and setting != self and not alone:
                         found.append(setting)
@@ -360,8 +361,8 @@ class Subject:
         config = resolution.config
         micro, steps = int(config.train_micro_batch_size_per_gpu or 1), int(config.gradient_accumulation_steps or 1)
         groups = [list(group["params"]) for group in optimizer.param_groups] if optimizer is not None else []
-        sequence = config.sequence_parallel_size
-        setting = Setting(config.zero_optimization.stage, micro, steps, domain.world, sequence=sequence)
+        sequence, tensor = config.sequence_parallel_size, config.tensor_parallel.size
+        setting = Setting(config.zero_optimization.stage, micro, steps, domain.world, sequence=sequence, tensor=tensor)
         return cls(module, optimizer, groups, resolution, domain.ranks, setting, domain.arrangement)
 
 
@@ -476,8 +477,14 @@ def _merged(raw: dict[str, Any], setting: Setting) -> dict[str, Any]:
 def _facts(subject: Subject) -> Facts:
     groups = subject.optimizer.param_groups if subject.optimizer is not None else []
     lr = groups[0].get("lr") if groups else None
-    sequence = subject.resolution.config.sequence_parallel_size
-    return Facts(lr=None if lr is None else float(lr), sequence_parallel_size=sequence if sequence > 1 else None)
+    sequence, tensor = (
+        size if size > 1 else None
+        for size in (
+            subject.resolution.config.sequence_parallel_size,
+            subject.resolution.config.tensor_parallel.size,
+        )
+    )
+    return Facts(lr=None if lr is None else float(lr), sequence_parallel_size=sequence, tensor_parallel_size=tensor)
 
 
 def plan_model(

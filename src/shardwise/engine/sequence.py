@@ -10,8 +10,9 @@ from torch import nn
 from torch.distributed.device_mesh import DeviceMesh
 
 from shardwise.comm.communicator import members_of
+from shardwise.engine.ranks import RankGrid
 from shardwise.errors import ConflictError, UsageError
-from shardwise.parallel.sequence import NAME, SequenceGroup, across, current, let_go, partition, take_over
+from shardwise.parallel.sequence import NAME, SequenceGroup, current, let_go, take_over
 from shardwise.zero.passes.modulehook import ModuleHook
 
 if TYPE_CHECKING:
@@ -100,25 +101,24 @@ class SharedSequences:
 
     Args:
         job: all ranks.
-        size: ranks that share a sequence.
+        lines: those of each sequence, by their numbers in the job.
+        data: the ranks that get different samples, of which this rank is one: those at its place in all sequences.
         asked: what the caller has said; None: only the configuration has.
 
     Attributes:
         group: the ranks of this rank's sequence.
-        data: the ranks that get different samples, of which this rank is one: those at its place in all sequences.
 
     Raises:
         ConflictError: there is a group of other ranks in this process.
-        UsageError: the ranks that a caller has named are no groups of one size.
     """
 
-    def __init__(self, job: Communicator, size: int, asked: Asked | None) -> None:
-        lines = _lines(job, size, asked)
+    def __init__(
+        self, job: Communicator, lines: Sequence[Sequence[int]], data: Communicator, asked: Asked | None
+    ) -> None:
         self._part = job.part(lines, NAME)
-        self.data = job.part(across(lines), "data_parallel")
         existing = asked.group if asked is not None and asked.group is not None else current()
         self._new = existing is None or existing.members != self._part.members
-        self.group = SequenceGroup(self._part, self.data) if self._new or existing is None else existing
+        self.group = SequenceGroup(self._part, data) if self._new or existing is None else existing
         if self._new:
             take_over(self.group)
         else:
@@ -159,9 +159,33 @@ class SharedSequences:
             self.group.detach(self._part)
 
 
-def _lines(job: Communicator, size: int, asked: Asked | None) -> list[list[int]]:
-    if asked is None or (asked.lines is None and asked.own is None):
-        return partition(size, job.world)
+def sequence_lines(job: Communicator, size: int, tensor: int, asked: Asked | None) -> list[list[int]] | int:
+    """Return which ranks share sequences, if a caller has said, else how many (all ranks call).
+
+    Args:
+        job: all ranks.
+        size: ranks that share a sequence.
+        tensor: ranks that have a copy of the model among them.
+        asked: what the caller has said; None: only the configuration has.
+
+    Raises:
+        UsageError: the ranks that a caller has named are no groups of one size, or lie otherwise than they have to.
+    """
+    if size == 1 or asked is None or (asked.lines is None and asked.own is None):
+        return size
+    lines = _named(job, asked)
+    if tensor == 1:
+        return lines
+    wanted = RankGrid.of(job.world, tensor=tensor, sequence=size).sequence
+    if sorted(lines) != sorted(wanted):
+        raise UsageError(
+            f"{asked.where}: the ranks that share sequences are {lines}; with {tensor} ranks to a copy of the model, "
+            f"which are neighbours, they have to be {wanted}"
+        )
+    return size
+
+
+def _named(job: Communicator, asked: Asked) -> list[list[int]]:
     if asked.lines is not None:
         return asked.lines
     assert asked.own is not None

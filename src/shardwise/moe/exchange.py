@@ -227,6 +227,7 @@ def bind_experts(
     model: nn.Module,
     comm: Communicator,
     *,
+    apart: Sequence[Sequence[int]] | None = None,
     data_first: bool = False,
     prepare: Callable[[Divided], None] | None = None,
 ) -> dict[int, ExpertGroup]:
@@ -235,6 +236,8 @@ def bind_experts(
     Args:
         model: of the engine.
         comm: all ranks.
+        apart: lists of as many ranks, of which each divides experts for itself: those at one place in all copies of a
+            model that ranks have in parts, which get the same tokens as those at another. None: one of all.
         data_first: ranks with the same experts are neighbours, not those of a group
             (`use_data_before_expert_parallelism`).
         prepare: is called for each layer, before it takes what is its own.
@@ -250,25 +253,28 @@ def bind_experts(
     for path, module in model.named_modules():
         if isinstance(module, Divided):
             if module.ep_size not in groups:
-                groups[module.ep_size] = _group(path, module.ep_size, comm, data_first)
+                groups[module.ep_size] = _group(path, module.ep_size, comm, apart or [range(comm.world)], data_first)
             if prepare is not None:
                 prepare(module)
             module.bind(path, groups[module.ep_size])
     return groups
 
 
-def _group(path: str, size: int, comm: Communicator, data_first: bool) -> ExpertGroup:
-    if comm.world % size:
+def _group(path: str, size: int, comm: Communicator, apart: Sequence[Sequence[int]], data_first: bool) -> ExpertGroup:
+    ranks = len(apart[0])
+    if ranks % size:
+        each = f" of which {len(apart)} have a copy of the model" if len(apart) > 1 else ""
         raise (ConfigError if comm.imagined else UsageError)(
-            f"{path}: ep_size={size} does not divide the {comm.world} ranks. Choose a divisor of {comm.world}, or "
-            f"start a multiple of {size} ranks"
+            f"{path}: ep_size={size} does not divide the {comm.world} ranks{each}. Choose a divisor of {ranks}, or "
+            f"start a multiple of {size * len(apart)} ranks"
         )
     if size == 1:
         return ExpertGroup()
-    step = comm.world // size
-    runs = [list(range(first, first + size)) for first in range(0, comm.world, size)]
+    step = ranks // size
+    places = [range(first, first + size) for first in range(0, ranks, size)]
     if data_first:
-        runs = [list(range(first, comm.world, step)) for first in range(step)]
+        places = [range(first, ranks, step) for first in range(step)]
+    runs = [[alike[place] for place in run] for alike in apart for run in places]
     own = next(run for run in runs if comm.rank in run)
     place = own.index(comm.rank)
     return ExpertGroup(comm.part(runs, f"experts_{size}"), own, sorted(run[place] for run in runs))

@@ -5,6 +5,18 @@ debug access, planning) asks the registry. Nothing is attached to the user's ten
 """
 
 from shardwise.registry.parts import Part, copy_part, declare_part, part_of
-from shardwise.registry.tensors import LogicalTensor, Registry
+from shardwise.registry.tensors import DomainKey, HeldPart, LogicalTensor, Registry, cut, paste, taken
 
-__all__ = ["LogicalTensor", "Part", "Registry", "copy_part", "declare_part", "part_of"]
+__all__ = [
+    "DomainKey",
+    "HeldPart",
+    "LogicalTensor",
+    "Part",
+    "Registry",
+    "copy_part",
+    "cut",
+    "declare_part",
+    "part_of",
+    "paste",
+    "taken",
+]

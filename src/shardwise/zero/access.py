@@ -7,6 +7,7 @@ one rank's part (`local`) are not, but for `safe_set_local_fp32_param`. A tensor
 
 from __future__ import annotations
 
+import math
 from collections.abc import Callable, Iterable
 from contextlib import AbstractContextManager
 
@@ -51,6 +52,14 @@ def _assemble(model: ShardedModel, index: int, runs: Iterable[Run], dtype: torch
 
 def _assemble_state(model: ShardedModel, index: int, runs: Iterable[Run], dtype: torch.dtype) -> torch.Tensor:
     """Put together what the optimizer has of a parameter, of which ranks may have the same."""
+    if model.section_of(index).layout.cut:  # one rank of all has all of the tensor
+        tensor, comm = model.registry[index], model.comm
+        numel = math.prod(tensor.global_shape)
+        flat = torch.zeros(numel + -numel % comm.world, dtype=dtype, device=model.device)
+        for start, stop, values in runs:
+            flat[start:stop] = values
+        comm.sum_large(flat, tensor.name)
+        return flat[:numel].view(tensor.global_shape)
     whole = model.section_of(index).levels.optimizer == 0
     return _assemble(model, index, model.own_runs(index, runs), dtype, whole)
 
@@ -94,8 +103,9 @@ def safe_set_full_fp32_param(parameter: torch.Tensor, value: torch.Tensor) -> No
         model.values_of(index).copy_(flat)
         unit.store_shard()
     with _lent(model, index, written=True):
+        stepped = _as_stepped(model, index, value)
         for start, stop, master in model.update.master_pieces(index):
-            master.copy_(flat[start:stop])
+            master.copy_(stepped[start:stop])
     if unit.state is UnitState.RELEASED:
         model.publish([unit])
 
@@ -180,7 +190,8 @@ def safe_get_full_optimizer_state(parameter: torch.Tensor, optim_state_key: str)
         runs = model.update.state_pieces(index, optim_state_key)
         # Ranks that store nothing of it learn its type, too.
         known = torch.tensor([float(any(run[2].dtype is kind for run in runs)) for kind in _KINDS], device=model.device)
-        model.unit_of(index).domain.ranks.all_reduce(known, "optimizer_state.known").wait()
+        ranks = model.comm if model.section_of(index).layout.cut else model.unit_of(index).domain.ranks
+        ranks.all_reduce(known, "optimizer_state.known").wait()
         dtype = next((kind for kind, count in zip(_KINDS, known.tolist(), strict=True) if count), None)
         if dtype is None:
             return None
@@ -198,11 +209,12 @@ def safe_set_full_optimizer_state(parameter: torch.Tensor, value: torch.Tensor, 
         return
     model, index = found
     assert model.update is not None
-    flat = _checked(model, index, value)
+    _checked(model, index, value)
     model.await_copies()
     with _lent(model, index, written=True):
+        stepped = _as_stepped(model, index, value)
         for start, stop, state in model.update.state_pieces(index, optim_state_key):
-            state.copy_(flat[start:stop])
+            state.copy_(stepped[start:stop])
     model.update.state_was_set()
 
 
@@ -367,8 +379,17 @@ def _fill(model: ShardedModel, index: int, runs: list[torch.Tensor], value: torc
         run.copy_(part)
 
 
+def _as_stepped(model: ShardedModel, index: int, value: torch.Tensor) -> torch.Tensor:
+    """Return that of a value for a whole tensor which masters and state of a rank are runs of, flat."""
+    if model.section_of(index).layout.cut:
+        return value.detach().to(model.device).reshape(-1)
+    return _checked(model, index, value)
+
+
 def _checked(model: ShardedModel, index: int, value: torch.Tensor) -> torch.Tensor:
-    tensor = model.registry[index]
-    if tuple(value.shape) != tensor.shape:
-        raise UsageError(f"parameter {tensor.name!r} has shape {tensor.shape}, the given value {tuple(value.shape)}")
-    return value.detach().to(model.device).reshape(-1)
+    """Return this rank's part of a value, which is given whole where the optimizer steps whole tensors; flat."""
+    tensor, whole = model.registry[index], model.section_of(index).layout.cut
+    shape = tensor.global_shape if whole else tensor.shape
+    if tuple(value.shape) != shape:
+        raise UsageError(f"parameter {tensor.name!r} has shape {shape}, the given value {tuple(value.shape)}")
+    return (tensor.cut(value.detach()) if whole else value.detach()).to(model.device).reshape(-1)

@@ -18,7 +18,7 @@ from typing import Any, TypeVar
 import torch
 from torch import nn
 
-from shardwise.boxes import Box
+from shardwise.boxes import Region
 from shardwise.comm.communicator import Communicator
 from shardwise.comm.compression import Compressor
 from shardwise.comm.domain import Domains
@@ -39,7 +39,7 @@ from shardwise.memory.places import ALL_AT_HAND, Borrowed, Homes, borrowed, in_t
 from shardwise.precision.dtypes import PrecisionPolicy
 from shardwise.precision.norms import clip_coefficient
 from shardwise.precision.tensornorms import NORMS
-from shardwise.registry import LogicalTensor, Registry
+from shardwise.registry import HeldPart, LogicalTensor, Registry
 from shardwise.utils.logging import logger, warn_once
 from shardwise.zero.building import UnitBuilder
 from shardwise.zero.parameters.guards import Guards
@@ -166,7 +166,7 @@ class ShardedModel:
         tables = self._tables(domains) if sparse_gradients and domain.world > 1 and optimizer is not None else set()
         cut = {index for index, place in enumerate(self.numbering.places) if place in self.numbering.cut}
         layouts = [
-            lay_out(spec.tensors, domains.of(spec.ranks).sizes, device.type, stepping.whole, tables, cut)
+            lay_out(spec.tensors, domains.of(spec.domain).sizes, device.type, stepping.whole, tables, cut)
             for spec in specs
         ]
         if optimizer is not None:
@@ -251,6 +251,8 @@ class ShardedModel:
         accountant.construction_peak = accountant.peak_total
         accountant.reset_peak()
         self._order_agreed = self.stepped = False
+        self._scaling = False
+        self._scaled: set[int] = set()  # units whose gradients have been multiplied, while others' have not
         self.copied: Copied | None = None
         give_back_freed_memory()  # of the whole parameters, between the shards
 
@@ -331,7 +333,7 @@ class ShardedModel:
     def _tables(self, domains: Domains) -> set[int]:
         """Return the parameters whose gradients may be reduced as rows."""
         found = [tensor for tensor in map(self.registry.find, find_tables(self.module)[0]) if tensor is not None]
-        return {t.index for t in found if t.trainable and t.numel and domains.of(t.ranks).world > 1}
+        return {t.index for t in found if t.trainable and t.numel and domains.of(t.domain).world > 1}
 
     def _check_domains(self, domains: Domains, compressor: Compressor | None) -> None:
         """Raise where something exchanges among all ranks what only some share."""
@@ -399,7 +401,11 @@ class ShardedModel:
         return self.update is not None and self.optimizer is not None and self.update.takes_factor(self.optimizer)
 
     def scale_gradients(self, factor: float | torch.Tensor) -> None:
-        """Multiply the accumulated gradients."""
+        """Multiply the accumulated gradients.
+
+        Raises:
+            OffloadError: on all ranks alike, if a disk of one of them has failed. Called again, it multiplies the rest.
+        """
         if isinstance(factor, float) and factor == 1.0:
             return
         if self.early is not None:
@@ -413,8 +419,35 @@ class ShardedModel:
             for section in unit.trainable:
                 gradient = section.stepped_gradient
                 gradient.mul_(factor.to(gradient.device) if isinstance(factor, torch.Tensor) else factor)
+            self._scaled.add(unit.index)
 
-        in_turn([(u, [(s.gradient_loans, True) for s in u.trainable if s.lends_gradient]) for u in self.units], scale)
+        left = [unit for unit in self.units if unit.index not in self._scaled]
+        lent = [(u, [(s.gradient_loans, True) for s in u.trainable if s.lends_gradient]) for u in left]
+        self._scaling = True
+        with self.interruptions.agreeing() if self.gradients_on_disk else contextlib.nullcontext():
+            in_turn(lent, scale)
+        self._have_scaled()
+
+    def _have_scaled(self) -> None:
+        self._scaling = False
+        self._scaled.clear()
+
+    def check_gradients_whole(self) -> None:
+        """Raise where a disk has ended `scale_gradients` in the middle.
+
+        Raises:
+            UsageError: some gradients have been multiplied, and others have not.
+        """
+        if self._scaling:
+            raise UsageError(
+                "gradients cannot be read or written now: a disk has failed in engine.step() when those of some units "
+                "had been unscaled and clipped. Call engine.step() again, which goes on there, or engine.zero_grad()"
+            )
+
+    @property
+    def gradients_on_disk(self) -> bool:
+        """Whether accumulated gradients live on disks."""
+        return self.homes.gradients.lags
 
     def clip_factor(self, norm: torch.Tensor, max_norm: float) -> torch.Tensor:
         """Return the clipping coefficient for a global norm."""
@@ -555,6 +588,7 @@ class ShardedModel:
     def give_up_step(self) -> None:
         """The gradients of the window are dropped: what a step that has raised has left out is never stepped."""
         self.interruptions.give_up()
+        self._have_scaled()
         if self.update is not None:
             self.update.end_step()
 
@@ -706,7 +740,7 @@ class ShardedModel:
                     ]
         return runs
 
-    def box_of(self, tensor: LogicalTensor) -> Box | None:
+    def box_of(self, tensor: LogicalTensor) -> Region | None:
         """Return the box of a tensor that this rank's runs are of; None: all of it.
 
         Where the optimizer steps whole tensors that is all, on the rank that owns it, whatever part ranks have.
@@ -737,6 +771,13 @@ class ShardedModel:
             else:
                 ranges[index] = [(piece.start, piece.stop) for piece in own]
         return ranges
+
+    def parts_of(self, index: int) -> Sequence[HeldPart]:
+        """Return the parts of tensors that ranks have at the place of this rank's parameter in the units.
+
+        Each part is there once, in one order on all ranks. None where all ranks have the same tensors.
+        """
+        return () if self.numbering.parts is None else self.numbering.parts[index]
 
     def _own_pieces(self) -> dict[int, tuple[SectionMemory, list[ShardSlice]]]:
         found: dict[int, tuple[SectionMemory, list[ShardSlice]]] = {}

@@ -74,6 +74,15 @@ class TensorParallel(ConfigSection):
     vocab_parallel_lm_head: bool | None = key(None, "Split the output head over the vocabulary.")
     vocab_parallel_ce_backend: Literal["torch", "liger"] = key("torch", "Cross entropy over a split vocabulary.")
 
+    @property
+    def size(self) -> int:
+        """Ranks that have a copy of the model among them: the first degree above 1 that is written, else 1."""
+        if self.enabled is False:
+            return 1
+        nested = self.tp.tp_size if self.tp is not None else 1
+        rules = self.partition_config.tp_size if self.partition_config is not None else 1
+        return next((size for size in (self.autotp_size, nested, rules) if size > 1), 1)
+
 
 _ROUTER = "the model's own router decides"
 _SHARED = "experts that every token uses stay in the model's own block"

@@ -235,17 +235,13 @@ class CommunicatedUpdate(SegmentUpdate):
         self.on_written()
 
     def _hold_all(self) -> None:
-        self._hold_state()
+        self.hold_state()
         for tensor in self.asked.kept():
             self._accountant.hold(Category.OPTIMIZER, tensor)
 
     def takes_factor(self, optimizer: torch.optim.Optimizer) -> bool:
         """See `Update.takes_factor`: what is communicated is what has been multiplied."""
         return False
-
-    def progress(self) -> tuple[int, int] | None:
-        """See `Update.progress`: ranks exchange values while they step."""
-        return None
 
     def step(self, optimizer: torch.optim.Optimizer, factor: float | torch.Tensor) -> None:
         """Step with reduced gradients or this rank's own, multiplied before, and write into the parameters' memory."""

@@ -13,19 +13,21 @@ Ranks tell each other once which runs each has. Of a part nothing is known but i
 from __future__ import annotations
 
 import math
+from collections import Counter
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any
 
 import torch
 
-from shardwise.boxes import Box, Patch, overlap, whole
+from shardwise.boxes import Patch, Region, overlap, region, whole
 from shardwise.comm.communicator import Communicator
 from shardwise.comm.domain import Domain, Domains
+from shardwise.errors import ConflictError
 from shardwise.memory import Accountant, Category
 from shardwise.registry import Registry
 from shardwise.zero.units.layout import Section
-from shardwise.zero.units.numbering import Numbering, as_box
+from shardwise.zero.units.numbering import Numbering
 from shardwise.zero.units.partition import UnitSpec
 from shardwise.zero.units.unit import SectionMemory, Unit
 
@@ -46,7 +48,7 @@ class _Run:
     start: int
     stop: int
     counts: bool
-    box: Box | None
+    box: Region | None
 
     @property
     def numel(self) -> int:
@@ -105,7 +107,7 @@ class CutTensors:
                 for unit, (spec, sections) in enumerate(zip(specs, layouts, strict=True))
                 for section in sections
                 if section.cut
-                for piece in section.pieces(*section.range_of(place_in(domains.of(spec.ranks))))
+                for piece in section.pieces(*section.range_of(place_in(domains.of(spec.domain))))
                 for place, counts in [(numbering.places[piece.index], numbering.counts[piece.index])]
                 for box in [registry[piece.index].box]
             ]
@@ -115,7 +117,18 @@ class CutTensors:
         else:
             told = self.job.exchange(lies(), "cut tensors")
         self._told = [_read(runs) for runs in told]
-        self.known = sorted({run.place for runs in self._told for own in runs.values() for run in own})
+        every = [run for runs in self._told for own in runs.values() for run in own]
+        self.known = sorted({run.place for run in every})
+        counted: Counter[int] = Counter()
+        for run in every:
+            counted[run.place] += run.numel if run.counts else 0
+        for place in self.known if not self.job.imagined else ():
+            if counted[place] != math.prod(self._shapes[place]):
+                raise ConflictError(
+                    f"parameter {numbering.names[place]!r}: the parts that ranks have are {counted[place]} of its "
+                    f"{math.prod(self._shapes[place])} elements {list(self._shapes[place])}, and the optimizer steps "
+                    "whole tensors. Declare parts that are, together, all of it, or take an elementwise optimizer"
+                )
         self._owner: dict[int, int] = {}
         self._patches: dict[_Run, list[Patch]] = {}
         self._complete: dict[int, list[int]] = {}
@@ -212,8 +225,8 @@ class CutTensors:
         number = {place: n for n, place in enumerate(self.known)}
         flags = torch.zeros(len(kinds), len(self.known))
         for row, indices in enumerate(kinds):
-            for index in indices:
-                flags[row, number[self.places[index]]] = 1.0
+            for place in {self.places[index] for index in indices}.intersection(number):  # others have no elements
+                flags[row, number[place]] = 1.0
         flags = flags.to(self.job.device)
         self.job.all_reduce(flags, "changed tensors").wait()
         return [{place for place, flag in zip(self.known, row, strict=True) if flag} for row in flags.tolist()]
@@ -275,7 +288,7 @@ class CutTensors:
 def _read(told: list[list[Any]]) -> _Runs:
     found: _Runs = {}
     for unit, kind, place, start, stop, counts, box in told:
-        run = _Run(place, start, stop, counts, None if box is None else as_box(box))
+        run = _Run(place, start, stop, counts, None if box is None else region(box))
         found.setdefault((unit, kind), []).append(run)
     return found
 

@@ -10,6 +10,7 @@ from __future__ import annotations
 import contextlib
 import math
 from collections.abc import Callable, Collection, Iterable, Iterator, Mapping, Sequence
+from contextlib import AbstractContextManager
 from typing import Any
 
 import torch
@@ -18,7 +19,7 @@ from torch import nn
 from shardwise.comm.domain import Domains
 from shardwise.errors import UsageError
 from shardwise.memory import Accountant, Category
-from shardwise.memory.places import ON_DEVICE, Borrowed, Loans, StateHome, borrowed, tier_in_use
+from shardwise.memory.places import ON_DEVICE, Borrowed, Loans, StateHome, borrowed, tier_in_use, unwritten
 from shardwise.precision.dtypes import PrecisionPolicy
 from shardwise.registry import LogicalTensor, Registry
 from shardwise.zero.units.numbering import Numbering
@@ -121,6 +122,7 @@ class WholeUpdate(ReducedUpdate):
         self._arriving: dict[int, torch.Tensor] = {}
         self._changed: set[int] = set()  # parts whose owners have not heard of it
         self._loaded: set[int] = set()
+        self._stepped = False
 
     def _choose_owners(
         self,
@@ -130,20 +132,20 @@ class WholeUpdate(ReducedUpdate):
         cost: Callable[[Sequence[int]], float],
     ) -> None:
         """Choose them among the ranks that share a tensor; of parts, together with those that all ranks share."""
-        for ranks in dict.fromkeys([None, *(tensor.ranks for tensor in stepped)]):
-            shared, comm = [tensor for tensor in stepped if tensor.ranks == ranks], domains.of(ranks).ranks
+        for domain in dict.fromkeys([None, *(tensor.domain for tensor in stepped)]):
+            shared, comm = [tensor for tensor in stepped if tensor.domain == domain], domains.of(domain).ranks
             costs = [float(cost(tensor.shape)) for tensor in shared]
             if self.replicated:
                 self.owner.update((tensor.index, comm.rank) for tensor in shared)
                 shared, costs = [], []
             among = {}
-            cut = [] if ranks is not None or self._parts is None else self._parts.known
+            cut = [] if domain is not None or self._parts is None else self._parts.known
             for place in cut:
                 among[len(costs)] = numbering.holders[place]
                 costs.append(float(cost(numbering.shapes[place])))
             chosen = owners(costs, comm.world, among)
             self.owner.update((tensor.index, rank) for tensor, rank in zip(shared, chosen, strict=False))
-            if ranks is None and self._parts is not None:
+            if domain is None and self._parts is not None:
                 owned = dict(zip(cut, chosen[len(shared) :], strict=True))
                 self._parts.own(owned)
                 for index, place in self._parts.places.items():
@@ -246,10 +248,30 @@ class WholeUpdate(ReducedUpdate):
 
     def step(self, optimizer: torch.optim.Optimizer, factor: float | torch.Tensor) -> None:
         """Bring gradients (multiplied before) to their owners, step, and bring the results back."""
-        with self.around():
-            optimizer.step()
-            self.keep_state()
+        if self._stepped:
+            self.keep_state()  # a disk may have had no space for it
+        else:
+            with self.around():
+                optimizer.step()
         hold_state(self.optimizer, self._accountant, self._tier)
+
+    def together(self) -> AbstractContextManager[None] | None:
+        """See `Update.together`: gradients and results travel between ranks."""
+        return borrowed(unwritten(self.stepping())) if not self._stepped else None
+
+    def progress(self) -> tuple[int, int]:
+        """See `Update.progress`: all or none."""
+        return len(self.units) * self._stepped, len(self.units)
+
+    def end_step(self) -> None:
+        """See `Update.end_step`."""
+        self._stepped = False
+
+    def stepping(self) -> list[Borrowed]:
+        """Return what has to be borrowed so that everything can be stepped."""
+        sections = [section for unit in self.units for section in _whole(unit)]
+        away = [(loans, loans is not section.gradient_loans) for section in sections for loans in section.away]
+        return [*self.borrowing(), *away]
 
     def borrowing(self) -> list[Borrowed]:
         """Return what has to be borrowed to write masters and state that belong to no section."""
@@ -268,12 +290,13 @@ class WholeUpdate(ReducedUpdate):
 
         What lives elsewhere is lent as a whole.
         """
-        borrowing = [(loans, True) for unit in self.units for section in _whole(unit) for loans in section.away]
-        with borrowed([*self.borrowing(), *borrowing]):
+        with borrowed(self.stepping()):
             with self._gradients_there():
                 yield
             for unit in self.units:
                 self._distribute(unit)
+            self._stepped = True
+            self.keep_state()
 
     @contextlib.contextmanager
     def _gradients_there(self) -> Iterator[None]:
@@ -510,13 +533,26 @@ class MixedUpdate(ReducedUpdate):
 
     def step(self, optimizer: torch.optim.Optimizer, factor: float | torch.Tensor) -> None:
         """See `Update.step`."""
-        with self.whole.around():
-            self.segments.step_at_once(optimizer, factor)
-            self.whole.keep_state()
+        if self.progress()[0]:
+            self.whole.keep_state()  # a disk may have had no space for it
+            return
+        with self.segments.around(), self.whole.around():
+            self.segments.step_lent(optimizer, factor)
+        self.segments.hold_state()
+
+    def together(self) -> AbstractContextManager[None] | None:
+        """See `Update.together`: of both kinds at once, for the optimizer steps once."""
+        wanted = [*self.segments.away, *self.whole.stepping()]
+        return borrowed(unwritten(wanted)) if not self.progress()[0] else None
+
+    def progress(self) -> tuple[int, int]:
+        """See `Update.progress`: all or none."""
+        return self.whole.progress()
 
     def end_step(self) -> None:
         """See `Update.end_step`."""
         self.segments.end_step()
+        self.whole.end_step()
 
     def refresh(self, unit: Unit, loaded: Collection[int] = ()) -> None:
         """See `Update.refresh`."""

@@ -58,14 +58,20 @@ class Update(Protocol):
     def coming(self) -> AbstractContextManager[None]:
         """Begin to bring what `step` needs first, which may come inside of the block."""
 
-    def step(self, optimizer: torch.optim.Optimizer, factor: float | torch.Tensor) -> None:
-        """Step with the accumulated gradients times `factor`; write the results into the parameters' memory."""
+    def together(self) -> AbstractContextManager[None] | None:
+        """Have all that `step` needs inside of the block, where ranks exchange values while they step.
 
-    def progress(self) -> tuple[int, int] | None:
-        """Return how many units have been stepped in a step that has not been ended, and how many there are.
-
-        If `step` has raised, it goes on with the others when it is called again. None: it cannot.
+        None: nothing is needed at once, and whether a rank can step does not concern the others.
         """
+
+    def step(self, optimizer: torch.optim.Optimizer, factor: float | torch.Tensor) -> None:
+        """Step with the accumulated gradients times `factor`; write the results into the parameters' memory.
+
+        If it has raised because of a disk, it goes on with what has not been stepped when it is called again.
+        """
+
+    def progress(self) -> tuple[int, int]:
+        """Return how many units have been stepped in a step that has not been ended, and how many there are."""
 
     def end_step(self) -> None:
         """The step is over: the next one begins anew."""
@@ -158,8 +164,8 @@ class ReducedUpdate:
         """See `Update.coming`: all is there, or is brought at once."""
         return contextlib.nullcontext()
 
-    def progress(self) -> tuple[int, int] | None:
-        """See `Update.progress`: ranks exchange values while they step."""
+    def together(self) -> AbstractContextManager[None] | None:
+        """See `Update.together`: each rank steps for itself."""
         return None
 
     def end_step(self) -> None:

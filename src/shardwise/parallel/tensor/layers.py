@@ -1,0 +1,278 @@
+"""Layers of which each rank has a part: a linear layer's columns or rows, an embedding's words or width.
+
+A layer stays the module that it is and keeps its parameters, which become this rank's part; its class changes to one
+that is a subclass of its own. So hooks, names, adapters and `isinstance` go on working, also for classes that are
+derived from torch's. What is exchanged is in `shardwise.parallel.tensor.mappings`.
+
+"Columns" are output features and "rows" input features, as in the papers' y = x A, whatever way a weight is stored.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from dataclasses import dataclass
+from typing import Any, Literal, cast
+
+import torch
+import torch.nn.functional as F
+from torch import nn
+
+from shardwise.errors import UsageError
+from shardwise.parallel.tensor import mappings
+from shardwise.parallel.tensor.group import Runs, TensorGroup
+from shardwise.registry import part_of
+
+Kind = Literal["column", "row", "words", "width"]
+
+
+@dataclass(frozen=True)
+class Cut:
+    """How a layer is divided.
+
+    Attributes:
+        kind: linear layers: `column` (output features) or `row` (input features); embeddings: `words` or `width`.
+        runs: what each place has of the dimension.
+        whole_output: `column`: put the output together on every rank. Embeddings of which each rank has a part of the
+            width always do.
+        whole_input: `row`: the input is whole on every rank, of which each takes its part.
+        tokens: dimension of the tokens, which the ranks share outside of divided layers (sequence-parallel norms):
+            inputs are put together from them, and outputs are summed into them. None: every rank has all tokens there.
+    """
+
+    kind: Kind
+    runs: tuple[Runs, ...]
+    whole_output: bool = False
+    whole_input: bool = False
+    tokens: int | None = None
+
+    @property
+    def sizes(self) -> list[int]:
+        """Features of each place."""
+        return [sum(end - first for first, end in own) for own in self.runs]
+
+
+class Parallel:
+    """What divided layers have in common.
+
+    Attributes:
+        group: the ranks that have the parts.
+        cut: how it is divided.
+    """
+
+    group: TensorGroup
+    cut: Cut
+
+    def extra_repr(self) -> str:
+        """Describe the layer, and which part of it this is."""
+        said = cast(nn.Module, super()).extra_repr()
+        return f"{said}, {self.cut.kind}: part {self.group.place + 1} of {self.group.size}".lstrip(", ")
+
+
+class ColumnParallel(Parallel):
+    """A linear layer with some of the output features; each rank has all of the input."""
+
+    def forward(self, x: torch.Tensor, *args: Any, **kwargs: Any) -> torch.Tensor:
+        """Return this rank's output features, or all."""
+        group, cut = self.group, self.cut
+        if cut.tokens is None:
+            x = mappings.enter(x, group)
+        else:
+            x = mappings.gather_summed(x, group, group.tokens_of_all(x.shape[cut.tokens]), cut.tokens)
+        y = cast(nn.Module, super()).forward(x, *args, **kwargs)
+        return mappings.gather(y, group, cut.sizes) if cut.whole_output else y
+
+
+class RowParallel(Parallel):
+    """A linear layer with some of the input features: outputs are summed over ranks, and the bias is added once."""
+
+    weight: nn.Parameter
+    bias: nn.Parameter | None
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        """Return all output features."""
+        group, cut = self.group, self.cut
+        if cut.whole_input:
+            x = mappings.split(x, group, cut.sizes)
+        y = x @ self.weight if stores_inputs_first(cast(nn.Module, self)) else F.linear(x, self.weight)
+        if cut.tokens is None:
+            y = mappings.leave(y, group)
+        else:
+            y = mappings.sum_split(y, group, group.share_tokens(y.shape[cut.tokens]), cut.tokens)
+        return y if self.bias is None else y + self.bias
+
+
+class WordsParallel(Parallel):
+    """An embedding with some of the words: the others are zero, and the sum over ranks has all."""
+
+    padding_idx: int | None
+
+    def forward(self, words: torch.Tensor) -> torch.Tensor:
+        """Return the vectors of all words."""
+        ((first, end),) = self.cut.runs[self.group.place]
+        elsewhere = (words < first) | (words >= end)
+        here = (words - first).masked_fill(elsewhere, 0)
+        found = cast(nn.Module, super()).forward(here)
+        return mappings.leave(found.masked_fill(elsewhere.unsqueeze(-1), 0), self.group)
+
+
+class WidthParallel(Parallel):
+    """An embedding with a part of every vector."""
+
+    def forward(self, words: torch.Tensor) -> torch.Tensor:
+        """Return whole vectors."""
+        found = cast(nn.Module, super()).forward(words)
+        return mappings.gather(found, self.group, self.cut.sizes)
+
+
+_CLASSES: dict[str, type[Parallel]] = {
+    "column": ColumnParallel,
+    "row": RowParallel,
+    "words": WordsParallel,
+    "width": WidthParallel,
+}
+
+_made: dict[tuple[type, type], type] = {}
+
+
+def divide(layer: nn.Module, cut: Cut, group: TensorGroup, path: str) -> None:
+    """Make a layer one of which each rank has its part.
+
+    Parameters that are shared with a layer that has been divided before (tied embeddings) are that rank's part already;
+    they have to be divided in the same way.
+
+    Args:
+        layer: a linear layer (also one that stores its weight transposed, as transformers' `Conv1D`), or an embedding.
+        cut: how.
+        group: the ranks.
+        path: the layer's name, for messages.
+
+    Raises:
+        UsageError: this layer cannot be divided so.
+    """
+    linear = cut.kind in ("column", "row")
+    weight = layer._parameters.get("weight")
+    if weight is None or weight.dim() != 2 or (not linear and not isinstance(layer, nn.Embedding)):
+        raise UsageError(
+            f"tensor parallelism: {path} ({type(layer).__name__}) cannot be divided as a {cut.kind} layer: expected "
+            f"{'a linear layer' if linear else 'an embedding'} with a 2-D weight"
+        )
+    if isinstance(layer, nn.Embedding) and layer.max_norm is not None:
+        raise UsageError(
+            f"tensor parallelism: the embedding {path} has max_norm, which changes vectors in the forward pass. Leave "
+            "it undivided"
+        )
+    inputs_first = linear and stores_inputs_first(layer)
+    dim = {"column": int(inputs_first), "row": int(not inputs_first), "words": 0, "width": 1}[cut.kind]
+    narrow(weight, dim, cut, group, f"{path}.weight")
+    bias = layer._parameters.get("bias")
+    if bias is not None and cut.kind == "column":
+        narrow(bias, 0, cut, group, f"{path}.bias")
+    _tell_sizes(layer, cut, cut.sizes[group.place], group)
+    layer.__class__ = class_of(type(layer), _CLASSES[cut.kind])
+    part = cast(Parallel, layer)
+    part.cut, part.group = cut, group
+
+
+def class_of(base: type, parallel: type[Parallel]) -> type:
+    """Return the subclass of a layer's class whose forward pass is that of a part."""
+    key = (base, parallel)
+    if key not in _made:
+        _made[key] = type(base.__name__, (parallel, base), {"__module__": base.__module__, "__reduce__": _reduce})
+    return _made[key]
+
+
+def _reduce(self: Any) -> Any:
+    base = next(cls for cls in type(self).__mro__[2:] if not issubclass(cls, Parallel))
+    kind = next(cls for cls in _CLASSES.values() if isinstance(self, cls))
+    return _again, (base, kind), self.__dict__
+
+
+def _again(base: type, parallel: type[Parallel]) -> Any:
+    made: Any = class_of(base, parallel)
+    return made.__new__(made)
+
+
+def stores_inputs_first(layer: nn.Module) -> bool:
+    """Whether a linear layer's weight is (inputs, outputs), as that of transformers' Conv1D is."""
+    return hasattr(layer, "nf") and hasattr(layer, "nx")
+
+
+def narrow(parameter: nn.Parameter, dim: int, cut: Cut, group: TensorGroup, name: str) -> None:
+    """Keep this rank's part of a parameter, and declare it."""
+    known = part_of(parameter)
+    if known.box is not None and known.shape is not None:
+        if known.shape[dim] != len_of(cut.runs) or group.box(known.shape, dim, cut.runs) != known.box:
+            raise UsageError(
+                f"tensor parallelism: {name} is shared with a layer that is divided in another way; this rank has the "
+                f"box {known.box} of {list(known.shape)}. Divide both alike, or neither"
+            )
+        return
+    shape, total = list(parameter.shape), len_of(cut.runs)
+    if shape[dim] != total:
+        raise UsageError(
+            f"tensor parallelism: {name} has {shape[dim]} features in dimension {dim}, of which the ranks would have "
+            f"{total}"
+        )
+    own = cut.runs[group.place]
+    pieces = [parameter.data.narrow(dim, first, end - first) for first, end in own]
+    parameter.data = (
+        torch.cat(pieces, dim) if len(pieces) > 1 else pieces[0].clone(memory_format=torch.contiguous_format)
+    )
+    group.declare(parameter, shape, dim, cut.runs)
+
+
+def len_of(runs: Sequence[Runs]) -> int:
+    """Return how many features there are in all."""
+    return max(end for own in runs for _, end in own)
+
+
+def _tell_sizes(layer: nn.Module, cut: Cut, own: int, group: TensorGroup) -> None:
+    """Have a layer's attributes say what it has."""
+    names = {"column": ("out_features", "nf"), "row": ("in_features", "nx"), "words": ("num_embeddings",)}
+    for name in names.get(cut.kind, ("embedding_dim",)):
+        if hasattr(layer, name):
+            setattr(layer, name, own)
+    if cut.kind == "words" and cast(nn.Embedding, layer).padding_idx is not None:
+        embedding = cast(Any, layer)
+        ((first, end),) = cut.runs[group.place]
+        inside = first <= embedding.padding_idx < end
+        embedding.padding_idx = embedding.padding_idx - first if inside else None
+
+
+def runs_of(total: int, ranks: int, grain: int = 1) -> tuple[Runs, ...]:
+    """Return consecutive runs of features for each rank, as equal as can be, of whole grains.
+
+    >>> runs_of(12, 2, 4)
+    (((0, 8),), ((8, 12),))
+
+    Raises:
+        UsageError: the features are no whole grains, or there are fewer grains than ranks.
+    """
+    grains, rest = divmod(total, grain)
+    if rest or grains < ranks:
+        raise UsageError(
+            f"tensor parallelism: {total} features in units of {grain} cannot be divided over {ranks} ranks; there "
+            "have to be whole units, and at least as many as ranks"
+        )
+    runs, first = [], 0
+    for rank in range(ranks):
+        end = first + (grains // ranks + (rank < grains % ranks)) * grain
+        runs.append(((first, end),))
+        first = end
+    return tuple(runs)
+
+
+def joined(parts: Sequence[tuple[int, Sequence[Runs]]]) -> tuple[Runs, ...]:
+    """Return runs of a fused dimension, of which each part has so many features and is divided in its own way.
+
+    >>> joined([(4, runs_of(4, 2)), (2, runs_of(2, 2))])
+    (((0, 2), (4, 5)), ((2, 4), (5, 6)))
+    """
+    ranks = len(parts[0][1])
+    found: list[list[tuple[int, int]]] = [[] for _ in range(ranks)]
+    start = 0
+    for size, runs in parts:
+        for own, more in zip(found, runs, strict=True):
+            own += [(start + first, start + end) for first, end in more]
+        start += size
+    return tuple(tuple(own) for own in found)

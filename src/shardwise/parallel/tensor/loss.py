@@ -1,0 +1,96 @@
+"""Cross entropy where each rank has the logits of some of the words: they are never put together."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from typing import Any, Literal
+
+import torch
+
+from shardwise.compat import has_values
+from shardwise.errors import UsageError
+from shardwise.parallel.tensor.group import TensorGroup
+
+_ROWS = 1024
+"""Tokens whose logits are looked at in fp32 at a time."""
+
+
+def words_cross_entropy(
+    logits: torch.Tensor,
+    labels: torch.Tensor,
+    group: TensorGroup,
+    sizes: Sequence[int],
+    *,
+    ignore_index: int = -100,
+    reduction: Literal["mean", "sum", "none"] = "mean",
+) -> torch.Tensor:
+    """Return the cross entropy of logits that are divided over ranks by words.
+
+    Each rank sends three numbers a token: its largest logit, the sum of exponentials above that, and the label's logit
+    if it has it. Gradients stay where the logits are. Sums are formed in fp32.
+
+    Args:
+        logits: of this rank's words; [..., own words].
+        labels: of all words, the same on every rank; [...].
+        group: the ranks.
+        sizes: how many words each place has, in order.
+        ignore_index: label of tokens that do not count.
+        reduction: as of `torch.nn.functional.cross_entropy`.
+
+    Returns:
+        fp32, the same on every rank.
+
+    Raises:
+        UsageError: shapes do not fit.
+    """
+    if logits.shape[:-1] != labels.shape or logits.shape[-1] != sizes[group.place]:
+        raise UsageError(
+            f"words_cross_entropy: expected logits of [*labels, {sizes[group.place]}], found {list(logits.shape)} with "
+            f"labels of {list(labels.shape)}"
+        )
+    flat, wanted = logits.reshape(-1, logits.shape[-1]), labels.reshape(-1)
+    losses = _CrossEntropy.apply(flat, wanted, group, sum(sizes[: group.place]), ignore_index)
+    if reduction == "none":
+        return losses.view(labels.shape)
+    return losses.sum() if reduction == "sum" else losses.sum() / (wanted != ignore_index).sum()
+
+
+class _CrossEntropy(torch.autograd.Function):
+    @staticmethod
+    def forward(
+        ctx: Any, logits: torch.Tensor, labels: torch.Tensor, group: TensorGroup, first: int, ignore: int
+    ) -> torch.Tensor:
+        tokens, words = logits.shape
+        told = torch.empty(3, tokens, dtype=torch.float32, device=logits.device)
+        here = (labels >= first) & (labels < first + words)
+        places = (labels - first).masked_fill(~here, 0).unsqueeze(-1)
+        for begin in range(0, tokens, _ROWS):
+            rows = slice(begin, begin + _ROWS)
+            wide = logits[rows].float()
+            told[0, rows] = most = wide.amax(-1)
+            told[2, rows] = wide.gather(-1, places[rows]).squeeze(-1)
+            told[1, rows] = wide.sub_(most.unsqueeze(-1)).exp_().sum(-1)
+        told[2].masked_fill_(~here, 0)
+        everybody = told.new_zeros(group.size, 3, tokens)
+        if group.size == 1:
+            everybody[0] = told
+        elif has_values(told):
+            group.comm.all_gather([(everybody.view(-1), told.view(-1))], "words_cross_entropy", kind="explicit").wait()
+        most = everybody[:, 0].amax(0)
+        normaliser = most + (everybody[:, 1] * (everybody[:, 0] - most).exp()).sum(0).log()
+        counted = labels != ignore
+        ctx.save_for_backward(logits, places, here & counted, normaliser)
+        ctx.counted = counted
+        return (normaliser - everybody[:, 2].sum(0)).masked_fill(~counted, 0)
+
+    @staticmethod
+    def backward(ctx: Any, gradient: torch.Tensor) -> tuple[torch.Tensor, None, None, None, None]:
+        logits, places, here, normaliser = ctx.saved_tensors
+        factor = gradient.float().masked_fill(~ctx.counted, 0).unsqueeze(-1)
+        found = torch.empty_like(logits)
+        for begin in range(0, len(logits), _ROWS):
+            rows = slice(begin, begin + _ROWS)
+            wide = logits[rows].float().sub_(normaliser[rows].unsqueeze(-1)).exp_()
+            wide.scatter_add_(-1, places[rows], -here[rows].unsqueeze(-1).float())
+            found[rows] = wide.mul_(factor[rows])
+        return found, None, None, None, None
