@@ -338,10 +338,12 @@ class ShardedModel:
     def _check_domains(self, domains: Domains, compressor: Compressor | None) -> None:
         """Raise where something exchanges among all ranks what only some share."""
         for tensor, parameter in zip(self.registry, self.registry.parameters, strict=True):
-            if tensor.ranks is not None and isinstance(released.owner_of(parameter), PartStore):
+            owner = released.owner_of(parameter)
+            if isinstance(owner, PartStore) and not owner.agrees(parameter, tensor.ranks):
                 raise UsageError(
-                    f"parameter {tensor.name!r} is declared as a part that only some ranks have, and was built on the "
-                    "meta device or under zero.Init, which give all ranks the same values. Build its layer plainly"
+                    f"parameter {tensor.name!r} is declared as a part that only some ranks have, and was built under "
+                    "zero.Init, which gives all ranks the same values. Build the whole parameter there, and make it a "
+                    "part with shardwise.registry.narrow(), or build its layer outside of it"
                 )
         for asked, what in (
             (compressor is not None, "lossy gradient reduction, which exchanges what it sends among all ranks"),
