@@ -205,7 +205,7 @@ def initialize(
     close_former_engine(model)
 
     # Parameters without values get them before anybody looks at them.
-    fill_meta_parameters(model, domain.ranks)
+    fill_meta_parameters(model, domains)
 
     # The optimizer is made on the user's own parameters; sharding then edits its groups in place.
     stepped = make_optimizer(settings, optimizer, model_parameters, model, device, policy.compute_dtype)
