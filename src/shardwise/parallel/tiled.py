@@ -19,6 +19,8 @@ from torch import nn
 from torch.utils.checkpoint import checkpoint
 
 from shardwise.errors import UsageError
+from shardwise.parallel.tensor.layers import ColumnParallel
+from shardwise.parallel.tensor.loss import words_cross_entropy
 from shardwise.parallel.data import IGNORED
 from shardwise.parallel.sequence import shares
 
@@ -78,7 +80,8 @@ def tiled_loss(
     """Return the mean cross entropy over the tokens that have a label, and their number, without all logits in memory.
 
     Args:
-        head: makes logits of (tokens, width): the model's output layer, as a module.
+        head: makes logits of (tokens, width): the model's output layer, as a module. If ranks have parts of it by words
+            (tensor parallelism), none has all logits of a tile, either.
         hidden: (rows, tokens, width), what the head gets.
         labels: (rows, tokens), of the same places: `shift_labels` of `split`.
         tiles: number of tiles; None: so many that the logits of one take about 256 MiB.
@@ -109,6 +112,10 @@ def tiled_loss(
 
     def of_tile(part: torch.Tensor, targets: torch.Tensor) -> torch.Tensor:
         logits = head(part)
+        if isinstance(head, ColumnParallel) and logits.shape[-1] == head.cut.sizes[head.group.place]:
+            return words_cross_entropy(
+                logits, targets, head.group, head.cut.sizes, ignore_index=ignore_index, reduction="sum"
+            )
         wide = logits.to(torch.promote_types(logits.dtype, torch.float32))
         return F.cross_entropy(wide, targets, ignore_index=ignore_index, reduction="sum")
 

@@ -32,6 +32,7 @@ def llama() -> nn.Module:
             num_attention_heads=4,
             num_key_value_heads=2,
             max_position_embeddings=64,
+            attn_implementation="eager",
             use_cache=False,
             tie_word_embeddings=True,
         )
@@ -41,7 +42,7 @@ def llama() -> nn.Module:
 def gpt2() -> nn.Module:
     from transformers import GPT2Config, GPT2LMHeadModel
 
-    dropouts = {"resid_pdrop": 0.0, "embd_pdrop": 0.0, "attn_pdrop": 0.0}
+    dropouts = {"resid_pdrop": 0.0, "embd_pdrop": 0.0, "attn_pdrop": 0.0, "attn_implementation": "eager"}
     return GPT2LMHeadModel(
         GPT2Config(
             vocab_size=WORDS, n_positions=64, n_embd=WIDTH, n_layer=3, n_head=4, n_inner=48, use_cache=False, **dropouts
