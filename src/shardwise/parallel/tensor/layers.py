@@ -131,7 +131,7 @@ class RowParallel(Parallel):
             y = mappings.leave(y, group)
         else:
             y = mappings.sum_split(y, group, group.tokens_of_whole(y.shape[cut.tokens]), cut.tokens)
-        return y if self.bias is None else y + self.bias
+        return y if self.bias is None else y + self.bias.to(y.dtype)  # as F.linear under autocast
 
 
 class WordsParallel(Parallel):
@@ -216,9 +216,9 @@ def divide(layer: nn.Module, cut: Cut, group: TensorGroup, path: str) -> None:
     inputs_first = linear and stores_inputs_first(layer)
     bias = layer._parameters.get("bias")
     if cut.kind == "picked":
-        for parameter in (weight, bias):
-            if parameter is not None:
-                group.declare_summands(parameter)
+        for summand in (weight, bias):
+            if summand is not None:
+                group.declare_summands(summand)
     elif cut.kind != "latent":
         dim = {"column": int(inputs_first), "row": int(not inputs_first), "words": 0, "width": 1}[cut.kind]
         narrow(weight, dim, cut, group, f"{path}.weight")
