@@ -19,10 +19,10 @@ from torch import nn
 from torch.utils.checkpoint import checkpoint
 
 from shardwise.errors import UsageError
-from shardwise.parallel.tensor.layers import ColumnParallel
-from shardwise.parallel.tensor.loss import words_cross_entropy
 from shardwise.parallel.data import IGNORED
 from shardwise.parallel.sequence import shares
+from shardwise.parallel.tensor.layers import ColumnParallel
+from shardwise.parallel.tensor.loss import words_cross_entropy
 
 TILE_BYTES = 256 << 20
 """Bytes of logits in a tile where nobody says how many tokens it has."""
