@@ -310,9 +310,8 @@ def initialize(
     timelines.begin_if_due()
     if job.rank == 0 and stepped is not None:
         logger.info("precision: %s", engine.precision_in_words())
-    shared = exchanges_of(model, lines)
-    if job.rank == 0 and shared:
-        logger.info("exchanges: %s", shared)
+    if job.rank == 0 and (exchanges := exchanges_of(model, lines)):
+        logger.info("exchanges: %s", exchanges)
     if job.rank == 0 and settings.dump_state:
         logger.info("configuration: %s", json.dumps(effective(resolution), indent=2, default=str))
     return engine, stepped, batches.training_dataloader, scheduler

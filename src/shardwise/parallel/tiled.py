@@ -109,12 +109,14 @@ def tiled_loss(
             "(rows, tokens, width) and (rows, tokens)"
         )
     flat, wanted = hidden.flatten(0, -2), labels.flatten()
+    layer: object = head
+    divided = layer if isinstance(layer, ColumnParallel) and not layer.gives_all else None
 
     def of_tile(part: torch.Tensor, targets: torch.Tensor) -> torch.Tensor:
         logits = head(part)
-        if isinstance(head, ColumnParallel) and logits.shape[-1] == head.cut.sizes[head.group.place]:
+        if divided is not None:
             return words_cross_entropy(
-                logits, targets, head.group, head.cut.sizes, ignore_index=ignore_index, reduction="sum"
+                logits, targets, divided.group, divided.cut.sizes, ignore_index=ignore_index, reduction="sum"
             )
         wide = logits.to(torch.promote_types(logits.dtype, torch.float32))
         return F.cross_entropy(wide, targets, ignore_index=ignore_index, reduction="sum")
