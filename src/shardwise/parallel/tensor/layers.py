@@ -77,12 +77,16 @@ class Parallel:
 class ColumnParallel(Parallel):
     """A linear layer with some of the output features; each rank has all of the input."""
 
+    @property
+    def gives_all(self) -> bool:
+        """Whether its output is put together now."""
+        cut = self.cut
+        return cut.whole_output or (cut.whole_in_evaluation and not cast(nn.Module, self).training)
+
     def forward(self, x: torch.Tensor, *args: Any, **kwargs: Any) -> torch.Tensor:
         """Return this rank's output features, or all."""
-        group, cut = self.group, self.cut
-        y = cast(nn.Module, super()).forward(mappings.enter(x, group), *args, **kwargs)
-        whole = cut.whole_output or (cut.whole_in_evaluation and not cast(nn.Module, self).training)
-        return mappings.gather(y, group, cut.sizes) if whole else y
+        y = cast(nn.Module, super()).forward(mappings.enter(x, self.group), *args, **kwargs)
+        return mappings.gather(y, self.group, self.cut.sizes) if self.gives_all else y
 
 
 class PickedColumns(Parallel):
