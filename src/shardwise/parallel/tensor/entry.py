@@ -68,6 +68,7 @@ def _plain(parameter: nn.Parameter) -> bool:
 # -- before there is an engine -----------------------------------------------------------------------------------------
 
 _begun: list[tuple[TensorGroup, Communicator]] = []
+_current: list[TensorGroup] = []
 _of_job: list[Any] = [None]
 
 
@@ -98,16 +99,33 @@ def begin_tensors(size: int, device: torch.device | None = None) -> TensorGroup:
         )
     everybody = Communicator(None, Ledger(), choose_device(local_rank()) if device is None else device)
     lines = [list(range(first, first + size)) for first in range(0, world, size)]
-    part = everybody if world == 1 else everybody.part(lines, NAME)
-    group = TensorGroup(part, across(lines), part.rank)
+    part, data = everybody, everybody
+    if world > 1:
+        part, data = everybody.part(lines, NAME), everybody.part(across(lines), "data_parallel")
+    group = TensorGroup(part, across(lines), part.rank, data)
     _begun.append((group, everybody))
+    _current.append(group)
     return group
 
 
 def current_tensors() -> TensorGroup | None:
-    """Return the ranks that this rank has a copy of a model with, by what `begin_tensors` has made last."""
+    """Return the ranks that have this rank's copy of a model among them: those of the youngest engine that has such.
+
+    Without an engine it is what `begin_tensors` has made; None: every rank has models of its own.
+    """
     _settle()
-    return _begun[-1][0] if _begun else None
+    return _current[-1] if _current else None
+
+
+def take_over(group: TensorGroup) -> None:
+    """Make a group the process's own, as long as an engine is open."""
+    _settle()
+    _current.append(group)
+
+
+def let_go(group: TensorGroup) -> None:
+    """Take back `take_over`."""
+    _current[:] = [other for other in _current if other is not group]
 
 
 def end_tensors() -> None:
@@ -115,6 +133,7 @@ def end_tensors() -> None:
     _settle()
     while _begun:
         group, everybody = _begun.pop()
+        let_go(group)
         group.close()
         everybody.destroy()
 
@@ -126,6 +145,7 @@ def _settle() -> None:
         for group, _ in _begun:
             group.close()
         _begun.clear()
+        _current.clear()
         _of_job[0] = default
 
 
