@@ -8,6 +8,7 @@ import torch
 import torch.distributed as dist
 from torch import nn
 
+from shardwise.comm.agreement import check_agreement
 from shardwise.comm.communicator import Communicator, members_of
 from shardwise.comm.ledger import Ledger
 from shardwise.config import load, resolve
@@ -50,7 +51,10 @@ def divide_model(
     column = tuple(group.columns[group.place])
     if former or any(part_of(p).box is not None and part_of(p).ranks == column for p in model.parameters()):
         return former
-    for path, cut in cuts_of(model, group.size, section).items():
+    cuts = cuts_of(model, group.size, section)
+    if not everybody.imagined:
+        check_agreement(everybody, {f"tensor parallelism of {path}": repr(cut) for path, cut in cuts.items()})
+    for path, cut in cuts.items():
         layer = model.get_submodule(path)
         for parameter in layer.parameters(recurse=False):
             if part_of(parameter).ranks is None and not everybody.imagined and _plain(parameter):
