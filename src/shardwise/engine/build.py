@@ -192,7 +192,7 @@ def initialize(
     tensors = None
     if tensor > 1:
         client = model_parallel_size(mpu) > 1 and "tensor_parallel.autotp_size" not in resolution.given
-        tensors = SharedTensors(job, lines.tensor, model, settings, client=client)
+        tensors = SharedTensors(job, lines.tensor, model, settings, data=data, client=client)
         model_parameters = tensors.exchange(optimizer, model_parameters)
     groups = divide_experts(model, settings, job, lines)
     domains = domains_of(model, domain)
@@ -283,7 +283,7 @@ def initialize(
         interchange=Interchange(sharded, job, step),
         faults=faults,
         memory=memory,
-        activations=Activations(settings, model, device, accountant),
+        activations=Activations(settings, model, device, accountant, None if tensors is None else tensors.group),
         monitor=monitor,
         events=events,
         profiling=Profiling(sharded, settings, job, batches, step, events),
