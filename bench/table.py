@@ -418,7 +418,16 @@ def tensor(results: Results) -> list[str]:
             figures = [shown(row.get(field)) for field in fields[:-1]]
             differs = row.get("loss_differs")
             lines.append([row["system"], size, *figures, "-" if differs is None else f"{differs:.0e}"])
-    head = ["", "model", "step, ms", "ratio", "processor, ratio", "peak, bytes per parameter", "ratio", "loss differs by"]
+    head = [
+        "",
+        "model",
+        "step, ms",
+        "ratio",
+        "processor, ratio",
+        "peak, bytes per parameter",
+        "ratio",
+        "loss differs by",
+    ]
     return grid(head, lines)
 
 
