@@ -79,7 +79,7 @@ def compare(found: list[Any], expected: Any, bound: float = 2e-5) -> float:
             whole = exact[name]
             assert (value - whole).norm() <= bound * max(float(whole.norm()), 1.0), name
     parts = found[0][2]
-    return sum(value.numel() for _, value in parts.values()) / sum(exact[name].numel() for name in parts)
+    return sum(tensor.numel for tensor, _ in parts.values()) / sum(exact[name].numel() for name in parts)
 
 
 MAIN = ["gpt2", "llama", "t5", "bloom", "mixtral", "qwen2_moe", "phi3"]
