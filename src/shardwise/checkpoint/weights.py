@@ -25,7 +25,7 @@ from shardwise.checkpoint.selection import EXTRA, extra_name
 from shardwise.checkpoint.tensorfile import Spec
 from shardwise.checkpoint.weightfiles import PICKLED, Entry, WeightFiles
 from shardwise.errors import CheckpointError, CheckpointPathError
-from shardwise.registry import HeldPart, paste
+from shardwise.registry import HeldPart, cut, paste
 
 
 @dataclass(frozen=True)
@@ -116,7 +116,7 @@ def gathered_parameters(
         parts = [[part for part in next(new) if part.name in wanted] for _ in unit.tensors]
         if not (any(parts) if divided else any(tensor.name in wanted for tensor in unit.tensors)):
             continue
-        gathered = model.gather(unit.parameters)
+        gathered = model.gather_parts(unit.parameters)
         try:
             for tensor, parameter, some in zip(unit.tensors, unit.parameters, parts, strict=True):
                 if keep and not divided and tensor.name in wanted:
@@ -131,7 +131,7 @@ def gathered_parameters(
                         yield wanted[part.name], values
                     del values
         finally:
-            model.put_back(unit.parameters, gathered, None)
+            model.put_parts_back(unit.parameters, gathered, None)
 
 
 def _received(model: CheckpointedModel, part: HeldPart, own: torch.Tensor) -> torch.Tensor:
@@ -367,7 +367,8 @@ def load_state_dict(
         runs = model.value_runs()
         for indices in model.lent_in_turn():
             for index in found.keys() & set(indices):
-                flat = model.registry[index].cut(found[index].detach()).reshape(-1)
+                box, flat = model.box_of(model.registry[index]), found[index].detach()
+                flat = (flat if box is None else cut(flat, box)).reshape(-1)
                 for start, stop, view in runs.get(index, ()):
                     view.copy_(flat[start:stop])
         for buffer, tensor in plain:

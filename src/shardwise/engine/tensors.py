@@ -5,21 +5,19 @@ from __future__ import annotations
 from collections.abc import Sequence
 from typing import TYPE_CHECKING, Any
 
-import torch
 from torch import nn
 from torch.utils.hooks import RemovableHandle
 
 from shardwise.errors import DesyncError, UsageError
 from shardwise.parallel.sequence import across
-from shardwise.parallel.tensor import huggingface
-from shardwise.parallel.tensor.group import NAME, TensorGroup
-from shardwise.parallel.tensor.huggingface import divided_parameters
+from shardwise.parallel.tensor.dropout import Regions, same_numbers
+from shardwise.parallel.tensor.dtensors import DTensors
+from shardwise.parallel.tensor.entry import divide_model, divided_over, let_go, take_over
+from shardwise.parallel.tensor.group import NAME, TensorGroup, fingerprint
 from shardwise.parallel.tensor.layers import Parallel
-from shardwise.parallel.tensor.plan import cuts_of
-from shardwise.registry import part_of
+from shardwise.parallel.tensor.marked import declare_marked
 from shardwise.trees import tensors_in
 from shardwise.zero.passes.modulehook import ModuleHook
-from shardwise.zero.units import released
 
 if TYPE_CHECKING:
     from shardwise.comm.communicator import Communicator
@@ -34,6 +32,8 @@ class SharedTensors:
         lines: those of each copy of the model, by their numbers in the job.
         model: its layers are divided, unless they have been before.
         config: validated; says how.
+        data: the ranks that get different samples.
+        client: layers have been divided by the client and exchange by themselves; parameters are marked.
 
     Attributes:
         group: the ranks of this rank's copy of the model.
@@ -43,22 +43,51 @@ class SharedTensors:
         ConfigError: the configuration names what the model has not.
     """
 
-    def __init__(self, job: Communicator, lines: Sequence[Sequence[int]], model: nn.Module, config: Config) -> None:
-        before = next((module.group for module in model.modules() if isinstance(module, Parallel)), None)
+    def __init__(
+        self,
+        job: Communicator,
+        lines: Sequence[Sequence[int]],
+        model: nn.Module,
+        config: Config,
+        *,
+        data: Communicator | None = None,
+        client: bool = False,
+    ) -> None:
+        before = divided_over(model)
         if before is not None and before.columns != across(lines):
             raise UsageError(
                 f"this model is divided over ranks {before.columns} by place, and should be over {across(lines)} "
                 "now. Build it again"
             )
         self._part = job.part(lines, NAME)
-        self.group = TensorGroup(self._part, across(lines), self._part.rank)
-        divide_model(model, self.group, config, job)
+        self.group = TensorGroup(self._part, across(lines), self._part.rank, data)
+        self._dtensors = DTensors(model, self.group)
+        self._former: list[tuple[Parallel, TensorGroup]] = []
+        if client:
+            _declare_client_s(model, self.group)
+        elif not self._dtensors:
+            self._former = divide_model(
+                model, self.group, config.tensor_parallel, job, experts=not config.expert_parallel.enabled
+            )
+        self._client = client
+        self._regions: Regions | None = None
         self._hooks: list[RemovableHandle] = []
         self._compared = False
 
+    def exchange(self, optimizer: Any, parameters: Any) -> Any:
+        """Have an optimizer hold what the model's parameters are now, and return a client's list of them so."""
+        return self._dtensors.exchange(optimizer, parameters) if self._dtensors else parameters
+
     def watch(self, model: nn.Module) -> None:
-        """Compare what the ranks of a copy of the model give it in the first forward pass."""
+        """Compare what the ranks of a copy of the model give it in the first forward pass (parameters are sharded)."""
+        take_over(self.group)
+        self._dtensors.watch(ModuleHook)
+        if not self._client:  # whose layers draw as they like
+            same_numbers(self.group)
+            self._regions = Regions(model, self.group)
+            self._regions.watch(model, ModuleHook)
         self._hooks.append(model.register_forward_pre_hook(ModuleHook(self._begins), with_kwargs=True))
+        self._hooks.append(model.register_forward_hook(ModuleHook(self.group.end_pass)))
 
     def _begins(self, model: nn.Module, args: Any, kwargs: Any) -> None:
         if self._compared or not model.training:
@@ -78,40 +107,21 @@ class SharedTensors:
         for hook in self._hooks:
             hook.remove()
         self._hooks = []
+        if self._regions is not None:
+            self._regions.close()
+        self._dtensors.close()
+        let_go(self.group)
         self.group.close()
+        for layer, group in self._former:
+            layer.group = group
 
 
-def divide_model(model: nn.Module, group: TensorGroup, config: Config, job: Communicator) -> None:
-    """Divide a model's layers, of which each rank keeps its part; those that are divided stay as they are.
-
-    All ranks begin with the values of the first: what they keep has to be of one model.
-
-    Args:
-        model: is changed.
-        group: the ranks of a copy of the model.
-        config: validated.
-        job: all ranks.
-    """
-    divided = [module for module in model.modules() if isinstance(module, Parallel)]
-    for module in divided:
-        module.group = group
-    if divided:
-        return
-    division = cuts_of(model, group.size, config.tensor_parallel, experts=not config.expert_parallel.enabled)
-    for name, parameter in divided_parameters(model, division):
-        if part_of(parameter).ranks is None and not job.imagined and _plain(parameter):
-            job.broadcast(parameter.data, 0, name).wait()
-    huggingface.divide_model(model, division, group)
-
-
-def _plain(parameter: nn.Parameter) -> bool:
-    return not parameter.is_meta and released.owner_of(parameter) is None
-
-
-def fingerprint(tensor: torch.Tensor) -> list[Any]:
-    """Return a few numbers that differ where tensors do."""
-    if not tensor.numel():
-        return [list(tensor.shape)]
-    flat = tensor.detach().reshape(-1).double()
-    weights = torch.linspace(1, 2, flat.numel(), dtype=torch.float64, device=flat.device)
-    return [list(tensor.shape), float(flat.nan_to_num() @ weights)]
+def _declare_client_s(model: nn.Module, group: TensorGroup) -> None:
+    """Declare parts whose layers exchange by themselves."""
+    if not declare_marked(model, group):
+        raise UsageError(
+            f"initialize(mpu=...): {group.size} ranks have a copy of the model among them, and no parameter of "
+            f"{type(model).__name__} says that it is a part: set parameter.tensor_model_parallel = True and "
+            "parameter.partition_dim on those of divided layers, as Megatron does; or set tensor_parallel.autotp_size, "
+            "and plain layers are divided over these ranks"
+        )

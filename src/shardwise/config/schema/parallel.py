@@ -39,10 +39,12 @@ class LayerSpec(ConfigSection):
     patterns: Strings = key(
         [], "Regular expressions found in parameter names; the names that adapters add are left out."
     )
-    partition_type: Literal["row", "column", "skip"] = key(
+    partition_type: Literal["row", "column", "skip", "norm", "whole"] = key(
         "column",
         "column: output features are split (of an embedding: words); row: input features (the width), and outputs are "
-        "summed; skip: every rank has the layer.",
+        "summed; skip: every rank has the layer. With sequence_parallel also norm, for norms before divided layers and "
+        "the last one, and whole, for other modules behind such norms that are not divided (then patterns may match "
+        "modules' names).",
     )
     shape: Annotated[list[Any], BeforeValidator(as_list)] | None = key(
         None,
@@ -51,8 +53,8 @@ class LayerSpec(ConfigSection):
     )
     partition_dim: Int | None = key(
         None,
-        "Dimension that is split, of the weight as it is stored, or of `shape`; null: as `partition_type` says.",
-        ge=0,
+        "Dimension that is split, of the weight as it is stored, or of `shape`; null: as `partition_type` says. Of "
+        "norm and whole that of the tokens; null: -2.",
     )
     model_types: Strings | None = key(
         None, "Values of `model_type` in the configuration of transformers' models that this rule is for; null: all."
@@ -96,6 +98,11 @@ class TensorParallel(ConfigSection):
         "fp16",
         "Type of the split parameters.",
         no_effect="parts have the number types of the whole: those of `bf16`, `fp16` and `torch_autocast`",
+    )
+    sequence_parallel: bool = key(
+        False,
+        "Between divided layers each rank has some of the tokens: norms and the residual stream take 1/size of the "
+        "memory, and the same bytes are sent.",
     )
     tp_overlap_comm: bool = key(
         False,

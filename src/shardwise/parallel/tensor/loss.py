@@ -7,7 +7,6 @@ from typing import Any, Literal
 
 import torch
 
-from shardwise.compat import has_values
 from shardwise.errors import UsageError
 from shardwise.parallel.tensor.group import TensorGroup
 
@@ -74,7 +73,7 @@ class _CrossEntropy(torch.autograd.Function):
         everybody = told.new_zeros(group.size, 3, tokens)
         if group.size == 1:
             everybody[0] = told
-        elif has_values(told):
+        elif group.carries(told):
             group.comm.all_gather([(everybody.view(-1), told.view(-1))], "words_cross_entropy", kind="explicit").wait()
         most = everybody[:, 0].amax(0)
         normaliser = most + (everybody[:, 1] * (everybody[:, 0] - most).exp()).sum(0).log()

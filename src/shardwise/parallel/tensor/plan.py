@@ -110,7 +110,12 @@ class _Planner:
         rules = section.partition_config
         kinds = {cast(Any, module).config.model_type for _, module in self._inventory.pretrained()}
         every = list(enumerate(rules.layer_specs)) if rules is not None else []
-        self._rules = [(i, rule) for i, rule in every if rule.model_types is None or kinds & set(rule.model_types)]
+        self._rules = [
+            (i, rule)
+            for i, rule in every
+            if rule.partition_type not in ("norm", "whole")  # see `shardwise.parallel.tensor.tokens`
+            and (rule.model_types is None or kinds & set(rule.model_types))
+        ]
         self._defaults = rules is None or rules.use_default_specs
         self._strict = rules is not None and rules.strict_mode
         self._embedding_dim = rules.embedding_partition_dim if rules is not None else 1
@@ -193,7 +198,7 @@ class _Planner:
             return Cut("words", runs) if words else Cut("width", runs, whole_output=True)
         kind: Kind = "row" if rule.partition_type == "row" else "column"
         if rule.shape is None and dim is not None:
-            if dim > 1:
+            if dim not in (0, 1):
                 raise ConfigError(f"{key}.partition_dim: {layer.path}.weight has the dimensions 0 and 1, not {dim}")
             kind = "row" if (dim == 1) != stores_inputs_first(layer.module) else "column"
         features = layer.inputs if kind == "row" else layer.outputs
