@@ -77,7 +77,7 @@ ASKING: dict[str, Any] = {
     "zero_optimization.mics_shard_size": 2,
     "sparse_attention": {},
     "pipeline.stages": 2,
-    "tensor_parallel": {"autotp_size": 2},
+    "tensor_parallel.vocab_parallel_ce_backend": "liger",
     "expert_parallel.route_scale": 2.0,
     "expert_parallel.score_apply": "pre",
     "expert_parallel.num_expert_groups": 2,

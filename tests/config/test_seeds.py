@@ -132,7 +132,7 @@ REFUSED = {
             pipeline={"enabled": True, "partition": "uniform", "stages": 4},
             tensor_parallel={"enabled": True, "size": 2},
         ),
-        ["pipeline.enabled", "pipeline.stages", "tensor_parallel"],
+        ["pipeline.enabled", "pipeline.stages"],
     ),
 }
 
