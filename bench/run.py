@@ -26,6 +26,7 @@ PARTS: dict[str, list[str]] = {
     ],
     "ranks": [f"step_time.py --size 7M --dtype fp32 --nproc {nproc} --rounds 5 --steps 1" for nproc in (1, 2, 4, 8)],
     "groups": ["groups.py"],
+    "tensor": [f"tensor.py --size {size}" for size in ("27M", "53M")],
     "memory": ["memory.py"],
     "largest_batch": ["largest_batch.py"],
     "longest_sequence": ["longest_sequence.py"],

@@ -21,6 +21,7 @@ _PUBLIC = {
     "RepeatingLoader": "shardwise.data",
     "declare_part": "shardwise.registry",
     "offload_activations": "shardwise.offload",
+    "tp_model_init": "shardwise.parallel",
     "install_as_deepspeed": "shardwise.dropin",
 }
 _MODULES = {
@@ -54,6 +55,7 @@ __all__ = [
     "initialize_engine",
     "install_as_deepspeed",
     "offload_activations",
+    "tp_model_init",
 ]
 
 

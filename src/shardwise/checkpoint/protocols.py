@@ -140,8 +140,8 @@ class CheckpointedModel(Protocol):
     def publish(self) -> None:
         """Bring all copies of the values up to date after `value_runs` have been written (a collective)."""
 
-    def gather(self, parameters: Iterable[nn.Parameter]) -> list[Any]:
-        """Make whole values valid on every rank (a collective)."""
+    def gather_parts(self, parameters: Iterable[nn.Parameter]) -> list[Any]:
+        """Make the whole values of this rank's parts valid on every rank (a collective)."""
 
-    def put_back(self, parameters: Iterable[nn.Parameter], gathered: Any, src: int | None) -> None:
-        """End a `gather`; values of global rank `src`, if given, become everybody's."""
+    def put_parts_back(self, parameters: Iterable[nn.Parameter], gathered: Any, src: int | None) -> None:
+        """End a `gather_parts`; values of global rank `src`, if given, become everybody's."""

@@ -116,7 +116,7 @@ def gathered_parameters(
         parts = [[part for part in next(new) if part.name in wanted] for _ in unit.tensors]
         if not (any(parts) if divided else any(tensor.name in wanted for tensor in unit.tensors)):
             continue
-        gathered = model.gather(unit.parameters)
+        gathered = model.gather_parts(unit.parameters)
         try:
             for tensor, parameter, some in zip(unit.tensors, unit.parameters, parts, strict=True):
                 if keep and not divided and tensor.name in wanted:
@@ -131,7 +131,7 @@ def gathered_parameters(
                         yield wanted[part.name], values
                     del values
         finally:
-            model.put_back(unit.parameters, gathered, None)
+            model.put_parts_back(unit.parameters, gathered, None)
 
 
 def _received(model: CheckpointedModel, part: HeldPart, own: torch.Tensor) -> torch.Tensor:

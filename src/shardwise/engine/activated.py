@@ -97,7 +97,7 @@ class FirstActivations:
     def _explained(self, suspected: Sequence[Check], found: Measured, at: Circumstances) -> str | None:
         """Plan with the batch, and return what is said of those limits that are too small by that."""
         planner = Planner(at.subject, at.batch, like_cross_entropy)
-        lines, why = [], ""
+        lines = []
         try:
             plan, why = planner.window(at.subject.setting)
         except Exception as error:  # an optimizer of the user's own, which runs in the dry run
@@ -106,19 +106,21 @@ class FirstActivations:
             each = found.of(check.tiers)
             needed = check.needed + each * len(check.ranks)
             if plan is not None and not why:
-                expected = plan.peaks[Category.ACTIVATIONS] if Tier.DEVICE.value in check.tiers else 0
-                needed = (check.room.taken(plan) + max(0, each - expected)) * len(check.ranks)
+                # Of those that are moved to the host the plan knows; what is saved may be more than it has been shown.
+                unplanned = max(0, found.near - plan.peaks[Category.ACTIVATIONS])
+                there = unplanned if Tier.DEVICE.value in check.tiers else 0
+                needed = (check.room.taken(plan) + there) * len(check.ranks)
             if needed > check.there:
-                ranks = "" if len(check.ranks) == 1 else f" for {len(check.ranks)} ranks"
+                where = " and ".join(check.tiers) + ("" if len(check.ranks) == 1 else f" for {len(check.ranks)} ranks")
                 lines.append(
-                    f"  {' and '.join(check.tiers)}{ranks}: {readable(needed)} with {readable(each * len(check.ranks))} "
-                    f"of activations, and {readable(check.there)} are there ({check.limit})"
+                    f"  {where}: {readable(needed)} with {readable(each * len(check.ranks))} of activations, and "
+                    f"{readable(check.there)} are there ({check.limit})"
                 )
         if not lines:
             return None
         first = (
-            f"rank {self._rank}: memory will not last, now that the activations of a micro-batch are known (measured in "
-            "the first one; initialize() plans without them)"
+            f"rank {self._rank}: memory will not last, now that the activations of a micro-batch are known (measured "
+            "in the first one; initialize() plans without them)"
         )
         rooms = tightest([check.room for check in self._checks])
         try:

@@ -29,6 +29,7 @@ from shardwise.config.export import effective
 from shardwise.data import EngineDataLoader
 from shardwise.device import choose_device
 from shardwise.engine.activations import Activations
+from shardwise.engine.asked import Asked, asked_by, group_of, model_parallel_size, tensor_lines
 from shardwise.engine.batch import Batches
 from shardwise.engine.budget import Watched, watches
 from shardwise.engine.budget import make as make_budget
@@ -43,7 +44,7 @@ from shardwise.engine.followed import describe, device_limit, display_of, log_of
 from shardwise.engine.following import Following
 from shardwise.engine.interchange import Interchange
 from shardwise.engine.memory import MemoryReporting
-from shardwise.engine.mesh import arrangement_of, domain_of, domains_of
+from shardwise.engine.mesh import arrangement_of, domain_of, domains_of, replicas_of
 from shardwise.engine.modules import (
     check_lazy,
     close_former_engine,
@@ -57,14 +58,14 @@ from shardwise.engine.profiling import Profiling
 from shardwise.engine.ranks import RankGrid
 from shardwise.engine.recovery import note_ready
 from shardwise.engine.scaling import prescale_of, scales_loss
-from shardwise.engine.sequence import SharedSequences, asked_by, sequence_lines
+from shardwise.engine.sequence import SharedSequences, sequence_lines
 from shardwise.engine.signals import SignalWatch
 from shardwise.engine.step import TrainStep
 from shardwise.engine.stepping import make_optimizer, make_scheduler, prepare_optimizer
 from shardwise.engine.tensors import SharedTensors
 from shardwise.engine.timelines import Timelines
 from shardwise.engine.zeropp import reduction
-from shardwise.errors import ConfigError, ConflictError, NotBuiltError, UsageError
+from shardwise.errors import ConfigError, ConflictError, UsageError
 from shardwise.memory import Accountant, Category
 from shardwise.monitor import Monitor, check_packages, switched_on
 from shardwise.offload import Disks, homes_of
@@ -121,7 +122,9 @@ def initialize(
         mesh_param: a DeviceMesh of the ranks to shard over, with a dimension `shard`, or with `replicate` and `shard`:
             state is divided over the one and replicated over the other (HSDP; also the key
             `zero_optimization.mics_shard_size`). Or a pair of numbers, ranks with data of their own and ranks that
-            share a sequence, or a mesh with a dimension `sp` (also the key `sequence_parallel_size`).
+            share a sequence, or a mesh with a dimension `sp` (also the key `sequence_parallel_size`). Or a mesh whose
+            last dimension is `tp`, ranks that have a copy of the model among them (also the key
+            `tensor_parallel.autotp_size`); before it may come `dp_replicate`, `dp` (or `dp_shard`) and `sp`.
         config_params: older name of `config`.
 
     Returns:
@@ -153,17 +156,19 @@ def initialize(
 
     # The process group first: batch sizes depend on how many ranks there are.
     init_distributed(distributed_port=distributed_port, verbose=False, dist_init_required=dist_init_required)
-    _check_mpu(mpu)
-    group = _group_of(mpu)
+    group = group_of(mpu)
     members = members_of(group)
-    asked = asked_by(mpu, mesh_param, members)
+    asked = asked_by(mpu, mesh_param, model, members)
 
     # The configuration before anything is made: most mistakes are found here, on every rank alike.
-    resolution = _resolve(source, len(members), optimizer, None if asked is None else asked.size)
+    resolution = _resolve(source, len(members), optimizer, asked)
     settings = resolution.config
     check_packages(settings)
-    is_grid = mesh_param is not None and (asked is None or asked.where == "initialize(mpu=...)")
-    grid = None if not is_grid else arrangement_of(mesh_param, settings.zero_optimization, members)
+    grid = None
+    if asked is not None and asked.meshed:
+        grid = replicas_of(asked, settings.zero_optimization, len(members))
+    elif mesh_param is not None:
+        grid = arrangement_of(mesh_param, settings.zero_optimization, members)
 
     # The device before the groups: each backend serves one type of device.
     own_number = local_rank()
@@ -173,13 +178,21 @@ def initialize(
     # The first two are the same ranks as long as every rank has sequences and a model of its own.
     job = data = _communicator(settings, group, device)
     sequence, tensor = settings.sequence_parallel_size, settings.tensor_parallel.size
-    lines = RankGrid.of(job.world, tensor=tensor, sequence=sequence_lines(job, sequence, tensor, asked))
+    lines = RankGrid.of(
+        job.world,
+        tensor=tensor_lines(job, tensor, sequence, asked, mpu),
+        sequence=sequence_lines(job, sequence, tensor, asked),
+    )
     if sequence * tensor > 1:
         data = job.part(lines.data, "data_parallel")
     sequences = SharedSequences(job, lines.sequence, data, asked) if sequence > 1 else None
     domain = domain_of(settings, job, grid)
     # Tensors and experts are divided before anybody asks who has which parameter.
-    tensors = SharedTensors(job, lines.tensor, model, settings) if tensor > 1 else None
+    tensors = None
+    if tensor > 1:
+        client = model_parallel_size(mpu) > 1 and "tensor_parallel.autotp_size" not in resolution.given
+        tensors = SharedTensors(job, lines.tensor, model, settings, client=client)
+        model_parameters = tensors.exchange(optimizer, model_parameters)
     groups = divide_experts(model, settings, job, lines)
     domains = domains_of(model, domain)
 
@@ -317,18 +330,22 @@ def _config_source(args: Any, config: Any, config_params: Any) -> Any:
     return next(iter(named.values()))
 
 
-def _resolve(source: Any, world: int, client_optimizer: Any, sequence: int | None) -> Resolution:
+def _resolve(source: Any, world: int, client_optimizer: Any, asked: Asked | None) -> Resolution:
     """Read the configuration, and log its warnings as loudly as it asks for.
 
     Args:
         source: dict, path or text.
         world: all ranks.
         client_optimizer: knows what an "auto" learning rate is, if it is an instance.
-        sequence: ranks that share a sequence, by the arguments; None: they do not say.
+        asked: what the arguments say besides; None: nothing.
     """
     groups = client_optimizer.param_groups if isinstance(client_optimizer, torch.optim.Optimizer) else []
     lr = groups[0].get("lr") if groups else None
-    facts = Facts(lr=None if lr is None else float(lr), sequence_parallel_size=sequence)
+    facts = Facts(
+        lr=None if lr is None else float(lr),
+        sequence_parallel_size=None if asked is None else asked.size,
+        tensor_parallel_size=None if asked is None else asked.tensor,
+    )
     resolution = resolve(source, world_size=world, facts=facts)
     _take_device_limit(resolution)
     if resolution.config.log_level is not None:
@@ -347,36 +364,6 @@ def _take_device_limit(resolution: Resolution) -> None:
         resolution.config.memory_limits.device = size_in_bytes(written)
     except ValueError as error:
         raise ConfigError(f"{DEVICE_LIMIT} (shardwise run --device-limit): {error}") from error
-
-
-_MODEL_PARALLEL_SIZES = (
-    "get_model_parallel_world_size",
-    "get_tensor_model_parallel_world_size",
-    "get_slice_parallel_world_size",
-    "get_pipe_parallel_world_size",
-    "get_pipeline_model_parallel_world_size",
-)
-
-
-def _group_of(mpu: Any) -> Any:
-    """Return the process group of all ranks that a model-parallel unit is of; None: the default group."""
-    if mpu is None:
-        return None
-    shared = int(getattr(mpu, "get_sequence_parallel_world_size", lambda: 1)()) > 1
-    if shared or not hasattr(mpu, "get_data_parallel_group"):
-        return getattr(mpu, "get_sequence_data_parallel_group", lambda: None)()
-    return mpu.get_data_parallel_group()
-
-
-def _check_mpu(mpu: Any) -> None:
-    """Refuse ranks that divide a model: norm, clipping and overflow would be those of each rank's part."""
-    for name in _MODEL_PARALLEL_SIZES if mpu is not None else ():
-        size = getattr(mpu, name, lambda: 1)()
-        if size > 1:
-            raise NotBuiltError(
-                f"initialize(mpu=...): mpu.{name}() is {size}: this version does not have model parallelism. Pass an "
-                "mpu of model-parallel size 1, or none; ZeRO stage 3 divides large layers over all ranks"
-            )
 
 
 def _communicator(settings: Any, group: Any, device: torch.device) -> Communicator:

@@ -125,7 +125,6 @@ class Engine(nn.Module):
     last_load = Held[LoadReport | None]("_checkpoints")
     resumed = Held[Resumed | None]("_faults")
 
-    mp_world_size = 1
     pipeline_parallelism = False
     enable_backward_allreduce = True
 
@@ -257,6 +256,11 @@ class Engine(nn.Module):
         return 1 if self._sequences is None else self._sequences.group.size
 
     @property
+    def mp_world_size(self) -> int:
+        """Number of ranks that have a copy of the model among them."""
+        return self.get_tensor_parallel_world_size()
+
+    @property
     def seq_dp_world_size(self) -> int:
         """Number of ranks over which gradients are averaged."""
         return self.sharded.domain.world
@@ -356,11 +360,26 @@ class Engine(nn.Module):
         """Return the process group of the ranks that share this rank's sequences; None: it has them alone."""
         return None if self._sequences is None else self._sequences.group.group
 
+    @property
+    def tensor_parallel_group(self) -> Any:
+        """The process group of the ranks that have this rank's copy of the model among them; None: it has it alone."""
+        return None if self._tensors is None else self._tensors.group.comm.user_group
+
+    def get_tensor_parallel_group(self) -> Any:
+        """Return `tensor_parallel_group`."""
+        return self.tensor_parallel_group
+
     def get_tensor_parallel_rank(self) -> int:
         """Return this process's place among the ranks that have its copy of the model."""
         return 0 if self._tensors is None else self._tensors.group.place
 
+    def get_tensor_parallel_world_size(self) -> int:
+        """Return the number of ranks that have a copy of the model among them."""
+        return 1 if self._tensors is None else self._tensors.group.size
+
+    get_model_parallel_group = get_tensor_parallel_group
     get_model_parallel_rank = get_tensor_parallel_rank
+    get_model_parallel_world_size = get_tensor_parallel_world_size
 
     def get_lr(self) -> list[float]:
         """Return the learning rate of each parameter group."""

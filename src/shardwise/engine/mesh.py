@@ -13,6 +13,7 @@ from torch.distributed.device_mesh import DeviceMesh
 
 from shardwise.comm.domain import Arrangement, Domain, Domains
 from shardwise.config.checks import not_in_groups
+from shardwise.engine.asked import NAMES, Asked, check_ranks
 from shardwise.engine.zeropp import node_size
 from shardwise.errors import ConfigError, ConflictError, UsageError
 from shardwise.registry import DomainKey, part_of
@@ -21,12 +22,6 @@ if TYPE_CHECKING:
     from shardwise.comm.communicator import Communicator
     from shardwise.config import Config
     from shardwise.config.schema import ZeroConfig
-
-_NAMES = {
-    "replicate": ("replicate", "dp_replicate", "ddp", "hsdp_replicate"),
-    "shard": ("shard", "dp_shard", "fsdp", "hsdp_shard", "dp"),
-}
-"""Names that dimensions of a client's mesh have, by what they are."""
 
 
 def domain_of(config: Config, comm: Communicator, mesh: Arrangement | None = None) -> Domain:
@@ -112,7 +107,9 @@ def domains_of(model: nn.Module, domain: Domain) -> Domains:
             )
         if lines not in groups:
             groups[lines] = comm if len(members) == comm.world else comm.part(lines, f"part_{number}")
-        found[members, divisor] = Domain(groups[lines], like=domain, prescale=comm.world / (divisor or comm.world))
+        prescale = comm.world / (divisor or comm.world)
+        within = domain.arrangement.within(members, lines)
+        found[members, divisor] = Domain(groups[lines], within, like=domain, prescale=prescale)
     return Domains(domain, found)
 
 
@@ -130,33 +127,47 @@ def arrangement_of(mesh: object, zero: ZeroConfig, members: Sequence[int]) -> Ar
     if not isinstance(mesh, DeviceMesh):
         raise UsageError(
             "initialize(mesh_param=...) expects a torch.distributed.device_mesh.DeviceMesh, or a pair of numbers "
-            f"(ranks with data of their own, ranks that share a sequence), got {type(mesh).__name__} {mesh!r}"
+            "(ranks with data of their own, ranks that share a sequence), or three (and ranks that have a copy of the "
+            f"model), got {type(mesh).__name__} {mesh!r}"
         )
     ranks = mesh.mesh
     names = mesh.mesh_dim_names or ("replicate", "shard")[2 - ranks.ndim :] if ranks.ndim <= 2 else mesh.mesh_dim_names
     what = f"initialize(mesh_param=...): a mesh of {dict(zip(names or (), ranks.shape, strict=False))}"
-    found = {kind: [n for n in names or () if n in known] for kind, known in _NAMES.items()}
+    found = {kind: [n for n in names or () if n in NAMES[kind]] for kind in ("replicate", "shard")}
     if ranks.ndim > 2 or sum(map(len, found.values())) != ranks.ndim or max(map(len, found.values())) > 1:
         raise UsageError(
-            f"{what} is not supported: it may have a dimension named replicate (or {', '.join(_NAMES['replicate'][1:])}"
-            f") and one named shard (or {', '.join(_NAMES['shard'][1:])}), as HSDP has"
+            f"{what} is not supported: it may have a dimension named replicate (or {', '.join(NAMES['replicate'][1:])}"
+            f") and one named shard (or {', '.join(NAMES['shard'][1:])}), as HSDP has"
         )
-    if sorted(ranks.flatten().tolist()) != sorted(members):
-        raise UsageError(
-            f"{what} has ranks {ranks.flatten().tolist()}; the engine has ranks {list(members)}, each once"
-        )
+    check_ranks(what, ranks.flatten().tolist(), members)
     if ranks.ndim == 1:
         grid = ranks.view(1, -1) if found["shard"] else ranks.view(-1, 1)
     else:
-        grid = ranks if names is not None and names[0] in _NAMES["replicate"] else ranks.T
+        grid = ranks if names is not None and names[0] in NAMES["replicate"] else ranks.T
     own = {rank: number for number, rank in enumerate(members)}
     grid = torch.tensor([[own[rank] for rank in row] for row in grid.tolist()])
     if any(bool((grid.diff(dim=dim) < 0).any()) for dim in (0, 1)):
         raise UsageError(f"{what}: ranks must ascend along each of its dimensions, found {ranks.tolist()}")
-    size = int(zero.mics_shard_size)
-    if 0 < size != grid.shape[1]:
-        raise UsageError(
-            f"{what} divides parameters over {grid.shape[1]} ranks, zero_optimization.mics_shard_size over {size}; "
-            "remove one of them"
-        )
+    _check_size(what, grid.shape[1], zero)
     return None if grid.shape[0] == 1 else Arrangement.of([[row] for row in grid.tolist()])
+
+
+def replicas_of(asked: Asked, zero: ZeroConfig, world: int) -> Arrangement | None:
+    """Return that of a client's mesh which has been read (`shardwise.engine.asked`): None for one copy of all state.
+
+    Raises:
+        UsageError: it contradicts the configuration.
+    """
+    if asked.replicas == 1:
+        return None
+    _check_size(asked.where, world // asked.replicas, zero)
+    return Arrangement.of_groups(world, world // asked.replicas)
+
+
+def _check_size(what: str, ranks: int, zero: ZeroConfig) -> None:
+    size = int(zero.mics_shard_size)
+    if 0 < size != ranks:
+        raise UsageError(
+            f"{what} divides parameters over {ranks} ranks, zero_optimization.mics_shard_size over {size}; remove one "
+            "of them"
+        )

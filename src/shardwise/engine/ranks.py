@@ -35,16 +35,21 @@ class RankGrid:
     data: list[list[int]]
 
     @classmethod
-    def of(cls, world: int, *, tensor: int = 1, sequence: Sequence[Sequence[int]] | int = 1) -> RankGrid:
+    def of(
+        cls, world: int, *, tensor: Sequence[Sequence[int]] | int = 1, sequence: Sequence[Sequence[int]] | int = 1
+    ) -> RankGrid:
         """Return that of so many ranks.
 
         Args:
             world: a multiple of the sizes.
-            tensor: ranks that have one copy of the model.
+            tensor: ranks that have one copy of the model: how many, or, with whole sequences, which.
             sequence: ranks that share sequences: how many, or, with whole models, which.
         """
+        alone = [[rank] for rank in range(world)]
+        if not isinstance(tensor, int):
+            return cls([list(line) for line in tensor], alone, across(tensor))
         if not isinstance(sequence, int):
-            return cls([[rank] for rank in range(world)], [list(line) for line in sequence], across(sequence))
+            return cls(alone, [list(line) for line in sequence], across(sequence))
         share = tensor * sequence
         starts = range(0, world, share)
         return cls(

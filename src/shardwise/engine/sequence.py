@@ -1,99 +1,20 @@
-"""Sequences that ranks share: from what a caller asks for to the groups of an engine."""
+"""Sequences that ranks share: the groups of an engine."""
 
 from __future__ import annotations
 
 from collections.abc import Sequence
-from dataclasses import dataclass
 from typing import TYPE_CHECKING, Any
 
 from torch import nn
-from torch.distributed.device_mesh import DeviceMesh
 
-from shardwise.comm.communicator import members_of
+from shardwise.engine.asked import Asked, told_lines
 from shardwise.engine.ranks import RankGrid
-from shardwise.errors import ConflictError, UsageError
+from shardwise.errors import UsageError
 from shardwise.parallel.sequence import NAME, SequenceGroup, current, let_go, take_over
 from shardwise.zero.passes.modulehook import ModuleHook
 
 if TYPE_CHECKING:
     from shardwise.comm.communicator import Communicator
-
-_SEQUENCE = ("sp", "seq", "sequence", "ulysses", "sequence_parallel")
-_DATA = ("dp", "data", "shard", "dp_shard", "fsdp", "data_parallel")
-"""Names that dimensions of a client's mesh have."""
-
-
-@dataclass(frozen=True)
-class Asked:
-    """What a caller asks for besides the configuration.
-
-    Attributes:
-        size: ranks that share a sequence.
-        where: said so, for messages.
-        lines: the ranks of each sequence, by their numbers in the job; None: neighbours.
-        own: the global numbers of the ranks of this rank's sequence, where only these are known.
-        group: that there is already.
-    """
-
-    size: int
-    where: str
-    lines: list[list[int]] | None = None
-    own: list[int] | None = None
-    group: SequenceGroup | None = None
-
-
-def asked_by(mpu: Any, mesh: Any, members: Sequence[int]) -> Asked | None:
-    """Return what `initialize(mpu=..., mesh_param=...)` says of sequences; None: nothing.
-
-    Args:
-        mpu: a model-parallel unit, or None.
-        mesh: a DeviceMesh, a pair (data, sequence), or None.
-        members: the engine's ranks, by the numbers that a mesh gives them.
-
-    Raises:
-        ConflictError: numbers that do not fit the ranks.
-        UsageError: a mesh of other dimensions.
-    """
-    if isinstance(mesh, (tuple, list)):
-        return _pair(mesh, len(members))
-    if isinstance(mesh, DeviceMesh) and set(mesh.mesh_dim_names or ()) & set(_SEQUENCE):
-        return _of_mesh(mesh, members)
-    size = int(getattr(mpu, "get_sequence_parallel_world_size", lambda: 1)())
-    if size == 1:
-        return None
-    if isinstance(mpu, SequenceGroup):
-        return Asked(size, "initialize(mpu=...)", own=mpu.members, group=mpu)
-    return Asked(size, "initialize(mpu=...)", own=members_of(mpu.get_sequence_parallel_group()))
-
-
-def _pair(mesh: Sequence[Any], world: int) -> Asked:
-    what = f"initialize(mesh_param={tuple(mesh)!r})"
-    if len(mesh) != 2 or not all(isinstance(size, int) and not isinstance(size, bool) and size > 0 for size in mesh):
-        raise UsageError(f"{what}: expected two numbers: ranks with data of their own, and ranks that share a sequence")
-    if mesh[0] * mesh[1] != world:
-        raise ConflictError(f"{what}: {mesh[0]} x {mesh[1]} ranks, but there are {world}")
-    return Asked(mesh[1], what)
-
-
-def _of_mesh(mesh: DeviceMesh, members: Sequence[int]) -> Asked:
-    names = mesh.mesh_dim_names or ()
-    what = f"initialize(mesh_param=...): a mesh of {dict(zip(names, mesh.mesh.shape, strict=True))}"
-    others = [name for name in names if name not in _SEQUENCE]
-    if len(names) > 2 or len(others) != len(names) - 1 or any(name not in _DATA for name in others):
-        raise UsageError(
-            f"{what} is not supported: besides the dimension of sequences it may have one named {' or '.join(_DATA)}. "
-            "State is divided over all its ranks"
-        )
-    ranks = mesh.mesh.view(1, -1) if len(names) == 1 else mesh.mesh if names[1] in _SEQUENCE else mesh.mesh.T
-    if sorted(ranks.flatten().tolist()) != sorted(members):
-        raise UsageError(
-            f"{what} has ranks {ranks.flatten().tolist()}; the engine has ranks {list(members)}, each once"
-        )
-    own = {rank: number for number, rank in enumerate(members)}
-    lines = [[own[rank] for rank in row] for row in ranks.tolist()]
-    if any(line != sorted(line) for line in lines):
-        raise UsageError(f"{what}: ranks must ascend along the dimension of sequences, found {ranks.tolist()}")
-    return Asked(ranks.shape[1], what, lines)
 
 
 class SharedSequences:
@@ -173,7 +94,10 @@ def sequence_lines(job: Communicator, size: int, tensor: int, asked: Asked | Non
     """
     if size == 1 or asked is None or (asked.lines is None and asked.own is None):
         return size
-    lines = _named(job, asked)
+    lines = asked.lines
+    if lines is None:
+        assert asked.own is not None
+        lines = told_lines(job, asked.own, asked.where, "share sequences")
     if tensor == 1:
         return lines
     wanted = RankGrid.of(job.world, tensor=tensor, sequence=size).sequence
@@ -183,18 +107,3 @@ def sequence_lines(job: Communicator, size: int, tensor: int, asked: Asked | Non
             f"which are neighbours, they have to be {wanted}"
         )
     return size
-
-
-def _named(job: Communicator, asked: Asked) -> list[list[int]]:
-    if asked.lines is not None:
-        return asked.lines
-    assert asked.own is not None
-    numbers = {rank: number for number, rank in enumerate(job.members)}
-    told = job.exchange([numbers.get(rank, -1) for rank in asked.own], "sequence_groups")
-    lines = [list(line) for line in sorted({tuple(line) for line in told})]
-    if sorted(rank for line in lines for rank in line) != list(range(job.world)) or len({*map(len, lines)}) != 1:
-        raise UsageError(
-            f"{asked.where}: the ranks that share sequences are {lines} by what all ranks say; expected groups of one "
-            f"size that have each of {job.world} ranks once"
-        )
-    return lines

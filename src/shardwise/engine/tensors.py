@@ -11,13 +11,13 @@ from torch.utils.hooks import RemovableHandle
 
 from shardwise.errors import DesyncError, UsageError
 from shardwise.parallel.sequence import across
+from shardwise.parallel.tensor.dtensors import DTensors
+from shardwise.parallel.tensor.entry import divide_model, divided_over
 from shardwise.parallel.tensor.group import NAME, TensorGroup
-from shardwise.parallel.tensor.layers import Parallel, divide
-from shardwise.parallel.tensor.plan import cuts_of
-from shardwise.registry import part_of
+from shardwise.parallel.tensor.layers import Parallel
+from shardwise.parallel.tensor.marked import declare_marked
 from shardwise.trees import tensors_in
 from shardwise.zero.passes.modulehook import ModuleHook
-from shardwise.zero.units import released
 
 if TYPE_CHECKING:
     from shardwise.comm.communicator import Communicator
@@ -32,6 +32,7 @@ class SharedTensors:
         lines: those of each copy of the model, by their numbers in the job.
         model: its layers are divided, unless they have been before.
         config: validated; says how.
+        client: layers have been divided by the client and exchange by themselves; parameters are marked.
 
     Attributes:
         group: the ranks of this rank's copy of the model.
@@ -41,8 +42,16 @@ class SharedTensors:
         ConfigError: the configuration names what the model has not.
     """
 
-    def __init__(self, job: Communicator, lines: Sequence[Sequence[int]], model: nn.Module, config: Config) -> None:
-        before = next((module.group for module in model.modules() if isinstance(module, Parallel)), None)
+    def __init__(
+        self,
+        job: Communicator,
+        lines: Sequence[Sequence[int]],
+        model: nn.Module,
+        config: Config,
+        *,
+        client: bool = False,
+    ) -> None:
+        before = divided_over(model)
         if before is not None and before.columns != across(lines):
             raise UsageError(
                 f"this model is divided over ranks {before.columns} by place, and should be over {across(lines)} "
@@ -50,13 +59,26 @@ class SharedTensors:
             )
         self._part = job.part(lines, NAME)
         self.group = TensorGroup(self._part, across(lines), self._part.rank)
-        divide_model(model, self.group, config, job)
+        self._dtensors = DTensors(model, self.group)
+        self._former: list[tuple[Parallel, TensorGroup]] = []
+        if client:
+            _declare_client_s(model, self.group)
+        elif not self._dtensors:
+            self._former = divide_model(
+                model, self.group, config.tensor_parallel, job, experts=not config.expert_parallel.enabled
+            )
         self._hooks: list[RemovableHandle] = []
         self._compared = False
 
+    def exchange(self, optimizer: Any, parameters: Any) -> Any:
+        """Have an optimizer hold what the model's parameters are now, and return a client's list of them so."""
+        return self._dtensors.exchange(optimizer, parameters) if self._dtensors else parameters
+
     def watch(self, model: nn.Module) -> None:
-        """Compare what the ranks of a copy of the model give it in the first forward pass."""
+        """Compare what the ranks of a copy of the model give it in the first forward pass (parameters are sharded)."""
+        self._dtensors.watch(ModuleHook)
         self._hooks.append(model.register_forward_pre_hook(ModuleHook(self._begins), with_kwargs=True))
+        self._hooks.append(model.register_forward_hook(ModuleHook(self.group.end_pass)))
 
     def _begins(self, model: nn.Module, args: Any, kwargs: Any) -> None:
         if self._compared or not model.training:
@@ -76,35 +98,21 @@ class SharedTensors:
         for hook in self._hooks:
             hook.remove()
         self._hooks = []
+        self._dtensors.close()
         self.group.close()
+        for layer, group in self._former:
+            layer.group = group
 
 
-def divide_model(model: nn.Module, group: TensorGroup, config: Config, job: Communicator) -> None:
-    """Divide a model's layers, of which each rank keeps its part; those that are divided stay as they are.
-
-    All ranks begin with the values of the first: what they keep has to be of one model.
-
-    Args:
-        model: is changed.
-        group: the ranks of a copy of the model.
-        config: validated.
-        job: all ranks.
-    """
-    divided = [module for module in model.modules() if isinstance(module, Parallel)]
-    for module in divided:
-        module.group = group
-    if divided:
-        return
-    for path, cut in cuts_of(model, group.size, config.tensor_parallel).items():
-        layer = model.get_submodule(path)
-        for parameter in layer.parameters(recurse=False):
-            if part_of(parameter).ranks is None and not job.imagined and _plain(parameter):
-                job.broadcast(parameter.data, 0, path).wait()
-        divide(layer, cut, group, path)
-
-
-def _plain(parameter: nn.Parameter) -> bool:
-    return not parameter.is_meta and released.owner_of(parameter) is None
+def _declare_client_s(model: nn.Module, group: TensorGroup) -> None:
+    """Declare parts whose layers exchange by themselves."""
+    if not declare_marked(model, group):
+        raise UsageError(
+            f"initialize(mpu=...): {group.size} ranks have a copy of the model among them, and no parameter of "
+            f"{type(model).__name__} says that it is a part: set parameter.tensor_model_parallel = True and "
+            "parameter.partition_dim on those of divided layers, as Megatron does; or set tensor_parallel.autotp_size, "
+            "and plain layers are divided over these ranks"
+        )
 
 
 def fingerprint(tensor: torch.Tensor) -> list[Any]:

@@ -3,6 +3,9 @@ and step.
 
 Functions of whole tensors (`full`) are collectives: every rank of the engine calls them, in the same order. Those of
 one rank's part (`local`) are not, but for `safe_set_local_fp32_param`. A tensor that no engine owns gives None.
+
+Of a parameter that is declared as a part of a tensor (`shardwise.declare_part`), `full` functions give and take the
+whole tensor, as one process would have it, and `local` ones what this rank stores of its part.
 """
 
 from __future__ import annotations
@@ -39,7 +42,10 @@ def _lent(model: ShardedModel, index: int, *, written: bool = False) -> Abstract
 
 
 def _assemble(model: ShardedModel, index: int, runs: Iterable[Run], dtype: torch.dtype, whole: bool) -> torch.Tensor:
-    """Put runs of all ranks together: sums of what ranks store of an element, which all do if it is `whole`."""
+    """Put runs of all ranks together: sums of what ranks store of an element, which all do if it is `whole`.
+
+    Of a tensor of which ranks have parts, each part is put together by the ranks that have it, and then the parts are.
+    """
     tensor, ranks = model.registry[index], model.unit_of(index).domain.ranks
     flat = torch.zeros(tensor.numel + -tensor.numel % ranks.world, dtype=dtype, device=model.device)
     for start, stop, values in runs:
@@ -47,7 +53,7 @@ def _assemble(model: ShardedModel, index: int, runs: Iterable[Run], dtype: torch
     if not whole:
         # Of masters and state every element is zero on all ranks but one, so that the sum is exact.
         ranks.sum_large(flat, tensor.name)
-    return flat[: tensor.numel].view(tensor.shape)
+    return model.wholes.assemble(index, flat[: tensor.numel].view(tensor.shape))
 
 
 def _assemble_state(model: ShardedModel, index: int, runs: Iterable[Run], dtype: torch.dtype) -> torch.Tensor:
@@ -190,7 +196,8 @@ def safe_get_full_optimizer_state(parameter: torch.Tensor, optim_state_key: str)
         runs = model.update.state_pieces(index, optim_state_key)
         # Ranks that store nothing of it learn its type, too.
         known = torch.tensor([float(any(run[2].dtype is kind for run in runs)) for kind in _KINDS], device=model.device)
-        ranks = model.comm if model.section_of(index).layout.cut else model.unit_of(index).domain.ranks
+        # So do those with a part of which there is nothing.
+        ranks = model.comm if model.wholes.divided(index) else model.unit_of(index).domain.ranks
         ranks.all_reduce(known, "optimizer_state.known").wait()
         dtype = next((kind for kind, count in zip(_KINDS, known.tolist(), strict=True) if count), None)
         if dtype is None:
@@ -387,9 +394,11 @@ def _as_stepped(model: ShardedModel, index: int, value: torch.Tensor) -> torch.T
 
 
 def _checked(model: ShardedModel, index: int, value: torch.Tensor) -> torch.Tensor:
-    """Return this rank's part of a value, which is given whole where the optimizer steps whole tensors; flat."""
-    tensor, whole = model.registry[index], model.section_of(index).layout.cut
-    shape = tensor.global_shape if whole else tensor.shape
-    if tuple(value.shape) != shape:
-        raise UsageError(f"parameter {tensor.name!r} has shape {shape}, the given value {tuple(value.shape)}")
-    return (tensor.cut(value.detach()) if whole else value.detach()).to(model.device).reshape(-1)
+    """Return this rank's part of a value for a whole tensor, flat."""
+    tensor = model.registry[index]
+    if tuple(value.shape) != tensor.global_shape:
+        raise UsageError(
+            f"parameter {tensor.name!r} has shape {tensor.global_shape}, the given value {tuple(value.shape)}"
+            + (f" (it is given whole; this rank has the part {tensor.box})" if tensor.box is not None else "")
+        )
+    return tensor.cut(value.detach()).to(model.device).reshape(-1)

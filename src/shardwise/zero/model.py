@@ -13,7 +13,7 @@ import sys
 from collections.abc import Callable, Collection, Iterable, Iterator, Mapping, Sequence
 from contextlib import AbstractContextManager
 from dataclasses import replace
-from typing import Any, TypeVar
+from typing import Any, NamedTuple, TypeVar
 
 import torch
 from torch import nn
@@ -45,6 +45,7 @@ from shardwise.zero.building import UnitBuilder
 from shardwise.zero.parameters.guards import Guards
 from shardwise.zero.parameters.init import PartStore
 from shardwise.zero.parameters.memoryguard import MemoryGuard
+from shardwise.zero.parameters.wholes import Shown, Wholes
 from shardwise.zero.passes.driver import Alone, Driver
 from shardwise.zero.passes.gather import Gatherer, Phase, Touch, backward_order
 from shardwise.zero.passes.hooks import Hooks
@@ -75,6 +76,13 @@ _DESTROYED = (
     "the engine has been destroyed, and its model is a plain one again; pass the model to shardwise.initialize() for a "
     "new engine"
 )
+
+
+class Gathered(NamedTuple):
+    """What `ShardedModel.gather` has gathered: units, and parameters that are whole tensors meanwhile."""
+
+    units: list[Unit]
+    shown: list[Shown]
 
 
 class ShardedModel:
@@ -108,6 +116,7 @@ class ShardedModel:
         owners: the part of `update` that steps whole tensors; None if there is none.
         early: steps units before the step comes; None: nothing does.
         copied: behind copies of what the optimizer steps that somebody has begun; None: there are none.
+        wholes: puts tensors together of which ranks have parts.
     """
 
     def __init__(
@@ -156,6 +165,7 @@ class ShardedModel:
         self.early: EarlySteps | None = None
         specs = find_units(module, self.registry, plan.unit_cap, leaves)
         self.numbering = Numbering(self.registry, specs, domains, self.comm)
+        self.wholes = Wholes(self.registry, self.numbering, self.comm, accountant)
         self.homes = homes
         self._check_domains(domains, compressor)
         if sparse_gradients and (compressor is not None or stepping.communicates):
@@ -779,7 +789,7 @@ class ShardedModel:
 
         Each part is there once, in one order on all ranks. None where all ranks have the same tensors.
         """
-        return () if self.numbering.parts is None else self.numbering.parts[index]
+        return self.wholes.parts_of(index)
 
     def _own_pieces(self) -> dict[int, tuple[SectionMemory, list[ShardSlice]]]:
         found: dict[int, tuple[SectionMemory, list[ShardSlice]]] = {}
@@ -883,8 +893,46 @@ class ShardedModel:
         wanted = {t.index for t in map(self.registry.find, parameters) if t is not None}
         return [unit for unit in self.units if any(tensor.index in wanted for tensor in unit.tensors)]
 
-    def gather(self, parameters: Iterable[nn.Parameter]) -> list[Unit]:
-        """Gather the released units of some parameters outside of passes (all ranks must call); return those units."""
+    def gather(self, parameters: Iterable[nn.Parameter]) -> Gathered:
+        """Let parameters be whole outside of passes (all ranks must call): those that are parts are the whole tensors.
+
+        Raises:
+            UsageError: see `Wholes.assemble`.
+        """
+        parameters = list(parameters)
+        units = self.gather_parts(parameters)
+        try:
+            return Gathered(units, self.wholes.show(parameters))
+        except BaseException:
+            self.let_go(units)
+            raise
+
+    def put_back(self, parameters: Iterable[nn.Parameter], gathered: Gathered, src: int | None) -> None:
+        """End a `gather`.
+
+        Args:
+            parameters: those that were asked for.
+            gathered: what `gather` returned; released again.
+            src: global rank whose values become everybody's, masters included; None discards changes of what was
+                gathered.
+
+        Raises:
+            UsageError: see `Unit.store_shard`.
+        """
+        parameters = list(parameters)
+        for unit in self.units_of(parameter for _, parameter, _ in gathered.shown):
+            unit.attach()
+        if src is not None and gathered.shown:
+            self.wholes.agree(gathered.shown, self.comm.group_rank(src) if src in self.comm.members else 0)
+            for tensor, _, whole in gathered.shown:
+                self.values_of(tensor.index).copy_(tensor.cut(whole).reshape(-1))
+        self.put_parts_back(parameters, gathered.units, src)
+
+    def gather_parts(self, parameters: Iterable[nn.Parameter]) -> list[Unit]:
+        """Gather the released units of some parameters outside of passes (all ranks must call); return those units.
+
+        Parameters that are parts of tensors stay parts.
+        """
         self.hooks.settle()
         self.presence.require("parameters cannot be gathered", values=True)
         wanted = self.units_of(parameters)
@@ -918,17 +966,17 @@ class ShardedModel:
         unit.expose()
 
     def let_go(self, gathered: Sequence[Unit]) -> None:
-        """Release what `gather` returned."""
+        """Release what `gather_parts` returned."""
         for unit in gathered:
             unit.pins -= 1
             unit.release()
 
-    def put_back(self, parameters: Iterable[nn.Parameter], gathered: Sequence[Unit], src: int | None) -> None:
-        """End a `gather`.
+    def put_parts_back(self, parameters: Iterable[nn.Parameter], gathered: Sequence[Unit], src: int | None) -> None:
+        """End a `gather_parts`.
 
         Args:
             parameters: those that were asked for.
-            gathered: what `gather` returned; released again.
+            gathered: what `gather_parts` returned; released again.
             src: global rank whose values become everybody's, masters included; None discards changes.
 
         Raises:
@@ -956,7 +1004,7 @@ class ShardedModel:
     @contextlib.contextmanager
     def whole(self) -> Iterator[None]:
         """Gather everything once: passes inside need no communication, so that their number may differ by rank."""
-        gathered = self.gather(self.registry.parameters)
+        gathered = self.gather_parts(self.registry.parameters)
         self.gatherer.suspended = True
         try:
             yield
@@ -1085,7 +1133,7 @@ class ShardedModel:
             self.reducer.clear()
         while self.units and not apart:
             unit = self.units[0]
-            self.gather(unit.parameters)
+            self.gather_parts(unit.parameters)
             for parameter in unit.parameters:
                 released.disown(parameter)
                 parameter.data = parameter.data.clone()

@@ -66,7 +66,7 @@ class _CrossEntropy(torch.autograd.Function):
         places = (labels - first).masked_fill(~here, 0).unsqueeze(-1)
         for begin in range(0, tokens, _ROWS):
             rows = slice(begin, begin + _ROWS)
-            wide = logits[rows].float()
+            wide = logits[rows].to(torch.float32, copy=True)  # and not what others have
             told[0, rows] = most = wide.amax(-1)
             told[2, rows] = wide.gather(-1, places[rows]).squeeze(-1)
             told[1, rows] = wide.sub_(most.unsqueeze(-1)).exp_().sum(-1)
@@ -90,7 +90,7 @@ class _CrossEntropy(torch.autograd.Function):
         found = torch.empty_like(logits)
         for begin in range(0, len(logits), _ROWS):
             rows = slice(begin, begin + _ROWS)
-            wide = logits[rows].float().sub_(normaliser[rows].unsqueeze(-1)).exp_()
+            wide = logits[rows].to(torch.float32, copy=True).sub_(normaliser[rows].unsqueeze(-1)).exp_()
             wide.scatter_add_(-1, places[rows], -here[rows].unsqueeze(-1).float())
             found[rows] = wide.mul_(factor[rows])
         return found, None, None, None, None

@@ -1,0 +1,304 @@
+"""What a caller asks for besides the configuration: by an `mpu`, by a mesh, or by a model that is divided already."""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Sequence
+from dataclasses import dataclass, replace
+from typing import TYPE_CHECKING, Any
+
+from torch import nn
+from torch.distributed.device_mesh import DeviceMesh
+
+from shardwise.comm.communicator import members_of
+from shardwise.errors import ConflictError, NotBuiltError, UsageError
+from shardwise.parallel.sequence import SequenceGroup
+from shardwise.parallel.tensor.dtensors import line_of
+from shardwise.parallel.tensor.entry import divided_over
+
+if TYPE_CHECKING:
+    from shardwise.comm.communicator import Communicator
+
+NAMES = {
+    "replicate": ("replicate", "dp_replicate", "ddp", "hsdp_replicate"),
+    "shard": ("shard", "dp_shard", "fsdp", "hsdp_shard", "dp", "data", "data_parallel"),
+    "sequence": ("sp", "seq", "sequence", "ulysses", "sequence_parallel"),
+    "tensor": ("tp", "tensor", "model", "mp", "tensor_parallel", "model_parallel"),
+}
+"""Names that dimensions of a client's mesh have, by what they are, from the outermost to the innermost."""
+
+_MPU = "initialize(mpu=...)"
+
+
+@dataclass(frozen=True)
+class Asked:
+    """What a caller asks for.
+
+    Attributes:
+        size: ranks that share a sequence; None: the configuration says.
+        where: said so, for messages.
+        lines: the ranks of each sequence, by their numbers in the job; None: neighbours.
+        own: the global numbers of the ranks of this rank's sequence, where only these are known.
+        group: of these ranks, that there is already.
+        tensor: ranks that have a copy of the model among them; None: the configuration says.
+        own_tensor: their global numbers, where a caller has made groups of them; None: neighbours.
+        replicas: groups of ranks of which each has all state (HSDP), by a mesh that has further dimensions.
+        meshed: a mesh has been read.
+    """
+
+    size: int | None
+    where: str
+    lines: list[list[int]] | None = None
+    own: list[int] | None = None
+    group: SequenceGroup | None = None
+    tensor: int | None = None
+    own_tensor: list[int] | None = None
+    replicas: int = 1
+    meshed: bool = False
+
+
+def asked_by(mpu: Any, mesh: Any, model: nn.Module, members: Sequence[int]) -> Asked | None:
+    """Return what `initialize(mpu=..., mesh_param=..., model=...)` says besides the configuration; None: nothing.
+
+    Args:
+        mpu: a model-parallel unit, or None.
+        mesh: a DeviceMesh, numbers (data, sequence) or (data, sequence, tensor), or None.
+        model: may consist of DTensors, or may be divided already.
+        members: the engine's ranks, by the numbers that a mesh gives them.
+
+    Raises:
+        ConflictError: numbers that do not fit the ranks, or one another.
+        UsageError: a mesh of other dimensions, or whose ranks lie otherwise than they have to.
+    """
+    found = _of_arguments(mpu, mesh, members)
+    line = line_of(model)
+    what, size = "a model of DTensors", None if line is None else len(line)
+    if line is None:
+        group = divided_over(model)
+        what, size = "a model that has been divided", None if group is None else group.size
+    if size is None:
+        return found
+    if found is None:
+        return Asked(None, what, tensor=size, own_tensor=line)
+    if found.tensor not in (None, size):
+        raise ConflictError(
+            f"{found.where} says that {found.tensor} ranks have a copy of the model, and the model is divided over "
+            f"{size}; pass the mesh that it was divided with"
+        )
+    return replace(found, tensor=size, own_tensor=line or found.own_tensor)
+
+
+def _of_arguments(mpu: Any, mesh: Any, members: Sequence[int]) -> Asked | None:
+    if isinstance(mesh, (tuple, list)):
+        return _numbers(mesh, len(members))
+    names = set(mesh.mesh_dim_names or ()) if isinstance(mesh, DeviceMesh) else set()
+    if names & set(NAMES["tensor"]):
+        return _of_tensor_mesh(mesh, members)
+    if names & set(NAMES["sequence"]):
+        return _of_mesh(mesh, members)
+    size = int(getattr(mpu, "get_sequence_parallel_world_size", lambda: 1)())
+    tensor = model_parallel_size(mpu)
+    if size == 1:
+        return None if tensor == 1 else Asked(None, _MPU, tensor=tensor, own_tensor=model_parallel_ranks(mpu))
+    if tensor > 1:
+        raise NotBuiltError(
+            f"{_MPU}: ranks share sequences ({size}) and a copy of the model ({tensor}), which an mpu cannot say here. "
+            "Pass a mesh with the dimensions dp, sp and tp as mesh_param"
+        )
+    if isinstance(mpu, SequenceGroup):
+        return Asked(size, _MPU, own=mpu.members, group=mpu)
+    return Asked(size, _MPU, own=members_of(mpu.get_sequence_parallel_group()))
+
+
+def _numbers(mesh: Sequence[Any], world: int) -> Asked:
+    what = f"initialize(mesh_param={tuple(mesh)!r})"
+    whole = all(isinstance(size, int) and not isinstance(size, bool) and size > 0 for size in mesh)
+    if len(mesh) not in (2, 3) or not whole:
+        raise UsageError(
+            f"{what}: expected two numbers, ranks with data of their own and ranks that share a sequence, or a third: "
+            "ranks that have a copy of the model among them"
+        )
+    if math.prod(mesh) != world:
+        raise ConflictError(f"{what}: {' x '.join(map(str, mesh))} ranks, but there are {world}")
+    return Asked(mesh[1], what, tensor=mesh[2] if len(mesh) == 3 else None, meshed=True)
+
+
+def _of_mesh(mesh: DeviceMesh, members: Sequence[int]) -> Asked:
+    names = mesh.mesh_dim_names or ()
+    what = _described(mesh)
+    others = [name for name in names if name not in NAMES["sequence"]]
+    if len(names) > 2 or len(others) != len(names) - 1 or any(name not in NAMES["shard"] for name in others):
+        raise UsageError(
+            f"{what} is not supported: besides the dimension of sequences it may have one named "
+            f"{' or '.join(NAMES['shard'])}. State is divided over all its ranks"
+        )
+    ranks = mesh.mesh.view(1, -1) if len(names) == 1 else mesh.mesh if names[1] in NAMES["sequence"] else mesh.mesh.T
+    check_ranks(what, ranks.flatten().tolist(), members)
+    own = {rank: number for number, rank in enumerate(members)}
+    lines = [[own[rank] for rank in row] for row in ranks.tolist()]
+    if any(line != sorted(line) for line in lines):
+        raise UsageError(f"{what}: ranks must ascend along the dimension of sequences, found {ranks.tolist()}")
+    return Asked(ranks.shape[1], what, lines, meshed=True)
+
+
+def _of_tensor_mesh(mesh: DeviceMesh, members: Sequence[int]) -> Asked:
+    """Read a mesh with a dimension of ranks that have a copy of the model, which have to be neighbours."""
+    names, what = list(mesh.mesh_dim_names or ()), _described(mesh)
+    kinds = [next((kind for kind, known in NAMES.items() if name in known), None) for name in names]
+    if None in kinds or len(set(kinds)) < len(kinds):
+        raise UsageError(
+            f"{what} is not supported: beside the dimension tp it may have one each of "
+            + ", ".join(f"{kind} ({', '.join(known)})" for kind, known in NAMES.items() if kind != "tensor")
+        )
+    order = [kinds.index(kind) for kind in NAMES if kind in kinds]
+    sizes = {kind: mesh.mesh.shape[place] for place, kind in enumerate(kinds)}
+    ranks, tensor = mesh.mesh.permute(order).flatten().tolist(), sizes["tensor"]
+    if len(names) == 1 and tensor < len(members):  # a slice of a larger mesh: other ranks have theirs
+        own = next((list(members[n : n + tensor]) for n in range(0, len(members), tensor) if ranks[0] == members[n]), 0)
+        if ranks == own:
+            return Asked(None, what, tensor=tensor, meshed=True)
+        raise UsageError(
+            f"{what} has ranks {ranks} of {len(members)}, which have to be neighbours, from a multiple of {tensor} on. "
+            f"{_would_do(mesh, ['dp', 'tp'], [max(1, len(members) // tensor), tensor])}"
+        )
+    check_ranks(what, ranks, members)
+    if ranks != list(members):
+        raise UsageError(
+            f"{what}: its ranks {mesh.mesh.tolist()} lie otherwise than they have to: the ranks of a copy of the model "
+            "are neighbours, then those that share a sequence, then the others. "
+            + _would_do(mesh, [names[place] for place in order], [mesh.mesh.shape[place] for place in order])
+        )
+    return Asked(sizes.get("sequence", 1), what, tensor=tensor, replicas=sizes.get("replicate", 1), meshed=True)
+
+
+def _would_do(mesh: DeviceMesh, names: Sequence[str], sizes: Sequence[int]) -> str:
+    return f"This would do: init_device_mesh({mesh.device_type!r}, {tuple(sizes)}, mesh_dim_names={tuple(names)})"
+
+
+def _described(mesh: DeviceMesh) -> str:
+    named = dict(zip(mesh.mesh_dim_names or (), mesh.mesh.shape, strict=False))
+    return f"initialize(mesh_param=...): a mesh of {named}"
+
+
+def check_ranks(what: str, ranks: Sequence[int], members: Sequence[int]) -> None:
+    """Check that a mesh has each of the engine's ranks once.
+
+    Raises:
+        UsageError: it has not.
+    """
+    if sorted(ranks) != sorted(members):
+        raise UsageError(f"{what} has ranks {list(ranks)}; the engine has ranks {list(members)}, each once")
+
+
+# -- a model-parallel unit ---------------------------------------------------------------------------------------------
+
+_MODEL_PARALLEL = ("tensor_model_parallel", "slice_parallel", "model_parallel")
+"""What ranks that have a copy of the model among them are called in names of methods; the first that is there."""
+
+_PIPELINE = ("get_pipe_parallel_world_size", "get_pipeline_model_parallel_world_size")
+
+
+def model_parallel_size(mpu: Any) -> int:
+    """Return how many ranks have a copy of the model among them.
+
+    Raises:
+        NotBuiltError: there are pipeline stages.
+        UsageError: the unit does not say which ranks they are.
+    """
+    for name in _PIPELINE if mpu is not None else ():
+        size = getattr(mpu, name, lambda: 1)()
+        if size > 1:
+            raise NotBuiltError(
+                f"{_MPU}: mpu.{name}() is {size}: this version does not have pipeline parallelism. Pass an mpu with "
+                "one stage, or none; ZeRO stage 3 divides large layers over all ranks"
+            )
+    size = int(_asked(mpu, "world_size", lambda: 1)())
+    if size > 1 and not all(map(callable, (_asked(mpu, "group"), getattr(mpu, "get_data_parallel_group", None)))):
+        raise UsageError(
+            f"{_MPU}: {size} ranks have a copy of the model, and the unit does not say which: it needs "
+            "get_tensor_model_parallel_group() (or get_model_parallel_group()) and get_data_parallel_group()"
+        )
+    return size
+
+
+def model_parallel_ranks(mpu: Any) -> list[int]:
+    """Return the global numbers of the ranks that have this rank's copy of the model among them, by their places."""
+    return members_of(_asked(mpu, "group")())
+
+
+def _asked(mpu: Any, what: str, default: Any = None) -> Any:
+    return next((getattr(mpu, f"get_{n}_{what}") for n in _MODEL_PARALLEL if hasattr(mpu, f"get_{n}_{what}")), default)
+
+
+def group_of(mpu: Any) -> Any:
+    """Return the process group of all ranks that a model-parallel unit is of; None: the default group."""
+    if mpu is None or model_parallel_size(mpu) > 1:
+        return None
+    shared = int(getattr(mpu, "get_sequence_parallel_world_size", lambda: 1)()) > 1
+    if shared or not hasattr(mpu, "get_data_parallel_group"):
+        return getattr(mpu, "get_sequence_data_parallel_group", lambda: None)()
+    return mpu.get_data_parallel_group()
+
+
+# -- what all ranks say ------------------------------------------------------------------------------------------------
+
+
+def told_lines(job: Communicator, own: Sequence[int], where: str, what: str) -> list[list[int]]:
+    """Return the groups of ranks that all ranks name, by numbers in the job, in the order of their first ranks.
+
+    Args:
+        job: all ranks, which call.
+        own: global numbers of this rank's.
+        where: said so, for messages.
+        what: the ranks of a group do.
+
+    Raises:
+        UsageError: they are no groups of one size that have each rank once.
+    """
+    numbers = {rank: number for number, rank in enumerate(job.members)}
+    told = job.exchange([numbers.get(rank, -1) for rank in own], "groups_of_ranks")
+    lines = [list(line) for line in sorted({tuple(line) for line in told})]
+    if sorted(rank for line in lines for rank in line) != list(range(job.world)) or len({*map(len, lines)}) != 1:
+        raise UsageError(
+            f"{where}: the ranks that {what} are {lines} by what all ranks say; expected groups of one size that have "
+            f"each of {job.world} ranks once"
+        )
+    return lines
+
+
+def tensor_lines(job: Communicator, size: int, sequence: int, asked: Asked | None, mpu: Any) -> list[list[int]] | int:
+    """Return which ranks have copies of the model among them, if a caller has made groups of them, else how many.
+
+    Args:
+        job: all ranks, which call.
+        size: of the groups.
+        sequence: ranks that share a sequence.
+        asked: what the caller has said; None: only the configuration has.
+        mpu: the caller's unit; its data-parallel ranks have to be those at the same place of all copies.
+
+    Raises:
+        UsageError: the groups do not fit one another.
+    """
+    if size == 1 or asked is None or asked.own_tensor is None:
+        return size
+    neighbours = [list(range(first, first + size)) for first in range(0, job.world, size)]
+    lines = told_lines(job, asked.own_tensor, asked.where, "have a copy of the model among them")
+    if any(line != sorted(line) for line in lines):
+        raise UsageError(f"{asked.where}: ranks of a copy of the model must ascend, found {lines}")
+    if asked.where == _MPU:
+        place = next(line for line in lines if job.rank in line).index(job.rank)
+        column, data = [job.members[line[place]] for line in lines], members_of(mpu.get_data_parallel_group())
+        if column != data:
+            raise UsageError(
+                f"{_MPU}: get_data_parallel_group() has ranks {data} here, and the ranks at this place of all copies "
+                f"of the model are {column}, by the groups that all ranks name: expected {job.world} ranks to be "
+                "model-parallel groups x data-parallel groups (without further dimensions, such as context)"
+            )
+    if lines == neighbours:
+        return size
+    if sequence > 1:
+        raise UsageError(
+            f"{asked.where}: the ranks that have a copy of the model among them are {lines}; with sequences that "
+            f"{sequence} ranks share (sequence_parallel_size) they have to be neighbours: {neighbours}"
+        )
+    return lines

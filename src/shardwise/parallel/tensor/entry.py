@@ -1,0 +1,217 @@
+"""Dividing a model: at once, before there is an engine (`tp_model_init`), or when an engine is made of it."""
+
+from __future__ import annotations
+
+from dataclasses import replace
+from typing import TYPE_CHECKING, Any
+
+import torch
+import torch.distributed as dist
+from torch import nn
+
+from shardwise.comm.communicator import Communicator, members_of
+from shardwise.comm.ledger import Ledger
+from shardwise.config import load, resolve
+from shardwise.errors import ConflictError, UsageError
+from shardwise.parallel.sequence import across
+from shardwise.parallel.tensor import huggingface
+from shardwise.parallel.tensor.group import NAME, TensorGroup
+from shardwise.parallel.tensor.layers import Parallel
+from shardwise.parallel.tensor.plan import cuts_of
+from shardwise.parallel.tensor.tokens import tokens_of
+from shardwise.registry import part_of
+
+if TYPE_CHECKING:
+    from shardwise.config.schema.parallel import TensorParallel
+
+
+def divided_over(model: nn.Module) -> TensorGroup | None:
+    """Return the ranks over which layers of a model have been divided; None: there are none."""
+    return next((module.group for module in model.modules() if isinstance(module, Parallel)), None)
+
+
+def divide_model(
+    model: nn.Module, group: TensorGroup, section: TensorParallel, everybody: Communicator, *, experts: bool = True
+) -> list[tuple[Parallel, TensorGroup]]:
+    """Divide a model's layers, of which each rank keeps its part; those that are divided stay as they are.
+
+    All ranks begin with the values of the first: what they keep has to be of one model.
+
+    Args:
+        model: is changed.
+        group: the ranks of a copy of the model.
+        section: of the configuration.
+        everybody: all ranks.
+        experts: divide stacked experts, too; not if they are divided over ranks as they are (`expert_parallel`).
+
+    Returns:
+        Layers that were divided before, and the ranks that exchanged for them.
+    """
+    layers = (module for module in model.modules() if isinstance(module, Parallel))
+    former: list[tuple[Parallel, TensorGroup]] = [(layer, layer.group) for layer in layers]
+    for module, _ in former:
+        module.group = group
+    column = tuple(group.columns[group.place])
+    if former or any(part_of(p).box is not None and part_of(p).ranks == column for p in model.parameters()):
+        return former
+    division = cuts_of(model, group.size, section, experts=experts)
+    tokens = tokens_of(model, division.layers, section) if section.sequence_parallel else None
+    if tokens is not None:
+        division = replace(division, layers=tokens.cuts)
+    for name, parameter in huggingface.divided_parameters(model, division):
+        if part_of(parameter).ranks is None and not everybody.imagined and _plain(parameter):
+            everybody.broadcast(parameter.data, 0, name).wait()
+    huggingface.divide_model(model, division, group)
+    if tokens is not None:
+        tokens.attach(model)
+    return []
+
+
+def _plain(parameter: nn.Parameter) -> bool:
+    # What stands for a released parameter sees every access.
+    seen = type(parameter).__torch_function__ is not nn.Parameter.__torch_function__
+    return not parameter.is_meta and not seen
+
+
+# -- before there is an engine -----------------------------------------------------------------------------------------
+
+_begun: list[tuple[TensorGroup, Communicator]] = []
+_of_job: list[Any] = [None]
+
+
+def begin_tensors(size: int, device: torch.device | None = None) -> TensorGroup:
+    """Make the groups of ranks that have copies of a model, before there is an engine (all ranks call).
+
+    Groups that have been made before are returned again. `end_tensors` gives them back.
+
+    Args:
+        size: ranks in each group; they are neighbours.
+        device: of the tensors; None: this process's.
+
+    Raises:
+        ConflictError: `size` does not divide the ranks.
+    """
+    from shardwise.comm.setup import local_rank
+    from shardwise.device import choose_device
+
+    _settle()
+    for group, _ in _begun:
+        if group.size == size:
+            return group
+    world = len(members_of(None))
+    if size < 1 or world % size:
+        raise ConflictError(
+            f"tp_size is {size}, but there are {world} ranks, which are not whole groups of {size}; choose a divisor "
+            f"of {world}, or start a multiple of {size} ranks"
+        )
+    everybody = Communicator(None, Ledger(), choose_device(local_rank()) if device is None else device)
+    lines = [list(range(first, first + size)) for first in range(0, world, size)]
+    part = everybody if world == 1 else everybody.part(lines, NAME)
+    group = TensorGroup(part, across(lines), part.rank)
+    _begun.append((group, everybody))
+    return group
+
+
+def current_tensors() -> TensorGroup | None:
+    """Return the ranks that this rank has a copy of a model with, by what `begin_tensors` has made last."""
+    _settle()
+    return _begun[-1][0] if _begun else None
+
+
+def end_tensors() -> None:
+    """Give back what `begin_tensors` has made (all ranks call). Models that are divided need an engine from then on."""
+    _settle()
+    while _begun:
+        group, everybody = _begun.pop()
+        group.close()
+        everybody.destroy()
+
+
+def _settle() -> None:
+    """Forget groups of ranks whose job has been left (`destroy_process_group`)."""
+    default = dist.group.WORLD if dist.is_available() and dist.is_initialized() else None
+    if default is not _of_job[0]:
+        for group, _ in _begun:
+            group.close()
+        _begun.clear()
+        _of_job[0] = default
+
+
+def tp_model_init(
+    model: nn.Module,
+    tp_size: int,
+    dtype: torch.dtype | None = None,
+    config: Any = None,
+    tp_group: dist.ProcessGroup | None = None,
+) -> nn.Module:
+    """Divide a model over ranks now (tensor parallelism; all ranks call).
+
+    Each rank keeps its part of every layer that is divided, so memory falls at once. The model can be called without an
+    engine, and `shardwise.initialize(model=...)` takes it over as it is: neighbours have a copy of it among them.
+
+    Args:
+        model: its layers are divided in place. All ranks begin with the values of the first.
+        tp_size: ranks that have a copy of the model among them.
+        dtype: floating-point parameters and buffers are cast to it, unless `config` says that the engine casts (`bf16`,
+            `fp16`), which keeps the values as they are for its master weights; None: nothing is cast.
+        config: dict, path or text; its section `tensor_parallel` says which layers are divided, and how. None: as the
+            model says.
+        tp_group: the ranks of this rank's copy, which have to be those neighbours; None: they are.
+
+    Returns:
+        The same model.
+
+    Raises:
+        ConflictError: `tp_size` does not divide the ranks, or the configuration, `tp_group` or the model has another.
+        ConfigError: the configuration is wrong, or nothing in the model is divided.
+
+    Example:
+        >>> import torch, shardwise
+        >>> model = torch.nn.Sequential(torch.nn.Linear(4, 8), torch.nn.Linear(8, 4))
+        >>> rules = [{"patterns": ["^0"], "partition_type": "column"}, {"patterns": ["^1"], "partition_type": "row"}]
+        >>> section = {"partition_config": {"layer_specs": rules}}
+        >>> _ = shardwise.tp_model_init(model, 1, config={"tensor_parallel": section})
+    """
+    from shardwise.comm.setup import init_distributed
+
+    if not isinstance(model, nn.Module):
+        raise UsageError(f"tp_model_init(model=...) expects an nn.Module, got {type(model).__name__}")
+    init_distributed(verbose=False)
+    section, casts = _section_of(config)
+    if section.size not in (1, tp_size):
+        raise ConflictError(
+            f"tp_model_init(tp_size={tp_size}): the configuration says tensor_parallel.autotp_size {section.size}; "
+            "remove one of them"
+        )
+    before = divided_over(model)
+    if before is not None and before.size != tp_size:
+        raise ConflictError(f"tp_model_init(tp_size={tp_size}): the model is divided over {before.size} ranks already")
+    group = begin_tensors(tp_size)
+    if tp_group is not None and members_of(tp_group) != group.comm.members:
+        raise ConflictError(
+            f"tp_model_init(tp_group=...): it has ranks {members_of(tp_group)}; the ranks of a copy of the model are "
+            f"neighbours, here {group.comm.members}"
+        )
+    if dtype is not None and not casts:
+        model.to(dtype)
+    if tp_size > 1:
+        everybody = _everybody(group)
+        divide_model(model, group, section, everybody)
+        for name, parameter in model.named_parameters():
+            if part_of(parameter).ranks is None and _plain(parameter):
+                everybody.broadcast(parameter.data, 0, name).wait()
+    return model
+
+
+def _section_of(config: Any) -> tuple[TensorParallel, bool]:
+    """Return the section of a configuration, and whether the engine casts parameters."""
+    given = {} if config is None else load(config)
+    own = {name: given[name] for name in ("tensor_parallel",) if name in given}
+    found = resolve({"train_micro_batch_size_per_gpu": 1, **own}, world_size=len(members_of(None))).config
+    sections = (given.get(name) for name in ("bf16", "fp16"))
+    casts = any(isinstance(section, dict) and section.get("enabled") is True for section in sections)
+    return found.tensor_parallel, casts
+
+
+def _everybody(group: TensorGroup) -> Communicator:
+    return next(everybody for known, everybody in _begun if known is group)

@@ -1,0 +1,114 @@
+"""Layers that a client has divided by itself, as Megatron's: their parameters say that they are parts.
+
+parameter.tensor_model_parallel    True: each rank of a copy of the model has another part
+parameter.partition_dim            the dimension that is divided
+parameter.partition_stride         a part consists of so many blocks, which the ranks have by turns
+parameter.sequence_parallel        True: whole, and each rank's gradient is a summand (of its own tokens)
+"""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from typing import Any
+
+from torch import nn
+
+from shardwise.errors import UsageError
+from shardwise.parallel.tensor.group import Runs, TensorGroup
+from shardwise.registry import declare_part, part_of
+
+_MARKS = ("tensor_model_parallel", "model_parallel")
+
+
+def is_marked(parameter: Any) -> bool:
+    """Whether a client says that other ranks of its copy of the model have other parts of a parameter."""
+    return any(getattr(parameter, mark, False) is True for mark in _MARKS)
+
+
+def declare_marked(model: nn.Module, group: TensorGroup) -> bool:
+    """Declare a client's parts as what they are of whole tensors (all ranks call).
+
+    Args:
+        model: its parameters are marked.
+        group: the ranks of a copy of the model.
+
+    Returns:
+        Whether any parameter is marked.
+
+    Raises:
+        UsageError: a mark does not say which part it is, or ranks have marked different parameters.
+    """
+    own = {
+        name: _mark(name, parameter)
+        for name, parameter in model.named_parameters()
+        if is_marked(parameter) and part_of(parameter).ranks is None
+    }
+    told = group.comm.exchange([[name, *mark] for name, mark in own.items()], "marked_parameters")
+    for rank, theirs in enumerate(told):
+        if [row[:3] for row in theirs] != [row[:3] for row in told[0]]:
+            mine = next((pair for pair in zip(theirs, told[0], strict=False) if pair[0][:3] != pair[1][:3]), None)
+            raise UsageError(
+                "initialize(mpu=...): ranks of a copy of the model have marked other parameters as parts, or in "
+                f"another dimension: place {rank} {len(theirs)} and place 0 {len(told[0])}, first difference {mine}. "
+                "All ranks build the same layers"
+            )
+    for number, (name, (dim, stride, _)) in enumerate(own.items()):
+        parameter = model.get_parameter(name)
+        runs = runs_of_sizes([theirs[number][3] for theirs in told], stride, name)
+        shape = [*parameter.shape]
+        shape[dim] = max(end for runs_ in runs for _, end in runs_)
+        group.declare(parameter, shape, dim, runs)
+    for parameter in model.parameters():
+        if getattr(parameter, "sequence_parallel", False) is True and part_of(parameter).ranks is None:
+            everybody = sorted(rank for column in group.columns for rank in column)
+            declare_part(parameter, ranks=everybody, divisor=group.copies)
+    return bool(own)
+
+
+def _mark(name: str, parameter: nn.Parameter) -> tuple[int, int, int]:
+    """Return the dimension that is divided, the blocks of a part, and its size there."""
+    dim = getattr(parameter, "partition_dim", 0 if parameter.dim() == 1 else -1)
+    stride = getattr(parameter, "partition_stride", 1)
+    if not isinstance(dim, int) or not 0 <= dim < parameter.dim():
+        raise UsageError(
+            f"initialize(mpu=...): parameter {name!r} of shape {list(parameter.shape)} is marked as a part of a tensor "
+            f"(tensor_model_parallel), and its partition_dim is {dim!r}: set parameter.partition_dim to the dimension "
+            "that is divided over ranks"
+        )
+    if not isinstance(stride, int) or stride < 1 or parameter.shape[dim] % stride:
+        raise UsageError(
+            f"initialize(mpu=...): parameter {name!r} of shape {list(parameter.shape)} has partition_stride {stride!r}:"
+            f" expected a number of blocks that divides dimension {dim}"
+        )
+    return dim, stride, parameter.shape[dim]
+
+
+def runs_of_sizes(sizes: Sequence[int], stride: int, name: str) -> tuple[Runs, ...]:
+    """Return what each rank has of a dimension, by the sizes of its parts.
+
+    Args:
+        sizes: of all ranks' parts.
+        stride: blocks of a part: all ranks' first blocks lie one behind the other, then all second ones.
+        name: of the parameter, for messages.
+
+    Raises:
+        UsageError: blocks of different sizes.
+
+    Example:
+        >>> runs_of_sizes([4, 4], 2, "gate_and_up")
+        (((0, 2), (4, 6)), ((2, 4), (6, 8)))
+    """
+    if stride > 1 and len(set(sizes)) > 1:
+        raise UsageError(
+            f"initialize(mpu=...): parameter {name!r} has partition_stride {stride} and parts of the sizes "
+            f"{list(sizes)}, which ranks cannot have by turns. Give all ranks as much"
+        )
+    firsts = [sum(sizes[:rank]) for rank in range(len(sizes))]
+    if stride == 1:
+        return tuple(((first, first + size),) for first, size in zip(firsts, sizes, strict=True))
+    block = sizes[0] // stride
+    turn = block * len(sizes)
+    return tuple(
+        tuple((step * turn + rank * block, step * turn + (rank + 1) * block) for step in range(stride))
+        for rank in range(len(sizes))
+    )

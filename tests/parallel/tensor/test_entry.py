@@ -1,0 +1,178 @@
+"""Other ways to tensor parallelism than the configuration: meshes, models divided before, an mpu, DTensors."""
+
+from __future__ import annotations
+
+from typing import Any
+
+import pytest
+import torch
+import torch.distributed as dist
+from torch.distributed.device_mesh import init_device_mesh
+
+import shardwise
+from shardwise.parallel import current_tensors, end_tensors
+from tests.harness import run_ranks
+from tests.parallel.tensor.clients import Unit, megatron, parallelized
+from tests.parallel.tensor.models import ROWS, RULES, alone, data, decoder
+
+STEPS = 4
+SECTION = {"partition_config": RULES}
+
+
+def config(stage: int, **more: Any) -> dict[str, Any]:
+    return {
+        "train_micro_batch_size_per_gpu": ROWS,
+        "optimizer": {"type": "SGD", "params": {"lr": 0.1, "momentum": 0.9}},
+        "zero_optimization": {"stage": stage, "stage3_param_persistence_threshold": 0},
+        "gradient_clipping": 1e9,
+        **more,
+    }
+
+
+def train(engine: Any, steps: int = STEPS) -> tuple[list[float], float, dict[str, Any]]:
+    """Train on each copy's rows; return mean losses, the last norm, and each parameter with what it is part of."""
+    copy, losses = engine.get_data_parallel_rank(), []
+    for step in range(steps):
+        loss = engine(data(step, engine.dp_world_size * ROWS)[copy * ROWS : (copy + 1) * ROWS])
+        mean = loss.detach().double()
+        dist.all_reduce(mean)
+        losses.append(float(mean) / dist.get_world_size())
+        engine.backward(loss)
+        engine.step()
+    with shardwise.zero.GatheredParameters(list(engine.module.parameters())):
+        registry = engine.sharded.registry
+        parts = {t.name: (t, p.detach().clone()) for t, p in zip(registry, registry.parameters, strict=True)}
+    return losses, float(engine.get_global_grad_norm()), parts
+
+
+def check(found: Any, copies: int, steps: int = STEPS) -> None:
+    losses, grads, exact = alone(steps, copies)
+    assert found[0] == pytest.approx(losses, rel=1e-5)
+    assert found[1] == pytest.approx(float(torch.stack([grad.norm() for grad in grads.values()]).norm()), rel=1e-4)
+    assert {tensor.name for tensor, _ in found[2].values()} == exact.keys()
+    for name, (tensor, value) in found[2].items():
+        assert tensor.global_shape == exact[name].shape
+        assert (value - exact[name]).norm() <= 1e-5 * exact[name].norm(), name
+
+
+# -- meshes ------------------------------------------------------------------------------------------------------------
+
+
+def meshed(how: Any) -> Any:
+    mesh: Any = how
+    if isinstance(how, dict):
+        mesh = init_device_mesh("cpu", tuple(how.values()), mesh_dim_names=tuple(how))
+    if how == "slice":
+        mesh = init_device_mesh("cpu", (2, 2), mesh_dim_names=("dp", "tp"))["tp"]
+    engine, *_ = shardwise.initialize(model=decoder(), config=config(1, tensor_parallel=SECTION), mesh_param=mesh)
+    found = (
+        dist.get_process_group_ranks(engine.tensor_parallel_group),
+        engine.get_tensor_parallel_world_size(),
+        engine.dp_world_size,
+        engine.sequence_parallel_size,
+        engine.sharded.domain.sizes,
+        train(engine, 1),
+    )
+    engine.destroy()
+    return found
+
+
+@pytest.mark.parametrize(
+    ("how", "tensor", "grid"),
+    [
+        ({"dp": 2, "tp": 2}, 2, (4,)),
+        ({"model": 4}, 4, (4,)),
+        ({"dp_replicate": 2, "tensor": 2}, 2, (2, 2)),
+        ("slice", 2, (4,)),
+        ((2, 1, 2), 2, (4,)),
+    ],
+)
+def test_meshes(how: Any, tensor: int, grid: tuple[int, ...]) -> None:
+    for rank, found in enumerate(run_ranks(meshed, 4, how)):
+        first = rank // tensor * tensor
+        assert found[:5] == (list(range(first, first + tensor)), tensor, 4 // tensor, 1, grid)
+        check(found[5], 4 // tensor, 1)
+
+
+# -- models that are divided before there is an engine -----------------------------------------------------------------
+
+
+def divided(stage: int) -> Any:
+    model = decoder(seed=dist.get_rank())
+    before = sum(p.numel() for p in model.parameters())
+    assert shardwise.tp_model_init(model, 2, torch.float32, {"tensor_parallel": SECTION}) is model
+    group = current_tensors()
+    assert group is not None and group.size == 2
+    here = sum(p.numel() for p in model.parameters())
+    ids = data(0, ROWS)
+    first = model(ids).item()
+    engine, *_ = shardwise.initialize(model=model, config=config(stage))
+    found = train(engine)
+    engine.destroy()
+    again = model(ids).item()  # the group that has been there before connects the ranks again
+    end_tensors()
+    return before, here, first, again, found
+
+
+@pytest.mark.parametrize("stage", [1, 3])
+def test_a_model_is_divided_at_once(stage: int) -> None:
+    expected = decoder()(data(0, ROWS)).item()
+    results = run_ranks(divided, 4, stage)
+    for before, here, first, again, found in results:
+        assert here < 0.7 * before
+        assert first == pytest.approx(expected, rel=1e-5)
+        assert again == pytest.approx(results[0][3], rel=1e-6)
+        check(found, 2)
+
+
+# -- a client's own layers ---------------------------------------------------------------------------------------------
+
+
+def with_unit(stage: int, size: int, apart: bool) -> Any:
+    unit = Unit(size, apart)
+    engine, *_ = shardwise.initialize(model=megatron(unit), config=config(stage), mpu=unit)
+    found = train(engine)
+    norm = engine.get_model_parallel_rank(), engine.mp_world_size
+    engine.destroy()
+    return found, norm
+
+
+@pytest.mark.parametrize("stage", [0, 1, 2, 3])
+@pytest.mark.parametrize(("world", "size", "apart"), [(2, 2, False), (4, 2, True)])
+def test_layers_of_an_mpu(stage: int, world: int, size: int, apart: bool) -> None:
+    for rank, (found, (place, ranks)) in enumerate(run_ranks(with_unit, world, stage, size, apart)):
+        assert (place, ranks) == (rank // 2 if apart else rank % size, size)
+        check(found, world // size)
+
+
+# -- DTensors ----------------------------------------------------------------------------------------------------------
+
+
+def with_dtensors(stage: int, size: int, own: bool) -> Any:
+    from torch.distributed.tensor import DTensor
+
+    model = parallelized(decoder(), size)
+    optimizer = torch.optim.SGD(model.parameters(), lr=0.1, momentum=0.9) if own else None
+    settings = config(stage)
+    if own:
+        del settings["optimizer"]
+    engine, stepped, *_ = shardwise.initialize(model=model, optimizer=optimizer, config=settings)
+    assert own is (stepped is optimizer)
+    found = train(engine)
+    kinds = {isinstance(p, DTensor) for p in engine.module.blocks[0].q.parameters()}
+    engine.destroy()
+    kinds_after = {isinstance(p, DTensor) for p in model.blocks[0].q.parameters()}
+    with torch.no_grad():
+        after = model(data(0, ROWS))
+    return found, kinds, kinds_after, float(after)
+
+
+@pytest.mark.parametrize("stage", [0, 1, 2, 3])
+@pytest.mark.parametrize(("world", "size"), [(2, 2), (4, 2)])
+@pytest.mark.parametrize("own", [False, True])
+def test_dtensors(stage: int, world: int, size: int, own: bool) -> None:
+    results = run_ranks(with_dtensors, world, stage, size, own)
+    for found, kinds, kinds_after, after in results:
+        assert (kinds, kinds_after) == ({False}, {True})
+        assert after == pytest.approx(results[0][3], rel=1e-6)
+        check(found, world // size)
