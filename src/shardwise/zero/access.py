@@ -197,8 +197,7 @@ def safe_get_full_optimizer_state(parameter: torch.Tensor, optim_state_key: str)
         # Ranks that store nothing of it learn its type, too.
         known = torch.tensor([float(any(run[2].dtype is kind for run in runs)) for kind in _KINDS], device=model.device)
         # So do those with a part of which there is nothing.
-        together = model.wholes.divided(index) or model.section_of(index).layout.cut
-        ranks = model.comm if together else model.unit_of(index).domain.ranks
+        ranks = model.comm if model.wholes.divided(index) else model.unit_of(index).domain.ranks
         ranks.all_reduce(known, "optimizer_state.known").wait()
         dtype = next((kind for kind, count in zip(_KINDS, known.tolist(), strict=True) if count), None)
         if dtype is None:
