@@ -79,7 +79,7 @@ def compare(found: list[Any], expected: Any, bound: float = 2e-5) -> float:
             whole = exact[name]
             assert (value - whole).norm() <= bound * max(float(whole.norm()), 1.0), name
     parts = found[0][2]
-    return sum(value.numel() for _, value in parts.values()) / sum(exact[name].numel() for name in parts)
+    return sum(tensor.numel for tensor, _ in parts.values()) / sum(exact[name].numel() for name in parts)
 
 
 MAIN = ["gpt2", "llama", "t5", "bloom", "mixtral", "qwen2_moe", "phi3"]
@@ -143,7 +143,7 @@ def with_adapters(model: nn.Module) -> nn.Module:
 def test_adapters_are_divided_with_their_layers(stage: int) -> None:
     found = run_ranks(train, 2, "llama", config(stage, 2), STEPS, with_adapters)
     compare(found, alone("llama", STEPS, 1, with_adapters))
-    shapes = {name.partition("layers.0.")[2]: value.shape for name, (_, value) in found[0][2].items()}
+    shapes = {name.partition("layers.0.")[2]: tensor.shape for name, (tensor, _) in found[0][2].items()}
     assert shapes["self_attn.q_proj.lora_A.default.weight"] == (3, 32)
     assert shapes["self_attn.q_proj.lora_B.default.weight"] == (16, 3)
     assert shapes["mlp.down_proj.lora_A.default.weight"] == (3, 12)
