@@ -218,6 +218,10 @@ def whole_weights(path: str, size: int, stage: int) -> list[str]:
     engine.load_module_state_dict(values)
     found = engine.module_state_dict()
     wrong += [name for name, value in values.items() if not torch.equal(value, found[name])]
+    other = divided.Tower(seed=6).state_dict()
+    engine.load_module_state_dict(other, custom_load_fn=lambda src, dst: dst.load_state_dict(src))
+    found = engine.module_state_dict()
+    wrong += [f"custom: {name}" for name, value in other.items() if not torch.equal(value, found[name])]
     engine.load_weights(f"{path}/exported")
     found = engine.module_state_dict()
     wrong += [name for name, value in expected.items() if not torch.equal(value, found[name].bfloat16())]

@@ -193,6 +193,7 @@ class MemoryCopies:
         file = _file_name(comm.rank, comm.world)
         draft = name = ""
         self._count += 1
+        self._model.share_changes()
         try:
             with phase(comm, what) as collected:
                 state, header = prepare()
@@ -524,7 +525,7 @@ def needed_files(model: CheckpointedModel, joined: manifest.Manifest) -> set[str
             continue
         for tensor, runs in held.get(stored.name, ()):
             if stored.shape == tensor.global_shape:
-                own = stored.part(tensor.box)
+                own = stored.part(model.box_of(tensor))
                 for start, stop, _ in runs:
                     files.update(part.file for part, _ in own.runs(start, stop))
             else:

@@ -243,12 +243,6 @@ UNHEARD: tuple[Unheard, ...] = (
     Unheard("graph_harvesting", _on, "kernels of the optimizer are not recorded as CUDA graphs"),
     Unheard("zero_optimization.enable_sanity_checks", _on, "there are no further checks to switch on"),
     Unheard(
-        "activation_checkpointing.partition_activations",
-        _on,
-        "there is one tensor-parallel rank to split saved inputs over. The section recomputes nothing by itself, in "
-        "DeepSpeed neither: the model calls shardwise.checkpointing.checkpoint (Trainer: gradient_checkpointing=True)",
-    ),
-    Unheard(
         "pipeline.activation_checkpoint_interval",
         _above_zero,
         "it belongs to a PipelineModule. Recompute in the model (shardwise.checkpointing.checkpoint)",

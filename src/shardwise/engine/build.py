@@ -192,7 +192,7 @@ def initialize(
     tensors = None
     if tensor > 1:
         client = model_parallel_size(mpu) > 1 and "tensor_parallel.autotp_size" not in resolution.given
-        tensors = SharedTensors(job, lines.tensor, model, settings, client=client)
+        tensors = SharedTensors(job, lines.tensor, model, settings, data=data, client=client)
         model_parameters = tensors.exchange(optimizer, model_parameters)
     groups = divide_experts(model, settings, job, lines)
     domains = domains_of(model, domain)
@@ -206,7 +206,7 @@ def initialize(
     close_former_engine(model)
 
     # Parameters without values get them before anybody looks at them.
-    fill_meta_parameters(model, domain.ranks)
+    fill_meta_parameters(model, domains)
 
     # The optimizer is made on the user's own parameters; sharding then edits its groups in place.
     stepped = make_optimizer(settings, optimizer, model_parameters, model, device, policy.compute_dtype)
@@ -283,7 +283,7 @@ def initialize(
         interchange=Interchange(sharded, job, step),
         faults=faults,
         memory=memory,
-        activations=Activations(settings, model, device, accountant),
+        activations=Activations(settings, model, device, accountant, None if tensors is None else tensors.group),
         monitor=monitor,
         events=events,
         profiling=Profiling(sharded, settings, job, batches, step, events),
