@@ -148,7 +148,7 @@ def with_adapters(model: nn.Module) -> nn.Module:
 def test_adapters_are_divided_with_their_layers(stage: int) -> None:
     found = run_ranks(train, 2, "llama", config(stage, 2), STEPS, with_adapters)
     compare(found, alone("llama", STEPS, 1, with_adapters))
-    shapes = {name.partition("layers.0.")[2]: value.shape for name, (_, value) in found[0][2].items()}
+    shapes = {name.partition("layers.0.")[2]: tensor.shape for name, (tensor, _) in found[0][2].items()}
     assert shapes["self_attn.q_proj.lora_A.default.weight"] == (3, 32)
     assert shapes["self_attn.q_proj.lora_B.default.weight"] == (16, 3)
     assert shapes["mlp.down_proj.lora_A.default.weight"] == (3, 12)
