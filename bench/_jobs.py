@@ -8,13 +8,14 @@ from __future__ import annotations
 
 import argparse
 import ctypes
+import dataclasses
 import gc
 import json
 import os
 import subprocess
 import sys
 import tempfile
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from pathlib import Path
 from typing import Any
 
@@ -142,11 +143,16 @@ def forget_peak() -> None:
     Path("/proc/self/clear_refs").write_text("5")
 
 
-def bare_size(system: str, bf16: bool) -> int:
-    """Load all code of a system by training its smallest model; return the resident size of the bare process."""
-    from _systems import SIZES, SYSTEMS, Case
+def bare_size(make: Callable[[Any], Any], case: Any) -> int:
+    """Load all code of a system by training a tiny model; return the resident size of the bare process.
 
-    run = SYSTEMS[system](Case(SIZES["tiny"], bf16))
+    Args:
+        make: the system, of `_systems.py`.
+        case: what will be trained, with another size.
+    """
+    from _systems import SIZES
+
+    run = make(dataclasses.replace(case, size=SIZES["tiny"]))
     for _ in range(2):
         run.step()
     run.evaluate()

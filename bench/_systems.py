@@ -7,7 +7,7 @@ DeepSpeed and shardwise compute on bf16 copies of fp32 weights.
 from __future__ import annotations
 
 import importlib.util
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterable, Iterator
 from contextlib import contextmanager, nullcontext
 from dataclasses import dataclass
 from typing import Any
@@ -42,30 +42,30 @@ class Size:
 
 
 SIZES = {
-    "tiny": Size(16, 2, 2, 32, 1, 8),
+    "tiny": Size(16, 2, 4, 32, 1, 8),
     "7M": Size(256, 8, 8, 1024, 2, 128),
     "27M": Size(512, 8, 8, 1024, 4, 128),
+    "53M": Size(1024, 4, 16, 1024, 4, 128),
     "98M": Size(768, 12, 12, 8192, 1, 64),
     "163M": Size(768, 12, 12, 50304, 8, 1024),
 }
 
 
 class Block(nn.Module):
-    """A pre-norm transformer block."""
+    """A pre-norm transformer block; a head's queries, keys and values lie side by side, so that ranks have heads."""
 
     def __init__(self, width: int, heads: int) -> None:
         super().__init__()
-        self.heads = heads
+        self.head_width = width // heads
         self.norm1, self.norm2 = nn.LayerNorm(width), nn.LayerNorm(width)
         self.qkv, self.out = nn.Linear(width, 3 * width), nn.Linear(width, width)
         self.up, self.down = nn.Linear(width, 4 * width), nn.Linear(4 * width, width)
 
     def forward(self, x: torch.Tensor) -> torch.Tensor:
         """Mix positions, then features."""
-        rows, length, width = x.shape
-        q, k, v = self.qkv(self.norm1(x)).view(rows, length, 3, self.heads, -1).permute(2, 0, 3, 1, 4)
+        q, k, v = self.qkv(self.norm1(x)).unflatten(-1, (-1, 3, self.head_width)).permute(3, 0, 2, 1, 4)
         mixed = F.scaled_dot_product_attention(q, k, v, is_causal=True)
-        x = x + self.out(mixed.transpose(1, 2).reshape(rows, length, width))
+        x = x + self.out(mixed.transpose(1, 2).flatten(2))
         return x + self.down(F.gelu(self.up(self.norm2(x))))
 
 
@@ -95,16 +95,19 @@ class Case:
         bf16: whether the precision is bf16; fp32 otherwise.
         accumulation: micro-batches a step.
         device: where.
+        tensor: ranks that have one copy of the model among them, and the same samples.
     """
 
     size: Size
     bf16: bool
     accumulation: int = 1
     device: str = "cpu"
+    tensor: int = 1
 
     def batch(self) -> torch.Tensor:
         """Return the rank's micro-batch, the same in every step."""
-        generator = torch.Generator().manual_seed(1 + (dist.get_rank() if dist.is_initialized() else 0))
+        copy = dist.get_rank() // self.tensor if dist.is_initialized() else 0
+        generator = torch.Generator().manual_seed(1 + copy)
         shape = (self.size.rows, self.size.length)
         return torch.randint(0, self.size.vocabulary, shape, generator=generator).to(self.device)
 
@@ -221,8 +224,11 @@ class EngineRun(Run):
         self.engine.destroy()
 
 
-def _adamw(parameters: Any) -> torch.optim.Optimizer:
-    return torch.optim.AdamW(parameters, lr=1e-4, weight_decay=0.0, fused=True)
+def _adamw(parameters: Iterable[nn.Parameter]) -> torch.optim.Optimizer:
+    groups: dict[Any, list[nn.Parameter]] = {}
+    for parameter in parameters:  # DTensors of different meshes cannot be stepped together
+        groups.setdefault(getattr(parameter, "device_mesh", None), []).append(parameter)
+    return torch.optim.AdamW([{"params": group} for group in groups.values()], lr=1e-4, weight_decay=0.0, fused=True)
 
 
 def alone(case: Case) -> Run:
@@ -282,6 +288,32 @@ def deepspeed(case: Case, stage: int) -> Run:
     return EngineRun(case, engine)
 
 
+COLUMNS, ROWS = ("qkv", "up"), ("out", "down")
+"""Layers of a block that ranks with one copy of the model divide by output and by input features."""
+
+
+def torch_tensor(case: Case) -> Run:
+    """torch's tensor parallelism, and FSDP2 of the ranks with the same part if there are several."""
+    from torch.distributed.device_mesh import init_device_mesh
+    from torch.distributed.fsdp import MixedPrecisionPolicy, fully_shard
+    from torch.distributed.tensor import Replicate
+    from torch.distributed.tensor.parallel import ColwiseParallel, RowwiseParallel, parallelize_module
+
+    model, copies = case.model(), dist.get_world_size() // case.tensor
+    mesh = init_device_mesh(case.device, (copies, case.tensor), mesh_dim_names=("data", "tensor"))
+    plan = {name: ColwiseParallel() for name in COLUMNS} | {name: RowwiseParallel() for name in ROWS}
+    for block in model.blocks:
+        parallelize_module(block, mesh["tensor"], plan)
+    parallelize_module(model, mesh["tensor"], {"head": ColwiseParallel(output_layouts=Replicate())})
+    if copies > 1:
+        kind = torch.bfloat16 if case.bf16 else None
+        policy = MixedPrecisionPolicy(param_dtype=kind, reduce_dtype=torch.float32 if case.bf16 else None)
+        for block in model.blocks:
+            fully_shard(block, mesh=mesh["data"], mp_policy=policy)
+        fully_shard(model, mesh=mesh["data"], mp_policy=policy)
+    return PlainRun(case, model, autocast=copies == 1)
+
+
 def shardwise(case: Case, stage: int, init: bool = False, **zero: Any) -> Run:
     """shardwise with its default settings but those given; `init`: the model is built under zero.Init."""
     import shardwise as ours
@@ -289,6 +321,13 @@ def shardwise(case: Case, stage: int, init: bool = False, **zero: Any) -> Run:
     adamw = {"type": "AdamW", "params": {"lr": 1e-4}}
     config = _config(case, stage) | {"optimizer": adamw, "steps_per_print": 0}
     config["zero_optimization"] |= zero
+    if case.tensor > 1:
+        specs = [
+            {"patterns": [rf"\.({'|'.join(COLUMNS)})\.weight$"], "partition_type": "column"},
+            {"patterns": [rf"\.({'|'.join(ROWS)})\.weight$"], "partition_type": "row"},
+            {"patterns": [r"^head\.weight$"], "partition_type": "column", "gather_output": True},
+        ]
+        config["tensor_parallel"] = {"autotp_size": case.tensor, "partition_config": {"layer_specs": specs}}
     with ours.zero.Init(config_dict_or_path=config) if init else nullcontext():
         model = case.model()
     engine, *_ = ours.initialize(model=model, config=config)
@@ -305,6 +344,16 @@ SYSTEMS: dict[str, Callable[[Case], Run]] = {
     **{f"shardwise {stage}": lambda case, stage=stage: shardwise(case, stage) for stage in range(4)},
     "shardwise 3 Init": lambda case: shardwise(case, 3, init=True),
 }
+
+
+TENSOR: dict[str, tuple[int, Callable[[Case], Run]]] = {
+    "FSDP2 + TP 2": (2, torch_tensor),
+    "shardwise 1 + TP 2": (2, lambda case: shardwise(case, 1)),
+    "shardwise 3 + TP 2": (2, lambda case: shardwise(case, 3)),
+    "TP 4": (4, torch_tensor),
+    "shardwise 1 + TP 4": (4, lambda case: shardwise(case, 1)),
+}
+"""Systems that divide matrices over ranks, and over how many: torch's own first, then what is compared with it."""
 
 
 GROUP = 2

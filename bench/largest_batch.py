@@ -76,7 +76,7 @@ def measure(options: argparse.Namespace) -> None:
     (system,) = options.systems
     one = Case(dataclasses.replace(options.shape, rows=1, length=options.length), options.dtype == "bf16")
     start_group(system)
-    bare = bare_size(system, one.bf16)
+    bare = bare_size(SYSTEMS[system], one)
     run = SYSTEMS[system](one)
     run.step()
     run.step()

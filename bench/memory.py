@@ -25,7 +25,7 @@ def measure(options: argparse.Namespace) -> None:
     (system,) = options.systems
     case = Case(options.shape, options.dtype == "bf16")
     start_group(system)
-    bare = bare_size(system, case.bf16)
+    bare = bare_size(SYSTEMS[system], case)
     forget_peak()
     run = SYSTEMS[system](case)
     built = resident("VmHWM")

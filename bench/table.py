@@ -404,6 +404,44 @@ def offload_memory(results: Results) -> list[str]:
     return grid(head, [[row["system"], *(shown(row.get(field)) for field in fields)] for row in rows])
 
 
+TENSOR = {size: f"tensor_{size}_fp32_4" for size in ("27M", "53M")}
+LONGEST = {world: f"longest_sequence_{world}" for world in (2, 4)}
+
+
+def tensor(results: Results) -> list[str]:
+    """Return the table of tensor parallelism: a row for each system and size."""
+    fields = ("median_ms", "ratio", "processor_ratio", "peak", "memory_ratio", "loss_differs")
+    lines = []
+    for size, name in TENSOR.items():
+        record = results.find(name)
+        for row in record["rows"] if record else []:
+            figures = [shown(row.get(field)) for field in fields[:-1]]
+            differs = row.get("loss_differs")
+            lines.append([row["system"], size, *figures, "-" if differs is None else f"{differs:.0e}"])
+    head = [
+        "",
+        "model",
+        "step, ms",
+        "ratio",
+        "processor, ratio",
+        "peak, bytes per parameter",
+        "ratio",
+        "loss differs by",
+    ]
+    return grid(head, lines)
+
+
+def longest(results: Results) -> list[str]:
+    """Return the table of the longest sequences, by number of ranks."""
+    lines = []
+    for world, name in LONGEST.items():
+        record = results.find(name)
+        for row in record["rows"] if record else []:
+            figures = [row["tokens"], row["over_plain"], row["peak_mib"], row["seconds"]]
+            lines.append([row["way"], str(world), *map(shown, figures)])
+    return grid(["", "ranks", "tokens", "over plain", "peak, MiB", "step, s"], lines)
+
+
 MEMORY, LARGEST, LENGTHS = "memory_98M_bf16_4", "largest_batch_27M_fp32_2", "growth_lengths_2"
 SECTIONS = [
     Section(
@@ -441,6 +479,27 @@ SECTIONS = [
             ("within", GROUPS, "bytes_within"),
             ("between", GROUPS, "bytes_between"),
         ),
+    ),
+    Section(
+        "Tensor parallelism",
+        "A copy of the model divided over 2 of 4 ranks (TP 2) or over all 4 (TP 4), fp32, batch 4 x 128 per copy: torch's "
+        "`parallelize_module`, with FSDP2 over the ranks that have the same part, and shardwise with a ZeRO stage. "
+        "*27M*: width 512, 8 layers; *53M*: width 1024, 4 layers. Ratios are to torch's own over as many ranks; that of "
+        "times is the median of turns beside one another. Memory is the highest resident size above the bare process, "
+        "of the worst rank, over the parameters of the whole model ([Tensor parallelism](tensor.md)).",
+        list(TENSOR.values()),
+        tensor,
+    ),
+    Section(
+        "Longest sequence",
+        "The longest sequence with which a training step of a small decoder (4 layers of width 256, 32,768 words, fp32, "
+        "stage 3) stays within 640 MiB of a rank above what the model takes. *plain*: each rank has a sequence; "
+        "*recomputed*: layers are; *tiled*: loss and MLP are, too; *shared*: all ranks have parts of one sequence "
+        "(Ulysses); *tensor*: all ranks have a copy of the model among them, and *with tokens* share the tokens outside "
+        "of its layers. *DeepSpeed*: its `DistributedAttention`, stage 3, and for the tiles the "
+        "`sequence_tiled_compute` of its ALST. Steps are single ones of that length ([Long sequences](sequence.md)).",
+        list(LONGEST.values()),
+        longest,
     ),
     Section(
         "Memory",

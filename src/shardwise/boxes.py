@@ -1,8 +1,9 @@
-"""Boxes: n-dimensional parts of a tensor, and what flat ranges of two of them have in common.
+"""Boxes and regions: n-dimensional parts of a tensor, and what flat ranges of two of them have in common.
 
-A rank's part of a tensor is a box of it (its columns, its experts), and of the box's elements, in row-major order, a
-range. Files hold such parts, and ranks of another layout want others; here is the arithmetic between them. It needs no
-torch.
+A rank's part of a tensor is a box of it (its columns, its experts), or, where one tensor is several in a row (a fused
+projection), a region: some ranges in each dimension, one after the other in the rank's memory. Of a part's elements, in
+row-major order, a rank has a range. Files hold such parts, and ranks of another layout want others; here is the
+arithmetic between them. It needs no torch.
 """
 
 from __future__ import annotations
@@ -12,9 +13,19 @@ import math
 from collections import Counter
 from collections.abc import Iterable, Iterator, Sequence
 from dataclasses import dataclass
+from typing import Any, TypeGuard, cast
 
-Box = tuple[tuple[int, int], ...]
-"""First index and end (exclusive) in each dimension."""
+Ends = tuple[int, int]
+"""First index and end (exclusive)."""
+
+Box = tuple[Ends, ...]
+"""The ends in each dimension."""
+
+Region = tuple[Ends | tuple[Ends, ...], ...]
+"""A box, or in some dimensions several ranges, which ascend and do not touch: see `region`.
+
+Its elements are those with an index in one of the ranges of each dimension. In memory the ranges follow each other.
+"""
 
 MOST_CUTS = 8
 """Dimensions along which one tensor may be cut."""
@@ -52,30 +63,80 @@ def whole(shape: Sequence[int]) -> Box:
     return tuple((0, size) for size in shape)
 
 
-def sizes(box: Box) -> tuple[int, ...]:
-    """Return the shape of a box."""
-    return tuple(end - first for first, end in box)
-
-
-def common(one: Box, other: Box) -> Box | None:
-    """Return the box that two boxes have in common; None if they have no element in common."""
-    found = tuple((max(a, c), min(b, d)) for (a, b), (c, d) in zip(one, other, strict=True))
-    return found if all(first < end for first, end in found) else None
-
-
-def moved(box: Box, origin: Sequence[int]) -> Box:
-    """Return a box as it is counted from another origin."""
-    return tuple((first - zero, end - zero) for (first, end), zero in zip(box, origin, strict=True))
-
-
-def overlap(source: Box, start: int, stop: int, target: Box, low: int, high: int) -> Iterator[Patch]:
-    """Yield what two flat ranges of boxes have in common.
+def region(dimensions: Iterable[Sequence[Any]]) -> Region:
+    """Return a region in the one form that it has: ranges that touch are joined, and empty ones left out.
 
     Args:
-        source: a box; the first memory holds elements `[start, stop)` of it.
+        dimensions: of each the ends of a range, or several of these.
+
+    Raises:
+        ValueError: ranges of a dimension do not ascend, or overlap.
+
+    Example: what one of two ranks has of three matrices in one, and what the only one has.
+        >>> region([[(0, 2), (4, 6), (8, 10)], (0, 3)]), region([[(0, 4), (4, 8), (8, 12)], (0, 3)])
+        ((((0, 2), (4, 6), (8, 10)), (0, 3)), ((0, 12), (0, 3)))
+    """
+    return tuple(_joined(ends) for ends in dimensions)
+
+
+def _joined(ends: Sequence[Any]) -> Ends | tuple[Ends, ...]:
+    if is_range(ends):
+        return int(ends[0]), int(ends[1])
+    found: list[Ends] = []
+    place = None
+    for one, other in ends:
+        first, end = int(one), int(other)
+        if first > end or (place is not None and first < place):
+            raise ValueError(f"expected ranges that ascend and do not overlap, found {[list(pair) for pair in ends]}")
+        if first < end and found and first == found[-1][1]:
+            found[-1] = (found[-1][0], end)
+        elif first < end:
+            found.append((first, end))
+        place = end
+    return tuple(found) if len(found) > 1 else found[0] if found else (0, 0)
+
+
+def is_range(ends: Sequence[Any]) -> TypeGuard[Sequence[int]]:
+    """Whether a dimension of a region is the ends of one range, and not several of these."""
+    return len(ends) == 2 and not isinstance(ends[0], Sequence)
+
+
+def ranges(part: Region) -> tuple[tuple[Ends, ...], ...]:
+    """Return all ranges of each dimension of a region. These can be compared, to bring regions into an order."""
+    return tuple(((ends[0], ends[1]),) if is_range(ends) else cast(tuple[Ends, ...], ends) for ends in part)
+
+
+def is_within(part: Region, shape: Sequence[int]) -> bool:
+    """Whether a region is one of a tensor."""
+    return len(part) == len(shape) and all(
+        0 <= first <= end <= size for some, size in zip(ranges(part), shape, strict=True) for first, end in some
+    )
+
+
+def sizes(part: Region) -> tuple[int, ...]:
+    """Return the shape of a region, as it lies in memory."""
+    return tuple(
+        ends[1] - ends[0] if is_range(ends) else sum(end - first for first, end in cast(tuple[Ends, ...], ends))
+        for ends in part
+    )
+
+
+def meet(one: Region, other: Region) -> bool:
+    """Whether two regions of a tensor have an element in common."""
+    return all(
+        any(max(a, c) < min(b, d) for a, b in some for c, d in others)
+        for some, others in zip(ranges(one), ranges(other), strict=True)
+    )
+
+
+def overlap(source: Region, start: int, stop: int, target: Region, low: int, high: int) -> Iterator[Patch]:
+    """Yield what two flat ranges of regions have in common.
+
+    Args:
+        source: a region; the first memory holds elements `[start, stop)` of it.
         start: first of these.
         stop: end of these.
-        target: a box of the same tensor; the second memory holds elements `[low, high)` of it.
+        target: a region of the same tensor; the second memory holds elements `[low, high)` of it.
         low: first of these.
         high: end of these.
 
@@ -88,14 +149,50 @@ def overlap(source: Box, start: int, stop: int, target: Box, low: int, high: int
         if first < last:
             yield Patch((last - first,), first - start, (1,), first - low, (1,))
         return
-    if common(source, target) is None:
+    if not meet(source, target):
         return
-    wanted = list(_bricks(target, low, high))
-    for one in _bricks(source, start, stop):
-        for other in wanted:
-            shared = common(one, other)
-            if shared is not None:
-                yield _patch(shared, source, start, target, low)
+    one, other = sizes(source), sizes(target)
+    shared = [_shared(some, others) for some, others in zip(ranges(source), ranges(target), strict=True)]
+    strides = _strides(one), _strides(other)
+    wanted = list(_bricks(whole(other), low, high))
+    for mine in _bricks(whole(one), start, stop):
+        for theirs in wanted:
+            cut = [_within(*dimension) for dimension in zip(shared, mine, theirs, strict=True)]
+            for runs in itertools.product(*cut):
+                yield _patch(runs, strides[0], start, strides[1], low)
+
+
+_Run = tuple[int, int, int]
+"""Of a dimension that two memories have in common: the first index in each, and how many follow."""
+
+
+def _shared(some: Sequence[Ends], others: Sequence[Ends]) -> list[_Run]:
+    """Return what ranges of two regions in one dimension have in common; of what follows in both there is one run."""
+    found: list[_Run] = []
+    place = 0
+    for first, end in some:
+        spot = 0
+        for low, high in others:
+            a, b = max(first, low), min(end, high)
+            if a < b:
+                run = (place + a - first, spot + a - low, b - a)
+                if found and (found[-1][0] + found[-1][2], found[-1][1] + found[-1][2]) == run[:2]:
+                    run = (*found[-1][:2], found.pop()[2] + run[2])
+                found.append(run)
+            spot += high - low
+        place += end - first
+    return found
+
+
+def _within(runs: Sequence[_Run], mine: Ends, theirs: Ends) -> list[_Run]:
+    """Cut runs to the indices that a brick has in each memory."""
+    found = []
+    for one, other, count in runs:
+        skip = max(mine[0] - one, theirs[0] - other, 0)
+        count = min(mine[1] - one, theirs[1] - other, count)
+        if skip < count:
+            found.append((one + skip, other + skip, count - skip))
+    return found
 
 
 def _bricks(box: Box, start: int, stop: int) -> Iterator[Box]:
@@ -119,41 +216,58 @@ def _bricks(box: Box, start: int, stop: int) -> Iterator[Box]:
     yield from (((zero + last, zero + last + 1), *inner) for inner in _bricks(rest, 0, tail))
 
 
-def _patch(shared: Box, source: Box, start: int, target: Box, low: int) -> Patch:
-    """Return where a box lies in both memories, in as few dimensions as can be."""
-    one, other = _strides(source), _strides(target)
+def _patch(runs: Sequence[_Run], one: Sequence[int], start: int, other: Sequence[int], low: int) -> Patch:
+    """Return where elements lie in both memories, in as few dimensions as can be."""
     dimensions: list[tuple[int, int, int]] = []
-    for size, a, b in zip(sizes(shared), one, other, strict=True):
+    source, target = -start, -low
+    for (first, second, size), a, b in zip(runs, one, other, strict=True):
+        source, target = source + first * a, target + second * b
         if size == 1:
             continue
         if dimensions and dimensions[-1][1:] == (size * a, size * b):
             size *= dimensions.pop()[0]
         dimensions.append((size, a, b))
     shape, inner, outer = zip(*dimensions or [(1, 1, 1)], strict=True)
-    return Patch(shape, _place(shared, source, one) - start, inner, _place(shared, target, other) - low, outer)
+    return Patch(shape, source, inner, target, outer)
 
 
-def _strides(box: Box) -> list[int]:
-    lengths = sizes(box)
+def _strides(lengths: Sequence[int]) -> list[int]:
     return [math.prod(lengths[dimension + 1 :]) for dimension in range(len(lengths))]
 
 
-def _place(inner: Box, box: Box, strides: Sequence[int]) -> int:
-    return sum((a - b) * stride for (a, _), (b, _), stride in zip(inner, box, strides, strict=True))
+def cuts(shape: Sequence[int], parts: Sequence[Region]) -> list[int]:
+    """Return the dimensions along which regions cut a tensor.
+
+    What it costs to look at all corners of a region is bounded by `2 ** MOST_CUTS` for each range in it.
+
+    Raises:
+        ValueError: they are too many, or a region has too many corners.
+    """
+    cut = [d for d, size in enumerate(shape) if any(part[d] != (0, size) for part in parts)]
+    if len(cut) > MOST_CUTS:
+        raise ValueError(f"cut along {len(cut)} dimensions; at most {MOST_CUTS} are known")
+    for part in parts:
+        numbers = [1 if is_range(part[d]) else len(part[d]) for d in cut]
+        if max(numbers, default=1) > 1 and math.prod(2 * n for n in numbers) > max(numbers) << MOST_CUTS:
+            raise ValueError(
+                f"a part has {' x '.join(map(str, numbers))} ranges along the dimensions that are cut; in all but one "
+                "of them fewer are known"
+            )
+    return cut
 
 
-def misfit(shape: Sequence[int], parts: Iterable[Box]) -> tuple[tuple[int, ...], int] | None:
-    """Return the first element that is not in exactly one of some boxes, and in how many it is; None if there is none.
+def misfit(shape: Sequence[int], parts: Iterable[Region]) -> tuple[tuple[int, ...], int] | None:
+    """Return the first element that is not in exactly one of some regions, and in how many; None if there is none.
 
-    The work is that of looking at every corner of every box once, however the boxes lie: where the count of boxes
+    The work is that of looking at every corner of every region once, however they lie: where the count of regions
     changes, there are corners, and they cancel out wherever it is one.
 
     Args:
         shape: of the tensor.
-        parts: boxes inside of it.
+        parts: regions inside of it.
 
     Raises:
-        ValueError: the boxes cut the tensor along more than `MOST_CUTS` dimensions.
+        ValueError: see `cuts`.
 
     Example:
         >>> misfit((2, 4), [((0, 2), (0, 2)), ((0, 1), (2, 4))])
@@ -162,15 +276,14 @@ def misfit(shape: Sequence[int], parts: Iterable[Box]) -> tuple[tuple[int, ...],
     parts = list(parts)
     if 0 in shape:
         return None
-    cut = [d for d, size in enumerate(shape) if any(box[d] != (0, size) for box in parts)]
-    if len(cut) > MOST_CUTS:
-        raise ValueError(f"cut along {len(cut)} dimensions; at most {MOST_CUTS} are known")
+    cut = cuts(shape, parts)
     signs = [math.prod(ends) for ends in itertools.product((1, -1), repeat=len(cut))]
     changes: Counter[tuple[int, ...]] = Counter()
-    for number, box in enumerate([whole(shape), *parts]):
-        corners = itertools.product(*(box[d] for d in cut))
-        for corner, sign in zip(corners, signs, strict=True):
-            changes[corner] += sign if number else -sign
+    for number, part in enumerate([whole(shape), *parts]):
+        for box in itertools.product(*ranges(tuple(part[d] for d in cut))):
+            corners = itertools.product(*box)
+            for corner, sign in zip(corners, signs, strict=True):
+                changes[corner] += sign if number else -sign
     wrong = min((corner for corner, count in changes.items() if count), default=None)
     if wrong is None:
         return None

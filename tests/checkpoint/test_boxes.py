@@ -16,7 +16,7 @@ from hypothesis import strategies as st
 from safetensors.torch import load_file
 
 from shardwise import boxes
-from shardwise.boxes import Box
+from shardwise.boxes import Box, Region
 from shardwise.checkpoint import Checkpoint, Manifest, Slice, StoredTensor, export, manifest, manifestfile, strided
 from shardwise.checkpoint.collect import Part
 from shardwise.checkpoint.inspection import describe
@@ -24,10 +24,11 @@ from shardwise.checkpoint.opening import open_source
 from shardwise.checkpoint.tensorfile import FileFacts, TensorFile
 from shardwise.checkpoint.tensorwriter import write_tensors
 from shardwise.errors import CheckpointError
+from shardwise.registry import cut, paste
 from tests.checkpoint import hostile
 
-Piece = tuple[Box, int, int]
-"""A box, and a range of its elements."""
+Piece = tuple[Region, int, int]
+"""A region, and a range of its elements."""
 
 
 def divided(draw: st.DrawFn, box: Box, depth: int) -> list[Box]:
@@ -41,10 +42,20 @@ def divided(draw: st.DrawFn, box: Box, depth: int) -> list[Box]:
     return [found for part in parts for found in divided(draw, (*box[:along], part, *box[along + 1 :]), depth - 1)]
 
 
+def interleaved(draw: st.DrawFn, shape: tuple[int, ...]) -> list[Region]:
+    """Give the indices of each dimension to some owners in turn, by chance; a region is what a choice of owners has."""
+    dimensions: list[list[list[tuple[int, int]]]] = []
+    for size in shape:
+        owners = draw(st.lists(st.integers(0, 2), min_size=size, max_size=size)) if draw(st.booleans()) else [0] * size
+        dimensions.append([[(i, i + 1) for i, own in enumerate(owners) if own == one] for one in range(3)])
+    return [boxes.region(choice) for choice in itertools.product(*dimensions)]
+
+
 def layout(draw: st.DrawFn, shape: tuple[int, ...]) -> list[Piece]:
-    """Cut a tensor into boxes, and each of them into ranges."""
-    found = []
-    for box in divided(draw, boxes.whole(shape), 4):
+    """Cut a tensor into boxes or regions, and each of them into ranges."""
+    found: list[Piece] = []
+    parts = interleaved(draw, shape) if draw(st.booleans()) else divided(draw, boxes.whole(shape), 4)
+    for box in parts:
         count = math.prod(boxes.sizes(box))
         edges = sorted({0, count, *draw(st.lists(st.integers(0, count), max_size=3))})
         found += [(box, start, stop) for start, stop in itertools.pairwise(edges)]
@@ -54,7 +65,7 @@ def layout(draw: st.DrawFn, shape: tuple[int, ...]) -> list[Piece]:
 def of(values: torch.Tensor, piece: Piece) -> torch.Tensor:
     """Return what a rank that has a piece of a tensor has in memory."""
     box, start, stop = piece
-    return values[tuple(slice(first, end) for first, end in box)].reshape(-1)[start:stop].clone()
+    return cut(values, box).reshape(-1)[start:stop].clone()
 
 
 def write(path: Path, tensors: dict[str, tuple[torch.Tensor, list[Piece]]], world: int) -> None:
@@ -120,6 +131,18 @@ def test_any_layout_is_read_into_any_other(tmp_path_factory: pytest.TempPathFact
             out = torch.zeros(piece[2] - piece[1], dtype=values.dtype)
             source.read_part("w", piece[0], piece[1], out)
             assert torch.equal(out, of(values, piece))
+
+
+@given(st.data())
+def test_what_is_cut_out_can_be_pasted(data: st.DataObject) -> None:
+    shape = tuple(data.draw(st.lists(st.integers(0, 5), max_size=3)))
+    values = torch.randperm(math.prod(shape)).view(shape)
+    made = torch.full(shape, -1)
+    for box, _, _ in layout(data.draw, shape):
+        part = cut(values, box).contiguous()
+        assert tuple(part.shape) == boxes.sizes(box)
+        paste(part, box, made)
+    assert torch.equal(made, values)
 
 
 def test_boxes_are_exported_and_described(tmp_path: Path) -> None:
@@ -203,6 +226,17 @@ WRONG: dict[str, tuple[list[dict[str, Any]], str]] = {
     "truth": ([LEFT, RIGHT | {"box": [[False, 4], [2, 6]]}], r"a box of \[4, 6\], found"),
     "fractions": ([LEFT, RIGHT | {"box": [[0, 4.0], [2, 6]]}], r"a box of \[4, 6\], found"),
     "three ends": ([LEFT, RIGHT | {"box": [[0, 4, 4], [2, 6]]}], "not as shardwise writes it"),
+    "two ranges": ([LEFT, piece([[0, 4], [[2, 3], [4, 6]]], 0, 12, "g")], r"element \[0, 3\] .* is in 0 boxes"),
+    "ranges that touch": ([LEFT, RIGHT | {"box": [[0, 4], [[2, 3], [3, 6]]]}], r"a box of \[4, 6\], found"),
+    "an empty range": ([LEFT, RIGHT | {"box": [[0, 4], [[2, 2], [3, 6]]]}], r"a box of \[4, 6\], found"),
+    "one range in a list": ([LEFT, RIGHT | {"box": [[0, 4], [[2, 6]]]}], r"a box of \[4, 6\], found"),
+    "ranges that overlap": ([LEFT, RIGHT | {"box": [[0, 4], [[2, 4], [3, 6]]]}], r"a box of \[4, 6\], found"),
+    "ranges that descend": ([LEFT, RIGHT | {"box": [[0, 4], [[4, 6], [2, 3]]]}], r"a box of \[4, 6\], found"),
+    "a range beyond": ([LEFT, RIGHT | {"box": [[0, 4], [[2, 3], [4, 7]]]}], r"a box of \[4, 6\], found"),
+    "ranges of text": ([LEFT, RIGHT | {"box": [[0, 4], [["2", "3"], [4, 6]]]}], r"a box of \[4, 6\], found"),
+    "ranges of ranges": ([LEFT, RIGHT | {"box": [[0, 4], [[[2, 3], [4, 5]], [5, 6]]]}], r"a box of \[4, 6\], found"),
+    "ranges of three": ([LEFT, RIGHT | {"box": [[0, 4], [[2, 3, 3], [4, 6]]]}], "not as shardwise writes it"),
+    "no range": ([LEFT, RIGHT | {"box": [[0, 4], []]}], "not as shardwise writes it"),
     "a number": ([LEFT, RIGHT | {"box": 3}], "not as shardwise writes it"),
 }
 
@@ -240,8 +274,21 @@ def deep() -> tuple[list[dict[str, Any]], list[int]]:
     return [piece([[0, 1]] * 40, 0, 1), piece([[1, 2]] * 40, 0, 1)], shape
 
 
+def combed() -> tuple[list[dict[str, Any]], list[int]]:
+    """Two regions of ten thousand million boxes each."""
+    side = 100_000
+    combs = [[[i, i + 1] for i in range(first, side * 2, 2)] for first in (0, 1)]
+    parts = [[combs[0], combs[0]], [combs[1], combs[1]]]
+    return [piece(part, 0, side * side) | {"key": str(n)} for n, part in enumerate(parts)], [side * 2, side * 2]
+
+
 @pytest.mark.parametrize(
-    ("make", "message"), [(shredded, r"element \[0, 0\] .* is in 2 boxes"), (deep, "40 dimensions")]
+    ("make", "message"),
+    [
+        (shredded, r"element \[0, 0\] .* is in 2 boxes"),
+        (deep, "40 dimensions"),
+        (combed, "100000 x 100000 ranges"),
+    ],
 )
 def test_many_boxes_and_many_dimensions_take_little_time_and_memory(
     make: Callable[[], tuple[list[dict[str, Any]], list[int]]], message: str, tmp_path: Path

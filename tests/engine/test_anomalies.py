@@ -200,13 +200,15 @@ def too_often(root: str) -> list[Any]:
     with pytest.raises(NonFiniteError) as error:
         one_step(run, bad=float("inf"))
     one_step(run)  # who catches that can go on
-    return [*seen, run.engine.global_steps, [one.kind for one in run.engine.anomalies], str(error.value)]
+    rewinds = run.engine._step.anomalies.rewinds  # of the process: what is brought back does not count it anew
+    return [*seen, run.engine.global_steps, [one.kind for one in run.engine.anomalies], str(error.value), rewinds]
 
 
 def test_rewinds_are_limited(tmp_path: Path) -> None:
     first, second = on_ranks(too_often, 2, str(tmp_path))
     assert first == second
     assert first[:4] == [4, 4, 6, ["non_finite", "rewind", "non_finite", "rewind", "non_finite"]]
+    assert first[5] == 2
     assert "gradients are not finite: forward: the loss on rank 1 was not finite" in first[4]
     assert '`non_finite` is "rewind", which was done 2 times (`max_rewinds`) already' in first[4]
 

@@ -271,6 +271,29 @@ def test_late_and_only_afterwards() -> None:
     assert anomalies == [("non_finite", 1)]
 
 
+def first_and_second(stage: int) -> list[Any]:
+    """Two steps with the same trouble are skipped; modules are watched after the first."""
+    engine = build(stage, non_finite="skip", anomaly_watch={"enabled": True, "trace": "after", "trace_steps": 4})
+    found = []
+    for how in ("", "input_gradient", "input_gradient"):
+        window(engine, how)
+        found.append(engine.last_step.overflow)
+    named = [one.parameters for one in engine.anomalies]
+    engine.destroy()
+    return [str(found[1]), found[1].extent, str(found[2]), named]
+
+
+def test_of_the_first_bad_step_the_parameters_tell_where_it_began() -> None:
+    first, second = run_ranks(first_and_second, 2, 3)
+    assert first == second
+    text, extent, later, named = first
+    assert (extent.last, extent.following) == ("blocks.1.up.bias", "blocks.1.down.weight")
+    assert f"{extent.count} of {extent.total} parameters have such gradients, the last 'blocks.1.up.bias'" in text
+    assert "so in the order of the model it began between them. Modules are watched for 4 steps from now on" in text
+    assert "module 'blocks.1.spoiler' (Spoiler) made NaN gradients" in later and "from now on" not in later
+    assert named == [("first.weight", "blocks.1.up.bias")] * 2
+
+
 def searches(scale: dict[str, Any], how: str) -> tuple[list[Any], str]:
     handler = Events()
     logger.addHandler(handler)

@@ -62,6 +62,7 @@ class Recording(Service):
 @pytest.fixture(autouse=True)
 def _short(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(worker, "SHORTEST_PAUSE_S", 0.02)
+    monkeypatch.setattr(worker, "PAUSE_S", 0.02)
 
 
 @pytest.fixture
@@ -88,6 +89,36 @@ def test_events_come_in_order_and_are_flushed() -> None:
     running.close()
     running.put(one(100))
     assert service.calls[-1] == "close" and service.steps[-1] == 99
+
+
+def test_events_wait_for_one_another_but_not_for_those_that_are_asked_for(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(worker, "PAUSE_S", 60.0)
+    service = Recording()
+    running = Worker("recording", service)
+    for step in range(10):
+        running.put(one(step))
+    time.sleep(0.1)
+    assert not service.steps  # nobody is woken for each of them
+    running.put(one(10), now=True)
+    until = time.monotonic() + 10
+    while service.calls.count("flush") < 1 and time.monotonic() < until:
+        time.sleep(0.01)
+    assert service.steps == list(range(11)) and service.calls.count("flush") == 1
+    running.close()
+
+
+def test_a_great_many_events_do_not_wait(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(worker, "PAUSE_S", 60.0)
+    monkeypatch.setattr(worker, "AT_ONCE", 5)
+    service = Recording()
+    running = Worker("recording", service)
+    for step in range(5):
+        running.put(one(step))
+    until = time.monotonic() + 10
+    while len(service.steps) < 5 and time.monotonic() < until:
+        time.sleep(0.01)
+    assert service.steps == list(range(5))
+    running.close()
 
 
 @pytest.mark.parametrize("failing", [{"failures": 2}, {"closed_doors": 3}])

@@ -196,6 +196,38 @@ def test_reading_and_writing_take_turns(tmp_path: Path, monkeypatch: pytest.Monk
     file.close()
 
 
+def test_requests_that_end_together_are_not_followed_by_as_many_of_one_kind(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Eight requests at a time begin and end together, of which half read and half write."""
+    count, moves = 8, list[str]()
+    together = threading.Barrier(count, timeout=60)
+    calls = {"w": os.pwritev, "r": os.preadv}
+    file = SwapFile(tmp_path, DiskOptions(BLOCK, count), label="it")
+    first, second = file.reserve(4 * count * BLOCK), file.reserve(4 * count * BLOCK)
+    file.write(first, random(4 * count * BLOCK)).wait()
+
+    def noted(kind: str) -> Callable[..., int]:
+        def call(*arguments: Any) -> int:
+            moves.append(kind)
+            together.wait()
+            return calls[kind](*arguments)
+
+        return call
+
+    monkeypatch.setattr(os, "pwritev", noted("w"))
+    monkeypatch.setattr(os, "preadv", noted("r"))
+    values = random(4 * count * BLOCK)
+    transfers = [file.write(second, values), file.read(first, torch.empty_like(values))]
+    for transfer in transfers:
+        transfer.wait()
+    file.close()
+    assert len(moves) == 8 * count
+    # There may have been nothing to read for the first ones, and so nothing to write for the last ones.
+    rounds = [moves[place : place + count] for place in range(count, 7 * count, count)]
+    assert [found.count("r") for found in rounds] == [count // 2] * 6
+
+
 @given(st.lists(st.tuples(st.integers(0, 5), st.sampled_from(["write", "read", "free"]), st.sampled_from(SIZES))))
 def test_any_order_of_uses(steps: list[tuple[int, str, int]]) -> None:
     file = shared()

@@ -11,9 +11,11 @@ from typing import Any
 from unittest import mock
 
 import pytest
+import torch
 
 from shardwise.errors import CheckpointError, OffloadError, UsageError
 from shardwise.memory import Category, Tier
+from shardwise.utils import safe_get_full_grad
 from tests.harness import run_ranks
 from tests.offload.settings import offload
 from tests.offload.test_faults import CASE, made, masters_digest, steps
@@ -25,21 +27,20 @@ def failing(engine: Any, call: str, code: int, after: int, times: int = 1) -> It
     files = {home._file._descriptor for home in vars(engine.sharded.homes).values() if home.tier is Tier.DISK}
     real, count = getattr(os, call), 0
 
-    def called(descriptor: int, *args: Any) -> int:
+    def called(descriptor: int, *args: Any) -> int | None:
         nonlocal count
         if descriptor in files:
             count += 1
             if after < count <= after + times:
                 raise OSError(code, os.strerror(code))
-        return int(real(descriptor, *args))
+        moved: int | None = real(descriptor, *args)
+        return moved
 
     with mock.patch(f"os.{call}", called):
         yield
 
 
 def backward(engine: Any, step: int) -> None:
-    import torch
-
     batch = CASE.data(step, 0, torch.distributed.get_rank(), torch.bfloat16)
     engine.backward(CASE.loss(engine, batch))
 
@@ -54,8 +55,6 @@ def undisturbed(place: str, directory: str) -> str:
 
 def disturbed(place: str, directory: str, call: str, code: int, after: int, rank: int, times: int) -> tuple[str, ...]:
     """Train as `undisturbed`, with a disk that fails in the third step; return digest and what was said."""
-    import torch
-
     engine = made(offload(place, directory))
     steps(engine, 0, 2)
     backward(engine, 2)
@@ -122,8 +121,6 @@ def test_a_step_that_a_disk_has_ended_goes_on_with_the_same_bits(
 
 def in_a_pass(directory: str, where: str) -> tuple[str, str, str]:
     """Train as `undisturbed`, with disks of all ranks that fail in a pass of the third step."""
-    import torch
-
     engine = made(offload("all on disk", directory))
     steps(engine, 0, 2)
     batch = CASE.data(2, 0, torch.distributed.get_rank(), torch.bfloat16)
@@ -186,8 +183,6 @@ def test_half_a_step_without_its_gradients_is_not_trained_on(tmp_path: Path) -> 
 
 
 def saved_by_itself(directory: str, after: int) -> list[str]:
-    import torch
-
     engine = made(offload("optimizer on disk", directory))
     engine.checkpoint_on_signal(f"{directory}/saved")
     steps(engine, 0, 2)
@@ -209,35 +204,108 @@ def test_with_a_directory_for_signals_what_is_whole_is_saved(tmp_path: Path, wor
         assert run_ranks(goes_on, world, "optimizer on disk", str(tmp_path), str(tmp_path / "saved"))[0] == whole
 
 
-def of_whole_tensors(directory: str) -> tuple[str, str]:
-    from shardwise.optim import Lamb
-    from tests.zero.training import Setting, start
+# -- norms of gradients, and optimizers for which ranks exchange values in their step ----------------------------------
 
-    setting = Setting(3, zero=tuple(offload("optimizer on disk", directory).items()))
-    engine = start(CASE, setting, optimizer=lambda parameters: Lamb(parameters, lr=setting.lr))
-    backward_in_fp32(engine, 0)
-    engine.step()
-    engine.save_checkpoint(f"{directory}/saved")
-    backward_in_fp32(engine, 1)
-    with failing(engine, "preadv", errno.EIO, 3), pytest.raises(OffloadError):
+
+class Momentum(torch.optim.Optimizer):
+    """An optimizer that says nothing of itself, so that it gets whole tensors."""
+
+    def __init__(self, parameters: Any, lr: float) -> None:
+        super().__init__(parameters, {"lr": lr})
+
+    @torch.no_grad()
+    def step(self, closure: Any = None) -> None:
+        for group in self.param_groups:
+            for parameter in group["params"]:
+                state = self.state[parameter]
+                if "velocity" not in state:
+                    state["velocity"] = torch.zeros_like(parameter)
+                state["velocity"].mul_(0.9).add_(parameter.grad)
+                parameter.sub_(state["velocity"] / state["velocity"].norm().clamp(min=1e-3), alpha=group["lr"])
+
+
+def of_kind(kind: str, place: str, directory: str, precision: str) -> Any:
+    """Make an engine whose optimizer is of a kind."""
+    from shardwise.optim import Lamb, Muon
+    from tests.zero.test_layerwise import MUON, by_dimensions
+    from tests.zero.training import Setting, make_optimizer, start
+
+    zero = tuple(offload(place, directory).items()) if place else ()
+    setting = Setting(3, precision=precision, clip=0.5, lr=1e-2, zero=zero)
+    model = CASE.make()
+    groups = CASE.groups(model)
+    made = {
+        "AdamW": lambda: make_optimizer("AdamW", groups, 1e-2),
+        "Lamb": lambda: Lamb(groups, lr=1e-2),
+        "Muon": lambda: Muon(by_dimensions(groups), **MUON),
+        "foreign": lambda: Momentum(groups, lr=1e-2),
+    }
+    return start(CASE, setting, model, made[kind]())
+
+
+def pass_of(engine: Any, step: int, precision: str) -> None:
+    dtype = torch.bfloat16 if precision == "bf16" else torch.float32
+    engine.backward(CASE.loss(engine, CASE.data(step, 0, torch.distributed.get_rank(), dtype)))
+
+
+Moment = tuple[str, int, int]
+"""A call of the system in a step, the number of those that go well before, and the step."""
+
+
+def of_a_kind(kind: str, place: str, directory: str, precision: str, moment: Moment | None, rank: int) -> Any:
+    """Take four steps, one of which the disk of a rank interrupts; return a digest, what was said, and what it read."""
+    engine = of_kind(kind, place, directory, precision)
+    said, saved = "", ""
+    call, after, failing_step = moment or ("preadv", 0, -1)
+    for step in range(4):
+        pass_of(engine, step, precision)
+        if step == failing_step:
+            here = torch.distributed.get_rank() == rank
+            with failing(engine, call, errno.EIO, after if here else 1 << 30), pytest.raises(OffloadError) as error:
+                engine.step()
+            said = str(error.value)
+            assert engine.global_steps == step
+            try:
+                engine.save_checkpoint(f"{directory}/saved")
+            except CheckpointError as refused:
+                saved = str(refused)
+            if call == "pwritev" and not saved:  # in the middle of scaling
+                with pytest.raises(UsageError, match=r"unscaled and clipped. Call engine.step\(\) again"):
+                    safe_get_full_grad(next(engine.module.parameters()))
         engine.step()
-    with pytest.raises(UsageError) as refused:
-        engine.step()
-    with pytest.raises(CheckpointError) as unsaved:
-        engine.save_checkpoint(f"{directory}/other")
-    engine.load_checkpoint(f"{directory}/saved")
-    backward_in_fp32(engine, 1)
-    engine.step()
+    assert engine.global_steps == 4
+    norm = float(engine.get_global_grad_norm())
+    found = masters_digest(engine), norm, str(engine.last_step.loss_scale)
     engine.destroy()
-    return str(refused.value), str(unsaved.value)
+    return found, said, saved
 
 
-def backward_in_fp32(engine: Any, step: int) -> None:
-    import torch
+KINDS = [
+    pytest.param("AdamW", "gradients on disk", "bf16", ("preadv", 0, 2), id="norm-first"),
+    pytest.param("AdamW", "gradients on disk", "fp16", ("preadv", 2, 2), id="norm-later"),
+    pytest.param("foreign", "all on disk", "fp32", ("preadv", 1, 2), id="norm-of-foreign"),
+    pytest.param("Lamb", "optimizer on disk", "fp32", ("preadv", 3, 2), id="lamb-read"),
+    pytest.param("Lamb", "all on disk", "bf16", ("pwritev", 2, 1), id="lamb-write"),
+    pytest.param("Muon", "optimizer on disk", "bf16", ("preadv", 3, 2), id="muon-read"),
+    pytest.param("Muon", "all on disk", "bf16", ("pwritev", 9, 2), id="muon-write"),
+    pytest.param("foreign", "all on disk", "bf16", ("pwritev", 1, 2), id="scaling-write"),
+    pytest.param("foreign", "optimizer on disk", "fp32", ("pwritev", 1, 2), id="foreign-write"),
+    pytest.param("foreign", "optimizer on disk", "fp32", ("posix_fallocate", 1, 0), id="foreign-space"),
+    pytest.param("Muon", "all on disk", "bf16", ("posix_fallocate", 0, 0), id="muon-space"),
+    pytest.param("AdamW", "all on disk", "bf16", ("posix_fallocate", 2, 0), id="space"),
+]
 
-    engine.backward(CASE.loss(engine, CASE.data(step, 0, 0, torch.float32)))
 
-
-def test_what_is_not_stepped_unit_by_unit_is_not_gone_on_with(tmp_path: Path) -> None:
-    for said in run_ranks(of_whole_tensors, 1, str(tmp_path))[0]:
-        assert "cannot be told" in said and "Nothing can step the others" in said
+@pytest.mark.parametrize("world", [1, 2])
+@pytest.mark.parametrize(("kind", "place", "precision", "moment"), KINDS)
+def test_a_step_of_any_optimizer_goes_on_with_the_same_bits(
+    tmp_path: Path, world: int, kind: str, place: str, precision: str, moment: Moment
+) -> None:
+    whole = run_ranks(of_a_kind, world, kind, "", str(tmp_path), precision, None, 0)
+    found = run_ranks(of_a_kind, world, kind, place, str(tmp_path), precision, moment, world - 1)
+    for rank, (bits, said, saved) in enumerate(found):
+        assert bits == whole[rank][0]
+        assert f"rank {world - 1}" in said and os.strerror(errno.EIO) in said
+        untouched = "Nothing has been stepped: engine.step() tries again" in said
+        assert untouched == (not saved)
+        assert untouched or ("have been stepped: engine.step()" in said and "Call engine.step()" in saved)

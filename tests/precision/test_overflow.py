@@ -5,7 +5,7 @@ from __future__ import annotations
 import torch
 
 from shardwise.precision import OverflowReport
-from shardwise.precision.overflow import Found, first_not_finite
+from shardwise.precision.overflow import Extent, Found, first_not_finite
 
 
 def test_what_is_found_in_runs() -> None:
@@ -32,3 +32,18 @@ def test_reports_in_words() -> None:
     assert str(late).endswith("First parameter: 'up.weight' (unit 'up')")
     total = OverflowReport("reduce", (), None, None, 0, 1.0, 0, 0, 0.0)
     assert str(total).endswith("Every parameter's gradient is finite, the norm of all is not")
+
+
+def test_the_extent_in_words() -> None:
+    nan = float("nan")
+    assert Extent.of(torch.ones(2), ["a", "b"]) is None
+    alone = Extent.of(torch.tensor([1.0, nan, 1.0]), ["a", "b", "c"])
+    assert alone == Extent(1, 3, "b", "c") and alone.told("backward") == "1 of 3 parameters has such a gradient"
+    some = Extent.of(torch.tensor([nan, 1.0, nan]), ["a", "b", "c"])
+    assert some == Extent(2, 3, "c", None)
+    assert some.told("backward") == "2 of 3 parameters have such gradients, the last 'c'"
+    assert Extent(2, 3, "b", "c").told("forward") == "2 of 3 parameters have such gradients, the last 'b'"
+    report = OverflowReport("forward", (0,), "a", "u", 4, 1.0, extent=Extent(3, 3, "c", None), watched_for=5)
+    assert "(unit 'u'). All 3 parameters have such gradients. Modules are watched for 5 steps from now on" in str(
+        report
+    )

@@ -13,18 +13,19 @@ from typing import Any
 
 import torch
 
+from shardwise.boxes import Patch, Region, overlap, region, whole
 from shardwise.checkpoint.agree import phase
-from shardwise.checkpoint.collect import buffer_names, buffers, within
+from shardwise.checkpoint.collect import buffer_names, within
 from shardwise.checkpoint.directory import check_directory
 from shardwise.checkpoint.manifest import dtype_of, name_of, outline
 from shardwise.checkpoint.opening import open_source
-from shardwise.checkpoint.protocols import CheckpointedModel, Run
+from shardwise.checkpoint.protocols import CheckpointedModel
 from shardwise.checkpoint.source import PIECE, Progress, Source
 from shardwise.checkpoint.tensorfile import Spec
 from shardwise.checkpoint.weightfiles import FORMATS, Entry, WeightFiles, parse_size
-from shardwise.checkpoint.weights import wanted_parameters
+from shardwise.checkpoint.weights import WholeTensor, gathered_buffers, whole_parameters
 from shardwise.errors import CheckpointError
-from shardwise.registry import LogicalTensor
+from shardwise.registry import taken
 from shardwise.utils.logging import logger
 
 KEEP = "keep"
@@ -309,30 +310,33 @@ def export_model(model: CheckpointedModel, request: ExportRequest, hold: Callabl
     """
     comm, rank = model.comm, model.comm.rank
     what = f"exporting weights to {request.directory}"
-    wanted = wanted_parameters(model, exclude_frozen=request.exclude_frozen)
+    wanted = whole_parameters(model, exclude_frozen=request.exclude_frozen)
+    model.share_changes()
     values, ranges = model.value_runs(), model.saved_ranges()
-    own: dict[int, list[Run]] = {}
-    for index in sorted(wanted):
-        with model.shown(index):
-            own[index] = within(values.get(index, []), ranges.get(index, []))
+    own: dict[str, list[_Own]] = {}
+    for tensor in model.registry:
+        if tensor.name in wanted:
+            with model.shown(tensor.index):
+                runs = within(values.get(tensor.index, []), ranges.get(tensor.index, []))
+            own.setdefault(tensor.name, []).extend(_Own(model.box_of(tensor), *run) for run in runs)
     with phase(comm, what) as known:
         known.said = {
-            str(index): [name_of(runs[0][2].dtype), [(start, stop) for start, stop, _ in runs]]
-            for index, runs in own.items()
+            name: [name_of(runs[0].values.dtype), [(run.box, run.start, run.stop) for run in runs]]
+            for name, runs in own.items()
             if runs
         }
-    layout = {tensor.index: _spread(tensor, known.heard) for tensor in model.registry if tensor.index in wanted}
-    places = _places(model, layout, request)
+    layout = {name: _spread(tensor, known.heard) for name, tensor in wanted.items()}
+    places = _places(model, wanted, layout, request)
     files: WeightFiles | None = None
     failure: Exception | None = None
 
-    def write(wanted: Sequence[tuple[Entry, int | torch.Tensor]]) -> None:
+    def write(wanted: Sequence[tuple[Entry, str | torch.Tensor]]) -> None:
         nonlocal failure
         for entry, where in wanted:
             if isinstance(where, torch.Tensor):
                 pieces: Iterator[tuple[int, torch.Tensor]] = iter([(0, where.detach().reshape(-1))])
             else:
-                pieces = _gathered(model, entry, layout[where], own[where], request.conversion, hold)
+                pieces = _gathered(model, entry, layout[where], own.get(where, []), request.conversion, hold)
             for start, piece in pieces:
                 # A full disk must not end the loop on rank 0 alone: the others send to it.
                 if files is not None and failure is None:
@@ -350,7 +354,7 @@ def export_model(model: CheckpointedModel, request: ExportRequest, hold: Callabl
                 )
         # How many are brought at a time may differ by rank; the order, which collectives have, does not.
         nothing = torch.empty(0)
-        first = {index: runs[0][2] for index, runs in own.items() if runs}
+        first = {name: runs[0].values for name, runs in own.items() if runs}
         model.bring(
             [(p, nothing if isinstance(p[1], torch.Tensor) else first.get(p[1], nothing)) for p in places], write
         )
@@ -371,40 +375,63 @@ def export_model(model: CheckpointedModel, request: ExportRequest, hold: Callabl
             logger.warning("%s: %s", request.directory, line)
 
 
+@dataclass(frozen=True)
+class _Own:
+    """Elements `[start, stop)` of a part of a tensor that this rank sends."""
+
+    box: Region | None
+    start: int
+    stop: int
+    values: torch.Tensor
+
+
 @dataclass
 class _Spread:
-    """Where the elements of a parameter are: its dtype, and (start, stop, rank) of each run, in order."""
+    """Where the elements of a parameter are: its dtype and shape, and of each rank (part, start, stop) of its runs."""
 
     dtype: torch.dtype
-    runs: list[tuple[int, int, int]] = field(default_factory=list)
+    shape: tuple[int, ...]
+    runs: list[list[tuple[Region, int, int]]] = field(default_factory=list)
+
+    def patches(self, rank: int, low: int, high: int) -> Iterator[tuple[int, Patch]]:
+        """Yield what a rank has of elements `[low, high)`: the number of the run, and its place in it and in these."""
+        outer = whole(self.shape)
+        for number, (box, start, stop) in enumerate(self.runs[rank]):
+            for patch in overlap(box, start, stop, outer, low, high):
+                yield number, patch
 
 
-def _spread(tensor: LogicalTensor, told: list[dict[str, Any]]) -> _Spread:
-    found = _Spread(tensor.dtype)
-    for rank, said in enumerate(told):
-        name, ranges = said.get(str(tensor.index), (None, ()))
+def _spread(tensor: WholeTensor, told: list[dict[str, Any]]) -> _Spread:
+    found = _Spread(tensor.dtype, tensor.shape)
+    for said in told:
+        name, runs = said.get(tensor.name, (None, ()))
         if name is not None:
             found.dtype = dtype_of(name)
-        found.runs += [(start, stop, rank) for start, stop in ranges]
-    found.runs.sort()
+        outer = whole(tensor.shape)
+        found.runs.append([(outer if box is None else region(box), start, stop) for box, start, stop in runs])
     return found
 
 
 def _places(
-    model: CheckpointedModel, layout: Mapping[int, _Spread], request: ExportRequest
-) -> list[tuple[Entry, int | torch.Tensor]]:
-    """Return what is written: each entry with the index of its parameter, or with its buffer."""
-    found: list[tuple[Entry, int | torch.Tensor]] = []
-    for tensor in model.registry:
-        if tensor.index in layout:
-            spec = request.conversion.spec(Spec(layout[tensor.index].dtype, tensor.shape))
-            entries = _named(tensor.name, tensor.aliases, spec, "", request.all_names)
-            found += [(entry, tensor.index) for entry in entries]
-    names = buffer_names(model.module)
-    for name, buffer in sorted(buffers(model.module)):
-        spec = request.conversion.spec(Spec(buffer.dtype, tuple(buffer.shape)))
-        entries = _named(name, tuple(names[id(buffer)][1:]), spec, "", request.all_names)
-        found += [(entry, buffer) for entry in entries]
+    model: CheckpointedModel,
+    wanted: Mapping[str, WholeTensor],
+    layout: Mapping[str, _Spread],
+    request: ExportRequest,
+) -> list[tuple[Entry, str | torch.Tensor]]:
+    """Return what is written: each entry with the name of its parameter, or with its buffer."""
+    found: list[tuple[Entry, str | torch.Tensor]] = []
+    for tensor in wanted.values():
+        spec = request.conversion.spec(Spec(layout[tensor.name].dtype, tensor.shape))
+        entries = _named(tensor.name, tensor.aliases, spec, "", request.all_names)
+        found += [(entry, tensor.name) for entry in entries]
+    held = gathered_buffers(model)
+    names = {name: tuple(known[1:]) for known in buffer_names(model.module).values() for name in known[:1]}
+    aliases = {alias for also in names.values() for alias in also}
+    for name, buffer in sorted(held.items()):
+        if name not in aliases:
+            spec = request.conversion.spec(Spec(buffer.dtype, tuple(buffer.shape)))
+            entries = _named(name, names.get(name, ()), spec, "", request.all_names)
+            found += [(entry, buffer) for entry in entries]
     return found
 
 
@@ -412,7 +439,7 @@ def _gathered(
     model: CheckpointedModel,
     entry: Entry,
     spread: _Spread,
-    own: list[Run],
+    own: list[_Own],
     conversion: Conversion,
     hold: Callable[[torch.Tensor], None],
 ) -> Iterator[tuple[int, torch.Tensor]]:
@@ -422,15 +449,11 @@ def _gathered(
     numel = entry.spec.nbytes // entry.spec.dtype.itemsize
     for low in range(0, numel, step):
         high = min(numel, low + step)
-        sent = [conversion(entry.name, view).to(model.device) for _, _, view in within(own, [(low, high)])]
-        parts = [
-            (max(start, low), min(stop, high), rank)
-            for start, stop, rank in spread.runs
-            if max(start, low) < min(stop, high)
+        sent = [
+            conversion(entry.name, taken(own[number].values, patch)).to(model.device).reshape(-1)
+            for number, patch in spread.patches(comm.rank, low, high)
         ]
-        counts = [0] * comm.world
-        for start, stop, rank in parts:
-            counts[rank] += stop - start
+        counts = [sum(p.numel for _, p in spread.patches(rank, low, high)) for rank in range(comm.world)]
         empty = torch.empty(0, dtype=entry.spec.dtype, device=model.device)
         given = torch.cat(sent) if len(sent) > 1 else (sent[0].contiguous() if sent else empty)
         output = torch.empty(high - low, dtype=entry.spec.dtype, device=model.device) if comm.rank == 0 else empty
@@ -439,10 +462,17 @@ def _gathered(
         to_first = [given.numel(), *[0] * (comm.world - 1)]
         comm.all_to_all(output, given, counts if comm.rank == 0 else [0] * comm.world, to_first, _LABEL).wait()
         if comm.rank == 0:
-            places = [sum(counts[:rank]) for rank in range(comm.world)]
-            for start, stop, rank in parts:
-                yield start, output[places[rank] : places[rank] + stop - start]
-                places[rank] += stop - start
+            patches = [patch for rank in range(comm.world) for _, patch in spread.patches(rank, low, high)]
+            arrived = list(zip(patches, output.split([patch.numel for patch in patches]), strict=True))
+            if all(patch.flat for patch in patches):
+                for patch, values in sorted(arrived, key=lambda pair: pair[0].target):
+                    yield low + patch.target, values
+                continue
+            piece = torch.empty_like(output)
+            hold(piece)
+            for patch, values in arrived:
+                piece.as_strided(patch.shape, patch.target_strides, patch.target).copy_(values.view(patch.shape))
+            yield low, piece
 
 
 def request_of(

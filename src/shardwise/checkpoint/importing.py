@@ -19,6 +19,7 @@ from shardwise.checkpoint.manifest import outline
 from shardwise.checkpoint.opening import open_source
 from shardwise.checkpoint.protocols import CheckpointedModel
 from shardwise.checkpoint.source import Source, SourceTensor
+from shardwise.checkpoint.weights import names_of_all
 from shardwise.errors import CheckpointError
 from shardwise.registry import LogicalTensor
 
@@ -42,6 +43,7 @@ class _Match(NamedTuple):
     parameters: list[tuple[LogicalTensor, str]]
     buffers: list[tuple[torch.Tensor, str]]
     differing: LoadedWeights
+    others: set[str]
 
 
 def load_weights(
@@ -78,8 +80,9 @@ def load_weights(
         assert source is not None
         if len(set(opened.heard)) > 1:
             raise CheckpointError(f"{what}: ranks see different tensors under this path; all need the same files")
+        elsewhere = names_of_all(model)
         with phase(comm, what):
-            matched = _match(model, source, strict, rename)
+            matched = _match(model, source, strict, rename, elsewhere)
             _verify_share(model, source, matched)
         model.finish_gathers()
         with phase(comm, what), torch.no_grad():
@@ -87,7 +90,7 @@ def load_weights(
             for indices in model.lent_in_turn():
                 for tensor, name in matched.parameters:
                     for start, _, view in runs.get(tensor.index, ()) if tensor.index in indices else ():
-                        source.read_part(name, tensor.box, start, view)
+                        source.read_part(name, model.box_of(tensor), start, view)
             for buffer, name in matched.buffers:
                 flat = torch.empty(buffer.numel(), dtype=buffer.dtype, device=buffer.device)
                 source.read_into(name, 0, flat)
@@ -127,7 +130,9 @@ def _renamed(source: Source, rename: Rename | None) -> tuple[dict[str, SourceTen
     return found, left_out
 
 
-def _match(model: CheckpointedModel, source: Source, strict: bool, rename: Rename | None) -> _Match:
+def _match(
+    model: CheckpointedModel, source: Source, strict: bool, rename: Rename | None, elsewhere: set[str]
+) -> _Match:
     known, left_out = _renamed(source, rename)
     missing: list[str] = []
     wrong: list[str] = []
@@ -146,7 +151,8 @@ def _match(model: CheckpointedModel, source: Source, strict: bool, rename: Renam
     parameters = [(tensor, take((tensor.name, *tensor.aliases), tensor.global_shape)) for tensor in model.registry]
     shared = buffer_names(model.module)
     held = [(buffer, take(tuple(shared[id(buffer)]), tuple(buffer.shape))) for _, buffer in buffers(model.module)]
-    unexpected = [tensor.name for tensor in source.tensors().values() if tensor.name not in used | left_out]
+    others = {known[name].name for name in elsewhere if name in known}
+    unexpected = [tensor.name for tensor in source.tensors().values() if tensor.name not in used | left_out | others]
     problems = [f"of another shape: {outline(wrong)}"] if wrong else []
     if strict and missing:
         problems.append(f"missing in the files: {outline(missing)}")
@@ -159,10 +165,11 @@ def _match(model: CheckpointedModel, source: Source, strict: bool, rename: Renam
         [(tensor, name) for tensor, name in parameters if name is not None],
         [(buffer, name) for buffer, name in held if name is not None],
         LoadedWeights(missing, unexpected),
+        others,
     )
 
 
 def _verify_share(model: CheckpointedModel, source: Source, matched: _Match) -> None:
     """Compare this rank's share of what will be read with its checksums, if there are any."""
-    names = sorted({name for _, name in (*matched.parameters, *matched.buffers)})
+    names = sorted({name for _, name in (*matched.parameters, *matched.buffers)} | matched.others)
     source.verify(names[model.comm.rank :: model.comm.world])

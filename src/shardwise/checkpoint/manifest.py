@@ -15,7 +15,7 @@ from dataclasses import dataclass, field, replace
 from typing import TYPE_CHECKING, Any
 
 from shardwise import boxes
-from shardwise.boxes import Box, Patch
+from shardwise.boxes import Patch, Region
 from shardwise.checkpoint.blocks import FileFacts
 from shardwise.errors import CheckpointError
 
@@ -39,15 +39,15 @@ class Slice:
         key: tensor in that file; it has the tensor's own shape if the slice is the whole tensor.
         start: first element.
         stop: end (exclusive).
-        box: the n-dimensional part of the tensor, as (first, end) for each dimension, in which `start` and
-            `stop` count. None: the whole tensor.
+        box: the n-dimensional part of the tensor, as (first, end) or several of these for each dimension, in which
+            `start` and `stop` count. None: the whole tensor.
     """
 
     file: str
     key: str
     start: int
     stop: int
-    box: Box | None = None
+    box: Region | None = None
 
     def to_json(self) -> dict[str, Any]:
         """Return the slice as the manifest has it."""
@@ -97,20 +97,17 @@ class StoredTensor:
         """Return the description as the manifest has it."""
         return {**vars(self), "slices": [part.to_json() for part in self.slices]}
 
-    def part(self, box: Box | None) -> StoredTensor:
-        """Return a box of the tensor as a tensor of its own, whose elements are counted in the box.
+    def part(self, box: Region | None) -> StoredTensor:
+        """Return a part of the tensor as a tensor of its own, whose elements are counted in the part.
 
-        Its slices are those of which the box has something; where they begin or end outside of it, so do their boxes.
+        Its slices are those of which the part has something.
         """
         if box is None:
             return self
-        origin = [first for first, _ in box]
-        slices = []
-        for part in self.slices:
-            stored = boxes.whole(self.shape) if part.box is None else part.box
-            if boxes.common(stored, box) is not None:
-                slices.append(replace(part, box=boxes.moved(stored, origin)))
-        return replace(self, shape=boxes.sizes(box), slices=tuple(slices))
+        outer = boxes.whole(self.shape)
+        slices = [part for part in self.slices if boxes.meet(outer if part.box is None else part.box, box)]
+        facts = {**vars(self), "shape": boxes.sizes(box), "slices": tuple(slices)}
+        return StoredPart(**facts, of=self.shape, region=box)
 
     def runs(self, start: int, stop: int) -> list[tuple[Slice, Patch]]:
         """Return what makes up elements `[start, stop)`: slices, and what is taken from each.
@@ -120,15 +117,20 @@ class StoredTensor:
         Raises:
             CheckpointError: some elements are not stored.
         """
+        return self._runs(self.shape, boxes.whole(self.shape), start, stop)
+
+    def _runs(self, shape: tuple[int, ...], region: Region, start: int, stop: int) -> list[tuple[Slice, Patch]]:
+        """See `runs`; the elements are those of a region of a tensor of a shape."""
         found: list[tuple[Slice, Patch]] = []
-        whole, missing = boxes.whole(self.shape), stop - start
+        whole, missing = boxes.whole(shape), stop - start
+        plain = region == whole
         for part in self.slices:
             if missing <= 0:
                 break
-            if part.box is None and (part.stop <= start or part.start >= stop):
+            if plain and part.box is None and (part.stop <= start or part.start >= stop):
                 continue  # most slices of a tensor that is spread over many ranks
             stored = whole if part.box is None else part.box
-            for patch in boxes.overlap(stored, part.start, part.stop, whole, start, stop):
+            for patch in boxes.overlap(stored, part.start, part.stop, region, start, stop):
                 found.append((part, patch))
                 missing -= patch.numel
         if missing > 0:
@@ -145,7 +147,7 @@ class StoredTensor:
             ValueError: elements are missing or there twice; the message names them, and the files.
         """
         outer = boxes.whole(self.shape)
-        parts: list[Box] = []
+        parts: list[Region] = []
         place = size = 0
         for part in self.slices:
             box = outer if part.box is None else part.box
@@ -169,20 +171,37 @@ class StoredTensor:
         if wrong is not None:
             element, times = wrong
             here = tuple((index, index + 1) for index in element)
-            held = [part for part in self.slices if boxes.common(outer if part.box is None else part.box, here)]
+            held = [part for part in self.slices if boxes.meet(outer if part.box is None else part.box, here)]
             files = dict.fromkeys(part.file for part in held)
             raise ValueError(
                 f"{self.kind} {self.name!r}: element {list(element)} of {list(self.shape)} is in {times} boxes"
                 + (f", of {outline(list(files))}" if files else "")
             )
 
-    def _check_end(self, place: int, size: int, parts: Sequence[Box]) -> None:
+    def _check_end(self, place: int, size: int, parts: Sequence[Region]) -> None:
         if place != size:
             raise ValueError(f"{self.kind} {self.name!r}: {place} of {size} elements{self._of(parts)} are stored")
 
-    def _of(self, parts: Sequence[Box]) -> str:
+    def _of(self, parts: Sequence[Region]) -> str:
         """Return the box that slices are of, in words."""
         return "" if parts[-1] == boxes.whole(self.shape) else f" of the box {[list(ends) for ends in parts[-1]]}"
+
+
+@dataclass(frozen=True)
+class StoredPart(StoredTensor):
+    """A part of a stored tensor: see `StoredTensor.part`. Boxes of its slices are those of the tensor.
+
+    Attributes:
+        of: shape of the tensor.
+        region: the part.
+    """
+
+    of: tuple[int, ...] = ()
+    region: Region = ()
+
+    def runs(self, start: int, stop: int) -> list[tuple[Slice, Patch]]:
+        """See `StoredTensor.runs`."""
+        return self._runs(self.of, self.region, start, stop)
 
 
 @dataclass(frozen=True)
@@ -282,7 +301,7 @@ def combine(parts: Iterable[StoredTensor]) -> list[StoredTensor]:
         outer = boxes.whole(first.shape)
         slices = sorted(
             (run for member in members for run in member.slices),
-            key=lambda run: (outer if run.box is None else run.box, run.start),
+            key=lambda run: (boxes.ranges(outer if run.box is None else run.box), run.start),
         )
         aliases = dict.fromkeys(alias for member in members for alias in member.aliases)
         tensor = replace(first, slices=tuple(slices), aliases=tuple(aliases))
@@ -321,12 +340,20 @@ def _with_numbers(name: str) -> list[Any]:
 def tensor_from_json(entry: dict[str, Any]) -> StoredTensor:
     """Return the tensor of which `StoredTensor.to_json` has made this."""
     slices = [
-        Slice(**{**part, "box": None if part["box"] is None else tuple((a, b) for a, b in part["box"])})
+        Slice(**{**part, "box": None if part["box"] is None else tuple(map(_ends, part["box"]))})
         for part in entry["slices"]
     ]
     return StoredTensor(
         **{**entry, "shape": tuple(entry["shape"]), "aliases": tuple(entry["aliases"]), "slices": tuple(slices)}
     )
+
+
+def _ends(dimension: list[Any]) -> tuple[Any, ...]:
+    """Return a dimension of a region, which is a pair, or a list of pairs."""
+    if dimension and isinstance(dimension[0], list):
+        return tuple((first, end) for first, end in dimension)
+    first, end = dimension
+    return first, end
 
 
 def outline(names: Sequence[str], limit: int = 5) -> str:

@@ -9,8 +9,9 @@ from typing import Any, Protocol, TypeVar
 import torch
 from torch import nn
 
+from shardwise.boxes import Region
 from shardwise.comm.communicator import Communicator
-from shardwise.registry import LogicalTensor, Registry
+from shardwise.registry import HeldPart, LogicalTensor, Registry
 
 T = TypeVar("T")
 
@@ -25,8 +26,8 @@ def at_hand(tensors: Sequence[tuple[T, torch.Tensor]], use: Callable[[Sequence[T
 
 
 Run = tuple[int, int, torch.Tensor]
-"""(start, stop, 1-D view) of elements of a flattened parameter object, this rank's box of its logical tensor, that lie
-in this rank's memory."""
+"""(start, stop, 1-D view) of elements of a flattened box of a logical tensor (`CheckpointedModel.box_of`) that lie in
+this rank's memory."""
 
 
 class OptimizerShards(Protocol):
@@ -106,6 +107,12 @@ class CheckpointedModel(Protocol):
     def lent_in_turn(self) -> Iterator[Collection[int]]:
         """Yield all parameters, some at a time; values and state of these are there meanwhile, and may be written."""
 
+    def box_of(self, tensor: LogicalTensor) -> Region | None:
+        """Return the box of a tensor of which this rank's runs of values and state are; None: all of it."""
+
+    def share_changes(self) -> None:
+        """Take over values that a script has changed, wherever they are stepped (a collective)."""
+
     def value_runs(self) -> dict[int, list[Run]]:
         """Return the values that count (master weights where there are any) on this rank, by parameter.
 
@@ -121,14 +128,20 @@ class CheckpointedModel(Protocol):
         Ranks with the same box of a logical tensor have the same parameter; other boxes are other elements.
         """
 
+    def parts_of(self, index: int) -> Sequence[HeldPart]:
+        """Return the parts of tensors that ranks have at the place of this rank's parameter in the units.
+
+        Each part is there once, in one order on all ranks. None where all ranks have the same tensors.
+        """
+
     def finish_gathers(self) -> None:
         """Wait for values that are on their way."""
 
     def publish(self) -> None:
         """Bring all copies of the values up to date after `value_runs` have been written (a collective)."""
 
-    def gather(self, parameters: Iterable[nn.Parameter]) -> list[Any]:
-        """Make whole values valid on every rank (a collective)."""
+    def gather_parts(self, parameters: Iterable[nn.Parameter]) -> list[Any]:
+        """Make the whole values of this rank's parts valid on every rank (a collective)."""
 
-    def put_back(self, parameters: Iterable[nn.Parameter], gathered: Any, src: int | None) -> None:
-        """End a `gather`; values of global rank `src`, if given, become everybody's."""
+    def put_parts_back(self, parameters: Iterable[nn.Parameter], gathered: Any, src: int | None) -> None:
+        """End a `gather_parts`; values of global rank `src`, if given, become everybody's."""

@@ -15,7 +15,7 @@ from types import TracebackType
 
 import torch
 
-from shardwise.boxes import Box, overlap, whole
+from shardwise.boxes import Region, overlap, whole
 from shardwise.checkpoint import directory, manifest, manifestfile
 from shardwise.checkpoint.manifest import BUFFER, PARAMETER, StoredTensor
 from shardwise.checkpoint.reader import Checkpoint
@@ -90,8 +90,8 @@ class Source(ABC):
             CheckpointError: they cannot be read.
         """
 
-    def read_part(self, name: str, box: Box | None, start: int, out: torch.Tensor) -> None:
-        """Read elements of a box of a tensor, flattened, from `start` on; None: of the whole tensor. See `read_into`.
+    def read_part(self, name: str, box: Region | None, start: int, out: torch.Tensor) -> None:
+        """Read elements of a part of a tensor, flattened, from `start` on; None: of the whole tensor. See `read_into`.
 
         Raises:
             CheckpointError: they cannot be read.

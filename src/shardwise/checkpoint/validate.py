@@ -12,6 +12,7 @@ import os
 import re
 from typing import TYPE_CHECKING, Any
 
+from shardwise import boxes
 from shardwise.checkpoint import codec
 from shardwise.checkpoint.tensorfile import BLOCK, DTYPE_NAMES, FileFacts, check_shape
 
@@ -100,17 +101,22 @@ def _check_tensors(manifest: Manifest) -> None:
 
 def _elements(tensor: StoredTensor, part: Slice) -> int:
     """Return the number of elements of a slice's box, which must be one of the tensor."""
-    box, count = part.box or (), 1
-    fits = len(box) == len(tensor.shape)
-    for (first, end), size in zip(box, tensor.shape, strict=False):
-        fits = fits and _natural(first) and _natural(end) and first <= end <= size
-        count = count * (end - first) if fits else 0
-    if not fits:
+    box = part.box or ()
+    numbers = all(_natural(index) for ends in boxes.ranges(box) for pair in ends for index in pair)
+    if not (numbers and boxes.is_within(box, tensor.shape) and _as_written(box)):
         raise ValueError(
             f"{tensor.kind} {tensor.name!r}: expected a box of {list(tensor.shape)}, found {box!r:.200} "
             f"(in {part.file})"
         )
-    return count
+    return math.prod(boxes.sizes(box))
+
+
+def _as_written(box: boxes.Region) -> bool:
+    """Whether several ranges of a dimension are as `boxes.region` makes them."""
+    try:
+        return all(map(boxes.is_range, box)) or boxes.region(box) == box
+    except ValueError:
+        return False
 
 
 def _check_tensor(tensor: StoredTensor) -> None:

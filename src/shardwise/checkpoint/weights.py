@@ -1,60 +1,171 @@
 """Plain weights: whole values under the names of the user's module, for anything that reads a PyTorch state dict.
 
 Parameters are gathered unit by unit, so that no more than one unit is whole at a time; what is kept of it is up to the
-caller. Every name of a tied parameter appears, because `load_state_dict` of a plain module wants them all.
+caller. Where ranks have different tensors, or parts of them, each part is sent to all ranks when its unit is gathered,
+and put together by those that want it. Every name of a tied parameter appears, because `load_state_dict` of a plain
+module wants them all.
 """
 
 from __future__ import annotations
 
 import os
-from collections.abc import Iterator, Mapping
+from collections.abc import Iterable, Iterator, Mapping
+from dataclasses import dataclass, replace
 from typing import Any
 
 import torch
 from torch import nn
 
+from shardwise import boxes
 from shardwise.checkpoint.agree import phase
 from shardwise.checkpoint.collect import buffers, extra_states
-from shardwise.checkpoint.manifest import outline
+from shardwise.checkpoint.manifest import dtype_of, name_of, outline
 from shardwise.checkpoint.protocols import CheckpointedModel
 from shardwise.checkpoint.selection import EXTRA, extra_name
 from shardwise.checkpoint.tensorfile import Spec
 from shardwise.checkpoint.weightfiles import PICKLED, Entry, WeightFiles
 from shardwise.errors import CheckpointError, CheckpointPathError
-from shardwise.registry import LogicalTensor
+from shardwise.registry import HeldPart, cut, paste
 
 
-def gathered_parameters(model: CheckpointedModel, wanted: set[int]) -> Iterator[tuple[LogicalTensor, torch.Tensor]]:
+@dataclass(frozen=True)
+class WholeTensor:
+    """A parameter as all ranks have it together.
+
+    Attributes:
+        name: of the tensor.
+        aliases: further names of it.
+        shape: of the whole tensor.
+        dtype: in which modules compute with it.
+    """
+
+    name: str
+    aliases: tuple[str, ...]
+    shape: tuple[int, ...]
+    dtype: torch.dtype
+
+
+def whole_parameters(model: CheckpointedModel, *, exclude_frozen: bool) -> dict[str, WholeTensor]:
+    """Return the parameters whose whole values are wanted, of all ranks, by name; all ranks call this together.
+
+    They are in the order in which they are whole when units are gathered one after the other.
+
+    Args:
+        model: the sharded model.
+        exclude_frozen: leave out those that do not require a gradient on any rank.
+
+    Raises:
+        CheckpointError: some elements are on no rank.
+    """
+    pairs = [pair for unit in model.units for pair in zip(unit.tensors, unit.parameters, strict=True)]
+    own = [tensor for tensor, parameter in pairs if parameter.requires_grad or not exclude_frozen]
+    if not is_divided(model):
+        return {t.name: WholeTensor(t.name, t.aliases, t.global_shape, t.dtype) for t in own}
+    with phase(model.comm, "gathering whole weights") as told:
+        told.said = [tensor.name for tensor in own]
+    wanted = {name for names in told.heard for name in names}
+    found: dict[str, WholeTensor] = {}
+    parts: dict[str, dict[boxes.Region, None]] = {}
+    for part in (part for some in _new_parts(model) for part in some):
+        if part.name in wanted:
+            known = found.pop(part.name, WholeTensor(part.name, (), part.shape, part.dtype))
+            aliases = dict.fromkeys((*known.aliases, *part.aliases))
+            found[part.name] = replace(known, aliases=tuple(aliases))
+            parts.setdefault(part.name, {})[part.box] = None
+    for name, held in parts.items():
+        wrong = boxes.misfit(found[name].shape, held)
+        if wrong is not None:
+            raise CheckpointError(
+                f"parameter {name!r}: element {list(wrong[0])} of {list(found[name].shape)} is on {wrong[1]} ranks or "
+                "groups of ranks, so there is no whole tensor; see shardwise.declare_part"
+            )
+    return found
+
+
+def is_divided(model: CheckpointedModel) -> bool:
+    """Whether ranks have different tensors, or parts of them: the same on all ranks."""
+    return any(model.parts_of(tensor.index) for tensor in model.registry)
+
+
+def _new_parts(model: CheckpointedModel) -> Iterator[list[HeldPart]]:
+    """Yield for each parameter, unit by unit, the parts at its place that have not been at one before."""
+    seen: set[tuple[str, boxes.Region]] = set()
+    for unit in model.units:
+        for tensor in unit.tensors:
+            parts = [part for part in model.parts_of(tensor.index) if part.numel or part.whole]
+            new = [part for part in parts if (part.name, part.box) not in seen]
+            seen.update((part.name, part.box) for part in new)
+            yield new
+
+
+def gathered_parameters(
+    model: CheckpointedModel, wanted: Mapping[str, WholeTensor], *, keep: bool = True
+) -> Iterator[tuple[WholeTensor, torch.Tensor]]:
     """Yield parameters with their whole values, unit by unit; all ranks iterate to the end together.
 
     Whoever keeps a value keeps the memory of its whole unit: drop it before the next one is asked for.
+
+    Args:
+        model: the sharded model.
+        wanted: which ones, by name, as `whole_parameters` returns them; the same on all ranks.
+        keep: False: this rank takes part, and gets no values.
     """
+    waiting: dict[str, tuple[torch.Tensor, int]] = {}  # with the number of elements that are still to come
+    divided, new = is_divided(model), _new_parts(model)
     for unit in model.units:
-        if not any(tensor.index in wanted for tensor in unit.tensors):
+        parts = [[part for part in next(new) if part.name in wanted] for _ in unit.tensors]
+        if not (any(parts) if divided else any(tensor.name in wanted for tensor in unit.tensors)):
             continue
-        gathered = model.gather(unit.parameters)
+        gathered = model.gather_parts(unit.parameters)
         try:
-            for tensor, parameter in zip(unit.tensors, unit.parameters, strict=True):
-                if tensor.index in wanted:
-                    yield tensor, parameter.detach()
+            for tensor, parameter, some in zip(unit.tensors, unit.parameters, parts, strict=True):
+                if keep and not divided and tensor.name in wanted:
+                    yield wanted[tensor.name], parameter.detach()
+                for part in some:
+                    values = _received(model, part, parameter.detach())
+                    if not keep:
+                        continue
+                    if not part.whole:
+                        values = _put(waiting, part, values)
+                    if part.name not in waiting:
+                        yield wanted[part.name], values
+                    del values
         finally:
-            model.put_back(unit.parameters, gathered, None)
+            model.put_parts_back(unit.parameters, gathered, None)
 
 
-def wanted_parameters(model: CheckpointedModel, *, exclude_frozen: bool) -> set[int]:
-    """Return the indices of the parameters whose whole values are wanted: all, or those that require a gradient.
+def _received(model: CheckpointedModel, part: HeldPart, own: torch.Tensor) -> torch.Tensor:
+    """Return a part that some ranks have, on all of them; the first of those sends it."""
+    comm, first = model.comm, part.ranks[0]
+    if len(part.ranks) < comm.world:
+        if comm.rank != first:
+            own = torch.empty(boxes.sizes(part.box), dtype=part.dtype, device=model.device)
+        comm.broadcast(own, first, part.name).wait()
+    return own
 
-    Raises:
-        CheckpointError: some are parts of tensors, or not on all ranks.
+
+def _put(waiting: dict[str, tuple[torch.Tensor, int]], part: HeldPart, values: torch.Tensor) -> torch.Tensor:
+    """Put a part into the tensor that waits for it, which is taken out when it has all; return it."""
+    whole, left = waiting.pop(part.name, (None, 0))
+    if whole is None:
+        whole = torch.empty(part.shape, dtype=part.dtype, device=values.device)
+        left = whole.numel()
+    paste(values, part.box, whole)
+    if left > values.numel():
+        waiting[part.name] = whole, left - values.numel()
+    return whole
+
+
+def names_of_all(model: CheckpointedModel) -> set[str]:
+    """Return the names of what ranks have, under all that they have; all ranks call this together.
+
+    There are none where all ranks have the same.
     """
-    cut = [tensor.name for tensor in model.registry if tensor.box is not None or tensor.ranks is not None]
-    if cut:
-        raise CheckpointError(
-            f"whole weights cannot be gathered: ranks have different parts of the model, this one {outline(cut)}; save "
-            "a checkpoint, and export that"
-        )
-    pairs = zip(model.registry, model.registry.parameters, strict=True)
-    return {tensor.index for tensor, parameter in pairs if parameter.requires_grad or not exclude_frozen}
+    parts = [part for tensor in model.registry for part in model.parts_of(tensor.index)]
+    found = {name for part in parts for name in (part.name, *part.aliases)}
+    for said in _elsewhere(model):
+        found.update(said["buffers"], map(extra_name, said["extra"]))
+    return found
 
 
 def all_buffers(module: nn.Module) -> Iterator[tuple[str, torch.Tensor]]:
@@ -74,17 +185,81 @@ def state_dict(model: CheckpointedModel, *, exclude_frozen: bool = False, keep: 
         keep: False returns an empty dictionary on this rank, which takes part all the same.
     """
     found: dict[str, Any] = {}
-    for tensor, values in gathered_parameters(model, wanted_parameters(model, exclude_frozen=exclude_frozen)):
-        if keep:
-            copied = values.cpu() if values.device.type != "cpu" else values.clone()
-            found.update(dict.fromkeys((tensor.name, *tensor.aliases), copied))
+    wanted = whole_parameters(model, exclude_frozen=exclude_frozen)
+    for tensor, values in gathered_parameters(model, wanted, keep=keep):
+        copied = values.cpu() if values.device.type != "cpu" else values.clone()
+        found.update(dict.fromkeys((tensor.name, *tensor.aliases), copied))
         del values
+    plain = gathered_buffers(model)
     if not keep:
         return {}
-    found.update((name, buffer.detach().cpu().clone()) for name, buffer in all_buffers(model.module))
+    found.update((name, buffer.detach().cpu().clone()) for name, buffer in plain.items())
     found.update((extra_name(name), module.get_extra_state()) for name, module in extra_states(model.module))
-    # In the order of a plain module's state dict.
-    return {name: found[name] for name in _names(model.module) if name in found}
+    return {name: found[name] for name in _in_order(model.module, found)}
+
+
+def _in_order(module: nn.Module, found: Iterable[str]) -> list[str]:
+    """Return names in the order of a plain module's state dict; those of other ranks behind what they were found after.
+
+    These are experts, or layers, beside those that this rank has.
+    """
+    known = dict.fromkeys(_names(module))
+    behind: dict[str | None, list[str]] = {}
+    last: str | None = None
+    for name in found:
+        if name in known:
+            last = name
+        else:
+            behind.setdefault(last, []).append(name)
+    held = set(found)
+    ordered = list(behind.get(None, ()))
+    for name in known:
+        if name in held:
+            ordered += [name, *behind.get(name, ())]
+    return ordered
+
+
+def gathered_buffers(model: CheckpointedModel) -> dict[str, torch.Tensor]:
+    """Return the persistent buffers of the module, and those that only other ranks have; all ranks call this together.
+
+    Raises:
+        CheckpointError: modules that not all ranks have define `get_extra_state`, which cannot be sent.
+    """
+    found = dict(all_buffers(model.module))
+    told = _elsewhere(model)
+    homes: dict[str, tuple[int, Any]] = {}
+    extra: dict[str, int] = {}
+    for rank, said in enumerate(told):
+        for name, facts in said["buffers"].items():
+            homes.setdefault(name, (rank, facts))
+        for name in said["extra"]:
+            extra.setdefault(name, rank)
+    lacking = [name for name in extra if not all(name in said["extra"] for said in told)]
+    if lacking:
+        raise CheckpointError(
+            f"extra state of modules that not all ranks have cannot be gathered: {outline(lacking)} (on rank "
+            f"{extra[lacking[0]]}); save a checkpoint, and export that"
+        )
+    for name, (rank, (dtype, shape)) in homes.items():
+        if all(name in said["buffers"] for said in told):
+            continue
+        if model.comm.rank == rank:
+            values = found[name].detach().contiguous()
+        else:
+            values = torch.empty(shape, dtype=dtype_of(dtype), device=model.device)
+        model.comm.broadcast(values, rank, name).wait()
+        found.setdefault(name, values)
+    return found
+
+
+def _elsewhere(model: CheckpointedModel) -> list[dict[str, Any]]:
+    """Return what each rank has besides parameters, where ranks may have different modules; all ranks call together."""
+    if not is_divided(model):
+        return []
+    with phase(model.comm, "comparing modules") as told:
+        held = {name: [name_of(buffer.dtype), list(buffer.shape)] for name, buffer in all_buffers(model.module)}
+        told.said = {"buffers": held, "extra": [name for name, _ in extra_states(model.module)]}
+    return told.heard
 
 
 def _names(module: nn.Module) -> Iterator[str]:
@@ -127,13 +302,11 @@ def write_weights(
     """
     rank = model.comm.rank
     what = f"saving weights to {os.path.join(parent, name)}"
-    wanted = wanted_parameters(model, exclude_frozen=exclude_frozen)
+    wanted = whole_parameters(model, exclude_frozen=exclude_frozen)
     entries: list[Entry] = []
-    for unit in model.units:
-        for tensor in unit.tensors:
-            if tensor.index in wanted:
-                entries += _entries(tensor, once=name.endswith(PICKLED))
-    plain = dict(all_buffers(model.module))
+    for tensor in wanted.values():
+        entries += _entries(tensor, once=name.endswith(PICKLED))
+    plain = gathered_buffers(model)
     entries += [Entry(key, Spec(buffer.dtype, tuple(buffer.shape))) for key, buffer in plain.items()]
     files: WeightFiles | None = None
     failure: Exception | None = None
@@ -141,7 +314,7 @@ def write_weights(
         with phase(model.comm, what):
             if rank == 0:
                 files = WeightFiles(parent, entries, name, max_shard_size=max_shard_size, overwrite=True)
-        for tensor, values in gathered_parameters(model, wanted):
+        for tensor, values in gathered_parameters(model, wanted, keep=rank == 0):
             # A full disk must not end the loop on rank 0 alone: the others gather with it.
             if files is not None and failure is None:
                 try:
@@ -162,7 +335,7 @@ def write_weights(
             files.abandon()
 
 
-def _entries(tensor: LogicalTensor, *, once: bool) -> list[Entry]:
+def _entries(tensor: WholeTensor, *, once: bool) -> list[Entry]:
     """Return what is written of a parameter: it under each of its names, or once for all."""
     spec = Spec(tensor.dtype, tensor.shape)
     if once:
@@ -186,15 +359,16 @@ def load_state_dict(
     Raises:
         CheckpointError: names (if `strict`) or shapes do not fit; nothing has been changed then.
     """
+    elsewhere = names_of_all(model)
     with phase(model.comm, "loading a state dict"):
-        found, plain = _match(model, values, strict, may_lack)
+        found, plain = _match(model, values, strict, may_lack, elsewhere)
     model.finish_gathers()
     with torch.no_grad():
         runs = model.value_runs()
         for indices in model.lent_in_turn():
             for index in found.keys() & set(indices):
-                box = model.registry[index].box or ()
-                flat = found[index].detach()[tuple(slice(first, end) for first, end in box)].reshape(-1)
+                box, flat = model.box_of(model.registry[index]), found[index].detach()
+                flat = (flat if box is None else cut(flat, box)).reshape(-1)
                 for start, stop, view in runs.get(index, ()):
                     view.copy_(flat[start:stop])
         for buffer, tensor in plain:
@@ -207,7 +381,11 @@ def load_state_dict(
 
 
 def _match(
-    model: CheckpointedModel, values: Mapping[str, Any], strict: bool, may_lack: frozenset[str]
+    model: CheckpointedModel,
+    values: Mapping[str, Any],
+    strict: bool,
+    may_lack: frozenset[str],
+    elsewhere: set[str],
 ) -> tuple[dict[int, torch.Tensor], list[tuple[torch.Tensor, torch.Tensor]]]:
     used = {extra_name(name) for name, _ in extra_states(model.module)}
     missing: list[str] = []
@@ -226,7 +404,7 @@ def _match(
     found = {t.index: take((t.name, *t.aliases), t.global_shape) for t in model.registry}
     used.update(name for name, _ in all_buffers(model.module))
     plain = [(buffer, take((name,), tuple(buffer.shape))) for name, buffer in buffers(model.module)]
-    unexpected = [name for name in values if name not in used]
+    unexpected = [name for name in values if name not in used and name not in elsewhere]
     problems = [f"of another shape: {outline(wrong)}"] if wrong else []
     if strict and missing:
         problems.append(f"missing: {outline(missing)}")

@@ -337,21 +337,36 @@ class Communicator:
             return self._launch(lambda: gloo.all_reduce_ordered(tensor, group, tag), record)
         return self._handle(native.all_reduce(tensor, group), record)
 
-    def sum_large(self, flat: torch.Tensor, label: str) -> None:
-        """Sum a 1-D tensor over ranks in place, in rank order: the same bits on every rank (it blocks).
+    def sum_large(self, flat: torch.Tensor, label: str, out: torch.Tensor | None = None) -> None:
+        """Sum a 1-D tensor over ranks: the same bits on every rank (it blocks).
 
-        Each rank adds up a range and sends the result to the others, as a stage 0 reduction does: twice the tensor is
-        sent and it is held once more, on any number of ranks. Half precision is summed in fp32 and rounded once.
+        On Gloo and under `ordered` each rank adds up a range in rank order and sends the result to the others, as a
+        stage 0 reduction does: twice the tensor is sent and, in place, its range is held once more, on any number of
+        ranks; half precision is summed in fp32 and rounded once. Other backends have one all-reduce of their own.
 
         Args:
             flat: its length is a multiple of the number of ranks.
             label: for the record.
+            out: receives the sum, and `flat` stays what it is; None: `flat` does.
         """
+        if not (self._gloo or self._ordered or self.world == 1):
+            if out is not None:
+                out.copy_(flat)
+            self._sum_at_once(flat if out is None else out, label).wait()
+            return
         length = flat.numel() // self.world
         half = flat.dtype in (torch.bfloat16, torch.float16)
-        own = torch.empty(length, dtype=torch.float32 if half else flat.dtype, device=flat.device)
+        if out is None or half:
+            own = torch.empty(length, dtype=torch.float32 if half else flat.dtype, device=flat.device)
+        else:
+            own = out[self.rank * length : (self.rank + 1) * length]
         self.reduce_scatter([(own, flat)], label, kind="explicit").wait()
-        self.all_gather([(flat, own.to(flat.dtype))], label, kind="explicit").wait()
+        self.all_gather([(flat if out is None else out, own.to(flat.dtype))], label, kind="explicit").wait()
+
+    def _sum_at_once(self, flat: torch.Tensor, label: str) -> Handle:
+        record = self._open("all_reduce", flat.nbytes, 2 * flat.nbytes * (self.world - 1) // self.world, label)
+        group, _ = self._next("explicit", record)
+        return self._handle(native.sum_in_place(flat, group), record)
 
     def broadcast(self, tensor: torch.Tensor, src: int, label: str) -> Handle:
         """Copy a tensor from group rank `src` to all ranks, in place."""

@@ -83,6 +83,37 @@ class Arrangement:
         lines = [[self.order[place + step * stride] for step in range(size)] for place in first]
         return sorted(lines)
 
+    def within(self, ranks: Sequence[int], lines: Sequence[Sequence[int]]) -> Arrangement | None:
+        """Return how some ranks lie in the grid, by their numbers among these; dimensions of size 1 are left out.
+
+        Args:
+            ranks: they, in ascending order.
+            lines: all lists of ranks that are arranged alike, this one among them.
+
+        Returns:
+            None if the ranks of a list are no grid themselves, or those of another list another: they lie in one
+            dimension.
+
+        Example:
+            >>> Arrangement.of_groups(8, 4).within([0, 2, 4, 6], [[0, 2, 4, 6], [1, 3, 5, 7]])
+            Arrangement(names=('shard', 'replicate'), sizes=(2, 2), order=(0, 2, 1, 3))
+        """
+        places = {rank: place for place, rank in enumerate(self.order)}
+        found = set()
+        for line in lines:
+            rest: list[int] = [places[rank] for rank in line]
+            sizes: list[int] = []
+            for size in reversed(self.sizes):
+                sizes.insert(0, len({place % size for place in rest}))
+                rest = [place // size for place in rest]
+            found.add(tuple(sizes) if math.prod(sizes) == len(line) else ())
+        shape = found.pop()
+        if found or not shape:
+            return None
+        kept = [(name, size) for name, size in zip(self.names, shape, strict=True) if size > 1] or [(SHARD, 1)]
+        order = sorted(range(len(ranks)), key=lambda number: places[ranks[number]])
+        return Arrangement(tuple(name for name, _ in kept), tuple(size for _, size in kept), tuple(order))
+
 
 class Domain:
     """See the module docstring.
@@ -306,15 +337,16 @@ class Domains:
 
     Attributes:
         main: that of all ranks.
-        others: those of parameters that only some ranks share, by these.
+        others: those of parameters that only some ranks share, or whose gradients are divided otherwise, by these ranks
+            and by what sums of gradients over them are divided.
     """
 
     main: Domain
-    others: Mapping[tuple[int, ...], Domain] = field(default_factory=dict)
+    others: Mapping[tuple[tuple[int, ...], int | None], Domain] = field(default_factory=dict)
 
-    def of(self, ranks: tuple[int, ...] | None) -> Domain:
-        """Return the domain of parameters that some ranks share; None: all."""
-        return self.main if ranks is None else self.others[ranks]
+    def of(self, key: tuple[tuple[int, ...], int | None] | None) -> Domain:
+        """Return a domain by its key; None: that of all ranks."""
+        return self.main if key is None else self.others[key]
 
 
 def _after(kind: str, launches: Sequence[Launch]) -> str:

@@ -114,6 +114,9 @@ class ImaginedCommunicator(Communicator):
         gathered = tensor.new_empty(self.world * tensor.numel()) if self.world > 1 else tensor
         return self._over("all_reduce", tensor.nbytes, label, [gathered])
 
+    def _sum_at_once(self, flat: torch.Tensor, label: str) -> Handle:
+        return self._over("all_reduce", flat.nbytes, label)
+
     def all_to_all(
         self,
         output: torch.Tensor,

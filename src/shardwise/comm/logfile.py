@@ -1,6 +1,6 @@
 """The communication log as a file of JSON lines (`comms_logger.path`): one object for each collective, on each rank.
 
-The thread that trains only puts a tuple into a queue; a thread of the file makes lines of them, a few times a second,
+The thread that trains only puts something into a queue; a thread of the file makes lines of them, once a second,
 and gives whole lines to the system at once. So the file outlives the process, but for what is younger than that. The
 queue has a limit: what does not fit is dropped, and counted in the log.
 """
@@ -14,14 +14,14 @@ import os
 import threading
 from collections import deque
 from pathlib import Path
-from typing import NamedTuple
+from typing import NamedTuple, Protocol
 
 from shardwise.errors import ConfigError
 from shardwise.utils.logging import logger, warn_once
 
 _MOST = 1 << 16
 """Collectives that wait to be written."""
-_EVERY_S = 0.2
+_EVERY_S = 1.0
 
 
 class Line(NamedTuple):
@@ -53,6 +53,16 @@ class Line(NamedTuple):
     ms: float | None
     busbw_gbps: float | None
     line: str
+
+
+class Late(Protocol):
+    """What makes a line by itself, when it is written."""
+
+    def known(self) -> bool:
+        """Whether nobody would have to wait for it."""
+
+    def line(self, rank: int) -> Line:
+        """Return the line of a rank, waiting for what is not known yet."""
 
 
 _quoted = functools.lru_cache(maxsize=4096)(json.dumps)
@@ -98,7 +108,7 @@ class LogFile:
         self.rank = rank
         self.dropped = 0
         self._failed = False
-        self._queue: deque[Line] = deque()
+        self._queue: deque[Line | Late] = deque()
         try:
             self.path.parent.mkdir(parents=True, exist_ok=True)
             self._file = os.open(self.path, os.O_WRONLY | os.O_APPEND | os.O_CREAT | os.O_CLOEXEC, 0o644)
@@ -110,20 +120,30 @@ class LogFile:
         self._thread.start()
         atexit.register(self.close)
 
-    def put(self, line: Line) -> None:
+    def put(self, line: Line | Late) -> None:
         """Have a line written."""
         if len(self._queue) >= _MOST:
             self.dropped += 1
             return
         self._queue.append(line)
 
-    def flush(self) -> None:
-        """Give to the system what waits; a disk that fails is told of once, and written to no more."""
+    def flush(self, *, wait: bool = True) -> None:
+        """Give to the system what waits; a disk that fails is told of once, and written to no more.
+
+        Args:
+            wait: for lines that are not known yet; otherwise they, and what comes behind them, are left.
+        """
         with self._writing:
-            waiting = [self._queue.popleft() for _ in range(len(self._queue))]
-            if not waiting or self._failed:
+            lines = []
+            for _ in range(len(self._queue)):
+                first = self._queue[0]
+                if not (wait or isinstance(first, Line) or first.known()):
+                    break
+                self._queue.popleft()
+                lines.append(first if isinstance(first, Line) else first.line(self.rank))
+            if not lines or self._failed:
                 return
-            rest = memoryview("".join(map(as_json, waiting)).encode())
+            rest = memoryview("".join(map(as_json, lines)).encode())
             try:
                 while rest:
                     rest = rest[os.write(self._file, rest) :]
@@ -146,4 +166,4 @@ class LogFile:
 
     def _run(self) -> None:
         while not self._end.wait(_EVERY_S):
-            self.flush()
+            self.flush(wait=False)

@@ -10,6 +10,9 @@ size / t (2 * size / t for all-reduce) and bus bandwidth corrects for what a rin
 1) / n; all-to-all (n - 1) / n. Averages leave out the fastest and slowest tenth.
 
 Memory is bounded: of each operation and size the newest times are kept; counts and totals are of all.
+
+In a step an engine's collectives are only put aside. They are added up when somebody reads, or many have come; the
+file's thread makes its lines from them by itself.
 """
 
 from __future__ import annotations
@@ -19,7 +22,7 @@ import time
 import weakref
 from collections import deque
 from collections.abc import Sequence
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING, Any, NamedTuple
 
 from shardwise.comm.logfile import Line, LogFile
 from shardwise.comm.stragglers import Part, parts_of
@@ -42,6 +45,11 @@ UNKNOWN = "-"
 _WHOLE = ("all_gather", "reduce_scatter")
 _KEPT_RECORDS = 4096
 """Collectives of engines whose times are kept one by one."""
+_AT_ONCE = 256
+"""Collectives that are added up together, in a few milliseconds at most, if nobody reads before."""
+_WAITING = 4096
+"""Collectives of engines that wait to be added up; of what is older, and not known to have ended, no times are known.
+"""
 
 
 def bandwidths(op: str, size: int, seconds: float, world: int) -> tuple[float, float]:
@@ -63,10 +71,13 @@ def _gbps(bytes_per_second: float) -> float:
 
 
 def trimmed_mean(values: Sequence[float], trim: float = 0.1) -> float:
-    """Return the mean without the lowest and highest `trim` of the values."""
+    """Return the mean without the lowest and highest `trim` of the values, but for those in the middle.
+
+    0 of nothing.
+    """
     ordered = sorted(values)
-    cut = int(len(ordered) * trim)
-    kept = ordered[cut : len(ordered) - cut] or ordered
+    cut = min(int(len(ordered) * trim), max(0, (len(ordered) - 1) // 2))
+    kept = ordered[cut : len(ordered) - cut]
     return sum(kept) / len(kept) if kept else 0.0
 
 
@@ -88,17 +99,59 @@ class _Entry(list[Any]):
                     del column[:_KEPT]
 
 
+class Ended(NamedTuple):
+    """A collective of an engine that has been waited for.
+
+    Attributes:
+        record: what the ledger knows.
+        on_host: the host has waited for it; else the device.
+        time: when that was over, in seconds since 1970.
+    """
+
+    record: Record
+    on_host: bool
+    time: float
+
+    def known(self) -> bool:
+        """Whether its times are, or never will be."""
+        return self.record.ended is None or bool(self.record.ended.query())
+
+    def seconds(self) -> float | None:
+        """Return how long it has taken, waiting for the device; None: nobody knows."""
+        record = self.record
+        if record.ended is not None:
+            return seconds_between(record.begun, record.ended)
+        return (record.finished or record.launched) - record.launched if self.on_host else None
+
+    def line(self, rank: int) -> Line:
+        """Return what the file has of it; waits for the device."""
+        record, seconds = self.record, self.seconds()
+        return Line(
+            time=self.time,
+            step=record.step,
+            rank=rank,
+            op=record.op,
+            group=record.group,
+            unit=record.label,
+            bytes=record.size,
+            sent=record.sent,
+            waited_ms=None if record.waited is None else record.waited * 1e3,
+            ms=None if seconds is None else seconds * 1e3,
+            busbw_gbps=None if seconds is None else bandwidths(record.op, record.size, seconds, record.ranks)[1],
+            line=record.line,
+        )
+
+
 class CommsLogger:
     """Collects latencies by operation and size.
 
     Attributes:
-        comms_dict: operation name -> size in bytes -> `Entry`. May be replaced by an empty dict to start anew.
         enabled: whether anything is recorded.
         file: gets a line for each call; None: there is none.
     """
 
     def __init__(self) -> None:
-        self.comms_dict: dict[str, dict[int, Entry]] = {}
+        self._entries: dict[str, dict[int, Entry]] = {}
         self.enabled = False
         self.verbose = False
         self.debug = False
@@ -108,7 +161,19 @@ class CommsLogger:
         self._lock = threading.Lock()
         self._records: deque[tuple[int, Record]] = deque(maxlen=_KEPT_RECORDS)
         self._sources: list[weakref.ref[Communicator]] = []
-        self._engines: weakref.WeakSet[EngineLog] = weakref.WeakSet()
+        self._waiting: deque[Ended] = deque()
+        self._adding = threading.Lock()
+
+    @property
+    def comms_dict(self) -> dict[str, dict[int, Entry]]:
+        """Operation name -> size in bytes -> `Entry`. May be replaced by an empty dict to start anew."""
+        self._add_up()
+        return self._entries
+
+    @comms_dict.setter
+    def comms_dict(self, entries: dict[str, dict[int, Entry]]) -> None:
+        self._add_up()
+        self._entries = entries
 
     def configure(
         self,
@@ -133,6 +198,7 @@ class CommsLogger:
         Raises:
             ConfigError: the file cannot be written.
         """
+        self._add_up()
         self.enabled = self.enabled if enabled is None else enabled
         self.prof_all = self.prof_all if prof_all is None else prof_all
         self.prof_ops = self.prof_ops if prof_ops is None else list(prof_ops)
@@ -163,40 +229,43 @@ class CommsLogger:
         line: str = "",
         *,
         asked: bool = False,
-        record: Record | None = None,
     ) -> None:
         """Record one call: `size` bytes of the whole message in `seconds` over `world` ranks.
 
         `seconds` is None where the host does not know: waiting for NCCL, it only tells the device to wait. `asked`:
-        this call is to be recorded whatever the settings are. `record`: what an engine's ledger knows of it.
+        this call is to be recorded whatever the settings are.
         """
         if not (asked or self.wants(op)):
             return
-        name = f"{op} | {line}" if self.debug and line else op
-        measured = () if seconds is None else (seconds * 1e3, *bandwidths(op, size, seconds, world))
-        with self._lock:
-            sizes = self.comms_dict.setdefault(name, {})
-            entry = sizes.get(size)
-            if not isinstance(entry, _Entry):
-                entry = sizes[size] = _Entry()
-            entry.add(measured)
+        measured = self._add(op, size, seconds, world, line)
         if self.file is not None:
             self.file.put(
                 Line(
                     time=time.time(),
-                    step=None if record is None else record.step,
+                    step=None,
                     rank=self.file.rank,
                     op=op,
-                    group="" if record is None else record.group,
-                    unit="" if record is None else record.label,
+                    group="",
+                    unit="",
                     bytes=size,
-                    sent=None if record is None else record.sent,
-                    waited_ms=None if record is None or record.waited is None else record.waited * 1e3,
+                    sent=None,
+                    waited_ms=None,
                     ms=measured[0] if measured else None,
                     busbw_gbps=measured[2] if measured else None,
                     line=line,
                 )
             )
+
+    def _add(self, op: str, size: int, seconds: float | None, world: int, line: str) -> Sequence[float]:
+        """Add a call to those of its operation and size; return latency and bandwidths, as far as they are known."""
+        name = f"{op} | {line}" if self.debug and line else op
+        measured = () if seconds is None else (seconds * 1e3, *bandwidths(op, size, seconds, world))
+        with self._lock:
+            sizes = self._entries.setdefault(name, {})
+            entry = sizes.get(size)
+            if not isinstance(entry, _Entry):
+                entry = sizes[size] = _Entry()
+            entry.add(measured)
         if self.verbose:
             from shardwise.utils.logging import log_dist
 
@@ -206,6 +275,32 @@ class CommsLogger:
                 f"algbw (Gbps): {texts[1]} | busbw (Gbps): {texts[2]}",
                 [0],
             )
+        return measured
+
+    def put(self, number: int, ended: Ended) -> None:
+        """Record a collective of an engine.
+
+        Args:
+            number: of the engine, in the order in which they were made.
+            ended: the collective.
+        """
+        if not self.wants(ended.record.op):
+            return
+        self._records.append((number, ended.record))
+        self._waiting.append(ended)
+        if self.file is not None:
+            self.file.put(ended)
+        if self.verbose or len(self._waiting) % _AT_ONCE == 0:
+            self._add_up()
+
+    def _add_up(self, *, wait: bool = False) -> None:
+        """Add up what has ended; `wait`: wait for devices, and add up everything."""
+        waiting = self._waiting
+        with self._adding:
+            while waiting and (wait or waiting[0].known() or len(waiting) > _WAITING):
+                first = waiting.popleft()
+                record, known = first.record, wait or first.known()
+                self._add(record.op, record.size, first.seconds() if known else None, record.ranks, record.line)
 
     def source(self, comm: Communicator) -> EngineLog:
         """Return what is to be told of each collective of an engine when it has ended.
@@ -246,8 +341,7 @@ class CommsLogger:
 
         What returns or prints a summary does so by itself.
         """
-        for engine in list(self._engines):
-            engine.settle()
+        self._add_up(wait=True)
         if self.file is not None:
             self.file.flush()
 
@@ -351,39 +445,14 @@ class EngineLog:
         on_host: waiting for a collective is the host's; else the device's.
     """
 
-    _MOST = 4096
-    """Collectives whose events are kept until the device has got there; of what is older no times are known."""
-
     def __init__(self, log: CommsLogger, number: int, on_host: bool) -> None:
         self._log = log
         self._number = number
-        log._engines.add(self)
         self._on_host = on_host
-        self._pending: deque[Record] = deque()
 
     def __call__(self, record: Record) -> None:
         """Take a complete record."""
-        if not self._log.wants(record.op):
-            return
-        self._log._records.append((self._number, record))
-        if record.ended is None:
-            self._take(record, (record.finished or record.launched) - record.launched if self._on_host else None)
-            return
-        self._pending.append(record)
-        while self._pending and self._pending[0].ended.query():
-            first = self._pending.popleft()
-            self._take(first, seconds_between(first.begun, first.ended))
-        if len(self._pending) > self._MOST:
-            self._take(self._pending.popleft(), None)
-
-    def settle(self) -> None:
-        """Wait for the device, and take the rest."""
-        while self._pending:
-            first = self._pending.popleft()
-            self._take(first, seconds_between(first.begun, first.ended))
-
-    def _take(self, record: Record, seconds: float | None) -> None:
-        self._log.append(record.op, record.size, seconds, record.ranks, record.line, record=record)
+        self._log.put(self._number, Ended(record, self._on_host, time.time()))
 
 
 def readable(size: int) -> str:

@@ -173,6 +173,11 @@ def all_reduce(tensor: torch.Tensor, group: dist.ProcessGroup) -> Works:
     return Works(works, add_up)
 
 
+def sum_in_place(tensor: torch.Tensor, group: dist.ProcessGroup) -> Works:
+    """Sum a tensor over ranks with the backend's own all-reduce: the same bits on every rank."""
+    return Works(_launch(lambda out, _, **how: dist.all_reduce(out, **how), [(tensor, tensor)], group))
+
+
 def broadcast(tensor: torch.Tensor, src: int, group: dist.ProcessGroup) -> Works:
     """Copy a tensor from group rank `src` to all ranks."""
     return Works(_launch(lambda out, _, **how: dist.broadcast(out, group_src=src, **how), [(tensor, tensor)], group))

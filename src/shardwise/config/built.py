@@ -107,6 +107,31 @@ UNBUILT: tuple[Unbuilt, ...] = (
         _sparse,
         'remove the section, or write the mode "dense"; torch has block masks (torch.nn.attention.flex_attention)',
     ),
+    Unbuilt(
+        "tensor_parallel.kernel_inject",
+        "kernels that take the place of layers",
+        _on,
+        "switch it off; torch.nn.functional.scaled_dot_product_attention and engine.compile() choose fused kernels",
+    ),
+    Unbuilt(
+        "tensor_parallel.vocab_parallel_ce_backend",
+        "a cross entropy of Liger for split logits",
+        lambda value: value == "liger",
+        'write "torch": the library\'s own sends three numbers a token',
+    ),
+    Unbuilt(
+        "tensor_parallel.tp.mpu",
+        "a model-parallel unit inside of the configuration",
+        _given,
+        "pass it as shardwise.initialize(mpu=...)",
+    ),
+    Unbuilt(
+        "tensor_parallel.tp.tp_group",
+        "a process group inside of the configuration",
+        _given,
+        "write the number of ranks as `tensor_parallel.autotp_size`: neighbours have one copy of the model; or pass "
+        "shardwise.initialize(mpu=...)",
+    ),
     Unbuilt("pipeline.enabled", "pipeline parallelism", _on, f"remove the section; {_SHARD}"),
     Unbuilt("pipeline.stages", "pipeline parallelism", _above_one, f"remove the section; {_SHARD}"),
     *(

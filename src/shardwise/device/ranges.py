@@ -20,10 +20,16 @@ _NOTHING = contextlib.nullcontext()
 
 
 class Listener(Protocol):
-    """Is told of ranges."""
+    """Is told of ranges.
+
+    Attributes:
+        ranges: what it is told of; None: of all. Ranges are many, and what nobody wants is not made.
+    """
+
+    ranges: frozenset[str] | None
 
     def around(self, what: str, unit: str, size: int) -> AbstractContextManager[Any]:
-        """Return what is around a range; arguments as in `named`."""
+        """Return what is around a range, which neither raises nor hides errors; arguments as in `named`."""
 
     def flight(self, what: str, unit: str, size: int) -> Callable[[], None]:
         """Something has been launched; return what is to be called at its end."""
@@ -49,16 +55,36 @@ def named(what: str, unit: str = "", size: int = 0) -> AbstractContextManager[An
         'shardwise::gather layers.0'
     """
     shown = torch.profiler.record_function(f"shardwise::{what} {unit}".rstrip())
-    return _heard(shown, what, unit, size) if _listeners else shown
+    return _together([shown, *_heard(what, unit, size)]) if _listeners else shown
 
 
-@contextlib.contextmanager
-def _heard(shown: AbstractContextManager[Any], what: str, unit: str, size: int) -> Iterator[None]:
-    with contextlib.ExitStack() as stack:
-        stack.enter_context(shown)
-        for listener in _listeners:
-            stack.enter_context(listener.around(what, unit, size))
-        yield
+def _heard(what: str, unit: str, size: int) -> list[AbstractContextManager[Any]]:
+    """Return what listeners have around a range."""
+    wanted = [listener for listener in _listeners if listener.ranges is None or what in listener.ranges]
+    return [listener.around(what, unit, size) for listener in wanted]
+
+
+def _together(contexts: list[AbstractContextManager[Any]]) -> AbstractContextManager[Any]:
+    if not contexts:
+        return _NOTHING
+    return contexts[0] if len(contexts) == 1 else _Nested(contexts)
+
+
+class _Nested:
+    """Contexts in one another, the first around the others."""
+
+    __slots__ = ("_contexts",)
+
+    def __init__(self, contexts: list[AbstractContextManager[Any]]) -> None:
+        self._contexts = contexts
+
+    def __enter__(self) -> None:
+        for context in self._contexts:
+            context.__enter__()
+
+    def __exit__(self, *error: Any) -> None:
+        for context in reversed(self._contexts):
+            context.__exit__(*error)
 
 
 def watched() -> bool:
@@ -67,12 +93,14 @@ def watched() -> bool:
 
 
 def detailed(what: str, unit: str = "", size: int = 0) -> AbstractContextManager[Any]:
-    """Return what `named` does while somebody looks, and else a context that does nothing.
+    """Return what `named` does for those who look, and a context that does nothing where nobody does.
 
     >>> detailed("forward", "layers.0")
     <contextlib.nullcontext object at ...>
     """
-    return named(what, unit, size) if watched() else _NOTHING
+    if profiler_active():
+        return named(what, unit, size)
+    return _together(_heard(what, unit, size)) if _listeners else _NOTHING
 
 
 def _landed() -> None:
@@ -121,7 +149,7 @@ class Stretches:
     def begin(self, unit: str) -> None:
         """Begin the stretch of a unit."""
         self.end()
-        self._range, self.unit = named(self._what, unit), unit
+        self._range, self.unit = detailed(self._what, unit), unit
         self._range.__enter__()
 
     def end(self) -> None:

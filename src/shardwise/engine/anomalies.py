@@ -35,7 +35,7 @@ class Anomaly:
         action: what was done: "warn", "skip", "stop" or "rewind".
         ranks: where values were not finite.
         module: in which it began; None if it is not known.
-        parameters: the first whose gradient was not finite, or those whose gradients have grown most.
+        parameters: the first and the last whose gradient was not finite, or those whose gradients have grown most.
         phase: "forward", "backward" or "reduce".
         line: `file:line` from which the module was called.
         value: the loss or the norm; of a rewind the step to which it went.
@@ -60,7 +60,7 @@ class Anomaly:
     def of_overflow(cls, step: int, report: OverflowReport, action: str) -> Anomaly:
         """Return that of gradients that are not finite."""
         origin = report.origin
-        first = () if report.parameter is None else (report.parameter,)
+        named = (report.parameter, None if report.extent is None else report.extent.last)
         return cls(
             "non_finite",
             step,
@@ -68,7 +68,7 @@ class Anomaly:
             action,
             report.ranks if origin is None else origin.ranks,
             None if origin is None else origin.module,
-            first,
+            tuple(dict.fromkeys(name for name in named if name is not None)),
             report.phase if origin is None else origin.phase,
             "" if origin is None else origin.line,
             advice=GRADIENT_ADVICE if origin is None else origin.advice,

@@ -371,7 +371,7 @@ def _refused(subject: Subject, planner: Planner, checks: Sequence[Check], short:
         *(f"  {check}" for check in short),
         f"Setting: {replace(subject.setting, offload=now)}.",
     ]
-    rooms = _tightest([check.room for check in checks])
+    rooms = tightest([check.room for check in checks])
     found = None
     try:
         plans, complete = search(planner, subject.setting.moved(offloads(now.path), now), rooms, SEARCH_S)
@@ -397,7 +397,7 @@ def _advised(found: SettingPlan | None, plans: Sequence[SettingPlan], subject: S
     return advice(found, subject, "fits")
 
 
-def _tightest(rooms: Sequence[Room]) -> list[Room]:
+def tightest(rooms: Sequence[Room]) -> list[Room]:
     """Return for each kind of room the smallest."""
     found: dict[tuple[Any, ...], Room] = {}
     for room in rooms:

@@ -488,6 +488,8 @@ class Engine(nn.Module):
         if self._resolution.config.fp16.enabled and self._resolution.config.fp16.auto_cast:
             inputs, kwargs = cast_floats((inputs, kwargs), torch.float16)
         self._memory.remember_call(inputs, kwargs)
+        if own:
+            self._memory.forward_begins()
         try:
             with (
                 self.sharded.interruptions.watching(),
@@ -552,6 +554,7 @@ class Engine(nn.Module):
             raise UsageError(
                 "engine.backward(loss): the loss does not require a gradient; was it computed under no_grad?"
             )
+        self._memory.backward_begins()
         explained_here = explaining(lambda: self._memory.circumstances("engine.backward()", graph=True))
         with (
             self._step.passing(loss, weight, scale_wrt_gas) as roots,
@@ -626,6 +629,7 @@ class Engine(nn.Module):
         self.sharded.check_there("engine.step()")
         if self.optimizer is None:
             raise UsageError(f"engine.step(): {self._no_optimizer()}")
+        self._memory.step_begins()
         explained_here = explaining(lambda: self._memory.circumstances("engine.step()", stepping=True))
         watched = self.sharded.interruptions.watching()
         try:

@@ -111,7 +111,7 @@ def explained(error: BaseException, at: Circumstances) -> OutOfMemoryError:
         limit, room = room_for(at, planner)
         lines.append(_limit_line(limit, room))
         lines.append(_table(at, live))
-        plans, found = _search(at, planner, None if room is None else rooms_at(at, room))
+        plans, found = searched(at, planner, None if room is None else rooms_at(at, room))
         lines += [plans, advice(found, at.subject)]
         suggestion = None if found is None else found.setting.config
     except (Exception, MemoryError) as failure:  # no memory for this either, or an optimizer of the user's own
@@ -139,7 +139,7 @@ def over_limit(at: Circumstances, limit: int) -> OutOfMemoryError:
     told = OutOfMemoryError()
     planner = Planner(at.subject, at.batch, like_cross_entropy)
     try:
-        plans, found = _search(at, planner, [Room((Tier.DEVICE,), limit), *_host_room(at)])
+        plans, found = searched(at, planner, [Room((Tier.DEVICE,), limit), *_host_room(at)])
         lines += [plans, advice(found, at.subject)]
         told.suggestion = None if found is None else found.setting.config
     except Exception as failure:  # an optimizer of the user's own, which runs in the dry run
@@ -238,18 +238,33 @@ def _table(at: Circumstances, live: dict[Category, int]) -> str:
     return replace(report, rows=rows, total=total).render().rstrip()
 
 
-def _search(at: Circumstances, planner: Planner, rooms: Sequence[Room] | None) -> tuple[str, SettingPlan | None]:
-    """Return the table of the settings looked at, and the cheapest that fits."""
+def searched(
+    at: Circumstances,
+    planner: Planner,
+    rooms: Sequence[Room] | None,
+    seconds: float | None = None,
+    first: str = "The first line is the setting that ran out of memory.",
+) -> tuple[str, SettingPlan | None]:
+    """Return the table of the settings looked at, and the cheapest that fits.
+
+    Args:
+        at: what is known.
+        planner: of what is trained.
+        rooms: bytes that there are; None: that is not known.
+        seconds: of the search; None: `SEARCH_S`.
+        first: says what the first line is.
+    """
+    seconds = SEARCH_S if seconds is None else seconds
     setting = at.subject.setting
     own = planner.plan(setting, rooms or ())
     if rooms is None:
         plans, complete = [planner.plan(other) for other in setting.dearer()[:_SHOWN]], True
     else:
-        plans, complete = search(planner, _settings(at.subject, rooms), rooms, SEARCH_S)
+        plans, complete = search(planner, _settings(at.subject, rooms), rooms, seconds)
     found = next((plan for plan in plans if plan.fits), None)
-    notes = [f"Fits: planned, and {MARGIN:.0%} more. The first line is the setting that ran out of memory."]
+    notes = [f"Fits: planned, and {MARGIN:.0%} more. {first}"]
     if not complete:
-        notes.append(f"The search was ended after {SEARCH_S:.0f} s.")
+        notes.append(f"The search was ended after {seconds:.0f} s.")
     if len(plans) > _SHOWN:
         notes.append(f"{len(plans) - _SHOWN} settings between the first and the last ones are left out.")
         plans = [*plans[: _SHOWN // 2], *plans[-_SHOWN // 2 :]]

@@ -6,14 +6,13 @@ Where neither is asked for nothing is installed, and nothing is done in a step.
 from __future__ import annotations
 
 import contextlib
-import threading
 import time
 from collections.abc import Callable, Mapping
 from contextlib import AbstractContextManager
 from typing import TYPE_CHECKING, Any
 
 from shardwise.compat import never_compiled
-from shardwise.device.clock import Instant, now, seconds_between
+from shardwise.device.clock import Interval, Timed, add_up
 from shardwise.memory import Tier, resident_bytes
 from shardwise.memory.accountant import Lap
 from shardwise.monitor.pending import Pending
@@ -70,7 +69,7 @@ class Following:
         self._last = 0.0  # end of the last step
         self._ended: float | None = None  # of the last row, or the beginning of the first step
         self._before = (0, 0)  # samples and tokens at the last row
-        self._parts: list[tuple[str, Instant, Instant]] = []
+        self._parts: list[Interval] = []
         self._waits = _Waits()
         self._ledger = ledger
         self._collectives: dict[str, tuple[int, int, int]] = {}
@@ -104,7 +103,7 @@ class Following:
         return self._part("step")
 
     def _part(self, name: str) -> AbstractContextManager[Any]:
-        return _NOTHING if self.log is None else _Part(name, self._parts, self._cuda)
+        return _NOTHING if self.log is None else Timed(name, self._parts, self._cuda)
 
     def after_step(self) -> None:
         """A window has ended: write and show what is due."""
@@ -113,6 +112,7 @@ class Following:
             return
         self._steps += 1
         self._last = clock = time.perf_counter()
+        self._waits.fold()
         at = self._step.global_steps
         if self.log is not None and at % self._every == 0:
             self._write(report, clock)
@@ -170,7 +170,7 @@ class Following:
         by_op, by_unit = self._waits.taken()
 
         def finish(row: dict[str, Any]) -> None:
-            row["phases"] = _summed(parts)
+            row["phases"] = add_up(parts, {})
             row["memory"] = {tier.value: _told(lap) for tier, lap in laps.items() if lap.total or lap.peak_total}
             row["resident"] = resident_bytes()
             row["communication"] = {
@@ -207,49 +207,38 @@ class Following:
         )
 
 
-class _Part:
-    """Notes when a block has begun and ended."""
-
-    __slots__ = ("_begun", "_cuda", "_name", "_parts")
-
-    def __init__(self, name: str, parts: list[tuple[str, Instant, Instant]], cuda: bool) -> None:
-        self._name, self._parts, self._cuda = name, parts, cuda
-
-    def __enter__(self) -> None:
-        self._begun = now(self._cuda)
-
-    def __exit__(self, *_: object) -> None:
-        self._parts.append((self._name, self._begun, now(self._cuda)))
-
-
 class _Waits:
     """Adds up what has been waited for collectives, on whatever thread."""
 
+    _MOST = 4096
+    """Collectives that are kept before they are added up."""
+
     def __init__(self) -> None:
-        self._lock = threading.Lock()
+        self._heard: list[Record] = []
         self._by_op: dict[str, float] = {}
         self._by_unit: dict[str, float] = {}
+        self.heard = self._heard.append
+        """A collective has been waited for; in a step no more is done about it."""
 
-    def heard(self, record: Record) -> None:
-        """A collective has been waited for."""
-        waited = record.waited or 0.0
-        with self._lock:
+    def fold(self) -> None:
+        """Add up if there are many."""
+        if len(self._heard) > self._MOST:
+            self._add_up()
+
+    def _add_up(self) -> None:
+        count = len(self._heard)  # others may come meanwhile
+        for record in self._heard[:count]:
+            waited = record.waited or 0.0
             self._by_op[record.op] = self._by_op.get(record.op, 0.0) + waited
             self._by_unit[record.label] = self._by_unit.get(record.label, 0.0) + waited
+        del self._heard[:count]
 
     def taken(self) -> tuple[dict[str, float], dict[str, float]]:
         """Return the seconds since the last call, by operation and by unit."""
-        with self._lock:
-            found = self._by_op, self._by_unit
-            self._by_op, self._by_unit = {}, {}
+        self._add_up()
+        found = self._by_op, self._by_unit
+        self._by_op, self._by_unit = {}, {}
         return found
-
-
-def _summed(parts: list[tuple[str, Instant, Instant]]) -> dict[str, float]:
-    found: dict[str, float] = {}
-    for name, begun, ended in parts:
-        found[name] = found.get(name, 0.0) + seconds_between(begun, ended)
-    return found
 
 
 def _told(lap: Lap) -> dict[str, Any]:

@@ -16,7 +16,7 @@ from shardwise.config.checks import not_in_groups
 from shardwise.engine.asked import NAMES, Asked, check_ranks
 from shardwise.engine.zeropp import node_size
 from shardwise.errors import ConfigError, ConflictError, UsageError
-from shardwise.registry import part_of
+from shardwise.registry import DomainKey, part_of
 
 if TYPE_CHECKING:
     from shardwise.comm.communicator import Communicator
@@ -73,7 +73,7 @@ def domains_of(model: nn.Module, domain: Domain) -> Domains:
         ConfigError: a plan is made for other ranks than those that are declared.
     """
     comm = domain.ranks
-    divisors: dict[tuple[int, ...], int] = {}
+    keys: dict[DomainKey, None] = {}
     for name, parameter in model.named_parameters():
         part = part_of(parameter)
         members = part.ranks
@@ -89,28 +89,27 @@ def domains_of(model: nn.Module, domain: Domain) -> Domains:
                 f"ranks, by rank {comm.rank}. Each rank declares those that have the same part as itself, itself among "
                 "them"
             )
-        divisor = part.divisor or comm.world
-        if divisors.setdefault(members, divisor) != divisor:
-            raise UsageError(
-                f"parameter {name!r} is declared with divisor {divisor}, an earlier one of ranks {list(members)} with "
-                f"{divisors[members]}. Parts that the same ranks have need the same divisor"
-            )
-    told = comm.exchange([[list(members), divisor] for members, divisor in divisors.items()], "domains")
+        keys[members, part.divisor] = None
+    told = comm.exchange([list(members) for members, _ in keys], "domains")
     if len({len(found) for found in told}) > 1:
         raise UsageError(
             f"ranks have declared parts of different numbers of groups of ranks: {[len(found) for found in told]}. All "
             "ranks declare parameters of the same layers"
         )
-    found = {}
-    for number, (members, divisor) in enumerate(divisors.items()):
-        lines = sorted({tuple(rank[number][0]) for rank in told})
+    found: dict[DomainKey, Domain] = {}
+    groups: dict[tuple[tuple[int, ...], ...], Communicator] = {}
+    for number, (members, divisor) in enumerate(keys):
+        lines = tuple(sorted({tuple(rank[number]) for rank in told}))
         if not comm.imagined and sorted(rank for line in lines for rank in line) != list(range(comm.world)):
             raise UsageError(
                 f"declared parts: the ranks that share one are {[list(line) for line in lines]} by the declarations of "
                 f"all ranks, which should have each of {comm.world} ranks once"
             )
-        group = comm if len(members) == comm.world else comm.part(lines, f"part_{number}")
-        found[members] = Domain(group, like=domain, prescale=comm.world / divisor)
+        if lines not in groups:
+            groups[lines] = comm if len(members) == comm.world else comm.part(lines, f"part_{number}")
+        prescale = comm.world / (divisor or comm.world)
+        within = domain.arrangement.within(members, lines)
+        found[members, divisor] = Domain(groups[lines], within, like=domain, prescale=prescale)
     return Domains(domain, found)
 
 

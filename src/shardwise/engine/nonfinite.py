@@ -96,13 +96,15 @@ class NonFinite:
                 return
             self.since = evidence.step
             report = self.traced(report, evidence.step, evidence.window)
+            anomaly = Anomaly.of_overflow(evidence.step, report, "warn")
             self._anomalies.note(
-                Anomaly.of_overflow(evidence.step, report, "warn"),
+                anomaly,
                 "step %d: gradients are not finite, and the update makes parameters infinite or NaN. %s. The key "
                 '"non_finite" says what to do: "warn" (so now), "skip" such steps, "stop" before the update, "rewind" '
-                "to a copy in memory",
+                "to a copy in memory; %s",
                 evidence.step,
                 report,
+                anomaly.advice,
             )
 
     def traced(self, report: OverflowReport, step: int, window: Window) -> OverflowReport:
@@ -110,8 +112,10 @@ class NonFinite:
         from now on if so configured (all ranks call).
         """
         origin = self._tracer.explained(report, window.trace, window.losses, self._job)
-        self._tracer.arm(step)
-        return replace(report, origin=origin)
+        watched_for = self._tracer.arm(step)
+        # With the others the run ends here, or the update damages all parameters: there is no second first time.
+        recurs = self.policy in ("skip", "rewind")
+        return replace(report, origin=origin, watched_for=watched_for if recurs else None)
 
     def _explained(self, evidence: Evidence, late: bool) -> OverflowReport | None:
         sharded, values = self._sharded, evidence.of_parameters
@@ -122,7 +126,10 @@ class NonFinite:
                 sharded.sums.add(values, "non_finite")
             return explain_late(sharded, self._job, values, evidence.window.lost())
         if not evidence.summed:
-            values, _ = sharded.sums.squares([0.0])
+            own = sharded.sums.nothing()
+            with sharded.interruptions.agreeing():
+                own = sharded.sums.own_squares()
+            values, _ = sharded.sums.squares(own, [0.0])
             if first_not_finite(values) is None:
                 return None  # finite, and larger together than a number of their type can be
         factor, lost = abs(float(evidence.factor)), evidence.window.lost()

@@ -9,7 +9,7 @@ from typing import TYPE_CHECKING, Any
 
 import torch
 
-from shardwise.precision.overflow import Found, OverflowReport, first_not_finite
+from shardwise.precision.overflow import Extent, Found, OverflowReport, first_not_finite
 
 if TYPE_CHECKING:
     from shardwise.comm.communicator import Communicator
@@ -28,19 +28,23 @@ def explain_overflow(
         factor: what turns the sums into the gradient.
         loss_scale: what the losses were multiplied by.
         lost: whether a loss of this rank was not finite.
+
+    Raises:
+        OffloadError: on all ranks alike, if gradients on a disk of one of them cannot be read.
     """
     assert sharded.reducer is not None
     place = first_not_finite(sums)
     index = sharded.numbering.index(place)
     found, finite = Found(), True
     if index is not None:
-        if sharded.numbering.counts[index]:
-            with sharded.lent([sharded.unit_of(index)], written=False):
-                found = Found.of([values for _, _, values in sharded.gradient_runs(index) or ()])
+        with sharded.interruptions.agreeing():
+            if sharded.numbering.counts[index]:
+                with sharded.lent([sharded.unit_of(index)], written=False):
+                    found = Found.of([values for _, _, values in sharded.gradient_runs(index) or ()])
         finite = sharded.reducer.gradients[sharded.unit_of(index).index].finite
     told = job.exchange((lost, finite, *_known(sharded, index), *astuple(found)), "overflow")
     return replace(
-        _report(sharded, place, told),
+        _report(sharded, place, sums, told),
         infinite=sum(fact[4] for fact in told),
         nan=sum(fact[5] for fact in told),
         largest=max(fact[6] for fact in told) * factor,
@@ -61,7 +65,7 @@ def explain_late(sharded: ShardedModel, job: Communicator, sums: torch.Tensor, l
     place = first_not_finite(sums)
     index = sharded.numbering.index(place)
     finite = index is None or sharded.reducer.gradients[sharded.unit_of(index).index].formerly_finite
-    return _report(sharded, place, job.exchange((lost, finite, *_known(sharded, index)), "overflow"))
+    return _report(sharded, place, sums, job.exchange((lost, finite, *_known(sharded, index)), "overflow"))
 
 
 def _known(sharded: ShardedModel, index: int | None) -> tuple[str | None, int]:
@@ -71,12 +75,15 @@ def _known(sharded: ShardedModel, index: int | None) -> tuple[str | None, int]:
     return sharded.unit_of(index).name, math.prod(sharded.registry[index].global_shape)
 
 
-def _report(sharded: ShardedModel, place: int | None, told: Sequence[Sequence[Any]]) -> OverflowReport:
+def _report(
+    sharded: ShardedModel, place: int | None, sums: torch.Tensor, told: Sequence[Sequence[Any]]
+) -> OverflowReport:
     """Return where values were not finite first, on which ranks, and in which tensor.
 
     Args:
         sharded: the model.
         place: of the first tensor whose gradient is not finite; None if only the norm of all is not.
+        sums: a number for each tensor that is not finite if its gradient is not.
         told: of each rank whether a loss was not finite, whether its gradients of the unit were, what it has `_known`
             of the tensor, and more.
     """
@@ -91,4 +98,5 @@ def _report(sharded: ShardedModel, place: int | None, told: Sequence[Sequence[An
         unit=next((fact[2] for fact in told if fact[2] is not None), None),
         numel=max(fact[3] for fact in told),
         loss_scale=1.0,
+        extent=Extent.of(sums, sharded.numbering.names),
     )

@@ -108,13 +108,13 @@ class Profiling:
             args: of the module.
             kwargs: of the module.
         """
-        if own and self._rates is not None:
+        if not own:
+            return _NOTHING
+        if self._rates is not None:
             self._rates.saw(args, kwargs)
-        if own and self._waits:
+        if self._waits:
             self._begin_count()
-        if own and self._held_now is not None:
-            return self._part(FORWARD)
-        return self._times.part(FORWARD) if own and self._times is not None else _NOTHING
+        return self._clocked(FORWARD) if self._held_now is None else self._part(FORWARD)
 
     @property
     def _held_now(self) -> MemoryPhases | None:
@@ -128,8 +128,7 @@ class Profiling:
         assert held is not None
         if part == FORWARD:
             held.look(phases.BEFORE)
-        times = self._times
-        with _NOTHING if times is None else times.backward() if part == BACKWARD else times.part(part):
+        with self._clocked(part):
             yield
         held.look(_AFTER[part])
 
@@ -145,35 +144,32 @@ class Profiling:
 
     def backward(self) -> AbstractContextManager[Any]:
         """Return the context of a backward pass."""
-        return self._backward() if self.count or self._times or self._held_now else _NOTHING
-
-    @contextlib.contextmanager
-    def _backward(self) -> Iterator[None]:
-        with contextlib.ExitStack() as stack:
-            if self._held_now is not None:
-                stack.enter_context(self._part(BACKWARD))
-            elif self._times is not None:
-                stack.enter_context(self._times.backward())
-            if self.count is not None:
-                stack.enter_context(self._parts.part(BACKWARD))
-                stack.enter_context(self.count.counting())
-            yield
+        return self._around(BACKWARD)
 
     def step(self) -> AbstractContextManager[Any]:
         """Return the context of a step."""
         self._samples = self._steps.global_samples
-        return self._step() if self.count or self._times or self._held_now else _NOTHING
+        return self._around(STEP)
+
+    def _around(self, part: str) -> AbstractContextManager[Any]:
+        # In most steps there is nothing but a clock to be read.
+        return self._clocked(part) if self.count is None and self._held_now is None else self._watched(part)
 
     @contextlib.contextmanager
-    def _step(self) -> Iterator[None]:
+    def _watched(self, part: str) -> Iterator[None]:
+        """Do everything that there is to do around a backward pass or a step."""
         with contextlib.ExitStack() as stack:
-            if self._held_now is not None:
-                stack.enter_context(self._part(STEP))
-            elif self._times is not None:
-                stack.enter_context(self._times.part(STEP))
+            stack.enter_context(self._clocked(part) if self._held_now is None else self._part(part))
             if self.count is not None:
-                stack.enter_context(self._parts.part(STEP))
+                stack.enter_context(self._parts.part(part))
+                if part == BACKWARD:
+                    stack.enter_context(self.count.counting())
             yield
+
+    def _clocked(self, part: str) -> AbstractContextManager[Any]:
+        if self._times is None:
+            return _NOTHING
+        return self._times.backward() if part == BACKWARD else self._times.part(part)
 
     def after_step(self) -> None:
         """A window has ended: tell what is due."""

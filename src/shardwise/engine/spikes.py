@@ -11,10 +11,10 @@ Everything here is computed by all ranks from numbers that are the same on all o
 from __future__ import annotations
 
 import math
+from bisect import bisect_left, insort
 from collections import deque
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, replace
-from statistics import median
 from typing import TYPE_CHECKING, Any, Literal
 
 import torch
@@ -98,23 +98,37 @@ class History:
         self._least = least
         self._factors = factors
         self.values: deque[tuple[int, float]] = deque(maxlen=max(HISTORY, window))
+        # What is compared with, in order of time and of size: most steps need nothing but the middle of the latter.
+        self._recent: deque[float] = deque()
+        self._sorted: list[float] = []
 
     def judge(self, step: int, value: float) -> tuple[float, float] | None:
         """Keep a value, and return the median before it and its distance in deviations if it is a spike."""
-        before = [value for _, value in self.values][-self._window :]
-        self.values.append((step, value))
-        if len(before) < self._least:
-            return None
-        seen, now = (list(map(self._seen, before)), self._seen(value)) if self._factors else (before, value)
-        middle = median(seen)
-        floor = FLOOR if self._factors else FLOOR * abs(middle)
-        deviation = max(NORMAL * median([abs(one - middle) for one in seen]), floor, 1e-300)
-        distance = (now - middle) / deviation
-        return (median(before), distance) if distance > self._threshold else None
+        spike = self._spike(value) if len(self._recent) >= self._least else None
+        self._keep(step, value)
+        return spike
 
-    @staticmethod
-    def _seen(value: float) -> float:
-        return math.log(max(value, 1e-300))
+    def _spike(self, value: float) -> tuple[float, float] | None:
+        seen = self._seen
+        low, high = _middle(self._sorted)
+        middle = (seen(low) + seen(high)) / 2
+        above = seen(value) - middle
+        floor = max(FLOOR if self._factors else FLOOR * abs(middle), 1e-300)
+        if above <= self._threshold * floor:
+            return None  # whatever the deviation is
+        deviation = NORMAL * sum(_middle(sorted(abs(seen(one) - middle) for one in self._sorted))) / 2
+        distance = above / max(deviation, floor)
+        return ((low + high) / 2, distance) if distance > self._threshold else None
+
+    def _seen(self, value: float) -> float:
+        return math.log(max(value, 1e-300)) if self._factors else value
+
+    def _keep(self, step: int, value: float) -> None:
+        self.values.append((step, value))
+        self._recent.append(value)
+        insort(self._sorted, value)
+        if len(self._recent) > self._window:
+            del self._sorted[bisect_left(self._sorted, self._recent.popleft())]
 
     def state(self) -> list[list[float]]:
         """Return what `load` needs."""
@@ -123,7 +137,15 @@ class History:
     def load(self, state: Sequence[Sequence[float]]) -> None:
         """Go on from a state."""
         self.values.clear()
-        self.values.extend((int(step), float(value)) for step, value in state)
+        self._recent.clear()
+        self._sorted.clear()
+        for step, value in state:
+            self._keep(int(step), float(value))
+
+
+def _middle(ordered: Sequence[float]) -> tuple[float, float]:
+    """Return the two values, or twice the one, whose mean is the median of values in order of size."""
+    return ordered[(len(ordered) - 1) // 2], ordered[len(ordered) // 2]
 
 
 class SpikeWatch:

@@ -407,11 +407,7 @@ class TrainStep:
         self._decide(report)
         if report.applied:
             if not prepared.scaled and not sharded.takes_factor():
-                try:
-                    sharded.scale_gradients(prepared.factor)
-                except OffloadError:  # some are scaled
-                    self.drop_gradients()
-                    raise
+                sharded.scale_gradients(prepared.factor)
                 prepared = self._prepared = replace(prepared, scaled=True)
             sharded.step(1.0 if prepared.scaled else prepared.factor)
         self._prepared = None
@@ -521,22 +517,20 @@ class TrainStep:
         assert reducer is not None and sharded.sums is not None
         sharded.hooks.settle()
         reducer.complete_window()
+        formed, failure = self._formed()
         if config.strict_sync:
             sharded.check_branches()
         clip = float(config.gradient_clipping)
         unused = None if config.zero_optimization.ignore_unused_parameters else reducer.unused()
-        asked = unused is not None or self.loss_scaler is not None
-        reported = float(bool(unused) or self._unscaled)
-        probe = None
-        wrong: float | torch.Tensor = 0.0
-        if self._non_finite.policy == "warn" and not computes_norm(config):
-            probe = sharded.sums.probe()
-            wrong = self._non_finite.flag(probe)
+        asked = unused is not None or self.loss_scaler is not None or sharded.gradients_on_disk
+        reported = float(bool(unused) or self._unscaled or failure is not None)
+        probe = None if computes_norm(config) else formed
+        wrong: float | torch.Tensor = 0.0 if probe is None else self._non_finite.flag(probe)
         losses = self._window.loss_facts() if self._shows_loss else []
         facts = [*self._window.facts(), reported, wrong, *losses, *self._signals.facts(self._job.rank)]
         sums = norm = None
-        if computes_norm(config):
-            sums, told = sharded.sums.squares(facts)
+        if formed is not None and probe is None:
+            sums, told = sharded.sums.squares(formed, facts)
         else:
             told = sharded.sums.of(facts, "step_facts")
         # The others' passes are looked at, and waited for, where there are none on this rank.
@@ -556,7 +550,10 @@ class TrainStep:
         checked = norm if checks or self.watch is not None else None
         heard = self._listen(told, evidence, now=now, checked=checked)
         if heard.complained:
-            self._refuse(unused or [])
+            try:
+                self._refuse(unused or [], failure)
+            finally:
+                del failure  # its frames hold memory
         overflow = spike = coefficient = None
         multiplier = factor
         if checks and sums is not None and not heard.finite:
@@ -577,6 +574,20 @@ class TrainStep:
         loss = told[FACTS + 2] / told[FACTS + 3] if self._window.shown else None
         report = StepReport(applied, norm, coefficient, self.scale, (), clipped, weight, overflow, spike, loss=loss)
         return _Prepared(report, reducer.passes, multiplier)
+
+    def _formed(self) -> tuple[torch.Tensor | None, OffloadError | None]:
+        """Return what is known of this rank's gradients alone: squares, else what shows whether they are finite, if
+        that is wanted; zeros if a disk has failed, with its error, of which the others learn along with the norm.
+        """
+        sums, reducer = self._sharded.sums, self._sharded.reducer
+        assert sums is not None and reducer is not None
+        try:
+            reducer.zero_absent()
+            if computes_norm(self._config):
+                return sums.own_squares(), None
+            return sums.probe() if self._non_finite.policy == "warn" else None, None
+        except OffloadError as error:
+            return sums.nothing(), error
 
     # -- what the ranks have said ------------------------------------------------------------------------------------
 
@@ -611,13 +622,15 @@ class TrainStep:
         signals = FACTS + 2 + (LOSS_FACTS if self._shows_loss else 0)
         self._signals.hear(told[signals:])
         check_mixed(told[:FACTS])
+        if told[FACTS]:
+            return _Heard(complained=True)  # the step is not taken, and what is known of it may not be all
         if evidence is not None and self._non_finite.policy == "warn":
             self._non_finite.hear(bool(told[FACTS + 1]), evidence, late=late)
         spike = None
         if self.watch is not None and evidence is not None:
             loss = told[FACTS + 2] / told[FACTS + 3] if told[FACTS + 3] else None
             spike = self._judged(evidence, loss, norm)
-        return _Heard(bool(told[FACTS]), norm is None or math.isfinite(norm), spike)
+        return _Heard(finite=norm is None or math.isfinite(norm), spike=spike)
 
     def _judged(self, evidence: Evidence, loss: float | None, norm: float | None) -> Spike | None:
         """Say what is unusual of a step, and return that which asks for most (all ranks call)."""
@@ -632,10 +645,16 @@ class TrainStep:
         order = ("warn", "skip", "rewind", "stop")
         return max(found, key=lambda spike: order.index(spike.action), default=None)
 
-    def _refuse(self, unused: list[str]) -> None:
-        """Raise on every rank what is wrong with the window's gradients on some rank; `unused`: names on this one."""
-        everyone = self._job.exchange((self._unscaled, unused), "step")
-        unscaled = [rank for rank, (found, _) in enumerate(everyone) if found]
+    def _refuse(self, unused: list[str], failure: OffloadError | None) -> None:
+        """Raise on every rank what is wrong with the window's gradients on some rank.
+
+        Args:
+            unused: names of parameters without a gradient on this rank.
+            failure: of a disk of this rank, on which gradients are.
+        """
+        everyone = self._job.exchange((self._unscaled, unused, None if failure is None else str(failure)), "step")
+        self._sharded.interruptions.raise_untouched([said for _, _, said in everyone], failure)
+        unscaled = [rank for rank, (found, *_) in enumerate(everyone) if found]
         if unscaled:
             raise UsageError(
                 f"engine.step(): on ranks {unscaled} gradients of this window do not have the loss scale (now "
@@ -643,7 +662,7 @@ class TrainStep:
                 "loss that was not computed from what the engine returned (from engine.module(...), or from a value "
                 "kept inside of the model). Call engine.zero_grad(), and use engine.backward(loss) on such losses"
             )
-        told = "; ".join(f"on rank {rank} {', '.join(names)}" for rank, (_, names) in enumerate(everyone) if names)
+        told = "; ".join(f"on rank {rank} {', '.join(names)}" for rank, (_, names, _) in enumerate(everyone) if names)
         raise UsageError(
             "zero_optimization.ignore_unused_parameters is false and these parameters have received no gradient since "
             f"the last step: {told}. Freeze them (requires_grad_(False)), use them, or leave the key out: they then "
@@ -689,6 +708,7 @@ class TrainStep:
         """Return what turns the sums held now into the gradient of the micro-batches so far (all ranks call)."""
         if self._prepared is not None and self._prepared.scaled:
             return 1.0
+        self._sharded.check_gradients_whole()
         assert self._sharded.sums is not None and self._sharded.reducer is not None
         window, passes = self._window, self._sharded.reducer.passes
         if window.agreed is None or window.agreed[0] != passes:

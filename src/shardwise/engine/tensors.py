@@ -66,7 +66,9 @@ class SharedTensors:
         if client:
             _declare_client_s(model, self.group)
         elif not self._dtensors:
-            self._former = divide_model(model, self.group, config.tensor_parallel, job)
+            self._former = divide_model(
+                model, self.group, config.tensor_parallel, job, experts=not config.expert_parallel.enabled
+            )
         self._client = client
         self._regions: Regions | None = None
         self._hooks: list[RemovableHandle] = []
@@ -85,6 +87,7 @@ class SharedTensors:
             self._regions = Regions(model, self.group)
             self._regions.watch(model, ModuleHook)
         self._hooks.append(model.register_forward_pre_hook(ModuleHook(self._begins), with_kwargs=True))
+        self._hooks.append(model.register_forward_hook(ModuleHook(self.group.end_pass)))
 
     def _begins(self, model: nn.Module, args: Any, kwargs: Any) -> None:
         if self._compared or not model.training:

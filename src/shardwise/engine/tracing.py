@@ -140,11 +140,18 @@ class Tracer:
         self._seen.clear()
         return self._trace if self.watching else None
 
-    def arm(self, step: int) -> None:
-        """Gradients of a step were not finite (all ranks call): watch, from the next window on, if not yet."""
-        if self._mode == "after":
-            self._until = step + 1 + self._steps
-            self._install()
+    def arm(self, step: int) -> int | None:
+        """Gradients of a step were not finite (all ranks call): watch, from the next window on, if not yet.
+
+        Returns:
+            For how many steps, if this was the first of them.
+        """
+        if self._mode != "after":
+            return None
+        new = not self.watching
+        self._until = step + 1 + self._steps
+        self._install()
+        return self._steps if new else None
 
     def remove(self) -> None:
         """Take all hooks off the model."""

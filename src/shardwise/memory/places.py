@@ -406,6 +406,10 @@ class Loans:
                 for loan in reversed(self._kept.values()):
                     all_of_them.callback(self._return, loan, written=written or loan.fresh)
 
+    def overwritten(self) -> None:
+        """All that is lent has been written: it is stored, whatever else is done until it is given back."""
+        self._written |= self.lent > 0
+
     def _return(self, loan: _Loan, *, written: bool) -> None:
         self._arrived(loan)
         if written:
@@ -548,6 +552,11 @@ Borrowed = tuple[Loans, bool | None]
 """What is lent, and whether it will be written; None: all of it will, so that its values need not be brought."""
 
 T = TypeVar("T")
+
+
+def unwritten(wanted: Sequence[Borrowed]) -> list[Borrowed]:
+    """Return the same for a loan around others, which say what they have written."""
+    return [(loans, None if written is None else False) for loans, written in wanted]
 
 
 @contextlib.contextmanager

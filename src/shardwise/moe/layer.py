@@ -191,7 +191,7 @@ class MoE(Divided):
             raise UsageError(
                 f"{path}: was built with the experts from {self._first} on, and this rank's place in its group has "
                 f"those from {first} on. Lists of experts are for groups of consecutive ranks of all processes "
-                "(no mpu, no use_data_before_expert_parallelism); give one expert, which is copied"
+                "(no mpu, no use_data_before_expert_parallelism, no tensor_parallel); give one expert, which is copied"
             )
         inside = (
             f"{path}.deepspeed_moe.experts.deepspeed_experts" if path else "deepspeed_moe.experts.deepspeed_experts"

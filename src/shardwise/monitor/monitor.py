@@ -77,6 +77,8 @@ class Monitor:
             Whether they have.
         """
         until = monotonic() + limit
+        for worker in self._workers:
+            worker.hurry()
         return all([worker.flush(max(0.0, until - monotonic())) for worker in self._workers])
 
     def close(self, limit: float = CLOSE_S) -> None:

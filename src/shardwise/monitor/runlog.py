@@ -208,7 +208,7 @@ class RunLog:
         """
         row = {"time": time.time(), "step": step, "kind": "warning", **facts}
         row |= {"rank": self._rank, "level": level, "text": text[:_LONGEST_TEXT]}
-        self._worker.put(Row(events_file(self._rank), row))
+        self._worker.put(Row(events_file(self._rank), row), now=True)  # it may be the last one
 
     def flush(self, limit: float = CLOSE_S) -> bool:
         """Wait until everything is written, but not longer than so many seconds; return whether it is."""

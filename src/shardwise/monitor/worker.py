@@ -1,7 +1,8 @@
 """A service on a thread of its own: whoever hands events over never waits for it.
 
-What is handed over is kept in a queue of limited length. A service that raises is tried again, after longer and longer
-pauses; one that is slow or gone for too long loses the oldest events. Both are logged.
+What is handed over is kept in a queue of limited length, which the thread empties every `PAUSE_S`: whoever hands over
+wakes nobody, and files are opened, and threads change places, once for many steps. A service that raises is tried
+again, after longer and longer pauses; one that is slow or gone for too long loses the oldest events. Both are logged.
 
 One thread for each service, and not one for all: a service that hangs holds up no other, so files are written at once
 whatever the network does.
@@ -22,6 +23,8 @@ from shardwise.utils.logging import logger
 
 from .service import Handed, Service
 
+PAUSE_S = 1.0
+"""From one look at the queue to the next; as much is lost at most if the process is killed."""
 ROOM = 20_000
 """Events that are kept for a service; about a quarter of an hour at 4 steps a second."""
 AT_ONCE = 1000
@@ -52,6 +55,7 @@ class Worker:
         self._changed = threading.Condition()
         self._held = self._lost = self._told_lost = 0
         self._busy = self._closing = self._is_open = False
+        self._asked = False  # the queue is to be looked at now
         self._pause = SHORTEST_PAUSE_S
         self._failing = self._told_failing = False
         self._told_at = -TELL_AGAIN_S
@@ -63,8 +67,13 @@ class Worker:
 
     # -- on the thread of training -------------------------------------------------------------------------------------
 
-    def put(self, events: Handed[Any]) -> None:
-        """Hand events over; those that have waited longest are dropped where there is no room."""
+    def put(self, events: Handed[Any], *, now: bool = False) -> None:
+        """Hand events over; those that have waited longest are dropped where there is no room.
+
+        Args:
+            events: to be written.
+            now: have everything written at once.
+        """
         dropped = False
         with self._changed:
             if self._closing:
@@ -76,7 +85,9 @@ class Worker:
                 self._held -= len(oldest)
                 dropped |= self._lost == 0
                 self._lost += len(oldest)
-            self._changed.notify_all()
+            much = self._held >= AT_ONCE and not self._asked
+        if now or much:
+            self.hurry()
         if dropped:
             logger.warning(
                 "monitor %s: more than %d events wait for it, and the oldest are dropped; training goes on. Is the "
@@ -87,8 +98,15 @@ class Worker:
 
     def flush(self, limit: float) -> bool:
         """Wait until everything is written, at most so many seconds; return whether it is."""
+        self.hurry()
         with self._changed:
             return self._changed.wait_for(lambda: not self._queue and not self._busy, limit)
+
+    def hurry(self) -> None:
+        """Have what waits written at once; does not wait for it."""
+        with self._changed:
+            self._asked = True
+            self._changed.notify_all()
 
     def end(self) -> None:
         """Take nothing more, and end when everything is written; does not wait."""
@@ -135,11 +153,13 @@ class Worker:
     def _take(self) -> list[Handed[Any]]:
         """Return what is offered next; nothing if the end has come."""
         with self._changed:
-            self._changed.wait_for(lambda: self._queue or self._closing)
+            while not ((self._queue and self._asked) or self._closing):
+                if not self._changed.wait(PAUSE_S):
+                    self._asked = True
             taken: list[Handed[Any]] = []
             while self._queue and sum(map(len, taken)) < AT_ONCE:
                 taken.append(self._queue.popleft())
-            self._busy = bool(taken)
+            self._busy, self._asked = bool(taken), bool(self._queue)
             return taken
 
     def _deliver(self, taken: list[Handed[Any]]) -> None:

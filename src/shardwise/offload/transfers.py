@@ -1,9 +1,10 @@
 """Values on their way between memory and a file, in blocks that threads move side by side.
 
-Whoever asks for a transfer goes on at once. Its blocks stand in a queue, from which each thread takes the next: so as
-many requests are with the disk as there are threads. Where there is something to read and something to write, each
-thread does one after the other: most disks do both at once, in less time than one after the other takes. A block that
-was written is remembered by a sum over its bytes, which is compared when it is read.
+Whoever asks for a transfer goes on at once. Its blocks stand in a queue, from which each thread takes the next: so
+as many requests are with the disk as there are threads. Where there is something to read and something to write, one
+is taken after the other: most disks do both at once, in less time than one after the other takes. (Taken by all threads
+together: if each took its own in turn, all would read at the same time, and then write.) A block that was written is
+remembered by a sum over its bytes, which is compared when it is read.
 
 Transfers of the same values are made one after the other, in the order in which they were asked for: a read sees the
 write before it, a write does not overtake the read before it. The blocks of the later one come into the queue when the
@@ -13,7 +14,6 @@ earlier one has ended, so that no thread ever waits for another.
 from __future__ import annotations
 
 import atexit
-import contextlib
 import ctypes
 import os
 import threading
@@ -134,6 +134,7 @@ class Threads:
         self._lock = threading.Lock()
         self._queue: SimpleQueue[_End | None] = SimpleQueue()  # None: of one of the blocks
         self._blocks: tuple[deque[_Block], deque[_Block]] = deque(), deque()  # to be read, to be written
+        self._wrote = True  # the block that was taken last was one to be written
         self._threads: list[threading.Thread] = []
         self._alive = 0
         self._closing = False  # blocks in the queue are let go
@@ -245,12 +246,10 @@ class Threads:
 
     def _work(self, bounce: Bytes) -> None:
         """Move one block after the other, with a buffer for those that the disk does not take as they are."""
-        writes = False
         while True:
             found = self._queue.get()
             if found is None:
-                transfer, number = self._next(not writes)
-                writes = transfer.writes
+                transfer, number = self._next()
                 self._take(transfer, number, bounce)
                 del transfer  # while nothing is to be done, nothing is kept
             elif found.first:
@@ -264,12 +263,12 @@ class Threads:
             if not self._alive:
                 os.close(self.file.descriptor)
 
-    def _next(self, writes: bool) -> _Block:
-        """Return the next block: one that is to be written, or read, if there is one; of some kind there is one."""
-        while True:
-            for blocks in (self._blocks[writes], self._blocks[not writes]):
-                with contextlib.suppress(IndexError):  # other threads may be faster
-                    return blocks.popleft()
+    def _next(self) -> _Block:
+        """Return the next block: one to be read after one to be written and so on, as long as there are both."""
+        with self._lock:
+            block = (self._blocks[not self._wrote] or self._blocks[self._wrote]).popleft()
+            self._wrote = block[0].writes
+        return block
 
     def _take(self, transfer: Transfer, number: int, bounce: Bytes) -> None:
         if self._closing:

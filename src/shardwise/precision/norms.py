@@ -14,14 +14,16 @@ import torch
 
 from shardwise.compat import has_values
 
-CHUNK = 1 << 17
-"""Elements that are widened at a time on a CPU: their fp64 copy is small, reused, and never page-faulted anew."""
+CHUNK = 1 << 16
+"""Elements that are widened at a time on a CPU: their fp64 copy is small, reused, and stays in the cache."""
+SMALL = 1 << 14
+"""Elements from which on this is done: the copy that torch makes of fewer is as cheap."""
 
 
 def widens(elements: int, device: torch.device) -> bool:
     """Whether the squares of a run of so many elements are formed chunk by chunk, in memory of this module's own."""
     # torch's norm of a large CPU tensor in another dtype makes a copy of it first, and is slow.
-    return device.type == "cpu" and elements > CHUNK
+    return device.type == "cpu" and elements > SMALL
 
 
 class Squares:

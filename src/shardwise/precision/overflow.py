@@ -46,6 +46,56 @@ class Found:
 
 
 @dataclass(frozen=True)
+class Extent:
+    """Which parameters have gradients that are not finite, in the order of the model.
+
+    Attributes:
+        count: how many.
+        total: how many there are.
+        last: name of the last one.
+        following: name of the next one, whose gradient is finite; None if there is none.
+    """
+
+    count: int
+    total: int
+    last: str
+    following: str | None
+
+    @classmethod
+    def of(cls, sums: torch.Tensor, names: Sequence[str]) -> Extent | None:
+        """Look through a number for each parameter that is not finite if its gradient is not.
+
+        >>> Extent.of(torch.tensor([float("nan"), float("inf"), 1.0]), ["low", "middle", "high"])
+        Extent(count=2, total=3, last='middle', following='high')
+        """
+        places = torch.isfinite(sums).logical_not().nonzero().flatten().tolist()
+        if not places:
+            return None
+        following = names[places[-1] + 1] if places[-1] + 1 < len(names) else None
+        return cls(len(places), len(names), names[places[-1]], following)
+
+    def told(self, phase: Phase) -> str:
+        """Return it in words. A backward pass goes from the last parameters to the first, and so do its NaN.
+
+        >>> print(Extent(3, 8, "layers.1.bias", "layers.2.weight").told("backward"))
+        3 of 8 parameters have such gradients, the last 'layers.1.bias'; that of the next, 'layers.2.weight', is \
+finite, so in the order of the model it began between them
+        >>> print(Extent(8, 8, "head.bias", None).told("backward"))
+        All 8 parameters have such gradients, so it began behind 'head.bias', or there
+        """
+        if self.count == self.total:
+            behind = f", so it began behind {self.last!r}, or there" if phase == "backward" else ""
+            return f"All {self.total} parameters have such gradients{behind}"
+        if self.count == 1:
+            return f"1 of {self.total} parameters has such a gradient"
+        first = f"{self.count} of {self.total} parameters have such gradients, the last {self.last!r}"
+        if phase != "backward" or self.following is None:
+            return first
+        between = f"that of the next, {self.following!r}, is finite, so in the order of the model it began between them"
+        return f"{first}; {between}"
+
+
+@dataclass(frozen=True)
 class OverflowReport:
     """Why gradients of a step are not finite: the same on every rank.
 
@@ -65,6 +115,8 @@ class OverflowReport:
         nan: elements that are not a number.
         largest: largest finite absolute value of its gradient, as the step would have seen it.
         origin: the module in which it began; None if nobody has watched modules (`anomaly_watch.trace`).
+        extent: which parameters have such gradients; None if none has.
+        watched_for: steps for which modules are watched from now on, so that what recurs is traced to one.
     """
 
     phase: Phase
@@ -77,6 +129,8 @@ class OverflowReport:
     nan: int | None = None
     largest: float | None = None
     origin: Origin | None = None
+    extent: Extent | None = None
+    watched_for: int | None = None
 
     def __str__(self) -> str:
         """Return it in words.
@@ -85,7 +139,14 @@ class OverflowReport:
         backward: gradients on rank 1 were not finite. First parameter: 'up.weight' (unit 'blocks.1'), of whose 8 \
 elements 2 are infinite and 1 NaN; the largest other is 0.5 (128 with the loss scale 256)
         """
-        return f"{self._words()}. {self.origin}" if self.origin is not None else self._words()
+        if self.origin is not None:
+            return f"{self._words()}. {self.origin}"
+        where = "" if self.extent is None else f". {self.extent.told(self.phase)}"
+        later = (
+            f". Modules are watched for {self.watched_for} steps from now on: module and line are named when it recurs "
+            '("anomaly_watch": {"trace": "always"} names the first, too)'
+        )
+        return f"{self._words()}{where}{'' if self.watched_for is None else later}"
 
     def _words(self) -> str:
         who = f"rank{'s' if len(self.ranks) > 1 else ''} {', '.join(map(str, self.ranks))}"

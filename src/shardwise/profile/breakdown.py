@@ -4,15 +4,12 @@ from __future__ import annotations
 
 import contextlib
 from collections.abc import Callable, Iterator
-from contextlib import AbstractContextManager
-from typing import Any
 
-from shardwise.device.clock import Instant, now, seconds_between
+from shardwise.device.clock import Interval, Timed, add_up
 from shardwise.device.ranges import listening
 
 FORWARD, BACKWARD, INNER, REDUCE, STEP = "fwd", "bwd", "bwd_inner", "bwd_allreduce", "step"
 
-_REDUCTIONS = ("reduce", "wait for reduction")
 _PENDING = 4096
 """Intervals of a device that are kept before they are added up."""
 
@@ -22,23 +19,23 @@ class Breakdown:
 
     Args:
         cuda: parts run on the current CUDA device.
+
+    Attributes:
+        ranges: see `shardwise.device.ranges.Listener`.
     """
+
+    ranges: frozenset[str] | None = frozenset({"reduce", "wait for reduction"})
 
     def __init__(self, cuda: bool) -> None:
         self._cuda = cuda
         self._sums: dict[str, float] = {}
-        self._pending: list[tuple[str, Instant, Instant]] = []
+        self._pending: list[Interval] = []
 
-    @contextlib.contextmanager
-    def part(self, name: str) -> Iterator[None]:
+    def part(self, name: str) -> Timed:
         """Time the block as a part of this name."""
-        begun = now(self._cuda)
-        try:
-            yield
-        finally:
-            self._pending.append((name, begun, now(self._cuda)))
-            if len(self._pending) > _PENDING:  # the older half has been reached long ago
-                self._fold(_PENDING // 2)
+        if len(self._pending) > _PENDING:  # the older half has been reached long ago
+            self._fold(_PENDING // 2)
+        return Timed(name, self._pending, self._cuda)
 
     @contextlib.contextmanager
     def backward(self) -> Iterator[None]:
@@ -46,17 +43,16 @@ class Breakdown:
         with listening(self), self.part(BACKWARD):
             yield
 
-    def around(self, what: str, unit: str, size: int) -> AbstractContextManager[Any]:
+    def around(self, what: str, unit: str, size: int) -> Timed:
         """See `shardwise.device.ranges.Listener`."""
-        return self.part(REDUCE) if what in _REDUCTIONS else contextlib.nullcontext()
+        return self.part(REDUCE)
 
     def flight(self, what: str, unit: str, size: int) -> Callable[[], None]:
         """See `shardwise.device.ranges.Listener`: nobody waits for it here."""
         return lambda: None
 
     def _fold(self, count: int) -> None:
-        for name, begun, ended in self._pending[:count]:
-            self._sums[name] = self._sums.get(name, 0.0) + seconds_between(begun, ended)
+        add_up(self._pending[:count], self._sums)
         del self._pending[:count]
 
     def read(self) -> dict[str, float]:

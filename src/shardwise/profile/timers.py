@@ -11,6 +11,7 @@ from typing import Any
 
 import torch
 
+from shardwise.comm.logger import trimmed_mean
 from shardwise.device.clock import Instant, now, seconds_between
 from shardwise.errors import UsageError
 from shardwise.utils.logging import log_dist
@@ -323,7 +324,4 @@ def trim_mean(data: Sequence[float], trim_percent: float) -> float:
     """
     if not 0.0 <= trim_percent <= 1.0:
         raise UsageError(f"trim_mean(trim_percent={trim_percent!r}): expected a number from 0 to 1")
-    kept = sorted(data)
-    cut = min(int(trim_percent * len(kept)), max(0, (len(kept) - 1) // 2))
-    kept = kept[cut : len(kept) - cut]
-    return sum(kept) / len(kept) if kept else 0.0
+    return trimmed_mean(data, trim_percent)

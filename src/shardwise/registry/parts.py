@@ -6,13 +6,14 @@ attached to the parameter, and what was said of it is forgotten with it.
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+import contextlib
+from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
 
 import torch
 from torch.utils.weak import WeakTensorKeyDictionary
 
-from shardwise.boxes import Box
+from shardwise.boxes import Region, region
 from shardwise.errors import UsageError
 
 
@@ -23,7 +24,7 @@ class Part:
     ranks: tuple[int, ...] | None = None
     name: str | None = None
     shape: tuple[int, ...] | None = None
-    box: Box | None = None
+    box: Region | None = None
     divisor: int | None = None
 
 
@@ -36,7 +37,7 @@ def declare_part(
     ranks: Sequence[int] | None = None,
     name: str | None = None,
     shape: Sequence[int] | None = None,
-    box: Sequence[Sequence[int]] | None = None,
+    box: Sequence[Sequence[int] | Sequence[Sequence[int]]] | None = None,
     divisor: int | None = None,
 ) -> None:
     """Say that a parameter is a part of a tensor, which other ranks have other parts of.
@@ -51,18 +52,23 @@ def declare_part(
             engine's data-parallel group. The lists of all ranks are a partition of the group.
         name: of the tensor, the same wherever a part of it is; None: the parameter's name in the model.
         shape: of the tensor; None: the parameter's.
-        box: the part, as (first, end) in each dimension of the tensor; None: all of it.
+        box: the part, as (first, end) in each dimension of the tensor, or as several of these, which ascend and do not
+            overlap, and follow each other in the parameter; None: all of it.
         divisor: what the sum of the gradients over `ranks` is divided by. None: the number of all ranks, which gives
             the mean of the losses over all ranks if each loss depends on parts that some of the ranks have.
 
     Raises:
-        UsageError: `ranks` do not ascend, or `divisor` is below 1 or without them.
+        UsageError: `ranks` or ranges do not ascend, or `divisor` is below 1 or without them.
 
     Example: of four experts each rank of a pair has two; the other pair has the same.
         >>> import torch
         >>> from shardwise import declare_part
         >>> weights = torch.nn.Parameter(torch.zeros(2, 8, 8))
         >>> declare_part(weights, ranks=[0, 2], shape=[4, 8, 8], box=[(0, 2), (0, 8), (0, 8)])
+
+    Example: queries, keys and values are rows of one matrix; a rank has the first half of each.
+        >>> qkv = torch.nn.Parameter(torch.zeros(12, 8))
+        >>> declare_part(qkv, ranks=[0], shape=[24, 8], box=[[(0, 4), (8, 12), (16, 20)], (0, 8)])
     """
     members = None if ranks is None else tuple(int(rank) for rank in ranks)
     if members is not None and (not members or members[0] < 0 or sorted(set(members)) != list(members)):
@@ -71,13 +77,30 @@ def declare_part(
         raise UsageError("declare_part(divisor=...) needs ranks: what all ranks share is divided by their number")
     if divisor is not None and divisor < 1:
         raise UsageError(f"declare_part(divisor={divisor}): expected a number of ranks, at least 1")
+    try:
+        known = None if box is None else region(box)
+    except (TypeError, ValueError) as error:
+        raise UsageError(
+            f"declare_part(box={box}): expected (first, end) in each dimension, or several of these: {error}"
+        ) from error
     _declared[parameter] = Part(
         members,
         name,
         None if shape is None else tuple(int(size) for size in shape),
-        None if box is None else tuple((int(first), int(end)) for first, end in box),
+        known,
         divisor,
     )
+
+
+@contextlib.contextmanager
+def set_aside(parameter: torch.Tensor) -> Iterator[None]:
+    """Declare nothing of a parameter inside of the block: torch exchanges no tensor to which somebody refers weakly."""
+    part = _declared.pop(parameter, None)
+    try:
+        yield
+    finally:
+        if part is not None:
+            _declared[parameter] = part
 
 
 def part_of(parameter: torch.Tensor) -> Part:

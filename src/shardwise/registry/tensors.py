@@ -9,9 +9,13 @@ from dataclasses import dataclass
 import torch
 from torch import nn
 
-from shardwise.boxes import Box, sizes, whole
+from shardwise import boxes
+from shardwise.boxes import Patch, Region, sizes, whole
 from shardwise.errors import UsageError
 from shardwise.registry.parts import part_of
+
+DomainKey = tuple[tuple[int, ...], int | None]
+"""What tells the domains of a model apart: the ranks, and by what sums of gradients over them are divided."""
 
 
 @dataclass(frozen=True)
@@ -30,8 +34,9 @@ class LogicalTensor:
         trainable: whether it receives a gradient.
         group: index of its optimizer parameter group, or None when no optimizer owns it.
         wire_dtype: dtype in which its gradient travels, or None for the one in which it was computed.
-        box: this rank's part of it, as (first, end) for each dimension; None: the whole tensor.
+        box: this rank's part of it, as (first, end) or several of these for each dimension; None: the whole tensor.
         ranks: those that have the same part; None: all.
+        divisor: what the sum of its gradients over these is divided by; None: the number of all ranks.
 
     Raises:
         UsageError: the box is not one of the tensor.
@@ -46,21 +51,23 @@ class LogicalTensor:
     trainable: bool
     group: int | None
     wire_dtype: torch.dtype | None = None
-    box: Box | None = None
+    box: Region | None = None
     ranks: tuple[int, ...] | None = None
+    divisor: int | None = None
 
     def __post_init__(self) -> None:
         if self.box is None:
             return
         outer = whole(self.global_shape)
-        inside = len(self.box) == len(outer) and all(
-            0 <= first <= end <= size for (first, end), (_, size) in zip(self.box, outer, strict=True)
-        )
-        if not inside:
+        if not boxes.is_within(self.box, self.global_shape):
             raise UsageError(
-                f"parameter {self.name!r}: expected (first, end) in each dimension of {list(self.global_shape)}, found "
-                f"the box {self.box}"
+                f"parameter {self.name!r}: expected (first, end) in each dimension of {list(self.global_shape)}, or "
+                f"several of these, found the box {self.box}"
             )
+        try:
+            boxes.cuts(self.global_shape, [self.box])
+        except ValueError as error:
+            raise UsageError(f"parameter {self.name!r}: {error}") from error
         if self.box == outer:
             object.__setattr__(self, "box", None)
 
@@ -73,6 +80,66 @@ class LogicalTensor:
     def numel(self) -> int:
         """Number of elements of this rank's part."""
         return math.prod(self.shape)
+
+    @property
+    def domain(self) -> DomainKey | None:
+        """Which of the domains of the model it belongs to; None: that of all ranks."""
+        return None if self.ranks is None else (self.ranks, self.divisor)
+
+    def cut(self, values: torch.Tensor) -> torch.Tensor:
+        """Return this rank's part of a whole tensor: a view where it is a box."""
+        return values if self.box is None else cut(values, self.box)
+
+
+@dataclass(frozen=True)
+class HeldPart:
+    """What some ranks hold of a tensor, as all ranks know it.
+
+    Attributes:
+        name: of the tensor.
+        aliases: further names that the first of these ranks has for it.
+        shape: of the whole tensor.
+        dtype: in which modules compute with it.
+        box: the part.
+        ranks: those that hold it, in ascending order.
+    """
+
+    name: str
+    aliases: tuple[str, ...]
+    shape: tuple[int, ...]
+    dtype: torch.dtype
+    box: Region
+    ranks: tuple[int, ...]
+
+    @property
+    def whole(self) -> bool:
+        """Whether it is all of the tensor."""
+        return self.box == whole(self.shape)
+
+    @property
+    def numel(self) -> int:
+        """Number of its elements."""
+        return math.prod(sizes(self.box))
+
+
+def cut(values: torch.Tensor, box: Region) -> torch.Tensor:
+    """Return a region of a tensor: a view where it is a box, else a copy."""
+    for dimension, some in enumerate(boxes.ranges(box)):
+        runs = [values.narrow(dimension, first, end - first) for first, end in some]
+        values = runs[0] if len(runs) == 1 else torch.cat(runs, dimension)
+    return values
+
+
+def paste(values: torch.Tensor, box: Region, into: torch.Tensor) -> None:
+    """Copy the values of a region to their places in a tensor."""
+    for patch in boxes.overlap(box, 0, values.numel(), whole(into.shape), 0, into.numel()):
+        target = into.as_strided(patch.shape, patch.target_strides, into.storage_offset() + patch.target)
+        target.copy_(taken(values, patch))
+
+
+def taken(values: torch.Tensor, patch: Patch) -> torch.Tensor:
+    """Return the view of a patch in its first memory, which a contiguous tensor is."""
+    return values.as_strided(patch.shape, patch.source_strides, values.storage_offset() + patch.source)
 
 
 class Registry:
@@ -148,6 +215,7 @@ class Registry:
                 wire_dtype=None if wires is None else wires.get(key),
                 box=part.box,
                 ranks=part.ranks,
+                divisor=part.divisor,
             )
             if tensor.shape != tuple(parameter.shape):
                 raise UsageError(

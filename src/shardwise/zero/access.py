@@ -3,10 +3,14 @@ and step.
 
 Functions of whole tensors (`full`) are collectives: every rank of the engine calls them, in the same order. Those of
 one rank's part (`local`) are not, but for `safe_set_local_fp32_param`. A tensor that no engine owns gives None.
+
+Of a parameter that is declared as a part of a tensor (`shardwise.declare_part`), `full` functions give and take the
+whole tensor, as one process would have it, and `local` ones what this rank stores of its part.
 """
 
 from __future__ import annotations
 
+import math
 from collections.abc import Callable, Iterable
 from contextlib import AbstractContextManager
 
@@ -38,7 +42,10 @@ def _lent(model: ShardedModel, index: int, *, written: bool = False) -> Abstract
 
 
 def _assemble(model: ShardedModel, index: int, runs: Iterable[Run], dtype: torch.dtype, whole: bool) -> torch.Tensor:
-    """Put runs of all ranks together: sums of what ranks store of an element, which all do if it is `whole`."""
+    """Put runs of all ranks together: sums of what ranks store of an element, which all do if it is `whole`.
+
+    Of a tensor of which ranks have parts, each part is put together by the ranks that have it, and then the parts are.
+    """
     tensor, ranks = model.registry[index], model.unit_of(index).domain.ranks
     flat = torch.zeros(tensor.numel + -tensor.numel % ranks.world, dtype=dtype, device=model.device)
     for start, stop, values in runs:
@@ -46,11 +53,19 @@ def _assemble(model: ShardedModel, index: int, runs: Iterable[Run], dtype: torch
     if not whole:
         # Of masters and state every element is zero on all ranks but one, so that the sum is exact.
         ranks.sum_large(flat, tensor.name)
-    return flat[: tensor.numel].view(tensor.shape)
+    return model.wholes.assemble(index, flat[: tensor.numel].view(tensor.shape))
 
 
 def _assemble_state(model: ShardedModel, index: int, runs: Iterable[Run], dtype: torch.dtype) -> torch.Tensor:
     """Put together what the optimizer has of a parameter, of which ranks may have the same."""
+    if model.section_of(index).layout.cut:  # one rank of all has all of the tensor
+        tensor, comm = model.registry[index], model.comm
+        numel = math.prod(tensor.global_shape)
+        flat = torch.zeros(numel + -numel % comm.world, dtype=dtype, device=model.device)
+        for start, stop, values in runs:
+            flat[start:stop] = values
+        comm.sum_large(flat, tensor.name)
+        return flat[:numel].view(tensor.global_shape)
     whole = model.section_of(index).levels.optimizer == 0
     return _assemble(model, index, model.own_runs(index, runs), dtype, whole)
 
@@ -66,7 +81,7 @@ def safe_get_full_fp32_param(parameter: torch.Tensor) -> torch.Tensor | None:
     model, index = found
     assert model.update is not None
     section = model.section_of(index)
-    model.take_changes()
+    model.share_changes()
     dtype = torch.promote_types(section.master_dtype, torch.float32)
     with _lent(model, index):
         return _assemble_state(model, index, model.update.master_pieces(index), dtype)
@@ -86,7 +101,7 @@ def safe_set_full_fp32_param(parameter: torch.Tensor, value: torch.Tensor) -> No
     assert model.update is not None
     flat = _checked(model, index, value)
     model.update.check_agreed(f"parameter {model.registry[index].name!r}")
-    model.take_changes()
+    model.share_changes()
     (unit,) = model.units_of([model.registry.parameters[index]])
     model.gatherer.let_go([unit])
     unit.finish_gather()
@@ -94,8 +109,9 @@ def safe_set_full_fp32_param(parameter: torch.Tensor, value: torch.Tensor) -> No
         model.values_of(index).copy_(flat)
         unit.store_shard()
     with _lent(model, index, written=True):
+        stepped = _as_stepped(model, index, value)
         for start, stop, master in model.update.master_pieces(index):
-            master.copy_(flat[start:stop])
+            master.copy_(stepped[start:stop])
     if unit.state is UnitState.RELEASED:
         model.publish([unit])
 
@@ -180,7 +196,10 @@ def safe_get_full_optimizer_state(parameter: torch.Tensor, optim_state_key: str)
         runs = model.update.state_pieces(index, optim_state_key)
         # Ranks that store nothing of it learn its type, too.
         known = torch.tensor([float(any(run[2].dtype is kind for run in runs)) for kind in _KINDS], device=model.device)
-        model.unit_of(index).domain.ranks.all_reduce(known, "optimizer_state.known").wait()
+        # So do those with a part of which there is nothing.
+        together = model.wholes.divided(index) or model.section_of(index).layout.cut
+        ranks = model.comm if together else model.unit_of(index).domain.ranks
+        ranks.all_reduce(known, "optimizer_state.known").wait()
         dtype = next((kind for kind, count in zip(_KINDS, known.tolist(), strict=True) if count), None)
         if dtype is None:
             return None
@@ -198,11 +217,12 @@ def safe_set_full_optimizer_state(parameter: torch.Tensor, value: torch.Tensor, 
         return
     model, index = found
     assert model.update is not None
-    flat = _checked(model, index, value)
+    _checked(model, index, value)
     model.await_copies()
     with _lent(model, index, written=True):
+        stepped = _as_stepped(model, index, value)
         for start, stop, state in model.update.state_pieces(index, optim_state_key):
-            state.copy_(flat[start:stop])
+            state.copy_(stepped[start:stop])
     model.update.state_was_set()
 
 
@@ -237,7 +257,7 @@ def safe_set_local_fp32_param(parameter: torch.Tensor, value: torch.Tensor) -> N
         return
     model, index = found
     assert model.update is not None
-    model.take_changes()
+    model.share_changes()
     with _lent(model, index, written=True):
         _fill(model, index, [master for _, _, master in model.update.master_pieces(index)], value)
     model.publish(model.units_of([parameter]))
@@ -367,8 +387,19 @@ def _fill(model: ShardedModel, index: int, runs: list[torch.Tensor], value: torc
         run.copy_(part)
 
 
+def _as_stepped(model: ShardedModel, index: int, value: torch.Tensor) -> torch.Tensor:
+    """Return that of a value for a whole tensor which masters and state of a rank are runs of, flat."""
+    if model.section_of(index).layout.cut:
+        return value.detach().to(model.device).reshape(-1)
+    return _checked(model, index, value)
+
+
 def _checked(model: ShardedModel, index: int, value: torch.Tensor) -> torch.Tensor:
+    """Return this rank's part of a value for a whole tensor, flat."""
     tensor = model.registry[index]
-    if tuple(value.shape) != tensor.shape:
-        raise UsageError(f"parameter {tensor.name!r} has shape {tensor.shape}, the given value {tuple(value.shape)}")
-    return value.detach().to(model.device).reshape(-1)
+    if tuple(value.shape) != tensor.global_shape:
+        raise UsageError(
+            f"parameter {tensor.name!r} has shape {tensor.global_shape}, the given value {tuple(value.shape)}"
+            + (f" (it is given whole; this rank has the part {tensor.box})" if tensor.box is not None else "")
+        )
+    return tensor.cut(value.detach()).to(model.device).reshape(-1)

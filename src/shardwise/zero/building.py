@@ -83,7 +83,7 @@ class UnitBuilder:
             if sizes[index] <= left:
                 resident.append(index)
                 left -= sizes[index]
-            domain = domains.of(spec.ranks)
+            domain = domains.of(spec.domain)
             own = -(-spec.numel // domain.parts(self._plan.levels(domain).parameters))
             if own <= room:
                 near.append(index)
@@ -104,7 +104,7 @@ class UnitBuilder:
             return set()
         # What no other rank shares is not divided, and there is nobody to gather it from.
         alone = self._domains.main.world > 1 and self._homes.parameters is ON_DEVICE
-        stay = {index for index, spec in enumerate(specs) if alone and self._domains.of(spec.ranks).world == 1}
+        stay = {index for index, spec in enumerate(specs) if alone and self._domains.of(spec.domain).world == 1}
         elements = 0
         for index, spec in enumerate(specs):
             if spec.numel <= plan.persistent_elements and elements + spec.numel <= plan.persistent_total:
@@ -113,7 +113,7 @@ class UnitBuilder:
         if plan.keeps_what_saves:
             whole = {i: sum(s.numel * s.dtype.itemsize for s in sections) for i, sections in enumerate(layouts)}
             shard = {
-                i: sum(self._kept(s, self._domains.of(specs[i].ranks)) * s.dtype.itemsize for s in sections)
+                i: sum(self._kept(s, self._domains.of(specs[i].domain)) * s.dtype.itemsize for s in sections)
                 for i, sections in enumerate(layouts)
             }
             numels = {i: sum(s.numel for s in sections) for i, sections in enumerate(layouts)}
@@ -130,7 +130,7 @@ class UnitBuilder:
     def build(self, number: int, spec: UnitSpec, layouts: Sequence[Section], *, sharded: bool) -> Unit:
         """Lay a unit out in memory, fill it with its parameters' values, and release it."""
         sections = []
-        domain = self._domains.of(spec.ranks)
+        domain = self._domains.of(spec.domain)
         for layout in layouts:
             levels = self._plan.levels(domain)
             levels = levels if sharded else replace(levels, parameters=0)
@@ -186,7 +186,7 @@ class UnitBuilder:
 
     def _owned(self, layout: Section) -> bool:
         """Whether the section's tensors are stepped whole, each by the rank that owns it."""
-        return layout.whole and self._owners is not None and not self._owners.replicated
+        return layout.whole and self._owners is not None and (layout.cut or not self._owners.replicated)
 
     def _fill(self, unit: Unit, section: SectionMemory) -> None:
         """Copy the initial values in; rank 0's are everybody's."""

@@ -13,11 +13,12 @@ import sys
 from collections.abc import Callable, Collection, Iterable, Iterator, Mapping, Sequence
 from contextlib import AbstractContextManager
 from dataclasses import replace
-from typing import Any, TypeVar
+from typing import Any, NamedTuple, TypeVar
 
 import torch
 from torch import nn
 
+from shardwise.boxes import Region
 from shardwise.comm.communicator import Communicator
 from shardwise.comm.compression import Compressor
 from shardwise.comm.domain import Domains
@@ -38,12 +39,13 @@ from shardwise.memory.places import ALL_AT_HAND, Borrowed, Homes, borrowed, in_t
 from shardwise.precision.dtypes import PrecisionPolicy
 from shardwise.precision.norms import clip_coefficient
 from shardwise.precision.tensornorms import NORMS
-from shardwise.registry import Registry
+from shardwise.registry import HeldPart, LogicalTensor, Registry
 from shardwise.utils.logging import logger, warn_once
 from shardwise.zero.building import UnitBuilder
 from shardwise.zero.parameters.guards import Guards
 from shardwise.zero.parameters.init import PartStore
 from shardwise.zero.parameters.memoryguard import MemoryGuard
+from shardwise.zero.parameters.wholes import Shown, Wholes
 from shardwise.zero.passes.driver import Alone, Driver
 from shardwise.zero.passes.gather import Gatherer, Phase, Touch, backward_order
 from shardwise.zero.passes.hooks import Hooks
@@ -61,6 +63,7 @@ from shardwise.zero.units.plan import Plan
 from shardwise.zero.units.presence import OffloadStateTypeEnum, Presence
 from shardwise.zero.units.unit import SectionMemory, Unit, UnitState
 from shardwise.zero.updates.communicated import CommunicatedUpdate
+from shardwise.zero.updates.cut import CutTensors
 from shardwise.zero.updates.early import EarlySteps
 from shardwise.zero.updates.interrupted import Interruptions
 from shardwise.zero.updates.owned import MixedUpdate, WholeUpdate
@@ -73,6 +76,13 @@ _DESTROYED = (
     "the engine has been destroyed, and its model is a plain one again; pass the model to shardwise.initialize() for a "
     "new engine"
 )
+
+
+class Gathered(NamedTuple):
+    """What `ShardedModel.gather` has gathered: units, and parameters that are whole tensors meanwhile."""
+
+    units: list[Unit]
+    shown: list[Shown]
 
 
 class ShardedModel:
@@ -106,6 +116,7 @@ class ShardedModel:
         owners: the part of `update` that steps whole tensors; None if there is none.
         early: steps units before the step comes; None: nothing does.
         copied: behind copies of what the optimizer steps that somebody has begun; None: there are none.
+        wholes: puts tensors together of which ranks have parts.
     """
 
     def __init__(
@@ -154,11 +165,8 @@ class ShardedModel:
         self.early: EarlySteps | None = None
         specs = find_units(module, self.registry, plan.unit_cap, leaves)
         self.numbering = Numbering(self.registry, specs, domains, self.comm)
+        self.wholes = Wholes(self.registry, self.numbering, self.comm, accountant)
         self.homes = homes
-        if optimizer is not None:
-            self.update, self.owners = self._make_update(optimizer, is_elementwise, domains)
-        places = (homes.optimizer, homes.whole, homes.gradients, homes.parameters)
-        self.interruptions = Interruptions(self.comm, on_disk=any(place.lags for place in places))
         self._check_domains(domains, compressor)
         if sparse_gradients and (compressor is not None or stepping.communicates):
             raise ConfigError(
@@ -166,9 +174,18 @@ class ShardedModel:
                 "sent of whole gradients; switch one of them off"
             )
         tables = self._tables(domains) if sparse_gradients and domain.world > 1 and optimizer is not None else set()
+        cut = {index for index, place in enumerate(self.numbering.places) if place in self.numbering.cut}
         layouts = [
-            lay_out(spec.tensors, domains.of(spec.ranks).sizes, device.type, stepping.whole, tables) for spec in specs
+            lay_out(spec.tensors, domains.of(spec.domain).sizes, device.type, stepping.whole, tables, cut)
+            for spec in specs
         ]
+        if optimizer is not None:
+            parts = None
+            if stepping.whole and self.numbering.cut:
+                parts = CutTensors(self.registry, self.numbering, specs, layouts, domains, accountant)
+            self.update, self.owners = self._make_update(optimizer, is_elementwise, domains, parts)
+        places = (homes.optimizer, homes.whole, homes.gradients, homes.parameters)
+        self.interruptions = Interruptions(self.comm, on_disk=any(place.lags for place in places))
         # Until a pass has been traced, the order of the modules stands for that of execution.
         forward, backward = list(range(len(specs))), backward_order([spec.modules for spec in specs], module)
         builder = UnitBuilder(
@@ -244,6 +261,8 @@ class ShardedModel:
         accountant.construction_peak = accountant.peak_total
         accountant.reset_peak()
         self._order_agreed = self.stepped = False
+        self._scaling = False
+        self._scaled: set[int] = set()  # units whose gradients have been multiplied, while others' have not
         self.copied: Copied | None = None
         give_back_freed_memory()  # of the whole parameters, between the shards
 
@@ -270,7 +289,11 @@ class ShardedModel:
     # -- building ----------------------------------------------------------------------------------------------------
 
     def _make_update(
-        self, optimizer: torch.optim.Optimizer, is_elementwise: StateKind, domains: Domains
+        self,
+        optimizer: torch.optim.Optimizer,
+        is_elementwise: StateKind,
+        domains: Domains,
+        parts: CutTensors | None,
     ) -> tuple[Update, WholeUpdate | None]:
         """Return what steps the parameters, and that part of it which steps whole tensors, if there is one."""
         stepping, common = self.stepping, (optimizer, self.units, self.registry)
@@ -281,7 +304,17 @@ class ShardedModel:
         if not stepping.whole:
             return segments, None
         replicated = not self.plan.shard_optimizer
-        whole = WholeUpdate(*common, domains, *told, stepping, replicated=replicated, home=self.homes.whole)
+        whole = WholeUpdate(
+            *common,
+            domains,
+            self.numbering,
+            parts,
+            self.policy,
+            *told,
+            stepping,
+            replicated=replicated,
+            home=self.homes.whole,
+        )
         if len(stepping.whole) == len(optimizer.param_groups):
             return whole, whole
         return MixedUpdate(segments, whole), whole
@@ -310,21 +343,17 @@ class ShardedModel:
     def _tables(self, domains: Domains) -> set[int]:
         """Return the parameters whose gradients may be reduced as rows."""
         found = [tensor for tensor in map(self.registry.find, find_tables(self.module)[0]) if tensor is not None]
-        return {t.index for t in found if t.trainable and t.numel and domains.of(t.ranks).world > 1}
+        return {t.index for t in found if t.trainable and t.numel and domains.of(t.domain).world > 1}
 
     def _check_domains(self, domains: Domains, compressor: Compressor | None) -> None:
-        """Raise where something exchanges among all ranks what only some share, or needs tensors in one piece."""
+        """Raise where something exchanges among all ranks what only some share."""
         for tensor, parameter in zip(self.registry, self.registry.parameters, strict=True):
-            if tensor.ranks is not None and isinstance(released.owner_of(parameter), PartStore):
+            owner = released.owner_of(parameter)
+            if isinstance(owner, PartStore) and not owner.agrees(parameter, tensor.ranks):
                 raise UsageError(
-                    f"parameter {tensor.name!r} is declared as a part that only some ranks have, and was built on the "
-                    "meta device or under zero.Init, which give all ranks the same values. Build its layer plainly"
-                )
-            if tensor.box is not None and tensor.group in self.stepping.whole:
-                raise ConflictError(
-                    f"parameter {tensor.name!r}: this rank has the box {tensor.box} of {list(tensor.global_shape)}, "
-                    f"and the optimizer {type(self.optimizer).__name__} steps whole tensors. Take an elementwise "
-                    "optimizer for it, or have each rank hold whole tensors"
+                    f"parameter {tensor.name!r} is declared as a part that only some ranks have, and was built under "
+                    "zero.Init, which gives all ranks the same values. Build the whole parameter there, and make it a "
+                    "part with shardwise.registry.narrow(), or build its layer outside of it"
                 )
         for asked, what in (
             (compressor is not None, "lossy gradient reduction, which exchanges what it sends among all ranks"),
@@ -384,7 +413,11 @@ class ShardedModel:
         return self.update is not None and self.optimizer is not None and self.update.takes_factor(self.optimizer)
 
     def scale_gradients(self, factor: float | torch.Tensor) -> None:
-        """Multiply the accumulated gradients."""
+        """Multiply the accumulated gradients.
+
+        Raises:
+            OffloadError: on all ranks alike, if a disk of one of them has failed. Called again, it multiplies the rest.
+        """
         if isinstance(factor, float) and factor == 1.0:
             return
         if self.early is not None:
@@ -398,8 +431,35 @@ class ShardedModel:
             for section in unit.trainable:
                 gradient = section.stepped_gradient
                 gradient.mul_(factor.to(gradient.device) if isinstance(factor, torch.Tensor) else factor)
+            self._scaled.add(unit.index)
 
-        in_turn([(u, [(s.gradient_loans, True) for s in u.trainable if s.lends_gradient]) for u in self.units], scale)
+        left = [unit for unit in self.units if unit.index not in self._scaled]
+        lent = [(u, [(s.gradient_loans, True) for s in u.trainable if s.lends_gradient]) for u in left]
+        self._scaling = True
+        with self.interruptions.agreeing() if self.gradients_on_disk else contextlib.nullcontext():
+            in_turn(lent, scale)
+        self._have_scaled()
+
+    def _have_scaled(self) -> None:
+        self._scaling = False
+        self._scaled.clear()
+
+    def check_gradients_whole(self) -> None:
+        """Raise where a disk has ended `scale_gradients` in the middle.
+
+        Raises:
+            UsageError: some gradients have been multiplied, and others have not.
+        """
+        if self._scaling:
+            raise UsageError(
+                "gradients cannot be read or written now: a disk has failed in engine.step() when those of some units "
+                "had been unscaled and clipped. Call engine.step() again, which goes on there, or engine.zero_grad()"
+            )
+
+    @property
+    def gradients_on_disk(self) -> bool:
+        """Whether accumulated gradients live on disks."""
+        return self.homes.gradients.lags
 
     def clip_factor(self, norm: torch.Tensor, max_norm: float) -> torch.Tensor:
         """Return the clipping coefficient for a global norm."""
@@ -454,7 +514,8 @@ class ShardedModel:
         """Take parameter values that the script has changed in place over into the master weights.
 
         Elements whose value is as it was keep the master's extra digits, except in parameters that have been loaded.
-        Those of sharded units may be changed in a `GatheredParameters` block only, at whose end this is done.
+        Those of sharded units may be changed in a `GatheredParameters` block only, at whose end this is done. Masters
+        that are on other ranks get the changes by `share_changes`.
         """
         self.await_copies()
         changed = self.guards.changed()
@@ -464,12 +525,14 @@ class ShardedModel:
             if not unit.sharded and any(tensor.index in changed for tensor in unit.tensors):
                 unit.finish_gather()
                 with self.lent([unit]):
-                    for index in self.guards.loaded.intersection(tensor.index for tensor in unit.tensors):
-                        values = self.values_of(index)
-                        for start, stop, master in self.update.master_pieces(index):
-                            master.copy_(values[start:stop])
-                    self.update.refresh(unit)
+                    self.update.refresh(unit, self.guards.loaded)
         self.guards.note()
+
+    def share_changes(self) -> None:
+        """`take_changes`, also for masters that are on other ranks than the parameters (all ranks call)."""
+        self.take_changes()
+        if self.update is not None:
+            self.update.share_changes()
 
     def coming(self) -> AbstractContextManager[None]:
         """Begin to bring what `step` needs first, which may come inside of the block."""
@@ -484,7 +547,7 @@ class ShardedModel:
         assert self.update is not None and self.optimizer is not None
         self.gatherer.let_go()
         self.finish_gathers()
-        self.take_changes()
+        self.share_changes()
         with (
             self.accountant.owning(Category.OTHER),
             self.guards.stepping(),
@@ -496,7 +559,7 @@ class ShardedModel:
             self.stepped = True
             give_back_freed_memory()  # the optimizer's state has come to stay, among buffers that have gone
         self._values_have_changed()
-        if self.plan.shard_optimizer and self.comm.world > 1:
+        if self.comm.world > 1:
             for unit in self.units:
                 unit.spread()
         self._shards_written()
@@ -537,6 +600,7 @@ class ShardedModel:
     def give_up_step(self) -> None:
         """The gradients of the window are dropped: what a step that has raised has left out is never stepped."""
         self.interruptions.give_up()
+        self._have_scaled()
         if self.update is not None:
             self.update.end_step()
 
@@ -688,6 +752,14 @@ class ShardedModel:
                     ]
         return runs
 
+    def box_of(self, tensor: LogicalTensor) -> Region | None:
+        """Return the box of a tensor that this rank's runs are of; None: all of it.
+
+        Where the optimizer steps whole tensors that is all, on the rank that owns it, whatever part ranks have.
+        """
+        owned = self.update is not None and self.section_of(tensor.index).layout.cut
+        return None if owned else tensor.box
+
     @contextlib.contextmanager
     def shown(self, index: int) -> Iterator[None]:
         """Let views be made of a parameter's values and state inside of the block, without there being any values."""
@@ -702,7 +774,7 @@ class ShardedModel:
         """Return the elements of each parameter that this rank saves; over all ranks each exactly once."""
         ranges: dict[int, list[tuple[int, int]]] = {}
         for index, (section, own) in self._own_pieces().items():
-            if not self.numbering.counts[index]:
+            if not self.numbering.counts[index] and not section.layout.cut:
                 ranges[index] = []  # other ranks have the same
                 continue
             alone = section.levels.optimizer == section.domain.depth
@@ -711,6 +783,13 @@ class ShardedModel:
             else:
                 ranges[index] = [(piece.start, piece.stop) for piece in own]
         return ranges
+
+    def parts_of(self, index: int) -> Sequence[HeldPart]:
+        """Return the parts of tensors that ranks have at the place of this rank's parameter in the units.
+
+        Each part is there once, in one order on all ranks. None where all ranks have the same tensors.
+        """
+        return self.wholes.parts_of(index)
 
     def _own_pieces(self) -> dict[int, tuple[SectionMemory, list[ShardSlice]]]:
         found: dict[int, tuple[SectionMemory, list[ShardSlice]]] = {}
@@ -814,8 +893,46 @@ class ShardedModel:
         wanted = {t.index for t in map(self.registry.find, parameters) if t is not None}
         return [unit for unit in self.units if any(tensor.index in wanted for tensor in unit.tensors)]
 
-    def gather(self, parameters: Iterable[nn.Parameter]) -> list[Unit]:
-        """Gather the released units of some parameters outside of passes (all ranks must call); return those units."""
+    def gather(self, parameters: Iterable[nn.Parameter]) -> Gathered:
+        """Let parameters be whole outside of passes (all ranks must call): those that are parts are the whole tensors.
+
+        Raises:
+            UsageError: see `Wholes.assemble`.
+        """
+        parameters = list(parameters)
+        units = self.gather_parts(parameters)
+        try:
+            return Gathered(units, self.wholes.show(parameters))
+        except BaseException:
+            self.let_go(units)
+            raise
+
+    def put_back(self, parameters: Iterable[nn.Parameter], gathered: Gathered, src: int | None) -> None:
+        """End a `gather`.
+
+        Args:
+            parameters: those that were asked for.
+            gathered: what `gather` returned; released again.
+            src: global rank whose values become everybody's, masters included; None discards changes of what was
+                gathered.
+
+        Raises:
+            UsageError: see `Unit.store_shard`.
+        """
+        parameters = list(parameters)
+        for unit in self.units_of(parameter for _, parameter, _ in gathered.shown):
+            unit.attach()
+        if src is not None and gathered.shown:
+            self.wholes.agree(gathered.shown, self.comm.group_rank(src) if src in self.comm.members else 0)
+            for tensor, _, whole in gathered.shown:
+                self.values_of(tensor.index).copy_(tensor.cut(whole).reshape(-1))
+        self.put_parts_back(parameters, gathered.units, src)
+
+    def gather_parts(self, parameters: Iterable[nn.Parameter]) -> list[Unit]:
+        """Gather the released units of some parameters outside of passes (all ranks must call); return those units.
+
+        Parameters that are parts of tensors stay parts.
+        """
         self.hooks.settle()
         self.presence.require("parameters cannot be gathered", values=True)
         wanted = self.units_of(parameters)
@@ -849,17 +966,17 @@ class ShardedModel:
         unit.expose()
 
     def let_go(self, gathered: Sequence[Unit]) -> None:
-        """Release what `gather` returned."""
+        """Release what `gather_parts` returned."""
         for unit in gathered:
             unit.pins -= 1
             unit.release()
 
-    def put_back(self, parameters: Iterable[nn.Parameter], gathered: Sequence[Unit], src: int | None) -> None:
-        """End a `gather`.
+    def put_parts_back(self, parameters: Iterable[nn.Parameter], gathered: Sequence[Unit], src: int | None) -> None:
+        """End a `gather_parts`.
 
         Args:
             parameters: those that were asked for.
-            gathered: what `gather` returned; released again.
+            gathered: what `gather_parts` returned; released again.
             src: global rank whose values become everybody's, masters included; None discards changes.
 
         Raises:
@@ -876,6 +993,8 @@ class ShardedModel:
                     unit.store_shard()
                     if self.update is not None:
                         self._take_over(unit)
+                if self.update is not None:
+                    self.update.share_changes()
         finally:
             self._shards_written()
             for unit in gathered:
@@ -885,7 +1004,7 @@ class ShardedModel:
     @contextlib.contextmanager
     def whole(self) -> Iterator[None]:
         """Gather everything once: passes inside need no communication, so that their number may differ by rank."""
-        gathered = self.gather(self.registry.parameters)
+        gathered = self.gather_parts(self.registry.parameters)
         self.gatherer.suspended = True
         try:
             yield
@@ -1014,7 +1133,7 @@ class ShardedModel:
             self.reducer.clear()
         while self.units and not apart:
             unit = self.units[0]
-            self.gather(unit.parameters)
+            self.gather_parts(unit.parameters)
             for parameter in unit.parameters:
                 released.disown(parameter)
                 parameter.data = parameter.data.clone()

@@ -1,20 +1,26 @@
-"""What Accelerate, and the Trainer through it, have to be told where there is no graphics card.
+"""What Accelerate, the Trainer through it, and Lightning have to be told.
 
 On CPU ranks Accelerate knows no backend for DeepSpeed. It lets `deepspeed.comm` start the process group, and then
 counts one process, because its own backend is None: every rank would train on the same data. `PartialState` calls
 `is_initialized()` and `init_distributed()` of `deepspeed.comm` in the middle of its constructor, before it counts, and
 its attributes are in a dictionary that all its instances share. So the backend of the process group can be told there.
+
+Lightning's Trainer asks its module for a state dict before it lets the engine write a checkpoint, and writes none of
+it. Parameters that are not there between passes refuse to be copied, so it gets them as they are.
 """
 
 from __future__ import annotations
 
+import contextlib
 import functools
 import os
 import sys
 from collections.abc import Sequence
 from typing import Any
 
+import torch
 import torch.distributed as dist
+from torch import nn
 from torch.distributed.device_mesh import DeviceMesh, init_device_mesh
 
 from shardwise import engine
@@ -22,8 +28,10 @@ from shardwise.comm import api, setup
 from shardwise.device import choose_device
 from shardwise.errors import UsageError
 from shardwise.utils.logging import warn_once
+from shardwise.zero.units import released
 
 _GATHER = "stage3_gather_16bit_weights_on_model_save"
+_LIGHTNING = ("lightning.pytorch", "pytorch_lightning")
 
 
 @functools.wraps(setup.init_distributed)
@@ -61,7 +69,28 @@ def initialize(*args: Any, **kwargs: Any) -> Any:
     made = engine.initialize(*args, **kwargs)
     if _uses_deepspeed():
         _warn_of_saving(made[0])
+    _let_lightning_save(made[0].module)
     return made
+
+
+def _let_lightning_save(module: Any) -> None:
+    """Have the strategy of Lightning's Trainer, if it makes this engine, ask for no values that it does not write."""
+    kinds = [getattr(sys.modules.get(name), "LightningModule", None) for name in _LIGHTNING]
+    if not any(kind is not None and isinstance(module, kind) for kind in kinds):
+        return
+    with contextlib.suppress(AttributeError, RuntimeError):  # no Trainer has it
+        strategy = module.trainer.strategy
+        if hasattr(strategy, "lightning_module_state_dict"):
+            strategy.lightning_module_state_dict = functools.partial(_state_dict, module)
+
+
+def _state_dict(module: nn.Module) -> dict[str, Any]:
+    """Return a module's state dict; values that are not there say so when they are used."""
+    found = module.state_dict(keep_vars=True)
+    return {
+        name: value.detach() if isinstance(value, torch.Tensor) and not released.is_released(value) else value
+        for name, value in found.items()
+    }
 
 
 def _tell_backend() -> None:

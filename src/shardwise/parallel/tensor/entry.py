@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from dataclasses import replace
 from typing import TYPE_CHECKING, Any
 
 import torch
@@ -14,9 +15,11 @@ from shardwise.comm.ledger import Ledger
 from shardwise.config import load, resolve
 from shardwise.errors import ConflictError, UsageError
 from shardwise.parallel.sequence import across
+from shardwise.parallel.tensor import huggingface
 from shardwise.parallel.tensor.group import NAME, TensorGroup
-from shardwise.parallel.tensor.layers import Parallel, divide
-from shardwise.parallel.tensor.plan import cuts_of
+from shardwise.parallel.tensor.layers import Parallel
+from shardwise.parallel.tensor.plan import Division, cuts_of
+from shardwise.parallel.tensor.tokens import tokens_of
 from shardwise.registry import part_of
 
 if TYPE_CHECKING:
@@ -29,7 +32,7 @@ def divided_over(model: nn.Module) -> TensorGroup | None:
 
 
 def divide_model(
-    model: nn.Module, group: TensorGroup, section: TensorParallel, everybody: Communicator
+    model: nn.Module, group: TensorGroup, section: TensorParallel, everybody: Communicator, *, experts: bool = True
 ) -> list[tuple[Parallel, TensorGroup]]:
     """Divide a model's layers, of which each rank keeps its part; those that are divided stay as they are.
 
@@ -40,6 +43,7 @@ def divide_model(
         group: the ranks of a copy of the model.
         section: of the configuration.
         everybody: all ranks.
+        experts: divide stacked experts, too; not if they are divided over ranks as they are (`expert_parallel`).
 
     Returns:
         Layers that were divided before, and the ranks that exchanged for them.
@@ -51,16 +55,25 @@ def divide_model(
     column = tuple(group.columns[group.place])
     if former or any(part_of(p).box is not None and part_of(p).ranks == column for p in model.parameters()):
         return former
-    cuts = cuts_of(model, group.size, section)
+    division = cuts_of(model, group.size, section, experts=experts)
+    tokens = tokens_of(model, division.layers, section) if section.sequence_parallel else None
+    if tokens is not None:
+        division = replace(division, layers=tokens.cuts)
     if not everybody.imagined:
-        check_agreement(everybody, {f"tensor parallelism of {path}": repr(cut) for path, cut in cuts.items()})
-    for path, cut in cuts.items():
-        layer = model.get_submodule(path)
-        for parameter in layer.parameters(recurse=False):
-            if part_of(parameter).ranks is None and not everybody.imagined and _plain(parameter):
-                everybody.broadcast(parameter.data, 0, path).wait()
-        divide(layer, cut, group, path)
+        check_agreement(everybody, facts_of(division))
+    for name, parameter in huggingface.divided_parameters(model, division):
+        if part_of(parameter).ranks is None and not everybody.imagined and _plain(parameter):
+            everybody.broadcast(parameter.data, 0, name).wait()
+    huggingface.divide_model(model, division, group)
+    if tokens is not None:
+        tokens.attach(model)
     return []
+
+
+def facts_of(division: Division) -> dict[str, str]:
+    """Return what all ranks have to divide alike, by what it is."""
+    divided = {**division.layers, **division.experts, **division.vectors, **dict.fromkeys(division.summands, "summed")}
+    return {f"tensor parallelism of {path}": repr(how) for path, how in divided.items()}
 
 
 def _plain(parameter: nn.Parameter) -> bool:

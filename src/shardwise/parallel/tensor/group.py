@@ -18,8 +18,11 @@ from typing import Any
 import torch
 from torch import nn
 
+from shardwise.boxes import Region, region
 from shardwise.comm.communicator import Communicator
+from shardwise.compat import backward_pass, has_values
 from shardwise.errors import UsageError
+from shardwise.parallel.sequence import shares
 from shardwise.registry import declare_part
 
 NAME = "tensor_parallel"
@@ -61,7 +64,8 @@ class TensorGroup:
         self.copies = len(columns[0])
         self.compared = 0
         self._tokens = 0
-        self._entered: tuple[weakref.ref[torch.Tensor], int, weakref.ref[torch.Tensor]] | None = None
+        self._totals: set[int] = set()
+        self._entered: tuple[weakref.ref[torch.Tensor], int, torch.Tensor] | None = None
 
     def __deepcopy__(self, memo: Any) -> TensorGroup:
         return self  # a copy of a model belongs to the same ranks
@@ -84,9 +88,17 @@ class TensorGroup:
             )
         return self._comm
 
+    def carries(self, tensor: torch.Tensor) -> bool:
+        """Whether a tensor has values that can be exchanged, or ranks that are imagined count its bytes.
+
+        A fake tensor among real ranks (a model that is traced) is not sent.
+        """
+        return has_values(tensor) or self.comm.imagined
+
     def close(self) -> None:
         """Nothing connects the ranks from now on."""
         self._comm = self.data = None
+        self.end_pass()
 
     def declare(self, parameter: nn.Parameter, shape: Sequence[int], dim: int, runs: Sequence[Runs]) -> None:
         """Say what this rank has of a tensor that is divided in one dimension.
@@ -109,33 +121,60 @@ class TensorGroup:
             divisor=self.copies,
         )
 
-    def box(self, shape: Sequence[int], dim: int, runs: Sequence[Runs]) -> Any:
+    def declare_summands(self, parameter: nn.Parameter) -> None:
+        """Say that each rank has a summand of the gradient of a parameter, which all ranks have whole."""
+        declare_part(parameter, ranks=sorted(rank for column in self.columns for rank in column), divisor=self.copies)
+
+    def box(self, shape: Sequence[int], dim: int, runs: Sequence[Runs]) -> Region:
         """Return what this rank has of such a tensor; arguments as of `declare`."""
         found: list[Any] = [(0, size) for size in shape]
-        own = runs[self.place]
-        found[dim] = own[0] if len(own) == 1 else own
-        return tuple(found)
+        found[dim] = runs[self.place]
+        return region(found)
 
     # -- tokens that the ranks share outside of divided layers ---------------------------------------------------------
 
-    def share_tokens(self, tokens: int) -> list[int]:
+    def begin_tokens(self, tokens: int) -> list[int]:
         """Return how many of so many tokens each place gets: as equal as can be. Later layers put as many together."""
         self._tokens = tokens
-        return [tokens // self.size + (place < tokens % self.size) for place in range(self.size)]
+        self._totals.add(tokens)
+        return shares(tokens, self.size)
 
     def tokens_of_all(self, own: int) -> list[int]:
         """Return how many tokens each place has, as they have been shared before.
 
+        A block that is recomputed may be one of an earlier pass. So if sequences differ in length, its ranks tell each
+        other.
+
         Raises:
             UsageError: this rank has another number.
         """
-        shares = self.share_tokens(self._tokens)
-        if shares[self.place] != own:
+        if backward_pass() is not None and len(self._totals) > 1:
+            self._tokens = sum(self.comm.exchange(own, "tensor_tokens"))
+        found = shares(self._tokens, self.size)
+        if found[self.place] != own:
             raise UsageError(
-                f"tensor parallelism: a layer has got {own} tokens, and the {self._tokens} of the sequence give this "
-                f"rank {shares[self.place]}. Between divided layers each rank has its own tokens"
+                f"tensor parallelism: a norm has got {own} tokens, and the {self._tokens} of the sequence give this "
+                f"rank {found[self.place]}. With tensor_parallel.sequence_parallel each rank has its own tokens from "
+                "the first block to the last norm: name the norms before divided layers, and the last, in "
+                "tensor_parallel.partition_config.layer_specs (partition_type norm)"
             )
-        return shares
+        return found
+
+    def tokens_of_whole(self, tokens: int) -> list[int]:
+        """Return how many of a sequence's tokens each place has, all of which a layer has computed.
+
+        Raises:
+            UsageError: it has computed some of them.
+        """
+        if backward_pass() is not None and tokens in self._totals:
+            self._tokens = tokens
+        if tokens != self._tokens:
+            raise UsageError(
+                f"tensor parallelism: a layer has computed {tokens} tokens, of {self._tokens} of the sequence. With "
+                "tensor_parallel.sequence_parallel there has to be a norm before it that puts tokens together: name it "
+                "in tensor_parallel.partition_config.layer_specs (partition_type norm)"
+            )
+        return shares(tokens, self.size)
 
     # -- what layers share ---------------------------------------------------------------------------------------------
 
@@ -144,11 +183,15 @@ class TensorGroup:
         if self._entered is None:
             return None
         before, version, made = self._entered
-        return made() if before() is given and version == given._version else None
+        return made if before() is given and version == given._version else None
 
     def note_entered(self, given: torch.Tensor, made: torch.Tensor) -> None:
-        """Note what has been made of a tensor, for the layers that get the same one."""
-        self._entered = (weakref.ref(given), given._version, weakref.ref(made))
+        """Note what has been made of a tensor, for the layers that get the same one; it is held until the next one."""
+        self._entered = weakref.ref(given), given._version, made
+
+    def end_pass(self, *_: Any) -> None:
+        """Let go of what is held."""
+        self._entered = None
 
 
 def fingerprint(tensor: torch.Tensor) -> list[Any]:

@@ -22,7 +22,7 @@ from shardwise.parallel.tensor import mappings
 from shardwise.parallel.tensor.group import Runs, TensorGroup
 from shardwise.registry import part_of
 
-Kind = Literal["column", "row", "words", "width"]
+Kind = Literal["column", "picked", "latent", "row", "words", "width", "norm"]
 
 
 @dataclass(frozen=True)
@@ -30,18 +30,22 @@ class Cut:
     """How a layer is divided.
 
     Attributes:
-        kind: linear layers: `column` (output features) or `row` (input features); embeddings: `words` or `width`.
-        runs: what each place has of the dimension.
-        whole_output: `column`: put the output together on every rank. Embeddings of which each rank has a part of the
-            width always do.
+        kind: linear layers: `column` (output features) or `row` (input features), or, with a weight that every rank has
+            whole, `picked` (output features, some of which several ranks compute) or `latent` (all output features,
+            some of which ranks use in different ways); embeddings: `words` or `width`; `norm`: normalises a rank's
+            tokens, and puts those of all ranks together (sequence-parallel norms).
+        runs: what each place has of the dimension; `latent`: the features that ranks use in different ways.
+        whole_output: `column`, `width`: put the output together on every rank.
+        whole_in_evaluation: `column`: put the output together unless the layer is in training.
         whole_input: `row`: the input is whole on every rank, of which each takes its part.
-        tokens: dimension of the tokens, which the ranks share outside of divided layers (sequence-parallel norms):
-            inputs are put together from them, and outputs are summed into them. None: every rank has all tokens there.
+        tokens: dimension of the tokens, which the ranks share outside of divided layers (sequence-parallel norms): a
+            `row` layer's outputs are summed into them. None: every rank has all tokens there.
     """
 
     kind: Kind
-    runs: tuple[Runs, ...]
+    runs: tuple[Runs, ...] = ()
     whole_output: bool = False
+    whole_in_evaluation: bool = False
     whole_input: bool = False
     tokens: int | None = None
 
@@ -65,21 +69,54 @@ class Parallel:
     def extra_repr(self) -> str:
         """Describe the layer, and which part of it this is."""
         said = cast(nn.Module, super()).extra_repr()
+        if not self.cut.runs:
+            return f"{said}, tokens of rank {self.group.place + 1} of {self.group.size}".lstrip(", ")
         return f"{said}, {self.cut.kind}: part {self.group.place + 1} of {self.group.size}".lstrip(", ")
 
 
 class ColumnParallel(Parallel):
     """A linear layer with some of the output features; each rank has all of the input."""
 
+    @property
+    def gives_all(self) -> bool:
+        """Whether its output is put together now."""
+        cut = self.cut
+        return cut.whole_output or (cut.whole_in_evaluation and not cast(nn.Module, self).training)
+
     def forward(self, x: torch.Tensor, *args: Any, **kwargs: Any) -> torch.Tensor:
         """Return this rank's output features, or all."""
-        group, cut = self.group, self.cut
-        if cut.tokens is None:
-            x = mappings.enter(x, group)
-        else:
-            x = mappings.gather_summed(x, group, group.tokens_of_all(x.shape[cut.tokens]), cut.tokens)
+        y = cast(nn.Module, super()).forward(mappings.enter(x, self.group), *args, **kwargs)
+        return mappings.gather(y, self.group, self.cut.sizes) if self.gives_all else y
+
+
+class PickedColumns(Parallel):
+    """A linear layer that every rank has whole, and of which each computes some output features.
+
+    For fused projections of which several ranks need the same features (keys that they share) beside others of their
+    own: parts of the weight would overlap.
+    """
+
+    weight: nn.Parameter
+    bias: nn.Parameter | None
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        """Return this rank's output features."""
+        own = self.cut.runs[self.group.place]
+        weight = self.weight.T if stores_inputs_first(cast(nn.Module, self)) else self.weight
+        rows = torch.cat([weight[first:end] for first, end in own])
+        bias = None if self.bias is None else torch.cat([self.bias[first:end] for first, end in own])
+        return F.linear(mappings.enter(x, self.group), rows, bias)
+
+
+class LatentColumns(Parallel):
+    """A linear layer that every rank has whole, of whose output features ranks use some in different ways."""
+
+    def forward(self, x: torch.Tensor, *args: Any, **kwargs: Any) -> torch.Tensor:
+        """Return all output features; the gradients of some are summed over ranks."""
+        ((first, end),) = self.cut.runs[self.group.place]
         y = cast(nn.Module, super()).forward(x, *args, **kwargs)
-        return mappings.gather(y, group, cut.sizes) if cut.whole_output else y
+        used = mappings.enter(y[..., first:end], self.group)
+        return torch.cat([y[..., :first], used, y[..., end:]], -1)
 
 
 class RowParallel(Parallel):
@@ -97,8 +134,8 @@ class RowParallel(Parallel):
         if cut.tokens is None:
             y = mappings.leave(y, group)
         else:
-            y = mappings.sum_split(y, group, group.share_tokens(y.shape[cut.tokens]), cut.tokens)
-        return y if self.bias is None else y + self.bias
+            y = mappings.sum_split(y, group, group.tokens_of_whole(y.shape[cut.tokens]), cut.tokens)
+        return y if self.bias is None else y + self.bias.to(y.dtype)  # as F.linear under autocast
 
 
 class WordsParallel(Parallel):
@@ -119,16 +156,29 @@ class WidthParallel(Parallel):
     """An embedding with a part of every vector."""
 
     def forward(self, words: torch.Tensor) -> torch.Tensor:
-        """Return whole vectors."""
+        """Return this rank's parts of vectors, or whole ones."""
         found = cast(nn.Module, super()).forward(words)
-        return mappings.gather(found, self.group, self.cut.sizes)
+        return mappings.gather(found, self.group, self.cut.sizes) if self.cut.whole_output else found
+
+
+class NormParallel(Parallel):
+    """A norm of this rank's tokens, which puts those of all ranks together for the layers behind it."""
+
+    def forward(self, x: torch.Tensor, *args: Any, **kwargs: Any) -> torch.Tensor:
+        """Return all tokens, normalised."""
+        group, dim = self.group, cast(int, self.cut.tokens)
+        sizes = group.tokens_of_all(x.shape[dim])
+        return mappings.gather_tokens(cast(nn.Module, super()).forward(x, *args, **kwargs), group, sizes, dim)
 
 
 _CLASSES: dict[str, type[Parallel]] = {
     "column": ColumnParallel,
+    "picked": PickedColumns,
+    "latent": LatentColumns,
     "row": RowParallel,
     "words": WordsParallel,
     "width": WidthParallel,
+    "norm": NormParallel,
 }
 
 _made: dict[tuple[type, type], type] = {}
@@ -141,7 +191,8 @@ def divide(layer: nn.Module, cut: Cut, group: TensorGroup, path: str) -> None:
     they have to be divided in the same way.
 
     Args:
-        layer: a linear layer (also one that stores its weight transposed, as transformers' `Conv1D`), or an embedding.
+        layer: a linear layer (also one that stores its weight transposed, as transformers' `Conv1D`), an embedding,
+            or a norm.
         cut: how.
         group: the ranks.
         path: the layer's name, for messages.
@@ -149,7 +200,12 @@ def divide(layer: nn.Module, cut: Cut, group: TensorGroup, path: str) -> None:
     Raises:
         UsageError: this layer cannot be divided so.
     """
-    linear = cut.kind in ("column", "row")
+    if cut.kind == "norm":
+        for parameter in layer.parameters():
+            group.declare_summands(parameter)
+        _become(layer, cut, group)
+        return
+    linear = cut.kind not in ("words", "width")
     weight = layer._parameters.get("weight")
     if weight is None or weight.dim() != 2 or (not linear and not isinstance(layer, nn.Embedding)):
         raise UsageError(
@@ -162,12 +218,23 @@ def divide(layer: nn.Module, cut: Cut, group: TensorGroup, path: str) -> None:
             "it undivided"
         )
     inputs_first = linear and stores_inputs_first(layer)
-    dim = {"column": int(inputs_first), "row": int(not inputs_first), "words": 0, "width": 1}[cut.kind]
-    narrow(weight, dim, cut, group, f"{path}.weight")
     bias = layer._parameters.get("bias")
-    if bias is not None and cut.kind == "column":
-        narrow(bias, 0, cut, group, f"{path}.bias")
-    _tell_sizes(layer, cut, cut.sizes[group.place], group)
+    if cut.kind == "picked":
+        for summand in (weight, bias):
+            if summand is not None:
+                group.declare_summands(summand)
+    elif cut.kind != "latent":
+        dim = {"column": int(inputs_first), "row": int(not inputs_first), "words": 0, "width": 1}[cut.kind]
+        narrow(weight, dim, cut, group, f"{path}.weight")
+        if bias is not None and cut.kind == "column":
+            narrow(bias, 0, cut, group, f"{path}.bias")
+        if bias is not None and cut.kind == "row" and cut.tokens is not None:
+            group.declare_summands(bias)
+        _tell_sizes(layer, cut, cut.sizes[group.place], group)
+    _become(layer, cut, group)
+
+
+def _become(layer: nn.Module, cut: Cut, group: TensorGroup) -> None:
     layer.__class__ = class_of(type(layer), _CLASSES[cut.kind])
     part = cast(Parallel, layer)
     part.cut, part.group = cut, group
@@ -183,8 +250,7 @@ def class_of(base: type, parallel: type[Parallel]) -> type:
 
 def _reduce(self: Any) -> Any:
     base = next(cls for cls in type(self).__mro__[2:] if not issubclass(cls, Parallel))
-    kind = next(cls for cls in _CLASSES.values() if isinstance(self, cls))
-    return _again, (base, kind), self.__dict__
+    return _again, (base, type(self).__mro__[1]), self.__dict__
 
 
 def _again(base: type, parallel: type[Parallel]) -> Any:

@@ -5,7 +5,7 @@
     leave              sum over ranks           same values         after a layer that has some of the rows
     gather             put together             own part
     split              own part                 put together
-    gather_summed      put together             sum, own part       between tokens that ranks share and layers
+    gather_tokens      put together             sum, own part       between tokens that ranks share and layers
     sum_split          sum, own part            put together
 
 The first two are f and g of Shoeybi et al., "Megatron-LM" (1909.08053), the last two those of Korthikanti et al.,
@@ -19,7 +19,6 @@ from typing import Any
 
 import torch
 
-from shardwise.compat import has_values
 from shardwise.parallel.tensor.group import TensorGroup
 
 
@@ -51,7 +50,7 @@ def gather(x: torch.Tensor, group: TensorGroup, sizes: Sequence[int], dim: int =
         sizes: of the parts in that dimension, by place.
         dim: see above.
     """
-    return x if group.size == 1 else _Gather.apply(x, group, tuple(sizes), dim, False)
+    return x if group.size == 1 else _Gather.apply(x, group, tuple(sizes), dim)
 
 
 def split(x: torch.Tensor, group: TensorGroup, sizes: Sequence[int], dim: int = -1) -> torch.Tensor:
@@ -59,9 +58,18 @@ def split(x: torch.Tensor, group: TensorGroup, sizes: Sequence[int], dim: int = 
     return x if group.size == 1 else _Split.apply(x, group, tuple(sizes), dim, False)
 
 
-def gather_summed(x: torch.Tensor, group: TensorGroup, sizes: Sequence[int], dim: int) -> torch.Tensor:
-    """Return the parts of all ranks, put together; each rank makes something else of them: gradients are summed."""
-    return x if group.size == 1 else _Gather.apply(x, group, tuple(sizes), dim, True)
+def gather_tokens(x: torch.Tensor, group: TensorGroup, sizes: Sequence[int], dim: int) -> torch.Tensor:
+    """Return the parts of all ranks, put together, for layers that are divided and others.
+
+    What ranks make of it in divided layers (`enter`) has other gradients on each: these are summed. What all make alike
+    has the same, of which each takes its part.
+    """
+    if group.size == 1:
+        return x
+    whole, summed = _GatherTokens.apply(x, group, tuple(sizes), dim)
+    if whole.requires_grad:
+        group.note_entered(whole, summed)
+    return whole
 
 
 def sum_split(x: torch.Tensor, group: TensorGroup, sizes: Sequence[int], dim: int) -> torch.Tensor:
@@ -70,30 +78,32 @@ def sum_split(x: torch.Tensor, group: TensorGroup, sizes: Sequence[int], dim: in
 
 
 def total(x: torch.Tensor, group: TensorGroup, label: str) -> torch.Tensor:
-    """Return the sum over ranks in new memory; half precision is added up in fp32 and rounded once."""
-    length = x.numel()
-    flat = x.new_empty(length + -length % group.size)
-    flat[:length].copy_(x.reshape(-1))
-    flat[length:].zero_()
-    if has_values(flat):
-        group.comm.sum_large(flat, label)
-    return flat[:length].view(x.shape)
+    """Return the sum over ranks in new memory (`shardwise.comm.communicator.Communicator.sum_large`)."""
+    flat, length = x.contiguous().view(-1), x.numel()
+    # No view of something else: what a layer returns is often added to in place.
+    found = torch.empty(x.shape, dtype=x.dtype, device=x.device)
+    if not group.carries(x):
+        return found
+    if length % group.size == 0:
+        group.comm.sum_large(flat, label, found.view(-1))
+        return found
+    flat = torch.cat([flat, flat.new_zeros(-length % group.size)])
+    group.comm.sum_large(flat, label)
+    return found.copy_(flat[:length].view(x.shape))
 
 
 def together(x: torch.Tensor, group: TensorGroup, sizes: Sequence[int], dim: int, label: str) -> torch.Tensor:
-    """Return the parts of all ranks, put together in new memory."""
-    outer = x.movedim(dim, 0).contiguous()
-    rest = outer.shape[1:]
-    each = rest.numel()
-    received = x.new_empty(sum(sizes) * each)
-    if has_values(x):
-        if len(set(sizes)) == 1:
-            group.comm.all_gather([(received, outer.view(-1))], label, kind="explicit").wait()
-        else:
-            given = outer.view(-1).repeat(group.size)
-            counts = [size * each for size in sizes]
-            group.comm.all_to_all(received, given, counts, [outer.numel()] * group.size, label).wait()
-    return received.view(sum(sizes), *rest).movedim(0, dim)
+    """Return the parts of all ranks, put together in new memory; all travel as large as the largest."""
+    most, place = max(sizes), dim % x.dim()
+    own = _filled_up(x, most, place).contiguous()
+    in_place = len(set(sizes)) == 1 and own[(slice(0, 1),) * place].numel() == own.numel()
+    shape = [*own.shape[:place], sum(sizes), *own.shape[place + 1 :]] if in_place else [group.size, *own.shape]
+    received = torch.empty(shape, dtype=x.dtype, device=x.device)
+    if group.carries(x):
+        group.comm.all_gather([(received.view(-1), own.view(-1))], label, kind="explicit").wait()
+    if in_place:
+        return received
+    return torch.cat([rows.narrow(place, 0, size) for rows, size in zip(received, sizes, strict=True)], place)
 
 
 def part(x: torch.Tensor, group: TensorGroup, sizes: Sequence[int], dim: int) -> torch.Tensor:
@@ -102,15 +112,22 @@ def part(x: torch.Tensor, group: TensorGroup, sizes: Sequence[int], dim: int) ->
 
 
 def summed_part(x: torch.Tensor, group: TensorGroup, sizes: Sequence[int], dim: int, label: str) -> torch.Tensor:
-    """Return this rank's part of the sum over ranks."""
-    if len(set(sizes)) > 1:
-        return part(total(x, group, label), group, sizes, dim).contiguous()
-    outer = x.movedim(dim, 0).contiguous()
+    """Return this rank's part of the sum over ranks; half precision is added up in fp32 and rounded once."""
+    most, place, here = max(sizes), dim % x.dim(), sizes[group.place]
+    given = torch.cat([_filled_up(some, most, place).flatten() for some in x.split(list(sizes), place)])
     wide = torch.float32 if x.dtype in (torch.bfloat16, torch.float16) else x.dtype
-    own = torch.empty(outer.numel() // group.size, dtype=wide, device=x.device)
-    if has_values(x):
-        group.comm.reduce_scatter([(own, outer.view(-1))], label, kind="explicit").wait()
-    return own.to(x.dtype).view(sizes[group.place], *outer.shape[1:]).movedim(0, dim)
+    own = torch.empty([*x.shape[:place], most, *x.shape[place + 1 :]], dtype=wide, device=x.device)
+    if group.carries(x):
+        group.comm.reduce_scatter([(own.view(-1), given)], label, kind="explicit").wait()
+    return own.to(x.dtype) if here == most else own.narrow(place, 0, here).to(x.dtype, copy=True)
+
+
+def _filled_up(x: torch.Tensor, size: int, dim: int) -> torch.Tensor:
+    """Return a tensor with zeros behind what is given, up to a size."""
+    missing = size - x.shape[dim]
+    if not missing:
+        return x
+    return torch.cat([x, x.new_zeros([*x.shape[:dim], missing, *x.shape[dim + 1 :]])], dim)
 
 
 class _Enter(torch.autograd.Function):
@@ -136,20 +153,35 @@ class _Leave(torch.autograd.Function):
 
 class _Gather(torch.autograd.Function):
     @staticmethod
-    def forward(
-        ctx: Any, x: torch.Tensor, group: TensorGroup, sizes: tuple[int, ...], dim: int, summed: bool
-    ) -> torch.Tensor:
-        ctx.how = group, sizes, dim, summed
+    def forward(ctx: Any, x: torch.Tensor, group: TensorGroup, sizes: tuple[int, ...], dim: int) -> torch.Tensor:
+        ctx.how = group, sizes, dim
         return together(x, group, sizes, dim, "tensor_gather")
 
     @staticmethod
-    def backward(ctx: Any, gradient: torch.Tensor) -> tuple[torch.Tensor, None, None, None, None]:
-        group, sizes, dim, summed = ctx.how
-        if summed:
-            own = summed_part(gradient, group, sizes, dim, "tensor_gather.backward")
-        else:
-            own = part(gradient, group, sizes, dim)
-        return own, None, None, None, None
+    def backward(ctx: Any, gradient: torch.Tensor) -> tuple[torch.Tensor, None, None, None]:
+        return part(gradient, *ctx.how), None, None, None
+
+
+class _GatherTokens(torch.autograd.Function):
+    @staticmethod
+    def forward(
+        ctx: Any, x: torch.Tensor, group: TensorGroup, sizes: tuple[int, ...], dim: int
+    ) -> tuple[torch.Tensor, torch.Tensor]:
+        ctx.how = group, sizes, dim
+        ctx.set_materialize_grads(False)
+        whole = together(x, group, sizes, dim, "tensor_gather")
+        return whole, whole.view_as(whole)
+
+    @staticmethod
+    def backward(
+        ctx: Any, same: torch.Tensor | None, summand: torch.Tensor | None
+    ) -> tuple[torch.Tensor | None, None, None, None]:
+        group, sizes, dim = ctx.how
+        own = None if summand is None else summed_part(summand, group, sizes, dim, "tensor_gather.backward")
+        if same is not None:
+            alike = part(same, group, sizes, dim)
+            own = alike if own is None else own + alike
+        return own, None, None, None
 
 
 class _Split(torch.autograd.Function):

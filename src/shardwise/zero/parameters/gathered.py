@@ -15,16 +15,20 @@ from shardwise.zero.units import released
 class GatheredParameters:
     """Gather parameters for the duration of a `with` block; every rank must enter it.
 
+    A parameter that is declared as a part of a tensor (`shardwise.declare_part`) is the whole tensor inside of the
+    block, in its global shape: it can be read, initialised or loaded as in one process. Its layer cannot compute there.
+
     Args:
         params: a parameter or an iterable of parameters; whatever no engine owns is passed over.
-        modifier_rank: global rank whose changes are kept and given to all ranks (fp32 masters included). With None
-            changes to sharded parameters are lost.
+        modifier_rank: global rank whose changes are kept and given to all ranks (fp32 masters included), each of which
+            takes its part. With None changes to sharded parameters, and to those that are parts, are lost.
         fwd_module: accepted for existing code; needed for nothing, because parameters used outside of their module are
             noticed.
         enabled: False makes the block do nothing.
 
     Raises:
-        UsageError: a parameter is already gathered by an enclosing block.
+        UsageError: a parameter is already gathered by an enclosing block, or there is no whole tensor of it: some
+            elements are on no rank, or belong to other parameters.
 
     Example:
         >>> import shardwise, torch

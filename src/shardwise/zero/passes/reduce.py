@@ -764,9 +764,8 @@ class Reducer:
     def complete_window(self) -> None:
         """Make the accumulators hold the window's gradients, before they are stepped.
 
-        What has only been added up locally is reduced (the boundary was declared after the last backward pass). Without
-        any backward pass in the window they hold the last one's, and the gradient is zero. Where gradients stay local,
-        `own_gradient` is made complete instead.
+        What has only been added up locally is reduced (the boundary was declared after the last backward pass). Where
+        gradients stay local, `own_gradient` is made complete instead. Afterwards comes `zero_absent`.
         """
         self._settle_local()
         if self.local:
@@ -787,7 +786,14 @@ class Reducer:
                     handle = gradients.domain.reduce(self._beyond(gradients))
                 self._in_flight.append(_Flight(gradients, handle, gradients.unit.trainable))
             self._sweep()
-        for gradients in self.gradients.values():
+
+    def zero_absent(self) -> None:
+        """Make the accumulators zero that hold the window before, for this one had no backward pass (no collective).
+
+        Raises:
+            OffloadError: they live elsewhere and cannot be written. It can be called again.
+        """
+        for gradients in self.gradients.values() if not self.local else ():
             if not gradients.accumulated:
                 gradients.borrow_sums()
                 for section in gradients.unit.trainable:

@@ -66,10 +66,25 @@ class GradientSums:
                     there.setdefault(section.steps_on, []).append(section)
         self._parts += [(_Part(sections), []) for sections in there.values()]
 
-    def squares(self, facts: Sequence[float | torch.Tensor]) -> tuple[torch.Tensor, torch.Tensor]:
+    def own_squares(self) -> torch.Tensor:
+        """Return this rank's part of what `squares` adds up (no collective; what lives elsewhere is read).
+
+        Raises:
+            OffloadError: it cannot be read.
+        """
+        with self._accountant.owning(Category.OTHER):
+            own = self._formed(Runs.sums_of_squares)
+            return own.mul_(self._comm.world) if self._reducer.local else own
+
+    def nothing(self) -> torch.Tensor:
+        """Return zeros in place of what this rank cannot form."""
+        return torch.zeros(self._parameters, dtype=torch.float64, device=self._device)
+
+    def squares(self, own: torch.Tensor, facts: Sequence[float | torch.Tensor]) -> tuple[torch.Tensor, torch.Tensor]:
         """Return the sum of squares of each tensor's accumulated gradient over ranks, in one small all-reduce.
 
         Args:
+            own: `own_squares`.
             facts: numbers of this rank that travel along. The host does not wait for what a device knows.
 
         Returns:
@@ -77,15 +92,16 @@ class GradientSums:
             that are not reduced it is the bound that `_own_runs` tells of.
         """
         with self._accountant.owning(Category.OTHER):
-            own = self._formed(Runs.sums_of_squares)
-            if self._reducer.local:
-                own *= self._comm.world
             sums = torch.cat([own, self._on_device(facts)])
             self._comm.all_reduce(sums, "gradient_norm").wait()
         return sums[: -len(facts)], sums[-len(facts) :]
 
     def probe(self) -> torch.Tensor:
-        """Return this rank's `shardwise.precision.norms.Runs.probe` of the accumulated gradients (no collective)."""
+        """Return this rank's `shardwise.precision.norms.Runs.probe` of the accumulated gradients (no collective).
+
+        Raises:
+            OffloadError: gradients that live elsewhere cannot be read.
+        """
         with self._accountant.owning(Category.OTHER):
             return self._formed(Runs.probe)
 
@@ -99,8 +115,7 @@ class GradientSums:
             return form(self._own_runs())
         formed: list[torch.Tensor] = []
         in_turn(self._parts, lambda part: formed.append(form(self._reduced_runs(part)).to(self._device)))
-        none = torch.zeros(self._parameters, dtype=torch.float64, device=self._device)
-        return functools.reduce(torch.add, formed) if formed else none
+        return functools.reduce(torch.add, formed) if formed else self.nothing()
 
     def _reduced_runs(self, part: _Part) -> Runs:
         """The runs of reduced gradients that lie on this rank; their memory comes and goes."""

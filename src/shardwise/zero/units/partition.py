@@ -18,7 +18,7 @@ from dataclasses import dataclass, field
 
 from torch import nn
 
-from shardwise.registry import LogicalTensor, Registry
+from shardwise.registry import DomainKey, LogicalTensor, Registry
 
 _CONTAINERS = (nn.ModuleList, nn.ModuleDict, nn.Sequential)
 
@@ -43,9 +43,9 @@ class UnitSpec:
         return sum(tensor.numel for tensor in self.tensors)
 
     @property
-    def ranks(self) -> tuple[int, ...] | None:
-        """The ranks that have its parameters; None: all."""
-        return self.tensors[0].ranks
+    def domain(self) -> DomainKey | None:
+        """Which domain its parameters belong to; None: that of all ranks."""
+        return self.tensors[0].domain
 
 
 class _Finder:
@@ -74,8 +74,8 @@ class _Finder:
         return list(found.values())
 
     def claim(self, module: nn.Module, tensors: Sequence[LogicalTensor]) -> None:
-        for ranks in dict.fromkeys(tensor.ranks for tensor in tensors):
-            self._claim(module, [tensor for tensor in tensors if tensor.ranks == ranks])
+        for domain in dict.fromkeys(tensor.domain for tensor in tensors):
+            self._claim(module, [tensor for tensor in tensors if tensor.domain == domain])
 
     def _claim(self, module: nn.Module, tensors: Sequence[LogicalTensor]) -> None:
         spec = UnitSpec(self.names[id(module)], [module])
@@ -147,7 +147,7 @@ def _pack(specs: list[UnitSpec], registry: Registry, cap: int, leaves: set[int])
 
 def _may_join(first: UnitSpec, second: UnitSpec, leaves: set[int]) -> bool:
     """A leaf stays alone, and so does a module around the other one: it would hold it for its whole forward."""
-    if first.ranks != second.ranks:
+    if first.domain != second.domain:
         return False
     if {id(module) for spec in (first, second) for module in spec.modules} & leaves:
         return False

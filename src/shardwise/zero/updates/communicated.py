@@ -9,7 +9,7 @@ usual; gradients that are divided (stages 2 and 3) are no use to it.
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterable, Mapping, Sequence
+from collections.abc import Callable, Collection, Iterable, Mapping, Sequence
 from dataclasses import dataclass, field
 from typing import Any, Protocol
 
@@ -235,17 +235,13 @@ class CommunicatedUpdate(SegmentUpdate):
         self.on_written()
 
     def _hold_all(self) -> None:
-        self._hold_state()
+        self.hold_state()
         for tensor in self.asked.kept():
             self._accountant.hold(Category.OPTIMIZER, tensor)
 
     def takes_factor(self, optimizer: torch.optim.Optimizer) -> bool:
         """See `Update.takes_factor`: what is communicated is what has been multiplied."""
         return False
-
-    def progress(self) -> tuple[int, int] | None:
-        """See `Update.progress`: ranks exchange values while they step."""
-        return None
 
     def step(self, optimizer: torch.optim.Optimizer, factor: float | torch.Tensor) -> None:
         """Step with reduced gradients or this rank's own, multiplied before, and write into the parameters' memory."""
@@ -262,14 +258,14 @@ class CommunicatedUpdate(SegmentUpdate):
             section.publish()
         self._hold_all()
 
-    def refresh(self, unit: Unit) -> None:
-        """Take over changed parameter values.
+    def refresh(self, unit: Unit, loaded: Collection[int] = ()) -> None:
+        """See `Update.refresh`.
 
         Raises:
             UsageError: ranks have parameters of their own at the moment.
         """
         self.check_agreed(f"parameters of unit {unit.name!r}")
-        super().refresh(unit)
+        super().refresh(unit, loaded)
 
     def check_agreed(self, what: str) -> None:
         """Refuse to change parameters of which every rank has its own.

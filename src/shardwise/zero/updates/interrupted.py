@@ -1,19 +1,25 @@
 """Steps and passes that an error of a disk has ended: what all ranks learn of it, and what is still whole.
 
-Where state lives on a disk, ranks tell each other at the end of each step whether theirs have failed: so all raise, and
-none waits for another. What has not been stepped can be stepped later, with the same bits, and what a disk has not
-taken stays in memory. A pass has no such end: there the other ranks wait for one that has failed until it has gone.
+Where state lives on a disk, ranks tell each other before they exchange what is read from disks, and at the end of each
+step, whether theirs have failed: so all raise, and none waits for another. What has not been stepped can be stepped
+later, with the same bits, and what a disk has not taken stays in memory. A pass has no such end: there the other ranks
+wait for one that has failed until it has gone.
 """
 
 from __future__ import annotations
 
 import contextlib
 import weakref
-from collections.abc import Iterator
+from collections.abc import Iterator, Sequence
+from typing import NoReturn
 
 from shardwise.comm.communicator import Communicator
 from shardwise.errors import CheckpointError, OffloadError, UsageError
 from shardwise.zero.updates.update import Update
+
+_UNTOUCHED = (
+    "Nothing has been stepped: engine.step() tries again, and engine.save_checkpoint() saves the state as it was before"
+)
 
 
 class Interruptions:
@@ -31,7 +37,7 @@ class Interruptions:
         self.halfway = ""
         self._job = job
         self._on_disk = on_disk
-        self._no_way = ""  # why the others cannot be stepped
+        self._no_way = ""  # why it cannot be gone on with
         self._alone = ""
         self._agreed: weakref.ref[OffloadError] | None = None  # its frames hold memory
 
@@ -48,36 +54,70 @@ class Interruptions:
         if not self._on_disk:
             yield
             return
-        if update.progress() is None:
-            try:
-                yield
-            except OffloadError:
-                self.halfway = "a disk failed in engine.step(), and how many units had been stepped cannot be told"
-                self._no_way = "Nothing can step the others"
-                raise
-            return
         failure: OffloadError | None = None
         try:
-            yield
+            with contextlib.ExitStack() as lent:
+                together = update.together()
+                if together is not None:
+                    with self.agreeing():
+                        lent.enter_context(together)
+                yield
         except OffloadError as error:
+            if self._is_agreed(error):
+                raise
             failure = error
-        told = None if failure is None else str(failure)
-        everyone = self._job.exchange([told, *(update.progress() or ())], "disks")
-        failed = [(rank, told) for rank, (told, *_) in enumerate(everyone) if told is not None]
-        if not failed:
+        everyone = self._job.exchange([_said(failure), *update.progress()], "disks")
+        told = [said for said, *_ in everyone]
+        if not any(told):
             self.halfway = ""
             return
         stepped, units = (sum(said[place] for said in everyone) for place in (1, 2))
         where = f"{stepped} of {units} units" + (f" of {self._job.world} ranks" if self._job.world > 1 else "")
         self.halfway = f"{where} had been stepped when a disk failed in engine.step()" if stepped else ""
-        goes_on = (
-            f"{where} have been stepped: engine.step() steps the others, and nothing can be saved before"
-            if stepped
-            else "Nothing has been stepped: engine.step() tries again, and engine.save_checkpoint() saves the state as "
-            "it was before"
-        )
-        first = told or f"engine.step(): on rank {failed[0][0]}: {failed[0][1]}"
-        agreed = OffloadError(f"{first}. {goes_on}")
+        goes_on = f"{where} have been stepped: engine.step() steps the others, and nothing can be saved before"
+        if stepped == units:
+            goes_on = "All units have been stepped: engine.step() ends the step, and nothing can be saved before"
+        try:
+            self._raise(told, failure, goes_on if stepped else _UNTOUCHED)
+        finally:
+            del failure
+
+    @contextlib.contextmanager
+    def agreeing(self) -> Iterator[None]:
+        """Use disks inside of the block, before anything is stepped; all ranks raise if one of theirs has failed.
+
+        Raises:
+            OffloadError: it says on which rank. Everything that has been done can be done again.
+        """
+        failure: OffloadError | None = None
+        try:
+            yield
+        except OffloadError as error:
+            failure = error
+        try:
+            if self._on_disk:
+                self.raise_untouched(self._job.exchange(_said(failure), "disks"), failure)
+            elif failure is not None:
+                raise failure
+        finally:
+            del failure
+
+    def raise_untouched(self, told: Sequence[str | None], failure: OffloadError | None) -> None:
+        """Raise on all ranks if a disk has failed on some, before anything was stepped (all ranks call).
+
+        Args:
+            told: what the failure of each rank says; None: there is none.
+            failure: of this rank.
+
+        Raises:
+            OffloadError: see above.
+        """
+        if any(told):
+            self._raise(told, failure, _UNTOUCHED)
+
+    def _raise(self, told: Sequence[str | None], failure: OffloadError | None, goes_on: str) -> NoReturn:
+        rank, said = next((rank, said) for rank, said in enumerate(told) if said is not None)
+        agreed = OffloadError(f"{_said(failure) or f'engine.step(): on rank {rank}: {said}'}. {goes_on}")
         self._agreed = weakref.ref(agreed)
         try:
             raise agreed from failure
@@ -142,5 +182,9 @@ class Interruptions:
             CheckpointError: see above.
         """
         if self.halfway:
-            way = self._no_way or "Call engine.step(), which steps the others"
+            way = self._no_way or "Call engine.step(), which ends the step"
             raise CheckpointError(f"{what}: {self.halfway}. {way}; or go on from {otherwise}")
+
+
+def _said(failure: OffloadError | None) -> str | None:
+    return None if failure is None else str(failure)

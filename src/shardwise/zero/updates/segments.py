@@ -9,7 +9,8 @@ from __future__ import annotations
 
 import contextlib
 import copy
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Collection, Iterable, Iterator, Mapping, Sequence
+from contextlib import AbstractContextManager
 from dataclasses import replace
 from functools import cached_property
 from typing import Any
@@ -21,7 +22,7 @@ from shardwise.comm.communicator import Communicator
 from shardwise.compat import allow_gradient_dtype, global_step_hooks, only_counts_steps
 from shardwise.device.ranges import detailed
 from shardwise.memory import Accountant, Category, Tier
-from shardwise.memory.places import Borrowed, StateHome, borrowed, in_turn, tier_in_use
+from shardwise.memory.places import Borrowed, StateHome, borrowed, in_turn, tier_in_use, unwritten
 from shardwise.precision.tensornorms import NORMS, TensorNorms, TensorRun
 from shardwise.registry import Registry
 from shardwise.zero.units.layout import Lane, ShardSlice
@@ -276,27 +277,49 @@ class SegmentUpdate(ReducedUpdate):
         if flat is not None and len(done) == len(self._parts):
             # Hooks and what counts the steps run once at least.
             flat.step_flat(factor=factor, gradients=[], outputs=[], origins=[])
-        self._hold_state()
+        self.hold_state()
 
     def step_at_once(self, optimizer: torch.optim.Optimizer, factor: float | torch.Tensor) -> None:
         """Step in one call, for which everything is lent."""
+        with self.around():
+            self.step_lent(optimizer, factor)
+        self.hold_state()
+
+    @contextlib.contextmanager
+    def around(self) -> Iterator[None]:
+        """Have everything lent for `step_lent` in the block, and new state kept where it should be afterwards."""
         self._outputs.make_room([self._everything.sections])
-        with borrowed(self._away):
-            self._step(optimizer, factor, self._everything)
-            self._stepped.update(range(len(self._parts)))
-            for part, _ in self._parts if self._away else ():
+        with borrowed(self.away):
+            yield
+            for part, _ in self._parts if self.away else ():
                 self._keep_state(part)
-        self._hold_state()
+
+    def step_lent(self, optimizer: torch.optim.Optimizer, factor: float | torch.Tensor) -> None:
+        """Step everything, which is there."""
+        self._step(optimizer, factor, self._everything)
+        self._have_stepped(range(len(self._parts)))
+
+    def _have_stepped(self, numbers: Iterable[int]) -> None:
+        """Parts have been stepped: their results are stored, whatever comes now."""
+        self._stepped.update(numbers)
+        for number in numbers:
+            for loans, written in self._parts[number][1]:
+                if written is None:
+                    loans.overwritten()
+
+    def together(self) -> AbstractContextManager[None] | None:
+        """See `Update.together`: norms of whole tensors are formed by all ranks in the middle of the step."""
+        return borrowed(unwritten(self.away)) if self._norms and self.away and not self._stepped else None
 
     @cached_property
-    def _away(self) -> list[Borrowed]:
+    def away(self) -> list[Borrowed]:
         """All that has to be lent so that everything can be stepped."""
         return [borrows for _, wanted in self._parts for borrows in wanted]
 
     @cached_property
     def _apart(self) -> bool:
         """Whether something has to be lent, or copied to the device afterwards."""
-        return bool(self._away) or any(map(self._outputs.stages, self._everything.sections))
+        return bool(self.away) or any(map(self._outputs.stages, self._everything.sections))
 
     def _splits(self, optimizer: torch.optim.Optimizer) -> bool:
         """Whether some segments can be stepped after others, each in a call of its own, with the same result.
@@ -314,9 +337,9 @@ class SegmentUpdate(ReducedUpdate):
         plain = wrapper is None or only_counts_steps(wrapper)
         return type(optimizer).__module__.startswith("torch.optim.") and own and plain
 
-    def progress(self) -> tuple[int, int] | None:
-        """See `Update.progress`: norms of whole tensors are formed by all ranks together."""
-        return None if self._norms else (len(self._stepped | self._taken), len(self._parts))
+    def progress(self) -> tuple[int, int]:
+        """See `Update.progress`."""
+        return len(self._stepped | self._taken), len(self._parts)
 
     def end_step(self) -> None:
         """See `Update.end_step`."""
@@ -331,7 +354,7 @@ class SegmentUpdate(ReducedUpdate):
         try:
             assign_groups(optimizer, [[p for p in group if id(p) in chosen] for group in members])
             self._step(optimizer, factor, part)
-            self._stepped.add(number)
+            self._have_stepped([number])
             self._keep_state(part)
         finally:
             assign_groups(optimizer, members)
@@ -377,7 +400,7 @@ class SegmentUpdate(ReducedUpdate):
             written[id(section)].copy_(values)
         self._outputs.send()
 
-    def _hold_state(self) -> None:
+    def hold_state(self) -> None:
         """Tell the accountant about the optimizer's state; what is known is passed over, some optimizers make more."""
         for section, _, segment in self._segments:
             state = self.optimizer.state.get(segment)
@@ -408,11 +431,17 @@ class SegmentUpdate(ReducedUpdate):
             fits = gradient.dtype is segment.dtype or getattr(segment, "grad_dtype", None) is gradient.dtype
             segment.grad = gradient if fits else as_gradient(gradient, segment, self._accountant)
 
-    def refresh(self, unit: Unit) -> None:
-        """Take over changed parameter values; unchanged elements keep the master's extra digits."""
+    def refresh(self, unit: Unit, loaded: Collection[int] = ()) -> None:
+        """See `Update.refresh`."""
         for section in unit.trainable:
             if section.master is not None and not section.master_is_parameter and not section.layout.whole:
-                take_changes(section.master, section.full[section.master_start : section.master_stop])
+                values = section.full[section.master_start : section.master_stop]
+                pieces = section.layout.pieces(section.master_start, section.master_stop) if loaded else ()
+                for piece in pieces:
+                    if piece.index in loaded:
+                        own = slice(piece.offset, piece.offset + piece.stop - piece.start)
+                        section.master[own].copy_(values[own])
+                take_changes(section.master, values)
 
     def master_ranges(self, index: int) -> list[tuple[int, int]]:
         """See `Update.master_ranges`."""

@@ -8,7 +8,7 @@ instance is kept: its parameter groups are edited in place and state that it alr
 from __future__ import annotations
 
 import contextlib
-from collections.abc import Callable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Collection, Iterator, Mapping, Sequence
 from contextlib import AbstractContextManager
 from dataclasses import dataclass
 from typing import Any, Protocol
@@ -58,20 +58,32 @@ class Update(Protocol):
     def coming(self) -> AbstractContextManager[None]:
         """Begin to bring what `step` needs first, which may come inside of the block."""
 
-    def step(self, optimizer: torch.optim.Optimizer, factor: float | torch.Tensor) -> None:
-        """Step with the accumulated gradients times `factor`; write the results into the parameters' memory."""
+    def together(self) -> AbstractContextManager[None] | None:
+        """Have all that `step` needs inside of the block, where ranks exchange values while they step.
 
-    def progress(self) -> tuple[int, int] | None:
-        """Return how many units have been stepped in a step that has not been ended, and how many there are.
-
-        If `step` has raised, it goes on with the others when it is called again. None: it cannot.
+        None: nothing is needed at once, and whether a rank can step does not concern the others.
         """
+
+    def step(self, optimizer: torch.optim.Optimizer, factor: float | torch.Tensor) -> None:
+        """Step with the accumulated gradients times `factor`; write the results into the parameters' memory.
+
+        If it has raised because of a disk, it goes on with what has not been stepped when it is called again.
+        """
+
+    def progress(self) -> tuple[int, int]:
+        """Return how many units have been stepped in a step that has not been ended, and how many there are."""
 
     def end_step(self) -> None:
         """The step is over: the next one begins anew."""
 
-    def refresh(self, unit: Unit) -> None:
-        """Take over parameter values of a gathered unit that somebody has changed."""
+    def refresh(self, unit: Unit, loaded: Collection[int] = ()) -> None:
+        """Take over parameter values of a gathered unit that somebody has changed.
+
+        Elements whose value is as it was keep the master's extra digits, except in the parameters `loaded`.
+        """
+
+    def share_changes(self) -> None:
+        """Bring changes to masters that are on ranks which `refresh` does not reach (all ranks call)."""
 
     def master_ranges(self, index: int) -> list[tuple[int, int]]:
         """Return (start, stop) of the runs of a parameter of which the master is stored on this rank."""
@@ -152,12 +164,15 @@ class ReducedUpdate:
         """See `Update.coming`: all is there, or is brought at once."""
         return contextlib.nullcontext()
 
-    def progress(self) -> tuple[int, int] | None:
-        """See `Update.progress`: ranks exchange values while they step."""
+    def together(self) -> AbstractContextManager[None] | None:
+        """See `Update.together`: each rank steps for itself."""
         return None
 
     def end_step(self) -> None:
         """See `Update.end_step`."""
+
+    def share_changes(self) -> None:
+        """See `Update.share_changes`: masters are where their parameters are."""
 
     def check_agreed(self, what: str) -> None:
         """See `Update.check_agreed`: all ranks have the same parameters."""

@@ -1,0 +1,258 @@
+"""What of a model changes beside its linear layers and embeddings, once these are divided: experts, heads, the loss."""
+
+from __future__ import annotations
+
+import inspect
+from collections.abc import Callable, Iterator
+from typing import Any, cast
+
+import torch
+import torch.nn.functional as F
+from torch import nn
+
+from shardwise.errors import ConfigError
+from shardwise.parallel.tensor import mappings
+from shardwise.parallel.tensor.families import BIASES, Block, Stacked
+from shardwise.parallel.tensor.group import TensorGroup
+from shardwise.parallel.tensor.heads import HEADS, KEY_HEADS, Heads
+from shardwise.parallel.tensor.inventory import Inventory
+from shardwise.parallel.tensor.layers import Cut, Parallel, class_of, divide, len_of, narrow
+from shardwise.parallel.tensor.loss import words_cross_entropy
+from shardwise.parallel.tensor.plan import Division
+
+
+def divide_model(model: nn.Module, division: Division, group: TensorGroup) -> None:
+    """Divide a model, of which this rank keeps its part.
+
+    Args:
+        model: is changed.
+        division: how, of this model as it is.
+        group: the ranks.
+
+    Raises:
+        UsageError: a layer cannot be divided so.
+        ConfigError: a model's loss cannot be that of divided logits.
+    """
+    modules = Inventory(model).modules
+    for path, stacked in division.experts.items():
+        _divide_experts(modules[path], stacked, group, path)
+    for path, runs in division.vectors.items():
+        parent, _, name = path.rpartition(".")
+        narrow(modules[parent].get_parameter(name), 0, Cut("column", runs), group, path)
+    for path in division.summands:
+        for parameter in modules[path].parameters(recurse=False):
+            group.declare_summands(parameter)
+    for path, cut in division.layers.items():
+        divide(model.get_submodule(path), cut, group, path)
+    for block in division.blocks:
+        _tell_heads(modules, block, group)
+    if division.head is not None:
+        path, head = division.head
+        _replace_loss(modules[path], cast(Parallel, modules[head]).cut, group)
+
+
+def divided_parameters(model: nn.Module, division: Division) -> Iterator[tuple[str, nn.Parameter]]:
+    """Yield the parameters, with their names, that `divide_model` declares to be parts."""
+    modules = Inventory(model).modules
+    for path in division.layers:
+        layer = model.get_submodule(path)
+        yield from ((f"{path}.{name}", parameter) for name, parameter in layer.named_parameters(recurse=False))
+    for path in (*division.experts, *division.summands):
+        yield from ((f"{path}.{name}", one) for name, one in modules[path].named_parameters(recurse=False))
+    for path in division.vectors:
+        parent, _, name = path.rpartition(".")
+        yield path, modules[parent].get_parameter(name)
+
+
+class OwnConfig:
+    """A model's configuration as a module sees it, with what is otherwise on this rank, such as its number of heads.
+
+    Args:
+        config: the model's.
+        own: what it says otherwise.
+    """
+
+    def __init__(self, config: Any, own: dict[str, Any]) -> None:
+        self.__dict__.update(_config=config, _own=own)
+
+    def __getattr__(self, name: str) -> Any:
+        if name in ("_config", "_own"):  # before it is filled: a copy in the making
+            raise AttributeError(name)
+        return self._own[name] if name in self._own else getattr(self._config, name)
+
+    def __setattr__(self, name: str, value: Any) -> None:
+        setattr(self._config, name, value)
+
+
+# -- experts -----------------------------------------------------------------------------------------------------------
+
+
+class ExpertsParallel(Parallel):
+    """Stacked experts of each of which a rank has some inner features; their outputs are summed over ranks once.
+
+    Each rank's outputs are summands, and are multiplied by the routing weights: so are these weights' gradients.
+    """
+
+    last_bias: str | None
+
+    def forward(self, hidden_states: torch.Tensor, *routing: torch.Tensor) -> torch.Tensor:
+        """Return what the experts make of tokens; arguments are those of the class that this one is of."""
+        group = self.group
+        entered = [
+            mappings.enter(one, group) if torch.is_tensor(one) and one.is_floating_point() else one
+            for one in (hidden_states, *routing)
+        ]
+        found = cast(nn.Module, super()).forward(*entered)
+        if self.last_bias is not None and group.place > 0:  # of which each rank has added all: only the first counts
+            chosen, weights = entered[1:3]
+            biases = cast(nn.Module, self).get_parameter(self.last_bias)[chosen]
+            found = found - (biases * weights.unsqueeze(-1)).sum(-2).to(found.dtype).view_as(found)
+        return mappings.leave(found, group)
+
+
+_ALIGNED = 8
+"""Elements in the 16 bytes whose multiples torch's grouped products want rows to be, in half precision."""
+
+_INNER = ("intermediate_dim", "intermediate_size", "moe_intermediate_size", "expert_dim", "ffn_dim")
+
+
+def _divide_experts(module: nn.Module, stacked: Stacked, group: TensorGroup, path: str) -> None:
+    for name, (dim, runs) in stacked.first.items():
+        narrow(module.get_parameter(name), dim, Cut("column", runs), group, f"{path}.{name}")
+    name, dim = stacked.last
+    cut = Cut("row", stacked.runs)
+    narrow(module.get_parameter(name), dim, cut, group, f"{path}.{name}")
+    if stacked.last_bias is not None:
+        group.declare_summands(module.get_parameter(stacked.last_bias))
+    for attribute in _INNER:
+        if getattr(module, attribute, None) == stacked.inner:
+            setattr(module, attribute, cut.sizes[group.place])
+    config = getattr(module, "config", None)
+    if config is not None and any(size % _ALIGNED for size in cut.sizes):
+        cast(Any, module).config = OwnConfig(config, {"_experts_implementation": "eager"})
+    part = _become(module, ExpertsParallel, cut, group)
+    part.last_bias = stacked.last_bias
+
+
+# -- heads -------------------------------------------------------------------------------------------------------------
+
+
+class OwnBiases(Parallel):
+    """Attention that gets biases of all heads (ALiBi), of which this rank's heads take theirs."""
+
+    names: tuple[str, ...]
+
+    def forward(self, *args: Any, **kwargs: Any) -> Any:
+        """Call attention with this rank's biases."""
+        forward = cast(nn.Module, super()).forward
+        given = inspect.signature(forward).bind(*args, **kwargs)
+        for name in self.names:
+            if given.arguments.get(name) is not None:
+                given.arguments[name] = self._own(given.arguments[name])
+        return forward(*given.args, **given.kwargs)
+
+    def _own(self, biases: torch.Tensor) -> torch.Tensor:
+        """Return those of own heads, which are all in the second of four dimensions, or after samples in the first."""
+        ((first, end),) = self.cut.runs[self.group.place]
+        total = len_of(self.cut.runs)
+        if biases.dim() == 4:
+            return biases[:, first:end] if biases.shape[1] == total else biases
+        return biases.unflatten(0, (-1, total))[:, first:end].flatten(0, 1)
+
+
+def _tell_heads(modules: dict[str, nn.Module], block: Block, group: TensorGroup) -> None:
+    """Have the modules of attention know how many heads this rank has."""
+    heads = cast(Heads, block.heads)
+    for path in block.holders:
+        module = modules[path]
+        for name, value in heads.attributes(module, *block.features, group.place).items():
+            setattr(module, name, value)
+        config = getattr(module, "config", None)
+        if config is not None:
+            own = {name: heads.count(group.place) for name in HEADS if getattr(config, name, None) == heads.total}
+            own |= {
+                name: heads.count_keys(group.place) for name in KEY_HEADS if getattr(config, name, None) == heads.keys
+            }
+            cast(Any, module).config = OwnConfig(config, own)
+    name = type(modules[block.path]).__name__
+    if name in BIASES:
+        part = _become(modules[block.path], OwnBiases, Cut("column", heads.own), group)
+        part.names = BIASES[name]
+
+
+# -- the loss ----------------------------------------------------------------------------------------------------------
+
+_SHIFTED = {"ForCausalLM": True, "ForConditionalGeneration": True, "ForMaskedLM": False}
+"""Losses of transformers that are cross entropies of words -> whether each token's label is that of the next."""
+
+
+class WordsLoss(Parallel):
+    """A model of transformers whose logits are divided by words: its loss is that of all words."""
+
+    def extra_repr(self) -> str:
+        """Describe nothing: it is the layers of the model that are divided."""
+        return ""
+
+    @property
+    def loss_function(self) -> Callable[..., torch.Tensor]:
+        """Cross entropy of logits that may be divided, with the arguments of the model's own."""
+        return self._loss
+
+    def _loss(
+        self,
+        logits: torch.Tensor,
+        labels: torch.Tensor,
+        vocab_size: int | None = None,
+        num_items_in_batch: torch.Tensor | int | None = None,
+        ignore_index: int = -100,
+        shift_labels: torch.Tensor | None = None,
+        **kwargs: Any,
+    ) -> torch.Tensor:
+        sizes = self.cut.sizes
+        if cast(Any, self).training is False:
+            whole: torch.Tensor = cast(Any, super()).loss_function(
+                logits,
+                labels,
+                vocab_size=vocab_size,
+                num_items_in_batch=num_items_in_batch,
+                ignore_index=ignore_index,
+                shift_labels=shift_labels,
+                **kwargs,
+            )
+            return whole
+        if shift_labels is None:
+            shifted = _SHIFTED[cast(Any, self).loss_type]
+            shift_labels = F.pad(labels, (0, 1), value=ignore_index)[..., 1:] if shifted else labels
+        reduction = "mean" if num_items_in_batch is None else "sum"
+        wanted = shift_labels.to(logits.device)
+        loss = words_cross_entropy(
+            logits, wanted, self.group, sizes, ignore_index=ignore_index, reduction=cast(Any, reduction)
+        )
+        return loss if num_items_in_batch is None else loss / num_items_in_batch
+
+
+def _replace_loss(model: nn.Module, cut: Cut, group: TensorGroup) -> None:
+    key = "tensor_parallel.vocab_parallel_lm_head"
+    kind = getattr(model, "loss_type", None) or "ForCausalLM"
+    if kind not in _SHIFTED or not _uses_loss_function(type(model)):
+        raise ConfigError(
+            f"{key}: the loss of {type(model).__name__} is computed in its own forward pass, from logits of all words. "
+            "Write false: the head's output is then put together"
+        )
+    cast(Any, model).loss_type = kind
+    _become(model, WordsLoss, cut, group)
+
+
+def _uses_loss_function(kind: type[nn.Module]) -> bool:
+    try:
+        return "self.loss_function(" in inspect.getsource(kind.forward)
+    except (OSError, TypeError):
+        return False
+
+
+def _become(module: nn.Module, parallel: type[Parallel], cut: Cut, group: TensorGroup) -> Any:
+    """Have a module be of the subclass of its class that knows of parts."""
+    module.__class__ = class_of(type(module), parallel)
+    part: Any = module
+    part.cut, part.group = cut, group
+    return part

@@ -1,0 +1,111 @@
+"""Whole tensors of which each rank has a part: put together from what all ranks have, and taken apart again."""
+
+from __future__ import annotations
+
+from collections.abc import Iterable, Sequence
+
+import torch
+from torch import nn
+
+from shardwise.boxes import sizes
+from shardwise.comm.communicator import Communicator
+from shardwise.compat import never_compiled, without_overrides
+from shardwise.errors import UsageError
+from shardwise.memory import Accountant, Category
+from shardwise.registry import HeldPart, LogicalTensor, Registry, paste
+from shardwise.zero.units.numbering import Numbering
+
+Shown = tuple[LogicalTensor, nn.Parameter, torch.Tensor]
+"""A parameter that is the whole tensor for a while, and the values that it has then."""
+
+
+class Wholes:
+    """Puts the tensors of one engine together.
+
+    Ranks have parameters at the same places of their units. All of them call, each with its parameter at one place,
+    which need not be of the same tensor: experts that are divided over some ranks have names of their own.
+
+    Args:
+        registry: this rank's tensors.
+        numbering: what the others have.
+        comm: all ranks that step together.
+        accountant: counts the bytes.
+    """
+
+    def __init__(self, registry: Registry, numbering: Numbering, comm: Communicator, accountant: Accountant) -> None:
+        self._registry = registry
+        self._parts = numbering.parts
+        self._comm = comm
+        self._accountant = accountant
+
+    def parts_of(self, index: int) -> Sequence[HeldPart]:
+        """Return what ranks have at the place of a parameter: see `Numbering.parts`; nothing if all have the same."""
+        return () if self._parts is None else self._parts[index]
+
+    def divided(self, index: int) -> bool:
+        """Whether ranks have parts of tensors at the place of a parameter: the same on all of them."""
+        return any(not part.whole for part in self.parts_of(index))
+
+    def assemble(self, index: int, own: torch.Tensor) -> torch.Tensor:
+        """Return the whole tensor that a parameter is a part of (all ranks call, if it is `divided`).
+
+        Args:
+            index: the parameter.
+            own: what this rank has of it: in the parameter's shape, in a dtype that is the same on all ranks.
+
+        Raises:
+            UsageError: some elements are parts at other places, or on no rank; on all ranks alike.
+        """
+        if not self.divided(index):
+            return own
+        tensor, parts = self._registry[index], self.parts_of(index)
+        for name in dict.fromkeys(part.name for part in parts):
+            some = [part for part in parts if part.name == name]
+            held, numel = sum(part.numel for part in some), torch.Size(some[0].shape).numel()
+            if held != numel:
+                raise UsageError(
+                    f"parameter {name!r}: what ranks have declared of it at this place has {held} of {numel} elements, "
+                    "so there is no whole tensor. Have it from engine.module_state_dict(), which knows all parts, or "
+                    "take the functions of one rank's part (safe_get_local_..., at stage 3)"
+                )
+        whole = torch.empty(tensor.global_shape, dtype=own.dtype, device=own.device)
+        self._accountant.hold(Category.BUFFERS, whole)
+        for part in parts:
+            values = own.contiguous()
+            if self._comm.rank != part.ranks[0]:
+                values = torch.empty(sizes(part.box), dtype=own.dtype, device=own.device)
+                self._accountant.hold(Category.BUFFERS, values)
+            self._comm.broadcast(values, part.ranks[0], part.name).wait()
+            if part.name == tensor.name:
+                paste(values, part.box, whole)
+        return whole
+
+    @never_compiled
+    def show(self, parameters: Iterable[nn.Parameter]) -> list[Shown]:
+        """Let parameters whose values are here be the whole tensors that they are parts of; return those that are."""
+        shown: list[Shown] = []
+        for parameter in parameters:
+            tensor = self._registry.find(parameter)
+            if tensor is not None and self.divided(tensor.index):
+                shown.append((tensor, parameter, self.assemble(tensor.index, parameter.detach())))
+        with without_overrides():
+            for _, parameter, whole in shown:
+                parameter.data = whole
+        return shown
+
+    def agree(self, shown: Iterable[Shown], src: int) -> None:
+        """Make the values of one rank everybody's, as far as it has parts of the same tensors.
+
+        Of others, experts of other ranks, those of the first rank that has a part count.
+
+        Args:
+            shown: what `show` has returned.
+            src: number of the rank.
+        """
+        for tensor, _, whole in shown:
+            parts = self.parts_of(tensor.index)
+            for name in dict.fromkeys(part.name for part in parts):
+                holders = sorted(rank for part in parts if part.name == name for rank in part.ranks)
+                shape = next(part.shape for part in parts if part.name == name)
+                values = whole if name == tensor.name else torch.empty(shape, dtype=whole.dtype, device=whole.device)
+                self._comm.broadcast(values, src if src in holders else holders[0], f"{name}.modified").wait()

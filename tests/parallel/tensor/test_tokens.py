@@ -1,0 +1,231 @@
+"""Sequence-parallel norms: models of transformers and flat ones against one process, memory, and what is refused."""
+
+from __future__ import annotations
+
+import warnings
+from typing import Any
+
+import pytest
+import torch
+from torch import nn
+
+import shardwise
+from shardwise.errors import ConfigError
+from shardwise.memory import Category, track_activations
+from shardwise.registry import part_of
+from shardwise.utils import safe_get_full_grad
+from tests.harness import run_ranks
+from tests.parallel.tensor.test_together import part
+
+WORDS, WIDTH = 32, 32
+
+
+def llama() -> nn.Module:
+    from transformers import LlamaConfig, LlamaForCausalLM
+
+    return LlamaForCausalLM(
+        LlamaConfig(
+            vocab_size=WORDS,
+            hidden_size=WIDTH,
+            intermediate_size=48,
+            num_hidden_layers=3,
+            num_attention_heads=4,
+            num_key_value_heads=2,
+            max_position_embeddings=64,
+            attn_implementation="eager",
+            use_cache=False,
+            tie_word_embeddings=True,
+        )
+    )
+
+
+def gpt2() -> nn.Module:
+    from transformers import GPT2Config, GPT2LMHeadModel
+
+    dropouts = {"resid_pdrop": 0.0, "embd_pdrop": 0.0, "attn_pdrop": 0.0, "attn_implementation": "eager"}
+    return GPT2LMHeadModel(
+        GPT2Config(
+            vocab_size=WORDS, n_positions=64, n_embd=WIDTH, n_layer=3, n_head=4, n_inner=48, use_cache=False, **dropouts
+        )
+    )
+
+
+def mixtral() -> nn.Module:
+    from transformers import MixtralConfig, MixtralForCausalLM
+
+    return MixtralForCausalLM(
+        MixtralConfig(
+            vocab_size=WORDS,
+            hidden_size=WIDTH,
+            intermediate_size=48,
+            num_hidden_layers=2,
+            num_attention_heads=4,
+            num_key_value_heads=2,
+            num_local_experts=4,
+            experts_implementation="eager",
+            use_cache=False,
+        )
+    )
+
+
+MODELS = {"llama": llama, "gpt2": gpt2, "mixtral": mixtral}
+
+
+def made(kind: str) -> nn.Module:
+    torch.manual_seed(11)
+    return MODELS[kind]()
+
+
+def ids(step: int, length: int, rows: int = 2) -> torch.Tensor:
+    return torch.randint(WORDS, (rows, length), generator=torch.Generator().manual_seed(step))
+
+
+def config(stage: int, norms: bool = True, **more: Any) -> dict[str, Any]:
+    return {
+        "train_micro_batch_size_per_gpu": 2,
+        "gradient_accumulation_steps": 2,
+        "tensor_parallel": {"autotp_size": 2, "sequence_parallel": norms},
+        "optimizer": {"type": "SGD", "params": {"lr": 0.1, "momentum": 0.9}},
+        "zero_optimization": {"stage": stage, "stage3_param_persistence_threshold": 0},
+        **more,
+    }
+
+
+def divided_experts(stage: int, norms: bool) -> Any:
+    """A step of Mixtral whose experts are divided among the ranks at one place of all copies of the model."""
+    experts = {"enabled": True, "autoep_size": 2}
+    given = config(stage, norms, expert_parallel=experts, gradient_accumulation_steps=1)
+    engine, *_ = shardwise.initialize(model=made("mixtral"), config=given)
+    boxes = {tensor.name: tensor.box for tensor in engine.sharded.registry}
+    one = ids(engine.get_data_parallel_rank(), 9)
+    loss = engine(input_ids=one, labels=one).loss
+    engine.backward(loss)
+    grads = {name: safe_get_full_grad(parameter) for name, parameter in engine.module.named_parameters()}
+    engine.step()
+    norm = float(engine.last_step.grad_norm)
+    engine.destroy()
+    return norm, grads, boxes
+
+
+@pytest.mark.parametrize("stage", range(4))
+@pytest.mark.parametrize("norms", [False, True])
+def test_experts_that_are_divided_at_each_place(stage: int, norms: bool) -> None:
+    model = made("mixtral").double()
+    torch.stack([model(input_ids=one, labels=one).loss for one in (ids(0, 9), ids(1, 9))]).mean().backward()
+    wanted = {name: p.grad for name, p in model.named_parameters() if p.grad is not None}
+    whole = torch.stack([grad.norm() for grad in wanted.values()]).norm()
+    for norm, grads, boxes in run_ranks(divided_experts, 4, stage, norms):
+        assert norm == pytest.approx(float(whole), rel=1e-5)
+        for name, value in grads.items():
+            exact = part(wanted[name], boxes[name], value)
+            assert (value - exact).norm() <= 1e-5 * exact.norm() + 1e-6 * whole, name
+
+
+LENGTHS = (9, 6, 7, 12)
+
+
+def train(kind: str, stage: int, recompute: bool) -> Any:
+    """Both micro-batches of a step are under way at once, and have other lengths."""
+    model = made(kind)
+    if recompute:
+        with warnings.catch_warnings():
+            warnings.simplefilter("ignore", FutureWarning)  # transformers renames it
+            model.gradient_checkpointing_enable(gradient_checkpointing_kwargs={"use_reentrant": False})
+    engine, *_ = shardwise.initialize(model=model, config=config(stage))
+    boxes = {tensor.name: tensor for tensor in engine.sharded.registry}
+    told = []
+    for step in range(4):
+        given = [ids(10 * step + micro, LENGTHS[(step + micro) % 4]) for micro in range(2)]
+        losses = [engine(input_ids=one, labels=one).loss for one in given]
+        for micro, loss in enumerate(losses):
+            engine.backward(loss)
+            if micro:
+                grads = {part_of(p).name or n: safe_get_full_grad(p) for n, p in engine.module.named_parameters()}
+            engine.step()
+        told.append((sum(loss.item() for loss in losses) / 2, float(engine.last_step.grad_norm), grads))
+    cuts = {name: tensor.box for name, tensor in boxes.items()}
+    engine.destroy()
+    return told, cuts
+
+
+def alone(kind: str, dtype: torch.dtype) -> Any:
+    model = made(kind).to(dtype)
+    optimizer = torch.optim.SGD(model.parameters(), lr=0.1, momentum=0.9)
+    told = []
+    for step in range(4):
+        given = [ids(10 * step + micro, LENGTHS[(step + micro) % 4]) for micro in range(2)]
+        loss = torch.stack([model(input_ids=one, labels=one).loss for one in given]).mean()
+        optimizer.zero_grad()
+        loss.backward()
+        grads = {name: p.grad.clone() for name, p in model.named_parameters() if p.grad is not None}
+        norm = torch.stack([grad.norm() for grad in grads.values()]).norm()
+        optimizer.step()
+        told.append((loss.item(), norm.item(), grads))
+    return told
+
+
+@pytest.mark.parametrize("kind", list(MODELS))
+@pytest.mark.parametrize("stage", range(4))
+@pytest.mark.parametrize("recompute", [False, True])
+def test_models_of_transformers_are_those_of_one_process(kind: str, stage: int, recompute: bool) -> None:
+    exact, rounded = alone(kind, torch.float64), alone(kind, torch.float32)
+    for told, boxes in run_ranks(train, 2, kind, stage, recompute):
+        for step, (found, wanted, plain) in enumerate(zip(told, exact, rounded, strict=True)):
+            assert found[0] == pytest.approx(wanted[0], rel=1e-5), step
+            assert found[1] == pytest.approx(wanted[1], rel=1e-4), step
+            for name, value in found[2].items():
+                whole, other = (part(some[2][name], boxes[name], value) for some in (wanted, plain))
+                limit = max(1e-6 * whole.norm(), 2 * (other - whole).norm(), 1e-6 * wanted[1])
+                assert (value - whole).norm() <= limit, (step, name, float((value - whole).norm()), float(limit))
+
+
+def held(kind: str, norms: bool, length: int) -> int:
+    """Bytes of activations that a forward pass leaves behind for the backward pass."""
+    engine, *_ = shardwise.initialize(model=made(kind), config=config(1, norms))
+    with track_activations(engine.accountant):
+        loss = engine(input_ids=ids(0, length), labels=ids(0, length)).loss
+        found = engine.accountant.live[Category.ACTIVATIONS]
+        engine.backward(loss)
+    engine.destroy()
+    return found
+
+
+@pytest.mark.parametrize("kind", ["llama", "gpt2"])
+def test_activations_outside_of_divided_layers_are_halved(kind: str) -> None:
+    """A norm holds its input, and a layer what it gets: of each block two inputs of norms are a rank's tokens only."""
+    length, blocks = 32, 3
+    without, beside = (run_ranks(held, 2, kind, norms, length)[0] for norms in (False, True))
+    stream = 2 * length * WIDTH * 4
+    assert without - beside >= 2 * blocks * stream / 2
+
+
+@pytest.mark.parametrize(
+    ("specs", "said"),
+    [
+        ([{"patterns": [r"up$"], "partition_type": "column"}], "expected one list of blocks"),
+        (
+            [
+                {"patterns": [r"up\.weight"], "partition_type": "column"},
+                {"patterns": [r"down\.weight"], "partition_type": "row"},
+            ],
+            "expected one norm behind blocks, found none",
+        ),
+    ],
+)
+def test_models_without_norms_are_refused(specs: Any, said: str) -> None:
+    from shardwise.config.schema.parallel import TensorParallel
+    from shardwise.parallel.tensor.plan import cuts_of
+    from shardwise.parallel.tensor.tokens import tokens_of
+
+    class Block(nn.Module):
+        def __init__(self) -> None:
+            super().__init__()
+            self.norm, self.up, self.down = nn.LayerNorm(8), nn.Linear(8, 16), nn.Linear(16, 8)
+
+    model = nn.Module()
+    model.blocks = nn.ModuleList([Block(), Block()])
+    rules = {"layer_specs": [{**spec, "patterns": spec["patterns"]} for spec in specs], "use_default_specs": False}
+    section = TensorParallel.model_validate({"autotp_size": 2, "sequence_parallel": True, "partition_config": rules})
+    cuts = cuts_of(model, 2, section).layers if len(specs) > 1 else {}
+    with pytest.raises(ConfigError, match=said):
+        tokens_of(model, cuts, section)

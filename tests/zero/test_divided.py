@@ -1,0 +1,397 @@
+"""Layers that ranks divide among them (`tests.zero.divided`) train as in one process, and are saved as a whole."""
+
+from __future__ import annotations
+
+import itertools
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+import torch.distributed as dist
+from safetensors.torch import load_file
+from torch import nn
+
+import shardwise
+from shardwise.checkpoint import Checkpoint, verify
+from shardwise.engine import faults
+from shardwise.errors import CheckpointError, UsageError
+from shardwise.registry import declare_part
+from shardwise.utils import (
+    safe_get_full_fp32_param,
+    safe_get_full_grad,
+    safe_get_full_optimizer_state,
+    safe_get_local_fp32_param,
+    safe_set_full_fp32_param,
+    safe_set_full_grad,
+    safe_set_full_optimizer_state,
+)
+from shardwise.zero import GatheredParameters
+from tests.harness import run_ranks
+from tests.zero import divided
+
+CLIP = 0.5
+THOROUGH = pytest.mark.thorough
+
+
+def config(stage: int, micro: int = divided.BATCH, **more: Any) -> dict[str, Any]:
+    return {
+        "train_micro_batch_size_per_gpu": micro,
+        "gradient_clipping": CLIP,
+        "optimizer": {"type": "AdamW", "params": {"lr": 0.02, "weight_decay": 0.1}},
+        "zero_optimization": {"stage": stage, "stage3_param_persistence_threshold": 0},
+        **more,
+    }
+
+
+def made(size: int, stage: int, seed: int = 3, *, fused: bool = False, **more: Any) -> Any:
+    engine, *_ = shardwise.initialize(model=divided.build(size, seed, fused=fused), config=config(stage, **more))
+    return engine
+
+
+def steps(engine: Any, size: int, first: int, last: int) -> list[tuple[float, float]]:
+    told = []
+    for step in range(first, last):
+        loss = engine(divided.rows(step, dist.get_rank() // size))
+        engine.backward(loss)
+        engine.step()
+        told.append((float(loss.detach()), float(engine.last_step.grad_norm)))
+    return told
+
+
+def plain(replicas: int, count: int) -> tuple[list[tuple[float, float]], dict[str, torch.Tensor]]:
+    """Train in one process; return the mean loss and the norm of each step, and the parameters."""
+    model = divided.Tower()
+    optimizer = torch.optim.AdamW(model.parameters(), lr=0.02, weight_decay=0.1)
+    told = []
+    for step in range(count):
+        losses = [model(divided.rows(step, replica)) for replica in range(replicas)]
+        loss = torch.stack(losses).mean()
+        loss.backward()
+        norm = torch.nn.utils.clip_grad_norm_(model.parameters(), CLIP)
+        optimizer.step()
+        optimizer.zero_grad()
+        told.append((float(loss.detach()), float(norm)))
+    return told, {name: value.detach() for name, value in model.named_parameters()}
+
+
+def trained(path: str, size: int) -> list[list[tuple[float, float]]]:
+    found = []
+    for stage in range(4):
+        engine = made(size, stage)
+        found.append(steps(engine, size, 0, 3))
+        engine.save_checkpoint(path, tag=f"stage{stage}")
+        engine.destroy()
+    return found
+
+
+def stored(path: Path) -> dict[str, torch.Tensor]:
+    verify(str(path))
+    with Checkpoint(str(path)) as saved:
+        return {f"{tensor.kind} {tensor.name}": saved.read(tensor) for tensor in saved.manifest.tensors}
+
+
+@pytest.mark.parametrize(("world", "size"), [(2, 2), pytest.param(4, 2, marks=THOROUGH), (4, 4)])
+def test_divided_layers_train_as_in_one_process(world: int, size: int, tmp_path: Path) -> None:
+    told, expected = plain(world // size, 3)
+    ranks = run_ranks(trained, world, str(tmp_path), size)
+    for stage in range(4):
+        for step, (loss, norm) in enumerate(told):
+            # Replicas have losses of their own.
+            mine = sum(rank[stage][step][0] for rank in ranks) / world
+            assert mine == pytest.approx(loss, rel=1e-5), (stage, step)
+            assert {rank[stage][step][1] for rank in ranks} == {ranks[0][stage][step][1]}
+            assert ranks[0][stage][step][1] == pytest.approx(norm, rel=1e-5), (stage, step)
+    found = [stored(tmp_path / f"stage{stage}") for stage in range(4)]
+    for name, value in expected.items():
+        assert torch.allclose(found[0][f"parameter {name}"], value, rtol=1e-4, atol=2e-5), name
+    for stage in range(1, 4):
+        assert found[stage].keys() == found[0].keys()
+        assert all(torch.equal(value, found[0][name]) for name, value in found[stage].items()), stage
+
+
+LAYOUTS = [(2, 1, 3), (2, 2, 1), (4, 2, 2), (4, 4, 3)]
+"""Ranks, how many of them divide the layers, and the stage."""
+
+
+def saves(path: str, size: int, stage: int, tag: str) -> None:
+    engine = made(size, stage)
+    steps(engine, size, 0, 2)
+    engine.save_checkpoint(path, tag=tag)
+    engine.destroy()
+
+
+def loads(path: str, size: int, stage: int, tags: list[str], again: str) -> None:
+    engine = made(size, stage, seed=7)
+    for tag in tags:
+        engine.load_checkpoint(path, tag=tag)
+        engine.save_checkpoint(again, tag=tag)
+    engine.destroy()
+
+
+def test_every_layout_is_loaded_into_every_other(tmp_path: Path) -> None:
+    tags = [f"{world}.{size}.{stage}" for world, size, stage in LAYOUTS]
+    for tag, (world, size, stage) in zip(tags, LAYOUTS, strict=True):
+        run_ranks(saves, world, str(tmp_path / "a"), size, stage, tag)
+    expected = {tag: stored(tmp_path / "a" / tag) for tag in tags}
+    assert len({tuple(sorted(content)) for content in expected.values()}) == 1
+    for tag, (world, size, stage) in zip(tags, LAYOUTS, strict=True):
+        again = tmp_path / f"from {tag}"
+        run_ranks(loads, world, str(tmp_path / "a"), size, stage, tags, str(again))
+        for source in tags:
+            found = stored(again / source)
+            assert found.keys() == expected[source].keys()
+            wrong = sum(int((value != found[name]).sum()) for name, value in expected[source].items())
+            assert wrong == 0, f"{source} -> {tag}"
+
+
+def apart(path: str, size: int, stage: int, source: str | None) -> Any:
+    """Queries and keys are parts of one tensor: train, or load what others have saved; save, also in the background."""
+    settings = {"checkpoint": {"memory_copies": {"every": 2, "directory": f"{path}/memory of {size} {stage}"}}}
+    faults._engines = itertools.count()  # as in a job that begins anew
+    engine = made(size, stage, seed=3 if source is None else 9, fused=True, **settings)
+    told = []
+    if source is None:
+        told = steps(engine, size, 0, 2)
+        copied = engine.last_memory_copy
+        assert copied.steps == 2
+    else:
+        engine.load_checkpoint(path, tag=source)
+    engine.save_checkpoint(path, tag=f"{size} {stage}")
+    whole = engine.module_state_dict()
+    first = engine.module.layers[0]
+    for parameter, numel in ((first.query, 120), (first.keys, 60)):
+        with pytest.raises(UsageError, match=f"'layers.0.attention': .* at this place has {numel} of 180 elements"):
+            safe_get_full_fp32_param(parameter)
+    if source is None:
+        faults._engines = itertools.count()
+        again = made(size, stage, seed=8, fused=True, **settings)
+        again.resume(f"{path}/nothing")
+        assert again.resumed.source == "memory"
+        told += steps(again, size, 2, 3)
+        again.destroy()
+    engine.destroy()
+    return told, whole
+
+
+def test_parameters_of_one_rank_may_be_parts_of_one_tensor(tmp_path: Path) -> None:
+    told, _ = plain(2, 3)
+    ranks = run_ranks(apart, 4, str(tmp_path), 2, 3, None)
+    norms = [norm for _, norm in ranks[0][0]]
+    assert norms == pytest.approx([norm for _, norm in told], rel=1e-5)
+    others = run_ranks(apart, 4, str(tmp_path), 4, 1, "2 3")
+    saved, again = stored(tmp_path / "2 3"), stored(tmp_path / "4 1")
+    assert saved.keys() == again.keys() and all(torch.equal(value, again[name]) for name, value in saved.items())
+    assert saved["parameter layers.0.attention"].shape == (30, divided.WIDTH)
+    _, expected = plain(2, 2)
+    joined = torch.cat([expected["layers.0.query"], expected["layers.0.keys"]])
+    assert torch.allclose(saved["parameter layers.0.attention"], joined, rtol=1e-4, atol=2e-5)
+    for _, whole in (*ranks, *others):
+        assert torch.equal(whole["layers.0.attention"], saved["parameter layers.0.attention"])
+
+
+# -- whole weights of a live engine ------------------------------------------------------------------------------------
+
+
+def whole_weights(path: str, size: int, stage: int) -> list[str]:
+    """Take whole weights out in every way, and put them into an engine of other values; return what is wrong."""
+    rank, wrong = dist.get_rank(), []
+    engine = made(size, stage, bf16={"enabled": True})
+    expected = dict(divided.Tower().to(torch.bfloat16).state_dict())
+    engine.save_16bit_model(f"{path}/16bit", "model.safetensors")
+    engine.export(f"{path}/exported")
+    everywhere, first = engine.module_state_dict(), engine._consolidated_16bit_state_dict()
+    assert (first is None) is (rank != 0)
+    found = {
+        "everywhere": everywhere,
+        "first": first or expected,
+        "16bit": load_file(f"{path}/16bit/model.safetensors"),
+    }
+    found["exported"] = {k: v.bfloat16() for k, v in load_file(f"{path}/exported/model.safetensors").items()}
+    for way, values in found.items():
+        same = values.keys() == expected.keys() and all(torch.equal(values[name], expected[name]) for name in expected)
+        wrong += [] if same else [f"{size}, stage {stage}: {way}"]
+    assert list(everywhere) == list(expected)
+    engine.destroy()
+    engine = made(size, stage, seed=8)
+    values = divided.Tower(seed=5).state_dict()
+    engine.load_module_state_dict(values)
+    found = engine.module_state_dict()
+    wrong += [name for name, value in values.items() if not torch.equal(value, found[name])]
+    other = divided.Tower(seed=6).state_dict()
+    engine.load_module_state_dict(other, custom_load_fn=lambda src, dst: dst.load_state_dict(src))
+    found = engine.module_state_dict()
+    wrong += [f"custom: {name}" for name, value in other.items() if not torch.equal(value, found[name])]
+    engine.load_weights(f"{path}/exported")
+    found = engine.module_state_dict()
+    wrong += [name for name, value in expected.items() if not torch.equal(value, found[name].bfloat16())]
+    with pytest.raises(CheckpointError, match=r"not in the model: layers.9.down"):
+        engine.load_module_state_dict({**values, "layers.9.down": values["layers.0.down"]})
+    engine.destroy()
+    return wrong
+
+
+@pytest.mark.parametrize(("world", "size", "stage"), [(2, 2, 3), pytest.param(4, 2, 1, marks=THOROUGH), (4, 4, 3)])
+def test_whole_weights_are_gathered(world: int, size: int, stage: int, tmp_path: Path) -> None:
+    for wrong in run_ranks(whole_weights, world, str(tmp_path), size, stage):
+        assert wrong == []
+
+
+class Owned(nn.Module):
+    """A layer that all ranks have, and one that each has for itself, with a buffer that the rank names."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        rank = dist.get_rank()
+        self.first = nn.Linear(3, 3)
+        self.own = nn.Linear(3, 3)
+        nn.init.constant_(self.own.weight, rank + 1.0)
+        for name, parameter in self.own.named_parameters():
+            declare_part(parameter, ranks=[rank], name=f"own.{rank}.{name}")
+        self.own.register_buffer(f"seen{rank}", torch.full((2,), float(rank)))
+
+    def forward(self, values: torch.Tensor) -> torch.Tensor:
+        return self.own(self.first(values)).sum()
+
+
+def owned(path: str) -> dict[str, torch.Tensor]:
+    torch.manual_seed(1)
+    engine, *_ = shardwise.initialize(model=Owned(), config=config(2, 1))
+    engine.save_16bit_model(path, "model.safetensors")
+    found = engine.module_state_dict(exclude_frozen_parameters=True)
+    engine.load_module_state_dict({name: value * 2 for name, value in found.items()})
+    assert torch.equal(engine.module.own.weight, torch.full((3, 3), 2 * dist.get_rank() + 2.0))
+    told = engine.load_weights(path)
+    assert not told.missing and not told.unexpected
+    assert torch.equal(engine.module.own.weight, torch.full((3, 3), dist.get_rank() + 1.0))
+    engine.module.own.bias.requires_grad_(dist.get_rank() == 0)
+    assert ("own.1.bias" in engine.module_state_dict(exclude_frozen_parameters=True)) is False
+    engine.destroy()
+    return found
+
+
+def test_whole_weights_have_what_only_other_ranks_have(tmp_path: Path) -> None:
+    first, second = run_ranks(owned, 2, str(tmp_path))
+    names = {f"own.{rank}.{key}" for rank in range(2) for key in ("weight", "bias")}
+    assert first.keys() == second.keys() == {"first.weight", "first.bias", "own.seen0", "own.seen1", *names}
+    assert list(first)[:4] == ["first.weight", "first.bias", "own.0.weight", "own.1.weight"]
+    written = load_file(tmp_path / "model.safetensors")
+    for found in (first, second, written):
+        assert found.keys() == first.keys() and all(torch.equal(found[name], first[name]) for name in first)
+        for rank in range(2):
+            assert torch.equal(found[f"own.{rank}.weight"], torch.full((3, 3), rank + 1.0))
+            assert torch.equal(found[f"own.seen{rank}"], torch.full((2,), float(rank)))
+
+
+def holed() -> None:
+    model = nn.Linear(3, 4)
+    first = 4 * dist.get_rank()
+    declare_part(model.weight, ranks=[dist.get_rank()], shape=(12, 3), box=[(first, first + 4), (0, 3)])
+    engine, *_ = shardwise.initialize(model=model, config=config(1, 1))
+    with pytest.raises(CheckpointError, match=r"'weight': element \[8, 0\] of \[12, 3\] is on 0 ranks"):
+        engine.module_state_dict()
+    engine.destroy()
+
+
+def test_a_tensor_of_which_some_is_nowhere_is_named() -> None:
+    run_ranks(holed, 2)
+
+
+# -- single parameters -------------------------------------------------------------------------------------------------
+
+
+def differing(found: dict[str, Any], expected: dict[str, torch.Tensor]) -> list[str]:
+    """Return the names of tensors that are not close to others of the same names and shapes."""
+    assert found.keys() == expected.keys()
+    return [
+        name
+        for name, value in expected.items()
+        if found[name].shape != value.shape or not torch.allclose(found[name], value, rtol=1e-4, atol=1e-6)
+    ]
+
+
+def accessed(size: int, stage: int) -> list[str]:
+    world = dist.get_world_size()
+    engine = made(size, stage)
+    plain_model = divided.Tower()
+    optimizer = torch.optim.AdamW(plain_model.parameters(), lr=0.02, weight_decay=0.1)
+    named, expected = dict(engine.module.named_parameters()), dict(plain_model.named_parameters())
+    shapes = {name: (parameter.shape, type(parameter)) for name, parameter in named.items()}
+    torch.stack([plain_model(divided.rows(0, replica)) for replica in range(world // size)]).mean().backward()
+    engine.backward(engine(divided.rows(0, dist.get_rank() // size)))
+    wrong = differing(
+        {name: safe_get_full_grad(p) for name, p in named.items()}, {n: p.grad for n, p in expected.items()}
+    )
+    # Both are given other gradients, values and, after the step, states.
+    generator = torch.Generator().manual_seed(4)
+    for name, parameter in named.items():
+        gradient, value = (torch.randn(expected[name].shape, generator=generator) / 40 for _ in range(2))
+        safe_set_full_grad(parameter, gradient)
+        safe_set_full_fp32_param(parameter, value)
+        expected[name].grad = gradient
+        expected[name].data.copy_(value)
+    torch.nn.utils.clip_grad_norm_(plain_model.parameters(), CLIP)
+    optimizer.step()
+    engine.step()
+    wrong += differing({name: safe_get_full_fp32_param(p) for name, p in named.items()}, expected)
+    states = {name: optimizer.state[p]["exp_avg_sq"] for name, p in expected.items()}
+    wrong += differing({name: safe_get_full_optimizer_state(p, "exp_avg_sq") for name, p in named.items()}, states)
+    for name, parameter in named.items():
+        state = torch.rand(expected[name].shape, generator=generator)
+        safe_set_full_optimizer_state(parameter, state, "exp_avg")
+        found = safe_get_full_optimizer_state(parameter, "exp_avg")
+        wrong += [] if torch.equal(found, state) else [f"exp_avg of {name}"]
+    wrong += gathered(engine, expected)
+    assert {name: (parameter.shape, type(parameter)) for name, parameter in named.items()} == shapes
+    with pytest.raises(
+        UsageError, match=r"'layers.0.down' has shape .*6, 8.*the given value \(6, \d\) .*this rank has"
+    ):
+        safe_set_full_fp32_param(named["layers.0.down"], torch.zeros(shapes["layers.0.down"][0]))
+    if stage == 3:
+        local = safe_get_local_fp32_param(named["layers.0.down"])
+        assert local is not None and local.numel() <= named["layers.0.down"].numel()
+    engine.destroy()
+    return wrong
+
+
+def gathered(engine: Any, expected: dict[str, torch.Tensor]) -> list[str]:
+    """Read and write parameters in blocks; return what is wrong."""
+    last = dist.get_world_size() - 1
+    named = dict(engine.module.named_parameters())
+    with GatheredParameters(list(named.values())):
+        wrong = differing(named, expected)
+        with torch.no_grad():
+            named["layers.1.both"].fill_(9.0)  # lost
+    with GatheredParameters(list(named.values()), modifier_rank=last):
+        wrong += differing(named, expected)
+        if dist.get_rank() == last:
+            with torch.no_grad():
+                for name in ("layers.0.keys", "layers.1.both", "layers.1.scale", "head.weight"):
+                    named[name].add_(torch.arange(named[name].numel()).view(named[name].shape))
+    for name in ("layers.0.keys", "layers.1.both", "layers.1.scale", "head.weight"):
+        with torch.no_grad():
+            expected[name].add_(torch.arange(expected[name].numel()).view(expected[name].shape))
+    masters = {name: safe_get_full_fp32_param(parameter) for name, parameter in named.items()}
+    found = engine.module_state_dict()
+    with pytest.raises(RuntimeError, match="stop"), GatheredParameters(named["layers.0.down"], modifier_rank=0):
+        named["layers.0.down"].data.zero_()
+        raise RuntimeError("stop")
+    with GatheredParameters(named["layers.0.down"]):
+        wrong += differing({"down": named["layers.0.down"]}, {"down": expected["layers.0.down"]})
+    engine(divided.rows(5, 0))  # the layers compute with their parts again
+    return wrong + differing(masters, expected) + differing(found, expected)
+
+
+@pytest.mark.parametrize(
+    ("world", "size", "stage"),
+    [
+        (2, 2, 3),
+        (4, 4, 2),
+        pytest.param(2, 2, 0, marks=THOROUGH),
+        pytest.param(4, 2, 1, marks=THOROUGH),
+        pytest.param(4, 4, 3, marks=THOROUGH),
+    ],
+)
+def test_single_parameters_are_whole_tensors(world: int, size: int, stage: int) -> None:
+    for wrong in run_ranks(accessed, world, size, stage):
+        assert wrong == []
