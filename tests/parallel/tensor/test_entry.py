@@ -10,6 +10,7 @@ import torch.distributed as dist
 from torch.distributed.device_mesh import init_device_mesh
 
 import shardwise
+from shardwise.dropin.adapters import groups
 from shardwise.parallel import current_tensors, end_tensors
 from tests.harness import run_ranks
 from tests.parallel.tensor.clients import Unit, megatron, parallelized
@@ -107,10 +108,13 @@ def divided(stage: int) -> Any:
     ids = data(0, ROWS)
     first = model(ids).item()
     engine, *_ = shardwise.initialize(model=model, config=config(stage))
+    assert groups.get_tensor_parallel_rank() == engine.get_tensor_parallel_rank() == dist.get_rank() % 2
+    assert groups.get_model_parallel_world_size() == 2 and groups.get_data_parallel_rank() == dist.get_rank() // 2
     found = train(engine)
     engine.destroy()
     again = model(ids).item()  # the group that has been there before connects the ranks again
     end_tensors()
+    assert groups.get_model_parallel_group() is None
     return before, here, first, again, found
 
 

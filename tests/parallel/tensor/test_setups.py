@@ -144,8 +144,8 @@ def rows_without_group() -> None:
 
 CASES: dict[Callable[[], None], str] = {
     sizes: r"tensor_parallel.autotp_size: is 3, but there are 4 ranks.*choose a divisor of 4",
-    features: "1 features in units of 1 cannot be divided over 2 ranks",
-    unknown: "no layer of Decoder is divided",
+    features: "2 ranks cannot divide the 1 features of blocks.0.q; numbers up to 1 would do",
+    unknown: r"layer_specs\[0\].patterns: no parameter of Decoder matches 'no_such_layer'; its matrices are",
     other_plans: r"tensor parallelism of blocks.0.(q|up)",
     other_inputs: r"ranks \[\d, \d\] have one copy of the model .* their inputs differ.*get_data_parallel_rank",
     divided_otherwise: "autotp_size: is 4, but the arguments of initialize.. say 2",

@@ -46,6 +46,7 @@ class Regions:
         self._group = group
         self._open: dict[torch.device, _Common] = {}
         self._hooks: list[Any] = []
+        self._last: Any = None
         self._drawn = has_dropout(model)
         self.active = False
 
@@ -69,7 +70,7 @@ class Regions:
                     self._hooks.append(around.register_forward_hook(hook(self._begin)))
         if divided:
             self.active = True
-            self._hooks.append(model.register_forward_hook(hook(self._passed), always_call=True))
+            self._last = model.register_forward_hook(hook(self._passed), always_call=True)
 
     def _begin(self, layer: nn.Module, _: Any, output: Any) -> None:
         if not layer.training or not isinstance(output, torch.Tensor) or output.device.type not in ("cpu", "cuda"):
@@ -95,14 +96,19 @@ class Regions:
     def _passed(self, model: nn.Module, *_: Any) -> None:
         self._end()
         if model.training and not self._drawn:
-            self.close()  # no random numbers are used in this model
+            self._leave()  # no random numbers are used in this model
 
-    def close(self) -> None:
-        """Leave the generator alone from now on."""
+    def _leave(self) -> None:
         self._end()
         for hook in self._hooks:
             hook.remove()
         self._hooks, self.active = [], False
+
+    def close(self) -> None:
+        """Leave the generator alone from now on."""
+        self._leave()
+        if self._last is not None:  # which torch may be calling before
+            self._last.remove()
 
 
 def _without_adapter(path: str) -> str:
