@@ -84,7 +84,7 @@ def tiled_parts(way: str) -> tuple[Any, Any]:
             {"self": module},
             "x",
             compute_params=list(module.parameters()),
-            output_unshard_dimension=1,
+            output_unshard_dimension=1 if reduction is None else 0,
             output_reduction=reduction,
         )
 
@@ -98,7 +98,7 @@ def tiled_parts(way: str) -> tuple[Any, Any]:
 
     def loss(head: Any, hidden: torch.Tensor, labels: torch.Tensor) -> Any:
         def tile(self: Any, x: torch.Tensor, labels: torch.Tensor) -> torch.Tensor:
-            return torch.nn.functional.cross_entropy(self(x).flatten(0, 1), labels.flatten())
+            return torch.nn.functional.cross_entropy(self(x).flatten(0, 1), labels.flatten())[None]
 
         return compute(head, tile, "mean", x=hidden, labels=labels), labels.numel()
 
