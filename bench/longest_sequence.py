@@ -98,7 +98,7 @@ def tiled_parts(way: str) -> tuple[Any, Any]:
 
     def loss(head: Any, hidden: torch.Tensor, labels: torch.Tensor) -> Any:
         def tile(self: Any, x: torch.Tensor, labels: torch.Tensor) -> torch.Tensor:
-            return torch.nn.functional.cross_entropy(self(x).flatten(0, 1), labels.flatten())[None]
+            return torch.nn.functional.cross_entropy(self(x).flatten(0, 1), labels.flatten())
 
         return compute(head, tile, "mean", x=hidden, labels=labels), labels.numel()
 
