@@ -7,7 +7,10 @@ from __future__ import annotations
 
 # Features that are not built yet.
 PIPELINE = "pipeline parallelism is not built yet"
-TENSOR = "tensor parallelism is not built yet"
+TENSOR = (
+    "layers are divided in place, as `tensor_parallel` of the configuration or the model's own plan says "
+    "(shardwise.tp_model_init); there are no policies or classes to build them of"
+)
 FPDT = "FPDT, which keeps attention's chunks on the host, is not built yet (shardwise.offload_activations joins)"
 SHARED_VOCABULARY = "losses over a vocabulary that ranks share are not built yet (shardwise.parallel.tiled_loss)"
 INFERENCE = "inference is not built yet"

@@ -162,14 +162,17 @@ def test_an_mpu_names_the_ranks_that_share_the_data() -> None:
     assert results[0] != results[2]
 
 
-@pytest.mark.parametrize("method", ["get_model_parallel_world_size", "get_pipeline_model_parallel_world_size"])
-def test_an_mpu_that_divides_the_model_is_refused(method: str) -> None:
+def test_an_mpu_with_pipeline_stages_or_without_groups_is_refused() -> None:
+    method = "get_pipeline_model_parallel_world_size"
     unit = SimpleNamespace(get_data_parallel_group=lambda: None, **{method: lambda: 2})
     with pytest.raises(NotBuiltError, match=rf"mpu\.{method}\(\) is 2"):
         shardwise.initialize(model=net(), config=CONFIG, mpu=unit)
     setattr(unit, method, lambda: 1)
     engine, *_ = shardwise.initialize(model=net(), config=CONFIG, mpu=unit)
     engine.destroy()
+    unit.get_model_parallel_world_size = lambda: 2
+    with pytest.raises(UsageError, match=r"needs get_tensor_model_parallel_group\(\)"):
+        shardwise.initialize(model=net(), config=CONFIG, mpu=unit)
 
 
 def test_machines_may_keep_copies_in_directories_of_their_own() -> None:

@@ -324,7 +324,8 @@ def test_where_nobody_looks_no_range_is_made() -> None:
 
 
 class Told:
-    def __init__(self) -> None:
+    def __init__(self, ranges: frozenset[str] | None = None) -> None:
+        self.ranges = ranges
         self.heard: list[tuple[str, ...]] = []
 
     def around(self, what: str, unit: str, size: int) -> Any:
@@ -350,6 +351,15 @@ def test_several_may_listen_and_leave_in_any_order() -> None:
         ranges.launched("take", "c")()
     assert one.heard == [("bring", "a"), ("landed", "a")]
     assert other.heard == [("bring", "a"), ("step", "b"), ("landed", "a")]
+
+
+def test_a_listener_is_told_of_what_it_wants() -> None:
+    one = Told(frozenset({"reduce"}))
+    with ranges.listening(one):
+        with ranges.named("gather", "a"), ranges.detailed("reduce", "b"), ranges.named("reduce", "c"):
+            pass
+        assert ranges.detailed("forward", "a") is ranges.detailed("backward", "b")
+    assert one.heard == [("reduce", "b"), ("reduce", "c")]
 
 
 def test_every_range_has_a_category() -> None:

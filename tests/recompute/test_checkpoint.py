@@ -13,7 +13,7 @@ from torch import nn
 
 import shardwise
 from shardwise import checkpointing
-from shardwise.errors import ConfigError, NotBuiltError, UsageError
+from shardwise.errors import ConfigError, UsageError
 from shardwise.memory import Category, Tier, track_activations
 from shardwise.recompute import options, settings
 from shardwise.utils import safe_get_full_grad
@@ -146,29 +146,27 @@ def test_defaults_are_taken(unconfigured: None, tmp_path: Path) -> None:
     assert checkpointing.is_configured()
 
 
-def test_what_is_not_built_is_refused(unconfigured: None) -> None:
-    with pytest.raises(NotBuiltError, match=r"configure\(partition_activations=True\).*tensor-parallel ranks"):
-        checkpointing.configure(None, partition_activations=True)
-    assert not checkpointing.is_configured()
-
-
-def test_model_parallelism_is_refused(unconfigured: None) -> None:
-    with pytest.raises(NotBuiltError, match="model-parallel size is 2"):
-        checkpointing.configure(Parallel(2))
-    with pytest.raises(NotBuiltError, match="tensor-parallel ranks"):
-        checkpointing.partition_activations_in_checkpoint(True)
-    assert not checkpointing.is_configured()
+def test_saved_inputs_may_be_divided(unconfigured: None) -> None:
+    checkpointing.configure(Parallel(1), partition_activations=True)
+    assert settings.of_script().partition_activations
+    x = torch.ones(2048, requires_grad=True)
+    checkpointing.checkpoint(torch.sin, x).sum().backward()  # one rank has all of it
+    checkpointing.partition_activations_in_checkpoint(False)
+    assert not settings.of_script().partition_activations
+    checkpointing.configure(Parallel(2), partition_activations=True)
+    with pytest.raises(UsageError, match=r"nothing connects the model-parallel ranks of configure\(mpu_\)"):
+        checkpointing.checkpoint(torch.sin, x)
 
 
 def test_a_configuration_is_checked(unconfigured: None) -> None:
     def given(section: dict[str, Any]) -> dict[str, Any]:
         return {"train_batch_size": 2, "activation_checkpointing": section}
 
-    with pytest.raises(NotBuiltError, match=r"activation_checkpointing\.partition_activations"):
-        checkpointing.configure(None, given({"partition_activations": True}))
     with pytest.raises(ConfigError, match=r"cpu_checkpoint\b"):
         checkpointing.configure(None, given({"cpu_checkpoint": True}))
     assert not checkpointing.is_configured()
+    checkpointing.configure(None, given({"partition_activations": True}))
+    assert settings.of_script().partition_activations
 
 
 # -- what the settings do ----------------------------------------------------------------------------------------------

@@ -83,8 +83,14 @@ class Layer(nn.Module):
             "down": [width, [own(HIDDEN)]],
         }
 
-    def declare(self, prefix: str, world: int) -> None:
-        """Say which part of which tensor each parameter is, of `world` ranks."""
+    def declare(self, prefix: str, world: int, *, fused: bool = False) -> None:
+        """Say which part of which tensor each parameter is, of `world` ranks.
+
+        Args:
+            prefix: of names.
+            world: number of ranks.
+            fused: queries and keys are parts of one tensor, `attention`.
+        """
         replicas = world // self.size
         ranks = range(self.place, world, self.size)
         share = max(1, self.size // HEADS)  # ranks that have the same head
@@ -92,11 +98,17 @@ class Layer(nn.Module):
         with_head = [base + first + n for base in range(0, world, self.size) for n in range(share)]
         for name, box in self.boxes().items():
             among = {"scale": range(world), "keys": with_head}.get(name, ranks)
+            shape = SHAPES[name]
+            tensor = name
+            if fused and name in ("query", "keys"):
+                tensor, shape = "attention", (SHAPES["query"][0] + SHAPES["keys"][0], WIDTH)
+                before = SHAPES["query"][0] if name == "keys" else 0
+                box = [[(before + first, before + end) for first, end in box[0]], box[1]]
             declare_part(
                 getattr(self, name),
                 ranks=list(among),
-                name=f"{prefix}{name}",
-                shape=SHAPES[name],
+                name=f"{prefix}{tensor}",
+                shape=shape,
                 box=box,
                 divisor=replicas,
             )
@@ -139,14 +151,14 @@ class Tower(nn.Module):
         return self.head(values).square().mean()
 
 
-def build(size: int, seed: int = 3) -> Tower:
+def build(size: int, seed: int = 3, *, fused: bool = False) -> Tower:
     """Return this rank's part of the model, of which `size` ranks have all together (all ranks call)."""
     rank, world = dist.get_rank(), dist.get_world_size()
     groups = [dist.new_group(list(range(first, first + size))) for first in range(0, world, size)]
     model = Tower(size, rank % size, groups[rank // size] if size > 1 else None, seed)
     for number, layer in enumerate(model.layers):
         if size > 1:
-            layer.declare(f"layers.{number}.", world)
+            layer.declare(f"layers.{number}.", world, fused=fused)
     return model
 
 

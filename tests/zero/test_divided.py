@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import itertools
 from pathlib import Path
 from typing import Any
 
@@ -13,6 +14,7 @@ from torch import nn
 
 import shardwise
 from shardwise.checkpoint import Checkpoint, verify
+from shardwise.engine import faults
 from shardwise.errors import CheckpointError, UsageError
 from shardwise.registry import declare_part
 from shardwise.utils import (
@@ -29,6 +31,7 @@ from tests.harness import run_ranks
 from tests.zero import divided
 
 CLIP = 0.5
+THOROUGH = pytest.mark.thorough
 
 
 def config(stage: int, micro: int = divided.BATCH, **more: Any) -> dict[str, Any]:
@@ -41,8 +44,8 @@ def config(stage: int, micro: int = divided.BATCH, **more: Any) -> dict[str, Any
     }
 
 
-def made(size: int, stage: int, seed: int = 3, **more: Any) -> Any:
-    engine, *_ = shardwise.initialize(model=divided.build(size, seed), config=config(stage, **more))
+def made(size: int, stage: int, seed: int = 3, *, fused: bool = False, **more: Any) -> Any:
+    engine, *_ = shardwise.initialize(model=divided.build(size, seed, fused=fused), config=config(stage, **more))
     return engine
 
 
@@ -88,7 +91,7 @@ def stored(path: Path) -> dict[str, torch.Tensor]:
         return {f"{tensor.kind} {tensor.name}": saved.read(tensor) for tensor in saved.manifest.tensors}
 
 
-@pytest.mark.parametrize(("world", "size"), [(2, 2), (4, 2), (4, 4)])
+@pytest.mark.parametrize(("world", "size"), [(2, 2), pytest.param(4, 2, marks=THOROUGH), (4, 4)])
 def test_divided_layers_train_as_in_one_process(world: int, size: int, tmp_path: Path) -> None:
     told, expected = plain(world // size, 3)
     ranks = run_ranks(trained, world, str(tmp_path), size)
@@ -142,6 +145,51 @@ def test_every_layout_is_loaded_into_every_other(tmp_path: Path) -> None:
             assert wrong == 0, f"{source} -> {tag}"
 
 
+def apart(path: str, size: int, stage: int, source: str | None) -> Any:
+    """Queries and keys are parts of one tensor: train, or load what others have saved; save, also in the background."""
+    settings = {"checkpoint": {"memory_copies": {"every": 2, "directory": f"{path}/memory of {size} {stage}"}}}
+    faults._engines = itertools.count()  # as in a job that begins anew
+    engine = made(size, stage, seed=3 if source is None else 9, fused=True, **settings)
+    told = []
+    if source is None:
+        told = steps(engine, size, 0, 2)
+        copied = engine.last_memory_copy
+        assert copied.steps == 2
+    else:
+        engine.load_checkpoint(path, tag=source)
+    engine.save_checkpoint(path, tag=f"{size} {stage}")
+    whole = engine.module_state_dict()
+    first = engine.module.layers[0]
+    for parameter, numel in ((first.query, 120), (first.keys, 60)):
+        with pytest.raises(UsageError, match=f"'layers.0.attention': .* at this place has {numel} of 180 elements"):
+            safe_get_full_fp32_param(parameter)
+    if source is None:
+        faults._engines = itertools.count()
+        again = made(size, stage, seed=8, fused=True, **settings)
+        again.resume(f"{path}/nothing")
+        assert again.resumed.source == "memory"
+        told += steps(again, size, 2, 3)
+        again.destroy()
+    engine.destroy()
+    return told, whole
+
+
+def test_parameters_of_one_rank_may_be_parts_of_one_tensor(tmp_path: Path) -> None:
+    told, _ = plain(2, 3)
+    ranks = run_ranks(apart, 4, str(tmp_path), 2, 3, None)
+    norms = [norm for _, norm in ranks[0][0]]
+    assert norms == pytest.approx([norm for _, norm in told], rel=1e-5)
+    others = run_ranks(apart, 4, str(tmp_path), 4, 1, "2 3")
+    saved, again = stored(tmp_path / "2 3"), stored(tmp_path / "4 1")
+    assert saved.keys() == again.keys() and all(torch.equal(value, again[name]) for name, value in saved.items())
+    assert saved["parameter layers.0.attention"].shape == (30, divided.WIDTH)
+    _, expected = plain(2, 2)
+    joined = torch.cat([expected["layers.0.query"], expected["layers.0.keys"]])
+    assert torch.allclose(saved["parameter layers.0.attention"], joined, rtol=1e-4, atol=2e-5)
+    for _, whole in (*ranks, *others):
+        assert torch.equal(whole["layers.0.attention"], saved["parameter layers.0.attention"])
+
+
 # -- whole weights of a live engine ------------------------------------------------------------------------------------
 
 
@@ -170,6 +218,10 @@ def whole_weights(path: str, size: int, stage: int) -> list[str]:
     engine.load_module_state_dict(values)
     found = engine.module_state_dict()
     wrong += [name for name, value in values.items() if not torch.equal(value, found[name])]
+    other = divided.Tower(seed=6).state_dict()
+    engine.load_module_state_dict(other, custom_load_fn=lambda src, dst: dst.load_state_dict(src))
+    found = engine.module_state_dict()
+    wrong += [f"custom: {name}" for name, value in other.items() if not torch.equal(value, found[name])]
     engine.load_weights(f"{path}/exported")
     found = engine.module_state_dict()
     wrong += [name for name, value in expected.items() if not torch.equal(value, found[name].bfloat16())]
@@ -179,7 +231,7 @@ def whole_weights(path: str, size: int, stage: int) -> list[str]:
     return wrong
 
 
-@pytest.mark.parametrize(("world", "size", "stage"), [(2, 2, 3), (4, 2, 1), (4, 4, 3)])
+@pytest.mark.parametrize(("world", "size", "stage"), [(2, 2, 3), pytest.param(4, 2, 1, marks=THOROUGH), (4, 4, 3)])
 def test_whole_weights_are_gathered(world: int, size: int, stage: int, tmp_path: Path) -> None:
     for wrong in run_ranks(whole_weights, world, str(tmp_path), size, stage):
         assert wrong == []
@@ -330,7 +382,16 @@ def gathered(engine: Any, expected: dict[str, torch.Tensor]) -> list[str]:
     return wrong + differing(masters, expected) + differing(found, expected)
 
 
-@pytest.mark.parametrize(("world", "size", "stage"), [(2, 2, 0), (2, 2, 3), (4, 2, 1), (4, 4, 2), (4, 4, 3)])
+@pytest.mark.parametrize(
+    ("world", "size", "stage"),
+    [
+        (2, 2, 3),
+        (4, 4, 2),
+        pytest.param(2, 2, 0, marks=THOROUGH),
+        pytest.param(4, 2, 1, marks=THOROUGH),
+        pytest.param(4, 4, 3, marks=THOROUGH),
+    ],
+)
 def test_single_parameters_are_whole_tensors(world: int, size: int, stage: int) -> None:
     for wrong in run_ranks(accessed, world, size, stage):
         assert wrong == []

@@ -158,6 +158,7 @@ def collect(
     part.order = [tensor.name for tensor in model.registry]
     values, ranges = model.value_runs(), model.saved_ranges()
     for tensor in model.registry:
+        box = model.box_of(tensor)
         if tensor.index in excluded:
             part.excluded.append(tensor.name)
             continue
@@ -165,7 +166,7 @@ def collect(
             own = ranges.get(tensor.index, [])
             runs = within(values.get(tensor.index, []), own)
             if runs:
-                part.add_runs(_described(tensor, runs[0][2].dtype), runs, tensor.box)
+                part.add_runs(_described(tensor, runs[0][2].dtype), runs, box)
             elif 0 in tensor.global_shape:
                 part.add_runs(_described(tensor, tensor.dtype), [])
             if own and model.update is not None:
@@ -205,20 +206,21 @@ def _add_optimizer_state(
     part: Part, model: CheckpointedModel, tensor: LogicalTensor, own: list[tuple[int, int]]
 ) -> None:
     assert model.update is not None
+    box = model.box_of(tensor)
     # What cannot be cut is saved by the rank that has the parameter's first element.
-    first = own[0][0] == 0 and all(some[0][0] == 0 for some in ranges(tensor.box or ()))
+    first = own[0][0] == 0 and all(some[0][0] == 0 for some in ranges(box or ()))
     for key, value in model.update.state(tensor.index).items():
         kind = OPTIMIZER + key
         number = isinstance(value, torch.Tensor) and value.dim() == 0
         runs = [] if number else model.update.state_pieces(tensor.index, key)
         if runs:
             described = StoredTensor(tensor.name, kind, tensor.global_shape, name_of(value.dtype), ())
-            part.add_runs(described, within(runs, own), tensor.box)
+            part.add_runs(described, within(runs, own), box)
         elif isinstance(value, torch.Tensor) and not number:
-            if tensor.box is not None:
+            if box is not None:
                 raise CheckpointError(
                     f"optimizer state {key!r} of {tensor.name!r}: a tensor of shape {list(value.shape)} that belongs "
-                    f"to the box {tensor.box} of {list(tensor.global_shape)}, which no other layout could load; use an "
+                    f"to the box {box} of {list(tensor.global_shape)}, which no other layout could load; use an "
                     "optimizer whose state has one value per element"
                 )
             if first:

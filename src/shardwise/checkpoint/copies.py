@@ -37,12 +37,13 @@ from shardwise._version import __version__
 from shardwise.checkpoint import manifest, manifestfile
 from shardwise.checkpoint.agree import phase
 from shardwise.checkpoint.collect import Part, TrainingState, add_shared, collect, holdings
-from shardwise.checkpoint.protocols import CheckpointedModel
+from shardwise.checkpoint.protocols import CheckpointedModel, Run
 from shardwise.checkpoint.reader import Checkpoint
 from shardwise.checkpoint.shipping import Hold, Shipment, ship
 from shardwise.checkpoint.tensorwriter import write_tensors
 from shardwise.comm.communicator import Communicator
 from shardwise.errors import CheckpointError, NonFiniteStateError
+from shardwise.registry import LogicalTensor
 from shardwise.utils.logging import logger
 
 GENERATIONS = 2
@@ -192,6 +193,7 @@ class MemoryCopies:
         file = _file_name(comm.rank, comm.world)
         draft = name = ""
         self._count += 1
+        self._model.share_changes()
         try:
             with phase(comm, what) as collected:
                 state, header = prepare()
@@ -512,18 +514,22 @@ class MemoryCopies:
 def needed_files(model: CheckpointedModel, joined: manifest.Manifest) -> set[str]:
     """Return the files that this rank reads when it loads a checkpoint into a model."""
     values = model.value_runs()
-    held = {model.registry[index].name: (model.registry[index], runs) for index, runs in values.items()}
+    held: dict[str, list[tuple[LogicalTensor, list[Run]]]] = {}
+    for index, runs in values.items():
+        if runs:
+            held.setdefault(model.registry[index].name, []).append((model.registry[index], runs))
     files: set[str] = set()
     for stored in joined.tensors:
-        tensor, runs = held.get(stored.name, (None, []))
-        if stored.kind != manifest.BUFFER and not runs:
-            continue
-        if stored.kind != manifest.BUFFER and tensor is not None and stored.shape == tensor.global_shape:
-            own = stored.part(tensor.box)
-            for start, stop, _ in runs:
-                files.update(part.file for part, _ in own.runs(start, stop))
-        else:
+        if stored.kind == manifest.BUFFER:
             files.update(part.file for part in stored.slices)
+            continue
+        for tensor, runs in held.get(stored.name, ()):
+            if stored.shape == tensor.global_shape:
+                own = stored.part(model.box_of(tensor))
+                for start, stop, _ in runs:
+                    files.update(part.file for part, _ in own.runs(start, stop))
+            else:
+                files.update(part.file for part in stored.slices)
     rank = model.comm.rank
     states = [joined.ranks[0], *joined.ranks[rank : rank + 1]]
     trees = [joined.optimizer, joined.scheduler, joined.scaler, joined.extra, joined.client, states]

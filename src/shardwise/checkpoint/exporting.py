@@ -311,13 +311,14 @@ def export_model(model: CheckpointedModel, request: ExportRequest, hold: Callabl
     comm, rank = model.comm, model.comm.rank
     what = f"exporting weights to {request.directory}"
     wanted = whole_parameters(model, exclude_frozen=request.exclude_frozen)
+    model.share_changes()
     values, ranges = model.value_runs(), model.saved_ranges()
     own: dict[str, list[_Own]] = {}
     for tensor in model.registry:
         if tensor.name in wanted:
             with model.shown(tensor.index):
                 runs = within(values.get(tensor.index, []), ranges.get(tensor.index, []))
-            own.setdefault(tensor.name, []).extend(_Own(tensor.box, *run) for run in runs)
+            own.setdefault(tensor.name, []).extend(_Own(model.box_of(tensor), *run) for run in runs)
     with phase(comm, what) as known:
         known.said = {
             name: [name_of(runs[0].values.dtype), [(run.box, run.start, run.stop) for run in runs]]

@@ -90,7 +90,7 @@ def load_weights(
             for indices in model.lent_in_turn():
                 for tensor, name in matched.parameters:
                     for start, _, view in runs.get(tensor.index, ()) if tensor.index in indices else ():
-                        source.read_part(name, tensor.box, start, view)
+                        source.read_part(name, model.box_of(tensor), start, view)
             for buffer, name in matched.buffers:
                 flat = torch.empty(buffer.numel(), dtype=buffer.dtype, device=buffer.device)
                 source.read_into(name, 0, flat)

@@ -388,7 +388,7 @@ def read(model: CheckpointedModel, saved: Checkpoint, matched: Matched, options:
         runs = [(stored, 0, buffer.view(-1)) for buffer, stored in matched.buffers if buffer.is_contiguous()]
         for indices in model.lent_in_turn():
             runs += [
-                (stored.part(tensor.box), start, view)
+                (stored.part(model.box_of(tensor)), start, view)
                 for tensor, stored in matched.parameters
                 if tensor.index in indices
                 for start, _, view in values.get(tensor.index, ())
@@ -478,7 +478,7 @@ class _StateMaker:
                 made = {key: stored.torch_dtype for key, stored in state.elementwise.items()}
                 update.make_state(index, made, {}, filled=self._filled)
                 for key, stored in state.elementwise.items():
-                    part = stored.part(self._model.registry[index].box)
+                    part = stored.part(self._model.box_of(self._model.registry[index]))
                     runs += [(part, start, view) for start, _, view in update.state_pieces(index, key)]
         used = {out.untyped_storage().data_ptr() for _, _, out in runs}
         for stepped, entries in self._fits.items():

@@ -300,7 +300,7 @@ def match_optimizer(
         if found in by_name:
             states[tensor.index] = by_name[found]
             used.add(found)
-            if tensor.box is not None and by_name[found].whole:
+            if model.box_of(tensor) is not None and by_name[found].whole:
                 raise CheckpointError(
                     f"{path}: optimizer state {sorted(by_name[found].whole)} of {tensor.name!r} belongs to the whole "
                     f"tensor, and this rank has the box {tensor.box} of it; {_FRESH}"

@@ -9,6 +9,7 @@ from typing import Any, Protocol, TypeVar
 import torch
 from torch import nn
 
+from shardwise.boxes import Region
 from shardwise.comm.communicator import Communicator
 from shardwise.registry import HeldPart, LogicalTensor, Registry
 
@@ -25,8 +26,8 @@ def at_hand(tensors: Sequence[tuple[T, torch.Tensor]], use: Callable[[Sequence[T
 
 
 Run = tuple[int, int, torch.Tensor]
-"""(start, stop, 1-D view) of elements of a flattened parameter object, this rank's box of its logical tensor, that lie
-in this rank's memory."""
+"""(start, stop, 1-D view) of elements of a flattened box of a logical tensor (`CheckpointedModel.box_of`) that lie in
+this rank's memory."""
 
 
 class OptimizerShards(Protocol):
@@ -105,6 +106,12 @@ class CheckpointedModel(Protocol):
 
     def lent_in_turn(self) -> Iterator[Collection[int]]:
         """Yield all parameters, some at a time; values and state of these are there meanwhile, and may be written."""
+
+    def box_of(self, tensor: LogicalTensor) -> Region | None:
+        """Return the box of a tensor of which this rank's runs of values and state are; None: all of it."""
+
+    def share_changes(self) -> None:
+        """Take over values that a script has changed, wherever they are stepped (a collective)."""
 
     def value_runs(self) -> dict[int, list[Run]]:
         """Return the values that count (master weights where there are any) on this rank, by parameter.

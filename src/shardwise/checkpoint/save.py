@@ -146,6 +146,7 @@ def drafted(model: CheckpointedModel, request: SaveRequest, state: TrainingState
             begin.said = {"tag": request.tag, "draft": [draft.path, draft.token] if draft else None}
         _compare_tags(request, [said["tag"] for said in begin.heard], comm.rank)
         path, token = begin.heard[0]["draft"]
+        model.share_changes()
         with phase(comm, what) as collected:
             file = file_name(comm.rank, comm.world, token)
             part = collect(model, file, state, request.excluded, check_finite=request.check_finite)

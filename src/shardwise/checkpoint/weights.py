@@ -25,7 +25,7 @@ from shardwise.checkpoint.selection import EXTRA, extra_name
 from shardwise.checkpoint.tensorfile import Spec
 from shardwise.checkpoint.weightfiles import PICKLED, Entry, WeightFiles
 from shardwise.errors import CheckpointError, CheckpointPathError
-from shardwise.registry import HeldPart, paste
+from shardwise.registry import HeldPart, cut, paste
 
 
 @dataclass(frozen=True)
@@ -367,7 +367,8 @@ def load_state_dict(
         runs = model.value_runs()
         for indices in model.lent_in_turn():
             for index in found.keys() & set(indices):
-                flat = model.registry[index].cut(found[index].detach()).reshape(-1)
+                box, flat = model.box_of(model.registry[index]), found[index].detach()
+                flat = (flat if box is None else cut(flat, box)).reshape(-1)
                 for start, stop, view in runs.get(index, ()):
                     view.copy_(flat[start:stop])
         for buffer, tensor in plain:

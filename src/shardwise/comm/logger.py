@@ -45,6 +45,8 @@ UNKNOWN = "-"
 _WHOLE = ("all_gather", "reduce_scatter")
 _KEPT_RECORDS = 4096
 """Collectives of engines whose times are kept one by one."""
+_AT_ONCE = 256
+"""Collectives that are added up together, in a few milliseconds at most, if nobody reads before."""
 _WAITING = 4096
 """Collectives of engines that wait to be added up; of what is older, and not known to have ended, no times are known.
 """
@@ -288,7 +290,7 @@ class CommsLogger:
         self._waiting.append(ended)
         if self.file is not None:
             self.file.put(ended)
-        if self.verbose or len(self._waiting) > _WAITING:
+        if self.verbose or len(self._waiting) % _AT_ONCE == 0:
             self._add_up()
 
     def _add_up(self, *, wait: bool = False) -> None:

@@ -107,6 +107,31 @@ UNBUILT: tuple[Unbuilt, ...] = (
         _sparse,
         'remove the section, or write the mode "dense"; torch has block masks (torch.nn.attention.flex_attention)',
     ),
+    Unbuilt(
+        "tensor_parallel.kernel_inject",
+        "kernels that take the place of layers",
+        _on,
+        "switch it off; torch.nn.functional.scaled_dot_product_attention and engine.compile() choose fused kernels",
+    ),
+    Unbuilt(
+        "tensor_parallel.vocab_parallel_ce_backend",
+        "a cross entropy of Liger for split logits",
+        lambda value: value == "liger",
+        'write "torch": the library\'s own sends three numbers a token',
+    ),
+    Unbuilt(
+        "tensor_parallel.tp.mpu",
+        "a model-parallel unit inside of the configuration",
+        _given,
+        "pass it as shardwise.initialize(mpu=...)",
+    ),
+    Unbuilt(
+        "tensor_parallel.tp.tp_group",
+        "a process group inside of the configuration",
+        _given,
+        "write the number of ranks as `tensor_parallel.autotp_size`: neighbours have one copy of the model; or pass "
+        "shardwise.initialize(mpu=...)",
+    ),
     Unbuilt("pipeline.enabled", "pipeline parallelism", _on, f"remove the section; {_SHARD}"),
     Unbuilt("pipeline.stages", "pipeline parallelism", _above_one, f"remove the section; {_SHARD}"),
     *(
@@ -217,12 +242,6 @@ UNHEARD: tuple[Unheard, ...] = (
     Unheard("disable_python_gc", _on, "garbage collection is left to Python; gc.disable() in the script does it"),
     Unheard("graph_harvesting", _on, "kernels of the optimizer are not recorded as CUDA graphs"),
     Unheard("zero_optimization.enable_sanity_checks", _on, "there are no further checks to switch on"),
-    Unheard(
-        "activation_checkpointing.partition_activations",
-        _on,
-        "there is one tensor-parallel rank to split saved inputs over. The section recomputes nothing by itself, in "
-        "DeepSpeed neither: the model calls shardwise.checkpointing.checkpoint (Trainer: gradient_checkpointing=True)",
-    ),
     Unheard(
         "pipeline.activation_checkpoint_interval",
         _above_zero,

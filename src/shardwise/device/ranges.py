@@ -20,13 +20,16 @@ _NOTHING = contextlib.nullcontext()
 
 
 class Listener(Protocol):
-    """Is told of ranges."""
+    """Is told of ranges.
 
-    def around(self, what: str, unit: str, size: int) -> AbstractContextManager[Any] | None:
-        """Return what is around a range, which neither raises nor hides errors; arguments as in `named`.
+    Attributes:
+        ranges: what it is told of; None: of all. Ranges are many, and what nobody wants is not made.
+    """
 
-        None: this range is of no interest. Ranges are many, so what is returned should be made and entered cheaply.
-        """
+    ranges: frozenset[str] | None
+
+    def around(self, what: str, unit: str, size: int) -> AbstractContextManager[Any]:
+        """Return what is around a range, which neither raises nor hides errors; arguments as in `named`."""
 
     def flight(self, what: str, unit: str, size: int) -> Callable[[], None]:
         """Something has been launched; return what is to be called at its end."""
@@ -57,8 +60,8 @@ def named(what: str, unit: str = "", size: int = 0) -> AbstractContextManager[An
 
 def _heard(what: str, unit: str, size: int) -> list[AbstractContextManager[Any]]:
     """Return what listeners have around a range."""
-    found = [listener.around(what, unit, size) for listener in _listeners]
-    return [one for one in found if one is not None]
+    wanted = [listener for listener in _listeners if listener.ranges is None or what in listener.ranges]
+    return [listener.around(what, unit, size) for listener in wanted]
 
 
 def _together(contexts: list[AbstractContextManager[Any]]) -> AbstractContextManager[Any]:

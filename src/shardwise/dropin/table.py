@@ -217,10 +217,10 @@ _GROUPS = joined(
         "it is set by zero_optimization.zero_hpz_partition_size, and is the engine's own",
         "_get_zero_param_intra_parallel_group _get_zero_param_parallel_group",
     ),
-    raising(TENSOR, "set_tensor_parallel_group set_tensor_parallel_rank set_tensor_parallel_world_size"),
-    raising(TENSOR, "set_model_parallel_group set_model_parallel_rank set_model_parallel_world_size"),
     raising(
-        "the engine's group is that of `mpu`, or all ranks; it is not set",
+        "groups are those of an engine, of tp_model_init or of `mpu`; they are not set",
+        "set_tensor_parallel_group set_tensor_parallel_rank set_tensor_parallel_world_size "
+        "set_model_parallel_group set_model_parallel_rank set_model_parallel_world_size "
         "set_data_parallel_group set_data_parallel_rank set_data_parallel_world_size",
     ),
 )
@@ -278,9 +278,15 @@ _CHECKPOINTING = joined(
         "checkpoint(function, *args, **kwargs)",
         "non_reentrant_checkpoint(function, *args)",
     ),
+    functions(
+        "shardwise.recompute",
+        "get_cuda_rng_tracker()",
+        "model_parallel_cuda_manual_seed(seed)",
+        "model_parallel_reconfigure_tp_seed(seed)",
+    ),
+    classes("shardwise.recompute", "CudaRNGStatesTracker"),
     raising(
-        TENSOR,
-        "get_cuda_rng_tracker CudaRNGStatesTracker model_parallel_cuda_manual_seed model_parallel_reconfigure_tp_seed "
+        "saved inputs are divided, and put together, where autograd keeps them",
         "gather_partitioned_activations extract_tensors merge_tensors",
     ),
     raising("saved inputs are in no buffer that would have to be sized", "set_num_layers"),
@@ -291,6 +297,7 @@ _CHECKPOINTING = joined(
         "trainers that took Unsloth's offloaded checkpointing define their own when the import fails",
     ),
 )
+_DIVIDED = classes("shardwise.parallel.tensor.layers", "LinearLayer = ColumnParallel", "LinearAllreduce = RowParallel")
 _TRANSFORMER = "DeepSpeedTransformerLayer DeepSpeedTransformerConfig"
 _PIPELINE_MODULE = raising(PIPELINE, "PipelineModule LayerSpec TiedLayerSpec")
 
@@ -373,7 +380,12 @@ TABLE: dict[str, dict[str, Entry]] = {
         raising(PIPELINE, "PipelineModule PipelineEngine DualPipeVEngine DualPipeVModule"),
         raising(INFERENCE, "init_inference default_inference_config InferenceEngine DeepSpeedInferenceConfig"),
         raising(HYBRID, "DeepSpeedHybridEngine"),
-        raising(TENSOR, "tp_model_init set_autotp_mode merge_tp_model_init_into_config record_tp_model_init_args"),
+        functions("shardwise.parallel", "tp_model_init(model, tp_size, dtype, config=None)"),
+        functions(f"{_ADAPT}.tensors", "set_autotp_mode(training=False)"),
+        raising(
+            "tp_model_init() divides the model at once: nothing is recorded for a configuration",
+            "merge_tp_model_init_into_config record_tp_model_init_args",
+        ),
         raising(LAYERS, f"{_TRANSFORMER} replace_transformer_layer revert_transformer_layer"),
         functions(f"{_ADAPT}.helpers", "is_compile_supported()"),
         raising("Muon finds the matrices that it steps by itself", "set_optimizer_flags"),
@@ -677,7 +689,7 @@ TABLE: dict[str, dict[str, Entry]] = {
         ),
         functions(f"{_ADAPT}.helpers", "bwc_tensor_model_parallel_rank(mpu=None)"),
         raising(PIPELINE, "partition_uniform partition_balanced prefix_sum_inc PartitionedTensor"),
-        raising(TENSOR, "is_model_parallel_parameter"),
+        functions(f"{_ADAPT}.tensors", "is_model_parallel_parameter(p)"),
         raising("get_accelerator().memory_allocated() says it", "get_ma_status"),
         raising("CUDA graphs of optimizer kernels are not built yet", "graph_process"),
         raising(
@@ -752,9 +764,13 @@ TABLE: dict[str, dict[str, Entry]] = {
     ),
     "deepspeed.runtime.swap_tensor.partitioned_optimizer_swapper": raising(SWAPPERS, "PartitionedOptimizerSwapper"),
     "deepspeed.runtime.swap_tensor.pipelined_optimizer_swapper": raising(SWAPPERS, "PipelinedOptimizerSwapper"),
-    "deepspeed.runtime.tensor_parallel": raising(TENSOR, "AUTOTP_MODE:class TpTrainingManager TPTrainingConfig"),
-    "deepspeed.runtime.tensor_parallel.config": raising(
-        TENSOR, "AUTOTP_MODE:class TPConfig TPTrainingConfig resolve_tp_config _get_hf_tp_plan"
+    "deepspeed.runtime.tensor_parallel": joined(
+        classes("shardwise.config.schema.parallel", "TPTrainingConfig = TensorParallel"),
+        raising(TENSOR, "AUTOTP_MODE:class TpTrainingManager"),
+    ),
+    "deepspeed.runtime.tensor_parallel.config": joined(
+        classes("shardwise.config.schema.parallel", "TPTrainingConfig = TensorParallel", "TPConfig = TPSize"),
+        raising(TENSOR, "AUTOTP_MODE:class resolve_tp_config _get_hf_tp_plan"),
     ),
     "deepspeed.runtime.tensor_parallel.layers": raising(TENSOR, "ColumnParallelLinear RowParallelLinear"),
     "deepspeed.runtime.data_pipeline.data_sampling.data_analyzer": raising(
@@ -879,13 +895,19 @@ TABLE: dict[str, dict[str, Entry]] = {
     ),
     "deepspeed.module_inject": raising(
         TENSOR,
-        "replace_transformer_layer revert_transformer_layer ReplaceWithTensorSlicing GroupQuantizer LinearLayer "
-        "LinearAllreduce EmbeddingLayer Normalize DSPolicy HFBertLayerPolicy",
-    ),
-    "deepspeed.module_inject.layers": raising(
-        TENSOR,
-        "LinearLayer LinearAllreduce LmHeadLinearAllreduce EmbeddingLayer Normalize OPTEmbedding DepthwiseConv1dLayer "
-        "SubParamLinearLayer GatherReplacedLayerParams TensorParallel_Layer set_autotp_mode is_autotp_training_mode",
+        "replace_transformer_layer revert_transformer_layer ReplaceWithTensorSlicing GroupQuantizer "
+        "EmbeddingLayer Normalize DSPolicy HFBertLayerPolicy",
+    )
+    | _DIVIDED,
+    "deepspeed.module_inject.layers": joined(
+        _DIVIDED,
+        classes("shardwise.parallel.tensor.layers", "TensorParallel_Layer = Parallel"),
+        functions(f"{_ADAPT}.tensors", "set_autotp_mode(training=False)", "is_autotp_training_mode()"),
+        raising(
+            TENSOR,
+            "LmHeadLinearAllreduce EmbeddingLayer Normalize OPTEmbedding DepthwiseConv1dLayer SubParamLinearLayer "
+            "GatherReplacedLayerParams",
+        ),
     ),
     "deepspeed.module_inject.auto_tp": raising(TENSOR, "AutoTP Loading ReplaceWithTensorSlicing"),
     "deepspeed.module_inject.policy": raising(TENSOR, "DSPolicy TransformerPolicy transpose"),

@@ -18,6 +18,7 @@ from shardwise.utils.logging import logger
 
 if TYPE_CHECKING:
     from shardwise.config import Config
+    from shardwise.parallel.tensor.group import TensorGroup
 
 
 class Activations:
@@ -28,9 +29,18 @@ class Activations:
         module: whose forward passes they are; its buffers stay where they are.
         device: the engine's.
         accountant: counts the bytes on the host.
+        group: the ranks that have a copy of the model among them; None: there is one.
     """
 
-    def __init__(self, config: Config, module: nn.Module, device: torch.device, accountant: Accountant) -> None:
+    def __init__(
+        self,
+        config: Config,
+        module: nn.Module,
+        device: torch.device,
+        accountant: Accountant,
+        group: TensorGroup | None = None,
+    ) -> None:
+        self._group = group
         self._settings = Settings.of(config.activation_checkpointing)
         self._moves = config.activation_offload.enabled
         self._every = config.steps_per_print
@@ -52,7 +62,7 @@ class Activations:
     @contextlib.contextmanager
     def _around(self, given: Any) -> Any:
         moved = self._offload.around(tensors_in(given)) if self._moves else contextlib.nullcontext()
-        with following(self._settings, self._offload), moved:
+        with following(self._settings, self._offload, self._group), moved:
             yield
 
     def tell(self, steps: int, rank: int) -> None:

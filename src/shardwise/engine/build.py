@@ -36,6 +36,7 @@ from shardwise.engine.budget import make as make_budget
 from shardwise.engine.budget import wanted as budget_wanted
 from shardwise.engine.checkpointing import Checkpoints
 from shardwise.engine.engine import Engine
+from shardwise.engine.exchanges import exchanges_of
 from shardwise.engine.exhausted import Circumstances, explaining
 from shardwise.engine.experts import divide_experts
 from shardwise.engine.facts import facts_of
@@ -191,7 +192,7 @@ def initialize(
     tensors = None
     if tensor > 1:
         client = model_parallel_size(mpu) > 1 and "tensor_parallel.autotp_size" not in resolution.given
-        tensors = SharedTensors(job, lines.tensor, model, settings, client=client)
+        tensors = SharedTensors(job, lines.tensor, model, settings, data=data, client=client)
         model_parameters = tensors.exchange(optimizer, model_parameters)
     groups = divide_experts(model, settings, job, lines)
     domains = domains_of(model, domain)
@@ -205,7 +206,7 @@ def initialize(
     close_former_engine(model)
 
     # Parameters without values get them before anybody looks at them.
-    fill_meta_parameters(model, domain.ranks)
+    fill_meta_parameters(model, domains)
 
     # The optimizer is made on the user's own parameters; sharding then edits its groups in place.
     stepped = make_optimizer(settings, optimizer, model_parameters, model, device, policy.compute_dtype)
@@ -282,7 +283,7 @@ def initialize(
         interchange=Interchange(sharded, job, step),
         faults=faults,
         memory=memory,
-        activations=Activations(settings, model, device, accountant),
+        activations=Activations(settings, model, device, accountant, None if tensors is None else tensors.group),
         monitor=monitor,
         events=events,
         profiling=Profiling(sharded, settings, job, batches, step, events),
@@ -309,6 +310,8 @@ def initialize(
     timelines.begin_if_due()
     if job.rank == 0 and stepped is not None:
         logger.info("precision: %s", engine.precision_in_words())
+    if job.rank == 0 and (exchanges := exchanges_of(model, lines)):
+        logger.info("exchanges: %s", exchanges)
     if job.rank == 0 and settings.dump_state:
         logger.info("configuration: %s", json.dumps(effective(resolution), indent=2, default=str))
     return engine, stepped, batches.training_dataloader, scheduler

@@ -140,8 +140,9 @@ class Twin:
             comm = ImaginedCommunicator(world, device, rank=like.rank if like is not None else 0, like=like)
             domain = domain_of(config, comm) if grid is None else Domain(comm, grid)
             lines = RankGrid.of(world, tensor=config.tensor_parallel.size, sequence=config.sequence_parallel_size)
+            tensors = None
             if config.tensor_parallel.size > 1:
-                SharedTensors(comm, lines.tensor, twin, config)
+                tensors = SharedTensors(comm, lines.tensor, twin, config)
             divide_experts(twin, config, comm, lines)
             policy = policy_from_config(config)
             plan = Plan.of(config.zero_optimization, domain)
@@ -165,7 +166,9 @@ class Twin:
                 wires=wire_dtypes(twin, config),
             )
             self._batches = Batches(config, comm.part(lines.data, "data_parallel"), device)
-            self._activations = Activations(config, twin, device, accountant)
+            self._activations = Activations(
+                config, twin, device, accountant, None if tensors is None else tensors.group
+            )
             scaler = LossScaler.from_config(config.fp16) if scales_loss(config) else None
             self._step = TrainStep(self.sharded, config, comm, self._batches, own, None, scaler, SignalWatch())
         for module in twin.modules():

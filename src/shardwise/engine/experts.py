@@ -58,7 +58,7 @@ def release_experts(model: nn.Module, groups: Mapping[int, ExpertGroup]) -> None
 
 
 def _make_whole(layer: Divided) -> None:
-    """Take experts that were built under zero.Init out of it: ranks have different ones from here on."""
+    """Take single experts that were built under zero.Init out of it: ranks have different ones from here on."""
     if layer.ep_size == 1:
         return
     experts = layer.deepspeed_moe.experts if isinstance(layer, MoE) else layer
@@ -69,7 +69,7 @@ def _make_whole(layer: Divided) -> None:
                 "their values before shardwise.initialize(). Build the model on a CPU or device, or under zero.Init"
             )
         built = isinstance(owner_of(parameter), PartStore)
-        if not built or (isinstance(layer, MoE) and layer.listed):
+        if not built or not isinstance(layer, MoE) or layer.listed:
             continue
         values, _ = whole_values(parameter)
         disown(parameter)

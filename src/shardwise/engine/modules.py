@@ -7,7 +7,7 @@ from typing import Any
 import torch
 from torch import nn
 
-from shardwise.comm.communicator import Communicator
+from shardwise.comm.domain import Domains
 from shardwise.errors import UsageError
 from shardwise.memory import Accountant, Category
 from shardwise.utils.logging import warn_once
@@ -44,10 +44,13 @@ def close_former_engine(model: nn.Module) -> None:
         former.comm.destroy()
 
 
-def fill_meta_parameters(model: nn.Module, ranks: Communicator) -> None:
+def fill_meta_parameters(model: nn.Module, domains: Domains) -> None:
     """Give parameters on the meta device values, module by module, each of which is sharded before the next."""
-    if any(parameter.is_meta for parameter in model.parameters()):
-        shard_module(model, PartStore(ranks))
+    if not any(parameter.is_meta for parameter in model.parameters()):
+        return
+    stores = {ranks: PartStore(domain.ranks) for (ranks, _), domain in domains.others.items()}
+    everyone = PartStore(domains.main.ranks)
+    shard_module(model, everyone, lambda ranks: everyone if ranks is None else stores[ranks])
 
 
 def place_buffers(

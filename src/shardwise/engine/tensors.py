@@ -5,15 +5,15 @@ from __future__ import annotations
 from collections.abc import Sequence
 from typing import TYPE_CHECKING, Any
 
-import torch
 from torch import nn
 from torch.utils.hooks import RemovableHandle
 
 from shardwise.errors import DesyncError, UsageError
 from shardwise.parallel.sequence import across
+from shardwise.parallel.tensor.dropout import Regions, same_numbers
 from shardwise.parallel.tensor.dtensors import DTensors
-from shardwise.parallel.tensor.entry import divide_model, divided_over
-from shardwise.parallel.tensor.group import NAME, TensorGroup
+from shardwise.parallel.tensor.entry import divide_model, divided_over, let_go, take_over
+from shardwise.parallel.tensor.group import NAME, TensorGroup, fingerprint
 from shardwise.parallel.tensor.layers import Parallel
 from shardwise.parallel.tensor.marked import declare_marked
 from shardwise.trees import tensors_in
@@ -32,6 +32,7 @@ class SharedTensors:
         lines: those of each copy of the model, by their numbers in the job.
         model: its layers are divided, unless they have been before.
         config: validated; says how.
+        data: the ranks that get different samples.
         client: layers have been divided by the client and exchange by themselves; parameters are marked.
 
     Attributes:
@@ -49,6 +50,7 @@ class SharedTensors:
         model: nn.Module,
         config: Config,
         *,
+        data: Communicator | None = None,
         client: bool = False,
     ) -> None:
         before = divided_over(model)
@@ -58,7 +60,7 @@ class SharedTensors:
                 "now. Build it again"
             )
         self._part = job.part(lines, NAME)
-        self.group = TensorGroup(self._part, across(lines), self._part.rank)
+        self.group = TensorGroup(self._part, across(lines), self._part.rank, data)
         self._dtensors = DTensors(model, self.group)
         self._former: list[tuple[Parallel, TensorGroup]] = []
         if client:
@@ -67,6 +69,8 @@ class SharedTensors:
             self._former = divide_model(
                 model, self.group, config.tensor_parallel, job, experts=not config.expert_parallel.enabled
             )
+        self._client = client
+        self._regions: Regions | None = None
         self._hooks: list[RemovableHandle] = []
         self._compared = False
 
@@ -76,7 +80,12 @@ class SharedTensors:
 
     def watch(self, model: nn.Module) -> None:
         """Compare what the ranks of a copy of the model give it in the first forward pass (parameters are sharded)."""
+        take_over(self.group)
         self._dtensors.watch(ModuleHook)
+        if not self._client:  # whose layers draw as they like
+            same_numbers(self.group)
+            self._regions = Regions(model, self.group)
+            self._regions.watch(model, ModuleHook)
         self._hooks.append(model.register_forward_pre_hook(ModuleHook(self._begins), with_kwargs=True))
         self._hooks.append(model.register_forward_hook(ModuleHook(self.group.end_pass)))
 
@@ -98,7 +107,10 @@ class SharedTensors:
         for hook in self._hooks:
             hook.remove()
         self._hooks = []
+        if self._regions is not None:
+            self._regions.close()
         self._dtensors.close()
+        let_go(self.group)
         self.group.close()
         for layer, group in self._former:
             layer.group = group
@@ -113,12 +125,3 @@ def _declare_client_s(model: nn.Module, group: TensorGroup) -> None:
             "parameter.partition_dim on those of divided layers, as Megatron does; or set tensor_parallel.autotp_size, "
             "and plain layers are divided over these ranks"
         )
-
-
-def fingerprint(tensor: torch.Tensor) -> list[Any]:
-    """Return a few numbers that differ where tensors do."""
-    if not tensor.numel():
-        return [list(tensor.shape)]
-    flat = tensor.detach().reshape(-1).double()
-    weights = torch.linspace(1, 2, flat.numel(), dtype=torch.float64, device=flat.device)
-    return [list(tensor.shape), float(flat.nan_to_num() @ weights)]

@@ -24,7 +24,7 @@ from torch.utils.weak import WeakTensorKeyDictionary
 from shardwise.comm.communicator import Communicator
 from shardwise.compat import has_values
 from shardwise.errors import ConfigError, UsageError
-from shardwise.registry import declare_part
+from shardwise.registry import declare_part, narrow
 
 _experts: WeakTensorKeyDictionary = WeakTensorKeyDictionary()
 
@@ -90,6 +90,13 @@ class ExpertGroup:
         rest = list(parameter.shape[1:])
         box = [self.own(experts), *((0, size) for size in rest)]
         declare_part(parameter, ranks=self.replicas, name=name, shape=[experts, *rest], box=box)
+
+    def narrow(self, parameter: nn.Parameter) -> None:
+        """Keep this rank's experts of a parameter that has all in its first dimension, and declare them."""
+        if self.replicas is None:
+            return
+        rest = ((0, size) for size in parameter.shape[1:])
+        narrow(parameter, ranks=self.replicas, box=[self.own(len(parameter)), *rest])
 
     def sizes(self, counts: torch.Tensor, rows: int, label: str) -> tuple[list[list[int]], list[list[int]]]:
         """Return how many rows this rank sends to each rank for each of its experts, and receives from each.

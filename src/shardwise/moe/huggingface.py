@@ -109,11 +109,11 @@ class StackedExperts(Divided):
         self.group, self.path = group, path
         own = group.own(self.num_experts)
         if self._own is None:
-            for name in self._names.parameters if group.size > 1 else ():
-                parameter = self.get_parameter(name)
-                parameter.data = parameter.data[own[0] : own[1]].clone()
+            for name in self._names.parameters:
+                group.narrow(self.get_parameter(name))
             self._own = own
-        elif self._own != own and group.comm is not None and not group.comm.imagined:
+            return
+        if self._own != own and group.comm is not None and not group.comm.imagined:
             raise UsageError(
                 f"{path}: this rank has kept the experts from {self._own[0]} to {self._own[1]} and would now need "
                 f"those from {own[0]} to {own[1]}. Build the model again"

@@ -21,6 +21,8 @@ from torch.utils.checkpoint import checkpoint
 from shardwise.errors import UsageError
 from shardwise.parallel.data import IGNORED
 from shardwise.parallel.sequence import shares
+from shardwise.parallel.tensor.layers import ColumnParallel
+from shardwise.parallel.tensor.loss import words_cross_entropy
 
 TILE_BYTES = 256 << 20
 """Bytes of logits in a tile where nobody says how many tokens it has."""
@@ -78,7 +80,8 @@ def tiled_loss(
     """Return the mean cross entropy over the tokens that have a label, and their number, without all logits in memory.
 
     Args:
-        head: makes logits of (tokens, width): the model's output layer, as a module.
+        head: makes logits of (tokens, width): the model's output layer, as a module. If ranks have parts of it by words
+            (tensor parallelism), none has all logits of a tile, either.
         hidden: (rows, tokens, width), what the head gets.
         labels: (rows, tokens), of the same places: `shift_labels` of `split`.
         tiles: number of tiles; None: so many that the logits of one take about 256 MiB.
@@ -106,9 +109,15 @@ def tiled_loss(
             "(rows, tokens, width) and (rows, tokens)"
         )
     flat, wanted = hidden.flatten(0, -2), labels.flatten()
+    layer: object = head
+    divided = layer if isinstance(layer, ColumnParallel) and not layer.gives_all else None
 
     def of_tile(part: torch.Tensor, targets: torch.Tensor) -> torch.Tensor:
         logits = head(part)
+        if divided is not None:
+            return words_cross_entropy(
+                logits, targets, divided.group, divided.cut.sizes, ignore_index=ignore_index, reduction="sum"
+            )
         wide = logits.to(torch.promote_types(logits.dtype, torch.float32))
         return F.cross_entropy(wide, targets, ignore_index=ignore_index, reduction="sum")
 

@@ -10,7 +10,6 @@ from shardwise.device.ranges import listening
 
 FORWARD, BACKWARD, INNER, REDUCE, STEP = "fwd", "bwd", "bwd_inner", "bwd_allreduce", "step"
 
-_REDUCTIONS = ("reduce", "wait for reduction")
 _PENDING = 4096
 """Intervals of a device that are kept before they are added up."""
 
@@ -20,7 +19,12 @@ class Breakdown:
 
     Args:
         cuda: parts run on the current CUDA device.
+
+    Attributes:
+        ranges: see `shardwise.device.ranges.Listener`.
     """
+
+    ranges: frozenset[str] | None = frozenset({"reduce", "wait for reduction"})
 
     def __init__(self, cuda: bool) -> None:
         self._cuda = cuda
@@ -39,9 +43,9 @@ class Breakdown:
         with listening(self), self.part(BACKWARD):
             yield
 
-    def around(self, what: str, unit: str, size: int) -> Timed | None:
+    def around(self, what: str, unit: str, size: int) -> Timed:
         """See `shardwise.device.ranges.Listener`."""
-        return self.part(REDUCE) if what in _REDUCTIONS else None
+        return self.part(REDUCE)
 
     def flight(self, what: str, unit: str, size: int) -> Callable[[], None]:
         """See `shardwise.device.ranges.Listener`: nobody waits for it here."""

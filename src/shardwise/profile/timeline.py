@@ -110,7 +110,10 @@ class Recorder:
 
     Attributes:
         left_out: how many spans and collectives have come after `most`.
+        ranges: see `shardwise.device.ranges.Listener`.
     """
+
+    ranges: frozenset[str] | None = None
 
     def __init__(
         self,

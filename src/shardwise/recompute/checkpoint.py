@@ -10,7 +10,9 @@ import torch
 from torch.utils import checkpoint as torch_checkpoint
 
 from shardwise.errors import UsageError
-from shardwise.recompute.settings import Settings, in_force, mover
+from shardwise.recompute.divided import dividing
+from shardwise.recompute.generators import drawing_again, get_cuda_rng_tracker
+from shardwise.recompute.settings import Settings, in_force, mover, sharing
 from shardwise.recompute.times import TIMER
 
 
@@ -54,8 +56,11 @@ def checkpoint(function: Callable[..., Any], *args: Any, **kwargs: Any) -> Any:
 
 
 def _checkpointed(function: Callable[..., Any], args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
+    contexts: Any = (
+        {} if not (states := get_cuda_rng_tracker().get_states()) else {"context_fn": lambda: _drawing(states)}
+    )
     if not kwargs:
-        return torch_checkpoint.checkpoint(function, *args, use_reentrant=False)
+        return torch_checkpoint.checkpoint(function, *args, use_reentrant=False, **contexts)
     # torch has keyword arguments of its own, and looks for devices, whose generators it saves, among the others only.
     names = tuple(kwargs)
     count = len(args)
@@ -63,7 +68,12 @@ def _checkpointed(function: Callable[..., Any], args: tuple[Any, ...], kwargs: d
     def call(*given: Any) -> Any:
         return function(*given[:count], **dict(zip(names, given[count:], strict=True)))
 
-    return torch_checkpoint.checkpoint(call, *args, *kwargs.values(), use_reentrant=False)
+    return torch_checkpoint.checkpoint(call, *args, *kwargs.values(), use_reentrant=False, **contexts)
+
+
+def _drawing(states: dict[str, torch.Tensor]) -> tuple[Any, Any]:
+    """Return contexts of the call and of its repetition, which draws the same numbers from the tracker's states."""
+    return nullcontext(), drawing_again(states)
 
 
 def _attended(settings: Settings, function: Callable[..., Any], args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
@@ -78,7 +88,7 @@ def _attended(settings: Settings, function: Callable[..., Any], args: tuple[Any,
     if waits:
         torch.cuda.synchronize()
     # Inside of the function torch's own hooks are in force, so that no more than the inputs is moved.
-    with moved:
+    with moved, dividing(sharing() if settings.partition_activations else None):
         if settings.profile:
             name = type(function).__name__ if isinstance(function, torch.nn.Module) else _name_of(function)
             outputs = TIMER.call(name, lambda timed: _checkpointed(timed, args, kwargs), function, (args, kwargs))

@@ -1,4 +1,4 @@
-"""What scripts tell activation checkpointing; what this version does not have is refused."""
+"""What scripts tell activation checkpointing."""
 
 from __future__ import annotations
 
@@ -8,10 +8,7 @@ from typing import Any
 from shardwise.comm.api import get_world_size
 from shardwise.config import resolve
 from shardwise.config.schema.parallel import ActivationCheckpointing
-from shardwise.errors import NotBuiltError
-from shardwise.recompute.settings import Settings, let_go, set_script
-
-PARTITION = "splitting saved inputs over tensor-parallel ranks"
+from shardwise.recompute.settings import Settings, let_go, of_script, set_script, unit_of_script
 
 _configured = False
 
@@ -31,10 +28,10 @@ def configure(
     In the forward pass of an engine options are on that the script or the engine's configuration switches on.
 
     Args:
-        mpu_: model-parallel unit; None without model parallelism.
+        mpu_: model-parallel unit; None without model parallelism, or where an engine or `tp_model_init` has the groups.
         deepspeed_config: configuration (dict, path or text) whose section `activation_checkpointing` says the same
             where an argument is None.
-        partition_activations: split saved inputs over tensor-parallel ranks. Not in this version.
+        partition_activations: divide saved inputs over the ranks that have a copy of the model among them.
         contiguous_checkpointing: keep memory of the host for saved inputs from pass to pass, with `checkpoint_in_cpu`
             (where it is pinned, it always is). Without that there is nothing to do: the device's allocator uses the
             same memory in each pass.
@@ -45,37 +42,21 @@ def configure(
         profile: time the functions; `times` has the result, and an engine logs it with `steps_per_print`.
 
     Raises:
-        NotBuiltError: an option is switched on that this version does not have, or there is model parallelism.
         ConfigError: the configuration is wrong.
     """
     global _configured
     section = ActivationCheckpointing()
     if deepspeed_config is not None:
         section = resolve(deepspeed_config, world_size=_data_parallel_size(mpu_)).config.activation_checkpointing
-    if partition_activations:
-        raise NotBuiltError(
-            f"checkpointing.configure(partition_activations={partition_activations!r}): this version does not have "
-            f"{PARTITION}; pass False or leave it out"
-        )
-    if partition_activations is None and section.partition_activations:
-        raise NotBuiltError(
-            "checkpointing.configure(): activation_checkpointing.partition_activations: this version does not have "
-            f"{PARTITION}; set it to false or pass partition_activations=False"
-        )
-    size = 1 if mpu_ is None else int(mpu_.get_model_parallel_world_size())
-    if size > 1:
-        raise NotBuiltError(
-            f"checkpointing.configure(mpu_=...): its model-parallel size is {size}, and this version does not have "
-            "tensor parallelism, whose ranks draw random numbers of their own. Pass None, or a unit of size 1"
-        )
     given = {
         "checkpoint_in_cpu": checkpoint_in_cpu,
         "contiguous_checkpointing": contiguous_checkpointing,
         "synchronize": synchronize,
         "profile": profile,
+        "partition_activations": partition_activations,
     }
     told = {name: bool(value) for name, value in given.items() if value is not None}
-    set_script(replace(Settings.of(section), **told))
+    set_script(replace(Settings.of(section), **told), mpu_)
     _configured = True
 
 
@@ -98,13 +79,5 @@ def reset() -> None:
 
 
 def partition_activations_in_checkpoint(partition_activation: bool) -> None:
-    """Split saved inputs over tensor-parallel ranks from now on, or not.
-
-    Raises:
-        NotBuiltError: they are to be split, which this version cannot do.
-    """
-    if partition_activation:
-        raise NotBuiltError(
-            f"checkpointing.partition_activations_in_checkpoint({partition_activation!r}): this version does not have "
-            f"{PARTITION}; pass False or leave the call out"
-        )
+    """Divide saved inputs over the ranks that have a copy of the model among them from now on, or not."""
+    set_script(replace(of_script(), partition_activations=bool(partition_activation)), unit_of_script())

@@ -6,7 +6,8 @@ attached to the parameter, and what was said of it is forgotten with it.
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+import contextlib
+from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
 
 import torch
@@ -89,6 +90,17 @@ def declare_part(
         known,
         divisor,
     )
+
+
+@contextlib.contextmanager
+def set_aside(parameter: torch.Tensor) -> Iterator[None]:
+    """Declare nothing of a parameter inside of the block: torch exchanges no tensor to which somebody refers weakly."""
+    part = _declared.pop(parameter, None)
+    try:
+        yield
+    finally:
+        if part is not None:
+            _declared[parameter] = part
 
 
 def part_of(parameter: torch.Tensor) -> Part:

@@ -10,6 +10,7 @@ whole tensor, as one process would have it, and `local` ones what this rank stor
 
 from __future__ import annotations
 
+import math
 from collections.abc import Callable, Iterable
 from contextlib import AbstractContextManager
 
@@ -57,6 +58,14 @@ def _assemble(model: ShardedModel, index: int, runs: Iterable[Run], dtype: torch
 
 def _assemble_state(model: ShardedModel, index: int, runs: Iterable[Run], dtype: torch.dtype) -> torch.Tensor:
     """Put together what the optimizer has of a parameter, of which ranks may have the same."""
+    if model.section_of(index).layout.cut:  # one rank of all has all of the tensor
+        tensor, comm = model.registry[index], model.comm
+        numel = math.prod(tensor.global_shape)
+        flat = torch.zeros(numel + -numel % comm.world, dtype=dtype, device=model.device)
+        for start, stop, values in runs:
+            flat[start:stop] = values
+        comm.sum_large(flat, tensor.name)
+        return flat[:numel].view(tensor.global_shape)
     whole = model.section_of(index).levels.optimizer == 0
     return _assemble(model, index, model.own_runs(index, runs), dtype, whole)
 
@@ -72,7 +81,7 @@ def safe_get_full_fp32_param(parameter: torch.Tensor) -> torch.Tensor | None:
     model, index = found
     assert model.update is not None
     section = model.section_of(index)
-    model.take_changes()
+    model.share_changes()
     dtype = torch.promote_types(section.master_dtype, torch.float32)
     with _lent(model, index):
         return _assemble_state(model, index, model.update.master_pieces(index), dtype)
@@ -92,7 +101,7 @@ def safe_set_full_fp32_param(parameter: torch.Tensor, value: torch.Tensor) -> No
     assert model.update is not None
     flat = _checked(model, index, value)
     model.update.check_agreed(f"parameter {model.registry[index].name!r}")
-    model.take_changes()
+    model.share_changes()
     (unit,) = model.units_of([model.registry.parameters[index]])
     model.gatherer.let_go([unit])
     unit.finish_gather()
@@ -100,8 +109,9 @@ def safe_set_full_fp32_param(parameter: torch.Tensor, value: torch.Tensor) -> No
         model.values_of(index).copy_(flat)
         unit.store_shard()
     with _lent(model, index, written=True):
+        stepped = _as_stepped(model, index, value)
         for start, stop, master in model.update.master_pieces(index):
-            master.copy_(flat[start:stop])
+            master.copy_(stepped[start:stop])
     if unit.state is UnitState.RELEASED:
         model.publish([unit])
 
@@ -187,7 +197,8 @@ def safe_get_full_optimizer_state(parameter: torch.Tensor, optim_state_key: str)
         # Ranks that store nothing of it learn its type, too.
         known = torch.tensor([float(any(run[2].dtype is kind for run in runs)) for kind in _KINDS], device=model.device)
         # So do those with a part of which there is nothing.
-        ranks = model.comm if model.wholes.divided(index) else model.unit_of(index).domain.ranks
+        together = model.wholes.divided(index) or model.section_of(index).layout.cut
+        ranks = model.comm if together else model.unit_of(index).domain.ranks
         ranks.all_reduce(known, "optimizer_state.known").wait()
         dtype = next((kind for kind, count in zip(_KINDS, known.tolist(), strict=True) if count), None)
         if dtype is None:
@@ -206,11 +217,12 @@ def safe_set_full_optimizer_state(parameter: torch.Tensor, value: torch.Tensor, 
         return
     model, index = found
     assert model.update is not None
-    flat = _checked(model, index, value)
+    _checked(model, index, value)
     model.await_copies()
     with _lent(model, index, written=True):
+        stepped = _as_stepped(model, index, value)
         for start, stop, state in model.update.state_pieces(index, optim_state_key):
-            state.copy_(flat[start:stop])
+            state.copy_(stepped[start:stop])
     model.update.state_was_set()
 
 
@@ -245,7 +257,7 @@ def safe_set_local_fp32_param(parameter: torch.Tensor, value: torch.Tensor) -> N
         return
     model, index = found
     assert model.update is not None
-    model.take_changes()
+    model.share_changes()
     with _lent(model, index, written=True):
         _fill(model, index, [master for _, _, master in model.update.master_pieces(index)], value)
     model.publish(model.units_of([parameter]))
@@ -373,6 +385,13 @@ def _fill(model: ShardedModel, index: int, runs: list[torch.Tensor], value: torc
     flat = value.detach().to(model.device).reshape(-1)
     for run, part in zip(runs, flat.split([run.numel() for run in runs]), strict=True):
         run.copy_(part)
+
+
+def _as_stepped(model: ShardedModel, index: int, value: torch.Tensor) -> torch.Tensor:
+    """Return that of a value for a whole tensor which masters and state of a rank are runs of, flat."""
+    if model.section_of(index).layout.cut:
+        return value.detach().to(model.device).reshape(-1)
+    return _checked(model, index, value)
 
 
 def _checked(model: ShardedModel, index: int, value: torch.Tensor) -> torch.Tensor:

@@ -186,7 +186,7 @@ class UnitBuilder:
 
     def _owned(self, layout: Section) -> bool:
         """Whether the section's tensors are stepped whole, each by the rank that owns it."""
-        return layout.whole and self._owners is not None and not self._owners.replicated
+        return layout.whole and self._owners is not None and (layout.cut or not self._owners.replicated)
 
     def _fill(self, unit: Unit, section: SectionMemory) -> None:
         """Copy the initial values in; rank 0's are everybody's."""

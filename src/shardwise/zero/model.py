@@ -18,6 +18,7 @@ from typing import Any, NamedTuple, TypeVar
 import torch
 from torch import nn
 
+from shardwise.boxes import Region
 from shardwise.comm.communicator import Communicator
 from shardwise.comm.compression import Compressor
 from shardwise.comm.domain import Domains
@@ -38,7 +39,7 @@ from shardwise.memory.places import ALL_AT_HAND, Borrowed, Homes, borrowed, in_t
 from shardwise.precision.dtypes import PrecisionPolicy
 from shardwise.precision.norms import clip_coefficient
 from shardwise.precision.tensornorms import NORMS
-from shardwise.registry import HeldPart, Registry
+from shardwise.registry import HeldPart, LogicalTensor, Registry
 from shardwise.utils.logging import logger, warn_once
 from shardwise.zero.building import UnitBuilder
 from shardwise.zero.parameters.guards import Guards
@@ -62,6 +63,7 @@ from shardwise.zero.units.plan import Plan
 from shardwise.zero.units.presence import OffloadStateTypeEnum, Presence
 from shardwise.zero.units.unit import SectionMemory, Unit, UnitState
 from shardwise.zero.updates.communicated import CommunicatedUpdate
+from shardwise.zero.updates.cut import CutTensors
 from shardwise.zero.updates.early import EarlySteps
 from shardwise.zero.updates.interrupted import Interruptions
 from shardwise.zero.updates.owned import MixedUpdate, WholeUpdate
@@ -165,10 +167,6 @@ class ShardedModel:
         self.numbering = Numbering(self.registry, specs, domains, self.comm)
         self.wholes = Wholes(self.registry, self.numbering, self.comm, accountant)
         self.homes = homes
-        if optimizer is not None:
-            self.update, self.owners = self._make_update(optimizer, is_elementwise, domains)
-        places = (homes.optimizer, homes.whole, homes.gradients, homes.parameters)
-        self.interruptions = Interruptions(self.comm, on_disk=any(place.lags for place in places))
         self._check_domains(domains, compressor)
         if sparse_gradients and (compressor is not None or stepping.communicates):
             raise ConfigError(
@@ -176,9 +174,18 @@ class ShardedModel:
                 "sent of whole gradients; switch one of them off"
             )
         tables = self._tables(domains) if sparse_gradients and domain.world > 1 and optimizer is not None else set()
+        cut = {index for index, place in enumerate(self.numbering.places) if place in self.numbering.cut}
         layouts = [
-            lay_out(spec.tensors, domains.of(spec.domain).sizes, device.type, stepping.whole, tables) for spec in specs
+            lay_out(spec.tensors, domains.of(spec.domain).sizes, device.type, stepping.whole, tables, cut)
+            for spec in specs
         ]
+        if optimizer is not None:
+            parts = None
+            if stepping.whole and self.numbering.cut:
+                parts = CutTensors(self.registry, self.numbering, specs, layouts, domains, accountant)
+            self.update, self.owners = self._make_update(optimizer, is_elementwise, domains, parts)
+        places = (homes.optimizer, homes.whole, homes.gradients, homes.parameters)
+        self.interruptions = Interruptions(self.comm, on_disk=any(place.lags for place in places))
         # Until a pass has been traced, the order of the modules stands for that of execution.
         forward, backward = list(range(len(specs))), backward_order([spec.modules for spec in specs], module)
         builder = UnitBuilder(
@@ -282,7 +289,11 @@ class ShardedModel:
     # -- building ----------------------------------------------------------------------------------------------------
 
     def _make_update(
-        self, optimizer: torch.optim.Optimizer, is_elementwise: StateKind, domains: Domains
+        self,
+        optimizer: torch.optim.Optimizer,
+        is_elementwise: StateKind,
+        domains: Domains,
+        parts: CutTensors | None,
     ) -> tuple[Update, WholeUpdate | None]:
         """Return what steps the parameters, and that part of it which steps whole tensors, if there is one."""
         stepping, common = self.stepping, (optimizer, self.units, self.registry)
@@ -293,7 +304,17 @@ class ShardedModel:
         if not stepping.whole:
             return segments, None
         replicated = not self.plan.shard_optimizer
-        whole = WholeUpdate(*common, domains, *told, stepping, replicated=replicated, home=self.homes.whole)
+        whole = WholeUpdate(
+            *common,
+            domains,
+            self.numbering,
+            parts,
+            self.policy,
+            *told,
+            stepping,
+            replicated=replicated,
+            home=self.homes.whole,
+        )
         if len(stepping.whole) == len(optimizer.param_groups):
             return whole, whole
         return MixedUpdate(segments, whole), whole
@@ -325,18 +346,14 @@ class ShardedModel:
         return {t.index for t in found if t.trainable and t.numel and domains.of(t.domain).world > 1}
 
     def _check_domains(self, domains: Domains, compressor: Compressor | None) -> None:
-        """Raise where something exchanges among all ranks what only some share, or needs tensors in one piece."""
+        """Raise where something exchanges among all ranks what only some share."""
         for tensor, parameter in zip(self.registry, self.registry.parameters, strict=True):
-            if tensor.ranks is not None and isinstance(released.owner_of(parameter), PartStore):
+            owner = released.owner_of(parameter)
+            if isinstance(owner, PartStore) and not owner.agrees(parameter, tensor.ranks):
                 raise UsageError(
-                    f"parameter {tensor.name!r} is declared as a part that only some ranks have, and was built on the "
-                    "meta device or under zero.Init, which give all ranks the same values. Build its layer plainly"
-                )
-            if tensor.box is not None and tensor.group in self.stepping.whole:
-                raise ConflictError(
-                    f"parameter {tensor.name!r}: this rank has the box {tensor.box} of {list(tensor.global_shape)}, "
-                    f"and the optimizer {type(self.optimizer).__name__} steps whole tensors. Take an elementwise "
-                    "optimizer for it, or have each rank hold whole tensors"
+                    f"parameter {tensor.name!r} is declared as a part that only some ranks have, and was built under "
+                    "zero.Init, which gives all ranks the same values. Build the whole parameter there, and make it a "
+                    "part with shardwise.registry.narrow(), or build its layer outside of it"
                 )
         for asked, what in (
             (compressor is not None, "lossy gradient reduction, which exchanges what it sends among all ranks"),
@@ -497,7 +514,8 @@ class ShardedModel:
         """Take parameter values that the script has changed in place over into the master weights.
 
         Elements whose value is as it was keep the master's extra digits, except in parameters that have been loaded.
-        Those of sharded units may be changed in a `GatheredParameters` block only, at whose end this is done.
+        Those of sharded units may be changed in a `GatheredParameters` block only, at whose end this is done. Masters
+        that are on other ranks get the changes by `share_changes`.
         """
         self.await_copies()
         changed = self.guards.changed()
@@ -507,12 +525,14 @@ class ShardedModel:
             if not unit.sharded and any(tensor.index in changed for tensor in unit.tensors):
                 unit.finish_gather()
                 with self.lent([unit]):
-                    for index in self.guards.loaded.intersection(tensor.index for tensor in unit.tensors):
-                        values = self.values_of(index)
-                        for start, stop, master in self.update.master_pieces(index):
-                            master.copy_(values[start:stop])
-                    self.update.refresh(unit)
+                    self.update.refresh(unit, self.guards.loaded)
         self.guards.note()
+
+    def share_changes(self) -> None:
+        """`take_changes`, also for masters that are on other ranks than the parameters (all ranks call)."""
+        self.take_changes()
+        if self.update is not None:
+            self.update.share_changes()
 
     def coming(self) -> AbstractContextManager[None]:
         """Begin to bring what `step` needs first, which may come inside of the block."""
@@ -527,7 +547,7 @@ class ShardedModel:
         assert self.update is not None and self.optimizer is not None
         self.gatherer.let_go()
         self.finish_gathers()
-        self.take_changes()
+        self.share_changes()
         with (
             self.accountant.owning(Category.OTHER),
             self.guards.stepping(),
@@ -539,7 +559,7 @@ class ShardedModel:
             self.stepped = True
             give_back_freed_memory()  # the optimizer's state has come to stay, among buffers that have gone
         self._values_have_changed()
-        if self.plan.shard_optimizer and self.comm.world > 1:
+        if self.comm.world > 1:
             for unit in self.units:
                 unit.spread()
         self._shards_written()
@@ -732,6 +752,14 @@ class ShardedModel:
                     ]
         return runs
 
+    def box_of(self, tensor: LogicalTensor) -> Region | None:
+        """Return the box of a tensor that this rank's runs are of; None: all of it.
+
+        Where the optimizer steps whole tensors that is all, on the rank that owns it, whatever part ranks have.
+        """
+        owned = self.update is not None and self.section_of(tensor.index).layout.cut
+        return None if owned else tensor.box
+
     @contextlib.contextmanager
     def shown(self, index: int) -> Iterator[None]:
         """Let views be made of a parameter's values and state inside of the block, without there being any values."""
@@ -746,7 +774,7 @@ class ShardedModel:
         """Return the elements of each parameter that this rank saves; over all ranks each exactly once."""
         ranges: dict[int, list[tuple[int, int]]] = {}
         for index, (section, own) in self._own_pieces().items():
-            if not self.numbering.counts[index]:
+            if not self.numbering.counts[index] and not section.layout.cut:
                 ranges[index] = []  # other ranks have the same
                 continue
             alone = section.levels.optimizer == section.domain.depth
@@ -965,6 +993,8 @@ class ShardedModel:
                     unit.store_shard()
                     if self.update is not None:
                         self._take_over(unit)
+                if self.update is not None:
+                    self.update.share_changes()
         finally:
             self._shards_written()
             for unit in gathered:

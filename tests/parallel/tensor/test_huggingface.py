@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import warnings
 from collections.abc import Callable
 from typing import Any
 
@@ -11,7 +12,13 @@ import torch.distributed as dist
 from torch import nn
 
 import shardwise
-from shardwise.boxes import ranges
+from shardwise.config import resolve
+from shardwise.config.schema.parallel import TensorParallel
+from shardwise.errors import ConfigError
+from shardwise.parallel.tensor.group import TensorGroup
+from shardwise.parallel.tensor.huggingface import divide_model
+from shardwise.parallel.tensor.layers import Cut
+from shardwise.parallel.tensor.plan import Division, cuts_of
 from tests.harness import run_ranks
 from tests.parallel.tensor.tiny import FAMILIES, ROWS, alone, batch, build
 
@@ -31,13 +38,6 @@ def config(stage: int, size: int, **more: Any) -> dict[str, Any]:
         "gradient_clipping": 1e9,
         **more,
     }
-
-
-def own_part(tensor: Any, value: torch.Tensor) -> torch.Tensor:
-    """What this rank has of a whole tensor."""
-    for dim, runs in enumerate(ranges(tensor.box) if tensor.box else ()):
-        value = torch.cat([value.narrow(dim, first, end - first) for first, end in runs], dim)
-    return value
 
 
 def train(
@@ -75,17 +75,238 @@ def compare(found: list[Any], expected: Any, bound: float = 2e-5) -> float:
     for one in found:
         assert one[0] == pytest.approx(losses, rel=bound)
         assert one[1] == pytest.approx(float(norm), rel=10 * bound)
-        for name, (tensor, value) in one[2].items():
+        for name, (_tensor, value) in one[2].items():
             whole = exact[name]
-            assert (value - own_part(tensor, whole)).norm() <= bound * max(float(whole.norm()), 1.0), name
+            assert (value - whole).norm() <= bound * max(float(whole.norm()), 1.0), name
     parts = found[0][2]
-    return sum(value.numel() for _, value in parts.values()) / sum(exact[name].numel() for name in parts)
+    return sum(tensor.numel for tensor, _ in parts.values()) / sum(exact[name].numel() for name in parts)
+
+
+MAIN = ["gpt2", "llama", "t5", "bloom", "mixtral", "qwen2_moe", "phi3"]
 
 
 @pytest.mark.parametrize("stage", [0, 1, 2, 3])
-@pytest.mark.parametrize("size", [2, 3, 4])
-@pytest.mark.parametrize("family", list(FAMILIES))
+@pytest.mark.parametrize("size", [2, 4])
+@pytest.mark.parametrize("family", MAIN)
 def test_training_is_that_of_one_process(family: str, size: int, stage: int) -> None:
     found = run_ranks(train, size, family, config(stage, size))
     share = compare(found, alone(family, STEPS, 1))
-    assert share < 0.5 + 0.6 / size
+    assert share < 0.2 + 1 / size
+
+
+@pytest.mark.parametrize("stage", [0, 3])
+@pytest.mark.parametrize("size", [2, 3, 4])
+@pytest.mark.parametrize("family", [family for family in FAMILIES if family not in MAIN])
+def test_other_families(family: str, size: int, stage: int) -> None:
+    if (family, size) == ("llama untied", 3):
+        pytest.skip("two heads of keys are not shared by three ranks")
+    found = run_ranks(train, size, family, config(stage, size), 4)
+    share = compare(found, alone(family, 4, 1))
+    assert share < 0.5 + 1 / size
+
+
+def test_copies_of_the_model_that_recompute() -> None:
+    compare(run_ranks(train, 4, "qwen3", config(3, 2), STEPS, recomputing), alone("qwen3", STEPS, 2))
+
+
+def recomputing(model: nn.Module) -> nn.Module:
+    enable: Any = getattr(model, "activation_checkpointing_enable", None) or model.gradient_checkpointing_enable
+    enable()
+    return model
+
+
+def test_bf16() -> None:
+    found = run_ranks(train, 2, "llama", config(2, 2, bf16={"enabled": True}), 10)
+    losses, *_ = alone("llama", 10, 1)
+    for one in found:
+        assert one[0] == pytest.approx(losses, rel=0.02)
+
+
+def adapters(model: nn.Module, kind: str, **how: Any) -> nn.Module:
+    peft = pytest.importorskip("peft")
+    with warnings.catch_warnings():
+        warnings.simplefilter("ignore", FutureWarning)  # of transformers, for what peft asks it
+        found: nn.Module = peft.get_peft_model(model, getattr(peft, kind)(**how))
+    return found
+
+
+def with_adapters(model: nn.Module) -> nn.Module:
+    names = ["q_proj", "k_proj", "o_proj", "gate_proj", "down_proj"]
+    adapted = adapters(model, "LoraConfig", r=3, target_modules=names)
+    for name, parameter in adapted.named_parameters():
+        if "lora_B" in name:
+            nn.init.normal_(parameter, std=0.1)
+    return adapted
+
+
+@pytest.mark.parametrize("stage", [0, 3])
+def test_adapters_are_divided_with_their_layers(stage: int) -> None:
+    found = run_ranks(train, 2, "llama", config(stage, 2), STEPS, with_adapters)
+    compare(found, alone("llama", STEPS, 1, with_adapters))
+    shapes = {name.partition("layers.0.")[2]: value.shape for name, (_, value) in found[0][2].items()}
+    assert shapes["self_attn.q_proj.lora_A.default.weight"] == (3, 32)
+    assert shapes["self_attn.q_proj.lora_B.default.weight"] == (16, 3)
+    assert shapes["mlp.down_proj.lora_A.default.weight"] == (3, 12)
+
+
+@pytest.mark.parametrize("family", ["llama", "llama untied", "modernbert"])
+def test_logits_that_stay_divided(family: str) -> None:
+    settings = config(1, 2)
+    settings["tensor_parallel"] = {"autotp_size": 2, "vocab_parallel_lm_head": True}
+    compare(run_ranks(train, 2, family, settings), alone(family, STEPS, 1))
+
+
+def divided_logits() -> Any:
+    settings = config(0, 3)
+    settings["tensor_parallel"] = {"autotp_size": 3, "vocab_parallel_lm_head": True}
+    engine, *_ = shardwise.initialize(model=build("llama", vocab_size=41), config=settings)
+    given = batch("llama", 0, ROWS)
+    engine.train()
+    trained = engine(**given)
+    counted = engine(**given, num_items_in_batch=5).loss
+    engine.eval()
+    with torch.no_grad():
+        evaluated = engine(**given)
+    engine.destroy()
+    return (
+        trained.logits.shape[-1],
+        evaluated.logits.shape[-1],
+        float(trained.loss),
+        float(counted),
+        evaluated.loss.item(),
+    )
+
+
+def test_divided_logits_are_put_together_in_evaluation() -> None:
+    model = build("llama", vocab_size=41)
+    given = batch("llama", 0, ROWS)
+    loss, counted = float(model(**given).loss), float(model(**given, num_items_in_batch=5).loss)
+    found = run_ranks(divided_logits, 3)
+    assert [one[0] for one in found] == [14, 14, 13]
+    for _, whole, trained, other, evaluated in found:
+        assert whole == 41
+        assert [trained, other, evaluated] == pytest.approx([loss, counted, loss], rel=1e-5)
+
+
+RULED: dict[str, tuple[str, dict[str, Any]]] = {
+    "shape": (
+        "phi3",
+        {
+            "partition_config": {
+                "use_default_specs": False,
+                "layer_specs": [
+                    {"patterns": ["qkv_proj"], "shape": [[32, 16, 16], -1], "partition_dim": 0},
+                    {"patterns": ["gate_up_proj"], "shape": [2, -1], "partition_dim": 0},
+                    {"patterns": ["(o|down)_proj"], "partition_type": "row"},
+                ],
+            }
+        },
+    ),
+    "policy": ("llama", {"injection_policy_tuple": ["self_attn.o_proj", ["mlp.down_proj"]]}),
+    "policy of unknown names": ("bert", {"injection_policy_tuple": ["attention.output.dense", "output.dense"]}),
+    "preset": ("bloom", {"preset_model": "bloom"}),
+    "words": ("llama untied", {"partition_config": {"embedding_partition_dim": 0}, "tp": {"tp_grain_size": 8}}),
+    "skip": ("mixtral", {"partition_config": {"layer_specs": [{"patterns": ["experts"], "partition_type": "skip"}]}}),
+    "gathered": (
+        "gpt2",
+        {
+            "partition_config": {
+                "layer_specs": [
+                    {
+                        "patterns": ["c_attn"],
+                        "partition_type": "column",
+                        "gather_output": True,
+                        "model_types": ["gpt2"],
+                    },
+                    {"patterns": [r"attn\.c_proj"], "partition_type": "skip"},
+                ]
+            }
+        },
+    ),
+}
+
+
+@pytest.mark.parametrize("rules", list(RULED))
+def test_rules(rules: str) -> None:
+    family, more = RULED[rules]
+    settings = config(1, 2)
+    settings["tensor_parallel"] = {"autotp_size": 2, **more}
+    assert compare(run_ranks(train, 2, family, settings, 3), alone(family, 3, 1)) < 0.95
+
+
+def planned(family: str, size: int = 2, prepare: Callable[[nn.Module], nn.Module] = itself, **more: Any) -> Division:
+    return cuts_of(prepare(build(family)), size, TensorParallel(autotp_size=size, **more))
+
+
+def spec(pattern: str, **more: Any) -> dict[str, Any]:
+    return {"partition_config": {"layer_specs": [{"patterns": [pattern], **more}]}}
+
+
+def with_dora(model: nn.Module) -> nn.Module:
+    return adapters(model, "LoraConfig", r=2, target_modules=["q_proj"], use_dora=True)
+
+
+def with_ia3(model: nn.Module) -> nn.Module:
+    return adapters(model, "IA3Config", target_modules=["k_proj"], feedforward_modules=[])
+
+
+WRONG: dict[str, tuple[str, int, dict[str, Any], Any, list[str]]] = {
+    "heads": ("llama", 3, {}, itself, ["autotp_size", "self_attn.o_proj", "numbers that would do: 2"]),
+    "features": ("gpt2", 2, {"tp": {"tp_grain_size": 64}}, itself, ["autotp_size", "lm_head", "tp_grain_size"]),
+    "pattern": ("llama", 2, spec("k_projj"), itself, ["layer_specs[0].patterns", "'k_projj'", "self_attn.k_proj"]),
+    "shape": ("phi3", 2, spec("qkv_proj", shape=[[5, 6], -1]), itself, ["layer_specs[0].shape", "qkv_proj"]),
+    "dimension": ("phi3", 2, spec("qkv_proj", partition_dim=2), itself, ["partition_dim", "qkv_proj"]),
+    "strict": ("gpt2", 2, {"partition_config": {"strict_mode": True}}, itself, ["strict_mode", "transformer.wpe"]),
+    "policy": ("gpt2", 2, {"injection_policy_tuple": ["o_proj"]}, itself, ["injection_policy_tuple", "'o_proj'"]),
+    "preset": ("gpt2", 2, {"preset_model": "phi3"}, itself, ["preset_model", "'phi3'", "qkv_proj"]),
+    "tied": ("llama", 2, spec("embed_tokens", partition_type="skip"), itself, ["lm_head", "same weight"]),
+    "dora": ("llama", 2, {}, with_dora, ["q_proj", "use_dora"]),
+    "ia3": ("llama", 2, {}, with_ia3, ["k_proj", "ia3"]),
+    "nothing": (
+        "llama",
+        2,
+        {"partition_config": {"use_default_specs": False, "layer_specs": []}},
+        itself,
+        ["no layer of LlamaForCausalLM is divided"],
+    ),
+}
+
+
+@pytest.mark.parametrize("case", list(WRONG))
+def test_errors_name_key_and_layer(case: str) -> None:
+    family, size, more, prepare, words = WRONG[case]
+    with pytest.raises(ConfigError) as caught:
+        planned(family, size, prepare, **more)
+    assert all(word in str(caught.value) for word in words), str(caught.value)
+
+
+def test_a_loss_of_the_forward_pass_is_not_replaced() -> None:
+    division = planned("t5", vocab_parallel_lm_head=True)
+    with pytest.raises(ConfigError, match="vocab_parallel_lm_head: the loss of T5ForConditionalGeneration"):
+        divide_model(build("t5"), division, TensorGroup(None, [[0], [1]], 0))
+
+
+@pytest.mark.parametrize(
+    ("key", "value"),
+    [("kernel_inject", True), ("vocab_parallel_ce_backend", "liger"), ("tp", {"tp_group": object()})],
+)
+def test_what_is_not_built_is_refused_by_name(key: str, value: Any) -> None:
+    with pytest.raises(ConfigError, match=f"tensor_parallel.{key}"):
+        resolve({"train_batch_size": 1, "tensor_parallel": {key: value}})
+
+
+def test_old_names_of_styles() -> None:
+    """Of transformers 4.56; a plan for layers that are not known otherwise."""
+    model = build("llama")
+    for layer in model.model.layers:  # type: ignore[union-attr]
+        layer.mlp.first, layer.mlp.second = nn.Linear(8, 6), nn.Linear(6, 8)  # type: ignore[union-attr]
+    model._tp_plan = {"model.layers.*.mlp.first": "colwise_rep", "model.layers.*.mlp.second": "rowwise_rep"}
+    found = cuts_of(model, 2, TensorParallel(autotp_size=2)).layers
+    assert found["model.layers.1.mlp.first"] == Cut("column", (((0, 3),), ((3, 6),)), whole_output=True)
+    assert found["model.layers.1.mlp.second"] == Cut("row", (((0, 3),), ((3, 6),)), whole_input=True)
+
+
+def test_heads_of_keys_that_ranks_share() -> None:
+    found = planned("llama untied", 4).layers
+    assert found["model.layers.0.self_attn.q_proj"].runs == (((0, 8),), ((8, 16),), ((16, 24),), ((24, 32),))
+    assert found["model.layers.0.self_attn.k_proj"].runs == (((0, 4),), ((0, 4),), ((4, 8),), ((4, 8),))

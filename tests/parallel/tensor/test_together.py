@@ -10,6 +10,10 @@ import torch
 import torch.distributed as dist
 
 import shardwise
+from shardwise.config import resolve
+from shardwise.engine.exchanges import exchanges_of
+from shardwise.engine.ranks import RankGrid
+from shardwise.errors import ConflictError
 from shardwise.parallel import split
 from shardwise.parallel.data import complete
 from shardwise.registry import part_of
@@ -133,3 +137,50 @@ def test_training_is_that_of_one_process(kind: str, stage: int, accumulation: in
                     whole, other = (part(some[name], boxes[name], value) for some in (theirs, others))
                     limit = max(1e-6 * whole.norm(), 2 * (other - whole).norm(), 3e-7 * largest)
                     assert (value - whole).norm() <= limit, (step, name, float((value - whole).norm()), float(limit))
+
+
+def said(mesh: Mesh) -> str:
+    engine = started(mesh, 1, 1)
+    lines = RankGrid.of(mesh.world, tensor=mesh.tensor, sequence=mesh.sequence)
+    found = exchanges_of(engine.module, lines)
+    engine.destroy()
+    return found
+
+
+def test_what_a_mesh_costs_is_said() -> None:
+    assert run_ranks(said, 4, MESHES["norms, experts"])[0] == (
+        "2 ranks get samples of their own. 2 ranks have a copy of the model: 5 gathers behind norms and 3 "
+        "reduce-scatters of outputs forward, and as many backward. 2 ranks have experts: 2 all-to-alls in each of 1 "
+        "layers forward, and 2 backward"
+    )
+
+
+@pytest.mark.parametrize(
+    ("given", "message"),
+    [
+        ({"tensor_parallel": {"autotp_size": 3}}, "choose a divisor of 4, or start a multiple of 3"),
+        ({"tensor_parallel": {"autotp_size": 2}, "sequence_parallel_size": 4}, "start a multiple of 8"),
+    ],
+)
+def test_impossible_sizes_name_those_that_would_do(given: dict[str, Any], message: str) -> None:
+    with pytest.raises(ConflictError, match=message):
+        resolve({"train_micro_batch_size_per_gpu": 1, **given}, world_size=4)
+
+
+def in_half(mesh: Mesh, stage: int, precision: str) -> list[float]:
+    more: dict[str, Any] = {precision: {"enabled": True, **({"initial_scale_power": 8} if precision == "fp16" else {})}}
+    engine = started(mesh, stage, 1, **more)
+    losses = [loss for loss, *_ in steps(engine, STEPS)]
+    engine.destroy()
+    return losses
+
+
+@pytest.mark.parametrize(("kind", "stage"), [("sequence", 1), ("norms, experts", 3), ("groups", 2)])
+@pytest.mark.parametrize("precision", ["bf16", "fp16"])
+def test_half_precision_stays_near(kind: str, stage: int, precision: str) -> None:
+    """Within a few units in the last place of the losses of one process in fp64."""
+    mesh = MESHES[kind]
+    exact = [loss for loss, *_ in alone(STEPS, mesh.copies, 1, CLIP, mesh.experts > 0)]
+    near = 0.03 if precision == "bf16" else 0.005
+    for losses in run_ranks(in_half, mesh.world, mesh, stage, precision):
+        assert losses == pytest.approx(exact, rel=near)

@@ -32,6 +32,7 @@ def llama() -> nn.Module:
             num_attention_heads=4,
             num_key_value_heads=2,
             max_position_embeddings=64,
+            attn_implementation="eager",
             use_cache=False,
             tie_word_embeddings=True,
         )
@@ -41,7 +42,7 @@ def llama() -> nn.Module:
 def gpt2() -> nn.Module:
     from transformers import GPT2Config, GPT2LMHeadModel
 
-    dropouts = {"resid_pdrop": 0.0, "embd_pdrop": 0.0, "attn_pdrop": 0.0}
+    dropouts = {"resid_pdrop": 0.0, "embd_pdrop": 0.0, "attn_pdrop": 0.0, "attn_implementation": "eager"}
     return GPT2LMHeadModel(
         GPT2Config(
             vocab_size=WORDS, n_positions=64, n_embd=WIDTH, n_layer=3, n_head=4, n_inner=48, use_cache=False, **dropouts
@@ -88,6 +89,36 @@ def config(stage: int, norms: bool = True, **more: Any) -> dict[str, Any]:
         "zero_optimization": {"stage": stage, "stage3_param_persistence_threshold": 0},
         **more,
     }
+
+
+def divided_experts(stage: int, norms: bool) -> Any:
+    """A step of Mixtral whose experts are divided among the ranks at one place of all copies of the model."""
+    experts = {"enabled": True, "autoep_size": 2}
+    given = config(stage, norms, expert_parallel=experts, gradient_accumulation_steps=1)
+    engine, *_ = shardwise.initialize(model=made("mixtral"), config=given)
+    boxes = {tensor.name: tensor.box for tensor in engine.sharded.registry}
+    one = ids(engine.get_data_parallel_rank(), 9)
+    loss = engine(input_ids=one, labels=one).loss
+    engine.backward(loss)
+    grads = {name: safe_get_full_grad(parameter) for name, parameter in engine.module.named_parameters()}
+    engine.step()
+    norm = float(engine.last_step.grad_norm)
+    engine.destroy()
+    return norm, grads, boxes
+
+
+@pytest.mark.parametrize("stage", range(4))
+@pytest.mark.parametrize("norms", [False, True])
+def test_experts_that_are_divided_at_each_place(stage: int, norms: bool) -> None:
+    model = made("mixtral").double()
+    torch.stack([model(input_ids=one, labels=one).loss for one in (ids(0, 9), ids(1, 9))]).mean().backward()
+    wanted = {name: p.grad for name, p in model.named_parameters() if p.grad is not None}
+    whole = torch.stack([grad.norm() for grad in wanted.values()]).norm()
+    for norm, grads, boxes in run_ranks(divided_experts, 4, stage, norms):
+        assert norm == pytest.approx(float(whole), rel=1e-5)
+        for name, value in grads.items():
+            exact = part(wanted[name], boxes[name], value)
+            assert (value - exact).norm() <= 1e-5 * exact.norm() + 1e-6 * whole, name
 
 
 LENGTHS = (9, 6, 7, 12)

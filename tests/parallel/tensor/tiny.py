@@ -60,6 +60,10 @@ FAMILIES: dict[str, tuple[str, dict[str, Any]]] = {
         {**_BERT, "ffn_dim": 24, "word_embed_proj_dim": 32, "dropout": 0.0, "attention_dropout": 0.0},
     ),
     "bert": ("BertForMaskedLM", {**_BERT, "hidden_dropout_prob": 0.0, "attention_probs_dropout_prob": 0.0}),
+    "modernbert": (
+        "ModernBertForMaskedLM",
+        {**_BERT, "global_attn_every_n_layers": 1, "embedding_dropout": 0.0, "attention_dropout": 0.0},
+    ),
     "falcon": ("FalconForCausalLM", {**_FALCON, "multi_query": True, "new_decoder_architecture": False}),
     "falcon alibi": ("FalconForCausalLM", {**_FALCON, "multi_query": False, "alibi": True}),
     "falcon new": ("FalconForCausalLM", {**_FALCON, "new_decoder_architecture": True, "num_kv_heads": 2}),

@@ -26,38 +26,66 @@ class TPSize(ConfigSection):
     """`tensor_parallel.tp`: nested form of the tensor-parallel degree."""
 
     tp_size: Int = key(1, "Tensor-parallel degree.", ge=1)
-    tp_grain_size: Int = key(1, "Sizes of split dimensions are multiples of this.", ge=1)
-    mpu: Any = key(None, "Model-parallel unit object.")
-    tp_group: Any = key(None, "Process group of the tensor-parallel ranks.")
+    tp_grain_size: Int = key(
+        1, "Ranks have multiples of so many features of MLPs and words of heads; the last has the rest.", ge=1
+    )
+    mpu: Any = key(None, "Model-parallel unit object; pass it to `initialize(mpu=...)`.")
+    tp_group: Any = key(None, "Process group of the tensor-parallel ranks; they are neighbours.")
 
 
 class LayerSpec(ConfigSection):
     """`tensor_parallel.partition_config.layer_specs[]`: how parameters that match are split."""
 
-    patterns: Strings = key([], "Regular expressions matched on parameter names.")
+    patterns: Strings = key(
+        [], "Regular expressions found in parameter names; the names that adapters add are left out."
+    )
     partition_type: Literal["row", "column", "skip", "norm", "whole"] = key(
         "column",
-        "Dimension that is split, or skip. With sequence_parallel also norm, for norms before divided layers and the "
-        "last one, and whole, for other modules behind such norms that are not divided (then patterns may match "
+        "column: output features are split (of an embedding: words); row: input features (the width), and outputs are "
+        "summed; skip: every rank has the layer. With sequence_parallel also norm, for norms before divided layers and "
+        "the last one, and whole, for other modules behind such norms that are not divided (then patterns may match "
         "modules' names).",
     )
-    shape: Annotated[list[Any], BeforeValidator(as_list)] | None = key(None, "Shape of fused sub-parameters.")
-    partition_dim: Int | None = key(
-        None, "Dimension that is split, given directly; of norm and whole that of the tokens, null: -2."
+    shape: Annotated[list[Any], BeforeValidator(as_list)] | None = key(
+        None,
+        "Shape in which the weight is seen before it is split, for several parts in one. At `partition_dim`: a list of "
+        "the parts' sizes, or in the first dimension their number; each is split. Before it: how often they repeat.",
     )
-    model_types: Strings | None = key(None, "Model types that this rule is for; null: all.")
-    gather_output: bool = key(False, "Gather the layer's output on every rank.")
-    grad_allreduce: bool = key(False, "All-reduce the gradient of the layer's input.")
+    partition_dim: Int | None = key(
+        None,
+        "Dimension that is split, of the weight as it is stored, or of `shape`; null: as `partition_type` says. Of "
+        "norm and whole that of the tokens; null: -2.",
+    )
+    model_types: Strings | None = key(
+        None, "Values of `model_type` in the configuration of transformers' models that this rule is for; null: all."
+    )
+    gather_output: bool = key(False, "column: gather the layer's output on every rank.")
+    grad_allreduce: bool = key(
+        False,
+        "All-reduce the gradient of the layer's input.",
+        no_effect="gradients of what ranks use in different ways are always summed",
+    )
 
 
 class PartitionConfig(ConfigSection):
     """`tensor_parallel.partition_config`: rules for splitting layers."""
 
-    use_default_specs: bool = key(True, "Add the rules of the preset for this model.")
+    use_default_specs: bool = key(
+        True, "Layers that no rule matches are split as without rules; false: every rank has them."
+    )
     tp_size: Int = key(1, "Tensor-parallel degree; autotp_size wins.", ge=1)
-    embedding_partition_dim: Int = key(1, "Dimension in which embeddings are split.", ge=0)
-    lm_head_patterns: Strings = key(["lm_head", "embed_out"], "Names of output heads.")
-    strict_mode: bool = key(False, "A layer that no rule matches is an error.")
+    embedding_partition_dim: Int = key(
+        1,
+        "1: embeddings of words are split by their width; 0: by words, as those that are tied to the head always are.",
+        ge=0,
+        le=1,
+    )
+    lm_head_patterns: Strings = key(
+        ["lm_head", "embed_out"], "Regular expressions for the last parts of the names of output heads."
+    )
+    strict_mode: bool = key(
+        False, "A matrix that nothing says how to split is an error, and so is a pattern that matches none."
+    )
     layer_specs: Annotated[list[LayerSpec], BeforeValidator(as_list)] = key([], "Rules, first match wins.")
 
 
@@ -66,25 +94,45 @@ class TensorParallel(ConfigSection):
 
     enabled: bool | None = key(None, "false: ignore the sizes below.")
     autotp_size: Int = key(0, "Tensor-parallel degree; 0 or 1: off.", names=("size",), ge=0)
-    dtype: DType = key("fp16", "Type of the split parameters.")
+    dtype: DType = key(
+        "fp16",
+        "Type of the split parameters.",
+        no_effect="parts have the number types of the whole: those of `bf16`, `fp16` and `torch_autocast`",
+    )
     sequence_parallel: bool = key(
         False,
         "Between divided layers each rank has some of the tokens: norms and the residual stream take 1/size of the "
         "memory, and the same bytes are sent.",
     )
-    tp_overlap_comm: bool = key(False, "Overlap the all-reduce of the backward pass.")
+    tp_overlap_comm: bool = key(
+        False,
+        "Overlap the all-reduce of the backward pass.",
+        no_effect="layers with the same input share one sum of its gradient, which is waited for",
+    )
     tp: TPSize | None = key(None, "Nested form of the degree.", names=("tensor_parallel",))
     injection_policy_tuple: Annotated[list[Any], BeforeValidator(as_list)] | None = key(
-        None, "Names of layers whose outputs are all-reduced."
+        None,
+        "Last parts of the names of layers that are split by input features, and whose outputs are summed; the layers "
+        "that lead to these are split by output features. It stands for the model's own plan.",
     )
     preset_model: Literal["llama", "bloom", "chatglm", "mixtral", "deepseek_v2", "qwen2", "phi3"] | None = key(
-        None, "Use the rules of this model family."
+        None, "Split the blocks that are called as those of this family, and do not look at the model's own plan."
     )
     partition_config: PartitionConfig | None = key(None, "Rules for splitting layers.")
-    keep_module_on_host: bool = key(False, "Keep the unsplit module in host memory while it is split.")
+    keep_module_on_host: bool = key(
+        False,
+        "Keep the unsplit module in host memory while it is split.",
+        no_effect="a model is split where it is, and what other ranks have of a layer is freed before the next",
+    )
     kernel_inject: bool = key(False, "Replace layers by fused kernels.", names=("replace_with_kernel_inject",))
-    vocab_parallel_lm_head: bool | None = key(None, "Split the output head over the vocabulary.")
-    vocab_parallel_ce_backend: Literal["torch", "liger"] = key("torch", "Cross entropy over a split vocabulary.")
+    vocab_parallel_lm_head: bool | None = key(
+        None,
+        "true: in training logits stay split by words, and the model's loss is computed from the parts; null or false: "
+        "they are gathered.",
+    )
+    vocab_parallel_ce_backend: Literal["torch", "liger"] = key(
+        "torch", "Cross entropy of split logits; there is the library's own, which is `torch`."
+    )
 
     @property
     def size(self) -> int:

@@ -1,7 +1,7 @@
 """Process groups and ranks of a script without its engine, by DeepSpeed's getters.
 
-There are two kinds of parallelism in this version: over data, and over sequences (`shardwise.parallel`). Ranks of the
-others are 0, and there is one of them.
+Ranks may have data of their own, and share sequences or copies of the model (`shardwise.parallel`). Ranks of other
+kinds of parallelism are 0, and there is one of them.
 """
 
 from __future__ import annotations
@@ -11,7 +11,13 @@ from typing import Any
 import torch.distributed as dist
 
 from shardwise.comm.api import get_rank, get_world_size
+from shardwise.dropin.adapters.helpers import (
+    bwc_tensor_model_parallel_group,
+    bwc_tensor_model_parallel_rank,
+    bwc_tensor_model_parallel_world_size,
+)
 from shardwise.errors import UsageError
+from shardwise.parallel import current_tensors
 from shardwise.parallel.sequence import SequenceGroup, current
 
 mpu: Any = None
@@ -45,7 +51,8 @@ def get_data_parallel_group() -> Any:
         return shared.data.user_group
     if mpu is not None:
         return mpu.get_data_parallel_group()
-    return dist.group.WORLD
+    tensors = current_tensors()
+    return dist.group.WORLD if tensors is None or tensors.data is None else tensors.data.user_group
 
 
 def get_data_parallel_rank() -> int:
@@ -59,18 +66,23 @@ def get_data_parallel_world_size() -> int:
 
 
 def get_model_parallel_group() -> Any:
-    """Return the group of ranks that share a model, or None: every rank has it alone."""
-    return None if mpu is None else mpu.get_model_parallel_group()
+    """Return the group of ranks that have a copy of the model among them, or None: every rank has it alone."""
+    tensors = current_tensors()
+    if mpu is None and tensors is not None:
+        return tensors.comm.user_group
+    return bwc_tensor_model_parallel_group(mpu)
 
 
 def get_model_parallel_rank() -> int:
     """Return this process's rank in that group."""
-    return 0 if mpu is None else int(mpu.get_model_parallel_rank())
+    tensors = current_tensors()
+    return tensors.place if mpu is None and tensors is not None else bwc_tensor_model_parallel_rank(mpu)
 
 
 def get_model_parallel_world_size() -> int:
     """Return the size of that group."""
-    return 1 if mpu is None else int(mpu.get_model_parallel_world_size())
+    tensors = current_tensors()
+    return tensors.size if mpu is None and tensors is not None else bwc_tensor_model_parallel_world_size(mpu)
 
 
 def _get_sequence_parallel_group() -> Any:

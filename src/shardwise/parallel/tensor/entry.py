@@ -9,6 +9,7 @@ import torch
 import torch.distributed as dist
 from torch import nn
 
+from shardwise.comm.agreement import check_agreement
 from shardwise.comm.communicator import Communicator, members_of
 from shardwise.comm.ledger import Ledger
 from shardwise.config import load, resolve
@@ -17,7 +18,7 @@ from shardwise.parallel.sequence import across
 from shardwise.parallel.tensor import huggingface
 from shardwise.parallel.tensor.group import NAME, TensorGroup
 from shardwise.parallel.tensor.layers import Parallel
-from shardwise.parallel.tensor.plan import cuts_of
+from shardwise.parallel.tensor.plan import Division, cuts_of
 from shardwise.parallel.tensor.tokens import tokens_of
 from shardwise.registry import part_of
 
@@ -58,6 +59,8 @@ def divide_model(
     tokens = tokens_of(model, division.layers, section) if section.sequence_parallel else None
     if tokens is not None:
         division = replace(division, layers=tokens.cuts)
+    if not everybody.imagined:
+        check_agreement(everybody, facts_of(division))
     for name, parameter in huggingface.divided_parameters(model, division):
         if part_of(parameter).ranks is None and not everybody.imagined and _plain(parameter):
             everybody.broadcast(parameter.data, 0, name).wait()
@@ -65,6 +68,12 @@ def divide_model(
     if tokens is not None:
         tokens.attach(model)
     return []
+
+
+def facts_of(division: Division) -> dict[str, str]:
+    """Return what all ranks have to divide alike, by what it is."""
+    divided = {**division.layers, **division.experts, **division.vectors, **dict.fromkeys(division.summands, "summed")}
+    return {f"tensor parallelism of {path}": repr(how) for path, how in divided.items()}
 
 
 def _plain(parameter: nn.Parameter) -> bool:
@@ -76,6 +85,7 @@ def _plain(parameter: nn.Parameter) -> bool:
 # -- before there is an engine -----------------------------------------------------------------------------------------
 
 _begun: list[tuple[TensorGroup, Communicator]] = []
+_current: list[TensorGroup] = []
 _of_job: list[Any] = [None]
 
 
@@ -106,16 +116,33 @@ def begin_tensors(size: int, device: torch.device | None = None) -> TensorGroup:
         )
     everybody = Communicator(None, Ledger(), choose_device(local_rank()) if device is None else device)
     lines = [list(range(first, first + size)) for first in range(0, world, size)]
-    part = everybody if world == 1 else everybody.part(lines, NAME)
-    group = TensorGroup(part, across(lines), part.rank)
+    part, data = everybody, everybody
+    if world > 1:
+        part, data = everybody.part(lines, NAME), everybody.part(across(lines), "data_parallel")
+    group = TensorGroup(part, across(lines), part.rank, data)
     _begun.append((group, everybody))
+    _current.append(group)
     return group
 
 
 def current_tensors() -> TensorGroup | None:
-    """Return the ranks that this rank has a copy of a model with, by what `begin_tensors` has made last."""
+    """Return the ranks that have this rank's copy of a model among them: those of the youngest engine that has such.
+
+    Without an engine it is what `begin_tensors` has made; None: every rank has models of its own.
+    """
     _settle()
-    return _begun[-1][0] if _begun else None
+    return _current[-1] if _current else None
+
+
+def take_over(group: TensorGroup) -> None:
+    """Make a group the process's own, as long as an engine is open."""
+    _settle()
+    _current.append(group)
+
+
+def let_go(group: TensorGroup) -> None:
+    """Take back `take_over`."""
+    _current[:] = [other for other in _current if other is not group]
 
 
 def end_tensors() -> None:
@@ -123,6 +150,7 @@ def end_tensors() -> None:
     _settle()
     while _begun:
         group, everybody = _begun.pop()
+        let_go(group)
         group.close()
         everybody.destroy()
 
@@ -134,6 +162,7 @@ def _settle() -> None:
         for group, _ in _begun:
             group.close()
         _begun.clear()
+        _current.clear()
         _of_job[0] = default
 
 

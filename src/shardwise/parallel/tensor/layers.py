@@ -77,12 +77,16 @@ class Parallel:
 class ColumnParallel(Parallel):
     """A linear layer with some of the output features; each rank has all of the input."""
 
+    @property
+    def gives_all(self) -> bool:
+        """Whether its output is put together now."""
+        cut = self.cut
+        return cut.whole_output or (cut.whole_in_evaluation and not cast(nn.Module, self).training)
+
     def forward(self, x: torch.Tensor, *args: Any, **kwargs: Any) -> torch.Tensor:
         """Return this rank's output features, or all."""
-        group, cut = self.group, self.cut
-        y = cast(nn.Module, super()).forward(mappings.enter(x, group), *args, **kwargs)
-        whole = cut.whole_output or (cut.whole_in_evaluation and not cast(nn.Module, self).training)
-        return mappings.gather(y, group, cut.sizes) if whole else y
+        y = cast(nn.Module, super()).forward(mappings.enter(x, self.group), *args, **kwargs)
+        return mappings.gather(y, self.group, self.cut.sizes) if self.gives_all else y
 
 
 class PickedColumns(Parallel):
@@ -216,9 +220,9 @@ def divide(layer: nn.Module, cut: Cut, group: TensorGroup, path: str) -> None:
     inputs_first = linear and stores_inputs_first(layer)
     bias = layer._parameters.get("bias")
     if cut.kind == "picked":
-        for parameter in (weight, bias):
-            if parameter is not None:
-                group.declare_summands(parameter)
+        for summand in (weight, bias):
+            if summand is not None:
+                group.declare_summands(summand)
     elif cut.kind != "latent":
         dim = {"column": int(inputs_first), "row": int(not inputs_first), "words": 0, "width": 1}[cut.kind]
         narrow(weight, dim, cut, group, f"{path}.weight")

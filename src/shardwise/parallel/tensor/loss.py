@@ -7,7 +7,6 @@ from typing import Any, Literal
 
 import torch
 
-from shardwise.compat import has_values
 from shardwise.errors import UsageError
 from shardwise.parallel.tensor.group import TensorGroup
 
@@ -66,7 +65,7 @@ class _CrossEntropy(torch.autograd.Function):
         places = (labels - first).masked_fill(~here, 0).unsqueeze(-1)
         for begin in range(0, tokens, _ROWS):
             rows = slice(begin, begin + _ROWS)
-            wide = logits[rows].float()
+            wide = logits[rows].to(torch.float32, copy=True)  # and not what others have
             told[0, rows] = most = wide.amax(-1)
             told[2, rows] = wide.gather(-1, places[rows]).squeeze(-1)
             told[1, rows] = wide.sub_(most.unsqueeze(-1)).exp_().sum(-1)
@@ -74,7 +73,7 @@ class _CrossEntropy(torch.autograd.Function):
         everybody = told.new_zeros(group.size, 3, tokens)
         if group.size == 1:
             everybody[0] = told
-        elif has_values(told):
+        elif group.carries(told):
             group.comm.all_gather([(everybody.view(-1), told.view(-1))], "words_cross_entropy", kind="explicit").wait()
         most = everybody[:, 0].amax(0)
         normaliser = most + (everybody[:, 1] * (everybody[:, 0] - most).exp()).sum(0).log()
@@ -90,7 +89,7 @@ class _CrossEntropy(torch.autograd.Function):
         found = torch.empty_like(logits)
         for begin in range(0, len(logits), _ROWS):
             rows = slice(begin, begin + _ROWS)
-            wide = logits[rows].float().sub_(normaliser[rows].unsqueeze(-1)).exp_()
+            wide = logits[rows].to(torch.float32, copy=True).sub_(normaliser[rows].unsqueeze(-1)).exp_()
             wide.scatter_add_(-1, places[rows], -here[rows].unsqueeze(-1).float())
             found[rows] = wide.mul_(factor[rows])
         return found, None, None, None, None

@@ -198,7 +198,7 @@ class _Planner:
             return Cut("words", runs) if words else Cut("width", runs, whole_output=True)
         kind: Kind = "row" if rule.partition_type == "row" else "column"
         if rule.shape is None and dim is not None:
-            if dim > 1:
+            if dim not in (0, 1):
                 raise ConfigError(f"{key}.partition_dim: {layer.path}.weight has the dimensions 0 and 1, not {dim}")
             kind = "row" if (dim == 1) != stores_inputs_first(layer.module) else "column"
         features = layer.inputs if kind == "row" else layer.outputs

@@ -11,7 +11,9 @@ The random numbers drawn are those of plain construction, so that the same seed 
 from __future__ import annotations
 
 import contextlib
-from collections.abc import Iterable, Iterator
+import math
+from collections.abc import Callable, Iterable, Iterator, Sequence
+from dataclasses import dataclass
 from types import TracebackType
 from typing import Any
 
@@ -20,11 +22,22 @@ import torch.distributed as dist
 from torch import nn
 from torch.utils.weak import WeakTensorKeyDictionary
 
+from shardwise.boxes import Region, overlap, region, sizes, whole
 from shardwise.comm.communicator import Communicator
 from shardwise.comm.ledger import Ledger
 from shardwise.compat import without_overrides
 from shardwise.errors import ReleasedParameterError, UsageError
+from shardwise.registry import cut, keep_elsewhere, part_of, set_aside
 from shardwise.zero.units import released
+
+
+@dataclass(frozen=True)
+class _Narrowed:
+    """A parameter that has become a part of a tensor: the how many-th, the tensor's shape, and the part."""
+
+    number: int
+    shape: tuple[int, ...]
+    part: Region
 
 
 class PartStore:
@@ -55,6 +68,9 @@ class PartStore:
         self._home = WeakTensorKeyDictionary()
         self.names = WeakTensorKeyDictionary()
         self._current: int | None = None
+        self._narrowed = WeakTensorKeyDictionary()
+        self._boxes: list[list[Region]] = []  # of all ranks, by the number of what is narrowed
+        self._own_boxes: list[Region] = []
 
     def register(self, module: nn.Module, name: str, parameter: nn.Parameter) -> None:
         """A module gets a parameter: those of the module before are sharded now."""
@@ -64,6 +80,7 @@ class PartStore:
         self.names[parameter] = f"{name!r} of a {type(module).__name__}"
         self._home[parameter] = id(module)
         self._whole[id(parameter)] = parameter
+        keep_elsewhere(parameter, self)
 
     def _enter(self, home: int) -> None:
         if home != self._current:
@@ -86,16 +103,81 @@ class PartStore:
         mine = flat[self.comm.rank * size : (self.comm.rank + 1) * size]
         part[: mine.numel()] = mine
         self._parts[parameter] = part
+        keep_elsewhere(parameter, self)
         parameter.data = released.blank_of(parameter)
         released.adopt(parameter, self)
         released.withhold(parameter)
+
+    def narrow(self, parameter: nn.Parameter, part: Region) -> None:
+        """See `shardwise.registry.Keeper`: each rank keeps its elements of the whole tensor until they are needed."""
+        self.flush()
+        if not released.is_released(parameter):
+            self.split(parameter)  # gathered by the script
+        self._narrowed[parameter] = _Narrowed(len(self._own_boxes), tuple(parameter.shape), part)
+        self._own_boxes.append(part)
+        with without_overrides():
+            like = torch.empty((), dtype=parameter.dtype, device=parameter.device)
+            parameter.data = released.blank(like.expand(sizes(part)))
+
+    def agrees(self, parameter: nn.Parameter, ranks: Sequence[int] | None) -> bool:
+        """Whether the values that are kept are those of the part which some ranks have."""
+        return parameter in self._narrowed or len(ranks or self.comm.members) == self.comm.world
+
+    def _part_values(self, parameter: nn.Parameter, narrowed: _Narrowed) -> torch.Tensor:
+        """Bring each rank its part of a tensor (a collective), from the ranks that have runs of the whole."""
+        missing = self._own_boxes[len(self._boxes) :]
+        if missing:
+            told = self.comm.exchange(missing, "zero.Init parts")
+            self._boxes += [[region(box) for box in boxes] for boxes in zip(*told, strict=True)]
+        parts = self._boxes[narrowed.number]
+        own = self._to_travel(self._parts[parameter])
+        outer, numel, size = whole(narrowed.shape), math.prod(narrowed.shape), own.numel()
+        ranges = [(min(rank * size, numel), min((rank + 1) * size, numel)) for rank in range(self.comm.world)]
+        start, stop = ranges[self.comm.rank]
+        sent = [
+            [
+                own.as_strided(patch.shape, patch.source_strides, patch.source).reshape(-1)
+                for patch in overlap(outer, start, stop, part, 0, math.prod(sizes(part)))
+            ]
+            for part in parts
+        ]
+        values = own.new_empty(sizes(narrowed.part))
+        targets = [
+            [
+                values.as_strided(patch.shape, patch.target_strides, patch.target)
+                for patch in overlap(outer, first, end, narrowed.part, 0, values.numel())
+            ]
+            for first, end in ranges
+        ]
+        given = [run for runs in sent for run in runs]
+        message = torch.cat(given) if given else own.new_empty(0)
+        received = own.new_empty(values.numel())
+        sizes_in, sizes_out = ([sum(map(torch.numel, runs)) for runs in some] for some in (targets, sent))
+        self.comm.all_to_all(received, message, sizes_in, sizes_out, f"zero.Init part {narrowed.number}").wait()
+        into = [view for views in targets for view in views]
+        for view, run in zip(into, received.split([view.numel() for view in into]), strict=True):
+            view.copy_(run.view(view.shape))
+        return values
+
+    def of_first(self, values: torch.Tensor) -> torch.Tensor:
+        """Return the values that the first rank has (a collective)."""
+        there = self._to_travel(values.contiguous())
+        self.comm.broadcast(there, 0, "zero.Init").wait()
+        return there.to(values.device)
 
     def _to_travel(self, values: torch.Tensor) -> torch.Tensor:
         """Bring values to the device between which ranks communicate; parameters may be built elsewhere."""
         return values if self.comm.world == 1 else values.to(self.comm.device)
 
     def values(self, parameter: nn.Parameter) -> torch.Tensor:
-        """Gather the whole values (a collective); the parameter stays as it is. They may be on another device."""
+        """Gather the whole values (a collective); the parameter stays as it is. They may be on another device.
+
+        Of a parameter that has been narrowed they are those of its part.
+        """
+        narrowed = self._narrowed.get(parameter)
+        if narrowed is not None:
+            with without_overrides():
+                return self._part_values(parameter, narrowed)
         part = self._to_travel(self._parts[parameter])
         full = part.new_empty(part.numel() * self.comm.world)
         self.comm.all_gather([(full, part)], "zero.Init", kind="explicit").wait()
@@ -104,7 +186,7 @@ class PartStore:
 
     def touch(self, parameter: nn.Parameter, what: str) -> None:
         """Gather on demand while the model is being built; afterwards raise."""
-        if not self.open:
+        if not self.open or parameter in self._narrowed:
             raise ReleasedParameterError(
                 f"{what}: the values of parameter {self.names.get(parameter, '')} (shape {tuple(parameter.shape)}), "
                 f"built under zero.Init and sharded over {self.comm.world} ranks, are not here. Use `with "
@@ -127,6 +209,9 @@ class PartStore:
             like = torch.empty((), dtype=part.dtype, device=device).expand(parameter.shape)
             other = nn.Parameter(released.blank(like), requires_grad=False)
         self._parts[other] = part
+        if parameter in self._narrowed:
+            self._narrowed[other] = self._narrowed[parameter]
+        keep_elsewhere(other, self)
         self.names[other] = self.names.get(parameter, "")
         released.adopt(other, self)
         released.withhold(other)
@@ -134,8 +219,9 @@ class PartStore:
 
     def kept(self, parameter: nn.Parameter) -> int:
         """See `released.Owner`: the last ranks may have less, or nothing."""
-        size = self._parts[parameter].numel()
-        return max(0, min(size, parameter.numel() - self.comm.rank * size))
+        size, narrowed = self._parts[parameter].numel(), self._narrowed.get(parameter)
+        numel = parameter.numel() if narrowed is None else math.prod(narrowed.shape)
+        return max(0, min(size, numel - self.comm.rank * size))
 
     def converted(self, parameter: nn.Parameter, dtype: torch.dtype, device: torch.device) -> nn.Parameter | None:
         """See `released.Owner`: each rank converts its part."""
@@ -173,18 +259,31 @@ class PartStore:
         return wanted
 
     def put_back(self, parameters: Iterable[nn.Parameter], gathered: list[nn.Parameter], src: int | None) -> None:
-        """See `released.Owner`."""
+        """See `released.Owner`.
+
+        Raises:
+            UsageError: parameters have been changed that are parts of tensors.
+        """
         for parameter in gathered:
-            if src is None:
+            narrowed = parameter in self._narrowed
+            if src is None or narrowed:
                 parameter.data = released.blank_of(parameter)
                 released.withhold(parameter)
             else:
                 self.split(parameter, self.comm.group_rank(src))
+            if src is not None and narrowed:
+                raise UsageError(
+                    f"GatheredParameters(modifier_rank={src}): parameter {self.names.get(parameter, '')} has been "
+                    "built under zero.Init and is a part of a tensor. Change it before it becomes one, or after "
+                    "shardwise.initialize()"
+                )
 
     def forget(self, parameter: nn.Parameter) -> None:
         """Drop the part of a parameter that has been adopted into a unit; with the last one the process groups go."""
         self._parts.pop(parameter, None)
         self._home.pop(parameter, None)
+        self._narrowed.pop(parameter, None)
+        keep_elsewhere(parameter, None)
         released.restore(parameter)
         if self._owns_comm and not self._parts and not self.open:
             self.comm.destroy()
@@ -287,7 +386,8 @@ class Init:
         place = torch.device("cpu") if remote in ("cpu", "nvme") else None
         self._store = PartStore(comm, quantized_weights=zero_quantized_weights, owns_comm=True, place=place)
         if module is not None:
-            shard_module(module, self._store, dtype)
+            store = self._store
+            shard_module(module, store, lambda ranks: store, dtype)
 
     def __enter__(self) -> Init:
         if self._store is None:
@@ -343,8 +443,21 @@ def _shards_parameters(source: Any) -> bool:
     return stage in TABLE and bool(TABLE[stage].parameters)
 
 
-def shard_module(module: nn.Module, store: PartStore, dtype: torch.dtype | None = None) -> None:
+def shard_module(
+    module: nn.Module,
+    store: PartStore,
+    store_of: Callable[[tuple[int, ...] | None], PartStore],
+    dtype: torch.dtype | None = None,
+) -> None:
     """Shard the parameters of an existing module, one submodule at a time; meta ones are made and initialised first.
+
+    Tensors of which ranks have parts are initialised whole, as one process would; rank 0's values are everybody's.
+
+    Args:
+        module: is changed.
+        store: of all ranks.
+        store_of: returns that of the ranks which share a part; of all for None.
+        dtype: to which floating parameters are cast; None: they stay as they are.
 
     Raises:
         UsageError: a meta-device submodule has no way to initialise its parameters.
@@ -354,14 +467,21 @@ def shard_module(module: nn.Module, store: PartStore, dtype: torch.dtype | None 
         named = {p: key for key, p in child._parameters.items() if p is not None and id(p) not in done}
         own = list(named)
         done.update(id(p) for p in own)
-        if any(p.is_meta for p in own) or any(b is not None and b.is_meta for b in child._buffers.values()):
+        made = [p for p in own if p.is_meta]
+        if made or any(b is not None and b.is_meta for b in child._buffers.values()):
             materialize(module, name, child)
+        for parameter in made:
+            box = part_of(parameter).box
+            if box is not None:
+                values = store.of_first(parameter.data)
+                parameter.data = cut(values, box).clone(memory_format=torch.contiguous_format)
         for parameter in own:
             if not released.is_released(parameter):
                 if dtype is not None and parameter.is_floating_point():
                     parameter.data = parameter.data.to(dtype)
-                store.names[parameter] = repr(f"{name}.{named[parameter]}".lstrip("."))
-                store.split(parameter)
+                keeper = store_of(part_of(parameter).ranks)
+                keeper.names[parameter] = repr(f"{name}.{named[parameter]}".lstrip("."))
+                keeper.split(parameter)
 
 
 def materialize(root: nn.Module, name: str, module: nn.Module, device: torch.device | None = None) -> None:
@@ -377,7 +497,8 @@ def materialize(root: nn.Module, name: str, module: nn.Module, device: torch.dev
             values: torch.Tensor = _blank(tensor, device)
             if isinstance(tensor, nn.Parameter):
                 values = nn.Parameter(values, requires_grad=tensor.requires_grad)
-            torch.utils.swap_tensors(tensor, values)
+            with set_aside(tensor):
+                torch.utils.swap_tensors(tensor, values)
             fresh[key] = (tensor, tensor._version)
     reset = getattr(module, "reset_parameters", None) or getattr(module, "_reset_parameters", None)
     if callable(reset):
@@ -410,7 +531,9 @@ def _blank(tensor: torch.Tensor, device: torch.device) -> torch.Tensor:
 
     Version counters alone do not tell: changes through `.data` pass them by.
     """
-    values = torch.empty_like(tensor.detach(), device=device)
+    shape = part_of(tensor).shape
+    like = tensor.detach() if shape is None else tensor.detach().new_empty(shape)
+    values = torch.empty_like(like, device=device)
     if tensor.dtype in _BLANK_INTEGERS:
         return values.fill_(torch.iinfo(tensor.dtype).min + 1)
     return values.fill_(float("nan")) if tensor.is_floating_point() or tensor.is_complex() else values

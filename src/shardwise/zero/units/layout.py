@@ -93,6 +93,7 @@ class Section:
     wire_dtype: torch.dtype | None = None
     table: tuple[int, int] | None = None
     whole: bool = False
+    cut: bool = False
 
     @property
     def world(self) -> int:
@@ -156,6 +157,7 @@ def lay_out(
     device_type: str,
     whole: Collection[int] = (),
     tables: Collection[int] = (),
+    cut: Collection[int] = (),
 ) -> tuple[Section, ...]:
     """Lay the parameters of one unit out in sections; trainable sections come first.
 
@@ -165,15 +167,18 @@ def lay_out(
         device_type: `cpu`, `cuda`, ...; decides the alignment.
         whole: parameter groups whose tensors are stepped whole.
         tables: indices of trainable matrices that get a section each, because their gradients may be reduced as rows.
+        cut: indices of tensors of which ranks have different parts.
     """
-    kinds: dict[tuple[bool, str, str, bool, int], list[LogicalTensor]] = {}
+    kinds: dict[tuple[bool, str, str, bool, bool, int], list[LogicalTensor]] = {}
     for tensor in tensors:
         wire = str(tensor.wire_dtype) if tensor.trainable else ""
         alone = tensor.index if tensor.index in tables else -1
         in_whole = tensor.trainable and tensor.group in whole
-        kinds.setdefault((not tensor.trainable, str(tensor.dtype), wire, in_whole, alone), []).append(tensor)
+        in_parts = in_whole and tensor.index in cut
+        kind = (not tensor.trainable, str(tensor.dtype), wire, in_whole, in_parts, alone)
+        kinds.setdefault(kind, []).append(tensor)
     sections = []
-    for (frozen, _, _, in_whole, alone), members in sorted(kinds.items()):
+    for (frozen, _, _, in_whole, in_parts, alone), members in sorted(kinds.items()):
         align = alignment(members[0].dtype, device_type)
         members = sorted(members, key=lambda t: (-1 if t.group is None else t.group, t.index))
         slots, lanes, offset, lane_start = [], [], 0, 0
@@ -189,5 +194,5 @@ def lay_out(
         wired = None if frozen else members[0].wire_dtype
         table = None if alone < 0 else (members[0].shape[0], members[0].shape[1])
         places = tuple(slots), tuple(lanes), offset, tuple(sizes)
-        sections.append(Section(members[0].dtype, not frozen, *places, wired, table, in_whole))
+        sections.append(Section(members[0].dtype, not frozen, *places, wired, table, in_whole, in_parts))
     return tuple(sections)

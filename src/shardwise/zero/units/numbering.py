@@ -38,6 +38,9 @@ class Numbering:
             of it, one does.
         parts: what is at the place of this rank's tensors in the units of all ranks, by index: each part once, in the
             same order everywhere. None where ranks have the same tensors.
+        shapes: of all whole tensors, by place.
+        holders: the ranks that have a part of the tensor, by place.
+        cut: places of the tensors of which some rank has a part that is not all.
 
     Raises:
         DesyncError: ranks have units that do not correspond.
@@ -55,6 +58,9 @@ class Numbering:
         self.places = list(range(len(registry)))
         self.counts = [True] * len(registry)
         self.parts: list[tuple[HeldPart, ...]] | None = None
+        self.shapes = [tensor.global_shape for tensor in registry]
+        self.holders = [list(range(job.world)) for _ in registry]
+        self.cut: set[int] = set()
         if not domains.others and all(tensor.box is None for tensor in registry):
             return
         kinds = list(domains.others)
@@ -82,6 +88,13 @@ class Numbering:
         self.places = [place[tensor.name] for tensor in registry]
         mine = told[job.rank][1]
         self.counts = [first[repr((name, box))] == ranks for name, box, ranks, _ in mine]
+        shapes = {name: tuple(whole) for _, name, _, _, whole in tensors}
+        self.shapes = [shapes[name] for name in self.names]
+        self.holders = [[] for _ in self.names]
+        for rank, name, box, *_ in tensors:
+            self.holders[place[name]].append(rank)
+            if box is not None:
+                self.cut.add(place[name])
         self.parts = [()] * len(registry)
         for number, index in enumerate(order):
             self.parts[index] = _at_one_place(

@@ -9,7 +9,7 @@ usual; gradients that are divided (stages 2 and 3) are no use to it.
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterable, Mapping, Sequence
+from collections.abc import Callable, Collection, Iterable, Mapping, Sequence
 from dataclasses import dataclass, field
 from typing import Any, Protocol
 
@@ -258,14 +258,14 @@ class CommunicatedUpdate(SegmentUpdate):
             section.publish()
         self._hold_all()
 
-    def refresh(self, unit: Unit) -> None:
-        """Take over changed parameter values.
+    def refresh(self, unit: Unit, loaded: Collection[int] = ()) -> None:
+        """See `Update.refresh`.
 
         Raises:
             UsageError: ranks have parameters of their own at the moment.
         """
         self.check_agreed(f"parameters of unit {unit.name!r}")
-        super().refresh(unit)
+        super().refresh(unit, loaded)
 
     def check_agreed(self, what: str) -> None:
         """Refuse to change parameters of which every rank has its own.

@@ -1,14 +1,15 @@
 """Stepping whole tensors, each on the rank that owns it: optimizers like Muon and Adafactor.
 
 Owners are chosen so that elements (or what the optimizer names as cost) are balanced; gradients travel to the owner and
-updated values back by all-to-all. No rank holds all.
+updated values back by all-to-all. No rank holds all. A tensor of which ranks have different parts is owned by one of
+all ranks (`shardwise.zero.updates.cut`), at every stage.
 """
 
 from __future__ import annotations
 
 import contextlib
 import math
-from collections.abc import Callable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Collection, Iterable, Iterator, Mapping, Sequence
 from contextlib import AbstractContextManager
 from typing import Any
 
@@ -16,10 +17,14 @@ import torch
 from torch import nn
 
 from shardwise.comm.domain import Domains
+from shardwise.errors import UsageError
 from shardwise.memory import Accountant, Category
 from shardwise.memory.places import ON_DEVICE, Borrowed, Loans, StateHome, borrowed, tier_in_use, unwritten
-from shardwise.registry import Registry
+from shardwise.precision.dtypes import PrecisionPolicy
+from shardwise.registry import LogicalTensor, Registry
+from shardwise.zero.units.numbering import Numbering
 from shardwise.zero.units.unit import SectionMemory, Unit
+from shardwise.zero.updates.cut import CutTensors
 from shardwise.zero.updates.segments import SegmentUpdate
 from shardwise.zero.updates.update import (
     ReducedUpdate,
@@ -36,10 +41,15 @@ from shardwise.zero.updates.update import (
 )
 
 
-def owners(costs: Sequence[float], world: int) -> list[int]:
+def owners(costs: Sequence[float], world: int, among: Mapping[int, Sequence[int]] | None = None) -> list[int]:
     """Return the rank that each of some things is given to: the dearest first, always to the rank that has least.
 
     No rank gets more than the mean and the dearest one (Graham, "Bounds on multiprocessing timing anomalies", 1969).
+
+    Args:
+        costs: of the things.
+        world: number of ranks.
+        among: ranks that may have a thing, by its place; those that are not in it all may.
 
     Example:
         >>> owners([1, 5, 2, 2], 2)
@@ -48,7 +58,8 @@ def owners(costs: Sequence[float], world: int) -> list[int]:
     load = [0.0] * world
     found = [0] * len(costs)
     for place in sorted(range(len(costs)), key=lambda place: (-costs[place], place)):
-        found[place] = min(range(world), key=lambda rank: (load[rank], rank))
+        able = range(world) if among is None else among.get(place, range(world))
+        found[place] = min(able, key=lambda rank: (load[rank], rank))
         load[found[place]] += costs[place]
     return found
 
@@ -61,6 +72,9 @@ class WholeUpdate(ReducedUpdate):
         units: all units.
         registry: the logical tensors.
         domains: of the parameters; each tensor is owned by a rank of its own.
+        numbering: of all ranks' tensors.
+        parts: those of which ranks have different parts; None: there are none.
+        policy: dtypes.
         accountant: is told about masters and state.
         is_elementwise: whether a state entry (value, elements of its parameter, name) has one value per element.
         stepping: which groups are stepped whole, and what that costs.
@@ -69,6 +83,8 @@ class WholeUpdate(ReducedUpdate):
 
     Attributes:
         loans: lend these.
+        owner: of each tensor, by index: a rank of those that have it, and of all ranks if they have parts of it.
+        cut: indices of the latter.
     """
 
     def __init__(
@@ -77,6 +93,9 @@ class WholeUpdate(ReducedUpdate):
         units: Sequence[Unit],
         registry: Registry,
         domains: Domains,
+        numbering: Numbering,
+        parts: CutTensors | None,
+        policy: PrecisionPolicy,
         accountant: Accountant,
         is_elementwise: StateKind,
         stepping: Stepping,
@@ -92,22 +111,53 @@ class WholeUpdate(ReducedUpdate):
         self.loans = Loans(home, accountant, "whole tensors")
         self._tier = tier_in_use(home)
         self._is_elementwise = is_elementwise
+        self._parts = parts
+        self._policy = policy
+        self.cut: Collection[int] = () if parts is None else parts.places.keys()
         stepped = [tensor for tensor in registry if tensor.trainable and tensor.group in stepping.whole]
-        cost = stepping.cost or math.prod
         self.owner: dict[int, int] = {}
-        for domain in dict.fromkeys(tensor.domain for tensor in stepped):
-            shared, comm = [tensor for tensor in stepped if tensor.domain == domain], domains.of(domain).ranks
-            chosen = owners([float(cost(tensor.shape)) for tensor in shared], comm.world)
-            self.owner.update(
-                (tensor.index, comm.rank if self.replicated else rank)
-                for tensor, rank in zip(shared, chosen, strict=True)
-            )
+        uncut = [tensor for tensor in stepped if tensor.index not in self.cut]
+        self._choose_owners(uncut, domains, numbering, stepping.cost or math.prod)
         self.masters: dict[int, nn.Parameter] = {}
+        self._arriving: dict[int, torch.Tensor] = {}
+        self._changed: set[int] = set()  # parts whose owners have not heard of it
+        self._loaded: set[int] = set()
         self._stepped = False
+
+    def _choose_owners(
+        self,
+        stepped: Sequence[LogicalTensor],
+        domains: Domains,
+        numbering: Numbering,
+        cost: Callable[[Sequence[int]], float],
+    ) -> None:
+        """Choose them among the ranks that share a tensor; of parts, together with those that all ranks share."""
+        for domain in dict.fromkeys([None, *(tensor.domain for tensor in stepped)]):
+            shared, comm = [tensor for tensor in stepped if tensor.domain == domain], domains.of(domain).ranks
+            costs = [float(cost(tensor.shape)) for tensor in shared]
+            if self.replicated:
+                self.owner.update((tensor.index, comm.rank) for tensor in shared)
+                shared, costs = [], []
+            among = {}
+            cut = [] if domain is not None or self._parts is None else self._parts.known
+            for place in cut:
+                among[len(costs)] = numbering.holders[place]
+                costs.append(float(cost(numbering.shapes[place])))
+            chosen = owners(costs, comm.world, among)
+            self.owner.update((tensor.index, rank) for tensor, rank in zip(shared, chosen, strict=False))
+            if domain is None and self._parts is not None:
+                owned = dict(zip(cut, chosen[len(shared) :], strict=True))
+                self._parts.own(owned)
+                for index, place in self._parts.places.items():
+                    self.owner[index] = owned.get(place, numbering.holders[place][0])  # of nothing the first
 
     def capture(self, unit: Unit) -> None:
         """Copy the masters of the tensors this rank owns (views, where nothing is sharded and the dtype is right)."""
-        for section in _whole(unit):
+        if self._parts is not None:
+            dtype_of = self._policy.master_dtype
+            for index, values in self._gather(unit, self._parts, _initial, dtype_of, f"{unit.name}.masters"):
+                self._own(index, values)
+        for section in _uncut(unit):
             for slot in section.layout.slots:
                 if self.owner[slot.index] != section.domain.ranks.rank:
                     continue
@@ -121,12 +171,62 @@ class WholeUpdate(ReducedUpdate):
                 if not self.replicated:
                     self.loans.keep(Category.MASTER, values)
 
+    def _own(self, index: int, values: torch.Tensor) -> None:
+        """Take the values of a tensor of which this rank has a part."""
+        self.masters[index] = nn.Parameter(values.view(self.registry[index].global_shape))
+        self.loans.keep(Category.MASTER, values)
+
+    def _gather(
+        self,
+        unit: Unit,
+        parts: CutTensors,
+        read: Callable[[SectionMemory], torch.Tensor],
+        dtype_of: Callable[[torch.dtype], torch.dtype],
+        label: str,
+        category: Category | None = None,
+    ) -> Iterator[tuple[int, torch.Tensor]]:
+        """Bring what ranks have of a unit together; yield the indices of what is whole now, with all values.
+
+        Args:
+            unit: see `CutTensors.gather`.
+            parts: the tensors.
+            read: see `CutTensors.gather`.
+            dtype_of: in which values travel and arrive, by dtype of the parameters.
+            label: see `CutTensors.gather`.
+            category: of what arrives; None: it is counted by whoever takes it.
+        """
+
+        def into(index: int) -> torch.Tensor:
+            found = self._arriving.get(index)
+            if found is None:
+                tensor = self.registry[index]
+                dtype, numel = dtype_of(tensor.dtype), math.prod(tensor.global_shape)
+                found = self._arriving[index] = torch.empty(numel, dtype=dtype, device=parts.job.device)
+                if category is not None:
+                    self._accountant.hold(category, found)
+            return found
+
+        parts.gather(unit, read, into, dtype_of, label)
+        for index in parts.completed_by(unit):
+            yield index, self._arriving.pop(index)
+
     def bind(self) -> None:
         """Put the owned masters into the optimizer's groups."""
         bind(self.optimizer, [self])
 
     def place(self, members: list[list[nn.Parameter]], old_state: dict[int, dict[str, Any]]) -> None:
-        """Add the owned masters to the members of each group, and give them what state their parameters had."""
+        """Add the owned masters to the members of each group, and give them what state their parameters had.
+
+        Raises:
+            UsageError: that is the state of a part, of which the owner would need that of all of the tensor.
+        """
+        for index in self.cut:
+            if old_state.get(id(self.registry.parameters[index])):
+                raise UsageError(
+                    f"the optimizer {type(self.optimizer).__name__} steps whole tensors, and has state for "
+                    f"{self.registry[index].name!r}, of which this rank has the box {self.registry[index].box} only. "
+                    "Pass one without state, and load a checkpoint"
+                )
         for index in sorted(self.masters):
             group = self.registry[index].group
             assert group is not None
@@ -203,7 +303,7 @@ class WholeUpdate(ReducedUpdate):
         with contextlib.ExitStack() as lent:
             if self.replicated:
                 for unit in self.units:
-                    for section in _whole(unit):
+                    for section in _uncut(unit):
                         lent.enter_context(section.lending_gradient())
             try:
                 for unit in self.units:
@@ -213,16 +313,44 @@ class WholeUpdate(ReducedUpdate):
                 for master in self.masters.values():
                     master.grad = None
 
-    def refresh(self, unit: Unit) -> None:
-        """Take over changed parameter values; unchanged elements keep the master's extra digits."""
+    def refresh(self, unit: Unit, loaded: Collection[int] = ()) -> None:
+        """See `Update.refresh`: of tensors that are cut this is noted, for `share_changes`."""
         for section in _whole(unit):
             for slot in section.layout.slots:
+                if section.layout.cut:
+                    self._changed.add(slot.index)
+                    self._loaded |= {slot.index}.intersection(loaded)
+                    continue
                 master = self.masters.get(slot.index)
-                if master is not None and not (self.replicated and section.master_is_parameter):
-                    take_changes(_flat(master.detach()), section.full[slot.offset : slot.offset + slot.numel])
+                if master is None or (self.replicated and section.master_is_parameter):
+                    continue
+                values = section.full[slot.offset : slot.offset + slot.numel]
+                if slot.index in loaded:
+                    _flat(master.detach()).copy_(values)
+                else:
+                    take_changes(_flat(master.detach()), values)
+
+    def share_changes(self) -> None:
+        """See `Update.share_changes`."""
+        if self._parts is None:
+            return
+        changed, loaded = self._parts.agreed(self._changed, self._loaded)
+        self._changed, self._loaded = set(), set()
+        units = [self.units[number] for number in self._parts.units_of(changed)]
+        borrowing = [(loans, False) for unit in units for section in _whole(unit) for loans in section.away]
+        with borrowed([*self.borrowing(), *borrowing] if units else []):
+            for unit in units:
+                label = f"{unit.name}.changes"
+                for index, values in self._gather(unit, self._parts, _own_values, _as_it_is, label, Category.BUFFERS):
+                    place, master = self._parts.places[index], _flat(self.masters[index].detach())
+                    if place in loaded:
+                        master.copy_(values)
+                    elif place in changed:
+                        take_changes(master, values)
+        self._arriving.clear()  # of tensors that have not been changed, the parts that came along
 
     def _collect(self, unit: Unit) -> None:
-        for section in _whole(unit):
+        for section in _uncut(unit):
             if self.replicated:
                 for slot in section.layout.slots:
                     master = self.masters[slot.index]
@@ -238,24 +366,39 @@ class WholeUpdate(ReducedUpdate):
                 self._accountant.hold(Category.GRADIENTS, gradient)
             sends, receives = self._routes(section, whole.__getitem__, section.own_gradient)
             self._exchange(section, receives, sends, section.accumulate_dtype, f"{unit.name}.gradients")
-            for index, gradient in whole.items():
-                master = self.masters[index]
-                master.grad = as_gradient(gradient.view(master.shape), master, self._accountant)
+            self._give(whole)
+        if self._parts is not None:
+            dtype_of, label = self._policy.accumulation_dtype, f"{unit.name}.gradients"
+            self._give(dict(self._gather(unit, self._parts, _gradient, dtype_of, label, Category.GRADIENTS)))
+
+    def _give(self, gradients: Mapping[int, torch.Tensor]) -> None:
+        """Give masters their gradients."""
+        for index, gradient in gradients.items():
+            master = self.masters[index]
+            master.grad = as_gradient(gradient.view(master.shape), master, self._accountant)
 
     def _distribute(self, unit: Unit) -> None:
-        for section in _whole(unit):
+        for section in _uncut(unit):
             if self.replicated:
                 section.publish()
                 continue
-            values = {
-                slot.index: _flat(self.masters[slot.index].detach()).to(section.layout.dtype)
-                for slot in section.layout.slots
-                if slot.index in self.masters
-            }
-            for value in values.values():
-                self._accountant.hold(Category.BUFFERS, value)
+            values = self._rounded(slot.index for slot in section.layout.slots)
             receives, sends = self._routes(section, values.__getitem__, section.own_values)
             self._exchange(section, receives, sends, section.layout.dtype, f"{unit.name}.updates")
+        if self._parts is not None:
+            values = self._rounded(self._parts.owned_of(unit))
+            self._parts.spread(unit, values.__getitem__, _own_values, f"{unit.name}.updates")
+
+    def _rounded(self, indices: Iterable[int]) -> dict[int, torch.Tensor]:
+        """Return the owned ones of some masters in the dtypes of their parameters."""
+        found = {
+            index: _flat(self.masters[index].detach()).to(self.registry[index].dtype)
+            for index in indices
+            if index in self.masters
+        }
+        for values in found.values():
+            self._accountant.hold(Category.BUFFERS, values)
+        return found
 
     def _exchange(
         self,
@@ -341,8 +484,9 @@ class WholeUpdate(ReducedUpdate):
 
     def own_masters(self) -> Iterator[tuple[torch.Tensor, StateHome]]:
         """See `Update.own_masters`: where every rank steps everything they belong to sections."""
-        for master in self.masters.values() if not self.replicated else ():
-            yield master.detach(), self.loans.home
+        for index, master in self.masters.items():
+            if not self.replicated or index in self.cut:
+                yield master.detach(), self.loans.home
 
     def own_state(self) -> Iterator[tuple[torch.Tensor, StateHome]]:
         """See `Update.own_state`."""
@@ -353,7 +497,7 @@ class WholeUpdate(ReducedUpdate):
     def take_new_views(self) -> None:
         """See `Update.take_new_views`."""
         for unit in self.units if self.replicated else ():
-            for section in _whole(unit):
+            for section in _uncut(unit):
                 if section.master_is_parameter and not section.sharded and section.master is not None:
                     for slot in section.layout.slots:
                         values = section.master[slot.offset : slot.offset + slot.numel]
@@ -410,10 +554,14 @@ class MixedUpdate(ReducedUpdate):
         self.segments.end_step()
         self.whole.end_step()
 
-    def refresh(self, unit: Unit) -> None:
+    def refresh(self, unit: Unit, loaded: Collection[int] = ()) -> None:
         """See `Update.refresh`."""
-        self.segments.refresh(unit)
-        self.whole.refresh(unit)
+        self.segments.refresh(unit, loaded)
+        self.whole.refresh(unit, loaded)
+
+    def share_changes(self) -> None:
+        """See `Update.share_changes`."""
+        self.whole.share_changes()
 
     def master_ranges(self, index: int) -> list[tuple[int, int]]:
         """See `Update.master_ranges`."""
@@ -468,6 +616,26 @@ class MixedUpdate(ReducedUpdate):
 
 def _whole(unit: Unit) -> list[SectionMemory]:
     return [section for section in unit.trainable if section.layout.whole]
+
+
+def _uncut(unit: Unit) -> list[SectionMemory]:
+    return [section for section in _whole(unit) if not section.layout.cut]
+
+
+def _initial(section: SectionMemory) -> torch.Tensor:
+    return section.source[slice(*section.own_range)]
+
+
+def _gradient(section: SectionMemory) -> torch.Tensor:
+    return section.own_gradient
+
+
+def _own_values(section: SectionMemory) -> torch.Tensor:
+    return section.own_values
+
+
+def _as_it_is(dtype: torch.dtype) -> torch.dtype:
+    return dtype
 
 
 def _flat(tensor: torch.Tensor | None) -> torch.Tensor:

@@ -9,7 +9,7 @@ from __future__ import annotations
 
 import contextlib
 import copy
-from collections.abc import Iterable, Iterator, Mapping, Sequence
+from collections.abc import Collection, Iterable, Iterator, Mapping, Sequence
 from contextlib import AbstractContextManager
 from dataclasses import replace
 from functools import cached_property
@@ -431,11 +431,17 @@ class SegmentUpdate(ReducedUpdate):
             fits = gradient.dtype is segment.dtype or getattr(segment, "grad_dtype", None) is gradient.dtype
             segment.grad = gradient if fits else as_gradient(gradient, segment, self._accountant)
 
-    def refresh(self, unit: Unit) -> None:
-        """Take over changed parameter values; unchanged elements keep the master's extra digits."""
+    def refresh(self, unit: Unit, loaded: Collection[int] = ()) -> None:
+        """See `Update.refresh`."""
         for section in unit.trainable:
             if section.master is not None and not section.master_is_parameter and not section.layout.whole:
-                take_changes(section.master, section.full[section.master_start : section.master_stop])
+                values = section.full[section.master_start : section.master_stop]
+                pieces = section.layout.pieces(section.master_start, section.master_stop) if loaded else ()
+                for piece in pieces:
+                    if piece.index in loaded:
+                        own = slice(piece.offset, piece.offset + piece.stop - piece.start)
+                        section.master[own].copy_(values[own])
+                take_changes(section.master, values)
 
     def master_ranges(self, index: int) -> list[tuple[int, int]]:
         """See `Update.master_ranges`."""

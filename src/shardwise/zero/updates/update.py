@@ -8,7 +8,7 @@ instance is kept: its parameter groups are edited in place and state that it alr
 from __future__ import annotations
 
 import contextlib
-from collections.abc import Callable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Collection, Iterator, Mapping, Sequence
 from contextlib import AbstractContextManager
 from dataclasses import dataclass
 from typing import Any, Protocol
@@ -76,8 +76,14 @@ class Update(Protocol):
     def end_step(self) -> None:
         """The step is over: the next one begins anew."""
 
-    def refresh(self, unit: Unit) -> None:
-        """Take over parameter values of a gathered unit that somebody has changed."""
+    def refresh(self, unit: Unit, loaded: Collection[int] = ()) -> None:
+        """Take over parameter values of a gathered unit that somebody has changed.
+
+        Elements whose value is as it was keep the master's extra digits, except in the parameters `loaded`.
+        """
+
+    def share_changes(self) -> None:
+        """Bring changes to masters that are on ranks which `refresh` does not reach (all ranks call)."""
 
     def master_ranges(self, index: int) -> list[tuple[int, int]]:
         """Return (start, stop) of the runs of a parameter of which the master is stored on this rank."""
@@ -164,6 +170,9 @@ class ReducedUpdate:
 
     def end_step(self) -> None:
         """See `Update.end_step`."""
+
+    def share_changes(self) -> None:
+        """See `Update.share_changes`: masters are where their parameters are."""
 
     def check_agreed(self, what: str) -> None:
         """See `Update.check_agreed`: all ranks have the same parameters."""

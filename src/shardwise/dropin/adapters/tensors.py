@@ -1,0 +1,32 @@
+"""Tensor parallelism under DeepSpeed's names."""
+
+from __future__ import annotations
+
+from typing import Any
+
+from shardwise.errors import UsageError
+from shardwise.parallel.tensor.marked import is_marked
+from shardwise.registry import part_of
+
+
+def set_autotp_mode(training: bool = False) -> None:
+    """Say that layers are divided for training; taken from existing code, as they are divided in one way.
+
+    Raises:
+        UsageError: they should be divided by an inference engine.
+    """
+    if not training:
+        raise UsageError(
+            "set_autotp_mode(training=False): there is no inference engine that divides layers. Pass training=True; a "
+            "divided model can be called without gradients, too"
+        )
+
+
+def is_autotp_training_mode() -> bool:
+    """Whether layers are divided for training: always."""
+    return True
+
+
+def is_model_parallel_parameter(p: Any) -> bool:
+    """Whether other ranks of this rank's copy of the model have other parts of a parameter."""
+    return is_marked(p) or part_of(p).box is not None

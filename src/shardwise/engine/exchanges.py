@@ -1,0 +1,41 @@
+"""What ranks that share tensors, sequences or experts exchange in every pass, in words."""
+
+from __future__ import annotations
+
+from typing import TYPE_CHECKING
+
+from torch import nn
+
+from shardwise.moe.exchange import Divided
+from shardwise.parallel.tensor.layers import NormParallel, Parallel, RowParallel
+
+if TYPE_CHECKING:
+    from shardwise.engine.ranks import RankGrid
+
+
+def exchanges_of(model: nn.Module, lines: RankGrid) -> str:
+    """Return what a forward and backward pass of a model exchanges, beside ZeRO's gathers and reductions.
+
+    Args:
+        model: its tensors and experts have been divided.
+        lines: the ranks; empty text where each has a model, sequences and experts of its own.
+    """
+    tensor, sequence = len(lines.tensor[0]), len(lines.sequence[0])
+    modules = list(model.modules())
+    divided = sum(isinstance(module, Parallel) for module in modules)
+    rows = sum(isinstance(module, RowParallel) for module in modules)
+    norms = sum(isinstance(module, NormParallel) for module in modules)
+    said = []
+    if divided:
+        how = f"{rows} sums of outputs"
+        if norms:
+            how = f"{norms} gathers behind norms and {rows} reduce-scatters of outputs"
+        said.append(f"{tensor} ranks have a copy of the model: {how} forward, and as many backward")
+    if sequence > 1:
+        said.append(f"{sequence} ranks have a sequence: 4 all-to-alls an attention forward, and 4 backward")
+    for size in sorted({module.ep_size for module in modules if isinstance(module, Divided) and module.ep_size > 1}):
+        count = sum(isinstance(module, Divided) and module.ep_size == size for module in modules)
+        said.append(f"{size} ranks have experts: 2 all-to-alls in each of {count} layers forward, and 2 backward")
+    if not said:
+        return ""
+    return f"{len(lines.data[0])} ranks get samples of their own. " + ". ".join(said)

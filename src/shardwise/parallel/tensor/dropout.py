@@ -1,0 +1,180 @@
+"""Random numbers of ranks that have a copy of a model among them: dropout.
+
+Outside of divided layers all ranks have the same activations and drop the same ones: their generators are in one state,
+that of the first rank. Between a layer of which each has some columns and the one of which it has some rows, each has
+activations of its own (heads, features) and drops others: the generator is in a state of the rank's own there, which is
+made of a number of the common one and the rank's place. So it is the same again where a region is recomputed, as
+`torch.utils.checkpoint` restores the common state before; and the common one moves on alike everywhere.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from typing import Any, NamedTuple
+
+import torch
+from torch import nn
+
+from shardwise.parallel.tensor.group import TensorGroup
+from shardwise.parallel.tensor.layers import ColumnParallel, RowParallel
+
+_BITS = 63
+
+
+class _Common(NamedTuple):
+    """The state that all ranks have, while a region is open."""
+
+    restore: Callable[[], None]
+    seed: int
+    """With which the region has begun. Whoever has restored a generator since then has another."""
+    untouched: Callable[[], bool]
+    """Whether nothing has been drawn in the region."""
+
+
+class Regions:
+    """Where in a model each rank has random numbers of its own.
+
+    Args:
+        model: its divided layers begin and end regions.
+        group: the ranks.
+
+    Attributes:
+        active: regions are kept up: the model has dropout, or has drawn numbers in its first training pass.
+    """
+
+    def __init__(self, model: nn.Module, group: TensorGroup) -> None:
+        self._group = group
+        self._open: dict[torch.device, _Common] = {}
+        self._hooks: list[Any] = []
+        self._drawn = has_dropout(model)
+        self.active = False
+
+    def watch(self, model: nn.Module, hook: Callable[[Callable[..., None]], Any]) -> None:
+        """Begin and end regions from now on.
+
+        Args:
+            model: whose layers have been divided.
+            hook: makes a module's hook of a function.
+        """
+        divided = False
+        for path, layer in model.named_modules():
+            # An adapter around a layer belongs to it: it begins with what the layer gets, or ends with what it returns.
+            around = model.get_submodule(_without_adapter(path))
+            if isinstance(layer, ColumnParallel) and not layer.cut.whole_output:
+                self._hooks.append(around.register_forward_hook(hook(self._begin)))
+                divided = True
+            elif isinstance(layer, RowParallel):
+                self._hooks.append(model.get_submodule(path).register_forward_pre_hook(hook(self._end)))
+                if layer.cut.tokens is not None:  # from here on each rank has tokens of its own
+                    self._hooks.append(around.register_forward_hook(hook(self._begin)))
+        if divided:
+            self.active = True
+            self._hooks.append(model.register_forward_hook(hook(self._passed), always_call=True))
+
+    def _begin(self, layer: nn.Module, _: Any, output: Any) -> None:
+        if not layer.training or not isinstance(output, torch.Tensor) or output.device.type not in ("cpu", "cuda"):
+            return
+        device = output.device
+        common, generator = self._open.get(device), generator_of(device)
+        if common is not None and generator.initial_seed() == common.seed:
+            return  # queries have begun it, here are keys
+        number, restore = _take(generator, device)
+        seed = own_seed(number, self._group.place)
+        generator.manual_seed(seed)
+        self._open[device] = _Common(restore, seed, _watched(generator, device) if not self._drawn else bool)
+
+    def _end(self, *_: Any) -> None:
+        for device in list(self._open):
+            common, generator = self._open.pop(device), generator_of(device)
+            if generator.initial_seed() != common.seed:
+                continue  # a recomputation has stopped in the middle, and torch has restored the generator
+            if not self._drawn:
+                self._drawn = not common.untouched()
+            common.restore()
+
+    def _passed(self, model: nn.Module, *_: Any) -> None:
+        self._end()
+        if model.training and not self._drawn:
+            self.close()  # no random numbers are used in this model
+
+    def close(self) -> None:
+        """Leave the generator alone from now on."""
+        self._end()
+        for hook in self._hooks:
+            hook.remove()
+        self._hooks, self.active = [], False
+
+
+def _without_adapter(path: str) -> str:
+    while path.endswith(".base_layer"):
+        path = path.removesuffix(".base_layer")
+    return path
+
+
+def has_dropout(model: nn.Module) -> bool:
+    """Whether anything in a model says that it drops activations: a module, or a number of one that is called so."""
+    for module in model.modules():
+        for name, value in vars(module).items():
+            named = "drop" in name or (name == "p" and "Dropout" in type(module).__name__)
+            if named and isinstance(value, float) and 0 < value < 1:
+                return True
+    return False
+
+
+def own_seed(number: int, place: int) -> int:
+    """Return a seed that differs over places and numbers (a multiplicative hash of both)."""
+    mixed = (number * 0x9E3779B97F4A7C15 + (place + 1) * 0xD1B54A32D192ED03) % (1 << 64)
+    mixed = (mixed ^ (mixed >> 31)) * 0xBF58476D1CE4E5B9 % (1 << 64)
+    return (mixed ^ (mixed >> 29)) % (1 << _BITS)
+
+
+def generator_of(device: torch.device) -> torch.Generator:
+    """Return the default generator of a device, from which dropout draws."""
+    if device.type == "cpu":
+        return torch.default_generator
+    index = torch.cuda.current_device() if device.index is None else device.index
+    return torch.cuda.default_generators[index]
+
+
+def _take(generator: torch.Generator, device: torch.device) -> tuple[int, Callable[[], None]]:
+    """Take a number from a generator; return it, and what brings back the state that it is in then.
+
+    That of a CUDA device is a seed and an offset, which the host knows: nothing waits for the device.
+    """
+    if device.type == "cuda":
+        seed, offset = generator.initial_seed(), generator.get_offset()
+
+        def again() -> None:
+            generator.manual_seed(seed)
+            generator.set_offset(offset + 4)  # offsets are multiples of 4
+
+        return own_seed(seed, offset), again
+    number = int(torch.empty((), dtype=torch.int64).random_(generator=generator))
+    state = generator.get_state()
+    return number, lambda: _set(generator, state)
+
+
+def _set(generator: torch.Generator, state: torch.Tensor) -> None:
+    generator.set_state(state)
+
+
+def _watched(generator: torch.Generator, device: torch.device) -> Callable[[], bool]:
+    """Return a function that tells whether nothing has been drawn since now."""
+    if device.type == "cuda":
+        return lambda: generator.get_offset() == 0
+    before = generator.get_state()
+    return lambda: torch.equal(before, generator.get_state())
+
+
+def same_numbers(group: TensorGroup) -> None:
+    """Give the ranks of a copy of the model the generators' state of the first of them (they all call)."""
+    comm = group.comm
+    if comm.imagined:
+        return
+    devices = {torch.device("cpu"), comm.device}
+    for device in sorted(devices, key=str):
+        generator = generator_of(device)
+        state = generator.get_state()
+        sent = state.to(comm.device)
+        comm.broadcast(sent, 0, "random_numbers").wait()
+        generator.set_state(sent.to("cpu"))

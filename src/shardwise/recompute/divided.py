@@ -1,0 +1,107 @@
+"""Saved inputs that ranks with one copy of a model divide among them (`partition_activations`).
+
+Outside of divided layers all of these ranks have the same activations. Each keeps a part of what is saved for the
+recomputation, and they put the parts together when the backward pass comes to it: exact, for one all-gather a tensor.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+from contextlib import contextmanager
+from typing import Any, NamedTuple
+
+import torch
+from torch import nn
+from torch.autograd.graph import saved_tensors_hooks
+
+from shardwise.compat import has_values, never_compiled, saved_hooks_in_force, transforming
+from shardwise.errors import DesyncError
+from shardwise.parallel.tensor.group import TensorGroup, fingerprint
+
+LEAST = 1024
+"""Elements of a tensor that is divided; smaller ones stay whole."""
+
+_COMPARED = 32
+"""Tensors of a group that are compared over ranks before they are taken to be the same everywhere."""
+
+
+class _Part(NamedTuple):
+    content: Any
+    shape: torch.Size
+    dtype: torch.dtype
+
+
+class _Whole(NamedTuple):
+    content: Any
+
+
+class _Divided:
+    """The hooks of one checkpointed call.
+
+    Args:
+        group: the ranks.
+        outer: the hooks around the call, which get what is kept here; or None.
+    """
+
+    activations_only = True
+
+    def __init__(self, group: TensorGroup, outer: Any) -> None:
+        self._group, self._outer = group, outer
+        self._asked = getattr(outer[0], "__self__", None) if outer is not None else None
+
+    def lets_go(self, tensor: torch.Tensor) -> bool:
+        """Whether a pair inside of this one may keep a tensor in its own way."""
+        return self._asked is None or bool(self._asked.lets_go(tensor))
+
+    @never_compiled
+    def pack(self, tensor: torch.Tensor) -> Any:
+        divides = tensor.is_floating_point() and tensor.numel() >= LEAST and not isinstance(tensor, nn.Parameter)
+        if not divides or not self.lets_go(tensor):
+            return _Whole(self._kept(tensor))
+        self._compare(tensor)
+        size, place = self._group.size, self._group.place
+        each = -(-tensor.numel() // size)
+        own = tensor.new_zeros(each)
+        part = tensor.detach().reshape(-1)[place * each : (place + 1) * each]
+        own[: part.numel()].copy_(part)
+        return _Part(self._kept(own), tensor.shape, tensor.dtype)
+
+    @never_compiled
+    def unpack(self, packed: Any) -> torch.Tensor:
+        kept: torch.Tensor = packed.content if self._outer is None else self._outer[1](packed.content)
+        if isinstance(packed, _Whole):
+            return kept
+        full = kept.new_empty(kept.numel() * self._group.size)
+        if has_values(kept):
+            self._group.comm.all_gather([(full, kept.contiguous())], "partition_activations", kind="explicit").wait()
+        return full[: packed.shape.numel()].view(packed.shape)
+
+    def _kept(self, tensor: torch.Tensor) -> Any:
+        if self._outer is not None:
+            return self._outer[0](tensor)
+        return tensor.detach() if tensor.requires_grad else tensor
+
+    def _compare(self, tensor: torch.Tensor) -> None:
+        if self._group.compared >= _COMPARED or not has_values(tensor):
+            return
+        self._group.compared += 1
+        told = self._group.comm.exchange(fingerprint(tensor), "partition_activations")
+        if any(other != told[0] for other in told):
+            raise DesyncError(
+                f"partition_activations: an input of a checkpointed function, of shape {list(tensor.shape)}, differs "
+                f"over ranks {self._group.comm.members}, which have one copy of the model among them: {told}. Switch "
+                "partition_activations off where these ranks have tokens, or parts of a layer, of their own there"
+            )
+
+
+@contextmanager
+def dividing(group: TensorGroup | None) -> Iterator[None]:
+    """Divide what autograd saves inside of the block over the ranks of a group; None, or one rank: nothing."""
+    outer = saved_hooks_in_force(True)
+    foreign = outer is not None and not hasattr(getattr(outer[0], "__self__", None), "lets_go")
+    if group is None or group.size == 1 or foreign or transforming():
+        yield
+        return
+    pair = _Divided(group, outer)
+    with saved_tensors_hooks(pair.pack, pair.unpack):
+        yield

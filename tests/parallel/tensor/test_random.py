@@ -1,0 +1,203 @@
+"""Dropout, recomputation and divided inputs on ranks that have a copy of the model among them."""
+
+from __future__ import annotations
+
+from typing import Any
+
+import pytest
+import torch
+import torch.distributed as dist
+from torch import nn
+
+import shardwise
+from shardwise import checkpointing
+from shardwise.errors import DesyncError, UsageError
+from shardwise.recompute import divided
+from tests.harness import run_ranks
+from tests.parallel.tensor.models import ROWS, RULES, WIDTH, Block, Decoder, data
+
+
+class Dropping(Block):
+    """A block that drops inside of divided layers and after them, and keeps what it has dropped."""
+
+    def __init__(self, rate: float) -> None:
+        super().__init__()
+        self.inner, self.outer = nn.Dropout(rate), nn.Dropout(rate)
+        self.seen: list[torch.Tensor] = []
+        self.seen_outside: list[torch.Tensor] = []
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        y = self.norm(x)
+        q, k, v = (layer(y).unflatten(-1, (-1, 4)).transpose(1, 2) for layer in (self.q, self.k, self.v))
+        rate = self.inner.p if self.training else 0.0
+        y = nn.functional.scaled_dot_product_attention(q, k, v, dropout_p=rate).transpose(1, 2).flatten(-2)
+        x = x + self.outer(self.o(y))
+        inside = self.inner(nn.functional.gelu(self.up(self.norm2(x))))
+        self.seen.append(inside.detach() != 0)
+        outside = self.outer(self.down(inside))
+        self.seen_outside.append(outside.detach() != 0)
+        return x + outside
+
+
+class Recomputed(nn.Module):
+    def __init__(self, block: nn.Module) -> None:
+        super().__init__()
+        self.block = block
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        return checkpointing.checkpoint(self.block, x)
+
+
+def model(rate: float, recompute: bool) -> Any:
+    torch.manual_seed(0)
+    found = Decoder()
+    for number in range(2):
+        block = Dropping(rate)
+        found.blocks[number] = Recomputed(block) if recompute else block
+    return found
+
+
+def config(**more: Any) -> dict[str, Any]:
+    return {
+        "train_micro_batch_size_per_gpu": ROWS,
+        "tensor_parallel": {"autotp_size": 2, "partition_config": RULES},
+        "optimizer": {"type": "SGD", "params": {"lr": 0.1}},
+        "zero_optimization": {"stage": 3, "stage3_param_persistence_threshold": 0},
+        **more,
+    }
+
+
+def step(rate: float, recompute: bool, **more: Any) -> Any:
+    net = model(rate, recompute)
+    divided.LEAST = 64
+    torch.manual_seed(10 + dist.get_rank())  # as scripts do
+    engine, *_ = shardwise.initialize(model=net, config=config(**more))
+    copy = engine.get_data_parallel_rank()
+    losses = []
+    for number in range(3):
+        loss = engine(data(number, engine.dp_world_size * ROWS)[copy * ROWS : (copy + 1) * ROWS])
+        losses.append(loss.item())
+        engine.backward(loss)
+        engine.step()
+    blocks = [getattr(block, "block", block) for block in net.blocks]
+    seen = [(list(block.seen), list(block.seen_outside)) for block in blocks]
+    gathered = sum(r.label == "partition_activations" and r.op == "all_gather" for r in engine.ledger.records())
+    with shardwise.zero.GatheredParameters([net.head.weight]):
+        last = net.head.weight.detach().clone()
+    assert engine._tensors is not None and engine._tensors._regions is not None
+    active = engine._tensors._regions.active
+    engine.destroy()
+    return losses, seen, last, active, gathered
+
+
+def test_what_ranks_drop() -> None:
+    results = run_ranks(step, 4, 0.3, False)
+    for first in (0, 2):
+        (losses, seen, last, active, _), (other, seen_there, last_there, *_) = results[first : first + 2]
+        assert active and losses == other
+        assert last.shape == last_there.shape
+        for block, block_there in zip(seen, seen_there, strict=True):
+            for own, theirs in zip(block[0], block_there[0], strict=True):
+                assert not torch.equal(own, theirs)  # other features, other numbers
+            for own, theirs in zip(block[1], block_there[1], strict=True):
+                assert torch.equal(own, theirs)
+        kept = torch.stack([own.double().mean() for own in seen[0][0]]).mean()
+        assert 0.5 < kept < 0.9
+        assert not torch.equal(seen[0][0][0], seen[1][0][0]) and not torch.equal(seen[0][0][0], seen[0][0][1])
+    assert not torch.equal(results[0][1][0][1][0], results[2][1][0][1][0])  # copies draw as they were seeded
+
+
+@pytest.mark.parametrize(
+    "section", [{}, {"partition_activations": True}, {"partition_activations": True, "cpu_checkpointing": True}]
+)
+def test_recomputed_regions_drop_the_same(section: dict[str, bool]) -> None:
+    plain = run_ranks(step, 2, 0.3, False)
+    again = run_ranks(step, 2, 0.3, True, activation_checkpointing=section)
+    for (losses, seen, last, *_), (losses_again, seen_again, last_again, _, gathered) in zip(plain, again, strict=True):
+        assert losses == losses_again and torch.equal(last, last_again)
+        assert gathered == (0 if not section else 2 * 3)
+        for (inside, _), (twice, _) in zip(seen, seen_again, strict=True):
+            assert len(twice) == 2 * len(inside)
+            for number, own in enumerate(inside):
+                assert torch.equal(twice[2 * number], own) and torch.equal(twice[2 * number + 1], own)
+
+
+def test_without_dropout_nothing_is_watched() -> None:
+    assert [found[3] for found in run_ranks(step, 2, 0.0, False)] == [False, False]
+
+
+# -- trackers ----------------------------------------------------------------------------------------------------------
+
+
+def tracked() -> Any:
+    from shardwise.parallel import begin_tensors, end_tensors
+
+    begin_tensors(2)
+    checkpointing.model_parallel_cuda_manual_seed(5)
+    tracker = checkpointing.get_cuda_rng_tracker()
+    drawn: list[torch.Tensor] = []
+
+    def function(x: torch.Tensor) -> torch.Tensor:
+        with tracker.fork():
+            own = torch.rand(3)
+        drawn.append(own)
+        return (x * own).sin() * torch.rand(3)
+
+    checkpointing.checkpoint(function, torch.ones(3, requires_grad=True)).sum().backward()
+    common = torch.rand(3)
+    with tracker.fork():
+        after = torch.rand(3)
+    tracker.reset()
+    end_tensors()
+    return drawn, common, after
+
+
+def test_trackers() -> None:
+    (drawn, common, after), (drawn_there, common_there, after_there) = run_ranks(tracked, 2)
+    assert torch.equal(drawn[0], drawn[1]) and torch.equal(common, common_there)
+    assert not torch.equal(drawn[0], drawn_there[0]) and not torch.equal(after, after_there)
+    assert not torch.equal(after, drawn[0])
+    tracker = checkpointing.CudaRNGStatesTracker()
+    tracker.add("own", 3)
+    with pytest.raises(UsageError, match="there is a state named 'own' already"):
+        tracker.add("own", 4)
+    with pytest.raises(UsageError, match=r"no such state, but \['own'\]"), tracker.fork("other"):
+        pass
+
+
+# -- what cannot be divided --------------------------------------------------------------------------------------------
+
+
+class Other(nn.Module):
+    """Each rank recomputes something of its own."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.up, self.down = nn.Linear(WIDTH, WIDTH * 8), nn.Linear(WIDTH * 8, WIDTH)
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        return self.down(checkpointing.checkpoint(torch.sin, self.up(x))).sum()
+
+
+def own_inputs() -> str:
+    rules = {
+        "layer_specs": [
+            {"patterns": ["up"], "partition_type": "column"},
+            {"patterns": ["down"], "partition_type": "row"},
+        ]
+    }
+    settings = config(activation_checkpointing={"partition_activations": True})
+    settings["tensor_parallel"] = {"autotp_size": 2, "partition_config": rules}
+    engine, *_ = shardwise.initialize(model=Other(), config=settings)
+    try:
+        engine(torch.ones(16, WIDTH))
+    except DesyncError as error:
+        return str(error)
+    finally:
+        engine.destroy()
+    return "nothing"
+
+
+def test_inputs_that_differ_are_not_divided() -> None:
+    for found in run_ranks(own_inputs, 2):
+        assert "an input of a checkpointed function, of shape [16, 64], differs over ranks [0, 1]" in found
