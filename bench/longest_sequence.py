@@ -84,7 +84,7 @@ def tiled_parts(way: str) -> tuple[Any, Any]:
             {"self": module},
             "x",
             compute_params=list(module.parameters()),
-            output_unshard_dimension=1,
+            output_unshard_dimension=1 if reduction is None else 0,
             output_reduction=reduction,
         )
 

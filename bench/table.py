@@ -482,22 +482,23 @@ SECTIONS = [
     ),
     Section(
         "Tensor parallelism",
-        "A copy of the model divided over 2 of 4 ranks (TP 2) or over all 4 (TP 4), fp32, batch 4 x 128 per copy: torch's "
-        "`parallelize_module`, with FSDP2 over the ranks that have the same part, and shardwise with a ZeRO stage. "
-        "*27M*: width 512, 8 layers; *53M*: width 1024, 4 layers. Ratios are to torch's own over as many ranks; that of "
-        "times is the median of turns beside one another. Memory is the highest resident size above the bare process, "
-        "of the worst rank, over the parameters of the whole model ([Tensor parallelism](tensor.md)).",
+        "A copy of the model divided over 2 of 4 ranks (TP 2) or over all 4 (TP 4), fp32, batch 4 x 128 per copy: "
+        "torch's `parallelize_module`, with FSDP2 over the ranks that have the same part, and shardwise with a ZeRO "
+        "stage. *27M*: width 512, 8 layers; *53M*: width 1024, 4 layers. Ratios are to torch's own over as many ranks; "
+        "that of times is the median of turns beside one another. Memory is the highest resident size above the bare "
+        "process, of the worst rank, over the parameters of the whole model ([Tensor parallelism](tensor.md)).",
         list(TENSOR.values()),
         tensor,
     ),
     Section(
         "Longest sequence",
-        "The longest sequence with which a training step of a small decoder (4 layers of width 256, 32,768 words, fp32, "
-        "stage 3) stays within 640 MiB of a rank above what the model takes. *plain*: each rank has a sequence; "
+        "The longest sequence with which a training step of a small decoder (4 layers of width 256, 32,768 words, "
+        "fp32, stage 3) stays within 640 MiB of a rank above what the model takes. *plain*: each rank has a sequence; "
         "*recomputed*: layers are; *tiled*: loss and MLP are, too; *shared*: all ranks have parts of one sequence "
-        "(Ulysses); *tensor*: all ranks have a copy of the model among them, and *with tokens* share the tokens outside "
-        "of its layers. *DeepSpeed*: its `DistributedAttention`, stage 3, and for the tiles the "
-        "`sequence_tiled_compute` of its ALST. Steps are single ones of that length ([Long sequences](sequence.md)).",
+        "(Ulysses); *tensor*: all ranks have a copy of the model among them, its loss divided by words, and with "
+        "*tokens* share the tokens outside of its layers. *DeepSpeed*: its `DistributedAttention`, stage 3, and for "
+        "the tiles the `sequence_tiled_compute` of its ALST. Steps are single ones of that length "
+        "([Long sequences](sequence.md)).",
         list(LONGEST.values()),
         longest,
     ),
