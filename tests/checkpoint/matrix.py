@@ -14,6 +14,12 @@ is loaded into an engine of every stage and number of ranks that has had other v
   values before; there it is an engine that was *built* in the target layout from the state at that step: from a plain
   model with these weights and an optimizer instance with this state, without `load_checkpoint`.
 
+Layouts in which ranks share tensors, sequences and experts have a model of their own (`tests.parallel.tensor.together`):
+{tensor 1, 2} x {sequence 1, 2} x {experts 1, 2} at every stage on 1, 2 and 4 ranks, and some on 8. What a rank holds is
+compared in the same way, with its part of what is in the files. All layouts train on the same samples, and sums inside
+of layers are those of parts: another mesh goes on with the losses of the run that was not interrupted to rounding, and
+with the same bits at every stage; the same mesh goes on with the bits of that run.
+
 What 1-bit optimizers have not sent yet belongs to the ranks that keep it. On another number of ranks it is dropped (an
 engine that is built there has none either); on the same ranks they go on exactly, at their other stage too.
 
@@ -34,24 +40,69 @@ import time
 from collections.abc import Iterable
 from dataclasses import dataclass
 from pathlib import Path
-from typing import Any
+from typing import Any, NamedTuple
 
 import torch
+import torch.distributed as dist
 from torch import nn
 
 import shardwise
 from shardwise.checkpoint import Checkpoint, Manifest
 from shardwise.config import names as known
 from shardwise.optim import build
+from shardwise.parallel import split
+from shardwise.parallel.data import complete
+from shardwise.registry import cut
 from tests.checkpoint.job import WIDTH, Model
 from tests.harness import run_ranks
+from tests.parallel.tensor import together
 
 WORLDS = (1, 2, 3, 4)
 BEFORE, AFTER = 2, 2
 """Steps before the checkpoint and after it."""
 
-Layout = tuple[int, int]
-"""(stage, number of ranks)."""
+ROWS = 4
+"""Samples of a step on a mesh, of all ranks together."""
+
+
+class Layout(NamedTuple):
+    """Of a checkpoint, or of an engine that loads it.
+
+    Attributes:
+        stage: of ZeRO.
+        world: number of ranks.
+        tensor, sequence, experts: how many of them share a copy of the model, a sequence, all experts.
+    """
+
+    stage: int
+    world: int
+    tensor: int = 1
+    sequence: int = 1
+    experts: int = 1
+
+    @property
+    def mesh(self) -> tuple[int, ...]:
+        """All but the stage."""
+        return self[1:]
+
+    @property
+    def copies(self) -> int:
+        """Ranks that have samples of their own."""
+        return self.world // self.tensor // self.sequence
+
+
+def meshes() -> list[tuple[int, ...]]:
+    """Every mesh of tensor, sequence and experts on 1, 2 and 4 ranks."""
+    shares = list(itertools.product((1, 2), repeat=3))
+    return [(world, *share) for world in (1, 2, 4) for share in shares if _fits(world, *share)]
+
+
+def _fits(world: int, tensor: int, sequence: int, experts: int) -> bool:
+    return world % (tensor * sequence) == 0 and world % (tensor * experts) == 0
+
+
+SOME_MESHES: list[tuple[int, ...]] = [(1, 1, 1, 1), (2, 2, 1, 1), (2, 1, 2, 2), (4, 2, 1, 2), (4, 2, 2, 2)]
+"""For further optimizers and precisions."""
 
 _QUICK: dict[str, dict[str, Any]] = {
     "onebitadam": {"freeze_step": 1},
@@ -70,12 +121,14 @@ class Entry:
         name: `optimizer.type`.
         dtype: `fp32` or `bf16`.
         stages: how many stages it can be used at.
+        meshes: whether ranks share tensors, sequences and experts of a model that has all of these.
     """
 
     label: str
     name: str
     dtype: str = "fp32"
     stages: int = 4
+    meshes: bool = False
 
     @property
     def stages_agree(self) -> bool:
@@ -89,7 +142,11 @@ class Entry:
 
     def layouts(self) -> list[Layout]:
         """All layouts."""
-        return list(itertools.product(range(self.stages), WORLDS))
+        if not self.meshes:
+            return [Layout(stage, world) for stage in range(self.stages) for world in WORLDS]
+        every = self.name == "adamw" and self.dtype == "fp32"
+        found = [Layout(stage, *mesh) for mesh in (meshes() if every else SOME_MESHES) for stage in range(self.stages)]
+        return found + [Layout(stage, 8, 2, share, 2) for stage in (1, 3) for share in (1, 2) if every]
 
 
 def entries() -> list[Entry]:
@@ -98,6 +155,15 @@ def entries() -> list[Entry]:
     found = [Entry(name, name, stages=known.ONEBIT_STAGES.get(name, 3) + 1) for name in every if name != "Muon"]
     found += [Entry(f"{name}, bf16", name, "bf16") for name in ("adamw", "muon", "Adafactor")]
     return sorted(found, key=lambda entry: -entry.stages)
+
+
+def on_meshes() -> list[Entry]:
+    """An optimizer that steps elements, with masters and without, and one of whole tensors, on meshes."""
+    return [
+        Entry("adamw, meshes", "adamw", meshes=True),
+        Entry("muon, meshes", "muon", meshes=True),
+        Entry("adamw, bf16, meshes", "adamw", "bf16", meshes=True),
+    ]
 
 
 class Net(Model):
@@ -109,11 +175,11 @@ class Net(Model):
 
 
 def _rank() -> int:
-    return torch.distributed.get_rank() if torch.distributed.is_initialized() else 0
+    return dist.get_rank() if dist.is_initialized() else 0
 
 
 def _world() -> int:
-    return torch.distributed.get_world_size() if torch.distributed.is_initialized() else 1
+    return dist.get_world_size() if dist.is_initialized() else 1
 
 
 def _groups(model: nn.Module) -> list[dict[str, Any]]:
@@ -121,30 +187,63 @@ def _groups(model: nn.Module) -> list[dict[str, Any]]:
     return [{"params": trained[:4]}, {"params": trained[4:], "lr": 0.02}]
 
 
-def _config(entry: Entry, stage: int) -> dict[str, Any]:
+def _model(entry: Entry, layout: Layout, seed: int) -> nn.Module:
+    if not entry.meshes:
+        return Net(seed)
+    torch.manual_seed(seed)
+    return together.Decoder(layout.sequence > 1, layout.experts)
+
+
+def _config(entry: Entry, layout: Layout) -> dict[str, Any]:
     found: dict[str, Any] = {
-        "train_micro_batch_size_per_gpu": 3,
-        "zero_optimization": {"stage": stage, "stage3_param_persistence_threshold": 0},
+        "train_micro_batch_size_per_gpu": ROWS // layout.copies if entry.meshes else 3,
+        "sequence_parallel_size": layout.sequence,
+        "zero_optimization": {"stage": layout.stage, "stage3_param_persistence_threshold": 0},
     }
+    if layout.tensor > 1:
+        # With experts the scales of norms are parts, too: each rank has the gradient of its tokens.
+        shared = {"partition_config": together.RULES, "sequence_parallel": layout.experts > 1}
+        found["tensor_parallel"] = {"autotp_size": layout.tensor, **shared}
     if entry.dtype == "bf16":
         found["bf16"] = {"enabled": True}
     return found
 
 
-def start(entry: Entry, stage: int, seed: int) -> Any:
+def start(entry: Entry, layout: Layout, seed: int) -> Any:
     """Make an engine whose optimizer is built from the configuration."""
     torch.manual_seed(seed)
-    config = {**_config(entry, stage), "optimizer": {"type": entry.name, "params": entry.options}}
-    model = Net(seed)
+    config = {**_config(entry, layout), "optimizer": {"type": entry.name, "params": entry.options}}
+    model = _model(entry, layout, seed)
     return shardwise.initialize(model=model, model_parameters=_groups(model), config=config)[0]
 
 
-def train(engine: Any, first: int, steps: int) -> None:
-    """Train on the data of some steps; they depend on step and rank only."""
+def train(engine: Any, first: int, steps: int) -> list[float]:
+    """Train on the data of some steps; they depend on step and rank only.
+
+    Returns:
+        The losses of all ranks' samples together, on a mesh.
+    """
+    if isinstance(engine.module, together.Decoder):
+        return [_share(engine, step) for step in range(first, first + steps)]
     for step in range(first, first + steps):
         generator = torch.Generator().manual_seed(1 + 64 * step + _rank())
         engine.backward(engine(torch.randint(0, 13, (3,), generator=generator)))
         engine.step()
+    return []
+
+
+def _share(engine: Any, step: int) -> float:
+    """Train a step on this rank's share of the samples that all meshes have; return the loss of all."""
+    copies, copy = engine.dp_world_size, engine.get_data_parallel_rank()
+    rows = slice(copy * ROWS // copies, (copy + 1) * ROWS // copies)
+    own = {name: value[rows] for name, value in together.data(step, 0, ROWS // together.ROWS).items()}
+    loss, tokens = together.loss_of(engine, split(own) if engine.sequence_parallel_size > 1 else complete(own))
+    engine.backward(loss, weight=tokens)
+    engine.step()
+    sums = torch.stack([loss.detach().double() * tokens, tokens.double()])
+    if dist.is_initialized():
+        dist.all_reduce(sums)
+    return float(sums[0] / sums[1])
 
 
 def _digest(values: Iterable[tuple[str, torch.Tensor]]) -> str:
@@ -174,19 +273,27 @@ def held(engine: Any) -> str:
 
 
 def _path(root: str, entry: Entry, layout: Layout) -> str:
-    return os.path.join(root, entry.label.replace(", ", "-"), f"stage{layout[0]}ranks{layout[1]}")
+    return os.path.join(root, entry.label.replace(", ", "-"), "-".join(map(str, layout)))
 
 
-def save_all(root: str, work: list[tuple[Entry, list[int]]]) -> dict[tuple[str, int], str]:
-    """Train and save at some stages on this number of ranks; return the weights of the runs when they have gone on."""
+class End(NamedTuple):
+    """How a run that was not interrupted has gone on: its weights, and losses."""
+
+    weights: str
+    losses: list[float]
+
+
+def save_all(root: str, work: list[tuple[Entry, list[Layout]]]) -> dict[tuple[str, Layout], End]:
+    """Train and save in some layouts on this number of ranks; return how the runs have gone on."""
+    shardwise.init_distributed(verbose=False)
     ends = {}
-    for entry, stages in work:
-        for stage in stages:
-            engine = start(entry, stage, seed=1)
+    for entry, layouts in work:
+        for layout in layouts:
+            engine = start(entry, layout, seed=1)
             train(engine, 0, BEFORE)
-            engine.save_checkpoint(_path(root, entry, (stage, _world())), tag="a")
-            train(engine, BEFORE, AFTER)
-            ends[entry.label, stage] = whole(engine)
+            engine.save_checkpoint(_path(root, entry, layout), tag="a")
+            losses = train(engine, BEFORE, AFTER)
+            ends[entry.label, layout] = End(whole(engine), losses)
             engine.destroy()
     return ends
 
@@ -230,7 +337,7 @@ def unlike(engine: Any, content: Content) -> list[str]:
 
     for index, runs in sharded.value_runs().items():
         name = sharded.registry[index].name
-        values = content.tensors["parameter", name, None].view(-1)
+        values = _part(sharded, index, content.tensors["parameter", name, None])
         for start, stop, view in runs:
             compare(f"{name}[{start}:{stop}]", view, values[start:stop])
         if runs and sharded.registry[index].trainable:
@@ -249,6 +356,12 @@ def unlike(engine: Any, content: Content) -> list[str]:
     return found
 
 
+def _part(sharded: Any, index: int, values: torch.Tensor) -> torch.Tensor:
+    """Return the elements of a whole tensor of which this rank has runs."""
+    box = sharded.box_of(sharded.registry[index])
+    return (values if box is None else cut(values, box)).reshape(-1)
+
+
 def _unlike_state(sharded: Any, content: Content, index: int, compare: Any) -> list[str]:
     name, state, found = sharded.registry[index].name, sharded.update.state(index), []
     keys = {kind.removeprefix("optimizer/") for kind, of, _ in content.tensors if of == name and "/" in kind}
@@ -258,8 +371,9 @@ def _unlike_state(sharded: Any, content: Content, index: int, compare: Any) -> l
     for key in keys & set(state):
         saved = content.tensors.get((f"optimizer/{key}", name, None), content.values.get(name, {}).get(key))
         pieces = sharded.update.state_pieces(index, key)
+        values = _part(sharded, index, saved) if pieces else None
         for start, stop, view in pieces:
-            compare(f"{key} of {name}[{start}:{stop}]", view, saved.view(-1)[start:stop])
+            compare(f"{key} of {name}[{start}:{stop}]", view, values[start:stop])
         if not pieces and isinstance(saved, torch.Tensor):
             compare(f"{key} of {name}", state[key], saved)
         elif not pieces and state[key] != saved:
@@ -267,7 +381,7 @@ def _unlike_state(sharded: Any, content: Content, index: int, compare: Any) -> l
     return found
 
 
-def built(entry: Entry, stage: int, content: Content) -> Any:
+def built(entry: Entry, layout: Layout, content: Content) -> Any:
     """Return an engine that was built from the state in a checkpoint, without loading it."""
     model = Net(seed=3)
     parameters = dict(model.named_parameters())
@@ -287,7 +401,7 @@ def built(entry: Entry, stage: int, content: Content) -> Any:
         for key, value in values.items():
             copied = value.clone() if isinstance(value, torch.Tensor) else value
             optimizer.state[parameters[name]][key] = copied
-    return shardwise.initialize(model=model, optimizer=optimizer, config=_config(entry, stage))[0]
+    return shardwise.initialize(model=model, optimizer=optimizer, config=_config(entry, layout))[0]
 
 
 # -- loading -----------------------------------------------------------------------------------------------------------
@@ -295,59 +409,71 @@ def built(entry: Entry, stage: int, content: Content) -> Any:
 
 @dataclass(frozen=True)
 class Work:
-    """What one number of ranks has to load: checkpoints into engines of some stages.
+    """What one number of ranks has to load: checkpoints into engines of some layouts.
 
     Attributes:
         entry: the optimizer.
         sources: layouts of the checkpoints.
-        stages: of the engines.
-        ends: weights of the uninterrupted runs on this number of ranks, by stage, for each rank.
-        same: checkpoints of one number of ranks hold the same, whatever the stage.
+        targets: of the engines.
+        ends: of the uninterrupted runs, for each of their ranks.
     """
 
     entry: Entry
     sources: list[Layout]
-    stages: list[int]
-    ends: dict[int, list[str]]
-    same: bool
+    targets: list[Layout]
+    ends: dict[Layout, list[End]]
 
 
 def load_all(root: str, work: list[Work]) -> list[str]:
     """Load, compare and go on; return what was wrong."""
+    shardwise.init_distributed(verbose=False)
     wrong = []
     for one in work:
         contents = {source: Content(_path(root, one.entry, source)) for source in one.sources}
-        for stage in one.stages:
-            wrong += _load_into(root, one, stage, contents)
+        weights: dict[Any, str] = {}
+        for target in one.targets:
+            wrong += _load_into(root, one, target, contents, weights)
     return wrong
 
 
-def _load_into(root: str, work: Work, stage: int, contents: dict[Layout, Content]) -> list[str]:
+def _load_into(
+    root: str, work: Work, target: Layout, contents: dict[Layout, Content], weights: dict[Any, str]
+) -> list[str]:
     entry, wrong = work.entry, []
-    engine = start(entry, stage, seed=2)
+    engine = start(entry, target, seed=2)
     train(engine, 100, 1)  # what is loaded has to replace this
-    references: dict[str, tuple[str, str]] = {}
+    references: dict[Any, tuple[str, str]] = {}
     for source, content in contents.items():
-        what = f"{entry.label}: {source} into {(stage, _world())}"
+        what = f"{entry.label}: {tuple(source)} into {tuple(target)}"
         engine.load_checkpoint(_path(root, entry, source), tag="a")
         wrong += [f"{what}: {name} is not as saved" for name in unlike(engine, content)]
-        train(engine, BEFORE, AFTER)
+        losses = train(engine, BEFORE, AFTER)
         found = whole(engine), held(engine)
-        if source == (stage, _world()) or (entry.stages_agree and source[1] == _world()):
-            expected = work.ends.get(stage, next(iter(work.ends.values())))[_rank()]
-            if found[0] != expected:
+        expected = work.ends[source]
+        if entry.meshes and not _near(losses, expected[0].losses, entry.dtype):
+            wrong.append(f"{what}: went on with losses {losses}, expected {expected[0].losses}")
+        # Where stages agree, checkpoints of one mesh hold the same, whatever the stage.
+        key = source.mesh if entry.stages_agree else source
+        if key == (target.mesh if entry.stages_agree else target):
+            if found[0] != expected[_rank()].weights:
                 wrong.append(f"{what}: went on otherwise than the run that was not interrupted")
-            continue
-        key = str(source[1]) if work.same else str(source)
-        if key not in references:
-            reference = built(entry, stage, content)
-            train(reference, BEFORE, AFTER)
-            references[key] = whole(reference), held(reference)
-            reference.destroy()
-        if found != references[key]:
-            wrong.append(f"{what}: went on otherwise than an engine that was built from this state")
+        elif not entry.meshes:
+            if key not in references:
+                reference = built(entry, target, content)
+                train(reference, BEFORE, AFTER)
+                references[key] = whole(reference), held(reference)
+                reference.destroy()
+            if found != references[key]:
+                wrong.append(f"{what}: went on otherwise than an engine that was built from this state")
+        elif entry.stages_agree and weights.setdefault((key, target.mesh), found[0]) != found[0]:
+            wrong.append(f"{what}: went on otherwise than at another stage")
     engine.destroy()
     return wrong
+
+
+def _near(losses: list[float], expected: list[float], dtype: str) -> bool:
+    bound = 1e-5 if dtype == "fp32" else 0.02
+    return all(abs(a - b) <= bound * abs(b) for a, b in zip(losses, expected, strict=True))
 
 
 def run(plan: dict[Entry, tuple[list[Layout], list[Layout]]], root: str, timeout: float) -> tuple[int, list[str]]:
@@ -356,31 +482,29 @@ def run(plan: dict[Entry, tuple[list[Layout], list[Layout]]], root: str, timeout
     Returns:
         (number of pairs, what was wrong).
     """
-    ends: dict[tuple[str, Layout], list[str]] = {}
-    for world in WORLDS:
-        saving = [(entry, sorted(s for s, w in sources if w == world)) for entry, (sources, _) in plan.items()]
+    ends: dict[tuple[str, Layout], list[End]] = {}
+    for world in sorted({source.world for sources, _ in plan.values() for source in sources}):
+        saving = [(entry, [one for one in sources if one.world == world]) for entry, (sources, _) in plan.items()]
         answers = run_ranks(save_all, world, root, saving, timeout=timeout)
-        for label, stage in answers[0]:
-            ends[label, (stage, world)] = [answer[label, stage] for answer in answers]
-    wrong, same = [], {}
+        for key in answers[0]:
+            ends[key] = [answer[key] for answer in answers]
+    wrong = []
     for entry, (sources, _) in plan.items():
-        known_as: dict[int, set[str]] = {}
-        finals: dict[int, set[str]] = {}
+        known_as: dict[tuple[int, ...], set[str]] = {}
+        finals: dict[tuple[int, ...], set[str]] = {}
         for source in sources:
-            known_as.setdefault(source[1], set()).add(Content(_path(root, entry, source)).fingerprint())
-            finals.setdefault(source[1], set()).add(str(ends[entry.label, source]))
-        same[entry] = entry.stages_agree
+            known_as.setdefault(source.mesh, set()).add(Content(_path(root, entry, source)).fingerprint())
+            finals.setdefault(source.mesh, set()).add(str(ends[entry.label, source]))
         if entry.stages_agree:
-            wrong += [f"{entry.label}: stages differ on {w} ranks" for w, seen in known_as.items() if len(seen) > 1]
-            wrong += [f"{entry.label}: stages end otherwise on {w} ranks" for w, s in finals.items() if len(s) > 1]
-    for world in WORLDS:
+            wrong += [f"{entry.label}: stages differ on {m}" for m, seen in known_as.items() if len(seen) > 1]
+            wrong += [f"{entry.label}: stages end otherwise on {m}" for m, seen in finals.items() if len(seen) > 1]
+    for world in sorted({target.world for _, targets in plan.values() for target in targets}):
         loading = [
             Work(
                 entry,
                 sources,
-                sorted(s for s, w in targets if w == world),
-                {s: ends[entry.label, (s, w)] for s, w in sources if w == world},
-                same[entry],
+                [one for one in targets if one.world == world],
+                {source: ends[entry.label, source] for source in sources},
             )
             for entry, (sources, targets) in plan.items()
         ]
@@ -396,10 +520,20 @@ def part() -> dict[Entry, tuple[list[Layout], list[Layout]]]:
         worlds = (WORLDS, WORLDS) if number < 16 else ((2, 3), (2, 4))
         shifts = number % 4, number // 4 % 4
         plan[entry] = tuple(
-            [((world + shift) % entry.stages, world) for world in chosen]
+            [Layout((world + shift) % entry.stages, world) for world in chosen]
             for chosen, shift in zip(worlds, shifts, strict=True)
         )
     return plan  # type: ignore[return-value]
+
+
+def part_of_meshes() -> dict[Entry, tuple[list[Layout], list[Layout]]]:
+    """Return a plan with every size of each dimension, every stage and number of ranks, saved and loaded."""
+    found = {}
+    for number, entry in enumerate(on_meshes()):
+        chosen = SOME_MESHES if number == 0 else SOME_MESHES[number::2]
+        saved, loaded = ([Layout((n + shift) % 4, *mesh) for n, mesh in enumerate(chosen)] for shift in (0, 3))
+        found[entry] = saved, loaded
+    return found
 
 
 def main() -> int:
@@ -408,7 +542,7 @@ def main() -> int:
     parser.add_argument("--results", type=Path, default=Path("bench/results"))
     parser.add_argument("--only", help="labels of optimizers, separated by ;; results of others are kept")
     options = parser.parse_args()
-    by_label = {entry.label: entry for entry in entries()}
+    by_label = {entry.label: entry for entry in (*entries(), *on_meshes())}
     chosen = [by_label[label] for label in options.only.split(";")] if options.only else list(by_label.values())
     sys.path.insert(0, str(Path(__file__).parents[2] / "bench"))
     from _machine import save
@@ -421,7 +555,7 @@ def main() -> int:
         root = tempfile.mkdtemp(prefix="matrix-")
         begun = time.perf_counter()
         try:
-            pairs, wrong = run({entry: (entry.layouts(), entry.layouts())}, root, timeout=1800)
+            pairs, wrong = run({entry: (entry.layouts(), entry.layouts())}, root, timeout=10800)
         finally:
             shutil.rmtree(root)
         row = {"optimizer": entry.label, "pairs": pairs, "wrong": len(wrong)}

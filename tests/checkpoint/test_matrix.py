@@ -12,7 +12,7 @@ from tests.checkpoint import matrix
 
 def test_the_part_has_every_pair_of_layouts_and_every_optimizer() -> None:
     plan = matrix.part()
-    layouts = set(itertools.product(range(4), matrix.WORLDS))
+    layouts = {matrix.Layout(*pair) for pair in itertools.product(range(4), matrix.WORLDS)}
     pairs = [pair for sources, targets in plan.values() for pair in itertools.product(sources, targets)]
     assert set(pairs) == set(itertools.product(layouts, layouts))
     assert {"adamw", "lamb", "muon", "onebitadam", "zerooneadam", "Adafactor", "Rprop"} <= {e.label for e in plan}
@@ -29,4 +29,17 @@ def test_every_pair_of_layouts_is_exact_and_goes_on_exactly(labels: tuple[str, .
     plan = {entry: layouts for entry, layouts in matrix.part().items() if not labels or entry.label in labels}
     pairs, wrong = matrix.run(plan, str(tmp_path), timeout=600)
     assert pairs >= (3 * 16 + 3 * 4 if labels else 16 * 16)
+    assert wrong == []
+
+
+@pytest.mark.limit(700)
+def test_every_size_of_a_mesh_is_exact_and_goes_on(tmp_path: Path) -> None:
+    """Tensors, sequences and experts that ranks share: 25 pairs of layouts, and 4 or 9 with further optimizers."""
+    plan = matrix.part_of_meshes()
+    for number, sizes in enumerate([range(4), (1, 2, 4), (1, 2), (1, 2), (1, 2)]):
+        for pair in plan.values():
+            assert {layout[number] for layout in pair[0]} | {layout[number] for layout in pair[1]} <= set(sizes)
+        assert all({layout[number] for layout in some} == set(sizes) for some in next(iter(plan.values())))
+    pairs, wrong = matrix.run(plan, str(tmp_path), timeout=600)
+    assert pairs >= 25 + 4 + 4
     assert wrong == []
