@@ -14,11 +14,11 @@ is loaded into an engine of every stage and number of ranks that has had other v
   values before; there it is an engine that was *built* in the target layout from the state at that step: from a plain
   model with these weights and an optimizer instance with this state, without `load_checkpoint`.
 
-Layouts in which ranks share tensors, sequences and experts have a model of their own (`tests.parallel.tensor.together`):
-{tensor 1, 2} x {sequence 1, 2} x {experts 1, 2} at every stage on 1, 2 and 4 ranks, and some on 8. What a rank holds is
-compared in the same way, with its part of what is in the files. All layouts train on the same samples, and sums inside
-of layers are those of parts: another mesh goes on with the losses of the run that was not interrupted to rounding, and
-with the same bits at every stage; the same mesh goes on with the bits of that run.
+Layouts in which ranks share tensors, sequences and experts train a model of their own, that of
+`tests.parallel.tensor.together`: {tensor 1, 2} x {sequence 1, 2} x {experts 1, 2} at every stage on 1, 2 and 4 ranks,
+and some on 8. What a rank holds is compared in the same way, with its part of what is in the files. All meshes train on
+the same samples, and sums inside of layers are those of parts: another mesh goes on with the losses of the run that was
+not interrupted to rounding, and with the same bits at every stage; the same mesh goes on with the bits of that run.
 
 What 1-bit optimizers have not sent yet belongs to the ranks that keep it. On another number of ranks it is dropped (an
 engine that is built there has none either); on the same ranks they go on exactly, at their other stage too.
@@ -209,10 +209,10 @@ def _config(entry: Entry, layout: Layout) -> dict[str, Any]:
     return found
 
 
-def start(entry: Entry, layout: Layout, seed: int) -> Any:
-    """Make an engine whose optimizer is built from the configuration."""
+def start(entry: Entry, layout: Layout, seed: int, **more: Any) -> Any:
+    """Make an engine whose optimizer is built from the configuration, with more of it where a test asks for it."""
     torch.manual_seed(seed)
-    config = {**_config(entry, layout), "optimizer": {"type": entry.name, "params": entry.options}}
+    config = {**_config(entry, layout), "optimizer": {"type": entry.name, "params": entry.options}, **more}
     model = _model(entry, layout, seed)
     return shardwise.initialize(model=model, model_parameters=_groups(model), config=config)[0]
 

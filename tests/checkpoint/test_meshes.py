@@ -1,0 +1,151 @@
+"""Weights, background saves and copies in memory of ranks that share tensors, sequences and experts.
+
+`test_matrix.py` has the checkpoints of every mesh, each loaded into every other.
+"""
+
+from __future__ import annotations
+
+import shutil
+from pathlib import Path
+
+import pytest
+import torch
+import torch.distributed as dist
+from safetensors.torch import load_file
+
+import shardwise
+from shardwise.checkpoint import export
+from tests.checkpoint.matrix import BEFORE, Content, Entry, Layout, held, start, train, unlike, whole
+from tests.checkpoint.test_copies import as_node
+from tests.harness import run_ranks
+from tests.parallel.tensor import together
+
+ADAMW, NARROW, MUON = (
+    Entry("adamw, meshes", "adamw", meshes=True),
+    Entry("adamw, bf16, meshes", "adamw", "bf16", meshes=True),
+    Entry("muon, meshes", "muon", meshes=True),
+)
+ALONE = Layout(0, 1)
+SHARED = Layout(3, 4, tensor=2, experts=2)
+"""Two ranks have a copy of the model, and two have the experts."""
+
+SHARD = 3000
+"""Bytes of weights in a file."""
+
+
+def save_and_export(root: str, entry: Entry, layout: Layout) -> None:
+    shardwise.init_distributed(verbose=False)
+    engine = start(entry, layout, seed=1)
+    train(engine, 0, BEFORE)
+    engine.save_checkpoint(f"{root}/saved", tag="a")
+    engine.export(f"{root}/engine", max_shard_size=SHARD)
+    engine.save_16bit_model(f"{root}/engine16", max_shard_size=SHARD)
+    engine.destroy()
+
+
+def load_and_export(root: str, entry: Entry, layout: Layout) -> None:
+    shardwise.init_distributed(verbose=False)
+    engine = start(entry, layout, seed=2)
+    engine.load_checkpoint(f"{root}/saved", tag="a")
+    engine.export(f"{root}/alone", max_shard_size=SHARD)
+    engine.save_16bit_model(f"{root}/alone16", max_shard_size=SHARD)
+    engine.destroy()
+
+
+def tensors(directory: Path) -> dict[str, tuple[torch.dtype, list[int], bytes]]:
+    """Return all weights of a directory; which file each is in follows from the order of units, and may differ."""
+    found = {}
+    for file in directory.glob("*.safetensors"):
+        assert file.stat().st_size < SHARD + 4096
+        found.update(load_file(file))
+    return {
+        name: (value.dtype, list(value.shape), value.contiguous().view(-1).view(torch.uint8).numpy().tobytes())
+        for name, value in found.items()
+    }
+
+
+@pytest.mark.parametrize("entry", [ADAMW, NARROW], ids=str)
+def test_whole_weights_are_those_of_one_process(entry: Entry, tmp_path: Path) -> None:
+    """From the engine, and from its checkpoint; masters, and what modules compute with."""
+    run_ranks(save_and_export, SHARED.world, str(tmp_path), entry, SHARED)
+    run_ranks(load_and_export, ALONE.world, str(tmp_path), entry, ALONE)
+    export(tmp_path / "saved", tmp_path / "checkpoint", max_shard_size=SHARD)
+    expected = tensors(tmp_path / "alone")
+    plain = together.decoder(experts=1).state_dict()
+    assert {name: list(value.shape) for name, value in plain.items() if name != "head.weight"} == {
+        name: shape for name, (_, shape, _) in expected.items()
+    }
+    assert tensors(tmp_path / "engine") == expected
+    assert tensors(tmp_path / "checkpoint") == expected
+    assert tensors(tmp_path / "engine16") == tensors(tmp_path / "alone16")
+    assert tensors(tmp_path / "engine16").keys() == plain.keys()
+
+
+COPIES = {"checkpoint": {"memory_copies": {"every": BEFORE}}}
+
+
+def save_in_the_background_and_copy(root: str, entry: Entry, layout: Layout) -> list[str]:
+    """Return what is not as it was, of a state from memory and of a background save."""
+    shardwise.init_distributed(verbose=False)
+    with as_node(f"{root}/node"):
+        first = start(entry, layout, seed=1, **COPIES)
+    train(first, 0, BEFORE)
+    assert first.last_memory_copy.steps == BEFORE
+    state = whole(first), held(first)
+    first.save_checkpoint(f"{root}/saved", tag="b")
+    first.save_checkpoint(f"{root}/saved", tag="a", asynchronous=True)
+    losses = train(first, BEFORE, 1)  # while it is written
+    first.wait_for_checkpoint()
+    later = whole(first), held(first)
+    wrong = [] if state[0] != later[0] else ["a step has changed nothing"]
+    with as_node(f"{root}/node"):
+        second = start(entry, layout, seed=2, **COPIES)
+    second.resume(f"{root}/runs")
+    assert second.resumed.source == "memory"
+    wrong += [] if (whole(second), held(second)) == state else ["memory"]
+    wrong += [] if train(second, BEFORE, 1) == losses else ["losses after memory"]
+    wrong += [] if (whole(second), held(second)) == later else ["a step after memory"]
+    second.load_checkpoint(f"{root}/saved", tag="a")
+    wrong += unlike(second, Content(f"{root}/saved"))
+    wrong += [] if (whole(second), held(second)) == state else ["background save"]
+    first.destroy()
+    second.destroy()
+    return wrong
+
+
+@pytest.mark.parametrize("entry", [ADAMW, NARROW, MUON], ids=str)
+@pytest.mark.parametrize("layout", [SHARED._replace(stage=1), Layout(2, 4, 2, 2, 2), SHARED], ids=str)
+def test_memory_and_background_saves_are_exact(entry: Entry, layout: Layout, tmp_path: Path) -> None:
+    for wrong in run_ranks(save_in_the_background_and_copy, layout.world, str(tmp_path), entry, layout):
+        assert wrong == []
+
+
+def go_on(root: str, node: str, layout: Layout, first: int) -> tuple[list[float], str]:
+    """Take what there is in the memory of a node, train and leave; the state stays there."""
+    shardwise.init_distributed(verbose=False)
+    with as_node(f"{root}/{node}"):
+        engine = start(ADAMW, layout, seed=1 + first, **COPIES)
+    found = engine.resume(f"{root}/runs")
+    assert (found is None) == (first == 0) and engine.global_steps == first
+    source = "nothing" if found is None else engine.resumed.source
+    losses = train(engine, first, BEFORE)
+    if dist.is_initialized():
+        dist.barrier()
+    engine.destroy()
+    return losses, source
+
+
+def test_a_job_goes_on_with_other_ranks_in_a_copy_of_the_model(tmp_path: Path) -> None:
+    """Two copies on two ranks each, one on four, then all on one rank, from memory; as on one rank from there on."""
+    root = str(tmp_path)
+    run_ranks(go_on, 4, root, "elastic", Layout(1, 4, tensor=2), 0)
+    shutil.copytree(tmp_path / "elastic", tmp_path / "alone")
+    losses: list[float] = []
+    expected: list[float] = []
+    for number, layout in enumerate([Layout(3, 4, tensor=4), ALONE], start=1):
+        answers = run_ranks(go_on, layout.world, root, "elastic", layout, number * BEFORE)
+        assert {source for _, source in answers} == {"memory"}
+        losses += answers[0][0]
+        expected += run_ranks(go_on, 1, root, "alone", ALONE, number * BEFORE)[0][0]
+    assert losses == pytest.approx(expected, rel=1e-5)
+    assert len(set(losses)) == len(losses)
