@@ -70,8 +70,8 @@ test-gpu: $(STAMP)
 exhaustive: $(STAMP)
 	OMP_NUM_THREADS=1 $(BIN)/python -m pytest -q --progress --durations=20 -n 2 --dist worksteal --exhaustive
 
-# Every layout of a checkpoint into every other, with every optimizer (a part of it is in `make test`); the result goes
-# to bench/results.
+# Every layout of a checkpoint into every other, with every optimizer, and of ranks that share tensors, sequences and
+# experts (a part of it is in `make test`); the result goes to bench/results.
 matrix: $(STAMP)
 	OMP_NUM_THREADS=1 $(BIN)/python -m tests.checkpoint.matrix
 

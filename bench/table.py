@@ -623,7 +623,8 @@ SECTIONS = [
     Section(
         "Layouts of checkpoints",
         "Every stage on 1 to 4 ranks, saved and loaded at every other: pairs compared bit by bit after loading and "
-        "after more training.",
+        "after more training. *Meshes*: ranks also share tensors, sequences and experts, by 1 or 2 of each, on 1 to 8 "
+        "ranks; bit by bit after loading, and to rounding after more training where sums have other parts.",
         ["checkpoint_matrix"],
         layouts,
     ),

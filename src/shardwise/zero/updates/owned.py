@@ -35,6 +35,7 @@ from shardwise.zero.updates.update import (
     bind,
     hold,
     hold_state,
+    is_of_whole,
     state_dtype,
     take_changes,
     tensors_of,
@@ -221,26 +222,33 @@ class WholeUpdate(ReducedUpdate):
             UsageError: that is the state of a part, of which the owner would need that of all of the tensor.
         """
         for index in self.cut:
-            if old_state.get(id(self.registry.parameters[index])):
+            tensor, state = self.registry[index], old_state.get(id(self.registry.parameters[index]), {})
+            parts = [key for key, value in state.items() if not self._is_known_whole(key, value, tensor)]
+            if parts:
                 raise UsageError(
                     f"the optimizer {type(self.optimizer).__name__} steps whole tensors, and has state for "
-                    f"{self.registry[index].name!r}, of which this rank has the box {self.registry[index].box} only. "
-                    "Pass one without state, and load a checkpoint"
+                    f"{tensor.name!r}, of which this rank has the box {tensor.box} only: {', '.join(parts)}. Pass one "
+                    "without state, and load a checkpoint"
                 )
         for index in sorted(self.masters):
             group = self.registry[index].group
             assert group is not None
             members[group].append(self.masters[index])
-            state = old_state.get(id(self.registry.parameters[index]))
+            state = old_state.get(id(self.registry.parameters[index]), {})
             if state:
                 master, tensor = self.masters[index], self.registry[index]
                 self.optimizer.state[master] = {
                     key: value.to(master.device, state_dtype(value, tensor, master))
-                    if self._is_elementwise(value, tensor.numel, key)
+                    if self._is_elementwise(value, master.numel(), key)
                     else value
                     for key, value in state.items()
                 }
         self.keep_state()
+
+    def _is_known_whole(self, key: str, value: Any, tensor: LogicalTensor) -> bool:
+        """Whether an entry is known to be that of the whole tensor, or a number."""
+        number = not isinstance(value, torch.Tensor) or value.numel() == 1
+        return number or is_of_whole(key, value, tensor, self._is_elementwise)
 
     def takes_factor(self, optimizer: torch.optim.Optimizer) -> bool:
         """See `Update.takes_factor`: gradients are sent to their owners as they are."""

@@ -40,6 +40,7 @@ from shardwise.zero.updates.update import (
     bind,
     hold,
     state_dtype,
+    state_of_part,
     take_changes,
     tensors_of,
 )
@@ -102,12 +103,16 @@ class SegmentUpdate(ReducedUpdate):
 
     def place(self, members: list[list[nn.Parameter]], old_state: dict[int, dict[str, Any]]) -> None:
         """Add the segments to the members of each group, and give them what state their parameters had."""
+        of_parts = dict(old_state)
+        for tensor, parameter in zip(self.registry, self.registry.parameters, strict=True):
+            if tensor.box is not None and id(parameter) in old_state:
+                of_parts[id(parameter)] = state_of_part(old_state[id(parameter)], tensor, self._is_elementwise)
         for unit in self.units:
             first = len(self._segments)
             with borrowed(unit.borrowing()):
                 for section, lane in unit.segments():
                     if not section.layout.whole:
-                        self._place_lane(section, lane, members, old_state)
+                        self._place_lane(section, lane, members, of_parts)
                 sections = [section for section in unit.trainable if not section.layout.whole]
                 part = Part(sections, self._segments[first:], self._origins[first:])
                 self._everything.sections += sections

@@ -8,6 +8,7 @@ instance is kept: its parameter groups are edited in place and state that it alr
 from __future__ import annotations
 
 import contextlib
+import math
 from collections.abc import Callable, Collection, Iterator, Mapping, Sequence
 from contextlib import AbstractContextManager
 from dataclasses import dataclass
@@ -246,6 +247,23 @@ def as_gradient(values: torch.Tensor, master: torch.Tensor, accountant: Accounta
 def state_dtype(value: torch.Tensor, tensor: LogicalTensor, master: torch.Tensor) -> torch.dtype:
     """Return the dtype of adopted state: state in the parameter's own dtype goes on in the master's."""
     return master.dtype if value.dtype is tensor.source_dtype else value.dtype
+
+
+def state_of_part(state: dict[str, Any], tensor: LogicalTensor, is_elementwise: StateKind) -> dict[str, Any]:
+    """Return the state of a rank's part: entries that the optimizer has for the whole tensor are cut as it is."""
+    return {
+        key: tensor.cut(value) if is_of_whole(key, value, tensor, is_elementwise) else value
+        for key, value in state.items()
+    }
+
+
+def is_of_whole(key: str, value: Any, tensor: LogicalTensor, is_elementwise: StateKind) -> bool:
+    """Whether an entry of state has one value per element of a whole tensor, of which this rank has a part.
+
+    So it is where an optimizer has stepped a parameter, or loaded its state, before that became a part.
+    """
+    shape = tensor.global_shape
+    return tensor.box is not None and is_elementwise(value, math.prod(shape), key) and tuple(value.shape) == shape
 
 
 def _take_state(optimizer: torch.optim.Optimizer) -> dict[int, dict[str, Any]]:
