@@ -195,7 +195,8 @@ def _model(entry: Entry, layout: Layout, seed: int) -> nn.Module:
     return together.Decoder(layout.sequence > 1, layout.experts)
 
 
-def _config(entry: Entry, layout: Layout) -> dict[str, Any]:
+def settings(entry: Entry, layout: Layout) -> dict[str, Any]:
+    """Return the configuration of an engine without an optimizer."""
     found: dict[str, Any] = {
         "train_micro_batch_size_per_gpu": ROWS // layout.copies if entry.meshes else 3,
         "sequence_parallel_size": layout.sequence,
@@ -213,7 +214,7 @@ def _config(entry: Entry, layout: Layout) -> dict[str, Any]:
 def start(entry: Entry, layout: Layout, seed: int, **more: Any) -> Any:
     """Make an engine whose optimizer is built from the configuration, with more of it where a test asks for it."""
     torch.manual_seed(seed)
-    config = {**_config(entry, layout), "optimizer": {"type": entry.name, "params": entry.options}, **more}
+    config = {**settings(entry, layout), "optimizer": {"type": entry.name, "params": entry.options}, **more}
     model = _model(entry, layout, seed)
     return shardwise.initialize(model=model, model_parameters=_groups(model), config=config)[0]
 
@@ -401,7 +402,7 @@ def built(entry: Entry, layout: Layout, content: Content) -> Any:
         for key, value in values.items():
             copied = value.clone() if isinstance(value, torch.Tensor) else value
             optimizer.state[parameters[name]][key] = copied
-    return shardwise.initialize(model=model, optimizer=optimizer, config=_config(entry, layout))[0]
+    return shardwise.initialize(model=model, optimizer=optimizer, config=settings(entry, layout))[0]
 
 
 # -- loading -----------------------------------------------------------------------------------------------------------

@@ -34,7 +34,7 @@ def test_every_pair_of_layouts_is_exact_and_goes_on_exactly(labels: tuple[str, .
 
 @pytest.mark.limit(700)
 def test_every_size_of_a_mesh_is_exact_and_goes_on(tmp_path: Path) -> None:
-    """Tensors, sequences and experts that ranks share: 25 pairs of layouts, and 4 or 9 with further optimizers."""
+    """Tensors, sequences and experts that ranks share: 25 pairs of layouts, and 4 with each further optimizer."""
     plan = matrix.part_of_meshes()
     for number, sizes in enumerate([range(4), (1, 2, 4), (1, 2), (1, 2), (1, 2)]):
         for pair in plan.values():

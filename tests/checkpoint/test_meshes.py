@@ -1,4 +1,4 @@
-"""Weights, background saves and copies in memory of ranks that share tensors, sequences and experts.
+"""Weights, background saves, copies in memory and earlier state of ranks that share tensors, sequences and experts.
 
 `test_matrix.py` has the checkpoints of every mesh, each loaded into every other.
 """
@@ -15,7 +15,22 @@ from safetensors.torch import load_file
 
 import shardwise
 from shardwise.checkpoint import export
-from tests.checkpoint.matrix import BEFORE, Content, Entry, Layout, held, start, train, unlike, whole
+from shardwise.optim import build
+from shardwise.parallel.data import complete
+from tests.checkpoint.matrix import (
+    AFTER,
+    BEFORE,
+    ROWS,
+    Content,
+    Entry,
+    Layout,
+    held,
+    settings,
+    start,
+    train,
+    unlike,
+    whole,
+)
 from tests.checkpoint.test_copies import as_node
 from tests.harness import run_ranks
 from tests.parallel.tensor import together
@@ -149,3 +164,29 @@ def test_a_job_goes_on_with_other_ranks_in_a_copy_of_the_model(tmp_path: Path) -
         expected += run_ranks(go_on, 1, root, "alone", ALONE, number * BEFORE)[0][0]
     assert losses == pytest.approx(expected, rel=1e-5)
     assert len(set(losses)) == len(losses)
+
+
+def divided_later(entry: Entry, layout: Layout) -> list[float]:
+    """Train plainly, the same on every rank, give an engine the model and the optimizer, and go on."""
+    shardwise.init_distributed(verbose=False)
+    model = together.decoder(experts=1)
+    trained = [parameter for parameter in model.parameters() if parameter.requires_grad]
+    optimizer = build(entry.name, trained, entry.options, device="cpu", named=model.named_parameters())
+    for step in range(BEFORE):
+        loss, _ = together.loss_of(model, complete(together.data(step, 0, ROWS // together.ROWS)))
+        optimizer.zero_grad()
+        loss.backward()
+        optimizer.step()
+    del loss  # its graph knows the shapes of whole tensors
+    engine = shardwise.initialize(model=model, optimizer=optimizer, config=settings(entry, layout))[0]
+    losses = train(engine, BEFORE, AFTER)
+    engine.destroy()
+    return losses
+
+
+@pytest.mark.parametrize("entry", [ADAMW, MUON], ids=str)
+@pytest.mark.parametrize("stage", [0, 3])
+def test_an_optimizer_goes_on_with_its_state_where_tensors_are_divided(entry: Entry, stage: int) -> None:
+    (expected,) = run_ranks(divided_later, 1, entry, ALONE)
+    for losses in run_ranks(divided_later, 2, entry, Layout(stage, 2, tensor=2)):
+        assert losses == pytest.approx(expected, rel=1e-5)
