@@ -307,6 +307,14 @@ def current_node() -> Node | None:
     return torch._C._current_autograd_node()
 
 
+def shape_in_graph(parameter: torch.Tensor) -> tuple[int, ...]:
+    """Return the shape that gradients of a parameter must have: in a graph that is still alive, that of its making."""
+    if not parameter.requires_grad:
+        return tuple(parameter.shape)
+    (expected,) = torch.autograd.graph.get_gradient_edge(parameter).node._input_metadata
+    return tuple(expected.shape)
+
+
 def will_run(node: Node) -> bool:
     """Whether the backward pass that autograd is in runs a node that accumulates into a parameter."""
     try:

@@ -176,3 +176,18 @@ def test_what_cannot_be_done(kind: str, match: str) -> None:
     with pytest.raises(RankFailure, match=match) as found:
         run_ranks(wrong, 2, kind)
     assert UsageError.__name__ in str(found.value)
+
+
+def test_a_graph_that_knows_the_whole_is_named() -> None:
+    """It would fail in the first backward pass, inside of autograd."""
+    layer = torch.nn.Linear(3, 4, bias=False)
+    loss = layer(torch.ones(2, 3)).sum()
+    with pytest.raises(UsageError, match=r"shape \[4, 3\] is to become a part of shape \[2, 3\].*del loss"):
+        narrow(layer.weight, ranks=[0], box=[(0, 2), (0, 3)])
+    del loss
+    layer = torch.nn.Linear(3, 4, bias=False)
+    layer(torch.ones(2, 3)).sum().backward()
+    narrow(layer.weight, ranks=[0], box=[(0, 2), (0, 3)])
+    layer.weight.grad = None
+    layer(torch.ones(2, 3)).sum().backward()
+    assert layer.weight.grad is not None and layer.weight.grad.shape == (2, 3)

@@ -9,6 +9,7 @@ import torch
 from torch.utils.weak import WeakTensorKeyDictionary
 
 from shardwise.boxes import Region, is_within, region, whole
+from shardwise.compat import shape_in_graph
 from shardwise.errors import UsageError
 from shardwise.registry.parts import declare_part, part_of
 from shardwise.registry.tensors import cut
@@ -55,7 +56,8 @@ def narrow(
         divisor: see `declare_part`.
 
     Raises:
-        UsageError: the parameter has been narrowed before, or the box is not one of it; and as `declare_part`.
+        UsageError: the parameter has been narrowed before, the box is not one of it, or a graph of autograd is alive in
+            which it is whole; and as `declare_part`.
 
     Example: the upper half of the rows.
         >>> import torch
@@ -81,3 +83,9 @@ def narrow(
         keeper.narrow(parameter, part)
     else:
         parameter.data = cut(parameter.data, part).clone(memory_format=torch.contiguous_format)
+        if shape_in_graph(parameter) != tuple(parameter.shape):
+            raise UsageError(
+                f"a parameter of shape {list(shape)} is to become a part of shape {list(parameter.shape)}, and a graph "
+                "of autograd in which it is whole is still alive, so that its gradient could not be taken. Drop what "
+                "keeps it (a loss or an output of a forward pass from before: `del loss`)"
+            )
