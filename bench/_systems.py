@@ -52,7 +52,7 @@ SIZES = {
 
 
 class Block(nn.Module):
-    """A pre-norm transformer block; queries, keys and values of a head lie side by side, so that ranks can have heads."""
+    """A pre-norm transformer block; a head's queries, keys and values lie side by side, so that ranks have heads."""
 
     def __init__(self, width: int, heads: int) -> None:
         super().__init__()
@@ -353,7 +353,7 @@ TENSOR: dict[str, tuple[int, Callable[[Case], Run]]] = {
     "TP 4": (4, torch_tensor),
     "shardwise 1 + TP 4": (4, lambda case: shardwise(case, 1)),
 }
-"""Systems that divide matrices over ranks, and over how many: torch's own first, then those that are compared with it."""
+"""Systems that divide matrices over ranks, and over how many: torch's own first, then what is compared with it."""
 
 
 GROUP = 2

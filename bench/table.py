@@ -496,8 +496,8 @@ SECTIONS = [
         "stage 3) stays within 640 MiB of a rank above what the model takes. *plain*: each rank has a sequence; "
         "*recomputed*: layers are; *tiled*: loss and MLP are, too; *shared*: all ranks have parts of one sequence "
         "(Ulysses); *tensor*: all ranks have a copy of the model among them, and *with tokens* share the tokens outside "
-        "of its layers. *DeepSpeed*: its `UlyssesSPAttentionHF`, with recomputed layers, and tiled as by its ALST. Steps "
-        "are single ones of that length ([Long sequences](sequence.md)).",
+        "of its layers. *DeepSpeed*: its `DistributedAttention`, stage 3, and for the tiles the "
+        "`sequence_tiled_compute` of its ALST. Steps are single ones of that length ([Long sequences](sequence.md)).",
         list(LONGEST.values()),
         longest,
     ),

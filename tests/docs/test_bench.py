@@ -74,6 +74,23 @@ def test_the_other_benchmarks_run(tmp_path: Path) -> None:
 
 
 @pytest.mark.thorough
+def test_what_ranks_share_is_measured(tmp_path: Path) -> None:
+    options = ["--quick", "--results", str(tmp_path)]
+    ways = "plain,shared,tensor,tensor tokens recomputed"
+    with ThreadPoolExecutor() as pool:
+        tensor = pool.submit(
+            bench, "tensor.py", *options, "--nproc", "2", "--systems", "FSDP2 + TP 2,shardwise 3 + TP 2"
+        )
+        longest = pool.submit(bench, "longest_sequence.py", *options, "--ways", ways)
+    assert tensor.result() and longest.result()
+    first, second = rows(tmp_path / "tensor_27M_fp32_2.json")
+    assert first["ratio"] == first["memory_ratio"] == 1 and second["ratio"] > 0 and second["memory_ratio"] > 0
+    assert second["loss_differs"] < 1e-6
+    plain, *others = rows(tmp_path / "longest_sequence_2.json")
+    assert plain["over_plain"] == 1 and all(row["over_plain"] >= 1.2 for row in others)
+
+
+@pytest.mark.thorough
 def test_checkpoints_are_measured(tmp_path: Path) -> None:
     options = ["--quick", "--results", str(tmp_path), "--directory", str(tmp_path)]
     with ThreadPoolExecutor() as pool:

@@ -29,6 +29,7 @@ def program(page):
         ("docs/getting-started.md", r"epoch 2: loss \d"),
         ("docs/parts.md", r"loss \d.*, norm \d.*, 128 parameters of 256 here"),
         ("docs/sequence.md", r"loss \d.* of 128 tokens here, 252 in all"),
+        ("docs/tensor.md", r"loss \d.*, 16512 of 30080 parameters here"),
         ("docs/moe.md", r"loss \d.*, 2 of 4 experts here"),
         ("docs/accumulation.md", r"loss \d.*the mean over 32 tokens"),
         pytest.param(

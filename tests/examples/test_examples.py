@@ -18,8 +18,9 @@ from shardwise.utils.zero_to_fp32 import get_fp32_state_dict_from_zero_checkpoin
 EXAMPLES = Path(__file__).parents[2] / "examples"
 
 
-def launch(script: str, *options: str, environment: dict[str, str] | None = None) -> str:
-    command = [sys.executable, "-m", "shardwise.launch", "run", "--nproc", "2", str(EXAMPLES / script), *options]
+def launch(script: str, *options: str, environment: dict[str, str] | None = None, nproc: int = 2) -> str:
+    job = [sys.executable, "-m", "shardwise.launch", "run", "--nproc", str(nproc)]
+    command = [*job, str(EXAMPLES / script), *options]
     done = subprocess.run(command, capture_output=True, text=True, timeout=300, env=environment)
     assert done.returncode == 0, done.stdout[-3000:] + done.stderr[-3000:]
     return done.stdout
@@ -117,3 +118,29 @@ def test_experts_over_ranks_train_as_on_one() -> None:
         assert output.count(f"has {8 // int(size)} of 8 experts") == 2
         found.append([float(loss) for loss in re.findall(r"step +\d+  loss ([\d.]+)", output)])
     assert found[0] == pytest.approx(found[1], rel=0.05) and found[0][-1] < found[0][0]
+
+
+def test_matrices_over_ranks_train_as_on_one(tmp_path: Path) -> None:
+    pytest.importorskip("transformers")
+    environment = part_of_the_manual(tmp_path)
+    found = []
+    for size in (2, 1):
+        options = ("--tp", str(size), "--steps", "11")
+        output = launch("tensor_parallel.py", *options, environment=environment, nproc=size)
+        found.append([float(loss) for loss in re.findall(r"step +\d+  loss ([\d.]+)", output)])
+        here, whole = (
+            int(number.replace(",", "")) for number in re.findall(r"has ([\d,]+) of ([\d,]+) par", output)[0]
+        )
+        assert here < 0.51 * whole if size == 2 else here == whole
+    assert found[0] == pytest.approx(found[1], abs=2e-3) and found[0][-1] < found[0][0] - 0.5
+
+
+def test_a_sequence_that_is_too_long_for_a_rank_trains_on_two() -> None:
+    output = launch("long_context.py", "--tokens", "2048", "--steps", "6")
+    assert re.search(
+        r"a whole sequence on every rank is refused:\n.* MiB more than memory_limits.device allows", output
+    )
+    losses = [float(loss) for loss in re.findall(r"loss ([\d.]+) of 1024 tokens of 2048", output)]
+    assert len(losses) == 2 and losses[1] < losses[0]
+    peak = float(re.findall(r"with 2 ranks a sequence ([\d.]+) MiB on each", output)[0])
+    assert peak <= 32

@@ -14,6 +14,7 @@ import torch.distributed as dist
 from torch import nn
 
 import shardwise
+from shardwise.boxes import sizes
 from shardwise.config import resolve
 from shardwise.config.schema.parallel import TensorParallel
 from shardwise.errors import ConfigError, UsageError
@@ -82,7 +83,7 @@ def compare(found: list[Any], expected: Any, bound: float = 2e-5) -> float:
             whole = exact[name]
             assert (value - whole).norm() <= bound * max(float(whole.norm()), 1.0), name
     parts = found[0][2]
-    return sum(value.numel() for _, value in parts.values()) / sum(exact[name].numel() for name in parts)
+    return sum(tensor.numel for tensor, _ in parts.values()) / sum(exact[name].numel() for name in parts)
 
 
 MAIN = ["gpt2", "llama", "t5", "bloom", "mixtral", "qwen2_moe", "phi3"]
@@ -148,7 +149,10 @@ def with_adapters(model: nn.Module) -> nn.Module:
 def test_adapters_are_divided_with_their_layers(stage: int) -> None:
     found = run_ranks(train, 2, "llama", config(stage, 2), STEPS, with_adapters)
     compare(found, alone("llama", STEPS, 1, with_adapters))
-    shapes = {name.partition("layers.0.")[2]: value.shape for name, (_, value) in found[0][2].items()}
+    shapes = {
+        name.partition("layers.0.")[2]: tuple(tensor.shape) if tensor.box is None else sizes(tensor.box)
+        for name, (tensor, _) in found[0][2].items()
+    }
     assert shapes["self_attn.q_proj.lora_A.default.weight"] == (3, 32)
     assert shapes["self_attn.q_proj.lora_B.default.weight"] == (16, 3)
     assert shapes["mlp.down_proj.lora_A.default.weight"] == (3, 12)
@@ -176,8 +180,8 @@ def divided_logits() -> Any:
     return (
         trained.logits.shape[-1],
         evaluated.logits.shape[-1],
-        float(trained.loss),
-        float(counted),
+        trained.loss.item(),
+        counted.item(),
         evaluated.loss.item(),
     )
 
@@ -185,7 +189,7 @@ def divided_logits() -> Any:
 def test_divided_logits_are_put_together_in_evaluation() -> None:
     model = build("llama", vocab_size=41)
     given = batch("llama", 0, ROWS)
-    loss, counted = float(model(**given).loss), float(model(**given, num_items_in_batch=5).loss)
+    loss, counted = model(**given).loss.item(), model(**given, num_items_in_batch=5).loss.item()
     found = run_ranks(divided_logits, 3)
     assert [one[0] for one in found] == [14, 14, 13]
     for _, whole, trained, other, evaluated in found:
