@@ -100,33 +100,31 @@ class TensorGroup:
         self._comm = self.data = None
         self.end_pass()
 
-    def declare(self, parameter: nn.Parameter, shape: Sequence[int], dim: int, runs: Sequence[Runs]) -> None:
-        """Say what this rank has of a tensor that is divided in one dimension.
+    def part(self, shape: Sequence[int], dim: int, runs: Sequence[Runs]) -> dict[str, Any]:
+        """Return what this rank has of a tensor that is divided in one dimension, as `declare_part` is told of it.
 
         Ranks at places with the same runs (heads that several ranks need) form their part's gradient together: each
         has a summand of it.
 
         Args:
-            parameter: this rank's.
             shape: of the whole tensor.
             dim: that is divided.
             runs: what the rank at each place has.
         """
         same = [place for place in range(self.size) if runs[place] == runs[self.place]]
-        declare_part(
-            parameter,
-            ranks=sorted(rank for place in same for rank in self.columns[place]),
-            shape=shape,
-            box=self.box(shape, dim, runs),
-            divisor=self.copies,
-        )
+        ranks = sorted(rank for place in same for rank in self.columns[place])
+        return {"ranks": ranks, "box": self.box(shape, dim, runs), "divisor": self.copies}
+
+    def declare(self, parameter: nn.Parameter, shape: Sequence[int], dim: int, runs: Sequence[Runs]) -> None:
+        """Say what this rank has of a tensor that is divided in one dimension; arguments as of `part`."""
+        declare_part(parameter, shape=shape, **self.part(shape, dim, runs))
 
     def declare_summands(self, parameter: nn.Parameter) -> None:
         """Say that each rank has a summand of the gradient of a parameter, which all ranks have whole."""
         declare_part(parameter, ranks=sorted(rank for column in self.columns for rank in column), divisor=self.copies)
 
     def box(self, shape: Sequence[int], dim: int, runs: Sequence[Runs]) -> Region:
-        """Return what this rank has of such a tensor; arguments as of `declare`."""
+        """Return what this rank has of such a tensor; arguments as of `part`."""
         found: list[Any] = [(0, size) for size in shape]
         found[dim] = runs[self.place]
         return region(found)

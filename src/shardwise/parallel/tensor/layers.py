@@ -20,6 +20,7 @@ from torch import nn
 from shardwise.errors import UsageError
 from shardwise.parallel.tensor import mappings
 from shardwise.parallel.tensor.group import Runs, TensorGroup
+from shardwise.registry import narrow as keep
 from shardwise.registry import part_of
 
 Kind = Literal["column", "picked", "latent", "row", "words", "width", "norm"]
@@ -139,7 +140,10 @@ class RowParallel(Parallel):
 
 
 class WordsParallel(Parallel):
-    """An embedding with some of the words: the others are zero, and the sum over ranks has all."""
+    """An embedding with some of the words: the others are zero, and the sum over ranks has all.
+
+    `padding_idx` goes on counting all words.
+    """
 
     padding_idx: int | None
 
@@ -148,7 +152,12 @@ class WordsParallel(Parallel):
         ((first, end),) = self.cut.runs[self.group.place]
         elsewhere = (words < first) | (words >= end)
         here = (words - first).masked_fill(elsewhere, 0)
-        found = cast(nn.Module, super()).forward(here)
+        padding = self.padding_idx
+        self.padding_idx = None if padding is None or not first <= padding < end else padding - first
+        try:
+            found = cast(nn.Module, super()).forward(here)
+        finally:
+            self.padding_idx = padding
         return mappings.leave(found.masked_fill(elsewhere.unsqueeze(-1), 0), self.group)
 
 
@@ -230,7 +239,7 @@ def divide(layer: nn.Module, cut: Cut, group: TensorGroup, path: str) -> None:
             narrow(bias, 0, cut, group, f"{path}.bias")
         if bias is not None and cut.kind == "row" and cut.tokens is not None:
             group.declare_summands(bias)
-        _tell_sizes(layer, cut, cut.sizes[group.place], group)
+        _tell_sizes(layer, cut, cut.sizes[group.place])
     _become(layer, cut, group)
 
 
@@ -264,7 +273,7 @@ def stores_inputs_first(layer: nn.Module) -> bool:
 
 
 def narrow(parameter: nn.Parameter, dim: int, cut: Cut, group: TensorGroup, name: str) -> None:
-    """Keep this rank's part of a parameter, and declare it."""
+    """Keep this rank's part of a parameter, wherever its values are, and declare it."""
     known = part_of(parameter)
     if known.box is not None and known.shape is not None:
         if known.shape[dim] != len_of(cut.runs) or group.box(known.shape, dim, cut.runs) != known.box:
@@ -273,18 +282,13 @@ def narrow(parameter: nn.Parameter, dim: int, cut: Cut, group: TensorGroup, name
                 f"box {known.box} of {list(known.shape)}. Divide both alike, or neither"
             )
         return
-    shape, total = list(parameter.shape), len_of(cut.runs)
-    if shape[dim] != total:
+    features, total = parameter.shape[dim], len_of(cut.runs)
+    if features != total:
         raise UsageError(
-            f"tensor parallelism: {name} has {shape[dim]} features in dimension {dim}, of which the ranks would have "
+            f"tensor parallelism: {name} has {features} features in dimension {dim}, of which the ranks would have "
             f"{total}"
         )
-    own = cut.runs[group.place]
-    pieces = [parameter.data.narrow(dim, first, end - first) for first, end in own]
-    parameter.data = (
-        torch.cat(pieces, dim) if len(pieces) > 1 else pieces[0].clone(memory_format=torch.contiguous_format)
-    )
-    group.declare(parameter, shape, dim, cut.runs)
+    keep(parameter, **group.part(parameter.shape, dim, cut.runs))
 
 
 def len_of(runs: Sequence[Runs]) -> int:
@@ -292,17 +296,12 @@ def len_of(runs: Sequence[Runs]) -> int:
     return max(end for own in runs for _, end in own)
 
 
-def _tell_sizes(layer: nn.Module, cut: Cut, own: int, group: TensorGroup) -> None:
+def _tell_sizes(layer: nn.Module, cut: Cut, own: int) -> None:
     """Have a layer's attributes say what it has."""
     names = {"column": ("out_features", "nf"), "row": ("in_features", "nx"), "words": ("num_embeddings",)}
     for name in names.get(cut.kind, ("embedding_dim",)):
         if hasattr(layer, name):
             setattr(layer, name, own)
-    if cut.kind == "words" and cast(nn.Embedding, layer).padding_idx is not None:
-        embedding = cast(Any, layer)
-        ((first, end),) = cut.runs[group.place]
-        inside = first <= embedding.padding_idx < end
-        embedding.padding_idx = embedding.padding_idx - first if inside else None
 
 
 def runs_of(total: int, ranks: int, grain: int = 1) -> tuple[Runs, ...]:
