@@ -11,7 +11,7 @@ import torch
 import shardwise
 from shardwise.parallel import end_tensors
 from tests.dropin.clients import MISSING, Ranks, forget, tokens
-from tests.dropin.test_accelerate import accelerator, plugin_of, train
+from tests.dropin.test_accelerate import accelerator, train
 from tests.dropin.test_trainer import Logged, config, logged, trainer
 
 pytestmark = pytest.mark.skipif(bool(MISSING), reason=f"not installed: {', '.join(MISSING)}")
@@ -68,21 +68,21 @@ def accelerated(directory: str, how: str) -> Any:
     """Losses, those after going on from save_state, and the weights in between."""
     from accelerate.utils import ParallelismConfig
 
-    plugin, options = plugin_of(1), {}
+    config: dict[str, Any] = {
+        "train_batch_size": "auto",
+        "train_micro_batch_size_per_gpu": "auto",
+        "gradient_accumulation_steps": 2,
+        "gradient_clipping": 0.5,
+        "zero_optimization": {"stage": 2, "stage3_gather_16bit_weights_on_model_save": True},
+    }
+    options: dict[str, Any] = {}
     if how == "configuration":
-        config = {
-            "train_batch_size": "auto",
-            "train_micro_batch_size_per_gpu": "auto",
-            "gradient_accumulation_steps": 2,
-            "gradient_clipping": 0.5,
-            "zero_optimization": {"stage": 2, "stage3_gather_16bit_weights_on_model_save": True},
-            "tensor_parallel": {"autotp_size": 2},
-        }
-        plugin = {"hf_ds_config": config}
+        config["tensor_parallel"] = {"autotp_size": 2}
     elif how == "parallelism":
+        config["train_micro_batch_size_per_gpu"] = 2
         sizes = {"dp_shard_size": torch.distributed.get_world_size() // 2, "tp_size": 2}
         options["parallelism_config"] = ParallelismConfig(**sizes)
-    acc = accelerator(plugin, **options)
+    acc = accelerator({"hf_ds_config": config}, **options)
     net = llama()
     loader: Any = torch.utils.data.DataLoader(tokens(32), batch_size=2)  # type: ignore[arg-type]
     model, optimizer, loader = acc.prepare(net, torch.optim.AdamW(net.parameters(), lr=1e-2), loader)
@@ -102,7 +102,7 @@ def accelerated(directory: str, how: str) -> Any:
 def test_accelerate(ranks: Ranks, tmp_path: Path, world: int, how: str) -> None:
     plain, _, _, weights = ranks(accelerated, world // 2, str(tmp_path), "plain")[0]
     for rank, (losses, after, again, state) in enumerate(ranks(accelerated, world, str(tmp_path), how)):
-        assert losses == pytest.approx(plain, rel=1e-5) and losses[-1] < losses[0]
+        assert losses == pytest.approx(plain, rel=1e-5)
         assert again == after != losses
         assert (state is None) == (rank > 0)
         if state is not None:
