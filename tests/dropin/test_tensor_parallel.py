@@ -8,7 +8,7 @@ from typing import Any
 import pytest
 import torch
 
-import shardwise
+from shardwise.errors import ConflictError
 from shardwise.parallel import end_tensors
 from tests.dropin.clients import MISSING, Ranks, forget, tokens
 from tests.dropin.test_accelerate import accelerator, train
@@ -109,3 +109,19 @@ def test_accelerate(ranks: Ranks, tmp_path: Path, world: int, how: str) -> None:
             assert state.keys() == weights.keys()
             for name, value in state.items():
                 torch.testing.assert_close(value, weights[name], rtol=1e-3, atol=1e-5)
+
+
+def miscounted() -> str:
+    acc = accelerator(
+        {"hf_ds_config": {"train_micro_batch_size_per_gpu": 2, "tensor_parallel": {"tp": {"tp_size": 2}}}}
+    )
+    net = llama()
+    with pytest.raises(ConflictError) as caught:
+        acc.prepare(net, torch.optim.AdamW(net.parameters()))
+    return str(caught.value)
+
+
+def test_another_form_of_the_key_is_refused(ranks: Ranks) -> None:
+    for message in ranks(miscounted, 2):
+        assert message.startswith("Accelerate counts 1 rank to a copy of the model, and the model is divided over 2")
+        assert "Write tensor_parallel.autotp_size: 2" in message

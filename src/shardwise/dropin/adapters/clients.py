@@ -29,8 +29,11 @@ from torch.distributed.device_mesh import DeviceMesh, init_device_mesh
 
 from shardwise import engine
 from shardwise.comm import api, setup
+from shardwise.config import resolve
 from shardwise.device import choose_device
 from shardwise.errors import ConflictError, UsageError
+from shardwise.parallel.tensor.dtensors import line_of
+from shardwise.parallel.tensor.entry import divided_over
 from shardwise.utils.logging import warn_once
 from shardwise.zero.units import released
 
@@ -84,19 +87,11 @@ def _initialize_for_accelerate(*args: Any, **kwargs: Any) -> Any:
     config = kwargs.get("config_params")  # by this name Accelerate passes it, and nobody else does
     if not isinstance(config, MutableMapping):
         return engine.initialize(*args, **kwargs)
-    tensor = _tell_tensors(config)
-    kwargs["config_params"] = _with_batch_of(config, tensor)
+    told = _tell_tensors(config)
+    _compare_tensors(config, kwargs.get("model"), told)
+    kwargs["config_params"] = _with_batch_of(config, told)
     kwargs["optimizer"] = _own_optimizer(kwargs.get("optimizer"))
-    made = engine.initialize(*args, **kwargs)
-    found = made[0].get_tensor_parallel_world_size()
-    if found != tensor:
-        made[0].destroy()
-        raise ConflictError(
-            f"Accelerate counts {tensor} rank{'s' if tensor != 1 else ''} to a copy of the model, and the model is "
-            f"divided over {found}: samples would go to the wrong ranks. Write the number as {_TENSOR} in the "
-            "configuration, without other forms of it (tp.tp_size, enabled, tp_model_init with another size)"
-        )
-    return made
+    return engine.initialize(*args, **kwargs)
 
 
 def _tell_tensors(config: MutableMapping[str, Any]) -> int:
@@ -110,6 +105,21 @@ def _tell_tensors(config: MutableMapping[str, Any]) -> int:
     if own > size:
         config["tensor_parallel"] = {**(section or {}), "autotp_size": own}
     return max(own, size)
+
+
+def _compare_tensors(config: MutableMapping[str, Any], model: Any, told: int) -> None:
+    section = config.get("tensor_parallel", {})
+    read = resolve({"train_micro_batch_size_per_gpu": 1, "tensor_parallel": section}, world_size=dist.get_world_size())
+    found = read.config.tensor_parallel.size
+    if isinstance(model, nn.Module) and found == 1:
+        group = divided_over(model)
+        found = len(line_of(model) or [0]) if group is None else group.size
+    if found != told:
+        raise ConflictError(
+            f"Accelerate counts {told} rank{'s' if told != 1 else ''} to a copy of the model, and the model is divided "
+            f"over {found}: ranks would get the wrong samples. Write {_TENSOR}: {found} in the configuration, which is "
+            "the only form that Accelerate and the Trainer read"
+        )
 
 
 def _with_batch_of(config: MutableMapping[str, Any], tensor: int) -> MutableMapping[str, Any]:
