@@ -112,9 +112,9 @@ def test_accelerate(ranks: Ranks, tmp_path: Path, world: int, how: str) -> None:
 
 
 def miscounted() -> str:
-    acc = accelerator(
-        {"hf_ds_config": {"train_micro_batch_size_per_gpu": 2, "tensor_parallel": {"tp": {"tp_size": 2}}}}
-    )
+    section = {"tp": {"tp_size": 2}}
+    config = {"train_micro_batch_size_per_gpu": 2, "zero_optimization": {"stage": 1}, "tensor_parallel": section}
+    acc = accelerator({"hf_ds_config": config})
     net = llama()
     with pytest.raises(ConflictError) as caught:
         acc.prepare(net, torch.optim.AdamW(net.parameters()))

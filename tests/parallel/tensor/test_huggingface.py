@@ -119,7 +119,7 @@ def test_models_that_transformers_divides(family: str, stage: int, tmp_path: Pat
 
 def test_fused_experts_that_transformers_divides_are_refused(tmp_path: Path) -> None:
     prepare = functools.partial(divided_by_transformers, directory=str(tmp_path))
-    with pytest.raises(RankFailure, match="without a plan, and write tensor_parallel.autotp_size"):
+    with pytest.raises(RankFailure, match=r"without a plan, and write tensor_parallel\.autotp_size"):
         run_ranks(train, 2, "mixtral", config(1, 2), 1, prepare)
 
 
