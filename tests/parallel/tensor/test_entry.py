@@ -2,11 +2,13 @@
 
 from __future__ import annotations
 
+from pathlib import Path
 from typing import Any
 
 import pytest
 import torch
 import torch.distributed as dist
+from safetensors.torch import load_file
 from torch.distributed.device_mesh import init_device_mesh
 
 import shardwise
@@ -180,3 +182,31 @@ def test_dtensors(stage: int, world: int, size: int, own: bool) -> None:
         assert (kinds, kinds_after) == ({False}, {True})
         assert after == pytest.approx(results[0][3], rel=1e-6)
         check(found, world // size)
+
+
+def stored(directory: str) -> Any:
+    """Train a step, save, train another, load into an engine of plain layers on all ranks, and give whole weights."""
+    engine, *_ = shardwise.initialize(model=parallelized(decoder(), 2), config=config(1))
+    first = train(engine, 1)[0]
+    engine.save_checkpoint(directory)
+    engine.export(f"{directory}/whole")
+    after = train(engine, 1)[0]
+    engine.load_checkpoint(directory)
+    again = train(engine, 1)[0]
+    engine.destroy()
+    engine, *_ = shardwise.initialize(model=decoder(seed=3), config=config(1))
+    engine.load_checkpoint(directory)
+    weights = {name: p.detach().clone() for name, p in engine.module.named_parameters()}
+    engine.destroy()
+    return first, after, again, weights
+
+
+def test_checkpoints_and_exports_of_dtensors(tmp_path: Path) -> None:
+    _, _, exact = alone(1, 1)
+    whole = None
+    for first, after, again, weights in run_ranks(stored, 2, str(tmp_path)):
+        assert again == after != first
+        whole = whole or load_file(tmp_path / "whole" / "model.safetensors")
+        for name, value in weights.items():
+            assert torch.equal(value, whole[name])
+            torch.testing.assert_close(value, exact[name].float(), rtol=1e-5, atol=1e-6)

@@ -3,10 +3,12 @@
 from __future__ import annotations
 
 import copy
+import functools
 import pickle
 import warnings
 from collections.abc import Callable
-from typing import Any
+from pathlib import Path
+from typing import Any, cast
 
 import pytest
 import torch
@@ -95,6 +97,30 @@ def test_training_is_that_of_one_process(family: str, size: int, stage: int) -> 
     found = run_ranks(train, size, family, config(stage, size))
     share = compare(found, alone(family, STEPS, 1))
     assert share < 0.2 + 1 / size
+
+
+def divided_by_transformers(model: nn.Module, directory: str) -> nn.Module:
+    """Have transformers divide the first rank's model while it loads it: its parameters are DTensors."""
+    from transformers.distributed import DistributedConfig
+
+    kind: Any = type(model)
+    if dist.get_rank() == 0:
+        cast(Any, model).save_pretrained(directory)
+    dist.barrier()
+    found: nn.Module = kind.from_pretrained(directory, distributed_config=DistributedConfig(tp_size=2))
+    return found
+
+
+@pytest.mark.parametrize(("family", "stage"), [("llama", 3), ("llama untied", 1)])
+def test_models_that_transformers_divides(family: str, stage: int, tmp_path: Path) -> None:
+    prepare = functools.partial(divided_by_transformers, directory=str(tmp_path))
+    compare(run_ranks(train, 2, family, config(stage, 2), 4, prepare), alone(family, 4, 1))
+
+
+def test_fused_experts_that_transformers_divides_are_refused(tmp_path: Path) -> None:
+    prepare = functools.partial(divided_by_transformers, directory=str(tmp_path))
+    with pytest.raises(RankFailure, match=r"without a plan, and write tensor_parallel\.autotp_size"):
+        run_ranks(train, 2, "mixtral", config(1, 2), 1, prepare)
 
 
 @pytest.mark.parametrize("stage", [0, 3])

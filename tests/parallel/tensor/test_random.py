@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import functools
+import warnings
 from typing import Any
 
 import pytest
@@ -124,6 +126,40 @@ def test_recomputed_regions_drop_the_same(section: dict[str, bool]) -> None:
 
 def test_without_dropout_nothing_is_watched() -> None:
     assert [found[3] for found in run_ranks(step, 2, 0.0, False)] == [False, False]
+
+
+def adapted() -> dict[str, torch.Tensor]:
+    import peft
+
+    torch.manual_seed(0)
+    names = ["q", "k", "o", "up", "down"]
+    with warnings.catch_warnings():
+        warnings.simplefilter("ignore", FutureWarning)
+        net = peft.get_peft_model(Decoder(), peft.LoraConfig(r=2, target_modules=names, lora_dropout=0.5))
+    kept: dict[str, torch.Tensor] = {}
+
+    def keep(name: str, dropped: nn.Module, _: Any, made: torch.Tensor) -> None:
+        kept.setdefault(name, made.detach() != 0)
+
+    for path, module in net.named_modules():
+        if isinstance(module, nn.Dropout):
+            module.register_forward_hook(functools.partial(keep, path.split(".")[-3]))
+    rules = {"layer_specs": RULES["layer_specs"][:2]}
+    engine, *_ = shardwise.initialize(
+        model=net, config=config(tensor_parallel={"autotp_size": 2, "partition_config": rules})
+    )
+    engine(data(0, ROWS))
+    engine.destroy()
+    return kept
+
+
+def test_what_adapters_drop() -> None:
+    """Before a column layer what all ranks have, of each layer anew; before a row layer a rank's own features."""
+    pytest.importorskip("peft")
+    first, second = run_ranks(adapted, 2)
+    assert first.keys() == {"q", "k", "o", "up", "down"}
+    assert {name for name, own in first.items() if torch.equal(own, second[name])} == {"q", "k", "up"}
+    assert not torch.equal(first["q"], first["k"])
 
 
 # -- trackers ----------------------------------------------------------------------------------------------------------

@@ -5,6 +5,10 @@ counts one process, because its own backend is None: every rank would train on t
 `is_initialized()` and `init_distributed()` of `deepspeed.comm` in the middle of its constructor, before it counts, and
 its attributes are in a dictionary that all its instances share. So the backend of the process group can be told there.
 
+Of ranks that have a copy of the model among them Accelerate knows by `tensor_parallel.autotp_size` or by its own
+`ParallelismConfig(tp_size=...)`: it gives them the same samples. But it, and the Trainer, count each of them in
+`train_batch_size`; by the first alone it knows that a state dict is of parts; and the second it does not hand on.
+
 Lightning's Trainer asks its module for a state dict before it lets the engine write a checkpoint, and writes none of
 it. Parameters that are not there between passes refuse to be copied, so it gets them as they are.
 """
@@ -15,8 +19,8 @@ import contextlib
 import functools
 import os
 import sys
-from collections.abc import Sequence
-from typing import Any
+from collections.abc import MutableMapping, Sequence
+from typing import Any, cast
 
 import torch
 import torch.distributed as dist
@@ -25,11 +29,15 @@ from torch.distributed.device_mesh import DeviceMesh, init_device_mesh
 
 from shardwise import engine
 from shardwise.comm import api, setup
+from shardwise.config import resolve
 from shardwise.device import choose_device
-from shardwise.errors import UsageError
+from shardwise.errors import ConflictError, UsageError
+from shardwise.parallel.tensor.dtensors import line_of
+from shardwise.parallel.tensor.entry import divided_over
 from shardwise.utils.logging import warn_once
 from shardwise.zero.units import released
 
+_TENSOR = "tensor_parallel.autotp_size"
 _GATHER = "stage3_gather_16bit_weights_on_model_save"
 _LIGHTNING = ("lightning.pytorch", "pytorch_lightning")
 
@@ -62,15 +70,75 @@ def initialize(*args: Any, **kwargs: Any) -> Any:
 
     Raises:
         UsageError: Accelerate makes this engine, and counts another number of processes than there are ranks.
+        ConflictError: Accelerate makes this engine, and counts other ranks to a copy of the model than there are.
     """
-    if _uses_deepspeed():
+    if not _uses_deepspeed():
+        made = engine.initialize(*args, **kwargs)
+    else:
         setup.init_distributed(verbose=False)
         _compare_counts()
-    made = engine.initialize(*args, **kwargs)
-    if _uses_deepspeed():
+        made = _initialize_for_accelerate(*args, **kwargs)
         _warn_of_saving(made[0])
     _let_lightning_save(made[0].module)
     return made
+
+
+def _initialize_for_accelerate(*args: Any, **kwargs: Any) -> Any:
+    config = kwargs.get("config_params")  # by this name Accelerate passes it, and nobody else does
+    if not isinstance(config, MutableMapping):
+        return engine.initialize(*args, **kwargs)
+    told = _tell_tensors(config)
+    _compare_tensors(config, kwargs.get("model"), told)
+    kwargs["config_params"] = _with_batch_of(config, told)
+    kwargs["optimizer"] = _own_optimizer(kwargs.get("optimizer"))
+    return engine.initialize(*args, **kwargs)
+
+
+def _tell_tensors(config: MutableMapping[str, Any]) -> int:
+    """Return how many ranks have a copy of the model, as Accelerate counts; it and the engine read it in one place."""
+    section = config.get("tensor_parallel")
+    size = section.get("autotp_size") if isinstance(section, MutableMapping) else None
+    size = size if isinstance(size, int) and size > 1 else 1
+    own = getattr(_state("AcceleratorState").get("parallelism_config"), "tp_size", None) or 1
+    if own > 1 and size > 1 and own != size:
+        raise ConflictError(f"ParallelismConfig(tp_size={own}), but {_TENSOR} is {size}; remove one of them")
+    if own > size:
+        config["tensor_parallel"] = {**(section or {}), "autotp_size": own}
+    return max(own, size)
+
+
+def _compare_tensors(config: MutableMapping[str, Any], model: Any, told: int) -> None:
+    section = config.get("tensor_parallel", {})
+    read = resolve({"train_micro_batch_size_per_gpu": 1, "tensor_parallel": section}, world_size=dist.get_world_size())
+    found = read.config.tensor_parallel.size
+    if isinstance(model, nn.Module) and found == 1:
+        group = divided_over(model)
+        found = len(line_of(model) or [0]) if group is None else group.size
+    if found != told:
+        raise ConflictError(
+            f"Accelerate counts {told} rank{'s' if told != 1 else ''} to a copy of the model, and the model is divided "
+            f"over {found}: ranks would get the wrong samples. Write {_TENSOR}: {found} in the configuration, which is "
+            "the only form that Accelerate and the Trainer read"
+        )
+
+
+def _with_batch_of(config: MutableMapping[str, Any], tensor: int) -> MutableMapping[str, Any]:
+    """Return a configuration whose batch counts copies of the model, if it has been computed from all ranks."""
+    names = ("train_micro_batch_size_per_gpu", "gradient_accumulation_steps", "train_batch_size")
+    sizes = [config.get(name) for name in names]
+    if tensor == 1 or not all(isinstance(size, int) for size in sizes):
+        return config
+    micro, steps, whole = cast("list[int]", sizes)
+    ranks = dist.get_world_size()
+    if whole != micro * steps * ranks or ranks % tensor:
+        return config
+    return {**config, names[-1]: whole // tensor}
+
+
+def _own_optimizer(optimizer: Any) -> Any:
+    """Return the optimizer in one of Accelerate, which wraps it before with `ParallelismConfig(tp_size=...)`."""
+    kind = getattr(sys.modules.get("accelerate.optimizer"), "AcceleratedOptimizer", None)
+    return optimizer.optimizer if kind is not None and isinstance(optimizer, kind) else optimizer
 
 
 def _let_lightning_save(module: Any) -> None:
@@ -123,11 +191,15 @@ def _compare_counts() -> None:
 
 
 def _warn_of_saving(made: Any) -> None:
-    if made.zero_optimization_stage() < 3 or made.zero_gather_16bit_weights_on_model_save() or made.optimizer is None:
+    divided = made.get_tensor_parallel_world_size() > 1
+    if not divided and made.zero_optimization_stage() < 3:
+        return
+    if made.zero_gather_16bit_weights_on_model_save() or made.optimizer is None:
         return
     if dist.get_rank() == 0:
+        where = "with tensor parallelism" if divided else "at stage 3"
         warn_once(
-            f"zero_optimization.{_GATHER} is not true: at stage 3 Accelerate's get_state_dict and save_model will "
+            f"zero_optimization.{_GATHER} is not true: {where} Accelerate's get_state_dict and save_model will "
             "raise an error, and the Trainer's save_model will write a checkpoint instead of weights that plain "
             "transformers reads. "
             f'Set "{_GATHER}": true, or zero3_save_16bit_model: true in a file or plugin of Accelerate'

@@ -9,7 +9,7 @@ made of a number of the common one and the rank's place. So it is the same again
 
 from __future__ import annotations
 
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
 from typing import Any, NamedTuple
 
 import torch
@@ -19,6 +19,7 @@ from shardwise.parallel.tensor.group import TensorGroup
 from shardwise.parallel.tensor.layers import ColumnParallel, RowParallel
 
 _BITS = 63
+_ADAPTED = ".base_layer"
 
 
 class _Common(NamedTuple):
@@ -58,16 +59,26 @@ class Regions:
             hook: makes a module's hook of a function.
         """
         divided = False
-        for path, layer in model.named_modules():
-            # An adapter around a layer belongs to it: it begins with what the layer gets, or ends with what it returns.
-            around = model.get_submodule(_without_adapter(path))
-            if isinstance(layer, ColumnParallel) and not layer.cut.whole_output:
-                self._hooks.append(around.register_forward_hook(hook(self._begin)))
-                divided = True
-            elif isinstance(layer, RowParallel):
-                self._hooks.append(model.get_submodule(path).register_forward_pre_hook(hook(self._end)))
+        layers = [(p, layer) for p, layer in model.named_modules() if isinstance(layer, (ColumnParallel, RowParallel))]
+        adapted = {_without_adapter(path) for path, _ in layers if path.endswith(_ADAPTED)}
+        for path, layer in layers:
+            # An adapter around a layer belongs to it. It gets what the layer gets, and its output is added to the
+            # layer's; before that it drops features: those of a row layer, of which each rank has its own, or those
+            # that all ranks have before a column layer, also where queries' layer has begun a region and keys' is next.
+            place = _without_adapter(path)
+            around = model.get_submodule(place)
+            if not adapted.isdisjoint(_parents(place)):
+                continue  # a matrix of an adapter
+            if isinstance(layer, RowParallel):
+                register = around.register_forward_hook if place in adapted else around.register_forward_pre_hook
+                self._hooks.append(register(hook(self._end)))
                 if layer.cut.tokens is not None:  # from here on each rank has tokens of its own
                     self._hooks.append(around.register_forward_hook(hook(self._begin)))
+            elif not layer.cut.whole_output:
+                if place in adapted:
+                    self._hooks.append(around.register_forward_pre_hook(hook(self._end)))
+                self._hooks.append(around.register_forward_hook(hook(self._begin)))
+                divided = True
         if divided:
             self.active = True
             self._last = model.register_forward_hook(hook(self._passed), always_call=True)
@@ -112,9 +123,15 @@ class Regions:
 
 
 def _without_adapter(path: str) -> str:
-    while path.endswith(".base_layer"):
-        path = path.removesuffix(".base_layer")
+    while path.endswith(_ADAPTED):
+        path = path.removesuffix(_ADAPTED)
     return path
+
+
+def _parents(path: str) -> Iterator[str]:
+    while path:
+        path = path.rpartition(".")[0]
+        yield path
 
 
 def has_dropout(model: nn.Module) -> bool:

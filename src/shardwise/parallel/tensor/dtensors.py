@@ -76,7 +76,8 @@ def _mesh_dim(name: str, tensor: Any) -> int | None:
         raise UsageError(
             f"parameter {name!r} is a DTensor with the placements {list(tensor.placements)}: expected Shard(dim) in at "
             "most one dimension of the mesh, and Replicate() in the others. Do not call fully_shard, as ZeRO divides "
-            "over the data-parallel ranks; redistribute other parameters before shardwise.initialize()"
+            "over the data-parallel ranks; redistribute other parameters before shardwise.initialize(), or load a "
+            "model of transformers without a plan, and write tensor_parallel.autotp_size in the configuration"
         )
     return found[0] if found else None
 

@@ -1,0 +1,127 @@
+"""Tensor parallelism that the Trainer and Accelerate ask for: losses and weights of fewer ranks that do not have it."""
+
+from __future__ import annotations
+
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+
+from shardwise.errors import ConflictError
+from shardwise.parallel import end_tensors
+from tests.dropin.clients import MISSING, Ranks, forget, tokens
+from tests.dropin.test_accelerate import accelerator, train
+from tests.dropin.test_trainer import Logged, config, logged, trainer
+
+pytestmark = pytest.mark.skipif(bool(MISSING), reason=f"not installed: {', '.join(MISSING)}")
+
+
+def llama(seed: int = 0) -> Any:
+    """A Llama without dropout."""
+    from transformers import LlamaConfig, LlamaForCausalLM
+
+    torch.manual_seed(seed)
+    sizes = dict(vocab_size=64, hidden_size=16, intermediate_size=24, num_hidden_layers=2, num_attention_heads=4)
+    return LlamaForCausalLM(LlamaConfig(**sizes, num_key_value_heads=2, use_cache=False, bos_token_id=0))
+
+
+def trained(directory: str, stage: int | None) -> tuple[Logged, Logged, float]:
+    """Train, save, load the weights into a plain model and compare, and go on from the checkpoint in the middle."""
+    from transformers import LlamaForCausalLM
+
+    given = None if stage is None else config(stage) | {"tensor_parallel": {"autotp_size": 2}}
+    ran = trainer(directory, given, llama)
+    ran.train()
+    ran.save_model(f"{directory}/final")
+    first, ids = logged(ran), tokens(4)
+    ran.model_wrapped.eval()
+    with torch.no_grad():
+        ours = ran.model_wrapped(input_ids=ids, labels=ids).loss.item()
+    if given is not None:
+        assert ran.deepspeed.get_tensor_parallel_world_size() == 2
+        ran.deepspeed.destroy()
+    forget()
+    torch.distributed.barrier()
+    loaded = LlamaForCausalLM.from_pretrained(f"{directory}/final").eval()
+    difference = abs(loaded(input_ids=ids, labels=ids).loss.item() - ours)
+    again = trainer(directory, given, lambda: llama(seed=5))
+    again.train(resume_from_checkpoint=f"{directory}/checkpoint-3")
+    second = logged(again)
+    if given is not None:
+        again.deepspeed.destroy()
+    end_tensors()
+    return first, second, difference
+
+
+@pytest.mark.parametrize(("world", "stage"), [(2, 1), (4, 3)])
+def test_trainer(ranks: Ranks, tmp_path: Path, world: int, stage: int) -> None:
+    plain, *_ = ranks(trained, world // 2, str(tmp_path / "plain"), None)[0]
+    for first, second, difference in ranks(trained, world, str(tmp_path / "divided"), stage):
+        assert len(plain["loss"]) == 6 and first["loss"] == pytest.approx(plain["loss"], rel=1e-4)
+        assert first["eval_loss"] == pytest.approx(plain["eval_loss"], rel=1e-4)
+        assert first["grad_norm"] == pytest.approx(plain["grad_norm"], rel=1e-2)
+        assert second == first and difference < 1e-6
+
+
+def accelerated(directory: str, how: str) -> Any:
+    """Losses, those after going on from save_state, and the weights in between."""
+    from accelerate.utils import ParallelismConfig
+
+    config: dict[str, Any] = {
+        "train_batch_size": "auto",
+        "train_micro_batch_size_per_gpu": "auto",
+        "gradient_accumulation_steps": 2,
+        "gradient_clipping": 0.5,
+        "zero_optimization": {"stage": 2, "stage3_gather_16bit_weights_on_model_save": True},
+    }
+    options: dict[str, Any] = {}
+    if how == "configuration":
+        config["tensor_parallel"] = {"autotp_size": 2}
+    elif how == "parallelism":
+        config["train_micro_batch_size_per_gpu"] = 2
+        sizes = {"dp_shard_size": torch.distributed.get_world_size() // 2, "tp_size": 2}
+        options["parallelism_config"] = ParallelismConfig(**sizes)
+    acc = accelerator({"hf_ds_config": config}, **options)
+    net = llama()
+    loader: Any = torch.utils.data.DataLoader(tokens(32), batch_size=2)  # type: ignore[arg-type]
+    model, optimizer, loader = acc.prepare(net, torch.optim.AdamW(net.parameters(), lr=1e-2), loader)
+    assert model.get_tensor_parallel_world_size() == (1 if how == "plain" else 2)
+    losses = train(acc, model, optimizer, loader)
+    acc.save_state(f"{directory}/{how}")
+    state = acc.get_state_dict(model)
+    after = train(acc, model, optimizer, loader)
+    acc.load_state(f"{directory}/{how}")
+    again = train(acc, model, optimizer, loader)
+    model.destroy()
+    end_tensors()
+    return losses, after, again, state and {name: value.clone() for name, value in state.items()}
+
+
+@pytest.mark.parametrize(("world", "how"), [(2, "configuration"), (4, "parallelism")])
+def test_accelerate(ranks: Ranks, tmp_path: Path, world: int, how: str) -> None:
+    plain, _, _, weights = ranks(accelerated, world // 2, str(tmp_path), "plain")[0]
+    for rank, (losses, after, again, state) in enumerate(ranks(accelerated, world, str(tmp_path), how)):
+        assert losses == pytest.approx(plain, rel=1e-5)
+        assert again == after != losses
+        assert (state is None) == (rank > 0)
+        if state is not None:
+            assert state.keys() == weights.keys()
+            for name, value in state.items():
+                torch.testing.assert_close(value, weights[name], rtol=1e-3, atol=1e-5)
+
+
+def miscounted() -> str:
+    section = {"tp": {"tp_size": 2}}
+    config = {"train_micro_batch_size_per_gpu": 2, "zero_optimization": {"stage": 1}, "tensor_parallel": section}
+    acc = accelerator({"hf_ds_config": config})
+    net = llama()
+    with pytest.raises(ConflictError) as caught:
+        acc.prepare(net, torch.optim.AdamW(net.parameters()))
+    return str(caught.value)
+
+
+def test_another_form_of_the_key_is_refused(ranks: Ranks) -> None:
+    for message in ranks(miscounted, 2):
+        assert message.startswith("Accelerate counts 1 rank to a copy of the model, and the model is divided over 2")
+        assert "Write tensor_parallel.autotp_size: 2" in message
