@@ -437,9 +437,8 @@ def test_not_built() -> None:
 
 def test_prints_less() -> None:
     keys = {"graph_harvesting": True}
-    warned = accepted(**keys, activation_checkpointing={"partition_activations": True}).warnings
-    split = "activation_checkpointing.partition_activations"
-    assert [warning.partition(":")[0] for warning in warned] == [*keys, split]
+    warned = accepted(**keys).warnings
+    assert [warning.partition(":")[0] for warning in warned] == [*keys]
 
 
 def test_fewer_exclusions(facts: Facts) -> None:
