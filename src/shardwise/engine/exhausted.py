@@ -44,6 +44,7 @@ from shardwise.memory import (
     resident_bytes,
     virtual_bytes,
 )
+from shardwise.memory.limits import more_addresses
 from shardwise.memory.report import readable
 
 SEARCH_S = 30.0
@@ -110,9 +111,11 @@ def explained(error: BaseException, at: Circumstances) -> OutOfMemoryError:
     try:
         limit, room = room_for(at, planner)
         lines.append(_limit_line(limit, room))
-        lines.append(_table(at, live))
-        plans, found = searched(at, planner, None if room is None else rooms_at(at, room))
-        lines += [plans, advice(found, at.subject)]
+        rooms = None if room is None else rooms_at(at, room)
+        with more_addresses():
+            lines.append(_table(at, live))
+            plans, found = searched(at, planner, rooms)
+            lines += [plans, advice(found, at.subject)]
         suggestion = None if found is None else found.setting.config
     except (Exception, MemoryError) as failure:  # no memory for this either, or an optimizer of the user's own
         held = ", ".join(f"{category.value} {readable(size)}" for category, size in live.items() if size)

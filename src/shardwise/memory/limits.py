@@ -5,6 +5,7 @@ Pages of files that the kernel can give back at once count as free.
 
 from __future__ import annotations
 
+import contextlib
 import os
 import resource
 from collections.abc import Callable, Iterator, Sequence
@@ -14,6 +15,20 @@ from pathlib import Path
 import torch
 
 from shardwise.memory.process import resident_bytes, virtual_bytes
+
+
+@contextlib.contextmanager
+def more_addresses() -> Iterator[None]:
+    """Let this process have as many addresses inside of the block as it can give itself (`ulimit -S -v`).
+
+    What is said when they have run out takes some itself, and freed memory does not always give them back.
+    """
+    soft, hard = resource.getrlimit(resource.RLIMIT_AS)
+    resource.setrlimit(resource.RLIMIT_AS, (hard, hard))
+    try:
+        yield
+    finally:
+        resource.setrlimit(resource.RLIMIT_AS, (soft, hard))
 
 
 @dataclass(frozen=True)
