@@ -650,7 +650,7 @@ def test_settings_that_cannot_be(config: dict[str, Any], words: list[str]) -> No
 def refused_meshes() -> list[str]:
     given: list[tuple[Any, dict[str, Any]]] = [
         ((2, 3), {}),
-        (init_device_mesh("cpu", (2, 2), mesh_dim_names=("dp", "tp")), {}),
+        (init_device_mesh("cpu", (2, 2), mesh_dim_names=("dp", "pp")), {}),
         (DeviceMesh("cpu", [[0, 1], [3, 2]], mesh_dim_names=("replicate", "shard")), {}),
         (init_device_mesh("cpu", (2, 2), mesh_dim_names=("replicate", "shard")), {"mics_shard_size": 4}),
         (init_device_mesh("cpu", (2, 2), mesh_dim_names=("replicate", "shard")), {"zero_hpz_partition_size": 2}),
@@ -671,7 +671,7 @@ def refused_meshes() -> list[str]:
 def test_meshes_that_cannot_be() -> None:
     words = [
         ["2 x 3 ranks", "there are 4"],
-        ["'tp': 2", "replicate", "shard"],
+        ["'pp': 2", "replicate", "shard"],
         ["ascend", "[3, 2]"],
         ["mics_shard_size over 4", "over 2 ranks"],
         ["zero_hpz_partition_size", "mesh passed to initialize()"],
