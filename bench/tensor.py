@@ -62,6 +62,7 @@ def measure_time(options: argparse.Namespace) -> None:
 
 def measure_memory(options: argparse.Namespace) -> None:
     """Run one system on this rank; rank 0 answers with the worst rank's bytes."""
+    import torch.distributed as dist
     from _systems import TENSOR, Case
 
     (system,) = options.systems
@@ -78,6 +79,7 @@ def measure_memory(options: argparse.Namespace) -> None:
     tracked = run.accountant.peak_total if run.accountant is not None else 0
     peak, building, tracked = worst(resident("VmHWM") - bare, built - bare, tracked)
     answer({"peak": peak, "building": building, "tracked": tracked or None})
+    dist.destroy_process_group()  # torch aborts where a process ends with the groups of a mesh
 
 
 def rows_of(options: argparse.Namespace) -> list[dict[str, Any]]:

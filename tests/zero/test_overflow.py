@@ -138,8 +138,8 @@ def test_a_report_names_where_the_first_value_came_from() -> None:
         assert found[0][:3] == found[1][:3] == found[2][:3], what
         seen, report, text, lines = found[0]
         assert seen == [(True, False), (False, True), (True, False)], what
-        phase, ranks, parameter, unit, numel, scale, infinite, nan, largest, origin = report
-        assert origin is None, what
+        phase, ranks, parameter, unit, numel, scale, infinite, nan, largest, origin, extent, *_ = report
+        assert origin is None and extent[::2] == (2, "third.bias"), what
         assert (phase, ranks, parameter, numel, scale) == (
             "backward",
             spoilt.ranks,
