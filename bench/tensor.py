@@ -79,7 +79,8 @@ def measure_memory(options: argparse.Namespace) -> None:
     tracked = run.accountant.peak_total if run.accountant is not None else 0
     peak, building, tracked = worst(resident("VmHWM") - bare, built - bare, tracked)
     answer({"peak": peak, "building": building, "tracked": tracked or None})
-    dist.destroy_process_group()  # torch aborts where a process ends with the groups of a mesh
+    if dist.is_initialized():
+        dist.destroy_process_group()  # torch aborts where a process ends with the groups of a mesh
 
 
 def rows_of(options: argparse.Namespace) -> list[dict[str, Any]]:
