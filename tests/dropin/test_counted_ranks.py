@@ -10,6 +10,7 @@ import pytest
 import torch
 
 from shardwise.errors import UsageError
+from shardwise.utils.logging import warn_once
 from tests.dropin.clients import MISSING, Ranks
 
 pytestmark = pytest.mark.skipif(bool(MISSING), reason=f"not installed: {', '.join(MISSING)}")
@@ -60,6 +61,7 @@ def warned(gathers: bool | None) -> list[str]:
             said.append(record.getMessage())
 
     handler = Kept()
+    warn_once.cache_clear()  # an earlier test may have had it said
     logging.getLogger("shardwise").addHandler(handler)
     plugin = DeepSpeedPlugin(zero_stage=3, **({} if gathers is None else {"zero3_save_16bit_model": gathers}))
     accelerator = Accelerator(deepspeed_plugin=plugin)
