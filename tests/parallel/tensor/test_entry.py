@@ -15,8 +15,9 @@ import shardwise
 from shardwise.dropin.adapters import groups
 from shardwise.parallel import current_tensors, end_tensors
 from tests.harness import run_ranks
+from tests.parallel.tensor import models
 from tests.parallel.tensor.clients import Unit, megatron, parallelized
-from tests.parallel.tensor.models import ROWS, RULES, alone, data, decoder
+from tests.parallel.tensor.models import ROWS, RULES, alone, data, decoder, trained
 
 STEPS = 4
 SECTION = {"partition_config": RULES}
@@ -33,29 +34,13 @@ def config(stage: int, **more: Any) -> dict[str, Any]:
 
 
 def train(engine: Any, steps: int = STEPS) -> tuple[list[float], float, dict[str, Any]]:
-    """Train on each copy's rows; return mean losses, the last norm, and each parameter with what it is part of."""
-    copy, losses = engine.get_data_parallel_rank(), []
-    for step in range(steps):
-        loss = engine(data(step, engine.dp_world_size * ROWS)[copy * ROWS : (copy + 1) * ROWS])
-        mean = loss.detach().double()
-        dist.all_reduce(mean)
-        losses.append(float(mean) / dist.get_world_size())
-        engine.backward(loss)
-        engine.step()
-    with shardwise.zero.GatheredParameters(list(engine.module.parameters())):
-        registry = engine.sharded.registry
-        parts = {t.name: (t, p.detach().clone()) for t, p in zip(registry, registry.parameters, strict=True)}
-    return losses, float(engine.get_global_grad_norm()), parts
+    return trained(engine, steps)
 
 
 def check(found: Any, copies: int, steps: int = STEPS) -> None:
-    losses, grads, exact = alone(steps, copies)
-    assert found[0] == pytest.approx(losses, rel=1e-5)
-    assert found[1] == pytest.approx(float(torch.stack([grad.norm() for grad in grads.values()]).norm()), rel=1e-4)
-    assert {tensor.name for tensor, _ in found[2].values()} == exact.keys()
-    for name, (tensor, value) in found[2].items():
-        assert tensor.global_shape == exact[name].shape
-        assert (value - exact[name]).norm() <= 1e-5 * exact[name].norm(), name
+    expected = alone(steps, copies)
+    assert {tensor.name for tensor, _ in found[2].values()} == expected[2].keys()
+    models.check(found, expected)
 
 
 # -- meshes ------------------------------------------------------------------------------------------------------------

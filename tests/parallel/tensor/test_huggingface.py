@@ -25,6 +25,7 @@ from shardwise.parallel.tensor.layers import Cut
 from shardwise.parallel.tensor.plan import Division, cuts_of
 from tests.harness import run_ranks
 from tests.harness.pool import RankFailure
+from tests.parallel.tensor.models import check, trained
 from tests.parallel.tensor.tiny import FAMILIES, ROWS, alone, batch, build
 
 STEPS = 20
@@ -55,34 +56,22 @@ def train(
     """Train divided; return losses, gradient norm, each parameter with what it is of, and each rank's matrices."""
     model = prepare(build(family, seed=dist.get_rank(), **more))
     engine, *_ = shardwise.initialize(model=model, config=settings)
-    own = engine.get_data_parallel_rank()
-    losses = []
-    for step in range(steps):
-        given = batch(family, step, engine.dp_world_size * ROWS)
-        loss = engine(**{key: value[own * ROWS : (own + 1) * ROWS] for key, value in given.items()}).loss
-        mean = loss.detach().double()
-        dist.all_reduce(mean)
-        losses.append(float(mean) / dist.get_world_size())
-        engine.backward(loss)
-        engine.step()
-    norm = float(engine.get_global_grad_norm())
-    with shardwise.zero.GatheredParameters(list(engine.module.parameters())):
-        registry = engine.sharded.registry
-        parts = {t.name: (t, p.detach().clone()) for t, p in zip(registry, registry.parameters, strict=True)}
+
+    def loss_of(step: int, rows: slice, count: int) -> torch.Tensor:
+        given = batch(family, step, count)
+        loss: torch.Tensor = engine(**{key: value[rows] for key, value in given.items()}).loss
+        return loss
+
+    found = trained(engine, steps, loss_of)
     engine.destroy()
-    return losses, norm, parts
+    return found
 
 
 def compare(found: list[Any], expected: Any, bound: float = 2e-5) -> float:
     """Compare what ranks have found with one process; return the share of all elements that the first rank has."""
-    losses, grads, exact = expected
-    norm = torch.stack([grad.norm() for grad in grads.values()]).norm()
+    exact = expected[2]
     for one in found:
-        assert one[0] == pytest.approx(losses, rel=bound)
-        assert one[1] == pytest.approx(float(norm), rel=10 * bound)
-        for name, (_tensor, value) in one[2].items():
-            whole = exact[name]
-            assert (value - whole).norm() <= bound * max(float(whole.norm()), 1.0), name
+        check(one, expected, bound, least=1.0)
     parts = found[0][2]
     return sum(tensor.numel for tensor, _ in parts.values()) / sum(exact[name].numel() for name in parts)
 
@@ -214,9 +203,9 @@ def test_divided_logits_are_put_together_in_evaluation() -> None:
     loss, counted = float(model(**given).loss), float(model(**given, num_items_in_batch=5).loss)
     found = run_ranks(divided_logits, 3)
     assert [one[0] for one in found] == [14, 14, 13]
-    for _, whole, trained, other, evaluated in found:
+    for _, whole, loss_trained, other, evaluated in found:
         assert whole == 41
-        assert [trained, other, evaluated] == pytest.approx([loss, counted, loss], rel=1e-5)
+        assert [loss_trained, other, evaluated] == pytest.approx([loss, counted, loss], rel=1e-5)
 
 
 RULED: dict[str, tuple[str, dict[str, Any]]] = {
