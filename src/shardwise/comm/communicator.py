@@ -151,7 +151,7 @@ class Communicator:
         ordered: on backends with their own reductions, exchange pieces and add them in rank order instead
             (config key `deterministic_reduce`). On Gloo sums are always in rank order.
         partition: `group` is one of these lists of global ranks, and the ranks of all lists make such a communicator.
-            Its ranks send messages even on one machine.
+        near: on one machine ranks read each other's memory; else they send messages there, too.
         nodes: names the node of each rank, as `nodes()` does; None: the ranks ask each other when it is needed.
 
     Attributes:
@@ -171,6 +171,7 @@ class Communicator:
         name: str = "data_parallel",
         ordered: bool = False,
         partition: Sequence[Sequence[int]] | None = None,
+        near: bool = True,
         nodes: Sequence[str] | None = None,
     ) -> None:
         self.ledger = ledger
@@ -204,7 +205,7 @@ class Communicator:
                 self._groups[kind] = self._own_groups[-1]
             for kind in KINDS:
                 self._groups.setdefault(kind, self._groups.get(_SHARED.get(kind, ""), self._own_groups[-1]))
-            if self._gloo and partition is None:
+            if self._gloo and near:
                 from shardwise.comm import neighbours
 
                 self._neighbours, reason = neighbours.meet(self._groups["explicit"])
@@ -231,12 +232,13 @@ class Communicator:
         """Return a communicator of the ranks at this rank's place in all runs of `size` ranks; see `run_of`."""
         return self.part([range(place, self.world, size) for place in range(size)], name)
 
-    def part(self, parts: Sequence[Sequence[int]], name: str) -> Communicator:
+    def part(self, parts: Sequence[Sequence[int]], name: str, *, near: bool = False) -> Communicator:
         """Return a communicator of the ranks of that list which this rank is in; see `run_of`.
 
         Args:
             parts: ranks of this communicator; each is in one list.
             name: name of the group in records.
+            near: ranks of one machine read each other's memory: worth its connections where much is waited for.
         """
         everybody = self.members
         partition = [[everybody[member] for member in members] for members in parts]
@@ -245,7 +247,14 @@ class Communicator:
         if self._nodes is not None:
             nodes = [self._nodes[member] for members in parts if self.rank in members for member in members]
         part = Communicator(
-            group, self.ledger, self.device, name=name, ordered=self._ordered, partition=partition, nodes=nodes
+            group,
+            self.ledger,
+            self.device,
+            name=name,
+            ordered=self._ordered,
+            partition=partition,
+            near=near,
+            nodes=nodes,
         )
         part._own_groups.append(group)
         self._parts.append(part)

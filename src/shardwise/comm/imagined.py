@@ -58,12 +58,13 @@ class ImaginedCommunicator(Communicator):
         self._waits = device.type == "cpu" if like is None else like.waits_on_host
         self._chunks = [torch.empty(0, dtype=torch.uint8, device=device) for _ in range(2)]
 
-    def part(self, parts: Sequence[Sequence[int]], name: str) -> Communicator:
+    def part(self, parts: Sequence[Sequence[int]], name: str, *, near: bool = False) -> Communicator:
         """See `Communicator.part`."""
         members = list(next((members for members in parts if self.rank in members), parts[0]))
         rank = members.index(self.rank) if self.rank in members else 0
         part = ImaginedCommunicator(len(members), self.device, rank=rank, name=name)
         part._gloo, part._ordered, part._waits = self._gloo, self._ordered, self._waits
+        part._reads = near and self._reads
         return part
 
     def all_gather(

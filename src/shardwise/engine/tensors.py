@@ -59,7 +59,7 @@ class SharedTensors:
                 f"this model is divided over ranks {before.columns} by place, and should be over {across(lines)} "
                 "now. Build it again"
             )
-        self._part = job.part(lines, NAME)
+        self._part = job.part(lines, NAME, near=True)
         self.group = TensorGroup(self._part, across(lines), self._part.rank, data)
         self._dtensors = DTensors(model, self.group)
         self._former: list[tuple[Parallel, TensorGroup]] = []

@@ -381,6 +381,6 @@ def group_of(given: SequenceGroup | dist.ProcessGroup | None) -> SequenceGroup |
         from shardwise.device import choose_device
 
         ranks = members_of(given)
-        comm = Communicator(given, Ledger(), choose_device(local_rank()), name=NAME, partition=[ranks])
+        comm = Communicator(given, Ledger(), choose_device(local_rank()), name=NAME, partition=[ranks], near=False)
         _given[given] = SequenceGroup(comm)
     return _given[given]

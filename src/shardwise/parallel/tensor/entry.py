@@ -118,7 +118,7 @@ def begin_tensors(size: int, device: torch.device | None = None) -> TensorGroup:
     lines = [list(range(first, first + size)) for first in range(0, world, size)]
     part, data = everybody, everybody
     if world > 1:
-        part, data = everybody.part(lines, NAME), everybody.part(across(lines), "data_parallel")
+        part, data = everybody.part(lines, NAME, near=True), everybody.part(across(lines), "data_parallel")
     group = TensorGroup(part, across(lines), part.rank, data)
     _begun.append((group, everybody))
     _current.append(group)
