@@ -322,6 +322,32 @@ def test_another_thread_launches_while_one_waits() -> None:
     assert run_ranks(launched_by_a_thread, 2) == [[1.0] * 4] * 2
 
 
+def summed_by_the_thread(broken: bool) -> list[float]:
+    """Both ranks are elsewhere while what they have launched is summed, by the thread that looks after it."""
+    comm = communicator()
+    full = torch.arange(4.0) * (comm.rank + 1)
+    own = torch.zeros(2)
+    full.requires_grad_()  # as an activation has it
+    own.requires_grad_()
+    refused = mock.patch.object(neighbours._Reduction, "_add_up", side_effect=ValueError("broken"))
+    with refused if broken else torch.no_grad():
+        handle = comm.reduce_scatter([(own, full)], "test")
+        time.sleep(1)
+        handle.wait()
+    found: list[float] = own.tolist()
+    comm.destroy()
+    return found
+
+
+def test_the_thread_sums_what_requires_a_gradient() -> None:
+    assert run_ranks(summed_by_the_thread, 2, False) == [[0.0, 3.0], [6.0, 9.0]]
+
+
+def test_what_fails_in_the_thread_is_told_who_waits() -> None:
+    with pytest.raises(RankFailure, match="broken"):
+        run_ranks(summed_by_the_thread, 2, True, timeout=60)
+
+
 def one_is_elsewhere(stage: int) -> float:
     torch.manual_seed(0)
     model = torch.nn.Sequential(torch.nn.Linear(64, 64), torch.nn.ReLU(), torch.nn.Linear(64, 1))

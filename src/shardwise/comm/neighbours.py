@@ -103,7 +103,7 @@ class Exchange:
         self.scratch: Sequence[torch.Tensor] = ()
         self.unread = {peer for peer in range(self.world) if peer != self.rank}
         self.unreceipted = set(self.unread)
-        self.failure: tuple[int, OSError] | None = None
+        self.failure: tuple[int, Exception] | None = None
         self._neighbours = neighbours
 
     @property
@@ -491,9 +491,11 @@ class Neighbours:
 
     def _accept(self, exchange: Exchange, peer: int, addresses: Sequence[int]) -> None:
         try:
-            read = exchange.accept(peer, self._processes[peer], addresses)
-        except OSError as error:
-            exchange.failure = (peer, error)  # it has ended between its offer and now; whoever waits is told
+            # Whether gradients are recorded is each thread's own, and what is summed may be an activation.
+            with torch.no_grad():
+                read = exchange.accept(peer, self._processes[peer], addresses)
+        except Exception as error:  # its process has ended since its offer, say; another thread may be here, so whoever
+            exchange.failure = (peer, error)  # waits for the exchange is told
             return
         receipt = _HEADER.pack(_RECEIPT, exchange.tag)
         for reader in read:
