@@ -276,11 +276,12 @@ def saved_and_loaded(root: str, entry: matrix.Entry, background: bool) -> list[t
     """Fingerprints that should be the same, of checkpoints and of engines that have gone on from them."""
     found = []
     for stage in (0, 3):
+        layout = matrix.Layout(stage, dist.get_world_size() if dist.is_initialized() else 1)
         ends, contents = [], []
         for number, place in enumerate((contextlib.nullcontext(), living_elsewhere(*ALL))):
             path = f"{root}/{stage}.{number}"
             with place:
-                engine = matrix.start(entry, stage, seed=1)
+                engine = matrix.start(entry, layout, seed=1)
             matrix.train(engine, 0, matrix.BEFORE)
             engine.save_checkpoint(path, tag="a", asynchronous=background)
             matrix.train(engine, matrix.BEFORE, matrix.AFTER)
@@ -290,7 +291,7 @@ def saved_and_loaded(root: str, entry: matrix.Entry, background: bool) -> list[t
         # Loaded from what the other one has saved.
         for number, place in enumerate((living_elsewhere(*ALL), contextlib.nullcontext())):
             with place:
-                engine = matrix.start(entry, stage, seed=2)
+                engine = matrix.start(entry, layout, seed=2)
             engine.load_checkpoint(f"{root}/{stage}.{number}", tag="a")
             if number == 0:
                 live = engine.accountant.live
