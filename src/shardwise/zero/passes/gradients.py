@@ -53,8 +53,9 @@ class UnitGradients:
                 for slot in section.layout.slots
             ]
         self.buffers: dict[int, torch.Tensor | Pieces] = {}
-        self.extremes: list[tuple[torch.Tensor, torch.Tensor]] = []
-        self.former_extremes: list[tuple[torch.Tensor, torch.Tensor]] = []  # of the window before
+        self._largest: list[torch.Tensor | None] = [None, None]
+        self._window = 0
+        self._watched = [False, False]
         self.sums: dict[int, torch.Tensor] = {}  # over some of the ranks, by place of the section
         self.rows: dict[int, Rows] = {}  # of tables whose gradient is no buffer yet, by place of the section
         self.beside: list[torch.Tensor] = []  # in a dry run: what rows may take, where there is a dense gradient
@@ -153,23 +154,37 @@ class UnitGradients:
         return not self.expected and (not self.nested or self._gatherer.settled(self.unit))
 
     def watch(self, values: torch.Tensor) -> None:
-        """Remember the smallest and largest of what is to be sent: one of them is not finite if any value is not.
+        """Remember the largest magnitude of what is to be sent: it is not finite if any value is not.
 
-        A pass over the values as fast as copying them, and no wait for the device.
+        A pass over the values as fast as copying them, and no wait for the device. It is kept in memory that stays:
+        small tensors, new in every pass, would lie between large ones and break up the memory that these leave.
         """
-        if values.numel():
-            self.extremes.append(torch.aminmax(values))
+        if not values.numel():
+            return
+        low, high = torch.aminmax(values)
+        largest = self._largest[self._window]
+        if largest is None:
+            largest = self._largest[self._window] = torch.zeros((), dtype=torch.float64, device=values.device)
+        if not self._watched[self._window]:
+            largest.zero_()
+        self._watched[self._window] = True
+        torch.maximum(largest, torch.maximum(high, -low), out=largest)
+
+    def begin_window(self) -> None:
+        """Begin to watch anew, and keep what has been seen in the window that ends."""
+        self._window ^= 1
+        self._watched[self._window] = False
 
     @property
     def finite(self) -> bool:
         """Whether all that has been watched since the last step is finite (waits for the device)."""
-        return _finite(self.extremes)
+        return self._finite(self._window)
 
     @property
     def formerly_finite(self) -> bool:
         """The same of the window before."""
-        return _finite(self.former_extremes)
+        return self._finite(self._window ^ 1)
 
-
-def _finite(extremes: list[tuple[torch.Tensor, torch.Tensor]]) -> bool:
-    return all(bool(torch.isfinite(value)) for pair in extremes for value in pair)
+    def _finite(self, window: int) -> bool:
+        largest = self._largest[window]
+        return largest is None or not self._watched[window] or bool(torch.isfinite(largest))

@@ -844,7 +844,7 @@ class Reducer:
         for gradients in self.gradients.values():
             gradients.accumulated = False
             gradients.sums = {}
-            gradients.former_extremes, gradients.extremes = gradients.extremes, []
+            gradients.begin_window()
             gradients.seen = set()
             gradients.free()
             if not self._keeps_gradients:

@@ -283,7 +283,7 @@ class SectionMemory:
     @property
     def keeps_whole_gradient(self) -> bool:
         """Whether this rank needs all of the reduced gradient, because it updates all of the section."""
-        return self.levels.optimizer == 0
+        return self.master_stop - self.master_start == self.layout.numel
 
     @property
     def master_is_parameter(self) -> bool:
