@@ -11,6 +11,7 @@ from unittest import mock
 import pytest
 import torch
 
+from shardwise.memory import Category
 from shardwise.zero.units.plan import Plan
 from tests.harness import run_ranks
 from tests.models import CASES
@@ -68,3 +69,20 @@ def released() -> list[bool]:
 def test_it_gathers_and_releases() -> None:
     ((*seen,),) = run_ranks(released, 1)
     assert len(seen) > 10 and all(seen)
+
+
+def taken(stage: int) -> tuple[int, int, int]:
+    """Most bytes of gradients and of buffers in the passes of a step, and bytes of all gradients."""
+    with forced():
+        engine = start(CASES["gpt"], Setting(stage))
+    engine.backward(CASES["gpt"].loss(engine, CASES["gpt"].data(0, 0, 0, torch.float32)))
+    peak = engine.accountant.peak
+    held = sum(section.layout.numel * 4 for unit in engine.sharded.units for section in unit.trainable)
+    engine.destroy()
+    return peak[Category.GRADIENTS], peak[Category.BUFFERS], held
+
+
+@pytest.mark.parametrize("stage", [1, 2])
+def test_gradients_are_collected_where_they_stay(stage: int) -> None:
+    ((gradients, buffers, held),) = run_ranks(taken, 1, stage)
+    assert gradients == held and not buffers
