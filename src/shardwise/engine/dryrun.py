@@ -32,7 +32,14 @@ from shardwise.engine.stepping import stepping_of
 from shardwise.engine.tensors import SharedTensors
 from shardwise.engine.zeropp import reduction
 from shardwise.memory import Accountant, Category, Moved, Tier, fake_copy, track_activations, twin_of
-from shardwise.memory.dryrun import Answers, arguments_of, fake_values, loss_of, undisturbed
+from shardwise.memory.dryrun import (
+    Answers,
+    arguments_of,
+    fake_values,
+    loss_of,
+    undisturbed,
+    without_masks,
+)
 from shardwise.offload import Disks, homes_of
 from shardwise.optim import is_elementwise_state
 from shardwise.precision.autocast import autocast, autocast_dtype, wire_dtypes
@@ -175,7 +182,14 @@ class Twin:
             if isinstance(module, (nn.Embedding, nn.EmbeddingBag)):
                 module.sparse = False  # how many rows there will be is not known: as many as there may be
 
-    def run(self, batch: Any, accumulation: int, loss: Callable[[Any], torch.Tensor] | None = None) -> MemoryPlan:
+    def run(
+        self,
+        batch: Any,
+        accumulation: int,
+        loss: Callable[[Any], torch.Tensor] | None = None,
+        *,
+        masks: bool = False,
+    ) -> MemoryPlan:
         """Return what a window takes; to be called once.
 
         Args:
@@ -183,6 +197,7 @@ class Twin:
                 parameters, and activations are left out.
             accumulation: passes.
             loss: makes a scalar of the module's output; None: see `shardwise.memory.dryrun.loss_of`.
+            masks: the batch may hide something in attention (`shardwise.memory.dryrun.has_masks`).
 
         Raises:
             Exception: whatever the module raises when it has no values to compute with.
@@ -192,6 +207,8 @@ class Twin:
         with contextlib.ExitStack() as stack:
             stack.enter_context(self._computing())
             stack.enter_context(track_activations(self.accountant))
+            if not masks:
+                stack.enter_context(without_masks())
             if batch is None:
                 stack.enter_context(_using_parameters(self.sharded))
                 stack.enter_context(self.accountant.owning(None))

@@ -25,6 +25,7 @@ from shardwise.engine.mesh import domain_of
 from shardwise.engine.stepping import make_optimizer, prepare_optimizer
 from shardwise.errors import ConfigError, UsageError
 from shardwise.memory import Category, Tier, shapes_of
+from shardwise.memory.dryrun import has_masks
 from shardwise.memory.report import as_text, readable
 from shardwise.precision.dtypes import policy_from_config
 from shardwise.trees import tensors_in
@@ -380,6 +381,7 @@ class Planner:
         self.subject = subject
         self._loss = loss
         self._batch = None if batch is None else shapes_of(batch)
+        self._masks = batch is not None and has_masks(batch)
         self._plans: dict[Setting, tuple[MemoryPlan | None, str]] = {}
 
     def plan(self, setting: Setting, rooms: Sequence[Room] = ()) -> SettingPlan:
@@ -415,7 +417,8 @@ class Planner:
         try:
             if self._batch is not None:
                 try:
-                    return self._twin(setting).run(self._of_size(setting.micro_batch), accumulation, self._loss), ""
+                    batch = self._of_size(setting.micro_batch)
+                    return self._twin(setting).run(batch, accumulation, self._loss, masks=self._masks), ""
                 except ConfigError:
                     raise
                 except Exception as error:  # whatever the user's module raises when it has no values to compute with

@@ -8,8 +8,10 @@ from __future__ import annotations
 
 import contextlib
 import copy
+import sys
 from collections.abc import Callable, Collection, Iterator, Mapping
 from dataclasses import dataclass
+from types import FrameType
 from typing import TYPE_CHECKING, Any
 
 import torch
@@ -36,7 +38,14 @@ class Answers(TorchDispatchMode):
     """Answers whoever asks for a value in a dry run: with what is finite, true, and not one less one.
 
     Values that there are (a learning rate in a tensor) cannot be read there either.
+
+    Args:
+        only: the modules that are answered; none: all.
     """
+
+    def __init__(self, only: Collection[str] = ()) -> None:
+        super().__init__()
+        self._only = only
 
     def __torch_dispatch__(
         self,
@@ -46,10 +55,50 @@ class Answers(TorchDispatchMode):
         kwargs: dict[str, Any] | None = None,
     ) -> Any:
         """Answer, or go on."""
-        if func is torch.ops.aten._local_scalar_dense.default:
+        if func is torch.ops.aten._local_scalar_dense.default and (not self._only or _asking() in self._only):
             dtype = args[0].dtype
             return True if dtype is torch.bool else 0.5 if dtype.is_floating_point else 1
         return func(*args, **(kwargs or {}))
+
+
+@contextlib.contextmanager
+def without_masks() -> Iterator[None]:
+    """Have transformers do without masks of attention that hide nothing, as it does if tensors have values.
+
+    It makes masks, which take memory, for tensors that it takes for traced. Here it takes tensors without values for
+    others, and is told that masks hide nothing.
+    """
+    utilities: Any = sys.modules.get("transformers.utils.import_utils")
+    if not hasattr(utilities, "is_fake_tensor"):
+        yield
+        return
+    known, utilities.is_fake_tensor = utilities.is_fake_tensor, lambda _: False
+    try:
+        with Answers(only=("transformers.masking_utils", "transformers.modeling_attn_mask_utils")):
+            yield
+    finally:
+        utilities.is_fake_tensor = known
+
+
+def has_masks(batch: Any) -> bool:
+    """Whether a batch hides something in attention, or may: it has masks that are not all one, or places of tokens."""
+    from torch._subclasses.fake_tensor import FakeTensor
+
+    def hides(name: str, values: Any) -> bool:
+        if not isinstance(values, torch.Tensor):
+            return False
+        unknown = values.is_meta or isinstance(values, FakeTensor)
+        return name == "position_ids" or (name.endswith("mask") and (unknown or not bool(values.all())))
+
+    return any(hides(name, values) for name, values in arguments_of(batch)[1].items())
+
+
+def _asking() -> str:
+    """Return the name of the module that has called torch."""
+    frame: FrameType | None = sys._getframe(2)
+    while frame is not None and frame.f_globals.get("__name__", "").partition(".")[0] == "torch":
+        frame = frame.f_back
+    return "" if frame is None else frame.f_globals.get("__name__", "")
 
 
 def fake_copy(module: nn.Module, mode: FakeTensorMode) -> nn.Module:

@@ -69,7 +69,14 @@ def _counted(model: nn.Module, micro_batch: int, length: int, forward_only: bool
     from shardwise.errors import CommandLineError
     from shardwise.launch.models import tokens
     from shardwise.memory import fake_copy
-    from shardwise.memory.dryrun import Answers, arguments_of, fake_values, loss_of, undisturbed
+    from shardwise.memory.dryrun import (
+        Answers,
+        arguments_of,
+        fake_values,
+        loss_of,
+        undisturbed,
+        without_masks,
+    )
     from shardwise.profile.counting import FlopCount
     from shardwise.profile.tree import profile_of
 
@@ -81,7 +88,7 @@ def _counted(model: nn.Module, micro_batch: int, length: int, forward_only: bool
         warnings.filterwarnings("ignore", message="Accessing the data pointer of FakeTensor")
         count.start()
         try:
-            with count.counting(), Answers():
+            with count.counting(), Answers(), without_masks():
                 output = twin(*args, **kwargs)
                 if not forward_only:
                     loss_of(output).backward()
