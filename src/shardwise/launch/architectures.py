@@ -76,32 +76,57 @@ class Layer(nn.Module):
 
     def __init__(self, shape: Shape) -> None:
         super().__init__()
-        width, biased = shape.width, not shape.llama
-        inner, groups = shape.inner or 4 * width, shape.groups or shape.heads
-        self.heads, self.sizes = shape.heads, [width, *([width // shape.heads * groups] * 2)]
-        self.before, self.between = _norm(shape), _norm(shape)
-        self.qkv = nn.Linear(width, sum(self.sizes), bias=biased)
-        self.out = nn.Linear(width, width, bias=biased)
-        self.gate = nn.Linear(width, inner, bias=False) if shape.llama else None
-        self.up = nn.Linear(width, inner, bias=biased)
-        self.down = nn.Linear(inner, width, bias=biased)
+        self.before, self.attention = _norm(shape), Attention(shape)
+        self.between, self.network = _norm(shape), Network(shape)
 
     def forward(self, values: torch.Tensor) -> torch.Tensor:
         """Compute (sequences, tokens, width) from as much."""
-        rows, length, width = values.shape
-        size = width // self.heads
-        parts = self.qkv(self.before(values)).split(self.sizes, -1)
-        query, key, value = (part.view(rows, length, -1, size).transpose(1, 2) for part in parts)
-        if self.gate is None:
-            later = torch.ones(length, length, dtype=torch.bool, device=values.device).triu(1)
-            scores = (query @ key.transpose(2, 3)).mul_(size**-0.5).masked_fill(later, -torch.inf)
-            mixed = scores.softmax(-1, dtype=torch.float32).to(value.dtype) @ value
-        else:
+        values = values + self.attention(self.before(values))
+        return values + self.network(self.between(values))
+
+
+class Attention(nn.Module):
+    """Causal attention; its layers and attributes are called as tensor parallelism knows them."""
+
+    def __init__(self, shape: Shape) -> None:
+        super().__init__()
+        self.fused = shape.llama
+        self.num_heads, self.num_key_value_heads = shape.heads, shape.groups or shape.heads
+        self.head_dim = shape.width // shape.heads
+        heads = self.num_heads + 2 * self.num_key_value_heads
+        self.qkv_proj = nn.Linear(shape.width, heads * self.head_dim, bias=not shape.llama)
+        self.o_proj = nn.Linear(shape.width, shape.width, bias=not shape.llama)
+
+    def forward(self, values: torch.Tensor) -> torch.Tensor:
+        """Mix tokens of (sequences, tokens, width)."""
+        rows, length, _ = values.shape
+        sizes = [heads * self.head_dim for heads in (self.num_heads, *([self.num_key_value_heads] * 2))]
+        parts = self.qkv_proj(values).split(sizes, -1)
+        query, key, value = (part.view(rows, length, -1, self.head_dim).transpose(1, 2) for part in parts)
+        if self.fused:
             mixed = F.scaled_dot_product_attention(query, key, value, is_causal=True, enable_gqa=True)
-        values = values + self.out(mixed.transpose(1, 2).reshape(rows, length, width))
-        given = self.between(values)
-        raised = F.gelu(self.up(given)) if self.gate is None else F.silu(self.gate(given)) * self.up(given)
-        return values + self.down(raised)
+        else:
+            later = torch.ones(length, length, dtype=torch.bool, device=values.device).triu(1)
+            scores = (query @ key.transpose(2, 3)).mul_(self.head_dim**-0.5).masked_fill(later, -torch.inf)
+            mixed = scores.softmax(-1, dtype=torch.float32).to(value.dtype) @ value
+        return self.o_proj(mixed.transpose(1, 2).flatten(2))
+
+
+class Network(nn.Module):
+    """The feed-forward network, with a gate or without."""
+
+    def __init__(self, shape: Shape) -> None:
+        super().__init__()
+        inner = shape.inner or 4 * shape.width
+        self.gate_proj = nn.Linear(shape.width, inner, bias=False) if shape.llama else None
+        self.up_proj = nn.Linear(shape.width, inner, bias=not shape.llama)
+        self.down_proj = nn.Linear(inner, shape.width, bias=not shape.llama)
+
+    def forward(self, values: torch.Tensor) -> torch.Tensor:
+        """Compute (sequences, tokens, width) from as much."""
+        raised = self.up_proj(values)
+        gated = F.gelu(raised) if self.gate_proj is None else F.silu(self.gate_proj(values)) * raised
+        return self.down_proj(gated)
 
 
 def _norm(shape: Shape) -> nn.Module:
