@@ -98,6 +98,16 @@ class _Part:
         return (own, *made[1:]) if several else own
 
 
+def takes_tokens_before(module: nn.Module) -> bool:
+    """Whether each rank has its own tokens from this module's input on."""
+    return any(isinstance(hook, _Begin) for hook in module._forward_pre_hooks.values())
+
+
+def takes_tokens_behind(module: nn.Module) -> bool:
+    """Whether each rank has its own tokens from this module's output on, of which all ranks have computed all."""
+    return any(isinstance(hook, _Part) for hook in module._forward_hooks.values())
+
+
 def tokens_of(model: nn.Module, cuts: dict[str, Cut], section: TensorParallel) -> Tokens:
     """Return where tokens are divided between a model's divided layers.
 
