@@ -1074,7 +1074,8 @@ class Engine(nn.Module):
 
         What is written are the values that the optimizer steps: master weights, where there are any. Rank 0 writes;
         the others send it what they hold, in pieces of 8 MiB, so that no rank needs memory for the model. The files
-        appear when all of them are complete.
+        appear when all of them are complete. Beside the whole weights (`hf`) of a model of transformers its
+        `config.json` and `generation_config.json` are written, so that `from_pretrained(directory)` makes it again.
 
         Args:
             directory: of the files, on rank 0; created if needed.
@@ -1082,9 +1083,9 @@ class Engine(nn.Module):
                 as `torch.save` writes it).
             dtype: of floating-point tensors: `float32`, `bfloat16`, `float16`, or `keep` for that of the values.
             max_shard_size: of one file, as "5GB" or a number of bytes; None: 5GB for `hf`, one file for `pt`.
-            exclude_frozen_parameters: leave out parameters that do not require a gradient.
+            exclude_frozen_parameters: leave out parameters that do not require a gradient, and the configuration.
             all_names: `hf`: write a tied tensor under each of its names instead of once.
-            overwrite: replace weights that are in `directory`.
+            overwrite: replace weights that are in `directory`. A configuration is replaced in any case.
 
         Raises:
             CheckpointPathError: the directory cannot be used, or holds weights already.
