@@ -492,7 +492,7 @@ class Engine(nn.Module):
             self._memory.forward_begins()
         try:
             with (
-                self.sharded.interruptions.watching(),
+                self.sharded.interruptions.watching(in_pass=True),
                 autocast(self.device, self._autocast_dtype),
                 self.job.ledger.inside_call(),
                 self._activations.around((inputs, kwargs)),
@@ -559,7 +559,7 @@ class Engine(nn.Module):
         with (
             self._step.passing(loss, weight, scale_wrt_gas) as roots,
             explained_here,
-            self.sharded.interruptions.watching(),
+            self.sharded.interruptions.watching(in_pass=True),
             self._profiling.backward(),
             self._following.backward(),
         ):
@@ -631,7 +631,7 @@ class Engine(nn.Module):
             raise UsageError(f"engine.step(): {self._no_optimizer()}")
         self._memory.step_begins()
         explained_here = explaining(lambda: self._memory.circumstances("engine.step()", stepping=True))
-        watched = self.sharded.interruptions.watching()
+        watched = self.sharded.interruptions.watching(in_pass=False)
         try:
             with explained_here, self._profiling.step(), self._following.step(), watched, detailed("boundary"):
                 ended = self._step.take(lr_kwargs)
