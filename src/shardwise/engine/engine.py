@@ -63,7 +63,7 @@ if TYPE_CHECKING:
     from shardwise.engine.monitoring import StepEvents
     from shardwise.engine.plans import MemoryPlans
     from shardwise.engine.profiling import Profiling
-    from shardwise.engine.sequence import SharedSequences
+    from shardwise.engine.sequence import OwnSequences, SharedSequences
     from shardwise.engine.tensors import SharedTensors
     from shardwise.engine.timelines import Timelines
     from shardwise.memory import MemoryReport
@@ -147,7 +147,7 @@ class Engine(nn.Module):
         resolution: Resolution,
         job: Communicator,
         data: Communicator,
-        sequences: SharedSequences | None,
+        sequences: SharedSequences | OwnSequences,
         tensors: SharedTensors | None,
         expert_groups: Mapping[int, ExpertGroup],
         local_rank: int,
@@ -253,7 +253,7 @@ class Engine(nn.Module):
     @property
     def sequence_parallel_size(self) -> int:
         """Number of ranks that share a sequence."""
-        return 1 if self._sequences is None else self._sequences.group.size
+        return self._sequences.group.size
 
     @property
     def mp_world_size(self) -> int:
@@ -358,7 +358,7 @@ class Engine(nn.Module):
 
     def get_sequence_parallel_group(self) -> Any:
         """Return the process group of the ranks that share this rank's sequences; None: it has them alone."""
-        return None if self._sequences is None else self._sequences.group.group
+        return self._sequences.group.group
 
     @property
     def tensor_parallel_group(self) -> Any:
