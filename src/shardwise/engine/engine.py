@@ -25,7 +25,7 @@ from shardwise.checkpoint.report import LoadReport
 from shardwise.compat import never_compiled, transforming
 from shardwise.config.compression import sends_values
 from shardwise.data import EngineDataLoader
-from shardwise.device.ranges import detailed
+from shardwise.device.ranges import named
 from shardwise.engine.attributes import Held, OfOptimizer
 from shardwise.engine.exhausted import explained, explaining
 from shardwise.engine.experts import release_experts
@@ -633,7 +633,7 @@ class Engine(nn.Module):
         explained_here = explaining(lambda: self._memory.circumstances("engine.step()", stepping=True))
         watched = self.sharded.interruptions.watching(in_pass=False)
         try:
-            with explained_here, self._profiling.step(), self._following.step(), watched, detailed("boundary"):
+            with explained_here, self._profiling.step(), self._following.step(), watched, named("boundary"):
                 ended = self._step.take(lr_kwargs)
         except OffloadError as error:
             self._faults.save_after(error)
