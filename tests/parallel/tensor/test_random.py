@@ -287,6 +287,31 @@ def drop_tokens(recompute: str) -> Any:
     return told, masks, values, known, state
 
 
+def seeded_alike() -> Any:
+    """Two passes that a script seeds alike, of which the first has gone when the second is recomputed."""
+    torch.manual_seed(0)
+    net = ResidualDecoder("halves")
+    section = {"autotp_size": 2, "sequence_parallel": True, "partition_config": NORMS}
+    engine, *_ = shardwise.initialize(model=net, config=config(tensor_parallel=section, gradient_accumulation_steps=2))
+    losses = []
+    for _ in range(2):
+        torch.manual_seed(7)
+        losses.append(engine(data(0, ROWS)))
+    for _ in range(2):
+        engine.backward(losses.pop(0))
+        engine.step()
+    seen = {path: module.seen for path, module in net.named_modules() if isinstance(module, Kept)}
+    engine.destroy()
+    return seen
+
+
+def test_passes_that_are_seeded_alike() -> None:
+    for masks in run_ranks(seeded_alike, 2):
+        for path, seen in masks.items():
+            assert len(seen) == (2 if path == "last" else 4)
+            assert all(torch.equal(mask, seen[0]) for mask in seen[1:]), path
+
+
 def test_what_ranks_drop_of_their_own_tokens() -> None:
     (losses, masks, _, _, state), (other, there, _, _, state_there) = run_ranks(drop_tokens, 2, "")
     assert losses == other and torch.equal(state, state_there)

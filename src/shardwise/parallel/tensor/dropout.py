@@ -18,7 +18,7 @@ from typing import Any
 import torch
 from torch import nn
 
-from shardwise.compat import keep_with_graph
+from shardwise.compat import backward_pass, keep_with_graph
 from shardwise.parallel.tensor.group import TensorGroup
 from shardwise.parallel.tensor.layers import ColumnParallel, NormParallel, PickedColumns, RowParallel
 from shardwise.parallel.tensor.tokens import takes_tokens_before, takes_tokens_behind
@@ -127,11 +127,14 @@ class Regions:
         number, restore = _take(generator, device)
         seed = own_seed(number, self._group.place)
         generator.manual_seed(seed)
-        if seed not in self._known:  # else it is recomputed
+        region = self._known.get(seed)
+        if region is not None and backward_pass() is not None:
+            return  # it is recomputed
+        if region is None:
             untouched = _watched(generator, device) if not self._drawn else bool
             self._known[seed] = region = _Region(device, restore, untouched)
-            self._of_pass.append(region)
             self._devices.add(device)
+        self._of_pass.append(region)  # also where a script has seeded as before another pass
 
     def _region(self, device: torch.device) -> _Region | None:
         """Return the region that a device's generator is in."""
